@@ -42,6 +42,7 @@ test-vllm: .venv-vllm/.installed ## The tests in a real vLLM on a CPU, in an env
 
 lint: $(VENV)/.installed-dev ## Style and types
 	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
 	@mkdir -p $(VENV)/typing && ln -sfn $(CURDIR) $(VENV)/typing/spectune # mypy does not follow the editable install
 	MYPYPATH=$(VENV)/typing $(RUN) -m mypy
 

@@ -1,7 +1,8 @@
-"""Finds, proves and keeps the best speculative-decoding policy for a target, its drafts, a device and its traffic.
+"""Finds, proves and keeps the best speculative-decoding policy for a target, its drafts, a device
+and its traffic.
 
-The folders of the repository are this package's: ``spectune.runtime`` is ``runtime/``. Importing it imports nothing else; its
-calls are :mod:`spectune.optimizer.python`'s, imported at first use.
+The folders of the repository are this package's: ``spectune.runtime`` is ``runtime/``. Importing it
+imports nothing else; its calls are :mod:`spectune.optimizer.python`'s, imported at first use.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The door: gathers the commands (:mod:`optimizer.commands`), and turns errors into one line.
 
-Importing this module imports no torch, so that --help answers at once; commands import what they need.
+Importing this module imports no torch, so that --help answers at once; commands import what they
+need.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def _terminate(number: int, _frame: FrameType | None) -> None:
 
 
 class _Interrupts:
-    """Ctrl-C, raised again until it is heard: inside a callback (a weak reference's, a compiler's) Python drops it, or another
-    error comes of it."""
+    """Ctrl-C, raised again until it is heard: inside a callback (a weak reference's, a compiler's)
+    Python drops it, or another error comes of it."""
 
     seen = False
 
@@ -70,19 +71,24 @@ class _Interrupts:
 
 
 class Door(click.Group):
-    """Turns the project's errors and the system's into one line on stderr and exit code 2, Ctrl-C into 130 and SIGTERM into 143."""
+    """Turns the project's errors and the system's into one line on stderr and exit code 2, Ctrl-C
+    into 130 and SIGTERM into 143."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         for argument in args:
             if "\0" in argument or any("\ud800" <= character <= "\udfff" for character in argument):
-                raise click.UsageError(f"{one_line(argument)}: an argument that is no text (NUL, or bytes that are not UTF-8)")
+                raise click.UsageError(
+                    f"{one_line(argument)}: an argument that is no text (NUL, or bytes that are "
+                    "not UTF-8)"
+                )
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         from spectune.db.errors import DatabaseError
         from spectune.traces.errors import SpectuneError
 
-        # A second Ctrl-C may come while the first one's connections are handed back; the pool would log that with a traceback.
+        # A second Ctrl-C may come while the first one's connections are handed back; the pool would
+        # log that with a traceback.
         logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)
         in_main = threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGTERM, _terminate) if in_main else None
@@ -106,14 +112,18 @@ class Door(click.Group):
         except (SpectuneError, DatabaseError) as error:
             _refuse(ctx, str(error))
         except OSError as error:
-            # What no command foresaw: a name that is too long, a folder that went away, a full disk.
+            # What no command foresaw: a name that is too long, a folder that went away, a full
+            # disk.
             _refuse(ctx, f"{error.filename or 'the system'}: {error.strerror or error}")
         except click.exceptions.Exit:
             raise
         except (KeyboardInterrupt, RuntimeError) as stopped:
             if isinstance(stopped, RuntimeError) and not interrupts.seen:
                 raise
-            click.echo("interrupted; what was committed is kept, the same command goes on from there", err=True)
+            click.echo(
+                "interrupted; what was committed is kept, the same command goes on from there",
+                err=True,
+            )
             ctx.exit(143 if isinstance(stopped, Terminated) else 130)
         finally:
             if ours:
@@ -142,9 +152,16 @@ def _show_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> 
     ctx.exit()
 
 
-@click.group(cls=Door, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=Door, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
 @click.option(
-    "--db", "db_url", envvar="SPECTUNE_DB", default=DEFAULT_DB, show_default=True, help="Database: a file, or postgresql://..."
+    "--db",
+    "db_url",
+    envvar="SPECTUNE_DB",
+    default=DEFAULT_DB,
+    show_default=True,
+    help="Database: a file, or postgresql://...",
 )
 @click.option(
     "--config",
@@ -152,14 +169,20 @@ def _show_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> 
     help="File of defaults; spectune.toml of the working folder if it is there.",
 )
 @click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version and exit."
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version and exit.",
 )
 @with_context
 def main(ctx: click.Context, db_url: str, config: str | None) -> None:
-    """Finds, proves and keeps the best speculative-decoding policy for your models, device and traffic.
+    """Finds, proves and keeps the best speculative-decoding policy for your models, device and
+    traffic.
 
     \b
-    Start here:  cli.py init --pair demo   what options are in this folder: a pair, a workload, a database
+    Start here:  cli.py init --pair demo   options for this folder: a pair, a workload, a database
                  cli.py tune               record, search, execute, publish
                  cli.py generate "def "    decode with the policy in force
     """

@@ -1,11 +1,13 @@
-"""The full-size checks: what is done is not done again unless --fresh. Exact checks run two at a time, timed ones alone.
+"""The full-size checks: what is done is not done again unless --fresh. Exact checks run two at a
+time, timed ones alone.
 
     python bench/acceptance.py [--only NAME ...] [--fresh] [--quick] [--list]
 
-A check is a function ``(state, quick)`` that returns figures: a one-line ``summary``, whether it ``holds``, and more. They are written to
-``bench/results/acceptance-NAME.json``. What checks share (:mod:`lab`) and which of them ended is kept in ``.acceptance/``. ``--quick`` runs
-them at a size that proves nothing but that they run, in ``.acceptance/quick``, and leaves the results alone. Exit code 1 if any does not
-hold.
+A check is a function ``(state, quick)`` that returns figures: a one-line ``summary``, whether it
+``holds``, and more. They are written to ``bench/results/acceptance-NAME.json``. What checks share
+(:mod:`lab`) and which of them ended is kept in ``.acceptance/``. ``--quick`` runs them at a size
+that proves nothing but that they run, in ``.acceptance/quick``, and leaves the results alone. Exit
+code 1 if any does not hold.
 """
 
 from __future__ import annotations
@@ -36,10 +38,16 @@ CHECKS = (*EXACT, *TIMED)
 def main() -> int:
     """Runs the checks that are asked for, prints a table, returns the exit code."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch is not imported yet
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", metavar="NAME", choices=CHECKS, help="run these checks alone")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="*", metavar="NAME", choices=CHECKS, help="run these checks alone"
+    )
     parser.add_argument("--fresh", action="store_true", help="forget what earlier runs did")
-    parser.add_argument("--quick", action="store_true", help="a tiny size, which proves that a check runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny size, which proves that a check runs"
+    )
     parser.add_argument("--list", action="store_true", help="list the checks")
     wanted = parser.parse_args()
     if wanted.list:
@@ -49,7 +57,9 @@ def main() -> int:
     state = ROOT / ".acceptance" / "quick" if wanted.quick else ROOT / ".acceptance"
     state.mkdir(parents=True, exist_ok=True)
     if wanted.fresh:
-        for file in [state / f"{name}.done" for name in names] + ([] if wanted.only else [*state.glob("lab*")]):
+        for file in [state / f"{name}.done" for name in names] + (
+            [] if wanted.only else [*state.glob("lab*")]
+        ):
             file.unlink(missing_ok=True)
     left = [name for name in names if not (state / f"{name}.done").exists()]
     if len(names) > 1:
@@ -61,7 +71,9 @@ def main() -> int:
 
 def _check(name: str) -> Callable[[Path, bool], dict[str, Any]]:
     module = importlib.import_module("suites" if name in SUITES else name)
-    return cast(Callable[[Path, bool], dict[str, Any]], getattr(module, name if name in SUITES else "check"))
+    return cast(
+        Callable[[Path, bool], dict[str, Any]], getattr(module, name if name in SUITES else "check")
+    )
 
 
 def _about(name: str) -> str:
@@ -84,11 +96,19 @@ def _run_apart(names: Sequence[str], state: Path, quick: bool) -> None:
     """Runs each check in a process of its own; one that breaks off leaves the others alone."""
 
     def apart(name: str) -> None:
-        subprocess.run([sys.executable, __file__, *(["--quick"] if quick else []), "--only", name], check=False)
+        subprocess.run(
+            [sys.executable, __file__, *(["--quick"] if quick else []), "--only", name], check=False
+        )
 
-    if {"lossless", "parity"} & set(names):  # they share a laboratory, which one of them alone shall make
+    if {"lossless", "parity"} & set(
+        names
+    ):  # they share a laboratory, which one of them alone shall make
         code = f"import lab, pathlib; list(lab.laboratories(pathlib.Path({str(state)!r}), {quick}))"
-        subprocess.run([sys.executable, "-c", code], check=False, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+        subprocess.run(
+            [sys.executable, "-c", code],
+            check=False,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
     with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
         list(pool.map(apart, [n for n in EXACT if n in names]))
     for name in TIMED:
@@ -102,8 +122,16 @@ def _report(names: Sequence[str], state: Path) -> int:
         mark = state / f"{name}.done"
         holds = mark.exists() and mark.read_text() == "ok"
         failed += not holds
-        figures = json.loads(_results(name, state).read_text()) if mark.exists() else {"seconds": 0, "summary": "broke off"}
-        print(f"{name:14} {'holds' if holds else 'DOES NOT HOLD':14} {figures['seconds']:7.0f} s  {figures['summary']}", flush=True)
+        figures = (
+            json.loads(_results(name, state).read_text())
+            if mark.exists()
+            else {"seconds": 0, "summary": "broke off"}
+        )
+        print(
+            f"{name:14} {'holds' if holds else 'DOES NOT HOLD':14} {figures['seconds']:7.0f} s  "
+            f"{figures['summary']}",
+            flush=True,
+        )
     return int(failed > 0)
 
 

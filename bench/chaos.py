@@ -1,8 +1,9 @@
 """Everything at once on one PostgreSQL while it is spoilt: kills, stops, outages, garbage rows.
 
-Watchers, publishers, workers and a tuner (``chaos_roles.py``) work on a server of the run's own while one fault after another of
-:data:`FAULTS` is done to them, in an order that the seed decides, each with some calm behind it. ``chaos_judge.py`` says what must hold
-in the end. Notes and logs of the last run stay in ``.acceptance/chaos``. Linux.
+Watchers, publishers, workers and a tuner (``chaos_roles.py``) work on a server of the run's own
+while one fault after another of :data:`FAULTS` is done to them, in an order that the seed decides,
+each with some calm behind it. ``chaos_judge.py`` says what must hold in the end. Notes and logs of
+the last run stay in ``.acceptance/chaos``. Linux.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ FAULTS: list[tuple[Any, ...]] = [
     *[("garbage_schedule", name) for name in spoil.SCHEDULES],
 ]
 """Methods of :class:`Run` with their arguments."""
-CUT = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND datname IS NOT NULL"
+CUT = (
+    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND "
+    "datname IS NOT NULL"
+)
 
 processes = multiprocessing.get_context("forkserver")
 
@@ -124,8 +128,17 @@ class Run:
         add = partial(add_schedule, self.database, max_attempts=1000)
         for name, pair in (("often", UNWATCHED), ("serve", WATCHED)):
             add(name, every=EVERY[name], payload={"publishes": self.pairs[pair]}, **every)
-        payload = {"pair": read_pair(str(tuned)).to_json(), "workload": [str(workload)], "device": "cpu"}
-        add("tune", every=40, payload={**payload, "max_new_tokens": roles.TUNE_TOKENS, **roles.SEARCH}, budget="15s")
+        payload = {
+            "pair": read_pair(str(tuned)).to_json(),
+            "workload": [str(workload)],
+            "device": "cpu",
+        }
+        add(
+            "tune",
+            every=40,
+            payload={**payload, "max_new_tokens": roles.TUNE_TOKENS, **roles.SEARCH},
+            budget="15s",
+        )
         self._hire("j", 3, roles.worker)
         for member in self.members:
             self._ready(member)
@@ -146,7 +159,11 @@ class Run:
 
     def notes(self, event: str) -> list[tuple[Member, dict[str, Any]]]:
         """What members noted of one kind, oldest first of each."""
-        return [(member, note) for member in self.members for note in roles.read_notes(self.folder, member.name, event)]
+        return [
+            (member, note)
+            for member in self.members
+            for note in roles.read_notes(self.folder, member.name, event)
+        ]
 
     def _ready(self, member: Member) -> None:
         """Waits until a member that was started says so, or is gone."""
@@ -159,8 +176,12 @@ class Run:
 
     def _problem(self, kind: str, member: Member) -> None:
         """Notes what is wrong with a member, with the last line of its log."""
-        lines = (self.folder / f"{member.name}.log").read_text(errors="replace").strip().splitlines()
-        self.problems.append((kind, f"{member.name}: exit code {member.process.exitcode}; {lines[-1:]}"))
+        lines = (
+            (self.folder / f"{member.name}.log").read_text(errors="replace").strip().splitlines()
+        )
+        self.problems.append(
+            (kind, f"{member.name}: exit code {member.process.exitcode}; {lines[-1:]}")
+        )
 
     def _again(self, member: Member) -> None:
         member.process.join()
@@ -289,7 +310,10 @@ class Run:
         for pair in (WATCHED, TUNED):
             self.publish(pair, "last")
         until = time.monotonic() + DRAIN_S
-        while self.server.sql("SELECT 1 FROM schedule_job WHERE state IN ('queued', 'running')") and time.monotonic() < until:
+        while (
+            self.server.sql("SELECT 1 FROM schedule_job WHERE state IN ('queued', 'running')")
+            and time.monotonic() < until
+        ):
             self.hold(0.5)
         self.hold(2 * BOUND_S)
         self.until = time.time()
@@ -313,20 +337,37 @@ class Run:
 
     def history(self) -> History:
         """What is in the database and in the notes."""
-        sql, stamp = self.server.sql, "extract(epoch FROM pg_xact_commit_timestamp(xmin))::float8 AS committed"
+        sql, stamp = (
+            self.server.sql,
+            "extract(epoch FROM pg_xact_commit_timestamp(xmin))::float8 AS committed",
+        )
         publications = sql(
             f"SELECT id AS version, pair_id AS pair, idempotency_key AS key, actor, {stamp}, "
             "(evidence->>'attempt')::int AS attempt FROM publication"
         )
-        said = sql(f"SELECT publication_id AS version, node, status, reason, {stamp} FROM acknowledgement ORDER BY id")
+        said = sql(
+            f"SELECT publication_id AS version, node, status, reason, {stamp} FROM acknowledgement "
+            "ORDER BY id"
+        )
         jobs = sql(
-            "SELECT idempotency_key AS key, s.name AS schedule, state, error, (result->>'published')::int AS published "
+            "SELECT idempotency_key AS key, s.name AS schedule, state, error, "
+            "(result->>'published')::int AS published "
             "FROM schedule_job j JOIN schedule s ON s.id = j.schedule_id ORDER BY j.id"
         )
-        fired = "SELECT fire_at FROM schedule_fire JOIN schedule s ON s.id = schedule_id WHERE name = %s"
-        slots = {name: (seconds, [r["fire_at"] for r in sql(fired, (name,))]) for name, seconds in EVERY.items()}
-        told = [(n["key"], n["version"]) for _, n in self.notes("answered") if n["version"] is not None]
-        texts = [("text", f"{member.name}: {n}") for member, n in self.notes("text") if not n["same"]]
+        fired = (
+            "SELECT fire_at FROM schedule_fire JOIN schedule s ON s.id = schedule_id WHERE name = "
+            "%s"
+        )
+        slots = {
+            name: (seconds, [r["fire_at"] for r in sql(fired, (name,))])
+            for name, seconds in EVERY.items()
+        }
+        told = [
+            (n["key"], n["version"]) for _, n in self.notes("answered") if n["version"] is not None
+        ]
+        texts = [
+            ("text", f"{member.name}: {n}") for member, n in self.notes("text") if not n["same"]
+        ]
         return History(
             [Publication(**row, is_good=row["version"] not in self.bad) for row in publications],
             [Said(**row) for row in said],
@@ -341,9 +382,15 @@ class Run:
         )
 
     def _watched(self) -> Iterator[Watched]:
-        first = {member.name: note for member, note in reversed(self.notes("ready")) if member.kind == "watcher"}
+        first = {
+            member.name: note
+            for member, note in reversed(self.notes("ready"))
+            if member.kind == "watcher"
+        }
         for name, ready in first.items():
-            came = [(n["at"], n["version"]) for n in roles.read_notes(self.folder, name, "in force")]
+            came = [
+                (n["at"], n["version"]) for n in roles.read_notes(self.folder, name, "in force")
+            ]
             yield Watched(name, ready["pair"], ready["at"], came)
 
     def _tracebacks(self) -> Iterator[tuple[str, str]]:
@@ -374,8 +421,10 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     late = verdict.latencies_s or [0.0]
     return {
         "holds": not verdict.failures,
-        "summary": f"{len(run.faults)} faults, {len(history.publications)} publications, {verdict.judged['good']} times one was due: "
-        f"median {statistics.median(late):.3f} s, worst {max(late):.3f} s; {len(verdict.failures)} failures",
+        "summary": f"{len(run.faults)} faults, {len(history.publications)} publications, "
+        f"{verdict.judged['good']} times one was due: "
+        f"median {statistics.median(late):.3f} s, worst {max(late):.3f} s; {len(verdict.failures)} "
+        "failures",
         "faults": dict(sorted(Counter(f.kind for f in run.faults).items())),
         "texts": len(run.notes("text")),
         "jobs": dict(Counter(f"{j.schedule} {j.state}" for j in history.jobs)),

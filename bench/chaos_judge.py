@@ -77,8 +77,9 @@ class Job:
 class History:
     """All that a run left behind.
 
-    ``acknowledged``: (key, version) as clients were told; ``attempts``: (key, attempt, moment) as workers began them; ``slots``: by
-    schedule that must miss none, its interval and the slots that fired; ``problems``: what was seen at once, as a process that is gone.
+    ``acknowledged``: (key, version) as clients were told; ``attempts``: (key, attempt, moment) as
+    workers began them; ``slots``: by schedule that must miss none, its interval and the slots that
+    fired; ``problems``: what was seen at once, as a process that is gone.
     """
 
     publications: Sequence[Publication] = ()
@@ -95,8 +96,8 @@ class History:
 
 @dataclass
 class Verdict:
-    """``judged`` counts (publication, watcher). ``latencies_s``, of good publications that no newer one overtook: from the commit, or
-    the last fault's end, to the policy in force."""
+    """``judged`` counts (publication, watcher). ``latencies_s``, of good publications that no newer
+    one overtook: from the commit, or the last fault's end, to the policy in force."""
 
     failures: list[Failure]
     latencies_s: list[float] = field(default_factory=list)
@@ -129,9 +130,14 @@ def _followed(history: History, watched: Watched, verdict: Verdict) -> None:
     newer = float("inf")
     own = (p for p in history.publications if p.pair == watched.pair)
     for publication in sorted(own, key=lambda p: -p.version):
-        answers = [s for s in history.said if (s.node, s.version) == (watched.node, publication.version)]
+        answers = [
+            s for s in history.said if (s.node, s.version) == (watched.node, publication.version)
+        ]
         at, is_good = came.get(publication.version), publication.is_good
-        name = f"{watched.node}: publication {publication.version} ({publication.key or publication.actor})"
+        name = (
+            f"{watched.node}: publication {publication.version} "
+            f"({publication.key or publication.actor})"
+        )
         for kind in _answered(publication, answers, at):
             verdict.failures.append((kind, f"{name}: {[a.reason for a in answers]}"))
         since = max(publication.committed, watched.ready)
@@ -145,7 +151,9 @@ def _followed(history: History, watched: Watched, verdict: Verdict) -> None:
         moments = [min((a.committed for a in answers), default=None), *([at] if is_good else [])]
         for late in [t for t in moments if t is None or t > limit][:1]:
             how = "never" if late is None else f"after {late - counted:.2f} s"
-            verdict.failures.append((f"{'applied' if is_good else 'refused'} late", f"{name}: {how}"))
+            verdict.failures.append(
+                (f"{'applied' if is_good else 'refused'} late", f"{name}: {how}")
+            )
         if is_good and at is not None:
             _, counted = due(since, [f for f in faults if f.begin < at])
             verdict.latencies_s.append(max(0.0, at - counted))
@@ -178,7 +186,10 @@ def _none_lost(history: History) -> Iterator[Failure]:
 
 def _none_doubled(history: History) -> Iterator[Failure]:
     """A key has one publication, which every answer under it names; what is good has a key."""
-    answers = {*history.acknowledged, *((p.key or "no key", p.version) for p in history.publications if p.is_good)}
+    answers = {
+        *history.acknowledged,
+        *((p.key or "no key", p.version) for p in history.publications if p.is_good),
+    }
     for key, count in Counter(key for key, _ in answers).items():
         if count > 1 or key == "no key":
             yield "doubled", f"{key}: {count} publications"
@@ -189,7 +200,11 @@ def _fenced(history: History) -> Iterator[Failure]:
     for p in history.publications:
         for key, attempt, begun in history.attempts:
             if key == p.key and attempt > (p.attempt or attempt) and p.committed > begun:
-                yield "fence", f"{key}: attempt {p.attempt} published {p.committed - begun:.2f} s after attempt {attempt} began"
+                yield (
+                    "fence",
+                    f"{key}: attempt {p.attempt} published {p.committed - begun:.2f} s after "
+                    f"attempt {attempt} began",
+                )
 
 
 def _jobs_done(history: History) -> Iterator[Failure]:

@@ -1,8 +1,9 @@
 """The processes of the chaos run: each does one thing with the product's functions and notes it.
 
-A role returns at SIGTERM. It waits out what the product says may be waited out, a :class:`db.DatabaseError`; anything else ends the
-process, and the run has failed. A role that is started again reads its own notes and goes on with what it had begun, as a client does
-that never heard whether its publication was made.
+A role returns at SIGTERM. It waits out what the product says may be waited out, a
+:class:`db.DatabaseError`; anything else ends the process, and the run has failed. A role that is
+started again reads its own notes and goes on with what it had begun, as a client does that never
+heard whether its publication was made.
 """
 
 from __future__ import annotations
@@ -134,15 +135,26 @@ def put(store: TraceStore, pair_id: str, document: Mapping[str, Any], key: str, 
     """Publishes a policy under a key; the version."""
     policy = parse_policy(dict(document))
     store.put_policy(policy.id, policy.spelled_out(), policy.label())
-    return store.publish(pair_id, "cpu", policy.id, reason="chaos", idempotency_key=key, **said).version
+    return store.publish(
+        pair_id, "cpu", policy.id, reason="chaos", idempotency_key=key, **said
+    ).version
 
 
-def again_and_again(place: Place, gap_s: tuple[float, float], times: Sequence[int], call: Callable[[str], int | None]) -> None:
+def again_and_again(
+    place: Place,
+    gap_s: tuple[float, float],
+    times: Sequence[int],
+    call: Callable[[str], int | None],
+) -> None:
     """Calls with one key after another, each until it is answered.
 
-    SIGTERM does not end what was begun. A call is made ``times`` (one of them, by chance), as if its answer had not been heard.
+    SIGTERM does not end what was begun. A call is made ``times`` (one of them, by chance), as if
+    its answer had not been heard.
     """
-    done, begun = ({note["key"] for note in read_notes(place.folder, place.name, event)} for event in ("answered", "begin"))
+    done, begun = (
+        {note["key"] for note in read_notes(place.folder, place.name, event)}
+        for event in ("answered", "begin")
+    )
     place.note("ready")
     for key in (f"{place.name}:{number}" for number in itertools.count()):
         chance = random.Random(f"{place.seed} {key}")

@@ -61,7 +61,8 @@ _numbers = itertools.count(1)
 
 
 class Server(databases.Server):
-    """A server whose clock tells when each transaction was committed. RuntimeError, saying how to get one: there is no PostgreSQL."""
+    """A server whose clock tells when each transaction was committed. RuntimeError, saying how to
+    get one: there is no PostgreSQL."""
 
     def __init__(self) -> None:
         binaries = databases.server_binaries()
@@ -84,7 +85,9 @@ class Server(databases.Server):
 
     def sql(self, statement: str, values: Any = None) -> list[dict[str, Any]]:
         """Executes one statement behind the product's back; its rows, if it has any."""
-        with psycopg.connect(self.url, row_factory=dict_row, autocommit=True, connect_timeout=5) as connection:
+        with psycopg.connect(
+            self.url, row_factory=dict_row, autocommit=True, connect_timeout=5
+        ) as connection:
             done = connection.execute(statement, values)
             return done.fetchall() if done.description else []
 
@@ -99,7 +102,10 @@ def publish(server: Server, store: TraceStore, pair_id: str, name: str) -> int:
     """Puts a policy of :data:`DOCUMENTS` or :data:`FORGED` in force by SQL; its version."""
     document = DOCUMENTS.get(name) or _naming_forged(server, store, name)
     policy = _id_of(document)
-    row = "INSERT INTO policy (id, label, document, created_at) VALUES (%s, %s, %s::json, now()) ON CONFLICT DO NOTHING"
+    row = (
+        "INSERT INTO policy (id, label, document, created_at) VALUES (%s, %s, %s::json, now()) ON "
+        "CONFLICT DO NOTHING"
+    )
     server.sql(row, (policy, name, document))
     (row,) = server.sql(
         "INSERT INTO publication (pair_id, device, policy_id, evidence, actor, reason, created_at) "

@@ -8,7 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lab import CATEGORIES, DEPTH, GREEDY, Document, Lab, compare, fixed, laboratory, requests, top_k
+from lab import (
+    CATEGORIES,
+    DEPTH,
+    GREEDY,
+    Document,
+    Lab,
+    compare,
+    fixed,
+    laboratory,
+    requests,
+    top_k,
+)
 
 from spectune.optimizer.execute import Comparison, encode
 from spectune.optimizer.search import TIE, Study, Trial, finalists, search
@@ -25,33 +36,45 @@ PAPERS = ("on-the-fly", "HeteroSpec", "C2T", "DynaSpec")
 JOINT = " + ".join(PAPERS)
 BASELINES = ("best fixed gamma", "EAGLE-2")
 SPREAD = 0.04
-"""Standard deviation of a predicted ratio of two policies' speeds on other requests, where both are the best of hundreds by prediction."""
+"""Standard deviation of a predicted ratio of two policies' speeds on other requests, where both are
+the best of hundreds by prediction."""
 
 
 def used(policy: Policy) -> frozenset[str]:
-    """The papers whose mechanisms a policy uses: adaptive windows; entropy bins; a classifier's growth; a shortlist."""
-    flags = policy.window.kind in ADAPTIVE, policy.stratify is not None, policy.growth.kind == "classifier", policy.shortlisted
+    """The papers whose mechanisms a policy uses: adaptive windows; entropy bins; a classifier's
+    growth; a shortlist."""
+    flags = (
+        policy.window.kind in ADAPTIVE,
+        policy.stratify is not None,
+        policy.growth.kind == "classifier",
+        policy.shortlisted,
+    )
     return frozenset(paper for paper, there in zip(PAPERS, flags, strict=True) if there)
 
 
 def kinds_of(papers: Sequence[str]) -> Kinds:
-    """What policies of these papers may be made of, beside chains and EAGLE-2's trees of fixed windows."""
+    """What policies of these papers may be made of, beside chains and EAGLE-2's trees of fixed
+    windows."""
     return Kinds(
         windows=("fixed", *(ADAPTIVE if "on-the-fly" in papers else ())),
         stops=("none",),
         growths=("chain", "top_k", *(("classifier",) if "C2T" in papers else ())),
         bins="HeteroSpec" in papers,
-        shortlists=("full", "frequency", "position_frequency", "clusters") if "DynaSpec" in papers else ("full",),
+        shortlists=("full", "frequency", "position_frequency", "clusters")
+        if "DynaSpec" in papers
+        else ("full",),
     )
 
 
 def check(state: Path, quick: bool = False) -> dict[str, Any]:
-    """Each paper alone and all together, searched by replay, chosen by execution, and confirmed on requests that neither has seen.
+    """Each paper alone and all together, searched by replay, chosen by execution, and confirmed on
+    requests that neither has seen.
 
-    Two finalists of every space are executed on other requests than searched on; all papers together also have the others' finalists. The
-    fastest by execution and prediction together, as in ``tune``, is executed once more on unseen requests: those are the figures. It holds
-    where all together is not slower than any single paper beyond noise (95%), and within a tie (1%) of the best of each workload over all
-    workloads. A draft for each prompt has a check of its own.
+    Two finalists of every space are executed on other requests than searched on; all papers
+    together also have the others' finalists. The fastest by execution and prediction together, as
+    in ``tune``, is executed once more on unseen requests: those are the figures. It holds where all
+    together is not slower than any single paper beyond noise (95%), and within a tie (1%) of the
+    best of each workload over all workloads. A draft for each prompt has a check of its own.
     """
     lab = laboratory(state, "demo", GREEDY, quick)
     trace = lab.trace()
@@ -62,15 +85,22 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
         methods += tree_methods(lab, category, part, quick)
     papers = [r for r in rows if r["space"] in PAPERS]
     workloads = dict.fromkeys(r["workload"] for r in papers)
-    best = [max((r for r in papers if r["workload"] == c), key=lambda r: r["speedup"]) for c in workloads]
+    best = [
+        max((r for r in papers if r["workload"] == c), key=lambda r: r["speedup"])
+        for c in workloads
+    ]
     together = math.exp(statistics.fmean(math.log(r["joint_over_it"][0]) for r in best))
-    spread = math.hypot(*(math.log((r["joint_over_it"][2] or 9.0) / r["joint_over_it"][0]) for r in best)) / len(best)
+    spread = math.hypot(
+        *(math.log((r["joint_over_it"][2] or 9.0) / r["joint_over_it"][0]) for r in best)
+    ) / len(best)
     behind = sum((r["joint_over_it"][2] or 9.0) < 1.0 for r in papers)
     joint = ", ".join(f"{r['workload']} {r['speedup']:.2f}" for r in rows if r["space"] == JOINT)
     return {
         "holds": not behind and together * math.exp(spread) >= 1.0 - TIE,
-        "summary": f"all papers together over autoregression, on unseen requests: {joint}; over the best single paper {together:.3f} "
-        f"({together * math.exp(-spread):.3f}-{together * math.exp(spread):.3f}); slower than a single paper beyond noise in {behind} of "
+        "summary": f"all papers together over autoregression, on unseen requests: {joint}; over "
+        f"the best single paper {together:.3f} "
+        f"({together * math.exp(-spread):.3f}-{together * math.exp(spread):.3f}); slower than a "
+        f"single paper beyond noise in {behind} of "
         f"{len(papers)} cases; {_claims(methods)}",
         "rows": rows,
         "methods": methods,
@@ -78,7 +108,8 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
 
 
 def _chosen(lab: Lab, trace: ReplayTrace, quick: bool) -> dict[str, list[Trial]]:
-    """Finalists of every space, fastest first, and of the baselines, by replay of a workload's requests."""
+    """Finalists of every space, fastest first, and of the baselines, by replay of a workload's
+    requests."""
     known: dict[str, Trial] = {}
 
     def of(limits: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +118,13 @@ def _chosen(lab: Lab, trace: ReplayTrace, quick: bool) -> dict[str, list[Trial]]
     def within(papers: Sequence[str], trials: int) -> Study:
         kinds = kinds_of(papers)
         seen = Study(tuple(t for t in known.values() if kinds.hold(t.policy)), 0, "")
-        how: dict[str, Any] = {"gamma_max": 4 if quick else 8, "trials": trials, "known": seen, "kinds": kinds, "bounded": False}
+        how: dict[str, Any] = {
+            "gamma_max": 4 if quick else 8,
+            "trials": trials,
+            "known": seen,
+            "kinds": kinds,
+            "bounded": False,
+        }
         how |= {"trees": of(lab.trees), "shortlists": of(lab.shortlists), "artifacts": lab.find}
         study = search(trace, lab.profile, DRAFTS, **how)
         known.update({t.policy.id: t for t in study.trials})
@@ -100,29 +137,53 @@ def _chosen(lab: Lab, trace: ReplayTrace, quick: bool) -> dict[str, list[Trial]]
         own = tuple(t for t in study.trials if used(t.policy) and used(t.policy) <= set(papers))
         chosen[" + ".join(papers)] = finalists(Study(own, study.seed, study.sampler), 2)
     chosen[JOINT] = list({t.policy.id: t for found in chosen.values() for t in found}.values())
-    plain = sorted((t for t in known.values() if t.policy.speculates and not used(t.policy)), key=lambda t: -t.value)
+    plain = sorted(
+        (t for t in known.values() if t.policy.speculates and not used(t.policy)),
+        key=lambda t: -t.value,
+    )
     for name, growth in zip(BASELINES, ("chain", "top_k"), strict=True):
         chosen[name] = [t for t in plain if t.policy.growth.kind == growth][:1]
     return {name: found for name, found in chosen.items() if found}
 
 
-def _confirmed(lab: Lab, category: str, chosen: dict[str, list[Trial]], quick: bool) -> list[dict[str, Any]]:
-    """Chooses among finalists by execution, and executes the winners on requests that are new to all of this."""
+def _confirmed(
+    lab: Lab, category: str, chosen: dict[str, list[Trial]], quick: bool
+) -> list[dict[str, Any]]:
+    """Chooses among finalists by execution, and executes the winners on requests that are new to
+    all of this."""
     how = {"profile": lab.profile, "artifacts": lab.find}
     first, second = (2, 3) if quick else (8, 18)
     seen = len(lab.workload.requests)
     raced = {t.policy.id: t.policy for found in chosen.values() for t in found}
-    decided = compare(lab.pair, list(raced.values()), encode(lab.pair, requests(first, skip=seen, category=category), lab.options), **how)
-    winners = {name: _fastest(found, decided) for name, found in chosen.items()} | {"autoregressive": AUTOREGRESSIVE}
+    decided = compare(
+        lab.pair,
+        list(raced.values()),
+        encode(lab.pair, requests(first, skip=seen, category=category), lab.options),
+        **how,
+    )
+    winners = {name: _fastest(found, decided) for name, found in chosen.items()} | {
+        "autoregressive": AUTOREGRESSIVE
+    }
     unseen = encode(lab.pair, requests(second, skip=seen + first, category=category), lab.options)
     compared = compare(lab.pair, list(winners.values()), unseen, **how)
     rows = []
     for name, policy in winners.items():
         speedup = compared.ratio(policy.id, AUTOREGRESSIVE.id)
         row = {"workload": category, "space": name, "policy": policy.label(), "speedup": speedup[0]}
-        row |= {"speedup_interval": finite(speedup[1:]), "joint_over_it": finite(compared.ratio(winners[JOINT].id, policy.id))}
-        rows.append({**row, "tau": compared.outcomes[policy.id].total.mean_accepted_length, "texts_differ": compared.texts_differ})
-        print(f"  {category} {name}: {speedup[0]:.3f} x autoregression, {policy.label()}", flush=True)
+        row |= {
+            "speedup_interval": finite(speedup[1:]),
+            "joint_over_it": finite(compared.ratio(winners[JOINT].id, policy.id)),
+        }
+        rows.append(
+            {
+                **row,
+                "tau": compared.outcomes[policy.id].total.mean_accepted_length,
+                "texts_differ": compared.texts_differ,
+            }
+        )
+        print(
+            f"  {category} {name}: {speedup[0]:.3f} x autoregression, {policy.label()}", flush=True
+        )
     return rows
 
 
@@ -133,23 +194,43 @@ def _fastest(found: Sequence[Trial], compared: Comparison) -> Policy:
     def speed(trial: Trial) -> float:
         if trial is base:
             return 0.0
-        return weighed(compared.ratio(trial.policy.id, base.policy.id), trial.value / base.value, SPREAD)
+        return weighed(
+            compared.ratio(trial.policy.id, base.policy.id), trial.value / base.value, SPREAD
+        )
 
     return max(found, key=speed).policy
 
 
 def tree_methods(lab: Lab, category: str, trace: ReplayTrace, quick: bool) -> list[dict[str, Any]]:
-    """HeteroSpec, C2T, adaptive depth and AdaEDL against EAGLE-2: tau and verified tokens replayed, exactly; speed executed on a few."""
+    """HeteroSpec, C2T, adaptive depth and AdaEDL against EAGLE-2: tau and verified tokens replayed,
+    exactly; speed executed on a few."""
     rows: list[dict[str, Any]] = []
-    encoded = encode(lab.pair, requests(2 if quick else 3, skip=len(lab.workload.requests), category=category), lab.options)
+    encoded = encode(
+        lab.pair,
+        requests(2 if quick else 3, skip=len(lab.workload.requests), category=category),
+        lab.options,
+    )
     for draft in DRAFTS:
         policies = {name: parse_policy(d) for name, d in _methods(lab, draft).items()}
-        compared = compare(lab.pair, [AUTOREGRESSIVE, *policies.values()], encoded, artifacts=lab.find)
-        replayed = {p.id: run_replay(trace, p, artifacts=lab.find, approximate=True).total for p in policies.values()}
+        compared = compare(
+            lab.pair, [AUTOREGRESSIVE, *policies.values()], encoded, artifacts=lab.find
+        )
+        replayed = {
+            p.id: run_replay(trace, p, artifacts=lab.find, approximate=True).total
+            for p in policies.values()
+        }
         for name, policy in policies.items():
             total = replayed[policy.id]
-            row = {"workload": category, "draft": draft, "method": name, "speedup": compared.ratio(policy.id, AUTOREGRESSIVE.id)[0]}
-            row |= {"over_eagle2": compared.ratio(policy.id, policies["EAGLE-2"].id)[0], "tau": total.mean_accepted_length}
+            row = {
+                "workload": category,
+                "draft": draft,
+                "method": name,
+                "speedup": compared.ratio(policy.id, AUTOREGRESSIVE.id)[0],
+            }
+            row |= {
+                "over_eagle2": compared.ratio(policy.id, policies["EAGLE-2"].id)[0],
+                "tau": total.mean_accepted_length,
+            }
             base = replayed[policies["EAGLE-2"].id].verified_tokens
             rows.append({**row, "verified_over_eagle2": total.verified_tokens / base})
     return rows
@@ -164,11 +245,18 @@ def _methods(lab: Lab, draft: str) -> dict[str, Document]:
     }
     if limit is not None and limit.bins is not None:
         bins = {"artifact": limit.bins, "alpha": min(3, DEPTH - 5)}
-        named["depth extension (DED)"] = {**base, "stratify": {**bins, "fractions": [1.0, 1.0, 1.0]}}
+        named["depth extension (DED)"] = {
+            **base,
+            "stratify": {**bins, "fractions": [1.0, 1.0, 1.0]},
+        }
         named["HeteroSpec"] = {**base, "stratify": {**bins, "fractions": [0.3, 0.6, 1.0]}}
     if limit is not None and limit.classifier is not None:
         for beta in (0.3, 0.5):
-            named[f"C2T beta {beta}"] = {"draft": draft, "growth": limit.grower(beta), "window": fixed(5)}
+            named[f"C2T beta {beta}"] = {
+                "draft": draft,
+                "growth": limit.grower(beta),
+                "window": fixed(5),
+            }
     return named
 
 
@@ -176,4 +264,6 @@ def _claims(rows: list[dict[str, Any]]) -> str:
     """What the tree papers' methods do beside EAGLE-2, over drafts and workloads."""
     methods = dict.fromkeys(r["method"] for r in rows if r["method"] != "EAGLE-2")
     speeds = {m: [r["over_eagle2"] for r in rows if r["method"] == m] for m in methods}
-    return "speed over EAGLE-2: " + ", ".join(f"{m} {min(found):.2f}-{max(found):.2f}" for m, found in speeds.items())
+    return "speed over EAGLE-2: " + ", ".join(
+        f"{m} {min(found):.2f}-{max(found):.2f}" for m, found in speeds.items()
+    )

@@ -1,9 +1,10 @@
-"""How long commands that load no model take, each in a process of its own: seconds, and how many modules it imports.
+"""How long commands that load no model take, each in a process of its own: seconds, and how many
+modules it imports.
 
     python bench/commands.py
 
-Figures go to ``bench/results/commands.json``. Exits with 1 where a command ends otherwise than it should, or takes more processor time
-than its limit.
+Figures go to ``bench/results/commands.json``. Exits with 1 where a command ends otherwise than it
+should, or takes more processor time than its limit.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ main(sys.argv[1:])
 
 
 def measure(command: tuple[str, ...], folder: Path) -> dict[str, Any]:
-    """Median seconds of a command, of the clock and of the processor (which others' work hardly changes), the first run left out, and
-    the modules imported by its end. Raises RuntimeError for another exit status than 0, or 2 of what is mistyped."""
+    """Median seconds of a command, of the clock and of the processor (which others' work hardly
+    changes), the first run left out, and the modules imported by its end. Raises RuntimeError for
+    another exit status than 0, or 2 of what is mistyped."""
     status = 2 if any("nope" in word for word in command) else 0
     count, times, busy = folder / "modules", [], []
     for _ in range(4):
@@ -67,8 +69,15 @@ def measure(command: tuple[str, ...], folder: Path) -> dict[str, Any]:
         times.append(time.perf_counter() - begun)
         busy.append(sum(os.times()[2:4]) - sum(before[2:4]))
         if done.returncode != status or not count.exists():
-            raise RuntimeError(f"{' '.join(command)}: ended with {done.returncode}, not {status}: {done.stderr[-500:]}")
-    return {"seconds": statistics.median(times[1:]), "cpu_s": statistics.median(busy[1:]), "modules": int(count.read_text())}
+            raise RuntimeError(
+                f"{' '.join(command)}: ended with {done.returncode}, not {status}: "
+                f"{done.stderr[-500:]}"
+            )
+    return {
+        "seconds": statistics.median(times[1:]),
+        "cpu_s": statistics.median(busy[1:]),
+        "modules": int(count.read_text()),
+    }
 
 
 def main() -> int:
@@ -77,11 +86,20 @@ def main() -> int:
         with open_database(f"{folder}/spectune.db") as database:
             a_recording(TraceStore(database))
         for name, command in COMMANDS.items():
-            one = found[name] = {**measure(command, Path(folder)), "limit_s": LIMITS_S.get(name, 1.0)}
+            one = found[name] = {
+                **measure(command, Path(folder)),
+                "limit_s": LIMITS_S.get(name, 1.0),
+            }
             over += [name] if one["cpu_s"] > one["limit_s"] else []
-            print(f"{name:<26}{one['seconds']:6.2f} s{one['cpu_s']:6.2f} s CPU{one['modules']:7} modules", flush=True)
+            print(
+                f"{name:<26}{one['seconds']:6.2f} s{one['cpu_s']:6.2f} s CPU{one['modules']:7} "
+                "modules",
+                flush=True,
+            )
     data = {"python": platform.python_version(), "cores": os.cpu_count(), "commands": found}
-    (Path(__file__).resolve().parent / "results" / "commands.json").write_text(json.dumps(data, indent=1) + "\n")
+    (Path(__file__).resolve().parent / "results" / "commands.json").write_text(
+        json.dumps(data, indent=1) + "\n"
+    )
     if over:
         print(f"over the limit of processor time: {', '.join(over)}", file=sys.stderr)
     return int(bool(over))

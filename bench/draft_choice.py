@@ -31,75 +31,112 @@ from spectune.traces.store import TraceStore
 
 DRAFTS, GAMMA = ("small", "medium"), 12
 SHARE, WORSE = 0.97, 0.99
-"""Share of the oracle's gain that is asked for; speed over the best single draft below which choosing does harm."""
+"""Share of the oracle's gain that is asked for; speed over the best single draft below which
+choosing does harm."""
 CANDIDATES: dict[str, Policy] = {
     "none": AUTOREGRESSIVE,
-    **{d: parse_policy({"draft": d, "window": {"kind": "analytic", "gamma_max": GAMMA}}) for d in ("ngram", *DRAFTS)},
+    **{
+        d: parse_policy({"draft": d, "window": {"kind": "analytic", "gamma_max": GAMMA}})
+        for d in ("ngram", *DRAFTS)
+    },
 }
 Seconds = npt.NDArray[np.float64]
 
 
 def check(state: Path, quick: bool = False) -> dict[str, Any]:
-    """A chooser of drafts executed beside single drafts and a per-prompt oracle: four workloads, two fifths of each held out."""
+    """A chooser of drafts executed beside single drafts and a per-prompt oracle: four workloads,
+    two fifths of each held out."""
     pair = demo(DRAFTS)
     store = stored(state / "choice.db", fresh=quick)
     count, tokens, passes = (10, 8, 2) if quick else (20, 40, 2)
     rows = []
     for name, encoded in list(workloads(pair, count, tokens).items())[: 1 if quick else 4]:
         rows.append({"workload": name, **_measured(store, pair, encoded, passes)})
-        print(f"  {name}: oracle {100 * rows[-1]['oracle_gain']:+.1f}%, shares {rows[-1]['share']}", flush=True)
+        print(
+            f"  {name}: oracle {100 * rows[-1]['oracle_gain']:+.1f}%, shares {rows[-1]['share']}",
+            flush=True,
+        )
     differ = sum(r["texts_differ"] for r in rows)
     harmed = sum((r["interval"]["guarded"][1] or 9.0) < WORSE for r in rows)
     reached = sum((r["share"]["guarded"] or 0.0) >= SHARE for r in rows)
     shown = ", ".join(f"{r['workload']} {r['share']['guarded']}" for r in rows)
     return {
         "holds": differ == 0 and harmed == 0,
-        "summary": f"share of the per-prompt oracle's gain: {shown} ({reached} of {len(rows)} at {SHARE}); "
-        f"{harmed} of {len(rows)} workloads slower than the best single draft by more than 1%; {differ} texts differ",
+        "summary": f"share of the per-prompt oracle's gain: {shown} ({reached} of {len(rows)} at "
+        f"{SHARE}); "
+        f"{harmed} of {len(rows)} workloads slower than the best single draft by more than 1%; "
+        f"{differ} texts differ",
         "reaches_share": reached == len(rows),
         "rows": rows,
     }
 
 
 def workloads(pair: LoadedPair, count: int, tokens: int) -> dict[str, Encoded]:
-    """The demo workload's categories at temperature 0, and a mixed one: half of it demo prompts at temperature 1, half lines of them that
-    repeat, at temperature 0, where prompt lookup is right."""
-    made = {c: encode(pair, requests(count, category=c), DecodeOptions(Sampling(), tokens)) for c in CATEGORIES}
+    """The demo workload's categories at temperature 0, and a mixed one: half of it demo prompts at
+    temperature 1, half lines of them that repeat, at temperature 0, where prompt lookup is right.
+    """
+    made = {
+        c: encode(pair, requests(count, category=c), DecodeOptions(Sampling(), tokens))
+        for c in CATEGORIES
+    }
     half = requests(count // 2)
     sampled = encode(pair, half, DecodeOptions(Sampling(1.0, seed=1), tokens))
     repeated = Workload("repeated", tuple(_repeated(r) for r in half.requests))
     greedy = encode(pair, repeated, DecodeOptions(Sampling(), tokens))
-    made["mixed"] = Encoded(tuple(itertools.chain.from_iterable(zip(sampled.items, greedy.items, strict=True))), sampled.options)
+    made["mixed"] = Encoded(
+        tuple(itertools.chain.from_iterable(zip(sampled.items, greedy.items, strict=True))),
+        sampled.options,
+    )
     return made
 
 
 def _repeated(request: Request) -> Request:
     """The last line of a prompt, four times, and its beginning."""
     line = request.turns[0].strip().splitlines()[-1][:80]
-    return Request(f"{request.id}-repeated", "repeated", (f"{line}\n" * 4 + line[: len(line) // 3],))
+    return Request(
+        f"{request.id}-repeated", "repeated", (f"{line}\n" * 4 + line[: len(line) // 3],)
+    )
 
 
 def traced(pair: LoadedPair, encoded: Encoded) -> ReplayTrace:
     """The texts of a workload with every draft's chains."""
     plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
     texts = [done.trajectory for done in run(pair, plain, encoded)]
-    return ReplayTrace(texts, {d: [record_panorama(pair, t, d, GAMMA) for t in texts] for d in pair.draft_names})
+    return ReplayTrace(
+        texts, {d: [record_panorama(pair, t, d, GAMMA) for t in texts] for d in pair.draft_names}
+    )
 
 
 def _measured(store: TraceStore, pair: LoadedPair, encoded: Encoded, passes: int) -> dict[str, Any]:
     trace = traced(pair, encoded)
     texts = trace.trajectories
-    profile = profile_for(store, pair, tuple(pair.draft_names), gamma_max=GAMMA, trees=False, trajectories=texts).profile
-    source = ChooserSource(trace, read_prompts(pair, texts), {"recording": None, "requests": [t.request_id for t in texts]})
+    profile = profile_for(
+        store, pair, tuple(pair.draft_names), gamma_max=GAMMA, trees=False, trajectories=texts
+    ).profile
+    source = ChooserSource(
+        trace,
+        read_prompts(pair, texts),
+        {"recording": None, "requests": [t.request_id for t in texts]},
+    )
     how: dict[str, Any] = {"reader": prompt_reader(pair), "artifacts": fitted(store, pair.id)}
     guarded = fit_chooser(trace, source.prompts, CANDIDATES, profile, guarded=True, **how)
     rules = {"throughput": replace(guarded, chooses=True, reason=""), "guarded": guarded}
     rules["theorem_3"] = replace(rules["throughput"], rule="theorem_3")
-    kept = {name: ChooserPolicy.of(keep_chooser(store, pair, source, c, profile).artifact) for name, c in rules.items()}
+    kept = {
+        name: ChooserPolicy.of(keep_chooser(store, pair, source, c, profile).artifact)
+        for name, c in rules.items()
+    }
     policies = {**CANDIDATES, **kept}
     held_out = sorted({*range(len(texts))} - {*split([t.category for t in texts]).search})
     test = replace(encoded, items=tuple(encoded.items[i] for i in held_out))
-    compared = compare(pair, list(policies.values()), test, passes=passes, profile=profile, artifacts=fitted(store, pair.id))
+    compared = compare(
+        pair,
+        list(policies.values()),
+        test,
+        passes=passes,
+        profile=profile,
+        artifacts=fitted(store, pair.id),
+    )
     return {
         "requests": len(texts),
         "held_out": len(held_out),
@@ -110,17 +147,25 @@ def _measured(store: TraceStore, pair: LoadedPair, encoded: Encoded, passes: int
 
 
 def figures(seconds: Mapping[str, Seconds]) -> dict[str, Any]:
-    """Shares and ratios from measured seconds [requests, passes] by policy, the candidates among them.
+    """Shares and ratios from measured seconds [requests, passes] by policy, the candidates among
+    them.
 
-    A request counts with its median. The oracle takes each request's fastest draft by it, which noise flatters. ``share``: of the oracle's
-    gain; ``ratio``: speed over the best single draft, with its 95% interval.
+    A request counts with its median. The oracle takes each request's fastest draft by it, which
+    noise flatters. ``share``: of the oracle's gain; ``ratio``: speed over the best single draft,
+    with its 95% interval.
     """
     typical = {name: np.median(found, axis=1) for name, found in seconds.items()}
     single = min(CANDIDATES, key=lambda d: typical[d].sum())
-    best, oracle = float(typical[single].sum()), float(np.min([typical[d] for d in CANDIDATES], axis=0).sum())
+    best, oracle = (
+        float(typical[single].sum()),
+        float(np.min([typical[d] for d in CANDIDATES], axis=0).sum()),
+    )
     timings = Timings(seconds)
     against = {name: timings.ratio(name, single) for name in seconds if name not in CANDIDATES}
-    share = {n: round((best - float(typical[n].sum())) / (best - oracle), 3) if best > oracle else None for n in against}
+    share = {
+        n: round((best - float(typical[n].sum())) / (best - oracle), 3) if best > oracle else None
+        for n in against
+    }
     return {
         "single": single,
         "seconds": {name: float(s.sum()) for name, s in typical.items()},

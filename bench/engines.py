@@ -29,12 +29,17 @@ NEAR = 1e-3
 
 
 def check(state: Path, quick: bool = False) -> dict[str, Any]:
-    """OpenVINO and llama.cpp: a recording under one policy, one request at a time, predicts every round of other policies.
+    """OpenVINO and llama.cpp: a recording under one policy, one request at a time, predicts every
+    round of other policies.
 
-    Recorded: small, 2 tokens. Predicted, then run: small with 0 to 8 tokens and medium, which the engine had not loaded, one request
-    at a time, and on OpenVINO eight. A round that differs is shown with its gap: nats between the two best tokens where it is decided.
+    Recorded: small, 2 tokens. Predicted, then run: small with 0 to 8 tokens and medium, which the
+    engine had not loaded, one request at a time, and on OpenVINO eight. A round that differs is
+    shown with its gap: nats between the two best tokens where it is decided.
     """
-    found = [_of_engine(name, clients, state, quick) for name, clients in (("openvino", (1, SEATS)), ("llamacpp", (1,)))]
+    found = [
+        _of_engine(name, clients, state, quick)
+        for name, clients in (("openvino", (1, SEATS)), ("llamacpp", (1,)))
+    ]
     summary = "; ".join(one["summary"] for one in found)
     return {"holds": all(one["holds"] for one in found), "summary": summary, "engines": found}
 
@@ -51,15 +56,30 @@ def _of_engine(name: str, concurrencies: Sequence[int], state: Path, quick: bool
     for draft, gammas in (("small", range(MOST + 1)), ("medium", (1, 3, 5, 8))):
         running = start(name, pair.spec, Wanted(draft, MOST, SEATS, longest))
         if draft == "small":
-            info = record_on(store, pair.spec, running, workload, prompts, _fixed(draft, 2), Load(), options)
+            info = record_on(
+                store, pair.spec, running, workload, prompts, _fixed(draft, 2), Load(), options
+            )
             look_around(store, pair, info.id, Look(("small", "medium"), MOST))
             store.finish_recording(info.id)
         for gamma in gammas[:: 4 if quick else 1]:
             for clients in concurrencies:
                 policy = _fixed(draft, gamma)
-                served = list(running.execute(prompts, policy, Load(clients), sampling=options.sampling, max_new_tokens=tokens))
+                served = list(
+                    running.execute(
+                        prompts,
+                        policy,
+                        Load(clients),
+                        sampling=options.sampling,
+                        max_new_tokens=tokens,
+                    )
+                )
                 rows.append(
-                    {"draft": draft, "gamma": gamma, "concurrency": clients, **_held(store, pair, policy, prompts, served)}
+                    {
+                        "draft": draft,
+                        "gamma": gamma,
+                        "concurrency": clients,
+                        **_held(store, pair, policy, prompts, served),
+                    }
                 )
                 print(f"  {rows[-1]}", flush=True)
         running.close()
@@ -67,45 +87,71 @@ def _of_engine(name: str, concurrencies: Sequence[int], state: Path, quick: bool
     ties = [d for d in differ if d["gap"] <= NEAR]
     return {
         "holds": len(ties) == len(differ) <= ALLOWED * rounds,
-        "summary": f"{running.engine.title} {running.version}: {rounds} rounds of {len(rows)} executions of {count} requests, "
-        f"predicted from one recording: {len(differ) - len(ties)} mismatches, {len(ties)} near ties",
+        "summary": f"{running.engine.title} {running.version}: {rounds} rounds of {len(rows)} "
+        f"executions of {count} requests, "
+        f"predicted from one recording: {len(differ) - len(ties)} mismatches, {len(ties)} "
+        "near ties",
         "rows": rows,
     }
 
 
 def _fixed(draft: str, gamma: int) -> Policy:
-    return parse_plain_policy({"draft": draft, "window": {"kind": "fixed", "gamma": gamma}}) if gamma else AUTOREGRESSIVE
+    return (
+        parse_plain_policy({"draft": draft, "window": {"kind": "fixed", "gamma": gamma}})
+        if gamma
+        else AUTOREGRESSIVE
+    )
 
 
 def _held(
-    store: TraceStore, pair: LoadedPair, policy: Policy, prompts: Sequence[Prompt], served: Sequence[Answered]
+    store: TraceStore,
+    pair: LoadedPair,
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    served: Sequence[Answered],
 ) -> dict[str, Any]:
     """Rounds that were compared, those that the batch shared, and where a request first differs."""
     replay = simulate(store, "latest", policy, None, per_round=True).replay
     assert isinstance(replay, Replay)
     by_id = {done.trajectory.request_id: done for done in served}
     rounds, differ, shared = 0, [], 0
-    for request, predicted, prompt in zip(store.load("latest").requests, replay.steps(), prompts, strict=True):
+    for request, predicted, prompt in zip(
+        store.load("latest").requests, replay.steps(), prompts, strict=True
+    ):
         done = by_id[prompt.id]
         rounds += len(done.steps) - 1
         shared += sum(step.batch > 1 for step in done.steps)
-        if (found := _first_difference(pair, policy, request.trajectory, predicted, done)) is not None:
+        if (
+            found := _first_difference(pair, policy, request.trajectory, predicted, done)
+        ) is not None:
             differ.append({"request": prompt.id, **found})
     return {"rounds": rounds, "shared": shared, "differ": differ}
 
 
 def _first_difference(
-    pair: LoadedPair, policy: Policy, recorded: Trajectory, predicted: Sequence[Step], done: Answered
+    pair: LoadedPair,
+    policy: Policy,
+    recorded: Trajectory,
+    predicted: Sequence[Step],
+    done: Answered,
 ) -> dict[str, Any] | None:
-    """Where a text, or else a round, is not as predicted, with the gap of the model that decides there."""
+    """Where a text, or else a round, is not as predicted, with the gap of the model that decides
+    there."""
     texts = recorded.output_ids.tolist(), done.trajectory.output_ids.tolist()
     model = pair.target.model
     if texts[0] != texts[1]:
-        at = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
+        at = next(
+            (i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b),
+            min(map(len, texts)),
+        )
         what = "text"
     else:
         pairs = zip(predicted, done.steps[1:], strict=False)
-        rounds = [(p, s) for p, s in pairs if (p.start + 1, p.drafted, p.emitted) != (s.start, s.drafted, s.emitted)]
+        rounds = [
+            (p, s)
+            for p, s in pairs
+            if (p.start + 1, p.drafted, p.emitted) != (s.start, s.drafted, s.emitted)
+        ]
         if not rounds and len(predicted) == len(done.steps) - 1:
             return None
         expected, step = rounds[0] if rounds else (predicted[-1], done.steps[-1])
@@ -113,5 +159,9 @@ def _first_difference(
         model = pair.drafts[policy.draft].model
     prefix = [*recorded.prompt_ids.tolist(), *texts[0][:at]]
     with torch.inference_mode():
-        best = torch.log_softmax(model(torch.tensor([prefix])).logits[0, -1].double(), -1).topk(2).values
+        best = (
+            torch.log_softmax(model(torch.tensor([prefix])).logits[0, -1].double(), -1)
+            .topk(2)
+            .values
+        )
     return {"what": what, "position": at, "gap": float(best[0] - best[1])}

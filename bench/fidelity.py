@@ -7,7 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lab import GAMMA, GREEDY, Lab, compare, demo, fixed, gpt2, laboratory, measured, requests, spread_over, stored
+from lab import (
+    GAMMA,
+    GREEDY,
+    Lab,
+    compare,
+    demo,
+    fixed,
+    gpt2,
+    laboratory,
+    measured,
+    requests,
+    spread_over,
+    stored,
+)
 from scipy.stats import kendalltau
 
 from spectune.optimizer.execute import Comparison, DecodeOptions
@@ -24,11 +37,13 @@ KINDS = {"chains": 16, "trees": 14, "shortlists": 10}
 
 
 def check(state: Path, quick: bool = False) -> dict[str, Any]:
-    """Predicted against executed tokens/s: 40 policies of every kind, interleaved, and the final tables of `tune`.
+    """Predicted against executed tokens/s: 40 policies of every kind, interleaved, and the final
+    tables of `tune`.
 
-    All are executed twice over, in two passes each time; a request counts with its mean. Predictions are held against the first
-    measurement, and so is the second: what measuring again differs by is the bar where it is larger than 3% (90th percentile: 6%).
-    As in `tune`, one factor brings the profile to the pace of the executions.
+    All are executed twice over, in two passes each time; a request counts with its mean.
+    Predictions are held against the first measurement, and so is the second: what measuring again
+    differs by is the bar where it is larger than 3% (90th percentile: 6%). As in `tune`, one factor
+    brings the profile to the pace of the executions.
     """
     lab = laboratory(state, "demo", GREEDY, quick)
     if not quick:  # the laboratory's may be of a time when the machine ran at another pace
@@ -41,23 +56,35 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     how = {"profile": lab.profile, "artifacts": lab.find, "expected": expected}
     compared = compare(lab.pair, every, lab.encoded(limit), passes=2 * PASSES, **how)
     rows = [
-        row for kind, found in policies.items() for row in executed(lab, trace.select(range(limit)), kind, found, compared)
+        row
+        for kind, found in policies.items()
+        for row in executed(lab, trace.select(range(limit)), kind, found, compared)
     ]
     exact = [r for r in rows if r["kind"] != "shortlists"]  # whose rounds are replayed exactly
-    errors, again = (np.quantile(np.abs([r[name] for r in exact]), (0.5, 0.9)).tolist() for name in ("error", "repeat_error"))
+    errors, again = (
+        np.quantile(np.abs([r[name] for r in exact]), (0.5, 0.9)).tolist()
+        for name in ("error", "repeat_error")
+    )
     tables = [_tuned(state, name, quick) for name in (("gpt2",) if quick else ("demo", "gpt2"))]
     table, tau = max(t["median_error"] for t in tables), _agreement(rows)
     return {
-        "holds": errors[0] <= max(0.03, again[0]) and errors[1] <= max(0.06, again[1]) and table <= 0.05,
-        "summary": f"chains and trees: median {100 * errors[0]:.1f}%, 90th percentile {100 * errors[1]:.1f}% over {len(exact)} policies "
-        f"(measuring again: {100 * again[0]:.1f}%, {100 * again[1]:.1f}%), Kendall tau {tau['kendall_tau']:.2f} "
+        "holds": errors[0] <= max(0.03, again[0])
+        and errors[1] <= max(0.06, again[1])
+        and table <= 0.05,
+        "summary": f"chains and trees: median {100 * errors[0]:.1f}%, 90th percentile "
+        f"{100 * errors[1]:.1f}% over {len(exact)} policies "
+        f"(measuring again: {100 * again[0]:.1f}%, {100 * again[1]:.1f}%), Kendall tau "
+        f"{tau['kendall_tau']:.2f} "
         f"({tau['kendall_tau_measured_again']:.2f}); final tables of `tune`: "
         + ", ".join(f"{100 * t['median_error']:.1f}%" for t in tables),
         "median_error": errors[0],
         "p90_error": errors[1],
         "median_repeat_error": again[0],
         "p90_repeat_error": again[1],
-        "by_kind": {kind: float(np.median([abs(r["error"]) for r in rows if r["kind"] == kind])) for kind in policies},
+        "by_kind": {
+            kind: float(np.median([abs(r["error"]) for r in rows if r["kind"] == kind]))
+            for kind in policies
+        },
         **tau,
         "tau_by_gamma": {draft: _taus(trace, draft) for draft in lab.pair.chain_drafts},
         "texts_differ": compared.texts_differ,
@@ -66,13 +93,19 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     }
 
 
-def executed(lab: Lab, trace: ReplayTrace, kind: str, policies: list[Policy], compared: Comparison) -> list[dict[str, Any]]:
-    """A row of each policy: what replay says of the executed requests, at their pace, and what they took."""
+def executed(
+    lab: Lab, trace: ReplayTrace, kind: str, policies: list[Policy], compared: Comparison
+) -> list[dict[str, Any]]:
+    """A row of each policy: what replay says of the executed requests, at their pace, and what they
+    took."""
     timings = compared.timings
     first, again = (
-        {p: s[:, part].mean(1) for p, s in timings.seconds.items()} for part in (slice(PASSES), slice(PASSES, None))
+        {p: s[:, part].mean(1) for p, s in timings.seconds.items()}
+        for part in (slice(PASSES), slice(PASSES, None))
     )
-    profile = at_pace_of(lab.profile, replace(timings, seconds={p: s[:, None] for p, s in first.items()}))
+    profile = at_pace_of(
+        lab.profile, replace(timings, seconds={p: s[:, None] for p, s in first.items()})
+    )
     pace = float(np.median([again[p].sum() / first[p].sum() for p in first]))
     rows = []
     for policy in policies:
@@ -105,7 +138,9 @@ def _taus(trace: ReplayTrace, draft: str) -> list[float]:
 
 def _agreement(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Kendall's tau of prediction and execution, and of two measurements."""
-    predicted, measured, again = ([r[f"{name}_tokens_per_s"] for r in rows] for name in ("predicted", "measured", "repeated"))
+    predicted, measured, again = (
+        [r[f"{name}_tokens_per_s"] for r in rows] for name in ("predicted", "measured", "repeated")
+    )
     return {
         "kendall_tau": float(kendalltau(predicted, measured).statistic),
         "kendall_tau_measured_again": float(kendalltau(measured, again).statistic),
@@ -116,11 +151,24 @@ def _tuned(state: Path, name: str, quick: bool) -> dict[str, Any]:
     """The final table of a tuning as a user runs it."""
     pair = demo() if name == "demo" else gpt2(state)
     count, tokens, trials, budget_s = (18, 12, 4, 2.0) if quick else (24, 48, 150, 20.0)
-    wanted = TuneOptions(options=DecodeOptions(GREEDY, tokens), trials=trials, budget_s=budget_s, tree_width=0 if quick else 8)
+    wanted = TuneOptions(
+        options=DecodeOptions(GREEDY, tokens),
+        trials=trials,
+        budget_s=budget_s,
+        tree_width=0 if quick else 8,
+    )
     workload = requests(count, letters=None if name == "demo" else 200)
     tuned = tune(stored(state / f"tuned-{name}.db", fresh=True), pair, workload, wanted)
     table = [c.to_json() for c in tuned.candidates]
     errors = [abs(c["predicted_tokens_per_s"] / c["measured_tokens_per_s"] - 1) for c in table]
     print(f"  tune of {name}: median error {100 * np.median(errors):.1f}%", flush=True)
-    shown = [{k: c[k] for k in ("label", "predicted_tokens_per_s", "measured_tokens_per_s")} for c in table]
-    return {"pair": name, "median_error": float(np.median(errors)), "seconds": dict(tuned.seconds), "rows": shown}
+    shown = [
+        {k: c[k] for k in ("label", "predicted_tokens_per_s", "measured_tokens_per_s")}
+        for c in table
+    ]
+    return {
+        "pair": name,
+        "median_error": float(np.median(errors)),
+        "seconds": dict(tuned.seconds),
+        "rows": shown,
+    }

@@ -1,13 +1,16 @@
 """What captured passes save on a GPU.
 
     python bench/gpu.py [--device cuda] [--layers 16] [--hidden 2048] [--context 512]
-    python bench/gpu.py --device cpu --quick    (the logic alone, at a tiny size: no figure of it means anything)
+    python bench/gpu.py --device cpu --quick    (the logic alone: no figure of it means anything)
 
-A random target of Llama's architecture and a draft of a few such layers; eager and replayed requests take turns. ``rounds`` has
-milliseconds of a round under each kind of policy. Texts are compared: shapes differ in their last bits, so the first difference may be a
-near tie; ``gap`` is how far apart the target's two best tokens were there (nats, by the canonical pass), and must be small.
+A random target of Llama's architecture and a draft of a few such layers; eager and replayed
+requests take turns. ``rounds`` has milliseconds of a round under each kind of policy. Texts are
+compared: shapes differ in their last bits, so the first difference may be a near tie; ``gap`` is
+how far apart the target's two best tokens were there (nats, by the canonical pass), and must be
+small.
 
-Figures go to ``bench/results/gpu-DEVICE.json``. Exit code 1 if a difference is more than rounding explains.
+Figures go to ``bench/results/gpu-DEVICE.json``. Exit code 1 if a difference is more than rounding
+explains.
 """
 
 from __future__ import annotations
@@ -39,20 +42,45 @@ from spectune.runtime.sampling import Noise, scaled
 from spectune.traces.errors import SpectuneError
 from spectune.traces.schema import Sampling
 
-SIZES = {"layers": 16, "draft_layers": 2, "hidden": 2048, "heads": 32, "kv_heads": 8, "vocab": 128256, "context": 512}
+SIZES = {
+    "layers": 16,
+    "draft_layers": 2,
+    "hidden": 2048,
+    "heads": 32,
+    "kv_heads": 8,
+    "vocab": 128256,
+    "context": 512,
+}
 SIZES |= {"requests": 4, "new_tokens": 96}
-TINY = {"layers": 2, "draft_layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab": 320, "context": 48}
+TINY = {
+    "layers": 2,
+    "draft_layers": 1,
+    "hidden": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "vocab": 320,
+    "context": 48,
+}
 TINY |= {"requests": 1, "new_tokens": 24}
-TREE = {"draft": "draft", "growth": {"kind": "top_k", "width": 8}, "window": {"kind": "fixed", "gamma": 5}, "select": {"top_n": 60}}
+TREE = {
+    "draft": "draft",
+    "growth": {"kind": "top_k", "width": 8},
+    "window": {"kind": "fixed", "gamma": 5},
+    "select": {"top_n": 60},
+}
 POLICIES: dict[str, dict[str, Any]] = {
     "autoregressive": {"draft": "none"},
     "chain, gamma 4": {"draft": "draft", "window": {"kind": "fixed", "gamma": 4}},
     "EAGLE-2, N 60": TREE,
-    "HeteroSpec, N 60": {**TREE, "stratify": {"artifact": "bins", "alpha": 3, "fractions": [0.3, 0.6, 1.0]}},
+    "HeteroSpec, N 60": {
+        **TREE,
+        "stratify": {"artifact": "bins", "alpha": 3, "fractions": [0.3, 0.6, 1.0]},
+    },
 }
 BINS = Fitted("bins", {"thresholds": [60, 120, 180, 240, 300], "depth": 5, "draft": "draft"}, {})
 TOLERANCE = {torch.float32: 4e-4, torch.float16: 0.1, torch.bfloat16: 0.5}
 """Nats by which rounding may part passes of different shapes."""
+
 
 class Repeating:
     """In a recorder's place where there is no CUDA: a replay runs the pass again."""
@@ -74,7 +102,9 @@ def replaying(pair: LoadedPair, replayed: bool) -> Iterator[None]:
         model.graphs = graphs
 
 
-def random_model(wanted: argparse.Namespace, device: torch.device, dtype: torch.dtype, layers: int, seed: int) -> CausalModel:
+def random_model(
+    wanted: argparse.Namespace, device: torch.device, dtype: torch.dtype, layers: int, seed: int
+) -> CausalModel:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=wanted.vocab,
@@ -88,26 +118,40 @@ def random_model(wanted: argparse.Namespace, device: torch.device, dtype: torch.
     with device:
         model = LlamaForCausalLM(config).to(dtype)
     with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(8.0)  # so that distributions are neither flat nor certain
+        model.get_output_embeddings().weight.mul_(
+            8.0
+        )  # so that distributions are neither flat nor certain
     return CausalModel(model, "target")
 
 
 class Graphs:
     """A random pair whose passes can be captured, under the clock."""
 
-    def __init__(self, wanted: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, wanted: argparse.Namespace, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.wanted, self.device = wanted, device
-        target, draft = (random_model(wanted, device, dtype, n, i) for i, n in enumerate((wanted.layers, wanted.draft_layers)))
+        target, draft = (
+            random_model(wanted, device, dtype, n, i)
+            for i, n in enumerate((wanted.layers, wanted.draft_layers))
+        )
         spec = PairSpec("gpu", "random", (("draft", "random"),))
         self.pair = LoadedPair(spec, target, {"draft": draft}, None, frozenset())
         draft.name = "draft"
         use_graphs((target, draft), CudaRecorder() if device.type == "cuda" else Repeating())
-        prepare_graphs(self.pair, prepare(AUTOREGRESSIVE, self.pair.draft_names), Sampling(), wanted.context + 256)
+        prepare_graphs(
+            self.pair,
+            prepare(AUTOREGRESSIVE, self.pair.draft_names),
+            Sampling(),
+            wanted.context + 256,
+        )
         if target.graphs is not None and target.graphs.problem:
             raise SystemExit(f"error: nothing could be captured: {target.graphs.problem}")
 
     def tokens(self, count: int, seed: int) -> torch.Tensor:
-        return torch.randint(self.wanted.vocab, (count,), generator=torch.Generator().manual_seed(seed)).to(self.device)
+        return torch.randint(
+            self.wanted.vocab, (count,), generator=torch.Generator().manual_seed(seed)
+        ).to(self.device)
 
     def rounds(self, name: str, sampling: Sampling) -> dict[str, Any]:
         """A row for one policy."""
@@ -128,15 +172,30 @@ class Graphs:
             if n:  # the first request warms up
                 for replayed, text in texts.items():
                     taken[replayed] += [step.round_s for step in text.steps]
-                gaps.append(self._gap(request, *(texts[r].trajectory.output_ids.tolist() for r in (False, True))))
+                gaps.append(
+                    self._gap(
+                        request, *(texts[r].trajectory.output_ids.tolist() for r in (False, True))
+                    )
+                )
         apart = [gap for gap in gaps if gap is not None]
         eager, graph = (1e3 * statistics.median(taken[replayed]) for replayed in (False, True))
-        row = {"policy": name, "temperature": sampling.temperature, "eager_ms": eager, "graph_ms": graph}
+        row = {
+            "policy": name,
+            "temperature": sampling.temperature,
+            "eager_ms": eager,
+            "graph_ms": graph,
+        }
         row |= {"speedup": eager / graph, "capture_s": capture_s}
-        return {**row, "texts": len(gaps), "same": len(gaps) - len(apart), "gap": max(apart, default=0.0)}
+        return {
+            **row,
+            "texts": len(gaps),
+            "same": len(gaps) - len(apart),
+            "gap": max(apart, default=0.0),
+        }
 
     def _gap(self, request: DecodeRequest, one: list[int], other: list[int]) -> float | None:
-        """Nats between the scores of the two tokens where two texts part; None where they do not."""
+        """Nats between the scores of the two tokens where two texts part; None where they do
+        not."""
         at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
         if at is None:
             return None
@@ -150,12 +209,22 @@ class Graphs:
 def measured(wanted: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     dtype = pick_dtype("auto", device)
     graphs = Graphs(wanted, device, dtype)
-    rounds = [graphs.rounds(name, s) for name in POLICIES for s in (Sampling(), Sampling(temperature=1.0, seed=1))]
-    return {"dtype": str(dtype), "agrees": all(row["gap"] <= TOLERANCE[dtype] for row in rounds), "rounds": rounds}
+    rounds = [
+        graphs.rounds(name, s)
+        for name in POLICIES
+        for s in (Sampling(), Sampling(temperature=1.0, seed=1))
+    ]
+    return {
+        "dtype": str(dtype),
+        "agrees": all(row["gap"] <= TOLERANCE[dtype] for row in rounds),
+        "rounds": rounds,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true", help="a tiny size")
     for name, size in SIZES.items():
@@ -170,12 +239,17 @@ def main() -> None:
     if device.type != "cuda" and not wanted.quick:
         raise SystemExit("error: there are no CUDA graphs to time: try --quick")
     torch.set_num_threads(1)
-    found: dict[str, Any] = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "torch": torch.__version__}
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+    }
     with torch.no_grad():
         found |= measured(wanted, device)
     print(json.dumps(found, indent=1))
     if not wanted.quick:
-        (Path(__file__).resolve().parent / "results" / f"gpu-{device.type}.json").write_text(json.dumps(found, indent=1) + "\n")
+        (Path(__file__).resolve().parent / "results" / f"gpu-{device.type}.json").write_text(
+            json.dumps(found, indent=1) + "\n"
+        )
     sys.exit(not found["agrees"])
 
 

@@ -1,4 +1,5 @@
-"""What the checks share: pairs, a recorded and fitted laboratory of each, policies of every kind, and execution side by side."""
+"""What the checks share: pairs, a recorded and fitted laboratory of each, policies of every kind,
+and execution side by side."""
 
 from __future__ import annotations
 
@@ -49,8 +50,17 @@ Item = TypeVar("Item")
 
 def environment() -> dict[str, Any]:
     """What figures were measured in."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
-    return {"cpus": os.cpu_count(), "machine": platform.machine(), **versions, "load_before": os.getloadavg()[0]}
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    return {
+        "cpus": os.cpu_count(),
+        "machine": platform.machine(),
+        **versions,
+        "load_before": os.getloadavg()[0],
+    }
 
 
 def demo(drafts: Sequence[str] | None = None) -> LoadedPair:
@@ -73,8 +83,11 @@ def stored(path: Path, *, fresh: bool = False) -> TraceStore:
     return TraceStore(open_database(str(path)))
 
 
-def requests(limit: int, *, skip: int = 0, category: str | None = None, letters: int | None = None) -> Workload:
-    """Requests of the demo workload, all categories in turn or one, cut to ``letters`` for pairs of short contexts."""
+def requests(
+    limit: int, *, skip: int = 0, category: str | None = None, letters: int | None = None
+) -> Workload:
+    """Requests of the demo workload, all categories in turn or one, cut to ``letters`` for pairs of
+    short contexts."""
     workload = load_workload(["demo"], categories=[category] if category else None)
     found = workload.requests[skip : skip + limit]
     if letters is not None:
@@ -82,7 +95,7 @@ def requests(limit: int, *, skip: int = 0, category: str | None = None, letters:
     return replace(workload, requests=found)
 
 
-# ------------------------------------------------------------------------------------------------ policies
+# ----------------------------------------------------------------------------------------- policies
 
 
 def fixed(gamma: int) -> Document:
@@ -92,7 +105,8 @@ def fixed(gamma: int) -> Document:
 def top_k(draft: str, width: int, gamma: int, n: int, **blocks: Any) -> Document:
     """EAGLE-2's tree."""
     return {
-        "draft": draft, "growth": {"kind": "top_k", "width": width}, "window": fixed(gamma), "select": {"top_n": n}, **blocks,
+        "draft": draft, "growth": {"kind": "top_k", "width": width}, "window": fixed(gamma),
+        "select": {"top_n": n}, **blocks,
     }  # fmt: skip
 
 
@@ -113,7 +127,11 @@ STOPS: list[Document] = [
 
 def chains(draft: str) -> list[Document]:
     """Chains of every window and stop; prompt lookup has no distribution to stop by."""
-    windows = [*map(fixed, (1, 2, 4, 8, 12)), *ADAPTIVE, {"kind": "analytic", "gamma_max": 12, "history": 16, "estimator": "table"}]
+    windows = [
+        *map(fixed, (1, 2, 4, 8, 12)),
+        *ADAPTIVE,
+        {"kind": "analytic", "gamma_max": 12, "history": 16, "estimator": "table"},
+    ]
     found = [{"draft": draft, "window": window} for window in windows]
     if draft != "ngram":
         found += [{"draft": draft, "window": fixed(10), "stop": stop} for stop in STOPS]
@@ -121,18 +139,37 @@ def chains(draft: str) -> list[Document]:
 
 
 def trees(draft: str, limit: TreeLimit | None) -> list[Document]:
-    """Trees of every growth, stop, stratification and adaptive depth, as far as they could be fitted."""
-    sizes = ((8, 6, 59), (8, 4, 32), (8, 2, 16), (4, 6, 24), (4, 4, 12), (4, 2, 8), (2, 4, 8), (2, 3, 5), (2, 1, 2))
+    """Trees of every growth, stop, stratification and adaptive depth, as far as they could be
+    fitted."""
+    sizes = (
+        (8, 6, 59),
+        (8, 4, 32),
+        (8, 2, 16),
+        (4, 6, 24),
+        (4, 4, 12),
+        (4, 2, 8),
+        (2, 4, 8),
+        (2, 3, 5),
+        (2, 1, 2),
+    )
     found = [top_k(draft, *size) for size in sizes]
     found += [top_k(draft, 6, 8, 16, stop=stop) for stop in STOPS[:3]]
-    found += [{**top_k(draft, 6, 6, 16), "window": {**window, "gamma_max": 6}} for window in ADAPTIVE]
-    found += [{"draft": draft, "growth": {"kind": "static", "paths": paths}} for paths in (STATIC, STATIC[:3])]
+    found += [
+        {**top_k(draft, 6, 6, 16), "window": {**window, "gamma_max": 6}} for window in ADAPTIVE
+    ]
+    found += [
+        {"draft": draft, "growth": {"kind": "static", "paths": paths}}
+        for paths in (STATIC, STATIC[:3])
+    ]
     if limit is not None and limit.bins is not None:
         bins = {"artifact": limit.bins, "alpha": 2}
         found += [top_k(draft, 8, 4, 24, stratify={**bins, "fractions": [0.3, 0.6, 1.0]})]
         found += [top_k(draft, 6, 5, 16, stratify={**bins, "fractions": [0.4, 0.8]})]
     if limit is not None and limit.classifier is not None:
-        found += [{"draft": draft, "growth": limit.grower(beta), "window": fixed(g)} for beta, g in ((0.5, 6), (0.3, 4))]
+        found += [
+            {"draft": draft, "growth": limit.grower(beta), "window": fixed(g)}
+            for beta, g in ((0.5, 6), (0.3, 4))
+        ]
         found += [{"draft": draft, "growth": limit.grower(0.5, chain=True), "window": fixed(8)}]
     return found
 
@@ -142,16 +179,19 @@ def shortlisted(draft: str, limit: ShortlistLimit, bodies: Sequence[Document]) -
     found = []
     for i, body in enumerate(bodies):
         if blocks := limit.papers((4, 16, 8)[i // 3 % 3]):
-            found.append(with_shortlist(parse_policy({**body, "draft": draft}), blocks[i % len(blocks)]))
+            found.append(
+                with_shortlist(parse_policy({**body, "draft": draft}), blocks[i % len(blocks)])
+            )
     return found
 
 
-# ------------------------------------------------------------------------------------------------ the laboratory
+# ----------------------------------------------------------------------------------- the laboratory
 
 
 @dataclass(frozen=True)
 class Lab:
-    """A pair, one recording of it with chains and trees of every draft, and what was fitted to that."""
+    """A pair, one recording of it with chains and trees of every draft, and what was fitted to
+    that."""
 
     name: str
     pair: LoadedPair
@@ -175,22 +215,35 @@ class Lab:
         """All that was recorded and ranked."""
         ranks = ranks_for(self.store, self.pair, self.recording, self.shortlists)
         grown: list[Grown] = [(draft, "coupled") for draft in self.pair.models]
-        return open_trace(self.store, self.recording, chains=self.pair.chain_drafts, trees=grown, ranks=ranks).trace
+        return open_trace(
+            self.store, self.recording, chains=self.pair.chain_drafts, trees=grown, ranks=ranks
+        ).trace
 
     def encoded(self, limit: int | None = None) -> Encoded:
-        return encode(self.pair, replace(self.workload, requests=self.workload.requests[:limit]), self.options)
+        return encode(
+            self.pair, replace(self.workload, requests=self.workload.requests[:limit]), self.options
+        )
 
     def chains(self) -> list[Policy]:
         return [parse_policy(d) for draft in self.pair.chain_drafts for d in chains(draft)]
 
     def grown(self) -> list[Policy]:
-        return [parse_policy(d) for draft in self.pair.models for d in trees(draft, self.trees.get(draft))]
+        return [
+            parse_policy(d)
+            for draft in self.pair.models
+            for d in trees(draft, self.trees.get(draft))
+        ]
 
     def listed(self, *, exact: bool = False) -> list[Policy]:
-        """Policies under shortlists; ``exact``: those that are replayed exactly, chains of language models without a stop."""
+        """Policies under shortlists; ``exact``: those that are replayed exactly, chains of language
+        models without a stop."""
         found = []
         for draft, limit in self.shortlists.items():
-            bodies = chains(draft)[:10] if exact else [*chains(draft)[2:], *trees(draft, self.trees.get(draft))]
+            bodies = (
+                chains(draft)[:10]
+                if exact
+                else [*chains(draft)[2:], *trees(draft, self.trees.get(draft))]
+            )
             if not exact or draft in self.pair.drafts:
                 found += shortlisted(draft, limit, bodies)
         return found
@@ -201,16 +254,25 @@ class Lab:
 
 
 def laboratory(state: Path, name: str, sampling: Sampling, quick: bool) -> Lab:
-    """The laboratory of a pair (``demo``, ``gpt2``) under a sampling, made unless the state folder has it."""
+    """The laboratory of a pair (``demo``, ``gpt2``) under a sampling, made unless the state folder
+    has it."""
     pair, store = demo() if name == "demo" else gpt2(state), stored(state / "lab.db")
     kept = state / f"lab-{name}-{sampling.temperature:g}.pickle"
     if kept.exists():
         return Lab(name, pair, store, *pickle.loads(kept.read_bytes()))
     print(f"  laboratory of {name}, temperature {sampling.temperature:g}", flush=True)
-    count, tokens = (6, 12) if quick else (30, 40) if name == "demo" and sampling.greedy else (16, 24)
-    workload, options = requests(count, letters=None if name == "demo" else 200), DecodeOptions(sampling, tokens)
+    count, tokens = (
+        (6, 12) if quick else (30, 40) if name == "demo" and sampling.greedy else (16, 24)
+    )
+    workload, options = (
+        requests(count, letters=None if name == "demo" else 200),
+        DecodeOptions(sampling, tokens),
+    )
     recording = recorded(store, pair, workload, options, pair.draft_names, GAMMA, WIDTH, DEPTH)
-    fits = fit_trees(store, recording, list(pair.models)), fit_shortlists(store, pair, recording, list(pair.models))
+    fits = (
+        fit_trees(store, recording, list(pair.models)),
+        fit_shortlists(store, pair, recording, list(pair.models)),
+    )
     made = recording, options, workload, *fits, _profile(store, pair, recording, name, quick)
     lab = Lab(name, pair, store, *made)
     _cover(lab)
@@ -220,15 +282,26 @@ def laboratory(state: Path, name: str, sampling: Sampling, quick: bool) -> Lab:
 
 
 def recorded(
-    store: TraceStore, pair: LoadedPair, workload: Workload, options: DecodeOptions, drafts: Sequence[str] = (), *look: int
+    store: TraceStore,
+    pair: LoadedPair,
+    workload: Workload,
+    options: DecodeOptions,
+    drafts: Sequence[str] = (),
+    *look: int,
 ) -> str:
-    """A recording, decoded by autoregression unless it was made before; ``look``: the drafts' longest chains, and size of trees."""
+    """A recording, decoded by autoregression unless it was made before; ``look``: the drafts'
+    longest chains, and size of trees."""
     plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
-    return record(store, pair, workload, options, Look(drafts, *look), plain, reuse_complete=True).id
+    return record(
+        store, pair, workload, options, Look(drafts, *look), plain, reuse_complete=True
+    ).id
 
 
-def _profile(store: TraceStore, pair: LoadedPair, recording: str, name: str, quick: bool) -> LatencyProfile:
-    """Measured for the demo pair. Exact checks need the windows' choices alone, for which any profile will do."""
+def _profile(
+    store: TraceStore, pair: LoadedPair, recording: str, name: str, quick: bool
+) -> LatencyProfile:
+    """Measured for the demo pair. Exact checks need the windows' choices alone, for which any
+    profile will do."""
     if name != "demo" or quick:
         made = flat_profile(pair.id, pair.drafts, pair.heads)
         for draft, model in pair.models.items():
@@ -240,15 +313,21 @@ def _profile(store: TraceStore, pair: LoadedPair, recording: str, name: str, qui
 def measured(store: TraceStore, pair: LoadedPair, recording: str) -> LatencyProfile:
     """A new profile on the recording's texts."""
     texts = store.load(recording, []).trajectories
-    return profile_for(store, pair, tuple(pair.draft_names), gamma_max=GAMMA, trajectories=texts, fresh=True).profile
+    return profile_for(
+        store, pair, tuple(pair.draft_names), gamma_max=GAMMA, trajectories=texts, fresh=True
+    ).profile
 
 
 def _cover(lab: Lab) -> None:
     """Records what trees other than EAGLE-2's read."""
     for draft in lab.pair.models:
         own = [p for p in lab.grown() if p.draft == draft and p.growth.kind != "top_k"]
-        covers = [cover_of(p, sampled=not lab.options.sampling.greedy, artifacts=lab.find) for p in own]
-        look_around(lab.store, lab.pair, lab.recording, Look([draft], GAMMA, WIDTH, DEPTH, covers=covers))
+        covers = [
+            cover_of(p, sampled=not lab.options.sampling.greedy, artifacts=lab.find) for p in own
+        ]
+        look_around(
+            lab.store, lab.pair, lab.recording, Look([draft], GAMMA, WIDTH, DEPTH, covers=covers)
+        )
 
 
 def laboratories(state: Path, quick: bool) -> Iterator[Lab]:
@@ -258,12 +337,15 @@ def laboratories(state: Path, quick: bool) -> Iterator[Lab]:
             yield laboratory(state, name, sampling, quick)
 
 
-# ------------------------------------------------------------------------------------------------ rounds and seconds
+# ------------------------------------------------------------------------------- rounds and seconds
 
 
 def spread_over(items: Sequence[Item], count: int) -> list[Item]:
     """``count`` of the items, evenly spread; all where there are fewer."""
-    return [items[i] for i in sorted({int(i) for i in np.linspace(0, len(items) - 1, min(count, len(items)))})]
+    return [
+        items[i]
+        for i in sorted({int(i) for i in np.linspace(0, len(items) - 1, min(count, len(items)))})
+    ]
 
 
 def tau_of(decoded: Sequence[Decoded]) -> float:
@@ -274,7 +356,8 @@ def tau_of(decoded: Sequence[Decoded]) -> float:
 def shape(step: Step) -> tuple[int, ...]:
     """All that a round is beside its seconds."""
     return (
-        step.start, step.drafted, step.verified, step.accepted, step.emitted, step.draft_steps, step.lag, step.depth, step.bin,
+        step.start, step.drafted, step.verified, step.accepted, step.emitted, step.draft_steps,
+        step.lag, step.depth, step.bin,
     )  # fmt: skip
 
 
@@ -297,7 +380,8 @@ def compare(
     artifacts: Artifacts | None = None,
     expected: Expected | None = None,
 ) -> Comparison:
-    """Executes every policy on every request ``passes`` times in turn, in another random order each time."""
+    """Executes every policy on every request ``passes`` times in turn, in another random order each
+    time."""
     executor = Executor(pair, policies, encoded, profile=profile, artifacts=artifacts)
     rng, shape = np.random.default_rng(0), (len(encoded.items), passes)
     seconds = {p: np.full(shape, np.nan) for p in executor.policies}
@@ -305,5 +389,8 @@ def compare(
         for n in range(len(encoded.items)):
             for p in rng.permutation(list(seconds)):
                 seconds[p][n, k] = executor(p, n)
-        print(f"  pass {k + 1} of {passes}: {len(seconds)} policies on {len(encoded.items)} requests", flush=True)
+        print(
+            f"  pass {k + 1} of {passes}: {len(seconds)} policies on {len(encoded.items)} requests",
+            flush=True,
+        )
     return executor.comparison(Timings(seconds, expected), list(seconds))

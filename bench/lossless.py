@@ -16,14 +16,18 @@ TOKENS = 12
 
 
 def check(state: Path, quick: bool = False) -> dict[str, Any]:
-    """Texts under chains, trees and shortlists of every kind are autoregression's, and its are those of transformers' `generate`.
+    """Texts under chains, trees and shortlists of every kind are autoregression's, and its are
+    those of transformers' `generate`.
 
-    Two architectures, temperatures 0, 0.7 (top-p 0.95) and 1. A temperature has a third of the policies; the thirds of two drafts differ.
+    Two architectures, temperatures 0, 0.7 (top-p 0.95) and 1. A temperature has a third of the
+    policies; the thirds of two drafts differ.
     """
     rows: list[dict[str, Any]] = []
     outside = 0
     for name, prompts in (("demo", 2 if quick else 16), ("gpt2", 2 if quick else 24)):
-        for n, sampling in enumerate((GREEDY, Sampling(0.7, top_p=0.95, seed=1), Sampling(1.0, seed=2))):
+        for n, sampling in enumerate(
+            (GREEDY, Sampling(0.7, top_p=0.95, seed=1), Sampling(1.0, seed=2))
+        ):
             lab = laboratory(state, name, GREEDY if sampling.greedy else SAMPLED, quick)
             workload = requests(prompts, skip=60, letters=None if name == "demo" else 200)
             encoded = encode(lab.pair, workload, DecodeOptions(sampling, TOKENS))
@@ -34,7 +38,8 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     kinds = len({r["policy"] for r in rows})
     return {
         "holds": differences == outside == 0,
-        "summary": f"{differences} differences in {texts} texts ({kinds} policies: chains, trees, shortlists; 3 temperatures, 2 "
+        "summary": f"{differences} differences in {texts} texts ({kinds} policies: chains, trees, "
+        "shortlists; 3 temperatures, 2 "
         f"architectures); {outside} against transformers' generate",
         "rows": rows,
         "differs_from_generate": outside,
@@ -42,7 +47,8 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
 
 
 def texts_differ(lab: Lab, encoded: Encoded, turn: int, each: int) -> list[dict[str, Any]]:
-    """Rows of figures for up to ``each`` policies of every kind and draft: one in three of them, by ``turn``."""
+    """Rows of figures for up to ``each`` policies of every kind and draft: one in three of them, by
+    ``turn``."""
     plain = [d.trajectory.output_ids.tolist() for d in lab.decode(AUTOREGRESSIVE, encoded)]
     rows = []
     for kind in (lab.chains(), lab.grown(), lab.listed()):
@@ -50,11 +56,23 @@ def texts_differ(lab: Lab, encoded: Encoded, turn: int, each: int) -> list[dict[
             own = [p for p in kind if p.draft == draft]
             for policy in spread_over(own[(turn + n) % 3 :: 3], each):
                 decoded = lab.decode(policy, encoded)
-                differ = sum(d.trajectory.output_ids.tolist() != text for d, text in zip(decoded, plain, strict=True))
+                differ = sum(
+                    d.trajectory.output_ids.tolist() != text
+                    for d, text in zip(decoded, plain, strict=True)
+                )
                 temperature = encoded.options.sampling.temperature
-                row = {"pair": lab.name, "policy": policy.label(), "temperature": temperature, "prompts": len(plain)}
+                row = {
+                    "pair": lab.name,
+                    "policy": policy.label(),
+                    "temperature": temperature,
+                    "prompts": len(plain),
+                }
                 rows.append({**row, "tau": tau_of(decoded), "differ": differ})
-                print(f"  {lab.name} T={temperature} {policy.label()}: {differ} of {len(plain)} differ", flush=True)
+                print(
+                    f"  {lab.name} T={temperature} {policy.label()}: {differ} of "
+                    f"{len(plain)} differ",
+                    flush=True,
+                )
     return rows
 
 
@@ -66,7 +84,12 @@ def unlike_generate(lab: Lab, encoded: Encoded) -> int:
         ids = torch.tensor([request.prompt_ids])
         end = sorted(lab.pair.eos_ids) or None
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS, pad_token_id=0, eos_token_id=end
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=TOKENS,
+            pad_token_id=0,
+            eos_token_id=end,
         )
         differ += out[0, ids.shape[1] :].tolist() != ours.trajectory.output_ids.tolist()
     return differ

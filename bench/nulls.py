@@ -1,11 +1,13 @@
-"""False publications and power of a tuning's evidence, with the code that ships: a race chooses, a confirmation proves.
+"""False publications and power of a tuning's evidence, with the code that ships: a race chooses, a
+confirmation proves.
 
-    python bench/nulls.py [--nulls 1000] [--power 300] [--seed 0]     simulated executions, no model
-    python bench/nulls.py --real 20 [--budget 40]                     A/A on the demo pair: policies that do the same
+    python bench/nulls.py [--nulls 1000] [--power 300] [--seed 0]   simulated executions, no model
+    python bench/nulls.py --real 20 [--budget 40]   A/A on the demo pair: policies that do the same
 
-Simulated requests differ in size, policies in what suits which request, executions by heavy-tailed noise of 12% and a machine whose
-pace drifts; prediction knows requests but errs by 3% a policy. A null is a tuning whose candidates are all as fast as the incumbent.
-Figures go to ``bench/results/nulls.json``.
+Simulated requests differ in size, policies in what suits which request, executions by heavy-tailed
+noise of 12% and a machine whose pace drifts; prediction knows requests but errs by 3% a policy. A
+null is a tuning whose candidates are all as fast as the incumbent. Figures go to
+``bench/results/nulls.json``.
 """
 
 from __future__ import annotations
@@ -30,14 +32,18 @@ from spectune.optimizer.verdict import fastest_of
 from spectune.runtime.policies.document import Policy, parse_policy
 
 NOISE, EFFECT, ERROR, DRIFT = 0.12, 0.06, 0.03, 0.2
-"""Standard deviations, of logarithms: of an execution, of a policy's effect on a request, of its prediction; and of the pace."""
+"""Standard deviations, of logarithms: of an execution, of a policy's effect on a request, of its
+prediction; and of the pace."""
 BUDGET_S, PASSES = TuneOptions.budget_s, TuneOptions.passes
 
 
 class Machine:
-    """Executes policies (0 is the incumbent, the others are ``gain`` times as fast) on requests of about 0.35 s."""
+    """Executes policies (0 is the incumbent, the others are ``gain`` times as fast) on requests of
+    about 0.35 s."""
 
-    def __init__(self, rng: np.random.Generator, policies: int, requests: int, gain: float = 1.0) -> None:
+    def __init__(
+        self, rng: np.random.Generator, policies: int, requests: int, gain: float = 1.0
+    ) -> None:
         size = 0.35 * np.exp(0.5 * rng.standard_normal(requests))
         effect = np.exp(EFFECT * rng.standard_normal((policies, requests)))
         self.cost = size * effect / np.where(np.arange(policies) == 0, 1.0, gain)[:, None]
@@ -46,8 +52,11 @@ class Machine:
         self._phase, self._period = rng.uniform(0, 2 * np.pi), rng.uniform(20, 200)
 
     def execute(self, policy: int, request: int) -> float:
-        """Seconds: noise has Student's t with 3 degrees of freedom, and one execution in 50 stalls."""
-        noise = NOISE / np.sqrt(3) * self._rng.standard_t(3) + (self._rng.exponential(0.5) if self._rng.random() < 0.02 else 0.0)
+        """Seconds: noise has Student's t with 3 degrees of freedom, and one execution in 50
+        stalls."""
+        noise = NOISE / np.sqrt(3) * self._rng.standard_t(3) + (
+            self._rng.exponential(0.5) if self._rng.random() < 0.02 else 0.0
+        )
         pace = DRIFT * np.sin(self._phase + 2 * np.pi * self.now / self._period)
         seconds = float(self.cost[policy, request] * np.exp(noise + pace))
         self.now += seconds
@@ -56,12 +65,17 @@ class Machine:
 
 def windows(count: int) -> list[Policy]:
     """So many policies, the most elaborate first: a tie then goes against the incumbent."""
-    return [parse_policy({"draft": "ngram", "window": {"kind": "fixed", "gamma": g}}) for g in range(count, 0, -1)]
+    return [
+        parse_policy({"draft": "ngram", "window": {"kind": "fixed", "gamma": g}})
+        for g in range(count, 0, -1)
+    ]
 
 
-def tuned(rng: np.random.Generator, candidates: int, requests: int, gain: float = 1.0) -> Confirmation | None:
-    """Race and confirmation of ``candidates`` policies, the incumbent among them, as a tuning of so many requests does them; None
-    where the incumbent won the race."""
+def tuned(
+    rng: np.random.Generator, candidates: int, requests: int, gain: float = 1.0
+) -> Confirmation | None:
+    """Race and confirmation of ``candidates`` policies, the incumbent among them, as a tuning of so
+    many requests does them; None where the incumbent won the race."""
     policies, categories = windows(candidates), ["abc"[i % 3] for i in range(requests)]
     names, parts = [p.id for p in policies], split(categories)
     machine = Machine(rng, candidates, requests, gain)
@@ -84,13 +98,20 @@ def tuned(rng: np.random.Generator, candidates: int, requests: int, gain: float 
     both_s = sum(float(np.nanmean(timings.seconds[name])) for name in (winner.id, names[0]))
     used, passes = planned(len(held), both_s, left_s(BUDGET_S, machine.now), PASSES)
     return confirm(
-        winner.id, names[0], lambda name, n: machine.execute(number[name], held[n]), requests=used, passes=passes
+        winner.id,
+        names[0],
+        lambda name, n: machine.execute(number[name], held[n]),
+        requests=used,
+        passes=passes,
     )
 
 
 def series(count: int, candidates: int, requests: int, gain: float, seed: int) -> dict[str, Any]:
     """How many of ``count`` tunings published."""
-    found = [tuned(np.random.default_rng([seed, candidates, requests, n]), candidates, requests, gain) for n in range(count)]
+    found = [
+        tuned(np.random.default_rng([seed, candidates, requests, n]), candidates, requests, gain)
+        for n in range(count)
+    ]
     confirmed = [c for c in found if c is not None]
     published = [c.ratio[0] for c in confirmed if c.holds]
     return {
@@ -113,7 +134,9 @@ def real(count: int, budget_s: float) -> dict[str, Any]:
 
     pair, workload = demo(), requests(40)
     window = {"kind": "fsm", "gamma_max": 5, "gamma_min": 5}
-    stops = [{"kind": "joint_prob", "threshold": 10.0**-n} for n in range(14, 8, -1)]  # none is ever reached; reading one takes time
+    stops = [
+        {"kind": "joint_prob", "threshold": 10.0**-n} for n in range(14, 8, -1)
+    ]  # none is ever reached; reading one takes time
     policies = [parse_policy({"draft": "small", "window": window, "stop": stop}) for stop in stops]
     encoded, names = encode(pair, workload, DecodeOptions(Sampling(), 48)), [p.id for p in policies]
     categories = [r.category for r in workload.requests]
@@ -123,28 +146,51 @@ def real(count: int, budget_s: float) -> dict[str, Any]:
         executor = Executor(pair, policies, encoded)
         began = time.perf_counter()
         timings, left = eliminate(
-            names, len(part), lambda name, i, run=executor: run(name, part[i]), passes=PASSES, budget_s=budget_s * RACE_SHARE
+            names,
+            len(part),
+            lambda name, i, run=executor: run(name, part[i]),
+            passes=PASSES,
+            budget_s=budget_s * RACE_SHARE,
         )
-        # Without what prediction knows (that they are equal) the race's choice is noise alone: the hardest case.
-        winner = max((p for p in left if p != names[0]), key=lambda p: timings.ratio(p, names[0])[0], default=names[1])
+        # Without what prediction knows (that they are equal) the race's choice is noise alone: the
+        # hardest case.
+        winner = max(
+            (p for p in left if p != names[0]),
+            key=lambda p: timings.ratio(p, names[0])[0],
+            default=names[1],
+        )
         left = left_s(budget_s, time.perf_counter() - began)
         both_s = sum(float(np.nanmean(timings.seconds[name])) for name in (winner, names[0]))
         used, passes = planned(len(held), both_s, left, PASSES)
-        found = confirm(winner, names[0], lambda name, i, run=executor: run(name, held[i]), requests=used, passes=passes)
+        found = confirm(
+            winner,
+            names[0],
+            lambda name, i, run=executor: run(name, held[i]),
+            requests=used,
+            passes=passes,
+        )
         published += found.holds
         rows.append({"raced": list(timings.ratio(winner, names[0])), **found.to_json()})
-        print(f"  {n + 1} of {count}: raced {rows[-1]['raced'][0]:.3f}, confirmed {found}; published: {found.holds}", flush=True)
+        print(
+            f"  {n + 1} of {count}: raced {rows[-1]['raced'][0]:.3f}, confirmed {found}; "
+            f"published: {found.holds}",
+            flush=True,
+        )
     return {"tunings": count, "published": published, "rows": rows}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nulls", type=int, default=1000)
     parser.add_argument("--power", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--real", type=int, metavar="N", help="run N A/A tunings instead")
     parser.add_argument("--budget", type=float, default=40.0, help="seconds of each A/A tuning")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "nulls.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "nulls.json"
+    )
     wanted = parser.parse_args(arguments)
     stored = json.loads(wanted.out.read_text()) if wanted.out.exists() else {}
     if wanted.real:
@@ -156,7 +202,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for candidates, requests in sizes:
                 row = series(count, candidates, requests, gain, wanted.seed)
                 stored[name].append(row)
-                print(f"{name}: {candidates:2} candidates, {requests} requests: {row['published']} of {count} published", flush=True)
+                print(
+                    f"{name}: {candidates:2} candidates, {requests} requests: {row['published']} "
+                    f"of {count} published",
+                    flush=True,
+                )
     wanted.out.write_text(json.dumps(stored, indent=1) + "\n")
     return 0
 

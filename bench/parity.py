@@ -14,7 +14,8 @@ from spectune.runtime.policies.document import Policy
 
 
 def check(state: Path, quick: bool = False) -> dict[str, Any]:
-    """Replayed rounds equal executed ones for chains, trees and shortlisted chains; tau where a shortlist's replay is approximate.
+    """Replayed rounds equal executed ones for chains, trees and shortlisted chains; tau where a
+    shortlist's replay is approximate.
 
     Two architectures, greedy and at temperature 1; the policies of the two differ.
     """
@@ -25,14 +26,19 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
         rows += [compared(lab, trace, policy, limit, exact=True) for policy in exact]
         rows += [compared(lab, trace, policy, limit, exact=False) for policy in rough]
     exact_rows = [r for r in rows if r["exact"]]
-    wrong, rounds, missing = (sum(r[key] for r in exact_rows) for key in ("mismatches", "rounds", "beyond_recording"))
+    wrong, rounds, missing = (
+        sum(r[key] for r in exact_rows) for key in ("mismatches", "rounds", "beyond_recording")
+    )
     errors = np.abs([r["tau_error"] for r in rows if not r["exact"]])
     median, worst = (float(f(errors)) if len(errors) else 0.0 for f in (np.median, np.max))
     return {
         "holds": wrong == missing == 0,
-        "summary": f"{wrong} mismatches in {rounds} rounds ({len(exact_rows)} policies and pairs: chains, trees, shortlisted chains; 2 "
-        f"temperatures, 2 architectures); {missing} rounds beyond the recording; shortlists with stops, trees or heads, "
-        f"approximate: tau within {100 * median:.2f}% in the median, {100 * worst:.1f}% at worst ({len(errors)} policies)",
+        "summary": f"{wrong} mismatches in {rounds} rounds ({len(exact_rows)} policies and pairs: "
+        "chains, trees, shortlisted chains; 2 "
+        f"temperatures, 2 architectures); {missing} rounds beyond the recording; shortlists with "
+        "stops, trees or heads, "
+        f"approximate: tau within {100 * median:.2f}% in the median, {100 * worst:.1f}% at worst "
+        f"({len(errors)} policies)",
         "median_tau_error": median,
         "worst_tau_error": worst,
         "rows": rows,
@@ -40,25 +46,38 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
 
 
 def _policies(lab: Lab, turn: int, each: int) -> tuple[list[Policy], list[Policy]]:
-    """One in two of every kind and draft, by ``turn``: those that replay claims exactly, and those under shortlists that it does not."""
+    """One in two of every kind and draft, by ``turn``: those that replay claims exactly, and those
+    under shortlists that it does not."""
     exact, claimed = [], lab.listed(exact=True)
     for kind in (lab.chains(), lab.grown(), claimed):
         for draft in lab.pair.draft_names:
             exact += spread_over([p for p in kind if p.draft == draft][turn % 2 :: 2], each)
     known = {p.id for p in claimed}
-    rough = [p for p in lab.listed() if p.id not in known and (p.is_tree or p.stop.kind != "none" or p.draft in lab.heads)]
+    rough = [
+        p
+        for p in lab.listed()
+        if p.id not in known and (p.is_tree or p.stop.kind != "none" or p.draft in lab.heads)
+    ]
     return exact, spread_over(rough, 2 * each)
 
 
-def compared(lab: Lab, trace: ReplayTrace, policy: Policy, limit: int, *, exact: bool) -> dict[str, Any]:
+def compared(
+    lab: Lab, trace: ReplayTrace, policy: Policy, limit: int, *, exact: bool
+) -> dict[str, Any]:
     """A policy replayed and executed: rounds that differ, and the tokens a round of both."""
     part = trace.select(range(limit))
-    replayed = run_replay(part, policy, lab.profile, per_round=True, artifacts=lab.find, approximate=True)
+    replayed = run_replay(
+        part, policy, lab.profile, per_round=True, artifacts=lab.find, approximate=True
+    )
     decoded = lab.decode(policy, lab.encoded(limit))
     wrong, rounds = unlike(decoded, replayed.steps())
     executed, predicted = tau_of(decoded), replayed.total.mean_accepted_length
     temperature = lab.options.sampling.temperature
-    print(f"  {lab.name} T={temperature} {policy.label()}: {wrong} of {rounds} rounds, {replayed.missing} missing", flush=True)
+    print(
+        f"  {lab.name} T={temperature} {policy.label()}: {wrong} of {rounds} rounds, "
+        f"{replayed.missing} missing",
+        flush=True,
+    )
     return {
         "pair": lab.name,
         "policy": policy.label(),

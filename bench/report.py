@@ -13,7 +13,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from spectune.optimizer.report.charts import STYLE, WIDTH, Curve, Dot, Plot, curves, cut, dot_rows, short
+from spectune.optimizer.report.charts import (
+    STYLE,
+    WIDTH,
+    Curve,
+    Dot,
+    Plot,
+    curves,
+    cut,
+    dot_rows,
+    short,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -26,7 +36,8 @@ Picture = tuple[Plot, list[tuple[str, str]]]
 
 
 def standalone(plot: Plot, legend: Sequence[tuple[str, str]]) -> str:
-    """A chart as a file of its own, its legend below: (name, number of its colour) of each series."""
+    """A chart as a file of its own, its legend below: (name, number of its colour) of each
+    series."""
     for i, (name, colour) in enumerate(legend):
         x, y = 20.0 + WIDTH / 2 * (i % 2), plot.height + 12 + 18 * (i // 2)
         plot.add("circle", class_=f"f{colour}", cx=x, cy=y - 4, r=4.5)
@@ -37,7 +48,8 @@ def standalone(plot: Plot, legend: Sequence[tuple[str, str]]) -> str:
 
 
 class Check(NamedTuple):
-    """A row of the table: a function of the check's figures may say more than its summary, another whether the target is met."""
+    """A row of the table: a function of the check's figures may say more than its summary, another
+    whether the target is met."""
 
     name: str
     title: str
@@ -49,28 +61,38 @@ class Check(NamedTuple):
 
 def _regret(d: Figures) -> str:
     shares = (
-        f"{r['workload']} {r['share_of_best']:.3f}" + (" (the winner is that window)" if r["winner"] == r["best_fixed"] else "")
+        f"{r['workload']} {r['share_of_best']:.3f}"
+        + (" (the winner is that window)" if r["winner"] == r["best_fixed"] else "")
         for r in d["rows"]
     )
     return f"{'; '.join(shares)}; without a gain `tune` published {d['no_gain']['published']}"
 
 
-SPEED_TARGET = "median 3%, 90th percentile 6%, or what measuring again differs by; tables of `tune` 5%"
+SPEED_TARGET = (
+    "median 3%, 90th percentile 6%, or what measuring again differs by; tables of `tune` 5%"
+)
 PACE = "two shared cores; one factor brings the profile to the pace of the executions, as in `tune`"
 LITTLE = "prompt lookup is best nearly everywhere here: there is little to choose"
 ENGINES = "greedy, on a CPU; vLLM is held by `make test-vllm`"
 CHECKS = (
-    Check("lossless", "text against autoregression and transformers", "0 differences", "float32 on a CPU"),
-    Check("parity", "replay against execution, round by round", "0 mismatches", "policies that the recording covers"),
+    Check("lossless", "text against autoregression and "
+        "transformers", "0 differences", "float32 on a CPU"),
+    Check("parity", "replay against execution, round "
+        "by round", "0 mismatches", "policies that the recording covers"),
     Check("fidelity", "predicted against executed speed", SPEED_TARGET, PACE),
     Check(
-        "regret", "published winner against all fixed windows, executed", "98% of the best, or not behind beyond noise",
-        "measured before the present rules of proof; chains alone; a winner compared with itself shows no regret", _regret,
+        "regret", "published winner against all fixed windows, "
+            "executed", "98% of the best, or not behind beyond noise",
+        "measured before the present rules of proof; chains alone; a winner compared with itself "
+        "shows no regret", _regret,
     ),
-    Check("combination", "each paper alone and all together", "0.99 of the best single paper", "three workloads"),
-    Check("sampled", "trees above temperature 0", "1.4 of EAGLE's tau at temperature 1", "tau, not speed"),
+    Check("combination", "each paper alone and all "
+        "together", "0.99 of the best single paper", "three workloads"),
+    Check("sampled", "trees above temperature 0", "1.4 of EAGLE's tau at "
+        "temperature 1", "tau, not speed"),
     Check(
-        "shortlists", "tau recovered by shortlists, DynaSpec's theorems, 32768 tokens", "0 differences, 0 violations",
+        "shortlists", "tau recovered by shortlists, DynaSpec's theorems, "
+            "32768 tokens", "0 differences, 0 violations",
         "the wide vocabulary is padded with tokens that never occur",
     ),
     Check(
@@ -88,7 +110,8 @@ CHECKS = (
         "chaos", "kills, outages and garbage at once", "0 failures",
         "measured before the present cost model; databases are not recreated",
     ),
-    Check("engines", "other engines against one recording of theirs, round by round", "0 mismatches", ENGINES),
+    Check("engines", "other engines against one recording of theirs, round "
+        "by round", "0 mismatches", ENGINES),
 )  # fmt: skip
 
 
@@ -107,7 +130,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]
 def plot_predictions() -> Picture:
     """Predicted against executed tokens/s."""
     found = load("acceptance-fidelity")
-    end = 1.05 * max(max(r["measured_tokens_per_s"], r["predicted_tokens_per_s"]) for r in found["rows"])
+    end = 1.05 * max(
+        max(r["measured_tokens_per_s"], r["predicted_tokens_per_s"]) for r in found["rows"]
+    )
     plot = Plot((0.0, end), (0.0, end), height=260)
     plot.axes("executed, tokens/s", "predicted, tokens/s")
     plot.line([(0, 0), (end, end)], "s6 dash")
@@ -115,14 +140,26 @@ def plot_predictions() -> Picture:
     for colour, own in zip(COLOURS, kinds.values(), strict=False):
         for r in own:
             plot.dot(r["measured_tokens_per_s"], r["predicted_tokens_per_s"], colour, "", r=2.5)
-    return plot, [(str(kind or ""), colour) for (kind,), colour in zip(kinds, COLOURS, strict=False)]
+    return plot, [
+        (str(kind or ""), colour) for (kind,), colour in zip(kinds, COLOURS, strict=False)
+    ]
 
 
 def plot_acceptance() -> Picture:
-    """Share of rounds whose chain's i-th token is accepted: what one more drafted token adds to the mean accepted length."""
+    """Share of rounds whose chain's i-th token is accepted: what one more drafted token adds to the
+    mean accepted length."""
     given: list[Curve] = []
-    for (draft, taus), colour in zip(load("acceptance-fidelity")["tau_by_gamma"].items(), COLOURS, strict=False):
-        given.append((draft, colour, [(g, high - low, "") for g, (low, high) in enumerate(pairwise(taus), 1)], True))
+    for (draft, taus), colour in zip(
+        load("acceptance-fidelity")["tau_by_gamma"].items(), COLOURS, strict=False
+    ):
+        given.append(
+            (
+                draft,
+                colour,
+                [(g, high - low, "") for g, (low, high) in enumerate(pairwise(taus), 1)],
+                True,
+            )
+        )
     plot = curves("position in the draft", "share of rounds that accept it", given)
     return plot, [(draft, colour) for draft, colour, _, _ in given]
 
@@ -130,7 +167,9 @@ def plot_acceptance() -> Picture:
 def plot_methods() -> Picture:
     """Speed over autoregression by method and workload."""
     found = load("acceptance-combination")
-    workloads = dict(zip(dict.fromkeys(r["workload"] for r in found["rows"]), COLOURS, strict=False))
+    workloads = dict(
+        zip(dict.fromkeys(r["workload"] for r in found["rows"]), COLOURS, strict=False)
+    )
     rows: list[tuple[str, list[Dot]]] = []
     for (space,), own in _grouped(found["rows"], "space").items():
         dots: list[Dot] = [(r["speedup"], (None, None), workloads[r["workload"]], "") for r in own]
@@ -139,8 +178,14 @@ def plot_methods() -> Picture:
 
 
 PLOTS = {
-    "Predicted against executed speed, a point a policy; on the line they are equal.": ("predictions", plot_predictions),
-    "Speed over autoregression by method and workload, executed on unseen requests.": ("methods", plot_methods),
+    "Predicted against executed speed, a point a policy; on the line they are equal.": (
+        "predictions",
+        plot_predictions,
+    ),
+    "Speed over autoregression by method and workload, executed on unseen requests.": (
+        "methods",
+        plot_methods,
+    ),
     "Acceptance by position: greedy chains, all workloads.": ("acceptance", plot_acceptance),
 }
 
@@ -162,12 +207,20 @@ RANGES = {
     "The tree papers' methods, greedy": (
         ("acceptance-combination", "methods"),
         ("draft", "method"),
-        {"tau": "tau", "verified_over_eagle2": "verified tokens over EAGLE-2's", "speedup": "speed over autoregression"},
+        {
+            "tau": "tau",
+            "verified_over_eagle2": "verified tokens over EAGLE-2's",
+            "speedup": "speed over autoregression",
+        },
     ),
     "Temperatures above 0": (
         ("acceptance-sampled", "rows"),
         ("temperature", "draft", "method"),
-        {"tau": "tau", "calls_per_100_tokens": "target passes per 100 tokens", "speedup": "speed over autoregression"},
+        {
+            "tau": "tau",
+            "calls_per_100_tokens": "target passes per 100 tokens",
+            "speedup": "speed over autoregression",
+        },
     ),
 }
 
@@ -177,15 +230,25 @@ def _ranges() -> list[str]:
     lines = []
     for title, ((name, part), keys, columns) in RANGES.items():
         groups = _grouped(load(name)[part], *keys)
-        rows = [(*key, *(_range(r[column] for r in own) for column in columns)) for key, own in groups.items()]
-        lines += [f"### {title}, smallest to largest over workloads", "", *table((*keys, *columns.values()), rows)]
+        rows = [
+            (*key, *(_range(r[column] for r in own) for column in columns))
+            for key, own in groups.items()
+        ]
+        lines += [
+            f"### {title}, smallest to largest over workloads",
+            "",
+            *table((*keys, *columns.values()), rows),
+        ]
     return lines
 
 
 def checks() -> list[str]:
     """The table of checks, each said met or not met."""
     found = ((check, load(f"acceptance-{check.name}")) for check in CHECKS)
-    rows = [(check.title, check.target, check.figure(d), _met(check.met(d)), check.leaves_out) for check, d in found]
+    rows = [
+        (check.title, check.target, check.figure(d), _met(check.met(d)), check.leaves_out)
+        for check, d in found
+    ]
     return table(("check", "target", "figure", "verdict", "what it leaves out"), rows)
 
 
@@ -194,14 +257,28 @@ def _met(holds: bool) -> str:
 
 
 def _nulls() -> list[str]:
-    """False publications and power of `tune`'s race and confirmation, simulated with the code that ships."""
+    """False publications and power of `tune`'s race and confirmation, simulated with the code that
+    ships."""
     found = load("nulls")
     rows = [
-        (null["candidates"], null["requests"], f"{null['published']} of {null['tunings']}", f"{100 * gain['rate']:.0f}%")
+        (
+            null["candidates"],
+            null["requests"],
+            f"{null['published']} of {null['tunings']}",
+            f"{100 * gain['rate']:.0f}%",
+        )
         for null, gain in zip(found["nulls"], found["power"], strict=True)
     ]
-    columns = ("candidates", "requests", "published without a gain", "published at a true gain of 5%")
-    said = f"Executed, six names of one behaviour: {found['real']['published']} of {found['real']['tunings']} published."
+    columns = (
+        "candidates",
+        "requests",
+        "published without a gain",
+        "published at a true gain of 5%",
+    )
+    said = (
+        f"Executed, six names of one behaviour: {found['real']['published']} of "
+        f"{found['real']['tunings']} published."
+    )
     return ["## What is published without a gain", "", *table(columns, rows), said, ""]
 
 
@@ -214,17 +291,31 @@ def _speeds() -> list[str]:
     grown = [n / 1000 for r in trees for n in r["tabulated_trees_per_s"].values()]
     shares = [100 * r["loop_share"] for r in found["loop"]["rounds"]]
     rows = (
-        ("replay of chains, one core", f"{min(speeds):.0f} to {max(speeds):.0f} million rounds/s by window"),
-        ("a search", f"{replay['trials']} trials over {replay['tokens']} tokens in {replay['trials_s']:.0f} s"),
+        (
+            "replay of chains, one core",
+            f"{min(speeds):.0f} to {max(speeds):.0f} million rounds/s by window",
+        ),
+        (
+            "a search",
+            f"{replay['trials']} trials over {replay['tokens']} tokens in "
+            f"{replay['trials_s']:.0f} s",
+        ),
         ("replay of trees, one core", f"{min(rounds):.1f} to {max(rounds):.1f} million rounds/s"),
-        ("tabulating trees, once per growth", f"{min(grown):.0f} to {max(grown):.0f} thousand trees/s"),
-        ("sampling, windows, tensors, bookkeeping: of a round", f"{min(shares):.1f} to {max(shares):.1f}%"),
+        (
+            "tabulating trees, once per growth",
+            f"{min(grown):.0f} to {max(grown):.0f} thousand trees/s",
+        ),
+        (
+            "sampling, windows, tensors, bookkeeping: of a round",
+            f"{min(shares):.1f} to {max(shares):.1f}%",
+        ),
     )
     return ["## Speed of the tool", "", *table(("what", "figure"), rows)]
 
 
 def _loads() -> list[str]:
-    """Engines under load: simulated beside executed, and what the tables that were found lose to constants."""
+    """Engines under load: simulated beside executed, and what the tables that were found lose to
+    constants."""
     lines = ["## Under load, on other engines", ""]
     for engine in ("vllm", "openvino"):
         found = load(f"load-{engine}")
@@ -238,28 +329,64 @@ def _load(d: Figures) -> list[str]:
     errors = [
         (
             title,
-            *(f"{100 * d[name][key]:.1f}%" for key in ("median_error", "p90_error", "median_repeat_error", "p90_repeat_error")),
+            *(
+                f"{100 * d[name][key]:.1f}%"
+                for key in ("median_error", "p90_error", "median_repeat_error", "p90_repeat_error")
+            ),
             _met(_within(d[name])),
         )
         for name, title in titles.items()
     ]
-    columns = ("predicted", "off, median", "90th percentile", "executed again, median", "90th percentile", "5% and 10%, or again")
-    about = (
-        f"Each policy executed {d['passes']} times in turn; predicted from steps recorded in between, in runs of their own. "
-        f"Kendall's tau {d['kendall_tau']['tau']:.2f} over the "
-        f"{d['kendall_tau']['pairs']} pairs of policies under one load whose executions do not overlap."
+    columns = (
+        "predicted",
+        "off, median",
+        "90th percentile",
+        "executed again, median",
+        "90th percentile",
+        "5% and 10%, or again",
     )
-    cells = {(r["policy"], r["load"]): f"{r['predicted_tokens_per_s']:.0f} / {median(r['tokens_per_s']):.0f}" for r in d["rows"]}
+    about = (
+        f"Each policy executed {d['passes']} times in turn; predicted from steps recorded in "
+        "between, in runs of their own. "
+        f"Kendall's tau {d['kendall_tau']['tau']:.2f} over the "
+        f"{d['kendall_tau']['pairs']} pairs of policies under one load whose executions do not "
+        "overlap."
+    )
+    cells = {
+        (
+            r["policy"],
+            r["load"],
+        ): f"{r['predicted_tokens_per_s']:.0f} / {median(r['tokens_per_s']):.0f}"
+        for r in d["rows"]
+    }
     loads = dict.fromkeys(r["load"] for r in d["rows"])
-    grid = [(policy, *(cells.get((policy, one), "") for one in loads)) for policy in dict.fromkeys(r["policy"] for r in d["rows"])]
+    grid = [
+        (policy, *(cells.get((policy, one), "") for one in loads))
+        for policy in dict.fromkeys(r["policy"] for r in d["rows"])
+    ]
     if d["engine"] == "vllm":
         about += " Worker and engine share a process (`bench/load.py` says why)."
-    lines = [about, "", *table(columns, errors), *table(("tokens/s, predicted / executed", *loads), grid)]
+    lines = [
+        about,
+        "",
+        *table(columns, errors),
+        *table(("tokens/s, predicted / executed", *loads), grid),
+    ]
     if d["engine"] == "vllm":  # whose tokens can follow the batch
         regret = d["regret"]
-        lines += [f"The table that was found: {d['table']}. Its tokens/s, executed, as parts of the constants' (95% intervals):", ""]
-        own = [(r["load"], f"{r['best_constant']}, the best executed", _interval(r["share"])) for r in regret["by_load"]]
-        own += [(r["load"], "the best in the other passes", _interval(r["apart"])) for r in regret["by_load"]]
+        lines += [
+            f"The table that was found: {d['table']}. Its tokens/s, executed, as parts of the "
+            "constants' (95% intervals):",
+            "",
+        ]
+        own = [
+            (r["load"], f"{r['best_constant']}, the best executed", _interval(r["share"]))
+            for r in regret["by_load"]
+        ]
+        own += [
+            (r["load"], "the best in the other passes", _interval(r["apart"]))
+            for r in regret["by_load"]
+        ]
         own += [(r["load"], "off: no draft loaded", _interval(r["share"])) for r in regret["off"]]
         own += [("all three", r["constant"], _interval(r["share"])) for r in regret["together"]]
         lines += table(("load", "constant", "the table beside it"), own)
@@ -280,8 +407,10 @@ def results() -> str:
     lines = [
         "# Results",
         "",
-        "Written by `python bench/report.py` from `bench/results/` (`make acceptance`, `make bench`). Two CPU cores shared with others,",
-        "float32, the demo pair (7 M target, 1.9 M and 0.6 M drafts, an EAGLE-3 head), one request at a time.",
+        "Written by `python bench/report.py` from `bench/results/` (`make acceptance`, `make "
+        "bench`). Two CPU cores shared with others,",
+        "float32, the demo pair (7 M target, 1.9 M and 0.6 M drafts, an EAGLE-3 head), one request "
+        "at a time.",
         "",
         *checks(),
     ]
@@ -298,16 +427,24 @@ def highlights() -> str:
     for r in load("acceptance-regret")["rows"]:
         speed = r["tokens_per_s"]
         published = f"{r['winner']}: {speed[r['winner']]:.0f}"
-        rows.append((r["workload"], f"{speed['autoregressive']:.0f}", published, f"{r['speedup'][0]:.2f}"))
-    lines = table(("workload", "autoregressive, tokens/s", "published policy, tokens/s", "speed-up"), rows)
+        rows.append(
+            (r["workload"], f"{speed['autoregressive']:.0f}", published, f"{r['speedup'][0]:.2f}")
+        )
+    lines = table(
+        ("workload", "autoregressive, tokens/s", "published policy, tokens/s", "speed-up"), rows
+    )
     names = ("lossless", "fidelity", "chaos")
-    lines += [f"- {c.title}: {c.figure(load(f'acceptance-{c.name}'))}" for c in CHECKS if c.name in names]
+    lines += [
+        f"- {c.title}: {c.figure(load(f'acceptance-{c.name}'))}" for c in CHECKS if c.name in names
+    ]
     found = load("load-vllm")
     shares = [r["share"][0] for r in found["regret"]["together"] if r["constant"] != "off"]
     errors = found["tokens_per_s"]
     lines.append(
-        f"- vLLM under load: tokens/s predicted {100 * errors['median_error']:.1f}% off in the median (executing again differs by "
-        f"{100 * errors['median_repeat_error']:.1f}%); draft tokens by batch size, found by simulation, reach {min(shares):.2f} to "
+        f"- vLLM under load: tokens/s predicted {100 * errors['median_error']:.1f}% off in the "
+        "median (executing again differs by "
+        f"{100 * errors['median_repeat_error']:.1f}%); draft tokens by batch size, found by "
+        f"simulation, reach {min(shares):.2f} to "
         f"{max(shares):.2f} times the tokens/s of every constant over 1 to 32 clients together"
     )
     return "\n".join(lines)

@@ -16,7 +16,8 @@ COUPLED, BY_Q = "coupled tree", "EAGLE-2 tree by q"
 
 
 def check(state: Path, quick: bool = False) -> dict[str, Any]:
-    """Temperatures 0.7 and 1, executed: coupled trees against EAGLE's top-k trees by q, coupled chains and classical rejection."""
+    """Temperatures 0.7 and 1, executed: coupled trees against EAGLE's top-k trees by q, coupled
+    chains and classical rejection."""
     pair = demo()
     tree = top_k("", 8, 6, 32)
     kinds = {
@@ -37,18 +38,37 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
                 found = {name: compared.outcomes[p.id].total for name, p in policies.items()}
                 if draft in pair.chain_drafts:
                     again = encode(pair, workload, replace(options, verifier="rejection"))
-                    other = compare(pair, [AUTOREGRESSIVE, policies["coupled chain"]], again).outcomes
-                    total, own = (other[p.id].total for p in (policies["coupled chain"], AUTOREGRESSIVE))
-                    found["rejection chain"] = replace(total, seconds=total.seconds * base.tokens_per_s / own.tokens_per_s)
+                    other = compare(
+                        pair, [AUTOREGRESSIVE, policies["coupled chain"]], again
+                    ).outcomes
+                    total, own = (
+                        other[p.id].total for p in (policies["coupled chain"], AUTOREGRESSIVE)
+                    )
+                    found["rejection chain"] = replace(
+                        total, seconds=total.seconds * base.tokens_per_s / own.tokens_per_s
+                    )
                 for name, total in found.items():
-                    row = {"temperature": temperature, "workload": category, "draft": draft, "method": name}
-                    row |= {"tau": total.mean_accepted_length, "calls_per_100_tokens": 100 * total.rounds / total.emitted_tokens}
+                    row = {
+                        "temperature": temperature,
+                        "workload": category,
+                        "draft": draft,
+                        "method": name,
+                    }
+                    row |= {
+                        "tau": total.mean_accepted_length,
+                        "calls_per_100_tokens": 100 * total.rounds / total.emitted_tokens,
+                    }
                     rows.append({**row, "speedup": total.tokens_per_s / base.tokens_per_s})
     tau = {(r["temperature"], r["workload"], r["draft"], r["method"]): r["tau"] for r in rows}
-    gains = [value / tau[*key, BY_Q] for (*key, method), value in tau.items() if method == COUPLED and key[0] == 1.0]
+    gains = [
+        value / tau[*key, BY_Q]
+        for (*key, method), value in tau.items()
+        if method == COUPLED and key[0] == 1.0
+    ]
     return {
         "holds": min(gains) >= 1.4,
-        "summary": f"at temperature 1 coupled trees reach {min(gains):.2f} to {max(gains):.2f} times the tau of EAGLE's trees by q "
+        "summary": f"at temperature 1 coupled trees reach {min(gains):.2f} to {max(gains):.2f} "
+        "times the tau of EAGLE's trees by q "
         f"({len(gains)} draft-workload combinations; target 1.4)",
         "gains_at_1": gains,
         "rows": rows,

@@ -1,7 +1,8 @@
-"""What the check of shortlists is made of: fits to one recording, and execution of shortlists of equal mean size.
+"""What the check of shortlists is made of: fits to one recording, and execution of shortlists of
+equal mean size.
 
-One recording of the demo workload at temperature 1 without drafts. Frequencies, clusters and routers are fitted to its search part; what
-is executed or read is its test part.
+One recording of the demo workload at temperature 1 without drafts. Frequencies, clusters and
+routers are fitted to its search part; what is executed or read is its test part.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from spectune.traces.schema import Sampling, Trajectory, Workload
 from spectune.traces.store import TraceStore
 
 CLUSTERS = 256
-"""M: finer than the library's default of 64, so that shortlists of a twentieth of the vocabulary are several clusters."""
+"""M: finer than the library's default of 64, so that shortlists of a twentieth of the vocabulary
+are several clusters."""
 STEPS = {"chain": 6, "tree": 4}
 Budget = tuple[int, int, int]
 """k0, k1 and k_min of equation 3."""
@@ -38,7 +40,8 @@ Budget = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Fits:
-    """A pair, a recording's two parts, and ids of what was fitted: one order of tokens, and a router by draft."""
+    """A pair, a recording's two parts, and ids of what was fitted: one order of tokens, and a
+    router by draft."""
 
     pair: LoadedPair
     store: TraceStore
@@ -62,28 +65,52 @@ class Fits:
         return {"kind": "frequency", "size": size, "artifact": self.frequencies}
 
     def routed(self, draft: str, k0: int, k1: int, k_min: int) -> Document:
-        return {"kind": "clusters", "k0": k0, "k1": k1, "k_min": k_min, "artifact": self.routers[draft]}
+        return {
+            "kind": "clusters",
+            "k0": k0,
+            "k1": k1,
+            "k_min": k_min,
+            "artifact": self.routers[draft],
+        }
 
-    def of_equal_size(self, draft: str, shape: str, budget: Budget, encoded: Encoded) -> tuple[int, dict[str, Document | None]]:
-        """The mean size that clusters of a budget have where they are executed, and shortlists of it by kind."""
+    def of_equal_size(
+        self, draft: str, shape: str, budget: Budget, encoded: Encoded
+    ) -> tuple[int, dict[str, Document | None]]:
+        """The mean size that clusters of a budget have where they are executed, and shortlists of
+        it by kind."""
         clusters = self.routed(draft, *budget)
         size = mean_size(self, drafting(draft, shape, clusters), encoded)
-        means = [np.mean([frequency_budget(t, k) for t in range(STEPS[shape])]) for k in range(4 * size)]
+        means = [
+            np.mean([frequency_budget(t, k) for t in range(STEPS[shape])]) for k in range(4 * size)
+        ]
         k_max = int(np.abs(np.array(means) - size).argmin())
         position = {"kind": "position_frequency", "k_max": k_max, "artifact": self.frequencies}
-        return size, {"full": None, "frequency": self.by_frequency(size), "position_frequency": position, "clusters": clusters}
+        return size, {
+            "full": None,
+            "frequency": self.by_frequency(size),
+            "position_frequency": position,
+            "clusters": clusters,
+        }
 
 
 def fit(state: Path, drafts: Sequence[str], quick: bool) -> Fits:
     """Records the demo workload unless that was done, and fits everything to its search part."""
     pair, workload = demo(), requests(12 if quick else 150)
     store = stored(state / "shortlists.db")
-    recording = recorded(store, pair, workload, DecodeOptions(Sampling(1.0, seed=7), 16 if quick else 48))
+    recording = recorded(
+        store, pair, workload, DecodeOptions(Sampling(1.0, seed=7), 16 if quick else 48)
+    )
     texts = store.load(recording, []).trajectories
     parts = split([t.category for t in texts])
-    search, test = (tuple(texts[i] for i in part) for part in (parts.search, sorted([*parts.race, *parts.confirm])))
+    search, test = (
+        tuple(texts[i] for i in part)
+        for part in (parts.search, sorted([*parts.race, *parts.confirm]))
+    )
     frequencies = fit_fr_spec(store, recording, pair).artifact
-    routers = {d: fit_router(store, recording, pair, d, clusters=16 if quick else CLUSTERS).artifact for d in drafts}
+    routers = {
+        d: fit_router(store, recording, pair, d, clusters=16 if quick else CLUSTERS).artifact
+        for d in drafts
+    }
     return Fits(pair, store, workload, search, test, frequencies, routers)
 
 
@@ -108,20 +135,37 @@ def mean_size(fits: Fits, policy: Policy, encoded: Encoded) -> int:
     return round(float(np.mean(sizes)))
 
 
-def over_full(fits: Fits, cases: Sequence[tuple[str, str]], budget: Budget, quick: bool) -> dict[str, Any]:
-    """Greedy speed and tau of every kind of shortlist over the whole head's, executed in turn, and how many texts differ."""
+def over_full(
+    fits: Fits, cases: Sequence[tuple[str, str]], budget: Budget, quick: bool
+) -> dict[str, Any]:
+    """Greedy speed and tau of every kind of shortlist over the whole head's, executed in turn, and
+    how many texts differ."""
     rows: list[dict[str, Any]] = []
     differ = 0
     for draft, shape in cases:
         for category in CATEGORIES[: 1 if quick else 3]:
-            encoded = fits.encoded(category, 2 if quick else 6, DecodeOptions(Sampling(), 8 if quick else 40))
+            encoded = fits.encoded(
+                category, 2 if quick else 6, DecodeOptions(Sampling(), 8 if quick else 40)
+            )
             size, blocks = fits.of_equal_size(draft, shape, budget, encoded)
             policies = {kind: drafting(draft, shape, block) for kind, block in blocks.items()}
-            compared = compare(fits.pair, [AUTOREGRESSIVE, *policies.values()], encoded, artifacts=fits.find)
+            compared = compare(
+                fits.pair, [AUTOREGRESSIVE, *policies.values()], encoded, artifacts=fits.find
+            )
             differ += compared.texts_differ
-            tau = {kind: compared.outcomes[p.id].total.mean_accepted_length for kind, p in policies.items()}
+            tau = {
+                kind: compared.outcomes[p.id].total.mean_accepted_length
+                for kind, p in policies.items()
+            }
             for kind, policy in policies.items():
-                row = {"category": category, "draft": draft, "shape": shape, "shortlist": kind, "size": size, "tau": tau[kind]}
+                row = {
+                    "category": category,
+                    "draft": draft,
+                    "shape": shape,
+                    "shortlist": kind,
+                    "size": size,
+                    "tau": tau[kind],
+                }
                 speed = compared.ratio(policy.id, policies["full"].id)[0]
                 rows.append({**row, "recovered": tau[kind] / tau["full"], "over_full": speed})
                 print(f"  {row}: {100 * rows[-1]['recovered']:.1f}% of tau", flush=True)
@@ -129,7 +173,11 @@ def over_full(fits: Fits, cases: Sequence[tuple[str, str]], budget: Budget, quic
     def mean(kind: str, key: str) -> float:
         return float(np.exp(np.mean(np.log([r[key] for r in rows if r["shortlist"] == kind]))))
 
-    said = ", ".join(f"{k} {100 * mean(k, 'recovered'):.1f}% at {mean(k, 'over_full'):.2f} x the speed" for k in blocks if k != "full")
+    said = ", ".join(
+        f"{k} {100 * mean(k, 'recovered'):.1f}% at {mean(k, 'over_full'):.2f} x the speed"
+        for k in blocks
+        if k != "full"
+    )
     share = float(np.mean([r["size"] for r in rows])) / fits.pair.target.vocab_size
     summary = f"tau recovered by {100 * share:.0f}% of {fits.pair.target.vocab_size} tokens: {said}"
     return {"differ": differ, "summary": summary, "rows": rows}

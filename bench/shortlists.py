@@ -1,4 +1,5 @@
-"""Vocabulary shortlists: tau recovered at equal sizes, DynaSpec's theorems on recorded contexts, and speed on a wide vocabulary."""
+"""Vocabulary shortlists: tau recovered at equal sizes, DynaSpec's theorems on recorded contexts,
+and speed on a wide vocabulary."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ BUDGET, WIDE_BUDGET = (15, 10, 1), (9, 6, 1)
 
 
 def check(state: Path, quick: bool = False) -> dict[str, Any]:
-    """Tau recovered by shortlists of equal mean size; measured acceptance never below theorem 5.1's bound; speed on 32768 tokens."""
+    """Tau recovered by shortlists of equal mean size; measured acceptance never below theorem 5.1's
+    bound; speed on 32768 tokens."""
     cases, wide_cases = (CASES[:1], CASES[:1]) if quick else (CASES, WIDE)
     fits = fit(state, [draft for draft, _ in cases], quick)
     recovered = over_full(fits, cases, BUDGET, quick)
@@ -25,8 +27,10 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     widened = over_full(wide, wide_cases, WIDE_BUDGET, quick)
     differ = recovered["differ"] + widened["differ"] + padding["requests_that_differ"]
     return {
-        "holds": differ == theory["violations"] == 0 and theory["largest_deviation"] <= theorems.ERRORS,
-        "summary": f"{differ} texts differ; {recovered['summary']} (papers: DynaSpec 98.4%, FR-Spec 93.6%); {widened['summary']} (papers: "
+        "holds": differ == theory["violations"] == 0
+        and theory["largest_deviation"] <= theorems.ERRORS,
+        "summary": f"{differ} texts differ; {recovered['summary']} (papers: DynaSpec 98.4%, "
+        f"FR-Spec 93.6%); {widened['summary']} (papers: "
         f"1.17 and 1.10 x the speed); {theory['summary']}",
         "recovered": recovered,
         "theory": theory,

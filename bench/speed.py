@@ -1,9 +1,11 @@
-"""How fast the tool is: replay of chains and trees, tabulation, a search; the loop's share of decoding.
+"""How fast the tool is: replay of chains and trees, tabulation, a search; the loop's share of
+decoding.
 
     python bench/speed.py [--only replay trees loop] [--quick]
 
-Figures are added to ``bench/results/speed.json`` (``--quick``: a tiny size, printed alone). Replay and tabulation are in CPU seconds of one
-thread, which other work on the machine hardly touches, the best of several; trials and rounds are wall-clock.
+Figures are added to ``bench/results/speed.json`` (``--quick``: a tiny size, printed alone). Replay
+and tabulation are in CPU seconds of one thread, which other work on the machine hardly touches, the
+best of several; trials and rounds are wall-clock.
 """
 
 from __future__ import annotations
@@ -45,14 +47,20 @@ LONG = {"gamma_max": 16, "history": 32}
 WINDOWS: dict[str, dict[str, Any]] = {
     "fixed": fixed(4),
     **{f"analytic {e}": {"kind": "analytic", "estimator": e} for e in ("ratio", "exact", "table")},
-    **{f"analytic {e}, gamma_max 16, history 32": {"kind": "analytic", **LONG, "estimator": e} for e in ("ratio", "exact")},
-    **{f"analytic {e}, recent costs": {"kind": "analytic", "costs": "recent", "estimator": e} for e in ("ratio", "exact", "table")},
+    **{
+        f"analytic {e}, gamma_max 16, history 32": {"kind": "analytic", **LONG, "estimator": e}
+        for e in ("ratio", "exact")
+    },
+    **{
+        f"analytic {e}, recent costs": {"kind": "analytic", "costs": "recent", "estimator": e}
+        for e in ("ratio", "exact", "table")
+    },
     **{kind: {"kind": kind} for kind in ("fsm", "cache_fsm", "q_learning", "heuristic")},
     "q_learning speed, memory 2": {"kind": "q_learning", "reward": "speed", "memory": 2},
 }
 
 
-# ------------------------------------------------------------------------------------------------ chains
+# ------------------------------------------------------------------------------------------- chains
 
 
 def synthetic_trace(tokens: int) -> ReplayTrace:
@@ -67,9 +75,15 @@ def random_policies(count: int) -> list[Policy]:
     found = []
     for _ in range(count):
         window = dict(rng.choice(list(WINDOWS.values())))
-        window["gamma" if window["kind"] == "fixed" else "gamma_max"] = int(rng.integers(1, GAMMA_MAX + 1))
+        window["gamma" if window["kind"] == "fixed" else "gamma_max"] = int(
+            rng.integers(1, GAMMA_MAX + 1)
+        )
         kind = str(rng.choice(("none", "max_prob", "joint_prob", "entropy")))
-        stop = {"kind": kind} if kind == "none" else {"kind": kind, "threshold": float(rng.uniform(0.05, 0.9))}
+        stop = (
+            {"kind": kind}
+            if kind == "none"
+            else {"kind": kind, "threshold": float(rng.uniform(0.05, 0.9))}
+        )
         found.append(parse_policy({"draft": "small", "window": window, "stop": stop}))
     return found
 
@@ -85,28 +99,39 @@ def best_cpu_s(call: Callable[[], object], repeats: int) -> float:
 
 
 def replay(quick: bool) -> dict[str, Any]:
-    """Million rounds a second of every window on one core, and the time of 2,000 random trials over 100,000 tokens."""
+    """Million rounds a second of every window on one core, and the time of 2,000 random trials over
+    100,000 tokens."""
     profile = flat_profile("demo", ["small"])
     trace = synthetic_trace(20_000 if quick else 1_000_000)
     rates = {}
     for name, window in WINDOWS.items():
         policy = parse_policy({"draft": "small", "window": window})
         rounds = run_replay(trace, policy, profile).total.rounds
-        rates[name] = rounds / best_cpu_s(lambda p=policy: run_replay(trace, p, profile), 3 if quick else 15) / 1e6
+        rates[name] = (
+            rounds
+            / best_cpu_s(lambda p=policy: run_replay(trace, p, profile), 3 if quick else 15)
+            / 1e6
+        )
         print(f"{name:42} {rates[name]:8.1f} million rounds/s", flush=True)
     smaller, trials = synthetic_trace(10_000 if quick else 100_000), 20 if quick else 2_000
     began = time.perf_counter()
     for policy in random_policies(trials):
         run_replay(smaller, policy, profile)
     trials_s = time.perf_counter() - began
-    return {"million_rounds_per_s": rates, "trials": trials, "tokens": smaller.tokens, "trials_s": trials_s}
+    return {
+        "million_rounds_per_s": rates,
+        "trials": trials,
+        "tokens": smaller.tokens,
+        "trials_s": trials_s,
+    }
 
 
-# ------------------------------------------------------------------------------------------------ trees
+# -------------------------------------------------------------------------------------------- trees
 
 
 def trees(quick: bool) -> list[dict[str, Any]]:
-    """Recording of trees (k 10, d 8), trees tabulated and rounds replayed a second, by draft and temperature."""
+    """Recording of trees (k 10, d 8), trees tabulated and rounds replayed a second, by draft and
+    temperature."""
     pair, rows = demo(), []
     for sampling in (GREEDY, SAMPLED):
         for draft in ("small",) if quick else pair.models:
@@ -117,11 +142,16 @@ def trees(quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def _sized(pair: LoadedPair, draft: str, sampling: Sampling, quick: bool) -> tuple[Any, dict[str, float]]:
-    """A recording with its trees, how many starts a second were recorded, and how many bytes a start takes."""
+def _sized(
+    pair: LoadedPair, draft: str, sampling: Sampling, quick: bool
+) -> tuple[Any, dict[str, float]]:
+    """A recording with its trees, how many starts a second were recorded, and how many bytes a
+    start takes."""
     with tempfile.TemporaryDirectory() as folder, open_database(f"{folder}/a.db") as database:
         store = TraceStore(database)
-        recording = recorded(store, pair, requests(2 if quick else 12), DecodeOptions(sampling, 16 if quick else 64))
+        recording = recorded(
+            store, pair, requests(2 if quick else 12), DecodeOptions(sampling, 16 if quick else 64)
+        )
         before = _size(folder, database)
         began = time.process_time()
         look_around(store, pair, recording, Look([draft], 0, 10, 8))
@@ -136,7 +166,11 @@ def _rates(loaded: Any, draft: str, sampling: Sampling) -> dict[str, Any]:
     """Trees tabulated and rounds replayed a second, over the recording repeated to 4,000 starts."""
     grown = loaded.trees(draft)
     repeat = max(1, 4000 // sum(p.positions for p in grown))
-    texts = [replace(t, request_id=f"{i} {t.request_id}") for i in range(repeat) for t in loaded.trajectories]
+    texts = [
+        replace(t, request_id=f"{i} {t.request_id}")
+        for i in range(repeat)
+        for t in loaded.trajectories
+    ]
     trace = ReplayTrace(texts, {}, trees={(draft, "coupled"): list(grown) * repeat})
     forest, rates = trace.forests[draft, "coupled"], {}
     every = np.arange(len(forest.root))
@@ -158,7 +192,7 @@ def _size(folder: str, database: Any) -> int:
     return sum(p.stat().st_size for p in Path(folder).glob("a.db*"))
 
 
-# ------------------------------------------------------------------------------------------------ the loop
+# ----------------------------------------------------------------------------------------- the loop
 
 
 class Stopwatch:
@@ -206,7 +240,11 @@ def loop(quick: bool) -> dict[str, Any]:
                         shares.append(1 - (clock.seconds - before) / item.step.round_s)
                         lengths.append(item.step.round_s)
                     before = clock.seconds
-            row = {"policy": policy.label(), "temperature": temperature, "round_ms": 1e3 * statistics.median(lengths)}
+            row = {
+                "policy": policy.label(),
+                "temperature": temperature,
+                "round_ms": 1e3 * statistics.median(lengths),
+            }
             rows.append({**row, "loop_share": statistics.median(shares), "rounds": len(shares)})
             print(json.dumps(rows[-1]), flush=True)
     return {"rounds": rows}
@@ -216,7 +254,9 @@ PARTS: dict[str, Callable[[bool], Any]] = {"replay": replay, "trees": trees, "lo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--quick", action="store_true")
     wanted = parser.parse_args()

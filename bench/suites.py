@@ -18,7 +18,8 @@ SCHEDULES = ("times", "store", "workers", "retries", "parking")
 
 
 def borders(state: Path, quick: bool = False) -> dict[str, Any]:
-    """20,000 malformed policies, artifacts, chunks, rows, workloads, command lines: our errors alone, within 5 s."""
+    """20,000 malformed policies, artifacts, chunks, rows, workloads, command lines: our errors
+    alone, within 5 s."""
     report = state / "borders.json"
     report.unlink(missing_ok=True)
     size = "" if quick else "full"
@@ -30,31 +31,54 @@ def borders(state: Path, quick: bool = False) -> dict[str, Any]:
 
 
 def kills(state: Path, quick: bool = False) -> dict[str, Any]:
-    """kill -9 at 50 random moments of record and tune: the database stays sound, both resume, nothing is lost."""
+    """kill -9 at 50 random moments of record and tune: the database stays sound, both resume,
+    nothing is lost."""
     folder = state / "kills"
     folder.mkdir(exist_ok=True)
     count = 2 if quick else 50
     figures = run_kills(make_pair(folder, "llama"), folder, count=count, seed=0)
     problems = figures["problems"]
-    summary = f"{count} kill -9 of record and tune ({json.dumps(figures['kills'])}): {len(problems)} problems"
+    summary = (
+        f"{count} kill -9 of record and tune ({json.dumps(figures['kills'])}): {len(problems)} "
+        "problems"
+    )
     return {**figures, "count": count, "holds": not problems, "summary": summary}
 
 
 def schedules(state: Path, quick: bool = False) -> dict[str, Any]:
-    """8 workers x 200 due slots on SQLite and PostgreSQL, takeover of a dead worker, daylight saving by table."""
+    """8 workers x 200 due slots on SQLite and PostgreSQL, takeover of a dead worker, daylight
+    saving by table."""
     return _tests(*(f"schedule_{part}" for part in SCHEDULES[: 1 if quick else None]))
 
 
 def verifiers(state: Path, quick: bool = False) -> dict[str, Any]:
-    """Both verifiers' distributions against the exact one by chi-square; a biased verifier fails the same test."""
+    """Both verifiers' distributions against the exact one by chi-square; a biased verifier fails
+    the same test."""
     return _tests("verifiers")
 
 
 def _tests(*names: str, **env: str) -> dict[str, Any]:
     """Runs test files; the summary is pytest's own."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/test_{n}.py" for n in names)]
-    how: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "env": {**os.environ, **env}}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *(f"tests/test_{n}.py" for n in names),
+    ]
+    how: dict[str, Any] = {
+        "cwd": ROOT,
+        "capture_output": True,
+        "text": True,
+        "env": {**os.environ, **env},
+    }
     done = subprocess.run(command, check=False, **how)
     last = (done.stdout.strip() or done.stderr.strip()).splitlines()[-1]
     counted = re.search(r"(\d+) passed", last)
-    return {"holds": done.returncode == 0, "summary": last, "passed": int(counted[1]) if counted else 0}
+    return {
+        "holds": done.returncode == 0,
+        "summary": last,
+        "passed": int(counted[1]) if counted else 0,
+    }

@@ -1,4 +1,5 @@
-"""DynaSpec's theorem 5.1 against recorded contexts, for the check of :mod:`shortlists`. Nothing here reads the clock."""
+"""DynaSpec's theorem 5.1 against recorded contexts, for the check of :mod:`shortlists`. Nothing
+here reads the clock."""
 
 from __future__ import annotations
 
@@ -23,15 +24,17 @@ FloatArray, BoolArray = npt.NDArray[np.float64], npt.NDArray[np.bool_]
 CALLS, COUPLED_DRAWS = 4, 100
 """Per context: calls of the rejection verifier; draws of noise that target and draft share."""
 BUDGETS = (4, 8, 16, 32)
-"""Clusters of the routed shortlists; each has a frequency shortlist of equal mean size beside it."""
+"""Clusters of the routed shortlists; each has a frequency shortlist of equal mean size beside it.
+"""
 ERRORS = 4.0
 """Standard errors that count as beyond sampling error."""
 PLAIN = Sampling(1.0)
 
 
 class Contexts(NamedTuple):
-    """Contexts of one draft: the target's and the draft's distributions ``p`` and ``q`` float64 [n, vocab], the target's ``logits``, and
-    ``tokens`` [n] and ``previous`` hidden states [n, d], which a router reads."""
+    """Contexts of one draft: the target's and the draft's distributions ``p`` and ``q`` float64 [n,
+    vocab], the target's ``logits``, and ``tokens`` [n] and ``previous`` hidden states [n, d], which
+    a router reads."""
 
     p: FloatArray
     q: FloatArray
@@ -45,19 +48,28 @@ def check(fits: Fits, draft: str, quick: bool) -> dict[str, Any]:
     contexts = contexts_of(fits, draft, 10 if quick else 200)
     shortlists: dict[str, BoolArray] = {}
     for k in BUDGETS[: 1 if quick else 4]:
-        shortlists[f"{k} clusters"] = routed = masks(fits, draft, contexts, fits.routed(draft, k, k, k))
+        shortlists[f"{k} clusters"] = routed = masks(
+            fits, draft, contexts, fits.routed(draft, k, k, k)
+        )
         size = round(float(routed.sum(1).mean()))
-        shortlists[f"{size} frequent tokens"] = masks(fits, draft, contexts, fits.by_frequency(size))
+        shortlists[f"{size} frequent tokens"] = masks(
+            fits, draft, contexts, fits.by_frequency(size)
+        )
     restricted = {name: dynaspec.restricted(contexts.q, mask) for name, mask in shortlists.items()}
     together = coupled(contexts.p, restricted)
-    rows = [_row(contexts, name, mask, restricted[name], together[name]) for name, mask in shortlists.items()]
+    rows = [
+        _row(contexts, name, mask, restricted[name], together[name])
+        for name, mask in shortlists.items()
+    ]
     violations = sum(r["below_bound"] for r in rows)
     largest = max(abs(r[key]) for r in rows for key in ("z", "coupled_z"))
     return {
         "violations": violations,
         "largest_deviation": largest,
-        "summary": f"{violations} acceptances below theorem 5.1's bound beyond {ERRORS:g} standard errors ({len(contexts.p)} contexts, "
-        f"{len(rows)} shortlists); acceptance is the overlap to within {largest:.1f} standard errors",
+        "summary": f"{violations} acceptances below theorem 5.1's bound beyond {ERRORS:g} standard "
+        f"errors ({len(contexts.p)} contexts, "
+        f"{len(rows)} shortlists); acceptance is the overlap to within {largest:.1f} "
+        "standard errors",
         "rows": rows,
     }
 
@@ -68,15 +80,28 @@ def contexts_of(fits: Fits, draft: str, each: int) -> Contexts:
     parts: list[tuple[torch.Tensor, ...]] = []
     for category in CATEGORIES:
         texts = [t for t in fits.test if t.category == category]
-        places = [(n, len(t.prompt_ids) - 1 + i) for n, t in enumerate(texts) for i in range(len(t.output_ids))]
-        wanted = {places[i] for i in np.linspace(0, len(places) - 1, each).round().astype(int).tolist()}
+        places = [
+            (n, len(t.prompt_ids) - 1 + i)
+            for n, t in enumerate(texts)
+            for i in range(len(t.output_ids))
+        ]
+        wanted = {
+            places[i] for i in np.linspace(0, len(places) - 1, each).round().astype(int).tolist()
+        }
         for n, text in enumerate(texts):
             at = sorted(i for m, i in wanted if m == n)
             ids = torch.tensor([*text.prompt_ids.tolist(), *text.output_ids.tolist()])
             target.reserve(len(ids))
             model.reserve(len(ids))
             logits, states = target.chain(ids, 0, logits=len(ids))[at], model.chain_states(ids, 0)
-            parts.append((logits, draft_logits(fits, draft, states[at]), ids[at], states[[i - 1 for i in at]]))
+            parts.append(
+                (
+                    logits,
+                    draft_logits(fits, draft, states[at]),
+                    ids[at],
+                    states[[i - 1 for i in at]],
+                )
+            )
     logits, own, tokens, previous = (torch.cat(column) for column in zip(*parts, strict=True))
     return Contexts(distribution(logits), distribution(own), logits, tokens, previous)
 
@@ -93,30 +118,47 @@ def distribution(logits: torch.Tensor) -> FloatArray:
 
 
 def masks(fits: Fits, draft: str, contexts: Contexts, block: Document) -> BoolArray:
-    """A shortlist of each context as the runtime makes it at a first draft step, bool [n, vocab]."""
-    rule = compile_shortlist(parse_policy({"draft": draft, "window": fixed(4), "shortlist": block}), fits.find)
+    """A shortlist of each context as the runtime makes it at a first draft step, bool [n,
+    vocab]."""
+    rule = compile_shortlist(
+        parse_policy({"draft": draft, "window": fixed(4), "shortlist": block}), fits.find
+    )
     assert rule is not None
     ready = Shortlists(rule, fits.pair.models[draft], exact=False)
     found = np.zeros(contexts.p.shape, dtype=np.bool_)
     for i in range(len(found)):
-        _, support = ready.beside(lambda: None, 0, contexts.tokens[i : i + 1], contexts.previous[i : i + 1], lambda _: None)
+        _, support = ready.beside(
+            lambda: None,
+            0,
+            contexts.tokens[i : i + 1],
+            contexts.previous[i : i + 1],
+            lambda _: None,
+        )
         found[i, support.ids.numpy()] = True
     return found
 
 
 def verified(contexts: Contexts, q: FloatArray) -> FloatArray:
-    """How often :func:`runtime.verification.verify_rejection` keeps a token that was drawn as a draft draws it: rates [n]."""
+    """How often :func:`runtime.verification.verify_rejection` keeps a token that was drawn as a
+    draft draws it: rates [n]."""
     rates = np.zeros(len(q))
     for i, row in enumerate(q):
         log_q, logits = torch.from_numpy(row).log(), contexts.logits[[i, i]]
         for salt in range(CALLS):
-            token = int((log_q + gumbel_row(stream_key(0, i, "draft", salt), len(row), log_q.device)).argmax())
-            rates[i] += verify_rejection(logits, i, [token], [log_q], PLAIN, 0, salt).accepted / CALLS
+            token = int(
+                (
+                    log_q + gumbel_row(stream_key(0, i, "draft", salt), len(row), log_q.device)
+                ).argmax()
+            )
+            rates[i] += (
+                verify_rejection(logits, i, [token], [log_q], PLAIN, 0, salt).accepted / CALLS
+            )
     return rates
 
 
 def coupled(p: FloatArray, proposals: dict[str, FloatArray]) -> dict[str, FloatArray]:
-    """How often argmax(log p + g) = argmax(log q + g) with the runtime's noise g, for each proposal q: rates [n]."""
+    """How often argmax(log p + g) = argmax(log q + g) with the runtime's noise g, for each proposal
+    q: rates [n]."""
     rates = {name: np.empty(len(p)) for name in proposals}
     for i, row in enumerate(p):
         keys = [stream_key(1, i, "target", n) for n in range(COUPLED_DRAWS)]
@@ -133,19 +175,36 @@ def deviation(rates: FloatArray, others: FloatArray, chances: FloatArray, draws:
     return float((rates - others).sum() / math.sqrt((chances * (1 - chances)).sum() / draws))
 
 
-def _row(contexts: Contexts, name: str, mask: BoolArray, q: FloatArray, together: FloatArray) -> dict[str, Any]:
-    """What is known of one shortlist: means over contexts, and whether what the verifier keeps is below the bound."""
-    chance, together_chance = dynaspec.overlap(contexts.p, q), dynaspec.coupled_acceptance(contexts.p, q)
+def _row(
+    contexts: Contexts, name: str, mask: BoolArray, q: FloatArray, together: FloatArray
+) -> dict[str, Any]:
+    """What is known of one shortlist: means over contexts, and whether what the verifier keeps is
+    below the bound."""
+    chance, together_chance = (
+        dynaspec.overlap(contexts.p, q),
+        dynaspec.coupled_acceptance(contexts.p, q),
+    )
     bound, sharp = dynaspec.overlap_bounds(contexts.p, contexts.q, mask)
     kept = verified(contexts, q)
-    means = {"mean_size": mask.sum(1), "kept_mass": dynaspec.kept_mass(contexts.p, mask), "bound": bound, "sharp_bound": sharp}
-    means |= {"overlap": chance, "measured": kept, "coupled": together_chance, "coupled_measured": together}
+    means = {
+        "mean_size": mask.sum(1),
+        "kept_mass": dynaspec.kept_mass(contexts.p, mask),
+        "bound": bound,
+        "sharp_bound": sharp,
+    }
+    means |= {
+        "overlap": chance,
+        "measured": kept,
+        "coupled": together_chance,
+        "coupled_measured": together,
+    }
     is_below = deviation(kept, bound, chance, CALLS) < -ERRORS
     return {
         "shortlist": name,
         "contexts": len(kept),
         **{key: float(values.mean()) for key, values in means.items()},
-        "below_bound": int(is_below) + int((chance < sharp - 1e-9).sum() + (sharp < bound - 1e-9).sum()),
+        "below_bound": int(is_below)
+        + int((chance < sharp - 1e-9).sum() + (sharp < bound - 1e-9).sum()),
         "z": deviation(kept, chance, chance, CALLS),
         "coupled_z": deviation(together, together_chance, together_chance, COUPLED_DRAWS),
     }

@@ -1,12 +1,15 @@
-"""What our scheduler costs a vLLM server on this machine's CPU, and how soon the server obeys a publication.
+"""What our scheduler costs a vLLM server on this machine's CPU, and how soon the server obeys a
+publication.
 
-    SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python python bench/vllm_serving.py [--only recording added reload sampled] [--alternations 12]
+    export SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python
+    python bench/vllm_serving.py [--only recording added reload sampled] [--alternations 12]
 
-``recording``: tokens a second of 8 clients, with ``SPECTUNE_DB`` and without, two servers in turn. ``added``: what recording adds
-to a step of the engine, by a stop-watch in its process. ``reload``: policies are
-published while 8 clients are served; for each that came into force, the steps that were begun after the server had noticed it
-and still drafted as before. ``sampled``: tau at temperature 0.8, where every execution has other texts, predicted from one recording
-and executed. Figures go to ``bench/results/vllm_serving.json``; alternations are added to those that are there.
+``recording``: tokens a second of 8 clients, with ``SPECTUNE_DB`` and without, two servers in turn.
+``added``: what recording adds to a step of the engine, by a stop-watch in its process. ``reload``:
+policies are published while 8 clients are served; for each that came into force, the steps that
+were begun after the server had noticed it and still drafted as before. ``sampled``: tau at
+temperature 0.8, where every execution has other texts, predicted from one recording and executed.
+Figures go to ``bench/results/vllm_serving.json``; alternations are added to those that are there.
 """
 
 from __future__ import annotations
@@ -62,12 +65,18 @@ def prompts() -> list[Prompt]:
 def server(*, records: bool, timed: Path | None = None) -> Iterator[Server]:
     """A server of the demo pair with its draft ``small``. ``timed``: where a stop-watch writes."""
     with TemporaryDirectory() as folder:
-        made = Server(installed(), Path(folder), read_pair("demo"), Wanted("small", MOST, CLIENTS, 512))
+        made = Server(
+            installed(), Path(folder), read_pair("demo"), Wanted("small", MOST, CLIENTS, 512)
+        )
         if not records:
             del made.environment["SPECTUNE_DB"]
         if timed is not None:
             made.arguments[made.arguments.index(SCHEDULER)] = "vllm_timed.Timed"
-            path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parent), made.environment.get("PYTHONPATH")]))
+            path = os.pathsep.join(
+                filter(
+                    None, [str(Path(__file__).resolve().parent), made.environment.get("PYTHONPATH")]
+                )
+            )
             made.environment |= {"PYTHONPATH": path, "SPECTUNE_TIMED": str(timed)}
         try:
             made.start()
@@ -112,14 +121,23 @@ def recording(known: dict[str, Any], alternations: int) -> dict[str, Any]:
 
 
 def added(known: dict[str, Any], alternations: int) -> dict[str, Any]:
-    """What is added to a step, by a stop-watch in the engine's process (``bench/vllm_timed.py``)."""
+    """What is added to a step, by a stop-watch in the engine's process
+    (``bench/vllm_timed.py``)."""
     asked = prompts()
-    with TemporaryDirectory() as folder, server(records=True, timed=Path(folder) / "timed.json") as of:
+    with (
+        TemporaryDirectory() as folder,
+        server(records=True, timed=Path(folder) / "timed.json") as of,
+    ):
         for _ in range(alternations):
             serve(of, asked)
         found = json.loads((Path(folder) / "timed.json").read_text())
     shares = {f"{name}_share": found[f"{name}_s"] / found["span_s"] for name in ("ours", "threads")}
-    return {"clients": CLIENTS, **found, "us_a_step": 1e6 * found["ours_s"] / found["steps"], **shares}
+    return {
+        "clients": CLIENTS,
+        **found,
+        "us_a_step": 1e6 * found["ours_s"] / found["steps"],
+        **shares,
+    }
 
 
 def reload(known: dict[str, Any], alternations: int) -> dict[str, Any]:
@@ -134,9 +152,18 @@ def reload(known: dict[str, Any], alternations: int) -> dict[str, Any]:
 
         def publish() -> None:
             for _ in range(PUBLICATIONS):
-                policy = parse_policy({"draft": "small", "window": {"kind": "fixed", "gamma": int(rng.integers(0, MOST + 1))}})
+                policy = parse_policy(
+                    {
+                        "draft": "small",
+                        "window": {"kind": "fixed", "gamma": int(rng.integers(0, MOST + 1))},
+                    }
+                )
                 store.put_policy(policy.id, policy.spelled_out(), policy.label())
-                published[store.publish(spec.id, of.device, policy.id, actor="bench", deployment=DEPLOYMENT).version] = policy.id
+                published[
+                    store.publish(
+                        spec.id, of.device, policy.id, actor="bench", deployment=DEPLOYMENT
+                    ).version
+                ] = policy.id
                 time.sleep(PAUSE_S)
 
         thread = threading.Thread(target=publish)
@@ -146,10 +173,14 @@ def reload(known: dict[str, Any], alternations: int) -> dict[str, Any]:
         time.sleep(2)  # what was served last is written
         info = store.list_recordings()[0]
         requests = store.load(info.id, steps=True).requests
-        answers = sorted((a for a in store.acknowledgements() if a.version in published), key=lambda a: a.at)
+        answers = sorted(
+            (a for a in store.acknowledgements() if a.version in published), key=lambda a: a.at
+        )
     texts: dict[bytes, set[bytes]] = {}
     for r in requests:
-        texts.setdefault(r.trajectory.prompt_ids.tobytes(), set()).add(r.trajectory.output_ids.tobytes())
+        texts.setdefault(r.trajectory.prompt_ids.tobytes(), set()).add(
+            r.trajectory.output_ids.tobytes()
+        )
     noticed = [(a.at.timestamp() - offset, published[a.version]) for a in answers]
     late, after = obeyed(noticed, [s for r in requests for s in r.steps])
     return {
@@ -159,13 +190,16 @@ def reload(known: dict[str, Any], alternations: int) -> dict[str, Any]:
         "requests": len(requests),
         "texts_that_differ": sum(len(found) - 1 for found in texts.values()),
         "steps_late": {str(n): late.count(n) for n in sorted(set(late))},
-        "ms_until_first_step": {"median": float(np.median(after)) * 1e3, "largest": max(after) * 1e3},
+        "ms_until_first_step": {
+            "median": float(np.median(after)) * 1e3,
+            "largest": max(after) * 1e3,
+        },
     }
 
 
 def obeyed(noticed: list[tuple[float, str]], steps: list[Step]) -> tuple[list[int], list[float]]:
-    """For each notice, its moment and policy, while requests were served: the steps begun after it under another policy, and the
-    seconds until the first under it."""
+    """For each notice, its moment and policy, while requests were served: the steps begun after it
+    under another policy, and the seconds until the first under it."""
     begun = sorted({(s.ended_s - s.round_s, s.policy) for s in steps})
     late, after = [], []
     for (at, policy), (end, _) in zip(noticed, [*noticed[1:], (begun[-1][0], "")], strict=True):
@@ -189,25 +223,50 @@ def sampled(known: dict[str, Any], alternations: int) -> dict[str, Any]:
         for draft in SAMPLED_DRAFTS:
             with closing(start("vllm", pair.spec, Wanted(draft, MOST, CLIENTS, 1024))) as running:
                 load = Load(CLIENTS)
-                info = record_on(store, pair.spec, running, workload, asked, _fixed(draft, 3), load, options, fresh=True)
+                info = record_on(
+                    store,
+                    pair.spec,
+                    running,
+                    workload,
+                    asked,
+                    _fixed(draft, 3),
+                    load,
+                    options,
+                    fresh=True,
+                )
                 look_around(store, pair, info.id, Look((draft,), MOST))
                 store.finish_recording(info.id)
                 for gamma in GAMMAS:
                     policy = _fixed(draft, gamma)
-                    predicted = simulate(store, info.id, policy, None).replay.total.mean_accepted_length
-                    served = running.execute(asked, policy, load, sampling=options.sampling, max_new_tokens=TOKENS)
+                    predicted = simulate(
+                        store, info.id, policy, None
+                    ).replay.total.mean_accepted_length
+                    served = running.execute(
+                        asked, policy, load, sampling=options.sampling, max_new_tokens=TOKENS
+                    )
                     rounds = [[step.emitted for step in done.steps[1:]] for done in served]
                     tau, half = tau_of(rounds)
-                    row = {"draft": draft, "gamma": gamma, "predicted": predicted, "executed": tau, "half_interval_95": half}
+                    row = {
+                        "draft": draft,
+                        "gamma": gamma,
+                        "predicted": predicted,
+                        "executed": tau,
+                        "half_interval_95": half,
+                    }
                     rows.append({**row, "error": predicted / tau - 1})
                     print(rows[-1], file=sys.stderr)
     errors = np.abs([row["error"] for row in rows])
-    about = {"temperature": TEMPERATURE, "requests": len(asked), "largest_error": float(errors.max())}
+    about = {
+        "temperature": TEMPERATURE,
+        "requests": len(asked),
+        "largest_error": float(errors.max()),
+    }
     return {**about, "median_error": float(np.median(errors)), "rows": rows}
 
 
 def tau_of(rounds: list[list[int]]) -> tuple[float, float]:
-    """Tokens a round, and half of its 95% interval as a part of it: requests are drawn again (bootstrap)."""
+    """Tokens a round, and half of its 95% interval as a part of it: requests are drawn again
+    (bootstrap)."""
     tokens, counts = np.array([sum(r) for r in rounds]), np.array([len(r) for r in rounds])
     drawn = np.random.default_rng(0).integers(0, len(rounds), (2000, len(rounds)))
     taus = tokens[drawn].sum(1) / counts[drawn].sum(1)
@@ -223,7 +282,9 @@ PARTS = {"recording": recording, "added": added, "reload": reload, "sampled": sa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--alternations", type=int, default=12)
     wanted = parser.parse_args()

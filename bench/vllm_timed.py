@@ -1,4 +1,5 @@
-"""Our vLLM scheduler with a stop-watch: what it adds to the engine's steps, and the CPU seconds of its threads."""
+"""Our vLLM scheduler with a stop-watch: what it adds to the engine's steps, and the CPU seconds of
+its threads."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Timed(Scheduler):
-    """Writes to the file that ``SPECTUNE_TIMED`` names: steps, seconds in them, seconds of ours in them, and of our threads."""
+    """Writes to the file that ``SPECTUNE_TIMED`` names: steps, seconds in them, seconds of ours in
+    them, and of our threads."""
 
     _ours_s, _steps, _began, _threads_s = 0.0, 0, 0.0, 0.0
 
@@ -35,7 +37,12 @@ class Timed(Scheduler):
             self._began, self._threads_s = now, threads_s()
         self._steps += 1
         if self._steps % EVERY == 0:
-            said = {"steps": self._steps, "ours_s": self._ours_s, "threads_s": threads_s() - self._threads_s, "span_s": now - self._began}
+            said = {
+                "steps": self._steps,
+                "ours_s": self._ours_s,
+                "threads_s": threads_s() - self._threads_s,
+                "span_s": now - self._began,
+            }
             Path(os.environ["SPECTUNE_TIMED"]).write_text(json.dumps(said))
 
 
@@ -44,6 +51,11 @@ def threads_s() -> float:
     total = 0.0
     for thread in threading.enumerate():
         if thread.name.startswith(("spectune", "traffic ")):
-            fields = Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2].split()
+            fields = (
+                Path(f"/proc/self/task/{thread.native_id}/stat")
+                .read_text()
+                .rpartition(")")[2]
+                .split()
+            )
             total += (int(fields[11]) + int(fields[12])) / TICKS_PER_S
     return total

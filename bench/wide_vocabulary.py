@@ -1,13 +1,17 @@
-"""The demo pair with a vocabulary of 32768: what shortlists gain where the output head is a large part of a draft.
+"""The demo pair with a vocabulary of 32768: what shortlists gain where the output head is a large
+part of a draft.
 
-The pair is made from the demo's checkpoints and never shipped. Every token t gets V / 4096 - 1 *shadows*, tokens t + 4096 j, whose rows of
-the output heads lie near its own (``NEAR``), so that they cost what a token costs and fall into the clusters of the tokens they resemble,
-but whose logits lie ``GAP`` nats or more below: no model proposes or emits one, and the texts are the demo pair's, which is measured
-(``padding``). One more coordinate of the hidden state does that (:func:`widened`).
+The pair is made from the demo's checkpoints and never shipped. Every token t gets V / 4096 - 1
+*shadows*, tokens t + 4096 j, whose rows of the output heads lie near its own (``NEAR``), so that
+they cost what a token costs and fall into the clusters of the tokens they resemble, but whose
+logits lie ``GAP`` nats or more below: no model proposes or emits one, and the texts are the demo
+pair's, which is measured (``padding``). One more coordinate of the hidden state does that
+(:func:`widened`).
 
-Shadows never occur, so a frequency list would leave them out for nothing while clusters hold them. The order therefore has every token's
-shadows right behind it: a shortlist of B rows has 4096 B / V tokens that occur, whichever kind it is. The cost of a head of V rows is
-real; what is recovered of tau is that of 4096 tokens at the same share.
+Shadows never occur, so a frequency list would leave them out for nothing while clusters hold them.
+The order therefore has every token's shadows right behind it: a shortlist of B rows has 4096 B / V
+tokens that occur, whichever kind it is. The cost of a head of V rows is real; what is recovered of
+tau is that of 4096 tokens at the same share.
 """
 
 from __future__ import annotations
@@ -41,18 +45,24 @@ Tensors = dict[str, torch.Tensor]
 NEAR = 0.5
 """Length of what a shadow's row adds to its token's, in parts of it."""
 GAP = 40.0
-"""Nats between a token and a shadow of equal logits where the last layer's output is ``WIDEST`` times as long as any seen."""
+"""Nats between a token and a shadow of equal logits where the last layer's output is ``WIDEST``
+times as long as any seen."""
 WIDEST = 1.5
 
 
-def widened(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], vocab: int, largest: float) -> tuple[Tensors, Document]:
-    """The tensors and configuration of a Llama, or of an EAGLE-3 head without embeddings of its own, with ``vocab`` tokens.
+def widened(
+    tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], vocab: int, largest: float
+) -> tuple[Tensors, Document]:
+    """The tensors and configuration of a Llama, or of an EAGLE-3 head without embeddings of its
+    own, with ``vocab`` tokens.
 
-    The residual stream gets further coordinates (as many as attention heads, since transformers wants a multiple) that no layer reads or
-    writes: the first is c at every position, from the embeddings, the others are 0. RMS norms divide by
-    sqrt((sum x^2 + c^2) / wide + eps'); with weights times sqrt(d / wide) and eps' = (eps - c^2 / d) d / wide they give what they gave. The
-    final norm makes h = g c / rms of the first coordinate, and output rows hold c for tokens and -c for shadows: a constant more for all
-    tokens, which no softmax sees, and 2 c h less for shadows. ``largest``: the longest rms of what the final norm reads.
+    The residual stream gets further coordinates (as many as attention heads, since transformers
+    wants a multiple) that no layer reads or writes: the first is c at every position, from the
+    embeddings, the others are 0. RMS norms divide by sqrt((sum x^2 + c^2) / wide + eps'); with
+    weights times sqrt(d / wide) and eps' = (eps - c^2 / d) d / wide they give what they gave. The
+    final norm makes h = g c / rms of the first coordinate, and output rows hold c for tokens and -c
+    for shadows: a constant more for all tokens, which no softmax sees, and 2 c h less for shadows.
+    ``largest``: the longest rms of what the final norm reads.
     """
     d, eps = int(config["hidden_size"]), float(config["rms_norm_eps"])
     wide, c = d + int(config["num_attention_heads"]), math.sqrt(d * eps / 2)
@@ -68,23 +78,35 @@ def widened(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], voca
         else:
             if kind not in ("o_proj", "down_proj"):  # reads hidden states
                 x = torch.nn.functional.pad(x.unflatten(1, (-1, d)), (0, wide - d)).flatten(1)
-            made = torch.nn.functional.pad(x, (0, 0, 0, wide - d)) if kind in ("o_proj", "down_proj", "fc") else x
+            made = (
+                torch.nn.functional.pad(x, (0, 0, 0, wide - d))
+                if kind in ("o_proj", "down_proj", "fc")
+                else x
+            )
             if kind == "fc":
                 made[d, d] = 1.0  # the head's stream takes the target's constant
         out[name] = made.contiguous()
-    sizes: Document = {"hidden_size": wide, "vocab_size": vocab, "rms_norm_eps": eps / 2 * d / wide, "dtype": "float32"}
+    sizes: Document = {
+        "hidden_size": wide,
+        "vocab_size": vocab,
+        "rms_norm_eps": eps / 2 * d / wide,
+        "dtype": "float32",
+    }
     if "draft_vocab_size" in config:
         sizes |= {"draft_vocab_size": vocab, "target_hidden_size": wide}
     return out, {**config, **sizes}
 
 
 def _rows(x: torch.Tensor, vocab: int, wide: int, c: float) -> torch.Tensor:
-    """Rows of all tokens and their shadows, [vocab, wide]: output head and embeddings are one matrix."""
+    """Rows of all tokens and their shadows, [vocab, wide]: output head and embeddings are one
+    matrix."""
     tokens, d = x.shape
     near = torch.randn(vocab - tokens, d, generator=torch.Generator().manual_seed(0))
     made = torch.zeros(vocab, wide)
     made[:, :d] = x.repeat(vocab // tokens, 1)
-    made[tokens:, :d] += NEAR * made[tokens:, :d].norm(dim=1, keepdim=True) * torch.nn.functional.normalize(near)
+    made[tokens:, :d] += (
+        NEAR * made[tokens:, :d].norm(dim=1, keepdim=True) * torch.nn.functional.normalize(near)
+    )
     made[:tokens, d], made[tokens:, d] = c, -c
     return made
 
@@ -112,18 +134,29 @@ def _largest(pair: LoadedPair) -> dict[str, float]:
 
 
 def build(folder: Path, vocab: int) -> Path:
-    """Writes the pair with ``vocab`` tokens, a multiple of the demo's, as checkpoints of float32, and its pair file; returns the file."""
+    """Writes the pair with ``vocab`` tokens, a multiple of the demo's, as checkpoints of float32,
+    and its pair file; returns the file."""
     small = demo()
     largest = _largest(small)
     for name, path in (("target", small.spec.target), *small.spec.drafts):
         shutil.rmtree(folder / name, ignore_errors=True)
         shutil.copytree(path, folder / name)
         config = json.loads((folder / name / "config.json").read_text())
-        tensors, made = widened(load_file(folder / name / "model.safetensors"), config, vocab, largest[name])
+        tensors, made = widened(
+            load_file(folder / name / "model.safetensors"), config, vocab, largest[name]
+        )
         save_file(tensors, folder / name / "model.safetensors", metadata={"format": "pt"})
         (folder / name / "config.json").write_text(json.dumps(made))
     file = folder / "pair.json"
-    file.write_text(json.dumps({"name": f"demo-{vocab}", "target": "target", "drafts": {n: n for n, _ in small.spec.drafts}}))
+    file.write_text(
+        json.dumps(
+            {
+                "name": f"demo-{vocab}",
+                "target": "target",
+                "drafts": {n: n for n, _ in small.spec.drafts},
+            }
+        )
+    )
     return file
 
 
@@ -137,27 +170,44 @@ def padding(pair: LoadedPair, cases: Sequence[tuple[str, str]]) -> dict[str, int
             for p in (demo(), pair):
                 encoded = encode(p, workload, DecodeOptions(sampling, 24))
                 decoded = run(p, StaticSource(prepare(policy, p.draft_names)), encoded)
-                found.append([(d.trajectory.output_ids.tolist(), [(s.start, s.drafted, s.accepted) for s in d.steps]) for d in decoded])
+                found.append(
+                    [
+                        (
+                            d.trajectory.output_ids.tolist(),
+                            [(s.start, s.drafted, s.accepted) for s in d.steps],
+                        )
+                        for d in decoded
+                    ]
+                )
             count += len(found[0])
             differ += sum(x != y for x, y in zip(*found, strict=True))
     return {"requests": count, "requests_that_differ": differ}
 
 
 def fit(state: Path, fits: Fits, vocab: int, cases: Sequence[tuple[str, str]]) -> Fits:
-    """Builds the pair unless that was done, and fits frequencies and routers to the demo pair's texts, which are this pair's as well."""
+    """Builds the pair unless that was done, and fits frequencies and routers to the demo pair's
+    texts, which are this pair's as well."""
     folder = state / f"wide-{vocab}"
     folder.mkdir(exist_ok=True)
     file = folder / "pair.json"
     pair = load_pair(read_pair(str(file if file.exists() else build(folder, vocab))), device="cpu")
     store = stored(folder / "wide.db", fresh=True)
     options = DecodeOptions(Sampling(1.0, seed=7), 48)
-    with record_served(store, pair.id, pair.spec, options, recording_options(pair, options)) as writer:
+    with record_served(
+        store, pair.id, pair.spec, options, recording_options(pair, options)
+    ) as writer:
         for text in (*fits.search, *fits.test):
             writer.put(text)
     tokens = fits.pair.target.vocab_size
-    counts = count_tokens([np.concatenate([t.prompt_ids, t.output_ids]) for t in fits.search], vocab)
+    counts = count_tokens(
+        [np.concatenate([t.prompt_ids, t.output_ids]) for t in fits.search], vocab
+    )
     shadowed = frequency_order(np.tile(counts[:tokens], vocab // tokens), sorted(pair.eos_ids))
     provenance = {"recording": writer.recording}
-    frequencies = store.put_artifact(FREQUENCIES, *shadowed.to_document(), pair_id=pair.id, provenance=provenance)
-    routers = {draft: fit_router(store, writer.recording, pair, draft).artifact for draft in dict(cases)}
+    frequencies = store.put_artifact(
+        FREQUENCIES, *shadowed.to_document(), pair_id=pair.id, provenance=provenance
+    )
+    routers = {
+        draft: fit_router(store, writer.recording, pair, draft).artifact for draft in dict(cases)
+    }
     return Fits(pair, store, fits.workload, fits.search, fits.test, frequencies, routers)

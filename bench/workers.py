@@ -1,9 +1,11 @@
-"""Replay over workers: 1e8 recorded rounds under 100 policies, and that the figures are those of one process.
+"""Replay over workers: 1e8 recorded rounds under 100 policies, and that the figures are those of
+one process.
 
     python bench/workers.py [--rounds 1e8] [--policies 100] [--workers 2|tcp://HOST:8786]
 
-Texts and panoramas are made by the workers (a thousand different ones, again and again): what is timed is Dask and replay. A recorded
-round is one of the policy that the texts were recorded by, a window of 4. The figure goes to ``bench/results/workers.json``.
+Texts and panoramas are made by the workers (a thousand different ones, again and again): what is
+timed is Dask and replay. A recorded round is one of the policy that the texts were recorded by, a
+window of 4. The figure goes to ``bench/results/workers.json``.
 """
 
 from __future__ import annotations
@@ -48,10 +50,15 @@ class Synthetic:
     count: int
 
     def open(self) -> Opened:
-        kinds = [drifting_text(n, gamma_max=GAMMA_MAX) for n in range(min(DIFFERENT, self.first + self.count))]
+        kinds = [
+            drifting_text(n, gamma_max=GAMMA_MAX)
+            for n in range(min(DIFFERENT, self.first + self.count))
+        ]
         numbers = range(self.first, self.first + self.count)
         texts = [replace(kinds[n % DIFFERENT][0], request_id=f"r{n}") for n in numbers]
-        return Opened(ReplayTrace(texts, {"small": [kinds[n % DIFFERENT][1] for n in numbers]}), INFO, ())
+        return Opened(
+            ReplayTrace(texts, {"small": [kinds[n % DIFFERENT][1] for n in numbers]}), INFO, ()
+        )
 
     def artifact(self, name: str) -> Fitted:
         raise NotImplementedError
@@ -62,16 +69,32 @@ INFO: Any = None
 
 
 def policies(count: int) -> list[Policy]:
-    """Every window, one in ten with a stop; two in ten carry their state from request to request."""
+    """Every window, one in ten with a stop; two in ten carry their state from request to
+    request."""
     rng, found = np.random.default_rng(0), []
-    windows = ("fixed", "fsm", "analytic", "cache_fsm", "heuristic", "fixed", "fsm", "analytic", "heuristic transient", "q_learning")
+    windows = (
+        "fixed",
+        "fsm",
+        "analytic",
+        "cache_fsm",
+        "heuristic",
+        "fixed",
+        "fsm",
+        "analytic",
+        "heuristic transient",
+        "q_learning",
+    )
     for n in range(count):
         kind, _, transient = windows[n % len(windows)].partition(" ")
         stopped = n % 10 == 5
         longest = int(rng.integers(1, GAMMA_MAX + 1 if stopped else 17))
         window = {"kind": kind, "gamma" if kind == "fixed" else "gamma_max": longest}
         document = {"draft": "small", "window": window | ({"transient": True} if transient else {})}
-        found.append(parse_policy(document | ({"stop": {"kind": "max_prob", "threshold": 0.3}} if stopped else {})))
+        found.append(
+            parse_policy(
+                document | ({"stop": {"kind": "max_prob", "threshold": 0.3}} if stopped else {})
+            )
+        )
     return found
 
 
@@ -88,7 +111,10 @@ def differences(client: Any, tried: Sequence[Policy], requests: int) -> int:
     differ = 0
     for policy, found in zip(tried, shards.replay(tried), strict=True):
         here = run_replay(alone, policy, PROFILE)
-        differ += not (np.array_equal(found.counts, here.counts) and np.array_equal(found.seconds, here.seconds))
+        differ += not (
+            np.array_equal(found.counts, here.counts)
+            and np.array_equal(found.seconds, here.seconds)
+        )
     return differ
 
 
@@ -97,7 +123,9 @@ def measured(client: Any, rounds: float, tried: Sequence[Policy]) -> dict[str, A
     per_text = run_replay(Synthetic(0, DIFFERENT).open().trace, RECORDED).total.rounds / DIFFERENT
     requests = round(rounds / per_text)
     began = time.perf_counter()
-    shards = Shards(client, sources(requests, len(homes(client))), PROFILE, partial(print, "opened", flush=True))
+    shards = Shards(
+        client, sources(requests, len(homes(client))), PROFILE, partial(print, "opened", flush=True)
+    )
     opened_s, began, replayed = time.perf_counter() - began, time.perf_counter(), 0
     for n, found in enumerate(shards.replay([RECORDED, *tried])):
         total = found.total
@@ -105,7 +133,11 @@ def measured(client: Any, rounds: float, tried: Sequence[Policy]) -> dict[str, A
             recorded = total
             began = time.perf_counter()  # the first call compiles, or loads what is compiled
         replayed += total.rounds if n else 0
-        print(f"{n:4} {time.perf_counter() - began:7.1f} s  {total.rounds / 1e6:7.1f} M rounds  {found.policy.label()}", flush=True)
+        print(
+            f"{n:4} {time.perf_counter() - began:7.1f} s  {total.rounds / 1e6:7.1f} M rounds  "
+            f"{found.policy.label()}",
+            flush=True,
+        )
     seconds = time.perf_counter() - began
     return {
         "recorded_rounds": recorded.rounds,
@@ -116,13 +148,17 @@ def measured(client: Any, rounds: float, tried: Sequence[Policy]) -> dict[str, A
         "replayed_s": round(seconds, 1),
         "replayed_rounds": replayed,
         "million_rounds_per_s": round(replayed / seconds / 1e6, 1),
-        "bytes_sent_per_policy_and_shard": len(pickle.dumps((tried[0], None, requests, False, False))),
+        "bytes_sent_per_policy_and_shard": len(
+            pickle.dumps((tried[0], None, requests, False, False))
+        ),
         "bytes_received_per_request": 7 * 8,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=float, default=1e8)
     parser.add_argument("--policies", type=int, default=100)
     parser.add_argument("--workers", default="2")
@@ -131,8 +167,17 @@ def main() -> None:
     load = os.getloadavg()[0]
     with connected(asked.workers) as client:
         small = differences(client, tried, 400)
-        found = {"workers": len(homes(client)), "policies_that_differ": small, **measured(client, asked.rounds, tried)}
-    found |= {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version(), "load_before": load}
+        found = {
+            "workers": len(homes(client)),
+            "policies_that_differ": small,
+            **measured(client, asked.rounds, tried),
+        }
+    found |= {
+        "cpus": os.cpu_count(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "load_before": load,
+    }
     print(json.dumps(found, indent=1))
     if asked.rounds >= 1e8:
         RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

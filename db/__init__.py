@@ -2,7 +2,14 @@
 
 from spectune.db.check import BadChunk, CheckReport, check
 from spectune.db.database import Database, open_database, schema_of, upgrade
-from spectune.db.errors import CorruptedChunkError, DatabaseError, NotFoundError, SchemaError, StaleVersionError, UnavailableError
+from spectune.db.errors import (
+    CorruptedChunkError,
+    DatabaseError,
+    NotFoundError,
+    SchemaError,
+    StaleVersionError,
+    UnavailableError,
+)
 
 __all__ = [
     "BadChunk",

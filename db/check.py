@@ -1,4 +1,5 @@
-"""Whether a database is whole: its file, its references, its schema, and the checksum of every packed chunk."""
+"""Whether a database is whole: its file, its references, its schema, and the checksum of every
+packed chunk."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _BATCH = 256
 
 @dataclass(frozen=True)
 class BadChunk:
-    """One packed row that fails its checksum or cannot be read; ``key`` is its primary key by column name."""
+    """One packed row that fails its checksum or cannot be read; ``key`` is its primary key by
+    column name."""
 
     table: str
     key: dict[str, Any]
@@ -48,7 +50,9 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        return self.schema == self.head and not (self.integrity or self.foreign_keys or self.bad_chunks)
+        return self.schema == self.head and not (
+            self.integrity or self.foreign_keys or self.bad_chunks
+        )
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -62,7 +66,8 @@ class CheckReport:
 
 
 def check(url: str) -> CheckReport:
-    """Reads everything and changes nothing. Raises :class:`DatabaseError` only when the database cannot be opened at all."""
+    """Reads everything and changes nothing. Raises :class:`DatabaseError` only when the database
+    cannot be opened at all."""
     parsed = parse_url(url)
     schema, newest = schema_of(url), head()
     if schema != newest:
@@ -70,7 +75,8 @@ def check(url: str) -> CheckReport:
     with Database(parsed) as database:
         sqlite = database.dialect == "sqlite"
         integrity = _ask(database, _integrity) if sqlite else ()
-        # A damaged file answers no further questions about itself, but its chunks may still be readable.
+        # A damaged file answers no further questions about itself, but its chunks may still be
+        # readable.
         broken = _ask(database, _foreign_keys) if sqlite and not integrity else ()
         with database.read() as session:
             size = _size_bytes(session, database.dialect)
@@ -91,13 +97,18 @@ def _ask(database: Database, question: Callable[[Session], tuple[str, ...]]) -> 
 
 
 def _integrity(session: Session) -> tuple[str, ...]:
-    lines = [str(line) for (line,) in session.connection().exec_driver_sql("PRAGMA integrity_check(20)")]
+    lines = [
+        str(line) for (line,) in session.connection().exec_driver_sql("PRAGMA integrity_check(20)")
+    ]
     return () if lines == ["ok"] else tuple(lines)
 
 
 def _foreign_keys(session: Session) -> tuple[str, ...]:
     rows = session.connection().exec_driver_sql("PRAGMA foreign_key_check").fetchall()
-    return tuple(f"table {table} row {rowid} refers to a missing row of {parent}" for table, rowid, parent, _ in rows)
+    return tuple(
+        f"table {table} row {rowid} refers to a missing row of {parent}"
+        for table, rowid, parent, _ in rows
+    )
 
 
 def _size_bytes(session: Session, dialect: str) -> int:

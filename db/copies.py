@@ -17,18 +17,22 @@ from spectune.db.sqlite import real_path
 
 
 def keep_copy(path: Path, revision: str) -> Path:
-    """Puts a copy of the file at ``revision`` beside it and returns its name, ``NAME.before-REVISION`` or with ``-2``, ``-3``, ...
+    """Puts a copy of the file at ``revision`` beside it and returns its name,
+    ``NAME.before-REVISION`` or with ``-2``, ``-3``, ...
 
-    Of a link it lies beside what that points to. Call it while this process holds the file's write lock: then it copies what is
-    about to be upgraded, and nobody else copies. A copy that is there is never replaced; an equal one, of an upgrade that was
-    killed, is the copy. It appears under its name whole and on the disk. Raises :class:`DatabaseError` when it cannot be made,
-    and leaves nothing then.
+    Of a link it lies beside what that points to. Call it while this process holds the file's write
+    lock: then it copies what is about to be upgraded, and nobody else copies. A copy that is there
+    is never replaced; an equal one, of an upgrade that was killed, is the copy. It appears under
+    its name whole and on the disk. Raises :class:`DatabaseError` when it cannot be made, and leaves
+    nothing then.
     """
     path = real_path(path)
     name = f"{path.name}.before-{revision}"
     partial = path.with_name(f"{name}.{secrets.token_hex(4)}.part")
     try:
-        for left in path.parent.glob(f"{glob.escape(name)}.*.part*"):  # of processes that were killed: we hold the lock
+        for left in path.parent.glob(
+            f"{glob.escape(name)}.*.part*"
+        ):  # of processes that were killed: we hold the lock
             left.unlink()
         try:
             _back_up(path, partial, revision)
@@ -36,7 +40,10 @@ def keep_copy(path: Path, revision: str) -> Path:
         finally:
             partial.unlink(missing_ok=True)
     except (OSError, sqlite3.Error) as error:
-        raise DatabaseError(f"cannot put a copy of {path} beside it before upgrading it: {error}; nothing was changed") from error
+        raise DatabaseError(
+            f"cannot put a copy of {path} beside it before upgrading it: {error}; nothing was "
+            "changed"
+        ) from error
 
 
 def _back_up(path: Path, partial: Path, revision: str) -> None:
@@ -45,7 +52,9 @@ def _back_up(path: Path, partial: Path, revision: str) -> None:
         source.backup(copy)
         found = copy.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchall()
     if found != [(revision,)]:
-        raise DatabaseError(f"the copy of {path} is at schema {found}, not at {revision}; nothing was changed")
+        raise DatabaseError(
+            f"the copy of {path} is at schema {found}, not at {revision}; nothing was changed"
+        )
 
 
 def _put_in_place(partial: Path, name: str) -> Path:
@@ -61,7 +70,8 @@ def _put_in_place(partial: Path, name: str) -> Path:
 
 
 def _persist(folder: Path) -> None:
-    """A new name survives a power cut only once its folder is on the disk. Windows cannot say so, and need not."""
+    """A new name survives a power cut only once its folder is on the disk. Windows cannot say so,
+    and need not."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -1,4 +1,5 @@
-"""An open database: read and write transactions, and the schema brought to ours before anybody sees it."""
+"""An open database: read and write transactions, and the schema brought to ours before anybody sees
+it."""
 
 from __future__ import annotations
 
@@ -27,9 +28,11 @@ _MIGRATION_LOCK = 7_310_021
 
 
 class Database:
-    """A database at our schema. Safe to share between threads; every process opens its own (engines do not survive a fork).
+    """A database at our schema. Safe to share between threads; every process opens its own (engines
+    do not survive a fork).
 
-    On SQLite the writers of one process take turns, because SQLite's own waiting is a poll that starves.
+    On SQLite the writers of one process take turns, because SQLite's own waiting is a poll that
+    starves.
     """
 
     def __init__(self, url: URL, *, is_missing: bool = False) -> None:
@@ -50,7 +53,8 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        """A read transaction: one snapshot on SQLite, read committed on PostgreSQL. Raises :class:`DatabaseError`."""
+        """A read transaction: one snapshot on SQLite, read committed on PostgreSQL. Raises
+        :class:`DatabaseError`."""
         with (
             translated(self.url),
             understood(self.url),
@@ -61,8 +65,9 @@ class Database:
 
     @contextmanager
     def snapshot(self) -> Iterator[Session]:
-        """A read transaction that sees one moment, on PostgreSQL too. Who uses it judges the rows: a value that is none of its column
-        raises whatever reading it raises. Raises :class:`DatabaseError`."""
+        """A read transaction that sees one moment, on PostgreSQL too. Who uses it judges the rows:
+        a value that is none of its column raises whatever reading it raises. Raises
+        :class:`DatabaseError`."""
         with translated(self.url):
             engine = self._to_read().execution_options(**_one_moment(self.url))
             with Session(engine, expire_on_commit=False) as session, session.begin():
@@ -70,15 +75,21 @@ class Database:
 
     @contextmanager
     def write(self, *, is_long: bool = False) -> Iterator[Session]:
-        """A write transaction, committed when the block ends and rolled back if it raises. Does not nest.
+        """A write transaction, committed when the block ends and rolled back if it raises. Does not
+        nest.
 
-        A statement of one that ``is_long`` may take an hour. Raises :class:`DatabaseError` when the database is
-        unreachable or stays locked.
+        A statement of one that ``is_long`` may take an hour. Raises :class:`DatabaseError` when the
+        database is unreachable or stays locked.
         """
         if self._missing:
             self._make()
         engine = self._writing.execution_options(**LONG) if is_long else self._writing
-        with self._alone(), translated(self.url), Session(engine, expire_on_commit=False) as session, session.begin():
+        with (
+            self._alone(),
+            translated(self.url),
+            Session(engine, expire_on_commit=False) as session,
+            session.begin(),
+        ):
             yield session
 
     def _to_read(self) -> Engine:
@@ -108,22 +119,33 @@ class Database:
                 self._turn_of = None
 
     def now(self, session: Session) -> datetime:
-        """The database's clock, aware UTC: what leases are measured by (resolution 1 ms on SQLite)."""
+        """The database's clock, aware UTC: what leases are measured by (resolution 1 ms on
+        SQLite)."""
         if self.dialect == "sqlite":
-            moment = session.execute(text("SELECT strftime('%Y-%m-%d %H:%M:%f', 'now')")).scalar_one()
+            moment = session.execute(
+                text("SELECT strftime('%Y-%m-%d %H:%M:%f', 'now')")
+            ).scalar_one()
             return datetime.fromisoformat(moment).replace(tzinfo=UTC)
         stamp: datetime = session.execute(text("SELECT clock_timestamp()")).scalar_one()
         return stamp.astimezone(UTC)
 
     def lock(self, session: Session, name: str) -> None:
-        """Serialises writers that agree on ``name`` until the transaction ends. SQLite's writers are serial already."""
+        """Serialises writers that agree on ``name`` until the transaction ends. SQLite's writers
+        are serial already."""
         if self.dialect != "sqlite":
-            session.execute(text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))"), {"name": name})
+            session.execute(
+                text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))"), {"name": name}
+            )
 
     def vacuum(self) -> None:
-        """Gives the room of removed rows back to the file system (SQLite; PostgreSQL does it by itself)."""
+        """Gives the room of removed rows back to the file system (SQLite; PostgreSQL does it by
+        itself)."""
         if self.dialect == "sqlite":
-            with self._alone(), translated(self.url), self._engine.connect().execution_options(**NO_BEGIN) as connection:
+            with (
+                self._alone(),
+                translated(self.url),
+                self._engine.connect().execution_options(**NO_BEGIN) as connection,
+            ):
                 connection.exec_driver_sql("VACUUM")
                 connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
 
@@ -137,7 +159,12 @@ class Database:
     def __enter__(self) -> Database:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -147,9 +174,10 @@ class Database:
 def open_database(url: str, *, create: bool = True, lazily: bool = False) -> Database:
     """Opens a database at this program's schema.
 
-    A new one is created if ``create``, with ``lazily`` a file by the first write, until which it reads as empty. An older SQLite
-    file is upgraded after a copy of it is put beside it. Raises :class:`SchemaError` for a newer schema, for an older PostgreSQL one
-    (``db upgrade`` mends it) and for a database that is not ours, and :class:`DatabaseError` when it, or the folder of a
+    A new one is created if ``create``, with ``lazily`` a file by the first write, until which it
+    reads as empty. An older SQLite file is upgraded after a copy of it is put beside it. Raises
+    :class:`SchemaError` for a newer schema, for an older PostgreSQL one (``db upgrade`` mends it)
+    and for a database that is not ours, and :class:`DatabaseError` when it, or the folder of a
     file, is missing or cannot be reached.
     """
     parsed = parse_url(url)
@@ -162,7 +190,8 @@ def open_database(url: str, *, create: bool = True, lazily: bool = False) -> Dat
 
 
 def upgrade(url: str) -> tuple[str | None, str]:
-    """Brings a database to this program's schema: (revision before, revision now). Creates it when it is new.
+    """Brings a database to this program's schema: (revision before, revision now). Creates it when
+    it is new.
 
     Raises :class:`SchemaError` or :class:`DatabaseError` as :func:`open_database` does.
     """
@@ -170,7 +199,8 @@ def upgrade(url: str) -> tuple[str | None, str]:
 
 
 def schema_of(url: str) -> str | None:
-    """The revision a database has, None if it has none. Changes nothing. Raises :class:`DatabaseError`."""
+    """The revision a database has, None if it has none. Changes nothing. Raises
+    :class:`DatabaseError`."""
     parsed = parse_url(url)
     _file_exists(parsed)
     engine = make_engine(parsed)
@@ -183,7 +213,9 @@ def schema_of(url: str) -> str | None:
 
 def _nothing() -> Engine:
     """An empty database in memory."""
-    engine = create_engine("sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False})
+    engine = create_engine(
+        "sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False}
+    )
     metadata.create_all(engine)
     return engine
 
@@ -195,13 +227,18 @@ def _one_moment(url: URL) -> dict[str, Any]:
 
 def _file_exists(url: URL) -> None:
     if url.get_backend_name() == "sqlite" and not Path(str(url.database)).is_file():
-        raise DatabaseError(f"there is no database at {shown(url)}; `tune` makes one there, --db names another")
+        raise DatabaseError(
+            f"there is no database at {shown(url)}; `tune` makes one there, --db names another"
+        )
 
 
 def _can_be_written(url: URL, schema: str | None) -> None:
     if url.get_backend_name() == "sqlite" and is_read_only(Path(str(url.database))):
         has = "is empty" if schema is None else f"has schema {schema}"
-        raise SchemaError(f"database {shown(url)} {has} and is read-only; copy it to a folder that can be written, and open it there")
+        raise SchemaError(
+            f"database {shown(url)} {has} and is read-only; copy it to a folder that can be "
+            "written, and open it there"
+        )
 
 
 def _prepare(url: URL, *, create: bool, may_upgrade: bool) -> tuple[str | None, str]:
@@ -213,15 +250,21 @@ def _prepare(url: URL, *, create: bool, may_upgrade: bool) -> tuple[str | None, 
     engine = make_engine(url, migrating=True)
     try:
         with translated(url):
-            # One snapshot: tables that another process is just creating must not pass for somebody else's.
+            # One snapshot: tables that another process is just creating must not pass for somebody
+            # else's.
             with engine.connect().execution_options(**_one_moment(url)) as connection:
                 before = _stand(connection, url, create=create, may_upgrade=may_upgrade)
             if before == head():
                 return before, before
             _can_be_written(url, before)
-            with engine.execution_options(**WRITES, **LONG).connect() as connection, connection.begin():
+            with (
+                engine.execution_options(**WRITES, **LONG).connect() as connection,
+                connection.begin(),
+            ):
                 if connection.dialect.name == "postgresql":
-                    connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
+                    connection.execute(
+                        text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK}
+                    )
                 # Another process may have done it while this one waited for the lock.
                 before = _stand(connection, url, create=create, may_upgrade=may_upgrade)
                 if before != head():
@@ -235,18 +278,27 @@ def _prepare(url: URL, *, create: bool, may_upgrade: bool) -> tuple[str | None, 
 
 
 def _stand(connection: Connection, url: URL, *, create: bool, may_upgrade: bool) -> str | None:
-    """The revision found, once it is clear that it can be brought to ours; otherwise raises what the user must know."""
+    """The revision found, once it is clear that it can be brought to ours; otherwise raises what
+    the user must know."""
     found, known = current(connection), revisions()
     if found is None:
         others = foreign_tables(connection)
         if others:
-            raise SchemaError(f"{shown(url)} is not a spectune database (it holds table {others[0]!r}); give another one to --db")
+            raise SchemaError(
+                f"{shown(url)} is not a spectune database (it holds table {others[0]!r}); give "
+                "another one to --db"
+            )
         if not create:
             raise DatabaseError(f"database {shown(url)} is empty; `db upgrade` creates its tables")
     elif found not in known:
-        raise SchemaError(f"database {shown(url)} has schema {found}, newer than this program's {known[-1]}; upgrade spectune")
+        raise SchemaError(
+            f"database {shown(url)} has schema {found}, newer than this program's {known[-1]}; "
+            "upgrade spectune"
+        )
     elif found != known[-1] and not may_upgrade:
-        raise SchemaError(f"database {shown(url)} has schema {found}, older than {known[-1]}; run `db upgrade`")
+        raise SchemaError(
+            f"database {shown(url)} has schema {found}, older than {known[-1]}; run `db upgrade`"
+        )
     return found
 
 
@@ -254,7 +306,10 @@ def _folder_exists(url: URL) -> None:
     """No folder is made: of a path that is mistyped it would be a second place for results."""
     folder = real_path(Path(str(url.database))).parent
     if not folder.is_dir():
-        raise DatabaseError(f"there is no folder {folder} for the database {shown(url)}; create it, or give another file to --db")
+        raise DatabaseError(
+            f"there is no folder {folder} for the database {shown(url)}; create it, or give "
+            "another file to --db"
+        )
 
 
 def _keys_hold(connection: Connection, url: URL) -> None:
@@ -263,5 +318,6 @@ def _keys_hold(connection: Connection, url: URL) -> None:
     broken = connection.exec_driver_sql("PRAGMA foreign_key_check").fetchall()
     if broken:
         raise SchemaError(
-            f"upgrading {shown(url)} would break {len(broken)} references, first in table {broken[0][0]!r}; nothing was changed"
+            f"upgrading {shown(url)} would break {len(broken)} references, first in table "
+            f"{broken[0][0]!r}; nothing was changed"
         )

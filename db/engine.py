@@ -20,14 +20,18 @@ LONG = {"spectune_long": True}
 NO_BEGIN = {"spectune_no_begin": True}
 """Execution option of connections for statements that no transaction may hold."""
 
+
 def make_engine(url: URL, *, migrating: bool = False) -> Engine:
     """An engine for a parsed URL; ``migrating`` prepares the database for it, and may create it.
 
-    SQLite: the connections of :mod:`db.sqlite`, foreign keys off while ``migrating`` (altering a table there copies and drops it, which
-    would cascade), and BEGIN under our control, because a transaction that reads before it writes fails under contention unless it
-    began IMMEDIATE. PostgreSQL: the limits of :mod:`db.postgresql`.
+    SQLite: the connections of :mod:`db.sqlite`, foreign keys off while ``migrating`` (altering a
+    table there copies and drops it, which would cascade), and BEGIN under our control, because a
+    transaction that reads before it writes fails under contention unless it began IMMEDIATE.
+    PostgreSQL: the limits of :mod:`db.postgresql`.
     """
-    serializer = partial(json.dumps, ensure_ascii=False, allow_nan=False, default=_plain, separators=(",", ":"))
+    serializer = partial(
+        json.dumps, ensure_ascii=False, allow_nan=False, default=_plain, separators=(",", ":")
+    )
     if url.get_backend_name() == "sqlite":
         return _sqlite_engine(url, serializer, migrating)
     return _postgresql_engine(url, serializer)
@@ -37,13 +41,17 @@ def _sqlite_engine(url: URL, serializer: Callable[[Any], str], migrating: bool) 
     pool: dict[str, Any] = {"poolclass": NullPool} if migrating else {}
     engine = create_engine(url, json_serializer=serializer, **pool)
 
-    def do_connect(_dialect: object, _record: object, _arguments: object, _named: object) -> sqlite3.Connection:
+    def do_connect(
+        _dialect: object, _record: object, _arguments: object, _named: object
+    ) -> sqlite3.Connection:
         return connect_sqlite(Path(str(url.database)), migrating=migrating)
 
     def on_begin(connection: Connection) -> None:
         options = connection.get_execution_options()
         if not options.get("spectune_no_begin", False):
-            connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("spectune_write", False) else "BEGIN")
+            connection.exec_driver_sql(
+                "BEGIN IMMEDIATE" if options.get("spectune_write", False) else "BEGIN"
+            )
 
     event.listen(engine, "do_connect", do_connect)
     event.listen(engine, "begin", on_begin)
@@ -55,9 +63,13 @@ def _postgresql_engine(url: URL, serializer: Callable[[Any], str]) -> Engine:
     from spectune.db.postgresql import Connection as Driver
 
     defaults = {name: value for name, value in CONNECTING.items() if name not in url.query}
-    engine = create_engine(url, connect_args=defaults, pool_pre_ping=True, json_serializer=serializer)
+    engine = create_engine(
+        url, connect_args=defaults, pool_pre_ping=True, json_serializer=serializer
+    )
 
-    def do_connect(_dialect: object, _record: object, arguments: list[Any], named: dict[str, Any]) -> Driver:
+    def do_connect(
+        _dialect: object, _record: object, arguments: list[Any], named: dict[str, Any]
+    ) -> Driver:
         return Driver.connect(*arguments, **named)
 
     def on_connect(connection: Driver, _record: object) -> None:

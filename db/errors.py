@@ -8,7 +8,8 @@ class DatabaseError(Exception):
 
 
 class UnavailableError(DatabaseError):
-    """The database cannot answer now and may later, so that trying again is right: it is away, silent, busy, full, or a table is gone."""
+    """The database cannot answer now and may later, so that trying again is right: it is away,
+    silent, busy, full, or a table is gone."""
 
 
 class SchemaError(DatabaseError):

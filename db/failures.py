@@ -1,4 +1,5 @@
-"""Driver errors as one line for the user: which database, what happened, what to do, and whether trying again is right."""
+"""Driver errors as one line for the user: which database, what happened, what to do, and whether
+trying again is right."""
 
 from __future__ import annotations
 
@@ -16,20 +17,29 @@ from spectune.db.errors import DatabaseError, UnavailableError
 from spectune.db.sqlite import BUSY_TIMEOUT_S
 from spectune.db.urls import masked, shown
 
-_LATER = frozenset({"55P03", "57014", "40001", "40P01", "25006", "25P03", "42P01", "3D000", "3F000"})
-"""SQLSTATEs that may be gone next time: locked, out of time, serialization, deadlock; a standby's refusal to write, a transaction that
-stood idle; no such table, database, schema."""
+_LATER = frozenset(
+    {"55P03", "57014", "40001", "40P01", "25006", "25P03", "42P01", "3D000", "3F000"}
+)
+"""SQLSTATEs that may be gone next time: locked, out of time, serialization, deadlock; a standby's
+refusal to write, a transaction that stood idle; no such table, database, schema."""
 _LATER_CLASSES = frozenset({"08", "53", "57", "58"})
 """Connection, resources, an operator's doing, the system around it."""
 _LATER_SQLITE = frozenset(
-    {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN}
+    {
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_CANTOPEN,
+    }
 )
 _NO_TABLE = re.compile(r'no such table: (?:main\.)?(\S+)|relation "(\S+)" does not exist')
 
 
 @contextmanager
 def translated(url: URL) -> Iterator[None]:
-    """Turns the driver's errors into one-line :class:`DatabaseError`, :class:`UnavailableError` where trying again is right.
+    """Turns the driver's errors into one-line :class:`DatabaseError`, :class:`UnavailableError`
+    where trying again is right.
 
     Integrity errors pass: who inserts knows what they mean.
     """
@@ -41,20 +51,33 @@ def translated(url: URL) -> Iterator[None]:
         kind = UnavailableError if _may_pass(error) else DatabaseError
         raise kind(_explain(url, error)) from error
     except PoolTimeoutError as error:
-        raise UnavailableError(f"database {shown(url)}: all its connections are in use; try again") from error
+        raise UnavailableError(
+            f"database {shown(url)}: all its connections are in use; try again"
+        ) from error
 
 
 @contextmanager
 def understood(url: URL) -> Iterator[None]:
     """Around reading rows: what is no value of its column becomes one :class:`DatabaseError`.
 
-    SQLite keeps any value in any column, and columns of JSON any document, so a row of another's making shows only where it is read.
+    SQLite keeps any value in any column, and columns of JSON any document, so a row of another's
+    making shows only where it is read.
     """
     try:
         yield
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+    except (
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         said = " ".join(str(error).split())[:200]
-        raise DatabaseError(f"database {shown(url)} holds a row that spectune did not write ({said}); restore a copy of it") from error
+        raise DatabaseError(
+            f"database {shown(url)} holds a row that spectune did not write ({said}); restore a "
+            "copy of it"
+        ) from error
 
 
 def _explain(url: URL, error: DBAPIError) -> str:
@@ -63,19 +86,32 @@ def _explain(url: URL, error: DBAPIError) -> str:
     missing = _NO_TABLE.search(cause)
     if missing:
         table = missing[1] or missing[2]
-        return f"database {name} has no table {table!r}; if it was made anew run `db upgrade`, else restore a copy of it"
-    return _explain_sqlite(name, cause) if url.get_backend_name() == "sqlite" else _explain_postgresql(name, cause, error)
+        return (
+            f"database {name} has no table {table!r}; if it was made anew run `db upgrade`, else "
+            "restore a copy of it"
+        )
+    return (
+        _explain_sqlite(name, cause)
+        if url.get_backend_name() == "sqlite"
+        else _explain_postgresql(name, cause, error)
+    )
 
 
 def _explain_sqlite(name: str, cause: str) -> str:
     if "not a database" in cause:
         return f"{name} is not a SQLite database; give another file to --db"
     if "unable to open" in cause:
-        return f"cannot open database file {name}: check that it exists and that its folder can be written"
+        return (
+            f"cannot open database file {name}: check that it exists and that its folder can be "
+            "written"
+        )
     if "readonly" in cause:
         return f"database file {name} is read-only; check its permissions and its folder's"
     if "locked" in cause:
-        return f"database {name} is busy: another process has held its write lock for {BUSY_TIMEOUT_S} s"
+        return (
+            f"database {name} is busy: another process has held its write lock for "
+            f"{BUSY_TIMEOUT_S} s"
+        )
     if "malformed" in cause:
         return f"database {name} is damaged ({cause}); run `db check` to see what is still usable"
     return f"database {name}: {cause}"
@@ -83,7 +119,10 @@ def _explain_sqlite(name: str, cause: str) -> str:
 
 def _explain_postgresql(name: str, cause: str, error: DBAPIError) -> str:
     if _code(error) == "57014":
-        return f"database {name}: {cause}; add ?options=-c%20statement_timeout=2h to its URL to allow more"
+        return (
+            f"database {name}: {cause}; add ?options=-c%20statement_timeout=2h to its URL to allow "
+            "more"
+        )
     if _code(error) == "55P03":
         return f"database {name} is busy: another process holds what is needed ({cause})"
     # Errors of a server carry a code; without one the connection was not made or was lost.
@@ -98,7 +137,8 @@ def _cause(error: DBAPIError) -> str:
 
 
 def _code(error: DBAPIError) -> Any:
-    """PostgreSQL's SQLSTATE or SQLite's primary result code; None for what the driver says by itself."""
+    """PostgreSQL's SQLSTATE or SQLite's primary result code; None for what the driver says by
+    itself."""
     code = getattr(error.orig, "sqlite_errorcode", None)
     return getattr(error.orig, "sqlstate", None) if code is None else code & 0xFF
 

@@ -18,7 +18,9 @@ _ALEMBIC = threading.Lock()
 
 def revisions() -> tuple[str, ...]:
     """Every revision this program knows, oldest first: what the names of their files begin with."""
-    return tuple(sorted(file.name.partition("_")[0] for file in (_FOLDER / "versions").glob("[0-9]*_*.py")))
+    return tuple(
+        sorted(file.name.partition("_")[0] for file in (_FOLDER / "versions").glob("[0-9]*_*.py"))
+    )
 
 
 def head() -> str:
@@ -27,17 +29,22 @@ def head() -> str:
 
 
 def current(connection: Connection) -> str | None:
-    """The revision a database has, or None if it never had one. Raises :class:`SchemaError` for more than one."""
+    """The revision a database has, or None if it never had one. Raises :class:`SchemaError` for
+    more than one."""
     if not inspect(connection).has_table(VERSION_TABLE):
         return None
     found = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalars().all()
     if len(found) > 1:
-        raise SchemaError(f"table {VERSION_TABLE} names {len(found)} schemas, not one; restore the database from a backup")
+        raise SchemaError(
+            f"table {VERSION_TABLE} names {len(found)} schemas, not one; restore the database from "
+            "a backup"
+        )
     return str(found[0]) if found else None
 
 
 def foreign_tables(connection: Connection) -> list[str]:
-    """Tables that keep a database without a revision from becoming ours: any on SQLite, those with our names elsewhere."""
+    """Tables that keep a database without a revision from becoming ours: any on SQLite, those with
+    our names elsewhere."""
     names = set(inspect(connection).get_table_names()) - {VERSION_TABLE}
     return sorted(names if connection.dialect.name == "sqlite" else names & set(metadata.tables))
 

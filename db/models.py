@@ -1,8 +1,9 @@
-"""Every table but the scheduler's: what was recorded, run, measured, fitted, searched and published.
+"""Every table but the scheduler's: what was recorded, run, measured, fitted, searched and
+published.
 
-Rows stay inside :mod:`db` and :mod:`traces.store`; everybody else sees the values of :mod:`traces.schema`. Large columns of
-numbers are *packed*: one compressed blob per request (and draft), with a checksum and the summaries that let SQL answer most
-questions without unpacking it.
+Rows stay inside :mod:`db` and :mod:`traces.store`; everybody else sees the values of
+:mod:`traces.schema`. Large columns of numbers are *packed*: one compressed blob per request (and
+draft), with a checksum and the summaries that let SQL answer most questions without unpacking it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ CASCADE = "CASCADE"
 
 
 class Packed:
-    """Columns of a packed blob. ``sha256`` is of ``data`` as stored; ``schema_version`` and ``codec`` say how to read it."""
+    """Columns of a packed blob. ``sha256`` is of ``data`` as stored; ``schema_version`` and
+    ``codec`` say how to read it."""
 
     schema_version: Mapped[int]
     codec: Mapped[str] = mapped_column(String(16))
@@ -43,7 +45,9 @@ class Packed:
 
 def _of_trajectory(name: str) -> ForeignKeyConstraint:
     columns = ["recording_id", "ordinal"]
-    return ForeignKeyConstraint(columns, ["trajectory.recording_id", "trajectory.ordinal"], name=name, ondelete=CASCADE)
+    return ForeignKeyConstraint(
+        columns, ["trajectory.recording_id", "trajectory.ordinal"], name=name, ondelete=CASCADE
+    )
 
 
 class PairRow(Base):
@@ -70,7 +74,8 @@ class WorkloadRow(Base):
 
 
 class RecordingRow(Base):
-    """One recording: a workload decoded by a pair (``source`` record) or served traffic (``source`` serve)."""
+    """One recording: a workload decoded by a pair (``source`` record) or served traffic (``source``
+    serve)."""
 
     __tablename__ = "recording"
 
@@ -90,11 +95,14 @@ class RecordingRow(Base):
 
 
 class TrajectoryRow(Packed, Base):
-    """One decoded request. ``data`` packs the prompt's and the output's token ids; ``rounds`` to ``seconds`` sum its steps."""
+    """One decoded request. ``data`` packs the prompt's and the output's token ids; ``rounds`` to
+    ``seconds`` sum its steps."""
 
     __tablename__ = "trajectory"
 
-    recording_id: Mapped[str] = mapped_column(ForeignKey("recording.id", ondelete=CASCADE), primary_key=True)
+    recording_id: Mapped[str] = mapped_column(
+        ForeignKey("recording.id", ondelete=CASCADE), primary_key=True
+    )
     ordinal: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     request_id: Mapped[str] = mapped_column(Text)
     category: Mapped[str] = mapped_column(Text, index=True)
@@ -113,13 +121,16 @@ class TrajectoryRow(Packed, Base):
 
 
 class PanoramaChunkRow(Packed, Base):
-    """What one draft would propose from every start of one trajectory; ``kind`` is ``chain``, or of its trees ``tree`` (children ranked
-    with the target's noise) or ``tree_q`` (ranked by probability alone).
+    """What one draft would propose from every start of one trajectory; ``kind`` is ``chain``, or of
+    its trees ``tree`` (children ranked with the target's noise) or ``tree_q`` (ranked by
+    probability alone).
 
-    ``n`` positions; ``agree_count`` proposals that equal the text, ``none_count`` positions without a proposal; ``acceptance``
-    the mean chance that the verifier keeps a proposal. ``survived[j]`` and ``at_risk[j]`` are sums over starts: proposals 0..j
-    all kept; proposals 0..j-1 kept and a token of the text left at j. Of a tree these are its best children's, and the two lists are
-    empty; ``width`` children of a node and ``gamma_max`` levels are held, and ``covers`` names the growths that replay exactly.
+    ``n`` positions; ``agree_count`` proposals that equal the text, ``none_count`` positions without
+    a proposal; ``acceptance`` the mean chance that the verifier keeps a proposal. ``survived[j]``
+    and ``at_risk[j]`` are sums over starts: proposals 0..j all kept; proposals 0..j-1 kept and a
+    token of the text left at j. Of a tree these are its best children's, and the two lists are
+    empty; ``width`` children of a node and ``gamma_max`` levels are held, and ``covers`` names the
+    growths that replay exactly.
     """
 
     __tablename__ = "panorama_chunk"
@@ -169,7 +180,8 @@ class LatencyProfileRow(Base):
 
 
 class RunRow(Base):
-    """A policy executed (or replayed) over a workload or recording; ``outcome`` is JSON, per request."""
+    """A policy executed (or replayed) over a workload or recording; ``outcome`` is JSON, per
+    request."""
 
     __tablename__ = "run"
 
@@ -191,8 +203,8 @@ class RunRow(Base):
 class StepChunkRow(Packed, Base):
     """The executed rounds of one request, of a recording or of a run.
 
-    ``at_risk[j]`` counts rounds that kept j drafted tokens or more and had drafted one more; ``survived[j]`` those of them
-    that kept it too.
+    ``at_risk[j]`` counts rounds that kept j drafted tokens or more and had drafted one more;
+    ``survived[j]`` those of them that kept it too.
     """
 
     __tablename__ = "step_chunk"
@@ -221,7 +233,8 @@ class StepChunkRow(Packed, Base):
 
 
 class ArtifactRow(Packed, Base):
-    """Something fitted that a policy needs; ``id`` is the hash of kind and content. ``data`` packs a JSON document and arrays."""
+    """Something fitted that a policy needs; ``id`` is the hash of kind and content. ``data`` packs
+    a JSON document and arrays."""
 
     __tablename__ = "artifact"
 
@@ -255,7 +268,9 @@ class PublicationRow(Base):
     __tablename__ = "publication"
 
     id: Mapped[int] = mapped_column(primary_key=True)
-    deployment: Mapped[str] = mapped_column(String(100), default="default", server_default="default")
+    deployment: Mapped[str] = mapped_column(
+        String(100), default="default", server_default="default"
+    )
     pair_id: Mapped[str] = mapped_column(ForeignKey("pair.id"))
     device: Mapped[str] = mapped_column(Text)
     policy_id: Mapped[str] = mapped_column(ForeignKey("policy.id"))
@@ -267,8 +282,12 @@ class PublicationRow(Base):
     idempotency_key: Mapped[str | None] = mapped_column(String(200), unique=True)
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
 
-    # Without AUTOINCREMENT SQLite may hand out a deleted row's number again, and a watcher would miss the newer one.
-    __table_args__ = (Index("ix_publication_of", "deployment", "pair_id", "device", "id"), {"sqlite_autoincrement": True})
+    # Without AUTOINCREMENT SQLite may hand out a deleted row's number again, and a watcher would
+    # miss the newer one.
+    __table_args__ = (
+        Index("ix_publication_of", "deployment", "pair_id", "device", "id"),
+        {"sqlite_autoincrement": True},
+    )
 
 
 class AcknowledgementRow(Base):
@@ -277,7 +296,9 @@ class AcknowledgementRow(Base):
     __tablename__ = "acknowledgement"
 
     id: Mapped[int] = mapped_column(primary_key=True)
-    publication_id: Mapped[int] = mapped_column(ForeignKey("publication.id", ondelete=CASCADE), index=True)
+    publication_id: Mapped[int] = mapped_column(
+        ForeignKey("publication.id", ondelete=CASCADE), index=True
+    )
     node: Mapped[str] = mapped_column(Text)
     status: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str] = mapped_column(Text)

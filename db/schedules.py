@@ -1,26 +1,38 @@
-"""Tables of the scheduler: what is to be done when, which slots have fired, and the jobs they became.
+"""Tables of the scheduler: what is to be done when, which slots have fired, and the jobs they
+became.
 
-Instants are UTC seconds since 1970, so that both databases compare them alike and without time zones: a *slot* (``fire_at``,
-``next_fire_at``) is a whole number, a moment of *database time* (leases, timestamps) a double. :mod:`optimizer.schedule` turns
-rows into values and back; nothing else reads these tables, but :mod:`traces.store.prune`, which spares what a job may resume.
+Instants are UTC seconds since 1970, so that both databases compare them alike and without time
+zones: a *slot* (``fire_at``, ``next_fire_at``) is a whole number, a moment of *database time*
+(leases, timestamps) a double. :mod:`optimizer.schedule` turns rows into values and back; nothing
+else reads these tables, but :mod:`traces.store.prune`, which spares what a job may resume.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import BigInteger, Boolean, CheckConstraint, Double, ForeignKey, Index, Integer, String, Text
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    String,
+    Text,
+)
 from sqlalchemy.orm import Mapped, mapped_column
 
 from spectune.db.base import Base
 from spectune.db.types import OutsideJson
 
 OUTCOMES = ("enqueued", "misfired", "coalesced", "skipped")
-"""What became of a slot: a job; nothing, as it came too late; nothing, as a later slot of the same tick stands for it;
-nothing, as enough jobs of the schedule were unfinished."""
+"""What became of a slot: a job; nothing, as it came too late; nothing, as a later slot of the same
+tick stands for it; nothing, as enough jobs of the schedule were unfinished."""
 STATES = ("queued", "running", "done", "failed")
-"""Where a job stands. ``running`` with an expired lease means that its worker is gone, and is claimed like ``queued``; ``queued`` with a
-lease that has not run out waits until then."""
+"""Where a job stands. ``running`` with an expired lease means that its worker is gone, and is
+claimed like ``queued``; ``queued`` with a lease that has not run out waits until then."""
 
 
 def _one_of(column: str, values: tuple[str, ...]) -> str:
@@ -28,10 +40,12 @@ def _one_of(column: str, values: tuple[str, ...]) -> str:
 
 
 class ScheduleRow(Base):
-    """One schedule: either ``cron`` in zone ``tz``, or every ``interval_s`` seconds from ``anchor_at``."""
+    """One schedule: either ``cron`` in zone ``tz``, or every ``interval_s`` seconds from
+    ``anchor_at``."""
 
     __tablename__ = "schedule"
-    # AUTOINCREMENT: the id of a removed schedule or job must never come back, or a worker busy with it could pass for its owner.
+    # AUTOINCREMENT: the id of a removed schedule or job must never come back, or a worker busy with
+    # it could pass for its owner.
     __table_args__ = (
         CheckConstraint("(cron IS NULL) <> (interval_s IS NULL)", name="cron_or_interval"),
         CheckConstraint("interval_s IS NULL OR interval_s > 0", name="interval_positive"),
@@ -61,19 +75,23 @@ class ScheduleRow(Base):
 
 
 class FireRow(Base):
-    """One slot that was noticed. Its primary key is what makes a slot fire once, however many nodes tick."""
+    """One slot that was noticed. Its primary key is what makes a slot fire once, however many nodes
+    tick."""
 
     __tablename__ = "schedule_fire"
     __table_args__ = (CheckConstraint(_one_of("outcome", OUTCOMES), name="outcome"),)
 
-    schedule_id: Mapped[int] = mapped_column(ForeignKey("schedule.id", ondelete="CASCADE"), primary_key=True)
+    schedule_id: Mapped[int] = mapped_column(
+        ForeignKey("schedule.id", ondelete="CASCADE"), primary_key=True
+    )
     fire_at: Mapped[int] = mapped_column(BigInteger, primary_key=True)
     outcome: Mapped[str] = mapped_column(String(16))
     noticed_at: Mapped[float] = mapped_column(Double)
 
 
 class JobRow(Base):
-    """One job. ``attempt`` counts claims and is the fencing token: only the latest claim may renew, complete or publish."""
+    """One job. ``attempt`` counts claims and is the fencing token: only the latest claim may renew,
+    complete or publish."""
 
     __tablename__ = "schedule_job"
     __table_args__ = (

@@ -18,7 +18,8 @@ from sqlalchemy.types import TypeDecorator
 class UtcDateTime(TypeDecorator[datetime]):
     """A moment in UTC: aware datetimes in (naive ones raise ValueError), aware UTC datetimes out.
 
-    SQLite has no time zones, so the moment is stored there as naive UTC text that sorts in time order.
+    SQLite has no time zones, so the moment is stored there as naive UTC text that sorts in time
+    order.
     """
 
     impl = DateTime(timezone=True)
@@ -40,7 +41,8 @@ class UtcDateTime(TypeDecorator[datetime]):
 
 
 class Unreadable(str):
-    """What stands in a column of JSON and cannot be read as such; ``problem`` says why in a few words."""
+    """What stands in a column of JSON and cannot be read as such; ``problem`` says why in a few
+    words."""
 
     problem: str
 
@@ -52,8 +54,9 @@ class Unreadable(str):
 
 
 class OutsideJson(TypeDecorator[Any]):
-    """JSON that anybody may have written: reading it never fails. What is no JSON, or more than this program can hold (whole numbers
-    of thousands of digits, deep nesting), comes out as :class:`Unreadable`."""
+    """JSON that anybody may have written: reading it never fails. What is no JSON, or more than
+    this program can hold (whole numbers of thousands of digits, deep nesting), comes out as
+    :class:`Unreadable`."""
 
     impl = JSON
     cache_ok = True
@@ -66,7 +69,8 @@ class OutsideJson(TypeDecorator[Any]):
 
 
 class _AsText(FunctionElement[Any]):
-    """A column as it is stored: drivers would otherwise read JSON, or text, while fetching, where one bad row costs all of them."""
+    """A column as it is stored: drivers would otherwise read JSON, or text, while fetching, where
+    one bad row costs all of them."""
 
     inherit_cache = True
 

@@ -1,4 +1,5 @@
-"""What a user writes after ``--db``: read, refused when it is almost right, and shown without its secrets."""
+"""What a user writes after ``--db``: read, refused when it is almost right, and shown without its
+secrets."""
 
 from __future__ import annotations
 
@@ -15,20 +16,25 @@ from spectune.db.errors import DatabaseError
 
 _POSTGRES = ("postgres", "postgresql", "postgresql+psycopg")
 _SQLITE = ("sqlite", "sqlite+pysqlite")
-_REMEDY = "write a file name (./NAME if it has a colon), sqlite:///FILE or postgresql://USER@HOST/NAME"
+_REMEDY = (
+    "write a file name (./NAME if it has a colon), sqlite:///FILE or postgresql://USER@HOST/NAME"
+)
 _MEMORY = f"an in-memory database keeps nothing; {_REMEDY}"
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 _LIKE_URL = re.compile(r"[A-Za-z][\w+.-]*:|.*://|.*:[^/]*@", re.DOTALL)
-"""A scheme, also one that lacks its slashes, or a user with a password: no file name, or a password would become one."""
+"""A scheme, also one that lacks its slashes, or a user with a password: no file name, or a password
+would become one."""
 _SECRET = re.compile(r"pass(?!file)|secret|token|scram_.*_key", re.IGNORECASE)
 """Options of a URL whose values are secret."""
 _STARS = "***"
 
 
 def parse_url(text: str) -> URL:
-    """The SQLAlchemy URL meant by ``text``: a file name, ``sqlite:///FILE``, or ``postgres[ql][+psycopg]://...``.
+    """The SQLAlchemy URL meant by ``text``: a file name, ``sqlite:///FILE``, or
+    ``postgres[ql][+psycopg]://...``.
 
-    Raises :class:`DatabaseError` with the forms that are understood; it never repeats what was given, which may hold a password.
+    Raises :class:`DatabaseError` with the forms that are understood; it never repeats what was
+    given, which may hold a password.
     """
     text = text.strip()
     if not text:
@@ -42,7 +48,9 @@ def parse_url(text: str) -> URL:
     except ArgumentError:
         raise DatabaseError(f"the database URL is not understood; {_REMEDY}") from None
     except ValueError:
-        raise DatabaseError(f"cannot read the database URL: its port is no number; {_REMEDY}") from None
+        raise DatabaseError(
+            f"cannot read the database URL: its port is no number; {_REMEDY}"
+        ) from None
     if url.drivername in _POSTGRES:
         return _postgresql(text, url)
     if url.drivername in _SQLITE:
@@ -51,12 +59,17 @@ def parse_url(text: str) -> URL:
 
 
 def _file(path: str) -> URL:
-    return URL.create("sqlite", database=os.path.expanduser(path))  # Path.expanduser raises for an unknown user
+    return URL.create(
+        "sqlite", database=os.path.expanduser(path)
+    )  # Path.expanduser raises for an unknown user
 
 
 def _sqlite(url: URL) -> URL:
     if url.host or url.username or url.password:
-        raise DatabaseError(f"the database URL is not understood: sqlite takes three slashes before the file's name; {_REMEDY}")
+        raise DatabaseError(
+            "the database URL is not understood: sqlite takes three slashes before the file's "
+            f"name; {_REMEDY}"
+        )
     if not url.database or url.database == ":memory:":
         raise DatabaseError(_MEMORY)
     if url.query:
@@ -68,7 +81,10 @@ def _postgresql(text: str, url: URL) -> URL:
     account = text.partition("://")[2].rpartition("@")[0]
     if re.search(r"[@/?#]", account):
         # Read on, a part of the password would be the host's name, and named in errors.
-        raise DatabaseError("cannot read the database URL: write @ / ? # within a user's name or password as %40 %2F %3F %23")
+        raise DatabaseError(
+            "cannot read the database URL: write @ / ? # within a user's name or password as %40 "
+            "%2F %3F %23"
+        )
     if find_spec("psycopg") is None:
         raise DatabaseError("PostgreSQL needs psycopg: pip install 'spectune[postgresql]'")
     from psycopg import pq
@@ -76,7 +92,10 @@ def _postgresql(text: str, url: URL) -> URL:
     known = {option.keyword.decode() for option in pq.Conninfo.get_defaults()}
     for name in url.query:
         if name not in known:
-            raise DatabaseError(f"the database URL has an unknown option {name!r}; libpq's connection parameters are understood")
+            raise DatabaseError(
+                f"the database URL has an unknown option {name!r}; libpq's connection parameters "
+                "are understood"
+            )
     return url.set(drivername="postgresql+psycopg")
 
 
@@ -91,7 +110,11 @@ def shown(url: URL) -> str:
 
 def masked(url: URL, text: str) -> str:
     """``text`` without the secrets of ``url``, as they are and as a URL writes them."""
-    forms = {form for secret in _secrets(url) for form in (secret, quote(secret, safe=""), quote_plus(secret))}
+    forms = {
+        form
+        for secret in _secrets(url)
+        for form in (secret, quote(secret, safe=""), quote_plus(secret))
+    }
     for form in sorted(forms, key=len, reverse=True):
         text = re.sub(rf"(?<!\w){re.escape(form)}(?!\w)", _STARS, text)
     return text

@@ -1,8 +1,9 @@
 """The text the demo pair is trained on, and the rule that says which of it is held out.
 
-Three categories: `code` (the Python standard library's own source), `prose` (its docstrings, and the topics of
-`help()`), `math` (GSM8K's training split, given as a file). Whether a document is held out is a function of its key
-alone, so training and prompts agree on it on every machine and every Python version. Nothing here imports torch.
+Three categories: `code` (the Python standard library's own source), `prose` (its docstrings, and
+the topics of `help()`), `math` (GSM8K's training split, given as a file). Whether a document is
+held out is a function of its key alone, so training and prompts agree on it on every machine and
+every Python version. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -21,18 +22,30 @@ from pathlib import Path, PurePosixPath
 
 END_OF_TEXT = "<|endoftext|>"
 
-# The salt was chosen, among a few, for a held-out set rich in both functions and docstrings on Python 3.11 and 3.12.
+# The salt was chosen, among a few, for a held-out set rich in both functions and docstrings on
+# Python 3.11 and 3.12.
 _SALT = "spectune-demo-1"
 _HELD_OUT_PERCENT = 6
 
 _EXCLUDED_DIRECTORIES = frozenset(
     {
-        *("test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings"),
+        *(
+            "test",
+            "tests",
+            "idle_test",
+            "idlelib",
+            "lib2to3",
+            "turtledemo",
+            "ensurepip",
+            "encodings",
+        ),
         *("site-packages", "dist-packages", "lib-dynload", "__pycache__", "__phello__"),
     }
 )
 # Generated tables, and files that a distribution adds or fills with facts about one machine.
-_EXCLUDED_FILES = frozenset({"stringprep.py", "html/entities.py", "sitecustomize.py", "_aix_support.py", "this.py"})
+_EXCLUDED_FILES = frozenset(
+    {"stringprep.py", "html/entities.py", "sitecustomize.py", "_aix_support.py", "this.py"}
+)
 _EXCLUDED_PREFIXES = ("_sysconfigdata", "config-", "__hello__")
 _TOPICS_FILE = "pydoc_data/topics.py"
 
@@ -62,17 +75,29 @@ def stdlib_root() -> Path:
 
 
 def _sources(root: Path) -> list[PurePosixPath]:
-    """The modules below a folder, relative to it and sorted; folders that are left out are not entered, as they hold most files."""
+    """The modules below a folder, relative to it and sorted; folders that are left out are not
+    entered, as they hold most files."""
     found = []
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in _EXCLUDED_DIRECTORIES and not name.startswith(_EXCLUDED_PREFIXES)]
-        modules = (name for name in files if name.endswith(".py") and not name.startswith(_EXCLUDED_PREFIXES))
-        found += [PurePosixPath(Path(folder, name).relative_to(root).as_posix()) for name in modules]
+        folders[:] = [
+            name
+            for name in folders
+            if name not in _EXCLUDED_DIRECTORIES and not name.startswith(_EXCLUDED_PREFIXES)
+        ]
+        modules = (
+            name
+            for name in files
+            if name.endswith(".py") and not name.startswith(_EXCLUDED_PREFIXES)
+        )
+        found += [
+            PurePosixPath(Path(folder, name).relative_to(root).as_posix()) for name in modules
+        ]
     return sorted(path for path in found if str(path) not in {*_EXCLUDED_FILES, _TOPICS_FILE})
 
 
 def _read(path: Path) -> str | None:
-    """The file's text with plain newlines, or None when it is no UTF-8 text, too large, or cannot be read."""
+    """The file's text with plain newlines, or None when it is no UTF-8 text, too large, or cannot
+    be read."""
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
             return None
@@ -83,7 +108,8 @@ def _read(path: Path) -> str | None:
 
 @cache
 def code_documents(held_out: bool, /) -> tuple[Document, ...]:
-    """The standard library's modules on one side of the rule, sorted by path; the key is the path from its root."""
+    """The standard library's modules on one side of the rule, sorted by path; the key is the path
+    from its root."""
     root = stdlib_root()
     documents = []
     for path in _sources(root):
@@ -136,9 +162,14 @@ def prose_documents(held_out: bool, /) -> tuple[Document, ...]:
         for document in code_documents(held_out)
         for docstring in _docstrings(document.text)
     ]
-    topics = {f"{_TOPICS_FILE}#{name}": inspect.cleandoc(text) for name, text in sorted(_topics().items())}
-    documents += [Document("prose", key, text) for key, text in topics.items() if is_held_out(key) == held_out]
-    # A text may stand in several modules or under several topics: it must not reach training by another name.
+    topics = {
+        f"{_TOPICS_FILE}#{name}": inspect.cleandoc(text) for name, text in sorted(_topics().items())
+    }
+    documents += [
+        Document("prose", key, text) for key, text in topics.items() if is_held_out(key) == held_out
+    ]
+    # A text may stand in several modules or under several topics: it must not reach training by
+    # another name.
     seen = set() if held_out else {document.text for document in prose_documents(True)}
     unique = []
     for document in documents:
@@ -151,8 +182,8 @@ def prose_documents(held_out: bool, /) -> tuple[Document, ...]:
 def math_documents(gsm8k: Path) -> tuple[Document, ...]:
     """GSM8K's rows as "Question: ...\\nAnswer: ..."; the key is the question.
 
-    `gsm8k` has one JSON object a line, with `question` and `answer`. The calculator marks (<<48/2=24>>) are taken
-    out, so that the text reads as a person would write it.
+    `gsm8k` has one JSON object a line, with `question` and `answer`. The calculator marks
+    (<<48/2=24>>) are taken out, so that the text reads as a person would write it.
     """
     documents = []
     # Not splitlines: a question may hold other line separators, such as U+2028.
@@ -162,7 +193,9 @@ def math_documents(gsm8k: Path) -> tuple[Document, ...]:
         while "<<" in answer and ">>" in answer:
             before, _, rest = answer.partition("<<")
             answer = before + rest.partition(">>")[2]
-        documents.append(Document("math", f"gsm8k#{question}", f"Question: {question}\nAnswer: {answer}"))
+        documents.append(
+            Document("math", f"gsm8k#{question}", f"Question: {question}\nAnswer: {answer}")
+        )
     return tuple(documents)
 
 
@@ -170,7 +203,11 @@ def corpus(gsm8k: Path) -> tuple[list[Document], list[Document]]:
     """All documents, as (training, held out)."""
     rows = math_documents(gsm8k)
     training, held_out = (
-        [*code_documents(side), *prose_documents(side), *(row for row in rows if is_held_out(row.key) == side)]
+        [
+            *code_documents(side),
+            *prose_documents(side),
+            *(row for row in rows if is_held_out(row.key) == side),
+        ]
         for side in (False, True)
     )
     return training, held_out

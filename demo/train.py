@@ -2,13 +2,15 @@
 
     python -m demo.train --gsm8k gsm8k_train.jsonl --out demo/pair --work build/demo
 
-Two stages, counted in steps, so that a seed and a device determine the result. In the first the target learns the
-corpus; from `--drafts-from` on the drafts learn the target's law on the same batches. In the second the target is
-fixed and the drafts learn its law on the corpus and on text the target wrote itself, because that is what they will be
-asked to foresee. A run that was interrupted goes on from the last checkpoint in `--work`.
+Two stages, counted in steps, so that a seed and a device determine the result. In the first the
+target learns the corpus; from `--drafts-from` on the drafts learn the target's law on the same
+batches. In the second the target is fixed and the drafts learn its law on the corpus and on text
+the target wrote itself, because that is what they will be asked to foresee. A run that was
+interrupted goes on from the last checkpoint in `--work`.
 
-On a CPU with glibc, MALLOC_MMAP_THRESHOLD_=8589934592 and MALLOC_TRIM_THRESHOLD_=17179869184 in the environment keep
-the large logits from being mapped and unmapped each step: measured, 1.6 times the speed.
+On a CPU with glibc, MALLOC_MMAP_THRESHOLD_=8589934592 and MALLOC_TRIM_THRESHOLD_=17179869184 in the
+environment keep the large logits from being mapped and unmapped each step: measured, 1.6 times the
+speed.
 """
 
 from __future__ import annotations
@@ -59,10 +61,14 @@ SHAPES = {
 
 
 def train_tokenizer(documents: list[Document]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of `VOCAB_SIZE` tokens that returns any text unchanged; digits stand alone."""
+    """A byte-level BPE tokenizer of `VOCAB_SIZE` tokens that returns any text unchanged; digits
+    stand alone."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -103,26 +109,37 @@ def build_model(shape: Shape) -> LlamaForCausalLM:
 
 
 class Windows:
-    """Windows over the corpus, of any length: each epoch cuts the stream anew and shuffles the pieces."""
+    """Windows over the corpus, of any length: each epoch cuts the stream anew and shuffles the
+    pieces."""
 
-    def __init__(self, documents: list[Document], tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+    def __init__(
+        self, documents: list[Document], tokenizer: PreTrainedTokenizerFast, seed: int
+    ) -> None:
         self.seed = seed
         # Prose counts twice, so that the three categories are of one order.
-        repeated = [document for document in documents for _ in range(2 if document.category == "prose" else 1)]
-        order = torch.randperm(len(repeated), generator=torch.Generator().manual_seed(seed)).tolist()
+        repeated = [
+            document
+            for document in documents
+            for _ in range(2 if document.category == "prose" else 1)
+        ]
+        order = torch.randperm(
+            len(repeated), generator=torch.Generator().manual_seed(seed)
+        ).tolist()
         ids = tokenizer.backend_tokenizer.encode_batch([repeated[i].text for i in order])
         pieces: list[Tensor] = []
         self.starts: dict[str, list[tuple[int, int]]] = {"code": [], "prose": [], "math": []}
         at = 0
         for i, encoding in zip(order, ids, strict=True):
-            # A document ends with the end-of-text token, so that models learn to end; ids fit 16 bits.
+            # A document ends with the end-of-text token, so that models learn to end; ids fit 16
+            # bits.
             pieces.append(torch.tensor([*encoding.ids, 0], dtype=torch.int16))
             self.starts[repeated[i].category].append((at, len(encoding.ids) + 1))
             at += len(encoding.ids) + 1
         self.stream = torch.cat(pieces)
 
     def batch(self, index: int, rows: int, length: int) -> Tensor:
-        """Batch number `index` of `rows` windows of `length`: int64 [rows, length]. A pure function."""
+        """Batch number `index` of `rows` windows of `length`: int64 [rows, length]. A pure
+        function."""
         per_epoch = (len(self.stream) - length) // length
         picked = []
         for row in range(index * rows, (index + 1) * rows):
@@ -136,7 +153,8 @@ class Windows:
     def prefixes(self, rows: int, length: int, generator: torch.Generator) -> Tensor:
         """Beginnings for the target to go on from, the categories in turn: int64 [rows, length].
 
-        Mathematics begins at the question, as prompts do; half of the prose too; code begins anywhere in a module.
+        Mathematics begins at the question, as prompts do; half of the prose too; code begins
+        anywhere in a module.
         """
         picked = []
         for row in range(rows):
@@ -152,10 +170,18 @@ class Windows:
 
 
 @torch.inference_mode()
-def generate(target: LlamaForCausalLM, prefix: Tensor, length: int, temperature: Tensor, generator: torch.Generator) -> Tensor:
-    """Continues `prefix` [rows, p] to `length` tokens, row by row at `temperature` [rows] (0: greedy).
+def generate(
+    target: LlamaForCausalLM,
+    prefix: Tensor,
+    length: int,
+    temperature: Tensor,
+    generator: torch.Generator,
+) -> Tensor:
+    """Continues `prefix` [rows, p] to `length` tokens, row by row at `temperature` [rows] (0:
+    greedy).
 
-    An end-of-text token does not stop a row: the target goes on with a new document, as in training.
+    An end-of-text token does not stop a row: the target goes on with a new document, as in
+    training.
     """
     rows, width = prefix.shape
     cache = StaticCache(config=target.config, max_cache_len=length)
@@ -163,18 +189,31 @@ def generate(target: LlamaForCausalLM, prefix: Tensor, length: int, temperature:
     output[:, :width] = prefix
     step = prefix
     for at in range(width, length):
-        logits = target(step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
+        logits = (
+            target(step, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            .logits[:, -1]
+            .float()
+        )
         # argmax(logits + T g), g Gumbel, draws from softmax(logits / T), and at T = 0 is greedy.
-        uniform = torch.rand(logits.shape, generator=generator, device=logits.device).clamp_min(1e-9)
+        uniform = torch.rand(logits.shape, generator=generator, device=logits.device).clamp_min(
+            1e-9
+        )
         step = (logits - temperature[:, None] * (-uniform.log()).log()).argmax(-1, keepdim=True)
         output[:, at] = step[:, 0]
     return output
 
 
 def own_text(
-    target: LlamaForCausalLM, windows: Windows, rows: int, length: int, seed: int, chunk: int, console: Console
+    target: LlamaForCausalLM,
+    windows: Windows,
+    rows: int,
+    length: int,
+    seed: int,
+    chunk: int,
+    console: Console,
 ) -> Tensor:
-    """Text the target wrote from training prefixes, six rows in ten greedy, the rest at temperatures up to 1."""
+    """Text the target wrote from training prefixes, six rows in ten greedy, the rest at
+    temperatures up to 1."""
     device = target.device
     dtype = torch.bfloat16
     writer = LlamaForCausalLM(target.config).to(device=device, dtype=dtype)
@@ -190,12 +229,15 @@ def own_text(
         temperature = torch.where(draw[:, 0] < 0.6, torch.zeros(chunk), draw[:, 1])
         rows_written = generate(writer, prefix.to(device), length, temperature.to(device), noise)
         written.append(rows_written.to("cpu", torch.int16))
-        console.print(f"own text: chunk {index + 1}, {chunk} rows in {time.perf_counter() - begun:.1f} s")
+        console.print(
+            f"own text: chunk {index + 1}, {chunk} rows in {time.perf_counter() - begun:.1f} s"
+        )
     return torch.cat(written)[:rows]
 
 
 def mixed_batch(own: Tensor, windows: Windows, index: int, rows: int, seed: int) -> Tensor:
-    """Batch number `index`, half of it rows of the target's `own` text [n, length], half windows of the corpus: int64 [rows, length]."""
+    """Batch number `index`, half of it rows of the target's `own` text [n, length], half windows of
+    the corpus: int64 [rows, length]."""
     generator = torch.Generator().manual_seed(seed * 7919 + index)
     mine = own[torch.randint(len(own), (rows - rows // 2,), generator=generator)].long()
     return torch.cat([mine, windows.batch(index, rows // 2, own.shape[1])])
@@ -248,10 +290,15 @@ class Trainer:
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
         self.windows = Windows(training, self.tokenizer, args.seed)
         self.held_out = Windows(held_out, self.tokenizer, args.seed)
-        console.print(f"{len(training)} documents, {len(self.windows.stream) / 1e6:.2f} M tokens in an epoch")
+        console.print(
+            f"{len(training)} documents, {len(self.windows.stream) / 1e6:.2f} M tokens in an epoch"
+        )
         torch.manual_seed(args.seed)
         self.models = {name: build_model(shape).to(self.device) for name, shape in SHAPES.items()}
-        self.optimizers = {name: adamw(model, SHAPES[name].learning_rate, 0.1) for name, model in self.models.items()}
+        self.optimizers = {
+            name: adamw(model, SHAPES[name].learning_rate, 0.1)
+            for name, model in self.models.items()
+        }
         self.step = 0
         self.history: list[dict[str, float]] = []
         self._resume()
@@ -273,7 +320,9 @@ class Trainer:
             "step": self.step,
             "history": self.history,
             "models": {name: model.state_dict() for name, model in self.models.items()},
-            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "optimizers": {
+                name: optimizer.state_dict() for name, optimizer in self.optimizers.items()
+            },
         }
         torch.save(state, self.work / "checkpoint.tmp")
         (self.work / "checkpoint.tmp").replace(self.work / "checkpoint.pt")
@@ -305,7 +354,9 @@ class Trainer:
         args = self.args
         is_long = self.step >= args.steps - args.long_steps
         length = args.seq_len * (2 if is_long else 1)
-        window = self.windows.batch(self.step, args.batch_tokens // length, length + 1).to(self.device)
+        window = self.windows.batch(self.step, args.batch_tokens // length, length + 1).to(
+            self.device
+        )
         ids, labels = window[:, :-1].contiguous(), window[:, 1:].flatten()
         logits = self._logits("target", ids)
         loss = F.cross_entropy(logits.float(), labels)
@@ -317,10 +368,13 @@ class Trainer:
         return measured
 
     def _distill_step(self, own: Tensor) -> dict[str, float]:
-        """One step of the second stage: half a batch of the target's own text, half a batch of corpus."""
+        """One step of the second stage: half a batch of the target's own text, half a batch of
+        corpus."""
         args = self.args
         rows = max(2, args.batch_tokens // own.shape[1])
-        ids = mixed_batch(own, self.windows, self.step - args.steps, rows, args.seed).to(self.device)
+        ids = mixed_batch(own, self.windows, self.step - args.steps, rows, args.seed).to(
+            self.device
+        )
         with torch.no_grad():
             teacher = self._logits("target", ids)
         return self._distill(ids, teacher, self.step - args.drafts_from)
@@ -330,7 +384,15 @@ class Trainer:
         args, path = self.args, self.work / "own_text.pt"
         if not path.exists():
             length = args.seq_len * 3 // 2
-            own = own_text(self.models["target"], self.windows, args.own_rows, length, args.seed, args.own_chunk, self.console)
+            own = own_text(
+                self.models["target"],
+                self.windows,
+                args.own_rows,
+                length,
+                args.seed,
+                args.own_chunk,
+                self.console,
+            )
             torch.save(own, path)
         stored: Tensor = torch.load(path, weights_only=True)
         return stored
@@ -344,17 +406,22 @@ class Trainer:
             window = self.held_out.batch(index, 16, self.args.seq_len + 1).to(self.device)
             for name in SHAPES:
                 logits = self._logits(name, window[:, :-1].contiguous())
-                total[name] += F.cross_entropy(logits.float(), window[:, 1:].flatten()).item() / batches
+                total[name] += (
+                    F.cross_entropy(logits.float(), window[:, 1:].flatten()).item() / batches
+                )
         return total
 
     def publish(self) -> None:
-        """Writes the pair, in fp16, as transformers checkpoints, with `pair.json` and the training's record."""
+        """Writes the pair, in fp16, as transformers checkpoints, with `pair.json` and the
+        training's record."""
         out: Path = self.args.out
         for name, model in self.models.items():
             half = LlamaForCausalLM(model.config)
             half.load_state_dict(model.state_dict())
             half.half().save_pretrained(out / name)
-            GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0).save_pretrained(out / name)
+            GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0).save_pretrained(
+                out / name
+            )
             self.tokenizer.save_pretrained(out / name)
             # Written readable by their owner alone, which an installed package must not be.
             (out / name / "model.safetensors").chmod(0o644)
@@ -363,9 +430,14 @@ class Trainer:
         skipped = {"gsm8k", "out", "work", "device", "threads"}
         record = {
             "step": self.step,
-            "settings": {key: value for key, value in vars(self.args).items() if key not in skipped},
+            "settings": {
+                key: value for key, value in vars(self.args).items() if key not in skipped
+            },
             "epoch_tokens": len(self.windows.stream),
-            "parameters": {name: sum(p.numel() for p in model.parameters()) for name, model in self.models.items()},
+            "parameters": {
+                name: sum(p.numel() for p in model.parameters())
+                for name, model in self.models.items()
+            },
             "history": self.history[4::5],
             "held_out_loss": {name: round(loss, 4) for name, loss in self.held_out_loss().items()},
         }
@@ -392,7 +464,9 @@ class Trainer:
                     spent = (time.perf_counter() - begun) / (self.step - since)
                     begun, since = time.perf_counter(), self.step
                     shown = " ".join(f"{key} {value:.3f}" for key, value in measured.items())
-                    self.console.print(f"step {self.step}/{total} {shown} {args.batch_tokens / spent:.0f} tok/s")
+                    self.console.print(
+                        f"step {self.step}/{total} {shown} {args.batch_tokens / spent:.0f} tok/s"
+                    )
                     self.history.append({"step": float(self.step), **measured})
                 if self.step % args.save_every == 0:
                     self.save()
@@ -403,18 +477,35 @@ class Trainer:
 def main() -> None:
     """Parses the command line and trains."""
     parser = argparse.ArgumentParser(
-        prog="python -m demo.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m demo.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add: Any = parser.add_argument
-    add("--gsm8k", type=Path, required=True, help="GSM8K's training split: JSON lines with question and answer")
+    add(
+        "--gsm8k",
+        type=Path,
+        required=True,
+        help="GSM8K's training split: JSON lines with question and answer",
+    )
     add("--out", type=Path, required=True, help="where the pair is published")
     add("--work", type=Path, default=Path("build/demo"), help="where checkpoints are kept")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--threads", type=int, default=2, help="torch threads, on a CPU")
     add("--seed", type=int, default=1)
     add("--steps", type=int, default=2000, help="steps of the first stage")
-    add("--drafts-from", type=int, default=600, help="step of the first stage at which the drafts begin")
-    add("--long-steps", type=int, default=200, help="last steps of the first stage, at twice the length")
+    add(
+        "--drafts-from",
+        type=int,
+        default=600,
+        help="step of the first stage at which the drafts begin",
+    )
+    add(
+        "--long-steps",
+        type=int,
+        default=200,
+        help="last steps of the first stage, at twice the length",
+    )
     add("--distill-steps", type=int, default=550, help="steps of the second stage")
     add("--own-rows", type=int, default=1536, help="rows of its own text that the target writes")
     add("--own-chunk", type=int, default=192, help="rows it writes at once")

@@ -2,14 +2,15 @@
 
     python -m demo.train_head --gsm8k gsm8k_train.jsonl --out demo/pair/head
 
-The head learns the fixed target's law (KL divergence) on batches that are half corpus, half text the target wrote itself, as
-the second stage of `demo.train` does. As EAGLE-3 does, each batch is gone through several times: step 0 reads the target's
-hidden states, step j the head's own outputs of step j - 1, and attends as drafting does, to the states of step 0 up to j tokens
-back and to one of each later step after that. The output matrix is the target's; the layer begins as the target's last one, and
-`fc` as the highest of the three states.
+The head learns the fixed target's law (KL divergence) on batches that are half corpus, half text
+the target wrote itself, as the second stage of `demo.train` does. As EAGLE-3 does, each batch is
+gone through several times: step 0 reads the target's hidden states, step j the head's own outputs
+of step j - 1, and attends as drafting does, to the states of step 0 up to j tokens back and to one
+of each later step after that. The output matrix is the target's; the layer begins as the target's
+last one, and `fc` as the highest of the three states.
 
-The folder is an ordinary EAGLE-3 checkpoint in fp16. `--measure` only measures one. On a CPU with glibc see `demo.train` for two
-settings that make it faster.
+The folder is an ordinary EAGLE-3 checkpoint in fp16. `--measure` only measures one. On a CPU with
+glibc see `demo.train` for two settings that make it faster.
 """
 
 from __future__ import annotations
@@ -29,11 +30,24 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 
 from spectune.demo.corpus import corpus
 from spectune.demo.prompts import CATEGORIES, demo_workload
-from spectune.demo.train import Windows, adamw, mixed_batch, own_text, progress_bar, stable_then_decay, update
+from spectune.demo.train import (
+    Windows,
+    adamw,
+    mixed_batch,
+    own_text,
+    progress_bar,
+    stable_then_decay,
+    update,
+)
 
 TAPS = 3
 """Hidden states of the target that the head reads."""
@@ -46,7 +60,8 @@ DECAY = 0.8
 class Unrolled:
     """Attention of step j of several over one text: what a chain that began j tokens ago would see.
 
-    Token u of step j sees the keys of step 0 up to u - j, then one key of each step i = 1 .. j, that of token u - j + i.
+    Token u of step j sees the keys of step 0 up to u - j, then one key of each step i = 1 .. j,
+    that of token u - j + i.
     """
 
     def __init__(self, heads: int, kv_heads: int, width: int) -> None:
@@ -56,24 +71,35 @@ class Unrolled:
         self.age = torch.arange(width)[:, None] - torch.arange(width)[None]
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """``query`` [B, H, n, D], ``key`` and ``value`` [B, Hkv, n, D] of the next step -> [B, n, H, D]."""
+        """``query`` [B, H, n, D], ``key`` and ``value`` [B, Hkv, n, D] of the next step -> [B, n,
+        H, D]."""
         self.keys.append(key)
         self.values.append(value)
         step = len(self.keys) - 1
         batch, heads, width, dim = query.shape
         if step == 0:
-            out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.groups > 1)
+            out = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=self.groups > 1
+            )
             return out.transpose(1, 2)
         grouped = query.reshape(batch, self.kv_heads, self.groups, width, dim) / math.sqrt(dim)
         text = grouped @ self.keys[0][:, :, None].transpose(-1, -2)
         text = text.masked_fill(self.age < step, -torch.inf)
-        # Before token `step` there is no such chain; zeros stand there, and what comes out is not used.
-        late = [(F.pad(k, (0, 0, step - i, 0))[:, :, None, :width], i) for i, k in enumerate(self.keys[1:], 1)]
+        # Before token `step` there is no such chain; zeros stand there, and what comes out is not
+        # used.
+        late = [
+            (F.pad(k, (0, 0, step - i, 0))[:, :, None, :width], i)
+            for i, k in enumerate(self.keys[1:], 1)
+        ]
         scores = torch.cat([text, *((grouped * k).sum(-1, keepdim=True) for k, _ in late)], -1)
         law = scores.float().softmax(-1).to(value.dtype)
         out = law[..., :width] @ self.values[0][:, :, None]
         for i, v in enumerate(self.values[1:], 1):
-            out = out + law[..., width + i - 1 : width + i] * F.pad(v, (0, 0, step - i, 0))[:, :, None, :width]
+            out = (
+                out
+                + law[..., width + i - 1 : width + i]
+                * F.pad(v, (0, 0, step - i, 0))[:, :, None, :width]
+            )
         return out.reshape(batch, heads, width, dim).transpose(1, 2)
 
 
@@ -83,14 +109,18 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        kv, queries = config.num_key_value_heads * config.head_dim, config.num_attention_heads * config.head_dim
+        kv, queries = (
+            config.num_key_value_heads * config.head_dim,
+            config.num_attention_heads * config.head_dim,
+        )
         self.q_proj = nn.Linear(2 * config.hidden_size, queries, bias=False)
         self.k_proj = nn.Linear(2 * config.hidden_size, kv, bias=False)
         self.v_proj = nn.Linear(2 * config.hidden_size, kv, bias=False)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Unrolled) -> Tensor:
-        """``x`` [B, n, 2 H], ``rotary`` cosines and sines [1, n, D]; ``attend`` remembers the steps before."""
+        """``x`` [B, n, 2 H], ``rotary`` cosines and sines [1, n, D]; ``attend`` remembers the steps
+        before."""
         query, key, value = (
             project(x).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -111,7 +141,9 @@ class Layer(nn.Module):
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, embedded: Tensor, rotary: tuple[Tensor, Tensor], attend: Unrolled) -> Tensor:
+    def forward(
+        self, hidden: Tensor, embedded: Tensor, rotary: tuple[Tensor, Tensor], attend: Unrolled
+    ) -> Tensor:
         """``hidden`` and ``embedded`` [B, n, H]."""
         x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], -1)
         hidden = hidden + self.self_attn(x, rotary, attend)
@@ -120,7 +152,8 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """An EAGLE-3 head whose state is named as published checkpoints name it; the output matrix is the target's."""
+    """An EAGLE-3 head whose state is named as published checkpoints name it; the output matrix is
+    the target's."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -135,7 +168,8 @@ class Unroller:
     def __init__(self, target: LlamaForCausalLM, head: Head) -> None:
         self.target, self.head = target, head
         layers = target.config.num_hidden_layers
-        # EAGLE-3's rule where a configuration says nothing: what a low, a middle and a high layer read.
+        # EAGLE-3's rule where a configuration says nothing: what a low, a middle and a high layer
+        # read.
         self.taps = (2, layers // 2, layers - 3)
         self.rotary = LlamaRotaryEmbedding(target.config)
 
@@ -146,7 +180,8 @@ class Unroller:
         return out.logits, torch.cat([out.hidden_states[tap] for tap in self.taps], -1)
 
     def steps(self, ids: Tensor, features: Tensor, count: int) -> Iterator[Tensor]:
-        """Outputs of steps 0 .. ``count`` - 1, each [B, T - 1, H]: row u of step j predicts token u + 2, for u >= j."""
+        """Outputs of steps 0 .. ``count`` - 1, each [B, T - 1, H]: row u of step j predicts token u
+        + 2, for u >= j."""
         config, width = self.target.config, ids.shape[1] - 1
         embedded = self.target.get_input_embeddings()(ids[:, 1:])
         rotary = self.rotary(embedded, torch.arange(1, width + 1)[None])
@@ -165,7 +200,8 @@ class Unroller:
 
 @torch.no_grad()
 def begin_as_target(head: Head, target: LlamaForCausalLM) -> None:
-    """Starts the head from the target's last layer and norm; the embedding's half of the attention from little."""
+    """Starts the head from the target's last layer and norm; the embedding's half of the attention
+    from little."""
     hidden, last, layer = target.config.hidden_size, target.model.layers[-1], head.midlayer
     head.fc.weight.mul_(0.1)
     head.fc.weight[:, -hidden:] += torch.eye(hidden)
@@ -183,12 +219,21 @@ def begin_as_target(head: Head, target: LlamaForCausalLM) -> None:
 def train(args: argparse.Namespace, console: Console) -> tuple[Head, dict[str, Any]]:
     """The trained head and a record of how it went."""
     args.work.mkdir(parents=True, exist_ok=True)
-    target = LlamaForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval().requires_grad_(False)
+    target = (
+        LlamaForCausalLM.from_pretrained(args.target, dtype=torch.float32)
+        .eval()
+        .requires_grad_(False)
+    )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.target)
     windows = Windows(corpus(args.gsm8k)[0], tokenizer, args.seed)
     text = args.work / f"own_text-{args.seed}-{args.own_rows}-{args.length}.pt"
     if not text.exists():
-        torch.save(own_text(target, windows, args.own_rows, args.length, args.seed, args.own_chunk, console), text)
+        torch.save(
+            own_text(
+                target, windows, args.own_rows, args.length, args.seed, args.own_chunk, console
+            ),
+            text,
+        )
     own: Tensor = torch.load(text, weights_only=True)
     torch.manual_seed(args.seed)
     head = Head(target.config)
@@ -210,16 +255,34 @@ def train(args: argparse.Namespace, console: Console) -> tuple[Head, dict[str, A
                 for j, hidden in enumerate(unroller.steps(ids, features.float(), args.unroll)):
                     logits = unroller.logits(hidden[:, j:]).flatten(0, 1)
                     losses.append(F.cross_entropy(logits, law[:, j:].flatten(0, 1)))
-                    hits.append((logits.detach().argmax(-1) == choice[:, j:].flatten()).float().mean().item())
+                    hits.append(
+                        (logits.detach().argmax(-1) == choice[:, j:].flatten())
+                        .float()
+                        .mean()
+                        .item()
+                    )
             loss = sum(w * x for w, x in zip(weights, losses, strict=True)) / sum(weights)
             assert isinstance(loss, Tensor)
             torch.autograd.backward(loss)
-            update(head, optimizer, args.learning_rate * stable_then_decay(index, args.steps, 30, args.steps * 2 // 5))
+            update(
+                head,
+                optimizer,
+                args.learning_rate * stable_then_decay(index, args.steps, 30, args.steps * 2 // 5),
+            )
             progress.update(task, completed=index + 1)
             if (index + 1) % args.log_every == 0:
-                history.append({"step": index + 1, "loss": round(loss.item(), 4), "top1": [round(h, 4) for h in hits]})
+                history.append(
+                    {
+                        "step": index + 1,
+                        "loss": round(loss.item(), 4),
+                        "top1": [round(h, 4) for h in hits],
+                    }
+                )
                 pace = (time.perf_counter() - began) / (index + 1)
-                console.print(f"step {index + 1}/{args.steps} loss {loss.item():.3f} top-1 {hits} {pace:.2f} s/step")
+                console.print(
+                    f"step {index + 1}/{args.steps} loss {loss.item():.3f} top-1 {hits} "
+                    f"{pace:.2f} s/step"
+                )
             if (index + 1) % args.save_every == 0:
                 publish(head, args, {"step": index + 1})
     skipped = {"gsm8k", "out", "work", "target", "threads", "measure", "prompts"}
@@ -236,8 +299,22 @@ def publish(head: Head, args: argparse.Namespace, record: dict[str, Any]) -> Non
     out: Path = args.out
     out.mkdir(parents=True, exist_ok=True)
     target = json.loads((args.target / "config.json").read_text())
-    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
-    manners = ("hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias", "bos_token_id", "eos_token_id")
+    sizes = (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+    )
+    manners = (
+        "hidden_act",
+        "rms_norm_eps",
+        "max_position_embeddings",
+        "attention_bias",
+        "bos_token_id",
+        "eos_token_id",
+    )
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -257,16 +334,20 @@ def publish(head: Head, args: argparse.Namespace, record: dict[str, Any]) -> Non
     (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
-def posterior_gumbel(log_distribution: Tensor, choice: Tensor, generator: torch.Generator) -> Tensor:
-    """Gumbel noise [n, vocab] under which `choice` [n] is the argmax of `log_distribution` [n, vocab] + noise.
+def posterior_gumbel(
+    log_distribution: Tensor, choice: Tensor, generator: torch.Generator
+) -> Tensor:
+    """Gumbel noise [n, vocab] under which `choice` [n] is the argmax of `log_distribution` [n,
+    vocab] + noise.
 
-    Drawn from the noise's law given that choice, so text sampled by any means can be replayed as if it had been
-    sampled with the noise (Maddison, Tarlow and Minka 2014, top-down construction).
+    Drawn from the noise's law given that choice, so text sampled by any means can be replayed as if
+    it had been sampled with the noise (Maddison, Tarlow and Minka 2014, top-down construction).
     """
     uniform = torch.rand(log_distribution.shape, generator=generator).clamp_min(1e-12)
     free = log_distribution - (-uniform.log()).log()
     top = -(-torch.rand(len(choice), 1, generator=generator).clamp_min(1e-12).log()).log()
-    # Every other value is a Gumbel truncated below the top, whose law does not depend on where it was reached.
+    # Every other value is a Gumbel truncated below the top, whose law does not depend on where it
+    # was reached.
     below = -torch.logaddexp(-top, -free)
     return below.scatter(1, choice[:, None], top) - log_distribution
 
@@ -275,16 +356,22 @@ def posterior_gumbel(log_distribution: Tensor, choice: Tensor, generator: torch.
 def measure(
     pair: Path, folder: Path, per_category: int, max_new_tokens: int = 128, seed: int = 0
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """What the head and the pair's drafts foresee of texts the target wrote from the demo's prompts, by draft, category and kind.
+    """What the head and the pair's drafts foresee of texts the target wrote from the demo's
+    prompts, by draft, category and kind.
 
-    ``depth``: of chains right so far, the share right at depths 1 .. 5 (a chain behind the text reads the head's own outputs);
-    ``accepted``: tokens of a chain of 5 that the target keeps, on average over all starts. Greedy, and at temperature 1 coupled.
+    ``depth``: of chains right so far, the share right at depths 1 .. 5 (a chain behind the text
+    reads the head's own outputs); ``accepted``: tokens of a chain of 5 that the target keeps, on
+    average over all starts. Greedy, and at temperature 1 coupled.
     """
     spec = json.loads((pair / "pair.json").read_text())
     tokenizer = PreTrainedTokenizerFast.from_pretrained(pair / spec["target"])
     load = LlamaForCausalLM.from_pretrained
     target = load(pair / spec["target"], dtype=torch.float32).eval()
-    others = {name: load(pair / path, dtype=torch.float32).eval() for name, path in spec["drafts"].items() if name != folder.name}
+    others = {
+        name: load(pair / path, dtype=torch.float32).eval()
+        for name, path in spec["drafts"].items()
+        if name != folder.name
+    }
     head = Head(target.config)
     head.load_state_dict(load_file(folder / "model.safetensors"))
     unroller = Unroller(target, head)
@@ -292,7 +379,9 @@ def measure(
     noise = torch.Generator().manual_seed(seed)
     chains: dict[tuple[str, str, str], list[Tensor]] = defaultdict(list)
     for category in CATEGORIES:
-        texts = [prompt["turns"][0] for prompt in demo_workload() if prompt["category"] == category][:per_category]
+        texts = [
+            prompt["turns"][0] for prompt in demo_workload() if prompt["category"] == category
+        ][:per_category]
         for text in texts:
             prompt = torch.tensor([tokenizer(text)["input_ids"]])
             for kind in ("greedy", "coupled at T=1"):
@@ -305,9 +394,13 @@ def measure(
                 written = ids[0, first:]
                 gumbel = torch.zeros(())
                 if kind != "greedy":
-                    gumbel = posterior_gumbel(logits[0, first - 1 : -1].log_softmax(-1), written, noise)
+                    gumbel = posterior_gumbel(
+                        logits[0, first - 1 : -1].log_softmax(-1), written, noise
+                    )
                 for name, other in others.items():
-                    hit = (other(ids).logits[0, first - 1 : -1].log_softmax(-1) + gumbel).argmax(-1) == written
+                    hit = (other(ids).logits[0, first - 1 : -1].log_softmax(-1) + gumbel).argmax(
+                        -1
+                    ) == written
                     chains[name, category, kind].append(_chains([hit] * DEPTHS))
                 hits = []
                 for hidden in unroller.steps(ids, features, DEPTHS):
@@ -318,33 +411,53 @@ def measure(
     for (name, category, kind), found in chains.items():
         right = torch.cat(found).float()
         counts = right.sum(0).tolist()
-        depth = [round(b / max(1.0, a), 4) for a, b in zip([float(len(right)), *counts[:-1]], counts, strict=True)]
+        depth = [
+            round(b / max(1.0, a), 4)
+            for a, b in zip([float(len(right)), *counts[:-1]], counts, strict=True)
+        ]
         row = {"depth": depth, "accepted": round(sum(counts) / len(right), 3)}
         measured.setdefault(name, {}).setdefault(category, {})[kind] = row
     return measured
 
 
 def _chains(hits: list[Tensor]) -> Tensor:
-    """Which of ``hits`` (step j's, by text position) a chain from each start gets right before its first error: [starts, depths]."""
+    """Which of ``hits`` (step j's, by text position) a chain from each start gets right before its
+    first error: [starts, depths]."""
     starts = len(hits[0]) - len(hits) + 1
-    return torch.stack([hit[j : j + max(0, starts)] for j, hit in enumerate(hits)], 1).long().cumprod(1)
+    return (
+        torch.stack([hit[j : j + max(0, starts)] for j, hit in enumerate(hits)], 1)
+        .long()
+        .cumprod(1)
+    )
 
 
 def main() -> None:
     """Parses the command line, trains, measures."""
     here = Path(__file__).parent / "pair"
     parser = argparse.ArgumentParser(
-        prog="python -m demo.train_head", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m demo.train_head",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add: Any = parser.add_argument
     add("--gsm8k", type=Path, help="GSM8K's training split: JSON lines with question and answer")
     add("--target", type=Path, default=here / "target", help="the target's checkpoint")
     add("--out", type=Path, default=here / "head", help="where the head is published")
-    add("--work", type=Path, default=Path("build/demo-head"), help="where the target's own text is kept")
+    add(
+        "--work",
+        type=Path,
+        default=Path("build/demo-head"),
+        help="where the target's own text is kept",
+    )
     add("--threads", type=int, default=1, help="torch threads")
     add("--seed", type=int, default=1)
     add("--steps", type=int, default=800)
-    add("--unroll", type=int, default=4, help="steps over its own output that each batch is gone through")
+    add(
+        "--unroll",
+        type=int,
+        default=4,
+        help="steps over its own output that each batch is gone through",
+    )
     add("--rows", type=int, default=8, help="texts in a batch, half of them the target's own")
     add("--length", type=int, default=384, help="tokens of a text")
     add("--own-rows", type=int, default=768, help="texts that the target writes")

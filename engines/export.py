@@ -59,7 +59,8 @@ def engine_settings(
         raise PolicyError(f"{engine}: {error}") from None
     except ValueError as error:
         raise PolicyError(
-            f"{engine} cannot express {policy.label()!r}: {_said(error)}; {_said_of_nearest(policy)}"
+            f"{engine} cannot express {policy.label()!r}: {_said(error)}; "
+            f"{_said_of_nearest(policy)}"
         ) from None
 
 
@@ -86,7 +87,10 @@ def policy_of(
         raise PolicyError(f"settings of {engine}: no draft of pair {pair.name} is {found.model}")
     document: dict[str, Any] = {"draft": draft, "window": found.window.model_dump()}
     if found.width is not None:
-        document |= {"growth": {"kind": "top_k", "width": found.width}, "select": {"top_n": found.top_n}}
+        document |= {
+            "growth": {"kind": "top_k", "width": found.width},
+            "select": {"top_n": found.top_n},
+        }
     return Policy.model_validate(document)
 
 

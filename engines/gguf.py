@@ -1,7 +1,8 @@
 """Checkpoints as GGUF files: the form in which llama.cpp and OpenVINO GenAI take them.
 
-Weights are written in float32, so that an engine's arithmetic is as close to the native decoder's as its kernels allow; in
-float16 for an engine that takes no other. Vectors (norms, biases) are float32 always.
+Weights are written in float32, so that an engine's arithmetic is as close to the native decoder's
+as its kernels allow; in float16 for an engine that takes no other. Vectors (norms, biases) are
+float32 always.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from spectune.traces.files import read_json
 
 VERSION = 1
 """Of what is written here: raised when files of before must not be used again."""
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
 """What can be converted, and what GGUF calls it."""
 
 
@@ -27,9 +32,11 @@ Weights = Literal["float32", "float16"]
 
 
 def gguf_file(path: str, weights: Weights = "float32") -> Path:
-    """A checkpoint's GGUF file in the user's cache folder, made where it is not there yet; equal content, equal file.
+    """A checkpoint's GGUF file in the user's cache folder, made where it is not there yet; equal
+    content, equal file.
 
-    Raises EngineError, in one line that names the checkpoint, for what cannot be converted, PairError where none is.
+    Raises EngineError, in one line that names the checkpoint, for what cannot be converted,
+    PairError where none is.
     """
     folder = folder_of(path)
     made = kept("gguf") / f"{identity(path)}-{weights}-{VERSION}.gguf"
@@ -49,20 +56,32 @@ def kept(name: str) -> Path:
     base = cache_folder()
     try:
         if base is None:
-            raise EngineError("converted models have no place to be kept: there is no home folder; set XDG_CACHE_HOME")
+            raise EngineError(
+                "converted models have no place to be kept: there is no home folder; set "
+                "XDG_CACHE_HOME"
+            )
         (base / name).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise EngineError(f"{base}: converted models cannot be kept there ({error.strerror}); set XDG_CACHE_HOME") from None
+        raise EngineError(
+            f"{base}: converted models cannot be kept there ({error.strerror}); set XDG_CACHE_HOME"
+        ) from None
     return base / name
 
 
 def folder_of(path: str) -> Path:
-    """The folder of a checkpoint that an engine is to load. Raises EngineError for a hub name and for an EAGLE head."""
+    """The folder of a checkpoint that an engine is to load. Raises EngineError for a hub name and
+    for an EAGLE head."""
     folder = checkpoint(path)
     if folder is None:
-        raise EngineError(f"{path}: an engine reads a checkpoint from a folder; fetch it (`hf download {path}`) and name that")
+        raise EngineError(
+            f"{path}: an engine reads a checkpoint from a folder; fetch it (`hf download {path}`) "
+            "and name that"
+        )
     if is_head(path):
-        raise EngineError(f"{path}: an EAGLE head has no form that this engine loads; name a draft that is a language model")
+        raise EngineError(
+            f"{path}: an EAGLE head has no form that this engine loads; name a draft that is a "
+            "language model"
+        )
     return folder
 
 
@@ -72,7 +91,8 @@ def convert(folder: Path, out: Path, weights: Weights = "float32") -> None:
         import gguf
     except ImportError:
         raise EngineError(
-            "gguf, which converts checkpoints for this engine, is not installed here; `pip install gguf` installs it"
+            "gguf, which converts checkpoints for this engine, is not installed here; `pip install "
+            "gguf` installs it"
         ) from None
     config = model_config(folder)
     kind = _kind(folder, config)
@@ -82,13 +102,18 @@ def convert(folder: Path, out: Path, weights: Weights = "float32") -> None:
         types = gguf.LlamaFileType
         writer.add_file_type(types.ALL_F32 if weights == "float32" else types.MOSTLY_F16)
         _write_tokenizer(writer, folder, int(config["vocab_size"]))
-        names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, kind.upper()), int(config["num_hidden_layers"]))
+        names = gguf.get_tensor_name_map(
+            getattr(gguf.MODEL_ARCH, kind.upper()), int(config["num_hidden_layers"])
+        )
         for name, weight in _weights(folder):
             if name == "lm_head.weight" and config.get("tie_word_embeddings"):
                 continue
             known = names.get_name(name, (".weight", ".bias"))
             if known is None:
-                raise EngineError(f"{folder}: cannot be converted to GGUF: {kind} models have no weight {name!r} there")
+                raise EngineError(
+                    f"{folder}: cannot be converted to GGUF: {kind} models have no weight "
+                    f"{name!r} there"
+                )
             arranged = _arranged(name, weight, config) if kind == "llama" else weight
             writer.add_tensor(known, arranged.astype(weights) if arranged.ndim > 1 else arranged)
         writer.write_header_to_file()
@@ -99,7 +124,8 @@ def convert(folder: Path, out: Path, weights: Weights = "float32") -> None:
 
 
 def _kind(folder: Path, config: Mapping[str, Any]) -> str:
-    """GGUF's name of the architecture. Raises EngineError for one, or a variety of one, that is not converted."""
+    """GGUF's name of the architecture. Raises EngineError for one, or a variety of one, that is not
+    converted."""
     said = (config.get("architectures") or ["none"])[0]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     scaled = rope.get("rope_type", rope.get("type", "default"))
@@ -135,7 +161,10 @@ def _write_config(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_key_length(size)
     writer.add_value_length(size)
     writer.add_vocab_size(int(config["vocab_size"]))
-    for name, add in (("bos_token_id", writer.add_bos_token_id), ("eos_token_id", writer.add_eos_token_id)):
+    for name, add in (
+        ("bos_token_id", writer.add_bos_token_id),
+        ("eos_token_id", writer.add_eos_token_id),
+    ):
         token = config.get(name)
         if token is not None:
             add(int(token[0] if isinstance(token, list) else token))
@@ -143,14 +172,18 @@ def _write_config(writer: Any, config: Mapping[str, Any]) -> None:
 
 
 def _write_tokenizer(writer: Any, folder: Path, size: int) -> None:
-    """The vocabulary. Requests come as token ids, so how an engine would cut a text is never asked of it."""
+    """The vocabulary. Requests come as token ids, so how an engine would cut a text is never asked
+    of it."""
     import gguf
 
     file = folder / "tokenizer.json"
     found = read_json(file, str(file), PairError)
     model = found.get("model", {})
     if model.get("type") != "BPE":
-        raise EngineError(f"{file}: cannot be converted to GGUF: its tokenizer is of type {model.get('type')}, not BPE")
+        raise EngineError(
+            f"{file}: cannot be converted to GGUF: its tokenizer is of type {model.get('type')}, "
+            "not BPE"
+        )
     tokens = [f"<unused{i}>" for i in range(size)]
     types = [gguf.TokenType.UNUSED] * size
     for token, i in model["vocab"].items():
@@ -161,7 +194,9 @@ def _write_tokenizer(writer: Any, folder: Path, size: int) -> None:
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+    writer.add_token_merges(
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    )
 
 
 def _weights(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -171,7 +206,10 @@ def _weights(folder: Path) -> Iterator[tuple[str, Any]]:
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise EngineError(f"{folder}: cannot be converted to GGUF: it has no weights in safetensors; save it in that form")
+        raise EngineError(
+            f"{folder}: cannot be converted to GGUF: it has no weights in safetensors; save it in "
+            "that form"
+        )
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - it is no mapping
@@ -179,7 +217,8 @@ def _weights(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _arranged(name: str, weight: Any, config: Mapping[str, Any]) -> Any:
-    """Queries and keys as GGUF has them for llama: the two halves that a rotation mixes stand side by side."""
+    """Queries and keys as GGUF has them for llama: the two halves that a rotation mixes stand side
+    by side."""
     heads = int(config["num_attention_heads"])
     if ".k_proj." in name:
         heads = int(config.get("num_key_value_heads") or heads)

@@ -1,9 +1,9 @@
 """llama.cpp, one request at a time: its own HTTP server in this process, through xllamacpp.
 
 Its server knows one number of draft tokens, given at its start, so a policy with another starts it
-anew. Rounds are told by the stream's timings: each change of ``draft_n`` or ``predicted_ms`` is one.
-The cache is float32 and attention is not fused: fused, its sums are coarser, and near ties of a
-draft fall differently than its float32 weights say.
+anew. Rounds are told by the stream's timings: each change of ``draft_n`` or ``predicted_ms`` is
+one. The cache is float32 and attention is not fused: fused, its sums are coarser, and near ties of
+a draft fall differently than its float32 weights say.
 
 Its rules: the prompt's pass yields the first token and drafts nothing; a round drafts at most one
 token less than are left to ``max_new_tokens``; above temperature 0 drafts propose their likeliest
@@ -97,7 +97,10 @@ class LlamaCpp:
         said.n_parallel, said.warmup, said.ui, said.verbosity = 1, False, False, -1
         said.cache_type_k = said.cache_type_v = exact
         said.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        draft, cpus = said.speculative.draft, int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+        draft, cpus = (
+            said.speculative.draft,
+            int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
+        )
         for cpu in (said.cpuparams, said.cpuparams_batch, draft.cpuparams, draft.cpuparams_batch):
             cpu.n_threads = self._wanted.threads or cpus
         if gamma:
@@ -183,13 +186,19 @@ class _Round:
     def __init__(self, timings: dict[str, Any], ended_s: float) -> None:
         self.drafted = int(timings.get("draft_n") or 0)
         self.accepted = int(timings.get("draft_n_accepted") or 0)
-        self.prompt_ms, self.decoded_ms = float(timings["prompt_ms"]), float(timings["predicted_ms"])
+        self.prompt_ms, self.decoded_ms = (
+            float(timings["prompt_ms"]),
+            float(timings["predicted_ms"]),
+        )
         self.ended_s = ended_s
         self.tokens: list[int] = []
 
     def told_by(self, timings: dict[str, Any]) -> bool:
         """Whether these timings are of the same round."""
-        return (self.drafted, self.decoded_ms) == (timings.get("draft_n") or 0, timings["predicted_ms"])
+        return (self.drafted, self.decoded_ms) == (
+            timings.get("draft_n") or 0,
+            timings["predicted_ms"],
+        )
 
 
 def _rounds(told: Iterator[dict[str, Any]], began: float) -> tuple[list[_Round], Finish]:

@@ -1,8 +1,9 @@
 """OpenVINO GenAI: a batched engine in this process, driven a step at a time.
 
-A request's number of draft tokens is fixed when it is sent (the engine keeps a copy of its settings); requests with different
-numbers share steps. In a step the draft proposes for each request, then the target verifies all of them in one pass. Without a
-draft token the engine runs without the draft: it has no other way.
+A request's number of draft tokens is fixed when it is sent (the engine keeps a copy of its
+settings); requests with different numbers share steps. In a step the draft proposes for each
+request, then the target verifies all of them in one pass. Without a draft token the engine runs
+without the draft: it has no other way.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class _Job:
 
 
 class OpenVino:
-    """A pair in OpenVINO GenAI, as :class:`engines.protocol.Running` has it. Raises EngineError for what it cannot load."""
+    """A pair in OpenVINO GenAI, as :class:`engines.protocol.Running` has it. Raises EngineError for
+    what it cannot load."""
 
     engine, runs_on = OPENVINO, FLOAT32_ON_CPU
 
@@ -83,14 +85,22 @@ class OpenVino:
         }
 
     def execute(
-        self, prompts: Sequence[Prompt], policy: AnyPolicy, load: Load, *, sampling: Sampling, max_new_tokens: int
+        self,
+        prompts: Sequence[Prompt],
+        policy: AnyPolicy,
+        load: Load,
+        *,
+        sampling: Sampling,
+        max_new_tokens: int,
     ) -> Generator[Answered, None, None]:
-        """As :meth:`engines.protocol.Running.execute`. Moments leave out what the caller does between two answers."""
+        """As :meth:`engines.protocol.Running.execute`. Moments leave out what the caller does
+        between two answers."""
         wanted = self.wanted
         gamma = OPENVINO.gammas(policy, draft=wanted.draft, most=wanted.most, max_num_seqs=1)[1]
         if not sampling.greedy:
             raise PolicyError(
-                f"{OPENVINO.title} is run at temperature 0 alone: above, its way of keeping drafted tokens was not tested"
+                f"{OPENVINO.title} is run at temperature 0 alone: above, its way of keeping "
+                "drafted tokens was not tested"
             )
         check_fits(prompts, max_new_tokens, wanted.max_len)
         job = _Job(gamma, wanted.draft if gamma else "", policy.id, max_new_tokens, sampling)
@@ -104,8 +114,15 @@ class OpenVino:
             import openvino_genai as genai
 
             threads = self.wanted.threads
-            with_all = {**PRECISION, **({} if threads is None else {"INFERENCE_NUM_THREADS": threads})}
-            more = {"draft_model": genai.draft_model(str(self._draft), "CPU", **with_all)} if drafts else {}
+            with_all = {
+                **PRECISION,
+                **({} if threads is None else {"INFERENCE_NUM_THREADS": threads}),
+            }
+            more = (
+                {"draft_model": genai.draft_model(str(self._draft), "CPU", **with_all)}
+                if drafts
+                else {}
+            )
             with _translated("the pair cannot be loaded"):
                 self._pipelines[drafts] = genai.ContinuousBatchingPipeline(
                     str(self._target), self._scheduler(), "CPU", {**with_all, **more}
@@ -122,7 +139,9 @@ class OpenVino:
         config.enable_prefix_caching = False
         return config
 
-    def _serve(self, pipeline: Any, prompts: Sequence[Prompt], load: Load, job: _Job) -> Generator[Answered, None, None]:
+    def _serve(
+        self, pipeline: Any, prompts: Sequence[Prompt], load: Load, job: _Job
+    ) -> Generator[Answered, None, None]:
         waiting, running = deque(prompts), dict[int, _Request]()
         config = self._config(job)
         began, sent = time.perf_counter(), 0
@@ -151,7 +170,9 @@ class OpenVino:
         import openvino as ov
 
         with _translated(f"request {prompt.id}"):
-            handle = pipeline.add_request(self._sent, ov.Tensor(np.array([prompt.ids], dtype=np.int64)), config)
+            handle = pipeline.add_request(
+                self._sent, ov.Tensor(np.array([prompt.ids], dtype=np.int64)), config
+            )
         return _Request(prompt, handle, arrived_s)
 
     def _config(self, job: _Job) -> Any:
@@ -190,7 +211,8 @@ def _step(pipeline: Any, running: dict[int, _Request], job: _Job, began: float) 
         request.steps.append(
             Step(
                 before, drafted, drafted + 1, min(drafted, len(new) - 1), len(new), drafted,
-                draft=job.draft if drafted else "", policy=job.policy, round_s=seconds, depth=drafted,
+                draft=job.draft if drafted else "", policy=job.policy, round_s=seconds,
+                depth=drafted,
                 batch=batch, arrived_s=request.arrived_s, ended_s=now,
             )
         )  # fmt: skip
@@ -215,7 +237,8 @@ def _answered(request: _Request, job: _Job) -> Answered:
 
 
 def model_folder(path: str, version: str) -> Path:
-    """A checkpoint as OpenVINO's files, made where they are not there yet; equal content, equal folder.
+    """A checkpoint as OpenVINO's files, made where they are not there yet; equal content, equal
+    folder.
 
     Raises EngineError for what cannot be converted, PairError where no checkpoint is.
     """
@@ -232,7 +255,9 @@ def model_folder(path: str, version: str) -> Path:
             genai.LLMPipeline(str(part / weights.name), "CPU", enable_save_ov_model=True)
         (part / weights.name).unlink()
         if not (part / MODEL).is_file():
-            raise EngineError(f"{OPENVINO.title}: {path} cannot be converted: no {MODEL} was written")
+            raise EngineError(
+                f"{OPENVINO.title}: {path} cannot be converted: no {MODEL} was written"
+            )
         with suppress(OSError):  # another process was there first
             part.rename(made)
     finally:
@@ -247,4 +272,6 @@ def _translated(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         lines = [line for line in str(error).splitlines() if line.strip() and "/src/" not in line]
-        raise EngineError(f"{OPENVINO.title}: {what}: {one_line(lines[-1] if lines else str(error))}") from None
+        raise EngineError(
+            f"{OPENVINO.title}: {what}: {one_line(lines[-1] if lines else str(error))}"
+        ) from None

@@ -1,4 +1,5 @@
-"""What every engine that executes for us looks like: started once, given requests and a policy any number of times, closed."""
+"""What every engine that executes for us looks like: started once, given requests and a policy any
+number of times, closed."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Load:
-    """How requests come: ``clients`` at a time, each sending its next when its last has ended; or, with ``arrivals``, each at
-    its moment, seconds from the start, one a request and never falling. Raises TraceError for what is neither."""
+    """How requests come: ``clients`` at a time, each sending its next when its last has ended; or,
+    with ``arrivals``, each at its moment, seconds from the start, one a request and never falling.
+    Raises TraceError for what is neither."""
 
     clients: int = 1
     arrivals: tuple[float, ...] = ()
@@ -37,8 +39,8 @@ class Load:
             raise TraceError("arrivals are seconds from the start, and never fall")
 
     def due(self, now_s: float, sent: int, running: int) -> int:
-        """How many requests have come by ``now_s`` that were not sent yet: ``sent`` were, ``running`` of them are not
-        answered. May be more than there are."""
+        """How many requests have come by ``now_s`` that were not sent yet: ``sent`` were,
+        ``running`` of them are not answered. May be more than there are."""
         if self.arrivals:
             return sum(moment <= now_s for moment in self.arrivals[sent:])
         return max(0, self.clients - running)
@@ -46,8 +48,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Answered:
-    """A request as an engine served it. Its rounds say their policy, batch size and seconds; ``arrived_s`` and ``ended_s``
-    are seconds since the execution began."""
+    """A request as an engine served it. Its rounds say their policy, batch size and seconds;
+    ``arrived_s`` and ``ended_s`` are seconds since the execution began."""
 
     trajectory: Trajectory
     steps: tuple[Step, ...]
@@ -73,8 +75,9 @@ class Answered:
 
 @dataclass(frozen=True)
 class Wanted:
-    """How a pair is to be served: the draft that is loaded, the most tokens that it drafts in a round, the most requests in a
-    step, and the most tokens of a text, its prompt among them. ``threads``: of a CPU; None: the engine's own choice."""
+    """How a pair is to be served: the draft that is loaded, the most tokens that it drafts in a
+    round, the most requests in a step, and the most tokens of a text, its prompt among them.
+    ``threads``: of a CPU; None: the engine's own choice."""
 
     draft: str
     most: int = 8
@@ -101,32 +104,42 @@ class Running(Protocol):
         """Its ``device`` and ``dtype``, as recordings have them."""
 
     def execute(
-        self, prompts: Sequence[Prompt], policy: AnyPolicy, load: Load, *, sampling: Sampling, max_new_tokens: int
+        self,
+        prompts: Sequence[Prompt],
+        policy: AnyPolicy,
+        load: Load,
+        *,
+        sampling: Sampling,
+        max_new_tokens: int,
     ) -> Generator[Answered, None, None]:
-        """Serves every request, and yields each as it ends. Raises PolicyError at once for a policy that it cannot run, and
-        EngineError where the engine fails."""
+        """Serves every request, and yields each as it ends. Raises PolicyError at once for a policy
+        that it cannot run, and EngineError where the engine fails."""
 
     def close(self) -> None:
         """Ends it. Harmless when it has ended."""
 
 
 def draft_of(engine: Engine, spec: PairSpec, wanted: Wanted) -> str | None:
-    """The path of the draft that is to be loaded, None for ``none``. Raises PairError for one that the pair has not."""
+    """The path of the draft that is to be loaded, None for ``none``. Raises PairError for one that
+    the pair has not."""
     drafts = dict(spec.drafts)
     if wanted.draft not in (*drafts, "none"):
         raise PairError(
-            f"{engine.title} drafts with a language model of the pair, not {wanted.draft!r}; it has: {', '.join(drafts)}"
+            f"{engine.title} drafts with a language model of the pair, not {wanted.draft!r}; it "
+            f"has: {', '.join(drafts)}"
         )
     return drafts.get(wanted.draft)
 
 
 def check_fits(prompts: Sequence[Prompt], max_new_tokens: int, max_len: int) -> None:
-    """Raises WorkloadError for the first request that is empty or longer than an engine was started for."""
+    """Raises WorkloadError for the first request that is empty or longer than an engine was started
+    for."""
     for prompt in prompts:
         if not prompt.ids:
             raise WorkloadError(f"request {prompt.id}: the prompt has no tokens")
         if len(prompt.ids) + max_new_tokens > max_len:
             raise WorkloadError(
-                f"request {prompt.id}: {len(prompt.ids)} prompt tokens + {max_new_tokens} new ones exceed the {max_len} that the "
+                f"request {prompt.id}: {len(prompt.ids)} prompt tokens + {max_new_tokens} new ones "
+                f"exceed the {max_len} that the "
                 "engine was started for"
             )

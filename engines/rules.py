@@ -9,15 +9,18 @@ from spectune.traces.errors import TraceError
 
 
 class ServingRules(NamedTuple):
-    """How an engine fills its steps. The requests in force come first, in the order in which they were admitted; then as many of
-    those that wait, first come first served, as seats and tokens allow.
+    """How an engine fills its steps. The requests in force come first, in the order in which they
+    were admitted; then as many of those that wait, first come first served, as seats and tokens
+    allow.
 
-    ``max_num_seqs``: seats. ``max_batched_tokens``: tokens of a step; a prompt that does not fit is read in chunks.
-    ``draft_slots``: tokens of it that each request costs beside its own. ``max_len``: tokens of a request's text. ``cache_tokens``:
-    tokens that the cache holds, 0 where that is not known. ``ahead``: steps that are scheduled before the results of those in
-    execution are known. ``drafts_after``: whether a step drafts for the next one, by its own size, after it has verified, and also
-    more than the request may still have; else it drafts first, what may be kept, and goes without the draft's passes at 0 tokens.
-    ``reply_s``: seconds from an answer until its client's next request is there, one client after another.
+    ``max_num_seqs``: seats. ``max_batched_tokens``: tokens of a step; a prompt that does not fit is
+    read in chunks. ``draft_slots``: tokens of it that each request costs beside its own.
+    ``max_len``: tokens of a request's text. ``cache_tokens``: tokens that the cache holds, 0 where
+    that is not known. ``ahead``: steps that are scheduled before the results of those in execution
+    are known. ``drafts_after``: whether a step drafts for the next one, by its own size, after it
+    has verified, and also more than the request may still have; else it drafts first, what may be
+    kept, and goes without the draft's passes at 0 tokens. ``reply_s``: seconds from an answer until
+    its client's next request is there, one client after another.
     """
 
     max_num_seqs: int
@@ -31,15 +34,31 @@ class ServingRules(NamedTuple):
 
 
 RULES: Mapping[str, ServingRules] = {
-    # vLLM's scheduler, `Scheduler.schedule` of version 0.32. What a recording says of its server stands in the place of these defaults.
-    "vllm": ServingRules(max_num_seqs=256, max_batched_tokens=2048, max_len=4096, draft_slots=1, ahead=1, reply_s=2e-3),
-    "openvino": ServingRules(max_num_seqs=8, max_batched_tokens=2048, max_len=2048, drafts_after=False),
+    # vLLM's scheduler, `Scheduler.schedule` of version 0.32. What a recording says of its server
+    # stands in the place of these defaults.
+    "vllm": ServingRules(
+        max_num_seqs=256,
+        max_batched_tokens=2048,
+        max_len=4096,
+        draft_slots=1,
+        ahead=1,
+        reply_s=2e-3,
+    ),
+    "openvino": ServingRules(
+        max_num_seqs=8, max_batched_tokens=2048, max_len=2048, drafts_after=False
+    ),
 }
 """The rules of the engines that serve many requests at once, by name."""
 
 
 def rules_of(engine: str, found: Mapping[str, Any] | None = None) -> ServingRules:
-    """An engine's rules, with what a recording says of its server. Raises TraceError for an engine that serves one request at a time."""
+    """An engine's rules, with what a recording says of its server. Raises TraceError for an engine
+    that serves one request at a time."""
     if engine not in RULES:
-        raise TraceError(f"load is simulated for {', '.join(RULES)}, not for {engine!r}, which serves one request at a time")
-    return RULES[engine]._replace(**{name: value for name, value in (found or {}).items() if name in ServingRules._fields})
+        raise TraceError(
+            f"load is simulated for {', '.join(RULES)}, not for {engine!r}, which serves one "
+            "request at a time"
+        )
+    return RULES[engine]._replace(
+        **{name: value for name, value in (found or {}).items() if name in ServingRules._fields}
+    )

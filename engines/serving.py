@@ -1,8 +1,9 @@
 """An engine's side of the circle: finished requests go to the database, publications come from it.
 
-The engine's own threads enqueue and read an attribute, nothing else. A thread of ours opens the database, looks for
-publications and hands requests to their writers. While the database is away or slow the last good policy stays, and requests
-that no longer fit in the queue are dropped and counted.
+The engine's own threads enqueue and read an attribute, nothing else. A thread of ours opens the
+database, looks for publications and hands requests to their writers. While the database is away or
+slow the last good policy stays, and requests that no longer fit in the queue are dropped and
+counted.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ DISPATCH_S = 0.05
 
 
 def served_pair(target: str, loaded: str | None, otherwise: str) -> tuple[PairSpec, str]:
-    """The pair of a server that serves ``target`` with the draft ``loaded``, and that draft's name in it, ``otherwise`` where no
-    model was loaded: the pair of ``SPECTUNE_PAIR``, else one of these two. Raises PairError where it is of others."""
+    """The pair of a server that serves ``target`` with the draft ``loaded``, and that draft's name
+    in it, ``otherwise`` where no model was loaded: the pair of ``SPECTUNE_PAIR``, else one of these
+    two. Raises PairError where it is of others."""
     named = os.environ.get("SPECTUNE_PAIR")
     if not named:
         drafts = () if loaded is None else ((Path(loaded).name, loaded),)
@@ -44,20 +46,26 @@ def served_pair(target: str, loaded: str | None, otherwise: str) -> tuple[PairSp
     else:
         spec = read_pair(named)
         if identity(spec.target) != identity(target):
-            raise PairError(f"SPECTUNE_PAIR={named}: its target is {spec.target}, but this server serves {target}")
+            raise PairError(
+                f"SPECTUNE_PAIR={named}: its target is {spec.target}, but this server serves "
+                f"{target}"
+            )
     if loaded is None:
         return spec, otherwise
     served = identity(loaded)
     name = next((name for name, path in spec.drafts if identity(path) == served), None)
     if name is None:
-        raise PairError(f"SPECTUNE_PAIR={named}: none of its drafts is {loaded}, which this server loaded")
+        raise PairError(
+            f"SPECTUNE_PAIR={named}: none of its drafts is {loaded}, which this server loaded"
+        )
     return spec, name
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an engine stands: the database, the deployment that it follows, the kind of device, and the name that it
-    acknowledges by. ``about`` goes to its recordings: ``engine`` and ``engine_version``, and what else tells them apart."""
+    """Where an engine stands: the database, the deployment that it follows, the kind of device, and
+    the name that it acknowledges by. ``about`` goes to its recordings: ``engine`` and
+    ``engine_version``, and what else tells them apart."""
 
     url: str
     device: str
@@ -80,9 +88,10 @@ class ServedStatus:
 class Served(Generic[P]):
     """Follows the publications for a pair and records what is served of it.
 
-    ``pair`` names it, and is called in the thread of ours, as it may have to read whole weights; what it raises is said, and
-    nothing is recorded or followed then. ``initial`` is in force until a publication that ``ready`` makes runnable; one that
-    it raises for is refused with that reason. ``say`` gets a line whenever something changed.
+    ``pair`` names it, and is called in the thread of ours, as it may have to read whole weights;
+    what it raises is said, and nothing is recorded or followed then. ``initial`` is in force until
+    a publication that ``ready`` makes runnable; one that it raises for is refused with that reason.
+    ``say`` gets a line whenever something changed.
     """
 
     def __init__(
@@ -105,7 +114,12 @@ class Served(Generic[P]):
         self._dropped, self._trouble = 0, ""
         self._stop = threading.Event()
         self._source: WatchedSource[P] = WatchedSource(
-            initial, self._fetch, ready, self._acknowledge, interval_s=interval_s, retry=(DatabaseError,)
+            initial,
+            self._fetch,
+            ready,
+            self._acknowledge,
+            interval_s=interval_s,
+            retry=(DatabaseError,),
         )
         self._thread = threading.Thread(target=self._run, name="spectune", daemon=True)
         self._thread.start()
@@ -115,7 +129,8 @@ class Served(Generic[P]):
         return self._source.current()
 
     def put(self, trajectory: Trajectory, steps: Sequence[Step]) -> None:
-        """Hands over a finished request. Never waits: it is dropped and counted where the queue is full."""
+        """Hands over a finished request. Never waits: it is dropped and counted where the queue is
+        full."""
         try:
             self._queue.put_nowait((trajectory, steps))
         except queue.Full:
@@ -165,10 +180,13 @@ class Served(Generic[P]):
         self._guarded(self._dispatch)
 
     def _guarded(self, act: Callable[[], None]) -> None:
-        """Does something with the database. What goes wrong is said once, and tried again at the next turn."""
+        """Does something with the database. What goes wrong is said once, and tried again at the
+        next turn."""
         try:
             act()
-        except Exception as error:  # whatever a database or a publication raises: the engine serves on
+        except (
+            Exception
+        ) as error:  # whatever a database or a publication raises: the engine serves on
             trouble = reason_of(error) if not isinstance(error, DatabaseError) else str(error)
             if trouble != self._trouble:
                 self._say(f"{trouble}; serving goes on")
@@ -178,7 +196,10 @@ class Served(Generic[P]):
         store = TraceStore(open_database(self.place.url))
         store.put_pair(self._pair_id, spec.name, spec.to_json())
         self._store = store
-        self._say(f"pair {spec.name} ({self._pair_id}), deployment {self.place.deployment}, database {store.database.name}")
+        self._say(
+            f"pair {spec.name} ({self._pair_id}), deployment {self.place.deployment}, database "
+            f"{store.database.name}"
+        )
 
     def _look(self, spec: PairSpec) -> None:
         if self._store is None:
@@ -187,7 +208,10 @@ class Served(Generic[P]):
         changed = self._source.poll()
         if self._source.seen != before:
             refused = self._source.last_error
-            self._say(f"publication {self._source.seen} is " + ("in force" if changed else f"refused: {refused}"))
+            self._say(
+                f"publication {self._source.seen} is "
+                + ("in force" if changed else f"refused: {refused}")
+            )
         if self._trouble:
             self._say("the database answers again")
         self._trouble = ""
@@ -195,7 +219,10 @@ class Served(Generic[P]):
     def _fetch(self) -> Published | None:
         assert self._store is not None
         place = self.place
-        if self._store.active_version(self._pair_id, place.device, place.deployment) == self._source.seen:
+        if (
+            self._store.active_version(self._pair_id, place.device, place.deployment)
+            == self._source.seen
+        ):
             return None
         found = self._store.active_publication(self._pair_id, place.device, place.deployment)
         if found is None:
@@ -216,7 +243,9 @@ class Served(Generic[P]):
     def _dispatch(self) -> None:
         while self._store is not None and not self._queue.empty():
             trajectory = self._queue.queue[0][0]
-            writer = self._writer(self._store, trajectory)  # may fail: then the request is still there
+            writer = self._writer(
+                self._store, trajectory
+            )  # may fail: then the request is still there
             item = self._queue.get_nowait()
             if writer is None:
                 self._dropped += 1

@@ -108,8 +108,14 @@ class VllmSettings(Settings):
             raise ValueError('"model" names the draft, and is left out for method "ngram"')
         ranges = self.num_speculative_tokens_per_batch_size
         if ranges is not None:
-            if not ranges or ranges[0][0] != 1 or any(b[0] != a[1] + 1 for a, b in pairwise(ranges)):
-                raise ValueError("num_speculative_tokens_per_batch_size begins at 1 and leaves no batch size out")
+            if (
+                not ranges
+                or ranges[0][0] != 1
+                or any(b[0] != a[1] + 1 for a, b in pairwise(ranges))
+            ):
+                raise ValueError(
+                    "num_speculative_tokens_per_batch_size begins at 1 and leaves no batch size out"
+                )
             most = max(k for *_, k in ranges)
             if most > self.num_speculative_tokens or any(first > last for first, last, _ in ranges):
                 raise ValueError("[first, last, tokens] has at most num_speculative_tokens")
@@ -140,7 +146,11 @@ class VllmSettings(Settings):
     @classmethod
     def line(cls, settings: Self | None, target: str) -> str:
         start = f"vllm serve {shlex.quote(target)}"
-        return start if settings is None else f"{start} --speculative-config {shlex.quote(json.dumps(settings.document()))}"
+        return (
+            start
+            if settings is None
+            else f"{start} --speculative-config {shlex.quote(json.dumps(settings.document()))}"
+        )
 
 
 class SglangSlot(BaseModel):
@@ -171,12 +181,19 @@ class SglangSettings(Settings):
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
-        steps, width, slots = self.speculative_num_steps, self.speculative_eagle_topk, self.speculative_adaptive_config
+        steps, width, slots = (
+            self.speculative_num_steps,
+            self.speculative_eagle_topk,
+            self.speculative_adaptive_config,
+        )
         if self.speculative_algorithm == "NGRAM":
             if self.speculative_draft_model_path or steps or width or slots:
                 raise ValueError("NGRAM has a number of draft tokens and a breadth alone")
             return self
-        if not (self.speculative_draft_model_path and steps and width) or self.speculative_ngram_max_bfs_breadth:
+        if (
+            not (self.speculative_draft_model_path and steps and width)
+            or self.speculative_ngram_max_bfs_breadth
+        ):
             raise ValueError("a draft has a path, steps and a top-k")
         most = steps if width == 1 else width + (steps - 1) * width * width
         if not steps <= self.speculative_num_draft_tokens - 1 <= most:
@@ -211,7 +228,11 @@ class SglangSettings(Settings):
         return cls.model_validate(said)
 
     def drafting(self, version: str | None) -> Drafting:
-        tokens, width, slots = self.speculative_num_draft_tokens - 1, self.speculative_eagle_topk, self.speculative_adaptive_config
+        tokens, width, slots = (
+            self.speculative_num_draft_tokens - 1,
+            self.speculative_eagle_topk,
+            self.speculative_adaptive_config,
+        )
         if self.speculative_algorithm == "NGRAM":
             if self.speculative_ngram_max_bfs_breadth != 1:
                 raise ValueError("NGRAM drafts trees; set speculative_ngram_max_bfs_breadth to 1")
@@ -257,7 +278,11 @@ class TensorRTSettings(Settings):
     def _rules(self) -> Self:
         if (self.decoding_type == "NGram") != (self.speculative_model is None):
             raise ValueError('"speculative_model" names the draft, and is left out for NGram')
-        schedule, width, nodes = self.draft_len_schedule, self.dynamic_tree_max_topK, self.max_total_draft_tokens
+        schedule, width, nodes = (
+            self.draft_len_schedule,
+            self.dynamic_tree_max_topK,
+            self.max_total_draft_tokens,
+        )
         if schedule is not None and (not schedule or schedule[min(schedule)] != self.max_draft_len):
             raise ValueError("draft_len_schedule begins with max_draft_len")
         if schedule is not None and max(schedule.values()) > self.max_draft_len:
@@ -267,7 +292,9 @@ class TensorRTSettings(Settings):
         if width is not None and nodes is not None:
             least, most = self.max_draft_len, width * self.max_draft_len
             if not least <= nodes <= most:
-                raise ValueError(f"depth {least} and top-K {width} have {least} to {most} tokens, not {nodes}")
+                raise ValueError(
+                    f"depth {least} and top-K {width} have {least} to {most} tokens, not {nodes}"
+                )
         return self
 
     @classmethod
@@ -288,21 +315,38 @@ class TensorRTSettings(Settings):
         return cls.model_validate(said)
 
     def drafting(self, version: str | None) -> Drafting:
-        schedule, algorithm = self.draft_len_schedule, ALGORITHMS.get(self.decoding_type.lower(), "")
+        schedule, algorithm = (
+            self.draft_len_schedule,
+            ALGORITHMS.get(self.decoding_type.lower(), ""),
+        )
         window: FixedWindow | ByBatchWindow = FixedWindow(gamma=self.max_draft_len)
         if schedule is not None and self._by_largest(version):
             sizes = [1, *(size + 1 for size in sorted(schedule))]
             gammas = [*(schedule[size] for size in sorted(schedule)), 0]
-            window = windowed({size: gamma for size, gamma in zip(sizes, gammas, strict=True) if size <= BATCH_LIMIT})
+            window = windowed(
+                {
+                    size: gamma
+                    for size, gamma in zip(sizes, gammas, strict=True)
+                    if size <= BATCH_LIMIT
+                }
+            )
         elif schedule is not None:
             window = windowed(schedule)
-        return Drafting(self.speculative_model, algorithm, window, self.dynamic_tree_max_topK, self.max_total_draft_tokens)
+        return Drafting(
+            self.speculative_model,
+            algorithm,
+            window,
+            self.dynamic_tree_max_topK,
+            self.max_total_draft_tokens,
+        )
 
     @classmethod
     def _by_largest(cls, version: str | None) -> bool:
         """Whether its schedules have largest batch sizes. Raises VersionError for None."""
         if version is None:
-            before = f"TensorRT-LLM reads draft_len_schedule by least batch sizes before {UPPER_BOUNDS}"
+            before = (
+                f"TensorRT-LLM reads draft_len_schedule by least batch sizes before {UPPER_BOUNDS}"
+            )
             raise VersionError(f"{before}, by largest ones from it on; say --engine-version")
         return _numbers(version) >= _numbers(UPPER_BOUNDS)
 
@@ -310,7 +354,9 @@ class TensorRTSettings(Settings):
     def line(cls, settings: Self | None, target: str) -> str:
         if settings is None:
             return f"trtllm-serve {shlex.quote(target)}"
-        written = shlex.quote(json.dumps({"speculative_config": settings.document()}))  # JSON is YAML
+        written = shlex.quote(
+            json.dumps({"speculative_config": settings.document()})
+        )  # JSON is YAML
         serve = f"trtllm-serve {shlex.quote(target)} --extra_llm_api_options speculative.yaml"
         return f"echo {written} > speculative.yaml && {serve}"
 
@@ -336,7 +382,12 @@ def _numbers(version: str) -> tuple[int, ...]:
     if found is None:
         raise VersionError(f"{version!r} is no version; write it as {UPPER_BOUNDS}")
     major, minor, patch, candidate = found.groups()
-    return int(major), int(minor or 0), int(patch or 0), 1 << 30 if candidate is None else int(candidate)
+    return (
+        int(major),
+        int(minor or 0),
+        int(patch or 0),
+        1 << 30 if candidate is None else int(candidate),
+    )
 
 
 class LlamaCppSettings(Settings):
@@ -367,7 +418,11 @@ class LlamaCppSettings(Settings):
 
     def drafting(self, version: str | None) -> Drafting:
         algorithm: Algorithm = "eagle3" if self.spec_type == "draft-eagle3" else ""
-        return Drafting(self.spec_draft_model.removesuffix(".gguf"), algorithm, FixedWindow(gamma=self.spec_draft_n_max))
+        return Drafting(
+            self.spec_draft_model.removesuffix(".gguf"),
+            algorithm,
+            FixedWindow(gamma=self.spec_draft_n_max),
+        )
 
     @classmethod
     def line(cls, settings: Self | None, target: str) -> str:

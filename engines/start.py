@@ -9,12 +9,14 @@ from spectune.traces.errors import EngineError, PairError
 
 
 def start(name: str, spec: PairSpec, wanted: Wanted) -> Running:
-    """A pair in an engine, ready to execute. Raises EngineError where the engine is not installed or cannot load it, PairError
-    where the target's generation_config asks for what no engine is told."""
+    """A pair in an engine, ready to execute. Raises EngineError where the engine is not installed
+    or cannot load it, PairError where the target's generation_config asks for what no engine is
+    told."""
     engine = engine_named(name)
     if spec.settings:
         raise PairError(
-            f"target: its generation_config asks for {min(spec.settings)}, which {engine.title} is not told of; a pair file with "
+            f"target: its generation_config asks for {min(spec.settings)}, which {engine.title} is "
+            "not told of; a pair file with "
             '"generation_config": false ignores it'
         )
     if name == "openvino":

@@ -16,11 +16,12 @@ from spectune.traces.store import TraceStore
 
 
 def fitted(store: TraceStore, pair_id: str | None = None) -> Artifacts:
-    """Finds artifacts by id or an unambiguous beginning of one, for :func:`runtime.policies.prepare.prepare`;
-    with ``pair_id`` only what was fitted for that pair (a Q-table may be any pair's).
+    """Finds artifacts by id or an unambiguous beginning of one, for
+    :func:`runtime.policies.prepare.prepare`; with ``pair_id`` only what was fitted for that pair (a
+    Q-table may be any pair's).
 
-    It raises PolicyError where there is none, or it is damaged. What was found is remembered: an artifact
-    never changes.
+    It raises PolicyError where there is none, or it is damaged. What was found is remembered: an
+    artifact never changes.
     """
 
     known: dict[str, Fitted] = {}
@@ -30,16 +31,26 @@ def fitted(store: TraceStore, pair_id: str | None = None) -> Artifacts:
             try:
                 artifact = store.get_artifact(name)
             except NotFoundError as error:
-                raise PolicyError(f"{error} in this database (`fit --help` says what makes them)") from None
+                raise PolicyError(
+                    f"{error} in this database (`fit --help` says what makes them)"
+                ) from None
             except CorruptedChunkError as error:
                 raise PolicyError(str(error)) from None
-            if pair_id is not None and artifact.pair_id not in (None, pair_id) and artifact.kind != Q_TABLE:
+            if (
+                pair_id is not None
+                and artifact.pair_id not in (None, pair_id)
+                and artifact.kind != Q_TABLE
+            ):
                 raise PolicyError(
-                    f"artifact {artifact.id} was fitted for pair {artifact.pair_id}, this is pair {pair_id}: fit one to a recording of "
+                    f"artifact {artifact.id} was fitted for pair {artifact.pair_id}, this is pair "
+                    f"{pair_id}: fit one to a recording of "
                     "this pair (`fit classifier --from` carries a classifier over)"
                 )
             if not isinstance(artifact.document, Mapping):
-                raise PolicyError(f"artifact {artifact.id} ({artifact.kind}) cannot be used (its document is no JSON object)")
+                raise PolicyError(
+                    f"artifact {artifact.id} ({artifact.kind}) cannot be used (its document is no "
+                    "JSON object)"
+                )
             known[name] = Fitted(artifact.kind, artifact.document, artifact.arrays)
         return known[name]
 
@@ -47,14 +58,21 @@ def fitted(store: TraceStore, pair_id: str | None = None) -> Artifacts:
 
 
 def q_table(state: WindowState) -> npt.NDArray[np.float64]:
-    """What a Q-learning window has learned, float64 [states, actions]. Raises PolicyError for a window that learns nothing."""
+    """What a Q-learning window has learned, float64 [states, actions]. Raises PolicyError for a
+    window that learns nothing."""
     if not state.learner.q.size:
-        raise PolicyError("only a q_learning window learns a Q-table; this policy's window does not")
+        raise PolicyError(
+            "only a q_learning window learns a Q-table; this policy's window does not"
+        )
     return state.learner.q
 
 
-def keep_q_table(store: TraceStore, state: WindowState, pair_id: str, provenance: Mapping[str, Any]) -> str:
+def keep_q_table(
+    store: TraceStore, state: WindowState, pair_id: str, provenance: Mapping[str, Any]
+) -> str:
     """Stores a :func:`q_table`; the artifact's id. Raises PolicyError as that does."""
     table = q_table(state)
     document = {"states": table.shape[0], "actions": table.shape[1]}
-    return store.put_artifact(Q_TABLE, document, {"values": table}, pair_id=pair_id, provenance=provenance)
+    return store.put_artifact(
+        Q_TABLE, document, {"values": table}, pair_id=pair_id, provenance=provenance
+    )

@@ -1,5 +1,5 @@
-"""The speed that no tree of a draft can exceed, told before its trees are recorded: recording them and fitting to them is most of
-what a tuning takes."""
+"""The speed that no tree of a draft can exceed, told before its trees are recorded: recording them
+and fitting to them is most of what a tuning takes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from spectune.traces.latency import LatencyProfile
 from spectune.traces.schema import Trajectory
 
 
-def tree_ceiling(profile: LatencyProfile, draft: str, texts: Sequence[Trajectory], depth: int) -> float:
-    """Tokens/s on these texts, by a profile's costs, of trees of at most ``depth`` levels whose every token is right: a
-    pass reads one node over the smallest shortlist, no other node is verified, and each round has the best number of levels.
+def tree_ceiling(
+    profile: LatencyProfile, draft: str, texts: Sequence[Trajectory], depth: int
+) -> float:
+    """Tokens/s on these texts, by a profile's costs, of trees of at most ``depth`` levels whose
+    every token is right: a pass reads one node over the smallest shortlist, no other node is
+    verified, and each round has the best number of levels.
 
-    Where the profile has no costs of the draft's trees, those of chains are taken: a tree's are more.
+    Where the profile has no costs of the draft's trees, those of chains are taken: a tree's are
+    more.
     """
     growths = ("static", "top_k", "classifier") if draft in profile.tree_drafts else ("",)
     lists = ("fixed", "routed") if profile.shortlist_sizes(draft, routed=True) else ()
@@ -35,7 +39,9 @@ def tree_ceiling(profile: LatencyProfile, draft: str, texts: Sequence[Trajectory
             for d in range(depth + 1)
         )
 
-    table = np.array([[least(bucket, sampled) for sampled in (0, 1)] for bucket in range(len(contexts))])
+    table = np.array(
+        [[least(bucket, sampled) for sampled in (0, 1)] for bucket in range(len(contexts))]
+    )
     seconds = float(np.sum(profile.request_seconds(draft, [len(t.prompt_ids) for t in texts])))
     for t in texts:
         end = len(t.prompt_ids) + np.arange(len(t.output_ids))

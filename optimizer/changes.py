@@ -32,8 +32,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Share:
-    """What one policy did of a run. Seconds before a request's first round are of the policy that it
-    began under."""
+    """What one policy did of a run. Seconds before a request's first round are of the policy that
+    it began under."""
 
     policy: AnyPolicy
     counts: Counts

@@ -1,9 +1,12 @@
-"""Confirming a winner: it and the incumbent alone, executed afresh on requests that neither search nor race has used.
+"""Confirming a winner: it and the incumbent alone, executed afresh on requests that neither search
+nor race has used.
 
-A race's interval of the best of many, on the requests that chose it, promises more than there is (the winner's curse). What a
-tuning publishes and reports is this module's one estimate: the incumbent's seconds over the winner's, summed over requests that
-were held out, as total tokens/s is what a deployment gains; a request counts with the median of its executions, which one stall
-does not move. The number of executions is settled before the first, so nobody looks and stops where it pleases.
+A race's interval of the best of many, on the requests that chose it, promises more than there is
+(the winner's curse). What a tuning publishes and reports is this module's one estimate: the
+incumbent's seconds over the winner's, summed over requests that were held out, as total tokens/s is
+what a deployment gains; a request counts with the median of its executions, which one stall does
+not move. The number of executions is settled before the first, so nobody looks and stops where it
+pleases.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from spectune.optimizer.timings import Timings, finite
 from spectune.traces.errors import TraceError
 
 LEVEL: Final = 0.99
-"""Two-sided level of the interval: its lower end is above the truth in one of 200 confirmations, and in fewer than one of 100 where
-requests are few and noise has heavy tails (`bench/nulls.py`)."""
+"""Two-sided level of the interval: its lower end is above the truth in one of 200 confirmations,
+and in fewer than one of 100 where requests are few and noise has heavy tails (`bench/nulls.py`)."""
 FLOOR: Final = 1.01
 """A ratio below is not worth a publication."""
 LEAST: Final = 5
@@ -31,15 +34,16 @@ LEAST: Final = 5
 RACE_SHARE: Final = 2 / 3
 """Part of the time for executions that the race may use; the confirmation has the rest."""
 SPREAD: Final = 0.1
-"""Standard deviation over requests that is assumed of the logarithm of two close policies' ratio."""
+"""Standard deviation over requests that is assumed of the logarithm of two close policies' ratio.
+"""
 POWER: Final = 0.8
 """Chance with which a gain is to be seen where a number of requests is told."""
 
 
 @dataclass(frozen=True)
 class Confirmation:
-    """The speed of policy ``winner`` over the incumbent's on ``requests`` held out, each executed ``passes`` times by both, and
-    its 99% interval over requests."""
+    """The speed of policy ``winner`` over the incumbent's on ``requests`` held out, each executed
+    ``passes`` times by both, and its 99% interval over requests."""
 
     winner: str
     ratio: tuple[float, float, float]
@@ -48,7 +52,8 @@ class Confirmation:
 
     @property
     def against(self) -> str:
-        """What speaks against a publication; empty where it is a gain beyond noise, and worth having."""
+        """What speaks against a publication; empty where it is a gain beyond noise, and worth
+        having."""
         value, low, _ = self.ratio
         if self.requests < LEAST:
             return f"{self.requests} requests are too few, {LEAST} are needed"
@@ -64,14 +69,27 @@ class Confirmation:
     def __str__(self) -> str:
         value, low, high = self.ratio
         return (
-            f"{value:.3f} times the incumbent's speed ({100 * LEVEL:.0f}% interval {low:.3f} to {high:.3f}) on {self.requests} "
+            f"{value:.3f} times the incumbent's speed ({100 * LEVEL:.0f}% interval {low:.3f} to "
+            f"{high:.3f}) on {self.requests} "
             "requests held out for it"
         )
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready; an interval's end that is not known is None."""
-        told = {"id": self.winner, "ratio": self.ratio[0], "interval": finite(self.ratio[1:]), "level": LEVEL, "floor": FLOOR}
-        return {**told, "requests": self.requests, "passes": self.passes, "holds": self.holds, "against": self.against}
+        told = {
+            "id": self.winner,
+            "ratio": self.ratio[0],
+            "interval": finite(self.ratio[1:]),
+            "level": LEVEL,
+            "floor": FLOOR,
+        }
+        return {
+            **told,
+            "requests": self.requests,
+            "passes": self.passes,
+            "holds": self.holds,
+            "against": self.against,
+        }
 
 
 def confirm(
@@ -83,15 +101,18 @@ def confirm(
     passes: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Confirmation:
-    """Executes both on each request (by number), ``passes`` times, who goes first alternating; the winner begins, so that what a
-    first execution costs speaks against it. ``execute`` returns seconds."""
+    """Executes both on each request (by number), ``passes`` times, who goes first alternating; the
+    winner begins, so that what a first execution costs speaks against it. ``execute`` returns
+    seconds."""
     seconds = {p: np.full((requests, passes), np.nan) for p in (winner, incumbent)}
     for k in range(passes):
         for n in range(requests):
             for p in (winner, incumbent) if (n + k) % 2 == 0 else (incumbent, winner):
                 seconds[p][n, k] = execute(p, n)
             progress(k * requests + n + 1, requests * passes)
-    return Confirmation(winner, Timings(seconds).ratio(winner, incumbent, level=LEVEL), requests, passes)
+    return Confirmation(
+        winner, Timings(seconds).ratio(winner, incumbent, level=LEVEL), requests, passes
+    )
 
 
 def left_s(budget_s: float, raced_s: float) -> float:
@@ -100,20 +121,23 @@ def left_s(budget_s: float, raced_s: float) -> float:
 
 
 def planned(requests: int, both_s: float, budget_s: float, most: int) -> tuple[int, int]:
-    """(requests, passes) to confirm with, of so many held out: as many as fit in ``budget_s`` where both policies together take
-    ``both_s`` a request, at least :data:`LEAST` once, all before any twice, none more than ``most`` times."""
+    """(requests, passes) to confirm with, of so many held out: as many as fit in ``budget_s`` where
+    both policies together take ``both_s`` a request, at least :data:`LEAST` once, all before any
+    twice, none more than ``most`` times."""
     fit = int(budget_s / max(both_s, 1e-9))
     used = min(requests, max(LEAST, fit))
     return used, max(1, min(most, fit // max(1, used)))
 
 
 def requests_to_see(gain: float) -> int:
-    """Requests held out with which a confirmation sees a true gain (0.05: 5%) with a chance of :data:`POWER`."""
+    """Requests held out with which a confirmation sees a true gain (0.05: 5%) with a chance of
+    :data:`POWER`."""
     return next(n for n in count(LEAST) if least_gain(n) <= gain)
 
 
 def least_gain(requests: int) -> float:
-    """The least true gain that a confirmation on so many requests sees with a chance of :data:`POWER`; inf below 2."""
+    """The least true gain that a confirmation on so many requests sees with a chance of
+    :data:`POWER`; inf below 2."""
     if requests < 2:
         return math.inf
     quantiles = stdtrit(requests - 1, (1 + LEVEL) / 2) + stdtrit(requests - 1, POWER)
@@ -121,14 +145,17 @@ def least_gain(requests: int) -> float:
 
 
 def said_of(categories: Sequence[str], *, publish: bool) -> str:
-    """What is to be said, before any work, of requests of these categories; empty where a gain of 5% will be seen.
+    """What is to be said, before any work, of requests of these categories; empty where a gain of
+    5% will be seen.
 
     Raises TraceError where nothing could be raced, or, if something is to be published, confirmed.
     """
     parts = split(categories)
     total, held = len(categories), len(parts.confirm)
     for_5 = math.ceil(requests_to_see(0.05) * len(SPLIT) / SPLIT.count("c"))
-    needs = f"a gain of 5% takes about {for_5} requests (their ratios spreading by {100 * SPREAD:.0f}%)"
+    needs = (
+        f"a gain of 5% takes about {for_5} requests (their ratios spreading by {100 * SPREAD:.0f}%)"
+    )
     least = LEAST if publish else 1
 
     def suffice(parts: Parts) -> bool:
@@ -136,10 +163,18 @@ def said_of(categories: Sequence[str], *, publish: bool) -> str:
 
     if not suffice(parts):
         more = (list(islice(cycle(categories or [""]), n)) for n in count(total))
-        give = f"give {next(len(these) for these in more if suffice(split(these)))} or more of these categories; {needs}"
+        give = (
+            f"give {next(len(these) for these in more if suffice(split(these)))} or more of these "
+            f"categories; {needs}"
+        )
         if not all(parts):
-            raise TraceError(f"too few requests to search, race and confirm on different ones: {total}; {give}")
-        leave = f"{total} requests leave {held} to confirm a winner on, and {LEAST} are needed to publish it"
+            raise TraceError(
+                f"too few requests to search, race and confirm on different ones: {total}; {give}"
+            )
+        leave = (
+            f"{total} requests leave {held} to confirm a winner on, and {LEAST} are needed to "
+            "publish it"
+        )
         raise TraceError(f"{leave}: {give}; --no-publish shows what there is")
     if (seen := least_gain(held)) <= 0.05:
         return ""

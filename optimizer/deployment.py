@@ -1,5 +1,5 @@
-"""A deployment: a name under which one policy is in force for a pair and device, and the sampling it was
-tuned for."""
+"""A deployment: a name under which one policy is in force for a pair and device, and the sampling
+it was tuned for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a policy is put in force: on a device, in a deployment, in place of ``over`` (None: of nothing)."""
+    """Where a policy is put in force: on a device, in a deployment, in place of ``over`` (None: of
+    nothing)."""
 
     device: str
     deployment: str
@@ -54,13 +55,16 @@ def sampling_of(trajectories: Iterable[Trajectory]) -> dict[str, Any] | None:
 
 
 def _changed(then: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> list[str]:
-    """What differs, of what is known of both. At temperature 0 nothing else of the sampling matters."""
+    """What differs, of what is known of both. At temperature 0 nothing else of the sampling
+    matters."""
     if then is None or now is None or now["temperature"] == then.get("temperature") == 0:
         return []
     return [key for key, value in now.items() if key in then and then[key] != value]
 
 
-def _said(values: Mapping[str, Any], keys: Iterable[str], separator: str = ", ", before: str = "") -> str:
+def _said(
+    values: Mapping[str, Any], keys: Iterable[str], separator: str = ", ", before: str = ""
+) -> str:
     return separator.join(
         f"{before}{key.replace('_', '-')} {shortened(str(values[key]))}" for key in keys
     )
@@ -72,8 +76,8 @@ def _was(publication: Publication, changed: Iterable[str]) -> str:
 
 
 def other_sampling(publication: Publication, sampling: Sampling, verifier: Verifier) -> str:
-    """A line on a policy that is used under another sampling than it was tuned for; empty where it is
-    not, or nobody knows."""
+    """A line on a policy that is used under another sampling than it was tuned for; empty where it
+    is not, or nobody knows."""
     now = tuned_for(sampling, verifier)
     changed = _changed(publication.sampling, now)
     if not changed:
@@ -81,15 +85,20 @@ def other_sampling(publication: Publication, sampling: Sampling, verifier: Verif
     plain = {"top_k": 0, "top_p": 1.0, "verifier": "coupled"}
     asked = [key for key in now if now[key] != plain.get(key)]
     flags = _said({**now, "deployment": publication.deployment}, [*asked, "deployment"], " ", "--")
-    return f"{_was(publication, changed)} and is used at {_said(now, changed)}; `tune {flags}` tunes for that"
+    return (
+        f"{_was(publication, changed)} and is used at {_said(now, changed)}; `tune {flags}` tunes "
+        "for that"
+    )
 
 
 def tunes_over(publication: Publication | None, now: Mapping[str, Any] | None) -> str:
-    """A line on what is in force, where a tuning for another sampling may take its place; else empty."""
+    """A line on what is in force, where a tuning for another sampling may take its place; else
+    empty."""
     changed = _changed(publication.sampling, now) if publication is not None else []
     if publication is None or now is None or not changed:
         return ""
     return (
-        f"{_was(publication, changed)}; this tunes for {_said(now, changed)} and may take its place: "
+        f"{_was(publication, changed)}; this tunes for {_said(now, changed)} and may take its "
+        "place: "
         "`--deployment NAME` keeps both"
     )

@@ -1,4 +1,5 @@
-"""Profiling an engine that serves many requests at once: a small set of requests, designed to tell what its steps cost."""
+"""Profiling an engine that serves many requests at once: a small set of requests, designed to tell
+what its steps cost."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ LEAST_REQUESTS: Final = 4
 
 @dataclass(frozen=True)
 class Design:
-    """What is served: ``prompts`` to from 1 to ``clients`` at a time, under windows of 1 to ``most`` tokens, both doubled, each
-    request for ``tokens``. ``threads``: of a CPU; None: the engine's own choice."""
+    """What is served: ``prompts`` to from 1 to ``clients`` at a time, under windows of 1 to
+    ``most`` tokens, both doubled, each request for ``tokens``. ``threads``: of a CPU; None: the
+    engine's own choice."""
 
     prompts: Sequence[Prompt]
     most: int = 8
@@ -46,18 +48,27 @@ class Design:
         return float(np.mean([len(prompt.ids) for prompt in self.prompts])) + self.tokens / 2
 
     def loads(self) -> Iterator[tuple[int, tuple[Prompt, ...]]]:
-        """(clients, the prompts up to and with theirs): the prompts in order, from the first again where there are too few."""
+        """(clients, the prompts up to and with theirs): the prompts in order, from the first again
+        where there are too few."""
         done = 0
         for clients in doubled(self.clients):
             done += max(LEAST_REQUESTS, 2 * clients)
             prompts = islice(cycle(self.prompts), done)
-            yield clients, tuple(Prompt(f"{n}", prompt.category, prompt.ids) for n, prompt in enumerate(prompts))
+            yield (
+                clients,
+                tuple(
+                    Prompt(f"{n}", prompt.category, prompt.ids) for n, prompt in enumerate(prompts)
+                ),
+            )
 
     def policies(self, engine: Engine, draft: str) -> list[Policy]:
-        """What is in force while they are served; of an engine that can, also no tokens with the draft loaded."""
+        """What is in force while they are served; of an engine that can, also no tokens with the
+        draft loaded."""
         if draft == "none":
             return [AUTOREGRESSIVE]
-        windows: list[dict[str, Any]] = [{"kind": "fixed", "gamma": gamma} for gamma in doubled(self.most)]
+        windows: list[dict[str, Any]] = [
+            {"kind": "fixed", "gamma": gamma} for gamma in doubled(self.most)
+        ]
         if engine.by_batch and self.clients > 1:
             windows.append({"kind": "by_batch", "gamma": {"1": min(2, self.most), "2": 0}})
         found = [parse_policy({"draft": draft, "window": window}) for window in windows]
@@ -86,10 +97,12 @@ def profile_engine(
     say: Callable[[str], None] = lambda line: None,
     progress: Progress = silent,
 ) -> Profiled:
-    """Starts an engine without a draft and with each of the drafts, and serves the design into recordings, one for each policy:
-    those of an engine's traffic, from which its costs are known. A draft that the engine cannot load is left out.
+    """Starts an engine without a draft and with each of the drafts, and serves the design into
+    recordings, one for each policy: those of an engine's traffic, from which its costs are known. A
+    draft that the engine cannot load is left out.
 
-    Raises EngineError or PairError where it cannot serve the target, and EngineError where it fails while it serves.
+    Raises EngineError or PairError where it cannot serve the target, and EngineError where it fails
+    while it serves.
     """
     recordings, left_out = list[str](), dict[str, str]()
     longest = max(len(prompt.ids) for prompt in design.prompts) + design.tokens
@@ -109,14 +122,30 @@ def profile_engine(
 
 
 def serve_design(
-    store: TraceStore, spec: PairSpec, running: Running, draft: str, design: Design, progress: Progress = silent
+    store: TraceStore,
+    spec: PairSpec,
+    running: Running,
+    draft: str,
+    design: Design,
+    progress: Progress = silent,
 ) -> list[str]:
-    """Serves the design on an engine that has loaded ``draft``: a recording of each policy, at each number of clients."""
+    """Serves the design on an engine that has loaded ``draft``: a recording of each policy, at each
+    number of clients."""
     options, recordings = DecodeOptions(max_new_tokens=design.tokens), list[str]()
     for policy in design.policies(running.engine, draft):
         recording = ""
         for clients, prompts in design.loads():  # what is not recorded yet is served to so many
-            info = record_on(store, spec, running, None, prompts, policy, Load(clients), options, fresh=not recording)
+            info = record_on(
+                store,
+                spec,
+                running,
+                None,
+                prompts,
+                policy,
+                Load(clients),
+                options,
+                fresh=not recording,
+            )
             recording = info.id
             progress(policy.label(), clients, design.clients)
         store.finish_recording(recording)
@@ -124,9 +153,12 @@ def serve_design(
     return recordings
 
 
-def step_table(costs: ServedCosts, engine: Engine, draft: str, design: Design) -> list[dict[str, Any]]:
-    """A row for each number of requests that share a step: its milliseconds by draft tokens, as text, of those that were served with
-    the draft ("": without one). 0 is told where the engine keeps it loaded then."""
+def step_table(
+    costs: ServedCosts, engine: Engine, draft: str, design: Design
+) -> list[dict[str, Any]]:
+    """A row for each number of requests that share a step: its milliseconds by draft tokens, as
+    text, of those that were served with the draft ("": without one). 0 is told where the engine
+    keeps it loaded then."""
     least, most = costs.passes[draft]
     off = (0,) if not draft or engine.by_batch else ()
     rows = []
@@ -135,6 +167,8 @@ def step_table(costs: ServedCosts, engine: Engine, draft: str, design: Design) -
         for gamma in (*off, *doubled(design.most)) if draft else off:
             if least <= gamma <= most:
                 step = costs.of(draft, [gamma])
-                row[str(gamma)] = 1000 * step_seconds(step, batch * (1 + gamma), 0, batch, batch * design.context, gamma)
+                row[str(gamma)] = 1000 * step_seconds(
+                    step, batch * (1 + gamma), 0, batch, batch * design.context, gamma
+                )
         rows.append(row)
     return rows

@@ -18,8 +18,16 @@ if TYPE_CHECKING:
     from spectune.traces.schema import Workload
     from spectune.traces.store import TraceStore
 
-TYPICAL = {"record": 90.0, "profile": 30.0, "fit": 12.0, "search": 22.0, "execute": 53.0, "confirm": 27.0}
-"""Seconds of the demo's tuning on two CPU cores: a bar's proportions while nothing is known of a pair, and never told."""
+TYPICAL = {
+    "record": 90.0,
+    "profile": 30.0,
+    "fit": 12.0,
+    "search": 22.0,
+    "execute": 53.0,
+    "confirm": 27.0,
+}
+"""Seconds of the demo's tuning on two CPU cores: a bar's proportions while nothing is known of a
+pair, and never told."""
 LOOKED_AT = 5
 """Earlier tunings of a pair that an estimate is made of."""
 TOLD = 3.0
@@ -28,7 +36,8 @@ TOLD = 3.0
 
 @dataclass
 class Course:
-    """A tuning's stages in order with their expected seconds, and how far it is. ``known``: these are told to a user."""
+    """A tuning's stages in order with their expected seconds, and how far it is. ``known``: these
+    are told to a user."""
 
     stages: Sequence[tuple[str, float]]
     known: bool
@@ -40,7 +49,9 @@ class Course:
         """A stage begins, and those before it are over. One that is begun again goes on."""
         if self.at >= 0 and self.stages[self.at][0] == stage:
             return
-        self.at = next((i for i in range(self.at + 1, len(self.stages)) if self.stages[i][0] == stage), self.at)
+        self.at = next(
+            (i for i in range(self.at + 1, len(self.stages)) if self.stages[i][0] == stage), self.at
+        )
         self.within, self._phases = 0.0, {}
 
     def tell(self, phase: str, done: int, total: int) -> None:
@@ -70,13 +81,16 @@ class Course:
         """The estimate, in a line."""
         if not self.known:
             return (
-                "no tuning of this pair is stored, so nobody knows yet how long recording it takes; race and confirmation take "
+                "no tuning of this pair is stored, so nobody knows yet how long recording it "
+                "takes; race and confirmation take "
                 f"{spoken(budget_s)} at most"
             )
         parts: dict[str, float] = {}
         for name, seconds in self.stages:
             parts[name] = parts.get(name, 0.0) + seconds
-        shown = ", ".join(f"{name} {spoken(seconds)}" for name, seconds in parts.items() if seconds >= TOLD)
+        shown = ", ".join(
+            f"{name} {spoken(seconds)}" for name, seconds in parts.items() if seconds >= TOLD
+        )
         return f"about {spoken(self.total_s)}: {shown} (as earlier tunings of this pair took)"
 
 
@@ -90,24 +104,46 @@ def spoken(seconds: float) -> str:
 
 
 def course(
-    store: TraceStore, pair: LoadedPair, wanted: TuneOptions, workload: Workload | None, stages: Sequence[str]
+    store: TraceStore,
+    pair: LoadedPair,
+    wanted: TuneOptions,
+    workload: Workload | None,
+    stages: Sequence[str],
 ) -> Course:
-    """What the tuning of a workload, or of a recording (None), is expected to take, from the seconds of earlier ones of the pair on
-    this device; texts are taken to be as long as they may be."""
+    """What the tuning of a workload, or of a recording (None), is expected to take, from the
+    seconds of earlier ones of the pair on this device; texts are taken to be as long as they may
+    be."""
     device, trees = pair.device.type, wanted.tree_size[0] > 0
     paces = [document.get("pace") for _, _, _, document, _ in store.list_studies(pair.id)]
-    alike = [p for p in paces if p and (p["device"], p["trees"]) == (device, trees) and p["tokens"]][:LOOKED_AT]
+    alike = [
+        p for p in paces if p and (p["device"], p["trees"]) == (device, trees) and p["tokens"]
+    ][:LOOKED_AT]
     tokens = None if workload is None else len(workload.requests) * wanted.options.max_new_tokens
     expected: dict[str, float] = {}
     for pace in alike:
         scale = 1.0 if tokens is None else tokens / pace["tokens"]
         for name, seconds in pace["seconds"].items():
-            expected[name] = max(expected.get(name, 0.0), seconds * (1.0 if name == "profile" else scale))
+            expected[name] = max(
+                expected.get(name, 0.0), seconds * (1.0 if name == "profile" else scale)
+            )
     known = bool(alike)
     race_s = wanted.budget_s * RACE_SHARE
-    expected = {**(expected if known else TYPICAL), "execute": race_s, "confirm": wanted.budget_s - race_s}
+    expected = {
+        **(expected if known else TYPICAL),
+        "execute": race_s,
+        "confirm": wanted.budget_s - race_s,
+    }
     if not wanted.fresh:
-        if usable_profile(store, pair, wanted.drafts_of(pair), datetime.now(UTC), trees=wanted.prices_trees(pair)) is not None:
+        if (
+            usable_profile(
+                store,
+                pair,
+                wanted.drafts_of(pair),
+                datetime.now(UTC),
+                trees=wanted.prices_trees(pair),
+            )
+            is not None
+        ):
             expected["profile"] = 0.0
         if workload is None or _recorded(store, pair, wanted, workload):
             expected["record"] = 0.0
@@ -122,7 +158,10 @@ def _recorded(store: TraceStore, pair: LoadedPair, wanted: TuneOptions, workload
         "verifier": options.verifier,
         "options": recording_options(pair, options),
     }
-    return store.find_recording(pair.id, workload.digest(), options.sampling, **spec, state="complete") is not None
+    return (
+        store.find_recording(pair.id, workload.digest(), options.sampling, **spec, state="complete")
+        is not None
+    )
 
 
 def pace(seconds: Mapping[str, float], *, device: str, trees: bool, tokens: int) -> dict[str, Any]:

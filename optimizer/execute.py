@@ -1,4 +1,5 @@
-"""Executing policies for real: one policy over a workload, or several interleaved so that they share the machine's moods."""
+"""Executing policies for real: one policy over a workload, or several interleaved so that they
+share the machine's moods."""
 
 from __future__ import annotations
 
@@ -64,15 +65,20 @@ def first_token_s(steps: Sequence[Step], seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A workload with its prompts as token ids, checked against the pair's context before anything is decoded."""
+    """A workload with its prompts as token ids, checked against the pair's context before anything
+    is decoded."""
 
     items: tuple[tuple[Request, DecodeRequest], ...]
     options: DecodeOptions
 
     @property
     def longest(self) -> int:
-        """Tokens that the longest text can have, the one behind its end included; 0 without requests."""
-        return max((len(request.prompt_ids) + request.max_new_tokens + 1 for _, request in self.items), default=0)
+        """Tokens that the longest text can have, the one behind its end included; 0 without
+        requests."""
+        return max(
+            (len(request.prompt_ids) + request.max_new_tokens + 1 for _, request in self.items),
+            default=0,
+        )
 
 
 def encode(pair: LoadedPair, workload: Workload, options: DecodeOptions) -> Encoded:
@@ -81,25 +87,44 @@ def encode(pair: LoadedPair, workload: Workload, options: DecodeOptions) -> Enco
     items = []
     for item in workload.requests:
         ids = pair.encode_request(item, chat=options.chat)
-        items.append((item, decoder.request(item, ids, options.sampling, options.max_new_tokens, options.stop_strings)))
+        items.append(
+            (
+                item,
+                decoder.request(
+                    item, ids, options.sampling, options.max_new_tokens, options.stop_strings
+                ),
+            )
+        )
     return Encoded(tuple(items), options)
 
 
-def encode_recorded(pair: LoadedPair, trajectories: Sequence[Trajectory], chat: bool = True) -> Encoded:
-    """The requests of recorded trajectories, ready to be decoded again: equal prompts, sampling, budgets."""
+def encode_recorded(
+    pair: LoadedPair, trajectories: Sequence[Trajectory], chat: bool = True
+) -> Encoded:
+    """The requests of recorded trajectories, ready to be decoded again: equal prompts, sampling,
+    budgets."""
     first = trajectories[0]
-    options = DecodeOptions(first.sampling, first.max_new_tokens, first.verifier, first.stop_strings, chat)
+    options = DecodeOptions(
+        first.sampling, first.max_new_tokens, first.verifier, first.stop_strings, chat
+    )
     decoder = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)), options.verifier)
     items = []
     for t in trajectories:
         item = Request(t.request_id, t.category, ("",))
-        items.append((item, decoder.request(item, t.prompt_ids.tolist(), t.sampling, t.max_new_tokens, t.stop_strings)))
+        items.append(
+            (
+                item,
+                decoder.request(
+                    item, t.prompt_ids.tolist(), t.sampling, t.max_new_tokens, t.stop_strings
+                ),
+            )
+        )
     return Encoded(tuple(items), options)
 
 
 def run(pair: LoadedPair, source: PolicySource, encoded: Encoded) -> Iterator[Decoded]:
-    """Decodes every request in order under a policy source, yielding each as it ends; before them a few tokens, so that the first figure
-    is not the first touch of the weights."""
+    """Decodes every request in order under a policy source, yielding each as it ends; before them a
+    few tokens, so that the first figure is not the first touch of the weights."""
     warm(pair, encoded)
     prepare_graphs(pair, source.current(), encoded.options.sampling, encoded.longest)
     decoder = Decoder(pair, source, encoded.options.verifier)
@@ -108,14 +133,17 @@ def run(pair: LoadedPair, source: PolicySource, encoded: Encoded) -> Iterator[De
 
 
 def warm(pair: LoadedPair, encoded: Encoded) -> None:
-    """Decodes a few tokens of the first request with every draft, so that first touches and compilation are not charged to it."""
+    """Decodes a few tokens of the first request with every draft, so that first touches and
+    compilation are not charged to it."""
     options = encoded.options
     rejects = options.verifier == "rejection" and not options.sampling.greedy
     drafts = pair.chain_drafts if rejects else pair.draft_names
     policies = [Policy(), *(Policy(draft=d, window=FixedWindow(gamma=3)) for d in drafts)]
     for _, request in encoded.items[:1]:
         for policy in policies:
-            decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names)), encoded.options.verifier)
+            decoder = Decoder(
+                pair, StaticSource(prepare(policy, pair.draft_names)), encoded.options.verifier
+            )
             list(islice(decoder.rounds(request), 4))
 
 
@@ -130,16 +158,19 @@ def outcome(policy: str, decoded: Sequence[Decoded]) -> Outcome:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Policies executed on the same requests in interleaved blocks, ``outcomes`` by policy id. ``texts_differ`` counts requests whose
-    tokens were not equal under every policy: 0 unless arithmetic is of low precision. ``timings`` has every execution, ``survivors``
-    the policies that a race did not drop."""
+    """Policies executed on the same requests in interleaved blocks, ``outcomes`` by policy id.
+    ``texts_differ`` counts requests whose tokens were not equal under every policy: 0 unless
+    arithmetic is of low precision. ``timings`` has every execution, ``survivors`` the policies that
+    a race did not drop."""
 
     outcomes: dict[str, Outcome]
     texts_differ: int
     timings: Timings
     survivors: tuple[str, ...]
 
-    def ratio(self, policy_id: str, base_id: str, *, projected: bool = False) -> tuple[float, float, float]:
+    def ratio(
+        self, policy_id: str, base_id: str, *, projected: bool = False
+    ) -> tuple[float, float, float]:
         """(speed-up of one policy over another, 95% interval), as :meth:`Timings.ratio`."""
         return self.timings.ratio(policy_id, base_id, projected=projected)
 
@@ -149,7 +180,8 @@ BLOCK = 4
 DROP_LEVEL = 0.998
 """Level of the interval that drops a policy: there are many looks at many policies."""
 NEGLIGIBLE = 0.005
-"""A race ends when nobody left can be faster than the leader by more than this, relative, in a 95% interval."""
+"""A race ends when nobody left can be faster than the leader by more than this, relative, in a 95%
+interval."""
 
 
 def eliminate(
@@ -164,13 +196,15 @@ def eliminate(
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Timings, tuple[str, ...]]:
-    """Races policies, by id: passes over the requests, every policy on each in rotating order, the clearly slower dropped.
+    """Races policies, by id: passes over the requests, every policy on each in rotating order, the
+    clearly slower dropped.
 
-    ``execute`` decodes one request (by index) under one policy and returns its seconds. After every ``BLOCK`` requests those
-    are dropped whose 99.8% interval of the projected ratio to the leader lies below 1; those in ``whole`` are executed to the end
-    of the first pass all the same. It ends after a pass that left one, or
-    nobody who can be faster than the leader by ``NEGLIGIBLE``; after ``passes``; or after ``budget_s`` (at least one request is
-    executed). Returns the timings and who was not dropped.
+    ``execute`` decodes one request (by index) under one policy and returns its seconds. After every
+    ``BLOCK`` requests those are dropped whose 99.8% interval of the projected ratio to the leader
+    lies below 1; those in ``whole`` are executed to the end of the first pass all the same. It ends
+    after a pass that left one, or nobody who can be faster than the leader by ``NEGLIGIBLE``; after
+    ``passes``; or after ``budget_s`` (at least one request is executed). Returns the timings and
+    who was not dropped.
     """
     seconds = {p: np.full((requests, passes), np.nan) for p in policies}
     timings = Timings(seconds, expected)
@@ -187,7 +221,10 @@ def eliminate(
             if turn % BLOCK == 0 or n + 1 == requests:
                 leader = timings.leader(racing)
                 racing = [
-                    p for p in racing if p == leader or timings.ratio(p, leader, projected=True, level=DROP_LEVEL)[2] >= 1.0
+                    p
+                    for p in racing
+                    if p == leader
+                    or timings.ratio(p, leader, projected=True, level=DROP_LEVEL)[2] >= 1.0
                 ]
         rest = [timings.ratio(p, leader, projected=True) for p in racing if p != leader]
         if all(high <= 1.0 + NEGLIGIBLE for _, _, high in rest):
@@ -196,8 +233,9 @@ def eliminate(
 
 
 class Executor:
-    """Decodes one request (by number) of a workload under one policy (by id), and keeps what that did. Windows that carry
-    state keep one controller for all requests. Raises PolicyError if a policy cannot run."""
+    """Decodes one request (by number) of a workload under one policy (by id), and keeps what that
+    did. Windows that carry state keep one controller for all requests. Raises PolicyError if a
+    policy cannot run."""
 
     def __init__(
         self,
@@ -214,9 +252,13 @@ class Executor:
         self._decoders: dict[str, Decoder] = {}
         for name, policy in self.policies.items():
             sampling = encoded.options.sampling
-            prepared = prepare_for(pair, policy, profile=profile, artifacts=artifacts, sampling=sampling)
+            prepared = prepare_for(
+                pair, policy, profile=profile, artifacts=artifacts, sampling=sampling
+            )
             prepare_graphs(pair, prepared, sampling, encoded.longest)
-            self._decoders[name] = Decoder(pair, StaticSource(prepared), encoded.options.verifier, clock)
+            self._decoders[name] = Decoder(
+                pair, StaticSource(prepared), encoded.options.verifier, clock
+            )
         self._counts: dict[str, dict[int, Counts]] = {p: {} for p in self.policies}
         self._first: dict[str, dict[int, list[float]]] = {p: {} for p in self.policies}
         self._texts: list[set[tuple[int, ...]]] = [set() for _ in encoded.items]
@@ -224,10 +266,14 @@ class Executor:
     def __call__(self, policy_id: str, n: int) -> float:
         """Its seconds."""
         item, request = self.encoded.items[n]
-        decoded = self._decoders[policy_id].decode(request, item.category, self.encoded.options.stop_strings)
+        decoded = self._decoders[policy_id].decode(
+            request, item.category, self.encoded.options.stop_strings
+        )
         self._texts[n].add(tuple(decoded.trajectory.output_ids.tolist()))
         self._counts[policy_id].setdefault(n, counts_of(decoded.steps, decoded.seconds))
-        self._first[policy_id].setdefault(n, []).append(first_token_s(decoded.steps, decoded.seconds))
+        self._first[policy_id].setdefault(n, []).append(
+            first_token_s(decoded.steps, decoded.seconds)
+        )
         return decoded.seconds
 
     @property
@@ -236,8 +282,11 @@ class Executor:
         return sum(len(t) > 1 for t in self._texts)
 
     def race(self, **how: Any) -> Comparison:
-        """Executes all in a race, so that most of the time goes to telling the fastest apart; ``how``: as :func:`eliminate` takes it."""
-        return self.comparison(*eliminate(list(self.policies), len(self.encoded.items), self, clock=self._clock, **how))
+        """Executes all in a race, so that most of the time goes to telling the fastest apart;
+        ``how``: as :func:`eliminate` takes it."""
+        return self.comparison(
+            *eliminate(list(self.policies), len(self.encoded.items), self, clock=self._clock, **how)
+        )
 
     def comparison(self, timings: Timings, survivors: Sequence[str]) -> Comparison:
         """What was executed; a request's seconds are the median of its executions."""
@@ -248,6 +297,10 @@ class Executor:
                 item, _ = self.encoded.items[n]
                 typical = float(np.nanmedian(timings.seconds[policy_id][n]))
                 to_first = float(np.median(self._first[policy_id][n]))
-                rows.append(RequestOutcome(item.id, item.category, replace(found, seconds=typical), to_first))
+                rows.append(
+                    RequestOutcome(
+                        item.id, item.category, replace(found, seconds=typical), to_first
+                    )
+                )
             outcomes[policy_id] = Outcome(policy.label(), "executed", tuple(rows))
         return Comparison(outcomes, self.texts_differ, timings, tuple(survivors))

@@ -1,4 +1,5 @@
-"""What a search under load proposes, executed: the engine serves the recorded prompts again, under the same loads."""
+"""What a search under load proposes, executed: the engine serves the recorded prompts again, under
+the same loads."""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ MOST_PASSES: Final = 9
 
 @dataclass(frozen=True)
 class Executed:
-    """A policy on the engine: what was ``predicted`` of it by load (nothing where too little was recorded for that), and what was
-    ``served``, one for each time. ``differ``: texts that were others than the recorded."""
+    """A policy on the engine: what was ``predicted`` of it by load (nothing where too little was
+    recorded for that), and what was ``served``, one for each time. ``differ``: texts that were
+    others than the recorded."""
 
     policy: Policy
     predicted: Mapping[str, Served]
@@ -37,7 +39,8 @@ class Executed:
     differ: int
 
     def median(self, name: str) -> Served:
-        """Of an odd number of executions the one of median tokens per second, of an even one the lower of two."""
+        """Of an odd number of executions the one of median tokens per second, of an even one the
+        lower of two."""
         ranked = sorted(self.served[name], key=lambda served: served.tokens_per_s)
         return ranked[(len(ranked) - 1) // 2]
 
@@ -55,16 +58,24 @@ class Executed:
                 "each_tokens_per_s": [one.tokens_per_s for one in served],
                 "measured": told,
             })  # fmt: skip
-        return {"policy_id": self.policy.id, "label": self.policy.label(), "texts_differ": self.differ, "loads": loads}
+        return {
+            "policy_id": self.policy.id,
+            "label": self.policy.label(),
+            "texts_differ": self.differ,
+            "loads": loads,
+        }
 
 
 def finalists(found: Found, lab: UnderLoad, incumbent: Policy) -> list[Scored]:
-    """Who is executed: the table, the best constant of each load, no speculation, and what is to be beaten, each once."""
+    """Who is executed: the table, the best constant of each load, no speculation, and what is to be
+    beaten, each once."""
     those = [found.table, *found.best.values()]
     those += [] if found.nothing is None else [found.nothing]
     if incumbent.id not in {s.policy.id for s in those}:
         try:
-            predicted = {name: lab.simulate(incumbent, load).served for name, load in lab.loads.items()}
+            predicted = {
+                name: lab.simulate(incumbent, load).served for name, load in lab.loads.items()
+            }
         except (PolicyError, TraceError):  # too little was recorded
             predicted = {}
         those.append(Scored(incumbent, predicted))
@@ -72,8 +83,13 @@ def finalists(found: Found, lab: UnderLoad, incumbent: Policy) -> list[Scored]:
 
 
 def pass_s(those: Sequence[Scored]) -> float:
-    """The seconds that executing all once takes, as predicted, starts left out; of whom nothing is predicted as the others."""
-    known = [sum(served.seconds for served in scored.served.values()) for scored in those if scored.served]
+    """The seconds that executing all once takes, as predicted, starts left out; of whom nothing is
+    predicted as the others."""
+    known = [
+        sum(served.seconds for served in scored.served.values())
+        for scored in those
+        if scored.served
+    ]
     return sum(known) / len(known) * len(those)
 
 
@@ -84,49 +100,73 @@ def passes_of(those: Sequence[Scored], budget_s: float) -> int:
 
 
 class Execution:
-    """Executes finalists on the engine that was recorded. Raises TraceError for texts that cannot be served again as they were."""
+    """Executes finalists on the engine that was recorded. Raises TraceError for texts that cannot
+    be served again as they were."""
 
     def __init__(self, lab: UnderLoad, spec: PairSpec, progress: Progress) -> None:
         texts = [_whole(lab.trace.trajectories[r]) for r in lab.trace.order]
         asked = {text.max_new_tokens for text in texts}
         if len(asked) > 1 or any(text.finish == "stop" for text in texts):
             why = "for different numbers of tokens" if len(asked) > 1 else "to end at a stop string"
-            raise TraceError(f"recording {lab.info.id}: its requests asked {why}, which an execution is not told; leave --execute out")
+            raise TraceError(
+                f"recording {lab.info.id}: its requests asked {why}, which an execution is not "
+                "told; leave --execute out"
+            )
         self._lab, self._spec, self._texts, self._progress = lab, spec, texts, progress
         self._options = DecodeOptions(lab.info.sampling, texts[0].max_new_tokens)
 
     def run(self, those: Sequence[Scored], passes: int) -> list[Executed]:
-        """Every policy under every load, ``passes`` times in turn: an engine is started for each draft of each pass, so that what
-        the machine does meanwhile falls on all alike. Raises EngineError where the engine fails."""
+        """Every policy under every load, ``passes`` times in turn: an engine is started for each
+        draft of each pass, so that what the machine does meanwhile falls on all alike. Raises
+        EngineError where the engine fails."""
         lab, groups = self._lab, dict[str, list[Scored]]()
         for scored in those:
             groups.setdefault(lab.loaded(scored.policy) or "none", []).append(scored)
-        served: dict[tuple[str, str], list[Served]] = {(s.policy.id, name): [] for s in those for name in lab.loads}
+        served: dict[tuple[str, str], list[Served]] = {
+            (s.policy.id, name): [] for s in those for name in lab.loads
+        }
         differ = dict.fromkeys((s.policy.id for s in those), 0)
         total = passes * len(served)
         for _ in range(passes):
             for draft, group in groups.items():
-                with closing(start(lab.engine.name, self._spec, self._wanted(draft, group))) as running:
+                with closing(
+                    start(lab.engine.name, self._spec, self._wanted(draft, group))
+                ) as running:
                     for scored in group:
                         for name, load in lab.loads.items():
                             prompts = self._prompts(len(load.arrivals) or lab.count)
-                            answered = list(execute(running, prompts, scored.policy, load, self._options))
+                            answered = list(
+                                execute(running, prompts, scored.policy, load, self._options)
+                            )
                             served[scored.policy.id, name].append(served_of(answered))
                             differ[scored.policy.id] += self._differ(answered)
                             self._progress("execute", sum(map(len, served.values())), total)
         return [
-            Executed(s.policy, s.served, {name: tuple(served[s.policy.id, name]) for name in lab.loads}, differ[s.policy.id])
+            Executed(
+                s.policy,
+                s.served,
+                {name: tuple(served[s.policy.id, name]) for name in lab.loads},
+                differ[s.policy.id],
+            )
             for s in those
         ]
 
     def _wanted(self, draft: str, group: Sequence[Scored]) -> Wanted:
         longest = max(len(text.prompt_ids) for text in self._texts) + self._options.max_new_tokens
-        return Wanted(draft, max(1, *(s.policy.gamma_max for s in group)), self._lab.rules.max_num_seqs, longest)
+        return Wanted(
+            draft,
+            max(1, *(s.policy.gamma_max for s in group)),
+            self._lab.rules.max_num_seqs,
+            longest,
+        )
 
     def _prompts(self, count: int) -> tuple[Prompt, ...]:
         """The recorded prompts in order, from the first again where there are fewer."""
         again = islice(cycle(self._texts), count)
-        return tuple(Prompt(f"{n}", text.category, tuple(text.prompt_ids.tolist())) for n, text in enumerate(again))
+        return tuple(
+            Prompt(f"{n}", text.category, tuple(text.prompt_ids.tolist()))
+            for n, text in enumerate(again)
+        )
 
     def _differ(self, answered: Sequence[Answered]) -> int:
         """Greedy texts that are others than the recorded."""
@@ -134,7 +174,10 @@ class Execution:
             return 0
         recorded = self._texts
         return sum(
-            not np.array_equal(recorded[int(done.trajectory.request_id) % len(recorded)].output_ids, done.trajectory.output_ids)
+            not np.array_equal(
+                recorded[int(done.trajectory.request_id) % len(recorded)].output_ids,
+                done.trajectory.output_ids,
+            )
             for done in answered
         )
 
@@ -143,7 +186,9 @@ def _whole(rest: Trajectory) -> Trajectory:
     """A text of the trace with its first token, which the trace counts to the prompt."""
     before, first = rest.prompt_ids[:-1], rest.prompt_ids[-1:]
     output = np.concatenate((first, rest.output_ids))
-    return replace(rest, prompt_ids=before, output_ids=output, max_new_tokens=rest.max_new_tokens + 1)
+    return replace(
+        rest, prompt_ids=before, output_ids=output, max_new_tokens=rest.max_new_tokens + 1
+    )
 
 
 def served_of(answered: Sequence[Answered]) -> Served:

@@ -30,8 +30,9 @@ def generate(
     compare: bool = True,
     show_trees: bool = False,
 ) -> dict[str, Any]:
-    """Streams the continuation of ``prompt``: drafted and accepted tokens in green, the target's own in yellow. Where trees were drafted
-    the last one is drawn below, or with ``show_trees`` every one.
+    """Streams the continuation of ``prompt``: drafted and accepted tokens in green, the target's
+    own in yellow. Where trees were drafted the last one is drawn below, or with ``show_trees``
+    every one.
 
     Returns ``text``, ``token_ids``, ``rounds``, ``tau``, ``tokens_per_s``,
     ``time_to_first_token_s`` and, with ``compare``, ``autoregressive_tokens_per_s`` and
@@ -43,7 +44,9 @@ def generate(
     ids = pair.encode_request(item, chat=options.chat)
     decoder = Decoder(pair, StaticSource(prepared), options.verifier)
     decoder.backend.keeps_pruned = True
-    request = decoder.request(item, ids, options.sampling, options.max_new_tokens, options.stop_strings)
+    request = decoder.request(
+        item, ids, options.sampling, options.max_new_tokens, options.stop_strings
+    )
     _touch(pair, prepared, item, ids, options)
     rounds, seconds = _stream(decoder, request, console)
     output = [token for r in rounds for token in r.tokens]
@@ -66,14 +69,26 @@ def generate(
         result["trees"] = [tree_json(r) for r in rounds]
     for i in grown if show_trees else grown[-1:]:
         before = [*ids, *output][len(ids) + rounds[i].step.start - 1]
-        console.print(tree_view(i + 1, rounds[i], pair.text([before]), lambda token: pair.text([token])))
+        console.print(
+            tree_view(i + 1, rounds[i], pair.text([before]), lambda token: pair.text([token]))
+        )
     console.print(
-        Text.assemble(("accepted draft tokens", ACCEPTED), "  ", ("the target's own", OWN), f"   policy: {prepared.label}")
+        Text.assemble(
+            ("accepted draft tokens", ACCEPTED),
+            "  ",
+            ("the target's own", OWN),
+            f"   policy: {prepared.label}",
+        )
     )
-    line = f"{counts.emitted_tokens} tokens in {counts.rounds} rounds, tau {counts.mean_accepted_length:.2f}, "
+    line = (
+        f"{counts.emitted_tokens} tokens in {counts.rounds} rounds, tau "
+        f"{counts.mean_accepted_length:.2f}, "
+    )
     line += f"first token after {first_s * 1e3:.0f} ms, {counts.tokens_per_s:.1f} tokens/s"
     if compare and any(plan.policy.speculates for plan in prepared.candidates):
-        plain = Decoder(pair, StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names)), options.verifier)
+        plain = Decoder(
+            pair, StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names)), options.verifier
+        )
         again = plain.decode(request)
         speed = len(output) / again.seconds
         result["autoregressive_tokens_per_s"] = speed
@@ -85,7 +100,9 @@ def generate(
     return result
 
 
-def _stream(decoder: Decoder, request: DecodeRequest, console: Console) -> tuple[list[Round], float]:
+def _stream(
+    decoder: Decoder, request: DecodeRequest, console: Console
+) -> tuple[list[Round], float]:
     """Decodes a request and shows its tokens as they come. Its rounds, and the seconds that they
     took without the showing."""
     output: list[int] = []
@@ -98,7 +115,8 @@ def _stream(decoder: Decoder, request: DecodeRequest, console: Console) -> tuple
         for i, token in enumerate(round_.tokens):
             output.append(token)
             text = decoder.pair.text(output)
-            # A token may end inside a character; its bytes are shown with the token that completes it.
+            # A token may end inside a character; its bytes are shown with the token that completes
+            # it.
             if not text.endswith("\ufffd"):
                 style = ACCEPTED if i < round_.step.accepted else OWN
                 console.print(Text(printable(text[len(shown) :]), style=style), end="")
@@ -107,7 +125,9 @@ def _stream(decoder: Decoder, request: DecodeRequest, console: Console) -> tuple
     return rounds, time.perf_counter() - began - drawing
 
 
-def _touch(pair: LoadedPair, prepared: AnyPlan, item: Request, ids: list[int], options: DecodeOptions) -> None:
+def _touch(
+    pair: LoadedPair, prepared: AnyPlan, item: Request, ids: list[int], options: DecodeOptions
+) -> None:
     """A few rounds under both policies, so that first touches of the weights are not timed."""
     for plan in (prepare(AUTOREGRESSIVE, pair.draft_names), prepared):
         decoder = Decoder(pair, StaticSource(plan), options.verifier)

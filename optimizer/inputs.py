@@ -1,4 +1,5 @@
-"""What commands and calls take as workloads and policies, by name, file or id, and as sizes of trees; and what they tell of a policy."""
+"""What commands and calls take as workloads and policies, by name, file or id, and as sizes of
+trees; and what they tell of a policy."""
 
 from __future__ import annotations
 
@@ -6,7 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from spectune.demo.prompts import demo_workload
-from spectune.runtime.policies.document import BUILT_IN, GAMMA_LIMIT, POOL_LIMIT, WIDTH_LIMIT, AnyPolicy, parse_policy
+from spectune.runtime.policies.document import (
+    BUILT_IN,
+    GAMMA_LIMIT,
+    POOL_LIMIT,
+    WIDTH_LIMIT,
+    AnyPolicy,
+    parse_policy,
+)
 from spectune.traces.errors import PolicyError, TraceError, WorkloadError
 from spectune.traces.files import is_file, parse_json, read_json
 from spectune.traces.recording import TREE_DEPTH, TREE_WIDTH
@@ -29,13 +37,17 @@ def load_workload(
     column: str | None = None,
     limit_seed: int = 0,
 ) -> Workload:
-    """``demo``, or files and data sets read as one workload; ``turns`` says what is made of requests that have several, ``column``
-    where the prompts are. Of ``limit`` requests :func:`traces.workloads.take` says which.
+    """``demo``, or files and data sets read as one workload; ``turns`` says what is made of
+    requests that have several, ``column`` where the prompts are. Of ``limit`` requests
+    :func:`traces.workloads.take` says which.
 
-    Raises WorkloadError when malformed, empty, nothing is left of it, or a request has several turns and ``turns`` is None.
+    Raises WorkloadError when malformed, empty, nothing is left of it, or a request has several
+    turns and ``turns`` is None.
     """
     if list(names) == ["demo"] or not names:
-        workload = make_workload("demo", (Line(f"demo:{i}", line) for i, line in enumerate(demo_workload())))
+        workload = make_workload(
+            "demo", (Line(f"demo:{i}", line) for i, line in enumerate(demo_workload()))
+        )
     elif "demo" in names:
         raise WorkloadError("--workload demo cannot be mixed with files; record them apart")
     else:
@@ -44,7 +56,11 @@ def load_workload(
 
 
 def narrowed(
-    workload: Workload, *, limit: int | None = None, categories: Sequence[str] = (), limit_seed: int = 0
+    workload: Workload,
+    *,
+    limit: int | None = None,
+    categories: Sequence[str] = (),
+    limit_seed: int = 0,
 ) -> Workload:
     """The requests of some categories (all where none is named), ``limit`` of them as
     :func:`traces.workloads.take` draws them. Raises WorkloadError where nothing is left."""
@@ -52,18 +68,23 @@ def narrowed(
         kept = tuple(r for r in workload.requests if r.category in categories)
         if not kept:
             known = ", ".join(sorted({r.category for r in workload.requests}))
-            raise WorkloadError(f"--category {', '.join(categories)}: no such category in {workload.name}; it has: {known}")
+            raise WorkloadError(
+                f"--category {', '.join(categories)}: no such category in {workload.name}; it has: "
+                f"{known}"
+            )
         workload = Workload(workload.name, kept)
     return take(workload, limit, seed=limit_seed)
 
 
 def published_policy(publication: Publication) -> AnyPolicy:
-    """The policy of a publication. Raises PolicyError naming its version where what was published is none."""
+    """The policy of a publication. Raises PolicyError naming its version where what was published
+    is none."""
     return _stored(publication, f"publication {publication.version}")
 
 
 def stored_policy(stored: StoredPolicy) -> AnyPolicy:
-    """A policy kept in the database. Raises PolicyError naming its id where the document is none."""
+    """A policy kept in the database. Raises PolicyError naming its id where the document is
+    none."""
     return _stored(stored, f"policy {stored.id}")
 
 
@@ -74,26 +95,37 @@ def _stored(row: Publication | StoredPolicy, where: str) -> AnyPolicy:
 
 
 def named_policy(name: str) -> AnyPolicy | None:
-    """A built-in policy, an inline JSON document, or a file; None when it is none of these (then it may be an id). Raises PolicyError
-    naming file and mistake."""
+    """A built-in policy, an inline JSON document, or a file; None when it is none of these (then it
+    may be an id). Raises PolicyError naming file and mistake."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     if name.lstrip().startswith("{"):
         return parse_policy(parse_json(name, "--policy", PolicyError), where="--policy")
     if is_file(name) or name.endswith(".json"):
-        return parse_policy(read_json(name, f"--policy {name}", PolicyError, missing="No such file"), where=name)
+        return parse_policy(
+            read_json(name, f"--policy {name}", PolicyError, missing="No such file"), where=name
+        )
     return None
 
 
 def outcome_json(outcome: Outcome, policy: AnyPolicy) -> dict[str, Any]:
     """What a policy came to, as ``run`` and ``simulate`` print it."""
-    return {**outcome.to_json(), "policy": policy.spelled_out(), "policy_id": policy.id, "label": policy.label()}
+    return {
+        **outcome.to_json(),
+        "policy": policy.spelled_out(),
+        "policy_id": policy.id,
+        "label": policy.label(),
+    }
 
 
-def tree_size(width: int | None, depth: int | None, covers: Sequence[tuple[str, Cover]] = ()) -> tuple[int, int]:
-    """The (width, depth) to record: as given, else 8, which :class:`optimizer.record.Look` raises where a cover needs more.
+def tree_size(
+    width: int | None, depth: int | None, covers: Sequence[tuple[str, Cover]] = ()
+) -> tuple[int, int]:
+    """The (width, depth) to record: as given, else 8, which :class:`optimizer.record.Look` raises
+    where a cover needs more.
 
-    ``covers`` come with their names for messages. Raises TraceError when a limit is exceeded, or a cover needs more than was given.
+    ``covers`` come with their names for messages. Raises TraceError when a limit is exceeded, or a
+    cover needs more than was given.
     """
     for name, cover in covers:
         for what, flag, given, least in (
@@ -101,15 +133,22 @@ def tree_size(width: int | None, depth: int | None, covers: Sequence[tuple[str, 
             ("deep", "--tree-depth", depth, cover.depth),
         ):
             if given is not None and given < least:
-                raise TraceError(f"--cover {name}: its trees are {least} {what}; give {flag} {least} instead of {given}")
+                raise TraceError(
+                    f"--cover {name}: its trees are {least} {what}; give {flag} {least} instead of "
+                    f"{given}"
+                )
     wide, deep = TREE_WIDTH if width is None else width, TREE_DEPTH if depth is None else depth
-    for flag, value, limit in (("--tree-width", wide, WIDTH_LIMIT), ("--tree-depth", deep, GAMMA_LIMIT)):
+    for flag, value, limit in (
+        ("--tree-width", wide, WIDTH_LIMIT),
+        ("--tree-depth", deep, GAMMA_LIMIT),
+    ):
         if not 1 <= value <= limit:
             raise TraceError(f"{flag} {value}: from 1 to {limit} is possible")
     grown = wide + (deep - 1) * wide * wide
     if grown > POOL_LIMIT:
         raise TraceError(
-            f"--tree-width {wide} --tree-depth {deep}: trees of {grown} candidates, more than any policy may grow ({POOL_LIMIT}); "
+            f"--tree-width {wide} --tree-depth {deep}: trees of {grown} candidates, more than any "
+            f"policy may grow ({POOL_LIMIT}); "
             "lower one of them"
         )
     return wide, deep

@@ -1,4 +1,5 @@
-"""The job of a schedule: sample or record, retrace, refit, tune, validate within the budget, publish."""
+"""The job of a schedule: sample or record, retrace, refit, tune, validate within the budget,
+publish."""
 
 from __future__ import annotations
 
@@ -36,11 +37,13 @@ def tuning_job(
     progress: Progress = silent,
     page: Callable[[str], str | None] = lambda study: None,
 ) -> Execute:
-    """A job function for the scheduler's workers: tunes what the payload names and publishes under the slot's idempotency key.
+    """A job function for the scheduler's workers: tunes what the payload names and publishes under
+    the slot's idempotency key.
 
-    Attempts of one slot share its recording and profile, and one after the publication only reports it. Loaded pairs are kept from job to
-    job. The result holds the winner, the version published (None if the incumbent stays), why, and ``report``: what ``page`` returns of
-    the study, the path of its page.
+    Attempts of one slot share its recording and profile, and one after the publication only reports
+    it. Loaded pairs are kept from job to job. The result holds the winner, the version published
+    (None if the incumbent stays), why, and ``report``: what ``page`` returns of the study, the path
+    of its page.
     """
     loaded: dict[tuple[str, str, str], LoadedPair] = {}
 
@@ -97,7 +100,13 @@ def tuning_options(payload: Mapping[str, Any]) -> TuneOptions:
     return TuneOptions(options=options, fresh=fresh, deployment=deployment, **searched)
 
 
-def _tune(store: TraceStore, pair: LoadedPair, payload: Mapping[str, Any], context: JobContext, progress: Progress) -> Tuned:
+def _tune(
+    store: TraceStore,
+    pair: LoadedPair,
+    payload: Mapping[str, Any],
+    context: JobContext,
+    progress: Progress,
+) -> Tuned:
     wanted = replace(
         tuning_options(payload),
         actor="schedule",
@@ -106,9 +115,13 @@ def _tune(store: TraceStore, pair: LoadedPair, payload: Mapping[str, Any], conte
     )
     if payload.get("recorded"):
         window = timedelta(seconds=parse_duration(str(payload["recorded"])))
-        recording = gather(store, pair, window, int(payload.get("sample", SAMPLE)), key=context.idempotency_key)
+        recording = gather(
+            store, pair, window, int(payload.get("sample", SAMPLE)), key=context.idempotency_key
+        )
         return tune_recording(store, pair, recording, _within(wanted, context), progress=progress)
-    workload, _ = made_to_fit(pair, tuning_workload(payload), wanted.options, payload.get("overlong", "error"))
+    workload, _ = made_to_fit(
+        pair, tuning_workload(payload), wanted.options, payload.get("overlong", "error")
+    )
     return tune(store, pair, workload, _within(wanted, context), progress=progress)
 
 
@@ -117,20 +130,28 @@ def _within(wanted: TuneOptions, context: JobContext) -> TuneOptions:
     return replace(wanted, budget_s=min(wanted.budget_s, max(1.0, context.remaining_s() / 3)))
 
 
-def gather(store: TraceStore, pair: LoadedPair, window: timedelta, sample: int, *, key: str = "") -> str:
-    """A recording of what this pair decoded within ``window``: a random sample of the requests stored by any recording of it.
+def gather(
+    store: TraceStore, pair: LoadedPair, window: timedelta, sample: int, *, key: str = ""
+) -> str:
+    """A recording of what this pair decoded within ``window``: a random sample of the requests
+    stored by any recording of it.
 
-    Doing it again with the same ``key`` finds the recording made before, which is stored whole. Raises TraceError when nothing was
-    recorded.
+    Doing it again with the same ``key`` finds the recording made before, which is stored whole.
+    Raises TraceError when nothing was recorded.
     """
     options = {**recording_options(pair, DecodeOptions()), "gathered": key}
     spec: dict[str, Any] = {"max_new_tokens": 0, "options": options, "source": "gathered"}
-    ready = store.find_recording(pair.id, None, Sampling(), **spec, state="complete") if key else None
+    ready = (
+        store.find_recording(pair.id, None, Sampling(), **spec, state="complete") if key else None
+    )
     if ready is not None:
         return ready.id
     found = store.recorded_since(pair.id, store.clock() - window)
     if not found:
-        raise TraceError(f"nothing was recorded with pair {pair.id} in the last {window}; run `record`, or `run --record`")
+        raise TraceError(
+            f"nothing was recorded with pair {pair.id} in the last {window}; run `record`, or `run "
+            "--record`"
+        )
     rng = np.random.default_rng(0)
     picked = sorted(rng.permutation(len(found))[:sample].tolist())
     items: dict[tuple[str, bytes], Appended] = {}

@@ -1,4 +1,5 @@
-"""Executing a workload on another engine than the native decoder: what it is asked, what of it is recorded, and what it came to."""
+"""Executing a workload on another engine than the native decoder: what it is asked, what of it is
+recorded, and what it came to."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ from spectune.traces.store import RecordingInfo, TraceStore
 
 def prompts_of(words: Texts, workload: Workload, options: DecodeOptions) -> tuple[Prompt, ...]:
     """A workload's requests as token ids."""
-    return tuple(Prompt(r.id, r.category, tuple(words.encode_request(r, chat=options.chat))) for r in workload.requests)
+    return tuple(
+        Prompt(r.id, r.category, tuple(words.encode_request(r, chat=options.chat)))
+        for r in workload.requests
+    )
 
 
 def check_options(engine: Engine, options: DecodeOptions) -> None:
@@ -31,19 +35,29 @@ def check_options(engine: Engine, options: DecodeOptions) -> None:
 
 
 def execute(
-    running: Running, prompts: Sequence[Prompt], policy: AnyPolicy, load: Load, options: DecodeOptions
+    running: Running,
+    prompts: Sequence[Prompt],
+    policy: AnyPolicy,
+    load: Load,
+    options: DecodeOptions,
 ) -> Generator[Answered, None, None]:
-    """Serves the prompts, the first of them twice: once before, for a few tokens, so that no figure is the first touch."""
+    """Serves the prompts, the first of them twice: once before, for a few tokens, so that no figure
+    is the first touch."""
     few = min(WARM_TOKENS, options.max_new_tokens)
-    list(running.execute(prompts[:1], policy, Load(), sampling=options.sampling, max_new_tokens=few))
-    return running.execute(prompts, policy, load, sampling=options.sampling, max_new_tokens=options.max_new_tokens)
+    list(
+        running.execute(prompts[:1], policy, Load(), sampling=options.sampling, max_new_tokens=few)
+    )
+    return running.execute(
+        prompts, policy, load, sampling=options.sampling, max_new_tokens=options.max_new_tokens
+    )
 
 
 WARM_TOKENS = 8
 
 
 def about_recording(running: Running, options: DecodeOptions) -> dict[str, Any]:
-    """What else an engine's texts depend on, as stored with their recording: as the native decoder's, and the engine's own."""
+    """What else an engine's texts depend on, as stored with their recording: as the native
+    decoder's, and the engine's own."""
     return {
         "stop_strings": list(options.stop_strings),
         "chat": options.chat,
@@ -55,7 +69,8 @@ def about_recording(running: Running, options: DecodeOptions) -> dict[str, Any]:
 
 
 def verifier_of(options: DecodeOptions) -> Verifier:
-    """How engines keep drafted tokens: their drafts propose their likeliest token at every temperature."""
+    """How engines keep drafted tokens: their drafts propose their likeliest token at every
+    temperature."""
     return "coupled" if options.sampling.greedy else "greedy"
 
 
@@ -72,8 +87,9 @@ def record_on(
     fresh: bool = False,
     progress: Progress = silent,
 ) -> RecordingInfo:
-    """Serves what an unfinished recording of the same arguments lacks, or all of it, each request committed as it ends; the
-    recording, which still is to be looked around in and finished. ``workload``: what the prompts are of, where that is to be kept."""
+    """Serves what an unfinished recording of the same arguments lacks, or all of it, each request
+    committed as it ends; the recording, which still is to be looked around in and finished.
+    ``workload``: what the prompts are of, where that is to be kept."""
     name = spec.id
     store.put_pair(name, spec.name, spec.to_json())
     digest = None if workload is None else store.put_workload(workload)
@@ -82,12 +98,18 @@ def record_on(
         "verifier": verifier_of(options),
         "options": about_recording(running, options),
     }
-    found = None if fresh else store.find_recording(name, digest, options.sampling, **asked, state="recording")
+    found = (
+        None
+        if fresh
+        else store.find_recording(name, digest, options.sampling, **asked, state="recording")
+    )
     info = found or store.create_recording(name, digest, options.sampling, **asked)
     have = store.recorded_ordinals(info.id)
     missing = {p.id: n for n, p in enumerate(prompts) if n not in have}
     if missing:
-        with closing(execute(running, [prompts[n] for n in missing.values()], policy, load, options)) as served:
+        with closing(
+            execute(running, [prompts[n] for n in missing.values()], policy, load, options)
+        ) as served:
             for done, answered in enumerate(served, len(have) + 1):
                 ordinal = missing[answered.trajectory.request_id]
                 store.append_trajectory(info.id, ordinal, answered.trajectory, answered.steps)
@@ -96,17 +118,29 @@ def record_on(
 
 
 def outcome_on(policy: str, answered: Iterable[Answered]) -> Outcome:
-    """What served requests came to. The seconds of a step are shared among its requests, so that all together are the
-    engine's own, and tokens per second what it served."""
+    """What served requests came to. The seconds of a step are shared among its requests, so that
+    all together are the engine's own, and tokens per second what it served."""
     rows = []
     for done in answered:
         seconds = sum(step.round_s / step.batch for step in done.steps)
-        rows.append(RequestOutcome(done.trajectory.request_id, done.trajectory.category, counts_of(done.steps, seconds)))
+        rows.append(
+            RequestOutcome(
+                done.trajectory.request_id, done.trajectory.category, counts_of(done.steps, seconds)
+            )
+        )
     return Outcome(policy, "executed", tuple(sorted(rows, key=lambda row: row.request_id)))
 
 
 def latency_on(answered: Iterable[Answered]) -> dict[str, Any] | None:
-    """What a user waited for, waiting to be admitted included (:func:`traces.schema.latency_json`)."""
+    """What a user waited for, waiting to be admitted included
+    (:func:`traces.schema.latency_json`)."""
     return latency_json(
-        [(a.first_token_s - a.arrived_s, a.finished_s - a.arrived_s, len(a.trajectory.output_ids)) for a in answered]
+        [
+            (
+                a.first_token_s - a.arrived_s,
+                a.finished_s - a.arrived_s,
+                len(a.trajectory.output_ids),
+            )
+            for a in answered
+        ]
     )

@@ -16,11 +16,14 @@ from spectune.traces.schema import Request, Workload
 Overlong = Literal["error", "skip", "truncate"]
 
 
-def made_to_fit(pair: LoadedPair | Words, workload: Workload, options: DecodeOptions, overlong: Overlong) -> tuple[Workload, str]:
+def made_to_fit(
+    pair: LoadedPair | Words, workload: Workload, options: DecodeOptions, overlong: Overlong
+) -> tuple[Workload, str]:
     """(the workload, its overlong prompts left out or cut; what was done, in a line, or nothing).
 
-    What is cut is a prompt's beginning, as what is continued stands at the end; of a conversation first whole messages after the
-    system's. Raises WorkloadError for ``error``, where nothing is left, and where no prompt has room.
+    What is cut is a prompt's beginning, as what is continued stands at the end; of a conversation
+    first whole messages after the system's. Raises WorkloadError for ``error``, where nothing is
+    left, and where no prompt has room.
     """
     room = pair.max_positions - options.max_new_tokens
     sizes = {r.id: len(pair.encode_request(r, chat=options.chat)) for r in workload.requests}
@@ -30,19 +33,28 @@ def made_to_fit(pair: LoadedPair | Words, workload: Workload, options: DecodeOpt
     counted = f"{len(beyond)} of {len(sizes)} prompts"
     if overlong == "error" or room < 1:
         raise WorkloadError(
-            f"request {beyond[0]}: {sizes[beyond[0]]} prompt tokens + {options.max_new_tokens} new ones exceed the context of "
-            f"{pair.max_positions}, as in {counted}; lower --max-new-tokens, or leave them out or cut them by --overlong skip or "
+            f"request {beyond[0]}: {sizes[beyond[0]]} prompt tokens + {options.max_new_tokens} new "
+            "ones exceed the context of "
+            f"{pair.max_positions}, as in {counted}; lower --max-new-tokens, or leave them out or "
+            "cut them by --overlong skip or "
             "--overlong truncate"
         )
     if overlong == "skip":
         kept = tuple(r for r in workload.requests if sizes[r.id] <= room)
         if not kept:
-            raise WorkloadError(f"--overlong skip: nothing is left, {counted} are longer than {room} tokens")
+            raise WorkloadError(
+                f"--overlong skip: nothing is left, {counted} are longer than {room} tokens"
+            )
         done = "left out"
     else:
-        kept = tuple(r if sizes[r.id] <= room else _cut(pair, r, options.chat, room) for r in workload.requests)
+        kept = tuple(
+            r if sizes[r.id] <= room else _cut(pair, r, options.chat, room)
+            for r in workload.requests
+        )
         done = "cut at their beginning"
-    return replace(workload, requests=kept), f"{counted} were longer than {room} tokens and were {done}"
+    return replace(
+        workload, requests=kept
+    ), f"{counted} were longer than {room} tokens and were {done}"
 
 
 def _cut(pair: LoadedPair | Words, request: Request, chat: bool, room: int) -> Request:
@@ -60,15 +72,22 @@ def _cut(pair: LoadedPair | Words, request: Request, chat: bool, room: int) -> R
 
     start = bisect.bisect_left(range(len(text)), True, key=lambda start: fits(ending(start)))
     if not text[start:].strip():
-        raise WorkloadError(f"request {request.id}: its prompt cannot be cut to {room} tokens; --overlong skip leaves it out")
+        raise WorkloadError(
+            f"request {request.id}: its prompt cannot be cut to {room} tokens; --overlong skip "
+            "leaves it out"
+        )
     return ending(start)
 
 
 def _fewer_messages(request: Request) -> Iterator[Request]:
-    """The conversation without what came before each later message of the user's; the system's first one stays."""
+    """The conversation without what came before each later message of the user's; the system's
+    first one stays."""
     kept = 1 if request.roles[:1] == ("system",) else 0
     for n, role in enumerate(request.roles):
         if role == "user" and n > kept:
             system = slice(0, kept)
-            roles, turns = (*request.roles[system], *request.roles[n:]), (*request.turns[system], *request.turns[n:])
+            roles, turns = (
+                (*request.roles[system], *request.roles[n:]),
+                (*request.turns[system], *request.turns[n:]),
+            )
             yield replace(request, roles=roles, turns=turns)

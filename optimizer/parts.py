@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 SPLIT = "scsrscsrsc"
-"""Where a category's requests go in turn, and again from the beginning: to search, confirm or race."""
+"""Where a category's requests go in turn, and again from the beginning: to search, confirm or race.
+"""
 
 
 class Parts(NamedTuple):
-    """Requests, by number, each in one part: half to search and fit on, a fifth on which a race chooses, three tenths
-    on which its choice is confirmed."""
+    """Requests, by number, each in one part: half to search and fit on, a fifth on which a race
+    chooses, three tenths on which its choice is confirmed."""
 
     search: list[int]
     race: list[int]
@@ -21,8 +22,9 @@ class Parts(NamedTuple):
 def split(categories: Sequence[str]) -> Parts:
     """The parts of a recording or workload, by the category of each request; the same each time.
 
-    A category's requests are dealt out in turn (:data:`SPLIT`), so that a prefix of the workload is split like the whole; each
-    category begins one place later than the one before, so that categories of a request or two fill every part.
+    A category's requests are dealt out in turn (:data:`SPLIT`), so that a prefix of the workload is
+    split like the whole; each category begins one place later than the one before, so that
+    categories of a request or two fill every part.
     """
     parts: dict[str, list[int]] = {"s": [], "r": [], "c": []}
     seen: dict[str, int] = {}
@@ -34,8 +36,8 @@ def split(categories: Sequence[str]) -> Parts:
 
 
 def mixed(part: Iterable[int], categories: Sequence[str]) -> list[int]:
-    """The same requests in an order whose every beginning holds each category in proportion: what time cuts short is then not
-    one category's."""
+    """The same requests in an order whose every beginning holds each category in proportion: what
+    time cuts short is then not one category's."""
     places: dict[str, list[int]] = {}
     for i in part:
         places.setdefault(categories[i], []).append(i)

@@ -1,4 +1,5 @@
-"""What a schedule tells its jobs: the keys of a payload, judged before they are stored and before they are run."""
+"""What a schedule tells its jobs: the keys of a payload, judged before they are stored and before
+they are run."""
 
 from __future__ import annotations
 
@@ -14,18 +15,23 @@ from spectune.traces.workloads import Turns
 
 SEARCHED = ("trials", "gamma_max", "tree_width", "tree_depth", "finalists")
 KEYS = {
-    "pair", "workload", "column", "categories", "limit", "limit_seed", "overlong", "turns", "all_turns", "recorded",
+    "pair", "workload", "column", "categories", "limit", "limit_seed", "overlong", "turns",
+    "all_turns", "recorded",
     "device", "dtype", "threads", "temperature",
-    "top_k", "top_p", "seed", "max_new_tokens", "verifier", "stop_strings", "chat", "fresh", "sample", "deployment", *SEARCHED,
+    "top_k", "top_p", "seed", "max_new_tokens", "verifier", "stop_strings", "chat", "fresh",
+    "sample", "deployment", *SEARCHED,
 }  # fmt: skip
 
 
 def check_payload(payload: Mapping[str, Any]) -> None:
-    """Raises ScheduleError for a payload that no job could run, PolicyError for a deployment that has no
-    name."""
+    """Raises ScheduleError for a payload that no job could run, PolicyError for a deployment that
+    has no name."""
     unknown = sorted(set(payload) - KEYS)
     if unknown:
-        raise ScheduleError(f"unknown key {unknown[0]!r} in the schedule's payload; known keys: {', '.join(sorted(KEYS))}")
+        raise ScheduleError(
+            f"unknown key {unknown[0]!r} in the schedule's payload; known keys: "
+            f"{', '.join(sorted(KEYS))}"
+        )
     if not isinstance(payload.get("pair"), Mapping):
         raise ScheduleError('the schedule\'s payload needs "pair"')
     if payload.get("recorded"):
@@ -35,7 +41,8 @@ def check_payload(payload: Mapping[str, Any]) -> None:
 
 
 def turns_asked(payload: Mapping[str, Any]) -> Turns | None:
-    """What a payload says of requests with several turns. Older ones have no ``turns``: they took the first turn, or said ``all_turns``.
+    """What a payload says of requests with several turns. Older ones have no ``turns``: they took
+    the first turn, or said ``all_turns``.
 
     Raises ScheduleError.
     """
@@ -43,7 +50,9 @@ def turns_asked(payload: Mapping[str, Any]) -> Turns | None:
         return "all" if payload.get("all_turns") else "first"
     turns: Any = payload["turns"]
     if turns not in (None, "first", "all"):
-        raise ScheduleError(f'"turns" in the schedule\'s payload is {turns!r}; it must be "first", "all" or null')
+        raise ScheduleError(
+            f'"turns" in the schedule\'s payload is {turns!r}; it must be "first", "all" or null'
+        )
     return cast("Turns | None", turns)
 
 

@@ -1,7 +1,8 @@
-"""Work on requests that are independent of each other, on every core: this process and one more for each other core, with the pair
-loaded once more; or this process and the workers of a Dask cluster.
+"""Work on requests that are independent of each other, on every core: this process and one more for
+each other core, with the pair loaded once more; or this process and the workers of a Dask cluster.
 
-Threads would not do: passes of a small model are so short that Python between them, one thread at a time, is most of it.
+Threads would not do: passes of a small model are so short that Python between them, one thread at a
+time, is most of it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 PATIENCE_S = 20.0
-"""Work of so many seconds is shared with other processes: to start one takes several, most of it imports."""
+"""Work of so many seconds is shared with other processes: to start one takes several, most of it
+imports."""
 
 
 class _Wanted(NamedTuple):
@@ -44,7 +46,9 @@ class _Wanted(NamedTuple):
 
     @classmethod
     def like(cls, pair: LoadedPair) -> _Wanted:
-        return cls(pair.spec, pair.id, pair.device.type, str(pair.target.dtype).removeprefix("torch."))
+        return cls(
+            pair.spec, pair.id, pair.device.type, str(pair.target.dtype).removeprefix("torch.")
+        )
 
 
 _loaded: tuple[_Wanted, LoadedPair] | None = None
@@ -54,15 +58,20 @@ _turn = threading.Lock()
 
 
 class _Helpers:
-    """Processes that share this one's work, ``count`` items at a time, by the pair they have loaded; each begins when it is first asked
-    for."""
+    """Processes that share this one's work, ``count`` items at a time, by the pair they have
+    loaded; each begins when it is first asked for."""
 
     def __init__(self) -> None:
-        self.count = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) - 1
+        self.count = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        ) - 1
         self._pools: dict[_Wanted, ProcessPoolExecutor] = {}
 
     def of(self, pair: LoadedPair, wait_s: float) -> ProcessPoolExecutor | None:
-        """Those who have a pair loaded; None where they could not help, or are not there and would not be worth it for so long a wait."""
+        """Those who have a pair loaded; None where they could not help, or are not there and would
+        not be worth it for so long a wait."""
         wanted = _Wanted.like(pair)
         pool = self._pools.get(wanted)
         if pool is not None and _works(pool):
@@ -91,7 +100,8 @@ def _works(pool: ProcessPoolExecutor) -> bool:
 
 
 class _Workers:
-    """The workers of a Dask cluster, in their place: they help from the first item on. What a killed one was at is done by another."""
+    """The workers of a Dask cluster, in their place: they help from the first item on. What a
+    killed one was at is done by another."""
 
     def __init__(self, client: Client) -> None:
         self.count = 2 * sum(client.nthreads().values())  # the next is there when one is done
@@ -124,8 +134,8 @@ def kept_helpers() -> Iterator[None]:
 
 @contextmanager
 def helped_by(client: Client) -> Iterator[None]:
-    """Within it, :func:`on_every_core` shares its work with the workers of a Dask cluster, which load the pair from where it lies
-    here, instead of with processes of this machine."""
+    """Within it, :func:`on_every_core` shares its work with the workers of a Dask cluster, which
+    load the pair from where it lies here, instead of with processes of this machine."""
     workers = _Workers(client)
     token = _kept.set(workers)
     try:
@@ -138,11 +148,13 @@ def helped_by(client: Client) -> Iterator[None]:
 def on_every_core(
     pair: LoadedPair, work: Callable[[LoadedPair, Item], Result], items: Iterable[Item], count: int
 ) -> Generator[Result, None, None]:
-    """``work(pair, item)`` of every item, in order; ``work`` is a function of a module, and depends on its arguments alone.
+    """``work(pair, item)`` of every item, in order; ``work`` is a function of a module, and depends
+    on its arguments alone.
 
-    ``items``, ``count`` of them, may be made while they are drawn: other cores work on those there are. They do where they would be
-    idle, and what is left after an item would take more than ``PATIENCE_S``. Results are the same: each is computed by one thread
-    either way. Close the iterator where it is left early.
+    ``items``, ``count`` of them, may be made while they are drawn: other cores work on those there
+    are. They do where they would be idle, and what is left after an item would take more than
+    ``PATIENCE_S``. Results are the same: each is computed by one thread either way. Close the
+    iterator where it is left early.
     """
     kept = _kept.get()
     helpers = _Helpers() if kept is None else kept
@@ -151,7 +163,10 @@ def on_every_core(
     waiting: deque[Future[Result]] = deque()
     try:
         for item in items:
-            if shared is None and (pool := helpers.of(pair, spent / max(1, done) * (count - done))) is not None:
+            if (
+                shared is None
+                and (pool := helpers.of(pair, spent / max(1, done) * (count - done))) is not None
+            ):
                 shared = _Shared(pool, helpers.count, _Wanted.like(pair), work)
             if shared is None:
                 began = time.perf_counter()
@@ -174,7 +189,8 @@ def on_every_core(
 
 
 class _Shared(Generic[Item, Result]):
-    """Items that helpers and this process take from the same queue: one each, the next when it is done."""
+    """Items that helpers and this process take from the same queue: one each, the next when it is
+    done."""
 
     def __init__(
         self, pool: Executor, free: int, pair: _Wanted, work: Callable[[LoadedPair, Item], Result]
@@ -209,8 +225,13 @@ class _Shared(Generic[Item, Result]):
             item, into = self._todo.popleft()
             self._free -= 1
             try:
-                self._pool.submit(_apply, self._pair, self._work, item).add_done_callback(partial(self._done, into))
-            except (RuntimeError, OSError) as error:  # the helpers are gone, or no process can be started
+                self._pool.submit(_apply, self._pair, self._work, item).add_done_callback(
+                    partial(self._done, into)
+                )
+            except (
+                RuntimeError,
+                OSError,
+            ) as error:  # the helpers are gone, or no process can be started
                 into.set_exception(_explained(error))
 
     def _done(self, into: Future[Result], ran: Future[Result]) -> None:
@@ -227,7 +248,10 @@ class _Shared(Generic[Item, Result]):
 def _explained(error: BaseException) -> BaseException:
     if not isinstance(error, BrokenExecutor):
         return error
-    made = SpectuneError("a helper process was killed (is memory short?); what was stored is kept, run the command again")
+    made = SpectuneError(
+        "a helper process was killed (is memory short?); what was stored is kept, run the "
+        "command again"
+    )
     made.__cause__ = error
     return made
 
@@ -258,6 +282,9 @@ def _pair(wanted: _Wanted) -> LoadedPair:
         _loaded = None
         made = load_pair(wanted.spec, device=wanted.device, dtype=wanted.dtype, threads=1)
         if made.id != wanted.id:
-            raise PairError(f"a worker has other weights at {wanted.spec.target} or its drafts: pair {made.id}, not {wanted.id}")
+            raise PairError(
+                f"a worker has other weights at {wanted.spec.target} or its drafts: pair "
+                f"{made.id}, not {wanted.id}"
+            )
         _loaded = wanted, made
     return _loaded[1]

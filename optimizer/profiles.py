@@ -43,8 +43,12 @@ def usable_profile(
     here = environment(pair)
     for found in store.list_profiles(pair.id, pair.device.type, here["dtype"]):
         profile = found.profile
-        same = all(profile.environment.get(k) == here[k] for k in ("device", "torch", "threads", "dtype"))
-        recent = now - found.created_at < PROFILE_AGE and (since is None or found.created_at >= since)
+        same = all(
+            profile.environment.get(k) == here[k] for k in ("device", "torch", "threads", "dtype")
+        )
+        recent = now - found.created_at < PROFILE_AGE and (
+            since is None or found.created_at >= since
+        )
         covers = set(drafts) <= set(profile.drafts) and grown <= set(profile.tree_drafts)
         if same and recent and covers:
             return found if profile.accepted(trees=trees) else None
@@ -63,21 +67,28 @@ def prediction_spread(profile: LatencyProfile, *, trees: bool) -> float:
 
 
 def doubts(stored: StoredProfile, *, trees: bool) -> str:
-    """What is to be said of a profile that failed its check; empty for one that passed. Checks from before policies' errors were told
-    have their rounds'."""
+    """What is to be said of a profile that failed its check; empty for one that passed. Checks from
+    before policies' errors were told have their rounds'."""
     if stored.profile.accepted(trees=trees):
         return ""
     checks = stored.profile.checks(trees=trees)
     error = 100 * max(float(c.get("policy_error", c.get("median_error", 1.0))) for c in checks)
-    return f"profile {stored.id} failed its check: policies are predicted within {error:.0f}% (median), so the race weighs more"
+    return (
+        f"profile {stored.id} failed its check: policies are predicted within {error:.0f}% "
+        "(median), so the race weighs more"
+    )
 
 
 def served_contexts(trajectories: Iterable[Trajectory]) -> tuple[int, ...]:
     """The contexts between which rounds of these texts begin: quantiles 0.05, 0.5 and 0.95."""
-    spans = [np.arange(len(t.prompt_ids), len(t.prompt_ids) + len(t.output_ids)) for t in trajectories]
+    spans = [
+        np.arange(len(t.prompt_ids), len(t.prompt_ids) + len(t.output_ids)) for t in trajectories
+    ]
     if not spans:
         return ()
-    return tuple(dict.fromkeys(int(q) for q in np.quantile(np.concatenate(spans), [0.05, 0.5, 0.95])))
+    return tuple(
+        dict.fromkeys(int(q) for q in np.quantile(np.concatenate(spans), [0.05, 0.5, 0.95]))
+    )
 
 
 def profile_for(
@@ -124,7 +135,10 @@ def expected_seconds(
     artifacts: Artifacts | None = None,
 ) -> Expected:
     """What replay predicts for the requests of a trace."""
-    return {p.id: run_replay(trace, p, profile, artifacts=artifacts, approximate=True).seconds for p in policies}
+    return {
+        p.id: run_replay(trace, p, profile, artifacts=artifacts, approximate=True).seconds
+        for p in policies
+    }
 
 
 def at_pace_of(profile: LatencyProfile, timings: Timings) -> LatencyProfile:

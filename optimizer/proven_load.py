@@ -25,11 +25,13 @@ from spectune.traces.errors import PolicyError
 from spectune.traces.store import Publication, TraceStore
 
 ENOUGH: Final = 4
-"""Passes whose interval is narrow enough to prove a common gain; of two and three it is many times as wide."""
+"""Passes whose interval is narrow enough to prove a common gain; of two and three it is many times
+as wide."""
 
 
 def to_beat(lab: UnderLoad, active: Publication | None) -> tuple[Policy, str]:
-    """(the policy in force, ""), or no speculation where nothing is, or where the engine cannot run that: then with the reason."""
+    """(the policy in force, ""), or no speculation where nothing is, or where the engine cannot run
+    that: then with the reason."""
     if active is None:
         return AUTOREGRESSIVE, ""
     try:
@@ -37,16 +39,21 @@ def to_beat(lab: UnderLoad, active: Publication | None) -> tuple[Policy, str]:
         lab.engine.runs(policy)
     except PolicyError as error:
         said = str(error).removeprefix(f"publication {active.version}: ")
-        return AUTOREGRESSIVE, f"publication {active.version} cannot run ({said}), so what is to be beaten is no speculation"
+        return (
+            AUTOREGRESSIVE,
+            f"publication {active.version} cannot run ({said}), so what is to be beaten is no "
+            "speculation",
+        )
     assert isinstance(policy, Policy)  # no engine runs a chooser
     return policy, ""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """How good the ``winner`` was beside the ``incumbent`` by an objective: the ratio over the ``passes`` in which both were
-    executed in turn, averaged over the loads (both geometrically), and its :data:`optimizer.confirm.LEVEL` interval, Student's of
-    the passes' logarithms. At that level the best of five is wrongly found better at most once in forty."""
+    """How good the ``winner`` was beside the ``incumbent`` by an objective: the ratio over the
+    ``passes`` in which both were executed in turn, averaged over the loads (both geometrically),
+    and its :data:`optimizer.confirm.LEVEL` interval, Student's of the passes' logarithms. At that
+    level the best of five is wrongly found better at most once in forty."""
 
     winner: Policy
     incumbent: Policy
@@ -61,20 +68,34 @@ class Proof:
         if self.passes < 2:
             return "one pass has no interval, so that nothing is proved"
         if self.ratio[1] <= FLOOR:
-            return f"that is not beyond noise, or not worth a change (the interval is to lie above {FLOOR})"
+            return (
+                "that is not beyond noise, or not worth a change (the interval is to lie above "
+                f"{FLOOR})"
+            )
         return ""
 
     @property
     def wants(self) -> int:
         """Passes with which it may be proved; 0 where more would not help."""
-        return 0 if self.winner.id == self.incumbent.id or self.passes == MOST_PASSES else min(MOST_PASSES, max(ENOUGH, self.passes + 2))
+        return (
+            0
+            if self.winner.id == self.incumbent.id or self.passes == MOST_PASSES
+            else min(MOST_PASSES, max(ENOUGH, self.passes + 2))
+        )
 
     def __str__(self) -> str:
         value, low, high = self.ratio
         if self.winner.id == self.incumbent.id:
             return ""
-        spread = "" if self.passes < 2 else f" ({100 * LEVEL:.0f}% interval {low:.3f} to {high:.3f}, {self.passes} passes)"
-        return f"{self.winner.label()} was {value:.3f} times as good as {self.incumbent.label()}{spread}"
+        spread = (
+            ""
+            if self.passes < 2
+            else f" ({100 * LEVEL:.0f}% interval {low:.3f} to {high:.3f}, {self.passes} passes)"
+        )
+        return (
+            f"{self.winner.label()} was {value:.3f} times as good as "
+            f"{self.incumbent.label()}{spread}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready; an interval's end that is not known is None."""
@@ -96,20 +117,31 @@ def proof_of(executed: Sequence[Executed], incumbent: Policy, objective: Objecti
     mean, passes, half = float(apart.mean()), len(apart), math.inf
     if passes > 1:
         half = float(stdtrit(passes - 1, (1 + LEVEL) / 2) * apart.std(ddof=1) / math.sqrt(passes))
-    return Proof(best.policy, incumbent, (math.exp(mean), math.exp(mean - half), math.exp(mean + half)), passes)
+    return Proof(
+        best.policy,
+        incumbent,
+        (math.exp(mean), math.exp(mean - half), math.exp(mean + half)),
+        passes,
+    )
 
 
 def _logs(one: Executed, objective: Objective) -> FloatArray:
-    """The logarithm of how good each pass was, the larger the better, averaged over the loads: float64 [passes]."""
+    """The logarithm of how good each pass was, the larger the better, averaged over the loads:
+    float64 [passes]."""
     worth = [[objective.worth(served) for served in passes] for passes in one.served.values()]
     return np.asarray(np.log(worth).mean(0))
 
 
 def publish_proven(
-    store: TraceStore, lab: UnderLoad, winner: Policy, place: Place, why: str, evidence: Mapping[str, Any]
+    store: TraceStore,
+    lab: UnderLoad,
+    winner: Policy,
+    place: Place,
+    why: str,
+    evidence: Mapping[str, Any],
 ) -> Publication | str:
-    """Puts a policy in force for what the recording was sampled with. Where another version came into force since ``place`` was
-    read nothing is published, and a line says so."""
+    """Puts a policy in force for what the recording was sampled with. Where another version came
+    into force since ``place`` was read nothing is published, and a line says so."""
     info, text = lab.info, lab.trace.trajectories[0]
     store.put_policy(winner.id, winner.spelled_out(), winner.label())
     try:
@@ -126,4 +158,7 @@ def publish_proven(
         )
     except StaleVersionError:
         now = store.active_version(info.pair_id, place.device, place.deployment)
-        return f"version {now} came into force meanwhile and was not compared, so it stays; the same command compares with it"
+        return (
+            f"version {now} came into force meanwhile and was not compared, so it stays; the same "
+            "command compares with it"
+        )

@@ -1,4 +1,5 @@
-"""The policy in force and its successors: what tuning compares with, and how a winner takes its place."""
+"""The policy in force and its successors: what tuning compares with, and how a winner takes its
+place."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def incumbent_of(
     verifier: Verifier,
     sampling: Sampling,
 ) -> tuple[AnyPolicy, str]:
-    """(the policy in force, ""), or where there is none or it cannot run, or not under a verifier, (autoregression, why)."""
+    """(the policy in force, ""), or where there is none or it cannot run, or not under a verifier,
+    (autoregression, why)."""
     if active is None:
         return AUTOREGRESSIVE, ""
     try:
@@ -37,15 +39,18 @@ def incumbent_of(
         check_lossless(pair, (c.policy for c in plan.candidates), verifier, sampling)
     except PolicyError as error:
         said = str(error).removeprefix(f"publication {active.version}: ")
-        return AUTOREGRESSIVE, f"publication {active.version} cannot run ({said}), so autoregression is the incumbent"
+        return (
+            AUTOREGRESSIVE,
+            f"publication {active.version} cannot run ({said}), so autoregression is the incumbent",
+        )
     return policy, ""
 
 
 def earlier_winners(
     store: TraceStore, pair: LoadedPair, verifier: Verifier, sampling: Sampling, count: int = 5
 ) -> list[Policy]:
-    """The plain policies of the pair's newest publications, on any device; those that cannot be read, or used with a verifier, are
-    passed over."""
+    """The plain policies of the pair's newest publications, on any device; those that cannot be
+    read, or used with a verifier, are passed over."""
     found: dict[str, Policy] = {}
     for publication in store.list_publications(pair.id, limit=count):
         try:
@@ -70,10 +75,11 @@ def publish(
     idempotency_key: str | None = None,
     guard: Callable[[Session], None] | None = None,
 ) -> Tuned:
-    """Puts the winner, a policy that is stored, in force in a deployment with its evidence and the sampling it was tuned for,
-    once per idempotency key, in place of ``over`` (None: of nothing).
+    """Puts the winner, a policy that is stored, in force in a deployment with its evidence and the
+    sampling it was tuned for, once per idempotency key, in place of ``over`` (None: of nothing).
 
-    Where another version came into force meanwhile nothing is published, and the reason says so. Raises what ``guard`` raises.
+    Where another version came into force meanwhile nothing is published, and the reason says so.
+    Raises what ``guard`` raises.
     """
     try:
         published = store.publish(

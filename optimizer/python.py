@@ -1,4 +1,5 @@
-"""What ``import spectune`` offers: tune, record, simulate, run and open, with results that notebooks show."""
+"""What ``import spectune`` offers: tune, record, simulate, run and open, with results that
+notebooks show."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from spectune.db import open_database
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions, encode, outcome
 from spectune.optimizer.execute import run as execute
-from spectune.optimizer.inputs import load_workload, named_policy, narrowed, outcome_json, published_policy, stored_policy
+from spectune.optimizer.inputs import (
+    load_workload,
+    named_policy,
+    narrowed,
+    outcome_json,
+    published_policy,
+    stored_policy,
+)
 from spectune.optimizer.overlong import made_to_fit
 from spectune.optimizer.record import Look
 from spectune.optimizer.record import record as do_record
@@ -39,14 +47,16 @@ from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
 from spectune.traces.workloads import Line, make_workload
 
 Prompts = str | Workload | Iterable[str | Mapping[str, Any]]
-"""A workload as ``--workload`` names it (a file, ``demo``, ``hf:NAME``), or texts, or objects as a workload's lines are."""
+"""A workload as ``--workload`` names it (a file, ``demo``, ``hf:NAME``), or texts, or objects as a
+workload's lines are."""
 SHOWN = 50
 """Rows of a result that a notebook shows."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a call found. ``data`` is what the command prints with ``--json``, also by ``result[key]``; ``rows`` its table."""
+    """What a call found. ``data`` is what the command prints with ``--json``, also by
+    ``result[key]``; ``rows`` its table."""
 
     text: str
     data: Mapping[str, Any]
@@ -60,7 +70,8 @@ class Result:
 
     @property
     def policy(self) -> Mapping[str, Any]:
-        """The policy's document: the winner's of a tuning. Raises KeyError where no policy was concerned."""
+        """The policy's document: the winner's of a tuning. Raises KeyError where no policy was
+        concerned."""
         found: Mapping[str, Any] = self.data.get("winner", self.data)["policy"]
         return found
 
@@ -69,32 +80,43 @@ class Result:
         try:
             import pandas
         except ImportError:
-            raise ImportError("to_pandas() needs pandas: pip install pandas (`rows` has the same as dictionaries)") from None
+            raise ImportError(
+                "to_pandas() needs pandas: pip install pandas (`rows` has the same as dictionaries)"
+            ) from None
         return pandas.DataFrame(list(self.rows))
 
     def _repr_html_(self) -> str:
         names = list(dict.fromkeys(name for row in self.rows for name in row))
         head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in names)
-        body = "".join(f"<tr>{''.join(_cell(row.get(name)) for name in names)}</tr>" for row in self.rows[:SHOWN])
+        body = "".join(
+            f"<tr>{''.join(_cell(row.get(name)) for name in names)}</tr>"
+            for row in self.rows[:SHOWN]
+        )
         more = f"<p>{len(self.rows) - SHOWN} more rows</p>" if len(self.rows) > SHOWN else ""
-        return f"<p>{escape(self.text)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return f"<p>{escape(self.text)}</p>{table}{more}"
 
 
 def _cell(value: Any) -> str:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return f'<td style="text-align:right">{value if isinstance(value, int) else format(value, ".4g")}</td>'
+        number = value if isinstance(value, int) else format(value, ".4g")
+        return f'<td style="text-align:right">{number}</td>'
     shown = "" if value is None else str(value)
-    return f'<td style="text-align:left">{escape(shown if len(shown) <= 120 else shown[:117] + "...")}</td>'
+    cut = shown if len(shown) <= 120 else shown[:117] + "..."
+    return f'<td style="text-align:left">{escape(cut)}</td>'
 
 
 @contextmanager
 def open(db: str | os.PathLike[str] | None = None, *, create: bool = False) -> Iterator[TraceStore]:
-    """The store of a database, closed at the end of the block: recordings, studies, publications. Without ``create`` it must exist,
-    with it a new one is made by what is stored first.
+    """The store of a database, closed at the end of the block: recordings, studies, publications.
+    Without ``create`` it must exist, with it a new one is made by what is stored first.
 
-    ``db`` is a file or a URL; by default what SPECTUNE_DB says, else ``spectune.db``. Raises DatabaseError.
+    ``db`` is a file or a URL; by default what SPECTUNE_DB says, else ``spectune.db``. Raises
+    DatabaseError.
     """
-    with open_database(os.fspath(db or os.environ.get("SPECTUNE_DB") or "spectune.db"), create=create, lazily=True) as database:
+    with open_database(
+        os.fspath(db or os.environ.get("SPECTUNE_DB") or "spectune.db"), create=create, lazily=True
+    ) as database:
         yield TraceStore(database)
 
 
@@ -108,16 +130,20 @@ def record(
     gamma_max: int = 16,
     **how: Any,
 ) -> Result:
-    """Decodes prompts and stores the texts, with what every draft would have proposed from every start of them.
+    """Decodes prompts and stores the texts, with what every draft would have proposed from every
+    start of them.
 
-    ``target`` and ``drafts`` are checkpoints, or ``pair`` a pair's file, ``demo`` or a loaded pair (by default SPECTUNE_PAIR's).
-    ``how`` takes the fields of DecodeOptions and Sampling, ``device``, ``dtype``, ``threads``, and of a workload ``limit``,
-    ``limit_seed``, ``categories``, ``overlong``, ``turns`` (of no Workload) and ``column`` (of a file). A row is a request.
+    ``target`` and ``drafts`` are checkpoints, or ``pair`` a pair's file, ``demo`` or a loaded pair
+    (by default SPECTUNE_PAIR's). ``how`` takes the fields of DecodeOptions and Sampling,
+    ``device``, ``dtype``, ``threads``, and of a workload ``limit``, ``limit_seed``, ``categories``,
+    ``overlong``, ``turns`` (of no Workload) and ``column`` (of a file). A row is a request.
     """
     loaded, workload, options = _prepared("record", target, drafts, prompts, pair, how)
     plain = StaticSource(prepare(AUTOREGRESSIVE, loaded.draft_names))
     with open(db, create=True) as store:
-        info = do_record(store, loaded, workload, options, Look(loaded.draft_names, gamma_max), plain)
+        info = do_record(
+            store, loaded, workload, options, Look(loaded.draft_names, gamma_max), plain
+        )
         texts = store.load(info.id, (), skip_corrupted=True).trajectories
     found = checked(texts)
     _warn(found.lines())
@@ -132,8 +158,17 @@ def record(
         }
         for t in texts
     ]
-    data = {"recording": info.id, "pair": info.pair_id, **info.to_json(), "workload": found.to_json()}
-    return Result(f"recording {info.id}: {info.n_requests} requests, {info.n_output_tokens} tokens", data, rows)
+    data = {
+        "recording": info.id,
+        "pair": info.pair_id,
+        **info.to_json(),
+        "workload": found.to_json(),
+    }
+    return Result(
+        f"recording {info.id}: {info.n_requests} requests, {info.n_output_tokens} tokens",
+        data,
+        rows,
+    )
 
 
 def tune(
@@ -146,19 +181,35 @@ def tune(
     progress: Progress = silent,
     **how: Any,
 ) -> Result:
-    """Finds the fastest policy, proves it by execution and publishes it, as the command does. Arguments are :func:`record`'s, and
-    ``how`` takes TuneOptions' fields as well (``publish``, ``budget_s``, ``deployment``, ``tree_width`` ...). A row is a policy that
-    was executed, fastest first."""
+    """Finds the fastest policy, proves it by execution and publishes it, as the command does.
+    Arguments are :func:`record`'s, and ``how`` takes TuneOptions' fields as well (``publish``,
+    ``budget_s``, ``deployment``, ``tree_width`` ...). A row is a policy that was executed, fastest
+    first."""
     own = [f.name for f in fields(TuneOptions)]
     loaded, workload, options = _prepared("tune", target, drafts, prompts, pair, how, own)
     wanted = TuneOptions(**{"options": options, "tell": lambda line: _warn([line]), **how})
     with open(db, create=True) as store:
         tuned = do_tune(store, loaded, workload, wanted, progress=progress)
     data = tuned.to_json()
-    done = f"published as version {tuned.published.version}" if tuned.published else "nothing published"
-    keys = ("role", "label", "predicted_tokens_per_s", "measured_tokens_per_s", "ratio_to_incumbent", "ratio_to_autoregressive")
+    done = (
+        f"published as version {tuned.published.version}"
+        if tuned.published
+        else "nothing published"
+    )
+    keys = (
+        "role",
+        "label",
+        "predicted_tokens_per_s",
+        "measured_tokens_per_s",
+        "ratio_to_incumbent",
+        "ratio_to_autoregressive",
+    )
     ranked = sorted(data["candidates"], key=lambda c: -float(c["measured_tokens_per_s"]))
-    return Result(f"{tuned.winner.policy.label()}: {tuned.reason}; {done}", data, [{k: c[k] for k in keys} for c in ranked])
+    return Result(
+        f"{tuned.winner.policy.label()}: {tuned.reason}; {done}",
+        data,
+        [{k: c[k] for k in keys} for c in ranked],
+    )
 
 
 def simulate(
@@ -169,14 +220,17 @@ def simulate(
     device: str | None = None,
     deployment: str = DEFAULT_DEPLOYMENT,
 ) -> Result:
-    """Replays a recording under any policy: rounds and tokens exactly; seconds by the newest latency profile of its pair, 0 without
-    one. ``policy`` is a document, or what ``--policy`` takes. A row is a request."""
+    """Replays a recording under any policy: rounds and tokens exactly; seconds by the newest
+    latency profile of its pair, 0 without one. ``policy`` is a document, or what ``--policy``
+    takes. A row is a request."""
     with open(db) as store:
         info = store.get_recording(recording)
         on = device or str(info.options.get("device", "cpu"))
         stored = store.latest_profile(info.pair_id, on, None)
         chosen = _policy(store, policy, info.pair_id, on, deployment)
-        replayed, _, approximate = do_simulate(store, info.id, chosen, stored.profile if stored else None)
+        replayed, _, approximate = do_simulate(
+            store, info.id, chosen, stored.profile if stored else None
+        )
     if approximate:
         _warn([f"approximate: {approximate}"])
     return _outcome(replayed.outcome(), chosen, "predicted")
@@ -193,8 +247,8 @@ def run(
     deployment: str = DEFAULT_DEPLOYMENT,
     **how: Any,
 ) -> Result:
-    """Executes a policy on prompts and measures it; nothing is stored. Arguments are :func:`record`'s. A row is a request, with its
-    text."""
+    """Executes a policy on prompts and measures it; nothing is stored. Arguments are
+    :func:`record`'s. A row is a request, with its text."""
     loaded, workload, options = _prepared("run", target, drafts, prompts, pair, how)
     with open(db, create=True) as store:
         stored = store.latest_profile(loaded.id, loaded.device.type, None)
@@ -204,7 +258,9 @@ def run(
         else:
             chosen = _policy(store, policy, loaded.id, loaded.device.type, deployment)
             find = fitted(store, loaded.id)
-            plan = prepare_for(loaded, chosen, profile=profile, artifacts=find, sampling=options.sampling)
+            plan = prepare_for(
+                loaded, chosen, profile=profile, artifacts=find, sampling=options.sampling
+            )
         decoded = list(execute(loaded, StaticSource(plan), encode(loaded, workload, options)))
     texts = [loaded.text(d.trajectory.output_ids.tolist()) for d in decoded]
     return _outcome(outcome(plan.label, decoded), plan.policy, "measured", texts)
@@ -219,8 +275,9 @@ def _prepared(
     how: dict[str, Any],
     own: Sequence[str] = (),
 ) -> tuple[LoadedPair, Workload, DecodeOptions]:
-    """A pair, prompts that fit it and how they are decoded; what is used of ``how`` is taken out of it.
-    Raises TypeError, before anything is read, where more is left than what is the ``call``'s ``own``."""
+    """A pair, prompts that fit it and how they are decoded; what is used of ``how`` is taken out of
+    it. Raises TypeError, before anything is read, where more is left than what is the ``call``'s
+    ``own``."""
 
     def taken(names: Iterable[str]) -> dict[str, Any]:
         return {name: how.pop(name) for name in names if name in how}
@@ -247,11 +304,14 @@ def _pair(
     pair: str | os.PathLike[str] | LoadedPair | None,
     where: Mapping[str, Any],
 ) -> PairSpec | LoadedPair:
-    """The pair meant. Raises PairError as the command line does, and for what a loaded one cannot take."""
+    """The pair meant. Raises PairError as the command line does, and for what a loaded one cannot
+    take."""
     if isinstance(pair, LoadedPair):
         beside = {"target": target, "drafts": drafts, **where}
         if given := [name for name, value in beside.items() if value is not None]:
-            raise PairError(f"{', '.join(given)}: the pair is loaded already; say them where it is loaded")
+            raise PairError(
+                f"{', '.join(given)}: the pair is loaded already; say them where it is loaded"
+            )
         return pair
     named = pair if target is not None or drafts else pair or os.environ.get("SPECTUNE_PAIR")
     return read_pair(
@@ -288,16 +348,30 @@ def _policy(
 
 def _outcome(found: Outcome, policy: AnyPolicy, verb: str, texts: Sequence[str] = ()) -> Result:
     def row(counts: Counts) -> dict[str, Any]:
-        kept = ("rounds", "emitted_tokens", "accepted_tokens", "drafted_tokens", "mean_accepted_length", "seconds", "tokens_per_s")
+        kept = (
+            "rounds",
+            "emitted_tokens",
+            "accepted_tokens",
+            "drafted_tokens",
+            "mean_accepted_length",
+            "seconds",
+            "tokens_per_s",
+        )
         figures = counts.to_json()
         return {key: figures[key] for key in kept}
 
-    rows = [{"request": r.request_id, "category": r.category, **row(r.counts)} for r in found.per_request]
+    rows = [
+        {"request": r.request_id, "category": r.category, **row(r.counts)}
+        for r in found.per_request
+    ]
     for one, text in zip(rows, texts, strict=False):
         one["text"] = text
     total = found.total
     speed = f", {total.tokens_per_s:.1f} tokens/s {verb}" if total.seconds else ""
-    said = f"{policy.label()}: {total.emitted_tokens} tokens in {total.rounds} rounds, {total.mean_accepted_length:.2f} a round{speed}"
+    said = (
+        f"{policy.label()}: {total.emitted_tokens} tokens in {total.rounds} rounds, "
+        f"{total.mean_accepted_length:.2f} a round{speed}"
+    )
     return Result(said, outcome_json(found, policy), rows)
 
 

@@ -21,7 +21,12 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import PolicySource
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.artifacts import Artifacts, Fitted
-from spectune.runtime.policies.document import DEFAULT_TOP_N, GAMMA_LIMIT, Policy, parse_plain_policy
+from spectune.runtime.policies.document import (
+    DEFAULT_TOP_N,
+    GAMMA_LIMIT,
+    Policy,
+    parse_plain_policy,
+)
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.recording.chains import record_panorama
 from spectune.runtime.recording.trees import Cover, base_covers, cover_name, record_tree_panorama
@@ -43,12 +48,19 @@ def whole_texts(trajectories: Iterable[Trajectory]) -> list[list[int]]:
     return [[*t.prompt_ids.tolist(), *t.output_ids.tolist()] for t in trajectories]
 
 
-def texts_to_profile(store: TraceStore, pair_id: str, recording: str | None) -> tuple[str | None, Sequence[Trajectory]]:
-    """A recording's id and texts: the one named, else the pair's newest that is complete; (None, ()) where there is none.
+def texts_to_profile(
+    store: TraceStore, pair_id: str, recording: str | None
+) -> tuple[str | None, Sequence[Trajectory]]:
+    """A recording's id and texts: the one named, else the pair's newest that is complete; (None,
+    ()) where there is none.
 
     Raises NotFoundError where none has that name, TraceError where the one named holds no text.
     """
-    complete = [r.id for r in store.list_recordings(pair_id, state="complete")] if recording is None else [recording]
+    complete = (
+        [r.id for r in store.list_recordings(pair_id, state="complete")]
+        if recording is None
+        else [recording]
+    )
     if not complete:
         return None, ()
     found = store.load(complete[0], (), skip_corrupted=True)
@@ -69,12 +81,13 @@ def recording_options(pair: LoadedPair, options: DecodeOptions) -> dict[str, Any
 
 @dataclass(frozen=True)
 class Look:
-    """What to record of texts: the panoramas of ``drafts`` up to ``gamma_max`` (0: no chains), and, with a ``tree_width`` above 0, trees
-    of so many children and ``tree_depth`` levels.
+    """What to record of texts: the panoramas of ``drafts`` up to ``gamma_max`` (0: no chains), and,
+    with a ``tree_width`` above 0, trees of so many children and ``tree_depth`` levels.
 
-    ``covers`` are growths beside EAGLE-2's; all are recorded to the same depth, so width and depth are raised to the largest cover's.
-    What replaces narrower trees holds all that any stored tree of the draft holds. EAGLE heads have no chain panorama: what they
-    propose depends on where a round began, so trees hold their chains. A draft that cannot grow trees has none.
+    ``covers`` are growths beside EAGLE-2's; all are recorded to the same depth, so width and depth
+    are raised to the largest cover's. What replaces narrower trees holds all that any stored tree
+    of the draft holds. EAGLE heads have no chain panorama: what they propose depends on where a
+    round began, so trees hold their chains. A draft that cannot grow trees has none.
     """
 
     drafts: Collection[str]
@@ -99,13 +112,15 @@ def record(
     begun: RecordingInfo | None = None,
     progress: Progress = silent,
 ) -> RecordingInfo:
-    """Decodes and stores every request, and what a look around its texts finds; what is stored already is not done again. Other cores
-    look at texts while this one decodes the next.
+    """Decodes and stores every request, and what a look around its texts finds; what is stored
+    already is not done again. Other cores look at texts while this one decodes the next.
 
-    A recording that was begun with the same arguments and not finished is resumed, unless ``fresh``; with ``reuse_complete`` a
-    finished one counts as well. A ``slot`` makes it a recording of its own: only who names the same one resumes it or finds it complete.
-    ``begun`` is the one to go on with (:func:`begun_as` has its arguments). The policy in ``source`` changes how fast this goes, never
-    what is recorded. Every request is committed as it ends, so that a kill loses at most the one in hand.
+    A recording that was begun with the same arguments and not finished is resumed, unless
+    ``fresh``; with ``reuse_complete`` a finished one counts as well. A ``slot`` makes it a
+    recording of its own: only who names the same one resumes it or finds it complete. ``begun`` is
+    the one to go on with (:func:`begun_as` has its arguments). The policy in ``source`` changes how
+    fast this goes, never what is recorded. Every request is committed as it ends, so that a kill
+    loses at most the one in hand.
     """
     encoded = encode(pair, workload, options)
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
@@ -137,22 +152,33 @@ def record(
             progress("decode", ordinal + 1, len(encoded.items))
             yield ordinal, made.trajectory
 
-    _look(store, pair, info.id, jobs, chain(_stored(store, info.id, jobs, new), decoded()), progress)
+    _look(
+        store, pair, info.id, jobs, chain(_stored(store, info.id, jobs, new), decoded()), progress
+    )
     if info.state != "complete":
         store.finish_recording(info.id)
     return store.get_recording(info.id)
 
 
-def begun_as(store: TraceStore, pair: LoadedPair, info: RecordingInfo) -> tuple[Workload, DecodeOptions]:
-    """The arguments that an unfinished recording of a workload was begun with. Raises TraceError where the pair is loaded otherwise."""
+def begun_as(
+    store: TraceStore, pair: LoadedPair, info: RecordingInfo
+) -> tuple[Workload, DecodeOptions]:
+    """The arguments that an unfinished recording of a workload was begun with. Raises TraceError
+    where the pair is loaded otherwise."""
     assert info.workload_id is not None
     kept = info.options
     if info.engine != "native":
-        raise TraceError(f"recording {info.id} is unfinished and was begun on {info.engine}; repeat the `record` that began it")
-    options = DecodeOptions(info.sampling, info.max_new_tokens, info.verifier, tuple(kept["stop_strings"]), kept["chat"])
+        raise TraceError(
+            f"recording {info.id} is unfinished and was begun on {info.engine}; repeat the "
+            "`record` that began it"
+        )
+    options = DecodeOptions(
+        info.sampling, info.max_new_tokens, info.verifier, tuple(kept["stop_strings"]), kept["chat"]
+    )
     if not recording_options(pair, options).items() <= kept.items():
         raise TraceError(
-            f"recording {info.id} is unfinished and was begun on {kept['device']} in {kept['dtype']}; go on with "
+            f"recording {info.id} is unfinished and was begun on {kept['device']} in "
+            f"{kept['dtype']}; go on with "
             f"--device {kept['device']} --dtype {kept['dtype']}"
         )
     return store.get_workload(info.workload_id), options
@@ -176,7 +202,8 @@ def look_around(
     *,
     progress: Progress = silent,
 ) -> int:
-    """Records the panoramas and trees that a recording lacks, of drafts that may be newer than it; how many were made."""
+    """Records the panoramas and trees that a recording lacks, of drafts that may be newer than it;
+    how many were made."""
     jobs = _jobs(store, pair, recording, wanted)
     return _look(store, pair, recording, jobs, _stored(store, recording, jobs), progress)
 
@@ -212,7 +239,9 @@ def _look(
                     asked.append((n, ordinal))
                     yield job.work, trajectory
 
-    with closing(on_every_core(pair, _work, items(), sum(len(job.missing) for job in jobs))) as results:
+    with closing(
+        on_every_core(pair, _work, items(), sum(len(job.missing) for job in jobs))
+    ) as results:
         for result in results:
             n, ordinal = asked.popleft()
             batches[n].append((ordinal, result))
@@ -221,16 +250,23 @@ def _look(
                 made += jobs[n].put(recording, batches[n])
                 batches[n] = []
             progress(jobs[n].phase, done[n], len(jobs[n].missing))
-    return made + sum(job.put(recording, batch) for job, batch in zip(jobs, batches, strict=True) if batch)
+    return made + sum(
+        job.put(recording, batch) for job, batch in zip(jobs, batches, strict=True) if batch
+    )
 
 
-def _work(pair: LoadedPair, item: tuple[Callable[[LoadedPair, Trajectory], Any], Trajectory]) -> Any:
+def _work(
+    pair: LoadedPair, item: tuple[Callable[[LoadedPair, Trajectory], Any], Trajectory]
+) -> Any:
     work, trajectory = item
     return work(pair, trajectory)
 
 
-def _jobs(store: TraceStore, pair: LoadedPair, recording: str, wanted: Look, new: Collection[int] = ()) -> list[_Job]:
-    """What a recording lacks, draft by draft; all of ``new``, requests that are still to be decoded."""
+def _jobs(
+    store: TraceStore, pair: LoadedPair, recording: str, wanted: Look, new: Collection[int] = ()
+) -> list[_Job]:
+    """What a recording lacks, draft by draft; all of ``new``, requests that are still to be
+    decoded."""
     gamma, proposals, covers = wanted.gamma_max, wanted.tree_proposals, wanted.covers
     jobs = []
     for draft in wanted.drafts:
@@ -245,7 +281,14 @@ def _jobs(store: TraceStore, pair: LoadedPair, recording: str, wanted: Look, new
         chains = 0 if draft in pair.chain_drafts else gamma
         coupled = proposals == "coupled"
         if wanted.tree_width:
-            trees = _Trees(draft, wanted.tree_width, wanted.tree_depth, proposals, own, chains if coupled else 0)
+            trees = _Trees(
+                draft,
+                wanted.tree_width,
+                wanted.tree_depth,
+                proposals,
+                own,
+                chains if coupled else 0,
+            )
             jobs.append(_tree_job(store, recording, trees, f"trees {draft}", new))
         if chains and not (wanted.tree_width and coupled):
             alone = _Trees(draft, 1, 1, "coupled", (), chains)
@@ -254,17 +297,21 @@ def _jobs(store: TraceStore, pair: LoadedPair, recording: str, wanted: Look, new
 
 
 def cover_of(policy: Policy, *, sampled: bool, artifacts: Artifacts | None = None) -> Cover:
-    """A policy's growth as something to record, to the deepest level that the policy can draft. Raises PolicyError for a chain."""
+    """A policy's growth as something to record, to the deepest level that the policy can draft.
+    Raises PolicyError for a chain."""
     if not policy.is_tree:
         raise PolicyError(f"policy {policy.id} drafts a chain; every recording covers those")
     return Cover(
-        cover_name(policy.growth, sampled=sampled), compile_tree(policy, sampled=sampled, artifacts=artifacts), policy.depth_max
+        cover_name(policy.growth, sampled=sampled),
+        compile_tree(policy, sampled=sampled, artifacts=artifacts),
+        policy.depth_max,
     )
 
 
 @dataclass(frozen=True)
 class _Trees:
-    """What one draft's trees are to hold at least, as :func:`record_tree_panorama` is told; ``chain_depth`` is that of a head's chains."""
+    """What one draft's trees are to hold at least, as :func:`record_tree_panorama` is told;
+    ``chain_depth`` is that of a head's chains."""
 
     draft: str
     width: int
@@ -274,7 +321,9 @@ class _Trees:
     chain_depth: int
 
 
-def _tree_job(store: TraceStore, recording: str, wanted: _Trees, phase: str, new: Collection[int]) -> _Job:
+def _tree_job(
+    store: TraceStore, recording: str, wanted: _Trees, phase: str, new: Collection[int]
+) -> _Job:
     wanted = replace(
         wanted,
         width=max([wanted.width, *(c.rule.width for c in wanted.covers)]),
@@ -283,16 +332,24 @@ def _tree_job(store: TraceStore, recording: str, wanted: _Trees, phase: str, new
     missing = {*_lacking(store, recording, wanted), *new}
     if missing:
         wanted = _united(store, recording, wanted)
-    return _Job(phase, missing, partial(record_tree_panorama, **vars(wanted)), store.put_tree_panoramas)
+    return _Job(
+        phase, missing, partial(record_tree_panorama, **vars(wanted)), store.put_tree_panoramas
+    )
 
 
 def _lacking(store: TraceStore, recording: str, wanted: _Trees) -> tuple[int, ...]:
-    """Ordinals whose stored trees do not hold what is wanted. Chains are held by trees as deep, or by a chain's cover."""
+    """Ordinals whose stored trees do not hold what is wanted. Chains are held by trees as deep, or
+    by a chain's cover."""
 
     def ask(depth: int, *also: str) -> tuple[int, ...]:
         names = (*(c.name for c in wanted.covers), *also)
         return store.missing_trees(
-            recording, wanted.draft, width=wanted.width, depth=depth, proposals=wanted.proposals, covers=names
+            recording,
+            wanted.draft,
+            width=wanted.width,
+            depth=depth,
+            proposals=wanted.proposals,
+            covers=names,
         )
 
     missing = ask(max(wanted.depth, wanted.chain_depth))
@@ -306,33 +363,50 @@ def _lacking(store: TraceStore, recording: str, wanted: _Trees) -> tuple[int, ..
 
 
 def _united(store: TraceStore, recording: str, wanted: _Trees) -> _Trees:
-    """What is wanted and all that any stored tree of the draft holds, so that recording it again loses nothing."""
+    """What is wanted and all that any stored tree of the draft holds, so that recording it again
+    loses nothing."""
     width, depth, names = store.tree_limits(recording, wanted.draft, wanted.proposals)
     width, depth = max(width, wanted.width), max(depth, wanted.depth)
     chains = {c for name in names if (c := _chain_depth(name))} | {wanted.chain_depth}
     if width == 1:
         depth = max(depth, *chains)
     sampled = not store.get_recording(recording).sampling.greedy
-    by_itself = {c.name for c in base_covers(width, depth, sampled=sampled, proposals=wanted.proposals)}
+    by_itself = {
+        c.name for c in base_covers(width, depth, sampled=sampled, proposals=wanted.proposals)
+    }
     rules = {c.name: c.rule for c in wanted.covers}
     for name in names:
         if name not in rules and name not in by_itself and not _chain_depth(name):
             rules[name] = _stored_rule(name, wanted.draft, wanted.proposals, sampled, fitted(store))
     covers = [Cover(name, rule, depth) for name, rule in rules.items() if name not in by_itself]
     one = TreeRule(width=1, frontier=1, by_probability=wanted.proposals == "probability")
-    covers += [Cover(json.dumps({"depth": c, "kind": "chain"}, separators=(",", ":")), one, c) for c in sorted(chains) if c]
+    covers += [
+        Cover(json.dumps({"depth": c, "kind": "chain"}, separators=(",", ":")), one, c)
+        for c in sorted(chains)
+        if c
+    ]
     deepest = max(chains)
-    return replace(wanted, width=width, depth=depth, covers=tuple(covers), chain_depth=deepest if deepest > depth else 0)
+    return replace(
+        wanted,
+        width=width,
+        depth=depth,
+        covers=tuple(covers),
+        chain_depth=deepest if deepest > depth else 0,
+    )
 
 
 def _chain_depth(name: str) -> int:
-    """The depth that a cover's name tells, of those that say how deep chains were recorded where that is deeper than the trees; else 0."""
+    """The depth that a cover's name tells, of those that say how deep chains were recorded where
+    that is deeper than the trees; else 0."""
     data = json.loads(name)
     return int(data["depth"]) if data["kind"] == "chain" else 0
 
 
-def _stored_rule(name: str, draft: str, proposals: Proposals, sampled: bool, artifacts: Artifacts) -> TreeRule:
-    """The growth that a cover's name tells (:func:`runtime.recording.trees.cover_name`). Raises PolicyError when its artifact is gone."""
+def _stored_rule(
+    name: str, draft: str, proposals: Proposals, sampled: bool, artifacts: Artifacts
+) -> TreeRule:
+    """The growth that a cover's name tells (:func:`runtime.recording.trees.cover_name`). Raises
+    PolicyError when its artifact is gone."""
     data = json.loads(name)
     growth: dict[str, Any] = {"kind": data["kind"], "proposals": proposals}
     if data["kind"] == "static":
@@ -350,16 +424,23 @@ def _stored_rule(name: str, draft: str, proposals: Proposals, sampled: bool, art
         found = artifacts(artifact)
         return replace(found, document={k: v for k, v in found.document.items() if k != "draft"})
 
-    return compile_tree(parse_plain_policy(document, where=f"stored cover {name}"), sampled=sampled, artifacts=find)
+    return compile_tree(
+        parse_plain_policy(document, where=f"stored cover {name}"), sampled=sampled, artifacts=find
+    )
 
 
 @contextmanager
 def record_served(
-    store: TraceStore, pair_id: str, spec: PairSpec, options: DecodeOptions, about: Mapping[str, Any]
+    store: TraceStore,
+    pair_id: str,
+    spec: PairSpec,
+    options: DecodeOptions,
+    about: Mapping[str, Any],
 ) -> Iterator[TrafficWriter]:
-    """A new recording of what is served (source ``serve``), written while serving goes on, and ended however that ends: tokens and rounds
-    only; panoramas are made when it is tuned on. ``about``: what else its texts depend on. What could not be written is in the
-    writer's status."""
+    """A new recording of what is served (source ``serve``), written while serving goes on, and
+    ended however that ends: tokens and rounds only; panoramas are made when it is tuned on.
+    ``about``: what else its texts depend on. What could not be written is in the writer's status.
+    """
     store.put_pair(pair_id, spec.name, spec.to_json())
     info = store.create_recording(
         pair_id,

@@ -1,8 +1,10 @@
 """Searching policies on a recorded trace: enumerate what is small, give Optuna the rest.
 
-Every trial is a replay, so nothing is pruned or extrapolated. Fixed windows, state machines, schedules and trees are enumerated, and the
-papers' shortlists on the best of these; the joint space of draft, window, growth, stop, selection, bins, shortlist and their parameters
-goes to a TPE study in memory, seeded with the incumbents and with the best that was enumerated. Within a tie the simpler policy wins.
+Every trial is a replay, so nothing is pruned or extrapolated. Fixed windows, state machines,
+schedules and trees are enumerated, and the papers' shortlists on the best of these; the joint space
+of draft, window, growth, stop, selection, bins, shortlist and their parameters goes to a TPE study
+in memory, seeded with the incumbents and with the best that was enumerated. Within a tie the
+simpler policy wins.
 """
 
 from __future__ import annotations
@@ -46,22 +48,25 @@ TIE = 0.01
 """Relative difference in predicted tokens/s below which the simpler policy is preferred."""
 
 PREDICTION_ERROR = 0.06
-"""Relative difference in predicted tokens/s below which execution has to tell which policy is faster."""
+"""Relative difference in predicted tokens/s below which execution has to tell which policy is
+faster."""
 RULED_OUT = 0.15
 """Relative difference in predicted tokens/s beyond which another draft is taken to be slower."""
 LEAST_SHARE = 0.05
 """Part of a round's time that no saving on the draft's passes takes away."""
 SHORTLISTED = 3
-"""Chains, and trees, of each draft that the papers' shortlists are tried with, each of another family."""
+"""Chains, and trees, of each draft that the papers' shortlists are tried with, each of another
+family."""
 MISSING_SHARE = 0.02
-"""Share of rounds whose trees may read distributions that were not recorded (they count as having no children) in a policy
-that is tried."""
+"""Share of rounds whose trees may read distributions that were not recorded (they count as having
+no children) in a policy that is tried."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One policy tried: its predicted tokens/s on the search split, what proposed it, and the passes of its draft in a predicted second.
-    ``did`` is a digest of the counts of every request: equal where two policies did the same; empty: not known."""
+    """One policy tried: its predicted tokens/s on the search split, what proposed it, and the
+    passes of its draft in a predicted second. ``did`` is a digest of the counts of every request:
+    equal where two policies did the same; empty: not known."""
 
     policy: Policy
     value: float
@@ -79,14 +84,20 @@ class Trial:
         return self.did == other.did != b"" and tied
 
     def to_json(self) -> dict[str, Any]:
-        return {"policy": self.policy.spelled_out(), "id": self.policy.id, "value": self.value, "origin": self.origin}
+        return {
+            "policy": self.policy.spelled_out(),
+            "id": self.policy.id,
+            "value": self.value,
+            "origin": self.origin,
+        }
 
 
 @dataclass(frozen=True)
 class Study:
-    """What a search tried, best first, and how to repeat it. ``bounds``: :func:`shortlist_bounds` of what was tried without shortlists,
-    and ``shortlists``, by draft, the kinds that were searched. ``beyond``: what was not tried as more than :data:`MISSING_SHARE` of its
-    rounds read distributions that were not recorded, valued without them, best first."""
+    """What a search tried, best first, and how to repeat it. ``bounds``: :func:`shortlist_bounds`
+    of what was tried without shortlists, and ``shortlists``, by draft, the kinds that were
+    searched. ``beyond``: what was not tried as more than :data:`MISSING_SHARE` of its rounds read
+    distributions that were not recorded, valued without them, best first."""
 
     trials: tuple[Trial, ...]
     seed: int
@@ -102,11 +113,15 @@ class Study:
         if not fitting:
             return None
         top = max(t.value for t in fitting)
-        return min((t for t in fitting if t.value >= top * (1 - TIE)), key=lambda t: (complexity(t.policy), -t.value))
+        return min(
+            (t for t in fitting if t.value >= top * (1 - TIE)),
+            key=lambda t: (complexity(t.policy), -t.value),
+        )
 
     def distinct(self) -> list[Trial]:
-        """The trials worth telling apart, fastest first: of those that did the same on every request, the simplest, and a more
-        elaborate one only where it is predicted to be faster by more than a tie (its passes cost less)."""
+        """The trials worth telling apart, fastest first: of those that did the same on every
+        request, the simplest, and a more elaborate one only where it is predicted to be faster by
+        more than a tie (its passes cost less)."""
         kept: dict[object, list[Trial]] = {}
         for trial in sorted(self.trials, key=lambda t: (complexity(t.policy), -t.value)):
             simpler = kept.setdefault(trial.did or trial.policy.id, [])
@@ -130,26 +145,36 @@ class Study:
         }
 
     def left_out(self, most: int = 8) -> dict[str, Any]:
-        """How many policies read more than was recorded, and the ``most`` promising of them. JSON-ready."""
+        """How many policies read more than was recorded, and the ``most`` promising of them.
+        JSON-ready."""
         return {
             "policies": len(self.beyond),
-            "best": [{"id": t.policy.id, "label": t.policy.label(), "value": t.value} for t in self.beyond[:most]],
+            "best": [
+                {"id": t.policy.id, "label": t.policy.label(), "value": t.value}
+                for t in self.beyond[:most]
+            ],
         }
 
     def on_shortlists(self) -> dict[str, Any]:
-        """By draft the kinds of shortlists that were searched, and why no others: what each kind of pass could gain at most over the
-        fastest policy without a shortlist. JSON-ready."""
+        """By draft the kinds of shortlists that were searched, and why no others: what each kind of
+        pass could gain at most over the fastest policy without a shortlist. JSON-ready."""
         searched = {draft: list(kinds) for draft, kinds in self.shortlists.items()}
-        bounds = {d: {kind: round(b - 1.0, 4) for kind, b in found.items()} for d, found in self.bounds.items()}
+        bounds = {
+            d: {kind: round(b - 1.0, 4) for kind, b in found.items()}
+            for d, found in self.bounds.items()
+        }
         return {"searched": searched, "most_gained": bounds, "least_worth": TIE}
 
 
 def complexity(policy: AnyPolicy) -> tuple[int, int, int, int, int]:
-    """Orders policies from simple to elaborate: no speculation, chains before trees, whole heads before shortlists, then by the kinds of
-    window and stop, then the shorter window. Choosers of drafts come last."""
+    """Orders policies from simple to elaborate: no speculation, chains before trees, whole heads
+    before shortlists, then by the kinds of window and stop, then the shorter window. Choosers of
+    drafts come last."""
     if isinstance(policy, ChooserPolicy):
         return 1 + 2 * len(GROWTH_ORDER), 0, 0, 0, 0
-    growth = GROWTH_ORDER.index(policy.growth.kind) + len(GROWTH_ORDER) * int(policy.stratify is not None)
+    growth = GROWTH_ORDER.index(policy.growth.kind) + len(GROWTH_ORDER) * int(
+        policy.stratify is not None
+    )
     return (
         int(policy.speculates) + growth,
         SHORTLIST_ORDER.index(policy.shortlist.kind),
@@ -159,12 +184,15 @@ def complexity(policy: AnyPolicy) -> tuple[int, int, int, int, int]:
     )
 
 
-def shortlist_bounds(trials: Iterable[Trial], profile: LatencyProfile) -> dict[str, dict[str, float]]:
-    """By draft and kind of pass (``fixed``, ``routed``) the speed that shortlists could reach over the fastest trial without any, if
-    every pass took what the smallest measured size takes and no less were accepted than with the whole head.
+def shortlist_bounds(
+    trials: Iterable[Trial], profile: LatencyProfile
+) -> dict[str, dict[str, float]]:
+    """By draft and kind of pass (``fixed``, ``routed``) the speed that shortlists could reach over
+    the fastest trial without any, if every pass took what the smallest measured size takes and no
+    less were accepted than with the whole head.
 
-    A shortlist may also keep a wrong proposal out, so this is an estimate, and seldom a low one. Drafts of which no shortlist was
-    measured, or nothing was tried, are left out.
+    A shortlist may also keep a wrong proposal out, so this is an estimate, and seldom a low one.
+    Drafts of which no shortlist was measured, or nothing was tried, are left out.
     """
     plain = [t for t in trials if not t.policy.shortlisted]
     fastest = max((t.value for t in plain), default=0.0)
@@ -173,34 +201,45 @@ def shortlist_bounds(trials: Iterable[Trial], profile: LatencyProfile) -> dict[s
         own = [t for t in plain if t.policy.draft == draft]
         if own and fastest > 0 and profile.shortlist_sizes(draft, routed=True):
             saved = {kind: saved_s(profile, draft, kind) for kind in ("fixed", "routed")}
-            found[draft] = {kind: max(t.reach(s) for t in own) / fastest for kind, s in saved.items()}
+            found[draft] = {
+                kind: max(t.reach(s) for t in own) / fastest for kind, s in saved.items()
+            }
     return found
 
 
 def saved_s(profile: LatencyProfile, draft: str, kind: str) -> float:
-    """Seconds that a pass over a shortlist of the smallest measured size saves, at least 0. (The least of many noisy costs would say more
-    than there is.)"""
+    """Seconds that a pass over a shortlist of the smallest measured size saves, at least 0. (The
+    least of many noisy costs would say more than there is.)"""
     routed = kind == "routed"
     smallest = profile.shortlist_sizes(draft, routed=routed)[0]
     return max(0.0, -float(profile.shortlist_seconds(draft, smallest, routed=routed)))
 
 
 def worth_trying(bounds: Mapping[str, Mapping[str, float]]) -> dict[str, tuple[str, ...]]:
-    """By draft the kinds of passes whose shortlists could win, that is gain more than a tie; drafts without any are left out."""
-    kept = {draft: tuple(kind for kind, bound in found.items() if bound > 1.0 + TIE) for draft, found in bounds.items()}
+    """By draft the kinds of passes whose shortlists could win, that is gain more than a tie; drafts
+    without any are left out."""
+    kept = {
+        draft: tuple(kind for kind, bound in found.items() if bound > 1.0 + TIE)
+        for draft, found in bounds.items()
+    }
     return {draft: kinds for draft, kinds in kept.items() if kinds}
 
 
 def enumerated_shortlists(
     trials: Iterable[Trial], shortlists: Mapping[str, ShortlistLimit], profile: LatencyProfile
 ) -> list[Policy]:
-    """The papers' shortlists (a quarter of the vocabulary down to a 32nd) on the best chains and trees of each draft: those that would be
-    fastest if passes took what the smallest shortlist takes."""
+    """The papers' shortlists (a quarter of the vocabulary down to a 32nd) on the best chains and
+    trees of each draft: those that would be fastest if passes took what the smallest shortlist
+    takes."""
     policies: list[Policy] = []
     known = list(trials)
     for draft, limit in shortlists.items():
         saved = max(saved_s(profile, draft, PASSES[kind]) for kind in limit.kinds)
-        own = [t for t in known if t.policy.draft == draft and t.policy.speculates and not t.policy.shortlisted]
+        own = [
+            t
+            for t in known
+            if t.policy.draft == draft and t.policy.speculates and not t.policy.shortlisted
+        ]
         own.sort(key=lambda t: -t.reach(saved))
         for tree in (False, True):
             families: dict[tuple[str, ...], Policy] = {}
@@ -208,7 +247,11 @@ def enumerated_shortlists(
                 if trial.policy.is_tree == tree and len(families) < SHORTLISTED:
                     families.setdefault(_family(trial.policy), trial.policy)
             for policy in families.values():
-                policies += [with_shortlist(policy, block) for share in SHARES for block in limit.papers(share)]
+                policies += [
+                    with_shortlist(policy, block)
+                    for share in SHARES
+                    for block in limit.papers(share)
+                ]
     return list({p.id: p for p in policies}.values())
 
 
@@ -229,32 +272,45 @@ def search(
     kinds: Kinds = ALL_KINDS,
     bounded: bool = True,
 ) -> Study:
-    """Searches the joint space on a trace, or on shards of one that hold ``profile`` (no shortlists then); ``gamma_max`` is the largest
-    window tried (the panorama's, for policies with stops).
-    ``trees`` and ``shortlists`` say of each draft what may be tried (none by default). A shortlist is judged on each fold of its limit by
-    what was fitted without it. Shortlists that could not win by
-    :func:`shortlist_bounds` are left out, unless ``bounded`` is false. ``known``: what was tried on this trace and profile before; it is
-    not tried again. ``kinds`` leaves other policies out, incumbents and known ones excepted.
+    """Searches the joint space on a trace, or on shards of one that hold ``profile`` (no shortlists
+    then); ``gamma_max`` is the largest window tried (the panorama's, for policies with stops).
+    ``trees`` and ``shortlists`` say of each draft what may be tried (none by default). A shortlist
+    is judged on each fold of its limit by what was fitted without it. Shortlists that could not win
+    by :func:`shortlist_bounds` are left out, unless ``bounded`` is false. ``known``: what was tried
+    on this trace and profile before; it is not tried again. ``kinds`` leaves other policies out,
+    incumbents and known ones excepted.
 
-    ``progress`` is called with (trials done, in all, best tokens/s). The result is a function of the arguments alone.
+    ``progress`` is called with (trials done, in all, best tokens/s). The result is a function of
+    the arguments alone.
     """
     if shortlists and not isinstance(trace, ReplayTrace):
         raise ValueError("shortlists are judged by folds of a trace: search them in one process")
     known = known or Study((), seed, "")
     done, missed = ({t.policy.id: t for t in found} for found in (known.trials, known.beyond))
     judge = _Judge(trace, profile, shortlists or {}, artifacts, done, missed)
-    todo = [p for p in (*enumerated(drafts, gamma_max), *enumerated_trees(trees or {})) if kinds.hold(p)]
+    todo = [
+        p for p in (*enumerated(drafts, gamma_max), *enumerated_trees(trees or {})) if kinds.hold(p)
+    ]
     for policy in incumbents:
-        with suppress(PolicyError, TraceError):  # its draft or artifact is gone, or its trees were not recorded
+        with suppress(
+            PolicyError, TraceError
+        ):  # its draft or artifact is gone, or its trees were not recorded
             judge.value(policy, "incumbent")
     for i, policy in enumerate(todo):
         judge.value(policy, "enumerated")
         progress(i + 1, len(todo) + trials, judge.best)
     bounds = shortlist_bounds(judge.done.values(), profile)
     worth = worth_trying(bounds)
-    possible = {d: limit.only(worth.get(d, ()) if bounded else bounds.get(d, ())) for d, limit in (shortlists or {}).items()}
-    possible = {d: limit for d, limit in possible.items() if set(limit.kinds) & set(kinds.shortlists)}
-    more = [p for p in enumerated_shortlists(judge.done.values(), possible, profile) if kinds.hold(p)]
+    possible = {
+        d: limit.only(worth.get(d, ()) if bounded else bounds.get(d, ()))
+        for d, limit in (shortlists or {}).items()
+    }
+    possible = {
+        d: limit for d, limit in possible.items() if set(limit.kinds) & set(kinds.shortlists)
+    }
+    more = [
+        p for p in enumerated_shortlists(judge.done.values(), possible, profile) if kinds.hold(p)
+    ]
     tried, total = len(todo) + len(more), len(todo) + len(more) + trials
     for i, policy in enumerate(more):
         judge.value(policy, "enumerated")
@@ -275,7 +331,8 @@ def search(
 
 @dataclass
 class _Judge:
-    """Replays each policy once. ``done`` are the trials by policy id, ``beyond`` those that read too much that was not recorded."""
+    """Replays each policy once. ``done`` are the trials by policy id, ``beyond`` those that read
+    too much that was not recorded."""
 
     trace: ReplayTrace | Shards
     profile: LatencyProfile
@@ -311,14 +368,18 @@ class _Judge:
             return next(self.trace.replay([policy], approximate=True))
         how: dict[str, Any] = {"artifacts": self.artifacts, "approximate": True}
         parts = _parts(self.trace, policy, self.shortlists.get(policy.draft))
-        return together(policy, [(part.order, run_replay(part, judged, self.profile, **how)) for part, judged in parts])
+        return together(
+            policy,
+            [(part.order, run_replay(part, judged, self.profile, **how)) for part, judged in parts],
+        )
 
 
 def _seeded_study(
     space: Space, ranked: Sequence[Trial], trials: int, seed: int
 ) -> optuna.study.Study:
-    """A study that tries first what was fastest so far, the best of each paper's methods before the others; then as many at random
-    (Optuna counts what is enqueued among its start-up trials); then what TPE suggests."""
+    """A study that tries first what was fastest so far, the best of each paper's methods before the
+    others; then as many at random (Optuna counts what is enqueued among its start-up trials); then
+    what TPE suggests."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(direction="maximize")
     few = max(10, trials // 10)
@@ -330,7 +391,9 @@ def _seeded_study(
         if len(study.trials) >= few:
             break
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # `group` is marked so
+        warnings.simplefilter(
+            "ignore", optuna.exceptions.ExperimentalWarning
+        )  # `group` is marked so
         study.sampler = optuna.samplers.TPESampler(
             seed=seed, multivariate=True, group=True, n_startup_trials=len(study.trials) + few
         )
@@ -339,11 +402,19 @@ def _seeded_study(
 
 def _method(policy: Policy) -> tuple[str, ...]:
     """What a policy has of the papers': window, growth, bins, shortlist."""
-    return policy.window.kind, policy.growth.kind, str(policy.stratify is not None), policy.shortlist.kind
+    return (
+        policy.window.kind,
+        policy.growth.kind,
+        str(policy.stratify is not None),
+        policy.shortlist.kind,
+    )
 
 
-def _parts(trace: ReplayTrace, policy: Policy, limit: ShortlistLimit | None) -> list[tuple[ReplayTrace, Policy]]:
-    """What a policy is judged on: the trace, or with a shortlist of ``limit`` each of its folds and what is in none."""
+def _parts(
+    trace: ReplayTrace, policy: Policy, limit: ShortlistLimit | None
+) -> list[tuple[ReplayTrace, Policy]]:
+    """What a policy is judged on: the trace, or with a shortlist of ``limit`` each of its folds and
+    what is in none."""
     folds = [] if limit is None else limit.judged(policy)
     if not folds:
         return [(trace, policy)]
@@ -358,10 +429,10 @@ def _parts(trace: ReplayTrace, policy: Policy, limit: ShortlistLimit | None) -> 
 
 
 def finalists(study: Study, count: int = 4) -> list[Trial]:
-    """The policies worth executing, ``count`` of them: the tie-broken best, then the best that draft
-    in another way and that prediction cannot rule out (:data:`RULED_OUT`), then the best of other
-    windows and stops, fastest first. Beyond ``count``, the best of every draft that it cannot rule
-    out."""
+    """The policies worth executing, ``count`` of them: the tie-broken best, then the best that
+    draft in another way and that prediction cannot rule out (:data:`RULED_OUT`), then the best of
+    other windows and stops, fastest first. Beyond ``count``, the best of every draft that it cannot
+    rule out."""
     first = study.best()
     if first is None:
         return []
@@ -382,7 +453,8 @@ def finalists(study: Study, count: int = 4) -> list[Trial]:
 
 
 def rivals(study: Study, chosen: Iterable[AnyPolicy], count: int = 3) -> list[Trial]:
-    """Fixed windows that prediction cannot tell from the best of them, fastest first, beside those that are chosen already."""
+    """Fixed windows that prediction cannot tell from the best of them, fastest first, beside those
+    that are chosen already."""
     fixed = [t for t in study.distinct() if is_fixed(t.policy)]
     have = {p.id for p in chosen}
     close = [t for t in fixed if t.value >= fixed[0].value * (1 - PREDICTION_ERROR)]
@@ -404,4 +476,3 @@ def _drafting(policy: Policy) -> tuple[str, ...]:
     less than prediction errs."""
     _, *drafting = _method(policy)
     return policy.draft, *drafting
-

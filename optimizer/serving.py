@@ -33,14 +33,21 @@ def last_good(
     sampling: Sampling | None = None,
     deployment: str = DEFAULT_DEPLOYMENT,
 ) -> AnyPlan:
-    """The deployment's newest publication for this pair and device that this runtime can execute, or
-    autoregression when there is none. Raises DatabaseError alone."""
+    """The deployment's newest publication for this pair and device that this runtime can execute,
+    or autoregression when there is none. Raises DatabaseError alone."""
     for publication in store.list_publications(pair.id, pair.device.type, deployment):
         try:
-            return _checked(pair, _prepared(store, pair, published_policy(publication), profile, sampling), verifier, sampling)
+            return _checked(
+                pair,
+                _prepared(store, pair, published_policy(publication), profile, sampling),
+                verifier,
+                sampling,
+            )
         except DatabaseError:
             raise
-        except Exception:  # what was published decides what is raised here, and those before it may run
+        except (
+            Exception
+        ):  # what was published decides what is raised here, and those before it may run
             continue
     return prepare(AUTOREGRESSIVE, pair.draft_names)
 
@@ -53,8 +60,9 @@ def _prepared(
     sampling: Sampling | None,
     version: int = 0,
 ) -> AnyPlan:
-    """A policy made ready for a loaded pair. Raises PolicyError where it cannot run here, a router of another head and a chooser with a
-    candidate that cannot run included; UnavailableError where it may be ready another time."""
+    """A policy made ready for a loaded pair. Raises PolicyError where it cannot run here, a router
+    of another head and a chooser with a candidate that cannot run included; UnavailableError where
+    it may be ready another time."""
     try:
         return prepare_for(
             pair,
@@ -70,8 +78,11 @@ def _prepared(
         raise PolicyError(str(error)) from None
 
 
-def _checked(pair: LoadedPair, prepared: AnyPlan, verifier: Verifier, sampling: Sampling | None) -> AnyPlan:
-    """The same, where ``verifier`` can be used with all policies that may decode; else PolicyError."""
+def _checked(
+    pair: LoadedPair, prepared: AnyPlan, verifier: Verifier, sampling: Sampling | None
+) -> AnyPlan:
+    """The same, where ``verifier`` can be used with all policies that may decode; else
+    PolicyError."""
     check_lossless(pair, (c.policy for c in prepared.candidates), verifier, sampling or Sampling())
     return prepared
 
@@ -92,10 +103,11 @@ def watch(
 ) -> Iterator[WatchedSource[AnyPlan]]:
     """A policy source that follows a deployment's publications for this pair and device.
 
-    ``initial`` (None: the last good publication) is in force until the first look, which happens before this returns. A publication
-    that is no policy, cannot be prepared (an unknown draft, a window that needs costs and has none) or that ``verifier`` would make lossy
-    is acknowledged as refused. ``warn`` is told of one that was tuned for another sampling, as it comes
-    into force. Raises PolicyError when ``initial`` cannot run.
+    ``initial`` (None: the last good publication) is in force until the first look, which happens
+    before this returns. A publication that is no policy, cannot be prepared (an unknown draft, a
+    window that needs costs and has none) or that ``verifier`` would make lossy is acknowledged as
+    refused. ``warn`` is told of one that was tuned for another sampling, as it comes into force.
+    Raises PolicyError when ``initial`` cannot run.
     """
     device, who = pair.device.type, node or f"{socket.gethostname()}:{os.getpid()}"
     newest: list[Publication] = []  # what was fetched last
@@ -117,7 +129,12 @@ def watch(
             return Published(active.version, None, str(error))
 
     def ready(policy: AnyPolicy, version: int) -> AnyPlan:
-        plan = _checked(pair, _prepared(store, pair, policy, latest_profile(), sampling, version), verifier, sampling)
+        plan = _checked(
+            pair,
+            _prepared(store, pair, policy, latest_profile(), sampling, version),
+            verifier,
+            sampling,
+        )
         if warning := other_sampling(newest[0], sampling or Sampling(), verifier):
             warn(f"warning: {warning}")
         return plan

@@ -35,13 +35,14 @@ class Timings:
         projected: bool = False,
         level: float = 0.95,
     ) -> tuple[float, float, float]:
-        """(speed-up of one policy over another, interval) on the passes both were executed in: a request counts with its median
-        seconds; the interval is Student's, of the ratio of sums over requests, linearised in its logarithm. (0, inf) where fewer
-        than two requests are shared.
+        """(speed-up of one policy over another, interval) on the passes both were executed in: a
+        request counts with its median seconds; the interval is Student's, of the ratio of sums over
+        requests, linearised in its logarithm. (0, inf) where fewer than two requests are shared.
 
-        ``projected`` estimates the ratio on all requests of the race: the executed ratio, times the predicted one there, over the
-        predicted one on the executed requests. Which requests were executed cancels as far as prediction knows how they differ,
-        and so does a prediction that is off by a factor; what stays is noise, and what prediction does not know.
+        ``projected`` estimates the ratio on all requests of the race: the executed ratio, times the
+        predicted one there, over the predicted one on the executed requests. Which requests were
+        executed cancels as far as prediction knows how they differ, and so does a prediction that
+        is off by a factor; what stays is noise, and what prediction does not know.
         """
         one, other = self.seconds[policy_id], self.seconds[base_id]
         shared = ~(np.isnan(one) | np.isnan(other))
@@ -58,16 +59,23 @@ class Timings:
             deviations = deviations - b / b.mean() + a / a.mean()
         if len(rows) < 2:
             return float(ratio), 0.0, float("inf")
-        error = deviations.std(ddof=1) / np.sqrt(len(rows)) * stdtrit(len(rows) - 1, (1 + level) / 2)
+        error = (
+            deviations.std(ddof=1) / np.sqrt(len(rows)) * stdtrit(len(rows) - 1, (1 + level) / 2)
+        )
         return float(ratio), float(ratio * np.exp(-error)), float(ratio * np.exp(error))
 
     def leader(self, policies: Sequence[str]) -> str:
-        """The fastest of some policies on the requests of a race, by point estimate against the first of them."""
+        """The fastest of some policies on the requests of a race, by point estimate against the
+        first of them."""
         return max(policies, key=lambda p: self.ratio(p, policies[0], projected=True)[0])
 
 
 def _medians(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
     """The median of each row, without its NaNs (numpy's is slow where there are few)."""
-    ordered, count, rows = np.sort(seconds, axis=1), (~np.isnan(seconds)).sum(1), np.arange(len(seconds))
+    ordered, count, rows = (
+        np.sort(seconds, axis=1),
+        (~np.isnan(seconds)).sum(1),
+        np.arange(len(seconds)),
+    )
     middle: NDArray[np.float64] = (ordered[rows, (count - 1) // 2] + ordered[rows, count // 2]) / 2
     return middle

@@ -1,8 +1,9 @@
 """Tuning: the whole circle for one pair, device and workload. :data:`STAGES` is its order.
 
-Every stage stores what it made, and finds what an interrupted run had made: a recording is resumed, a profile of the same
-environment is used again, the search is a function of both, and a publication carries an idempotency key. Runs under one key share
-what they make even where they are to begin anew.
+Every stage stores what it made, and finds what an interrupted run had made: a recording is resumed,
+a profile of the same environment is used again, the search is a function of both, and a publication
+carries an idempotency key. Runs under one key share what they make even where they are to begin
+anew.
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
 from spectune.optimizer.inputs import published_policy
 from spectune.optimizer.parts import Parts, mixed, split
 from spectune.optimizer.processes import kept_helpers
-from spectune.optimizer.profiles import at_pace_of, doubts, expected_seconds, prediction_spread, profile_for
+from spectune.optimizer.profiles import (
+    at_pace_of,
+    doubts,
+    expected_seconds,
+    prediction_spread,
+    profile_for,
+)
 from spectune.optimizer.publish import earlier_winners, incumbent_of, publish
 from spectune.optimizer.record import Look, cover_of, look_around, record
 from spectune.optimizer.report.evidence import evidence_document, middle_request, rounds_of_one
@@ -43,7 +50,13 @@ from spectune.optimizer.verdict import Candidate, Tuned, candidates_of, fastest_
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, ChooserPolicy, Policy, parse_policy
+from spectune.runtime.policies.document import (
+    AUTOREGRESSIVE,
+    AnyPolicy,
+    ChooserPolicy,
+    Policy,
+    parse_policy,
+)
 from spectune.runtime.policies.draft_choice import Chooser
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prepared_chooser import PREDICTED, plain_policies, prompt_key
@@ -61,18 +74,22 @@ if TYPE_CHECKING:
     from spectune.optimizer.simulate.distributed import Shards
 
 MOST_COVERS = 4
-"""Growths of one draft beyond the recording that are recorded as well; each makes every tree larger."""
+"""Growths of one draft beyond the recording that are recorded as well; each makes every tree
+larger."""
 
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """How a tuning is done. ``drafts`` empty means all of the pair's; ``tree_width`` 0 leaves trees out. ``finalists`` of different kinds
-    and ``rivals`` (fixed windows too close for prediction) race against the baselines, and the winner is confirmed, in at most
-    ``passes`` each and together about ``budget_s``. ``fresh`` uses nothing that was stored before, but what was made under the same
-    ``idempotency_key``. ``guard`` is called in the transaction that publishes, and raises where the caller may not; ``publishing`` is
-    entered around it, with what is published. What is in force in the ``deployment`` is the incumbent, and is what is replaced.
-    ``tell`` is called with what a user should know of the workload before the work goes on, ``begins`` with the name of each of
-    :data:`STAGES`. ``workers``: who replay what is searched (:func:`optimizer.simulate.distributed.connected`); None: this process."""
+    """How a tuning is done. ``drafts`` empty means all of the pair's; ``tree_width`` 0 leaves trees
+    out. ``finalists`` of different kinds and ``rivals`` (fixed windows too close for prediction)
+    race against the baselines, and the winner is confirmed, in at most ``passes`` each and together
+    about ``budget_s``. ``fresh`` uses nothing that was stored before, but what was made under the
+    same ``idempotency_key``. ``guard`` is called in the transaction that publishes, and raises
+    where the caller may not; ``publishing`` is entered around it, with what is published. What is
+    in force in the ``deployment`` is the incumbent, and is what is replaced. ``tell`` is called
+    with what a user should know of the workload before the work goes on, ``begins`` with the name
+    of each of :data:`STAGES`. ``workers``: who replay what is searched
+    (:func:`optimizer.simulate.distributed.connected`); None: this process."""
 
     options: DecodeOptions = field(default_factory=DecodeOptions)
     drafts: tuple[str, ...] = ()
@@ -107,12 +124,17 @@ class TuneOptions:
         return (0, 0) if self.chains_only else (self.tree_width, self.tree_depth)
 
     def prices_trees(self, pair: LoadedPair) -> bool:
-        """Whether rounds of trees need costs: a head's chains are drafted, recorded and priced as trees of width 1."""
-        return self.tree_size[0] > 0 or any(d not in pair.chain_drafts for d in self.drafts_of(pair))
+        """Whether rounds of trees need costs: a head's chains are drafted, recorded and priced as
+        trees of width 1."""
+        return self.tree_size[0] > 0 or any(
+            d not in pair.chain_drafts for d in self.drafts_of(pair)
+        )
 
     def drafts_of(self, pair: LoadedPair) -> tuple[str, ...]:
         """The drafts to tune: those named, or all that the verifier can be used with."""
-        return self.drafts or tuple(d for d in pair.draft_names if d in pair.chain_drafts or not self.chains_only)
+        return self.drafts or tuple(
+            d for d in pair.draft_names if d in pair.chain_drafts or not self.chains_only
+        )
 
 
 @kept_helpers()
@@ -127,9 +149,11 @@ def tune(
 ) -> Tuned:
     """Tunes a pair for a workload on the device it is loaded on, from recording to publication.
 
-    The winner is published only if it beats the incumbent (the active policy, or autoregression while there is none) beyond noise
-    on requests that neither search nor race has used. What came into force after the incumbent was read is never replaced: it was
-    not compared. Raises PolicyError or TraceError when nothing can be searched, raced or confirmed, and what ``wanted.guard`` raises.
+    The winner is published only if it beats the incumbent (the active policy, or autoregression
+    while there is none) beyond noise on requests that neither search nor race has used. What came
+    into force after the incumbent was read is never replaced: it was not compared. Raises
+    PolicyError or TraceError when nothing can be searched, raced or confirmed, and what
+    ``wanted.guard`` raises.
     """
     _tell_number(wanted, [r.category for r in workload.requests])
     slot = (wanted.idempotency_key or "") if wanted.fresh else ""
@@ -148,7 +172,15 @@ def tune(
         reuse_complete=True,
         progress=progress,
     )
-    return tune_recording(store, pair, info.id, wanted, seconds={"record": clock() - began}, progress=progress, clock=clock)
+    return tune_recording(
+        store,
+        pair,
+        info.id,
+        wanted,
+        seconds={"record": clock() - began},
+        progress=progress,
+        clock=clock,
+    )
 
 
 @kept_helpers()
@@ -162,7 +194,8 @@ def tune_recording(
     progress: Progress = silent,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Tuned:
-    """Tunes on an existing recording (of served traffic, say). ``seconds`` are those that stages took before."""
+    """Tunes on an existing recording (of served traffic, say). ``seconds`` are those that stages
+    took before."""
     if seconds is None:
         texts = store.load(recording, (), skip_corrupted=True).trajectories
         _tell_number(wanted, [t.category for t in texts])
@@ -194,7 +227,8 @@ def tune_recording(
 
 @dataclass
 class Tuning:
-    """What the stages of a tuning hand on: each reads what those before it made, and adds its own."""
+    """What the stages of a tuning hand on: each reads what those before it made, and adds its
+    own."""
 
     store: TraceStore
     pair: LoadedPair
@@ -207,7 +241,8 @@ class Tuning:
     ordinals: tuple[int, ...] = field(init=False)
     """Of the trace's requests, in the recording."""
     parts: Parts = field(init=False)
-    """Those of the race and the confirmation in an order whose every beginning has all categories."""
+    """Those of the race and the confirmation in an order whose every beginning has all categories.
+    """
     profile: StoredProfile = field(init=False)
     active: Publication | None = field(init=False)
     incumbent: AnyPolicy = field(init=False)
@@ -249,27 +284,37 @@ class Tuning:
     def open(self, **more: Any) -> None:
         """Opens the trace anew, as something was recorded or ranked since."""
         grown: list[Grown] = [(d, "coupled") for d in self.grown]
-        opened = open_trace(self.store, self.recording, chains=self.chains, trees=grown, skip_corrupted=True, **more)
+        opened = open_trace(
+            self.store, self.recording, chains=self.chains, trees=grown, skip_corrupted=True, **more
+        )
         self.trace, self.ordinals = opened.trace, opened.ordinals
         texts = self.trace.trajectories
         categories = [t.category for t in texts]
         parts = split(categories)
-        self.parts = Parts(parts.search, mixed(parts.race, categories), mixed(parts.confirm, categories))
+        self.parts = Parts(
+            parts.search, mixed(parts.race, categories), mixed(parts.confirm, categories)
+        )
 
     @contextmanager
     def searched(self) -> Iterator[ReplayTrace | Shards]:
-        """The search part: here, or on the workers that are asked for, for as long as they search (they know no shortlists)."""
+        """The search part: here, or on the workers that are asked for, for as long as they search
+        (they know no shortlists)."""
         if self.wanted.workers is None or self.shortlists:
             yield self.trace.select(self.parts.search)
             return
         from spectune.optimizer.simulate.distributed import Shards, connected, homes, stored_shards
 
         read = [Policy(draft=draft) for draft in self.chains]
-        read += [Policy.model_validate({"draft": draft, "growth": {"kind": "top_k"}}) for draft in self.grown]
+        read += [
+            Policy.model_validate({"draft": draft, "growth": {"kind": "top_k"}})
+            for draft in self.grown
+        ]
         part = [self.ordinals[i] for i in self.parts.search]
         with connected(self.wanted.workers) as client:
             info = self.store.get_recording(self.recording)
-            sources = stored_shards(self.store, info, read, len(homes(client)), ordinals=part, skip_corrupted=True)
+            sources = stored_shards(
+                self.store, info, read, len(homes(client)), ordinals=part, skip_corrupted=True
+            )
             yield Shards(client, sources, self.profile.profile)
 
     def search(self, trials: int, known: Study | None = None) -> None:
@@ -284,23 +329,39 @@ class Tuning:
                 seed=self.wanted.seed,
                 incumbents=[
                     *plain_policies(self.incumbent, self.artifacts),
-                    *(p for p in earlier_winners(self.store, self.pair, *self.verified) if p.draft in (*self.drafts, "none")),
+                    *(
+                        p
+                        for p in earlier_winners(self.store, self.pair, *self.verified)
+                        if p.draft in (*self.drafts, "none")
+                    ),
                 ],
                 artifacts=self.artifacts,
                 trees=self.trees,
                 shortlists=self.shortlists,
                 known=known,
-                progress=lambda done, total, best: self.progress(f"search, best {best:.0f} tokens/s", done, total),
+                progress=lambda done, total, best: self.progress(
+                    f"search, best {best:.0f} tokens/s", done, total
+                ),
             )
 
     def executor(self, policies: Iterable[AnyPolicy], part: Sequence[int]) -> Executor:
         """Who decodes some of the requests again under policies."""
-        encoded = encode_recorded(self.pair, [self.trace.trajectories[i] for i in part], self.wanted.options.chat)
-        return Executor(self.pair, policies, encoded, profile=self.profile.profile, artifacts=self.artifacts, clock=self.clock)
+        encoded = encode_recorded(
+            self.pair, [self.trace.trajectories[i] for i in part], self.wanted.options.chat
+        )
+        return Executor(
+            self.pair,
+            policies,
+            encoded,
+            profile=self.profile.profile,
+            artifacts=self.artifacts,
+            clock=self.clock,
+        )
 
 
 def _tell_number(wanted: TuneOptions, categories: Sequence[str]) -> None:
-    """What so many requests will not show, before any work. Raises TraceError where they are too few."""
+    """What so many requests will not show, before any work. Raises TraceError where they are too
+    few."""
     line = said_of(categories, publish=wanted.publish)
     if line:
         wanted.tell(line)
@@ -334,20 +395,28 @@ def _profile(tuning: Tuning) -> None:
         pair,
         tuple(dict.fromkeys((*tuning.drafts, *(p.draft for p in weighs)))),
         gamma_max=wanted.gamma_max,
-        trees=wanted.prices_trees(pair) or any(p.is_tree or p.draft not in pair.chain_drafts for p in weighs),
+        trees=wanted.prices_trees(pair)
+        or any(p.is_tree or p.draft not in pair.chain_drafts for p in weighs),
         fresh=wanted.fresh,
         trajectories=tuning.trace.trajectories,
         own_since=began,
         progress=tuning.progress,
     )
-    if wanted.publish and (line := tunes_over(tuning.active, sampling_of(tuning.trace.trajectories))):
+    if wanted.publish and (
+        line := tunes_over(tuning.active, sampling_of(tuning.trace.trajectories))
+    ):
         wanted.tell(f"warning: {line}")
-    tuning.incumbent, tuning.unusable = incumbent_of(store, pair, tuning.active, tuning.profile.profile, *tuning.verified)
+    tuning.incumbent, tuning.unusable = incumbent_of(
+        store, pair, tuning.active, tuning.profile.profile, *tuning.verified
+    )
     tuning.artifacts = _artifacts(store, pair, tuning.incumbent, tuning.trace.trajectories)
 
 
-def _weighing_costs(store: TraceStore, pair: LoadedPair, active: Publication | None) -> Sequence[Policy]:
-    """The policies in force that weigh costs: they cannot run without those of their draft, whether it is tuned or not."""
+def _weighing_costs(
+    store: TraceStore, pair: LoadedPair, active: Publication | None
+) -> Sequence[Policy]:
+    """The policies in force that weigh costs: they cannot run without those of their draft, whether
+    it is tuned or not."""
     try:
         policy = published_policy(active) if active else AUTOREGRESSIVE
         return plain_policies(policy, fitted(store, pair.id)) if policy.needs_profile else []
@@ -362,17 +431,22 @@ def _search_chains(tuning: Tuning) -> None:
     fastest = max((t.value for t in found.trials), default=0.0)
     texts = [tuning.trace.trajectories[i] for i in tuning.parts.search]
     trusted = profile.accepted(trees=wanted.prices_trees(tuning.pair))
-    held = {p.draft for p in plain_policies(tuning.incumbent, tuning.artifacts)} | set(worth_trying(found.bounds))
+    held = {p.draft for p in plain_policies(tuning.incumbent, tuning.artifacts)} | set(
+        worth_trying(found.bounds)
+    )
     grown = [d for d in tuning.drafts if d not in tuning.pair.chain_drafts]
     for draft in (d for d in tuning.drafts if d != "ngram" and not wanted.chains_only):
-        deepest = max(wanted.tree_depth or TREE_DEPTH, tuning.store.tree_limits(tuning.recording, draft)[1])
+        deepest = max(
+            wanted.tree_depth or TREE_DEPTH, tuning.store.tree_limits(tuning.recording, draft)[1]
+        )
         most = tree_ceiling(profile, draft, texts, deepest)
         hopeless = trusted and most <= fastest * (1 + TIE)
         if wanted.tree_size[0] and (not hopeless or draft in held or draft in grown):
             grown += [draft] * (draft not in grown)
             continue
         tuning.left_out[f"trees of {draft}"] = (
-            f"{'cannot win' if hopeless else 'not tried'}: at best {most:.0f} tokens/s, were every token that they draft "
+            f"{'cannot win' if hopeless else 'not tried'}: at best {most:.0f} tokens/s, were every "
+            "token that they draft "
             f"right; {fastest:.0f} is reached without trees"
         )
     tuning.grown = tuple(d for d in tuning.drafts if d in grown)
@@ -405,19 +479,35 @@ def _search_first(tuning: Tuning) -> None:
 
 
 def _cover(tuning: Tuning) -> None:
-    """Records growths that promise more than the recording can tell, and searches again with what they read."""
-    if record_beyond(tuning.store, tuning.pair, tuning.recording, tuning.study, tuning.wanted, tuning.artifacts, tuning.progress):
+    """Records growths that promise more than the recording can tell, and searches again with what
+    they read."""
+    if record_beyond(
+        tuning.store,
+        tuning.pair,
+        tuning.recording,
+        tuning.study,
+        tuning.wanted,
+        tuning.artifacts,
+        tuning.progress,
+    ):
         tuning.open()
         tuning.search(0, replace(tuning.study, beyond=()))
 
 
 def _shortlists(tuning: Tuning) -> None:
-    """Frequencies and routers, fitted only where by what was measured and replayed without them a shortlist could win."""
+    """Frequencies and routers, fitted only where by what was measured and replayed without them a
+    shortlist could win."""
     store, pair, progress = tuning.store, tuning.pair, tuning.progress
     worth = worth_trying(tuning.study.bounds) if tuning.grown else {}
     routed = [draft for draft, passes in worth.items() if "routed" in passes]
     tuning.shortlists = fit_shortlists(
-        store, pair, tuning.recording, list(worth), routed=routed, seed=tuning.wanted.seed, progress=progress
+        store,
+        pair,
+        tuning.recording,
+        list(worth),
+        routed=routed,
+        seed=tuning.wanted.seed,
+        progress=progress,
     )
     policies = plain_policies(tuning.incumbent, tuning.artifacts)
     ranks = ranks_for(store, pair, tuning.recording, tuning.shortlists, policies, progress=progress)
@@ -431,14 +521,21 @@ def _search_all(tuning: Tuning) -> None:
 
 
 def _choose(tuning: Tuning) -> None:
-    """A chooser over the best policy of each draft, where choosing is predicted to gain beyond noise. The study is stored with it."""
+    """A chooser over the best policy of each draft, where choosing is predicted to gain beyond
+    noise. The study is stored with it."""
     best: dict[str, Policy] = {}
     for trial in tuning.study.trials:
         best.setdefault(trial.policy.draft, trial.policy)
     profile, seed = tuning.profile.id, tuning.wanted.seed
     try:
         made = fit_chooser_artifact(
-            tuning.store, tuning.recording, tuning.pair, best, profile=profile, seed=seed, progress=tuning.progress
+            tuning.store,
+            tuning.recording,
+            tuning.pair,
+            best,
+            profile=profile,
+            seed=seed,
+            progress=tuning.progress,
         )
     except (PolicyError, TraceError, CorruptedChunkError) as error:
         why = str(error)
@@ -472,14 +569,18 @@ def _choose(tuning: Tuning) -> None:
 
 
 def _execute(tuning: Tuning) -> None:
-    """The best few, the incumbent and plain baselines race on requests that the search has not seen; who wins is then known."""
+    """The best few, the incumbent and plain baselines race on requests that the search has not
+    seen; who wins is then known."""
     wanted, profile, part = tuning.wanted, tuning.profile.profile, tuning.parts.race
     tuning.roles = _roles(tuning.study, tuning.incumbent, wanted, tuning.chooser)
     policies, trace = {p.id: p for p in tuning.roles.values()}, tuning.trace.select(part)
     predictable = dict(policies)
     try:
         replay(trace, tuning.incumbent, profile, artifacts=tuning.artifacts, approximate=True)
-    except (PolicyError, TraceError) as error:  # a tuning of chains records no trees, which may be in force
+    except (
+        PolicyError,
+        TraceError,
+    ) as error:  # a tuning of chains records no trees, which may be in force
         del predictable[tuning.incumbent.id]
         wanted.tell(f"{tuning.incumbent.label()}, in force, is raced without a prediction: {error}")
     tuning.compared = tuning.executor(policies.values(), part).race(
@@ -491,7 +592,10 @@ def _execute(tuning: Tuning) -> None:
     )
     timings, artifacts = tuning.compared.timings, tuning.artifacts
     at_pace = at_pace_of(profile, timings)
-    predicted = {p.id: replay(trace, p, at_pace, artifacts=artifacts, approximate=True) for p in predictable.values()}
+    predicted = {
+        p.id: replay(trace, p, at_pace, artifacts=artifacts, approximate=True)
+        for p in predictable.values()
+    }
     tuning.executed = candidates_of(tuning.roles, tuning.compared, predicted, tuning.incumbent)
     fastest = fastest_of(
         [policies[name] for name in tuning.compared.survivors],
@@ -504,7 +608,8 @@ def _execute(tuning: Tuning) -> None:
 
 
 def _confirm(tuning: Tuning) -> None:
-    """The race's winner and the incumbent alone, on requests that nothing was fitted to or chosen by, in what is left of the time."""
+    """The race's winner and the incumbent alone, on requests that nothing was fitted to or chosen
+    by, in what is left of the time."""
     wanted, seconds = tuning.wanted, tuning.compared.timings.seconds
     winner, incumbent = tuning.winner.policy, tuning.incumbent
     if winner.id == incumbent.id:
@@ -558,7 +663,9 @@ def _conclude(tuning: Tuning) -> tuple[Tuned, bool]:
         test_requests=max(len(c.executed.per_request) for c in tuning.executed),
         search_requests=len(tuning.parts.search),
         trials=len(tuning.study.trials),
-        reason="; ".join(filter(None, (tuning.unusable, doubts(tuning.profile, trees=trees), reason))),
+        reason="; ".join(
+            filter(None, (tuning.unusable, doubts(tuning.profile, trees=trees), reason))
+        ),
         published=None,
         confirmed=tuning.confirmed,
         seconds=tuning.seconds,
@@ -574,7 +681,9 @@ def _keep_evidence(tuning: Tuning, tuned: Tuned) -> None:
     pair, trace = tuning.pair, tuning.trace
     shown = {c.policy.id: c.policy for c in (tuned.winner, tuned.incumbent)}
     request = middle_request(trace, (r.request_id for r in tuned.winner.executed.per_request))
-    rounds = rounds_of_one(trace, request, shown.values(), tuning.profile.profile, tuning.artifacts, pair.text)
+    rounds = rounds_of_one(
+        trace, request, shown.values(), tuning.profile.profile, tuning.artifacts, pair.text
+    )
     about = {
         "pair": f"{pair.spec.name} ({pair.id})",
         "device": pair.device.type,
@@ -583,7 +692,9 @@ def _keep_evidence(tuning: Tuning, tuned: Tuned) -> None:
         "sampling": sampling_in_words(trace.trajectories[request].sampling),
     }
     document = evidence_document(tuned, tuning.compared, rounds, about)
-    tuning.store.put_artifact(EVIDENCE, document, pair_id=pair.id, provenance={"study": tuned.study})
+    tuning.store.put_artifact(
+        EVIDENCE, document, pair_id=pair.id, provenance={"study": tuned.study}
+    )
 
 
 def _roles(
@@ -592,29 +703,36 @@ def _roles(
     """Who is executed, by role; a policy that has several roles appears under each."""
     best = finalists(study, wanted.finalists)
     best += rivals(study, [trial.policy for trial in best], wanted.rivals)
-    chosen: list[AnyPolicy] = [incumbent if study.same(t.policy, incumbent) else t.policy for t in best]
+    chosen: list[AnyPolicy] = [
+        incumbent if study.same(t.policy, incumbent) else t.policy for t in best
+    ]
     chosen += [chooser] if chooser is not None else []
     roles: dict[str, AnyPolicy] = {f"finalist {i + 1}": policy for i, policy in enumerate(chosen)}
     roles["autoregressive"] = AUTOREGRESSIVE
     fixed = study.best(is_fixed)
     if fixed is not None:
         roles["best fixed gamma"] = fixed.policy
-        roles["transformers heuristic"] = transformers_heuristic(fixed.policy.draft, wanted.gamma_max)
+        roles["transformers heuristic"] = transformers_heuristic(
+            fixed.policy.draft, wanted.gamma_max
+        )
     roles["incumbent"] = incumbent
     return roles
 
 
 def _recording_policy(pair: LoadedPair) -> Policy:
-    """What a recording is decoded by when nothing better is known: any policy gives the same text, a short window is quicker."""
+    """What a recording is decoded by when nothing better is known: any policy gives the same text,
+    a short window is quicker."""
     if not pair.drafts:
         return AUTOREGRESSIVE
     smallest = min(pair.drafts, key=lambda n: pair.drafts[n].num_parameters)
     return Policy.model_validate({"draft": smallest, "window": {"kind": "fixed", "gamma": 2}})
 
 
-def _artifacts(store: TraceStore, pair: LoadedPair, incumbent: AnyPolicy, trajectories: Sequence[Trajectory]) -> Artifacts:
-    """What finds artifacts. A chooser in force was fitted to another recording; what it predicts of this one's prompts is added to what is
-    found of it, so that it replays."""
+def _artifacts(
+    store: TraceStore, pair: LoadedPair, incumbent: AnyPolicy, trajectories: Sequence[Trajectory]
+) -> Artifacts:
+    """What finds artifacts. A chooser in force was fitted to another recording; what it predicts of
+    this one's prompts is added to what is found of it, so that it replays."""
     find = fitted(store, pair.id)
     if not isinstance(incumbent, ChooserPolicy):
         return find
@@ -623,9 +741,15 @@ def _artifacts(store: TraceStore, pair: LoadedPair, incumbent: AnyPolicy, trajec
     chooser = Chooser.from_document(held.document, held.arrays)
     if chooser.chooses:
         prompts = read_prompts(pair, trajectories, reader=chooser.features.reader)
-        predicted = np.concatenate([chooser.accuracies(chooser.features.transform([p])) for p in prompts])
+        predicted = np.concatenate(
+            [chooser.accuracies(chooser.features.transform([p])) for p in prompts]
+        )
         rows = [{"prompt": prompt_key(t.prompt_ids)} for t in trajectories]
-        held = replace(held, document={**held.document, PREDICTED: rows}, arrays={**held.arrays, PREDICTED: predicted})
+        held = replace(
+            held,
+            document={**held.document, PREDICTED: rows},
+            arrays={**held.arrays, PREDICTED: predicted},
+        )
     return lambda asked: held if asked == name else find(asked)
 
 
@@ -638,8 +762,9 @@ def record_beyond(
     find: Artifacts,
     progress: Progress,
 ) -> list[str]:
-    """Records the growths that read more than was recorded (C2T at a low threshold grows where EAGLE-2 would not), where what is known
-    of them promises more than the best of the others; the drafts whose trees were recorded anew."""
+    """Records the growths that read more than was recorded (C2T at a low threshold grows where
+    EAGLE-2 would not), where what is known of them promises more than the best of the others; the
+    drafts whose trees were recorded anew."""
     if not wanted.tree_size[0]:
         return []
     best = max((t.value for t in study.trials), default=0.0)

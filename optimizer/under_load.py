@@ -1,4 +1,5 @@
-"""Policies under load, in simulation: what one comes to, and which table (draft, draft tokens by batch size) is best at given loads."""
+"""Policies under load, in simulation: what one comes to, and which table (draft, draft tokens by
+batch size) is best at given loads."""
 
 from __future__ import annotations
 
@@ -25,12 +26,14 @@ from spectune.traces.store import TraceStore
 SWEEPS: Final = 3
 """Most times that a search goes over the sizes of a table."""
 NOTICEABLE: Final = 1e-3
-"""Relative gain below which a table is not taken for better: the shorter time per output token then decides."""
+"""Relative gain below which a table is not taken for better: the shorter time per output token then
+decides."""
 
 
 @dataclass(frozen=True)
 class UnderLoad:
-    """What an engine's recording says of load: its texts, its rules, what its steps cost, and the loads and objective asked for."""
+    """What an engine's recording says of load: its texts, its rules, what its steps cost, and the
+    loads and objective asked for."""
 
     info: RecordingInfo
     engine: Engine
@@ -42,18 +45,31 @@ class UnderLoad:
     count: int
 
     def loaded(self, policy: Policy) -> str:
-        """The draft that the engine has loaded under a policy. One that drafts nothing is priced without a draft where such a
-        server was recorded, or the engine goes without it then; else with the one that is loaded all the same."""
+        """The draft that the engine has loaded under a policy. One that drafts nothing is priced
+        without a draft where such a server was recorded, or the engine goes without it then; else
+        with the one that is loaded all the same."""
         if policy.gamma_max and policy.speculates:
             return policy.draft
-        return "" if "" in self.costs.drafts or not self.rules.drafts_after else self.costs.drafts[0]
+        return (
+            "" if "" in self.costs.drafts or not self.rules.drafts_after else self.costs.drafts[0]
+        )
 
     def simulate(self, policy: Policy, load: Load) -> Simulated:
-        """A policy under a load. Raises PolicyError where the engine cannot run it, or where too little was served to know what it
-        costs."""
+        """A policy under a load. Raises PolicyError where the engine cannot run it, or where too
+        little was served to know what it costs."""
         loaded = self.loaded(policy)
-        gammas = self.engine.gammas(policy, draft=policy.draft, most=policy.gamma_max, max_num_seqs=self.rules.max_num_seqs)
-        return serve(self.trace, policy.draft, gammas, load, self.rules, self.costs.of(loaded, gammas[1:]), count=self.count)
+        gammas = self.engine.gammas(
+            policy, draft=policy.draft, most=policy.gamma_max, max_num_seqs=self.rules.max_num_seqs
+        )
+        return serve(
+            self.trace,
+            policy.draft,
+            gammas,
+            load,
+            self.rules,
+            self.costs.of(loaded, gammas[1:]),
+            count=self.count,
+        )
 
 
 def under_load(
@@ -65,17 +81,22 @@ def under_load(
     *,
     limit: int | None = None,
 ) -> UnderLoad:
-    """Makes ready to simulate policies, or none: those of every draft that the engine had loaded, under the loads that ``asked``
-    says. Raises as :func:`open_trace`, :func:`loads_of` and :func:`costs_of_engine` do."""
+    """Makes ready to simulate policies, or none: those of every draft that the engine had loaded,
+    under the loads that ``asked`` says. Raises as :func:`open_trace`, :func:`loads_of` and
+    :func:`costs_of_engine` do."""
     engine, rules = engine_named(info.engine), rules_of(info.engine, info.options.get("serving"))
     for policy in policies:
         engine.runs(policy)
     costs = costs_of_engine(store, info)
-    wanted = policies or [_constant(draft, costs.passes[draft][1]) for draft in costs.drafts if draft]
+    wanted = policies or [
+        _constant(draft, costs.passes[draft][1]) for draft in costs.drafts if draft
+    ]
     trace = open_trace(store, info.id, wanted).trace
     requests = store.load(info.id, steps=True).requests if asked.startswith("recorded") else ()
     count = limit or len(trace.order)
-    return UnderLoad(info, engine, rules, costs, trace, loads_of(asked, requests, count, limit), objective, count)
+    return UnderLoad(
+        info, engine, rules, costs, trace, loads_of(asked, requests, count, limit), objective, count
+    )
 
 
 def _constant(draft: str, gamma: int) -> Policy:
@@ -95,9 +116,9 @@ class Scored:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found. ``table``: the policy that is best over all loads together, ``relative`` to the best constant number of
-    tokens at each. ``constants``: every draft with every constant, and no draft; ``best``: of these the best by load.
-    ``simulated``: policies tried."""
+    """What a search found. ``table``: the policy that is best over all loads together, ``relative``
+    to the best constant number of tokens at each. ``constants``: every draft with every constant,
+    and no draft; ``best``: of these the best by load. ``simulated``: policies tried."""
 
     table: Scored
     constants: tuple[Scored, ...]
@@ -120,7 +141,8 @@ class Found:
 
 
 class Search:
-    """The search over tables: every constant, then size by size from each draft's best. Sizes are doubled: 1, 2, 4 and so on."""
+    """The search over tables: every constant, then size by size from each draft's best. Sizes are
+    doubled: 1, 2, 4 and so on."""
 
     def __init__(self, lab: UnderLoad, progress: Progress) -> None:
         self.lab, self._progress = lab, progress
@@ -135,20 +157,29 @@ class Search:
             constants.append(self.scored(policy))
             self._progress("constants", done, len(every))
         if not constants:
-            raise PolicyError("no steps were recorded from which to know what drafting costs; serve with a draft for a while")
+            raise PolicyError(
+                "no steps were recorded from which to know what drafting costs; serve with a draft "
+                "for a while"
+            )
         best = {name: max(constants, key=partial(self._worth, name)) for name in self.lab.loads}
         self._reach = {name: self.lab.objective.score(s.served[name]) for name, s in best.items()}
         table = max(constants, key=self._worth_of_all)
         drafts = dict.fromkeys(s.policy.draft for s in constants if s.policy.gamma_max)
         for draft in drafts if self.lab.engine.by_batch else ():
-            first = max((s for s in constants if s.policy.draft == draft and s.policy.gamma_max), key=self._worth_of_all)
+            first = max(
+                (s for s in constants if s.policy.draft == draft and s.policy.gamma_max),
+                key=self._worth_of_all,
+            )
             table = max(table, self._descended(first), key=self._worth_of_all)
         return Found(table, tuple(constants), best, self._relative(table), len(self._known))
 
     def scored(self, policy: Policy) -> Scored:
         """A policy under every load, remembered."""
         if policy.id not in self._known:
-            served = {name: self.lab.simulate(policy, load).served for name, load in self.lab.loads.items()}
+            served = {
+                name: self.lab.simulate(policy, load).served
+                for name, load in self.lab.loads.items()
+            }
             self._known[policy.id] = Scored(policy, served)
         return self._known[policy.id]
 
@@ -158,7 +189,9 @@ class Search:
         if nothing in passes and passes[nothing][0] == 0:
             yield Policy()
         for draft, (least, most) in passes.items():
-            yield from (_constant(draft, gamma) for gamma in range(max(1, least), most + 1) if draft)
+            yield from (
+                _constant(draft, gamma) for gamma in range(max(1, least), most + 1) if draft
+            )
 
     def _descended(self, scored: Scored) -> Scored:
         """The best that is found by changing the tokens of one size at a time."""
@@ -171,7 +204,9 @@ class Search:
             for n in range(len(sizes)):
                 self._progress(f"{draft} by batch", sweep * len(sizes) + n, SWEEPS * len(sizes))
                 for gamma in range(least, most + 1):
-                    tried = self.scored(_by_batch(draft, sizes, [*gammas[:n], gamma, *gammas[n + 1 :]]))
+                    tried = self.scored(
+                        _by_batch(draft, sizes, [*gammas[:n], gamma, *gammas[n + 1 :]])
+                    )
                     if self._worth_of_all(tried) > self._worth_of_all(scored):
                         scored, gammas = tried, [*gammas[:n], gamma, *gammas[n + 1 :]]
             if gammas == before:
@@ -189,15 +224,24 @@ class Search:
 
     def _relative(self, scored: Scored) -> dict[str, float]:
         """Scores by load, as parts of the best constant's."""
-        return {name: _ratio(score, self._reach[name]) for name, score in scored.scores(self.lab.objective).items()}
+        return {
+            name: _ratio(score, self._reach[name])
+            for name, score in scored.scores(self.lab.objective).items()
+        }
 
 
 def _by_batch(draft: str, sizes: Sequence[int], gammas: Sequence[int]) -> Policy:
     """A table in as few entries as say it."""
-    kept = {str(size): gamma for n, (size, gamma) in enumerate(zip(sizes, gammas, strict=True)) if not n or gamma != gammas[n - 1]}
+    kept = {
+        str(size): gamma
+        for n, (size, gamma) in enumerate(zip(sizes, gammas, strict=True))
+        if not n or gamma != gammas[n - 1]
+    }
     if len(kept) == 1:
         return _constant(draft, gammas[0])
-    return Policy(draft=draft, window=ByBatchWindow.model_validate({"kind": "by_batch", "gamma": kept}))
+    return Policy(
+        draft=draft, window=ByBatchWindow.model_validate({"kind": "by_batch", "gamma": kept})
+    )
 
 
 def _rounded(score: float) -> float:
@@ -207,7 +251,8 @@ def _rounded(score: float) -> float:
 
 
 def _ratio(score: float, best: float) -> float:
-    """How good a score is beside the best, where one below 0 (a time) is the better the smaller it is."""
+    """How good a score is beside the best, where one below 0 (a time) is the better the smaller it
+    is."""
     if best < 0:
         return best / score if score else 1.0
     return score / best if best else 1.0

@@ -1,4 +1,5 @@
-"""What a race, the predictions beside it and a confirmation say: which policy is fastest, and whether that is beyond noise."""
+"""What a race, the predictions beside it and a confirmation say: which policy is fastest, and
+whether that is beyond noise."""
 
 from __future__ import annotations
 
@@ -24,11 +25,12 @@ def described(policy: AnyPolicy) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One raced policy beside its prediction. Speeds in tokens/s; ``ratio`` is its speed over the incumbent's, with a 95%
-    interval over requests, and ``over_plain`` over autoregression's, each on the race's requests that both were executed on.
-    ``raced`` is its speed over the leader's, projected to all of the race's requests, and ``left`` says whether the race ended
-    with it. ``predicted`` is None where the recording lacks what it is replayed from. The best of many is flattered by these:
-    :class:`optimizer.confirm.Confirmation` is what counts."""
+    """One raced policy beside its prediction. Speeds in tokens/s; ``ratio`` is its speed over the
+    incumbent's, with a 95% interval over requests, and ``over_plain`` over autoregression's, each
+    on the race's requests that both were executed on. ``raced`` is its speed over the leader's,
+    projected to all of the race's requests, and ``left`` says whether the race ended with it.
+    ``predicted`` is None where the recording lacks what it is replayed from. The best of many is
+    flattered by these: :class:`optimizer.confirm.Confirmation` is what counts."""
 
     role: str
     policy: AnyPolicy
@@ -43,7 +45,9 @@ class Candidate:
         return {
             "role": self.role,
             **described(self.policy),
-            "predicted_tokens_per_s": None if self.predicted is None else self.predicted.total.tokens_per_s,
+            "predicted_tokens_per_s": None
+            if self.predicted is None
+            else self.predicted.total.tokens_per_s,
             "measured_tokens_per_s": self.executed.total.tokens_per_s,
             "measured_interval": list(self.executed.tokens_per_s_interval()),
             "mean_accepted_length": self.executed.total.mean_accepted_length,
@@ -61,10 +65,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a tuning found and did. ``published`` is the new publication, None when the incumbent stays (``reason`` says why), or
-    version ``superseded_by`` that came into force meanwhile;
-    ``confirmed`` is what the race's winner was against the incumbent on requests held out, None where that is the incumbent;
-    ``beyond`` is :meth:`optimizer.search.Study.left_out`; ``left_out``: trees that were not tried, and why."""
+    """What a tuning found and did. ``published`` is the new publication, None when the incumbent
+    stays (``reason`` says why), or version ``superseded_by`` that came into force meanwhile;
+    ``confirmed`` is what the race's winner was against the incumbent on requests held out, None
+    where that is the incumbent; ``beyond`` is :meth:`optimizer.search.Study.left_out`;
+    ``left_out``: trees that were not tried, and why."""
 
     winner: Candidate
     incumbent: Candidate
@@ -87,17 +92,25 @@ class Tuned:
 
     @property
     def ratio(self) -> tuple[float, float, float]:
-        """The winner's speed over the incumbent's and its interval, as confirmed; 1 where the incumbent stays."""
+        """The winner's speed over the incumbent's and its interval, as confirmed; 1 where the
+        incumbent stays."""
         confirmed = self.confirmed
-        return confirmed.ratio if confirmed and confirmed.winner == self.winner.policy.id else self.winner.ratio
+        return (
+            confirmed.ratio
+            if confirmed and confirmed.winner == self.winner.policy.id
+            else self.winner.ratio
+        )
 
     def to_json(self) -> dict[str, Any]:
-        """The contract's keys ``winner``, ``predicted``, ``measured``, ``baselines``, ``published``, and the evidence."""
+        """The contract's keys ``winner``, ``predicted``, ``measured``, ``baselines``,
+        ``published``, and the evidence."""
         return {
             "winner": described(self.winner.policy),
             "predicted": None if self.winner.predicted is None else self.winner.predicted.to_json(),
             "measured": self.winner.executed.to_json(),
-            "baselines": {c.role: c.to_json() for c in self.candidates if not c.role.startswith("finalist")},
+            "baselines": {
+                c.role: c.to_json() for c in self.candidates if not c.role.startswith("finalist")
+            },
             "candidates": [c.to_json() for c in self.candidates],
             "ratio_to_incumbent": finite(self.ratio),
             "confirmed": None if self.confirmed is None else self.confirmed.to_json(),
@@ -126,7 +139,10 @@ class Tuned:
 
 
 def candidates_of(
-    roles: Mapping[str, AnyPolicy], compared: Comparison, predicted: Mapping[str, Outcome], incumbent: AnyPolicy
+    roles: Mapping[str, AnyPolicy],
+    compared: Comparison,
+    predicted: Mapping[str, Outcome],
+    incumbent: AnyPolicy,
 ) -> list[Candidate]:
     """Those who raced, by role, each beside its prediction (by policy id)."""
     leader = compared.timings.leader(compared.survivors)
@@ -148,15 +164,20 @@ def candidates_of(
 def fastest_of(
     policies: Sequence[AnyPolicy], timings: Timings, predicted: Mapping[str, float], spread: float
 ) -> AnyPolicy:
-    """The fastest of the policies that a race did not drop, by execution and ``predicted`` tokens/s (by id, where known; ``spread``:
-    of their ratios) together; of those that it is not faster than beyond noise, and that are predicted within a tie, the simplest. A tree
-    of at most three nodes beats what is simpler beyond noise or not at all."""
+    """The fastest of the policies that a race did not drop, by execution and ``predicted`` tokens/s
+    (by id, where known; ``spread``: of their ratios) together; of those that it is not faster than
+    beyond noise, and that are predicted within a tie, the simplest. A tree of at most three nodes
+    beats what is simpler beyond noise or not at all."""
     first = policies[0]
 
     def estimate(policy: AnyPolicy) -> float:
         if policy.id == first.id:
             return 0.0
-        ratio = predicted[policy.id] / max(1e-12, predicted[first.id]) if {policy.id, first.id} <= predicted.keys() else 0.0
+        ratio = (
+            predicted[policy.id] / max(1e-12, predicted[first.id])
+            if {policy.id, first.id} <= predicted.keys()
+            else 0.0
+        )
         return weighed(timings.ratio(policy.id, first.id, projected=True), ratio, spread)
 
     fastest = max(policies, key=estimate)
@@ -177,23 +198,33 @@ def _is_slight(policy: AnyPolicy) -> bool:
     return len(nodes) <= 3
 
 
-def weighed(executed: tuple[float, float, float], predicted: float, predicted_spread: float) -> float:
-    """Logarithm of a speed-up: as executed (ratio, 95% interval) and as predicted, each weighed by the inverse of its variance."""
+def weighed(
+    executed: tuple[float, float, float], predicted: float, predicted_spread: float
+) -> float:
+    """Logarithm of a speed-up: as executed (ratio, 95% interval) and as predicted, each weighed by
+    the inverse of its variance."""
     ratio, low, high = executed
     if not (low > 0.0 and math.isfinite(high)) or predicted <= 0.0:
         return math.log(ratio)
     spread = max(1e-6, math.log(high / low) / (2 * 1.96))
     of_executed, of_predicted = spread**-2, predicted_spread**-2
-    return (of_executed * math.log(ratio) + of_predicted * math.log(predicted)) / (of_executed + of_predicted)
+    return (of_executed * math.log(ratio) + of_predicted * math.log(predicted)) / (
+        of_executed + of_predicted
+    )
 
 
 def verdict(
     winner: Candidate, incumbent: Candidate, confirmed: Confirmation | None, published: bool
 ) -> tuple[str, Candidate, bool]:
-    """(why, the candidate to be in force, whether that is to be published). ``published``: whether the incumbent is in force."""
+    """(why, the candidate to be in force, whether that is to be published). ``published``: whether
+    the incumbent is in force."""
     stays = "the incumbent stays" if published else "autoregression is published"
     if confirmed is None or winner.policy.id == incumbent.policy.id:
         return f"nothing executed is faster than the incumbent; {stays}", incumbent, not published
     if not confirmed.holds:
-        return f"{winner.policy.label()} was {confirmed}: {confirmed.against}; {stays}", incumbent, not published
+        return (
+            f"{winner.policy.label()} was {confirmed}: {confirmed.against}; {stays}",
+            incumbent,
+            not published,
+        )
     return str(confirmed), winner, True

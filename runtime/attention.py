@@ -1,7 +1,8 @@
 """Attention over a slot cache, registered with transformers as ``spectune``.
 
-Query heads of one key-value group are folded into the query axis, so that grouped keys are never repeated over the whole
-cache. A mask is the caller's, four-dimensional and boolean (True: attend); a pass without a cache is causal and needs none.
+Query heads of one key-value group are folded into the query axis, so that grouped keys are never
+repeated over the whole cache. A mask is the caller's, four-dimensional and boolean (True: attend);
+a pass without a cache is causal and needs none.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from transformers.modeling_utils import AttentionInterface
 
 NAME = "spectune"
 MASK_ENTRIES = 1 << 24
-"""Entries that a mask has at most where it is folded and turned into floats; wider passes attend by blocks of queries."""
+"""Entries that a mask has at most where it is folded and turned into floats; wider passes attend by
+blocks of queries."""
 
 
 def slot_attention(
@@ -27,10 +29,12 @@ def slot_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """``query`` [B, H, Q, D], ``key`` and ``value`` [B, Hkv, S, D], ``attention_mask`` bool [B or 1, 1, Q, S].
+    """``query`` [B, H, Q, D], ``key`` and ``value`` [B, Hkv, S, D], ``attention_mask`` bool [B or
+    1, 1, Q, S].
 
-    Without a mask attention is causal, and keys and queries must be of the same tokens (Q = S). Returns the output ``[B, Q, H, D]``,
-    contiguous. Raises ValueError where Q != S without a mask: it would attend to rejected tokens in silence.
+    Without a mask attention is causal, and keys and queries must be of the same tokens (Q = S).
+    Returns the output ``[B, Q, H, D]``, contiguous. Raises ValueError where Q != S without a mask:
+    it would attend to rejected tokens in silence.
     """
     batch, heads, width, dim = query.shape
     groups = heads // key.shape[1]
@@ -43,7 +47,12 @@ def slot_attention(
     rows = max(1, MASK_ENTRIES // (groups * key.shape[2]))
     if width > rows:
         blocks = [slice(at, at + rows) for at in range(0, width, rows)]
-        parts = [slot_attention(module, query[:, :, b], key, value, attention_mask[:, :, b], scaling=scaling)[0] for b in blocks]
+        parts = [
+            slot_attention(
+                module, query[:, :, b], key, value, attention_mask[:, :, b], scaling=scaling
+            )[0]
+            for b in blocks
+        ]
         return torch.cat(parts, 1), None
     if groups > 1:
         query = query.reshape(batch, key.shape[1], groups * width, dim)
@@ -53,11 +62,14 @@ def slot_attention(
 
 
 def causal_mask(start: int, stop: int, view: int, device: torch.device) -> torch.Tensor:
-    """The rows ``start .. stop - 1`` of a causal mask over ``view`` slots, bool [stop - start, view]."""
+    """The rows ``start .. stop - 1`` of a causal mask over ``view`` slots, bool [stop - start,
+    view]."""
     return torch.ones(stop - start, view, dtype=torch.bool, device=device).tril_(start)
 
 
 def register() -> None:
     """Makes ``attn_implementation="spectune"`` known; calling it again is harmless."""
     AttentionInterface.register(NAME, slot_attention)
-    AttentionMaskInterface.register(NAME, lambda *_args, **_kwargs: None)  # without a mask of ours attention is causal
+    AttentionMaskInterface.register(
+        NAME, lambda *_args, **_kwargs: None
+    )  # without a mask of ours attention is causal

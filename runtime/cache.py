@@ -1,8 +1,9 @@
 """Preallocated slot caches: keys and values written wherever the caller says, read up to a view.
 
-transformers' static cache appends at a length that it counts itself and cannot be rolled back. Ours holds no length: the
-owner sets where the next pass writes (``slots``) and how many it reads (``view``); what a rejected draft left behind is masked
-and overwritten. Shapes never change within a view, so that a pass can be captured as a CUDA graph.
+transformers' static cache appends at a length that it counts itself and cannot be rolled back. Ours
+holds no length: the owner sets where the next pass writes (``slots``) and how many it reads
+(``view``); what a rejected draft left behind is masked and overwritten. Shapes never change within
+a view, so that a pass can be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ def view_of(tokens: int) -> int:
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers carries no types
-    """One layer's keys and values, ``[1, kv_heads, capacity + scratch, head_dim]``, allocated at the first pass. No view holds the
-    ``scratch`` slots."""
+    """One layer's keys and values, ``[1, kv_heads, capacity + scratch, head_dim]``, allocated at
+    the first pass. No view holds the ``scratch`` slots."""
 
     is_compileable = True
     is_sliding = False
@@ -37,7 +38,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers carries 
         self.slots = torch.zeros(0, dtype=torch.int64)
         self.is_initialized = False
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
+    def lazy_initialization(
+        self, key_states: torch.Tensor, value_states: torch.Tensor | None = None
+    ) -> None:
         batch, heads, _, dim = key_states.shape
         value_dim = dim if value_states is None else value_states.shape[-1]
         slots = self.capacity + self.scratch
@@ -68,7 +71,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers carries 
 
 
 class SlotCache:
-    """The layers of one model and where the next pass writes. ``capacity`` only grows, by whole views."""
+    """The layers of one model and where the next pass writes. ``capacity`` only grows, by whole
+    views."""
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
@@ -78,7 +82,8 @@ class SlotCache:
         self.cache = Cache(layers=[])
 
     def reserve(self, tokens: int) -> None:
-        """Makes room for ``tokens`` slots. Growing forgets what was cached: call it between requests."""
+        """Makes room for ``tokens`` slots. Growing forgets what was cached: call it between
+        requests."""
         wanted = -(-tokens // (4 * VIEW_STEP)) * 4 * VIEW_STEP
         if wanted > self.capacity:
             self.capacity = wanted
@@ -93,12 +98,13 @@ class SlotCache:
             layer.slots, layer.view = slots, view
 
     def keep_scratch(self, slots: int) -> None:
-        """Keeps so many slots behind the capacity, for tokens that only fill up a pass. Forgets what was cached."""
+        """Keeps so many slots behind the capacity, for tokens that only fill up a pass. Forgets
+        what was cached."""
         self._scratch, self.capacity, self.layers, self.cache = slots, 0, [], Cache(layers=[])
 
     def bound(self, slots: torch.Tensor, view: int) -> list[SlotLayer]:
-        """Layers over the same keys and values which always write ``slots`` (int64 ``[width]``) and read the first ``view``, whatever the
-        next passes over this cache do."""
+        """Layers over the same keys and values which always write ``slots`` (int64 ``[width]``) and
+        read the first ``view``, whatever the next passes over this cache do."""
         layers = [copy.copy(layer) for layer in self.layers]
         for layer in layers:
             layer.slots, layer.view = slots, view
@@ -110,8 +116,13 @@ class SlotCache:
             own.keys, own.values, own.is_initialized = layer.keys, layer.values, True
 
     def move(self, slots: list[int], start: int) -> None:
-        """Copies slots (any order, possibly overlapping) to ``start ..``: what a tree's accepted path becomes."""
-        if all(slot == start + i for i, slot in enumerate(slots)) or not self.layers or not self.layers[0].is_initialized:
+        """Copies slots (any order, possibly overlapping) to ``start ..``: what a tree's accepted
+        path becomes."""
+        if (
+            all(slot == start + i for i, slot in enumerate(slots))
+            or not self.layers
+            or not self.layers[0].is_initialized
+        ):
             return
         index = torch.tensor(slots, device=self.layers[0].keys.device)
         stop = start + len(slots)

@@ -216,7 +216,9 @@ def round_seconds(
 
 def middles(max_context: int) -> FloatArray:
     """The contexts at which buckets up to ``max_context`` are priced, float64 [buckets]."""
-    return np.asarray(np.arange(max(0, max_context) // BUCKET + 1) * float(BUCKET) + (BUCKET - 1) / 2, np.float64)
+    return np.asarray(
+        np.arange(max(0, max_context) // BUCKET + 1) * float(BUCKET) + (BUCKET - 1) / 2, np.float64
+    )
 
 
 def round_costs(
@@ -357,9 +359,13 @@ def window_costs(
         most = NODE_LIMIT if rule.top_n is None else min(rule.top_n, NODE_LIMIT)
         drafted = [min(rule.verified(g), most) for g in gammas]
         rows = [[rule.step_width(g) for g in gammas[2:]]]
-        passes = Passes(np.array(rows, dtype=np.int64), np.zeros(1, np.int64), np.array([int(sampled)]))
+        passes = Passes(
+            np.array(rows, dtype=np.int64), np.zeros(1, np.int64), np.array([int(sampled)])
+        )
     more = None if shortlist is None else shortlist_seconds(profile, shortlist)
-    costs = round_costs(profile, kind, np.array([profile.usual_context]), passes=passes, shortlist_s=more)
+    costs = round_costs(
+        profile, kind, np.array([profile.usual_context]), passes=passes, shortlist_s=more
+    )
     rounds = [round_seconds(costs, int(sampled), 0, 0, 1, g, drafted[g], 0)[2] for g in gammas]
     last = policy.gamma_max
     if not last:
@@ -381,9 +387,10 @@ def token_seconds(profile: LatencyProfile, *, sampled: bool) -> float:
 
 
 class StepLoad(NamedTuple):
-    """What a step of an engine reads, which is a round of every request that it holds: ``rows`` tokens verified, ``prompts``
-    tokens of prompts, of ``batch`` requests whose caches hold ``context`` tokens together, and ``passes`` of the draft that the
-    engine has loaded (none: ``draft`` is empty). 0 passes of a loaded draft are not free: it reads what the target reads."""
+    """What a step of an engine reads, which is a round of every request that it holds: ``rows``
+    tokens verified, ``prompts`` tokens of prompts, of ``batch`` requests whose caches hold
+    ``context`` tokens together, and ``passes`` of the draft that the engine has loaded (none:
+    ``draft`` is empty). 0 passes of a loaded draft are not free: it reads what the target reads."""
 
     draft: str
     rows: float
@@ -411,7 +418,8 @@ class Surface(NamedTuple):
 
 
 class StepCosts(NamedTuple):
-    """The terms of :func:`step_terms` over (batch), (rows, context), (tokens of prompts) and (passes, batch)."""
+    """The terms of :func:`step_terms` over (batch), (rows, context), (tokens of prompts) and
+    (passes, batch)."""
 
     step: Surface
     target: Surface
@@ -421,7 +429,8 @@ class StepCosts(NamedTuple):
 
 @compiled(inline=True)
 def _segment(knots: FloatArray, at: float) -> tuple[int, float]:
-    """The knot before a place, or the last but one, and how far the place is on the way to the next."""
+    """The knot before a place, or the last but one, and how far the place is on the way to the
+    next."""
     last, n = len(knots) - 2, 0
     if last < 0:
         return 0, 0.0
@@ -441,7 +450,9 @@ def _surface_seconds(surface: Surface, x: float, y: float) -> float:
 
 
 @compiled(inline=True)
-def step_seconds(costs: StepCosts, rows: float, prompts: float, batch: float, context: float, passes: float) -> float:
+def step_seconds(
+    costs: StepCosts, rows: float, prompts: float, batch: float, context: float, passes: float
+) -> float:
     """Seconds of a step; its arguments are :class:`StepLoad`'s."""
     return (
         _surface_seconds(costs.step, batch, 0.0)
@@ -452,11 +463,15 @@ def step_seconds(costs: StepCosts, rows: float, prompts: float, batch: float, co
 
 
 def step_costs(profile: LatencyProfile, draft: str) -> StepCosts:
-    """The costs of the steps of an engine that has loaded ``draft`` (empty: none). Raises PolicyError where the profile has none."""
+    """The costs of the steps of an engine that has loaded ``draft`` (empty: none). Raises
+    PolicyError where the profile has none."""
     terms = [term for term, *_ in step_terms(StepLoad(draft, 0, 0, 1, 0, 0))]
     missing = [term for term in terms if term not in profile.terms]
     if missing:
-        raise PolicyError(f"no steps of an engine that drafts with {draft or 'nothing'} were recorded, so what they cost is not known")
+        raise PolicyError(
+            f"no steps of an engine that drafts with {draft or 'nothing'} were recorded, so what "
+            "they cost is not known"
+        )
     step, target, prompts, *drafts = (_surface(profile.terms[term]) for term in terms)
     return StepCosts(step, target, prompts, drafts[0] if drafts else _surface(CostTable((0.0,))))
 
@@ -479,7 +494,8 @@ def check_priced(profile: LatencyProfile, kind: RoundKind) -> None:
     if kind.draft and kind.draft not in priced:
         known = ", ".join(sorted(priced)) or "none"
         raise PolicyError(
-            f"the latency profile has no costs{of} for draft {kind.draft!r} (it has: {known}); run `profile` again"
+            f"the latency profile has no costs{of} for draft {kind.draft!r} (it has: {known}); run "
+            "`profile` again"
         )
 
 
@@ -491,5 +507,6 @@ def check_shortlists(profile: LatencyProfile, draft: str) -> None:
             or "none"
         )
         raise PolicyError(
-            f"the latency profile has no costs of shortlists for draft {draft!r} (it has: {known}); run `profile` again"
+            f"the latency profile has no costs of shortlists for draft {draft!r} (it has: "
+            f"{known}); run `profile` again"
         )

@@ -212,7 +212,9 @@ class ModelBackend:
         mask = np.zeros((n + 1, view_of(root + n + 1)), dtype=np.bool_)
         mask[:, :root] = True
         mask[:, root : root + n + 1] = ancestors(tree)
-        return target.scattered(ids, root + depths, root + places, torch.from_numpy(mask).to(target.device))
+        return target.scattered(
+            ids, root + depths, root + places, torch.from_numpy(mask).to(target.device)
+        )
 
     def commit(self, emitted: list[int], accepted: int, drafted: Drafted | None) -> None:
         length, path = len(self._text), self._path[:accepted]
@@ -269,7 +271,8 @@ class Decoder:
         limit = self.pair.max_positions
         if len(prompt_ids) + max_new_tokens > limit:
             raise WorkloadError(
-                f"request {item.id}: {len(prompt_ids)} prompt tokens + {max_new_tokens} new ones exceed the context of {limit}; "
+                f"request {item.id}: {len(prompt_ids)} prompt tokens + {max_new_tokens} new ones "
+                f"exceed the context of {limit}; "
                 "shorten the prompt or lower --max-new-tokens"
             )
         check(self.pair.settings, greedy=sampling.greedy, verifier=self.verifier)
@@ -327,15 +330,18 @@ class Decoder:
         )
 
 
-def check_lossless(pair: LoadedPair, policies: Iterable[Policy], verifier: Verifier, sampling: Sampling) -> None:
-    """Raises PolicyError where a verifier cannot be used with one of the policies on a pair: it would
-    bias the text, or is not built for heads."""
+def check_lossless(
+    pair: LoadedPair, policies: Iterable[Policy], verifier: Verifier, sampling: Sampling
+) -> None:
+    """Raises PolicyError where a verifier cannot be used with one of the policies on a pair: it
+    would bias the text, or is not built for heads."""
     for policy in policies:
         check_verifier(policy, verifier, sampling)
         is_head = policy.speculates and policy.draft not in pair.chain_drafts
         if is_head and verifier == "rejection" and not sampling.greedy:
             raise PolicyError(
-                f"draft {policy.draft!r} is a head, which the rejection verifier is not built for; use the coupled verifier"
+                f"draft {policy.draft!r} is a head, which the rejection verifier is not built for; "
+                "use the coupled verifier"
             )
 
 
@@ -348,10 +354,10 @@ def prepare_for(
     artifacts: Artifacts | None = None,
     sampling: Sampling | None = None,
 ) -> AnyPlan:
-    """:func:`runtime.policies.prepare.prepare` for a loaded pair, with everything done that its first
-    rounds would otherwise wait for: a shortlist's weights are cut out, and the quickest ways to
-    multiply them measured; on CUDA the graphs that rounds at ``sampling`` (None: any) can need are
-    captured. It may run in another thread than decoding does.
+    """:func:`runtime.policies.prepare.prepare` for a loaded pair, with everything done that its
+    first rounds would otherwise wait for: a shortlist's weights are cut out, and the quickest ways
+    to multiply them measured; on CUDA the graphs that rounds at ``sampling`` (None: any) can need
+    are captured. It may run in another thread than decoding does.
 
     Raises PolicyError as ``prepare``, and for a router of another head.
     """
@@ -364,12 +370,17 @@ def prepare_for(
 
 def _made_aside(pair: LoadedPair, prepared: Plan, sampling: Sampling | None) -> Plan:
     prepare_graphs(pair, prepared, sampling)
-    return prepared if prepared.shortlist is None else replace(prepared, shortlists=warmed_shortlists(pair, prepared))
+    return (
+        prepared
+        if prepared.shortlist is None
+        else replace(prepared, shortlists=warmed_shortlists(pair, prepared))
+    )
 
 
 def warmed_shortlists(pair: LoadedPair, prepared: Plan) -> Shortlists:
-    """The shortlists of a policy that has some, for a loaded pair, made ready for as many nodes as its
-    trees can have. Raises PolicyError when the artifact does not fit the draft's output head."""
+    """The shortlists of a policy that has some, for a loaded pair, made ready for as many nodes as
+    its trees can have. Raises PolicyError when the artifact does not fit the draft's output head.
+    """
     rule = prepared.shortlist
     assert rule is not None
     made = Shortlists(rule, pair.models[rule.draft], pair.exact)

@@ -1,4 +1,5 @@
-"""A draft's distribution after a node, as codes, and which of them are near ties (docs/trees.md, "distributions and codes")."""
+"""A draft's distribution after a node, as codes, and which of them are near ties (docs/trees.md,
+"distributions and codes")."""
 
 from __future__ import annotations
 
@@ -18,14 +19,16 @@ from spectune.traces.schema import TOP_ENTROPY, TREE_CODE_MAX, TREE_SCALE, Sampl
 _BLOCK: Final = 64
 _LONG_ROW: Final = 8192
 _LEAST, _MOST = 0.4, TREE_CODE_MAX + 0.4
-"""Bounds of scaled values: inside them the code does not change, and the only borders near are those between two codes."""
+"""Bounds of scaled values: inside them the code does not change, and the only borders near are
+those between two codes."""
 
 
 def best_of(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and indices int64 [n, count] of the largest of each row of ``x`` float [n, vocab], descending.
+    """Values and indices int64 [n, count] of the largest of each row of ``x`` float [n, vocab],
+    descending.
 
-    On a CPU and over long rows by blocks: the ``count`` blocks with the largest maxima hold them all, which takes a third of ``topk``'s
-    time.
+    On a CPU and over long rows by blocks: the ``count`` blocks with the largest maxima hold them
+    all, which takes a third of ``topk``'s time.
     """
     rows, vocab = x.shape
     blocks = vocab // _BLOCK
@@ -38,7 +41,10 @@ def best_of(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     values = x.gather(-1, places)
     if blocks * _BLOCK < vocab:
         rest = torch.arange(blocks * _BLOCK, vocab).expand(rows, -1)
-        places, values = torch.cat([places, rest], 1), torch.cat([values, x[:, blocks * _BLOCK :]], 1)
+        places, values = (
+            torch.cat([places, rest], 1),
+            torch.cat([values, x[:, blocks * _BLOCK :]], 1),
+        )
     best = values.topk(count, dim=-1)
     return best.values, places.gather(-1, best.indices)
 
@@ -59,13 +65,16 @@ def read_distributions(
 ) -> DistributionRows:
     """Codes of the distributions behind float32 ``logits`` [n, vocab].
 
-    ``noise`` float32 [vocab] or [n, vocab] is the target's at the children's position, None when greedy. ``width`` children are read (k).
-    ``by_probability`` ranks them by q alone. Codes that are not asked for are 0. ``exact`` marks near ties of the children's order and of
-    the codes that are read. With ``ids`` int64 [size], ascending, ``logits`` are of these tokens alone, [n, size], and the distributions
-    are over this shortlist; children beyond its size do not exist.
+    ``noise`` float32 [vocab] or [n, vocab] is the target's at the children's position, None when
+    greedy. ``width`` children are read (k). ``by_probability`` ranks them by q alone. Codes that
+    are not asked for are 0. ``exact`` marks near ties of the children's order and of the codes that
+    are read. With ``ids`` int64 [size], ascending, ``logits`` are of these tokens alone, [n, size],
+    and the distributions are over this shortlist; children beyond its size do not exist.
     """
     if ids is not None:
-        logits, noise, ids = _to_width(logits, None if noise is None else noise.index_select(-1, ids), ids, width)
+        logits, noise, ids = _to_width(
+            logits, None if noise is None else noise.index_select(-1, ids), ids, width
+        )
     (n, vocab), device = logits.shape, logits.device
     width = min(width, vocab)
     x = scaled(logits, sampling)
@@ -79,14 +88,24 @@ def read_distributions(
     q = x.softmax(-1) if reads_logp or entropy else None
     nats = q.gather(-1, tokens).log_().neg_() if q is not None and reads_logp else None
     logp, gap, near = _child_codes(scores, nats, reads_gap, width, sampling, exact)
-    count = torch.isfinite(scores[:, :width]).sum(-1) if mask is not None or ids is not None else torch.full((n,), width, device=device)
+    count = (
+        torch.isfinite(scores[:, :width]).sum(-1)
+        if mask is not None or ids is not None
+        else torch.full((n,), width, device=device)
+    )
     of_entropy = of_top = torch.zeros(n, dtype=torch.int64, device=device)
-    near_entropy = torch.zeros(n, dtype=torch.bool, device=device) if exact and (entropy or top_entropy) else None
+    near_entropy = (
+        torch.zeros(n, dtype=torch.bool, device=device)
+        if exact and (entropy or top_entropy)
+        else None
+    )
     if entropy and q is not None:
         of_entropy, near_entropy = _entropy_code(q, near_entropy, sampling)
     if top_entropy:
         most = min(TOP_ENTROPY, vocab)
-        best = scores[:, :most] if perturbed is x and scores.shape[1] >= most else best_of(x, most)[0]
+        best = (
+            scores[:, :most] if perturbed is x and scores.shape[1] >= most else best_of(x, most)[0]
+        )
         of_top, near_entropy = _entropy_code(best.softmax(-1), near_entropy, sampling)
     if near is None and (near_entropy is not None or near_filter is not None):
         near = torch.zeros((n, width), dtype=torch.bool, device=device)
@@ -100,25 +119,49 @@ def read_distributions(
 def _entropy_code(
     q: torch.Tensor, near: torch.Tensor | None, sampling: Sampling
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Codes of the entropies of ``q`` [n, any], int64 [n], and ``near``, bool [n], with their near ties."""
+    """Codes of the entropies of ``q`` [n, any], int64 [n], and ``near``, bool [n], with their near
+    ties."""
     scale = _scaled(torch.special.entr(q).sum(-1))
     return scale.long(), None if near is None else near | near_ties.near_tree_code(scale, sampling)
 
 
 def _child_codes(
-    scores: torch.Tensor, nats: torch.Tensor | None, reads_gap: bool, width: int, sampling: Sampling, exact: bool
+    scores: torch.Tensor,
+    nats: torch.Tensor | None,
+    reads_gap: bool,
+    width: int,
+    sampling: Sampling,
+    exact: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Codes of children, int64 [n, k], of -log q and of the gap to the best (None: not read), and near ties, bool [n, k] (None: none).
+    """Codes of children, int64 [n, k], of -log q and of the gap to the best (None: not read), and
+    near ties, bool [n, k] (None: none).
 
-    ``scores`` float32 [n, k + 1 or k], best first; ``nats`` [n, k]: -log q, None where it is not read.
+    ``scores`` float32 [n, k + 1 or k], best first; ``nats`` [n, k]: -log q, None where it is not
+    read.
     """
     if fused(scores.device):
         n, margin = len(scores), near_ties.grown(near_ties.TREE, sampling)
-        near, (logp, gap) = np.empty((n, width), dtype=np.bool_), np.empty((2, n, width), dtype=np.int64)
+        near, (logp, gap) = (
+            np.empty((n, width), dtype=np.bool_),
+            np.empty((2, n, width), dtype=np.int64),
+        )
         given = scores.numpy()
-        found = _codes_of_children(given, given if nats is None else nats.numpy(), logp, gap, near, nats is not None, reads_gap, margin)
+        found = _codes_of_children(
+            given,
+            given if nats is None else nats.numpy(),
+            logp,
+            gap,
+            near,
+            nats is not None,
+            reads_gap,
+            margin,
+        )
         read = torch.from_numpy
-        return None if nats is None else read(logp), read(gap) if reads_gap else None, read(near) if found and exact else None
+        return (
+            None if nats is None else read(logp),
+            read(gap) if reads_gap else None,
+            read(near) if found and exact else None,
+        )
     marks = near_ties.near_order(scores, width, sampling) if exact else None
     codes_of: list[torch.Tensor | None] = []
     for values in (nats, scores[:, :1] - scores[:, :width] if reads_gap else None):
@@ -132,12 +175,17 @@ def _child_codes(
 def _to_width(
     logits: torch.Tensor, noise: torch.Tensor | None, ids: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """A shortlist smaller than ``width`` filled up with tokens of probability 0: logits [n, width], noise [.., width], ids [width]."""
+    """A shortlist smaller than ``width`` filled up with tokens of probability 0: logits [n, width],
+    noise [.., width], ids [width]."""
     missing = width - ids.shape[0]
     if missing <= 0:
         return logits, noise, ids
     pad = torch.nn.functional.pad
-    return pad(logits, (0, missing), value=-math.inf), None if noise is None else pad(noise, (0, missing)), pad(ids, (0, missing))
+    return (
+        pad(logits, (0, missing), value=-math.inf),
+        None if noise is None else pad(noise, (0, missing)),
+        pad(ids, (0, missing)),
+    )
 
 
 def fused(device: torch.device) -> bool:
@@ -156,7 +204,8 @@ def _codes_of_children(
     reads_gap: bool,
     margin: float,
 ) -> bool:
-    """On a CPU, all at once: writes the codes that are read and marks near ties; whether there are any.
+    """On a CPU, all at once: writes the codes that are read and marks near ties; whether there are
+    any.
 
     ``scores`` float32 [n, k + 1 or k], ``nats`` and the others [n, k].
     """

@@ -1,4 +1,5 @@
-"""SHA-256 of whole files. Those of large ones are remembered in the user's cache folder, so that a checkpoint is read once."""
+"""SHA-256 of whole files. Those of large ones are remembered in the user's cache folder, so that a
+checkpoint is read once."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ from pathlib import Path
 from spectune.traces.files import is_file, replacing
 
 RACY_NS = 2 * 10**9
-"""A file modified this shortly before it was read may change once more and keep its time stamps: its hash is not remembered."""
+"""A file modified this shortly before it was read may change once more and keep its time stamps:
+its hash is not remembered."""
 LARGE_BYTES = 1 << 24
-"""Files from this size on are remembered beyond the process; smaller ones take less time to read than to look up."""
+"""Files from this size on are remembered beyond the process; smaller ones take less time to read
+than to look up."""
 
 State = tuple[int, int, int, int]
 """Size in bytes, time of modification and of change in ns, inode."""
@@ -24,10 +27,17 @@ State = tuple[int, int, int, int]
 class FileHashes:
     """Hashes by path, remembered while the file system says that the file is the same.
 
-    ``cache`` is the file that outlasts the process (None: none does). A damaged, missing or unwritable one costs time and nothing else.
+    ``cache`` is the file that outlasts the process (None: none does). A damaged, missing or
+    unwritable one costs time and nothing else.
     """
 
-    def __init__(self, cache: Path | None, *, large_bytes: int = LARGE_BYTES, clock: Callable[[], int] = time.time_ns) -> None:
+    def __init__(
+        self,
+        cache: Path | None,
+        *,
+        large_bytes: int = LARGE_BYTES,
+        clock: Callable[[], int] = time.time_ns,
+    ) -> None:
         self._cache, self._large_bytes, self._clock = cache, large_bytes, clock
         self._known: dict[str, tuple[State, str]] = {}
 
@@ -54,7 +64,9 @@ class FileHashes:
 
     def _read(self) -> dict[str, tuple[State, str]]:
         try:
-            found = json.loads(self._cache.read_text(encoding="utf-8"))["files"] if self._cache else {}
+            found = (
+                json.loads(self._cache.read_text(encoding="utf-8"))["files"] if self._cache else {}
+            )
             return {
                 key: ((int(size), int(mtime), int(ctime), int(inode)), str(digest))
                 for key, (size, mtime, ctime, inode, digest) in found.items()
@@ -66,7 +78,11 @@ class FileHashes:
         if self._cache is None:
             return
         files = self._read() | {key: self._known[key]}
-        document = {"files": {name: [*state, digest] for name, (state, digest) in files.items() if is_file(name)}}
+        document = {
+            "files": {
+                name: [*state, digest] for name, (state, digest) in files.items() if is_file(name)
+            }
+        }
         with contextlib.suppress(OSError):
             self._cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with replacing(self._cache) as file:
@@ -79,7 +95,8 @@ def _state(file: Path) -> State:
 
 
 def cache_folder() -> Path | None:
-    """Where what can be made again is kept: ``$XDG_CACHE_HOME/spectune`` or ``~/.cache/spectune``; None without a home."""
+    """Where what can be made again is kept: ``$XDG_CACHE_HOME/spectune`` or ``~/.cache/spectune``;
+    None without a home."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         base = base if base.is_absolute() else Path.home() / ".cache"

@@ -56,9 +56,9 @@ HOPELESS: Final = 2.0
 class GatheredHead:
     """An output matrix of which shortlists are multiplied: ``weight`` [vocab, d], ``bias`` [vocab].
 
-    Hidden states are [n, d] of any float dtype, cast to the weights'; logits are float32. The weights
-    are shared with the model, not copied, unless their rows are not contiguous. A head is for one
-    thread at a time."""
+    Hidden states are [n, d] of any float dtype, cast to the weights'; logits are float32. The
+    weights are shared with the model, not copied, unless their rows are not contiguous. A head is
+    for one thread at a time."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight.detach().contiguous()
@@ -91,12 +91,24 @@ class GatheredHead:
         milliseconds, so ask for what will be needed before it is. Random number streams of torch
         are left alone. While a CUDA graph is captured nothing is measured, and what was not
         measured is the kernel (else ``gather``)."""
-        ways = self.ways if count is not None else tuple(w for w in self.ways if w in ("compiled", "full"))
+        ways = (
+            self.ways
+            if count is not None
+            else tuple(w for w in self.ways if w in ("compiled", "full"))
+        )
         if len(ways) == 1:
             return ways[0]
         rows = power_of_two(rows)
         count = None if count is None else min(self.vocab_size, power_of_two(count))
-        key = (self.device, self.dtype, self.weight.shape, torch.get_num_threads(), ways, rows, count)
+        key = (
+            self.device,
+            self.dtype,
+            self.weight.shape,
+            torch.get_num_threads(),
+            ways,
+            rows,
+            count,
+        )
         if key not in _measured:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return "kernel" if "kernel" in ways else "gather"
@@ -119,13 +131,22 @@ class GatheredHead:
                 hidden = torch.zeros(m, self.hidden_size, dtype=self.dtype, device=self.device)
                 self.over(hidden, torch.arange(size, device=self.device))
 
-    def _trials(self, ways: Sequence[str], rows: int, count: int | None) -> dict[str, Callable[[], object]]:
-        """Calls of each way on ``rows`` random hidden states and ``count`` random tokens (None: all)."""
+    def _trials(
+        self, ways: Sequence[str], rows: int, count: int | None
+    ) -> dict[str, Callable[[], object]]:
+        """Calls of each way on ``rows`` random hidden states and ``count`` random tokens (None:
+        all)."""
         generator = torch.Generator().manual_seed(0)
-        hidden = torch.randn(rows, self.hidden_size, generator=generator).to(self.device, self.dtype)
+        hidden = torch.randn(rows, self.hidden_size, generator=generator).to(
+            self.device, self.dtype
+        )
         ids = None
         if count is not None:
-            ids = torch.randperm(self.vocab_size, generator=generator)[:count].sort().values.to(self.device)
+            ids = (
+                torch.randperm(self.vocab_size, generator=generator)[:count]
+                .sort()
+                .values.to(self.device)
+            )
         return {way: functools.partial(self._over, hidden, ids, way) for way in ways}
 
     def _cast(self, hidden: Tensor) -> Tensor:
@@ -165,7 +186,8 @@ class GatheredHead:
         out = torch.empty(len(hidden), len(ids))
         if _sums(self._rows, hidden.numpy(), ids.contiguous().numpy(), out.numpy()) >= 0:
             raise PolicyError(
-                f"a shortlist holds a token outside 0 .. {self.vocab_size - 1}; fit it for this draft's vocabulary"
+                f"a shortlist holds a token outside 0 .. {self.vocab_size - 1}; fit it for this "
+                "draft's vocabulary"
             )
         return out
 
@@ -177,7 +199,10 @@ _measured: dict[tuple[Any, ...], str] = {}
 
 def _powers(least: int, most: int) -> list[int]:
     """What :func:`power_of_two` makes of the numbers from ``least`` to ``most``."""
-    return [1 << bits for bits in range(power_of_two(least).bit_length() - 1, power_of_two(most).bit_length())]
+    return [
+        1 << bits
+        for bits in range(power_of_two(least).bit_length() - 1, power_of_two(most).bit_length())
+    ]
 
 
 def quickest(ways: Mapping[str, Callable[[], object]], device: torch.device) -> str:

@@ -24,8 +24,9 @@ from spectune.traces.errors import PairError
 class LoadedPair(Texts):
     """Models and tokenizer. ``exact`` says that near ties are decided canonically (float32).
 
-    ``drafts`` are language models, ``heads`` EAGLE heads on the target; where there are heads, the target's ``taps`` are what they read.
-    ``settings``: what the target's generation_config asks of its texts.
+    ``drafts`` are language models, ``heads`` EAGLE heads on the target; where there are heads, the
+    target's ``taps`` are what they read. ``settings``: what the target's generation_config asks of
+    its texts.
     """
 
     spec: PairSpec
@@ -42,8 +43,13 @@ class LoadedPair(Texts):
         return self.spec.id
 
     def processor(self, prompt_tokens: int) -> Process | None:
-        """What changes the target's logits for a request whose prompt has ``prompt_tokens`` tokens; None: nothing."""
-        return processor(self.settings, prompt_tokens, self.eos_ids, self.device) if self.settings else None
+        """What changes the target's logits for a request whose prompt has ``prompt_tokens`` tokens;
+        None: nothing."""
+        return (
+            processor(self.settings, prompt_tokens, self.eos_ids, self.device)
+            if self.settings
+            else None
+        )
 
     @property
     def exact(self) -> bool:
@@ -51,13 +57,15 @@ class LoadedPair(Texts):
 
     @property
     def models(self) -> dict[str, CausalModel | EagleHead]:
-        """The drafts that are models, language models first: those that may grow trees and have an output head."""
+        """The drafts that are models, language models first: those that may grow trees and have an
+        output head."""
         return {**self.drafts, **self.heads}
 
     @property
     def chain_drafts(self) -> tuple[str, ...]:
-        """Drafts whose proposals follow from the text alone: a chain panorama tells them, and they may be drawn independently of the
-        target. A head's depend on where its round began; its chains are recorded as trees of width 1."""
+        """Drafts whose proposals follow from the text alone: a chain panorama tells them, and they
+        may be drawn independently of the target. A head's depend on where its round began; its
+        chains are recorded as trees of width 1."""
         return (*self.drafts, "ngram")
 
     @property
@@ -77,8 +85,9 @@ class LoadedPair(Texts):
 
 
 SMALL = 32_000_000
-"""Parameters below which one CPU thread decodes as fast as several (measured, docs/log.md): passes are too short to be shared, and
-threads that wait for each other slow down whatever else runs on the machine."""
+"""Parameters below which one CPU thread decodes as fast as several (measured, docs/log.md): passes
+are too short to be shared, and threads that wait for each other slow down whatever else runs on the
+machine."""
 
 
 def load_pair(
@@ -89,10 +98,12 @@ def load_pair(
     drafts: Collection[str] | None = None,
     threads: int | None = None,
 ) -> LoadedPair:
-    """Loads target, tokenizer and drafts (all, or those named), each a language model or an EAGLE head.
+    """Loads target, tokenizer and drafts (all, or those named), each a language model or an EAGLE
+    head.
 
-    ``threads`` are torch's on a CPU; by default one for a small target, else torch's own choice (or ``OMP_NUM_THREADS``).
-    Raises PairError on a missing model, a vocabulary that differs, a head of another target, or files that change meanwhile.
+    ``threads`` are torch's on a CPU; by default one for a small target, else torch's own choice (or
+    ``OMP_NUM_THREADS``). Raises PairError on a missing model, a vocabulary that differs, a head of
+    another target, or files that change meanwhile.
     """
     check_threads(threads)
     content = spec.id
@@ -113,14 +124,19 @@ def load_pair(
         model = load_model(path, name=name, device=where, dtype=kind)
         if model.vocab_size != target.vocab_size:
             raise PairError(
-                f"draft {name!r} has a vocabulary of {model.vocab_size} tokens, the target one of {target.vocab_size}; "
+                f"draft {name!r} has a vocabulary of {model.vocab_size} tokens, the target one of "
+                f"{target.vocab_size}; "
                 "a draft must share the target's tokenizer"
             )
         check_tokenizer(name, path, tokenizer)
         loaded[name] = model
     if threads is not None:
         torch.set_num_threads(threads)
-    elif where.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and target.num_parameters < SMALL:
+    elif (
+        where.type == "cpu"
+        and "OMP_NUM_THREADS" not in os.environ
+        and target.num_parameters < SMALL
+    ):
         torch.set_num_threads(1)
     target.taps = tuple(sorted({tap for head in heads.values() for tap in head.taps}))
     with translated(f"target: eos_token_id of {spec.target}"):
@@ -130,7 +146,9 @@ def load_pair(
         if (process := pair.processor(1)) is not None:  # values that it does not take are told here
             process(torch.zeros(target.vocab_size, device=where), [0])
     if pair.id != content:
-        raise PairError(f"pair {spec.name}: its files changed while they were loaded; load it again")
+        raise PairError(
+            f"pair {spec.name}: its files changed while they were loaded; load it again"
+        )
     if wanted(where):
         use_graphs((target, *pair.models.values()), CudaRecorder())
     return pair

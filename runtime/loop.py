@@ -102,8 +102,8 @@ class StaticSource:
 class Round:
     """One round as the loop yields it: its step, the tokens it emitted, what was drafted, how the
     text ended, if it did, and the tree with the accepted nodes' numbers in it, where one was
-    drafted. ``canonical_passes``: of drafting and of verification. ``in_force``: what the source had,
-    a chooser rather than its candidate."""
+    drafted. ``canonical_passes``: of drafting and of verification. ``in_force``: what the source
+    had, a chooser rather than its candidate."""
 
     step: Step
     tokens: list[int]
@@ -178,7 +178,8 @@ def decode_rounds(
 def _taken_up(
     found: AnyPlan, backend: Backend, request: DecodeRequest, sessions: Sessions, output: list[int]
 ) -> tuple[Plan, Session]:
-    """The plan and its session of what comes into force after ``output``. A chooser chooses once, for the prompt."""
+    """The plan and its session of what comes into force after ``output``. A chooser chooses once,
+    for the prompt."""
     plan = backend.choose(request, found) if isinstance(found, ChooserPlan) else found
     session = sessions.of(plan)
     session.start([*request.prompt_ids, *output])

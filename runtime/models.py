@@ -1,8 +1,9 @@
 """Loading causal language models and running passes over their slot caches.
 
-A :class:`CausalModel` is a transformers model with our attention, one slot cache, and three kinds of pass: ``chain`` (tokens that
-follow each other), ``scattered`` (tokens anywhere, under the caller's mask) and ``canonical`` (a whole prefix without cache, the
-arbiter of near ties: a function of the prefix alone, whatever shapes decoding has used). Passes named ``.._states`` leave the output
+A :class:`CausalModel` is a transformers model with our attention, one slot cache, and three kinds
+of pass: ``chain`` (tokens that follow each other), ``scattered`` (tokens anywhere, under the
+caller's mask) and ``canonical`` (a whole prefix without cache, the arbiter of near ties: a function
+of the prefix alone, whatever shapes decoding has used). Passes named ``.._states`` leave the output
 head out, for drafts that evaluate a part of it (:mod:`runtime.shortlists`).
 """
 
@@ -56,7 +57,8 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 class _Tapped(threading.local):
-    """Hidden states of the taps of the last pass in this thread: passes are captured aside while another thread decodes."""
+    """Hidden states of the taps of the last pass in this thread: passes are captured aside while
+    another thread decodes."""
 
     def __init__(self) -> None:
         self.rows: dict[int, torch.Tensor] = {}
@@ -71,7 +73,8 @@ class _Read(Exception):
 class CausalModel:
     """One loaded model. Logits are float32 whatever the weights' dtype.
 
-    ``graphs`` replays the passes that it has captured (:mod:`runtime.cuda.graphs`); None: all run eagerly. ``canonical_passes`` counts.
+    ``graphs`` replays the passes that it has captured (:mod:`runtime.cuda.graphs`); None: all run
+    eagerly. ``canonical_passes`` counts.
     """
 
     graphs: PassGraphs | None = None
@@ -81,10 +84,16 @@ class CausalModel:
         attention.register()
         config = model.config.get_text_config()
         windows = getattr(config, "layer_types", None) or []
-        if any("sliding" in str(kind) for kind in windows) or getattr(config, "attn_logit_softcapping", None):
-            raise PairError(f"{name}: models with sliding-window or soft-capped attention are not supported yet")
+        if any("sliding" in str(kind) for kind in windows) or getattr(
+            config, "attn_logit_softcapping", None
+        ):
+            raise PairError(
+                f"{name}: models with sliding-window or soft-capped attention are not supported yet"
+            )
         model.set_attn_implementation(attention.NAME)
-        self.model = model.eval().requires_grad_(False)  # so that no pass records a graph, and none needs to be told
+        self.model = model.eval().requires_grad_(
+            False
+        )  # so that no pass records a graph, and none needs to be told
         self.name = name
         self.device = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
@@ -109,8 +118,9 @@ class CausalModel:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Hidden states kept of every pass: 0 is the embeddings, i what layer i reads, the number of layers what the last one gives,
-        ``FINAL`` that after the final norm. Empty by default, which costs nothing."""
+        """Hidden states kept of every pass: 0 is the embeddings, i what layer i reads, the number
+        of layers what the last one gives, ``FINAL`` that after the final norm. Empty by default,
+        which costs nothing."""
         return self._taps
 
     @taps.setter
@@ -121,11 +131,19 @@ class CausalModel:
         if self.graphs is not None:
             self.graphs.forget()
         layers = next(
-            (m for m in self._decoder.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == self.num_layers), None
+            (
+                m
+                for m in self._decoder.modules()
+                if isinstance(m, torch.nn.ModuleList) and len(m) == self.num_layers
+            ),
+            None,
         )
         for tap in set(taps) - {FINAL}:
             if layers is None or not 0 <= tap <= self.num_layers:
-                raise PairError(f"{self.name}: no hidden state {tap} to read (the model has {self.num_layers} layers)")
+                raise PairError(
+                    f"{self.name}: no hidden state {tap} to read (the model has {self.num_layers} "
+                    "layers)"
+                )
             if tap < self.num_layers:
 
                 def before(module: Any, args: Any, kwargs: Any, tap: int = tap) -> None:
@@ -143,20 +161,27 @@ class CausalModel:
 
     @property
     def tapped(self) -> torch.Tensor:
-        """Hidden states of all taps of the last pass (or of all tokens of the last ``read``), side by side:
-        [tokens, len(taps) * hidden_size]. The next pass replaces them; the canonical ones do not."""
+        """Hidden states of all taps of the last pass (or of all tokens of the last ``read``), side
+        by side: [tokens, len(taps) * hidden_size]. The next pass replaces them; the canonical ones
+        do not."""
         return torch.cat([self._tapped.rows[tap] for tap in self._taps], -1)
 
     def chain(self, ids: torch.Tensor, start: int, *, logits: int) -> torch.Tensor:
-        """Runs ``ids`` (int64 [width]) at slots and positions ``start ..``; every token sees all slots up to its own.
+        """Runs ``ids`` (int64 [width]) at slots and positions ``start ..``; every token sees all
+        slots up to its own.
 
         Returns float32 logits of the last ``logits`` tokens, ``[logits, vocab]``.
         """
         found, first = self._replayed_chain(ids, start, True), len(ids) - logits
-        return self._head(self._chain(ids, start)[first:]) if found is None else found.logits[first:].clone()
+        return (
+            self._head(self._chain(ids, start)[first:])
+            if found is None
+            else found.logits[first:].clone()
+        )
 
     def chain_states(self, ids: torch.Tensor, start: int) -> torch.Tensor:
-        """:meth:`chain` without the head: the last hidden states of all tokens, [width, hidden_size]."""
+        """:meth:`chain` without the head: the last hidden states of all tokens, [width,
+        hidden_size]."""
         found = self._replayed_chain(ids, start, False)
         return self._chain(ids, start) if found is None else found.states.clone()
 
@@ -164,13 +189,14 @@ class CausalModel:
         stop = start + len(ids)
         slots, view = self._positions[start:stop], view_of(stop)
         self.cache.place(slots, view)
-        # The first tokens of a text are all that they read: their pass is causal, and needs no mask.
+        # The first tokens of a text are all that they read: their pass is causal, and needs no
+        # mask.
         mask = None if view == len(ids) else causal_mask(start, stop, view, self.device)
         return self._hidden(ids, slots, mask)
 
     def read(self, ids: torch.Tensor, start: int) -> torch.Tensor:
-        """Fills the cache with ``ids`` at ``start ..`` in chunks, without logits. Returns the last hidden state of the last token,
-        [1, hidden_size] ([0, hidden_size] without ``ids``)."""
+        """Fills the cache with ``ids`` at ``start ..`` in chunks, without logits. Returns the last
+        hidden state of the last token, [1, hidden_size] ([0, hidden_size] without ``ids``)."""
         parts: list[dict[int, torch.Tensor]] = []
         last = torch.zeros(0, self.hidden_size, device=self.device, dtype=self.dtype)
         for at in range(0, ids.shape[0], CHUNK):
@@ -180,27 +206,39 @@ class CausalModel:
             self._tapped.rows = {tap: torch.cat([part[tap] for part in parts]) for tap in parts[0]}
         return last
 
-    def scattered(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Runs ``ids`` (int64 [width]) at given positions and slots under ``mask`` (bool [width, view]).
+    def scattered(
+        self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Runs ``ids`` (int64 [width]) at given positions and slots under ``mask`` (bool [width,
+        view]).
 
         ``view`` must be a multiple of 64. Returns float32 logits ``[width, vocab]``.
         """
         found = self._replayed(ids, positions, slots, mask, True)
-        return self._head(self._scattered(ids, positions, slots, mask)) if found is None else found.logits.clone()
+        return (
+            self._head(self._scattered(ids, positions, slots, mask))
+            if found is None
+            else found.logits.clone()
+        )
 
     def scattered_states(
         self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
         """:meth:`scattered` without the head: the last hidden states, [width, hidden_size]."""
         found = self._replayed(ids, positions, slots, mask, False)
-        return self._scattered(ids, positions, slots, mask) if found is None else found.states.clone()
+        return (
+            self._scattered(ids, positions, slots, mask) if found is None else found.states.clone()
+        )
 
-    def _scattered(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def _scattered(
+        self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
         self.cache.place(slots, mask.shape[1])
         return self._hidden(ids, positions, mask)
 
     def _replayed_chain(self, ids: torch.Tensor, start: int, head: bool) -> Outputs | None:
-        """A chain by a captured pass; None where none was captured for its shape. Outputs are static: copy what is to last."""
+        """A chain by a captured pass; None where none was captured for its shape. Outputs are
+        static: copy what is to last."""
         stop = start + len(ids)
         if self.graphs is None or stop > self.cache.capacity:
             return None  # the eager pass refuses what is too long
@@ -208,7 +246,12 @@ class CausalModel:
         return self._replayed(ids, slots, slots, causal_mask(start, stop, stop, self.device), head)
 
     def _replayed(
-        self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor, head: bool
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        mask: torch.Tensor,
+        head: bool,
     ) -> Outputs | None:
         if self.graphs is None:
             return None
@@ -226,8 +269,9 @@ class CausalModel:
         hidden: torch.Tensor | None,
         own: bool,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """A pass of n tokens under ``mask``, bool [n, view], over ``layers`` that know where they write (:meth:`SlotCache.bound`): the last
-        hidden states and those of the taps, [n, hidden_size] each. Leaves those of the last pass as they are."""
+        """A pass of n tokens under ``mask``, bool [n, view], over ``layers`` that know where they
+        write (:meth:`SlotCache.bound`): the last hidden states and those of the taps, [n,
+        hidden_size] each. Leaves those of the last pass as they are."""
         kept, self._tapped.rows = self._tapped.rows, {}
         states = self._hidden(ids, positions, mask, Cache(layers=layers))
         tapped, self._tapped.rows = self._tapped.rows, kept
@@ -238,7 +282,8 @@ class CausalModel:
         return 0
 
     def canonical(self, prefix: list[int]) -> torch.Tensor:
-        """Float32 logits ``[vocab]`` after ``prefix``, computed in one pass without cache: the same bits for the same prefix."""
+        """Float32 logits ``[vocab]`` after ``prefix``, computed in one pass without cache: the same
+        bits for the same prefix."""
         return self._head(self._canonical(prefix)[0][-1:])[0]
 
     def canonical_state(self, prefix: list[int]) -> torch.Tensor:
@@ -246,14 +291,17 @@ class CausalModel:
         return self._canonical(prefix)[0][-1:]
 
     def canonical_features(self, prefix: list[int], taps: tuple[int, ...]) -> torch.Tensor:
-        """Hidden states ``taps`` (some of ``self.taps``) of ``prefix`` from the canonical pass, [len(prefix), len(taps) * hidden_size].
-        Layers above the last of them are not run."""
+        """Hidden states ``taps`` (some of ``self.taps``) of ``prefix`` from the canonical pass,
+        [len(prefix), len(taps) * hidden_size]. Layers above the last of them are not run."""
         tapped = self._canonical(prefix, None if FINAL in taps else max(taps))[1]
         return torch.cat([tapped[tap] for tap in taps], -1)
 
-    def _canonical(self, prefix: list[int], last: int | None = None) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Last hidden states [len(prefix), hidden_size] and those of the taps, in one pass without cache; with ``last`` of the taps up to
-        that one, and no last hidden states if layers lie above it."""
+    def _canonical(
+        self, prefix: list[int], last: int | None = None
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Last hidden states [len(prefix), hidden_size] and those of the taps, in one pass without
+        cache; with ``last`` of the taps up to that one, and no last hidden states if layers lie
+        above it."""
         self.canonical_passes += 1
         ids = torch.tensor([prefix], device=self.device)
         hidden = torch.zeros(1, 0, self.hidden_size)
@@ -269,9 +317,14 @@ class CausalModel:
         return hidden[0], tapped
 
     def _hidden(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, cache: Cache | None = None
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None,
+        cache: Cache | None = None,
     ) -> torch.Tensor:
-        """The last hidden states of ``ids`` int64 [n], [n, hidden_size]; ``mask`` bool [n, view], None: causal."""
+        """The last hidden states of ``ids`` int64 [n], [n, hidden_size]; ``mask`` bool [n, view],
+        None: causal."""
         out: torch.Tensor = self._decoder(
             input_ids=ids[None],
             position_ids=positions[None],
@@ -299,7 +352,8 @@ class CausalModel:
 
 
 def ids_tensor(tokens: list[int], device: torch.device) -> torch.Tensor:
-    """Token ids, int64 [n]. By way of numpy, which takes half as long as torch when code is cold (docs/log.md)."""
+    """Token ids, int64 [n]. By way of numpy, which takes half as long as torch when code is cold
+    (docs/log.md)."""
     return torch.from_numpy(np.array(tokens, dtype=np.int64)).to(device)
 
 
@@ -314,8 +368,8 @@ MOST_TENSORS = 200_000
 def load_model(path: str, *, name: str, device: torch.device, dtype: torch.dtype) -> CausalModel:
     """Loads a checkpoint folder or hub name, and runs one token through it.
 
-    Raises PairError, in one line, when there is none, it is not a causal LM that runs, its configuration is not that of its weights, or
-    it needs code of its own.
+    Raises PairError, in one line, when there is none, it is not a causal LM that runs, its
+    configuration is not that of its weights, or it needs code of its own.
     """
     folder = expanded(path) if is_local(path) else None
     if folder is not None:
@@ -329,28 +383,44 @@ def load_model(path: str, *, name: str, device: torch.device, dtype: torch.dtype
             )
         missing = sorted(found["missing_keys"])
         if missing:
-            raise PairError(f"{name}: the weights of {path} lack {missing[0]}, which config.json asks for ({len(missing)} such tensors)")
+            raise PairError(
+                f"{name}: the weights of {path} lack {missing[0]}, which config.json asks for "
+                f"({len(missing)} such tensors)"
+            )
         loaded = CausalModel(model.to(device), name)
-        loaded.canonical([0])  # shapes that do not fit each other are told here, not in the first request
+        loaded.canonical(
+            [0]
+        )  # shapes that do not fit each other are told here, not in the first request
     return loaded
 
 
 def _check_layers(config: Mapping[str, Any], where: str) -> None:
-    """Configurations make lists of as many entries as there are layers before anything of the model is built."""
+    """Configurations make lists of as many entries as there are layers before anything of the model
+    is built."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             _check_layers(value, where)
-        elif "layer" in key and isinstance(value, int) and (value > MOST_LAYERS or (value < 0 and key in LAYER_COUNTS)):
+        elif (
+            "layer" in key
+            and isinstance(value, int)
+            and (value > MOST_LAYERS or (value < 0 and key in LAYER_COUNTS))
+        ):
             raise PairError(f"{where}: {key} is {value}; a model has 0 to {MOST_LAYERS} layers")
 
 
 def _weight_bytes(folder: Path) -> int:
-    return sum(f.stat().st_size for pattern in ("*.safetensors", "*.bin") for f in folder.rglob(pattern) if f.is_file())
+    return sum(
+        f.stat().st_size
+        for pattern in ("*.safetensors", "*.bin")
+        for f in folder.rglob(pattern)
+        if f.is_file()
+    )
 
 
 @contextmanager
 def _bounded(stored_bytes: int | None) -> Iterator[None]:
-    """Refuses a model that grows beyond its weights while it is built on the `meta` device, where sizes cost nothing and modules do.
+    """Refuses a model that grows beyond its weights while it is built on the `meta` device, where
+    sizes cost nothing and modules do.
 
     Every stored bit may be a parameter, and each parameter may be there twice (tied, before it is).
     """
@@ -362,7 +432,9 @@ def _bounded(stored_bytes: int | None) -> Iterator[None]:
             return
         seen, elements = seen + 1, elements + parameter.numel()
         if seen > MOST_TENSORS or (stored_bytes is not None and elements > 16 * stored_bytes):
-            raise ValueError("config.json asks for a model that is larger than the weights beside it")
+            raise ValueError(
+                "config.json asks for a model that is larger than the weights beside it"
+            )
 
     hook = register_module_parameter_registration_hook(count)
     try:

@@ -1,16 +1,19 @@
 """Near ties: decisions that rounding could turn, and the pass that makes them instead.
 
-Float arithmetic gives other last bits for other batch shapes: logits and log-probabilities after the same prefix were measured to differ by
-up to 8e-6 nat (float32; 8 layers, 7 M parameters), with the window, the tree or the cache they were computed under. A decision that hangs
-on less than its margin is a *near tie*, and is left to the model's canonical pass: one pass over the whole prefix without a cache, a
-function of the prefix alone. So decisions do not depend on how they were batched, and texts, trees and recordings are exact. These
-decisions have a margin: which token is chosen, whether top-k or top-p keeps a token, which whole number a probability or an entropy
-becomes, which children a tree takes in which order, and which clusters a router selects. Margins are for float32 and temperature 1: several
-times what was measured, not a proof. At a temperature T < 1 errors and margins grow as 1 / T. In lower precisions nothing is looked at, and
-texts that differ are counted.
+Float arithmetic gives other last bits for other batch shapes: logits and log-probabilities after
+the same prefix were measured to differ by up to 8e-6 nat (float32; 8 layers, 7 M parameters), with
+the window, the tree or the cache they were computed under. A decision that hangs on less than its
+margin is a *near tie*, and is left to the model's canonical pass: one pass over the whole prefix
+without a cache, a function of the prefix alone. So decisions do not depend on how they were
+batched, and texts, trees and recordings are exact. These decisions have a margin: which token is
+chosen, whether top-k or top-p keeps a token, which whole number a probability or an entropy
+becomes, which children a tree takes in which order, and which clusters a router selects. Margins
+are for float32 and temperature 1: several times what was measured, not a proof. At a temperature T
+< 1 errors and margins grow as 1 / T. In lower precisions nothing is looked at, and texts that
+differ are counted.
 
-A margin is known here alone. Callers ask for decisions (:class:`Choices`, :func:`choose`) or marks (``near_..``), and hand over what the
-canonical pass says.
+A margin is known here alone. Callers ask for decisions (:class:`Choices`, :func:`choose`) or marks
+(``near_..``), and hand over what the canonical pass says.
 """
 
 from __future__ import annotations
@@ -35,8 +38,9 @@ MEMBERSHIP: Final = 5e-5
 CODE: Final = 2.5e-5
 """Nats from the border between two codes of 1/256 nat."""
 TREE: Final = 1.2e-5
-"""Nats from the border between two codes of 1/16 nat, and between two children's scores. Trees read hundreds of codes, so their margin is
-closer: passes of different shapes were measured to differ by up to 4.8e-6 in the drafts shipped."""
+"""Nats from the border between two codes of 1/16 nat, and between two children's scores. Trees read
+hundreds of codes, so their margin is closer: passes of different shapes were measured to differ by
+up to 4.8e-6 in the drafts shipped."""
 ROUTER: Final = 2e-5
 """Between two clusters' scores, for each unit by which the router widens errors of its inputs."""
 
@@ -47,14 +51,22 @@ def grown(margin: float, sampling: Sampling) -> float:
 
 
 class Choices:
-    """The tokens of n rows of logits, float32 [n, vocab]: argmax(logits / T + noise) over what top-k and top-p keep.
+    """The tokens of n rows of logits, float32 [n, vocab]: argmax(logits / T + noise) over what
+    top-k and top-p keep.
 
-    ``noise`` float32 [n, vocab], None when greedy. With ``exact``, near ties are found at once and decided when a token is asked for.
-    ``widened``: how much more than logits of a pass these may differ.
+    ``noise`` float32 [n, vocab], None when greedy. With ``exact``, near ties are found at once and
+    decided when a token is asked for. ``widened``: how much more than logits of a pass these may
+    differ.
     """
 
     def __init__(
-        self, logits: torch.Tensor, sampling: Sampling, noise: torch.Tensor | None, *, exact: bool, widened: float = 1.0
+        self,
+        logits: torch.Tensor,
+        sampling: Sampling,
+        noise: torch.Tensor | None,
+        *,
+        exact: bool,
+        widened: float = 1.0,
     ) -> None:
         self._sampling, self._noise = sampling, noise
         if not exact:
@@ -73,15 +85,21 @@ class Choices:
 
 
 def choose(
-    logits: torch.Tensor, sampling: Sampling, noise: torch.Tensor | None, canonical: Callable[[int], torch.Tensor] | None
+    logits: torch.Tensor,
+    sampling: Sampling,
+    noise: torch.Tensor | None,
+    canonical: Callable[[int], torch.Tensor] | None,
 ) -> torch.Tensor:
-    """The tokens of n rows of logits, int64 [n], as of :class:`Choices`; ``canonical`` gives a row's canonical logits [vocab]. None: near
-    ties are not looked for, and nothing waits for the device."""
+    """The tokens of n rows of logits, int64 [n], as of :class:`Choices`; ``canonical`` gives a
+    row's canonical logits [vocab]. None: near ties are not looked for, and nothing waits for the
+    device."""
     if canonical is None:
         return plain.choose(logits, sampling, noise)
     tokens, near = _best_and_near(logits, sampling, noise)
     for row in near.nonzero()[:, 0].tolist() if any(near.tolist()) else ():
-        tokens[row] = plain.choose(canonical(row)[None], sampling, None if noise is None else noise[row : row + 1])[0]
+        tokens[row] = plain.choose(
+            canonical(row)[None], sampling, None if noise is None else noise[row : row + 1]
+        )[0]
     return tokens
 
 
@@ -102,9 +120,11 @@ def _best_and_near(
 
 
 def lead(x: torch.Tensor, margin: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best token of every row of ``x`` float32 [n, vocab], int64 [n], and whether it leads the next by less than ``margin``, bool [n].
+    """The best token of every row of ``x`` float32 [n, vocab], int64 [n], and whether it leads the
+    next by less than ``margin``, bool [n].
 
-    After a pass of the target all code is cold, and what counts is to touch little of it: one compiled loop on a CPU.
+    After a pass of the target all code is cold, and what counts is to touch little of it: one
+    compiled loop on a CPU.
     """
     if x.device.type != "cpu":
         best = x.topk(2, dim=-1)
@@ -116,7 +136,10 @@ def lead(x: torch.Tensor, margin: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 @compiled()
 def _lead(
-    rows: npt.NDArray[np.float32], margin: np.float32, tokens: npt.NDArray[np.int64], near: npt.NDArray[np.bool_]
+    rows: npt.NDArray[np.float32],
+    margin: np.float32,
+    tokens: npt.NDArray[np.int64],
+    near: npt.NDArray[np.bool_],
 ) -> None:
     """:func:`lead`; of equal entries the first is the best."""
     for i in range(rows.shape[0]):
@@ -134,7 +157,8 @@ def _lead(
 
 
 def near_membership(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Rows of scaled ``logits`` [n, vocab] of which rounding could change what top-k and top-p keep, bool [n]."""
+    """Rows of scaled ``logits`` [n, vocab] of which rounding could change what top-k and top-p
+    keep, bool [n]."""
     slack = grown(MEMBERSHIP, sampling)
     wide, narrow = kept_by(logits, sampling, (slack, -slack))
     return (wide != narrow).any(-1)
@@ -154,13 +178,14 @@ def near_code(nats: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def near_tree_code(scale: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Where the code of a value, given in units of 1/16 nat, is a near tie: bool of the same shape."""
+    """Where the code of a value, given in units of 1/16 nat, is a near tie: bool of the same
+    shape."""
     return (scale - scale.round()).abs_() < grown(TREE, sampling) * TREE_SCALE
 
 
 def near_order(scores: torch.Tensor, width: int, sampling: Sampling) -> torch.Tensor:
-    """Which of the first ``width`` children, scores [n, width or more] descending, may change places with the one before or after: bool [n,
-    width]."""
+    """Which of the first ``width`` children, scores [n, width or more] descending, may change
+    places with the one before or after: bool [n, width]."""
     near = scores[:, :-1] - scores[:, 1:] < grown(TREE, sampling)
     if near.shape[1] < width:
         near = torch.nn.functional.pad(near, (0, 1))
@@ -170,16 +195,17 @@ def near_order(scores: torch.Tensor, width: int, sampling: Sampling) -> torch.Te
 
 
 def router_margin(w1: torch.Tensor, w2: torch.Tensor) -> float:
-    """The margin of a router's scores: ``ROUTER`` times the most that it widens independent errors of its inputs, at least once: over
-    clusters, sqrt(sum_j (w2_j |w1_j|)^2)."""
+    """The margin of a router's scores: ``ROUTER`` times the most that it widens independent errors
+    of its inputs, at least once: over clusters, sqrt(sum_j (w2_j |w1_j|)^2)."""
     return ROUTER * max(1.0, float((w2.square() @ w1.square().sum(1)).max().sqrt()))
 
 
 def near_clusters(scores: torch.Tensor, k: int, margin: float) -> torch.Tensor:
-    """Rows of ``scores`` [n, M] whose k-th and (k + 1)-th highest score differ by at most ``margin``, bool [n].
+    """Rows of ``scores`` [n, M] whose k-th and (k + 1)-th highest score differ by at most
+    ``margin``, bool [n].
 
-    Where scores computed in another batch shape differ by less than margin / 2 each, the set of the top k can change only in these
-    rows. No row is near where k takes all clusters.
+    Where scores computed in another batch shape differ by less than margin / 2 each, the set of the
+    top k can change only in these rows. No row is near where k takes all clusters.
     """
     if k >= scores.shape[-1]:
         return torch.zeros(scores.shape[:-1], dtype=torch.bool, device=scores.device)

@@ -36,7 +36,8 @@ class PairSpec:
     target: str
     drafts: tuple[tuple[str, str], ...]
     ignores_generation_config: bool = False
-    """Whether what the target's generation_config asks for is left out (:mod:`runtime.generation_settings`)."""
+    """Whether what the target's generation_config asks for is left out
+    (:mod:`runtime.generation_settings`)."""
 
     @property
     def draft_names(self) -> tuple[str, ...]:
@@ -45,55 +46,80 @@ class PairSpec:
 
     @property
     def id(self) -> str:
-        """12 hex digits over the content of target and drafts: the same models are the same pair, wherever they lie. Settings of a
-        generation_config that change its texts make it another pair than without them.
+        """12 hex digits over the content of target and drafts: the same models are the same pair,
+        wherever they lie. Settings of a generation_config that change its texts make it another
+        pair than without them.
 
         Files are hashed whole. Raises PairError when one is missing or unreadable.
         """
-        parts: list[Any] = [identity(self.target), *([name, identity(path)] for name, path in sorted(self.drafts))]
+        parts: list[Any] = [
+            identity(self.target),
+            *([name, identity(path)] for name, path in sorted(self.drafts)),
+        ]
         if settings := self.settings:
             parts.append(settings)
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the target's generation_config asks of its texts. Raises PairError where it cannot be read."""
+        """What the target's generation_config asks of its texts. Raises PairError where it cannot
+        be read."""
         if self.ignores_generation_config:
             return {}
-        folder, names = checkpoint(self.target), (GENERATION, "config.json")  # old checkpoints ask in their config.json
+        folder, names = (
+            checkpoint(self.target),
+            (GENERATION, "config.json"),
+        )  # old checkpoints ask in their config.json
         if folder is not None:
-            return settings_of(model_config(folder, next((name for name in names if is_file(folder / name)), names[1])))
+            return settings_of(
+                model_config(
+                    folder, next((name for name in names if is_file(folder / name)), names[1])
+                )
+            )
         from huggingface_hub import try_to_load_from_cache
 
         for name in names:
-            found = try_to_load_from_cache(self.target, name)  # what was fetched of a hub name when it was loaded
+            found = try_to_load_from_cache(
+                self.target, name
+            )  # what was fetched of a hub name when it was loaded
             if isinstance(found, str):
                 return settings_of(model_config(Path(found).parent, name))
         return {}
 
     def check(self) -> None:
-        """Raises PairError if a checkpoint is missing or its configuration is none; reads no weights, so that this is told at once."""
+        """Raises PairError if a checkpoint is missing or its configuration is none; reads no
+        weights, so that this is told at once."""
         for path in (self.target, *(p for _, p in self.drafts)):
             folder = checkpoint(path)
             if folder is not None:
                 model_config(folder)
 
     def to_json(self) -> dict[str, Any]:
-        """``{"name", "target", "drafts"}``, the form of a pair file; ``"generation_config": false`` where it is ignored."""
+        """``{"name", "target", "drafts"}``, the form of a pair file; ``"generation_config": false``
+        where it is ignored."""
         data = {"name": self.name, "target": self.target, "drafts": dict(self.drafts)}
         return {**data, "generation_config": False} if self.ignores_generation_config else data
 
     @classmethod
     def from_json(cls, data: Any, *, where: str, base: Path | None = None) -> PairSpec:
-        """Reads a pair document; relative paths are taken from ``base``. Raises PairError naming ``where``."""
+        """Reads a pair document; relative paths are taken from ``base``. Raises PairError naming
+        ``where``."""
         if not isinstance(data, Mapping) or not isinstance(data.get("target"), str):
-            raise PairError(f'{where}: a pair file is {{"name": ..., "target": PATH, "drafts": {{NAME: PATH}}}}')
+            raise PairError(
+                f'{where}: a pair file is {{"name": ..., "target": PATH, "drafts": {{NAME: PATH}}}}'
+            )
         unknown = sorted(set(data) - {"name", "target", "drafts", "generation_config"})
         if unknown:
-            raise PairError(f"{where}: unknown key {unknown[0]!r}; known keys: drafts, generation_config, name, target")
+            raise PairError(
+                f"{where}: unknown key {unknown[0]!r}; known keys: drafts, generation_config, "
+                "name, target"
+            )
         applies = data.get("generation_config", True)
         if not isinstance(applies, bool):
-            raise PairError(f"{where}: generation_config is true (the default: what the target's asks for is applied) or false")
+            raise PairError(
+                f"{where}: generation_config is true (the default: what the target's asks for is "
+                "applied) or false"
+            )
         drafts = data.get("drafts", {})
         if not isinstance(drafts, Mapping) or not all(isinstance(v, str) for v in drafts.values()):
             raise PairError(f"{where}: drafts must map names to paths")
@@ -101,7 +127,10 @@ class PairSpec:
             if name in RESERVED or not name:
                 raise PairError(f"{where}: the draft name {name!r} is reserved; choose another")
             if len(name) > DRAFT_NAME_LIMIT:
-                raise PairError(f"{where}: a draft's name has {len(name)} characters, more than {DRAFT_NAME_LIMIT}; choose another")
+                raise PairError(
+                    f"{where}: a draft's name has {len(name)} characters, more than "
+                    f"{DRAFT_NAME_LIMIT}; choose another"
+                )
 
         def resolve(path: str) -> str:
             if base is not None and not Path(path).is_absolute() and exists(base / path):
@@ -117,9 +146,11 @@ class PairSpec:
 
 
 def read_pair(pair: str | None, target: str | None = None, drafts: Sequence[str] = ()) -> PairSpec:
-    """A pair from the command line: ``--pair demo`` (the one that ships), ``--pair FILE``, or ``--target PATH`` with ``--draft NAME=PATH``.
+    """A pair from the command line: ``--pair demo`` (the one that ships), ``--pair FILE``, or
+    ``--target PATH`` with ``--draft NAME=PATH``.
 
-    Raises PairError when the choice is ambiguous, the file is missing or malformed, or a draft has no name.
+    Raises PairError when the choice is ambiguous, the file is missing or malformed, or a draft has
+    no name.
     """
     if target is not None:
         if pair is not None:
@@ -132,7 +163,9 @@ def read_pair(pair: str | None, target: str | None = None, drafts: Sequence[str]
             if name in named:
                 raise PairError(f"--draft {item}: the name {name!r} is used twice")
             named[name] = path
-        return PairSpec.from_json({"target": target, "drafts": named}, where="--target", base=Path.cwd())
+        return PairSpec.from_json(
+            {"target": target, "drafts": named}, where="--target", base=Path.cwd()
+        )
     if drafts:
         raise PairError("--draft needs --target; a pair file names its own drafts")
     if pair is None:
@@ -144,29 +177,54 @@ def read_pair(pair: str | None, target: str | None = None, drafts: Sequence[str]
         if exists(file) and file.is_dir():
             file = file / "pair.json"
     if not is_file(file):
-        raise PairError(f"--pair {shortened(str(pair))}: no such pair file (write 'demo', a JSON file, or use --target and --draft)")
-    return PairSpec.from_json(read_json(file, str(file), PairError), where=str(file), base=file.resolve().parent)
+        raise PairError(
+            f"--pair {shortened(str(pair))}: no such pair file (write 'demo', a JSON file, or use "
+            "--target and --draft)"
+        )
+    return PairSpec.from_json(
+        read_json(file, str(file), PairError), where=str(file), base=file.resolve().parent
+    )
 
 
 GENERATION, ADAPTER = "generation_config.json", "adapter_config.json"
 CONTENT = (
-    *("*.safetensors", "*.bin", "*.index.json", "tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "added_tokens.json"),
-    *("special_tokens_map.json", "*.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+    *(
+        "*.safetensors",
+        "*.bin",
+        "*.index.json",
+        "tokenizer*",
+        "vocab*",
+        "merges*",
+        "*.model",
+        "*.tiktoken",
+        "added_tokens.json",
+    ),
+    *(
+        "special_tokens_map.json",
+        "*.jinja",
+        "chat_template.json",
+        "additional_chat_templates/*.jinja",
+    ),
 )
 """What of a checkpoint decides a text, beside its two configurations."""
 
 
 def identity(path: str) -> str:
-    """16 hex digits over a checkpoint's configuration, weights and tokenizer, wherever it lies; a hub name stands for itself.
+    """16 hex digits over a checkpoint's configuration, weights and tokenizer, wherever it lies; a
+    hub name stands for itself.
 
-    Every file is hashed whole; hashes of large ones are remembered (:mod:`runtime.file_hashes`). Raises PairError when a local folder
-    holds no checkpoint or a file of it cannot be read.
+    Every file is hashed whole; hashes of large ones are remembered (:mod:`runtime.file_hashes`).
+    Raises PairError when a local folder holds no checkpoint or a file of it cannot be read.
     """
     folder = checkpoint(path)
     if folder is None:
         return path
     generation = model_config(folder, GENERATION) if (folder / GENERATION).is_file() else None
-    parts: list[Any] = [model_config(folder), generation, *([name, _hash_of(folder / name)] for name in sorted(_content(folder)))]
+    parts: list[Any] = [
+        model_config(folder),
+        generation,
+        *([name, _hash_of(folder / name)] for name in sorted(_content(folder))),
+    ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -180,28 +238,43 @@ def _hash_of(file: Path) -> str:
 
 
 def _content(folder: Path) -> set[str]:
-    """Names of the files that decide a text, relative to the folder; shards that an index names may lie anywhere."""
-    found = {str(f.relative_to(folder)) for pattern in CONTENT for f in folder.glob(pattern) if not f.is_dir()}
+    """Names of the files that decide a text, relative to the folder; shards that an index names may
+    lie anywhere."""
+    found = {
+        str(f.relative_to(folder))
+        for pattern in CONTENT
+        for f in folder.glob(pattern)
+        if not f.is_dir()
+    }
     for index in folder.glob("*.index.json"):
         shards = _object(index, "an index of weights").get("weight_map")
         if isinstance(shards, Mapping):
-            found |= {name for name in shards.values() if isinstance(name, str) and (folder / name).is_file()}
+            found |= {
+                name
+                for name in shards.values()
+                if isinstance(name, str) and (folder / name).is_file()
+            }
     return found
 
 
 def is_content(file: Path) -> bool:
-    """Whether a file, there or not, would be one of a checkpoint's: in its folder or one below, named as what decides a text."""
+    """Whether a file, there or not, would be one of a checkpoint's: in its folder or one below,
+    named as what decides a text."""
     names = (*CONTENT, "config.json", GENERATION, ADAPTER)
     folders = [folder for folder in file.parents[:2] if is_file(folder / "config.json")]
     return any(file.relative_to(folder).match(name) for folder in folders for name in names)
 
 
 def former_id(spec: PairSpec) -> str:
-    """The id that earlier versions gave a pair: of each weight file they hashed the size, the first and the last MiB alone.
+    """The id that earlier versions gave a pair: of each weight file they hashed the size, the first
+    and the last MiB alone.
 
     What is stored under it is *perhaps* of this pair. Raises PairError as :attr:`PairSpec.id` does.
     """
-    parts = [_former_identity(spec.target), *(f"{n}={_former_identity(p)}" for n, p in sorted(spec.drafts))]
+    parts = [
+        _former_identity(spec.target),
+        *(f"{n}={_former_identity(p)}" for n, p in sorted(spec.drafts)),
+    ]
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:12]
 
 
@@ -222,24 +295,33 @@ def _former_identity(path: str) -> str:
 
 
 def checkpoint(path: str) -> Path | None:
-    """The folder of a local checkpoint, None for a hub name. Raises PairError where no checkpoint is."""
+    """The folder of a local checkpoint, None for a hub name. Raises PairError where no checkpoint
+    is."""
     folder = expanded(path)
     if not exists(folder) and not is_local(path):
         return None
     if not is_file(folder / "config.json"):
-        raise PairError(f"no model at {shortened(path)} (a folder with config.json and weights is expected)")
+        raise PairError(
+            f"no model at {shortened(path)} (a folder with config.json and weights is expected)"
+        )
     if exists(folder / ADAPTER):
-        # transformers would load other weights, from where this file says, or the adapter's model without it.
-        raise PairError(f"{path} holds an adapter ({ADAPTER}); merge it into its model and give the folder of the result")
+        # transformers would load other weights, from where this file says, or the adapter's model
+        # without it.
+        raise PairError(
+            f"{path} holds an adapter ({ADAPTER}); merge it into its model and give the folder of "
+            "the result"
+        )
     return folder
 
 
 def model_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    """A checkpoint's configuration, without where and by what it was saved. Raises PairError where it is none."""
+    """A checkpoint's configuration, without where and by what it was saved. Raises PairError where
+    it is none."""
     config = _object(folder / name, "a model's configuration")
     if "transformers_weights" in config:  # transformers would load them from a file of any name
         raise PairError(
-            f"{folder / name} names its weights itself (transformers_weights); call that file model.safetensors and leave the key out"
+            f"{folder / name} names its weights itself (transformers_weights); call that file "
+            "model.safetensors and leave the key out"
         )
     for key in ("_name_or_path", "transformers_version"):
         config.pop(key, None)
@@ -259,22 +341,26 @@ def _object(file: Path, what: str) -> dict[str, Any]:
 
 
 def architectures(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a configuration says it is, in small letters; nothing where it says something else than names."""
+    """What a configuration says it is, in small letters; nothing where it says something else than
+    names."""
     found = config.get("architectures")
     return tuple(str(name).lower() for name in found) if isinstance(found, list) else ()
 
 
 def says_eagle3(config: Mapping[str, Any]) -> bool:
     """Whether a head's configuration is one of EAGLE-3."""
-    named = any("eagle3" in name for name in architectures(config)) or config.get("speculators_model_type") == "eagle3"
+    named = (
+        any("eagle3" in name for name in architectures(config))
+        or config.get("speculators_model_type") == "eagle3"
+    )
     return named or "draft_vocab_size" in config or "eagle_config" in config
 
 
 def is_head(path: str) -> bool:
     """Whether a checkpoint is an EAGLE head rather than a language model; imports no torch.
 
-    EAGLE-1 and 2 configurations look like any Llama's: there the names of the tensors tell. On a hub the name must say ``eagle``, as
-    those of published heads do: nothing is fetched to find out.
+    EAGLE-1 and 2 configurations look like any Llama's: there the names of the tensors tell. On a
+    hub the name must say ``eagle``, as those of published heads do: nothing is fetched to find out.
     """
     folder = expanded(path)
     if not is_local(path):
@@ -301,7 +387,8 @@ HEADER_BYTES = 100_000_000
 
 
 def _tensor_names(file: Path) -> set[str]:
-    """Names of the tensors in a weight file (and, in a pickle, other strings); none where it cannot be read."""
+    """Names of the tensors in a weight file (and, in a pickle, other strings); none where it cannot
+    be read."""
     try:
         if file.suffix == ".safetensors":
             with file.open("rb") as f:
@@ -309,39 +396,60 @@ def _tensor_names(file: Path) -> set[str]:
                 return set(dict(json.loads(f.read(size)))) if size <= HEADER_BYTES else set()
         if zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as archive:
-                inner = next(i for i in archive.infolist() if i.filename.endswith("/data.pkl") and i.file_size <= HEADER_BYTES)
-                return {arg for _, arg, _ in pickletools.genops(archive.read(inner)) if isinstance(arg, str)}
-    except Exception:  # garbage fails in more ways than can be listed; loading it will say what is wrong
+                inner = next(
+                    i
+                    for i in archive.infolist()
+                    if i.filename.endswith("/data.pkl") and i.file_size <= HEADER_BYTES
+                )
+                return {
+                    arg
+                    for _, arg, _ in pickletools.genops(archive.read(inner))
+                    if isinstance(arg, str)
+                }
+    except (
+        Exception
+    ):  # garbage fails in more ways than can be listed; loading it will say what is wrong
         pass
     return set()
 
 
 @contextmanager
 def translated(what: str) -> Iterator[None]:
-    """The border to the libraries that read checkpoints: each of their errors becomes a PairError of one line, ``what`` first.
+    """The border to the libraries that read checkpoints: each of their errors becomes a PairError
+    of one line, ``what`` first.
 
-    A checkpoint that needs code of its own is refused: no ``from_pretrained`` of ours may run or ask for it.
+    A checkpoint that needs code of its own is refused: no ``from_pretrained`` of ours may run or
+    ask for it.
     """
     try:
         yield
     except SpectuneError:
         raise
-    except Exception as error:  # safetensors, transformers, tokenizers, torch and the hub each have errors of their own
+    # safetensors, transformers, tokenizers, torch and the hub each have errors of their own
+    except Exception as error:
         said = (str(error).splitlines() or [""])[0] or type(error).__name__
         if "trust_remote_code" in str(error):
-            said = "it needs Python code of its own, which is never run here; give a checkpoint of an architecture that transformers has"
+            said = (
+                "it needs Python code of its own, which is never run here; give a checkpoint of an "
+                "architecture that transformers has"
+            )
         raise PairError(f"{what}: {said}") from None
 
 
 def check_threads(threads: int | None) -> None:
-    """Raises PairError for a number of CPU threads that torch cannot start or this machine gains nothing by."""
+    """Raises PairError for a number of CPU threads that torch cannot start or this machine gains
+    nothing by."""
     cpus = os.cpu_count() or 1
     if threads is not None and not 1 <= threads <= max(16, 4 * cpus):
-        raise PairError(f"--threads {threads}: this machine has {cpus} CPUs; give a number from 1 to {max(16, 4 * cpus)}")
+        raise PairError(
+            f"--threads {threads}: this machine has {cpus} CPUs; give a number from 1 to "
+            f"{max(16, 4 * cpus)}"
+        )
 
 
 def expanded(path: str) -> Path:
-    """A model's folder, with ``~`` and ``~user`` replaced; a user that is unknown stands for itself."""
+    """A model's folder, with ``~`` and ``~user`` replaced; a user that is unknown stands for
+    itself."""
     try:
         return Path(os.path.expanduser(path))  # Path.expanduser raises for an unknown user
     except ValueError:  # no user can have such a name

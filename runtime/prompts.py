@@ -1,4 +1,5 @@
-"""What a chooser of drafts reads of a prompt, by a model of the pair (:mod:`runtime.policies.draft_choice` says what it does with it)."""
+"""What a chooser of drafts reads of a prompt, by a model of the pair
+(:mod:`runtime.policies.draft_choice` says what it does with it)."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
 
 
 def log_perplexity(model: CausalModel, ids: Sequence[int]) -> float:
-    """Mean of -log q(token | tokens before) over a prompt's tokens after the first, in nats, rounded to 1/256 so that the last bits of
-    other devices and shapes decide nothing; NaN for fewer than two tokens. The logarithm of the paper's prompt perplexity.
+    """Mean of -log q(token | tokens before) over a prompt's tokens after the first, in nats,
+    rounded to 1/256 so that the last bits of other devices and shapes decide nothing; NaN for fewer
+    than two tokens. The logarithm of the paper's prompt perplexity.
 
-    One pass over ``ids[:-1]`` at the model's slots 0 .., which leaves in its cache what a prefill would.
+    One pass over ``ids[:-1]`` at the model's slots 0 .., which leaves in its cache what a prefill
+    would.
     """
     if len(ids) < 2:
         return math.nan
@@ -34,12 +37,14 @@ def log_perplexity(model: CausalModel, ids: Sequence[int]) -> float:
 
 
 def prompt_reader(pair: LoadedPair) -> str:
-    """The model that perplexities are taken under: the language model among the drafts with the fewest parameters, else ``target``."""
+    """The model that perplexities are taken under: the language model among the drafts with the
+    fewest parameters, else ``target``."""
     return min(pair.drafts, key=lambda name: pair.drafts[name].num_parameters, default=TARGET)
 
 
 def read_prompt(pair: LoadedPair, ids: Sequence[int], reader: str) -> Prompt:
-    """A prompt as a chooser reads it; its text is decoded from ``ids``, so that a recording's prompts and served ones read alike.
+    """A prompt as a chooser reads it; its text is decoded from ``ids``, so that a recording's
+    prompts and served ones read alike.
 
     Raises PolicyError when the pair has no language model of the reader's name.
     """
@@ -47,7 +52,8 @@ def read_prompt(pair: LoadedPair, ids: Sequence[int], reader: str) -> Prompt:
     if model is None:
         known = ", ".join([*pair.drafts, TARGET])
         raise PolicyError(
-            f"draft.artifact: the chooser reads prompts with draft {reader!r}, which this pair lacks (it has: {known}); fit one for it: "
+            f"draft.artifact: the chooser reads prompts with draft {reader!r}, which this pair "
+            f"lacks (it has: {known}); fit one for it: "
             "`fit chooser --recording ID`"
         )
     return Prompt(pair.text(list(ids)), len(ids), log_perplexity(model, ids))

@@ -1,8 +1,8 @@
 """Hot reload: a policy source that follows publications while a decoder runs.
 
-A thread looks for the newest publication, prepares it aside and puts it in place with one assignment; the loop sees it at the top
-of its next round. What cannot be prepared is refused with its reason, whatever was raised, and the last good policy stays. Every outcome
-is acknowledged.
+A thread looks for the newest publication, prepares it aside and puts it in place with one
+assignment; the loop sees it at the top of its next round. What cannot be prepared is refused with
+its reason, whatever was raised, and the last good policy stays. Every outcome is acknowledged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from spectune.traces.text import one_line
 
 @dataclass(frozen=True)
 class Published:
-    """The newest publication as a runtime sees it: its version and either a policy or the reason there is none to be read."""
+    """The newest publication as a runtime sees it: its version and either a policy or the reason
+    there is none to be read."""
 
     version: int
     policy: AnyPolicy | None
@@ -49,10 +50,12 @@ P = TypeVar("P", bound=Versioned)
 class WatchedSource(Generic[P]):
     """Follows publications. ``current()`` never blocks: it returns the last good policy.
 
-    ``fetch`` returns the newest publication, or None while there is none; ``prepare`` makes a policy ready to run or raises, which refuses
-    that version; ``acknowledge`` records what became of it. ``retry`` are the errors of a database that cannot be reached: whatever met
-    one is tried again at the next poll, and the last good policy goes on. ``last_error`` is why the newest version was refused, or what
-    the last look failed with. Leaving waits at most ``patience_s`` seconds for the thread; ``left`` says what it then left undone.
+    ``fetch`` returns the newest publication, or None while there is none; ``prepare`` makes a
+    policy ready to run or raises, which refuses that version; ``acknowledge`` records what became
+    of it. ``retry`` are the errors of a database that cannot be reached: whatever met one is tried
+    again at the next poll, and the last good policy goes on. ``last_error`` is why the newest
+    version was refused, or what the last look failed with. Leaving waits at most ``patience_s``
+    seconds for the thread; ``left`` says what it then left undone.
     """
 
     patience_s = 5.0
@@ -82,8 +85,8 @@ class WatchedSource(Generic[P]):
         return self._current
 
     def poll(self) -> bool:
-        """Looks once; True if a new policy is in force. What could not be acknowledged before is, in order. Raises what ``fetch`` or
-        ``acknowledge`` raises; either can be called again."""
+        """Looks once; True if a new policy is in force. What could not be acknowledged before is,
+        in order. Raises what ``fetch`` or ``acknowledge`` raises; either can be called again."""
         try:
             found = self._look()
         finally:
@@ -101,7 +104,8 @@ class WatchedSource(Generic[P]):
             ready = self._prepare(published.policy, published.version)
         except self._retry:
             raise
-        except Exception as error:  # what was published decides what is raised here: no publication may end the watch
+        # what was published decides what is raised here: no publication may end the watch
+        except Exception as error:
             self._answer(published.version, "refused", reason_of(error))
             return False
         self._current = ready
@@ -135,8 +139,17 @@ class WatchedSource(Generic[P]):
             return
         self._thread.join(self.patience_s)
         if self._thread.is_alive():
-            said = [f"version {version} ({status}) was not acknowledged" for version, status, _ in tuple(self._unsaid)]
-            self.left = "; ".join([f"looking for a publication took more than {self.patience_s:g} s and was given up", *said])
+            said = [
+                f"version {version} ({status}) was not acknowledged"
+                for version, status, _ in tuple(self._unsaid)
+            ]
+            self.left = "; ".join(
+                [
+                    f"looking for a publication took more than {self.patience_s:g} s and was "
+                    "given up",
+                    *said,
+                ]
+            )
 
     def _watch(self) -> None:
         while not self._stop.wait(self._interval_s):
@@ -144,11 +157,14 @@ class WatchedSource(Generic[P]):
                 self.poll()
             except self._retry as error:
                 self.last_error = one_line(str(error), REASON_LIMIT)
-            except Exception as error:  # a look that fails, for whatever reason, is followed by another
+            except (
+                Exception
+            ) as error:  # a look that fails, for whatever reason, is followed by another
                 self.last_error = reason_of(error)
 
 
 def reason_of(error: Exception) -> str:
-    """Why something was refused: what an error says, with its type unless it is one of ours. One line (:func:`one_line`)."""
+    """Why something was refused: what an error says, with its type unless it is one of ours. One
+    line (:func:`one_line`)."""
     said = str(error) if isinstance(error, SpectuneError) else f"{type(error).__name__}: {error}"
     return one_line(said.removesuffix(": "), REASON_LIMIT)

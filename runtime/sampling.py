@@ -1,8 +1,9 @@
 """How a token is chosen: the processed distribution and the noise.
 
-Every choice is ``argmax(logits / T + g)`` over the tokens that top-k and top-p keep, with Gumbel noise g a pure function of
-(request seed, absolute position, token id): drawing from the distribution, yet the same whatever policy decodes. At temperature 0 the
-noise is left out. What rounding could change of it, :mod:`runtime.near_ties` knows.
+Every choice is ``argmax(logits / T + g)`` over the tokens that top-k and top-p keep, with Gumbel
+noise g a pure function of (request seed, absolute position, token id): drawing from the
+distribution, yet the same whatever policy decodes. At temperature 0 the noise is left out. What
+rounding could change of it, :mod:`runtime.near_ties` knows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from spectune.runtime.policies.jit import compiled
 from spectune.traces.schema import NAT_CODE_MAX, NAT_SCALE, Sampling
 
 _MASK64 = (1 << 64) - 1
-_STREAMS = {"target": 0, "draft": 0x9E3779B97F4A7C15, "accept": 0xC2B2AE3D27D4EB4F, "residual": 0x165667B19E3779F9}
+_STREAMS = {
+    "target": 0,
+    "draft": 0x9E3779B97F4A7C15,
+    "accept": 0xC2B2AE3D27D4EB4F,
+    "residual": 0x165667B19E3779F9,
+}
 
 
 def _mix(x: int) -> int:
@@ -41,14 +47,19 @@ def _weyl(vocab_size: int, device: torch.device) -> torch.Tensor:
     return torch.arange(vocab_size, dtype=torch.int64, device=device) * _C1
 
 
-_W1, _W2, _W3 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_W1, _W2, _W3 = (
+    np.uint64(0x9E3779B97F4A7C15),
+    np.uint64(0xBF58476D1CE4E5B9),
+    np.uint64(0x94D049BB133111EB),
+)
 _S30, _S27, _S32 = np.uint64(30), np.uint64(27), np.uint64(32)
 _HALF, _UNIT, _BELOW_ONE = np.float32(0.5), np.float32(2.0**-32), np.float32(1.0 - 2.0**-24)
 
 
 @compiled()
 def _minus_uniforms(key: np.uint64, out: npt.NDArray[np.float32]) -> None:
-    """Writes -w of :func:`gumbel_row`: the same whole numbers and the same three float32 roundings, in one loop."""
+    """Writes -w of :func:`gumbel_row`: the same whole numbers and the same three float32 roundings,
+    in one loop."""
     for i in range(out.shape[0]):
         x = np.uint64(i) * _W1 + key
         x = (x ^ (x >> _S30)) * _W2
@@ -58,10 +69,11 @@ def _minus_uniforms(key: np.uint64, out: npt.NDArray[np.float32]) -> None:
 
 
 def gumbel_row(key: int, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """Gumbel(0, 1) noise, float32 ``[vocab_size]``: SplitMix64 of (key, token id); equal arguments give equal bits on one device.
+    """Gumbel(0, 1) noise, float32 ``[vocab_size]``: SplitMix64 of (key, token id); equal arguments
+    give equal bits on one device.
 
-    The uniform is taken from the small side, where float32 is fine: -log(-log1p(-w)) resolves the upper tail, which decides who wins,
-    to 2 ** -33.
+    The uniform is taken from the small side, where float32 is fine: -log(-log1p(-w)) resolves the
+    upper tail, which decides who wins, to 2 ** -33.
     """
     if device.type == "cpu":
         row = torch.empty(vocab_size)
@@ -71,7 +83,8 @@ def gumbel_row(key: int, vocab_size: int, device: torch.device) -> torch.Tensor:
 
 
 def _gumbel_anywhere(key: int, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """:func:`gumbel_row` in torch's operations alone, for devices without compiled loops: on a CPU the same bits, four times slower."""
+    """:func:`gumbel_row` in torch's operations alone, for devices without compiled loops: on a CPU
+    the same bits, four times slower."""
     x = _weyl(vocab_size, device) + _signed(key)
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _C2
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _C3
@@ -86,7 +99,8 @@ def uniform(key: int) -> float:
 
 
 def stream_key(seed: int, position: int, stream: str = "target", salt: int = 0) -> int:
-    """The 64-bit key of one position's noise. Streams are independent; ``salt`` separates rounds where rounds must be independent."""
+    """The 64-bit key of one position's noise. Streams are independent; ``salt`` separates rounds
+    where rounds must be independent."""
     return _mix(_mix(_mix(seed ^ _STREAMS[stream]) ^ position) ^ salt)
 
 
@@ -104,7 +118,9 @@ class Noise:
         """Float32 ``[vocab]`` at an absolute position."""
         row = self._rows.get(position)
         if row is None:
-            row = self._rows[position] = gumbel_row(stream_key(self._seed, position), self._vocab, self._device)
+            row = self._rows[position] = gumbel_row(
+                stream_key(self._seed, position), self._vocab, self._device
+            )
         return row
 
     def forget_before(self, position: int) -> None:
@@ -115,7 +131,9 @@ class Noise:
 
 def scaled(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Logits after temperature (unchanged when greedy or at temperature 1), float32."""
-    return logits if sampling.greedy or sampling.temperature == 1.0 else logits / sampling.temperature
+    return (
+        logits if sampling.greedy or sampling.temperature == 1.0 else logits / sampling.temperature
+    )
 
 
 def kept(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
@@ -130,11 +148,16 @@ def filters(sampling: Sampling, vocab_size: int) -> bool:
     return not sampling.greedy and (sampling.top_p < 1.0 or 0 < sampling.top_k < vocab_size)
 
 
-def kept_by(logits: torch.Tensor, sampling: Sampling, slacks: tuple[float, ...]) -> list[torch.Tensor]:
-    """:func:`kept`, where a filter is on, for each slack, in probability for top-p and nats for top-k: > 0 keeps more, < 0 fewer."""
+def kept_by(
+    logits: torch.Tensor, sampling: Sampling, slacks: tuple[float, ...]
+) -> list[torch.Tensor]:
+    """:func:`kept`, where a filter is on, for each slack, in probability for top-p and nats for
+    top-k: > 0 keeps more, < 0 fewer."""
     ranked = 0 < sampling.top_k < logits.shape[-1]
     if ranked and sampling.top_p < 1.0 and len(slacks) > 1:
-        return [kept_by(logits, sampling, (slack,))[0] for slack in slacks]  # the nucleus depends on which tokens top-k leaves
+        return [
+            kept_by(logits, sampling, (slack,))[0] for slack in slacks
+        ]  # the nucleus depends on which tokens top-k leaves
     masks = [torch.ones_like(logits, dtype=torch.bool) for _ in slacks]
     if ranked:
         kth = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
@@ -152,9 +175,11 @@ def kept_by(logits: torch.Tensor, sampling: Sampling, slacks: tuple[float, ...])
 
 
 def log_distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Log-probabilities of the distribution that tokens are drawn from, float32, -inf where filtered.
+    """Log-probabilities of the distribution that tokens are drawn from, float32, -inf where
+    filtered.
 
-    At temperature 0 it is that at temperature 1 without filters: what a stop reads of a greedy draft.
+    At temperature 0 it is that at temperature 1 without filters: what a stop reads of a greedy
+    draft.
     """
     if sampling.greedy:
         return logits.log_softmax(-1)

@@ -1,9 +1,11 @@
-"""Vocabulary shortlists: drafting with a part of the output head (FR-Spec; DynaSpec, section 4.2 and appendix A.3).
+"""Vocabulary shortlists: drafting with a part of the output head (FR-Spec; DynaSpec, section 4.2
+and appendix A.3).
 
-At draft step t (0 for the first token drafted in a round; of a tree, the level) the draft's distribution is the softmax over a shortlist
-S_t alone, and every reading of it (proposals, stops, codes, the rejection verifier's ratio and residual) is of that: q is renormalised
-over S_t and 0 outside. The target verifies with its whole vocabulary, so no text changes. :class:`Shortlists` is a policy's rule for one
-draft; docs/shortlists.md says what is exact.
+At draft step t (0 for the first token drafted in a round; of a tree, the level) the draft's
+distribution is the softmax over a shortlist S_t alone, and every reading of it (proposals, stops,
+codes, the rejection verifier's ratio and residual) is of that: q is renormalised over S_t and 0
+outside. The target verifies with its whole vocabulary, so no text changes. :class:`Shortlists` is a
+policy's rule for one draft; docs/shortlists.md says what is exact.
 """
 
 from __future__ import annotations
@@ -39,10 +41,11 @@ C = TypeVar("C")
 
 @dataclass(frozen=True, eq=False)
 class Support:
-    """One shortlist: ``rows`` of the draft's output head and the target's ``ids`` of these tokens, both int64 [size], by ascending id.
+    """One shortlist: ``rows`` of the draft's output head and the target's ``ids`` of these tokens,
+    both int64 [size], by ascending id.
 
-    ``trimmed``: a head of these rows alone, cut out once where every context has this shortlist. ``whole``: it holds all tokens of the
-    head.
+    ``trimmed``: a head of these rows alone, cut out once where every context has this shortlist.
+    ``whole``: it holds all tokens of the head.
     """
 
     rows: Tensor
@@ -54,7 +57,8 @@ class Support:
 class OutputHead:
     """A draft's output matrix, to be evaluated over some of its rows.
 
-    ``token_ids`` int64 [rows] are the target's ids of the rows (EAGLE-3's d2t map); None: row i is token i.
+    ``token_ids`` int64 [rows] are the target's ids of the rows (EAGLE-3's d2t map); None: row i is
+    token i.
     """
 
     def __init__(self, linear: nn.Module, token_ids: Tensor | None = None) -> None:
@@ -84,7 +88,8 @@ class OutputHead:
         return found
 
     def support(self, rows: npt.NDArray[np.int64], *, fixed: bool = False) -> Support:
-        """The shortlist of these ``rows`` (each once, any order). ``fixed``: every context has it, so its weights are cut out once."""
+        """The shortlist of these ``rows`` (each once, any order). ``fixed``: every context has it,
+        so its weights are cut out once."""
         ids = self.ids[rows]
         if fixed or self.token_ids is not None:  # clusters come in ascending order of rows
             order = ids.argsort()
@@ -101,8 +106,9 @@ class OutputHead:
 class Shortlists:
     """A rule for one draft: which tokens each draft step evaluates, and their logits.
 
-    ``exact``: canonical passes decide the router's near ties. ``chosen`` holds the shortlists of the current round, step by step.
-    Raises PolicyError when the artifact does not fit the draft's output head.
+    ``exact``: canonical passes decide the router's near ties. ``chosen`` holds the shortlists of
+    the current round, step by step. Raises PolicyError when the artifact does not fit the draft's
+    output head.
     """
 
     def __init__(self, rule: ShortlistRule, model: CausalModel | EagleHead, exact: bool) -> None:
@@ -126,20 +132,28 @@ class Shortlists:
     def _check_routing(self, routing: Routing) -> None:
         rule, model = self.rule, self.model
         rule.check_head(self.output.hash)
-        wide = int(model.embedded(torch.zeros(1, dtype=torch.int64, device=model.device)).shape[-1]) + model.hidden_size
+        wide = (
+            int(model.embedded(torch.zeros(1, dtype=torch.int64, device=model.device)).shape[-1])
+            + model.hidden_size
+        )
         if routing.clusters.vocab != self.output.rows or routing.router.inputs != wide:
             raise PolicyError(
-                f"shortlist.artifact: {rule.block.artifact} has clusters of {routing.clusters.vocab} tokens and a router of "
-                f"{routing.router.inputs} inputs, draft {rule.draft!r} an output head of {self.output.rows} rows and {wide} inputs; "
+                f"shortlist.artifact: {rule.block.artifact} has clusters of "
+                f"{routing.clusters.vocab} tokens and a router of "
+                f"{routing.router.inputs} inputs, draft {rule.draft!r} an output head of "
+                f"{self.output.rows} rows and {wide} inputs; "
                 f"`fit router --recording ID --draft {rule.draft}` makes one"
             )
 
     def _order_rows(self, frequencies: Frequencies) -> None:
-        """The head's rows by the frequency of their tokens; a head without some tokens leaves these out of the order."""
+        """The head's rows by the frequency of their tokens; a head without some tokens leaves these
+        out of the order."""
         if frequencies.vocab != self.model.vocab_size:
             raise PolicyError(
-                f"shortlist.artifact: {self.rule.block.artifact} orders a vocabulary of {frequencies.vocab} tokens, draft "
-                f"{self.rule.draft!r} has one of {self.model.vocab_size}; `fit frequencies` on a recording of this pair makes one"
+                f"shortlist.artifact: {self.rule.block.artifact} orders a vocabulary of "
+                f"{frequencies.vocab} tokens, draft "
+                f"{self.rule.draft!r} has one of {self.model.vocab_size}; `fit frequencies` on a "
+                "recording of this pair makes one"
             )
         rank = frequencies.rank[self.output.ids]
         self._order = rank.argsort(kind="stable")
@@ -158,18 +172,21 @@ class Shortlists:
         return min(max(self.rule.budget(step), self._always, 1), self.output.rows)
 
     def _frequent(self, step: int) -> Support:
-        """The shortlist of a draft step where it does not depend on the context; the frequent tokens that the head has."""
+        """The shortlist of a draft step where it does not depend on the context; the frequent
+        tokens that the head has."""
         size = self._size(step)
         if size not in self._supports:
             self._supports[size] = self.output.support(self._order[:size], fixed=True)
         return self._supports[size]
 
     def warm(self, widths: Sequence[int]) -> None:
-        """Does before the first round what the rounds would otherwise wait for: cuts out the weights of shortlists that never change, and
-        measures the quickest way for whatever numbers of rows and tokens draft steps can ask for.
+        """Does before the first round what the rounds would otherwise wait for: cuts out the
+        weights of shortlists that never change, and measures the quickest way for whatever numbers
+        of rows and tokens draft steps can ask for.
 
-        ``widths``: the most nodes that each draft step reads. Safe in another thread than the one that decodes: it works on heads of its
-        own over the same weights, and what it measures is remembered for all of them.
+        ``widths``: the most nodes that each draft step reads. Safe in another thread than the one
+        that decodes: it works on heads of its own over the same weights, and what it measures is
+        remembered for all of them.
         """
         if not self.routed:
             for step, width in enumerate(widths):
@@ -177,7 +194,10 @@ class Shortlists:
                 if support.trimmed is not None:
                     support.trimmed.warm(width)
             return
-        head, sizes = GatheredHead(self.output.weight, self.output.bias), np.sort(self.clusters.sizes[self.clusters.sizes > 0])
+        head, sizes = (
+            GatheredHead(self.output.weight, self.output.bias),
+            np.sort(self.clusters.sizes[self.clusters.sizes > 0]),
+        )
         for step, width in enumerate(widths):
             count = min(self.rule.budget(step), len(sizes))
             most = min(width * count, len(sizes))
@@ -192,30 +212,46 @@ class Shortlists:
         canonical: Callable[[int], Tensor | None],
         exists: Tensor | None = None,
     ) -> tuple[C, Support]:
-        """What the draft's ``core`` returns, and the shortlist of a draft step: the union of the clusters that the router selects for each
-        of the beam's n nodes (algorithm 1, lines 3 to 12).
+        """What the draft's ``core`` returns, and the shortlist of a draft step: the union of the
+        clusters that the router selects for each of the beam's n nodes (algorithm 1, lines 3 to
+        12).
 
-        ``tokens`` int64 [n]: the nodes'; ``previous`` [n, d]: the hidden states of the tokens before them, None where there are none (zeros
-        stand for them). ``canonical`` gives the one of node i, [1, d], from a canonical pass, and is called after the core. ``exists``
-        bool [n]: the nodes that count, None: all; if none does, all do, since nothing reads their distributions.
+        ``tokens`` int64 [n]: the nodes'; ``previous`` [n, d]: the hidden states of the tokens
+        before them, None where there are none (zeros stand for them). ``canonical`` gives the one
+        of node i, [1, d], from a canonical pass, and is called after the core. ``exists`` bool [n]:
+        the nodes that count, None: all; if none does, all do, since nothing reads their
+        distributions.
 
-        The router needs the current tokens and the states before them alone, so on CUDA the two overlap on two streams
-        (:func:`runtime.cuda.streams.forked`), and the host looks at the clusters behind both.
+        The router needs the current tokens and the states before them alone, so on CUDA the two
+        overlap on two streams (:func:`runtime.cuda.streams.forked`), and the host looks at the
+        clusters behind both.
         """
         if not self.routed:
             return core(), self._note(step, self._frequent(step))
         count = min(self.rule.budget(step), self.clusters.count)
-        cored, routed = forked(core, lambda: self._route(count, tokens, previous), self.model.device)
-        nodes = range(len(tokens)) if exists is None or not bool(exists.any()) else exists.nonzero()[:, 0].tolist()
+        cored, routed = forked(
+            core, lambda: self._route(count, tokens, previous), self.model.device
+        )
+        nodes = (
+            range(len(tokens))
+            if exists is None or not bool(exists.any())
+            else exists.nonzero()[:, 0].tolist()
+        )
         picked = self._picked(count, routed, canonical, nodes)
         return cored, self._note(step, self.output.support(self.clusters.ids(picked)))
 
-    def _route(self, count: int, tokens: Tensor, previous: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of n nodes: embeddings [n, d_e], the best ``count`` clusters int64 [n, count], and, where near ties are looked for, which
-        are, bool [n]. Nothing here waits for the device."""
+    def _route(
+        self, count: int, tokens: Tensor, previous: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of n nodes: embeddings [n, d_e], the best ``count`` clusters int64 [n, count], and, where
+        near ties are looked for, which are, bool [n]. Nothing here waits for the device."""
         embedded = self.model.embedded(tokens)
         scores = self.scores(embedded, previous)
-        return embedded, top_clusters(scores, count), near_clusters(scores, count, self.margin) if self.exact else None
+        return (
+            embedded,
+            top_clusters(scores, count),
+            near_clusters(scores, count, self.margin) if self.exact else None,
+        )
 
     def _picked(
         self,
@@ -229,13 +265,16 @@ class Shortlists:
         picked = best.cpu().numpy()
         if near is not None and bool(near.any()):
             for node in [i for i in nodes if bool(near[i])]:
-                decided = top_clusters(self.scores(embedded[node : node + 1], canonical(node)), count)[0]
+                decided = top_clusters(
+                    self.scores(embedded[node : node + 1], canonical(node)), count
+                )[0]
                 picked[node] = decided.cpu().numpy()
         return picked if len(nodes) == len(picked) else picked[list(nodes)]
 
     def scores(self, embedded: Tensor, previous: Tensor | None) -> Tensor:
-        """The router's scores float32 [n, M] for embeddings [n, d_e] and the states before them [n, d] (None: zeros); those of clusters
-        without tokens are -inf, so that they are never selected before others."""
+        """The router's scores float32 [n, M] for embeddings [n, d_e] and the states before them [n,
+        d] (None: zeros); those of clusters without tokens are -inf, so that they are never selected
+        before others."""
         if previous is None:
             previous = embedded.new_zeros(len(embedded), self.model.hidden_size)
         scores = self.router.scores(embedded, previous)
@@ -248,18 +287,24 @@ class Shortlists:
         return support
 
     def logits(self, states: Tensor, support: Support) -> Tensor:
-        """Float32 logits [n, size] of a shortlist's tokens alone, for what the output head reads, [n, d]."""
+        """Float32 logits [n, size] of a shortlist's tokens alone, for what the output head reads,
+        [n, d]."""
         output = self.output
         if support.whole:
             logits = nn.functional.linear(states, output.weight, output.bias).float()
             return logits if output.token_ids is None else logits.index_select(1, support.rows)
-        return output.gathered.over(states, support.rows) if support.trimmed is None else support.trimmed.over(states)
+        return (
+            output.gathered.over(states, support.rows)
+            if support.trimmed is None
+            else support.trimmed.over(states)
+        )
 
 
 class States:
     """A draft's last hidden states at recent positions of the text, which the router reads.
 
-    Row p is a function of the text up to token p (of an EAGLE head: fed with the target's features), whatever pass made it.
+    Row p is a function of the text up to token p (of an EAGLE head: fed with the target's
+    features), whatever pass made it.
     """
 
     def __init__(self) -> None:
@@ -269,7 +314,8 @@ class States:
         self._rows.clear()
 
     def put(self, start: int, states: Tensor) -> None:
-        """States [n, d] of positions ``start ..``; of a long run the last two are kept, which is what a round looks at."""
+        """States [n, d] of positions ``start ..``; of a long run the last two are kept, which is
+        what a round looks at."""
         n = len(states)
         for i in range(max(0, n - 2), n):
             self._rows[start + i] = states[i : i + 1].clone()
@@ -298,8 +344,8 @@ class Beam:
         self._states = state
 
     def add(self, tokens: Tensor, parents: Tensor | None) -> Tensor:
-        """A level of n nodes: ``tokens`` int64 [n], ``parents`` their places in the level above (None: the root). Returns their parents'
-        states, [n, d]; :meth:`read` follows."""
+        """A level of n nodes: ``tokens`` int64 [n], ``parents`` their places in the level above
+        (None: the root). Returns their parents' states, [n, d]; :meth:`read` follows."""
         assert self._states is not None
         self._levels.append((tokens, parents))
         return self._states.expand(len(tokens), -1) if parents is None else self._states[parents]

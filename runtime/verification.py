@@ -1,10 +1,12 @@
 """The target's verdict on a drafted chain: the coupled verifier and classical rejection.
 
-Coupled (default): the target's token at a position is argmax(log p + g), whatever was drafted; drafted tokens are kept while they
-equal it. Lossless for any draft, and the text does not depend on the draft at all.
+Coupled (default): the target's token at a position is argmax(log p + g), whatever was drafted;
+drafted tokens are kept while they equal it. Lossless for any draft, and the text does not depend on
+the draft at all.
 
-Rejection (Leviathan et al.; Algorithm 1 of the on-the-fly paper): a token drawn from q is kept with probability min(1, p/q), else
-one is drawn from norm(max(0, p - q)). Lossless in distribution, not in text.
+Rejection (Leviathan et al.; Algorithm 1 of the on-the-fly paper): a token drawn from q is kept with
+probability min(1, p/q), else one is drawn from norm(max(0, p - q)). Lossless in distribution, not
+in text.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from spectune.traces.schema import Sampling
 
 @dataclass(frozen=True)
 class TargetText:
-    """What the target's own tokens after a text depend on: its ``sampling``, the ``noise`` (None when greedy), and what ``process`` makes
-    of logits (None: nothing; ``widened``: how much it widens errors of theirs). ``exact``: near ties are decided canonically."""
+    """What the target's own tokens after a text depend on: its ``sampling``, the ``noise`` (None
+    when greedy), and what ``process`` makes of logits (None: nothing; ``widened``: how much it
+    widens errors of theirs). ``exact``: near ties are decided canonically."""
 
     target: CausalModel
     ids: list[int]
@@ -36,16 +39,21 @@ class TargetText:
     process: Process | None = None
     widened: float = 1.0
 
-    def tokens(self, logits: torch.Tensor, depths: Sequence[int], at_once: bool) -> Callable[[int, list[int]], int]:
-        """The target's token after row r of float32 ``logits`` [n, vocab], which stands ``depths[r]`` tokens behind the text, by r and
-        those tokens. ``at_once``: all rows are looked at now. Logits that are processed are looked at one by one: each has a prefix.
+    def tokens(
+        self, logits: torch.Tensor, depths: Sequence[int], at_once: bool
+    ) -> Callable[[int, list[int]], int]:
+        """The target's token after row r of float32 ``logits`` [n, vocab], which stands
+        ``depths[r]`` tokens behind the text, by r and those tokens. ``at_once``: all rows are
+        looked at now. Logits that are processed are looked at one by one: each has a prefix.
         """
         if at_once and self.process is None:
             noise = None
             if self.noise is not None:
                 noise = torch.stack([self.noise.row(len(self.ids) + depth) for depth in depths])
             every = Choices(logits, self.sampling, noise, exact=self.exact)
-            return lambda row, path: every.token(row, lambda: self.target.canonical(self.ids + path))
+            return lambda row, path: every.token(
+                row, lambda: self.target.canonical(self.ids + path)
+            )
 
         def one(row: int, path: list[int]) -> int:
             prefix = self.ids + path
@@ -59,7 +67,8 @@ class TargetText:
 
 
 def verify_coupled(text: TargetText, logits: torch.Tensor, drafted: list[int]) -> Verified:
-    """``logits`` float32 [drafted + 1, vocab] after the last text token and after each drafted one."""
+    """``logits`` float32 [drafted + 1, vocab] after the last text token and after each drafted
+    one."""
     token_after = text.tokens(logits, range(len(drafted) + 1), at_once=True)
     emitted: list[int] = []
     for proposed in [*drafted, None]:
@@ -70,17 +79,22 @@ def verify_coupled(text: TargetText, logits: torch.Tensor, drafted: list[int]) -
 
 
 def verify_tree(text: TargetText, logits: torch.Tensor, tree: GrownTree) -> Verified:
-    """Target sampling on a tree: from the root, take the target's own token; go down while a child holds it.
+    """Target sampling on a tree: from the root, take the target's own token; go down while a child
+    holds it.
 
-    ``logits`` float32 [1 + nodes, vocab], the root's row first. A CPU looks at the rows of the path alone; elsewhere all are looked at at
-    once, so that the host waits once.
+    ``logits`` float32 [1 + nodes, vocab], the root's row first. A CPU looks at the rows of the path
+    alone; elsewhere all are looked at at once, so that the host waits once.
     """
     return walk(tree, text.tokens(logits, [0, *tree.depths], at_once=logits.device.type != "cpu"))
 
 
 def walk(tree: GrownTree, token_after: Callable[[int, list[int]], int]) -> Verified:
-    """From the root down while a child holds the target's own token, which ``token_after`` tells of a row (the root's 0) and its path."""
-    children = {(parent, token): i for i, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True))}
+    """From the root down while a child holds the target's own token, which ``token_after`` tells of
+    a row (the root's 0) and its path."""
+    children = {
+        (parent, token): i
+        for i, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True))
+    }
     path: list[int] = []
     emitted: list[int] = []
     node: int | None = -1
@@ -104,19 +118,24 @@ def verify_rejection(
     seed: int,
     salt: int,
 ) -> Verified:
-    """Algorithm 1 on a chain. ``logits`` float32 [drafted + 1, vocab]; ``log_q`` one row per drafted token, empty for a draft that is
-    certain (q = 1: prompt lookup). ``length`` is the text's; ``salt`` counts rounds, so that no number is used twice."""
+    """Algorithm 1 on a chain. ``logits`` float32 [drafted + 1, vocab]; ``log_q`` one row per
+    drafted token, empty for a draft that is certain (q = 1: prompt lookup). ``length`` is the
+    text's; ``salt`` counts rounds, so that no number is used twice."""
     p = log_distribution(logits, sampling).double().exp()
     for i, token in enumerate(drafted):
         q = log_q[i].double().exp() if log_q else torch.zeros_like(p[i])
         if not log_q:
             q[token] = 1.0
-        if uniform(stream_key(seed, length + i, "accept", salt)) * float(q[token]) <= float(p[i, token]):
+        if uniform(stream_key(seed, length + i, "accept", salt)) * float(q[token]) <= float(
+            p[i, token]
+        ):
             continue
         residual = (p[i] - q).clamp_min(0)
         if float(residual.sum()) <= 0:
             residual = p[i]
-        return Verified(i, [*drafted[:i], _draw(residual, stream_key(seed, length + i, "residual", salt))])
+        return Verified(
+            i, [*drafted[:i], _draw(residual, stream_key(seed, length + i, "residual", salt))]
+        )
     n = len(drafted)
     return Verified(n, [*drafted, _draw(p[n], stream_key(seed, length + n, "residual", salt))])
 

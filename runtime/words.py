@@ -1,4 +1,5 @@
-"""What a pair needs to read prompts and write texts, where another engine runs its models: tokenizer, ends, context. Loads no weights."""
+"""What a pair needs to read prompts and write texts, where another engine runs its models:
+tokenizer, ends, context. Loads no weights."""
 
 from __future__ import annotations
 
@@ -25,16 +26,25 @@ class Texts:
         return list(self.tokenizer(text)["input_ids"])
 
     def encode_request(self, request: Request, *, chat: bool) -> list[int]:
-        """Token ids of a request's first turn or conversation, in the chat template when the tokenizer has one and ``chat`` is set.
+        """Token ids of a request's first turn or conversation, in the chat template when the
+        tokenizer has one and ``chat`` is set.
 
-        Without ``chat`` a conversation's texts stand one after the other, a blank line between them. Raises WorkloadError for one
-        where ``chat`` is set and there is no template.
+        Without ``chat`` a conversation's texts stand one after the other, a blank line between
+        them. Raises WorkloadError for one where ``chat`` is set and there is no template.
         """
-        texts, roles = (request.turns, request.roles) if request.roles else (request.turns[:1], ("user",))
+        texts, roles = (
+            (request.turns, request.roles) if request.roles else (request.turns[:1], ("user",))
+        )
         if chat and _templated(self.tokenizer):
-            messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
-            with translated(f"request {request.id}: the target's chat template (--no-chat leaves it out)"):
-                out = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            messages = [
+                {"role": role, "content": text} for role, text in zip(roles, texts, strict=True)
+            ]
+            with translated(
+                f"request {request.id}: the target's chat template (--no-chat leaves it out)"
+            ):
+                out = self.tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, return_dict=True
+                )
             return list(out["input_ids"])
         if chat and len(texts) > 1:
             raise _no_template(request)
@@ -45,7 +55,8 @@ class Texts:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def stopper(self, strings: tuple[str, ...]) -> Callable[[list[int], list[int]], int | None]:
-        """Finds the first new token at which one of ``strings`` has appeared in the decoded output."""
+        """Finds the first new token at which one of ``strings`` has appeared in the decoded
+        output."""
         longest = max(len(s) for s in strings)
 
         def ends_at(output: list[int], new: list[int]) -> int | None:
@@ -61,7 +72,8 @@ class Texts:
 
 @dataclass(frozen=True)
 class Words(Texts):
-    """A target's tokenizer, the tokens that end its texts, and the longest sequence that every model of its pair holds."""
+    """A target's tokenizer, the tokens that end its texts, and the longest sequence that every
+    model of its pair holds."""
 
     tokenizer: Any
     eos_ids: frozenset[int]
@@ -69,8 +81,8 @@ class Words(Texts):
 
 
 def check_conversations(target: str, requests: Iterable[Request], *, chat: bool) -> None:
-    """Raises WorkloadError for the conversation that :meth:`Texts.encode_request` refuses. Reads the target's tokenizer, and that
-    only where there are conversations."""
+    """Raises WorkloadError for the conversation that :meth:`Texts.encode_request` refuses. Reads
+    the target's tokenizer, and that only where there are conversations."""
     first = next((r for r in requests if chat and r.roles and len(r.turns) > 1), None)
     if first is not None and (found := tokenizer_of(target)) is not None and not _templated(found):
         raise _no_template(first)
@@ -82,7 +94,8 @@ def _templated(tokenizer: Any) -> bool:
 
 def _no_template(request: Request) -> WorkloadError:
     return WorkloadError(
-        f"request {request.id}: a conversation of {len(request.turns)} messages needs a chat template, and the target's tokenizer "
+        f"request {request.id}: a conversation of {len(request.turns)} messages needs a chat "
+        "template, and the target's tokenizer "
         "has none; --no-chat puts a blank line between its messages instead"
     )
 
@@ -96,15 +109,27 @@ def load_words(spec: PairSpec) -> Words:
     eos = eos_of(spec.target)
     if not eos and found.eos_token_id is not None:
         eos = frozenset([int(found.eos_token_id)])
-    folders = [folder for path in (spec.target, *dict(spec.drafts).values()) if (folder := checkpoint(path)) is not None]
-    sizes = [config[name] for folder in folders for name in POSITIONS if (config := model_config(folder)).get(name) is not None]
+    folders = [
+        folder
+        for path in (spec.target, *dict(spec.drafts).values())
+        if (folder := checkpoint(path)) is not None
+    ]
+    sizes = [
+        config[name]
+        for folder in folders
+        for name in POSITIONS
+        if (config := model_config(folder)).get(name) is not None
+    ]
     if not sizes:
-        raise PairError(f"target: {spec.target} says no max_position_embeddings, or is no folder; give a folder")
+        raise PairError(
+            f"target: {spec.target} says no max_position_embeddings, or is no folder; give a folder"
+        )
     return Words(found, eos, int(min(sizes)))
 
 
 def eos_of(path: str) -> frozenset[int]:
-    """The tokens that end a target's texts, as its generation_config says, else its config; none where they say none."""
+    """The tokens that end a target's texts, as its generation_config says, else its config; none
+    where they say none."""
     folder = checkpoint(path)
     if folder is not None:
         for name in ("generation_config.json", "config.json"):
@@ -127,14 +152,19 @@ def tokenizer_of(path: str) -> Any:
     if is_local(path) and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
         return None
     with translated(f"tokenizer of {path}"):
-        return AutoTokenizer.from_pretrained(folder if is_local(path) else path, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(
+            folder if is_local(path) else path, trust_remote_code=False
+        )
 
 
 def target_tokenizer(spec: PairSpec) -> Any:
     """The tokenizer of a pair. Raises PairError where the target has none."""
     found = tokenizer_of(spec.target)
     if found is None:
-        raise PairError(f"target: no tokenizer at {spec.target} (tokenizer.json or the like is expected beside the weights)")
+        raise PairError(
+            f"target: no tokenizer at {spec.target} (tokenizer.json or the like is expected beside "
+            "the weights)"
+        )
     return found
 
 
@@ -147,6 +177,7 @@ def check_tokenizer(name: str, path: str, target: Any) -> None:
     if mine != theirs:
         token = next(t for t in {**theirs, **mine} if mine.get(t) != theirs.get(t))
         raise PairError(
-            f"draft {name!r} has another vocabulary than the target: {token!r} is {mine.get(token)} there and {theirs.get(token)} "
+            f"draft {name!r} has another vocabulary than the target: {token!r} is "
+            f"{mine.get(token)} there and {theirs.get(token)} "
             "in the target's; a draft must share the target's tokenizer"
         )

@@ -1,4 +1,5 @@
-"""Databases for the tests: every test that asks for ``url``, ``database`` or ``store`` runs on SQLite and on PostgreSQL."""
+"""Databases for the tests: every test that asks for ``url``, ``database`` or ``store`` runs on
+SQLite and on PostgreSQL."""
 
 from __future__ import annotations
 
@@ -21,12 +22,30 @@ if TYPE_CHECKING:  # torch is imported by those tests alone that need it
 
 TEMPLATE = "spectune_template"
 SLOWEST = (
-    *("cli_flow", "schedule_workers", "kill", "shortlists", "openvino", "shortlist_tuning", "publishing", "llamacpp", "parity"),
-    *("head_drafting", "fit_commands", "chooser_policy", "processes", "schedule_retries", "frequency_ranks", "tree_parity"),
+    *(
+        "cli_flow",
+        "schedule_workers",
+        "kill",
+        "shortlists",
+        "openvino",
+        "shortlist_tuning",
+        "publishing",
+        "llamacpp",
+        "parity",
+    ),
+    *(
+        "head_drafting",
+        "fit_commands",
+        "chooser_policy",
+        "processes",
+        "schedule_retries",
+        "frequency_ranks",
+        "tree_parity",
+    ),
     *("distributed", "routing", "docs", "borders"),
 )
-"""Test files that are begun first: the longest, as one of them would keep a single worker busy at the end. While the first tunes,
-and so compiles what is compiled, the second needs none of it."""
+"""Test files that are begun first: the longest, as one of them would keep a single worker busy at
+the end. While the first tunes, and so compiles what is compiled, the second needs none of it."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,15 +63,23 @@ class Postgresql:
 
     def __init__(self, url: str) -> None:
         self._url = make_url(url).set(drivername="postgresql+psycopg")
-        self._engine = sa.create_engine(self._url, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
+        self._engine = sa.create_engine(
+            self._url, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool
+        )
         self._template = f"{TEMPLATE}_{secrets.token_hex(4)}"
         upgrade(self.create(self._template, empty=True))
 
     def create(self, name: str, *, empty: bool = False) -> str:
         """Creates a database and returns its URL."""
         with self._engine.connect() as connection:
-            connection.exec_driver_sql(f'CREATE DATABASE "{name}" TEMPLATE {"template0" if empty else self._template}')
-        return self._url.set(database=name).render_as_string(hide_password=False).replace("postgresql+psycopg", "postgresql")
+            connection.exec_driver_sql(
+                f'CREATE DATABASE "{name}" TEMPLATE {"template0" if empty else self._template}'
+            )
+        return (
+            self._url.set(database=name)
+            .render_as_string(hide_password=False)
+            .replace("postgresql+psycopg", "postgresql")
+        )
 
     def drop(self, name: str) -> None:
         """Drops a database, throwing its clients out."""
@@ -65,7 +92,8 @@ class Postgresql:
 
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[Postgresql]:
-    """One server per test process. A machine without any fails the test and says what to install."""
+    """One server per test process. A machine without any fails the test and says what to
+    install."""
     with postgresql_server() as url:
         server = Postgresql(url)
         yield server
@@ -82,7 +110,8 @@ def postgresql_url(postgresql: Postgresql) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty SQLite database at the current schema, to be copied: making one takes a hundred times as long."""
+    """An empty SQLite database at the current schema, to be copied: making one takes a hundred
+    times as long."""
     path = tmp_path_factory.mktemp("template") / "spectune.db"
     upgrade(f"sqlite:///{path}")
     return path
@@ -117,7 +146,8 @@ def store(database: Database) -> TraceStore:
 
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pair file of a tiny pair (:func:`pairs.make_pair`) with drafts ``near`` and ``far`` and a context of 512 tokens."""
+    """The pair file of a tiny pair (:func:`pairs.make_pair`) with drafts ``near`` and ``far`` and a
+    context of 512 tokens."""
     from pairs import make_pair
 
     return make_pair(tmp_path_factory.mktemp("pair"))
@@ -130,7 +160,9 @@ def pair(tiny_pair: Path) -> LoadedPair:
 
 
 @pytest.fixture(scope="session", params=["llama", "gpt2"])
-def either_pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
+def either_pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> LoadedPair:
     """A tiny pair of each architecture."""
     from pairs import make_pair
 

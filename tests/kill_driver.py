@@ -1,7 +1,9 @@
-"""`kill -9` of `record` and `tune` at random moments, and what must hold after each: nothing committed is lost or changed.
+"""`kill -9` of `record` and `tune` at random moments, and what must hold after each: nothing
+committed is lost or changed.
 
-:func:`run_kills` is for tests and ``bench/acceptance.py``. The commands run as children of one warm process that forks (itself from
-the fork server of :mod:`doors`), so that a kill costs no second import of torch; they are real processes and die by a real SIGKILL.
+:func:`run_kills` is for tests and ``bench/acceptance.py``. The commands run as children of one warm
+process that forks (itself from the fork server of :mod:`doors`), so that a kill costs no second
+import of torch; they are real processes and die by a real SIGKILL.
 """
 
 from __future__ import annotations
@@ -24,12 +26,15 @@ TIMEOUT_S = 300.0
 Facts = dict[tuple[Any, ...], bytes]
 
 
-def run_kills(pair_file: Path | str, workdir: Path | str, count: int, seed: int, *, requests: int = 18) -> dict[str, Any]:
+def run_kills(
+    pair_file: Path | str, workdir: Path | str, count: int, seed: int, *, requests: int = 18
+) -> dict[str, Any]:
     """Kills `record` and `tune` ``count`` times in all, half each, on databases in ``workdir``.
 
-    After every kill the database passes its check and holds everything it held before; in the end both commands finish, and every
-    finished recording has the content of one that was never interrupted. Returns ``kills`` (how many, by command and phase),
-    ``finished`` (runs that ended before their kill came), ``problems`` (empty when all is well) and ``seconds``.
+    After every kill the database passes its check and holds everything it held before; in the end
+    both commands finish, and every finished recording has the content of one that was never
+    interrupted. Returns ``kills`` (how many, by command and phase), ``finished`` (runs that ended
+    before their kill came), ``problems`` (empty when all is well) and ``seconds``.
     """
     from doors import forked
 
@@ -49,7 +54,8 @@ def run_kills(pair_file: Path | str, workdir: Path | str, count: int, seed: int,
 
 @dataclass
 class Ended:
-    """How a child ended: its exit code (None: killed by us), and when each of its phases began, in seconds from its start."""
+    """How a child ended: its exit code (None: killed by us), and when each of its phases began, in
+    seconds from its start."""
 
     code: int | None
     phases: dict[str, float] = field(default_factory=dict)
@@ -58,7 +64,8 @@ class Ended:
 
 
 def child(work: Callable[[], None], kill_in: str | None = None, delay_s: float = 0.0) -> Ended:
-    """Runs ``work`` in a forked process; kills it ``delay_s`` after the phase ``kill_in`` begins (``start``: at once)."""
+    """Runs ``work`` in a forked process; kills it ``delay_s`` after the phase ``kill_in`` begins
+    (``start``: at once)."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -115,11 +122,32 @@ class Driver:
         self.workload = str(write_workload(folder / "work.jsonl", requests))
 
     def command(self, name: str, database: str, seed: int) -> Callable[[], None]:
-        shared = ["--pair", self.pair, "--workload", self.workload, "--max-new-tokens", "16", "--gamma-max", "4"]
+        shared = [
+            "--pair",
+            self.pair,
+            "--workload",
+            self.workload,
+            "--max-new-tokens",
+            "16",
+            "--gamma-max",
+            "4",
+        ]
         small = ["--no-publish", "--tree-width", "0"]  # fewer requests could not be confirmed
         more = ["--tree-width", "2", "--tree-depth", "2"] if self.requests >= 18 else small
-        quick = ["--trials", "4", "--finalists", "1", "--budget", "1s", *more] if name == "tune" else []
-        arguments = ["--db", str(self.folder / database), name, *shared, *quick, "--seed", str(seed), "--device", "cpu"]
+        quick = (
+            ["--trials", "4", "--finalists", "1", "--budget", "1s", *more] if name == "tune" else []
+        )
+        arguments = [
+            "--db",
+            str(self.folder / database),
+            name,
+            *shared,
+            *quick,
+            "--seed",
+            str(seed),
+            "--device",
+            "cpu",
+        ]
 
         def work() -> None:
             from spectune import cli
@@ -133,14 +161,22 @@ class Driver:
         import sqlalchemy as sa
 
         from spectune.db import open_database
-        from spectune.db.models import LatencyProfileRow, PanoramaChunkRow, PublicationRow, StudyRow, TrajectoryRow
+        from spectune.db.models import (
+            LatencyProfileRow,
+            PanoramaChunkRow,
+            PublicationRow,
+            StudyRow,
+            TrajectoryRow,
+        )
 
         found: Facts = {}
         with open_database(str(self.folder / database)) as opened, opened.read() as session:
             for row in session.scalars(sa.select(TrajectoryRow)):
                 found["trajectory", row.recording_id, row.ordinal] = row.sha256
             for chunk in session.scalars(sa.select(PanoramaChunkRow)):
-                found[f"panorama {chunk.kind}", chunk.recording_id, chunk.ordinal, chunk.draft] = chunk.sha256
+                found[f"panorama {chunk.kind}", chunk.recording_id, chunk.ordinal, chunk.draft] = (
+                    chunk.sha256
+                )
             for study in session.scalars(sa.select(StudyRow)):
                 found["study", study.id] = study.sha256
             for profile in session.scalars(sa.select(LatencyProfileRow)):
@@ -150,16 +186,26 @@ class Driver:
         return found
 
     def complete(self, database: str) -> list[dict[tuple[Any, ...], bytes]]:
-        """The texts and chain panoramas of every complete recording, without its id (``tune`` adds trees to what ``record`` made)."""
+        """The texts and chain panoramas of every complete recording, without its id (``tune`` adds
+        trees to what ``record`` made)."""
         import sqlalchemy as sa
 
         from spectune.db import open_database
         from spectune.db.models import RecordingRow
 
         with open_database(str(self.folder / database)) as opened, opened.read() as session:
-            ids = list(session.scalars(sa.select(RecordingRow.id).where(RecordingRow.state == "complete")))
+            ids = list(
+                session.scalars(sa.select(RecordingRow.id).where(RecordingRow.state == "complete"))
+            )
         facts = self.facts(database)
-        return [{(k[0], *k[2:]): v for k, v in facts.items() if k[0] in ("trajectory", "panorama chain") and k[1] == i} for i in ids]
+        return [
+            {
+                (k[0], *k[2:]): v
+                for k, v in facts.items()
+                if k[0] in ("trajectory", "panorama chain") and k[1] == i
+            }
+            for i in ids
+        ]
 
     def verify(self, database: str, before: Facts, what: str) -> Facts:
         from spectune.db import check
@@ -171,25 +217,37 @@ class Driver:
             return before  # killed before the first schema was committed
         self.problems += [f"{what}: {problem}" for problem in report.problems]
         now = self.facts(database)
-        self.problems += [f"{what}: {key} is lost or changed" for key, value in before.items() if now.get(key) != value]
+        self.problems += [
+            f"{what}: {key} is lost or changed"
+            for key, value in before.items()
+            if now.get(key) != value
+        ]
         return now
 
-    def series(self, name: str, database: str, count: int, phases: dict[str, float], expected: Facts) -> None:
-        """``count`` kills of one command, spread over its phases (name to length in seconds), then a run to the end."""
+    def series(
+        self, name: str, database: str, count: int, phases: dict[str, float], expected: Facts
+    ) -> None:
+        """``count`` kills of one command, spread over its phases (name to length in seconds), then
+        a run to the end."""
         from doors import put_profile
 
         known: Facts = {}
         seed = attempts = 0
         todo: list[str] = []
         profiled = name == "record"
-        while sum(self.kills.get(f"{name} {p}", 0) for p in (*phases, "profile")) < count and attempts < 4 * count + 4:
+        while (
+            sum(self.kills.get(f"{name} {p}", 0) for p in (*phases, "profile")) < count
+            and attempts < 4 * count + 4
+        ):
             attempts += 1
             if not todo:
                 todo = list(phases)
                 self.chance.shuffle(todo)
             phase = todo.pop() if profiled else "profile"
             length = 0.5 if phase == "profile" else phases[phase]
-            ended = child(self.command(name, database, seed), phase, self.chance.uniform(0.0, 1.1 * length))
+            ended = child(
+                self.command(name, database, seed), phase, self.chance.uniform(0.0, 1.1 * length)
+            )
             what = f"{name}, attempt {attempts}, in {phase}"
             if ended.code is None:
                 self.kills[f"{name} {phase}"] = self.kills.get(f"{name} {phase}", 0) + 1
@@ -209,7 +267,11 @@ class Driver:
         made = self.complete(database)
         if not made:
             self.problems.append(f"{name} left no complete recording")
-        self.problems += [f"{name}: a resumed recording differs from an uninterrupted one" for r in made if r != expected]
+        self.problems += [
+            f"{name}: a resumed recording differs from an uninterrupted one"
+            for r in made
+            if r != expected
+        ]
 
     def run(self, count: int) -> dict[str, Any]:
         from doors import put_profile
@@ -237,8 +299,11 @@ class Driver:
         }
 
 
-def _drive(sending: Connection, pair: str, folder: Path, count: int, seed: int, requests: int) -> None:
-    """The driver's process, which computes nothing itself: its children fork from a process without threads."""
+def _drive(
+    sending: Connection, pair: str, folder: Path, count: int, seed: int, requests: int
+) -> None:
+    """The driver's process, which computes nothing itself: its children fork from a process without
+    threads."""
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     try:
         sending.send(Driver(pair, folder, seed, requests).run(count))

@@ -1,4 +1,5 @@
-"""The plain loop over a recorded trace: slow, obvious, and what the fast replay must agree with round by round."""
+"""The plain loop over a recorded trace: slow, obvious, and what the fast replay must agree with
+round by round."""
 
 from __future__ import annotations
 
@@ -20,11 +21,19 @@ from spectune.runtime.trees.draft import AnyGrowing, grow
 from spectune.runtime.trees.grow import DistributionRows
 from spectune.runtime.verification import walk
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import AGREE_NO, AGREE_NONE, AGREE_YES, ChainPanorama, Trajectory, request_seed
+from spectune.traces.schema import (
+    AGREE_NO,
+    AGREE_NONE,
+    AGREE_YES,
+    ChainPanorama,
+    Trajectory,
+    request_seed,
+)
 
 
 class RecordedTrees(NamedTuple):
-    """The trees of one text: a draft's ``forest``, the ``first`` of the text's positions in it, and what a ``shortlist`` leaves."""
+    """The trees of one text: a draft's ``forest``, the ``first`` of the text's positions in it, and
+    what a ``shortlist`` leaves."""
 
     forest: Forest
     first: int
@@ -32,7 +41,8 @@ class RecordedTrees(NamedTuple):
 
 
 class _RecordedTree:
-    """The distributions of one start, looked up node by node. Raises TraceError for one that was not recorded."""
+    """The distributions of one start, looked up node by node. Raises TraceError for one that was
+    not recorded."""
 
     def __init__(self, trees: RecordedTrees, start: int) -> None:
         self.forest, self.shortlist, self.level = trees.forest, trees.shortlist, 0
@@ -43,8 +53,14 @@ class _RecordedTree:
 
     def expand(self, growing: AnyGrowing, width: int) -> DistributionRows:
         tree, level, nodes = growing.tree(), growing.depth, []
-        for place, above, rank in zip(*(x[level, :width].tolist() for x in (tree.place, tree.above, tree.rank)), strict=True):
-            nodes.append(int(self.forest.child[self.nodes[above], self.slots[above][rank]]) if place >= 0 else -1)
+        for place, above, rank in zip(
+            *(x[level, :width].tolist() for x in (tree.place, tree.above, tree.rank)), strict=True
+        ):
+            nodes.append(
+                int(self.forest.child[self.nodes[above], self.slots[above][rank]])
+                if place >= 0
+                else -1
+            )
             if place >= 0 > nodes[-1] and self.shortlist is None:
                 draft = self.forest.draft
                 raise TraceError(
@@ -58,13 +74,26 @@ class _RecordedTree:
         """Recorded codes have no near ties left."""
 
     def _held(self, node: int) -> list[int]:
-        """The slots of a node's children, under a shortlist of those that it holds at this level."""
-        slots, shortlist = range(int(self.forest.count[node])) if node >= 0 else range(0), self.shortlist
+        """The slots of a node's children, under a shortlist of those that it holds at this
+        level."""
+        slots, shortlist = (
+            range(int(self.forest.count[node])) if node >= 0 else range(0),
+            self.shortlist,
+        )
         if shortlist is None:
             return list(slots)
         budget, union = int(shortlist.budgets[self.level]), shortlist.union
-        added = {c for n in self.nodes if n >= 0 for c in union.order[n, :budget].tolist()} if len(union.order) else set()
-        return [s for s in slots if shortlist.ranks[node, s] < budget or int(union.cluster[node, s] if added else -1) in added]
+        added = (
+            {c for n in self.nodes if n >= 0 for c in union.order[n, :budget].tolist()}
+            if len(union.order)
+            else set()
+        )
+        return [
+            s
+            for s in slots
+            if shortlist.ranks[node, s] < budget
+            or int(union.cluster[node, s] if added else -1) in added
+        ]
 
     def _rows(self) -> DistributionRows:
         f = self.forest
@@ -75,7 +104,11 @@ class _RecordedTree:
         for row, (node, slots) in enumerate(zip(self.nodes, self.slots, strict=True)):
             if slots:
                 gap = f.gap[node, slots].astype(np.int64)
-                codes[:, row, : len(slots)] = f.tokens[node, slots], f.logp[node, slots], gap - gap[0]
+                codes[:, row, : len(slots)] = (
+                    f.tokens[node, slots],
+                    f.logp[node, slots],
+                    gap - gap[0],
+                )
                 of_nodes[:, row] = f.entropy[node], f.top_entropy[node], len(slots)
         tokens, logp, gaps = torch.from_numpy(codes)
         entropy, top_entropy, count = torch.from_numpy(of_nodes)
@@ -83,16 +116,20 @@ class _RecordedTree:
 
 
 class TraceBackend:
-    """The loop's backend over one trajectory and one draft's panorama: proposals and verdicts are looked up, not computed.
+    """The loop's backend over one trajectory and one draft's panorama: proposals and verdicts are
+    looked up, not computed.
 
-    Chains are read from ``panorama``, trees (a head's chains are trees too) from ``trees``. Raises TraceError when a stop would read
-    beyond the window that was recorded, a tree beyond what was.
+    Chains are read from ``panorama``, trees (a head's chains are trees too) from ``trees``. Raises
+    TraceError when a stop would read beyond the window that was recorded, a tree beyond what was.
     """
 
     canonical_passes = 0
 
     def __init__(
-        self, trajectory: Trajectory, panorama: ChainPanorama | None, trees: RecordedTrees | None = None
+        self,
+        trajectory: Trajectory,
+        panorama: ChainPanorama | None,
+        trees: RecordedTrees | None = None,
     ) -> None:
         self.output, self.trees = trajectory.output_ids.tolist(), trees
         self.panorama = panorama
@@ -110,7 +147,8 @@ class TraceBackend:
         self._at, self._lag = 0, 1
 
     def _codes(self, start: int, j: int, reads: bool) -> tuple[int, int, int]:
-        """(agreement, -log q code, entropy code) of the j-th proposal of the chain from ``start``; agreement counts along the chain."""
+        """(agreement, -log q code, entropy code) of the j-th proposal of the chain from ``start``;
+        agreement counts along the chain."""
         view = self.panorama
         assert view is not None
         length = len(self.output)
@@ -122,7 +160,11 @@ class TraceBackend:
             return AGREE_YES, int(view.logp[position]), int(view.entropy[position])
         if start + run < length:
             if j == run:
-                return int(view.agree[position]), int(view.logp[position]), int(view.entropy[position])
+                return (
+                    int(view.agree[position]),
+                    int(view.logp[position]),
+                    int(view.entropy[position]),
+                )
             row, entry = int(self._branch[start + run]), j - run - 1
         else:
             row, entry = len(view.branch_len) - 1, j - run
@@ -130,7 +172,8 @@ class TraceBackend:
         if entry >= recorded and view.branch_len[row] == recorded:
             if reads or view.draft == "ngram":
                 raise TraceError(
-                    f"the panorama of draft {view.draft!r} holds windows up to {view.gamma_max}; record with --gamma-max {j + 1}"
+                    f"the panorama of draft {view.draft!r} holds windows up to {view.gamma_max}; "
+                    f"record with --gamma-max {j + 1}"
                 )
             return AGREE_NO, 0, 0
         if entry >= view.branch_len[row]:
@@ -165,15 +208,21 @@ class TraceBackend:
     def verify(self, drafted: Drafted | None) -> Verified:
         if drafted is not None and drafted.tree is not None:
             assert self.trees is not None
-            verdict = walk(drafted.tree, lambda _, emitted: [*self.output, -1][self._at + len(emitted)])
-            self._read = (verdict.read or 0) if self.trees.forest.shared else 0  # a head reads all emitted tokens again
+            verdict = walk(
+                drafted.tree, lambda _, emitted: [*self.output, -1][self._at + len(emitted)]
+            )
+            self._read = (
+                (verdict.read or 0) if self.trees.forest.shared else 0
+            )  # a head reads all emitted tokens again
             return replace(verdict, read=self._read)
         accepted = self._accepted if drafted else 0
         return Verified(accepted, self.output[self._at : self._at + accepted + 1])
 
     def commit(self, emitted: list[int], accepted: int, drafted: Drafted | None) -> None:
         if drafted is not None and drafted.steps:
-            self._lag = len(emitted) - (min(accepted, drafted.steps - 1) if drafted.tree is None else self._read)
+            self._lag = len(emitted) - (
+                min(accepted, drafted.steps - 1) if drafted.tree is None else self._read
+            )
         else:
             self._lag += len(emitted)
         self._at += len(emitted)
@@ -186,7 +235,8 @@ def replay_rounds(
     sessions: Sessions | None = None,
     trees: RecordedTrees | None = None,
 ) -> list[Round]:
-    """Every round of one request under one plan, by the plain loop. ``sessions`` hold what windows carry on."""
+    """Every round of one request under one plan, by the plain loop. ``sessions`` hold what windows
+    carry on."""
     length = len(trajectory.output_ids)
 
     def ends_at(output: list[int], new: list[int]) -> int | None:

@@ -1,4 +1,5 @@
-"""Tiny real checkpoints for tests: seeded transformers models with a byte-level tokenizer, saved as ordinary folders.
+"""Tiny real checkpoints for tests: seeded transformers models with a byte-level tokenizer, saved as
+ordinary folders.
 
 A draft is its target with noise on every weight: the more noise, the less it agrees.
 """
@@ -12,7 +13,13 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 TEXT = [
     "def add(a, b):\n    return a + b\n",
@@ -37,7 +44,15 @@ def tokenizer(vocab_size: int = 300) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", pad_token="<eos>")
 
 
-def tiny_model(kind: str, vocab_size: int, *, hidden: int = 48, layers: int = 2, positions: int = 512, seed: int = 0) -> Any:
+def tiny_model(
+    kind: str,
+    vocab_size: int,
+    *,
+    hidden: int = 48,
+    layers: int = 2,
+    positions: int = 512,
+    seed: int = 0,
+) -> Any:
     """A random model of a real architecture whose law is neither flat nor certain."""
     torch.manual_seed(seed)
     if kind == "llama":
@@ -87,12 +102,19 @@ def perturbed(model: Any, noise: float, seed: int) -> Any:
     other = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in other.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std().nan_to_num(0.0) * noise)
+            parameter.add_(
+                torch.randn(parameter.shape, generator=generator)
+                * parameter.std().nan_to_num(0.0)
+                * noise
+            )
     return other
 
 
-def make_pair(folder: Path, kind: str = "llama", *, vocab_size: int = 300, seed: int = 0, positions: int = 512) -> Path:
-    """Writes target and drafts ``near`` and ``far`` as checkpoints and a pair file; returns the file."""
+def make_pair(
+    folder: Path, kind: str = "llama", *, vocab_size: int = 300, seed: int = 0, positions: int = 512
+) -> Path:
+    """Writes target and drafts ``near`` and ``far`` as checkpoints and a pair file; returns the
+    file."""
     words = tokenizer(vocab_size)
     vocab = len(words)
     target = tiny_model(kind, vocab, seed=seed, positions=positions)
@@ -104,5 +126,9 @@ def make_pair(folder: Path, kind: str = "llama", *, vocab_size: int = 300, seed:
         model.save_pretrained(folder / name)
         words.save_pretrained(folder / name)
     file = folder / "pair.json"
-    file.write_text(json.dumps({"name": f"tiny-{kind}", "target": "target", "drafts": {"near": "near", "far": "far"}}))
+    file.write_text(
+        json.dumps(
+            {"name": f"tiny-{kind}", "target": "target", "drafts": {"near": "near", "far": "far"}}
+        )
+    )
     return file

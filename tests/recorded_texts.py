@@ -1,4 +1,5 @@
-"""Texts of a pair: decoded without a draft, kept as recordings, and decoded again under a policy."""
+"""Texts of a pair: decoded without a draft, kept as recordings, and decoded again under a
+policy."""
 
 from __future__ import annotations
 
@@ -20,18 +21,27 @@ from spectune.traces.schema import Request, Sampling, Trajectory
 from spectune.traces.store import TraceStore
 
 
-def plain_texts(pair: LoadedPair, prompts: Mapping[str, str], sampling: Sampling, tokens: int) -> list[Trajectory]:
+def plain_texts(
+    pair: LoadedPair, prompts: Mapping[str, str], sampling: Sampling, tokens: int
+) -> list[Trajectory]:
     """The target's own texts, by request id."""
     decoder, found = Decoder(pair, StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))), []
     for name, prompt in prompts.items():
-        request = decoder.request(Request(name, "x", (prompt,)), pair.encode(prompt), sampling, tokens)
+        request = decoder.request(
+            Request(name, "x", (prompt,)), pair.encode(prompt), sampling, tokens
+        )
         found.append(decoder.decode(request).trajectory)
     return found
 
 
 def request_of(decoder: Decoder, text: Trajectory) -> DecodeRequest:
     """What was asked for when a text was recorded."""
-    return decoder.request(Request(text.request_id, "x", ("",)), text.prompt_ids.tolist(), text.sampling, text.max_new_tokens)
+    return decoder.request(
+        Request(text.request_id, "x", ("",)),
+        text.prompt_ids.tolist(),
+        text.sampling,
+        text.max_new_tokens,
+    )
 
 
 def decoded_again(decoder: Decoder, text: Trajectory) -> Decoded:
@@ -51,17 +61,28 @@ def store_of(pair: LoadedPair, folder: Path) -> Iterator[TraceStore]:
 
 
 def keep(
-    store: TraceStore, pair: LoadedPair, recording: str, texts: Sequence[Trajectory], first: int, size: tuple[int, int, int], *drafts: str
+    store: TraceStore,
+    pair: LoadedPair,
+    recording: str,
+    texts: Sequence[Trajectory],
+    first: int,
+    size: tuple[int, int, int],
+    *drafts: str,
 ) -> None:
-    """Stores texts from an ordinal on with panoramas of drafts: ``size`` is gamma of their chains, width and depth of their trees."""
+    """Stores texts from an ordinal on with panoramas of drafts: ``size`` is gamma of their chains,
+    width and depth of their trees."""
     gamma, width, depth = size
     for n, text in enumerate(texts, first):
         store.append_trajectory(recording, n, text)
         store.put_panoramas(recording, [(n, record_panorama(pair, text, d, gamma)) for d in drafts])
-        store.put_tree_panoramas(recording, [(n, record_tree_panorama(pair, text, d, width, depth)) for d in drafts])
+        store.put_tree_panoramas(
+            recording, [(n, record_tree_panorama(pair, text, d, width, depth)) for d in drafts]
+        )
 
 
-def trace_of(store: TraceStore, recording: str, drafts: Sequence[str], ranks: Any = None) -> ReplayTrace:
+def trace_of(
+    store: TraceStore, recording: str, drafts: Sequence[str], ranks: Any = None
+) -> ReplayTrace:
     """A recording with the chains and trees of drafts, and with ranks by draft and artifact."""
     loaded = store.load(recording, trees=True)
     return ReplayTrace(

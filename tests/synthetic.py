@@ -12,19 +12,33 @@ from spectune.traces.latency import LatencyProfile
 from spectune.traces.schema import AGREE_NO, AGREE_YES, ChainPanorama, Sampling, Trajectory
 
 
-def drifting_text(seed: int, *, length: int = 500, gamma_max: int = 16) -> tuple[Trajectory, ChainPanorama]:
-    """A text and the chains of a draft, ``small``, whose acceptance drifts between 0.3 and 0.95 along it."""
+def drifting_text(
+    seed: int, *, length: int = 500, gamma_max: int = 16
+) -> tuple[Trajectory, ChainPanorama]:
+    """A text and the chains of a draft, ``small``, whose acceptance drifts between 0.3 and 0.95
+    along it."""
     rng = np.random.default_rng(seed)
     wave = 0.62 + 0.3 * np.sin(np.arange(length) / rng.uniform(15, 60) + rng.uniform(0, 6))
     agree = rng.random(length) < wave
-    logp = np.clip(rng.gamma(1.5, 60, length) * np.where(agree, 0.6, 2.0), 0, 4000).astype(np.uint16)
-    prompt, output = (rng.integers(0, 4000, n).astype(np.int32) for n in (int(rng.integers(20, 200)), length))
+    logp = np.clip(rng.gamma(1.5, 60, length) * np.where(agree, 0.6, 2.0), 0, 4000).astype(
+        np.uint16
+    )
+    prompt, output = (
+        rng.integers(0, 4000, n).astype(np.int32) for n in (int(rng.integers(20, 200)), length)
+    )
     branches = int((~agree).sum()) + 1
     rows = rng.gamma(1.5, 120, (branches, gamma_max)).astype(np.uint16)
-    kinds, survival = np.where(agree, AGREE_YES, AGREE_NO).astype(np.uint8), np.where(agree, 65535, 0).astype(np.uint16)
+    kinds, survival = (
+        np.where(agree, AGREE_YES, AGREE_NO).astype(np.uint8),
+        np.where(agree, 65535, 0).astype(np.uint16),
+    )
     ends = np.full(branches, gamma_max - 1, dtype=np.uint8)
-    panorama = ChainPanorama("small", gamma_max, kinds, logp, logp.copy(), survival, rows, rows.copy(), ends)
-    return Trajectory(f"r{seed}", "synthetic", prompt, output, Sampling(), length, "length"), panorama
+    panorama = ChainPanorama(
+        "small", gamma_max, kinds, logp, logp.copy(), survival, rows, rows.copy(), ends
+    )
+    return Trajectory(
+        f"r{seed}", "synthetic", prompt, output, Sampling(), length, "length"
+    ), panorama
 
 
 def over_rows(rows: Sequence[float], seconds: Sequence[float]) -> CostTable:
@@ -34,26 +48,42 @@ def over_rows(rows: Sequence[float], seconds: Sequence[float]) -> CostTable:
 
 def with_terms(profile: LatencyProfile, terms: dict[str, CostTable | None]) -> LatencyProfile:
     """The profile with other terms in place of its own; None takes one away."""
-    return replace(profile, terms={n: t for n, t in {**profile.terms, **terms}.items() if t is not None})
+    return replace(
+        profile, terms={n: t for n, t in {**profile.terms, **terms}.items() if t is not None}
+    )
 
 
 def with_heads(
-    profile: LatencyProfile, drafts: Iterable[str], rows: int, *, head_s: float = 1e-6, gathered_s: float = 1e-6
+    profile: LatencyProfile,
+    drafts: Iterable[str],
+    rows: int,
+    *,
+    head_s: float = 1e-6,
+    gathered_s: float = 1e-6,
 ) -> LatencyProfile:
-    """The profile with output heads of ``rows`` tokens that take so many seconds a token, trimmed or gathered."""
+    """The profile with output heads of ``rows`` tokens that take so many seconds a token, trimmed
+    or gathered."""
     tables: dict[str, CostTable | None] = {}
     for draft in drafts:
         tables[f"head/{draft}"] = over_rows((0, rows), (0.0, head_s * rows))
-        tables[f"gathered/{draft}"] = over_rows((0, rows), ((head_s - gathered_s) * rows, head_s * rows))
+        tables[f"gathered/{draft}"] = over_rows(
+            (0, rows), ((head_s - gathered_s) * rows, head_s * rows)
+        )
     return with_terms(profile, tables)
 
 
 def flat_profile(pair_id: str, drafts: Iterable[str], heads: Iterable[str] = ()) -> LatencyProfile:
-    """A profile of round numbers: a draft's pass 1 ms, verification 4 ms and 0.1 ms a token; at temperature > 0 a tenth more of either.
-    ``heads`` have trees alone."""
+    """A profile of round numbers: a draft's pass 1 ms, verification 4 ms and 0.1 ms a token; at
+    temperature > 0 a tenth more of either. ``heads`` have trees alone."""
     at = (32.0, 512.0)
-    target = CostTable((4e-3, 5e-3, 5e-3, 6e-3, 6e-3, 7e-3, 12e-3, 13e-3), ("rows", "context"), ((1.0, 9.0, 17.0, 65.0), at))
-    step = CostTable((1e-3, 1e-3, 1.1e-3, 1.1e-3, 1.5e-3, 1.5e-3), ("rows", "context"), ((1.0, 2.0, 9.0), at))
+    target = CostTable(
+        (4e-3, 5e-3, 5e-3, 6e-3, 6e-3, 7e-3, 12e-3, 13e-3),
+        ("rows", "context"),
+        ((1.0, 9.0, 17.0, 65.0), at),
+    )
+    step = CostTable(
+        (1e-3, 1e-3, 1.1e-3, 1.1e-3, 1.5e-3, 1.5e-3), ("rows", "context"), ((1.0, 2.0, 9.0), at)
+    )
     prefill = over_rows((8, 512), (5e-3, 50e-3))
     terms = {
         "target": target,
@@ -66,10 +96,19 @@ def flat_profile(pair_id: str, drafts: Iterable[str], heads: Iterable[str] = ())
         "stop entropy": CostTable((2e-5,)),
     }
     for draft in ("ngram", *drafts, *heads):
-        terms |= {f"pass/{draft}": step, f"prefill/{draft}": prefill, f"sampled pass/{draft}": CostTable((1e-4,))}
+        terms |= {
+            f"pass/{draft}": step,
+            f"prefill/{draft}": prefill,
+            f"sampled pass/{draft}": CostTable((1e-4,)),
+        }
         if draft not in heads:
             terms[f"phase/{draft}"] = CostTable((1e-5,))
         if draft != "ngram":
-            terms |= {f"{growth}/{draft}": over_rows((1, 16), (1e-4, 3e-4)) for growth in ("top_k", "static", "classifier")}
+            terms |= {
+                f"{growth}/{draft}": over_rows((1, 16), (1e-4, 3e-4))
+                for growth in ("top_k", "static", "classifier")
+            }
             terms[f"tree phase/{draft}"] = CostTable((5e-4,))
-    return LatencyProfile(pair_id, "cpu", "float32", terms, check={"accepted": True, "median_error": 0.0})
+    return LatencyProfile(
+        pair_id, "cpu", "float32", terms, check={"accepted": True, "median_error": 0.0}
+    )

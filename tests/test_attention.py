@@ -1,4 +1,5 @@
-"""What passes allocate at long contexts, and that a causal pass without a mask gives what the models' own code gives."""
+"""What passes allocate at long contexts, and that a causal pass without a mask gives what the
+models' own code gives."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def model(kind: str) -> CausalModel:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_memory_grows_with_the_context_not_with_its_square(kind: str) -> None:
-    """Making room, reading a prompt and a canonical pass: no tensor has more than 1024 elements a token, where a causal mask has 4096.
+    """Making room, reading a prompt and a canonical pass: no tensor has more than 1024 elements a
+    token, where a causal mask has 4096.
 
     At 131,072 tokens masks are 64 MiB (512 rows); a mask of all pairs would be 16 GiB.
     """
@@ -51,7 +53,8 @@ def test_memory_grows_with_the_context_not_with_its_square(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_pass_without_a_mask_is_causal(kind: str) -> None:
-    """Canonical logits, and those after a prompt read in parts, against the forward pass of transformers with its own attention."""
+    """Canonical logits, and those after a prompt read in parts, against the forward pass of
+    transformers with its own attention."""
     target, ids = model(kind), torch.arange(700).square() % VOCAB
     own = tiny_model(kind, VOCAB, positions=LONG)
     with torch.no_grad():

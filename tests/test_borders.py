@@ -1,8 +1,8 @@
-"""Whatever comes in over a border (policies, artifacts, chunks, rows, workloads, command lines), what goes wrong is one of our errors, said
-in one line, within seconds and bounded memory.
+"""Whatever comes in over a border (policies, artifacts, chunks, rows, workloads, command lines),
+what goes wrong is one of our errors, said in one line, within seconds and bounded memory.
 
-``SPECTUNE_BORDERS=full`` tries ten times as many cases, as ``bench/acceptance.py --only borders`` does; ``SPECTUNE_BORDERS_REPORT`` names
-a file for how many there were.
+``SPECTUNE_BORDERS=full`` tries ten times as many cases, as ``bench/acceptance.py --only borders``
+does; ``SPECTUNE_BORDERS_REPORT`` names a file for how many there were.
 """
 
 from __future__ import annotations
@@ -33,7 +33,16 @@ from hypothesis import strategies as st
 from synthetic import flat_profile
 from test_docs import blocks
 from test_traces_codec import sealed
-from trace_values import PAIR, a_panorama, a_profile, a_recording, a_trajectory, a_tree, an_outcome, steps_of
+from trace_values import (
+    PAIR,
+    a_panorama,
+    a_profile,
+    a_recording,
+    a_trajectory,
+    a_tree,
+    an_outcome,
+    steps_of,
+)
 
 from spectune.cli import main
 from spectune.db.database import open_database
@@ -47,7 +56,14 @@ from spectune.optimizer.schedule import add_schedule, get_schedule, history, lis
 from spectune.optimizer.serving import watch
 from spectune.runtime.loading import load_pair
 from spectune.runtime.pair import read_pair
-from spectune.runtime.policies.artifacts import BINS, CLASSIFIER, DRAFT_CHOOSER, Q_TABLE, STATIC_TREE, Fitted
+from spectune.runtime.policies.artifacts import (
+    BINS,
+    CLASSIFIER,
+    DRAFT_CHOOSER,
+    Q_TABLE,
+    STATIC_TREE,
+    Fitted,
+)
 from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.policies.draft_choice import Chooser, LinearAccuracy
 from spectune.runtime.policies.prepare import prepare
@@ -68,7 +84,13 @@ from spectune.traces.packing import (
 )  # fmt: skip
 from spectune.traces.store import TraceStore
 from spectune.traces.store.publications import Publication
-from spectune.traces.store.query import TraceFilter, acceptance_stats, executed_stats, list_recordings, request_rows
+from spectune.traces.store.query import (
+    TraceFilter,
+    acceptance_stats,
+    executed_stats,
+    list_recordings,
+    request_rows,
+)
 
 FULL = os.environ.get("SPECTUNE_BORDERS") == "full"
 LONGEST_LINE = 4000
@@ -106,7 +128,8 @@ def cases(name: str, count: int) -> Callable[[Any], Any]:
 
 @contextmanager
 def border(*more: type[Exception]) -> Iterator[None]:
-    """What happens within passes, or raises an error of ours (or one of ``more``) that is a line for the user."""
+    """What happens within passes, or raises an error of ours (or one of ``more``) that is a line
+    for the user."""
 
     def stop(*_: object) -> None:
         raise TookTooLongError(f"more than {CASE_S} s")
@@ -142,7 +165,7 @@ def bounded() -> Iterator[None]:
         Path(report).write_text(json.dumps(dict(CASES)))
 
 
-# ------------------------------------------------------------------------------------------------------------- values
+# ------------------------------------------------------------------------------------------- values
 
 NUMBERS = st.one_of(
     st.integers(-3, 300),
@@ -151,7 +174,9 @@ NUMBERS = st.one_of(
     st.floats(),
 )
 WORDS = st.one_of(
-    st.sampled_from(["", "small", "none", "ngram", "fixed", "static", "top_k", "coupled", "kind", "ols"]),
+    st.sampled_from(
+        ["", "small", "none", "ngram", "fixed", "static", "top_k", "coupled", "kind", "ols"]
+    ),
     st.sampled_from(["a" * 5000, "\ud800", "a\0b", "\x1b[2J\n"]),
     st.text(max_size=12),
 )
@@ -179,7 +204,13 @@ ANYTHING = JSON | st.sampled_from(
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Where a JSON value has values: paths of keys and indices."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [path, *(p for key, v in inner for p in places(v, (*path, key)))]
 
 
@@ -205,7 +236,8 @@ def with_more(value: Any, key: Any, other: Any) -> Any:
 
 @st.composite
 def mutated(draw: st.DrawFn, documents: Sequence[Any]) -> Any:
-    """One of the documents with one or two values replaced, left out, repeated, or given a key more."""
+    """One of the documents with one or two values replaced, left out, repeated, or given a key
+    more."""
     value = draw(st.sampled_from(documents))
     for _ in range(draw(st.integers(1, 2))):
         path = draw(st.sampled_from(places(value)))
@@ -223,7 +255,7 @@ def mutated(draw: st.DrawFn, documents: Sequence[Any]) -> Any:
     return value
 
 
-# ----------------------------------------------------------------------------------------------------------- policies
+# ----------------------------------------------------------------------------------------- policies
 
 DRAFTS = ("small", "head", "ngram")
 PROFILE = flat_profile(PAIR, DRAFTS)
@@ -257,11 +289,17 @@ def test_any_json_is_a_policy_or_refused(document: Any) -> None:
 
 
 @cases("documents", 75)
-@given(st.one_of(st.binary(max_size=40), (JSON | mutated(POLICIES)).map(lambda v: json.dumps(v).encode())))
+@given(
+    st.one_of(
+        st.binary(max_size=40), (JSON | mutated(POLICIES)).map(lambda v: json.dumps(v).encode())
+    )
+)
 @example(b'{"draft":' * 50_000)
 @example(b"9" * 5000)
 @example(b'{"draft": "small", "window": {"kind": "fixed", "gamma": ' + b"9" * 5000 + b"}}")
-def test_any_text_given_for_a_policy_is_one_or_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+def test_any_text_given_for_a_policy_is_one_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes
+) -> None:
     from spectune.optimizer.inputs import named_policy
 
     file = tmp_path_factory.getbasetemp() / "policy.json"
@@ -272,11 +310,16 @@ def test_any_text_given_for_a_policy_is_one_or_refused(tmp_path_factory: pytest.
         named_policy("{" + data.decode("utf-8", "replace"))
 
 
-# ---------------------------------------------------------------------------------------------------------- artifacts
+# ---------------------------------------------------------------------------------------- artifacts
 
 
 def weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    made = {"w1": rng.normal(size=(4, 3)), "b1": rng.normal(size=4), "w2": rng.normal(size=4), "b2": rng.normal(size=1)}
+    made = {
+        "w1": rng.normal(size=(4, 3)),
+        "b1": rng.normal(size=4),
+        "w2": rng.normal(size=4),
+        "b2": rng.normal(size=1),
+    }
     return {name: array.astype(np.float32) for name, array in made.items()}
 
 
@@ -285,16 +328,29 @@ def artifact_values() -> dict[str, tuple[dict[str, Any], dict[str, np.ndarray], 
     rng = np.random.default_rng(0)
     fixed = {"draft": "small", "window": {"kind": "fixed", "gamma": 4}}
     top_k = {**TREE, "growth": {"kind": "top_k", "width": 4}}
-    router = {"w1": rng.normal(size=(4, 8)), "b1": rng.normal(size=4), "w2": rng.normal(size=(2, 4)), "b2": rng.normal(size=2)}
-    routed = {name: array.astype(np.float32) for name, array in router.items()} | {"of": np.arange(10) % 2}
-    features = PromptFeatures(("def", "if"), np.ones(2), np.eye(2), np.zeros(4), np.ones(4), "target")
+    router = {
+        "w1": rng.normal(size=(4, 8)),
+        "b1": rng.normal(size=4),
+        "w2": rng.normal(size=(2, 4)),
+        "b2": rng.normal(size=2),
+    }
+    routed = {name: array.astype(np.float32) for name, array in router.items()} | {
+        "of": np.arange(10) % 2
+    }
+    features = PromptFeatures(
+        ("def", "if"), np.ones(2), np.eye(2), np.zeros(4), np.ones(4), "target"
+    )
     linear = LinearAccuracy(np.full(5, 0.1), 8)
     candidates = {draft: parse_policy({**fixed, "draft": draft}) for draft in ("small", "ngram")}
     chooser = Chooser(features, {"small": linear, "ngram": linear}, candidates, single="small")
     return {
-        BINS: ({"draft": "small", "thresholds": [3, 9, 20], "depth": 4}, {}, {**top_k, "stratify": {"artifact": "id", "alpha": 2}}),
+        BINS: (
+            {"draft": "small", "thresholds": [3, 9, 20], "depth": 4}, {},
+            {**top_k, "stratify": {"artifact": "id", "alpha": 2}},
+        ),
         CLASSIFIER: (
-            {"draft": "small"}, weights(rng), {**TREE, "growth": {"kind": "classifier", "artifact": "id", "cap": 4, "width": 4}},
+            {"draft": "small"}, weights(rng),
+            {**TREE, "growth": {"kind": "classifier", "artifact": "id", "cap": 4, "width": 4}},
         ),
         STATIC_TREE: (
             {"draft": "small", "paths": [[0], [1], [0, 0]], "depth": 2, "nodes": 3}, {},
@@ -309,9 +365,11 @@ def artifact_values() -> dict[str, tuple[dict[str, Any], dict[str, np.ndarray], 
             {**fixed, "shortlist": {"kind": "frequency", "artifact": "id", "size": 4}},
         ),
         "router": (
-            {"draft": "small", "head": "0" * 16, "vocab": 10, "clusters": 2, "hidden": 4, "inputs": 8},
+            {"draft": "small", "head": "0" * 16, "vocab": 10, "clusters": 2, "hidden": 4,
+             "inputs": 8},
             routed,
-            {**fixed, "shortlist": {"kind": "clusters", "artifact": "id", "k0": 2, "k1": 1, "k_min": 1}},
+            {**fixed, "shortlist": {"kind": "clusters", "artifact": "id", "k0": 2, "k1": 1,
+                                    "k_min": 1}},
         ),
         DRAFT_CHOOSER: (*chooser.to_document(), {"draft": {"kind": "ols", "artifact": "id"}}),
     }  # fmt: skip
@@ -322,7 +380,8 @@ ARTIFACTS = artifact_values()
 
 @st.composite
 def arrays_near(draw: st.DrawFn, good: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Arrays with one of another shape, of another dtype, left out, or holding what is no weight."""
+    """Arrays with one of another shape, of another dtype, left out, or holding what is no
+    weight."""
     made = dict(good)
     if not made:
         return {"more": np.zeros(3)} if draw(st.booleans()) else {}
@@ -335,7 +394,9 @@ def arrays_near(draw: st.DrawFn, good: Mapping[str, np.ndarray]) -> dict[str, np
         made[name] = np.resize(array, draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
     elif what == "dtype":
         with np.errstate(all="ignore"):
-            made[name] = array.astype(draw(st.sampled_from(["<i8", "<u1", "<f2", "<f8", "|S3", "<c16", "|b1"])))
+            made[name] = array.astype(
+                draw(st.sampled_from(["<i8", "<u1", "<f2", "<f8", "|S3", "<c16", "|b1"]))
+            )
     elif what == "value":
         wide = array.astype(np.float64).copy()
         odd = st.sampled_from([np.nan, np.inf, -np.inf, -1.0, 1e30, 1e308])
@@ -398,20 +459,26 @@ def test_the_artifacts_that_are_forged_are_good_ones_before(kind: str) -> None:
 @example((Q_TABLE, {}, {"values": np.full((7, 6), np.nan)}))
 @example((Q_TABLE, {}, {}))
 @example((DRAFT_CHOOSER, {"draft": False}, {}))
-def test_forged_artifacts(store: TraceStore, raw: sqlite3.Connection, forged: tuple[str, Any, dict[str, np.ndarray]]) -> None:
+def test_forged_artifacts(
+    store: TraceStore, raw: sqlite3.Connection, forged: tuple[str, Any, dict[str, np.ndarray]]
+) -> None:
     kind, document, arrays = forged
     try:
         chunk = pack_document(document, arrays)
     except (ValueError, TypeError, RecursionError):  # not JSON: it cannot have been stored
         return
-    raw.execute("UPDATE artifact SET data = ?, sha256 = ? WHERE kind = ?", (chunk.data, chunk.sha256, kind))
+    raw.execute(
+        "UPDATE artifact SET data = ?, sha256 = ? WHERE kind = ?", (chunk.data, chunk.sha256, kind)
+    )
     (name,) = raw.execute("SELECT id FROM artifact WHERE kind = ?", (kind,)).fetchone()
-    policy = parse_policy(json.loads(json.dumps(ARTIFACTS[kind][2]).replace('"id"', json.dumps(name))))
+    policy = parse_policy(
+        json.loads(json.dumps(ARTIFACTS[kind][2]).replace('"id"', json.dumps(name)))
+    )
     with border():
         prepare(policy, DRAFTS, profile=PROFILE, artifacts=fitted(store, PAIR))
 
 
-# ------------------------------------------------------------------------------------------------------------- chunks
+# ------------------------------------------------------------------------------------------- chunks
 
 TRAJECTORY = a_trajectory(1, n=12)
 CHUNKS: dict[str, tuple[Chunk, Callable[[Chunk], Any]]] = {
@@ -420,7 +487,10 @@ CHUNKS: dict[str, tuple[Chunk, Callable[[Chunk], Any]]] = {
     "tree": (pack_tree(a_tree(TRAJECTORY, "small")), unpack_tree),
     "tree_q": (pack_tree(a_tree(TRAJECTORY, "small", proposals="probability")), unpack_tree),
     "steps": (pack_steps(steps_of(TRAJECTORY)), unpack_steps),
-    "document": (pack_document({"a": [1]}, {"values": np.arange(6.0).reshape(2, 3)}), unpack_document),
+    "document": (
+        pack_document({"a": [1]}, {"values": np.arange(6.0).reshape(2, 3)}),
+        unpack_document,
+    ),
 }
 
 
@@ -438,7 +508,22 @@ def with_header(header: bytes, body: bytes) -> bytes:
     return len(header).to_bytes(4, "little") + header + body
 
 
-DTYPES = ["O", "|O", "<M8[ns]", "<U1000000000", "|V9", "i4,i4", "", "x", "<f16", "|S0", "<c16", ">i4", "|b1", "{}"]
+DTYPES = [
+    "O",
+    "|O",
+    "<M8[ns]",
+    "<U1000000000",
+    "|V9",
+    "i4,i4",
+    "",
+    "x",
+    "<f16",
+    "|S0",
+    "<c16",
+    ">i4",
+    "|b1",
+    "{}",
+]
 SHAPES = st.one_of(
     st.lists(NUMBERS.filter(lambda n: not isinstance(n, float)), max_size=3),
     st.sampled_from([[2**31, 2**31], [0] * 70]),
@@ -449,20 +534,31 @@ SHAPES = st.one_of(
 def forged_chunks(draw: st.DrawFn) -> tuple[str, Chunk]:
     kind = draw(st.sampled_from(sorted(CHUNKS)))
     header, body = PARTS[kind]
-    what = draw(st.sampled_from(["header", "header", "header", "dtype", "shape", "body", "bytes", "text", "not zstd"]))
+    what = draw(
+        st.sampled_from(
+            ["header", "header", "header", "dtype", "shape", "body", "bytes", "text", "not zstd"]
+        )
+    )
     if what == "not zstd":
         data = draw(st.binary(max_size=60))
         return kind, Chunk(SCHEMA_VERSION, CODEC, hashlib.sha256(data).digest(), data)
     if what == "bytes":
         return kind, sealed(draw(st.binary(max_size=60)))
     if what == "text":
-        return kind, sealed(with_header(draw(st.text(max_size=30)).encode("utf-8", "replace"), body))
+        return kind, sealed(
+            with_header(draw(st.text(max_size=30)).encode("utf-8", "replace"), body)
+        )
     if what == "body":
         cut = draw(st.integers(0, len(body)))
         flip = bytearray(body)
         for at in draw(st.lists(st.integers(0, max(0, len(body) - 1)), max_size=4)):
             flip[at : at + 1] = bytes([draw(st.integers(0, 255))]) if body else b""
-        return kind, sealed(with_header(json.dumps(header).encode(), bytes(flip[:cut]) if draw(st.booleans()) else bytes(flip)))
+        return kind, sealed(
+            with_header(
+                json.dumps(header).encode(),
+                bytes(flip[:cut]) if draw(st.booleans()) else bytes(flip),
+            )
+        )
     if what in ("dtype", "shape") and header[1]:
         column = draw(st.integers(0, len(header[1]) - 1))
         other = draw(st.sampled_from(DTYPES) if what == "dtype" else SHAPES)
@@ -479,7 +575,9 @@ def forged_chunks(draw: st.DrawFn) -> tuple[str, Chunk]:
 @cases("chunks", 450)
 @given(forged_chunks())
 @example(("document", sealed(with_header(b"[" * 100_000, b""))))
-@example(("tokens", sealed(with_header(b'[{"kind":"tokens"},[["prompt","<i4",[1000000000000]]]]', b""))))
+@example(
+    ("tokens", sealed(with_header(b'[{"kind":"tokens"},[["prompt","<i4",[1000000000000]]]]', b"")))
+)
 @example(("tokens", sealed(with_header(b'[{"kind":"tokens"},[]]', b""))))
 @example(("steps", sealed(with_header(b"[[],[]]", b""))))
 def test_forged_chunks(forged: tuple[str, Chunk]) -> None:
@@ -490,24 +588,28 @@ def test_forged_chunks(forged: tuple[str, Chunk]) -> None:
         CHUNKS[kind][1](chunk)
 
 
-# --------------------------------------------------------------------------------------------------------------- rows
+# --------------------------------------------------------------------------------------------- rows
 
 CELLS = st.one_of(
     st.none(),
     st.integers(-(2**63), 2**63 - 1),
     st.sampled_from([0, -1, 2**40, 2**63 - 1, 9e18, float("inf"), -1e300, 0.5]),
     st.sampled_from([
-        "null", "5", '"small"', "[1,2]", "[]", "{}", "{", "", "NaN", "true", '{"a": 1e999}', "9" * 5000, "[" * 5000, '{"a":' * 5000,
-        '{"growth": {"kind": "static", "paths": 5}}', '{"draft": {"kind": []}}', "x" * 5000, "No/Such_Zone", "* * * * *", "61 * * * *",
-        '{"pair": 5}', '{"pair": {}, "turns": 3}', '{"pair": {}, "temperature": "hot"}', '{"pair": {}, "workload": 5}',
+        "null", "5", '"small"', "[1,2]", "[]", "{}", "{", "", "NaN", "true", '{"a": 1e999}',
+        "9" * 5000, "[" * 5000, '{"a":' * 5000,
+        '{"growth": {"kind": "static", "paths": 5}}', '{"draft": '
+            '{"kind": []}}', "x" * 5000, "No/Such_Zone", "* * * * *", "61 * * * *",
+        '{"pair": 5}', '{"pair": {}, "turns": 3}', '{"pair": {}, '
+            '"temperature": "hot"}', '{"pair": {}, "workload": 5}',
     ]),
     st.binary(max_size=12),
     JSON.map(lambda v: json.dumps(v)[:4000]),
     mutated(POLICIES).map(lambda v: json.dumps(v)[:4000]),
     st.text(alphabet=string.printable, max_size=10),
 )  # fmt: skip
-ROWS = ("publication", "policy", "acknowledgement", "artifact", "recording", "trajectory", "panorama_chunk", "step_chunk", "schedule",
-        "schedule_job", "schedule_fire", "latency_profile", "pair", "workload", "run", "study")  # fmt: skip
+ROWS = ("publication", "policy", "acknowledgement", "artifact", "recording", "trajectory",
+        "panorama_chunk", "step_chunk", "schedule", "schedule_job", "schedule_fire",
+        "latency_profile", "pair", "workload", "run", "study")  # fmt: skip
 
 GOOD = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 5}})
 
@@ -528,7 +630,9 @@ def served(store: TraceStore, tiny_pair: Path) -> Iterator[Any]:
         store.put_policy(policy.id, policy.spelled_out(), policy.label())
         published = store.publish(pair.id, "cpu", policy.id, actor="test", reason="")
         store.acknowledge(published.version, "node", "applied")
-    add_schedule(store.database, "nightly", every="1h", payload={"pair": pair.spec.to_json(), "turns": None})
+    add_schedule(
+        store.database, "nightly", every="1h", payload={"pair": pair.spec.to_json(), "turns": None}
+    )
     for profile in (a_profile(1e-3), flat_profile(pair.id, pair.drafts)):
         store.put_profile(profile)
     store.put_run(pair.id, policy.id, an_outcome(), device="cpu", dtype="float32")
@@ -625,10 +729,12 @@ def test_rows_with_anything_in_a_column(
     finally:
         for name, last in lasts.items():
             raw.execute(f'DELETE FROM "{name}" WHERE rowid > ?', (last,))
-        raw.executemany(f'UPDATE "{table}" SET {", ".join(f"{c} = ?" for c in columns)} WHERE rowid = ?', saved)
+        raw.executemany(
+            f'UPDATE "{table}" SET {", ".join(f"{c} = ?" for c in columns)} WHERE rowid = ?', saved
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------- workloads
+# ---------------------------------------------------------------------------------------- workloads
 
 LINES: list[dict[str, Any]] = [
     {"id": "a", "category": "code", "turns": ["one"]},
@@ -643,7 +749,9 @@ LINES: list[dict[str, Any]] = [
         st.one_of(
             ANYTHING.map(lambda v: json.dumps(v).encode()),
             mutated(LINES).map(lambda v: json.dumps(v).encode()),
-            mutated(LINES).map(lambda v: json.dumps(v, ensure_ascii=False).encode("utf-8", "surrogatepass")),
+            mutated(LINES).map(
+                lambda v: json.dumps(v, ensure_ascii=False).encode("utf-8", "surrogatepass")
+            ),
             st.sampled_from([json.dumps(line).encode() for line in LINES]),
             st.binary(max_size=30),
         ),
@@ -657,7 +765,11 @@ LINES: list[dict[str, Any]] = [
 @example([b"9" * 5000], None, None, [])
 @example([b'{"id": "a\\u0000", "turns": ["x"]}'], None, None, [])
 def test_workloads_of_any_lines(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], turns: Any, limit: int | None, categories: list[str]
+    tmp_path_factory: pytest.TempPathFactory,
+    lines: list[bytes],
+    turns: Any,
+    limit: int | None,
+    categories: list[str],
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "workload.jsonl"
     file.write_bytes(b"\n".join(lines))
@@ -670,18 +782,26 @@ def test_workloads_of_any_lines(
         assert workload.digest()
 
 
-# -------------------------------------------------------------------------------------------------------------- flags
+# -------------------------------------------------------------------------------------------- flags
 
 
 LASTING = (("schedule", "run"), ("schedule", "run-once"), ("traces", "prune"))
-COMMANDS = [(path, command) for path, command in commands() if not isinstance(command, click.Group) and path not in LASTING]
+COMMANDS = [
+    (path, command)
+    for path, command in commands()
+    if not isinstance(command, click.Group) and path not in LASTING
+]
 VALUES = st.one_of(
     st.sampled_from([
-        "", "-1", "0", "1", "3", "10" * 20, "9" * 5000, "nan", "inf", "-inf", "1e999", "0.5", "n" * 5000, "[/b]", "[math]", "\x1b[31mred",
-        "latest", "active", "demo", "none", "small=x", "=", "cpu", "auto", "6h", "1w", "9" * 50 + "w", "* * * * *", "61 3 * * *",
+        "", "-1", "0", "1", "3", "10" * 20, "9" * 5000, "nan", "inf", "-inf", "1e999", "0.5",
+        "n" * 5000, "[/b]", "[math]", "\x1b[31mred",
+        "latest", "active", "demo", "none", "small=x", "=", "cpu", "auto", "6h", "1w",
+        "9" * 50 + "w", "* * * * *", "61 3 * * *",
         "UTC", "No/Zone", "~no-such-user/model",
-        "coupled", "a,b", "draft,category", "2020-01-01", "0001-01-01", "9999-12-31", "good.jsonl", "nowhere.jsonl", "policy.json",
-        "rows.csv", "rows.json", "rows.parquet", "other.db", '{"draft": "none"}', '{"draft":' * 3000, "{", "null", "autoregressive", "\0",
+        "coupled", "a,b", "draft,category", "2020-01-01", "0001-01-01", "9999-12-31", "good.jsonl",
+        "nowhere.jsonl", "policy.json",
+        "rows.csv", "rows.json", "rows.parquet", "other.db", '{"draft": '
+            '"none"}', '{"draft":' * 3000, "{", "null", "autoregressive", "\0",
         "\udcff", ".", "..",
     ]),
     st.integers().map(str),
@@ -724,7 +844,19 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @example(["run", "--temperature", "nan", "--pair", "nowhere.json"])
 @example(["policies", "show", '{"draft":' * 100_000])
 @example(["run", "--target", "~no-such-user/model", "--workload", "good.jsonl"])
-@example(["policies", "export", "--for", "vllm", "--target", "t/t", "--draft", "a=~no-such-user/head", '{"draft": "a"}'])
+@example(
+    [
+        "policies",
+        "export",
+        "--for",
+        "vllm",
+        "--target",
+        "t/t",
+        "--draft",
+        "a=~no-such-user/head",
+        '{"draft": "a"}',
+    ]
+)
 def test_command_lines_cost_a_line_or_work(here: Path, line: list[str]) -> None:
     if not Path("spectune.db").exists() or CASES["flags"] % 50 == 0:
         for file in here.glob("spectune.db*"):

@@ -20,7 +20,9 @@ SLOW = {"pass/near": over_rows((1, 9), (20e-3, 21e-3))}
 """A draft whose pass takes as long as five of the target's."""
 
 
-def test_no_tree_exceeds_its_draft_s_ceiling_and_a_slow_draft_s_are_not_recorded(tmp_path: Path, pair: LoadedPair) -> None:
+def test_no_tree_exceeds_its_draft_s_ceiling_and_a_slow_draft_s_are_not_recorded(
+    tmp_path: Path, pair: LoadedPair
+) -> None:
     with open_database(str(tmp_path / "x.db")) as database:
         store, told = TraceStore(database), list[str]()
         store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
@@ -31,15 +33,27 @@ def test_no_tree_exceeds_its_draft_s_ceiling_and_a_slow_draft_s_are_not_recorded
         assert why.startswith("cannot win: at best")
         assert f"left out: trees of near ({why})" in told
         assert store.get_recording(tuned.recording).trees == {}
-        assert tuned.to_json()["left_out"] == store.get_study(tuned.study).document["left_out"] == {"trees of near": why}
+        assert (
+            tuned.to_json()["left_out"]
+            == store.get_study(tuned.study).document["left_out"]
+            == {"trees of near": why}
+        )
         store.put_profile(plain)
         tuned = tune(store, pair, WORKLOAD, GROWN)
         assert tuned.left_out == {}
         extent = store.get_recording(tuned.recording).trees["near"]
         assert (extent.width, extent.depth) == (2, 2)
         study = store.get_study(tuned.study)
-        texts = [t for t in store.load(tuned.recording, ()).trajectories if t.request_id in study.document["requests"]]
-        grown = [t["value"] for t in study.trials if t["policy"].get("growth", {}).get("kind", "chain") != "chain"]
+        texts = [
+            t
+            for t in store.load(tuned.recording, ()).trajectories
+            if t.request_id in study.document["requests"]
+        ]
+        grown = [
+            t["value"]
+            for t in study.trials
+            if t["policy"].get("growth", {}).get("kind", "chain") != "chain"
+        ]
         assert 0.0 < max(grown) <= tree_ceiling(plain, "near", texts, 2)
         tuned = tune(store, pair, WORKLOAD, replace(GROWN, tree_width=0, tree_depth=0))
         assert tuned.left_out["trees of near"].startswith("not tried: at best")

@@ -1,4 +1,5 @@
-"""The chaos run's judge finds each promise that is broken; and a small run, without models, keeps all of them."""
+"""The chaos run's judge finds each promise that is broken; and a small run, without models, keeps
+all of them."""
 
 from __future__ import annotations
 
@@ -59,16 +60,36 @@ def test_a_run_that_kept_its_promises_is_counted_and_has_no_failure() -> None:
         (without(WELL, 3), "applied late"),
         (without(WELL, 2), "refused late"),
         (replace(WELL, watched=[Watched("w", "a", 0.0, [(12.5, 1), (30.5, 3)])]), "applied late"),
-        (replace(WELL, said=[replace(WELL.said[0], committed=12.5), *WELL.said[1:]]), "applied late"),
-        (replace(WELL, said=[Said(1, "w", "refused", "database gone", 11.0), *WELL.said[1:]]), "good refused"),
-        (replace(WELL, said=[WELL.said[0], replace(WELL.said[1], status="applied"), WELL.said[2]]), "bad applied"),
-        (replace(WELL, said=[WELL.said[0], replace(WELL.said[1], reason=" "), WELL.said[2]]), "refused without a reason"),
+        (
+            replace(WELL, said=[replace(WELL.said[0], committed=12.5), *WELL.said[1:]]),
+            "applied late",
+        ),
+        (
+            replace(WELL, said=[Said(1, "w", "refused", "database gone", 11.0), *WELL.said[1:]]),
+            "good refused",
+        ),
+        (
+            replace(
+                WELL, said=[WELL.said[0], replace(WELL.said[1], status="applied"), WELL.said[2]]
+            ),
+            "bad applied",
+        ),
+        (
+            replace(WELL, said=[WELL.said[0], replace(WELL.said[1], reason=" "), WELL.said[2]]),
+            "refused without a reason",
+        ),
         (replace(WELL, acknowledged=[("k9", 9)]), "lost"),
         (replace(WELL, acknowledged=[("k1", 3)]), "lost"),
         (replace(WELL, acknowledged=[("k1", 1), ("k1", 3)]), "doubled"),
-        (replace(WELL, publications=[*WELL.publications, Publication(5, "b", "k4", "p", 32.0)]), "doubled"),
+        (
+            replace(WELL, publications=[*WELL.publications, Publication(5, "b", "k4", "p", 32.0)]),
+            "doubled",
+        ),
         (replace(WELL, attempts=[("k3", 1, 20.0), ("k3", 2, 29.5)]), "fence"),
-        (replace(WELL, jobs=[Job("k3", "often", "failed", None, "the database went away")]), "job failed"),
+        (
+            replace(WELL, jobs=[Job("k3", "often", "failed", None, "the database went away")]),
+            "job failed",
+        ),
         (replace(WELL, jobs=[Job("k3", "often", "done", 4, None)]), "job"),
         (replace(WELL, slots={"often": (5, [10, 20])}), "slots"),
         (replace(WELL, slots={"often": (5, [10, 10, 15])}), "slots"),
@@ -83,7 +104,10 @@ def test_a_broken_promise_is_found(broken: History, kind: str) -> None:
 def test_time_is_counted_from_the_end_of_a_fault_that_came_in_between() -> None:
     assert due(10.0, []) == (12.0, 10.0)
     assert due(10.0, [restart(5.0, 9.9)]) == (12.0, 10.0)
-    assert due(10.0, [restart(11.0, 14.0), restart(15.0, 18.0), restart(21.0, 22.0)]) == (20.0, 18.0)
+    assert due(10.0, [restart(11.0, 14.0), restart(15.0, 18.0), restart(21.0, 22.0)]) == (
+        20.0,
+        18.0,
+    )
 
 
 def test_a_publication_is_late_only_when_nothing_excuses_it() -> None:
@@ -96,7 +120,13 @@ def test_a_publication_is_late_only_when_nothing_excuses_it() -> None:
     assert judge(replace(late, faults=[restart(11.0, 12.5, keeps=("w",))])).failures == []
     assert judge(replace(late, faults=[restart(11.0, 12.5, keeps=("other",))])).failures
     overtaken = without(
-        WELL, 1, publications=[WELL.publications[0], replace(WELL.publications[1], committed=11.5), *WELL.publications[2:]]
+        WELL,
+        1,
+        publications=[
+            WELL.publications[0],
+            replace(WELL.publications[1], committed=11.5),
+            *WELL.publications[2:],
+        ],
     )
     assert "applied late" not in {kind for kind, _ in judge(overtaken).failures}
     assert judge(overtaken).judged["superseded"] == 1

@@ -1,4 +1,5 @@
-"""A draft for each prompt as a policy: documents, fitting, decoding, replay, hot reload, and what is refused."""
+"""A draft for each prompt as a policy: documents, fitting, decoding, replay, hot reload, and what
+is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ from spectune.engines.export import engine_settings
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions, Executor, encode
 from spectune.optimizer.fit.chooser_fits import ChooserSource, fit_chooser_artifact, keep_chooser
-from spectune.optimizer.fit.on_the_fly import Measured, evaluate, fit_chooser, fit_features, read_prompts
+from spectune.optimizer.fit.on_the_fly import (
+    Measured,
+    evaluate,
+    fit_chooser,
+    fit_features,
+    read_prompts,
+)
 from spectune.optimizer.record import Look, record
 from spectune.optimizer.serving import watch
 from spectune.optimizer.simulate.replay import replay, run_replay
@@ -34,7 +41,13 @@ from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import DecodeRequest, StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import DRAFT_CHOOSER, Fitted
-from spectune.runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, differences, parse_policy
+from spectune.runtime.policies.document import (
+    AUTOREGRESSIVE,
+    ChooserPolicy,
+    Policy,
+    differences,
+    parse_policy,
+)
 from spectune.runtime.policies.draft_choice import Chooser, LinearAccuracy
 from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.prepare import prepare
@@ -51,41 +64,66 @@ CHAINS = {
     "ngram": chain("ngram", {"kind": "fsm", "gamma_max": 6}),
     "near": chain("near", {"kind": "analytic", "gamma_max": 6}),
     "far": parse_policy(
-        {"draft": "far", "window": {"kind": "fixed", "gamma": 5}, "stop": {"kind": "max_prob", "threshold": 0.05}}
+        {
+            "draft": "far",
+            "window": {"kind": "fixed", "gamma": 5},
+            "stop": {"kind": "max_prob", "threshold": 0.05},
+        }
     ),
 }
 TREES = {
     "near": parse_policy(
-        {"draft": "near", "growth": {"kind": "top_k", "width": 3}, "window": {"kind": "fixed", "gamma": 3}, "select": {"top_n": 8}}
+        {
+            "draft": "near",
+            "growth": {"kind": "top_k", "width": 3},
+            "window": {"kind": "fixed", "gamma": 3},
+            "select": {"top_n": 8},
+        }
     ),
     "head": parse_policy(
-        {"draft": "head", "growth": {"kind": "top_k", "width": 2}, "window": {"kind": "fixed", "gamma": 3}, "select": {"top_n": 5}}
+        {
+            "draft": "head",
+            "growth": {"kind": "top_k", "width": 2},
+            "window": {"kind": "fixed", "gamma": 3},
+            "select": {"top_n": 5},
+        }
     ),
 }
 OLS = {"draft": {"kind": "ols", "artifact": "0123456789ab"}}
 
 
-# -- documents -----------------------------------------------------------------------------------------------------------------
+# -- documents -------------------------------------------------------------------------------------
 
 
 def test_the_document_round_trips() -> None:
-    """It is its own spelled out form; id, label and differences know it, and no plain policy equals it."""
+    """It is its own spelled out form; id, label and differences know it, and no plain policy equals
+    it."""
     policy = parse_policy(OLS)
     assert isinstance(policy, ChooserPolicy)
     assert policy.spelled_out() == OLS
     again = parse_policy(json.loads(policy.canonical()))
     assert again == policy
-    assert again.id == policy.id != parse_policy({"draft": {"kind": "ols", "artifact": "0123456789ac"}}).id
+    assert (
+        again.id
+        == policy.id
+        != parse_policy({"draft": {"kind": "ols", "artifact": "0123456789ac"}}).id
+    )
     assert policy.label() == "ols(0123456789ab)"
     assert policy.artifacts == ("0123456789ab",)
     assert not isinstance(policy, Policy)
     assert policy.id == "c688012f8cb6"  # stored and published under it
-    assert {r["key"] for r in differences(policy, chain("near"))} >= {"draft", "draft.kind", "window.kind"}
-    with pytest.raises(PolicyError, match="cannot choose a draft for each prompt; export one of the candidates"):
+    assert {r["key"] for r in differences(policy, chain("near"))} >= {
+        "draft",
+        "draft.kind",
+        "window.kind",
+    }
+    with pytest.raises(
+        PolicyError, match="cannot choose a draft for each prompt; export one of the candidates"
+    ):
         engine_settings(policy, read_pair("demo"), "vllm")
 
 
-# -- a pair with everything, its recordings, and planted choosers ---------------------------------------------------------------
+# -- a pair with everything, its recordings, and planted choosers ----------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +139,9 @@ def profile(pair: LoadedPair) -> LatencyProfile:
 
 @pytest.fixture(scope="module")
 def place(pair: LoadedPair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TraceStore]:
-    with open_database(str(tmp_path_factory.mktemp("place") / "spectune.db"), create=True) as database:
+    with open_database(
+        str(tmp_path_factory.mktemp("place") / "spectune.db"), create=True
+    ) as database:
         store = TraceStore(database)
         store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
         yield store
@@ -117,21 +157,39 @@ def workload() -> Workload:
 def source(request: pytest.FixtureRequest, pair: LoadedPair, place: TraceStore) -> ChooserSource:
     """A recording with chains, as a chooser is fitted to it."""
     plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
-    info = record(place, pair, workload(), DecodeOptions(request.param, TOKENS), Look(("near", "far", "ngram"), 6), plain)
+    info = record(
+        place,
+        pair,
+        workload(),
+        DecodeOptions(request.param, TOKENS),
+        Look(("near", "far", "ngram"), 6),
+        plain,
+    )
     loaded = place.load(info.id)
-    trace = ReplayTrace(loaded.trajectories, {d: loaded.panoramas(d) for d in ("near", "far", "ngram")})
+    trace = ReplayTrace(
+        loaded.trajectories, {d: loaded.panoramas(d) for d in ("near", "far", "ngram")}
+    )
     return ChooserSource(trace, read_prompts(pair, trace.trajectories), {"recording": info.id})
 
 
-def planted(pair: LoadedPair, prompts: Any, candidates: Mapping[str, Policy], **fields: Any) -> Chooser:
-    """A chooser that takes each draft for some length of prompts: with accuracies that rise, fall, or lie in between."""
+def planted(
+    pair: LoadedPair, prompts: Any, candidates: Mapping[str, Policy], **fields: Any
+) -> Chooser:
+    """A chooser that takes each draft for some length of prompts: with accuracies that rise, fall,
+    or lie in between."""
     features = fit_features(prompts, reader=prompt_reader(pair), components=0)
     slopes = {"near": 0.45, "far": -0.45, "head": -0.45}
-    weights = {d: LinearAccuracy(np.array([0.5, slopes.get(d, 0.0), 0.0]), 8) for d in candidates if d != "none"}
+    weights = {
+        d: LinearAccuracy(np.array([0.5, slopes.get(d, 0.0), 0.0]), 8)
+        for d in candidates
+        if d != "none"
+    }
     return Chooser(features, weights, dict(candidates), **fields)
 
 
-def decoded(pair: LoadedPair, ready: Plan, source: ChooserSource) -> list[tuple[list[int], tuple[Step, ...]]]:
+def decoded(
+    pair: LoadedPair, ready: Plan, source: ChooserSource
+) -> list[tuple[list[int], tuple[Step, ...]]]:
     decoder = Decoder(pair, StaticSource(ready))
     found = [decoder.decode(request_of(decoder, t)) for t in source.trace.trajectories]
     return [(done.trajectory.output_ids.tolist(), done.steps) for done in found]
@@ -140,35 +198,58 @@ def decoded(pair: LoadedPair, ready: Plan, source: ChooserSource) -> list[tuple[
 def shape(step: Step) -> tuple[Any, ...]:
     """What must agree of a round: all but its times."""
     return (
-        *(step.start, step.drafted, step.verified, step.accepted, step.emitted, step.draft_steps, step.draft, step.policy),
+        *(
+            step.start,
+            step.drafted,
+            step.verified,
+            step.accepted,
+            step.emitted,
+            step.draft_steps,
+            step.draft,
+            step.policy,
+        ),
         step.lag * (step.draft_steps > 0),
     )
 
 
-# -- decoding and replay -------------------------------------------------------------------------------------------------------
+# -- decoding and replay ---------------------------------------------------------------------------
 
 
 def test_chains_change_no_text_and_replay_round_by_round(
     pair: LoadedPair, place: TraceStore, profile: LatencyProfile, source: ChooserSource
 ) -> None:
-    """Texts are autoregression's; the replay, the plain loop over the trace, and the runtime choose alike and do the same rounds."""
-    policy = ChooserPolicy.of(keep_chooser(place, pair, source, planted(pair, source.prompts, CHAINS), profile).artifact)
+    """Texts are autoregression's; the replay, the plain loop over the trace, and the runtime choose
+    alike and do the same rounds."""
+    policy = ChooserPolicy.of(
+        keep_chooser(place, pair, source, planted(pair, source.prompts, CHAINS), profile).artifact
+    )
     ready = prepare_for(pair, policy, profile=profile, artifacts=fitted(place, pair.id))
     done = decoded(pair, ready, source)
-    replayed = run_replay(source.trace, policy, profile, per_round=True, artifacts=fitted(place, pair.id))
-    for t, (tokens, steps), imagined in zip(source.trace.trajectories, done, replayed.steps(), strict=True):
+    replayed = run_replay(
+        source.trace, policy, profile, per_round=True, artifacts=fitted(place, pair.id)
+    )
+    for t, (tokens, steps), imagined in zip(
+        source.trace.trajectories, done, replayed.steps(), strict=True
+    ):
         assert tokens == t.output_ids.tolist()
         assert [shape(s) for s in steps] == [shape(s) for s in imagined]
         (draft,) = {s.draft for s in steps}
         assert {s.policy for s in steps} == {CHAINS[draft].id}
-        view = None if draft == "none" else place.load(source.about["recording"], [draft]).panoramas(draft)
+        view = (
+            None
+            if draft == "none"
+            else place.load(source.about["recording"], [draft]).panoramas(draft)
+        )
         place_of = [x.request_id for x in source.trace.trajectories].index(t.request_id)
         oracle = replay_rounds(t, view and view[place_of], ready)
         assert [shape(r.step)[:4] for r in oracle] == [shape(s)[:4] for s in steps]
     assert len({steps[0].draft for _, steps in done}) >= 2
     assert replayed.rounds is not None
     assert len(replayed.rounds) == sum(len(steps) for _, steps in done)
-    assert replay(source.trace, policy, profile, artifacts=fitted(place, pair.id)).total == replayed.total
+    assert (
+        replay(source.trace, policy, profile, artifacts=fitted(place, pair.id)).total
+        == replayed.total
+    )
 
 
 def test_choosing_is_charged_unless_the_reader_drafts(
@@ -185,23 +266,33 @@ def test_choosing_is_charged_unless_the_reader_drafts(
         read = int(source.trace.prompts[i]) - 1
         charge = profile.prefill_seconds(reader, read + 1) if draft != reader else 0.0
         assert replayed.seconds[i] == pytest.approx(alone + charge)
-        assert replayed.counts[i].tolist() == run_replay(source.trace.select([i]), CHAINS[draft], profile).counts[0].tolist()
+        assert (
+            replayed.counts[i].tolist()
+            == run_replay(source.trace.select([i]), CHAINS[draft], profile).counts[0].tolist()
+        )
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
 def test_trees_and_heads_change_no_text(
     pair: LoadedPair, place: TraceStore, profile: LatencyProfile, sampling: Sampling
 ) -> None:
-    """Both candidates decode, after a prompt that another draft, or the one chosen, has read; a head beside a reader that is not chosen."""
+    """Both candidates decode, after a prompt that another draft, or the one chosen, has read; a
+    head beside a reader that is not chosen."""
     encoded = encode(pair, workload(), DecodeOptions(sampling, TOKENS))
     prompts = [Prompt(pair.text(r.prompt_ids), len(r.prompt_ids), 2.0) for _, r in encoded.items]
     artifacts = memory(planted(pair, prompts, TREES))
-    done = Executor(pair, [AUTOREGRESSIVE, parse_policy(OLS)], encoded, profile=profile, artifacts=artifacts).race(passes=1)
+    done = Executor(
+        pair, [AUTOREGRESSIVE, parse_policy(OLS)], encoded, profile=profile, artifacts=artifacts
+    ).race(passes=1)
     assert done.texts_differ == 0
     ready = prepare_for(pair, parse_policy(OLS), profile=profile, artifacts=artifacts)
     used = set()
     for _, request in encoded.items:
-        used |= {r.step.policy for r in Decoder(pair, StaticSource(ready)).rounds(request) if r.step.drafted}
+        used |= {
+            r.step.policy
+            for r in Decoder(pair, StaticSource(ready)).rounds(request)
+            if r.step.drafted
+        }
     assert used == {p.id for p in TREES.values()}
 
 
@@ -217,7 +308,13 @@ def test_the_target_reads_where_no_draft_can(pair: LoadedPair, profile: LatencyP
     prompts = [Prompt(pair.text(r.prompt_ids), len(r.prompt_ids), 2.0) for _, r in encoded.items]
     chooser = planted(pair, prompts, CHAINS)
     chooser = replace(chooser, features=replace(chooser.features, reader="target"))
-    executor = Executor(pair, [AUTOREGRESSIVE, parse_policy(OLS)], encoded, profile=profile, artifacts=memory(chooser))
+    executor = Executor(
+        pair,
+        [AUTOREGRESSIVE, parse_policy(OLS)],
+        encoded,
+        profile=profile,
+        artifacts=memory(chooser),
+    )
     done = executor.race(passes=1)
     assert done.texts_differ == 0
     assert chooser.reading_seconds(profile, [9], ["near"])[0] == profile.prefill_seconds(None, 9)
@@ -231,21 +328,26 @@ def test_a_chooser_that_does_not_choose_is_its_single_draft(
     policy = ChooserPolicy.of(keep_chooser(place, pair, source, chooser, profile).artifact)
     find = fitted(place, pair.id)
     replayed = run_replay(source.trace, policy, profile, artifacts=find)
-    np.testing.assert_array_equal(replayed.seconds, run_replay(source.trace, CHAINS["far"], profile).seconds)
+    np.testing.assert_array_equal(
+        replayed.seconds, run_replay(source.trace, CHAINS["far"], profile).seconds
+    )
     t = source.trace.trajectories[0]
     view = place.load(source.about["recording"], ["far"]).panoramas("far")[0]
     other = ReplayTrace([replace(t, prompt_ids=t.prompt_ids + 1)], {"far": [view]})
     np.testing.assert_array_equal(
-        run_replay(other, policy, profile, artifacts=find).seconds, run_replay(other, CHAINS["far"], profile).seconds
+        run_replay(other, policy, profile, artifacts=find).seconds,
+        run_replay(other, CHAINS["far"], profile).seconds,
     )
     ready = prepare_for(pair, policy, artifacts=find)
     assert [p.policy for p in ready.candidates] == [CHAINS["far"]]
-    for t, (tokens, steps) in zip(source.trace.trajectories, decoded(pair, ready, source), strict=True):
+    for t, (tokens, steps) in zip(
+        source.trace.trajectories, decoded(pair, ready, source), strict=True
+    ):
         assert tokens == t.output_ids.tolist()
         assert {s.policy for s in steps} == {CHAINS["far"].id}
 
 
-# -- hot reload ----------------------------------------------------------------------------------------------------------------
+# -- hot reload ------------------------------------------------------------------------------------
 
 
 def a_request(decoder: Decoder, sampling: Sampling) -> DecodeRequest:
@@ -257,7 +359,8 @@ def a_request(decoder: Decoder, sampling: Sampling) -> DecodeRequest:
 def test_publications_take_effect_between_two_rounds(
     pair: LoadedPair, place: TraceStore, profile: LatencyProfile, sampling: Sampling
 ) -> None:
-    """To a chooser in the middle of a request, which chooses for its prompt, and from one; acknowledged, and refused with a reason."""
+    """To a chooser in the middle of a request, which chooses for its prompt, and from one;
+    acknowledged, and refused with a reason."""
     device = pair.device.type
     place.put_profile(profile)
     prompts = [Prompt("x" * n, n, 2.0) for n in (3, 10, 40)]
@@ -267,7 +370,11 @@ def test_publications_take_effect_between_two_rounds(
 
     def stored(chooser: Chooser, **changes: int) -> ChooserPolicy:
         document, arrays = chooser.to_document()
-        return ChooserPolicy.of(place.put_artifact(DRAFT_CHOOSER, document | changes, arrays, pair_id=pair.id, provenance={}))
+        return ChooserPolicy.of(
+            place.put_artifact(
+                DRAFT_CHOOSER, document | changes, arrays, pair_id=pair.id, provenance={}
+            )
+        )
 
     chains, trees = (stored(planted(pair, prompts, of)) for of in (CHAINS, TREES))
 
@@ -276,7 +383,9 @@ def test_publications_take_effect_between_two_rounds(
         return place.publish(pair.id, device, policy.id, actor="test").version
 
     first = publish(plain)
-    with watch(place, pair, None, profile, sampling=sampling, interval_s=600, node="here:1") as following:
+    with watch(
+        place, pair, None, profile, sampling=sampling, interval_s=600, node="here:1"
+    ) as following:
         decoder, order = Decoder(pair, following), [chains, plain, trees, chains]
         tokens, used, versions = [], [], []
         for n, item in enumerate(decoder.rounds(a_request(decoder, sampling))):
@@ -303,7 +412,9 @@ def test_publications_take_effect_between_two_rounds(
     assert "candidate 'gone': draft: this pair has no draft 'gone'" in said[refused][1]
 
 
-def test_a_lossy_candidate_is_refused(pair: LoadedPair, place: TraceStore, profile: LatencyProfile) -> None:
+def test_a_lossy_candidate_is_refused(
+    pair: LoadedPair, place: TraceStore, profile: LatencyProfile
+) -> None:
     """Under the rejection verifier, by a decoder before its first token."""
     chooser = planted(pair, [Prompt("x" * n, n, 2.0) for n in (3, 10, 40)], TREES)
     ready = prepare_for(pair, parse_policy(OLS), profile=profile, artifacts=memory(chooser))
@@ -312,16 +423,20 @@ def test_a_lossy_candidate_is_refused(pair: LoadedPair, place: TraceStore, profi
         decoder.rounds(a_request(decoder, Sampling(1.0)))
 
 
-# -- what cannot be prepared ---------------------------------------------------------------------------------------------------
+# -- what cannot be prepared -----------------------------------------------------------------------
 
 
-def test_what_cannot_be_prepared_is_refused_in_one_line(pair: LoadedPair, profile: LatencyProfile) -> None:
+def test_what_cannot_be_prepared_is_refused_in_one_line(
+    pair: LoadedPair, profile: LatencyProfile
+) -> None:
     chooser = planted(pair, [Prompt("x" * n, n, 2.0) for n in (3, 10, 40)], CHAINS)
     document, arrays = chooser.to_document()
     drafts, policy = pair.draft_names, parse_policy(OLS)
     lacks = {k: v for k, v in arrays.items() if k != "weights.far"}
     nested = document["candidates"] | {"far": OLS}
-    needs = document["candidates"] | {"far": {"draft": "far", "window": {"kind": "q_learning", "artifact": "ab"}}}
+    needs = document["candidates"] | {
+        "far": {"draft": "far", "window": {"kind": "q_learning", "artifact": "ab"}}
+    }
     reader = replace(chooser, features=replace(chooser.features, reader="gone"))
 
     def gone(name: str) -> Fitted:
@@ -330,24 +445,49 @@ def test_what_cannot_be_prepared_is_refused_in_one_line(pair: LoadedPair, profil
     for artifacts, costs, says in (
         (None, profile, "draft.artifact: '0123456789ab' cannot be looked up here"),
         (gone, profile, "draft.artifact: no artifact '0123456789ab'"),
-        (lambda name: Fitted("bins", {}, {}), profile, "draft.artifact: artifact 0123456789ab is a bins, not a draft_chooser"),
-        (lambda name: Fitted(DRAFT_CHOOSER, document, lacks), profile, "the chooser has no weights for draft 'far'"),
-        (memory(chooser, candidates=nested), profile, "draft 'far': its policy chooses drafts itself"),
-        (memory(chooser, candidates=needs), profile, "candidate 'far': window.artifact: artifact ab is a draft_chooser, not a q_table"),
+        (
+            lambda name: Fitted("bins", {}, {}),
+            profile,
+            "draft.artifact: artifact 0123456789ab is a bins, not a draft_chooser",
+        ),
+        (
+            lambda name: Fitted(DRAFT_CHOOSER, document, lacks),
+            profile,
+            "the chooser has no weights for draft 'far'",
+        ),
+        (
+            memory(chooser, candidates=nested),
+            profile,
+            "draft 'far': its policy chooses drafts itself",
+        ),
+        (
+            memory(chooser, candidates=needs),
+            profile,
+            "candidate 'far': window.artifact: artifact ab is a draft_chooser, not a q_table",
+        ),
         (memory(reader), profile, "reads prompts with draft 'gone', which this pair lacks"),
         (memory(chooser), None, "draft.ols weighs drafts by measured costs: run `profile`"),
-        (memory(chooser, chooses=False, single="medium"), profile, "it keeps to draft 'medium', which is none of its candidates"),
-        (memory(chooser, recorded=[{"prompt": "0"}]), profile, "1 recorded prompts and predictions of shape (0, 4)"),
+        (
+            memory(chooser, chooses=False, single="medium"),
+            profile,
+            "it keeps to draft 'medium', which is none of its candidates",
+        ),
+        (
+            memory(chooser, recorded=[{"prompt": "0"}]),
+            profile,
+            "1 recorded prompts and predictions of shape (0, 4)",
+        ),
     ):
         with pytest.raises(PolicyError, match=re.escape(says)):
             prepare(policy, drafts, profile=costs, artifacts=artifacts)
 
 
-# -- the guard -----------------------------------------------------------------------------------------------------------------
+# -- the guard -------------------------------------------------------------------------------------
 
 
 def test_the_guard_chooses_only_where_choosing_gains() -> None:
-    """Cross-validation on the requests fitted to tells the trace whose prompts speak from the one whose prompts all read alike."""
+    """Cross-validation on the requests fitted to tells the trace whose prompts speak from the one
+    whose prompts all read alike."""
     trace, prompts = planted_trace()
     told = fit_chooser(trace, prompts, CANDIDATES, PROFILE, reader="near", guarded=True)
     assert told.chooses
@@ -366,21 +506,29 @@ def test_the_guard_chooses_only_where_choosing_gains() -> None:
     few = fit_chooser(*planted_trace(9), CANDIDATES, PROFILE, reader="near", guarded=True)
     assert not few.chooses
     assert "5 requests are too few" in few.reason
-    again = Chooser.from_document(json.loads(json.dumps(mute.to_document()[0], allow_nan=False)), mute.to_document()[1])
+    again = Chooser.from_document(
+        json.loads(json.dumps(mute.to_document()[0], allow_nan=False)), mute.to_document()[1]
+    )
     assert (again.chooses, again.single, again.reason) == (False, mute.single, mute.reason)
 
 
-def test_any_candidate_is_weighed_by_what_its_levels_accept(pair: LoadedPair, place: TraceStore, profile: LatencyProfile) -> None:
-    """A tree candidate's accuracy is equation 2 over its replayed rounds; by default the candidates are the fastest of each draft, heads
-    included."""
+def test_any_candidate_is_weighed_by_what_its_levels_accept(
+    pair: LoadedPair, place: TraceStore, profile: LatencyProfile
+) -> None:
+    """A tree candidate's accuracy is equation 2 over its replayed rounds; by default the candidates
+    are the fastest of each draft, heads included."""
     plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
     look = Look(("near", "head", "ngram"), 6, 3, 3)
-    info = record(place, pair, workload(), DecodeOptions(Sampling(), TOKENS), look, plain, fresh=True)
+    info = record(
+        place, pair, workload(), DecodeOptions(Sampling(), TOKENS), look, plain, fresh=True
+    )
     candidates = {"ngram": CHAINS["ngram"], "near": TREES["near"]}
     made = fit_chooser_artifact(place, info.id, pair, candidates, profile=profile)
     loaded = place.load(info.id, ["near", "ngram"], trees=True)
     trees = {("near", "coupled"): loaded.trees("near", "coupled")}
-    trace = ReplayTrace(loaded.trajectories, {d: loaded.panoramas(d) for d in ("near", "ngram")}, trees=trees)
+    trace = ReplayTrace(
+        loaded.trajectories, {d: loaded.panoramas(d) for d in ("near", "ngram")}, trees=trees
+    )
     measured = Measured.of(trace, candidates, profile)
     steps = run_replay(trace, TREES["near"], profile, per_round=True).steps()
     for alpha, rounds in zip(measured.alphas[:, 1], steps, strict=True):
@@ -388,16 +536,24 @@ def test_any_candidate_is_weighed_by_what_its_levels_accept(pair: LoadedPair, pl
         rejected = sum(s.accepted < s.depth and s.emitted > s.accepted for s in rounds)
         assert alpha == pytest.approx(accepted / max(1, accepted + rejected))
     chooser = Chooser.from_document(made.document, place.get_artifact(made.artifact).arrays)
-    assert evaluate(chooser, measured, read_prompts(pair, trace.trajectories), profile)["tokens_per_s"]["near"] > 0
+    assert (
+        evaluate(chooser, measured, read_prompts(pair, trace.trajectories), profile)[
+            "tokens_per_s"
+        ]["near"]
+        > 0
+    )
     assert not made.document["chooses"]
     best = fit_chooser_artifact(place, info.id, pair, profile=profile).document["candidates"]
     assert set(best) == {"none", "near", "head", "ngram"}
     seconds = run_replay(trace, parse_policy(best["near"]), profile).seconds.sum()
-    assert seconds <= min(run_replay(trace, chain("near", {"kind": "fixed", "gamma": g}), profile).seconds.sum() for g in (1, 2, 4))
+    assert seconds <= min(
+        run_replay(trace, chain("near", {"kind": "fixed", "gamma": g}), profile).seconds.sum()
+        for g in (1, 2, 4)
+    )
     assert place.get_policy(TREES["near"].id).label == TREES["near"].label()
 
 
-# -- by command ----------------------------------------------------------------------------------------------------------------
+# -- by command ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -406,7 +562,14 @@ def door(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Door:
     folder = tmp_path_factory.mktemp("commands")
     door = Door(str(folder / "spectune.db"), str(tiny_pair))
     prompts = ("def add(a, b):", "The quick brown fox and the dog", "x")
-    args = ("--pair", tiny_pair, "--workload", write_workload(folder / "w.jsonl", 20, prompts), "--max-new-tokens", 12)
+    args = (
+        "--pair",
+        tiny_pair,
+        "--workload",
+        write_workload(folder / "w.jsonl", 20, prompts),
+        "--max-new-tokens",
+        12,
+    )
     door.json("record", *args, "--gamma-max", 6)
     put_profile(door.db, tiny_pair)
     return door
@@ -418,7 +581,9 @@ def test_fit_simulate_run_and_publish(door: Door, tiny_pair: Path, tmp_path: Pat
     assert made["kind"] == DRAFT_CHOOSER
     assert isinstance(made["chooses"], bool)
     assert made["reason"]
-    assert {"oracle", "throughput", "theorem_3", "guarded"} <= set(made["metrics"]["held_out"]["tokens_per_s"])
+    assert {"oracle", "throughput", "theorem_3", "guarded"} <= set(
+        made["metrics"]["held_out"]["tokens_per_s"]
+    )
     assert len(made["recorded"]) == 20
     file = tmp_path / "ols.json"
     file.write_text(json.dumps(made["policy"]))
@@ -427,8 +592,24 @@ def test_fit_simulate_run_and_publish(door: Door, tiny_pair: Path, tmp_path: Pat
     assert sum(simulated["picks"].values()) == simulated["requests"] == 20
     chosen = [row["draft"] for row in made["recorded"]]
     assert simulated["picks"] == {d: chosen.count(d) for d in set(chosen)}
-    where = ("--pair", tiny_pair, "--workload", Path(door.db).parent / "w.jsonl", "--max-new-tokens", 12)
-    ran = door.json("run", "--policy", file, *where, "--per-round", tmp_path / "r.jsonl", "--outputs", tmp_path / "o.jsonl")
+    where = (
+        "--pair",
+        tiny_pair,
+        "--workload",
+        Path(door.db).parent / "w.jsonl",
+        "--max-new-tokens",
+        12,
+    )
+    ran = door.json(
+        "run",
+        "--policy",
+        file,
+        *where,
+        "--per-round",
+        tmp_path / "r.jsonl",
+        "--outputs",
+        tmp_path / "o.jsonl",
+    )
     assert lines(tmp_path / "r.jsonl") == lines(tmp_path / "s.jsonl")
     assert ran["policy_id"] == simulated["policy_id"]
     assert ran["rounds"] == simulated["rounds"]
@@ -446,15 +627,37 @@ def test_fit_simulate_run_and_publish(door: Door, tiny_pair: Path, tmp_path: Pat
 
 
 def test_commands_refuse_in_one_line(door: Door, tiny_pair: Path, tmp_path: Path) -> None:
-    door.json("record", "--pair", tiny_pair, "--workload", write_workload(tmp_path / "w.jsonl", 2, ("zz",)), "--max-new-tokens", 4)
+    door.json(
+        "record",
+        "--pair",
+        tiny_pair,
+        "--workload",
+        write_workload(tmp_path / "w.jsonl", 2, ("zz",)),
+        "--max-new-tokens",
+        4,
+    )
     near = '{"draft": "near"}'
     empty = Door(str(tmp_path / "empty.db"))
-    empty.json("record", "--pair", tiny_pair, "--workload", tmp_path / "w.jsonl", "--max-new-tokens", 4)
+    empty.json(
+        "record", "--pair", tiny_pair, "--workload", tmp_path / "w.jsonl", "--max-new-tokens", 4
+    )
     for at, arguments, says in (
-        (door, ("fit", "chooser", "--policies", near, "--policies", near), "two policies of one draft"),
-        (door, ("fit", "chooser", "--policies", '{"draft": "gone"}'), "this pair has no draft 'gone'; it has: far, near, ngram"),
+        (
+            door,
+            ("fit", "chooser", "--policies", near, "--policies", near),
+            "two policies of one draft",
+        ),
+        (
+            door,
+            ("fit", "chooser", "--policies", '{"draft": "gone"}'),
+            "this pair has no draft 'gone'; it has: far, near, ngram",
+        ),
         (door, ("fit", "chooser", "--policies", near, "--recording", "nothing"), "nothing"),
         (empty, ("fit", "chooser", "--policies", near), "no latency profile"),
-        (door, ("policies", "activate", json.dumps(OLS)), "draft.artifact: there is no artifact '0123456789ab'"),
+        (
+            door,
+            ("policies", "activate", json.dumps(OLS)),
+            "draft.artifact: there is no artifact '0123456789ab'",
+        ),
     ):
         assert says in at.error(*arguments, "--pair", tiny_pair)

@@ -1,4 +1,5 @@
-"""A user's mistake costs one clear line: what, where, how to mend it; exit code 2, nothing on stdout, nothing half-written."""
+"""A user's mistake costs one clear line: what, where, how to mend it; exit code 2, nothing on
+stdout, nothing half-written."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Path:
 
 @pytest.fixture
 def door(tmp_path: Path, recorded: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> Door:
-    """The command line in a folder of its own: a copy of the recorded database, a good workload, nothing else."""
+    """The command line in a folder of its own: a copy of the recorded database, a good workload,
+    nothing else."""
     shutil.copyfile(recorded, tmp_path / "spectune.db")
     write_workload(tmp_path / "good.jsonl", 4)
     monkeypatch.chdir(tmp_path)
@@ -51,8 +53,13 @@ def contents(database: Path) -> dict[str, list[Any]]:
     """Every row of every table."""
     connection = sqlite3.connect(database)
     try:
-        tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-        return {table: connection.execute(f'SELECT * FROM "{table}"').fetchall() for table in tables}
+        tables = [
+            name
+            for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        ]
+        return {
+            table: connection.execute(f'SELECT * FROM "{table}"').fetchall() for table in tables
+        }
     finally:
         connection.close()
 
@@ -69,13 +76,15 @@ def refused(door: Door, *arguments: object) -> str:
     return line.strip()
 
 
-# --------------------------------------------------------------------------------------------------------- workloads
+# ---------------------------------------------------------------------------------------- workloads
 
 
 @pytest.mark.parametrize("command", ["record", "run", "tune"])
 def test_malformed_json_names_file_and_line(door: Door, command: str) -> None:
     Path("bad.jsonl").write_text('{"id": "a", "turns": ["x"]}\n\n{"id": "b", "turns": ["x"\n')
-    line = refused(door, command, "--pair", door.pair, "--workload", "good.jsonl", "--workload", "bad.jsonl")
+    line = refused(
+        door, command, "--pair", door.pair, "--workload", "good.jsonl", "--workload", "bad.jsonl"
+    )
     assert "bad.jsonl:3: not JSON" in line
 
 
@@ -86,7 +95,10 @@ def test_malformed_json_names_file_and_line(door: Door, command: str) -> None:
         (b'{"id": "a", "turns": []}', "bad.jsonl:1: 'turns' must be a list of at least one string"),
         (b'{"id": "a", "turns": [" "]}', "bad.jsonl:1: turn 0 is empty"),
         (b'["a", "x"]', "bad.jsonl: item 1: expected an object"),
-        (b'{"id": "a", "turns": ["x"]}\n{"id": "a", "turns": ["y"]}', "bad.jsonl:2: the id 'a' was used at bad.jsonl:1"),
+        (
+            b'{"id": "a", "turns": ["x"]}\n{"id": "a", "turns": ["y"]}',
+            "bad.jsonl:2: the id 'a' was used at bad.jsonl:1",
+        ),
         (b'{"id": "a", "turns": ["\\ud800"]}', "bad.jsonl:1: half of a surrogate pair"),
         (b"", "the workload is empty"),
         (b"\xff\xfe", "not UTF-8"),
@@ -99,8 +111,12 @@ def test_malformed_workloads(door: Door, text: bytes, says: str) -> None:
 
 
 def test_a_workload_that_is_not_there(door: Door) -> None:
-    assert "--workload nowhere.jsonl: no such file" in refused(door, "run", "--pair", door.pair, "--workload", "nowhere.jsonl")
-    assert "cannot be mixed" in refused(door, "run", "--pair", door.pair, "--workload", "demo", "--workload", "good.jsonl")
+    assert "--workload nowhere.jsonl: no such file" in refused(
+        door, "run", "--pair", door.pair, "--workload", "nowhere.jsonl"
+    )
+    assert "cannot be mixed" in refused(
+        door, "run", "--pair", door.pair, "--workload", "demo", "--workload", "good.jsonl"
+    )
 
 
 def test_a_category_that_is_not_there_lists_those_there_are(door: Door) -> None:
@@ -110,8 +126,13 @@ def test_a_category_that_is_not_there_lists_those_there_are(door: Door) -> None:
 
 
 @pytest.mark.parametrize("command", ["record", "run", "tune"])
-def test_a_prompt_longer_than_the_context_is_refused_before_anything_is_decoded(door: Door, command: str) -> None:
-    rows = [*({"id": f"short {i}", "turns": ["x"]} for i in range(20)), {"id": "long", "turns": ["many words " * 300]}]
+def test_a_prompt_longer_than_the_context_is_refused_before_anything_is_decoded(
+    door: Door, command: str
+) -> None:
+    rows = [
+        *({"id": f"short {i}", "turns": ["x"]} for i in range(20)),
+        {"id": "long", "turns": ["many words " * 300]},
+    ]
     Path("long.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     line = refused(door, command, "--pair", door.pair, "--workload", "long.jsonl", *SHORT)
     assert "request long" in line
@@ -120,7 +141,9 @@ def test_a_prompt_longer_than_the_context_is_refused_before_anything_is_decoded(
 
 
 def test_a_text_longer_than_the_context_is_refused(door: Door) -> None:
-    assert "exceed the context" in refused(door, "generate", "x", "--pair", door.pair, "--max-new-tokens", 600)
+    assert "exceed the context" in refused(
+        door, "generate", "x", "--pair", door.pair, "--max-new-tokens", 600
+    )
     assert "the prompt is empty" in refused(door, "generate", " ", "--pair", door.pair)
 
 
@@ -131,7 +154,7 @@ def test_a_tokenizer_that_warns_of_long_texts_adds_no_line(door: Door, tmp_path:
     assert "exceed the context" in refused(door, "generate", "many words " * 300, "--pair", pair)
 
 
-# ------------------------------------------------------------------------------------------------------------- pairs
+# -------------------------------------------------------------------------------------------- pairs
 
 
 @pytest.fixture
@@ -147,14 +170,30 @@ def broken(door: Door, tmp_path: Path) -> Callable[[str], Path]:
 def test_missing_models(door: Door, broken: Callable[[str], Path]) -> None:
     folder = broken("pair")
     rest = ("--workload", "good.jsonl")
-    assert "--pair none.json: no such pair file" in refused(door, "run", "--pair", "none.json", *rest)
-    assert "no model at ./none" in refused(door, "run", "--target", "./none", *rest)
-    assert "no model at ./none" in refused(door, "run", "--target", folder / "target", "--draft", "a=./none", *rest)
-    assert "write --draft NAME=PATH" in refused(door, "run", "--target", folder / "target", "--draft", "near", *rest)
-    assert "is used twice" in refused(
-        door, "run", "--target", folder / "target", "--draft", "a=pair/near", "--draft", "a=pair/far", *rest
+    assert "--pair none.json: no such pair file" in refused(
+        door, "run", "--pair", "none.json", *rest
     )
-    assert "'ngram' is reserved" in refused(door, "run", "--target", folder / "target", "--draft", "ngram=pair/near", *rest)
+    assert "no model at ./none" in refused(door, "run", "--target", "./none", *rest)
+    assert "no model at ./none" in refused(
+        door, "run", "--target", folder / "target", "--draft", "a=./none", *rest
+    )
+    assert "write --draft NAME=PATH" in refused(
+        door, "run", "--target", folder / "target", "--draft", "near", *rest
+    )
+    assert "is used twice" in refused(
+        door,
+        "run",
+        "--target",
+        folder / "target",
+        "--draft",
+        "a=pair/near",
+        "--draft",
+        "a=pair/far",
+        *rest,
+    )
+    assert "'ngram' is reserved" in refused(
+        door, "run", "--target", folder / "target", "--draft", "ngram=pair/near", *rest
+    )
     assert "--draft needs --target" in refused(door, "run", "--draft", "a=pair/near", *rest)
     assert "not both" in refused(door, "run", "--pair", door.pair, "--target", "pair/target", *rest)
 
@@ -164,8 +203,16 @@ def test_missing_models(door: Door, broken: Callable[[str], Path]) -> None:
     [
         ("pair.json", "{", "not JSON"),
         ("pair.json", "[]", "a pair file is"),
-        ("pair.json", '{"target": "target", "draft": {}}', "unknown key 'draft'; known keys: drafts, generation_config, name, target"),
-        ("pair.json", '{"target": "target", "drafts": {"near": "nowhere/at/all"}}', "no model at nowhere/at/all"),
+        (
+            "pair.json",
+            '{"target": "target", "draft": {}}',
+            "unknown key 'draft'; known keys: drafts, generation_config, name, target",
+        ),
+        (
+            "pair.json",
+            '{"target": "target", "drafts": {"near": "nowhere/at/all"}}',
+            "no model at nowhere/at/all",
+        ),
         ("target/config.json", "{", "config.json: not JSON"),
         ("target/config.json", "[]", "is a JSON object"),
         ("target/config.json", '{"model_type": "unheard-of"}', "target: cannot load"),
@@ -173,7 +220,9 @@ def test_missing_models(door: Door, broken: Callable[[str], Path]) -> None:
         ("target/tokenizer.json", "{", "tokenizer of"),
     ],
 )
-def test_malformed_pairs(door: Door, broken: Callable[[str], Path], name: str, text: str, says: str) -> None:
+def test_malformed_pairs(
+    door: Door, broken: Callable[[str], Path], name: str, text: str, says: str
+) -> None:
     folder = broken("pair")
     (folder / name).write_text(text)
     assert says in refused(door, "run", "--pair", folder / "pair.json", "--workload", "good.jsonl")
@@ -195,7 +244,9 @@ def test_drafts_of_another_vocabulary(door: Door, broken: Callable[[str], Path])
     assert "must share the target's tokenizer" in line
 
 
-def test_drafts_with_other_names_for_the_same_numbers(door: Door, broken: Callable[[str], Path]) -> None:
+def test_drafts_with_other_names_for_the_same_numbers(
+    door: Door, broken: Callable[[str], Path]
+) -> None:
     folder = broken("pair")
     file = folder / "near" / "tokenizer.json"
     words = json.loads(file.read_text())
@@ -214,7 +265,8 @@ def test_cuda_without_cuda(door: Door) -> None:
     )
 
 
-# -------------------------------------------------------------------------------------- checkpoints that ask too much
+# -------------------------------------------------------------------- checkpoints that ask too much
+
 
 def hostile(folder: Path, name: str, document: dict[str, Any]) -> None:
     """Adds ``document`` to a configuration of a checkpoint, and the code that it names."""
@@ -224,7 +276,8 @@ def hostile(folder: Path, name: str, document: dict[str, Any]) -> None:
 
 
 def refused_unasked(door: Door, *arguments: object) -> str:
-    """The line of a refusal that has neither asked a user who says yes to everything, nor run the code of :func:`hostile`."""
+    """The line of a refusal that has neither asked a user who says yes to everything, nor run the
+    code of :func:`hostile`."""
     found = CliRunner().invoke(main, door.arguments(*arguments), input="y\n" * 9)
     assert (found.exit_code, found.stdout, found.stderr.count("\n")) == (2, "", 1), found.output
     assert not Path("ran").exists()
@@ -232,7 +285,9 @@ def refused_unasked(door: Door, *arguments: object) -> str:
 
 
 @pytest.mark.parametrize("model", ["target", "near"])
-def test_code_of_a_checkpoint_is_neither_run_nor_asked_for(door: Door, broken: Callable[[str], Path], model: str) -> None:
+def test_code_of_a_checkpoint_is_neither_run_nor_asked_for(
+    door: Door, broken: Callable[[str], Path], model: str
+) -> None:
     folder = broken("pair")
     code = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
     hostile(folder / model, "config.json", {"model_type": "of_its_own", "auto_map": code})
@@ -241,7 +296,9 @@ def test_code_of_a_checkpoint_is_neither_run_nor_asked_for(door: Door, broken: C
     assert "needs Python code of its own, which is never run here" in line
 
 
-def test_code_of_a_tokenizer_is_neither_run_nor_asked_for(door: Door, broken: Callable[[str], Path]) -> None:
+def test_code_of_a_tokenizer_is_neither_run_nor_asked_for(
+    door: Door, broken: Callable[[str], Path]
+) -> None:
     folder = broken("pair")
     (folder / "target" / "tokenizer.json").unlink()
     code = {"auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}, "tokenizer_class": "Own"}
@@ -254,7 +311,11 @@ def test_code_of_a_tokenizer_is_neither_run_nor_asked_for(door: Door, broken: Ca
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("num_hidden_layers", 10**9, "config.json: num_hidden_layers is 1000000000; a model has 0 to 10000 layers"),
+        (
+            "num_hidden_layers",
+            10**9,
+            "config.json: num_hidden_layers is 1000000000; a model has 0 to 10000 layers",
+        ),
         ("num_hidden_layers", 9000, "larger than the weights beside it"),
         ("num_hidden_layers", 3, "lack model.layers.2."),
         ("text_config", {"n_layers": -1}, "config.json: n_layers is -1"),
@@ -269,12 +330,17 @@ def test_code_of_a_tokenizer_is_neither_run_nor_asked_for(door: Door, broken: Ca
         ("eos_token_id", {"a": 1}, "target: "),
     ],
 )
-def test_configurations_that_no_model_has(door: Door, broken: Callable[[str], Path], key: str, value: Any, says: str) -> None:
+def test_configurations_that_no_model_has(
+    door: Door, broken: Callable[[str], Path], key: str, value: Any, says: str
+) -> None:
     folder = broken("pair")
     config = folder / "target" / "config.json"
     document = json.loads(config.read_text())
     if key == "num_attention_heads" and value == 16:
-        document |= {"num_key_value_heads": 8, "head_dim": 3}  # the weights' own shapes, and no rotation
+        document |= {
+            "num_key_value_heads": 8,
+            "head_dim": 3,
+        }  # the weights' own shapes, and no rotation
     config.write_text(json.dumps(document | {key: value}))
     (folder / "target" / "generation_config.json").unlink()
     assert says in refused(door, "run", "--pair", folder, "--workload", "good.jsonl")
@@ -283,15 +349,26 @@ def test_configurations_that_no_model_has(door: Door, broken: Callable[[str], Pa
 def test_a_layer_may_be_counted_from_the_last(door: Door, broken: Callable[[str], Path]) -> None:
     folder = broken("pair")
     config = folder / "target" / "config.json"
-    indices = {"moe_layer_end_index": -1, "vision_feature_layer": -2, "vision_config": {"feature_layer": -1}}
+    indices = {
+        "moe_layer_end_index": -1,
+        "vision_feature_layer": -2,
+        "vision_config": {"feature_layer": -1},
+    }
     config.write_text(json.dumps(json.loads(config.read_text()) | indices))
-    assert door.json("run", "--pair", folder, "--workload", "good.jsonl", "--max-new-tokens", 2, "--no-store")["requests"] > 0
+    assert (
+        door.json(
+            "run", "--pair", folder, "--workload", "good.jsonl", "--max-new-tokens", 2, "--no-store"
+        )["requests"]
+        > 0
+    )
 
 
 def test_an_adapter_beside_a_model(door: Door, broken: Callable[[str], Path]) -> None:
     folder = broken("pair")
     (folder / "near" / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
-    assert "holds an adapter (adapter_config.json); merge it" in refused(door, "run", "--pair", folder, "--workload", "good.jsonl")
+    assert "holds an adapter (adapter_config.json); merge it" in refused(
+        door, "run", "--pair", folder, "--workload", "good.jsonl"
+    )
 
 
 UNRELATED = b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
@@ -300,13 +377,19 @@ UNRELATED = b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
 @pytest.mark.parametrize("header", [b"[" * 100_000, b"[]", b"{}", b"\xff" * 40, UNRELATED])
 def test_weight_files_of_garbage(door: Door, broken: Callable[[str], Path], header: bytes) -> None:
     folder = broken("pair")
-    (folder / "near" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
+    (folder / "near" / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + b"\0" * 4
+    )
     assert "near: " in refused(door, "run", "--pair", folder, "--workload", "good.jsonl")
 
 
-@pytest.mark.parametrize("command", [("run", "--workload", "good.jsonl"), ("schedule", "add", "n", "--every", "6h")])
+@pytest.mark.parametrize(
+    "command", [("run", "--workload", "good.jsonl"), ("schedule", "add", "n", "--every", "6h")]
+)
 def test_more_threads_than_a_machine_can_start(door: Door, command: tuple[str, ...]) -> None:
-    assert "--threads 100000: this machine has" in refused(door, *command, "--pair", door.pair, "--threads", 100_000)
+    assert "--threads 100000: this machine has" in refused(
+        door, *command, "--pair", door.pair, "--threads", 100_000
+    )
 
 
 def test_a_chat_template_that_fails(door: Door, broken: Callable[[str], Path]) -> None:
@@ -325,18 +408,29 @@ def test_a_conversation_without_a_template_is_refused_before_the_pair_is_loaded(
     talk = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
     Path("talk.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for _ in range(20)))
     line = refused(door, command, "--pair", folder, "--workload", "talk.jsonl")
-    assert "a conversation of 3 messages needs a chat template, and the target's tokenizer has none; --no-chat puts" in line
-    assert "target: " in refused(door, command, "--pair", folder, "--workload", "talk.jsonl", "--no-chat")
+    assert (
+        "a conversation of 3 messages needs a chat template, and the target's tokenizer has none; "
+        "--no-chat puts" in line
+    )
+    assert "target: " in refused(
+        door, command, "--pair", folder, "--workload", "talk.jsonl", "--no-chat"
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- policies
+# ----------------------------------------------------------------------------------------- policies
 
 
 @pytest.mark.parametrize(
     ("policy", "says"),
     [
-        ('{"draft": "near", "windw": {"kind": "fixed"}}', "unknown key 'windw'; did you mean 'window'?"),
-        ('{"draft": "near", "window": {"kind": "fixed", "gamma": 65}}', "window.gamma: Input should be less than or equal to 64"),
+        (
+            '{"draft": "near", "windw": {"kind": "fixed"}}',
+            "unknown key 'windw'; did you mean 'window'?",
+        ),
+        (
+            '{"draft": "near", "window": {"kind": "fixed", "gamma": 65}}',
+            "window.gamma: Input should be less than or equal to 64",
+        ),
         ('{"window": {"kind": "fixed", "gamma": 3}}', 'add "draft"'),
         ('{"draft": "near", "window": {"gamma": NaN, "kind": "fixed"}}', "window.gamma"),
         ('{"draft": "near"', "--policy: not JSON"),
@@ -347,7 +441,9 @@ def test_a_conversation_without_a_template_is_refused_before_the_pair_is_loaded(
     ],
 )
 def test_policies_that_cannot_run(door: Door, policy: str, says: str) -> None:
-    assert says in refused(door, "run", "--pair", door.pair, "--workload", "good.jsonl", "--policy", policy)
+    assert says in refused(
+        door, "run", "--pair", door.pair, "--workload", "good.jsonl", "--policy", policy
+    )
     if policy != ANALYTIC:
         said = refused(door, "simulate", "--policy", policy)
         assert says in said
@@ -356,39 +452,70 @@ def test_policies_that_cannot_run(door: Door, policy: str, says: str) -> None:
 
 def test_policy_files_are_named(door: Door) -> None:
     Path("p.json").write_text('{"draft": "near",\n "window": {"kind": "fixed", "gama": 1}}')
-    assert "p.json: unknown key 'window.gama'" in refused(door, "policies", "show", "p.json", "--pair", door.pair)
+    assert "p.json: unknown key 'window.gama'" in refused(
+        door, "policies", "show", "p.json", "--pair", door.pair
+    )
     Path("p.json").write_text("{")
-    assert "p.json: not JSON" in refused(door, "policies", "diff", "p.json", "autoregressive", "--pair", door.pair)
+    assert "p.json: not JSON" in refused(
+        door, "policies", "diff", "p.json", "autoregressive", "--pair", door.pair
+    )
     Path("p.json").write_text("[1]")
-    assert "p.json: a policy is a JSON object, not list" in refused(door, "policies", "activate", "p.json", "--pair", door.pair)
-    assert "no draft 'third'" in refused(door, "policies", "activate", '{"draft": "third"}', "--pair", door.pair)
+    assert "p.json: a policy is a JSON object, not list" in refused(
+        door, "policies", "activate", "p.json", "--pair", door.pair
+    )
+    assert "no draft 'third'" in refused(
+        door, "policies", "activate", '{"draft": "third"}', "--pair", door.pair
+    )
     assert "no earlier policy" in refused(door, "policies", "rollback", "--pair", door.pair)
-    assert "no such version" in refused(door, "policies", "rollback", "--to", 7, "--pair", door.pair)
+    assert "no such version" in refused(
+        door, "policies", "rollback", "--to", 7, "--pair", door.pair
+    )
     stop = '{"draft": "near", "stop": {"kind": "max_prob"}}'
-    assert "vllm cannot express" in refused(door, "policies", "export", stop, "--for", "vllm", "--pair", door.pair)
+    assert "vllm cannot express" in refused(
+        door, "policies", "export", stop, "--for", "vllm", "--pair", door.pair
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- the store
+# ---------------------------------------------------------------------------------------- the store
 
 
 def test_unknown_ids(door: Door) -> None:
-    assert "there is no recording 'rec-x'" in refused(door, "simulate", "--policy", FIXED, "--recording", "rec-x")
+    assert "there is no recording 'rec-x'" in refused(
+        door, "simulate", "--policy", FIXED, "--recording", "rec-x"
+    )
     assert " traces list`" in refused(door, "tune", "--pair", door.pair, "--recording", "rec-x")
     assert "there is no recording 'rec-x'" in refused(door, "traces", "show", "rec-x")
     assert "has no request 'r9'" in refused(door, "traces", "show", "latest", "--request", "r9")
-    assert "no latency profile 'prof-x'" in refused(door, "simulate", "--policy", FIXED, "--profile", "prof-x")
-    line = refused(door, "run", "--pair", door.pair, "--workload", "good.jsonl", "--policy", FIXED, "--profile", "prof-x")
+    assert "no latency profile 'prof-x'" in refused(
+        door, "simulate", "--policy", FIXED, "--profile", "prof-x"
+    )
+    line = refused(
+        door,
+        "run",
+        "--pair",
+        door.pair,
+        "--workload",
+        "good.jsonl",
+        "--policy",
+        FIXED,
+        "--profile",
+        "prof-x",
+    )
     assert " profile --pair " in line
     assert "nobody" in refused(door, "schedule", "show", "nobody")
 
 
 def test_a_recording_of_another_pair(door: Door, broken: Callable[[str], Path]) -> None:
     folder = broken("pair")
-    Path("pair/pair.json").write_text(json.dumps({"name": "other", "target": "near", "drafts": {"far": "far"}}))
+    Path("pair/pair.json").write_text(
+        json.dumps({"name": "other", "target": "near", "drafts": {"far": "far"}})
+    )
     assert "was made with pair" in refused(door, "tune", "--pair", folder, "--recording", "latest")
 
 
-@pytest.mark.parametrize("command", ["record", "simulate", "traces list", "schedule list", "db check", "db upgrade"])
+@pytest.mark.parametrize(
+    "command", ["record", "simulate", "traces list", "schedule list", "db check", "db upgrade"]
+)
 def test_databases_that_cannot_be_reached(door: Door, command: str) -> None:
     Path("file").write_text("text, and no database\n" * 100)
     with socket.socket() as closed:
@@ -403,7 +530,10 @@ def test_databases_that_cannot_be_reached(door: Door, command: str) -> None:
         ("file/spectune.db", ""),
         ("file", "is not a SQLite database"),
         (".", "."),
-        (f"postgresql://nobody:secret@127.0.0.1:{port}/none", "cannot reach database postgresql://nobody:***@127.0.0.1"),
+        (
+            f"postgresql://nobody:secret@127.0.0.1:{port}/none",
+            "cannot reach database postgresql://nobody:***@127.0.0.1",
+        ),
         ("mysql://host/name", "unknown kind of database 'mysql'"),
         (":memory:", "in-memory"),
         ("", "the database URL is empty"),
@@ -413,7 +543,9 @@ def test_databases_that_cannot_be_reached(door: Door, command: str) -> None:
         assert "secret" not in line
 
 
-@pytest.mark.parametrize("command", ["simulate", "traces list", "traces stats", "traces query", "db check"])
+@pytest.mark.parametrize(
+    "command", ["simulate", "traces list", "traces stats", "traces query", "db check"]
+)
 def test_reading_makes_no_database(door: Door, command: str) -> None:
     arguments = (*command.split(), *(("--policy", FIXED) if command == "simulate" else ()))
     assert "there is no database at new.db" in refused(Door("new.db"), *arguments)
@@ -423,9 +555,13 @@ def test_reading_makes_no_database(door: Door, command: str) -> None:
 def test_a_damaged_chunk_is_named_and_the_others_are_usable(door: Door) -> None:
     whole = door.json("simulate", "--policy", FIXED)
     connection = sqlite3.connect("spectune.db")
-    found = connection.execute("SELECT data FROM panorama_chunk WHERE ordinal = 2 AND draft = 'near'").fetchone()[0]
+    found = connection.execute(
+        "SELECT data FROM panorama_chunk WHERE ordinal = 2 AND draft = 'near'"
+    ).fetchone()[0]
     damaged = found[:-1] + bytes([found[-1] ^ 1])
-    connection.execute("UPDATE panorama_chunk SET data = ? WHERE ordinal = 2 AND draft = 'near'", (damaged,))
+    connection.execute(
+        "UPDATE panorama_chunk SET data = ? WHERE ordinal = 2 AND draft = 'near'", (damaged,)
+    )
     connection.commit()
     connection.close()
     line = refused(door, "simulate", "--policy", FIXED)
@@ -435,36 +571,55 @@ def test_a_damaged_chunk_is_named_and_the_others_are_usable(door: Door) -> None:
     assert rest.exit_code == 0
     assert "left out: request 2" in rest.stderr
     assert json.loads(rest.stdout)["requests"] == whole["requests"] - 1
-    assert door.json("simulate", "--policy", FIXED.replace("near", "far"))["requests"] == whole["requests"]
+    assert (
+        door.json("simulate", "--policy", FIXED.replace("near", "far"))["requests"]
+        == whole["requests"]
+    )
     checked = door.call("db", "check")
     assert checked.exit_code == 1
     assert "ordinal 2" in checked.stdout
 
 
-# ----------------------------------------------------------------------------------------------- values, files, usage
+# ----------------------------------------------------------------------------- values, files, usage
 
 
 def test_durations_and_schedules(door: Door) -> None:
     pair = ("--pair", door.pair, "--workload", "good.jsonl")
-    assert "'soon' is not a duration; write for example 30m" in refused(door, "tune", *pair, "--budget", "soon")
+    assert "'soon' is not a duration; write for example 30m" in refused(
+        door, "tune", *pair, "--budget", "soon"
+    )
     add = ("schedule", "add", "nightly", *pair)
     assert "'often' is not a duration" in refused(door, *add, "--every", "often")
     assert "must have five fields" in refused(door, *add, "--cron", "0 3 * *")
-    assert "did you mean Europe/Berlin?" in refused(door, *add, "--cron", "0 3 * * *", "--tz", "Europe/Berln")
+    assert "did you mean Europe/Berlin?" in refused(
+        door, *add, "--cron", "0 3 * * *", "--tz", "Europe/Berln"
+    )
     assert "is not a duration" in refused(door, *add, "--every", "6h", "--budget", "x")
-    assert "trees of 15392 candidates" in refused(door, *add, "--every", "6h", "--tree-width", 32, "--tree-depth", 16)
-    assert "cannot name a schedule" in refused(door, "schedule", "add", "a b", *pair, "--every", "6h")
-    assert "no such file" in refused(door, "schedule", "add", "n", "--pair", door.pair, "--workload", "no.jsonl", "--every", "6h")
-    assert "no model at" in refused(door, "schedule", "add", "n", "--target", "./none", "--every", "6h")
+    assert "trees of 15392 candidates" in refused(
+        door, *add, "--every", "6h", "--tree-width", 32, "--tree-depth", 16
+    )
+    assert "cannot name a schedule" in refused(
+        door, "schedule", "add", "a b", *pair, "--every", "6h"
+    )
+    assert "no such file" in refused(
+        door, "schedule", "add", "n", "--pair", door.pair, "--workload", "no.jsonl", "--every", "6h"
+    )
+    assert "no model at" in refused(
+        door, "schedule", "add", "n", "--target", "./none", "--every", "6h"
+    )
     assert "is not a duration" in refused(door, "traces", "prune", "--older-than", "long")
 
 
 @pytest.mark.parametrize("option", ["--outputs", "--per-round"])
 def test_results_that_cannot_be_written_are_told_before_the_work(door: Door, option: str) -> None:
     work = ("run", "--pair", door.pair, "--workload", "good.jsonl", *SHORT, "--policy", FIXED)
-    assert f"{option} no/where.jsonl: there is no folder" in refused(door, *work, option, "no/where.jsonl")
+    assert f"{option} no/where.jsonl: there is no folder" in refused(
+        door, *work, option, "no/where.jsonl"
+    )
     if option == "--per-round":
-        assert "there is no folder" in refused(door, "simulate", "--policy", FIXED, option, "no/where.jsonl")
+        assert "there is no folder" in refused(
+            door, "simulate", "--policy", FIXED, option, "no/where.jsonl"
+        )
 
 
 def test_files_that_are_in_the_way_or_missing(door: Door) -> None:
@@ -496,9 +651,14 @@ def test_usage_errors_point_to_the_help(door: Door, arguments: list[str], says: 
 
 
 def test_real_processes_print_one_line(door: Door, tmp_path: Path) -> None:
-    """The same through the operating system: no line of torch's, transformers' or Python's own beside ours."""
+    """The same through the operating system: no line of torch's, transformers' or Python's own
+    beside ours."""
     Path("long.jsonl").write_text(json.dumps({"id": "long", "turns": ["many words " * 300]}) + "\n")
-    command = [sys.executable, str(ROOT / "cli.py"), *door.arguments("run", "--pair", door.pair, "--workload", "long.jsonl")]
+    command = [
+        sys.executable,
+        str(ROOT / "cli.py"),
+        *door.arguments("run", "--pair", door.pair, "--workload", "long.jsonl"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert done.stderr.startswith("error: request long")
@@ -525,14 +685,18 @@ def test_a_second_interrupt_prints_one_line(door: Door, caplog: pytest.LogCaptur
     assert door.json("traces", "list")["recordings"]
 
 
-# --------------------------------------------------------------------------------------------------------------- help
+# --------------------------------------------------------------------------------------------- help
 
 
 COMMANDS = list(commands())
 
 
-@pytest.mark.parametrize(("path", "command"), COMMANDS, ids=[" ".join(p) or "cli.py" for p, _ in COMMANDS])
-def test_help_ends_with_an_example(door: Door, path: tuple[str, ...], command: click.Command) -> None:
+@pytest.mark.parametrize(
+    ("path", "command"), COMMANDS, ids=[" ".join(p) or "cli.py" for p, _ in COMMANDS]
+)
+def test_help_ends_with_an_example(
+    door: Door, path: tuple[str, ...], command: click.Command
+) -> None:
     shown = door.call(*path, "--help")
     assert shown.exit_code == 0
     if isinstance(command, click.Group) and path:
@@ -556,5 +720,7 @@ def test_the_door_and_all_help_open_without_torch() -> None:
         "assert CliRunner().invoke(cli.main, ['--version']).stdout.startswith('spectune')\n"
         "print([m for m in ('torch', 'transformers', 'numba', 'optuna') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.split("\n")[:2] == ["[]", "[]"]

@@ -1,4 +1,5 @@
-"""Values of options: numbers that are none, counts and seeds without bound, names that no file can have, several turns of a request."""
+"""Values of options: numbers that are none, counts and seeds without bound, names that no file can
+have, several turns of a request."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
 
 def parameters(kind: type[click.ParamType]) -> list[tuple[tuple[str, ...], str]]:
     """(command, option) of every parameter of that type."""
-    return [(path, p.opts[0]) for path, command in commands() if path for p in command.params if isinstance(p.type, kind)]
+    return [
+        (path, p.opts[0])
+        for path, command in commands()
+        if path
+        for p in command.params
+        if isinstance(p.type, kind)
+    ]
 
 
 NUMBERS = parameters(click.types.FloatParamType)
@@ -38,17 +45,21 @@ def door(tmp_path: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> Do
     return Door("spectune.db", str(tiny_pair))
 
 
-# ------------------------------------------------------------------------------------------------------------ numbers
+# ------------------------------------------------------------------------------------------ numbers
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999", "-nan"])
-def test_what_is_no_number_is_refused_by_every_option_that_takes_one(door: Door, value: str) -> None:
+def test_what_is_no_number_is_refused_by_every_option_that_takes_one(
+    door: Door, value: str
+) -> None:
     for command, option in NUMBERS:
         assert option in door.error(*command, f"{option}={value}")
 
 
 @pytest.mark.parametrize("value", [10**30, -(10**30), "9" * 5000])
-def test_numbers_without_bound_are_refused_by_every_option_that_counts(door: Door, value: object) -> None:
+def test_numbers_without_bound_are_refused_by_every_option_that_counts(
+    door: Door, value: object
+) -> None:
     for command, option in WHOLE:
         if option != "--threads":
             assert option in door.error(*command, f"{option}={value}")
@@ -61,7 +72,7 @@ def test_seeds_are_what_every_generator_takes(door: Door) -> None:
                 assert "0<=x<=4294967295" in door.error(*command, option, value)
 
 
-# -------------------------------------------------------------------------------------------------------------- names
+# -------------------------------------------------------------------------------------------- names
 
 
 @pytest.mark.parametrize("bad", ["a\0b", "a\udcffb"])
@@ -85,7 +96,7 @@ def test_an_error_is_one_line_of_bounded_length_whatever_it_quotes() -> None:
     assert str(error).endswith("first second third; write less")
 
 
-# -------------------------------------------------------------------------------------------------------------- turns
+# -------------------------------------------------------------------------------------------- turns
 
 
 @pytest.fixture
@@ -105,14 +116,25 @@ def test_several_turns_are_a_choice_and_never_dropped_in_silence(chats: Path) ->
     with pytest.raises(WorkloadError, match=r"chats\.jsonl:2: 3 turns.*--all-turns.*--first-turn"):
         load_workload([str(chats)])
     assert prompts(chats, turns="first") == [("a", "one"), ("b", "first")]
-    assert prompts(chats, turns="all") == [("a", "one"), ("b", "first"), ("b/1", "second"), ("b/2", "third")]
+    assert prompts(chats, turns="all") == [
+        ("a", "one"),
+        ("b", "first"),
+        ("b/1", "second"),
+        ("b/2", "third"),
+    ]
 
 
-@pytest.mark.parametrize("command", [["record"], ["run"], ["tune"], ["schedule", "add", "nightly", "--every", "6h"]])
-def test_every_command_that_reads_a_workload_asks_for_the_choice(door: Door, chats: Path, command: list[str]) -> None:
+@pytest.mark.parametrize(
+    "command", [["record"], ["run"], ["tune"], ["schedule", "add", "nightly", "--every", "6h"]]
+)
+def test_every_command_that_reads_a_workload_asks_for_the_choice(
+    door: Door, chats: Path, command: list[str]
+) -> None:
     line = door.error(*command, "--pair", door.pair, "--workload", chats)
     assert "chats.jsonl:2: 3 turns" in line
-    assert "--first-turn" in door.error(*command, "--pair", door.pair, "--workload", chats, "--all-turns", "--first-turn")
+    assert "--first-turn" in door.error(
+        *command, "--pair", door.pair, "--workload", chats, "--all-turns", "--first-turn"
+    )
 
 
 def test_the_choice_of_turns_is_kept_by_a_schedule(door: Door, chats: Path) -> None:
@@ -121,13 +143,24 @@ def test_the_choice_of_turns_is_kept_by_a_schedule(door: Door, chats: Path) -> N
         payload = door.json("schedule", "add", turns, *add, option)["payload"]
         assert payload["turns"] == turns
         assert len(tuning_workload(payload).requests) == (4 if turns == "all" else 2)
-    door.json("schedule", "add", "plain", "--pair", door.pair, "--workload", "good.jsonl", "--every", "6h")
+    door.json(
+        "schedule", "add", "plain", "--pair", door.pair, "--workload", "good.jsonl", "--every", "6h"
+    )
 
 
 @pytest.mark.parametrize(
-    ("stored", "count"), [({}, 2), ({"all_turns": False}, 2), ({"all_turns": True}, 4), ({"turns": "all"}, 4), ({"turns": "first"}, 2)]
+    ("stored", "count"),
+    [
+        ({}, 2),
+        ({"all_turns": False}, 2),
+        ({"all_turns": True}, 4),
+        ({"turns": "all"}, 4),
+        ({"turns": "first"}, 2),
+    ],
 )
-def test_payloads_of_older_schedules_mean_what_they_meant(chats: Path, stored: Mapping[str, Any], count: int) -> None:
+def test_payloads_of_older_schedules_mean_what_they_meant(
+    chats: Path, stored: Mapping[str, Any], count: int
+) -> None:
     """They knew ``all_turns`` alone, and without it took the first turn."""
     assert len(tuning_workload({"workload": [str(chats)], **stored}).requests) == count
     with pytest.raises(WorkloadError, match="3 turns"):

@@ -1,4 +1,5 @@
-"""spectune.toml and the pair that is meant: what is typed wins over the environment, which wins over the file; nothing is guessed."""
+"""spectune.toml and the pair that is meant: what is typed wins over the environment, which wins
+over the file; nothing is guessed."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ EVERY = [*KEYS, *(f"sampling.{key}" for key in SAMPLING)]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_pair: Path) -> Path:
     """The working folder: a pair file and a workload."""
     models = tiny_pair.parent
-    spec = {"name": "tiny", "target": str(models / "target"), "drafts": {"near": str(models / "near")}}
+    spec = {
+        "name": "tiny",
+        "target": str(models / "target"),
+        "drafts": {"near": str(models / "near")},
+    }
     (tmp_path / "pair.json").write_text(json.dumps(spec))
     write_workload(tmp_path / "chats.jsonl", 2)
     monkeypatch.chdir(tmp_path)
@@ -43,11 +48,18 @@ DOOR = Plain("")
 def defaults(*command: object) -> dict[str, str]:
     """option -> default, as --help shows it."""
     shown = DOOR.call(*command, "--help").stdout
-    return dict(re.findall(r"--([\w-]+) .*?\[default: ([^;\]]+)", shown.replace("\n                 ", " ")))
+    return dict(
+        re.findall(r"--([\w-]+) .*?\[default: ([^;\]]+)", shown.replace("\n                 ", " "))
+    )
 
 
 def test_every_key_is_an_options_and_documented() -> None:
-    used = {option.key for _, command in commands() for option in command.params if isinstance(option, Configured)}
+    used = {
+        option.key
+        for _, command in commands()
+        for option in command.params
+        if isinstance(option, Configured)
+    }
     assert used | {"database"} == {*KEYS, *SAMPLING}
     page = "docs/configuration.md"
     (example,) = blocks(page, "toml")
@@ -57,19 +69,28 @@ def test_every_key_is_an_options_and_documented() -> None:
 
 
 def test_what_is_typed_wins_over_the_environment_over_the_file(folder: Path) -> None:
-    Path("spectune.toml").write_text('deployment = "file"\nbudget = "5m"\nthreads = 1\n[sampling]\ntemperature = 0.7\n')
+    Path("spectune.toml").write_text(
+        'deployment = "file"\nbudget = "5m"\nthreads = 1\n[sampling]\ntemperature = 0.7\n'
+    )
     found = defaults("tune")
     assert (found["deployment"], found["budget"], found["temperature"]) == ("file", "5m", "0.7")
     of = ("--pair", "pair.json", "--device", "cpu", "--json")
     names = []
-    for typed, env in ((), {}), ((), {"SPECTUNE_DEPLOYMENT": "env"}), (("--deployment", "typed"), {"SPECTUNE_DEPLOYMENT": "env"}):
+    for typed, env in (
+        ((), {}),
+        ((), {"SPECTUNE_DEPLOYMENT": "env"}),
+        (("--deployment", "typed"), {"SPECTUNE_DEPLOYMENT": "env"}),
+    ):
         made = DOOR.call("policies", "activate", FIXED, *of, *typed, env=env)
         names.append(json.loads(made.stdout)["deployment"])
     assert names == ["file", "env", "typed"]
 
 
 def test_paths_are_relative_to_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("spectune.toml").write_text('pair = "pair.json"\nworkload = "chats.jsonl"\ndatabase = "kept.db"\n[sampling]\nmax_new_tokens = 3\n')
+    Path("spectune.toml").write_text(
+        'pair = "pair.json"\nworkload = "chats.jsonl"\ndatabase = '
+        '"kept.db"\n[sampling]\nmax_new_tokens = 3\n'
+    )
     (folder / "below").mkdir()
     monkeypatch.chdir(folder / "below")
     made = DOOR.json("--config", folder / "spectune.toml", "run", "--policy", FIXED)
@@ -86,9 +107,15 @@ def test_paths_are_relative_to_the_file(folder: Path, monkeypatch: pytest.Monkey
     [
         ('pairs = "x"', "spectune.toml: unknown key 'pairs'; did you mean 'pair'?"),
         ("temperature = 0.7", "unknown key 'temperature'; did you mean 'sampling.temperature'?"),
-        ("[sampling]\ntemprature = 1", "unknown key 'sampling.temprature'; did you mean 'sampling.temperature'?"),
+        (
+            "[sampling]\ntemprature = 1",
+            "unknown key 'sampling.temprature'; did you mean 'sampling.temperature'?",
+        ),
         ("[sampling]\nzzz = 1", "known keys: pair, workload"),
-        ('[sampling]\ntemperature = "hot"', "spectune.toml: sampling.temperature: 'hot' is not a valid float"),
+        (
+            '[sampling]\ntemperature = "hot"',
+            "spectune.toml: sampling.temperature: 'hot' is not a valid float",
+        ),
         ("[sampling]\nseed = 1.5", "spectune.toml: sampling.seed: '1.5' is not a valid integer"),
         ("[sampling]\ntop_p = nan", "spectune.toml: sampling.top_p: "),
         ("threads = 0", "spectune.toml: threads: 0 is not in the range"),
@@ -102,7 +129,10 @@ def test_paths_are_relative_to_the_file(folder: Path, monkeypatch: pytest.Monkey
         ("sampling = 3", "spectune.toml: sampling: a table is expected"),
         ("pair = ", "spectune.toml: not TOML: "),
         ("x = " + "[" * 5000, "spectune.toml: not TOML: "),
-        ("[sampling]\ndeployment = 1", "unknown key 'sampling.deployment'; did you mean 'deployment'?"),
+        (
+            "[sampling]\ndeployment = 1",
+            "unknown key 'sampling.deployment'; did you mean 'deployment'?",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_used(folder: Path, text: str, says: str) -> None:
@@ -129,19 +159,24 @@ def test_init_writes_a_file_that_says_every_key(folder: Path) -> None:
     assert read_config(Path("spectune.toml")).values == {"pair": "pair.json"}
 
 
-# ------------------------------------------------------------------------------------------------- which pair is meant
+# ------------------------------------------------------------------------------ which pair is meant
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        ("tune",), ("record",), ("run",), ("generate", "x"), ("profile",), ("policies", "activate", FIXED), ("policies", "rollback"),
-        ("policies", "show"), ("schedule", "add", "n", "--every", "1h"), ("fit", "clusters", "--draft", "near"),
+        ("tune",), ("record",), ("run",), ("generate", "x"), ("profile",),
+        ("policies", "activate", FIXED), ("policies", "rollback"),
+        ("policies", "show"), ("schedule", "add", "n", "--every", "1h"),
+        ("fit", "clusters", "--draft", "near"),
     ],
 )  # fmt: skip
 def test_no_pair_is_taken_in_silence(folder: Path, command: tuple[str, ...]) -> None:
     line = DOOR.refused(*command)
-    assert "no pair is named; say --pair FILE (or --pair demo), set SPECTUNE_PAIR, or put pair = ... in spectune.toml" in line
+    assert (
+        "no pair is named; say --pair FILE (or --pair demo), set SPECTUNE_PAIR, or put pair = ... "
+        "in spectune.toml" in line
+    )
     assert not Path("spectune.db").exists()
 
 
@@ -157,4 +192,9 @@ def test_a_recording_that_is_named_says_which_pair(folder: Path, tiny_pair: Path
     assert made["pair"] not in DOOR.call("fit", "chooser", env=other).stderr
     with_env = DOOR.call("policies", "list", "--json", env=other)
     assert json.loads(with_env.stdout)["pair"] != made["pair"]
-    assert DOOR.call("run", *short, "--target", tiny_pair.parent / "target", "--no-store", env=other).exit_code == 0
+    assert (
+        DOOR.call(
+            "run", *short, "--target", tiny_pair.parent / "target", "--no-store", env=other
+        ).exit_code
+        == 0
+    )

@@ -1,4 +1,5 @@
-"""A round's seconds against the sums of its terms, old profiles, and compiled functions that never outlive an edit."""
+"""A round's seconds against the sums of its terms, old profiles, and compiled functions that never
+outlive an edit."""
 
 from __future__ import annotations
 
@@ -57,21 +58,31 @@ KINDS = (
 
 
 def literal(profile: LatencyProfile, r: MeasuredRound) -> list[float]:
-    """The sums of a round's terms, near ties of a draft left out, at the middle of its context's bucket."""
+    """The sums of a round's terms, near ties of a draft left out, at the middle of its context's
+    bucket."""
     context = r.context // BUCKET * BUCKET + (BUCKET - 1) / 2
     phases = []
     for terms in (drafting_terms(r), verification_terms(r), rest_terms(r)):
-        phases.append(sum(n * float(profile.seconds(name, rows=rows, context=context, passes=p)) for name, n, rows, _, p, _ in terms))
+        phases.append(
+            sum(
+                n * float(profile.seconds(name, rows=rows, context=context, passes=p))
+                for name, n, rows, _, p, _ in terms
+            )
+        )
     return [phases[0], phases[1], sum(phases)]
 
 
 @pytest.mark.parametrize(("kind", "rows", "drafted"), KINDS)
 @pytest.mark.parametrize("context", [3, MIDDLE, 401])
-def test_a_round_costs_the_sum_of_its_terms(kind: RoundKind, rows: tuple[int, ...], drafted: int, context: int) -> None:
+def test_a_round_costs_the_sum_of_its_terms(
+    kind: RoundKind, rows: tuple[int, ...], drafted: int, context: int
+) -> None:
     """The fit's view of a round and the tables' are one."""
     rows = tuple(r for r in rows if r)
     measured = MeasuredRound(kind, context, rows, drafted, 2, 0.0, 0.0, 0.0, head=96 if rows else 0)
-    np.testing.assert_allclose(predicted_seconds(PROFILE, [measured])[0], literal(PROFILE, measured), rtol=1e-12)
+    np.testing.assert_allclose(
+        predicted_seconds(PROFILE, [measured])[0], literal(PROFILE, measured), rtol=1e-12
+    )
 
 
 def test_near_ties_of_a_draft_are_charged_by_the_distribution() -> None:
@@ -83,17 +94,32 @@ def test_near_ties_of_a_draft_are_charged_by_the_distribution() -> None:
 
 def test_lags_and_contexts_beyond_the_tables() -> None:
     costs = round_costs(PROFILE, RoundKind("small"), middles(100))
-    near, far = (round_seconds(costs, 0, 3, 0, lag, 1, 1, 1)[0] for lag in (LAG_LIMIT, LAG_LIMIT + 50))
-    step = (PROFILE.seconds("pass/small", rows=9, context=MIDDLE) - PROFILE.seconds("pass/small", rows=2, context=MIDDLE)) / 7
+    near, far = (
+        round_seconds(costs, 0, 3, 0, lag, 1, 1, 1)[0] for lag in (LAG_LIMIT, LAG_LIMIT + 50)
+    )
+    step = (
+        PROFILE.seconds("pass/small", rows=9, context=MIDDLE)
+        - PROFILE.seconds("pass/small", rows=2, context=MIDDLE)
+    ) / 7
     assert far - near == pytest.approx(50 * float(step))
-    assert round_seconds(costs, 0, 9999, 0, 1, 2, 2, 1) == round_seconds(costs, 0, 127, 0, 1, 2, 2, 1)
+    assert round_seconds(costs, 0, 9999, 0, 1, 2, 2, 1) == round_seconds(
+        costs, 0, 127, 0, 1, 2, 2, 1
+    )
 
 
 def test_tables_go_on_with_their_outer_slopes_and_never_fall_below_zero() -> None:
     table = CostTable((1.0, 2.0, 3.0, 4.0), ("rows", "context"), ((1.0, 3.0), (0.0, 100.0)))
-    for rows, context, seconds in ((1, 0, 1.0), (2, 50, 2.5), (5, 100, 6.0), (1, 200, 3.0), (-9, 0, 0.0)):
+    for rows, context, seconds in (
+        (1, 0, 1.0),
+        (2, 50, 2.5),
+        (5, 100, 6.0),
+        (1, 200, 3.0),
+        (-9, 0, 0.0),
+    ):
         assert table.at(rows=rows, context=context) == pytest.approx(seconds)
-        assert table.grid(np.array([float(rows)]), np.array([float(context)])).tolist() == [[pytest.approx(seconds)]]
+        assert table.grid(np.array([float(rows)]), np.array([float(context)])).tolist() == [
+            [pytest.approx(seconds)]
+        ]
     assert over_rows((4,), (2.0,)).at(rows=np.array([[1, 9]])).tolist() == [[2.0, 2.0]]
     with pytest.raises(ValueError, match="3 seconds at 4 combinations"):
         CostTable((1.0, 2.0, 3.0), ("rows", "context"), ((1.0, 3.0), (0.0, 100.0)))
@@ -109,9 +135,13 @@ def test_requests_pay_prefill_of_all_but_the_last_prompt_token() -> None:
 
 
 def test_what_a_profile_has_no_costs_of_is_refused_with_what_it_has() -> None:
-    with pytest.raises(PolicyError, match=r"no costs for draft 'large' .it has: head, ngram, small"):
+    with pytest.raises(
+        PolicyError, match=r"no costs for draft 'large' .it has: head, ngram, small"
+    ):
         window_costs(PROFILE, parse_policy({"draft": "large"}))
-    with pytest.raises(PolicyError, match=r"no costs of trees for draft 'ngram' .it has: head, small"):
+    with pytest.raises(
+        PolicyError, match=r"no costs of trees for draft 'ngram' .it has: head, small"
+    ):
         round_costs(PROFILE, RoundKind("ngram", "top_k"), middles(9))
 
 
@@ -121,7 +151,12 @@ def test_what_a_profile_has_no_costs_of_is_refused_with_what_it_has() -> None:
         {"draft": "small", "window": {"kind": "analytic", "gamma_max": 9}},
         {"draft": "small", "window": {"kind": "fixed", "gamma": 1}},
         {"draft": "head", "window": {"kind": "fixed", "gamma": 5}},
-        {"draft": "small", "window": {"kind": "analytic", "gamma_max": 4}, "growth": {"kind": "top_k", "width": 3}, "select": {"top_n": 8}},
+        {
+            "draft": "small",
+            "window": {"kind": "analytic", "gamma_max": 4},
+            "growth": {"kind": "top_k", "width": 3},
+            "select": {"top_n": 8},
+        },
     ],
 )
 @pytest.mark.parametrize("sampled", [False, True])
@@ -135,7 +170,9 @@ def test_a_windows_costs_add_up_to_rounds(policy: dict[str, object], sampled: bo
     kind = RoundKind.of(parsed, tree=tree, sampled=sampled)
     r = MeasuredRound(kind, int(PROFILE.usual_context), tuple(rows), drafted, 0, 0.0, 0.0, 0.0)
     expected = predicted_seconds(PROFILE, [r])[0, 2]
-    assert gamma * costs.draft_step_s + costs.verify_s[gamma] == pytest.approx(expected, rel=5e-3)  # the context is its bucket's middle
+    assert gamma * costs.draft_step_s + costs.verify_s[gamma] == pytest.approx(
+        expected, rel=5e-3
+    )  # the context is its bucket's middle
     assert len(costs.verify_s) == gamma + 1
 
 
@@ -145,7 +182,8 @@ def test_json_round_trip() -> None:
 
 
 def test_documents_of_curves_are_read_as_terms() -> None:
-    """A profile that was stored before profiles consisted of terms: its rounds cost what they did, to a few percent."""
+    """A profile that was stored before profiles consisted of terms: its rounds cost what they did,
+    to a few percent."""
     document = json.loads((Path(__file__).parent / "assets" / "profile_of_curves.json").read_text())
     profile = LatencyProfile.from_json(document)
     assert set(profile.drafts) == {"small", "medium", "ngram", "head"}
@@ -160,7 +198,9 @@ def test_documents_of_curves_are_read_as_terms() -> None:
     }
     for (draft, gamma), seconds in expected.items():
         costs = round_costs(profile, RoundKind(draft), middles(400))
-        assert round_seconds(costs, 0, 100, 0, 2, gamma, gamma, 2)[2] == pytest.approx(seconds, rel=0.03)
+        assert round_seconds(costs, 0, 100, 0, 2, gamma, gamma, 2)[2] == pytest.approx(
+            seconds, rel=0.03
+        )
     for draft in profile.tree_drafts:
         assert profile.shortlist_seconds(draft, 64, routed=False) < 0
 
@@ -174,8 +214,12 @@ def test_one_module_composes_rounds() -> None:
 
 
 def test_an_edit_in_a_called_module_reaches_cached_kernels(tmp_path: Path) -> None:
-    """numba alone would go on running what it compiled before: its cache looks at the kernel's own file only."""
-    (tmp_path / "deep.py").write_text("from spectune.runtime.policies.jit import compiled\n@compiled()\ndef inner(x): return x + 1\n")
+    """numba alone would go on running what it compiled before: its cache looks at the kernel's own
+    file only."""
+    (tmp_path / "deep.py").write_text(
+        "from spectune.runtime.policies.jit import compiled\n@compiled()\ndef inner(x): return "
+        "x + 1\n"
+    )
     (tmp_path / "middle.py").write_text(
         "import deep\nfrom deep import inner\nfrom runtime.policies.jit import compiled\n"
         "@compiled(deep)\ndef outer(x): return inner(x) * 10\n"
@@ -186,14 +230,25 @@ def test_an_edit_in_a_called_module_reaches_cached_kernels(tmp_path: Path) -> No
         "print(run(1), sum(run.dispatcher.stats.cache_hits.values()))\n"
     )
     root = Path(__file__).parent.parent
-    env = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{tmp_path}", "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{root}{os.pathsep}{tmp_path}",
+        "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
+    }
 
     def kernel() -> str:
         return subprocess.run(
-            [sys.executable, str(tmp_path / "kernel.py")], env=env, check=True, capture_output=True, text=True
+            [sys.executable, str(tmp_path / "kernel.py")],
+            env=env,
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout
 
     assert kernel().split() == ["20", "0"]
     assert kernel().split() == ["20", "1"]
-    (tmp_path / "deep.py").write_text("from spectune.runtime.policies.jit import compiled\n@compiled()\ndef inner(x): return x + 2000\n")
+    (tmp_path / "deep.py").write_text(
+        "from spectune.runtime.policies.jit import compiled\n@compiled()\ndef inner(x): return x "
+        "+ 2000\n"
+    )
     assert kernel().split() == ["20010", "0"]

@@ -156,7 +156,9 @@ def test_an_url_that_cannot_be_used_is_one_line_without_its_password(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_may_have_a_colon_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_may_have_a_colon_in_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     open_database("./a:b.db").close()
     assert [path.name for path in tmp_path.iterdir()] == ["a:b.db"]
@@ -186,7 +188,9 @@ def test_a_missing_database_is_only_created_when_asked(tmp_path: Path) -> None:
         open_database(str(path), create=False)
     with pytest.raises(DatabaseError, match="there is no database at"):
         check(str(path))
-    with pytest.raises(DatabaseError, match=r"there is no folder .*; create it, or give another file to --db"):
+    with pytest.raises(
+        DatabaseError, match=r"there is no folder .*; create it, or give another file to --db"
+    ):
         open_database(str(path))
     assert not path.parent.exists()
     path.parent.mkdir()
@@ -211,14 +215,21 @@ def test_an_empty_database_is_only_filled_when_asked(postgresql_url: str) -> Non
 def test_every_old_revision_upgrades_to_what_the_tables_say(
     kind: str, start: str | None, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    url = str(tmp_path / "old.db") if kind == "sqlite" else request.getfixturevalue("postgresql_url")
+    url = (
+        str(tmp_path / "old.db") if kind == "sqlite" else request.getfixturevalue("postgresql_url")
+    )
     if start is not None:
         at_revision(url, start)
     upgrade(url)
     engine = make_engine(parse_url(url), migrating=True)
     with engine.connect() as connection:
         context = MigrationContext.configure(
-            connection, opts={"version_table": migrate.VERSION_TABLE, "compare_type": True, "target_metadata": metadata}
+            connection,
+            opts={
+                "version_table": migrate.VERSION_TABLE,
+                "compare_type": True,
+                "target_metadata": metadata,
+            },
         )
         differences = [d for d in compare_metadata(context, metadata) if not _same_moment(d)]
     engine.dispose()
@@ -227,7 +238,11 @@ def test_every_old_revision_upgrades_to_what_the_tables_say(
 
 def _same_moment(difference: Any) -> bool:
     # UtcDateTime is a DateTime to the database.
-    return isinstance(difference, list) and difference[0][0] == "modify_type" and "DateTime" in str(difference[0][-1])
+    return (
+        isinstance(difference, list)
+        and difference[0][0] == "modify_type"
+        and "DateTime" in str(difference[0][-1])
+    )
 
 
 def test_migrating_and_creating_give_the_same_sqlite_schema(tmp_path: Path) -> None:
@@ -238,8 +253,15 @@ def test_migrating_and_creating_give_the_same_sqlite_schema(tmp_path: Path) -> N
 
     def schema(name: str) -> dict[str, str]:
         with sqlite3.connect(tmp_path / name) as connection:
-            rows = connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL AND name NOT LIKE 'sqlite%'")
-            return {n: "".join(sorted("".join(sql.split()).replace('"', ""))) for n, sql in rows if n != migrate.VERSION_TABLE}
+            rows = connection.execute(
+                "SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL AND name NOT LIKE "
+                "'sqlite%'"
+            )
+            return {
+                n: "".join(sorted("".join(sql.split()).replace('"', "")))
+                for n, sql in rows
+                if n != migrate.VERSION_TABLE
+            }
 
     assert schema("a.db") == schema("b.db")
 
@@ -247,15 +269,21 @@ def test_migrating_and_creating_give_the_same_sqlite_schema(tmp_path: Path) -> N
 def test_a_newer_schema_is_refused_in_one_line(url: str) -> None:
     set_revision(url, "9999")
     for act in (open_database, upgrade):
-        with pytest.raises(SchemaError, match="has schema 9999, newer than this program's") as caught:
+        with pytest.raises(
+            SchemaError, match="has schema 9999, newer than this program's"
+        ) as caught:
             act(url)
         assert "\n" not in str(caught.value)
     report = check(url)
     assert not report.ok
-    assert report.problems == (f"schema is 9999, this program's is {migrate.head()}; run `db upgrade`",)
+    assert report.problems == (
+        f"schema is 9999, this program's is {migrate.head()}; run `db upgrade`",
+    )
 
 
-def test_an_older_postgresql_schema_names_the_command(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_postgresql_schema_names_the_command(
+    postgresql_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     upgrade(postgresql_url)
     known = (*migrate.revisions(), "9999")
     replaced(monkeypatch, "revisions", lambda: known)
@@ -263,7 +291,9 @@ def test_an_older_postgresql_schema_names_the_command(postgresql_url: str, monke
         open_database(postgresql_url)
 
 
-def test_a_failed_upgrade_leaves_the_old_schema_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_upgrade_leaves_the_old_schema_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = str(tmp_path / "spectune.db")
     upgrade(url)
     old = migrate.head()
@@ -290,7 +320,9 @@ def old_file(folder: Path) -> Path:
     at_revision(str(path), "0001")
     with sqlite3.connect(path) as connection:
         document = json.dumps({"long": "x" * 100_000})
-        connection.execute("INSERT INTO policy VALUES ('p', 'kept', ?, '2026-01-01 00:00:00')", (document,))
+        connection.execute(
+            "INSERT INTO policy VALUES ('p', 'kept', ?, '2026-01-01 00:00:00')", (document,)
+        )
     connection.close()
     return path
 
@@ -300,14 +332,18 @@ def copies_of(path: Path) -> dict[str, tuple[str, str]]:
     found = {}
     for copy in sorted(path.parent.glob(f"{path.name}.*")):
         with sqlite3.connect(copy) as connection:
-            (revision,) = connection.execute(f"SELECT version_num FROM {migrate.VERSION_TABLE}").fetchone()
+            (revision,) = connection.execute(
+                f"SELECT version_num FROM {migrate.VERSION_TABLE}"
+            ).fetchone()
             (label,) = connection.execute("SELECT label FROM policy").fetchone()
         connection.close()
         found[copy.name] = (revision, label)
     return found
 
 
-def test_an_old_file_opened_by_several_processes_has_one_copy_of_the_old_schema(tmp_path: Path) -> None:
+def test_an_old_file_opened_by_several_processes_has_one_copy_of_the_old_schema(
+    tmp_path: Path,
+) -> None:
     path = old_file(tmp_path)
     open_by_several(str(path), 6)
     assert copies_of(path) == {"old.db.before-0001": ("0001", "kept")}
@@ -343,11 +379,16 @@ def test_a_copy_that_is_there_is_never_replaced(tmp_path: Path) -> None:
             connection.execute("UPDATE policy SET label = ?", (label,))
         connection.close()
         upgrade(str(path))
-    assert sorted(copies_of(path).values()) == [("0001", "kept"), ("0001", "more"), ("0001", "most")]
+    assert sorted(copies_of(path).values()) == [
+        ("0001", "kept"),
+        ("0001", "more"),
+        ("0001", "most"),
+    ]
 
 
 def _upgrade_until(url: str, moment: int) -> None:
-    """Upgrades, and is killed at the ``moment``-th time that a file is opened, renamed or removed, or before it commits."""
+    """Upgrades, and is killed at the ``moment``-th time that a file is opened, renamed or removed,
+    or before it commits."""
     passed = 0
 
     def one_more() -> None:
@@ -378,7 +419,9 @@ def test_killed_at_any_moment_of_an_upgrade_nothing_is_lost(tmp_path: Path) -> N
         folder.mkdir()
         path = folder / "old.db"
         path.write_bytes(original)
-        child = multiprocessing.get_context("fork").Process(target=_upgrade_until, args=(str(path), moment))
+        child = multiprocessing.get_context("fork").Process(
+            target=_upgrade_until, args=(str(path), moment)
+        )
         child.start()
         child.join()
         if child.exitcode == 0:
@@ -432,7 +475,9 @@ def open_by_several(url: str, count: int) -> None:
     """Opens a database in so many processes at once; each must succeed, and leave it well."""
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(count), context.Queue()
-    members = [context.Process(target=_open_at_once, args=(url, barrier, results)) for _ in range(count)]
+    members = [
+        context.Process(target=_open_at_once, args=(url, barrier, results)) for _ in range(count)
+    ]
     for member in members:
         member.start()
     assert [results.get(timeout=120) for _ in members] == [""] * count
@@ -442,8 +487,13 @@ def open_by_several(url: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
-def test_a_new_database_opened_by_several_processes_at_once(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    open_by_several(str(tmp_path / "new.db") if kind == "sqlite" else request.getfixturevalue("postgresql_url"), 3)
+def test_a_new_database_opened_by_several_processes_at_once(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    open_by_several(
+        str(tmp_path / "new.db") if kind == "sqlite" else request.getfixturevalue("postgresql_url"),
+        3,
+    )
 
 
 def test_a_database_created_while_it_is_looked_at_is_no_foreign_one(
@@ -472,7 +522,8 @@ COUNTER = policy_id({})
 def _count_up(url: str, times: int) -> None:
     with open_database(url) as database:
         for _ in range(times):
-            # Read, then write what was read plus one: loses counts or fails unless writers take turns.
+            # Read, then write what was read plus one: loses counts or fails unless writers take
+            # turns.
             with database.write() as session:
                 row = session.get_one(PolicyRow, COUNTER, with_for_update=True)
                 row.label = str(int(row.label) + 1)
@@ -504,7 +555,9 @@ def test_a_nested_write_is_a_mistake_and_not_a_deadlock(tmp_path: Path) -> None:
 def test_a_failed_write_leaves_nothing(database: Database) -> None:
     def fail() -> None:
         with database.write() as session:
-            session.execute(sa.text("INSERT INTO policy VALUES ('p', 'l', '{}', '2026-01-01 00:00:00')"))
+            session.execute(
+                sa.text("INSERT INTO policy VALUES ('p', 'l', '{}', '2026-01-01 00:00:00')")
+            )
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -528,13 +581,18 @@ def test_a_damaged_file_is_one_clear_line(tmp_path: Path) -> None:
         TraceStore(database).put_policy("p", {"x": "y" * 5000}, "l")
     with sqlite3.connect(url) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        page = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'policy'").fetchone()[0]
+        page = connection.execute(
+            "SELECT rootpage FROM sqlite_master WHERE name = 'policy'"
+        ).fetchone()[0]
         size = connection.execute("PRAGMA page_size").fetchone()[0]
     connection.close()
     with open(url, "r+b") as file:
         file.seek((page - 1) * size)
         file.write(b"\xff" * 64)
-    with open_database(url) as database, pytest.raises(DatabaseError, match=r"is damaged .*`db check`"):
+    with (
+        open_database(url) as database,
+        pytest.raises(DatabaseError, match=r"is damaged .*`db check`"),
+    ):
         TraceStore(database).list_policies()
     report = check(url)
     assert not report.ok
@@ -575,10 +633,14 @@ def test_a_connection_cut_in_a_transaction_is_one_line(postgresql_url: str) -> N
 
 
 def test_a_server_that_is_failing_over_is_unavailable(postgresql_url: str) -> None:
-    """A standby takes no writes until it is promoted, and a server may end a transaction that stood idle meanwhile."""
+    """A standby takes no writes until it is promoted, and a server may end a transaction that stood
+    idle meanwhile."""
     upgrade(postgresql_url)
     standby = f"{postgresql_url}?options=-c%20default_transaction_read_only=on"
-    with open_database(standby) as database, pytest.raises(UnavailableError, match="read-only transaction"):
+    with (
+        open_database(standby) as database,
+        pytest.raises(UnavailableError, match="read-only transaction"),
+    ):
         TraceStore(database).put_policy("p", {}, "l")
 
     def stand_idle(database: Database) -> None:
@@ -587,7 +649,10 @@ def test_a_server_that_is_failing_over_is_unavailable(postgresql_url: str) -> No
             time.sleep(0.2)
             session.execute(sa.text("SELECT 1"))
 
-    with open_database(postgresql_url) as database, pytest.raises(UnavailableError, match="idle-in-transaction"):
+    with (
+        open_database(postgresql_url) as database,
+        pytest.raises(UnavailableError, match="idle-in-transaction"),
+    ):
         stand_idle(database)
 
 
@@ -601,7 +666,10 @@ def test_what_the_driver_refuses_is_one_line(database: Database) -> None:
 
 def test_a_locked_file_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_S", 0)
-    with open_database(str(tmp_path / "a.db")) as database, sqlite3.connect(tmp_path / "a.db") as other:
+    with (
+        open_database(str(tmp_path / "a.db")) as database,
+        sqlite3.connect(tmp_path / "a.db") as other,
+    ):
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(UnavailableError, match="is busy: another process"):
             TraceStore(database).put_policy("p", {}, "l")

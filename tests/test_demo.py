@@ -1,4 +1,5 @@
-"""The demo pair and its prompts: balanced, deterministic, held out, small, loadable, and worth speculating with."""
+"""The demo pair and its prompts: balanced, deterministic, held out, small, loadable, and worth
+speculating with."""
 
 from __future__ import annotations
 
@@ -39,13 +40,18 @@ def test_workload_has_unique_ids_and_texts() -> None:
     workload = demo_workload()
     assert len({prompt["id"] for prompt in workload}) == len(workload)
     assert len({prompt["turns"][0] for prompt in workload}) == len(workload)
-    assert all(len(prompt["turns"]) == 1 and 60 <= len(prompt["turns"][0]) <= 620 for prompt in workload)
+    assert all(
+        len(prompt["turns"]) == 1 and 60 <= len(prompt["turns"][0]) <= 620 for prompt in workload
+    )
     # A trailing blank would be half of the next token.
     assert all(prompt["turns"][0] == prompt["turns"][0].rstrip() for prompt in workload)
 
 
-def test_what_is_left_out_of_the_standard_library_is_not_entered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside it lie the packages of a machine, which are far more files: walking them, twice, took `schedule add` seconds."""
+def test_what_is_left_out_of_the_standard_library_is_not_entered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside it lie the packages of a machine, which are far more files: walking them, twice, took
+    `schedule add` seconds."""
     entered: list[str] = []
     walk = os.walk
 
@@ -61,29 +67,45 @@ def test_what_is_left_out_of_the_standard_library_is_not_entered(monkeypatch: py
 
 
 def test_prompts_do_not_stand_in_the_training_text() -> None:
-    # With white space made one blank, a docstring is found within its module's source too; as bytes, found fast.
-    text = b" ".join(b" ".join(document.text.encode().split()) for document in code_documents(False))
-    assert not [prompt["id"] for prompt in demo_workload() if b" ".join(prompt["turns"][0].encode().split()) in text]
+    # With white space made one blank, a docstring is found within its module's source too; as
+    # bytes, found fast.
+    text = b" ".join(
+        b" ".join(document.text.encode().split()) for document in code_documents(False)
+    )
+    assert not [
+        prompt["id"]
+        for prompt in demo_workload()
+        if b" ".join(prompt["turns"][0].encode().split()) in text
+    ]
 
 
 def test_held_out_share_is_near_six_percent_and_fixed() -> None:
     keys = [f"module_{index}.py" for index in range(5000)]
     assert 0.05 < sum(map(is_held_out, keys)) / len(keys) < 0.07
     # Changing the rule would let prompts leak into the text the shipped pair was trained on.
-    assert [is_held_out(key) for key in ("os.py", "random.py", "json/decoder.py")] == [True, True, False]
+    assert [is_held_out(key) for key in ("os.py", "random.py", "json/decoder.py")] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_pair_is_small_enough_to_ship() -> None:
     size_bytes = sum(path.stat().st_size for path in PAIR_PATH.parent.rglob("*") if path.is_file())
     assert size_bytes <= 24_000_000
-    assert sum((PAIR_PATH.parent / name / "model.safetensors").stat().st_size for name in MODELS) <= 20_000_000
+    assert (
+        sum((PAIR_PATH.parent / name / "model.safetensors").stat().st_size for name in MODELS)
+        <= 20_000_000
+    )
 
 
 def test_pair_file_names_what_is_there() -> None:
     pair = json.loads(PAIR_PATH.read_text())
     assert pair["name"] == "demo"
     assert set(pair["drafts"]) == {"small", "medium", "head"}
-    assert {"config.json", "model.safetensors"} <= {path.name for path in (PAIR_PATH.parent / pair["drafts"].pop("head")).iterdir()}
+    assert {"config.json", "model.safetensors"} <= {
+        path.name for path in (PAIR_PATH.parent / pair["drafts"].pop("head")).iterdir()
+    }
     for directory in (pair["target"], *pair["drafts"].values()):
         assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= {
             path.name for path in (PAIR_PATH.parent / directory).iterdir()
@@ -109,7 +131,10 @@ def test_tokenizer_returns_any_text(text: str) -> None:
 
 def test_prompts_are_of_the_size_promised() -> None:
     tokenizer = AutoTokenizer.from_pretrained(PAIR_PATH.parent / "target")
-    sizes = [len(ids) for ids in tokenizer([prompt["turns"][0] for prompt in demo_workload()])["input_ids"]]
+    sizes = [
+        len(ids)
+        for ids in tokenizer([prompt["turns"][0] for prompt in demo_workload()])["input_ids"]
+    ]
     assert min(sizes) >= 20
     assert max(sizes) <= 320
 
@@ -117,7 +142,12 @@ def test_prompts_are_of_the_size_promised() -> None:
 def test_drafts_agree_with_the_target_on_its_greedy_text() -> None:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(PAIR_PATH.parent / "target")
-    models = {name: AutoModelForCausalLM.from_pretrained(PAIR_PATH.parent / name, dtype=torch.float32).eval() for name in MODELS}
+    models = {
+        name: AutoModelForCausalLM.from_pretrained(
+            PAIR_PATH.parent / name, dtype=torch.float32
+        ).eval()
+        for name in MODELS
+    }
     hits = {"small": 0, "medium": 0}
     positions = 0
     with torch.inference_mode():

@@ -1,4 +1,5 @@
-"""Deployments: each has one policy in force for a pair and device, with the sampling it was tuned for."""
+"""Deployments: each has one policy in force for a pair and device, with the sampling it was tuned
+for."""
 
 from __future__ import annotations
 
@@ -33,15 +34,25 @@ def fixed(gamma: int) -> Policy:
     return Policy.model_validate({"draft": "near", "window": {"kind": "fixed", "gamma": gamma}})
 
 
-def publish(store: TraceStore, pair: LoadedPair, policy: Policy, temperature: float, deployment: str = "default") -> Publication:
+def publish(
+    store: TraceStore,
+    pair: LoadedPair,
+    policy: Policy,
+    temperature: float,
+    deployment: str = "default",
+) -> Publication:
     """What `tune` publishes, without its work."""
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
     store.put_policy(policy.id, policy.spelled_out(), policy.label())
     asked = tuned_for(Sampling(temperature), "coupled")
-    return store.publish(pair.id, "cpu", policy.id, actor="tune", deployment=deployment, sampling=asked)
+    return store.publish(
+        pair.id, "cpu", policy.id, actor="tune", deployment=deployment, sampling=asked
+    )
 
 
-def test_a_deployments_life_at_two_temperatures(url: str, tiny_pair: Path, pair: LoadedPair) -> None:
+def test_a_deployments_life_at_two_temperatures(
+    url: str, tiny_pair: Path, pair: LoadedPair
+) -> None:
     """Tuned cold; a canary tuned hot; a third by hand; promoted, and rolled back."""
     with open_database(url) as database:
         cold = publish(TraceStore(database), pair, fixed(2), 0.0)
@@ -56,20 +67,35 @@ def test_a_deployments_life_at_two_temperatures(url: str, tiny_pair: Path, pair:
         return json.loads(done.stdout)["policy"]["window"]["gamma"], "".join(warned)
 
     def active(deployment: str = "default") -> dict[str, Any]:
-        (row,) = [p for p in door.json("policies", "list", *of)["publications"] if p["active"] and p["deployment"] == deployment]
+        (row,) = [
+            p
+            for p in door.json("policies", "list", *of)["publications"]
+            if p["active"] and p["deployment"] == deployment
+        ]
         return row
 
     assert decoded() == (2, "")
     assert decoded("--deployment", "canary", *HOT) == (5, "")
     line = decoded(*HOT)[1]
-    assert f"version {cold.version} of deployment default was tuned at temperature 0.0 and is used at temperature 0.7" in line
+    assert (
+        f"version {cold.version} of deployment default was tuned at temperature 0.0 and is used at "
+        f"temperature 0.7" in line
+    )
     assert " tune --temperature 0.7 --deployment default" in line
 
-    own = door.json("policies", "activate", json.dumps(fixed(3).spelled_out()), *of, "--deployment", "canary")
+    own = door.json(
+        "policies", "activate", json.dumps(fixed(3).spelled_out()), *of, "--deployment", "canary"
+    )
     assert (active()["version"], active("canary")["version"]) == (cold.version, own["version"])
     back = door.json("policies", "rollback", *of, "--deployment", "canary")
-    assert (back["policy"], back["deployment"], active("canary")["temperature"]) == (fixed(5).id, "canary", 0.7)
-    assert f"no such version for pair {pair.id}" in door.refused("policies", "rollback", *of, "--to", hot.version)
+    assert (back["policy"], back["deployment"], active("canary")["temperature"]) == (
+        fixed(5).id,
+        "canary",
+        0.7,
+    )
+    assert f"no such version for pair {pair.id}" in door.refused(
+        "policies", "rollback", *of, "--to", hot.version
+    )
     assert "has no earlier policy" in door.refused("policies", "rollback", *of)
 
     promoted = door.json("policies", "activate", "active", "--from", "canary", *of)
@@ -80,7 +106,10 @@ def test_a_deployments_life_at_two_temperatures(url: str, tiny_pair: Path, pair:
     assert door.json("policies", "rollback", *of)["policy"] == fixed(2).id
     assert active("canary")["policy"] == fixed(5).id
     shown = door.json("policies", "show", *of, "--deployment", "canary")["publication"]
-    assert (shown["deployment"], shown["sampling"]) == ("canary", tuned_for(Sampling(0.7), "coupled"))
+    assert (shown["deployment"], shown["sampling"]) == (
+        "canary",
+        tuned_for(Sampling(0.7), "coupled"),
+    )
     listed = door.json("policies", "list", *of, "--deployment", "canary")["publications"]
     assert {p["deployment"] for p in listed} == {"canary"}
     forces = door.json("policies", "deployments")["deployments"]
@@ -95,12 +124,17 @@ def test_the_environment_names_the_deployment(tmp_path: Path, tiny_pair: Path) -
     document = json.dumps(fixed(2).spelled_out())
     made = door.call("policies", "activate", document, *of, env={"SPECTUNE_DEPLOYMENT": "canary"})
     assert json.loads(made.stdout)["deployment"] == "canary"
-    said = door.call("policies", "show", *of, "--deployment", "other", env={"SPECTUNE_DEPLOYMENT": "canary"})
+    said = door.call(
+        "policies", "show", *of, "--deployment", "other", env={"SPECTUNE_DEPLOYMENT": "canary"}
+    )
     assert "on cpu in deployment other; decoding autoregressively" in said.stderr
     refused = door.call("policies", "show", *of, "--deployment", "a b")
     assert refused.exit_code == 2
     assert "'a b' cannot name a deployment" in refused.stderr
-    assert "--from nobody" in door.call("policies", "activate", "active", "--from", "nobody", *of).stderr
+    assert (
+        "--from nobody"
+        in door.call("policies", "activate", "active", "--from", "nobody", *of).stderr
+    )
 
 
 def test_hot_reload_follows_its_deployment_and_warns(store: TraceStore, pair: LoadedPair) -> None:
@@ -115,7 +149,9 @@ def test_hot_reload_follows_its_deployment_and_warns(store: TraceStore, pair: Lo
         assert (source.current().policy, said) == (fixed(3), [])
         publish(store, pair, fixed(4), 0.0, "canary")
         assert source.poll()
-    assert [line.split(";")[0].split("canary ")[1] for line in said] == ["was tuned at temperature 0.0 and is used at temperature 0.7"]
+    assert [line.split(";")[0].split("canary ")[1] for line in said] == [
+        "was tuned at temperature 0.0 and is used at temperature 0.7"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +165,9 @@ def test_hot_reload_follows_its_deployment_and_warns(store: TraceStore, pair: Lo
     ],
 )
 def test_what_counts_as_another_sampling(then: Any, now: Sampling, differs: bool) -> None:
-    active = Publication(1, "p", "cpu", "y", "", {}, None, {}, "t", "", None, datetime.now(UTC), sampling=then)
+    active = Publication(
+        1, "p", "cpu", "y", "", {}, None, {}, "t", "", None, datetime.now(UTC), sampling=then
+    )
     line = other_sampling(active, now, "coupled")
     assert bool(line) == differs
     assert len(line) < 500
@@ -147,7 +185,7 @@ def test_a_schedule_tunes_for_its_deployment() -> None:
     assert (asked.deployment, asked.options.sampling.temperature) == ("canary", 0.7)
 
 
-# --------------------------------------------------------------------------------- what ran in each round of a run
+# ------------------------------------------------------------------ what ran in each round of a run
 
 
 class Scripted:
@@ -164,13 +202,17 @@ class Scripted:
 def test_a_run_is_labelled_by_what_ran_in_each_round(pair: LoadedPair) -> None:
     requests = tuple(Request(f"r{i}", "a", (f"def add(a, b): {i}",)) for i in range(3))
     encoded = encode(pair, Workload("w", requests), DecodeOptions(max_new_tokens=24))
-    two, five, again = (prepare(fixed(g), pair.draft_names, version=v) for v, g in enumerate((2, 5, 5), 1))
+    two, five, again = (
+        prepare(fixed(g), pair.draft_names, version=v) for v, g in enumerate((2, 5, 5), 1)
+    )
     unseen = prepare(fixed(7), pair.draft_names, version=9)
     decoded = list(run(pair, Scripted((0, two), (8, five), (18, again), (10**6, unseen)), encoded))
     changes, shares = changes_of(decoded), shares_of(decoded)
     (change,) = changes  # the same policy, published again, is no change
     assert (change.before, change.after, change.version) == (fixed(2).label(), fixed(5).label(), 2)
-    rounds = [(d.trajectory.request_id, n, s.policy) for d in decoded for n, s in enumerate(d.steps, 1)]
+    rounds = [
+        (d.trajectory.request_id, n, s.policy) for d in decoded for n, s in enumerate(d.steps, 1)
+    ]
     first = next((request, n) for request, n, policy in rounds if policy == fixed(5).id)
     assert (change.request, change.round) == first
     assert [(s.policy.id, s.counts.rounds) for s in shares] == [
@@ -181,6 +223,8 @@ def test_a_run_is_labelled_by_what_ran_in_each_round(pair: LoadedPair) -> None:
     assert sum(s.counts.seconds for s in shares) == pytest.approx(whole.seconds)
     assert label_of(shares, changes) == f"{fixed(2).label()}, then {fixed(5).label()}"
     early = [replace(changes[0], before="another"), *changes]
-    assert label_of(shares, early) == label_of(shares, changes), "what came before the run is no part of it"
+    assert label_of(shares, early) == label_of(shares, changes), (
+        "what came before the run is no part of it"
+    )
     assert label_of(shares[:1], early[:1]) == fixed(2).label()
     assert "fixed(gamma=7)" not in str(changes_json(shares, changes))

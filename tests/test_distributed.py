@@ -1,4 +1,5 @@
-"""Replay by workers: what one process counts, from local processes and over TCP, also where a worker is killed."""
+"""Replay by workers: what one process counts, from local processes and over TCP, also where a
+worker is killed."""
 
 from __future__ import annotations
 
@@ -34,12 +35,24 @@ from spectune.traces.store.parquet import RecordingFile
 
 REQUESTS = 23
 PROFILE = flat_profile(PAIR, ["small", "other"])
-Q_LEARNING = {"draft": "other", "window": {"kind": "q_learning", "gamma_max": 6, "seed": 1, "epsilon": 0.3}}
-TREE = {"draft": "small", "growth": {"kind": "top_k", "width": 4}, "select": {"top_n": 8}, "window": {"kind": "fixed", "gamma": 3}}
+Q_LEARNING = {
+    "draft": "other",
+    "window": {"kind": "q_learning", "gamma_max": 6, "seed": 1, "epsilon": 0.3},
+}
+TREE = {
+    "draft": "small",
+    "growth": {"kind": "top_k", "width": 4},
+    "select": {"top_n": 8},
+    "window": {"kind": "fixed", "gamma": 3},
+}
 DOCUMENTS: tuple[dict[str, Any], ...] = (
     {"draft": "small", "window": {"kind": "fixed", "gamma": 5}},
     {"draft": "other", "window": {"kind": "analytic", "gamma_max": 8, "estimator": "exact"}},
-    {"draft": "small", "window": {"kind": "fsm", "gamma_max": 8}, "stop": {"kind": "max_prob", "threshold": 0.4}},
+    {
+        "draft": "small",
+        "window": {"kind": "fsm", "gamma_max": 8},
+        "stop": {"kind": "max_prob", "threshold": 0.4},
+    },
     {"draft": "small", "window": {"kind": "heuristic", "gamma_max": 12}},
     Q_LEARNING,
     TREE,
@@ -57,7 +70,9 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Door:
         recording = a_recording(store, n=REQUESTS)
         store.put_profile(PROFILE)
         for n, text in enumerate(store.load(recording).trajectories):
-            store.put_panoramas(recording, [(n, a_panorama(text, "other", seed=100 + n, agreement=0.8, none=0.0))])
+            store.put_panoramas(
+                recording, [(n, a_panorama(text, "other", seed=100 + n, agreement=0.8, none=0.0))]
+            )
             store.put_tree_panoramas(recording, [(n, a_tree(text, "small", seed=n))])
     return Door(str(path))
 
@@ -76,8 +91,8 @@ def client() -> Iterator[Any]:
 
 
 def test_shards_come_to_what_one_process_does(client: Any, store: TraceStore) -> None:
-    """Counts, seconds, learned tables and rounds are equal to the last bit, for windows that carry their state too, and after one of
-    the two workers was killed with all it had read."""
+    """Counts, seconds, learned tables and rounds are equal to the last bit, for windows that carry
+    their state too, and after one of the two workers was killed with all it had read."""
     info = store.get_recording("latest")
     trace = open_trace(store, info.id, POLICIES).trace
     sources = stored_shards(store, info, POLICIES, 3)
@@ -105,7 +120,9 @@ def test_a_search_over_shards_is_the_same_study(client: Any, store: TraceStore) 
     limits = {"trees": {"small": TreeLimit(2, 2)}}
     policies = [p for p in POLICIES if p.speculates]
     trace = open_trace(store, "latest", policies).trace
-    shards = Shards(client, stored_shards(store, store.get_recording("latest"), policies, 2), PROFILE)
+    shards = Shards(
+        client, stored_shards(store, store.get_recording("latest"), policies, 2), PROFILE
+    )
     alone, shared = (search(where, PROFILE, drafts, **size, **limits) for where in (trace, shards))
     assert shared == alone
     assert len(shared.trials) > 20
@@ -114,14 +131,27 @@ def test_a_search_over_shards_is_the_same_study(client: Any, store: TraceStore) 
 
 
 def test_a_tuning_searches_its_part_by_workers(client: Any, store: TraceStore) -> None:
-    """Every trial has the value and the digest that it has in one process: of the search's requests alone."""
+    """Every trial has the value and the digest that it has in one process: of the search's requests
+    alone."""
     pair = SimpleNamespace(id=PAIR, chain_drafts=("small", "other"), draft_names=("small", "other"))
     found = []
     for workers in (None, client.scheduler.address):
         wanted = TuneOptions(drafts=("small", "other"), gamma_max=3, seed=1, workers=workers)
-        tuning = Tuning(store, cast(Any, pair), "latest", wanted, lambda *_: None, time.perf_counter, {}, grown=("small",))
+        tuning = Tuning(
+            store,
+            cast(Any, pair),
+            "latest",
+            wanted,
+            lambda *_: None,
+            time.perf_counter,
+            {},
+            grown=("small",),
+        )
         tuning.trees, tuning.artifacts = {"small": TreeLimit(2, 2)}, fitted(store, PAIR)
-        tuning.incumbent, tuning.profile = AUTOREGRESSIVE, cast(Any, SimpleNamespace(profile=PROFILE))
+        tuning.incumbent, tuning.profile = (
+            AUTOREGRESSIVE,
+            cast(Any, SimpleNamespace(profile=PROFILE)),
+        )
         tuning.open()
         tuning.search(0)
         tuning.search(10, tuning.study)
@@ -145,11 +175,17 @@ def both(door: Door, folder: Path, address: str, *options: object) -> dict[str, 
 
 
 def test_simulate_says_the_same_with_workers(client: Any, door: Door, tmp_path: Path) -> None:
-    """Over TCP, of the first requests alone too; what one process refuses is refused with the same line."""
+    """Over TCP, of the first requests alone too; what one process refuses is refused with the same
+    line."""
     address = client.scheduler.address
     for document in (DOCUMENTS[0], Q_LEARNING):
-        assert both(door, tmp_path, address, "--policy", json.dumps(document))["requests"] == REQUESTS
-    assert both(door, tmp_path, address, "--policy", json.dumps(Q_LEARNING), "--limit", 15)["requests"] == 15
+        assert (
+            both(door, tmp_path, address, "--policy", json.dumps(document))["requests"] == REQUESTS
+        )
+    assert (
+        both(door, tmp_path, address, "--policy", json.dumps(Q_LEARNING), "--limit", 15)["requests"]
+        == 15
+    )
     wide = ("simulate", "--policy", json.dumps({**TREE, "growth": {"kind": "top_k", "width": 6}}))
     assert door.refused(*wide) == door.error(*wide, "--workers", address) + "\n"
 
@@ -158,14 +194,23 @@ def test_from_a_parquet_file(client: Any, door: Door, store: TraceStore, tmp_pat
     """The same figures, read by one process and by workers; other files are refused."""
     file, rows = tmp_path / "recording.parquet", tmp_path / "rows.parquet"
     recording = store.resolve_recording("latest")
-    assert door.json("traces", "export", file, "--whole", "--recording", recording)["chunks"] == 4 * REQUESTS
+    assert (
+        door.json("traces", "export", file, "--whole", "--recording", recording)["chunks"]
+        == 4 * REQUESTS
+    )
     read = RecordingFile(store.database, path=str(file))
     assert read.get_recording("") == store.get_recording(recording)
     for part in (range(REQUESTS), range(3, 9)):
-        assert read.load("", trees=True, ordinals=part) == store.load(recording, trees=True, ordinals=part)
+        assert read.load("", trees=True, ordinals=part) == store.load(
+            recording, trees=True, ordinals=part
+        )
     asked = ("simulate", "--policy", json.dumps(Q_LEARNING), "--recording")
     stored = door.json(*asked, recording)
-    assert door.json(*asked, file) == door.json(*asked, file, "--workers", client.scheduler.address) == stored
+    assert (
+        door.json(*asked, file)
+        == door.json(*asked, file, "--workers", client.scheduler.address)
+        == stored
+    )
     door.call("traces", "export", rows)
     assert "rows.parquet: no recording; `" in door.refused(*asked, rows)
     assert "No such file" in door.refused(*asked, tmp_path / "none.parquet")
@@ -174,19 +219,27 @@ def test_from_a_parquet_file(client: Any, door: Door, store: TraceStore, tmp_pat
     for place in range(0, len(whole), len(whole) // 40):
         broken.write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
         said = door.call(*asked, broken, "--json")
-        assert (said.exit_code, said.stdout) == (2, "") or json.loads(said.stdout) == stored, said.output
+        assert (said.exit_code, said.stdout) == (2, "") or json.loads(said.stdout) == stored, (
+            said.output
+        )
         codes.add(said.exit_code)
     assert 2 in codes, "one of them is read"
 
 
 def test_retraced_by_workers(tiny_pair: Path, tmp_path: Path) -> None:
-    """What workers make of the drafts is what one process makes. (They are threads here: processes would import torch for it.)"""
+    """What workers make of the drafts is what one process makes. (They are threads here: processes
+    would import torch for it.)"""
     from distributed import LocalCluster
 
     made: list[Any] = []
     workload = write_workload(tmp_path / "w.jsonl", 3)
     options = ("--workload", workload, "--max-new-tokens", 12, "--tree-width", 2, "--tree-depth", 3)
-    threads = {"processes": False, "protocol": "tcp://", "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}
+    threads = {
+        "processes": False,
+        "protocol": "tcp://",
+        "threads_per_worker": 1,
+        "dashboard_address": "127.0.0.1:0",
+    }
     with LocalCluster(n_workers=2, **threads) as cluster:
         for name, more in (("alone", ()), ("shared", ("--workers", cluster.scheduler_address))):
             door = Door(str(tmp_path / f"{name}.db"))
@@ -195,7 +248,11 @@ def test_retraced_by_workers(tiny_pair: Path, tmp_path: Path) -> None:
                 requests = TraceStore(database).load(recording, trees=True).requests
             made.append([(r.trajectory, r.panoramas, r.trees) for r in requests])
     assert made[0] == made[1]
-    assert {draft for _, chains, trees in made[0] for draft in (*chains, *trees)} == {"near", "far", "ngram"}
+    assert {draft for _, chains, trees in made[0] for draft in (*chains, *trees)} == {
+        "near",
+        "far",
+        "ngram",
+    }
 
 
 def test_what_cannot_be_reached_is_said(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,11 +264,15 @@ def test_what_cannot_be_reached_is_said(door: Door, monkeypatch: pytest.MonkeyPa
     assert "pip install 'spectune[dask]'" in door.refused(*asked, "2")
 
 
-def test_damaged_chunks_are_left_out(client: Any, door: Door, store: TraceStore, tmp_path: Path) -> None:
+def test_damaged_chunks_are_left_out(
+    client: Any, door: Door, store: TraceStore, tmp_path: Path
+) -> None:
     """Of a whole shard, too. (The last test: it damages them.)"""
     address, asked = client.scheduler.address, ("--policy", json.dumps(Q_LEARNING))
     with store.database.write() as session:
         most = PanoramaChunkRow.draft == "other", PanoramaChunkRow.ordinal.between(0, 14)
         session.execute(sa.update(PanoramaChunkRow).where(*most).values(sha256=b"0" * 32))
     assert both(door, tmp_path, address, *asked, "--skip-corrupted")["requests"] == REQUESTS - 15
-    assert "request 0: panorama of draft 'other'" in door.error("simulate", *asked, "--workers", address)
+    assert "request 0: panorama of draft 'other'" in door.error(
+        "simulate", *asked, "--workers", address
+    )

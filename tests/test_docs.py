@@ -1,4 +1,5 @@
-"""The documentation is run: policies parse, tables match the code, Python blocks execute, commands exist, links lead somewhere.
+"""The documentation is run: policies parse, tables match the code, Python blocks execute, commands
+exist, links lead somewhere.
 
 ``docs/traces.md`` has tests of its own for its SQL and Python (:mod:`test_traces_docs`).
 """
@@ -23,7 +24,14 @@ import spectune
 from spectune.cli import main
 from spectune.optimizer.inputs import named_policy
 from spectune.runtime.pair import PairSpec
-from spectune.runtime.policies.document import _KINDS, _PLAIN, AUTOREGRESSIVE, ChooserPolicy, Policy, parse_policy
+from spectune.runtime.policies.document import (
+    _KINDS,
+    _PLAIN,
+    AUTOREGRESSIVE,
+    ChooserPolicy,
+    Policy,
+    parse_policy,
+)
 from spectune.traces.schema import Request
 from spectune.traces.workloads import parse_request
 
@@ -49,10 +57,14 @@ def blocks(page: str, language: str, about: str = "") -> list[str]:
 
 
 def in_pages(language: str, about: str = "") -> list[Any]:
-    return [pytest.param(page, text, id=f"{page}-{n}") for page in PAGES for n, text in enumerate(blocks(page, language, about))]
+    return [
+        pytest.param(page, text, id=f"{page}-{n}")
+        for page in PAGES
+        for n, text in enumerate(blocks(page, language, about))
+    ]
 
 
-# ------------------------------------------------------------------------------------------------------------ documents
+# ---------------------------------------------------------------------------------------- documents
 
 
 @pytest.mark.parametrize(("page", "text"), in_pages("json"))
@@ -85,7 +97,7 @@ def test_workload_examples_parse(page: str, text: str) -> None:
         assert isinstance(request, Request)
 
 
-# --------------------------------------------------------------------------------------------- tables of parameters
+# ----------------------------------------------------------------------------- tables of parameters
 
 
 def allowed(schema: dict[str, Any]) -> str:
@@ -102,33 +114,53 @@ def allowed(schema: dict[str, Any]) -> str:
     if schema["type"] == "object":
         return f"batch sizes to {allowed(schema['additionalProperties'])}"
     if schema["type"] == "array":
-        count = f"{schema['minItems']} to {schema['maxItems']} of" if "maxItems" in schema else "list of"
+        count = (
+            f"{schema['minItems']} to {schema['maxItems']} of"
+            if "maxItems" in schema
+            else "list of"
+        )
         return f"{count} {allowed(schema['items'])}"
     low = f"[{schema['minimum']:g}" if "minimum" in schema else f"({schema['exclusiveMinimum']:g}"
     if "maximum" in schema:
         return f"{low}, {schema['maximum']:g}]"
-    return f"{low}, {schema['exclusiveMaximum']:g})" if "exclusiveMaximum" in schema else f"{low}, inf)"
+    return (
+        f"{low}, {schema['exclusiveMaximum']:g})"
+        if "exclusiveMaximum" in schema
+        else f"{low}, inf)"
+    )
 
 
 def table(title: str) -> dict[str, tuple[str, str, str]]:
     """key -> (default, allowed, meaning) of the table under a heading."""
-    (body,) = re.findall(rf"^##+ {re.escape(title)}\n(.*?)(?=^##|\Z)", PAGES[POLICIES], re.MULTILINE | re.DOTALL)
+    (body,) = re.findall(
+        rf"^##+ {re.escape(title)}\n(.*?)(?=^##|\Z)", PAGES[POLICIES], re.MULTILINE | re.DOTALL
+    )
     rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \| (.*?) \| (.*) \|$", body, re.MULTILINE)
     assert len(rows) == body.count("\n| `"), title
     return {key: (default, may, meaning) for key, default, may, meaning in rows}
 
 
 def parameters(block: type[BaseModel]) -> dict[str, tuple[str, str]]:
-    """key -> (default, allowed) of a block, from the model itself; the default of a key that must be given is ``required``."""
-    schema = {key: of for key, of in block.model_json_schema()["properties"].items() if key != "kind"}
-    return {key: (json.dumps(of["default"]) if "default" in of else "required", allowed(of)) for key, of in schema.items()}
+    """key -> (default, allowed) of a block, from the model itself; the default of a key that must
+    be given is ``required``."""
+    schema = {
+        key: of for key, of in block.model_json_schema()["properties"].items() if key != "kind"
+    }
+    return {
+        key: (json.dumps(of["default"]) if "default" in of else "required", allowed(of))
+        for key, of in schema.items()
+    }
 
 
-KINDS = {f"{group}: `{kind}`": block for group, kinds in _KINDS.items() for kind, block in kinds.items()}
+KINDS = {
+    f"{group}: `{kind}`": block for group, kinds in _KINDS.items() for kind, block in kinds.items()
+}
 
 
 @pytest.mark.parametrize(("title", "block"), [*KINDS.items(), *_PLAIN.items()])
-def test_a_block_is_documented_with_its_defaults_and_ranges(title: str, block: type[BaseModel]) -> None:
+def test_a_block_is_documented_with_its_defaults_and_ranges(
+    title: str, block: type[BaseModel]
+) -> None:
     documented = table(title)
     assert {key: row[:2] for key, row in documented.items()} == parameters(block)
     assert all(meaning.strip() for *_, meaning in documented.values())
@@ -147,8 +179,16 @@ def test_the_document_itself_is_documented() -> None:
 
 
 def test_the_table_of_what_windows_need_is_true() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (\w+).*? \| (.*?) \| (.*?) \|$", PAGES[POLICIES].split("### window")[0], re.MULTILINE)
-    listed = {kind: (carried, needs, exact) for kind, carried, needs, exact in rows if kind in _KINDS["window"]}
+    rows = re.findall(
+        r"^\| `(\w+)` \| (\w+).*? \| (.*?) \| (.*?) \|$",
+        PAGES[POLICIES].split("### window")[0],
+        re.MULTILINE,
+    )
+    listed = {
+        kind: (carried, needs, exact)
+        for kind, carried, needs, exact in rows
+        if kind in _KINDS["window"]
+    }
     assert set(listed) == set(_KINDS["window"])
     for kind, (carried, needs, exact) in listed.items():
         required = {"gamma": {"1": 4}} if kind == "by_batch" else {}
@@ -159,11 +199,12 @@ def test_the_table_of_what_windows_need_is_true() -> None:
         assert (exact == "yes") == (kind != "analytic")
 
 
-# ------------------------------------------------------------------------------------------------------------- commands
+# ----------------------------------------------------------------------------------------- commands
 
 
 def commands(page: str) -> Iterator[list[str]]:
-    """The command lines of a page's ``sh`` and ``console`` blocks as words, redirections and comments left out."""
+    """The command lines of a page's ``sh`` and ``console`` blocks as words, redirections and
+    comments left out."""
     for text in [*blocks(page, "sh"), *blocks(page, "console")]:
         for line in text.replace("\\\n", " ").splitlines():
             words = shlex.split(line.removeprefix("$ "), comments=True)
@@ -171,7 +212,8 @@ def commands(page: str) -> Iterator[list[str]]:
 
 
 def check_command(words: list[str]) -> None:
-    """Parses a command line as click would, without running it. Raises click.UsageError for what does not exist."""
+    """Parses a command line as click would, without running it. Raises click.UsageError for what
+    does not exist."""
     command: click.Command = main
     context: click.Context | None = None
     path = "cli.py"
@@ -203,13 +245,20 @@ def test_commands_exist(words: list[str]) -> None:
 
 
 def test_a_command_that_does_not_exist_is_noticed() -> None:
-    for wrong in (["tunes"], ["tune", "--gamma"], ["policies", "show", "--nope"], ["run", "--limit", "0"]):
+    for wrong in (
+        ["tunes"],
+        ["tune", "--gamma"],
+        ["policies", "show", "--nope"],
+        ["run", "--limit", "0"],
+    ):
         with pytest.raises(click.UsageError):
             check_command(wrong)
 
 
 def test_other_lines_of_the_readme_are_targets_of_the_makefile() -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    targets = set(
+        re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    )
     others = [words for words in commands("README.md") if words and "cli.py" not in words]
     assert [words[1] for words in others if words[0] == "make"][:2] == ["tune", "test"]
     for words in others:
@@ -217,12 +266,13 @@ def test_other_lines_of_the_readme_are_targets_of_the_makefile() -> None:
         assert words[1] in targets
 
 
-# ------------------------------------------------------------------------------------------------- Python, links, places
+# ---------------------------------------------------------------------------- Python, links, places
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the examples name: a tiny pair with drafts ``small`` and ``medium``, and a workload."""
+    """A folder with what the examples name: a tiny pair with drafts ``small`` and ``medium``, and a
+    workload."""
     folder = tmp_path_factory.mktemp("docs")
     make_pair(folder)
     spec = {"name": "mine", "target": "target", "drafts": {"small": "near", "medium": "far"}}
@@ -230,9 +280,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "models").mkdir()
     for name, path in (("target", "target"), ("draft-small", "near")):
         (folder / "models" / name).symlink_to(folder / path)
-    models = {"target": "models/target", "drafts": {"small": "models/draft-small"}}  # as the README's example has them
+    models = {
+        "target": "models/target",
+        "drafts": {"small": "models/draft-small"},
+    }  # as the README's example has them
     (folder / "models.json").write_text(json.dumps(models))
-    lines = [json.dumps({"id": str(i), "category": "code", "turns": [f"{PROMPTS[i % 4]} {i}"]}) for i in range(16)]
+    lines = [
+        json.dumps({"id": str(i), "category": "code", "turns": [f"{PROMPTS[i % 4]} {i}"]})
+        for i in range(16)
+    ]
     (folder / "chats.jsonl").write_text("\n".join(lines))
     return folder
 
@@ -247,11 +303,22 @@ def run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[s
     return names
 
 
-def test_the_pages_run(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    # One after the other: the later ones read what the README's example recorded. It tunes with less effort here.
+def test_the_pages_run(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # One after the other: the later ones read what the README's example recorded. It tunes with
+    # less effort here.
     for pair in ("pair.json", "models.json"):
         put_profile(str(place / "spectune.db"), place / pair)
-    few = {"trials": 2, "finalists": 1, "rivals": 1, "passes": 1, "tree_width": 0, "budget_s": 1, "max_new_tokens": 8}
+    few = {
+        "trials": 2,
+        "finalists": 1,
+        "rivals": 1,
+        "passes": 1,
+        "tree_width": 0,
+        "budget_s": 1,
+        "max_new_tokens": 8,
+    }
     monkeypatch.setattr(spectune, "tune", partial(spectune.tune, **few), raising=False)
     run_page("README.md", place, monkeypatch)
     out = capsys.readouterr().out
@@ -260,7 +327,11 @@ def test_the_pages_run(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     run_page(POLICIES, place, monkeypatch)
     simulator = run_page("docs/simulator.md", place, monkeypatch)
     simulator["store"].database.close()
-    assert {page for page in PAGES if blocks(page, "python")} <= {*RUN_HERE, "docs/traces.md", "docs/schedules.md"}
+    assert {page for page in PAGES if blocks(page, "python")} <= {
+        *RUN_HERE,
+        "docs/traces.md",
+        "docs/schedules.md",
+    }
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -279,17 +350,25 @@ def test_the_index_lists_every_page() -> None:
 def test_the_table_of_the_paper_names_what_there_is() -> None:
     rows = re.findall(r"^\| .+? \| (.*`.*) \|$", PAGES["docs/papers.md"], re.MULTILINE)
     assert len(rows) >= 8
-    files = [p for folder in ("runtime", "optimizer", "tests/papers") for p in (ROOT / folder).rglob("*.py")]
+    files = [
+        p
+        for folder in ("runtime", "optimizer", "tests/papers")
+        for p in (ROOT / folder).rglob("*.py")
+    ]
     for row in rows:
         named = re.findall(r"`([\w/.]+)`", row)
         paths = [Path(name) for name in named if name.endswith(".py")]
-        text = "".join(p.read_text(encoding="utf-8") for p in files for path in paths if p.match(str(path)))
+        text = "".join(
+            p.read_text(encoding="utf-8") for p in files for path in paths if p.match(str(path))
+        )
         assert text
         for name in named:
             assert name.endswith(".py") or f"def {name}(" in text, name
 
 
-@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "docs/papers.md", POLICIES, "docs/simulator.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "ARCHITECTURE.md", "docs/papers.md", POLICIES, "docs/simulator.md"]
+)
 def test_files_and_names_that_are_mentioned_exist(page: str) -> None:
     prose = re.sub(r"^```.*?^```$", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
     for path in re.findall(r"`((?:traces|runtime|optimizer|db|demo|tests|docs)/[\w/.]+)`", prose):

@@ -1,4 +1,5 @@
-"""Choosing a draft per prompt: features, equation 5, the decision rules, and what choosing is worth."""
+"""Choosing a draft per prompt: features, equation 5, the decision rules, and what choosing is
+worth."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 from pairs import TEXT
-from papers.on_the_fly import acceptance_rate, expected_emitted, larger_draft_condition, optimal_window, throughput
+from papers.on_the_fly import (
+    acceptance_rate,
+    expected_emitted,
+    larger_draft_condition,
+    optimal_window,
+    throughput,
+)
 from synthetic import flat_profile, over_rows, with_terms
 from trace_values import a_panorama, a_trajectory
 
@@ -44,11 +51,33 @@ def chain(draft: str, window: dict[str, Any] = WINDOW) -> Policy:
     return parse_policy({"draft": draft, "window": window})
 
 
-CANDIDATES = {"none": AUTOREGRESSIVE, "ngram": chain("ngram"), "near": chain("near"), "far": chain("far")}
+CANDIDATES = {
+    "none": AUTOREGRESSIVE,
+    "ngram": chain("ngram"),
+    "near": chain("near"),
+    "far": chain("far"),
+}
 
-# -- prompts and features ------------------------------------------------------------------------------------------------------
+# -- prompts and features --------------------------------------------------------------------------
 
-WORDS = ("def", "return", "apples", "buys", "the", "fox", "class", "Ann", "42", "import", "(", ")", ":", "dog.", "how", "many?")
+WORDS = (
+    "def",
+    "return",
+    "apples",
+    "buys",
+    "the",
+    "fox",
+    "class",
+    "Ann",
+    "42",
+    "import",
+    "(",
+    ")",
+    ":",
+    "dog.",
+    "how",
+    "many?",
+)
 
 
 def some_prompts() -> list[Prompt]:
@@ -61,7 +90,8 @@ def some_prompts() -> list[Prompt]:
 
 
 def test_features_are_scikit_learns() -> None:
-    """The stored arrays give what the fitted objects give, on texts they know and on others, without refitting anything."""
+    """The stored arrays give what the fitted objects give, on texts they know and on others,
+    without refitting anything."""
     from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import TfidfVectorizer
 
@@ -70,11 +100,19 @@ def test_features_are_scikit_learns() -> None:
     texts = [p.text for p in prompts]
     vectorizer = TfidfVectorizer(token_pattern=TOKEN_PATTERN, min_df=2, max_features=4096)
     svd = TruncatedSVD(n_components=5, random_state=0).fit(vectorizer.fit_transform(texts))
-    unseen = ["Ann buys the fox", "", "zebra zebra", "def def def(apples): RETURN 42 ###", "日本語 the Ünïcode Straße dog."]
+    unseen = [
+        "Ann buys the fox",
+        "",
+        "zebra zebra",
+        "def def def(apples): RETURN 42 ###",
+        "日本語 the Ünïcode Straße dog.",
+    ]
     for these in (texts, unseen):
         counts = vectorizer.transform(these)
         np.testing.assert_allclose(features.tfidf(these), counts.toarray(), rtol=0, atol=1e-12)
-        np.testing.assert_allclose(features.projected(these), svd.transform(counts), rtol=0, atol=1e-12)
+        np.testing.assert_allclose(
+            features.projected(these), svd.transform(counts), rtol=0, atol=1e-12
+        )
     assert features.vocabulary == tuple(vectorizer.get_feature_names_out())
 
 
@@ -89,7 +127,9 @@ def test_vectors_are_constant_scalars_and_projection_standardised() -> None:
     raw = raw_scalars(prompts)
     np.testing.assert_array_equal(raw[:, 0], [math.log(p.tokens) for p in prompts])
     np.testing.assert_array_equal(raw[:, 1], [p.nats for p in prompts])
-    np.testing.assert_allclose(u[:, 1:3] * features.scale[:2] + features.center[:2], raw, atol=1e-12)
+    np.testing.assert_allclose(
+        u[:, 1:3] * features.scale[:2] + features.center[:2], raw, atol=1e-12
+    )
 
 
 def test_an_unknown_perplexity_is_the_mean() -> None:
@@ -99,10 +139,12 @@ def test_an_unknown_perplexity_is_the_mean() -> None:
     assert np.isfinite(u).all()
 
 
-# -- equation 5 ----------------------------------------------------------------------------------------------------------------
+# -- equation 5 ------------------------------------------------------------------------------------
 
 
-def planted(n: int = 60, r: int = 6, noise: float = 0.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def planted(
+    n: int = 60, r: int = 6, noise: float = 0.0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     features = np.concatenate([np.ones((n, 1)), rng.normal(size=(n, r - 1))], axis=1)
     weights = np.concatenate([[0.5], rng.normal(0, 0.05, r - 1)])
@@ -116,7 +158,9 @@ def test_without_noise_equation_5_is_exact() -> None:
     fitted = least_squares(features, alpha)
     np.testing.assert_allclose(fitted.weights, weights, atol=1e-10)
     np.testing.assert_allclose(fitted.predict(features), features @ weights, atol=1e-10)
-    by_hand = np.linalg.inv(sum(np.outer(x, x) for x in features)) @ sum(x * a for x, a in zip(features, alpha, strict=True))
+    by_hand = np.linalg.inv(sum(np.outer(x, x) for x in features)) @ sum(
+        x * a for x, a in zip(features, alpha, strict=True)
+    )
     np.testing.assert_allclose(fitted.weights, by_hand, atol=1e-9)
 
 
@@ -125,7 +169,9 @@ def test_dependent_prompts_fall_back_to_a_ridge() -> None:
     twice = np.concatenate([features, features[:, 1:2]], axis=1)
     fitted = least_squares(twice, alpha)
     assert np.isfinite(fitted.weights).all()
-    assert fitted.weights[1] == pytest.approx(fitted.weights[-1], abs=1e-9)  # the ridge shares equally
+    assert fitted.weights[1] == pytest.approx(
+        fitted.weights[-1], abs=1e-9
+    )  # the ridge shares equally
     np.testing.assert_allclose(fitted.predict(twice), alpha, atol=5e-3)
     few = least_squares(features[:3], alpha[:3])
     assert few.weights.shape == (6,)
@@ -140,16 +186,22 @@ def test_cross_validation_shrinks_what_the_prompts_do_not_bear_out() -> None:
     features, _, told = planted(n=60, noise=0.01)
     untold = rng.uniform(0.3, 0.9, 60)
     unseen = np.concatenate([np.ones((500, 1)), rng.normal(size=(500, 5))], axis=1)
-    plain, shrunk = (least_squares(features, untold, ridge=ridge).predict(unseen) for ridge in (0.0, "cv"))
+    plain, shrunk = (
+        least_squares(features, untold, ridge=ridge).predict(unseen) for ridge in (0.0, "cv")
+    )
     assert shrunk.std() < 0.25 * plain.std()
     assert shrunk.mean() == pytest.approx(untold.mean(), abs=0.01)
-    plain, shrunk = (least_squares(features, told, ridge=ridge).predict(unseen) for ridge in (0.0, "cv"))
+    plain, shrunk = (
+        least_squares(features, told, ridge=ridge).predict(unseen) for ridge in (0.0, "cv")
+    )
     np.testing.assert_allclose(shrunk, plain, atol=0.02)
     # The chosen ridge has the least leave-one-out error, computed the long way.
     errors = []
     for ridge in RIDGES:
         left_out = [
-            least_squares(np.delete(features, i, 0), np.delete(untold, i), ridge=ridge * 60 / 59).predict(features[i : i + 1])[0]
+            least_squares(
+                np.delete(features, i, 0), np.delete(untold, i), ridge=ridge * 60 / 59
+            ).predict(features[i : i + 1])[0]
             for i in range(60)
         ]
         errors.append(float(((np.array(left_out) - untold) ** 2).sum()))
@@ -158,7 +210,7 @@ def test_cross_validation_shrinks_what_the_prompts_do_not_bear_out() -> None:
     assert np.abs(chosen.weights - best.weights).max() < 0.01
 
 
-# -- from accuracy to a draft --------------------------------------------------------------------------------------------------
+# -- from accuracy to a draft ----------------------------------------------------------------------
 
 ALPHAS = np.linspace(0.0, ACC_MAX, 41)
 
@@ -169,7 +221,11 @@ def test_option_is_the_papers_model(draft: str) -> None:
     option = Option.of(draft, chain(draft), PROFILE)
     costs = window_costs(PROFILE, chain(draft))
     assert costs is not None
-    windows, omega, rho = option.window(ALPHAS), option.emitted(ALPHAS), option.acceptance_rate(ALPHAS)
+    windows, omega, rho = (
+        option.window(ALPHAS),
+        option.emitted(ALPHAS),
+        option.acceptance_rate(ALPHAS),
+    )
     for i, alpha in enumerate(ALPHAS):
         d = optimal_window(alpha, costs)
         assert windows[i] == d
@@ -178,19 +234,33 @@ def test_option_is_the_papers_model(draft: str) -> None:
             assert math.isinf(rho[i])
             continue
         assert rho[i] == pytest.approx(acceptance_rate(alpha, d))
-        by_equation_3 = throughput(100.0, 100.0 / (d * rho[i]), rho[i], costs.draft_step_s, costs.verify_s[d])
+        by_equation_3 = throughput(
+            100.0, 100.0 / (d * rho[i]), rho[i], costs.draft_step_s, costs.verify_s[d]
+        )
         assert 1 / option.token_seconds(ALPHAS)[i] == pytest.approx(by_equation_3)
 
 
 def test_options_of_none_fixed_windows_and_sampling() -> None:
     none = Option.of("none", AUTOREGRESSIVE, PROFILE)
     assert none.window(ALPHAS).tolist() == [0] * 41
-    np.testing.assert_allclose(none.token_seconds(ALPHAS), PROFILE.seconds("target", rows=1, context=PROFILE.usual_context) + 1e-4)
-    assert Option.of("near", chain("near", {"kind": "fixed", "gamma": 3}), PROFILE).window(ALPHAS).tolist() == [3] * 41
-    least = Option.of("near", chain("near", {"kind": "fsm", "gamma_min": 2, "gamma_max": 6}), PROFILE).window(ALPHAS)
+    np.testing.assert_allclose(
+        none.token_seconds(ALPHAS),
+        PROFILE.seconds("target", rows=1, context=PROFILE.usual_context) + 1e-4,
+    )
+    assert (
+        Option.of("near", chain("near", {"kind": "fixed", "gamma": 3}), PROFILE)
+        .window(ALPHAS)
+        .tolist()
+        == [3] * 41
+    )
+    least = Option.of(
+        "near", chain("near", {"kind": "fsm", "gamma_min": 2, "gamma_max": 6}), PROFILE
+    ).window(ALPHAS)
     assert least.min() == 2
     assert least.max() == 6
-    hot = with_terms(PROFILE, {"noise": CostTable((3e-4,)), "sampled target": over_rows((0, 1), (0.0, 2e-4))})
+    hot = with_terms(
+        PROFILE, {"noise": CostTable((3e-4,)), "sampled target": over_rows((0, 1), (0.0, 2e-4))}
+    )
     for draft in ("none", "near"):
         policy = CANDIDATES[draft]
         cold, warm = Option.of(draft, policy, hot), Option.of(draft, policy, hot, sampled=True)
@@ -215,7 +285,9 @@ def test_theorem_3_is_equation_4_of_every_pair() -> None:
             gain = acceptance_rate(b, d_l) - acceptance_rate(a, d_s)
             assert got == int(larger_draft_condition(n_s - n_l, (2e-4 - 1e-4) / 4e-3, gain, length))
         else:
-            assert got == int(large.token_seconds(np.array([b]))[0] < small.token_seconds(np.array([a]))[0])
+            assert got == int(
+                large.token_seconds(np.array([b]))[0] < small.token_seconds(np.array([a]))[0]
+            )
         seen.add((bool(d_s and d_l), got))
     assert seen == {(True, 0), (True, 1), (False, 0), (False, 1)}
 
@@ -231,15 +303,23 @@ def test_theorem_3_takes_drafts_by_latency_ratio_whatever_their_order() -> None:
         np.testing.assert_array_equal(np.array(order)[again], first)
 
 
-# -- a trace where the prompt tells which draft is good -------------------------------------------------------------------------
+# -- a trace where the prompt tells which draft is good --------------------------------------------
 
-KINDS = {"code": {"near": 0.9, "far": 0.35, "ngram": 0.1}, "prose": {"near": 0.35, "far": 0.9, "ngram": 0.1},
-         "copy": {"near": 0.6, "far": 0.6, "ngram": 0.97}}  # fmt: skip
-VOICE = {"code": "def return ( ) : import class", "prose": "the fox and the dog , how many ?", "copy": "alpha beta alpha beta"}
+KINDS = {
+    "code": {"near": 0.9, "far": 0.35, "ngram": 0.1},
+    "prose": {"near": 0.35, "far": 0.9, "ngram": 0.1},
+    "copy": {"near": 0.6, "far": 0.6, "ngram": 0.97},
+}
+VOICE = {
+    "code": "def return ( ) : import class",
+    "prose": "the fox and the dog , how many ?",
+    "copy": "alpha beta alpha beta",
+}
 
 
 def planted_trace(n: int = 90, mute: bool = False) -> tuple[ReplayTrace, list[Prompt]]:
-    """Requests of three kinds; each draft agrees independently at each position, with a chance by kind."""
+    """Requests of three kinds; each draft agrees independently at each position, with a chance by
+    kind."""
     rng, kinds = np.random.default_rng(0), list(KINDS)
     trajectories, prompts = [], []
     panoramas: dict[str, list[ChainPanorama]] = {"near": [], "far": [], "ngram": []}
@@ -267,7 +347,10 @@ def test_accuracy_is_counted_from_agreement() -> None:
             agree = trace.chains[draft].agree[part] if draft != "none" else np.zeros(64)
             assert measured.alphas[i, k] == pytest.approx(np.mean(agree == AGREE_YES))
     assert (trace.chains["ngram"].agree == AGREE_NONE).any()
-    with pytest.raises(TraceError, match=r"no chain panorama of draft 'head' .it has: far, near, ngram.*leave heads out"):
+    with pytest.raises(
+        TraceError,
+        match=r"no chain panorama of draft 'head' .it has: far, near, ngram.*leave heads out",
+    ):
         agreement(trace, "head")
 
 
@@ -278,7 +361,13 @@ def test_persistence_tells_a_lasting_difference_from_luck() -> None:
     luck = persistence(trace.select(range(0, 90, 3)), ["near", "far", "none"])  # of one kind
     assert abs(luck["near"] or 0.0) < 0.45
     assert luck["none"] is None
-    halves = [[np.mean(trace.chains["far"].agree[o + h : o + h + 32] == AGREE_YES) for o in trace.offsets[:-1]] for h in (0, 32)]
+    halves = [
+        [
+            np.mean(trace.chains["far"].agree[o + h : o + h + 32] == AGREE_YES)
+            for o in trace.offsets[:-1]
+        ]
+        for h in (0, 32)
+    ]
     assert by_kind["far"] == pytest.approx(np.corrcoef(*halves)[0, 1])
 
 
@@ -287,7 +376,9 @@ def test_accuracy_under_rejection_is_the_recorded_chance() -> None:
     t[1] = replace(t[1], verifier="coupled")
     views = [a_panorama(x, "near", seed=i) for i, x in enumerate(t)]
     got = agreement(ReplayTrace(t, {"near": views}), "near")
-    np.testing.assert_allclose(got[:60], np.where(views[0].agree == AGREE_NONE, 0.0, views[0].accept / 65535.0))
+    np.testing.assert_allclose(
+        got[:60], np.where(views[0].agree == AGREE_NONE, 0.0, views[0].accept / 65535.0)
+    )
     np.testing.assert_array_equal(got[60:], views[1].agree == AGREE_YES)
 
 
@@ -307,7 +398,8 @@ def test_the_chooser_finds_the_draft_that_the_prompt_tells() -> None:
 
 
 def test_a_prompt_that_tells_nothing_gains_nothing() -> None:
-    """The same drafts, but all prompts read alike: what is held out shows no skill, though the oracle's gain is as large."""
+    """The same drafts, but all prompts read alike: what is held out shows no skill, though the
+    oracle's gain is as large."""
     trace, prompts = planted_trace(mute=True)
     held = fit_chooser(trace, prompts, CANDIDATES, PROFILE, reader="near").metrics["held_out"]
     assert max(held["r2"].values()) < 0.2
@@ -317,8 +409,13 @@ def test_a_prompt_that_tells_nothing_gains_nothing() -> None:
 
 def test_evaluation_is_what_its_picks_cost() -> None:
     trace, prompts = planted_trace(30)
-    chooser = fit_chooser(trace, prompts, CANDIDATES, PROFILE, reader="near", parts=(range(20), range(20, 30)))
-    held, measured = chooser.metrics["held_out"], Measured.of(trace.select(range(20, 30)), CANDIDATES, PROFILE)
+    chooser = fit_chooser(
+        trace, prompts, CANDIDATES, PROFILE, reader="near", parts=(range(20), range(20, 30))
+    )
+    held, measured = (
+        chooser.metrics["held_out"],
+        Measured.of(trace.select(range(20, 30)), CANDIDATES, PROFILE),
+    )
     names, options = list(CANDIDATES), chooser.options(PROFILE)
     reading = PROFILE.prefill_seconds("near", np.array([p.tokens for p in prompts]))
     alphas = chooser.accuracies(chooser.features.transform(prompts[20:]))
@@ -330,21 +427,27 @@ def test_evaluation_is_what_its_picks_cost() -> None:
     assert held["tokens_per_s"]["throughput"] == pytest.approx(640 / spent)
     assert held["tokens_per_s"]["oracle"] == pytest.approx(640 / measured.seconds.min(1).sum())
     best = measured.seconds.sum(0).min()
-    assert held["share"]["throughput"] == pytest.approx((best - spent) / (best - measured.seconds.min(1).sum()))
+    assert held["share"]["throughput"] == pytest.approx(
+        (best - spent) / (best - measured.seconds.min(1).sum())
+    )
 
 
 def test_calibration_scales_the_model_to_replay() -> None:
     trace, prompts = planted_trace(30)
     chooser = fit_chooser(trace, prompts, CANDIDATES, PROFILE, parts=(range(30), range(30)))
     measured, options = Measured.of(trace, CANDIDATES, PROFILE), chooser.options(PROFILE)
-    assert chooser.calibration["none"] == pytest.approx(1.0, abs=0.25)  # only the context differs from the reference
+    assert chooser.calibration["none"] == pytest.approx(
+        1.0, abs=0.25
+    )  # only the context differs from the reference
     known = np.clip(measured.alphas, 0, ACC_MAX)
     shared = measured.before[:, :1]
-    total = chooser.expected_seconds(known, options, measured.prompt_tokens, measured.new_tokens).sum(0)
+    total = chooser.expected_seconds(
+        known, options, measured.prompt_tokens, measured.new_tokens
+    ).sum(0)
     np.testing.assert_allclose(total, (measured.seconds - shared).sum(0), rtol=1e-9)
 
 
-# -- as an artifact ------------------------------------------------------------------------------------------------------------
+# -- as an artifact --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -376,15 +479,22 @@ def without(mapping: dict[str, Any], *keys: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda d, a: (d, without(a, "weights.far")), "no weights for draft 'far' .it has: near, ngram.*`fit chooser --recording ID`"),
-        (lambda d, a: (d | {"candidates": {}}, a), "no draft to choose; `fit chooser --recording ID`"),
+        (lambda d, a: (d, without(a, "weights.far")), "no weights for draft 'far' .it has: near, "
+            "ngram.*`fit chooser --recording ID`"),
+        (lambda d, a: (d | {"candidates": {}}, a), "no draft to choose; `fit chooser "
+            "--recording ID`"),
         (lambda d, a: (d | {"rule": "coin"}, a), "rule 'coin' is not known"),
-        (lambda d, a: (d | {"scalars": ["length", "perplexity", "mood"]}, a), "without the prompt feature 'mood' are not known"),
-        (lambda d, a: (d | {"scalars": ["length"]}, a), "without the prompt feature 'perplexity' are not known"),
-        (lambda d, a: (without(d, "vocabulary"), a), "not a chooser of drafts: it lacks 'vocabulary'"),
-        (lambda d, a: (d, a | {"idf": a["idf"][1:]}), "not a chooser of drafts: prompt features: idf has shape"),
+        (lambda d, a: (d | {"scalars": ["length", "perplexity", "mood"]}, a), "without the prompt "
+            "feature 'mood' are not known"),
+        (lambda d, a: (d | {"scalars": ["length"]}, a), "without the prompt feature 'perplexity' "
+            "are not known"),
+        (lambda d, a: (without(d, "vocabulary"), a), "not a chooser of drafts: it lacks "
+            "'vocabulary'"),
+        (lambda d, a: (d, a | {"idf": a["idf"][1:]}),
+         "not a chooser of drafts: prompt features: idf has shape"),
         (lambda d, a: (d, a | {"weights.near": a["weights.near"][1:]}), "draft 'near' has weights"),
-        (lambda d, a: (d | {"candidates": {"near": {"draft": "near", "windw": {}}}}, a), "candidate 'near': unknown key 'windw'"),
+        (lambda d, a: (d | {"candidates": {"near": {"draft": "near", "windw": {}}}}, a),
+         "candidate 'near': unknown key 'windw'"),
     ],
 )  # fmt: skip
 def test_what_is_no_chooser_is_refused(
@@ -411,14 +521,17 @@ def test_candidates_that_cannot_be_weighed_are_refused() -> None:
         fit_chooser(trace, prompts[:5], CANDIDATES, PROFILE)
 
 
-# -- with real models ----------------------------------------------------------------------------------------------------------
+# -- with real models ------------------------------------------------------------------------------
 
 
 def test_perplexity_is_the_models_own(pair: Any) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    for model, path in ((pair.target, pair.spec.target), (pair.drafts["near"], dict(pair.spec.drafts)["near"])):
+    for model, path in (
+        (pair.target, pair.spec.target),
+        (pair.drafts["near"], dict(pair.spec.drafts)["near"]),
+    ):
         alone = AutoModelForCausalLM.from_pretrained(path)
         for text in (*TEXT, TEXT[0] * 14):
             ids = pair.encode(text)[:500]
@@ -435,13 +548,18 @@ def test_prompts_read_alike_when_recorded_and_when_served(pair: Any) -> None:
     reader = prompt_reader(pair)
     assert reader in ("near", "far")
     texts = [TEXT[i % 4] + "x" * i for i in range(5)]
-    trajectories = [replace(a_trajectory(i), prompt_ids=np.array(pair.encode(t), dtype=np.int32)) for i, t in enumerate(texts)]
+    trajectories = [
+        replace(a_trajectory(i), prompt_ids=np.array(pair.encode(t), dtype=np.int32))
+        for i, t in enumerate(texts)
+    ]
     recorded = read_prompts(pair, trajectories)
     for text, prompt in zip(texts, recorded, strict=True):
         assert prompt == read_prompt(pair, pair.encode(text), reader)
         assert prompt.text == text
         assert prompt.tokens == len(pair.encode(text))
     with pytest.raises(
-        PolicyError, match=r"reads prompts with draft 'gone', which this pair lacks.*`fit chooser --recording ID`"
+        PolicyError,
+        match=r"reads prompts with draft 'gone', which this pair lacks"
+        r".*`fit chooser --recording ID`",
     ):
         read_prompt(pair, [1, 2], "gone")

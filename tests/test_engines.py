@@ -1,4 +1,5 @@
-"""Engines without an engine: tables of draft tokens, the command line, and what a server says to the database and hears from it."""
+"""Engines without an engine: tables of draft tokens, the command line, and what a server says to
+the database and hears from it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,14 @@ from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace, simulate
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.pair import PairSpec, read_pair
-from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, ByBatchWindow, ChooserPolicy, Policy, parse_policy
+from spectune.runtime.policies.document import (
+    AUTOREGRESSIVE,
+    AnyPolicy,
+    ByBatchWindow,
+    ChooserPolicy,
+    Policy,
+    parse_policy,
+)
 from spectune.runtime.recording.chains import record_panorama
 from spectune.runtime.recording.trees import record_tree_panorama
 from spectune.traces.errors import PairError, PolicyError, TraceError
@@ -82,10 +90,20 @@ def test_a_table_has_the_policys_tokens_for_every_batch_size() -> None:
 @pytest.mark.parametrize(
     ("refused", "said"),
     [
-        (policy({"kind": "fixed", "gamma": 4}, draft="medium"), "loaded the draft 'small', not 'medium'"),
+        (
+            policy({"kind": "fixed", "gamma": 4}, draft="medium"),
+            "loaded the draft 'small', not 'medium'",
+        ),
         (policy({"kind": "fixed", "gamma": 7}), "at most 6 tokens"),
-        (policy({"kind": "fsm"}), r"runs chains with a fixed or by_batch window, and nearest is 'small fixed\(gamma=\d+\)'"),
-        (policy({"kind": "fixed", "gamma": 4}, stop={"kind": "max_prob", "threshold": 0.4}), "a stop or a shortlist"),
+        (
+            policy({"kind": "fsm"}),
+            r"runs chains with a fixed or by_batch window, "
+            r"and nearest is 'small fixed\(gamma=\d+\)'",
+        ),
+        (
+            policy({"kind": "fixed", "gamma": 4}, stop={"kind": "max_prob", "threshold": 0.4}),
+            "a stop or a shortlist",
+        ),
         (policy({"kind": "fixed", "gamma": 4}, growth={"kind": "top_k"}), "cannot run trees"),
         (ChooserPolicy.of("a1b2"), "one of the candidates"),
     ],
@@ -116,7 +134,9 @@ def test_the_printed_command_serves_the_pair_with_its_draft(tiny_pair: Path) -> 
     assert config["model"] == dict(spec.drafts)["far"]
     assert config["num_speculative_tokens"] == 4
     assert words[words.index("--scheduler-cls") + 1] == "spectune.engines.vllm.Scheduler"
-    assert "prompt_lookup_max" in json.loads(server_command(spec, {}, draft="ngram", most=4, max_num_seqs=16).arguments[6])
+    assert "prompt_lookup_max" in json.loads(
+        server_command(spec, {}, draft="ngram", most=4, max_num_seqs=16).arguments[6]
+    )
     with pytest.raises(PairError, match="no such draft; it has: near, far, ngram"):
         server_command(spec, {}, draft="x", most=4, max_num_seqs=16)
 
@@ -128,19 +148,27 @@ def test_an_engine_that_is_not_known_is_named() -> None:
 
 
 @pytest.mark.parametrize("draft", ["near", "far", "ngram"])
-def test_after_the_first_token_panoramas_are_those_of_a_longer_prompt(pair: LoadedPair, draft: str) -> None:
+def test_after_the_first_token_panoramas_are_those_of_a_longer_prompt(
+    pair: LoadedPair, draft: str
+) -> None:
     rng = np.random.default_rng(3)
     text = rng.integers(0, 300, 24).astype(np.int32)
     for start in range(8):  # the draft is wrong about the first token here, right there
-        whole = Trajectory("r", "c", text[start : start + 6], text[start + 6 :], Sampling(), 40, "length")
-        cut = RecordedRequest(0, whole, {draft: record_panorama(pair, whole, draft, 5)}).after_first()
+        whole = Trajectory(
+            "r", "c", text[start : start + 6], text[start + 6 :], Sampling(), 40, "length"
+        )
+        cut = RecordedRequest(
+            0, whole, {draft: record_panorama(pair, whole, draft, 5)}
+        ).after_first()
         assert cut.trajectory.prompt_ids.tolist() == text[start : start + 7].tolist()
         assert cut.trajectory.max_new_tokens == 39
         assert cut.panoramas[draft] == record_panorama(pair, cut.trajectory, draft, 5)
 
 
 @pytest.mark.parametrize("proposals", ["coupled", "probability"])
-def test_after_the_first_token_trees_replay_as_those_of_a_longer_prompt(pair: LoadedPair, proposals: Proposals) -> None:
+def test_after_the_first_token_trees_replay_as_those_of_a_longer_prompt(
+    pair: LoadedPair, proposals: Proposals
+) -> None:
     text = np.random.default_rng(3).integers(0, 300, 30).astype(np.int32)
     whole = Trajectory("r", "c", text[:6], text[6:], Sampling(), 40, "length")
     growth = {"kind": "top_k", "width": 2, "score": "probability", "proposals": proposals}
@@ -152,14 +180,19 @@ def test_after_the_first_token_trees_replay_as_those_of_a_longer_prompt(pair: Lo
 
     cut = RecordedRequest(0, whole, **{kind: {"near": trees(whole)}}).after_first()
     wanted, found = (
-        run_replay(ReplayTrace([cut.trajectory], {}, trees={("near", proposals): [each]}), grown, per_round=True).steps()
+        run_replay(
+            ReplayTrace([cut.trajectory], {}, trees={("near", proposals): [each]}),
+            grown,
+            per_round=True,
+        ).steps()
         for each in (trees(cut.trajectory), getattr(cut, kind)["near"])
     )
     assert found == wanted
 
 
 def looked_up(text: list[int], most: int, least: int) -> int | None:
-    """Where vLLM copies from after a text, as its page has it: the earliest place after the longest suffix that occurred before."""
+    """Where vLLM copies from after a text, as its page has it: the earliest place after the longest
+    suffix that occurred before."""
     for n in range(most, least - 1, -1):
         for place in range(n, len(text)):
             if text[place - n : place] == text[len(text) - n :]:
@@ -168,7 +201,9 @@ def looked_up(text: list[int], most: int, least: int) -> int | None:
 
 
 @pytest.mark.parametrize(("least", "most"), [(1, 3), (2, 4), (3, 3), (1, 1)])
-def test_prompt_lookup_copies_from_the_earliest_place_after_the_longest_suffix(least: int, most: int) -> None:
+def test_prompt_lookup_copies_from_the_earliest_place_after_the_longest_suffix(
+    least: int, most: int
+) -> None:
     rng = np.random.default_rng(least * 8 + most)
     for prompt in (1, 2, 7):
         text = rng.integers(0, 3, 40).tolist()
@@ -178,18 +213,28 @@ def test_prompt_lookup_copies_from_the_earliest_place_after_the_longest_suffix(l
         for at in range(prompt, len(text)):
             place = looked_up(text[:at], most, least)
             ahead = text[place:at] if place is not None else []
-            same = next((i for i, x in enumerate(ahead) if text[at : at + i + 1] != ahead[: i + 1]), len(ahead))
+            same = next(
+                (i for i, x in enumerate(ahead) if text[at : at + i + 1] != ahead[: i + 1]),
+                len(ahead),
+            )
             assert (length[at - prompt], agree[at - prompt]) == (len(ahead), same)
 
 
-def test_engines_drafts_propose_their_likeliest_token_at_every_temperature(pair: LoadedPair) -> None:
+def test_engines_drafts_propose_their_likeliest_token_at_every_temperature(
+    pair: LoadedPair,
+) -> None:
     text = np.random.default_rng(5).integers(0, 300, 24).astype(np.int32)
-    sampled = Trajectory("r", "c", text[:6], text[6:], Sampling(0.8, seed=1), 40, "length", "greedy")
+    sampled = Trajectory(
+        "r", "c", text[:6], text[6:], Sampling(0.8, seed=1), 40, "length", "greedy"
+    )
     greedy = replace(sampled, sampling=Sampling(), verifier="coupled")
     assert record_panorama(pair, sampled, "near", 4) == record_panorama(pair, greedy, "near", 4)
 
 
-def served_request(name: str = "r0", sampling: Sampling = Sampling()) -> tuple[Trajectory, list[Step]]:  # noqa: B008
+def served_request(
+    name: str = "r0",
+    sampling: Sampling = Sampling(),  # noqa: B008
+) -> tuple[Trajectory, list[Step]]:
     tokens = np.arange(7, dtype=np.int32)
     steps = [Step(0, 0, 1, 0, 1, 0, batch=2), Step(1, 4, 5, 2, 3, 4, draft="small", batch=3)]
     return Trajectory(name, "serve", tokens[:3], tokens[3:], sampling, 9, "length"), steps
@@ -200,9 +245,13 @@ class Server:
 
     def __init__(self, url: str, spec: PairSpec, **options: Any) -> None:
         self.said: list[str] = []
-        place = Place(url, "cpu", "node", {"engine": "vllm", "engine_version": "0.32.0"}, 512, "vllm")
+        place = Place(
+            url, "cpu", "node", {"engine": "vllm", "engine_version": "0.32.0"}, 512, "vllm"
+        )
         options = {"interval_s": 0.02, **options}
-        self.served: Served[Table] = Served(place, lambda: spec, Table((0, 6, 6)), self._ready, self.said.append, **options)
+        self.served: Served[Table] = Served(
+            place, lambda: spec, Table((0, 6, 6)), self._ready, self.said.append, **options
+        )
 
     @staticmethod
     def _ready(found: AnyPolicy, version: int) -> Table:
@@ -222,7 +271,9 @@ def publish(store: TraceStore, pair_id: str, wanted: AnyPolicy) -> int:
     return store.publish(pair_id, "cpu", stored, actor="test", deployment="vllm").version
 
 
-def test_a_server_follows_its_deployment_and_refuses_what_it_cannot_run(server: Server, store: TraceStore) -> None:
+def test_a_server_follows_its_deployment_and_refuses_what_it_cannot_run(
+    server: Server, store: TraceStore
+) -> None:
     eventually(lambda: bool(store.list_pairs()))
     pair_id = store.list_pairs()[0].id
     good = publish(store, pair_id, policy(by_batch(at1=4, at2=1), draft="near"))
@@ -237,7 +288,9 @@ def test_a_server_follows_its_deployment_and_refuses_what_it_cannot_run(server: 
     assert any(f"publication {good} is in force" in line for line in server.said)
 
 
-def test_served_requests_are_recorded_apart_by_their_sampling(server: Server, store: TraceStore) -> None:
+def test_served_requests_are_recorded_apart_by_their_sampling(
+    server: Server, store: TraceStore
+) -> None:
     for i in range(3):
         server.served.put(*served_request(f"r{i}"))
     server.served.put(*served_request("warm", Sampling(0.7)))
@@ -252,7 +305,9 @@ def test_served_requests_are_recorded_apart_by_their_sampling(server: Server, st
     assert (kept.trajectory, list(kept.steps)) == served_request("warm", Sampling(0.7))
 
 
-def test_a_recording_of_an_engine_is_replayed_from_its_second_token_on(server: Server, store: TraceStore, pair: LoadedPair) -> None:
+def test_a_recording_of_an_engine_is_replayed_from_its_second_token_on(
+    server: Server, store: TraceStore, pair: LoadedPair
+) -> None:
     request, steps = served_request()
     server.served.put(request, steps)
     server.served.close()
@@ -264,19 +319,26 @@ def test_a_recording_of_an_engine_is_replayed_from_its_second_token_on(server: S
     assert trace.tokens == len(request.output_ids) - 1
 
 
-def test_prompt_lookup_of_a_recording_is_replayed_by_the_engines_own_rule(server: Server, store: TraceStore) -> None:
+def test_prompt_lookup_of_a_recording_is_replayed_by_the_engines_own_rule(
+    server: Server, store: TraceStore
+) -> None:
     text = np.array([7, 8, 9, 1, 7, 8, 4, 7, 8, 9, 1, 7, 8, 5], dtype=np.int32)
-    server.served.put(Trajectory("r", "serve", text[:6], text[6:], Sampling(), 20, "length"), served_request()[1])
+    server.served.put(
+        Trajectory("r", "serve", text[:6], text[6:], Sampling(), 20, "length"), served_request()[1]
+    )
     server.served.close()
     lookup = policy({"kind": "fixed", "gamma": 4}, draft="ngram")
     replayed = simulate(store, "latest", lookup, None, per_round=True).replay
     assert isinstance(replayed, Replay)
-    # After "7 8 9 1 7 8 4" nothing is known; after "... 7" the first 8 9 1 7 is copied, and then "5" follows where 8 4 stood.
+    # After "7 8 9 1 7 8 4" nothing is known; after "... 7" the first 8 9 1 7 is copied, and then
+    # "5" follows where 8 4 stood.
     rounds = [(s.start, s.drafted, s.accepted) for s in replayed.steps()[0]]
     assert rounds == [(0, 0, 0), (1, 4, 4), (6, 4, 0)]
 
 
-def test_a_database_that_comes_late_costs_nothing_but_what_does_not_fit(tmp_path: Path, tiny_pair: Path) -> None:
+def test_a_database_that_comes_late_costs_nothing_but_what_does_not_fit(
+    tmp_path: Path, tiny_pair: Path
+) -> None:
     folder = tmp_path / "later"
     made = Server(f"sqlite:///{folder / 'x.db'}", read_pair(str(tiny_pair)), capacity=4)
     eventually(lambda: bool(made.said))
@@ -299,15 +361,22 @@ def test_more_kinds_of_sampling_than_recordings_are_dropped_and_counted(server: 
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [(PairError("its target is another"), "its target is another"), (KeyError("model_type"), "KeyError: 'model_type'")],
+    [
+        (PairError("its target is another"), "its target is another"),
+        (KeyError("model_type"), "KeyError: 'model_type'"),
+    ],
 )
-def test_a_pair_that_cannot_be_told_is_said_and_nothing_recorded(tmp_path: Path, error: Exception, reason: str) -> None:
+def test_a_pair_that_cannot_be_told_is_said_and_nothing_recorded(
+    tmp_path: Path, error: Exception, reason: str
+) -> None:
     def none() -> PairSpec:
         raise error
 
     said: list[str] = []
     place = Place(f"sqlite:///{tmp_path / 'x.db'}", "cpu", "node", {"engine": "vllm"}, 512, "vllm")
-    served: Served[Table] = Served(place, none, Table((0, 6)), lambda p, v: Table((0,)), said.append)
+    served: Served[Table] = Served(
+        place, none, Table((0, 6)), lambda p, v: Table((0,)), said.append
+    )
     eventually(lambda: bool(said))
     assert said == [f"nothing is recorded or followed: {reason}"]
     served.put(*served_request())

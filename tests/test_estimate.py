@@ -18,7 +18,10 @@ NAMES = [name for name, _ in STAGES]
 
 
 def test_a_bar_goes_over_all_stages_and_never_back() -> None:
-    found = Course([("record", 60.0), ("search", 10.0), ("cover", 0.0), ("search", 10.0), ("execute", 20.0)], known=True)
+    found = Course(
+        [("record", 60.0), ("search", 10.0), ("cover", 0.0), ("search", 10.0), ("execute", 20.0)],
+        known=True,
+    )
     assert (found.total_s, found.done_s, found.left_s(0.0)) == (100.0, 0.0, 100.0)
     found.begin("record")
     found.tell("decode", 5, 10)
@@ -53,19 +56,28 @@ def test_earlier_tunings_tell_what_the_next_one_takes(tmp_path: Path, pair: Load
         assert not course(store, pair, QUICK, WORKLOAD, NAMES).known
         seconds = {"record": 20.0, "profile": 31.0, "search": 4.0, "cover": 1.0}
         for tokens, took, trees in ((72, seconds, False), (1, {"fit": 9.0}, True)):
-            document = {"pace": {"seconds": took, "device": "cpu", "trees": trees, "tokens": tokens}}
+            document = {
+                "pace": {"seconds": took, "device": "cpu", "trees": trees, "tokens": tokens}
+            }
             store.put_study(pair.id, sampler="s", seed=0, document=document)
         store.put_study(pair.id, sampler="s", seed=0, document={"trials": 4})
         ending = "(as earlier tunings of this pair took)"
         found = course(store, pair, QUICK, WORKLOAD, NAMES)
-        assert found.told(80.0) == f"about 2 min: record 40 s, search 8 s, execute 53 s, confirm 27 s {ending}"
-        assert course(store, pair, QUICK, None, NAMES).told(80.0) == f"about 85 s: search 4 s, execute 53 s, confirm 27 s {ending}"
+        assert (
+            found.told(80.0)
+            == f"about 2 min: record 40 s, search 8 s, execute 53 s, confirm 27 s {ending}"
+        )
+        assert (
+            course(store, pair, QUICK, None, NAMES).told(80.0)
+            == f"about 85 s: search 4 s, execute 53 s, confirm 27 s {ending}"
+        )
         fresh = course(store, pair, replace(QUICK, fresh=True), WORKLOAD, NAMES)
         assert "profile 31 s" in fresh.told(80.0)
 
 
 def test_chains_of_a_head_are_priced_where_no_trees_are_searched(pair: LoadedPair) -> None:
-    """A head drafts its chains as trees of width 1: without the costs of trees `tune --tree-width 0` ended in an error."""
+    """A head drafts its chains as trees of width 1: without the costs of trees `tune --tree-width
+    0` ended in an error."""
     assert not replace(QUICK, drafts=("near", "ngram")).prices_trees(pair)
     assert replace(QUICK, drafts=("near", "head")).prices_trees(pair)
     assert replace(QUICK, drafts=("near",), tree_width=2).prices_trees(pair)

@@ -19,7 +19,12 @@ from spectune.traces.errors import PolicyError
 
 OLD, NEW = "1.2", "1.3.0rc8"
 """Versions of TensorRT-LLM on both sides of the change of draft_len_schedule's meaning."""
-VERSIONS = {"vllm": (None, "0.33.1"), "sglang": (None,), "tensorrt-llm": (OLD, NEW), "llamacpp": (None, "b12000")}
+VERSIONS = {
+    "vllm": (None, "0.33.1"),
+    "sglang": (None,),
+    "tensorrt-llm": (OLD, NEW),
+    "llamacpp": (None, "b12000"),
+}
 FIXED = [{"kind": "fixed", "gamma": gamma} for gamma in (1, 4, 64)]
 BY_BATCH = [
     {"kind": "by_batch", "gamma": gamma}
@@ -47,7 +52,9 @@ def demo() -> PairSpec:
 @pytest.mark.parametrize("engine", ENGINES_EXPORTED)
 def test_what_an_engine_can_say_is_read_back_the_same(engine: str, demo: PairSpec) -> None:
     said = 0
-    wanted = [policy(w, d) for d, w in product(("small", "medium", "head", "ngram"), FIXED + BY_BATCH)]
+    wanted = [
+        policy(w, d) for d, w in product(("small", "medium", "head", "ngram"), FIXED + BY_BATCH)
+    ]
     wanted += [policy(**TREE), AUTOREGRESSIVE]
     for version, one in product(VERSIONS[engine], wanted):
         try:
@@ -72,7 +79,9 @@ def rolled_out(schedule: dict[str, int], by_largest: bool, sizes: int) -> list[i
 
 
 @pytest.mark.parametrize("window", BY_BATCH)
-def test_a_window_by_batch_says_the_same_for_every_size(window: dict[str, Any], demo: PairSpec) -> None:
+def test_a_window_by_batch_says_the_same_for_every_size(
+    window: dict[str, Any], demo: PairSpec
+) -> None:
     held = ByBatchWindow.model_validate(window)
     expected = [held.at(n) for n in range(1, 40)]
     vllm = engine_settings(policy(window), demo, "vllm")["num_speculative_tokens_per_batch_size"]
@@ -81,16 +90,33 @@ def test_a_window_by_batch_says_the_same_for_every_size(window: dict[str, Any], 
     firsts = [max(int(s) for s in slots if int(s) <= n) for n in range(1, 40)]
     assert [slots[str(first)]["candidate_steps"] for first in firsts] == [[k] for k in expected]
     for version in (OLD, NEW):
-        schedule = engine_settings(policy(window), demo, "tensorrt-llm", version)["draft_len_schedule"]
+        schedule = engine_settings(policy(window), demo, "tensorrt-llm", version)[
+            "draft_len_schedule"
+        ]
         assert rolled_out(schedule, version == NEW, 40) == expected
 
 
 @pytest.mark.parametrize(
     ("engine", "version", "document", "said"),
     [
-        ("sglang", None, {"window": BY_BATCH[1]}, 'a chain of an EAGLE head alone; the nearest.*"gamma": 5'),
-        ("tensorrt-llm", NEW, {"window": {"kind": "by_batch", "gamma": {"1": 2, "4": 3}}}, "begins with max_draft_len"),
-        ("tensorrt-llm", None, {"window": BY_BATCH[1]}, "before 1.3.0rc8, by largest ones from it on; say --engine-version"),
+        (
+            "sglang",
+            None,
+            {"window": BY_BATCH[1]},
+            'a chain of an EAGLE head alone; the nearest.*"gamma": 5',
+        ),
+        (
+            "tensorrt-llm",
+            NEW,
+            {"window": {"kind": "by_batch", "gamma": {"1": 2, "4": 3}}},
+            "begins with max_draft_len",
+        ),
+        (
+            "tensorrt-llm",
+            None,
+            {"window": BY_BATCH[1]},
+            "before 1.3.0rc8, by largest ones from it on; say --engine-version",
+        ),
         ("tensorrt-llm", "1.2.0rc5", {"window": FIXED[0]}, "known from 1.2 on, not for 1.2.0rc5"),
         ("tensorrt-llm", "new", {"window": FIXED[0]}, "'new' is no version"),
         ("tensorrt-llm", NEW, {**TREE, "select": {"top_n": 30}}, "have 4 to 16 tokens, not 30"),
@@ -105,7 +131,12 @@ def test_a_window_by_batch_says_the_same_for_every_size(window: dict[str, Any], 
         ("vllm", None, TREE, 'vLLM has no trees; the nearest that it can is {"draft": "head"'),
         ("vllm", None, {"window": {"kind": "fsm"}}, "no rule that adapts"),
         ("vllm", None, {"window": FIXED[1], "stop": {"kind": "entropy"}}, "no stop of this kind"),
-        ("vllm", None, {"window": FIXED[1], "shortlist": {"kind": "frequency", "artifact": "a"}}, "no shortlist"),
+        (
+            "vllm",
+            None,
+            {"window": FIXED[1], "shortlist": {"kind": "frequency", "artifact": "a"}},
+            "no shortlist",
+        ),
     ],
 )
 def test_what_an_engine_cannot_say_is_refused_with_the_nearest(
@@ -124,14 +155,26 @@ def test_what_an_engine_cannot_say_is_refused_with_the_nearest(
             "no draft of pair demo is elsewhere",
         ),
         ("vllm", {"method": "draft_model", "num_speculative_tokens": 3}, '"model" names the draft'),
-        ("vllm", {"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens: Input should be greater"),
+        (
+            "vllm",
+            {"method": "ngram", "num_speculative_tokens": 0},
+            "num_speculative_tokens: Input should be greater",
+        ),
         ("vllm", {"method": "mtp", "num_speculative_tokens": 2}, "method: Input should be"),
         (
             "vllm",
-            {"method": "ngram", "num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [[1, 2, 2], [5, 8, 1]]},
+            {
+                "method": "ngram",
+                "num_speculative_tokens": 2,
+                "num_speculative_tokens_per_batch_size": [[1, 2, 2], [5, 8, 1]],
+            },
             "leaves no batch size out",
         ),
-        ("sglang", {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}, "drafts trees"),
+        (
+            "sglang",
+            {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4},
+            "drafts trees",
+        ),
         (
             "sglang",
             {
@@ -147,33 +190,57 @@ def test_what_an_engine_cannot_say_is_refused_with_the_nearest(
         ),
         (
             "llamacpp",
-            {"spec_type": "draft-simple", "spec_draft_model": "x.gguf", "spec_draft_n_max": 4, "spec_draft_p_min": 0.5},
+            {
+                "spec_type": "draft-simple",
+                "spec_draft_model": "x.gguf",
+                "spec_draft_n_max": 4,
+                "spec_draft_p_min": 0.5,
+            },
             "spec_draft_p_min: Input should be 0",
         ),
     ],
 )
-def test_settings_that_are_no_policy_are_refused(engine: str, settings: dict[str, Any], said: str, demo: PairSpec) -> None:
+def test_settings_that_are_no_policy_are_refused(
+    engine: str, settings: dict[str, Any], said: str, demo: PairSpec
+) -> None:
     with pytest.raises(PolicyError, match=f"^settings of {engine}: .*{said}"):
         policy_of(settings, demo, engine)
 
 
 def test_the_printed_lines_hold_the_settings(demo: PairSpec) -> None:
     lines = {
-        engine: engine_line(engine_settings(policy(BY_BATCH[1], "head"), demo, engine, NEW), demo, engine)
+        engine: engine_line(
+            engine_settings(policy(BY_BATCH[1], "head"), demo, engine, NEW), demo, engine
+        )
         for engine in ("sglang", "tensorrt-llm")
     }
     words = shlex.split(lines["sglang"])
     assert words[0] == "echo"
     assert json.loads(words[1])["4"] == {"candidate_steps": [3]}
     assert words[2:5] == [">", "adaptive.json", "&&"]
-    assert words[-3:] == ["--speculative-adaptive", "--speculative-adaptive-config", "adaptive.json"]
+    assert words[-3:] == [
+        "--speculative-adaptive",
+        "--speculative-adaptive-config",
+        "adaptive.json",
+    ]
     assert words[words.index("--speculative-num-steps") + 1] == "5"
-    assert json.loads(shlex.split(lines["tensorrt-llm"])[1])["speculative_config"]["draft_len_schedule"] == {"3": 5, "15": 3}
+    assert json.loads(shlex.split(lines["tensorrt-llm"])[1])["speculative_config"][
+        "draft_len_schedule"
+    ] == {"3": 5, "15": 3}
     small = dict(demo.drafts)["small"]
     settings = engine_settings(policy(FIXED[1]), demo, "llamacpp")
     assert shlex.split(engine_line(settings, demo, "llamacpp")) == [
         *("llama-server", "--model", f"{demo.target}.gguf", "--spec-type", "draft-simple"),
-        *("--spec-draft-model", f"{small}.gguf", "--spec-draft-n-max", "4", "--spec-draft-n-min", "0", "--spec-draft-p-min", "0"),
+        *(
+            "--spec-draft-model",
+            f"{small}.gguf",
+            "--spec-draft-n-max",
+            "4",
+            "--spec-draft-n-min",
+            "0",
+            "--spec-draft-p-min",
+            "0",
+        ),
     ]
     assert engine_line({}, demo, "llamacpp") == f"llama-server --model {demo.target}.gguf"
 
@@ -183,4 +250,7 @@ def test_the_command_asks_for_the_version_where_it_matters(tmp_path: Path, tiny_
     wanted = json.dumps({"draft": "near", "window": BY_BATCH[1]})
     export = ("policies", "export", wanted, "--pair", tiny_pair, "--for", "tensorrt-llm")
     assert "say --engine-version" in door.refused(*export)
-    assert door.json(*export, "--engine-version", "1.3.0")["draft_len_schedule"] == {"3": 5, "15": 3}
+    assert door.json(*export, "--engine-version", "1.3.0")["draft_len_schedule"] == {
+        "3": 5,
+        "15": 3,
+    }

@@ -1,4 +1,5 @@
-"""Files that users name and text from elsewhere: one line for every mistake, written through no link, shown as no command."""
+"""Files that users name and text from elsewhere: one line for every mistake, written through no
+link, shown as no command."""
 
 from __future__ import annotations
 
@@ -42,16 +43,25 @@ def door(tmp_path: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> Do
 
 @pytest.mark.parametrize(
     "text",
-    [NESTED, '{"draft": ' * 50_000, '{"draft": ' + "[" * 900 + "]" * 900 + "}", '{"window": ' * 70 + "0" + "}" * 70],
+    [
+        NESTED,
+        '{"draft": ' * 50_000,
+        '{"draft": ' + "[" * 900 + "]" * 900 + "}",
+        '{"window": ' * 70 + "0" + "}" * 70,
+    ],
     ids=["lists", "objects", "lists that parse", "objects that parse"],
 )
 def test_nested_json_is_one_line_wherever_it_is_read(door: Door, text: str) -> None:
     Path("bad.json").write_text(text)
-    assert "--policy bad.json: not JSON" in door.refused("policies", "show", "bad.json", "--pair", door.pair)
+    assert "--policy bad.json: not JSON" in door.refused(
+        "policies", "show", "bad.json", "--pair", door.pair
+    )
     if text.startswith("{"):
         assert "--policy: not JSON" in door.refused("policies", "show", text, "--pair", door.pair)
     assert "bad.json: not JSON" in door.refused("policies", "show", "--pair", "bad.json")
-    assert "bad.json:1: not JSON" in door.refused("run", "--pair", door.pair, "--workload", "bad.json")
+    assert "bad.json:1: not JSON" in door.refused(
+        "run", "--pair", door.pair, "--workload", "bad.json"
+    )
     Path("model").mkdir()
     Path("model/config.json").write_text(text)
     with pytest.raises(PairError, match=r"config\.json: not JSON"):
@@ -67,20 +77,25 @@ def test_text_that_no_database_keeps_is_refused_where_it_is_read(door: Door, wor
     good = '{"id": "a", "category": "b", "turns": ["x"]}'
     for line in (good.replace(f'"{letter}"', f'"{letter}{word}"') for letter in "abx"):
         Path("bad.jsonl").write_text('{"id": "first", "turns": ["x"]}\n' + line)
-        assert "bad.jsonl:2: " in door.refused("record", "--pair", door.pair, "--workload", "bad.jsonl")
+        assert "bad.jsonl:2: " in door.refused(
+            "record", "--pair", door.pair, "--workload", "bad.jsonl"
+        )
         with pytest.raises(WorkloadError, match=r"somewhere: .* which is no text"):
             make_workload("w", [Line("somewhere", json.loads(line))])
 
 
 def test_a_workload_keeps_what_every_database_keeps(store: TraceStore, tmp_path: Path) -> None:
-    """The longest names, of the characters that take most room, in columns that PostgreSQL indexes."""
+    """The longest names, of the characters that take most room, in columns that PostgreSQL
+    indexes."""
     names = [chr(0x1F300 + i) for i in range(500)]
     line = {"id": "".join(names), "category": "".join(reversed(names)), "turns": ["x"]}
     file = tmp_path / ("y" * 240 + ".jsonl")
     file.write_text(json.dumps(line))
     workload = read_workload([str(file)])
     store.put_pair(PAIR, "demo", {})
-    recording = store.create_recording(PAIR, store.put_workload(workload), Sampling(), max_new_tokens=8).id
+    recording = store.create_recording(
+        PAIR, store.put_workload(workload), Sampling(), max_new_tokens=8
+    ).id
     kept = a_trajectory(0, category=workload.requests[0].category)
     store.append_trajectory(recording, 0, kept)
     assert store.load(recording).trajectories == (kept,)
@@ -159,7 +174,9 @@ def test_a_link_is_judged_where_it_lies_as_it_is_replaced(tmp_path: Path) -> Non
 
 def test_what_is_no_regular_file_is_not_replaced(door: Door) -> None:
     os.mkfifo("pipe")
-    assert "no regular file" in door.refused("run", "--pair", door.pair, "--workload", "good.jsonl", "--per-round", "pipe")
+    assert "no regular file" in door.refused(
+        "run", "--pair", door.pair, "--workload", "good.jsonl", "--per-round", "pipe"
+    )
     with pytest.raises(SpectuneError, match="no regular file"):
         write_text("pipe", ["x"])
     assert stat.S_ISFIFO(Path("pipe").stat().st_mode)
@@ -169,18 +186,40 @@ def test_what_is_no_regular_file_is_not_replaced(door: Door) -> None:
 
 
 def a_row(**changed: object) -> RequestRow:
-    values = {"recording": "rec-1", "ordinal": 0, "request_id": "r", "category": "c", "recorded_at": datetime(2026, 1, 1, tzinfo=UTC)}
-    values |= {"finish": "eos", "n_prompt": 1, "n_output": 1, "draft": None, "gamma_max": None, "acceptance": None, "tau": -0.5}
-    return RequestRow(**values | {"rounds": 0, "drafted": 0, "accepted": -1, "seconds": 0.0} | changed)  # type: ignore[arg-type]
+    values = {
+        "recording": "rec-1",
+        "ordinal": 0,
+        "request_id": "r",
+        "category": "c",
+        "recorded_at": datetime(2026, 1, 1, tzinfo=UTC),
+    }
+    values |= {
+        "finish": "eos",
+        "n_prompt": 1,
+        "n_output": 1,
+        "draft": None,
+        "gamma_max": None,
+        "acceptance": None,
+        "tau": -0.5,
+    }
+    return RequestRow(
+        **values | {"rounds": 0, "drafted": 0, "accepted": -1, "seconds": 0.0} | changed
+    )  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\n=1", "=HYPERLINK(\"http://x\")"])
+@pytest.mark.parametrize(
+    "text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\n=1", '=HYPERLINK("http://x")']
+)
 def test_a_csv_computes_nothing(text: str) -> None:
     out = io.StringIO()
     assert write_rows([a_row(request_id=text, category=text, draft=text)], out, "csv") == 1
     (row,) = csv.DictReader(io.StringIO(out.getvalue(), newline=""))
     assert [row[name] for name in ("request_id", "category", "draft")] == [f"'{text}"] * 3
-    assert (row["tau"], row["accepted"], row["recorded_at"]) == ("-0.5", "-1", "2026-01-01T00:00:00+00:00")
+    assert (row["tau"], row["accepted"], row["recorded_at"]) == (
+        "-0.5",
+        "-1",
+        "2026-01-01T00:00:00+00:00",
+    )
 
 
 @pytest.mark.parametrize("format", ["csv", "json"])
@@ -202,12 +241,23 @@ def test_commands_steer_no_terminal_and_take_no_markup(door: Door, tmp_path: Pat
         store.put_pair(PAIR, "demo", {})
         recording = store.create_recording(PAIR, None, Sampling(), max_new_tokens=8).id
         store.append_trajectory(recording, 0, a_trajectory(0, category=category))
-    for arguments in (("show",), ("show", "latest", "--request", "r0"), ("query",), ("query", "--format", "csv"), ("query", "--json")):
+    for arguments in (
+        ("show",),
+        ("show", "latest", "--request", "r0"),
+        ("query",),
+        ("query", "--format", "csv"),
+        ("query", "--json"),
+    ):
         found = door.call("traces", *arguments)
         assert found.exit_code == 0, found.output
         assert not set("\x1b\x07\x9b") & set(found.output)
     reason = f"č{ESCAPE}\u202e"
-    assert door.call("policies", "activate", "autoregressive", "--pair", door.pair, "--reason", reason).exit_code == 0
+    assert (
+        door.call(
+            "policies", "activate", "autoregressive", "--pair", door.pair, "--reason", reason
+        ).exit_code
+        == 0
+    )
     for json_too in ((), ("--json",)):
         found = door.call("policies", "show", "--pair", door.pair, *json_too)
         assert found.exit_code == 0

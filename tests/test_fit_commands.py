@@ -1,4 +1,5 @@
-"""Fitting to a recording: what is taken from its trees against the slow reference, the commands, and policies that use what was fitted."""
+"""Fitting to a recording: what is taken from its trees against the slow reference, the commands,
+and policies that use what was fitted."""
 
 from __future__ import annotations
 
@@ -42,13 +43,24 @@ OTHER_PAIR = "0123456789ab"
 
 @pytest.fixture(scope="module")
 def door(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Door:
-    """A database with two recordings with trees: one at temperature 0.8, then one at 0, which is the latest."""
+    """A database with two recordings with trees: one at temperature 0.8, then one at 0, which is
+    the latest."""
     folder = tmp_path_factory.mktemp("fits")
     door = Door(str(folder / "spectune.db"), str(tiny_pair))
     workload = write_workload(folder / "w.jsonl", 6)
     for temperature in (0.8, 0):
         door.json(
-            *("record", "--pair", tiny_pair, "--workload", workload, "--max-new-tokens", TOKENS, "--gamma-max", 4),
+            *(
+                "record",
+                "--pair",
+                tiny_pair,
+                "--workload",
+                workload,
+                "--max-new-tokens",
+                TOKENS,
+                "--gamma-max",
+                4,
+            ),
             *("--temperature", temperature, "--tree-width", WIDTH, "--tree-depth", DEPTH),
         )
     return door
@@ -74,16 +86,26 @@ class Recorded:
     def __init__(self, store: TraceStore, recording: str, draft: str) -> None:
         self.loaded = store.load(recording, [draft], trees=True)
         self.trees = self.loaded.trees(draft)
-        self.trace = ReplayTrace(self.loaded.trajectories, {}, trees={(draft, "coupled"): self.trees})
+        self.trace = ReplayTrace(
+            self.loaded.trajectories, {}, trees={(draft, "coupled"): self.trees}
+        )
         self.coupled = not self.loaded.info.sampling.greedy
         self.children: list[dict[tuple[int, int], int]] = []
         for p in self.trees:
-            found = {(i, int(p.text_slot[i])): i + 1 for i in range(p.positions) if p.text_slot[i] < p.width}
-            found |= {(int(a), int(b)): p.positions + 1 + m for m, (a, b) in enumerate(zip(p.parent, p.slot, strict=True))}
+            found = {
+                (i, int(p.text_slot[i])): i + 1
+                for i in range(p.positions)
+                if p.text_slot[i] < p.width
+            }
+            found |= {
+                (int(a), int(b)): p.positions + 1 + m
+                for m, (a, b) in enumerate(zip(p.parent, p.slot, strict=True))
+            }
             self.children.append(found)
 
     def tree(self, position: int) -> tuple[list[Node], list[Node], int, list[int]]:
-        """(all candidates, those accepted of the cheapest N, Phi, the text that follows) of a start, by the reference."""
+        """(all candidates, those accepted of the cheapest N, Phi, the text that follows) of a
+        start, by the reference."""
         request = int(np.searchsorted(self.trace.offsets, position, side="right")) - 1
         start = position - int(self.trace.offsets[request])
         p, children = self.trees[request], self.children[request]
@@ -97,21 +119,29 @@ class Recorded:
 
         growth = TopK(WIDTH, "coupled" if self.coupled else "probability", 1.5)
         grown = build(law, growth, gamma=DEPTH, stratify=Stratify((), DEPTH, 0, ()), select_n=TOP_N)
-        accepted, _ = verify(grown.kept, lambda path: text[len(path)] if len(path) < len(text) else -1)
+        accepted, _ = verify(
+            grown.kept, lambda path: text[len(path)] if len(path) < len(text) else -1
+        )
         assert grown.phi is not None
         return grown.candidates, accepted, grown.phi, text
 
 
 def law_of(p: TreePanorama, node: int) -> Law:
     count = int(p.count[node])
-    columns = (p.tokens[node, :count].tolist(), p.logp[node, :count].tolist(), p.gap[node, :count].tolist())
+    columns = (
+        p.tokens[node, :count].tolist(),
+        p.logp[node, :count].tolist(),
+        p.gap[node, :count].tolist(),
+    )
     return Law(*columns, int(p.entropy[node]), int(p.top_entropy[node]))
 
 
 def recorded(store: TraceStore, which: int, draft: str = "near") -> Recorded:
     names = [info.id for info in store.list_recordings()]
     greedy = [n for n in names if store.get_recording(n).sampling.greedy]
-    return Recorded(store, (greedy if which == 0 else [n for n in names if n not in greedy])[0], draft)
+    return Recorded(
+        store, (greedy if which == 0 else [n for n in names if n not in greedy])[0], draft
+    )
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["greedy", "sampled"])
@@ -123,17 +153,35 @@ def test_rounds_and_nodes_are_the_references(shared: TraceStore, which: int) -> 
     assert (
         len(rounds.phi)
         == len(starts)
-        == sum(max(0, min(len(t.output_ids), TOKENS - 1) - DEPTH + 1) for t in r.loaded.trajectories)
+        == sum(
+            max(0, min(len(t.output_ids), TOKENS - 1) - DEPTH + 1) for t in r.loaded.trajectories
+        )
     )
     examples = classifier_examples(trees, WIDTH, DEPTH, count=10**6)
     assert len(np.unique(examples.tree)) == len(trees.pick(1, 10**6, 0))
     for at, position in list(enumerate(starts.tolist()))[::7]:
         candidates, accepted, phi, text = r.tree(position)
-        place = [n.ranks for n in cheapest_first(candidates)].index(accepted[-1].ranks) + 1 if accepted else 0
-        assert (rounds.phi[at], rounds.tcr[at], rounds.fully_accepted[at]) == (phi, place, len(accepted) == DEPTH)
+        place = (
+            [n.ranks for n in cheapest_first(candidates)].index(accepted[-1].ranks) + 1
+            if accepted
+            else 0
+        )
+        assert (rounds.phi[at], rounds.tcr[at], rounds.fully_accepted[at]) == (
+            phi,
+            place,
+            len(accepted) == DEPTH,
+        )
         mine = examples.take(examples.tree == position)
-        expected = sorted((n.q_joint, n.entropy, n.depth, n.path == tuple(text[: n.depth])) for n in candidates)
-        got = zip(mine.joint_code.tolist(), mine.entropy_code.tolist(), mine.depth.tolist(), mine.accepted.tolist(), strict=True)
+        expected = sorted(
+            (n.q_joint, n.entropy, n.depth, n.path == tuple(text[: n.depth])) for n in candidates
+        )
+        got = zip(
+            mine.joint_code.tolist(),
+            mine.entropy_code.tolist(),
+            mine.depth.tolist(),
+            mine.accepted.tolist(),
+            strict=True,
+        )
         assert sorted(got) == expected
     assert {0, 1} < set(np.unique(rounds.tcr))
     shallow = bin_rounds(trees, WIDTH, 1, 2, count=10**6)
@@ -164,10 +212,19 @@ def test_laws_of_the_score_are_the_texts_own(shared: TraceStore, which: int) -> 
     trees = RecordedTrees.of(r.trace, "near")
     laws = score_examples(trees, 3, DEPTH, count=10**6)
     expected = []
-    for offset, t, p in zip(r.trace.offsets[:-1].tolist(), r.loaded.trajectories, r.trees, strict=True):
+    for offset, t, p in zip(
+        r.trace.offsets[:-1].tolist(), r.loaded.trajectories, r.trees, strict=True
+    ):
         for i in range(min(p.positions, t.max_new_tokens - 1)):
             slot = int(p.text_slot[i])
-            expected.append((offset + i, *p.gap[i, :3].tolist(), min(3, int(p.count[i])), slot if slot < 3 else -1))
+            expected.append(
+                (
+                    offset + i,
+                    *p.gap[i, :3].tolist(),
+                    min(3, int(p.count[i])),
+                    slot if slot < 3 else -1,
+                )
+            )
     found = [laws.start, *laws.gap.T, laws.count, laws.taken]
     assert [tuple(map(int, row)) for row in zip(*found, strict=True)] == expected
     assert {0, 1, -1} <= set(laws.taken.tolist())
@@ -177,7 +234,8 @@ def test_laws_of_the_score_are_the_texts_own(shared: TraceStore, which: int) -> 
 
 
 def test_a_heads_laws_are_followed_along_the_text(shared: TraceStore) -> None:
-    """Laws that depend on their start are read level by level; where they do not, a later start's are the same."""
+    """Laws that depend on their start are read level by level; where they do not, a later start's
+    are the same."""
     r = recorded(shared, 1)
     trees = RecordedTrees.of(r.trace, "near")
     single = score_examples(trees, WIDTH, 1, count=10**6)
@@ -201,10 +259,15 @@ def test_starts_are_of_the_requests_selected_and_chosen_by_seed(shared: TraceSto
     assert trees.starts.max() == r.trace.offsets[3] - 1
     few = trees.pick(2, 9, 3)
     assert len(few) == len(set(few.tolist())) == 9
-    assert few.tolist() == sorted(few) == trees.pick(2, 9, 3).tolist() != trees.pick(2, 9, 4).tolist()
+    assert (
+        few.tolist() == sorted(few) == trees.pick(2, 9, 3).tolist() != trees.pick(2, 9, 4).tolist()
+    )
     with pytest.raises(TraceError, match="goes on for 99 tokens"):
         trees.pick(99, 9, 0)
-    with pytest.raises(TraceError, match=r"5 children of a node are asked for, the recording holds 4: .*--tree-width 5"):
+    with pytest.raises(
+        TraceError,
+        match=r"5 children of a node are asked for, the recording holds 4: .*--tree-width 5",
+    ):
         trees.rules(5, 2)
     with pytest.raises(TraceError, match="--tree-depth 9"):
         trees.rules(2, 9)
@@ -229,18 +292,45 @@ def test_every_fit_replays_and_runs(door: Door, shared: TraceStore, pair: Loaded
     for kind, found in made.items():
         stored = shared.get_artifact(found["artifact"])
         assert (stored.kind, found["kind"], stored.pair_id) == (kind, kind, info.pair_id)
-        assert (found["draft"], found["recording"], found["recorded"]) == ("near", info.id, {"width": WIDTH, "depth": DEPTH})
+        assert (found["draft"], found["recording"], found["recorded"]) == (
+            "near",
+            info.id,
+            {"width": WIDTH, "depth": DEPTH},
+        )
         assert stored.provenance["requests"] == [texts.trajectories[i].request_id for i in search]
         assert len(stored.provenance["fitted_to"]) == 64
-        assert {k: v for k, v in found.items() if k not in ("artifact", "kind", "policy")} == stored.document
+        assert {
+            k: v for k, v in found.items() if k not in ("artifact", "kind", "policy")
+        } == stored.document
         policy = json.dumps(found["policy"])
         if kind in ("classifier", "score"):
             size = ("--tree-width", WIDTH, "--tree-depth", DEPTH)
-            door.json("record", "--pair", door.pair, "--resume", "latest", "--gamma-max", 4, *size, "--cover", policy)
+            door.json(
+                "record",
+                "--pair",
+                door.pair,
+                "--resume",
+                "latest",
+                "--gamma-max",
+                4,
+                *size,
+                "--cover",
+                policy,
+            )
         simulated = door.json("simulate", "--policy", policy)
         assert simulated["mean_accepted_length"] > 1.2
         ran = door.json(
-            "run", "--pair", door.pair, "--policy", policy, "--workload", "demo", "--limit", 1, "--max-new-tokens", 12
+            "run",
+            "--pair",
+            door.pair,
+            "--policy",
+            policy,
+            "--workload",
+            "demo",
+            "--limit",
+            1,
+            "--max-new-tokens",
+            12,
         )
         assert ran["policy_id"] == simulated["policy_id"] == parse_policy(found["policy"]).id
     assert made["bins"]["depth"] == 3
@@ -250,7 +340,12 @@ def test_every_fit_replays_and_runs(door: Door, shared: TraceStore, pair: Loaded
     assert len(made["static_tree"]["paths"]) == 6
     assert made["static_tree"]["expected_tokens_per_s"] is None
     score = made["score"]
-    assert score["policy"]["growth"] == {"kind": "top_k", "width": 3, "score": "coupled", "sharpness": score["sharpness"]}
+    assert score["policy"]["growth"] == {
+        "kind": "top_k",
+        "width": 3,
+        "score": "coupled",
+        "sharpness": score["sharpness"],
+    }
     assert score["loss"].keys() == {"fitted", "default", "probability"}
     assert [row["rank"] for row in score["ranks"]] == [0, 1, 2]
     assert 0.25 <= score["sharpness"] <= 8
@@ -258,10 +353,15 @@ def test_every_fit_replays_and_runs(door: Door, shared: TraceStore, pair: Loaded
 
 
 def test_the_same_fit_is_the_same_artifact(door: Door) -> None:
-    one, two = (fit(door, "classifier", "--epochs", 1, "--starts", 40, "--seed", 5) for _ in range(2))
+    one, two = (
+        fit(door, "classifier", "--epochs", 1, "--starts", 40, "--seed", 5) for _ in range(2)
+    )
     assert one == two
     assert one["starts"] == 40
-    assert fit(door, "classifier", "--epochs", 1, "--starts", 40, "--seed", 6)["artifact"] != one["artifact"]
+    assert (
+        fit(door, "classifier", "--epochs", 1, "--starts", 40, "--seed", 6)["artifact"]
+        != one["artifact"]
+    )
 
 
 def test_people_see_tables(door: Door) -> None:
@@ -282,7 +382,9 @@ def test_a_static_tree_by_costs(door: Door, shared: TraceStore, pair: LoadedPair
     without = shared.put_profile(with_terms(profile, {"top_k/near": None}))
     static = ("fit", "static-tree", "--draft", "near")
     assert "has no costs of trees for draft 'near': run `" in door.error(*static)
-    assert "--nodes N --depth D" in door.error(*static, "--profile", without, "--nodes", 3, "--depth", 2)
+    assert "--nodes N --depth D" in door.error(
+        *static, "--profile", without, "--nodes", 3, "--depth", 2
+    )
     shared.put_profile(profile)
     cheap = fit(door, "static-tree", "--nodes", 12)
     assert cheap["limits"] == {"nodes": 12, "depth": STATIC_DEPTH}
@@ -294,11 +396,29 @@ def test_a_static_tree_by_costs(door: Door, shared: TraceStore, pair: LoadedPair
 
 
 def test_a_classifier_is_carried_to_another_draft(door: Door, shared: TraceStore) -> None:
-    first = fit(door, "classifier", "--epochs", 5, "--features", "probability", "--features", "depth")
-    carried = fit(door, "classifier", "--from", first["artifact"][:8], "--epochs", 4, "--fraction", 0.5, draft="far")
-    assert (carried["draft"], carried["from"], carried["fraction"]) == ("far", first["artifact"], 0.5)
+    first = fit(
+        door, "classifier", "--epochs", 5, "--features", "probability", "--features", "depth"
+    )
+    carried = fit(
+        door,
+        "classifier",
+        "--from",
+        first["artifact"][:8],
+        "--epochs",
+        4,
+        "--fraction",
+        0.5,
+        draft="far",
+    )
+    assert (carried["draft"], carried["from"], carried["fraction"]) == (
+        "far",
+        first["artifact"],
+        0.5,
+    )
     assert carried["metrics"]["fine_tuned"]
-    assert carried["metrics"]["features"] == first["metrics"]["features"] == ["probability", "depth"]
+    assert (
+        carried["metrics"]["features"] == first["metrics"]["features"] == ["probability", "depth"]
+    )
     old, new = (shared.get_artifact(x["artifact"]) for x in (first, carried))
     assert not np.array_equal(old.arrays["w1"], new.arrays["w1"])
     assert not new.arrays["w1"][:, 1].any()
@@ -311,13 +431,22 @@ def test_a_classifier_is_carried_to_another_draft(door: Door, shared: TraceStore
     assert "was fitted on draft 'near', this policy drafts with 'far'" in line
     assert f"fit classifier --from {first['artifact']}" in line
     frozen = fit(door, "classifier", "--from", first["artifact"], "--fraction", 0, draft="far")
-    assert (frozen["draft"], frozen["from"], frozen["metrics"]["fine_tuned"]) == ("far", first["artifact"], False)
+    assert (frozen["draft"], frozen["from"], frozen["metrics"]["fine_tuned"]) == (
+        "far",
+        first["artifact"],
+        False,
+    )
     new = shared.get_artifact(frozen["artifact"])
-    assert all(np.array_equal(old.arrays[name], new.arrays[name]) for name in ("w1", "b1", "w2", "b2"))
+    assert all(
+        np.array_equal(old.arrays[name], new.arrays[name]) for name in ("w1", "b1", "w2", "b2")
+    )
 
 
-def test_artifacts_of_another_pair_or_of_other_trees(door: Door, shared: TraceStore, pair: LoadedPair) -> None:
-    """A draft's name is no proof: the artifact may be of another pair's draft, or fitted to trees that rank children otherwise."""
+def test_artifacts_of_another_pair_or_of_other_trees(
+    door: Door, shared: TraceStore, pair: LoadedPair
+) -> None:
+    """A draft's name is no proof: the artifact may be of another pair's draft, or fitted to trees
+    that rank children otherwise."""
     shared.put_pair(OTHER_PAIR, "other", pair.spec.to_json())
     document = {"paths": [[0], [1]], "draft": "near"}
     theirs = growing(shared.put_artifact("static_tree", document, pair_id=OTHER_PAIR))
@@ -328,8 +457,9 @@ def test_artifacts_of_another_pair_or_of_other_trees(door: Door, shared: TraceSt
     ):
         assert f"was fitted for pair {OTHER_PAIR}" in door.error(*command)
     by_q = growing(shared.put_artifact("static_tree", {**document, "proposals": "probability"}))
-    assert "was fitted to trees of proposals 'probability', this policy's growth has 'coupled'" in door.error(
-        "simulate", "--policy", json.dumps(by_q.spelled_out())
+    assert (
+        "was fitted to trees of proposals 'probability', this policy's growth has 'coupled'"
+        in door.error("simulate", "--policy", json.dumps(by_q.spelled_out()))
     )
 
 
@@ -339,11 +469,17 @@ def test_what_cannot_be_fitted(door: Door, shared: TraceStore, tmp_path: Path) -
     for line, arguments in (
         ("has no such draft; it has: far, near", ("fit", "bins", "--draft", "third")),
         ("grows no trees", ("fit", "bins", "--draft", "ngram")),
-        ("--tree-proposals probability` makes them", ("fit", "bins", "--draft", "near", "--proposals", "probability")),
+        (
+            "--tree-proposals probability` makes them",
+            ("fit", "bins", "--draft", "near", "--proposals", "probability"),
+        ),
         ("the recording holds 5", ("fit", "bins", "--draft", "near", "--depth", 6)),
         ("the recording holds 4", (*classifier, "--width", 5)),
         ("the recording holds 4", ("fit", "score", "--draft", "near", "--width", 5)),
-        ("needs distributions of two or more children", ("fit", "score", "--draft", "near", "--width", 1)),
+        (
+            "needs distributions of two or more children",
+            ("fit", "score", "--draft", "near", "--width", 1),
+        ),
         ("of two groups or more; record more", ("fit", "score", "--draft", "near", "--starts", 1)),
         ("has no such draft", ("fit", "score", "--draft", "third")),
         (f"artifact {bins} is a bins, not a classifier", (*classifier, "--from", bins)),
@@ -351,19 +487,41 @@ def test_what_cannot_be_fitted(door: Door, shared: TraceStore, tmp_path: Path) -
         ("leave --hidden and --features out", (*classifier, "--from", bins, "--hidden", 12)),
         ("give --from as well", (*classifier, "--fraction", 0.5)),
         ("at least two, there are 1", (*classifier, "--starts", 1)),
-        ("no tree of 200 nodes", ("fit", "static-tree", "--draft", "near", "--nodes", 200, "--depth", 1)),
+        (
+            "no tree of 200 nodes",
+            ("fit", "static-tree", "--draft", "near", "--nodes", 200, "--depth", 1),
+        ),
     ):
         if "--hidden" in arguments:
-            arguments = tuple(fit(door, "classifier", "--epochs", 1)["artifact"] if a == bins else a for a in arguments)
+            arguments = tuple(
+                fit(door, "classifier", "--epochs", 1)["artifact"] if a == bins else a
+                for a in arguments
+            )
         assert line in door.error(*arguments)
     bare = Door(str(tmp_path / "bare.db"), door.pair)
     workload = write_workload(tmp_path / "w.jsonl", 1)
-    bare.json("record", "--pair", door.pair, "--workload", workload, "--max-new-tokens", 4, "--gamma-max", 2)
+    bare.json(
+        "record",
+        "--pair",
+        door.pair,
+        "--workload",
+        workload,
+        "--max-new-tokens",
+        4,
+        "--gamma-max",
+        2,
+    )
     line = bare.error("fit", "bins", "--draft", "near")
     assert "has no trees of draft 'near' (it has: none)" in line
     assert "--tree-width 8 --tree-depth 8` makes them" in line
-    tree = {"draft": "near", "growth": {"kind": "top_k", "width": 2}, "window": {"kind": "fixed", "gamma": 9}}
-    assert "has no trees of draft 'near' (it has: none)" in bare.error("simulate", "--policy", json.dumps(tree))
+    tree = {
+        "draft": "near",
+        "growth": {"kind": "top_k", "width": 2},
+        "window": {"kind": "fixed", "gamma": 9},
+    }
+    assert "has no trees of draft 'near' (it has: none)" in bare.error(
+        "simulate", "--policy", json.dumps(tree)
+    )
 
 
 # -- policies that name what is not there
@@ -371,17 +529,25 @@ def test_what_cannot_be_fitted(door: Door, shared: TraceStore, tmp_path: Path) -
 
 def growing(name: str) -> Policy:
     return parse_policy(
-        {"draft": "near", "growth": {"kind": "static", "artifact": name}, "window": {"kind": "fixed", "gamma": 2}}
+        {
+            "draft": "near",
+            "growth": {"kind": "static", "artifact": name},
+            "window": {"kind": "fixed", "gamma": 2},
+        }
     )
 
 
-def test_a_policy_whose_artifact_cannot_be_had_is_refused(store: TraceStore, pair: LoadedPair) -> None:
+def test_a_policy_whose_artifact_cannot_be_had_is_refused(
+    store: TraceStore, pair: LoadedPair
+) -> None:
     document = {"paths": [[0], [1], [0, 0]], "draft": "near"}
     good = store.put_artifact("static_tree", document)
     damaged = store.put_artifact("static_tree", {**document, "paths": [[0]]})
     others = store.put_artifact("static_tree", {**document, "draft": "far"})
     with store.database.write() as session:
-        session.execute(sa.update(ArtifactRow).where(ArtifactRow.id == damaged).values(data=b"nothing"))
+        session.execute(
+            sa.update(ArtifactRow).where(ArtifactRow.id == damaged).values(data=b"nothing")
+        )
     with watch(store, pair, None, None, interval_s=60) as source:
         versions = [publish(store, pair, growing(good[:9]))]
         assert source.poll()
@@ -390,7 +556,10 @@ def test_a_policy_whose_artifact_cannot_be_had_is_refused(store: TraceStore, pai
             ("ffffff", "growth.artifact: there is no artifact 'ffffff' in this database"),
             (damaged, f"growth.artifact: artifact {damaged} (static_tree) cannot be used"),
             (others, "was fitted on draft 'far'"),
-            (store.put_artifact("bins", {"thresholds": [1], "depth": 2, "draft": "near"}), "is a bins, not a static_tree"),
+            (
+                store.put_artifact("bins", {"thresholds": [1], "depth": 2, "draft": "near"}),
+                "is a bins, not a static_tree",
+            ),
         ):
             versions.append(publish(store, pair, growing(name)))
             assert not source.poll()
@@ -403,7 +572,9 @@ def test_a_policy_whose_artifact_cannot_be_had_is_refused(store: TraceStore, pai
     for name in ("ffffff", damaged):
         with pytest.raises(PolicyError, match=r"growth\.artifact"):
             prepare(growing(name), pair.draft_names, artifacts=fitted(store))
-    owned = store.put_artifact("static_tree", {"paths": [[0]], "draft": "near", "depth": 1}, pair_id=pair.id)
+    owned = store.put_artifact(
+        "static_tree", {"paths": [[0]], "draft": "near", "depth": 1}, pair_id=pair.id
+    )
     assert prepare(growing(owned), pair.draft_names, artifacts=fitted(store, pair.id))
     with pytest.raises(PolicyError, match=f"was fitted for pair {pair.id}"):
         prepare(growing(owned), pair.draft_names, artifacts=fitted(store, "another pair"))

@@ -28,11 +28,16 @@ def laws_of(gap: Any, taken: Any, *, count: Any = None, q: Any = None) -> ScoreE
     n, k = gap.shape
     there = np.full(n, k) if count is None else np.asarray(count)
     guess = np.full(gap.shape, 1.0 / k) if q is None else np.asarray(q, np.float64)
-    return ScoreExamples(gap, guess, there.astype(np.int64), np.asarray(taken, np.int64), np.arange(n))
+    return ScoreExamples(
+        gap, guess, there.astype(np.int64), np.asarray(taken, np.int64), np.arange(n)
+    )
 
 
-def planted(sharpness: float, n: int = 20000, k: int = 6, *, seed: int = 0, missed: float = 0.0) -> ScoreExamples:
-    """Laws whose children are taken as exp(-sharpness * gap) says, some of fewer than k children; in a share ``missed`` none is."""
+def planted(
+    sharpness: float, n: int = 20000, k: int = 6, *, seed: int = 0, missed: float = 0.0
+) -> ScoreExamples:
+    """Laws whose children are taken as exp(-sharpness * gap) says, some of fewer than k children;
+    in a share ``missed`` none is."""
     rng = np.random.default_rng(seed)
     gap = np.sort(rng.integers(0, 60, (n, k)), axis=1)
     gap -= gap[:, :1]
@@ -71,9 +76,21 @@ def test_estimates_are_the_costs_before_rounding() -> None:
     laws = planted(1.0, n=300)
     for sharpness in (0.25, 1.5, 2.37, 8.0):
         chance = estimates(laws, sharpness)
-        none, count = np.zeros_like(laws.gap, np.uint8), laws.count.astype(np.uint8)  # a recording's dtypes, as compiled
-        growing = Growing(TreeRule(width=6, frontier=6, coupled=True, sharpness=sharpness), 1, batch=300)
-        codes = Codes(none.astype(np.int32), none, laws.gap.astype(np.uint8), none[:, 0].copy(), none[:, 0].copy(), count)
+        none, count = (
+            np.zeros_like(laws.gap, np.uint8),
+            laws.count.astype(np.uint8),
+        )  # a recording's dtypes, as compiled
+        growing = Growing(
+            TreeRule(width=6, frontier=6, coupled=True, sharpness=sharpness), 1, batch=300
+        )
+        codes = Codes(
+            none.astype(np.int32),
+            none,
+            laws.gap.astype(np.uint8),
+            none[:, 0].copy(),
+            none[:, 0].copy(),
+            count,
+        )
         growing.add_from(codes, np.arange(300)[:, None])
         cost = growing.trees.cost
         there = laws.exists
@@ -92,8 +109,13 @@ def test_losses_are_those_of_each_child() -> None:
     e = [math.exp(-1.5 * g) for g in (0, 1, 2)]
     p = [*(x / sum(e) for x in e), 0.5, 0.5]  # the law of one child says nothing of sharpness
     taken = [False, True, False, False, False]
-    for chances, loss in ((p, coupled_loss(laws, 1.5)), ([0.6, 0.3, 0.1, 0.5, 0.2], probability_loss(laws))):
-        expected = -sum(math.log(x if y else 1 - x) for x, y in zip(chances, taken, strict=True)) / 5
+    for chances, loss in (
+        (p, coupled_loss(laws, 1.5)),
+        ([0.6, 0.3, 0.1, 0.5, 0.2], probability_loss(laws)),
+    ):
+        expected = (
+            -sum(math.log(x if y else 1 - x) for x, y in zip(chances, taken, strict=True)) / 5
+        )
         assert loss == pytest.approx(expected, rel=1e-6)
     sure = laws_of([[0, 255]] * 2, [1, -1], q=[[1.0, 0.0]] * 2)
     assert math.isfinite(coupled_loss(sure, MOST))
@@ -105,7 +127,11 @@ def test_ties_keep_the_default() -> None:
     laws = laws_of(np.zeros((40, 3)), np.arange(40) % 3)
     found = fit_sharpness(laws, groups(laws, 4))
     assert found.sharpness == DEFAULT
-    assert found.loss["fitted"] == found.loss["default"] == pytest.approx(-(math.log(1 / 3) + 2 * math.log(2 / 3)) / 3)
+    assert (
+        found.loss["fitted"]
+        == found.loss["default"]
+        == pytest.approx(-(math.log(1 / 3) + 2 * math.log(2 / 3)) / 3)
+    )
 
 
 @pytest.mark.parametrize(("taken", "border"), [(0, MOST), (2, LEAST)])

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from spectune.optimizer.fit.c2t import FEATURES, Classifier, Examples, evaluate, fine_tune, train
-from spectune.optimizer.fit.heterospec import DEEPER_LAYERS, MIN_FULL, Bins, Rounds, fit_bins, overlaps
+from spectune.optimizer.fit.heterospec import (
+    DEEPER_LAYERS,
+    MIN_FULL,
+    Bins,
+    Rounds,
+    fit_bins,
+    overlaps,
+)
 from spectune.optimizer.fit.sequoia import BestTrees, best_static_tree, choose, frontier_widths
 from spectune.runtime.policies.c2t import (
     CONFIDENCE_SCALE,
@@ -64,17 +71,28 @@ def test_bins_are_the_leaves_of_the_tree(monkeypatch: pytest.MonkeyPatch) -> Non
     model = DecisionTreeRegressor(max_depth=3, random_state=0).fit(rounds.phi[:, None], rounds.tcr)
     every = np.arange(300)
     leaves, ours = model.apply(every[:, None]), bin_of(bins, every)
-    assert len(set(zip(leaves, ours, strict=True))) == len(set(leaves)) == len(set(ours)) == len(bins.thresholds) + 1
-    assert bins.within_variance == pytest.approx(np.mean((rounds.tcr - model.predict(rounds.phi[:, None])) ** 2))
+    assert (
+        len(set(zip(leaves, ours, strict=True)))
+        == len(set(leaves))
+        == len(set(ours))
+        == len(bins.thresholds) + 1
+    )
+    assert bins.within_variance == pytest.approx(
+        np.mean((rounds.tcr - model.predict(rounds.phi[:, None])) ** 2)
+    )
 
 
 def test_only_fully_accepted_rounds_are_fitted_where_there_are_enough() -> None:
     rounds = planted_rounds()
     misleading = np.full(3000, 100)
     full = np.repeat([True, False], [6000, 3000])
-    bins = fit_bins(Rounds(np.append(rounds.phi, misleading), np.append(rounds.tcr, misleading * 0), full), 5)
+    bins = fit_bins(
+        Rounds(np.append(rounds.phi, misleading), np.append(rounds.tcr, misleading * 0), full), 5
+    )
     assert (bins.thresholds, bins.rounds) == (PLANTED, 6000)
-    assert bins.statistics[5].fully_accepted == pytest.approx(bins.statistics[5].count / (bins.statistics[5].count + 3000))
+    assert bins.statistics[5].fully_accepted == pytest.approx(
+        bins.statistics[5].count / (bins.statistics[5].count + 3000)
+    )
     assert bins.statistics[5].share > 1 / 3
     for enough in (0, 1):
         few = fit_bins(Rounds(rounds.phi, rounds.tcr, np.arange(6000) < MIN_FULL - 1 + enough), 5)
@@ -105,7 +123,8 @@ def test_overlaps_are_those_of_the_sets_themselves() -> None:
 
 
 def planted_trees(trees: int = 400, size: int = 60, seed: int = 0) -> Examples:
-    """Nodes accepted exactly where joint probability is above a bound that rises with depth and falls with entropy."""
+    """Nodes accepted exactly where joint probability is above a bound that rises with depth and
+    falls with entropy."""
     rng = np.random.default_rng(seed)
     n = trees * size
     joint, entropy = rng.integers(0, 120, (2, n)).astype(np.int32)
@@ -134,7 +153,9 @@ def test_a_planted_rule_is_learned(trained: Classifier, examples: Examples) -> N
     curve = metrics["curve"]
     assert [point["epoch"] for point in curve] == list(range(11))
     assert curve[-1]["loss"] < curve[1]["loss"] / 1.5
-    assert [curve[-1][k] for k in ("recall", "positive_rate")] == [metrics[k] for k in ("recall", "positive_rate")]
+    assert [curve[-1][k] for k in ("recall", "positive_rate")] == [
+        metrics[k] for k in ("recall", "positive_rate")
+    ]
     assert metrics["held_out"] == 20 * 60, "a twentieth, by whole trees"
     assert metrics["positives"] == metrics["negatives"], "one rejected node for each accepted one"
     assert metrics["positives"] + metrics["held_out_accepted"] == examples.accepted.sum()
@@ -144,12 +165,25 @@ def test_stored_weights_act_on_raw_features(trained: Classifier) -> None:
     """Against the network written out with torch, on probability, nats and depth."""
     import torch
 
-    joint, entropy, depth = np.array([0, 5, 40, 900]), np.array([0, 33, 100, 159]), np.array([1, 2, 8, 16])
-    raw = torch.tensor(np.stack([np.exp(-joint / 16), entropy / 16, depth], axis=1), dtype=torch.float64)
-    w1, b1, w2, b2 = (torch.tensor(w, dtype=torch.float64) for w in (trained.w1, trained.b1, trained.w2, trained.b2))
+    joint, entropy, depth = (
+        np.array([0, 5, 40, 900]),
+        np.array([0, 33, 100, 159]),
+        np.array([1, 2, 8, 16]),
+    )
+    raw = torch.tensor(
+        np.stack([np.exp(-joint / 16), entropy / 16, depth], axis=1), dtype=torch.float64
+    )
+    w1, b1, w2, b2 = (
+        torch.tensor(w, dtype=torch.float64)
+        for w in (trained.w1, trained.b1, trained.w2, trained.b2)
+    )
     expected = torch.sigmoid(torch.relu(raw @ w1.T + b1) @ w2 + b2)
-    np.testing.assert_allclose(trained.confidence(joint, entropy, depth), expected.numpy(), rtol=1e-12)
-    assert {w.dtype for w in (trained.w1, trained.b1, trained.w2, trained.b2)} == {np.dtype(np.float32)}
+    np.testing.assert_allclose(
+        trained.confidence(joint, entropy, depth), expected.numpy(), rtol=1e-12
+    )
+    assert {w.dtype for w in (trained.w1, trained.b1, trained.w2, trained.b2)} == {
+        np.dtype(np.float32)
+    }
 
 
 def test_the_table_is_the_confidence(trained: Classifier) -> None:
@@ -157,23 +191,39 @@ def test_the_table_is_the_confidence(trained: Classifier) -> None:
     assert (table.shape, table.dtype) == ((DEPTHS, ENTROPY_CODES, JOINT_CODES), np.uint16)
     joint, entropy = np.arange(JOINT_CODES)[None, None], np.arange(ENTROPY_CODES)[None, :, None]
     depth = np.arange(1, DEPTHS + 1)[:, None, None]
-    np.testing.assert_array_equal(table, np.floor(trained.confidence(joint, entropy, depth) * CONFIDENCE_SCALE))
+    np.testing.assert_array_equal(
+        table, np.floor(trained.confidence(joint, entropy, depth) * CONFIDENCE_SCALE)
+    )
     np.testing.assert_array_equal(confidence_table(trained), table)
     one = trained.confidence(7, 30, 2)
     assert one.shape == ()
     codes = table.astype(np.int32)
     assert confidence_code(codes, 2, 30, 7) == math.floor(one * CONFIDENCE_SCALE)
-    beyond = ((1, 3, 5), (DEPTHS + 1, ENTROPY_CODES, JOINT_CODES), (99, 9999, 9999), (DEPTHS + 4, 3, 5))
-    assert [confidence_code(codes, *at) for at in beyond] == [table[0, 3, 5], table[-1, -1, -1], table[-1, -1, -1], table[-1, 3, 5]]
+    beyond = (
+        (1, 3, 5),
+        (DEPTHS + 1, ENTROPY_CODES, JOINT_CODES),
+        (99, 9999, 9999),
+        (DEPTHS + 4, 3, 5),
+    )
+    assert [confidence_code(codes, *at) for at in beyond] == [
+        table[0, 3, 5],
+        table[-1, -1, -1],
+        table[-1, -1, -1],
+        table[-1, 3, 5],
+    ]
     assert trained.table(3, 21, 11).shape == (3, 21, 11)
 
 
-@pytest.mark.parametrize("used", [("probability", "depth"), ("probability", "entropy"), ("entropy", "depth")])
+@pytest.mark.parametrize(
+    "used", [("probability", "depth"), ("probability", "entropy"), ("entropy", "depth")]
+)
 def test_ablation(examples: Examples, used: tuple[str, ...]) -> None:
     ablated = train(examples, features=used, epochs=2, hidden=12)
     tuned = fine_tune(ablated, examples, epochs=1)
     for made in (ablated, tuned):
-        assert [n for n, column in zip(FEATURES, made.w1.T, strict=True) if column.any()] == list(used)
+        assert [n for n, column in zip(FEATURES, made.w1.T, strict=True) if column.any()] == list(
+            used
+        )
         assert made.metrics["features"] == list(used)
     varied = {"probability": ([0, 50], 3, 2), "entropy": (3, [0, 50], 2), "depth": (3, 3, [1, 8])}
     for name, codes in varied.items():
@@ -182,9 +232,20 @@ def test_ablation(examples: Examples, used: tuple[str, ...]) -> None:
 
 def test_fine_tuning_moves_towards_other_trees(trained: Classifier, examples: Examples) -> None:
     shuffled = np.random.default_rng(9).permutation(examples.tree)
-    other = Examples(examples.joint_code, examples.entropy_code, examples.depth, examples.joint_code > 40, shuffled)
+    other = Examples(
+        examples.joint_code,
+        examples.entropy_code,
+        examples.depth,
+        examples.joint_code > 40,
+        shuffled,
+    )
     tuned = fine_tune(trained, other, learning_rate=1e-2, batch=64)
-    assert (tuned.w1.shape, tuned.b1.shape, tuned.w2.shape, tuned.b2.shape) == ((48, 3), (48,), (48,), (1,))
+    assert (tuned.w1.shape, tuned.b1.shape, tuned.w2.shape, tuned.b2.shape) == (
+        (48, 3),
+        (48,),
+        (48,),
+        (1,),
+    )
     curve = tuned.metrics["curve"]
     assert curve[0]["recall"] == pytest.approx(evaluate(trained, other)["recall"], abs=0.05)
     assert curve[-1]["recall"] > 0.9 > curve[0]["recall"]
@@ -194,7 +255,10 @@ def test_fine_tuning_moves_towards_other_trees(trained: Classifier, examples: Ex
         for name in ("w1", "b1", "w2", "b2"):
             np.testing.assert_array_equal(getattr(unmoved, name), getattr(trained, name))
     assert not unmoved.metrics["fine_tuned"]
-    assert (unmoved.metrics["positives"], unmoved.metrics["recall"]) == (0, evaluate(trained, other)["recall"])
+    assert (unmoved.metrics["positives"], unmoved.metrics["recall"]) == (
+        0,
+        evaluate(trained, other)["recall"],
+    )
 
 
 def test_a_classifier_survives_its_document(trained: Classifier) -> None:
@@ -214,12 +278,17 @@ def test_a_classifier_survives_its_document(trained: Classifier) -> None:
 
 def value(paths: tuple[tuple[int, ...], ...], p: np.ndarray) -> float:
     """Expected accepted length of a tree: the sum over nodes of the product along the path."""
-    return sum(math.prod(p[min(level, len(p) - 1), rank] for level, rank in enumerate(path)) for path in paths)
+    return sum(
+        math.prod(p[min(level, len(p) - 1), rank] for level, rank in enumerate(path))
+        for path in paths
+    )
 
 
 def greedy(p: np.ndarray, nodes: int, depth: int) -> float:
     """The most probable nodes of the whole tree."""
-    everything = [path for d in range(1, depth + 1) for path in itertools.product(range(p.shape[1]), repeat=d)]
+    everything = [
+        path for d in range(1, depth + 1) for path in itertools.product(range(p.shape[1]), repeat=d)
+    ]
     return sum(sorted((value((path,), p) for path in everything), reverse=True)[:nodes])
 
 
@@ -245,10 +314,14 @@ def check_paths(trees: BestTrees, p: np.ndarray, nodes: int, depth: int) -> None
     assert value(paths, p) == pytest.approx(trees.accepted[nodes, depth])
 
 
-RANDOM = [np.random.default_rng(s).dirichlet(np.ones(4) * 0.8, size=3)[:, :3] for s in range(4)]  # ranks in no order
+RANDOM = [
+    np.random.default_rng(s).dirichlet(np.ones(4) * 0.8, size=3)[:, :3] for s in range(4)
+]  # ranks in no order
 
 
-@pytest.mark.parametrize("p", [np.array([[0.6, 0.2, 0.1]]), np.array([[0.5, 0.3, 0.1], [0.8, 0.05, 0.0]]), *RANDOM])
+@pytest.mark.parametrize(
+    "p", [np.array([[0.6, 0.2, 0.1]]), np.array([[0.5, 0.3, 0.1], [0.8, 0.05, 0.0]]), *RANDOM]
+)
 def test_the_program_is_brute_force_on_small_trees(p: np.ndarray) -> None:
     trees = best_static_tree(p if len(p) > 1 else p[0], max_nodes=5, max_depth=3)
     for nodes, depth in itertools.product(range(1, 6), range(1, 4)):
@@ -280,7 +353,9 @@ def test_the_program_takes_the_largest_trees_of_a_search() -> None:
     check_paths(trees, p[None], 64, 16)
     assert trees.paths(3, 16) == ((0,), (0, 0), (0, 0, 0))
     assert trees.paths(3, 1) == ((0,), (1,), (2,))
-    assert best_static_tree([0.25] * 4, max_nodes=3, max_depth=1).paths(2, 1) == ((0,), (1,)), "equal ranks keep the lower"
+    assert best_static_tree([0.25] * 4, max_nodes=3, max_depth=1).paths(2, 1) == ((0,), (1,)), (
+        "equal ranks keep the lower"
+    )
     assert best_static_tree([0.1, 0.6], max_nodes=3, max_depth=1).paths(1, 1) == ((1,),)
 
 
@@ -300,9 +375,16 @@ def test_choose_takes_the_fastest(width_s: float, node_s: float) -> None:
     for nodes, depth in itertools.product(range(1, 13), range(1, 5)):
         if np.isfinite(trees.accepted[nodes, depth]):
             paths = trees.paths(nodes, depth)
-            widths = [len({q[:-1] for q in paths if len(q) == level}) for level in range(1, max(map(len, paths)) + 1)]
+            widths = [
+                len({q[:-1] for q in paths if len(q) == level})
+                for level in range(1, max(map(len, paths)) + 1)
+            ]
             assert frontier_widths(paths) == widths
-            seconds = 0.05 + verify_s(nodes + 1) + sum(draft_level_s(i, w) for i, w in enumerate(widths, 1))
+            seconds = (
+                0.05
+                + verify_s(nodes + 1)
+                + sum(draft_level_s(i, w) for i, w in enumerate(widths, 1))
+            )
             rates.append((1 + value(paths, p[None])) / seconds)
     assert chosen.expected_tokens_per_s == pytest.approx(max(rates))
     assert chosen.expected_emitted == pytest.approx(1 + value(chosen.paths, p[None]))

@@ -1,4 +1,5 @@
-"""Frequency orders over recorded texts: chains whose shortlist holds no recorded child replay as executed, and how such ranks are kept."""
+"""Frequency orders over recorded texts: chains whose shortlist holds no recorded child replay as
+executed, and how such ranks are kept."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
 DRAFT = "far"
 
 
-def frequency_ranks(store: TraceStore, pair: LoadedPair, recording: str, draft: str, order: str) -> FrequencyRanks:
+def frequency_ranks(
+    store: TraceStore, pair: LoadedPair, recording: str, draft: str, order: str
+) -> FrequencyRanks:
     (made,) = ranking.recorded_ranks(store, pair, recording, draft, [order])
     assert isinstance(made, FrequencyRanks)
     return made
@@ -52,8 +55,13 @@ def store(tmp_path_factory: pytest.TempPathFactory, pair: LoadedPair) -> Iterato
         yield found
 
 
-def keep_texts(store: TraceStore, pair: LoadedPair, recording: str, sampling: Sampling, first: int) -> None:
-    prompts = {f"{n} {sampling.temperature} {sampling.top_p}": prompt for n, prompt in enumerate(PROMPTS[:3])}
+def keep_texts(
+    store: TraceStore, pair: LoadedPair, recording: str, sampling: Sampling, first: int
+) -> None:
+    prompts = {
+        f"{n} {sampling.temperature} {sampling.top_p}": prompt
+        for n, prompt in enumerate(PROMPTS[:3])
+    }
     keep(store, pair, recording, plain_texts(pair, prompts, sampling, TOKENS), first, SIZE, DRAFT)
 
 
@@ -70,29 +78,54 @@ def recording(store: TraceStore, pair: LoadedPair) -> str:
 def order(store: TraceStore, pair: LoadedPair, recording: str) -> str:
     """The vocabulary by its frequency in half of the texts."""
     texts = store.load(recording, []).trajectories[::2]
-    counts = np.bincount(np.concatenate([t.output_ids for t in texts]), minlength=pair.target.vocab_size)
-    document, arrays = Frequencies(np.argsort(-counts, kind="stable").astype(np.int64), 2).to_document()
+    counts = np.bincount(
+        np.concatenate([t.output_ids for t in texts]), minlength=pair.target.vocab_size
+    )
+    document, arrays = Frequencies(
+        np.argsort(-counts, kind="stable").astype(np.int64), 2
+    ).to_document()
     return store.put_artifact(FREQUENCIES, document, arrays, pair_id=pair.id, provenance={})
 
 
 def traced(store: TraceStore, recording: str, ranks: FrequencyRanks | None) -> ReplayTrace:
-    return trace_of(store, recording, [DRAFT], None if ranks is None else {(DRAFT, ranks.fitted): ranks})
+    return trace_of(
+        store, recording, [DRAFT], None if ranks is None else {(DRAFT, ranks.fitted): ranks}
+    )
 
 
 def policies(order: str, vocab: int) -> list[Policy]:
-    windows = [{"kind": "fixed", "gamma": 1}, {"kind": "fixed", "gamma": 5}, {"kind": "fsm", "gamma_max": 8}]
-    shortlists = [{"kind": "frequency", "size": size, "artifact": order} for size in (3, 12, vocab // 4, vocab // 2)]
-    shortlists += [{"kind": "position_frequency", "k_max": size, "artifact": order[:8]} for size in (16, vocab // 2)]
+    windows = [
+        {"kind": "fixed", "gamma": 1},
+        {"kind": "fixed", "gamma": 5},
+        {"kind": "fsm", "gamma_max": 8},
+    ]
+    shortlists = [
+        {"kind": "frequency", "size": size, "artifact": order}
+        for size in (3, 12, vocab // 4, vocab // 2)
+    ]
+    shortlists += [
+        {"kind": "position_frequency", "k_max": size, "artifact": order[:8]}
+        for size in (16, vocab // 2)
+    ]
     # Every shortlist under one window, and a third of them, in turn, under each of the others.
-    chosen = [(w, s) for i, w in enumerate(windows) for j, s in enumerate(shortlists) if i == 1 or (i + j) % 3 == 0]
+    chosen = [
+        (w, s)
+        for i, w in enumerate(windows)
+        for j, s in enumerate(shortlists)
+        if i == 1 or (i + j) % 3 == 0
+    ]
     return [parse_policy({"draft": DRAFT, "window": w, "shortlist": s}) for w, s in chosen]
 
 
 def test_chains_replay_exactly_where_no_child_is_in_the_shortlist(
     store: TraceStore, pair: LoadedPair, recording: str, order: str
 ) -> None:
-    """Every round as executed, none in doubt; from recorded children alone many are, and some are wrong."""
-    trace, bare = (traced(store, recording, r) for r in (frequency_ranks(store, pair, recording, DRAFT, order), None))
+    """Every round as executed, none in doubt; from recorded children alone many are, and some are
+    wrong."""
+    trace, bare = (
+        traced(store, recording, r)
+        for r in (frequency_ranks(store, pair, recording, DRAFT, order), None)
+    )
     find, doubts, unlike = fitted(store), 0, 0
     for policy in policies(order, pair.target.vocab_size):
         decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, artifacts=find)))
@@ -100,7 +133,9 @@ def test_chains_replay_exactly_where_no_child_is_in_the_shortlist(
         without = run_replay(bare, policy, artifacts=find, per_round=True)
         assert replayed.missing == 0
         doubts += without.missing
-        for text, rounds, guessed in zip(trace.trajectories, replayed.steps(), without.steps(), strict=True):
+        for text, rounds, guessed in zip(
+            trace.trajectories, replayed.steps(), without.steps(), strict=True
+        ):
             done = [shape(s) for s in decoded_again(decoder, text).steps]
             assert done == [shape(s) for s in rounds], (policy.label(), text.request_id)
             unlike += done != [shape(s) for s in guessed]
@@ -111,7 +146,8 @@ def test_chains_replay_exactly_where_no_child_is_in_the_shortlist(
 def test_ranks_are_those_of_canonical_laws(
     store: TraceStore, pair: LoadedPair, recording: str, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a margin so wide that every law is settled, or so narrow that none is, ranks are the same; most of the text is no child."""
+    """With a margin so wide that every law is settled, or so narrow that none is, ranks are the
+    same; most of the text is no child."""
     found = []
     monkeypatch.setattr(ranking, "keep_ranks", lambda store, pair_id, recording, made: made)
     monkeypatch.setattr(
@@ -122,7 +158,9 @@ def test_ranks_are_those_of_canonical_laws(
         found.append(frequency_ranks(store, pair, recording, DRAFT, order))
     for name in ("own", "better", "open", "text_code", "mass_code", "entropy_code"):
         np.testing.assert_array_equal(getattr(found[0], name), getattr(found[1], name))
-    slots = np.concatenate([p.text_slot[: p.positions] for p in store.load(recording, trees=True).trees(DRAFT)])
+    slots = np.concatenate(
+        [p.text_slot[: p.positions] for p in store.load(recording, trees=True).trees(DRAFT)]
+    )
     assert (slots == OFF_TEXT).sum() > 10
     kept = found[0].kept([1, 16, pair.target.vocab_size])
     assert kept[0]["true_tokens"] < kept[1]["true_tokens"] < kept[2]["true_tokens"] == 1.0
@@ -139,15 +177,28 @@ STOPS = [
 def test_stops_read_the_restricted_law(
     store: TraceStore, pair: LoadedPair, recording: str, order: str, stop: dict[str, object]
 ) -> None:
-    """At sizes whose mass is kept, rounds begin and accept as executed, but for codes that rounding moves; by whole laws many do not."""
-    trace, bare = (traced(store, recording, r) for r in (frequency_ranks(store, pair, recording, DRAFT, order), None))
+    """At sizes whose mass is kept, rounds begin and accept as executed, but for codes that rounding
+    moves; by whole laws many do not."""
+    trace, bare = (
+        traced(store, recording, r)
+        for r in (frequency_ranks(store, pair, recording, DRAFT, order), None)
+    )
     find, unlike, guessed, rounds = fitted(store), 0, 0, 0
     for size in (4, 16):
         block = {"kind": "frequency", "size": size, "artifact": order}
-        policy = parse_policy({"draft": DRAFT, "window": {"kind": "fixed", "gamma": 6}, "shortlist": block, "stop": stop})
+        policy = parse_policy(
+            {
+                "draft": DRAFT,
+                "window": {"kind": "fixed", "gamma": 6},
+                "shortlist": block,
+                "stop": stop,
+            }
+        )
         decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, artifacts=find)))
         for text, one, other in zip(
-            trace.trajectories, *(run_replay(t, policy, artifacts=find, per_round=True).steps() for t in (trace, bare)), strict=True
+            trace.trajectories,
+            *(run_replay(t, policy, artifacts=find, per_round=True).steps() for t in (trace, bare)),
+            strict=True,
         ):
             done = {(s.start, s.accepted) for s in decoded_again(decoder, text).steps}
             rounds += len(done)
@@ -157,20 +208,31 @@ def test_stops_read_the_restricted_law(
     assert guessed > 0.03 * rounds
 
 
-def test_filters_leave_what_is_no_child_unsaid(store: TraceStore, pair: LoadedPair, order: str) -> None:
-    """Under top-p the draft's order beyond its recorded children depends on the shortlist: such rounds are counted, as without ranks."""
-    name = store.create_recording(pair.id, None, Sampling(1.0, top_p=0.5, seed=1), max_new_tokens=TOKENS).id
+def test_filters_leave_what_is_no_child_unsaid(
+    store: TraceStore, pair: LoadedPair, order: str
+) -> None:
+    """Under top-p the draft's order beyond its recorded children depends on the shortlist: such
+    rounds are counted, as without ranks."""
+    name = store.create_recording(
+        pair.id, None, Sampling(1.0, top_p=0.5, seed=1), max_new_tokens=TOKENS
+    ).id
     keep_texts(store, pair, name, Sampling(1.0, top_p=0.5, seed=1), 0)
     ranks = frequency_ranks(store, pair, name, DRAFT, order)
     assert ranks.open.any()
     for policy in policies(order, pair.target.vocab_size):
-        one, other = (run_replay(traced(store, name, r), policy, artifacts=fitted(store)) for r in (ranks, None))
+        one, other = (
+            run_replay(traced(store, name, r), policy, artifacts=fitted(store))
+            for r in (ranks, None)
+        )
         np.testing.assert_array_equal(one.counts, other.counts)
         assert one.missing == other.missing
 
 
-def test_stored_ranks_are_found_and_mended(store: TraceStore, pair: LoadedPair, recording: str, order: str) -> None:
-    """Made once, and again when they are damaged or the recording has grown; a trace refuses those that lack a request."""
+def test_stored_ranks_are_found_and_mended(
+    store: TraceStore, pair: LoadedPair, recording: str, order: str
+) -> None:
+    """Made once, and again when they are damaged or the recording has grown; a trace refuses those
+    that lack a request."""
     name = store.create_recording(pair.id, None, SAMPLINGS[0], max_new_tokens=TOKENS).id
     with pytest.raises(TraceError, match=rf"no trees of draft '{DRAFT}'.*record --resume"):
         frequency_ranks(store, pair, name, DRAFT, order)
@@ -180,14 +242,20 @@ def test_stored_ranks_are_found_and_mended(store: TraceStore, pair: LoadedPair, 
     assert first.fitted == order
     assert frequency_ranks(store, pair, name, DRAFT, order).artifact == first.artifact
     keep_texts(store, pair, name, SAMPLINGS[1], 3)
-    with pytest.raises(TraceError, match=r"no frequency ranks of it.*grown since.*`fit ranks --recording ID --frequencies"):
+    with pytest.raises(
+        TraceError,
+        match=r"no frequency ranks of it.*grown since.*`fit ranks --recording ID --frequencies",
+    ):
         traced(store, name, first)
     grown = frequency_ranks(store, pair, name, DRAFT, order)
     assert grown.digests[:3] == first.digests
     np.testing.assert_array_equal(grown.better[: len(first.better)], first.better)
     for damaged in (first, grown):
         damage(store, ArtifactRow, damaged.artifact)
-    with pytest.raises(CorruptedChunkError, match=r"\(frequency_ranks\) cannot be used.*`fit ranks --recording \S+ --frequencies"):
+    with pytest.raises(
+        CorruptedChunkError,
+        match=r"\(frequency_ranks\) cannot be used.*`fit ranks --recording \S+ --frequencies",
+    ):
         stored_ranks(store, name, DRAFT, order)
     mended = frequency_ranks(store, pair, name, DRAFT, order)
     found = stored_ranks(store, name, DRAFT, order)
@@ -197,7 +265,8 @@ def test_stored_ranks_are_found_and_mended(store: TraceStore, pair: LoadedPair, 
 
 
 def test_what_is_no_order_is_refused(store: TraceStore, pair: LoadedPair, recording: str) -> None:
-    """Another kind of artifact; an order of another vocabulary; arrays that do not fit one another."""
+    """Another kind of artifact; an order of another vocabulary; arrays that do not fit one
+    another."""
     other = store.put_artifact(ROUTER, {"x": 1}, {"y": np.zeros(1)}, pair_id=pair.id, provenance={})
     with pytest.raises(PolicyError, match=r"--frequencies .* is a router, not a frequencies"):
         fit_ranks(store, recording, pair, DRAFT, frequencies=other)
@@ -207,13 +276,17 @@ def test_what_is_no_order_is_refused(store: TraceStore, pair: LoadedPair, record
         frequency_ranks(store, pair, recording, DRAFT, short)
     two, codes = np.zeros(2), np.zeros((2, 1), np.uint16)
     ranks = FrequencyRanks(
-        draft=DRAFT, fitted="a", proposals="coupled", vocab=9, budgets=(1,), digests=("x",), text_offsets=np.array([0, 2]),
-        own=two, better=two, text_code=codes[0], mass_code=codes, entropy_code=codes, open=np.zeros(2, np.bool_),
+        draft=DRAFT, fitted="a", proposals="coupled", vocab=9, budgets=(1,), digests=("x",),
+        text_offsets=np.array([0, 2]),
+        own=two, better=two, text_code=codes[0], mass_code=codes, entropy_code=codes,
+        open=np.zeros(2, np.bool_),
     )  # fmt: skip
     with pytest.raises(ValueError, match="text_code has 1 rows, not 2"):
         FrequencyRanks.from_document(*ranks.to_document())
     document, arrays = replace(ranks, text_code=codes[:, 0]).to_document()
-    assert FrequencyRanks.from_document(document, arrays).kept([1]) == [{"tokens": 1, "true_tokens": 1.0, "mass": 1.0}]
+    assert FrequencyRanks.from_document(document, arrays).kept([1]) == [
+        {"tokens": 1, "true_tokens": 1.0, "mass": 1.0}
+    ]
     with pytest.raises(ValueError, match="better has 1 rows, not 2"):
         FrequencyRanks.from_document(document, {**arrays, "better": np.zeros(1)})
     with pytest.raises(ValueError, match="own is missing"):

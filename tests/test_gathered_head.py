@@ -1,4 +1,5 @@
-"""Logits over a union of tokens: every way against the plain formula, the kernel in Triton's interpreter and compiled, two streams."""
+"""Logits over a union of tokens: every way against the plain formula, the kernel in Triton's
+interpreter and compiled, two streams."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ import torch
 
 from spectune.runtime import gathered_head
 from spectune.runtime.cuda import kernel as kernels
-from spectune.runtime.cuda.kernel import Tile, gathered_kernel, gathered_logits, kernel_runs, tile_for
+from spectune.runtime.cuda.kernel import (
+    Tile,
+    gathered_kernel,
+    gathered_logits,
+    kernel_runs,
+    tile_for,
+)
 from spectune.runtime.cuda.streams import forked
 from spectune.runtime.gathered_head import GatheredHead
 from spectune.traces.errors import PairError, PolicyError
@@ -23,9 +30,14 @@ from spectune.traces.errors import PairError, PolicyError
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 WAYS = [
-    (dtype, way) for dtype in TOLERANCE for way in ("compiled", "gather", "full") if way != "compiled" or dtype == torch.float32
+    (dtype, way)
+    for dtype in TOLERANCE
+    for way in ("compiled", "gather", "full")
+    if way != "compiled" or dtype == torch.float32
 ]
-with_triton = pytest.mark.skipif(sys.platform != "linux", reason="triton is published for Linux only")
+with_triton = pytest.mark.skipif(
+    sys.platform != "linux", reason="triton is published for Linux only"
+)
 """On Linux these tests fail where triton is missing: it is among the test dependencies."""
 
 
@@ -46,11 +58,17 @@ def draw(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hidden states, weights and biases."""
     g = torch.Generator().manual_seed(seed)
-    hidden, weight, bias = torch.randn(n, d, generator=g), torch.randn(vocab, d, generator=g), torch.randn(vocab, generator=g)
+    hidden, weight, bias = (
+        torch.randn(n, d, generator=g),
+        torch.randn(vocab, d, generator=g),
+        torch.randn(vocab, generator=g),
+    )
     return hidden.to(dtype), weight.to(dtype), bias.to(dtype)
 
 
-def forced(weight: torch.Tensor, bias: torch.Tensor | None = None, *, way: str | None) -> GatheredHead:
+def forced(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, *, way: str | None
+) -> GatheredHead:
     """A head that has one of its ways alone; None: all of them."""
     head = GatheredHead(weight, bias)
     assert way is None or way in head.ways
@@ -60,10 +78,14 @@ def forced(weight: torch.Tensor, bias: torch.Tensor | None = None, *, way: str |
 
 def some(seed: int, vocab: int, count: int) -> torch.Tensor:
     """``count`` different token ids, ascending."""
-    return torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))[:count].sort().values
+    return (
+        torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))[:count].sort().values
+    )
 
 
-def plain(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def plain(
+    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """The formula, in float64 on the numbers as they are rounded."""
     out = (
         torch.stack([(hidden.double() * weight[int(j)].double()).sum(-1) for j in ids], -1)
@@ -73,7 +95,9 @@ def plain(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: t
     return out if bias is None else out + bias[ids].double()
 
 
-def assert_close(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype = torch.float32) -> None:
+def assert_close(
+    got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> None:
     assert got.dtype == torch.float32
     assert got.shape == wanted.shape
     if wanted.numel():
@@ -94,16 +118,30 @@ def test_unions_agree_with_the_plain_formula_and_read_nothing_else(
     ids = some(n, vocab, count)
     weight[~torch.isin(torch.arange(vocab), ids)] = torch.nan
     assert_close(forced(weight, way=way).over(hidden, ids), plain(hidden, weight, ids), dtype)
-    assert_close(forced(weight, bias, way=way).over(hidden, ids), plain(hidden, weight, ids, bias), dtype)
+    assert_close(
+        forced(weight, bias, way=way).over(hidden, ids), plain(hidden, weight, ids, bias), dtype
+    )
 
 
-@pytest.mark.filterwarnings("error:An output with one or more elements was resized:UserWarning")  # a buffer that is too short
+@pytest.mark.filterwarnings(
+    "error:An output with one or more elements was resized:UserWarning"
+)  # a buffer that is too short
 @pytest.mark.parametrize("way", ["compiled", "gather", "full", None])
 def test_unions_of_any_size_and_order(way: str | None) -> None:
     hidden, weight, bias = draw(3, 2, 90, 32)
     head = forced(weight, bias, way=way)
-    unions = [torch.arange(0), torch.tensor([89]), torch.arange(90), some(0, 90, 90), torch.arange(90)[::3], torch.arange(60)]
-    unions += [torch.arange(5), torch.arange(90).flip(0)]  # a buffer that is longer than needed; descending
+    unions = [
+        torch.arange(0),
+        torch.tensor([89]),
+        torch.arange(90),
+        some(0, 90, 90),
+        torch.arange(90)[::3],
+        torch.arange(60),
+    ]
+    unions += [
+        torch.arange(5),
+        torch.arange(90).flip(0),
+    ]  # a buffer that is longer than needed; descending
     found = [head.over(hidden, ids) for ids in unions]  # a later call overwrites no earlier result
     for got, ids in zip(found, unions, strict=True):
         assert_close(got, plain(hidden, weight, ids, bias))
@@ -114,7 +152,11 @@ def test_unions_of_any_size_and_order(way: str | None) -> None:
 def test_the_full_head(dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathered_head, "quickest", lambda ways, device: way)
     hidden, weight, bias = draw(8, 4, 70, 40, dtype)
-    assert_close(GatheredHead(weight, bias).over(hidden), plain(hidden, weight, torch.arange(70), bias), dtype)
+    assert_close(
+        GatheredHead(weight, bias).over(hidden),
+        plain(hidden, weight, torch.arange(70), bias),
+        dtype,
+    )
 
 
 def test_ways_and_tokens_that_are_not_there() -> None:
@@ -128,7 +170,7 @@ def test_ways_and_tokens_that_are_not_there() -> None:
                 forced(weight, way=way).over(hidden, torch.tensor(ids))
 
 
-# -- the kernel ----------------------------------------------------------------------------------------------------------------------
+# -- the kernel ------------------------------------------------------------------------------------
 
 
 @with_triton
@@ -136,12 +178,24 @@ def test_ways_and_tokens_that_are_not_there() -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("tile", [None, Tile(16, 16, 16), Tile(32, 16, 32)], ids=str)
 def test_the_kernel_agrees_with_the_plain_formula(dtype: torch.dtype, tile: Tile | None) -> None:
-    for n, vocab, d, count in ((1, 50, 8, 20), (17, 61, 40, 33), (3, 40, 64, 1), (2, 20, 32, 20), (33, 30, 16, 16)):
+    for n, vocab, d, count in (
+        (1, 50, 8, 20),
+        (17, 61, 40, 33),
+        (3, 40, 64, 1),
+        (2, 20, 32, 20),
+        (33, 30, 16, 16),
+    ):
         hidden, weight, bias = draw(n, n, vocab, d, dtype)
         ids = some(n, vocab, count)
         weight[~torch.isin(torch.arange(vocab), ids)] = torch.nan
-        assert_close(gathered_logits(hidden, weight, ids, tile=tile), plain(hidden, weight, ids), dtype)
-        assert_close(gathered_logits(hidden, weight, ids, bias=bias, tile=tile), plain(hidden, weight, ids, bias), dtype)
+        assert_close(
+            gathered_logits(hidden, weight, ids, tile=tile), plain(hidden, weight, ids), dtype
+        )
+        assert_close(
+            gathered_logits(hidden, weight, ids, bias=bias, tile=tile),
+            plain(hidden, weight, ids, bias),
+            dtype,
+        )
 
 
 @with_triton
@@ -160,9 +214,15 @@ def test_a_head_runs_its_kernel() -> None:
     ("dtype", "rows", "hidden_size", "capability"), [("bf16", 10, 2048, 90), ("fp32", 10, 160, 80)]
 )
 def test_the_kernel_compiles_for_gpus(
-    dtype: str, rows: int, hidden_size: int, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: str,
+    rows: int,
+    hidden_size: int,
+    capability: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Triton's compiler needs no GPU. Rows are copied 16 bytes at a time and ahead of their use; low precision runs on tensor cores."""
+    """Triton's compiler needs no GPU. Rows are copied 16 bytes at a time and ahead of their use;
+    low precision runs on tensor cores."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -172,18 +232,32 @@ def test_the_kernel_compiles_for_gpus(
     tile = tile_for(rows, 20000, hidden_size, 4 if dtype == "fp32" else 2, 132)
     fixed = {"HAS_BIAS": True, "RAGGED": hidden_size % tile.d != 0, "WIDEN": False}
     fixed |= {"ROWS": tile.rows, "IDS": tile.ids, "D": tile.d}
-    kinds = dict.fromkeys(("hidden", "weight", "bias"), "*" + dtype) | {"ids": "*i64"} | {"out": "*fp32"}
+    kinds = (
+        dict.fromkeys(("hidden", "weight", "bias"), "*" + dtype)
+        | {"ids": "*i64"}
+        | {"out": "*fp32"}
+    )
     kinds |= dict.fromkeys(("n", "count", "hidden_size"), "i32") | dict.fromkeys(fixed, "constexpr")
     names = kernel.arg_names
-    aligned = [i for i, name in enumerate(names) if kinds[name].startswith("*") or name in ("count", "hidden_size")]
+    aligned = [
+        i
+        for i, name in enumerate(names)
+        if kinds[name].startswith("*") or name in ("count", "hidden_size")
+    ]
     source = ASTSource(
         kernel,
         {name: kinds[name] for name in names},
         constexprs={(names.index(name),): value for name, value in fixed.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )
-    made = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": tile.warps, "num_stages": tile.stages})
-    assert made.metadata.shared <= 99 * 1024  # what a block may have on every GPU from compute capability 8.0 on
+    made = compile(
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": tile.warps, "num_stages": tile.stages},
+    )
+    assert (
+        made.metadata.shared <= 99 * 1024
+    )  # what a block may have on every GPU from compute capability 8.0 on
     ptx = made.asm["ptx"]
     assert re.search(r"cp\.async\.cg\.shared\.global .*0x10", ptx)
     assert ("mma.sync" in ptx) == (dtype != "fp32")
@@ -203,12 +277,13 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel_runs(torch.device("cuda"))
 
 
-# -- choosing a way ------------------------------------------------------------------------------------------------------------------
+# -- choosing a way --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("least", [1, 17, 40])
 def test_a_warm_head_measures_nothing_more(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever rows and tokens come within what was announced, on another head of the same shape too."""
+    """Whatever rows and tokens come within what was announced, on another head of the same shape
+    too."""
     asked = []
 
     def counted(ways: dict[str, Any], device: torch.device) -> str:
@@ -230,7 +305,7 @@ def test_a_warm_head_measures_nothing_more(least: int, monkeypatch: pytest.Monke
     assert len(asked) == measured + (least > 8)
 
 
-# -- two streams ---------------------------------------------------------------------------------------------------------------------
+# -- two streams -----------------------------------------------------------------------------------
 
 
 class FakeStream:
@@ -284,7 +359,8 @@ class FakeCuda:
             self.current = before
 
     def work(self, name: str, needs: set[str], not_after: set[str] | None = None) -> str:
-        """Something issued on the current stream, which must come after ``needs`` and need not wait for ``not_after``."""
+        """Something issued on the current stream, which must come after ``needs`` and need not wait
+        for ``not_after``."""
         stream = self.current
         assert needs <= stream.done, f"{name} may run before {needs - stream.done}"
         assert not (not_after or set()) & stream.done, f"{name} waits for {not_after}"
@@ -306,7 +382,14 @@ def test_core_and_router_run_on_two_streams() -> None:
         assert got == (f"core {step}", f"router {step}")
         assert cuda.current is cuda.main
         cuda.work(f"head {step}", {f"core {step}", f"router {step}"})
-    round_of = ["main records", "side waits", "side runs router 0", "main runs core 0", "side records", "main waits"]
+    round_of = [
+        "main records",
+        "side waits",
+        "side runs router 0",
+        "main runs core 0",
+        "side records",
+        "main waits",
+    ]
     assert cuda.log[:8] == ["main runs embed 0", *round_of, "main runs head 0"]
     assert cuda.made == [CUDA]  # one side stream for all
     assert cuda.devices == [CUDA] * 3

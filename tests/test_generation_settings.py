@@ -1,4 +1,5 @@
-"""What a checkpoint's generation_config asks for: applied as ``generate`` applies it, under every policy, or refused by name."""
+"""What a checkpoint's generation_config asks for: applied as ``generate`` applies it, under every
+policy, or refused by name."""
 
 from __future__ import annotations
 
@@ -24,12 +25,22 @@ POLICIES: list[dict[str, Any]] = [
     {"window": {"kind": "fixed", "gamma": 0}},
     {"draft": "near", "window": {"kind": "fixed", "gamma": 4}},
     {"draft": "ngram", "window": {"kind": "fixed", "gamma": 3}},
-    {"draft": "near", "window": {"kind": "fixed", "gamma": 3}, "growth": {"kind": "top_k", "width": 3}, "select": {"top_n": 8}},
+    {
+        "draft": "near",
+        "window": {"kind": "fixed", "gamma": 3},
+        "growth": {"kind": "top_k", "width": 3},
+        "select": {"top_n": 8},
+    },
 ]
 ASKED: list[dict[str, Any]] = [
     {"repetition_penalty": 1.4},
     {"no_repeat_ngram_size": 2},
-    {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 30, "suppress_tokens": [9, 40]},
+    {
+        "repetition_penalty": 1.2,
+        "no_repeat_ngram_size": 3,
+        "min_new_tokens": 30,
+        "suppress_tokens": [9, 40],
+    },
 ]
 
 
@@ -39,16 +50,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asking(folder: Path, settings: dict[str, Any], **more: Any) -> LoadedPair:
-    """The pair with these settings in its target's generation_config; ``more``: further keys of the pair file."""
+    """The pair with these settings in its target's generation_config; ``more``: further keys of the
+    pair file."""
     file = folder / "target" / "generation_config.json"
-    eos = {name: value for name, value in json.loads(file.read_text()).items() if name.endswith("token_id")}
+    eos = {
+        name: value
+        for name, value in json.loads(file.read_text()).items()
+        if name.endswith("token_id")
+    }
     file.write_text(json.dumps(eos | settings))
     pair = folder / "asking.json"
     pair.write_text(json.dumps(json.loads((folder / "pair.json").read_text()) | more))
     return load_pair(read_pair(str(pair)), device="cpu")
 
 
-def text(pair: LoadedPair, policy: dict[str, Any], sampling: Sampling, verifier: Verifier = "coupled") -> list[int]:
+def text(
+    pair: LoadedPair, policy: dict[str, Any], sampling: Sampling, verifier: Verifier = "coupled"
+) -> list[int]:
     decoder = Decoder(pair, StaticSource(prepare_for(pair, parse_policy(policy))), verifier)
     request = decoder.request(Request("r", "", ("",)), PROMPT, sampling, NEW)
     return decoder.decode(request).trajectory.output_ids.tolist()
@@ -62,8 +80,11 @@ def plain_text(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("settings", ASKED, ids=lambda s: "+".join(s))
-def test_greedy_texts_are_those_of_generate_and_no_policy_changes_a_text(folder: Path, settings: dict[str, Any]) -> None:
-    """Token for token, chains, trees and none; sampled texts do not depend on the policy either. Without the settings texts differ."""
+def test_greedy_texts_are_those_of_generate_and_no_policy_changes_a_text(
+    folder: Path, settings: dict[str, Any]
+) -> None:
+    """Token for token, chains, trees and none; sampled texts do not depend on the policy either.
+    Without the settings texts differ."""
     pair = asking(folder, settings)
     assert {name: pair.settings[name] for name in settings} == settings
     expected = plain_text(folder)
@@ -75,9 +96,13 @@ def test_greedy_texts_are_those_of_generate_and_no_policy_changes_a_text(folder:
 
 
 def test_words_are_forbidden_and_favoured(folder: Path) -> None:
-    """The greedy text's own words are forbidden, or others favoured: what ``generate`` makes of it."""
+    """The greedy text's own words are forbidden, or others favoured: what ``generate`` makes of
+    it."""
     own = text(asking(folder, {}), POLICIES[0], Sampling())
-    for settings in ({"bad_words_ids": [own[:1], own[3:5]]}, {"sequence_bias": [[[own[0]], -9.0], [[11], 6.5]]}):
+    for settings in (
+        {"bad_words_ids": [own[:1], own[3:5]]},
+        {"sequence_bias": [[[own[0]], -9.0], [[11], 6.5]]},
+    ):
         pair = asking(folder, settings)
         expected = plain_text(folder)
         assert expected != own
@@ -85,27 +110,64 @@ def test_words_are_forbidden_and_favoured(folder: Path) -> None:
 
 
 def test_a_pair_with_settings_is_another_pair(folder: Path) -> None:
-    """Recordings with and without them do not mix; what asks for nothing costs nothing and changes no id."""
+    """Recordings with and without them do not mix; what asks for nothing costs nothing and changes
+    no id."""
     ignored = asking(folder, {"repetition_penalty": 1.3}, generation_config=False)
     applied = asking(folder, {"repetition_penalty": 1.3})
     assert applied.id != ignored.id
     assert applied.processor(3) is not None
     assert ignored.processor(3) is None
-    neutral = asking(folder, {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_p": None, "num_beams": 1, "temperature": 0.6})
+    neutral = asking(
+        folder,
+        {
+            "repetition_penalty": 1.0,
+            "no_repeat_ngram_size": 0,
+            "min_p": None,
+            "num_beams": 1,
+            "temperature": 0.6,
+        },
+    )
     assert neutral.settings == {}
     assert neutral.processor(3) is None
-    assert neutral.id == asking(folder, {"num_beams": 1, "temperature": 0.6, "repetition_penalty": 1.0,
-                                         "no_repeat_ngram_size": 0, "min_p": None}, generation_config=False).id
+    assert (
+        neutral.id
+        == asking(
+            folder,
+            {
+                "num_beams": 1,
+                "temperature": 0.6,
+                "repetition_penalty": 1.0,
+                "no_repeat_ngram_size": 0,
+                "min_p": None,
+            },
+            generation_config=False,
+        ).id
+    )
     assert read_pair(str(folder / "asking.json")).to_json()["generation_config"] is False
 
 
 @pytest.mark.parametrize(
     ("settings", "sampling", "verifier", "said"),
     [
-        ({"min_p": 0.1}, Sampling(1.0), "coupled", "asks for min_p, which is not applied above temperature 0"),
-        ({"num_beams": 4}, Sampling(), "coupled", "asks for num_beams, which is not applied; a pair file"),
+        (
+            {"min_p": 0.1},
+            Sampling(1.0),
+            "coupled",
+            "asks for min_p, which is not applied above temperature 0",
+        ),
+        (
+            {"num_beams": 4},
+            Sampling(),
+            "coupled",
+            "asks for num_beams, which is not applied; a pair file",
+        ),
         ({"stop_strings": ["x"]}, Sampling(), "coupled", "asks for stop_strings"),
-        ({"repetition_penalty": 1.3}, Sampling(1.0), "rejection", "repetition_penalty, which the rejection verifier does not apply"),
+        (
+            {"repetition_penalty": 1.3},
+            Sampling(1.0),
+            "rejection",
+            "repetition_penalty, which the rejection verifier does not apply",
+        ),
     ],
 )
 def test_what_is_not_applied_is_refused(
@@ -127,7 +189,12 @@ def test_old_checkpoints_ask_in_their_configuration(folder: Path) -> None:
     plain = config.read_text()
     config.write_text(json.dumps(json.loads(plain) | {"no_repeat_ngram_size": 2}))
     assert spec.settings == {"no_repeat_ngram_size": 2}
-    assert AutoModelForCausalLM.from_pretrained(folder / "target").generation_config.no_repeat_ngram_size == 2
+    assert (
+        AutoModelForCausalLM.from_pretrained(
+            folder / "target"
+        ).generation_config.no_repeat_ngram_size
+        == 2
+    )
     config.write_text(plain)
     (folder / "aside.json").rename(folder / "target" / "generation_config.json")
 

@@ -1,4 +1,5 @@
-"""Checkpoints as GGUF files: kept by content, read back, and refused by name where they cannot be."""
+"""Checkpoints as GGUF files: kept by content, read back, and refused by name where they cannot
+be."""
 
 from __future__ import annotations
 
@@ -42,19 +43,26 @@ def test_weights_are_the_checkpoints(target: Path, weights: Weights, kind: type)
     assert (read["output_norm.weight"] == kept["model.norm.weight"]).all()
     ours = kept["model.layers.0.self_attn.q_proj.weight"].astype(kind)
     theirs, size = read["blk.0.attn_q.weight"], 12
-    assert (theirs[0:4] == ours[[0, size // 2, 1, size // 2 + 1]]).all()  # rotated halves side by side
+    assert (
+        theirs[0:4] == ours[[0, size // 2, 1, size // 2 + 1]]
+    ).all()  # rotated halves side by side
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "its architecture is GPT2LMHeadModel, and known are LlamaForCausalLM"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "its architecture is GPT2LMHeadModel, and known are LlamaForCausalLM",
+        ),
         ({"rope_parameters": {"rope_type": "yarn"}}, "its rotary positions are scaled"),
         ({"hidden_act": "gelu"}, "its activation is gelu"),
         ({"attention_bias": True}, "its projections have biases"),
     ],
 )
-def test_what_cannot_be_converted_is_named_and_leaves_nothing(target: Path, change: dict[str, object], said: str) -> None:
+def test_what_cannot_be_converted_is_named_and_leaves_nothing(
+    target: Path, change: dict[str, object], said: str
+) -> None:
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(EngineError, match=f"{target}: cannot be converted to GGUF: {said}"):

@@ -1,4 +1,5 @@
-"""Captured passes, proven without a GPU: a recorder that replays torch's operations on fixed memory, as a CUDA graph does."""
+"""Captured passes, proven without a GPU: a recorder that replays torch's operations on fixed
+memory, as a CUDA graph does."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ from spectune.traces.schema import Request, Sampling, Workload
 TOKENS = 16
 DEEP = 3
 """Layers of the heads' target."""
-GREEDY, HOT, FILTERED = Sampling(), Sampling(temperature=1.0, seed=4), Sampling(temperature=0.9, top_p=0.9, seed=5)
+GREEDY, HOT, FILTERED = (
+    Sampling(),
+    Sampling(temperature=1.0, seed=4),
+    Sampling(temperature=0.9, top_p=0.9, seed=5),
+)
 PROMPT = "def add(a, b):\n    return a + b\n"
 
 
@@ -44,7 +49,13 @@ class Tape(TorchDispatchMode):
         self.before: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.made: list[torch.Tensor] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -52,19 +63,26 @@ class Tape(TorchDispatchMode):
             changed = args[0] if "out" not in kwargs else kwargs["out"]
             self.before.append((changed, changed.clone()))
         out = func(*args, **kwargs)
-        read = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        read = {
+            t.untyped_storage().data_ptr()
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
         results = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
         if func._schema.is_mutable:
             self.ops.append((func, args, kwargs, None))
-        elif any(t.untyped_storage().data_ptr() not in read for t in results):  # else a view, which stays what it is
+        elif any(
+            t.untyped_storage().data_ptr() not in read for t in results
+        ):  # else a view, which stays what it is
             self.ops.append((func, args, kwargs, out))
             self.made += results
         return out
 
 
 class FakeRecorder:
-    """What CUDA does, on a CPU: capturing changes nothing, a replay repeats the operations on the same memory without any Python of the
-    pass, and the memory of a pass is another's as soon as it has ended. ``captured`` counts."""
+    """What CUDA does, on a CPU: capturing changes nothing, a replay repeats the operations on the
+    same memory without any Python of the pass, and the memory of a pass is another's as soon as it
+    has ended. ``captured`` counts."""
 
     def __init__(self) -> None:
         self.captured = 0
@@ -99,7 +117,9 @@ class Twins:
     """One pair loaded twice: ``plain``, and ``fast``, which replays captured passes."""
 
     def __init__(self, file: Path) -> None:
-        self.plain, self.fast = (load_pair(read_pair(str(file)), device="cpu", threads=1) for _ in range(2))
+        self.plain, self.fast = (
+            load_pair(read_pair(str(file)), device="cpu", threads=1) for _ in range(2)
+        )
         self.recorder = FakeRecorder()
         use_graphs(self.models, self.recorder)
 
@@ -134,7 +154,11 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Twins:
 
 
 def decoded(
-    pair: LoadedPair, source: PolicySource, sampling: Sampling, prompt: str = PROMPT, tokens: int = TOKENS
+    pair: LoadedPair,
+    source: PolicySource,
+    sampling: Sampling,
+    prompt: str = PROMPT,
+    tokens: int = TOKENS,
 ) -> list[Round]:
     decoder = Decoder(pair, source)
     request = decoder.request(Request("r", "c", ("x",)), pair.encode(prompt), sampling, tokens)
@@ -172,9 +196,16 @@ DOCUMENTS: list[dict[str, Any]] = [
     {"draft": "none"},
     {"draft": "ngram", "window": {"kind": "fixed", "gamma": 3}},
     {"draft": "near", "window": {"kind": "fixed", "gamma": 4}},
-    {"draft": "near", "window": {"kind": "fsm", "gamma_max": 6}, "stop": {"kind": "max_prob", "threshold": 0.3}},
+    {
+        "draft": "near",
+        "window": {"kind": "fsm", "gamma_max": 6},
+        "stop": {"kind": "max_prob", "threshold": 0.3},
+    },
     {"draft": "far", "window": {"kind": "cache_fsm", "gamma_max": 5}},
-    {"draft": "near", "window": {"kind": "q_learning", "gamma_max": 3, "gamma_min": 0, "epsilon": 0.6}},
+    {
+        "draft": "near",
+        "window": {"kind": "q_learning", "gamma_max": 3, "gamma_min": 0, "epsilon": 0.6},
+    },
     top_k("near", 6, 5, 20),
     top_k("near", 4, 4, 12, **BINS),
     top_k("near", 4, 4, 30, stop={"kind": "joint_prob", "threshold": 0.02}),
@@ -198,13 +229,17 @@ def poisoned(pair: LoadedPair) -> None:
 
 @pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
 def test_decoding_with_graphs_is_decoding(twins: Twins, sampling: Sampling) -> None:
-    """The same texts and rounds; all that rounds needed was captured before the first, and nothing in them. NaN in the scratch slots, to
-    which fillers write, reaches nothing."""
+    """The same texts and rounds; all that rounds needed was captured before the first, and nothing
+    in them. NaN in the scratch slots, to which fillers write, reaches nothing."""
     for policy in POLICIES[sampling is HOT :: 2]:
         twins.forget()
-        source = StaticSource(prepare(policy, twins.fast.draft_names, artifacts=artifacts(policy.draft)))
+        source = StaticSource(
+            prepare(policy, twins.fast.draft_names, artifacts=artifacts(policy.draft))
+        )
         decoder = Decoder(twins.fast, source)
-        request = decoder.request(Request("r", "c", ("x",)), twins.fast.encode(PROMPT), sampling, TOKENS)
+        request = decoder.request(
+            Request("r", "c", ("x",)), twins.fast.encode(PROMPT), sampling, TOKENS
+        )
         going = decoder.rounds(request)
         rounds = [next(going)]
         captured = twins.recorder.captured
@@ -212,7 +247,9 @@ def test_decoding_with_graphs_is_decoding(twins: Twins, sampling: Sampling) -> N
             poisoned(twins.fast)
             rounds.append(item)
         assert twins.recorder.captured == captured
-        plain = StaticSource(prepare(policy, twins.plain.draft_names, artifacts=artifacts(policy.draft)))
+        plain = StaticSource(
+            prepare(policy, twins.plain.draft_names, artifacts=artifacts(policy.draft))
+        )
         assert seen(rounds) == seen(decoded(twins.plain, plain, sampling)), policy.label()
         assert twins.missed() == {}, policy.label()
         assert sum(twins.fast.target.graphs.replayed.values()) == len(rounds)  # type: ignore[union-attr]
@@ -222,7 +259,9 @@ def test_decoding_with_graphs_is_decoding(twins: Twins, sampling: Sampling) -> N
 
 
 @pytest.mark.parametrize(("draft", "sampling"), [("near", GREEDY), ("near", HOT), ("eagle3", HOT)])
-def test_shortlisted_drafts_leave_the_head_out_of_the_graph(twins: Twins, draft: str, sampling: Sampling) -> None:
+def test_shortlisted_drafts_leave_the_head_out_of_the_graph(
+    twins: Twins, draft: str, sampling: Sampling
+) -> None:
     find = shortlist_artifacts(twins.plain)
     router = {"kind": "clusters", "k0": 3, "k1": 2, "k_min": 1, "artifact": f"router-{draft}"}
     few = {"kind": "frequency", "size": 40, "artifact": "order"}
@@ -234,7 +273,8 @@ def test_shortlisted_drafts_leave_the_head_out_of_the_graph(twins: Twins, draft:
         twins.forget()
         policy = parse_policy(document)
         plain, fast = (
-            decoded(pair, StaticSource(prepare(policy, pair.draft_names, artifacts=find)), sampling) for pair in (twins.plain, twins.fast)
+            decoded(pair, StaticSource(prepare(policy, pair.draft_names, artifacts=find)), sampling)
+            for pair in (twins.plain, twins.fast)
         )
         assert seen(plain) == seen(fast)
         assert twins.missed() == {}
@@ -242,8 +282,11 @@ def test_shortlisted_drafts_leave_the_head_out_of_the_graph(twins: Twins, draft:
         assert {kind.head for _, kind in model.graphs.replayed} == {False}  # type: ignore[union-attr]
 
 
-def test_growing_forgets_graphs_and_a_request_captures_what_it_needs(twins: Twins, tmp_path: Path) -> None:
-    """A short text, a long one that grows the caches and reads over a border of views, and the short one again."""
+def test_growing_forgets_graphs_and_a_request_captures_what_it_needs(
+    twins: Twins, tmp_path: Path
+) -> None:
+    """A short text, a long one that grows the caches and reads over a border of views, and the
+    short one again."""
     fresh = Twins(make_pair(tmp_path))
     policy = parse_policy(top_k("near", 4, 3, 9))
     long = (PROMPT * 30)[:374]
@@ -262,12 +305,15 @@ def test_growing_forgets_graphs_and_a_request_captures_what_it_needs(twins: Twin
     assert not target.shapes
     eager = sum(target.eager.values())
     ids = torch.arange(5, 10)  # a shape that the old cache's graphs have
-    assert torch.equal(fresh.fast.target.chain(ids, 0, logits=5), fresh.plain.target.chain(ids, 0, logits=5))
+    assert torch.equal(
+        fresh.fast.target.chain(ids, 0, logits=5), fresh.plain.target.chain(ids, 0, logits=5)
+    )
     assert sum(target.eager.values()) == eager + 1
 
 
 class Swapped:
-    """Another policy from round ``at`` on, prepared aside at the round before, while the text is being decoded."""
+    """Another policy from round ``at`` on, prepared aside at the round before, while the text is
+    being decoded."""
 
     def __init__(self, first: Plan, make: Callable[[], Plan], at: int) -> None:
         self.now, self.make, self.at, self.asked = first, make, at, 0
@@ -280,17 +326,27 @@ class Swapped:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
-def test_a_policy_prepared_aside_is_captured_before_its_first_round(twins: Twins, sampling: Sampling) -> None:
+def test_a_policy_prepared_aside_is_captured_before_its_first_round(
+    twins: Twins, sampling: Sampling
+) -> None:
     first = parse_policy({"draft": "far", "window": {"kind": "fixed", "gamma": 2}})
-    for then in (top_k("near", 4, 4, 12, **BINS), top_k("eagle3", 4, 3, 10), {"draft": "near", "window": {"kind": "fixed", "gamma": 6}}):
+    for then in (
+        top_k("near", 4, 4, 12, **BINS),
+        top_k("eagle3", 4, 3, 10),
+        {"draft": "near", "window": {"kind": "fixed", "gamma": 6}},
+    ):
         twins.forget()
         policy, rounds = parse_policy(then), []
         for pair in (twins.plain, twins.fast):
 
             def make(pair: LoadedPair = pair, policy: Policy = policy) -> Plan:
-                return prepare_for(pair, policy, artifacts=artifacts(policy.draft), sampling=sampling)
+                return prepare_for(
+                    pair, policy, artifacts=artifacts(policy.draft), sampling=sampling
+                )
 
-            rounds.append(decoded(pair, Swapped(prepare(first, pair.draft_names), make, 4), sampling))
+            rounds.append(
+                decoded(pair, Swapped(prepare(first, pair.draft_names), make, 4), sampling)
+            )
         assert seen(rounds[0]) == seen(rounds[1])
         assert {r.step.policy for r in rounds[1]} == {first.id, policy.id}
         assert twins.missed() == {}
@@ -313,10 +369,14 @@ def test_execution_captures_before_the_clock_runs(tmp_path: Path) -> None:
     assert fresh.missed() == {}
 
 
-def test_a_pass_that_cannot_be_captured_runs_eagerly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pass_that_cannot_be_captured_runs_eagerly(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     fresh = Twins(make_pair(tmp_path))
     near = fresh.fast.drafts["near"]
-    near._decoder.register_forward_pre_hook(lambda *_: bool(torch.ones(1).sum() > 0) and None)  # waits for the device
+    near._decoder.register_forward_pre_hook(
+        lambda *_: bool(torch.ones(1).sum() > 0) and None
+    )  # waits for the device
     policy = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 3}})
     same(fresh, policy, HOT)
     assert not near.graphs.shapes
@@ -325,7 +385,9 @@ def test_a_pass_that_cannot_be_captured_runs_eagerly(tmp_path: Path, caplog: pyt
     assert fresh.fast.target.graphs.replayed
 
 
-def test_only_cuda_has_graphs_and_may_go_without(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_cuda_has_graphs_and_may_go_without(
+    twins: Twins, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not wanted(torch.device("cpu"))
     assert wanted(torch.device("cuda"))
     monkeypatch.setenv(graphs.SWITCH, "0")

@@ -1,4 +1,5 @@
-"""Heads draft chains and trees: no text changes, replay is the runtime round by round, a head may take over in the middle of a text."""
+"""Heads draft chains and trees: no text changes, replay is the runtime round by round, a head may
+take over in the middle of a text."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ WIDTH, DEPTH = 5, 5
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
 
 
-@pytest.fixture(scope="module", params=[_eagle3_without_lm_head, _eagle1, _eagle31], ids=["eagle3", "eagle1", "eagle3.1"])
+@pytest.fixture(
+    scope="module",
+    params=[_eagle3_without_lm_head, _eagle1, _eagle31],
+    ids=["eagle3", "eagle1", "eagle3.1"],
+)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
     file = pair_with_heads(tmp_path_factory.mktemp("heads"), head=request.param())
     return load_pair(read_pair(str(file)), device="cpu")
@@ -37,32 +42,51 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
 def test_heads_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sampling) -> None:
     find = artifacts("head")
-    policies = [p for p in tree_policies("head", 5, seed=9) if p.growth.kind == "static" or p.growth.width <= WIDTH]
+    policies = [
+        p
+        for p in tree_policies("head", 5, seed=9)
+        if p.growth.kind == "static" or p.growth.width <= WIDTH
+    ]
     policies += [
         parse_policy({"draft": "head", "window": {"kind": "fixed", "gamma": 4}}),
-        parse_policy({"draft": "head", "window": {"kind": "fsm", "gamma_max": 6}, "stop": {"kind": "max_prob", "threshold": 0.05}}),
+        parse_policy(
+            {
+                "draft": "head",
+                "window": {"kind": "fsm", "gamma_max": 6},
+                "stop": {"kind": "max_prob", "threshold": 0.05},
+            }
+        ),
     ]
     plain = [d.trajectory for d in decode(pair, Policy(), sampling)]
     wanted = covers([p for p in policies if p.growth.kind != "chain"], sampling, find)
-    trees = [record_tree_panorama(pair, t, "head", WIDTH, 7, covers=wanted, chain_depth=8) for t in plain]
+    trees = [
+        record_tree_panorama(pair, t, "head", WIDTH, 7, covers=wanted, chain_depth=8) for t in plain
+    ]
     assert not trees[0].shared
     trace = ReplayTrace(plain, {}, trees={("head", "coupled"): trees})
     accepted = 0
     for policy in policies:
         replayed = run_replay(trace, policy, per_round=True, artifacts=find)
-        for text, ran, steps in zip(plain, decode(pair, policy, sampling, find), replayed.steps(), strict=True):
+        for text, ran, steps in zip(
+            plain, decode(pair, policy, sampling, find), replayed.steps(), strict=True
+        ):
             assert ran.trajectory.output_ids.tolist() == text.output_ids.tolist(), policy.label()
             assert [shape(s) for s in ran.steps] == [shape(s) for s in steps], policy.label()
             accepted += sum(s.accepted for s in steps)
-    assert accepted > 20 or sampling.greedy  # a random head finds the text by the shared noise alone
+    assert (
+        accepted > 20 or sampling.greedy
+    )  # a random head finds the text by the shared noise alone
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
 def test_a_head_is_priced_as_trees_are(pair: LoadedPair, sampling: Sampling) -> None:
-    """Replay with a profile that knows a head from trees alone; windows that weigh costs decide alike in both worlds."""
+    """Replay with a profile that knows a head from trees alone; windows that weigh costs decide
+    alike in both worlds."""
     profile = flat_profile(pair.id, pair.drafts, ["head"])
     policies = [
-        parse_policy({"draft": "head", "window": {"kind": "analytic", "gamma_max": 5, "history": 3}}),
+        parse_policy(
+            {"draft": "head", "window": {"kind": "analytic", "gamma_max": 5, "history": 3}}
+        ),
         parse_policy(
             {
                 "draft": "head",
@@ -80,12 +104,17 @@ def test_a_head_is_priced_as_trees_are(pair: LoadedPair, sampling: Sampling) -> 
         in_rounds = float(replayed.round_s[:, 2].sum())
         before = sum(2 * profile.prefill_seconds(None, len(t.prompt_ids)) for t in plain)
         assert replayed.total.seconds == pytest.approx(in_rounds + before)
-        for ran, steps in zip(decode(pair, policy, sampling, profile=profile), replayed.steps(), strict=True):
+        for ran, steps in zip(
+            decode(pair, policy, sampling, profile=profile), replayed.steps(), strict=True
+        ):
             assert [shape(s) for s in ran.steps] == [shape(s) for s in steps], policy.label()
 
 
-def test_near_ties_after_the_same_tokens_share_the_targets_pass(pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Laws and outputs are those of a pass of their own, to the last bit; the target reads each beginning of the text once in a row."""
+def test_near_ties_after_the_same_tokens_share_the_targets_pass(
+    pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Laws and outputs are those of a pass of their own, to the last bit; the target reads each
+    beginning of the text once in a row."""
     target, head, read = pair.target, pair.heads["head"], []
     text = pair.encode(PROMPTS[0] * 2)[:12]
     assert len(text) == 12
@@ -120,9 +149,19 @@ class Alternating:
 def test_a_head_takes_over_in_the_middle_of_a_text(pair: LoadedPair, sampling: Sampling) -> None:
     documents = [
         {"draft": "near", "window": {"kind": "fixed", "gamma": 2}},
-        {"draft": "head", "growth": {"kind": "top_k", "width": 4}, "window": {"kind": "fixed", "gamma": 3}, "select": {"top_n": 9}},
+        {
+            "draft": "head",
+            "growth": {"kind": "top_k", "width": 4},
+            "window": {"kind": "fixed", "gamma": 3},
+            "select": {"top_n": 9},
+        },
         {"draft": "none"},
-        {"draft": "near", "growth": {"kind": "top_k", "width": 3}, "window": {"kind": "fixed", "gamma": 3}, "select": {"top_n": 7}},
+        {
+            "draft": "near",
+            "growth": {"kind": "top_k", "width": 3},
+            "window": {"kind": "fixed", "gamma": 3},
+            "select": {"top_n": 7},
+        },
         {"draft": "head", "window": {"kind": "fixed", "gamma": 3}},
         {"draft": "ngram", "window": {"kind": "fixed", "gamma": 3}},
     ]
@@ -130,9 +169,14 @@ def test_a_head_takes_over_in_the_middle_of_a_text(pair: LoadedPair, sampling: S
     decoder = Decoder(pair, Alternating(prepared))
     plain = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)))
     for i, prompt in enumerate([*PROMPTS[:3], "f"]):
-        request = decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt)[-40:], sampling, 32)
+        request = decoder.request(
+            Request(str(i), "c", (prompt,)), pair.encode(prompt)[-40:], sampling, 32
+        )
         steps = decoder.decode(request)
-        assert steps.trajectory.output_ids.tolist() == plain.decode(request).trajectory.output_ids.tolist()
+        assert (
+            steps.trajectory.output_ids.tolist()
+            == plain.decode(request).trajectory.output_ids.tolist()
+        )
         assert {s.draft for s in steps.steps} > {"near", "head"}
 
 
@@ -151,12 +195,16 @@ def test_the_rejection_verifier_refuses_heads_and_trees(pair: LoadedPair) -> Non
         ({"draft": "head", "window": {"kind": "fixed", "gamma": 3}}, "is a head"),
         ({"draft": "near", "growth": {"kind": "top_k"}}, "growth top_k"),
     ):
-        decoder = Decoder(pair, StaticSource(prepare(parse_policy(document), pair.draft_names)), "rejection")
+        decoder = Decoder(
+            pair, StaticSource(prepare(parse_policy(document), pair.draft_names)), "rejection"
+        )
         with pytest.raises(PolicyError, match=said):
             next(decoder.rounds(decoder.request(Request("x", "c", ("f",)), [70, 71, 72], hot, 8)))
 
 
-def test_a_pair_with_a_head_serves_the_rejection_verifier_with_its_other_drafts(pair: LoadedPair) -> None:
+def test_a_pair_with_a_head_serves_the_rejection_verifier_with_its_other_drafts(
+    pair: LoadedPair,
+) -> None:
     hot = DecodeOptions(Sampling(temperature=1.0, seed=1), 8, "rejection")
     encoded = encode(pair, Workload("w", (Request("a", "c", ("def f(x):",)),)), hot)
     policy = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 2}})

@@ -1,4 +1,5 @@
-"""EAGLE heads: checkpoints of every published form, made here, against a plain forward pass written from the format alone."""
+"""EAGLE heads: checkpoints of every published form, made here, against a plain forward pass written
+from the format alone."""
 
 from __future__ import annotations
 
@@ -49,13 +50,19 @@ BASE: dict[str, Any] = {
 
 
 class Case:
-    """A published form: its configuration and tensors, how they are written, and the taps a loader must find.
+    """A published form: its configuration and tensors, how they are written, and the taps a loader
+    must find.
 
-    ``beside``: the configuration is written as the speculators format has it, with these keys beside the nested others.
+    ``beside``: the configuration is written as the speculators format has it, with these keys
+    beside the nested others.
     """
 
     def __init__(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], taps: tuple[int, ...], file: str = "safetensors"
+        self,
+        config: dict[str, Any],
+        tensors: dict[str, Tensor],
+        taps: tuple[int, ...],
+        file: str = "safetensors",
     ) -> None:
         self.config, self.tensors, self.taps, self.file = config, tensors, taps, file
         self.beside: set[str] | None = None
@@ -65,23 +72,37 @@ class Case:
         document = self.config
         if self.beside is not None:
             document = {k: v for k, v in self.config.items() if k in self.beside}
-            document["transformer_layer_config"] = {k: v for k, v in self.config.items() if k not in self.beside}
+            document["transformer_layer_config"] = {
+                k: v for k, v in self.config.items() if k not in self.beside
+            }
         (folder / "config.json").write_text(json.dumps(document))
         if self.file == "bin":
             torch.save(self.tensors, folder / "pytorch_model.bin")
         else:
-            save_file({k: t.contiguous() for k, t in self.tensors.items()}, folder / "model.safetensors")
+            save_file(
+                {k: t.contiguous() for k, t in self.tensors.items()}, folder / "model.safetensors"
+            )
         return folder
 
 
 def _random(seed: int, scale: float = 1.5) -> Callable[..., Tensor]:
-    """Weights of a seed; without norms (EAGLE-1) they must be smaller, or rounding grows from token to token."""
+    """Weights of a seed; without norms (EAGLE-1) they must be smaller, or rounding grows from token
+    to token."""
     generator = torch.Generator().manual_seed(seed)
-    return lambda *shape: torch.randn(*shape, generator=generator) * (scale / math.sqrt(shape[-1]) if len(shape) > 1 else 0.3)
+    return lambda *shape: (
+        torch.randn(*shape, generator=generator)
+        * (scale / math.sqrt(shape[-1]) if len(shape) > 1 else 0.3)
+    )
 
 
-def _layer(make: Callable[..., Tensor], prefix: str, config: dict[str, Any], wide: bool, norms: list[str]) -> dict[str, Tensor]:
-    hidden, ffn, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+def _layer(
+    make: Callable[..., Tensor], prefix: str, config: dict[str, Any], wide: bool, norms: list[str]
+) -> dict[str, Tensor]:
+    hidden, ffn, heads = (
+        config["hidden_size"],
+        config["intermediate_size"],
+        config["num_attention_heads"],
+    )
     dim = config.get("head_dim", hidden // heads)
     columns, kv = hidden * (1 + wide), config["num_key_value_heads"] * dim
     rows = {"q": heads * dim, "k": kv, "v": kv}
@@ -99,23 +120,42 @@ def _layer(make: Callable[..., Tensor], prefix: str, config: dict[str, Any], wid
 def _eagle1() -> Case:
     config, make = BASE | {"bias": True}, _random(1, 0.7)
     tensors = _layer(make, "layers.0", config, False, ["post_attention_layernorm"])
-    tensors |= {"fc.weight": make(HIDDEN, 2 * HIDDEN), "fc.bias": make(HIDDEN), "embed_tokens.weight": make(VOCAB, HIDDEN)}
+    tensors |= {
+        "fc.weight": make(HIDDEN, 2 * HIDDEN),
+        "fc.bias": make(HIDDEN),
+        "embed_tokens.weight": make(VOCAB, HIDDEN),
+    }
     return Case(config, tensors, (FINAL,), "bin")
 
 
 def _eagle2_llama3() -> Case:
-    """With rotary scaling, query biases and a second layer, which has the input norm that the first lacks."""
-    config, make = BASE | {"bias": False, "qkv_bias": True, "rope_theta": 500.0, "rope_scaling": LLAMA3}, _random(2, 0.7)
+    """With rotary scaling, query biases and a second layer, which has the input norm that the first
+    lacks."""
+    config, make = (
+        BASE | {"bias": False, "qkv_bias": True, "rope_theta": 500.0, "rope_scaling": LLAMA3},
+        _random(2, 0.7),
+    )
     config["num_hidden_layers"] = 2
     tensors = _layer(make, "layers.0", config, False, ["post_attention_layernorm"])
-    tensors |= _layer(make, "layers.1", config, False, ["input_layernorm", "post_attention_layernorm"])
+    tensors |= _layer(
+        make, "layers.1", config, False, ["input_layernorm", "post_attention_layernorm"]
+    )
     return Case(config, tensors | {"fc.weight": make(HIDDEN, 2 * HIDDEN)}, (FINAL,))
 
 
 def _eagle3(seed: int = 3, file: str = "bin", **extra: Any) -> Case:
     draft = 40
-    config, make = BASE | {"draft_vocab_size": draft, "architectures": ["LlamaForCausalLM"]} | extra, _random(seed)
-    tensors = _layer(make, "midlayer", config, True, ["input_layernorm", "hidden_norm", "post_attention_layernorm"])
+    config, make = (
+        BASE | {"draft_vocab_size": draft, "architectures": ["LlamaForCausalLM"]} | extra,
+        _random(seed),
+    )
+    tensors = _layer(
+        make,
+        "midlayer",
+        config,
+        True,
+        ["input_layernorm", "hidden_norm", "post_attention_layernorm"],
+    )
     ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:draft].sort().values
     known = torch.zeros(VOCAB, dtype=torch.bool)
     known[ids] = True
@@ -136,7 +176,10 @@ def _eagle3(seed: int = 3, file: str = "bin", **extra: Any) -> Case:
 
 def _eagle3_without_lm_head() -> Case:
     case = _eagle3(
-        4, "safetensors", architectures=["LlamaForCausalLMEagle3"], rope_parameters={"rope_theta": 77.0, "rope_type": "default"}
+        4,
+        "safetensors",
+        architectures=["LlamaForCausalLMEagle3"],
+        rope_parameters={"rope_theta": 77.0, "rope_type": "default"},
     )
     for key in ("lm_head.weight", "d2t", "t2d"):
         del case.tensors[key]
@@ -145,7 +188,8 @@ def _eagle3_without_lm_head() -> Case:
 
 
 def _eagle3_vllm() -> Case:
-    """Renamed as vLLM does, with every option: other ids (nested: + 1), head_dim, biases, its own embedding, a second layer."""
+    """Renamed as vLLM does, with every option: other ids (nested: + 1), head_dim, biases, its own
+    embedding, a second layer."""
     case = _eagle3(
         5,
         "safetensors",
@@ -157,11 +201,14 @@ def _eagle3_vllm() -> Case:
         eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 6], "use_aux_hidden_state": True},
     )
     make = _random(6)
-    case.tensors |= _layer(make, "layers.1", case.config, False, ["input_layernorm", "post_attention_layernorm"])
+    case.tensors |= _layer(
+        make, "layers.1", case.config, False, ["input_layernorm", "post_attention_layernorm"]
+    )
     case.tensors |= {"fc.bias": make(HIDDEN), "embed_tokens.weight": make(VOCAB, HIDDEN)}
     outside = ("lm_head.", "d2t", "t2d")
     case.tensors = {
-        k if k.startswith(outside) else "model." + k.replace("midlayer.", "layers.0."): t for k, t in case.tensors.items()
+        k if k.startswith(outside) else "model." + k.replace("midlayer.", "layers.0."): t
+        for k, t in case.tensors.items()
     }
     case.taps = (1, 3, 7)
     return case
@@ -175,9 +222,15 @@ def _eagle3_top_level_ids() -> Case:
 
 
 def _eagle31() -> Case:
-    """EAGLE-3.1: a norm for each fused state, and the output fed back after the last norm, whose weights are far from 1."""
+    """EAGLE-3.1: a norm for each fused state, and the output fed back after the last norm, whose
+    weights are far from 1."""
     case = _eagle3_without_lm_head()
-    case.config |= {"fc_norm": True, "norm_output": True, "norm_before_fc": False, "num_aux_hidden_states": 3}
+    case.config |= {
+        "fc_norm": True,
+        "norm_output": True,
+        "norm_before_fc": False,
+        "num_aux_hidden_states": 3,
+    }
     make = _random(8)
     case.tensors |= {f"fc_norm.{i}.weight": 1 + 2 * make(HIDDEN) for i in range(3)}
     case.tensors["norm.weight"] = 1 + 2 * make(HIDDEN)
@@ -186,8 +239,13 @@ def _eagle31() -> Case:
 
 
 def _eagle3_norm_before_fc() -> Case:
-    """One norm over all fused states, said where NVIDIA's configurations say it; two states of given ids."""
-    case = _eagle3(9, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 4], "norm_before_fc": True}, norm_output=None)
+    """One norm over all fused states, said where NVIDIA's configurations say it; two states of
+    given ids."""
+    case = _eagle3(
+        9,
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 4], "norm_before_fc": True},
+        norm_output=None,
+    )
     case.tensors["fc.weight"] = case.tensors["fc.weight"][:, : 2 * HIDDEN].clone()
     case.tensors["input_norm.weight"] = 1 + _random(10)(2 * HIDDEN)
     case.taps = (2, 5)
@@ -195,7 +253,8 @@ def _eagle3_norm_before_fc() -> Case:
 
 
 def _speculators(**extra: Any) -> Case:
-    """The speculators format: nested sizes, its names of tensors, ids of states; a second layer; norms of EAGLE-3.1."""
+    """The speculators format: nested sizes, its names of tensors, ids of states; a second layer;
+    norms of EAGLE-3.1."""
     case = _eagle3(
         11,
         "safetensors",
@@ -214,11 +273,21 @@ def _speculators(**extra: Any) -> Case:
         **extra,
     )
     make = _random(12)
-    case.tensors |= _layer(make, "layers.1", case.config, False, ["input_layernorm", "post_attention_layernorm"])
+    case.tensors |= _layer(
+        make, "layers.1", case.config, False, ["input_layernorm", "post_attention_layernorm"]
+    )
     case.tensors |= {f"fc_norm.{i}.weight": 1 + make(HIDDEN) for i in range(3)}
-    case.tensors |= {"embed_tokens.weight": make(VOCAB, HIDDEN), "verifier_norm.weight": make(HIDDEN)}
+    case.tensors |= {
+        "embed_tokens.weight": make(VOCAB, HIDDEN),
+        "verifier_norm.weight": make(HIDDEN),
+    }
     case.tensors = {k.replace("midlayer.", "layers.0."): t for k, t in case.tensors.items()}
-    case.beside = {"architectures", "speculators_model_type", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids"}
+    case.beside = {
+        "architectures",
+        "speculators_model_type",
+        "draft_vocab_size",
+        "eagle_aux_hidden_state_layer_ids",
+    }
     case.beside |= {"target_hidden_size", "norm_before_residual", "norm_output", "fc_norm"}
     case.taps = (1, 3, 7)
     return case
@@ -264,17 +333,31 @@ def _turn(x: Tensor, config: dict[str, Any]) -> Tensor:
     return out
 
 
-def _reference_layer(x: Tensor, residual: Tensor, t: dict[str, Tensor], prefix: str, config: dict[str, Any]) -> Tensor:
+def _reference_layer(
+    x: Tensor, residual: Tensor, t: dict[str, Tensor], prefix: str, config: dict[str, Any]
+) -> Tensor:
     heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
     dim = config.get("head_dim", config["hidden_size"] // heads)
-    q, k, v = (F.linear(x, t[f"{prefix}.self_attn.{n}_proj.weight"], t.get(f"{prefix}.self_attn.{n}_proj.bias")) for n in "qkv")
+    q, k, v = (
+        F.linear(
+            x, t[f"{prefix}.self_attn.{n}_proj.weight"], t.get(f"{prefix}.self_attn.{n}_proj.bias")
+        )
+        for n in "qkv"
+    )
     outs = []
     future = torch.ones(len(x), len(x)).triu(1).bool()
     for h in range(heads):
-        mine, group = slice(h * dim, (h + 1) * dim), slice(h // (heads // kv) * dim, (h // (heads // kv) + 1) * dim)
+        mine, group = (
+            slice(h * dim, (h + 1) * dim),
+            slice(h // (heads // kv) * dim, (h // (heads // kv) + 1) * dim),
+        )
         scores = _turn(q[:, mine], config) @ _turn(k[:, group], config).T / math.sqrt(dim)
         outs.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ v[:, group])
-    attended = F.linear(torch.cat(outs, -1), t[f"{prefix}.self_attn.o_proj.weight"], t.get(f"{prefix}.self_attn.o_proj.bias"))
+    attended = F.linear(
+        torch.cat(outs, -1),
+        t[f"{prefix}.self_attn.o_proj.weight"],
+        t.get(f"{prefix}.self_attn.o_proj.bias"),
+    )
     x = residual + attended
     y = _norm(x, t[f"{prefix}.post_attention_layernorm.weight"], config["rms_norm_eps"])
     gate, up = y @ t[f"{prefix}.mlp.gate_proj.weight"].T, y @ t[f"{prefix}.mlp.up_proj.weight"].T
@@ -282,9 +365,13 @@ def _reference_layer(x: Tensor, residual: Tensor, t: dict[str, Tensor], prefix: 
 
 
 def reference(case: Case, target: Any, ids: list[int], drafted: list[int]) -> Tensor:
-    """Logits over the target's vocabulary after ``ids`` and each of ``drafted`` in turn: [1 + len(drafted), vocab]."""
+    """Logits over the target's vocabulary after ``ids`` and each of ``drafted`` in turn: [1 +
+    len(drafted), vocab]."""
     config, eps = case.config, case.config["rms_norm_eps"]
-    t = {k.removeprefix("model.").replace("midlayer.", "layers.0."): v for k, v in case.tensors.items()}
+    t = {
+        k.removeprefix("model.").replace("midlayer.", "layers.0."): v
+        for k, v in case.tensors.items()
+    }
     embedding = t.get("embed_tokens.weight", target.get_input_embeddings().weight)
     old = "layers.0.hidden_norm.weight" not in t
     with torch.no_grad():
@@ -305,7 +392,9 @@ def reference(case: Case, target: Any, ids: list[int], drafted: list[int]) -> Te
             else:
                 normed = _norm(h, t["layers.0.hidden_norm.weight"], eps)
                 x = torch.cat([_norm(e, t["layers.0.input_layernorm.weight"], eps), normed], -1)
-                out = _reference_layer(x, normed if config.get("norm_before_residual") else h, t, "layers.0", config)
+                out = _reference_layer(
+                    x, normed if config.get("norm_before_residual") else h, t, "layers.0", config
+                )
             if "layers.1.mlp.up_proj.weight" in t:
                 x = _norm(out, t["layers.1.input_layernorm.weight"], eps)
                 out = _reference_layer(x, out, t, "layers.1", config)
@@ -322,14 +411,20 @@ def reference(case: Case, target: Any, ids: list[int], drafted: list[int]) -> Te
 
 
 def _states(target: Any, ids: list[int]) -> dict[int, Tensor]:
-    """Hidden states by tap, from transformers' own capture; its last is after the final norm, so the layer before is run by hand."""
+    """Hidden states by tap, from transformers' own capture; its last is after the final norm, so
+    the layer before is run by hand."""
     layers: list[Tensor] = []
     body = target.model if hasattr(target, "model") else target.transformer
     last = (body.layers if hasattr(body, "layers") else body.h)[-1]
-    hook = last.register_forward_hook(lambda m, a, out: layers.append((out[0] if isinstance(out, tuple) else out)[0]))
+    hook = last.register_forward_hook(
+        lambda m, a, out: layers.append((out[0] if isinstance(out, tuple) else out)[0])
+    )
     found = target(torch.tensor([ids]), output_hidden_states=True, use_cache=False).hidden_states
     hook.remove()
-    return {i: h[0] for i, h in enumerate(found[:-1])} | {len(found) - 1: layers[0], FINAL: found[-1][0]}
+    return {i: h[0] for i, h in enumerate(found[:-1])} | {
+        len(found) - 1: layers[0],
+        FINAL: found[-1][0],
+    }
 
 
 @pytest.fixture(scope="module")
@@ -351,7 +446,9 @@ def _ids(count: int, seed: int = 0) -> list[int]:
 
 
 def _load(case: Case, folder: Path, target: CausalModel) -> EagleHead:
-    return load_head(str(case.write(folder)), name="head", target=target, device=CPU, dtype=torch.float32)
+    return load_head(
+        str(case.write(folder)), name="head", target=target, device=CPU, dtype=torch.float32
+    )
 
 
 def _close(ours: Tensor, theirs: Tensor) -> None:
@@ -359,7 +456,9 @@ def _close(ours: Tensor, theirs: Tensor) -> None:
 
 
 @pytest.mark.parametrize("form", CASES)
-def test_every_form_computes_what_its_format_says(form: str, tmp_path: Path, plain: Any, target: CausalModel) -> None:
+def test_every_form_computes_what_its_format_says(
+    form: str, tmp_path: Path, plain: Any, target: CausalModel
+) -> None:
     case = CASES[form]()
     head = _load(case, tmp_path, target)
     assert is_head(str(tmp_path))
@@ -375,7 +474,9 @@ def test_every_form_computes_what_its_format_says(form: str, tmp_path: Path, pla
     head.reserve(len(ids) + len(drafted))
     at = 1
     for width in (20, 1, 38):
-        logits, out = head.chain(torch.tensor(ids[at : at + width]), features[at - 1 : at - 1 + width], at, logits=1)
+        logits, out = head.chain(
+            torch.tensor(ids[at : at + width]), features[at - 1 : at - 1 + width], at, logits=1
+        )
         at += width
     assert at == len(ids)
     _close(logits[0], wanted[0])
@@ -384,12 +485,19 @@ def test_every_form_computes_what_its_format_says(form: str, tmp_path: Path, pla
         _close(logits[0], wanted[j + 1])
 
 
-def test_training_goes_through_what_drafting_computes(target: CausalModel, plain: Any, tmp_path: Path) -> None:
-    """The trainer's several steps over a text at once, against the runtime's head on the checkpoint that the trainer would publish."""
+def test_training_goes_through_what_drafting_computes(
+    target: CausalModel, plain: Any, tmp_path: Path
+) -> None:
+    """The trainer's several steps over a text at once, against the runtime's head on the checkpoint
+    that the trainer would publish."""
     torch.manual_seed(0)
     trained = Head(plain.config)
     begin_as_target(trained, plain)
-    config = BASE | {"architectures": ["LlamaForCausalLMEagle3"], "intermediate_size": 96, "rms_norm_eps": 1e-6}
+    config = BASE | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "intermediate_size": 96,
+        "rms_norm_eps": 1e-6,
+    }
     head = _load(Case(config, dict(trained.state_dict()), TAPS), tmp_path, target)
     unroller = Unroller(plain, trained)
     ids = _ids(20)
@@ -413,28 +521,47 @@ def _set(**values: Any) -> Callable[[Case], None]:
 
 
 def _resize(key: str, *shape: int) -> Callable[[Case], None]:
-    return lambda case: case.tensors.update({key: torch.zeros(*shape, dtype=case.tensors[key].dtype)})
+    return lambda case: case.tensors.update(
+        {key: torch.zeros(*shape, dtype=case.tensors[key].dtype)}
+    )
 
 
 ERRORS: dict[str, tuple[Callable[[Case], Any], str]] = {
-    "target width": (_set(target_hidden_size=64), "the head reads hidden states of width 64, the target's are 48 wide"),
+    "target width": (
+        _set(target_hidden_size=64),
+        "the head reads hidden states of width 64, the target's are 48 wide",
+    ),
     "vocabulary": (_set(vocab_size=301), "a vocabulary of 301 tokens, the target one of 300"),
-    "draft vocabulary": (_set(draft_vocab_size=400), "draft_vocab_size 400 exceeds the vocabulary of 300"),
-    "lm_head rows": (_set(draft_vocab_size=41), r"lm_head.weight has 40 rows, draft_vocab_size is 41"),
-    "d2t range": (lambda case: case.tensors.update({"d2t": case.tensors["d2t"] + VOCAB}), "d2t does not map"),
+    "draft vocabulary": (
+        _set(draft_vocab_size=400),
+        "draft_vocab_size 400 exceeds the vocabulary of 300",
+    ),
+    "lm_head rows": (
+        _set(draft_vocab_size=41),
+        r"lm_head.weight has 40 rows, draft_vocab_size is 41",
+    ),
+    "d2t range": (
+        lambda case: case.tensors.update({"d2t": case.tensors["d2t"] + VOCAB}),
+        "d2t does not map",
+    ),
     "layers": (
         _set(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}),
         r"states \[2, 4, 8\]; the target has states 0 to 7",
     ),
     "missing fc": (_without("fc.weight"), "has no tensor fc.weight"),
     "missing d2t": (_without("d2t"), "has no tensor d2t"),
-    "shape": (_resize("midlayer.mlp.up_proj.weight", 80, 47), r"layers.0.mlp.up_proj.weight is \[80, 47\], not \[80, 48\]"),
+    "shape": (
+        _resize("midlayer.mlp.up_proj.weight", 80, 47),
+        r"layers.0.mlp.up_proj.weight is \[80, 47\], not \[80, 48\]",
+    ),
     "unknown": (
         lambda case: case.tensors.update({"medusa_head.0.weight": torch.ones(HIDDEN)}),
         "tensor medusa_head.0.weight .* not known here",
     ),
     "fc_norm unsaid": (
-        lambda case: case.tensors.update({f"model.fc_norm.{i}.weight": torch.ones(HIDDEN) for i in range(3)}),
+        lambda case: case.tensors.update(
+            {f"model.fc_norm.{i}.weight": torch.ones(HIDDEN) for i in range(3)}
+        ),
         "has a tensor fc_norm.0.weight, but config.json does not say fc_norm",
     ),
     "input_norm unsaid": (
@@ -451,25 +578,42 @@ ERRORS: dict[str, tuple[Callable[[Case], Any], str]] = {
         ),
         "tensor fc_norm.3.weight .* not known here",
     ),
-    "two norms before fc": (_set(norm_before_fc=True, fc_norm=True), "has norm_before_fc and fc_norm; a head has one norm"),
-    "a switch of another type": (_set(norm_output="false"), "has norm_output 'false'; it must be true or false"),
+    "two norms before fc": (
+        _set(norm_before_fc=True, fc_norm=True),
+        "has norm_before_fc and fc_norm; a head has one norm",
+    ),
+    "a switch of another type": (
+        _set(norm_output="false"),
+        "has norm_output 'false'; it must be true or false",
+    ),
     "a switch said twice": (
         _set(norm_output=True, eagle_config={"norm_output": False}),
         "has norm_output True and False; it must be true or false",
     ),
-    "speculators of another kind": (_set(speculators_model_type="peagle"), "speculators_model_type 'peagle'; only 'eagle3' is read"),
-    "speculators without a layer": (_set(speculators_model_type="eagle3"), "says no transformer_layer_config"),
+    "speculators of another kind": (
+        _set(speculators_model_type="peagle"),
+        "speculators_model_type 'peagle'; only 'eagle3' is read",
+    ),
+    "speculators without a layer": (
+        _set(speculators_model_type="eagle3"),
+        "says no transformer_layer_config",
+    ),
     "speculators of another layer": (
         _set(speculators_model_type="eagle3", transformer_layer_config={"model_type": "qwen3"}),
         "transformer_layer_config has model_type 'qwen3'; only 'llama' is read",
     ),
-    "no sizes": (lambda case: case.config.__delitem__("intermediate_size"), "says no intermediate_size"),
+    "no sizes": (
+        lambda case: case.config.__delitem__("intermediate_size"),
+        "says no intermediate_size",
+    ),
     "rope": (_set(rope_scaling={"rope_type": "spiral"}), "rope settings"),
 }
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_a_head_that_does_not_fit_is_refused_in_one_line(error: str, tmp_path: Path, target: CausalModel) -> None:
+def test_a_head_that_does_not_fit_is_refused_in_one_line(
+    error: str, tmp_path: Path, target: CausalModel
+) -> None:
     spoil, words = ERRORS[error]
     case = _eagle3(file="safetensors")
     spoil(case)
@@ -481,7 +625,11 @@ ABSURD: tuple[dict[str, Any], ...] = (
     {"num_attention_heads": 0},
     {"hidden_size": 10**12},
     {"num_key_value_heads": -2},
-    {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 3},  # the weights' own shapes, and no rotation
+    {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 3,
+    },  # the weights' own shapes, and no rotation
     {"num_hidden_layers": 10**9},
     {"target_hidden_size": [48]},
     {"eagle_config": [1, 2]},
@@ -491,7 +639,9 @@ ABSURD: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("values", ABSURD, ids=str)
-def test_absurd_values_are_told_in_one_line(values: dict[str, Any], tmp_path: Path, target: CausalModel) -> None:
+def test_absurd_values_are_told_in_one_line(
+    values: dict[str, Any], tmp_path: Path, target: CausalModel
+) -> None:
     case = _eagle3(file="safetensors")
     case.config.update(values)
     with pytest.raises(PairError, match=r"^head: "):
@@ -502,17 +652,38 @@ def test_absurd_values_are_told_in_one_line(values: dict[str, Any], tmp_path: Pa
     ("make", "spoil", "sizes", "words"),
     [
         (_eagle1, lambda case: case.tensors.__delitem__("fc.bias"), {}, r"has no tensor fc.bias"),
-        (_eagle1, _set(), {"hidden": 32}, "reads hidden states of width 48, the target's are 32 wide"),
-        (_eagle1, _set(norm_output=True), {}, r"^head: config.json has norm_output, but nothing else of EAGLE-3$"),
-        (_eagle3, _set(), {"layers": 2}, r"reads hidden states \[2, 1, -1\]; the target has states 0 to 2"),
+        (
+            _eagle1,
+            _set(),
+            {"hidden": 32},
+            "reads hidden states of width 48, the target's are 32 wide",
+        ),
+        (
+            _eagle1,
+            _set(norm_output=True),
+            {},
+            r"^head: config.json has norm_output, but nothing else of EAGLE-3$",
+        ),
+        (
+            _eagle3,
+            _set(),
+            {"layers": 2},
+            r"reads hidden states \[2, 1, -1\]; the target has states 0 to 2",
+        ),
     ],
 )
 def test_heads_of_another_target_are_refused(
-    make: Callable[[], Case], spoil: Callable[[Case], Any], sizes: dict[str, int], words: str, tmp_path: Path
+    make: Callable[[], Case],
+    spoil: Callable[[Case], Any],
+    sizes: dict[str, int],
+    words: str,
+    tmp_path: Path,
 ) -> None:
     case = make()
     spoil(case)
-    target = CausalModel(tiny_model("llama", VOCAB, **({"hidden": HIDDEN, "layers": LAYERS} | sizes)), "target")
+    target = CausalModel(
+        tiny_model("llama", VOCAB, **({"hidden": HIDDEN, "layers": LAYERS} | sizes)), "target"
+    )
     with pytest.raises(PairError, match=words):
         _load(case, tmp_path, target)
 
@@ -527,7 +698,9 @@ def test_damaged_files_are_told_in_one_line(tmp_path: Path, target: CausalModel)
         load_head(str(folder), name="head", target=target, device=CPU, dtype=torch.float32)
 
 
-def test_language_models_are_no_heads_and_telling_needs_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_language_models_are_no_heads_and_telling_needs_no_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for kind in ("llama", "gpt2"):
         model = tiny_model(kind, VOCAB)
         model.save_pretrained(tmp_path / kind)
@@ -579,7 +752,8 @@ def test_taps_are_the_hidden_states_of_any_architecture(kind: str) -> None:
 
 
 def pair_with_heads(folder: Path, layers: int = LAYERS, **heads: Case) -> Path:
-    """The file of a tiny pair whose target has so many layers, with these heads among its drafts."""
+    """The file of a tiny pair whose target has so many layers, with these heads among its
+    drafts."""
     file = make_pair(folder)
     vocab = len(tokenizer(VOCAB))
     tiny_model("llama", vocab, hidden=HIDDEN, layers=layers).save_pretrained(folder / "target")

@@ -1,4 +1,5 @@
-"""A policy swapped between two rounds: at the very next one, acknowledged, and invisible in the text."""
+"""A policy swapped between two rounds: at the very next one, acknowledged, and invisible in the
+text."""
 
 from __future__ import annotations
 
@@ -35,7 +36,13 @@ def fixed(gamma: int, draft: str = "near") -> Policy:
 
 
 ANALYTIC = parse_policy({"draft": "near", "window": {"kind": "analytic", "gamma_max": 4}})
-TREE = parse_policy({"draft": "near", "growth": {"kind": "top_k", "width": 2}, "window": {"kind": "fixed", "gamma": 3}})
+TREE = parse_policy(
+    {
+        "draft": "near",
+        "growth": {"kind": "top_k", "width": 2},
+        "window": {"kind": "fixed", "gamma": 3},
+    }
+)
 LOSSY = parse_policy({"draft": "near", "stop": {"kind": "max_prob", "keep_last": False}})
 
 
@@ -72,15 +79,24 @@ def source(board: Board, pair: LoadedPair) -> WatchedSource:
         return prepare(policy, pair.draft_names, version=version)
 
     return WatchedSource(
-        prepare(fixed(2), pair.draft_names), board.fetch, ready, board.acknowledge, interval_s=0.01, retry=(DatabaseError,)
+        prepare(fixed(2), pair.draft_names),
+        board.fetch,
+        ready,
+        board.acknowledge,
+        interval_s=0.01,
+        retry=(DatabaseError,),
     )
 
 
 def a_request(decoder: Decoder, sampling: Sampling) -> DecodeRequest:
-    return decoder.request(Request("r", "a", ("x",)), decoder.pair.encode("def add(a, b):"), sampling, TOKENS)
+    return decoder.request(
+        Request("r", "a", ("x",)), decoder.pair.encode("def add(a, b):"), sampling, TOKENS
+    )
 
 
-def swapped(pair: LoadedPair, source: WatchedSource, sampling: Sampling, at: int) -> tuple[list[int], list[Round]]:
+def swapped(
+    pair: LoadedPair, source: WatchedSource, sampling: Sampling, at: int
+) -> tuple[list[int], list[Round]]:
     """Decodes a request and looks for a publication after round ``at``."""
     decoder = Decoder(pair, source)
     rounds = []
@@ -104,12 +120,19 @@ def autoregressive(pair: LoadedPair, sampling: Sampling) -> list[int]:
         fixed(5, "far"),
         fixed(5, "ngram"),
         AUTOREGRESSIVE,
-        parse_policy({"draft": "near", "window": {"kind": "cache_fsm", "gamma_max": 5, "gamma_initial": 5}}),
+        parse_policy(
+            {"draft": "near", "window": {"kind": "cache_fsm", "gamma_max": 5, "gamma_initial": 5}}
+        ),
     ],
     ids=lambda p: p.label(),
 )
 def test_the_next_round_is_the_new_policys_and_the_text_is_the_same(
-    pair: LoadedPair, source: WatchedSource, board: Board, after: Policy, at: int, temperature: float
+    pair: LoadedPair,
+    source: WatchedSource,
+    board: Board,
+    after: Policy,
+    at: int,
+    temperature: float,
 ) -> None:
     sampling = Sampling(temperature=temperature, seed=4)
     board.publish(7, after)
@@ -133,7 +156,12 @@ def test_the_next_round_is_the_new_policys_and_the_text_is_the_same(
     ],
 )
 def test_what_cannot_run_is_refused_and_the_last_good_stays(
-    pair: LoadedPair, source: WatchedSource, board: Board, policy: Policy | None, problem: str, reason: str
+    pair: LoadedPair,
+    source: WatchedSource,
+    board: Board,
+    policy: Policy | None,
+    problem: str,
+    reason: str,
 ) -> None:
     board.publish(6, fixed(4))
     assert source.poll()
@@ -152,7 +180,7 @@ def test_what_cannot_run_is_refused_and_the_last_good_stays(
     assert source.current().policy == fixed(5)
 
 
-# ---------------------------------------------------------------------------------------- publications in a database
+# ----------------------------------------------------------------------- publications in a database
 
 
 def publish(store: TraceStore, pair: LoadedPair, policy: Policy) -> int:
@@ -180,28 +208,47 @@ def test_a_runtime_follows_the_store(store: TraceStore, pair: LoadedPair) -> Non
         four = publish(store, pair, ANALYTIC)
         assert source.poll()
         assert source.current().policy == ANALYTIC
-    assert statuses(store) == [(one, "applied"), (two, "refused"), (three, "refused"), (four, "applied")]
+    assert statuses(store) == [
+        (one, "applied"),
+        (two, "refused"),
+        (three, "refused"),
+        (four, "applied"),
+    ]
     assert "run `profile`" in store.acknowledgements(three)[0].reason
     assert store.acknowledgements(one)[0].node == "here:1"
 
 
 @pytest.mark.parametrize(
-    ("verifier", "temperature", "fits"), [("coupled", 1.0, True), ("rejection", 1.0, False), ("rejection", 0, True)]
+    ("verifier", "temperature", "fits"),
+    [("coupled", 1.0, True), ("rejection", 1.0, False), ("rejection", 0, True)],
 )
 def test_a_policy_that_would_bias_the_text_is_refused(
     store: TraceStore, pair: LoadedPair, verifier: Verifier, temperature: float, fits: bool
 ) -> None:
     version = publish(store, pair, LOSSY)
-    with watch(store, pair, None, None, verifier=verifier, sampling=Sampling(temperature=temperature), interval_s=60) as source:
+    with watch(
+        store,
+        pair,
+        None,
+        None,
+        verifier=verifier,
+        sampling=Sampling(temperature=temperature),
+        interval_s=60,
+    ) as source:
         assert source.current().policy == (LOSSY if fits else AUTOREGRESSIVE)
     assert statuses(store) == [(version, "applied" if fits else "refused")]
 
 
 @pytest.mark.parametrize("policy", [LOSSY, TREE], ids=["keep_last", "tree"])
-def test_what_a_verifier_refuses_is_neither_incumbent_nor_tried(store: TraceStore, pair: LoadedPair, policy: Policy) -> None:
+def test_what_a_verifier_refuses_is_neither_incumbent_nor_tried(
+    store: TraceStore, pair: LoadedPair, policy: Policy
+) -> None:
     publish(store, pair, policy)
     active = store.list_publications()[0]
-    assert incumbent_of(store, pair, active, None, "coupled", Sampling(temperature=0.7)) == (policy, "")
+    assert incumbent_of(store, pair, active, None, "coupled", Sampling(temperature=0.7)) == (
+        policy,
+        "",
+    )
     assert earlier_winners(store, pair, "coupled", Sampling(temperature=0.7)) == [policy]
     kept, why = incumbent_of(store, pair, active, None, "rejection", Sampling(temperature=0.7))
     assert kept == AUTOREGRESSIVE
@@ -209,7 +256,7 @@ def test_what_a_verifier_refuses_is_neither_incumbent_nor_tried(store: TraceStor
     assert earlier_winners(store, pair, "rejection", Sampling(temperature=0.7)) == []
 
 
-# ------------------------------------------------------------------------------------- whatever stands in a row
+# ------------------------------------------------------------------------- whatever stands in a row
 
 NOT_POLICIES = {
     "null": "null",
@@ -224,9 +271,15 @@ NOT_POLICIES = {
     "kind": '{"draft": {"kind": []}}',
     "unprintable": r'{"draft": "near\u0000", "window": {"kind": "fixed", "gamma": 3}}',
     "half a character": r'{"draft": "\ud800"}',
-    "unprintable artifact": r'{"draft": "near", "growth": {"kind": "static", "artifact": "\u0000"}, "window": {"kind": "fixed"}}',
+    "unprintable artifact": r'{"draft": "near", '
+    r'"growth": {"kind": "static", "artifact": "\u0000"}, "window": {"kind": "fixed"}}',
 }
-NOT_JSON = {"cut off": '{"draft": ', "words": "small", "empty": "", "not UTF-8": b'{"draft": "\xff"}'}
+NOT_JSON = {
+    "cut off": '{"draft": ',
+    "words": "small",
+    "empty": "",
+    "not UTF-8": b'{"draft": "\xff"}',
+}
 """What SQLite alone takes into a column of JSON."""
 
 
@@ -238,7 +291,10 @@ def publish_text(store: TraceStore, pair: LoadedPair, document: str | bytes) -> 
     except (AttributeError, ValueError, RecursionError):  # no object, or no JSON: it has no id
         name = hashlib.sha256(repr(document).encode()).hexdigest()[:12]
     value = ":document" if store.database.dialect == "sqlite" else "CAST(:document AS JSON)"
-    row = sa.text(f"INSERT INTO policy (id, label, document, created_at) VALUES (:id, 'unknown', {value}, '2026-01-01 00:00:00')")
+    row = sa.text(
+        f"INSERT INTO policy (id, label, document, created_at) VALUES (:id, 'unknown', {value}, "
+        "'2026-01-01 00:00:00')"
+    )
     with store.database.write() as session:
         session.execute(row, {"id": name, "document": document})
     return store.publish(pair.id, "cpu", name, actor="test").version
@@ -248,7 +304,9 @@ def strange_documents(store: TraceStore) -> dict[str, str | bytes]:
     return {**NOT_POLICIES, **(NOT_JSON if store.database.dialect == "sqlite" else {})}
 
 
-def test_whatever_is_published_is_refused_and_the_next_good_one_taken(store: TraceStore, pair: LoadedPair) -> None:
+def test_whatever_is_published_is_refused_and_the_next_good_one_taken(
+    store: TraceStore, pair: LoadedPair
+) -> None:
     publish(store, pair, fixed(2))
     with watch(store, pair, None, None, interval_s=60) as source:
         for name, document in strange_documents(store).items():
@@ -268,7 +326,9 @@ def test_whatever_is_published_is_refused_and_the_next_good_one_taken(store: Tra
             assert source.current().policy == good, name
 
 
-def test_a_runtime_starts_with_the_last_policy_that_can_run(store: TraceStore, pair: LoadedPair) -> None:
+def test_a_runtime_starts_with_the_last_policy_that_can_run(
+    store: TraceStore, pair: LoadedPair
+) -> None:
     publish(store, pair, fixed(3))
     for document in strange_documents(store).values():
         publish_text(store, pair, document)
@@ -285,27 +345,48 @@ def edited(store: TraceStore, statement: str, **values: Any) -> None:
         session.execute(sa.text(statement), values)
 
 
-def test_a_published_policy_that_was_edited_runs_nowhere(store: TraceStore, pair: LoadedPair, url: str, tiny_pair: Path) -> None:
+def test_a_published_policy_that_was_edited_runs_nowhere(
+    store: TraceStore, pair: LoadedPair, url: str, tiny_pair: Path
+) -> None:
     publish(store, pair, fixed(2))
     with watch(store, pair, None, None, interval_s=60) as source:
         bad = publish(store, pair, fixed(4))
         cast = ":document" if store.database.dialect == "sqlite" else "CAST(:document AS JSON)"
         document = json.dumps(fixed(5).spelled_out())
-        edited(store, f"UPDATE policy SET document = {cast} WHERE id = :id", document=document, id=fixed(4).id)
+        edited(
+            store,
+            f"UPDATE policy SET document = {cast} WHERE id = :id",
+            document=document,
+            id=fixed(4).id,
+        )
         assert not source.poll()
         assert source.current().policy == fixed(2)
-        assert source.last_error.startswith(f"publication {bad}: the document has another content than the id of its policy says")
+        assert source.last_error.startswith(
+            f"publication {bad}: the document has another content than the id of its policy says"
+        )
     with watch(store, pair, None, None, interval_s=60) as source:
         assert source.current().policy == fixed(2)
-    policy, why = incumbent_of(store, pair, store.list_publications()[0], None, "coupled", Sampling())
+    policy, why = incumbent_of(
+        store, pair, store.list_publications()[0], None, "coupled", Sampling()
+    )
     assert policy == AUTOREGRESSIVE
     assert "another content" in why
-    refused = Door(url, str(tiny_pair)).call("policies", "rollback", "--to", str(bad), "--pair", tiny_pair, "--device", "cpu")
+    refused = Door(url, str(tiny_pair)).call(
+        "policies", "rollback", "--to", str(bad), "--pair", tiny_pair, "--device", "cpu"
+    )
     assert refused.exit_code == 2
     assert "another content" in refused.stderr
 
 
-@pytest.mark.parametrize("document", [NOT_POLICIES["null"], NOT_POLICIES["5,000 digits"], NOT_POLICIES["deep"], NOT_POLICIES["paths"]])
+@pytest.mark.parametrize(
+    "document",
+    [
+        NOT_POLICIES["null"],
+        NOT_POLICIES["5,000 digits"],
+        NOT_POLICIES["deep"],
+        NOT_POLICIES["paths"],
+    ],
+)
 def test_commands_see_past_a_document_that_is_no_policy(
     store: TraceStore, url: str, tiny_pair: Path, tmp_path: Path, pair: LoadedPair, document: str
 ) -> None:
@@ -314,7 +395,17 @@ def test_commands_see_past_a_document_that_is_no_policy(
     bad = publish_text(store, pair, document)
     door, of_pair = Door(url, str(tiny_pair)), ("--pair", tiny_pair, "--device", "cpu")
     workload = write_workload(tmp_path / "one.jsonl", 1)
-    ran = door.call("run", *of_pair, "--workload", workload, "--policy", "active", "--max-new-tokens", 4, "--json")
+    ran = door.call(
+        "run",
+        *of_pair,
+        "--workload",
+        workload,
+        "--policy",
+        "active",
+        "--max-new-tokens",
+        4,
+        "--json",
+    )
     assert ran.exit_code == 0, ran.output
     assert json.loads(ran.stdout)["policy"]["window"]["gamma"] == 3
     assert f"publication {bad} is refused: publication {bad}: " in ran.stderr
@@ -331,13 +422,21 @@ def test_commands_see_past_a_document_that_is_no_policy(
     assert door.json("policies", "show", *of_pair)["id"] == fixed(3).id
 
 
-# ------------------------------------------------------------------------------------------- whatever is raised
+# ------------------------------------------------------------------------------- whatever is raised
 
-RAISED = [ValueError("two\nlines \x00"), KeyError("paths"), MemoryError(), RecursionError("too deep"), AssertionError("x" * 10_000)]
+RAISED = [
+    ValueError("two\nlines \x00"),
+    KeyError("paths"),
+    MemoryError(),
+    RecursionError("too deep"),
+    AssertionError("x" * 10_000),
+]
 
 
 @pytest.mark.parametrize("error", RAISED, ids=lambda e: type(e).__name__)
-def test_whatever_preparing_raises_refuses_that_version_alone(source: WatchedSource, board: Board, error: Exception) -> None:
+def test_whatever_preparing_raises_refuses_that_version_alone(
+    source: WatchedSource, board: Board, error: Exception
+) -> None:
     can = source._prepare
 
     def prepared(policy: Policy, version: int) -> Any:
@@ -371,7 +470,9 @@ def test_a_process_that_is_asked_to_end_ends(source: WatchedSource, board: Board
     assert board.acknowledged == []
 
 
-def test_a_publication_is_taken_while_the_last_one_is_unacknowledged(source: WatchedSource, board: Board) -> None:
+def test_a_publication_is_taken_while_the_last_one_is_unacknowledged(
+    source: WatchedSource, board: Board
+) -> None:
     """What the database could not take is said later, in order, and nothing waits for it."""
     down = True
 
@@ -388,10 +489,16 @@ def test_a_publication_is_taken_while_the_last_one_is_unacknowledged(source: Wat
     assert source.current().policy == fixed(4)
     down = False
     assert not source.poll()
-    assert [(version, status) for version, status, _ in board.acknowledged] == [(7, "applied"), (8, "refused"), (9, "applied")]
+    assert [(version, status) for version, status, _ in board.acknowledged] == [
+        (7, "applied"),
+        (8, "refused"),
+        (9, "applied"),
+    ]
 
 
-def test_leaving_does_not_wait_for_a_database_that_never_answers(source: WatchedSource, board: Board) -> None:
+def test_leaving_does_not_wait_for_a_database_that_never_answers(
+    source: WatchedSource, board: Board
+) -> None:
     frozen, asked = threading.Event(), threading.Event()
 
     def acknowledge(version: int, status: str, reason: str) -> None:
@@ -408,7 +515,9 @@ def test_leaving_does_not_wait_for_a_database_that_never_answers(source: Watched
     frozen.set()
 
 
-def test_a_table_that_is_gone_for_a_while_stops_nothing(store: TraceStore, pair: LoadedPair) -> None:
+def test_a_table_that_is_gone_for_a_while_stops_nothing(
+    store: TraceStore, pair: LoadedPair
+) -> None:
     publish(store, pair, fixed(2))
 
     def rename(old: str, new: str) -> None:

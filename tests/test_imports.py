@@ -33,7 +33,8 @@ FACTS = {
 
 
 def layer(module: str) -> str:
-    """What a module counts as: its package, with ``traces`` split into its facts and its store; the commands count apart."""
+    """What a module counts as: its package, with ``traces`` split into its facts and its store; the
+    commands count apart."""
     package = module.split(".")[0]
     if module.startswith("optimizer.commands"):
         return "commands"
@@ -44,7 +45,15 @@ def layer(module: str) -> str:
 
 ALLOWED: dict[str, set[str]] = {
     "cli": {"commands", "traces facts", "db"},
-    "commands": {"commands", "optimizer", "engines", "runtime", "traces facts", "traces store", "db"},
+    "commands": {
+        "commands",
+        "optimizer",
+        "engines",
+        "runtime",
+        "traces facts",
+        "traces store",
+        "db",
+    },
     "optimizer": {"optimizer", "engines", "runtime", "traces facts", "traces store", "db"},
     "engines": {"engines", "runtime", "traces facts", "traces store", "db"},
     "runtime": {"runtime"},
@@ -54,7 +63,14 @@ ALLOWED: dict[str, set[str]] = {
     "demo": {"demo"},
 }
 BESIDE = {
-    "runtime": {"traces.schema", "traces.cost_table", "traces.latency", "traces.errors", "traces.files", "traces.text"},
+    "runtime": {
+        "traces.schema",
+        "traces.cost_table",
+        "traces.latency",
+        "traces.errors",
+        "traces.files",
+        "traces.text",
+    },
     "optimizer": {"demo.prompts"},
 }
 """Single modules that a layer may import beside its layers."""
@@ -62,7 +78,10 @@ BESIDE = {
 
 def sources() -> Iterator[tuple[str, Path]]:
     """(module, file) of every module that ships."""
-    for file in [ROOT / "cli.py", *(f for p in OURS[1:7] for f in sorted((ROOT / p).rglob("*.py")))]:
+    for file in [
+        ROOT / "cli.py",
+        *(f for p in OURS[1:7] for f in sorted((ROOT / p).rglob("*.py"))),
+    ]:
         parts = file.relative_to(ROOT).with_suffix("").parts
         yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), file
 
@@ -76,7 +95,8 @@ def ours(name: str) -> str:
 
 
 def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
-    """Our modules that a tree imports, wherever the statement stands; those only for the type checker count as well."""
+    """Our modules that a tree imports, wherever the statement stands; those only for the type
+    checker count as well."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -86,8 +106,12 @@ def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
                 parts = module.split(".")
                 kept = parts[: len(parts) - node.level + is_package]
                 base = ".".join([*kept, *([node.module] if node.module else [])])
-            # `from package import module` imports the module, `from module import name` the module that has it.
-            names = [full if ours(full := f"{base}.{alias.name}") in MODULES else base for alias in node.names]
+            # `from package import module` imports the module, `from module import name` the module
+            # that has it.
+            names = [
+                full if ours(full := f"{base}.{alias.name}") in MODULES else base
+                for alias in node.names
+            ]
         else:
             continue
         yield from (ours(name) for name in names if ours(name).split(".")[0] in OURS)
@@ -106,8 +130,12 @@ def forbidden(module: str, text: str, *, is_package: bool = False) -> list[str]:
 @pytest.mark.parametrize("module", MODULES)
 def test_arrows(module: str) -> None:
     file = MODULES[module]
-    found = forbidden(module, file.read_text(encoding="utf-8"), is_package=file.name == "__init__.py")
-    assert not found, f"{module} imports {', '.join(found)}; see ARCHITECTURE.md for the arrows that are allowed"
+    found = forbidden(
+        module, file.read_text(encoding="utf-8"), is_package=file.name == "__init__.py"
+    )
+    assert not found, (
+        f"{module} imports {', '.join(found)}; see ARCHITECTURE.md for the arrows that are allowed"
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,7 +175,8 @@ def needed(tree: ast.Module) -> ast.Module:
 
 
 def circles(arrows: dict[str, set[str]]) -> list[set[str]]:
-    """The sets of modules that import each other, directly or not (strongly connected, two or more)."""
+    """The sets of modules that import each other, directly or not (strongly connected, two or
+    more)."""
     reached: dict[str, set[str]] = {}
     for start in arrows:
         reached[start], waiting = set(), [start]
@@ -155,7 +184,11 @@ def circles(arrows: dict[str, set[str]]) -> list[set[str]]:
             more = arrows.get(waiting.pop(), set()) - reached[start]
             reached[start] |= more
             waiting += more
-    found = {frozenset(b for b in reached[a] if a in reached.get(b, set())) for a in arrows if a in reached[a]}
+    found = {
+        frozenset(b for b in reached[a] if a in reached.get(b, set()))
+        for a in arrows
+        if a in reached[a]
+    }
     return [set(circle) for circle in found if len(circle) > 1]
 
 
@@ -170,7 +203,9 @@ def test_no_import_circle() -> None:
 
 
 def test_the_test_sees_a_circle() -> None:
-    text = "if TYPE_CHECKING:\n    from runtime import loop\ndef f():\n    from runtime import cache"
+    text = (
+        "if TYPE_CHECKING:\n    from runtime import loop\ndef f():\n    from runtime import cache"
+    )
     assert list(imports(needed(ast.parse(text)), "runtime.models", False)) == ["runtime.cache"]
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a", "d"}}) == [{"a", "b", "c"}]
 
@@ -181,12 +216,16 @@ def test_everything_is_imported_as_spectune() -> None:
     for file in [*MODULES.values(), *ROOT.glob("bench/*.py"), *ROOT.glob("tests/**/*.py")]:
         text = file.read_text(encoding="utf-8")
         if file != Path(__file__):
-            assert not re.search(rf"^\s*(from|import) ({'|'.join(OURS[:6])})\b", text, re.MULTILINE), file
+            assert not re.search(
+                rf"^\s*(from|import) ({'|'.join(OURS[:6])})\b", text, re.MULTILINE
+            ), file
 
 
 def test_every_package_is_listed_for_the_distribution() -> None:
     import tomllib
 
     setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    packages = {f"spectune.{module}" for module, file in MODULES.items() if file.name == "__init__.py"}
+    packages = {
+        f"spectune.{module}" for module, file in MODULES.items() if file.name == "__init__.py"
+    }
     assert set(setup["packages"]) == {"spectune", *packages}

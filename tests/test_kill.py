@@ -1,5 +1,5 @@
-"""Commands as processes of their own. `kill -9`, SIGTERM and Ctrl-C: nothing committed is lost, and the same command goes on.
-What one publishes another one follows."""
+"""Commands as processes of their own. `kill -9`, SIGTERM and Ctrl-C: nothing committed is lost, and
+the same command goes on. What one publishes another one follows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ KILLS = 2
 """`make acceptance` makes 50."""
 
 
-def test_killed_at_random_moments_nothing_is_lost_and_all_resumes(tiny_pair: Path, tmp_path: Path) -> None:
+def test_killed_at_random_moments_nothing_is_lost_and_all_resumes(
+    tiny_pair: Path, tmp_path: Path
+) -> None:
     found = run_kills(tiny_pair, tmp_path, KILLS, seed=KILLS, requests=6)
     assert found["problems"] == []
     assert found["count"] == KILLS
@@ -39,10 +41,21 @@ def test_killed_at_random_moments_nothing_is_lost_and_all_resumes(tiny_pair: Pat
 
 
 def test_ctrl_c_is_one_line_and_exit_130_and_resumes(tiny_pair: Path, tmp_path: Path) -> None:
-    """Interrupted while it decodes; the same command then decodes only what is missing, into the same recording."""
+    """Interrupted while it decodes; the same command then decodes only what is missing, into the
+    same recording."""
     door = Door(str(tmp_path / "spectune.db"), str(tiny_pair))
     workload = write_workload(tmp_path / "w.jsonl", 12)
-    record = ("record", "--pair", tiny_pair, "--workload", workload, "--max-new-tokens", 48, "--gamma-max", 2)
+    record = (
+        "record",
+        "--pair",
+        tiny_pair,
+        "--workload",
+        workload,
+        "--max-new-tokens",
+        48,
+        "--gamma-max",
+        2,
+    )
     process = door.start(*record)
     assert process.stderr.readline() == "decode: 12\n"  # the first text is stored
     process.send_signal(signal.SIGINT)
@@ -60,15 +73,28 @@ def test_ctrl_c_is_one_line_and_exit_130_and_resumes(tiny_pair: Path, tmp_path: 
 
 
 def test_an_interrupted_run_keeps_what_it_has_served(tiny_pair: Path, tmp_path: Path) -> None:
-    """`run --record` writes while it decodes: SIGTERM ends it as Ctrl-C does, and the texts that had ended are a recording;
-    `kill -9` loses a second's."""
+    """`run --record` writes while it decodes: SIGTERM ends it as Ctrl-C does, and the texts that
+    had ended are a recording; `kill -9` loses a second's."""
     door = Door(str(tmp_path / "spectune.db"), str(tiny_pair))
     workload = write_workload(tmp_path / "w.jsonl", 400)
     for sent, code in ((signal.SIGTERM, 143), (signal.SIGKILL, -9)):
-        run = door.start("run", "--pair", tiny_pair, "--workload", workload, "--policy", "autoregressive", "--record", "--no-store")
+        run = door.start(
+            "run",
+            "--pair",
+            tiny_pair,
+            "--workload",
+            workload,
+            "--policy",
+            "autoregressive",
+            "--record",
+            "--no-store",
+        )
         recording = run.stderr.readline().split()[1]
         deadline = time.monotonic() + 60
-        while not any(key[0] == recording for key in trajectories(tmp_path / "spectune.db")) and time.monotonic() < deadline:
+        while (
+            not any(key[0] == recording for key in trajectories(tmp_path / "spectune.db"))
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
         run.send_signal(sent)
         assert run.wait(60) == code
@@ -82,7 +108,9 @@ def trajectories(database: Path) -> dict[tuple[str, int], tuple[bytes, str]]:
     """Every stored text: its place, and its checksum and the moment it was stored."""
     connection = sqlite3.connect(database)
     try:
-        rows = connection.execute("SELECT recording_id, ordinal, sha256, created_at FROM trajectory").fetchall()
+        rows = connection.execute(
+            "SELECT recording_id, ordinal, sha256, created_at FROM trajectory"
+        ).fetchall()
         return {(recording, ordinal): (digest, at) for recording, ordinal, digest, at in rows}
     finally:
         connection.close()
@@ -90,15 +118,34 @@ def trajectories(database: Path) -> dict[tuple[str, int], tuple[bytes, str]]:
 
 @pytest.fixture
 def serving(tiny_pair: Path, tmp_path: Path, pair: LoadedPair) -> Iterator[Any]:
-    """Process A: `run --policy active` over a long workload, with gamma 2 in force. Yields (door, process, workload, store)."""
+    """Process A: `run --policy active` over a long workload, with gamma 2 in force. Yields (door,
+    process, workload, store)."""
     door = Door(str(tmp_path / "spectune.db"), str(tiny_pair))
     database = open_database(door.db)
     store = TraceStore(database)
     publish(store, pair, fixed(2))
     workload = write_workload(tmp_path / "long.jsonl", 8)
     process = door.start(
-        *("run", "--pair", tiny_pair, "--workload", workload, "--policy", "active", "--max-new-tokens", 400, "--device", "cpu"),
-        *("--outputs", tmp_path / "texts.jsonl", "--per-round", tmp_path / "rounds.jsonl", "--json"),
+        *(
+            "run",
+            "--pair",
+            tiny_pair,
+            "--workload",
+            workload,
+            "--policy",
+            "active",
+            "--max-new-tokens",
+            400,
+            "--device",
+            "cpu",
+        ),
+        *(
+            "--outputs",
+            tmp_path / "texts.jsonl",
+            "--per-round",
+            tmp_path / "rounds.jsonl",
+            "--json",
+        ),
     )
     try:
         yield door, process, workload, store
@@ -110,8 +157,9 @@ def serving(tiny_pair: Path, tmp_path: Path, pair: LoadedPair) -> Iterator[Any]:
 
 def test_swaps_across_two_processes(serving: Any, tiny_pair: Path, tmp_path: Path) -> None:
     """A decodes; this process is B: `policies activate` in the middle, swaps back and forth, then a
-    publication that A must refuse. Three swaps, as one alone may fall on the end of a text, where nothing
-    tells the windows from each other. On PostgreSQL `make acceptance` does it with more processes."""
+    publication that A must refuse. Three swaps, as one alone may fall on the end of a text, where
+    nothing tells the windows from each other. On PostgreSQL `make acceptance` does it with more
+    processes."""
     door, process, workload, store = serving
 
     def acknowledged(version: int, status: str) -> bool:
@@ -121,7 +169,15 @@ def test_swaps_across_two_processes(serving: Any, tiny_pair: Path, tmp_path: Pat
     ended = "A ended too early to see every publication: lengthen the workload"
     assert acknowledged(1, "applied"), ended
     assert process.stderr.readline() == "run: 8\n", "a text has begun"
-    activated = door.json("policies", "activate", json.dumps(fixed(5).spelled_out()), "--pair", tiny_pair, "--device", "cpu")
+    activated = door.json(
+        "policies",
+        "activate",
+        json.dumps(fixed(5).spelled_out()),
+        "--pair",
+        tiny_pair,
+        "--device",
+        "cpu",
+    )
     applied = [activated["version"]]
     assert acknowledged(applied[-1], "applied"), ended
     served = load_pair(read_pair(str(tiny_pair)), device="cpu", drafts=())
@@ -132,15 +188,23 @@ def test_swaps_across_two_processes(serving: Any, tiny_pair: Path, tmp_path: Pat
     assert acknowledged(refused, "refused"), ended
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
-    assert statuses(store) == [(1, "applied"), *((v, "applied") for v in applied), (refused, "refused")]
+    assert statuses(store) == [
+        (1, "applied"),
+        *((v, "applied") for v in applied),
+        (refused, "refused"),
+    ]
     listed = door.json("policies", "list", "--pair", tiny_pair, "--device", "cpu")["publications"]
     assert {p["version"]: p["applied"] for p in listed}[activated["version"]] == 1
     told = json.loads(out)
     assert [(c["before"], c["after"], c["version"]) for c in told["changes"]] == [
-        (fixed(a).label(), fixed(b).label(), version) for (a, b), version in zip([(2, 5), (5, 2), (2, 5)], applied, strict=True)
+        (fixed(a).label(), fixed(b).label(), version)
+        for (a, b), version in zip([(2, 5), (5, 2), (2, 5)], applied, strict=True)
     ]
-    assert [line for line in err.splitlines() if line.startswith("the policy changed at request ")] == [
-        f"the policy changed at request {c['request']}, round {c['round']}: {c['before']}, then {c['after']} (version {c['version']})"
+    assert [
+        line for line in err.splitlines() if line.startswith("the policy changed at request ")
+    ] == [
+        f"the policy changed at request {c['request']}, round {c['round']}: {c['before']}, then "
+        f"{c['after']} (version {c['version']})"
         for c in told["changes"]
     ]
     assert {p["policy_id"] for p in told["by_policy"]} == {fixed(2).id, fixed(5).id}
@@ -148,27 +212,45 @@ def test_swaps_across_two_processes(serving: Any, tiny_pair: Path, tmp_path: Pat
     assert told["label"] == f"{fixed(2).label()}, then 3 changes"
     kept = store.get_run("latest")
     assert (kept.options["changes"], kept.outcome.policy) == (told["changes"], told["label"])
-    assert {store.get_policy(name).id for name in (fixed(2).id, fixed(5).id)} == {p["policy_id"] for p in told["by_policy"]}
+    assert {store.get_policy(name).id for name in (fixed(2).id, fixed(5).id)} == {
+        p["policy_id"] for p in told["by_policy"]
+    }
 
     rounds = lines(tmp_path / "rounds.jsonl")
-    # The window is clipped to what is left of a text's budget; every other round has the one in force.
+    # The window is clipped to what is left of a text's budget; every other round has the one in
+    # force.
     full = [r for r in rounds if r["drafted"] + r["start"] + 1 < 400]
     assert [gamma for gamma, _ in itertools.groupby(r["drafted"] for r in full)] == [2, 5, 2, 5]
-    windows = {r["request"]: {s["drafted"] for s in full if s["request"] == r["request"]} for r in full}
+    windows = {
+        r["request"]: {s["drafted"] for s in full if s["request"] == r["request"]} for r in full
+    }
     amid = [request for request, gammas in windows.items() if len(gammas) > 1]
     assert amid, "each of the three swaps came between two texts"
 
     until = max(int(request[1:]) for request in amid) + 1
-    (tmp_path / "first.jsonl").write_text("".join(workload.read_text().splitlines(keepends=True)[:until]))
+    (tmp_path / "first.jsonl").write_text(
+        "".join(workload.read_text().splitlines(keepends=True)[:until])
+    )
     door.json(
-        *("run", "--pair", tiny_pair, "--workload", tmp_path / "first.jsonl", "--policy", "autoregressive", "--no-store"),
+        *(
+            "run",
+            "--pair",
+            tiny_pair,
+            "--workload",
+            tmp_path / "first.jsonl",
+            "--policy",
+            "autoregressive",
+            "--no-store",
+        ),
         *("--max-new-tokens", 400, "--outputs", tmp_path / "plain.jsonl", "--device", "cpu"),
     )
     assert lines(tmp_path / "plain.jsonl") == lines(tmp_path / "texts.jsonl")[:until]
 
 
 @pytest.mark.parametrize("then", ["goes on", "another error"])
-def test_an_interrupt_that_a_callback_swallows_is_heard(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_that_a_callback_swallows_is_heard(
+    then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is raised again, and no more once it is heard: what is open is closed in peace."""
     monkeypatch.setattr(cli, "AGAIN_S", 0.05)
     closed = []
@@ -176,7 +258,9 @@ def test_an_interrupt_that_a_callback_swallows_is_heard(then: str, monkeypatch: 
     @click.command("works")
     def works() -> None:
         try:
-            with contextlib.suppress(KeyboardInterrupt):  # as Python does in a weak reference's callback
+            with contextlib.suppress(
+                KeyboardInterrupt
+            ):  # as Python does in a weak reference's callback
                 signal.raise_signal(signal.SIGINT)
             if then == "another error":
                 raise RuntimeError("no compiled object yet")
@@ -193,4 +277,7 @@ def test_an_interrupt_that_a_callback_swallows_is_heard(then: str, monkeypatch: 
         signal.signal(signal.SIGINT, before)
     assert closed == [then]
     assert ended.exit_code == 130
-    assert ended.stderr == "interrupted; what was committed is kept, the same command goes on from there\n"
+    assert (
+        ended.stderr
+        == "interrupted; what was committed is kept, the same command goes on from there\n"
+    )

@@ -54,7 +54,9 @@ def fixed(gamma: int, draft: str = "small") -> AnyPolicy:
     return parse_policy({"draft": draft, "window": {"kind": "fixed", "gamma": gamma}})
 
 
-def served(running: LlamaCpp, prompts: list[Prompt], policy: AnyPolicy, sampling: Sampling = GREEDY) -> list[Answered]:
+def served(
+    running: LlamaCpp, prompts: list[Prompt], policy: AnyPolicy, sampling: Sampling = GREEDY
+) -> list[Answered]:
     return list(running.execute(prompts, policy, Load(), sampling=sampling, max_new_tokens=TOKENS))
 
 
@@ -78,7 +80,9 @@ def check_rounds(found: Answered, gamma: int, capacity: list[int]) -> int:
         left = len(found.trajectory.output_ids) - start
         expected = min(step.drafted, capacity[start])
         # A drafted end of the text is not counted as accepted.
-        assert step.accepted == (expected if found.trajectory.finish == "length" else min(expected, left - 1))
+        assert step.accepted == (
+            expected if found.trajectory.finish == "length" else min(expected, left - 1)
+        )
         assert step.emitted == step.accepted + 1
         start += step.emitted
     assert start == len(found.trajectory.output_ids)
@@ -92,7 +96,9 @@ def test_one_recording_predicts_every_round_of_every_other_window(
     known = [capacities(native, found.trajectory) for found in recorded]
     rounds = sum(check_rounds(f, MOST, c) for f, c in zip(recorded, known, strict=True))
     for gamma in range(MOST):
-        for was, found, capacity in zip(recorded, served(running, prompts, fixed(gamma)), known, strict=True):
+        for was, found, capacity in zip(
+            recorded, served(running, prompts, fixed(gamma)), known, strict=True
+        ):
             assert found.trajectory == was.trajectory
             rounds += check_rounds(found, gamma, capacity)
             ends = [step.ended_s for step in found.steps]
@@ -107,7 +113,9 @@ def test_above_temperature_0_a_token_is_kept_iff_the_target_drew_it(
 ) -> None:
     sampling = Sampling(0.8, top_p=0.95, seed=3)
     found = served(running, prompts, fixed(4), sampling)
-    assert [f.trajectory for f in served(running, prompts[:2], fixed(4), sampling)] == [f.trajectory for f in found[:2]]
+    assert [f.trajectory for f in served(running, prompts[:2], fixed(4), sampling)] == [
+        f.trajectory for f in found[:2]
+    ]
     assert found[0].trajectory.verifier == "greedy"
     assert sum(check_rounds(f, 4, capacities(native, f.trajectory)) for f in found) > 50
 
@@ -116,7 +124,10 @@ def test_what_it_cannot_run_is_refused_at_once(running: LlamaCpp, prompts: list[
     for policy, said in (
         (fixed(MOST + 1), "at most 8 tokens"),
         (fixed(3, "medium"), "loaded the draft 'small'"),
-        (parse_policy({"draft": "small", "window": {"kind": "fsm"}}), "llama.cpp cannot run a window"),
+        (
+            parse_policy({"draft": "small", "window": {"kind": "fsm"}}),
+            "llama.cpp cannot run a window",
+        ),
     ):
         with pytest.raises(PolicyError, match=said):
             running.execute(prompts, policy, Load(), sampling=GREEDY, max_new_tokens=TOKENS)
@@ -155,7 +166,12 @@ def test_exported_settings_are_llama_cpps_own(spec: PairSpec, tmp_path: Path) ->
     pair = PairSpec("p", str(tmp_path / "target"), (("small", str(tmp_path / "small")),))
     settings = engine_settings(fixed(3), pair, "llamacpp")
     asked, kinds = xllamacpp.CommonParams(), xllamacpp.common_speculative_type
-    asked.model.path, asked.n_ctx, asked.verbosity, asked.warmup = (gguf_of(pair.target), 256, -1, False)
+    asked.model.path, asked.n_ctx, asked.verbosity, asked.warmup = (
+        gguf_of(pair.target),
+        256,
+        -1,
+        False,
+    )
     kind = settings.pop("spec_type").replace("-", "_").upper()
     asked.speculative.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_{kind}")]
     assert hasattr(kinds, "COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3")
@@ -166,7 +182,9 @@ def test_exported_settings_are_llama_cpps_own(spec: PairSpec, tmp_path: Path) ->
     server = xllamacpp.Server(asked)
     body = {"prompt": [5, 6, 7], "n_predict": 8, "temperature": 0}
     request = urllib.request.Request(
-        f"{server.listening_address}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        f"{server.listening_address}/completion",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         told = json.load(answer)

@@ -1,6 +1,8 @@
-"""The one idea: text does not depend on the policy. Tested on two architectures, here under a top-k filter.
+"""The one idea: text does not depend on the policy. Tested on two architectures, here under a top-k
+filter.
 
-:mod:`test_parity` and :mod:`test_tree_parity` compare the texts of the same policies at temperatures 0, 0.7 and 1.
+:mod:`test_parity` and :mod:`test_tree_parity` compare the texts of the same policies at
+temperatures 0, 0.7 and 1.
 """
 
 from __future__ import annotations
@@ -29,15 +31,36 @@ def policies(near: str, far: str) -> list[Policy]:
         {"draft": near, "window": {"kind": "fixed", "gamma": 5}},
         {"draft": far, "window": {"kind": "fixed", "gamma": 16}},
         {"draft": near, "window": {"kind": "analytic", "gamma_max": 8}},
-        {"draft": far, "window": {"kind": "analytic", "gamma_max": 8, "estimator": "exact", "history": 12}},
-        {"draft": far, "window": {"kind": "analytic", "gamma_max": 6, "estimator": "table", "gamma_min": 1}},
+        {
+            "draft": far,
+            "window": {"kind": "analytic", "gamma_max": 8, "estimator": "exact", "history": 12},
+        },
+        {
+            "draft": far,
+            "window": {"kind": "analytic", "gamma_max": 6, "estimator": "table", "gamma_min": 1},
+        },
         {"draft": near, "window": {"kind": "fsm", "gamma_max": 8}},
         {"draft": far, "window": {"kind": "cache_fsm", "gamma_max": 8}},
-        {"draft": near, "window": {"kind": "q_learning", "gamma_max": 6, "seed": 1, "epsilon": 0.3}},
+        {
+            "draft": near,
+            "window": {"kind": "q_learning", "gamma_max": 6, "seed": 1, "epsilon": 0.3},
+        },
         {"draft": near, "window": {"kind": "heuristic", "gamma_max": 12}},
-        {"draft": near, "window": {"kind": "fixed", "gamma": 12}, "stop": {"kind": "max_prob", "threshold": 0.4}},
-        {"draft": far, "window": {"kind": "fixed", "gamma": 12}, "stop": {"kind": "joint_prob", "threshold": 0.05}},
-        {"draft": near, "window": {"kind": "fixed", "gamma": 12}, "stop": {"kind": "entropy", "threshold": 0.3}},
+        {
+            "draft": near,
+            "window": {"kind": "fixed", "gamma": 12},
+            "stop": {"kind": "max_prob", "threshold": 0.4},
+        },
+        {
+            "draft": far,
+            "window": {"kind": "fixed", "gamma": 12},
+            "stop": {"kind": "joint_prob", "threshold": 0.05},
+        },
+        {
+            "draft": near,
+            "window": {"kind": "fixed", "gamma": 12},
+            "stop": {"kind": "entropy", "threshold": 0.3},
+        },
         {
             "draft": near,
             "window": {"kind": "q_learning", "gamma_max": 10, "memory": 2, "reward": "speed"},
@@ -60,18 +83,23 @@ def profile(pair: LoadedPair) -> LatencyProfile:
     return flat_profile(pair.id, tuple(pair.drafts))
 
 
-def decode(pair: LoadedPair, policy: Policy, sampling: Sampling, profile: LatencyProfile | None = None) -> list[Trajectory]:
+def decode(
+    pair: LoadedPair, policy: Policy, sampling: Sampling, profile: LatencyProfile | None = None
+) -> list[Trajectory]:
     """All prompts under one policy, by one decoder."""
     decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, profile=profile)))
     found = []
     for i, prompt in enumerate(PROMPTS):
-        request = decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt), sampling, 36)
+        request = decoder.request(
+            Request(str(i), "c", (prompt,)), pair.encode(prompt), sampling, 36
+        )
         found.append(decoder.decode(request).trajectory)
     return found
 
 
 def test_text_is_the_same_under_every_policy(pair: LoadedPair, profile: LatencyProfile) -> None:
-    """Token ids are identical to autoregression's with the same seed; the other policies decode in :mod:`test_parity`."""
+    """Token ids are identical to autoregression's with the same seed; the other policies decode in
+    :mod:`test_parity`."""
     plain = decode(pair, Policy(), FILTERED)
     near, far = pair.drafts
     for policy in policies(near, far)[::3]:
@@ -84,7 +112,13 @@ def test_greedy_autoregression_is_generates(pair: LoadedPair) -> None:
     reference = type(pair.target.model).from_pretrained(pair.spec.target, dtype=torch.float32)
     for prompt, trajectory in zip(PROMPTS, ours, strict=True):
         ids = torch.tensor([pair.encode(prompt)])
-        out = reference.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=36, pad_token_id=0)
+        out = reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=36,
+            pad_token_id=0,
+        )
         assert trajectory.output_ids.tolist() == out[0, ids.shape[1] :].tolist()
 
 
@@ -95,21 +129,31 @@ def test_text_is_a_function_of_seed_and_request(pair: LoadedPair) -> None:
     assert one != two
     decoder = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)))
     last = Request(str(len(PROMPTS) - 1), "c", (PROMPTS[-1],))
-    alone = decoder.decode(decoder.request(last, pair.encode(PROMPTS[-1]), Sampling(temperature=1.0, seed=1), 36))
+    alone = decoder.decode(
+        decoder.request(last, pair.encode(PROMPTS[-1]), Sampling(temperature=1.0, seed=1), 36)
+    )
     assert alone.trajectory == one[-1]
 
 
 def test_eos_budget_and_stop_strings_end_texts(pair: LoadedPair) -> None:
-    """A text ends at EOS, at its budget, or at the token that completes a stop string, alike under every policy."""
+    """A text ends at EOS, at its budget, or at the token that completes a stop string, alike under
+    every policy."""
     near = next(iter(pair.drafts))
     plain = decode(pair, Policy(), Sampling(temperature=1.0, seed=9))
     text = pair.text(plain[0].output_ids.tolist())
     stop = text[4:6]
     ends = set()
-    for policy in (Policy(), parse_policy({"draft": near, "window": {"kind": "fixed", "gamma": 7}})):
+    for policy in (
+        Policy(),
+        parse_policy({"draft": near, "window": {"kind": "fixed", "gamma": 7}}),
+    ):
         decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names)))
         request = decoder.request(
-            Request("0", "c", (PROMPTS[0],)), pair.encode(PROMPTS[0]), Sampling(temperature=1.0, seed=9), 36, (stop,)
+            Request("0", "c", (PROMPTS[0],)),
+            pair.encode(PROMPTS[0]),
+            Sampling(temperature=1.0, seed=9),
+            36,
+            (stop,),
         )
         done = decoder.decode(request).trajectory
         assert done.finish == "stop"

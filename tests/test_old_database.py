@@ -1,7 +1,9 @@
-"""A database that an earlier version wrote opens, migrates, and holds what it held: `tests/old/schema-0003.db`.
+"""A database that an earlier version wrote opens, migrates, and holds what it held:
+`tests/old/schema-0003.db`.
 
-That version recorded a tiny pair with chains and trees, profiled it, tuned (fits, a study, a publication), ran a policy, published
-again by hand, and added a schedule. What it said of its replays stands below.
+That version recorded a tiny pair with chains and trees, profiled it, tuned (fits, a study, a
+publication), ran a policy, published again by hand, and added a schedule. What it said of its
+replays stands below.
 """
 
 from __future__ import annotations
@@ -31,11 +33,23 @@ NEAR, TREE = {"draft": "near"}, {"kind": "top_k", "width": 3}
 REPLAYS: list[tuple[dict[str, Any], tuple[int, int, int, int], float]] = [
     ({"draft": "none"}, (144, 0, 0, 144), 0.870),
     ({**NEAR, "window": {"kind": "fixed", "gamma": 3}}, (72, 194, 72, 266), 1.086),
-    ({**NEAR, "window": {"kind": "fixed", "gamma": 6}, "stop": {"kind": "max_prob", "threshold": 0.4}}, (94, 90, 50, 184), 1.130),
+    (
+        {
+            **NEAR, "window": {"kind": "fixed", "gamma": 6},
+            "stop": {"kind": "max_prob", "threshold": 0.4},
+        },
+        (94, 90, 50, 184), 1.130,
+    ),
     ({**NEAR, "window": {"kind": "heuristic", "gamma_max": 6}}, (68, 187, 76, 255), 1.084),
     ({"draft": "ngram", "window": {"kind": "fixed", "gamma": 5}}, (69, 188, 75, 257), 0.470),
     ({"draft": "far", "window": {"kind": "fsm", "gamma_max": 6}}, (136, 99, 8, 235), 0.904),
-    ({**NEAR, "growth": TREE, "window": {"kind": "fixed", "gamma": 3}, "select": {"top_n": 8}}, (57, 424, 87, 481), 1.387),
+    (
+        {
+            **NEAR, "growth": TREE, "window": {"kind": "fixed", "gamma": 3},
+            "select": {"top_n": 8},
+        },
+        (57, 424, 87, 481), 1.387,
+    ),
     ({**NEAR, "growth": {"kind": "static", "artifact": "4fee4f983366"}}, (94, 90, 50, 184), 1.236),
     (
         {
@@ -62,7 +76,11 @@ def old_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     with engine.execution_options(**WRITES).connect() as connection, connection.begin():
         tables.reflect(connection)
         for table in tables.sorted_tables:
-            rows = [] if table.name == migrate.VERSION_TABLE else [dict(row) for row in file.execute(f'SELECT * FROM "{table.name}"')]
+            rows = (
+                []
+                if table.name == migrate.VERSION_TABLE
+                else [dict(row) for row in file.execute(f'SELECT * FROM "{table.name}"')]
+            )
             for row in rows:
                 for column in table.columns:
                     if isinstance(column.type, sa.JSON) and row[column.name] is not None:
@@ -82,17 +100,34 @@ def test_an_old_database_migrates_and_holds_what_it_held(old_url: str) -> None:
     with open_database(old_url) as database:
         store = TraceStore(database)
         loaded = store.load("latest", steps=True, trees=True)
-        assert (loaded.info.id, loaded.info.pair_id, loaded.drafts) == (RECORDING, PAIR, ("far", "near", "ngram"))
+        assert (loaded.info.id, loaded.info.pair_id, loaded.drafts) == (
+            RECORDING,
+            PAIR,
+            ("far", "near", "ngram"),
+        )
         assert [r.trajectory.request_id for r in loaded.requests] == [f"r{i}" for i in range(6)]
-        assert sum(len(t.output_ids) for t in loaded.trajectories) == sum(s.emitted for r in loaded.requests for s in r.steps) == 144
+        assert (
+            sum(len(t.output_ids) for t in loaded.trajectories)
+            == sum(s.emitted for r in loaded.requests for s in r.steps)
+            == 144
+        )
         assert len(loaded.trees("near")) == len(loaded.panoramas("ngram")) == 6
         assert store.get_workload("latest").requests[0].turns == ("def add(a, b): 0",)
         kinds = {kind: fitted(store, PAIR)(name).kind for name, kind, *_ in store.list_artifacts()}
-        assert set(kinds) == set(kinds.values()) == {"bins", "classifier", "draft_chooser", "score", "static_tree"}
+        assert (
+            set(kinds)
+            == set(kinds.values())
+            == {"bins", "classifier", "draft_chooser", "score", "static_tree"}
+        )
         policies = store.list_policies()
         assert [parse_policy(p.document).id for p in policies] == [p.id for p in policies]
         active = store.active_publication(PAIR, "cpu")
-        assert (active.version, active.supersedes, active.reason, active.document["draft"]) == (3, 2, "better", "near")
+        assert (active.version, active.supersedes, active.reason, active.document["draft"]) == (
+            3,
+            2,
+            "better",
+            "near",
+        )
         assert (active.deployment, active.sampling) == ("default", None)
         assert store.active_publication(PAIR, "cpu", "canary") is None
         assert store.list_publications()[-1].evidence["winner"]["label"] == "autoregressive"
@@ -101,7 +136,10 @@ def test_an_old_database_migrates_and_holds_what_it_held(old_url: str) -> None:
         assert "Decode without a draft" in text
         assert "race, speed by category: Not stored" in text
         run = store.get_run("latest")
-        assert (run.outcome.total.rounds, sum(map(len, store.run_steps(run.id).values()))) == (72, 72)
+        assert (run.outcome.total.rounds, sum(map(len, store.run_steps(run.id).values()))) == (
+            72,
+            72,
+        )
         profile = store.latest_profile(PAIR, "cpu", "float32")
         assert profile.id == "prof-da4538"
     (schedule,) = door.json("schedule", "list")["schedules"]
@@ -109,11 +147,14 @@ def test_an_old_database_migrates_and_holds_what_it_held(old_url: str) -> None:
 
 
 def test_an_old_recording_replays_as_it_did(old_url: str) -> None:
-    """Rounds and tokens exactly; seconds roughly: this profile has passes of 1e-7 s beside others of 1e-2, and a sum of terms cannot."""
+    """Rounds and tokens exactly; seconds roughly: this profile has passes of 1e-7 s beside others
+    of 1e-2, and a sum of terms cannot."""
     door = Door(old_url)
     assert door.call("db", "upgrade").exit_code == 0
     names = ("rounds", "drafted_tokens", "accepted_tokens", "verified_tokens")
     for policy, counts, seconds in REPLAYS:
         found = door.json("simulate", "--policy", json.dumps(policy))
-        assert (tuple(found[name] for name in names), found["emitted_tokens"]) == (counts, 144), policy
+        assert (tuple(found[name] for name in names), found["emitted_tokens"]) == (counts, 144), (
+            policy
+        )
         assert 0.5 < found["seconds"] / seconds < 2.0, policy

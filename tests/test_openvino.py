@@ -1,4 +1,5 @@
-"""The circle on a real OpenVINO GenAI: what it recorded says what it does under every other policy and with another draft."""
+"""The circle on a real OpenVINO GenAI: what it recorded says what it does under every other policy
+and with another draft."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ WORKLOAD = load_workload(["demo"], limit=8)
 
 
 def fixed(gamma: int, draft: str = "small") -> AnyPolicy:
-    return parse_policy({"draft": draft, "window": {"kind": "fixed", "gamma": gamma}}) if gamma else AUTOREGRESSIVE
+    return (
+        parse_policy({"draft": draft, "window": {"kind": "fixed", "gamma": gamma}})
+        if gamma
+        else AUTOREGRESSIVE
+    )
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +65,13 @@ def running(spec: PairSpec) -> Iterator[OpenVino]:
 
 @pytest.fixture(scope="module")
 def recorded(
-    spec: PairSpec, running: OpenVino, prompts: tuple[Prompt, ...], tmp_path_factory: pytest.TempPathFactory
+    spec: PairSpec,
+    running: OpenVino,
+    prompts: tuple[Prompt, ...],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[TraceStore]:
-    """A database with one recording, of two tokens drafted for each of three clients, looked around in by two drafts."""
+    """A database with one recording, of two tokens drafted for each of three clients, looked around
+    in by two drafts."""
     url = f"sqlite:///{tmp_path_factory.mktemp('openvino') / 'x.db'}"
     upgrade(url)
     with open_database(url) as database:
@@ -73,8 +82,12 @@ def recorded(
         yield store
 
 
-def served(running: OpenVino, prompts: Sequence[Prompt], policy: AnyPolicy, load: Load) -> list[Answered]:
-    found = running.execute(prompts, policy, load, sampling=Sampling(), max_new_tokens=OPTIONS.max_new_tokens)
+def served(
+    running: OpenVino, prompts: Sequence[Prompt], policy: AnyPolicy, load: Load
+) -> list[Answered]:
+    found = running.execute(
+        prompts, policy, load, sampling=Sampling(), max_new_tokens=OPTIONS.max_new_tokens
+    )
     return sorted(found, key=lambda done: [p.id for p in prompts].index(done.trajectory.request_id))
 
 
@@ -83,7 +96,8 @@ def rounds(steps: Sequence[Step], first: int) -> list[tuple[int, int, int]]:
 
 
 def held_against_replay(store: TraceStore, policy: AnyPolicy, answered: Sequence[Answered]) -> int:
-    """How many rounds were compared with what the recording predicts; the first, which reads the prompt, is not replayed."""
+    """How many rounds were compared with what the recording predicts; the first, which reads the
+    prompt, is not replayed."""
     replay = simulate(store, "latest", policy, None, per_round=True).replay
     assert isinstance(replay, Replay)
     kept = store.load("latest").requests
@@ -113,13 +127,22 @@ def test_a_draft_that_it_never_ran_does_what_retracing_predicts(
 ) -> None:
     other = start("openvino", spec, Wanted("medium", 5, 4, 320, threads=1))
     assert isinstance(other, OpenVino)
-    assert held_against_replay(recorded, fixed(5, "medium"), served(other, prompts, fixed(5, "medium"), Load(4))) > 50
+    assert (
+        held_against_replay(
+            recorded, fixed(5, "medium"), served(other, prompts, fixed(5, "medium"), Load(4))
+        )
+        > 50
+    )
     other.close()
 
 
 def test_its_recording_says_what_made_it(recorded: TraceStore, running: OpenVino) -> None:
     info = recorded.get_recording("latest")
-    assert (info.engine, info.options["engine_version"], info.state) == ("openvino", running.version, "complete")
+    assert (info.engine, info.options["engine_version"], info.state) == (
+        "openvino",
+        running.version,
+        "complete",
+    )
     assert info.options["serving"]["drafts_after"] is False
     kept = recorded.load(info.id, steps=True).requests
     assert {s.policy for r in kept for s in r.steps} == {fixed(2).id}
@@ -133,14 +156,20 @@ def test_requests_come_when_they_are_due(running: OpenVino, prompts: tuple[Promp
     assert all(done.arrived_s < done.first_token_s < done.finished_s for done in answered)
     total = outcome_on("p", answered).total
     assert total.emitted_tokens == sum(len(done.trajectory.output_ids) for done in answered)
-    assert 0 < total.seconds < max(done.finished_s for done in answered)  # of the engine: it also waited
+    assert (
+        0 < total.seconds < max(done.finished_s for done in answered)
+    )  # of the engine: it also waited
 
 
-def test_what_is_left_unread_does_not_hold_up_the_next(running: OpenVino, prompts: tuple[Prompt, ...]) -> None:
+def test_what_is_left_unread_does_not_hold_up_the_next(
+    running: OpenVino, prompts: tuple[Prompt, ...]
+) -> None:
     left = running.execute(prompts, fixed(3), Load(4), sampling=Sampling(), max_new_tokens=32)
     first = next(left)
     left.close()
-    assert served(running, prompts[:1], fixed(3), Load())[0].trajectory.output_ids.tolist() is not None
+    assert (
+        served(running, prompts[:1], fixed(3), Load())[0].trajectory.output_ids.tolist() is not None
+    )
     assert first.trajectory.request_id in {p.id for p in prompts}
 
 
@@ -150,7 +179,9 @@ def test_what_is_left_unread_does_not_hold_up_the_next(running: OpenVino, prompt
         (fixed(MOST + 1), "drafts at most 6 tokens"),
         (fixed(3, "medium"), "loaded the draft 'small', not 'medium'"),
         (
-            parse_policy({"draft": "small", "window": {"kind": "by_batch", "gamma": {"1": 3, "4": 1}}}),
+            parse_policy(
+                {"draft": "small", "window": {"kind": "by_batch", "gamma": {"1": 3, "4": 1}}}
+            ),
             "nearest is 'small fixed.gamma=3.'",
         ),
         (parse_policy({"draft": "small", "growth": {"kind": "top_k"}}), "cannot run trees"),
@@ -179,7 +210,10 @@ def test_other_refusals_name_what_is_wrong(
     with pytest.raises(TraceError, match="arrivals are seconds from the start"):
         Load(arrivals=(1.0, 0.5))
     monkeypatch.setattr("spectune.engines.abilities.version", _nowhere)
-    with pytest.raises(EngineError, match=r"OpenVINO GenAI is not installed here; `pip install 'spectune\[openvino\]'`"):
+    with pytest.raises(
+        EngineError,
+        match=r"OpenVINO GenAI is not installed here; `pip install 'spectune\[openvino\]'`",
+    ):
         start("openvino", spec, Wanted("small"))
 
 
@@ -209,16 +243,34 @@ def test_run_and_record_take_the_engine(tmp_path: Path) -> None:
     _, native, _ = cli(tmp_path, "run", *common, "--outputs", str(tmp_path / "native.jsonl"))
     rows, texts = tmp_path / "rows.jsonl", tmp_path / "texts.jsonl"
     engine = ("--engine", "openvino", "--concurrency", "2")
-    code, data, said = cli(tmp_path, "run", *common, *engine, "--record", "--per-round", str(rows), "--outputs", str(texts))
+    code, data, said = cli(
+        tmp_path,
+        "run",
+        *common,
+        *engine,
+        "--record",
+        "--per-round",
+        str(rows),
+        "--outputs",
+        str(texts),
+    )
     assert code == 0
     assert native.keys() | {"engine", "engine_version", "concurrency"} == data.keys()
-    assert (data["engine"], data["concurrency"], data["emitted_tokens"]) == ("openvino", 2, native["emitted_tokens"])
+    assert (data["engine"], data["concurrency"], data["emitted_tokens"]) == (
+        "openvino",
+        2,
+        native["emitted_tokens"],
+    )
     assert data["latency"]["requests"] == 4
     assert texts.read_text() == (tmp_path / "native.jsonl").read_text()
     assert {json.loads(row)["batch"] for row in rows.read_text().splitlines()} <= {1, 2}
     assert "recording rec-" in said
     code, data, _ = cli(tmp_path, "record", *common, *engine)
-    assert (code, data["options"]["engine"], sorted(data["drafts"])) == (0, "openvino", ["medium", "ngram", "small"])
+    assert (code, data["options"]["engine"], sorted(data["drafts"])) == (
+        0,
+        "openvino",
+        ["medium", "ngram", "small"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -228,10 +280,21 @@ def test_run_and_record_take_the_engine(tmp_path: Path) -> None:
         (("run", "--engine", "openvino", "--device", "cuda"), "runs on the CPU in float32"),
         (("run", "--engine", "openvino", "--stop", "x"), "is not told of stop strings"),
         (("record", "--engine", "openvino", "--tree-width", "4"), "drafts chains alone"),
-        (("run", "--engine", "openvino", "--policy", '{"draft": "small", "growth": {"kind": "top_k"}}'), "cannot run trees"),
+        (
+            (
+                "run",
+                "--engine",
+                "openvino",
+                "--policy",
+                '{"draft": "small", "growth": {"kind": "top_k"}}',
+            ),
+            "cannot run trees",
+        ),
     ],
 )
-def test_options_that_an_engine_has_not_are_refused_in_a_line(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+def test_options_that_an_engine_has_not_are_refused_in_a_line(
+    tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
     code, _, told = cli(tmp_path, *words, "--pair", "demo", "--limit", "1")
     assert code == 2
     assert said in told
@@ -240,7 +303,18 @@ def test_options_that_an_engine_has_not_are_refused_in_a_line(tmp_path: Path, wo
 
 def test_what_is_best_under_load_is_executed_beside_its_prediction(recorded: TraceStore) -> None:
     """`tune --arrivals --execute`: the recorded prompts are served again, with the same texts."""
-    asked = ("--engine", "openvino", "--arrivals", "clients:1,3", "--execute", "--budget", "1s", "--pair", "demo", "--json")
+    asked = (
+        "--engine",
+        "openvino",
+        "--arrivals",
+        "clients:1,3",
+        "--execute",
+        "--budget",
+        "1s",
+        "--pair",
+        "demo",
+        "--json",
+    )
     done = CliRunner().invoke(main, ["--db", str(recorded.database.url.database), "tune", *asked])
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
@@ -251,35 +325,81 @@ def test_what_is_best_under_load_is_executed_beside_its_prediction(recorded: Tra
         assert one["texts_differ"] == 0
         assert [load["load"] for load in one["loads"]] == ["clients:1", "clients:3"]
         for load in one["loads"]:
-            assert (load["measured"]["tokens"], load["measured"]["requests"]) == (tokens, len(WORKLOAD.requests))
+            assert (load["measured"]["tokens"], load["measured"]["requests"]) == (
+                tokens,
+                len(WORKLOAD.requests),
+            )
             assert len(load["each_tokens_per_s"]) >= 1
             assert load["measured"]["tokens_per_s"] in load["each_tokens_per_s"]
 
 
-def test_a_profile_says_what_steps_cost_that_were_never_served(recorded: TraceStore, tmp_path: Path) -> None:
+def test_a_profile_says_what_steps_cost_that_were_never_served(
+    recorded: TraceStore, tmp_path: Path
+) -> None:
     """Its recordings are the engine's: they tell of 3 drafted tokens where traffic drafted 2."""
-    with closing(sqlite3.connect(str(recorded.database.url.database))) as there, closing(sqlite3.connect(tmp_path / "x.db")) as here:
+    with (
+        closing(sqlite3.connect(str(recorded.database.url.database))) as there,
+        closing(sqlite3.connect(tmp_path / "x.db")) as here,
+    ):
         there.backup(here)
     recording = recorded.get_recording("latest").id
     three = json.dumps(fixed(3).spelled_out())
-    asked = ("simulate", "--recording", recording, "--policy", three, "--arrivals", "clients:1,2", "--json")
+    asked = (
+        "simulate",
+        "--recording",
+        recording,
+        "--policy",
+        three,
+        "--arrivals",
+        "clients:1,2",
+        "--json",
+    )
     assert "is not known: those recorded drafted 0 to 2" in cli(tmp_path, *asked)[2]
     code, data, said = cli(
-        tmp_path, "profile", "--pair", "demo", "--engine", "openvino", "--concurrency", "2", "--gamma-max", "3", "--json"
+        tmp_path,
+        "profile",
+        "--pair",
+        "demo",
+        "--engine",
+        "openvino",
+        "--concurrency",
+        "2",
+        "--gamma-max",
+        "3",
+        "--json",
     )
     assert code == 0
     assert f"prompts of recording {recording}" in said
     assert set(data["left_out"]) == {"head", "ngram"}
-    assert {draft: told["most"] for draft, told in data["drafts"].items()} == {"": 0, "small": 3, "medium": 3}
+    assert {draft: told["most"] for draft, told in data["drafts"].items()} == {
+        "": 0,
+        "small": 3,
+        "medium": 3,
+    }
     for draft, told in data["drafts"].items():
         assert [row["batch"] for row in told["step_ms"]] == [1, 2]
-        assert all(set(row) == {"batch", *("123" if draft else "0")} and min(row.values()) > 0 for row in told["step_ms"])
+        assert all(
+            set(row) == {"batch", *("123" if draft else "0")} and min(row.values()) > 0
+            for row in told["step_ms"]
+        )
     assert data["costs"]["steps"] > 200
     assert cli(tmp_path, *asked)[1]["costs"]["steps"] == data["costs"]["steps"]
     with open_database(str(tmp_path / "x.db"), create=False) as database:
         infos = [TraceStore(database).get_recording(name) for name in data["recordings"]]
-        batches = [s.batch for r in TraceStore(database).load(infos[0].id, steps=True).requests for s in r.steps]
-    assert [(i.engine, i.state, i.n_requests, i.options["dtype"]) for i in infos] == [("openvino", "complete", 8, "float32")] * 7
+        batches = [
+            s.batch
+            for r in TraceStore(database).load(infos[0].id, steps=True).requests
+            for s in r.steps
+        ]
+    assert [(i.engine, i.state, i.n_requests, i.options["dtype"]) for i in infos] == [
+        ("openvino", "complete", 8, "float32")
+    ] * 7
     assert set(batches) == {1, 2}
-    assert "serves one request at a time" in cli(tmp_path, "profile", "--pair", "demo", "--engine", "llamacpp")[2]
-    assert "leave --contexts" in cli(tmp_path, "profile", "--pair", "demo", "--engine", "openvino", "--contexts", "9")[2]
+    assert (
+        "serves one request at a time"
+        in cli(tmp_path, "profile", "--pair", "demo", "--engine", "llamacpp")[2]
+    )
+    assert (
+        "leave --contexts"
+        in cli(tmp_path, "profile", "--pair", "demo", "--engine", "openvino", "--contexts", "9")[2]
+    )

@@ -1,4 +1,5 @@
-"""What is installed: every package and data file, and completion in a shell. `.ci/wheel` tries the wheel itself."""
+"""What is installed: every package and data file, and completion in a shell. `.ci/wheel` tries the
+wheel itself."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def test_every_package_is_in_the_wheel() -> None:
 
 def test_the_demo_pair_is_in_the_wheel() -> None:
     patterns = PROJECT["tool"]["setuptools"]["package-data"]["spectune.demo"]
-    found = {file for pattern in patterns for file in (ROOT / "demo").glob(pattern) if file.is_file()}
+    found = {
+        file for pattern in patterns for file in (ROOT / "demo").glob(pattern) if file.is_file()
+    }
     assert found == {file for file in (ROOT / "demo" / "pair").rglob("*") if file.is_file()}
     assert {"pair.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in found}
 
@@ -34,7 +37,9 @@ def test_the_demo_pair_is_in_the_wheel() -> None:
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_completes_as_the_page_says(shell: str) -> None:
     assert PROJECT["project"]["scripts"] == {"spectune": "spectune.cli:main"}
-    (variable,) = re.findall(rf"(\w+)={shell}_source spectune", (ROOT / "docs" / "installation.md").read_text())
+    (variable,) = re.findall(
+        rf"(\w+)={shell}_source spectune", (ROOT / "docs" / "installation.md").read_text()
+    )
     kind = get_completion_class(shell)
     assert kind is not None
     completion = kind(main, {}, "spectune", variable)
@@ -45,4 +50,7 @@ def test_a_shell_completes_as_the_page_says(shell: str) -> None:
 
 def test_an_image_takes_torch_for_cpus_first() -> None:
     commands = re.findall(r"pip install .*", (ROOT / "Dockerfile").read_text())
-    assert [("whl/cpu" in line, "constraints.txt" in line) for line in commands] == [(True, True), (False, True)]
+    assert [("whl/cpu" in line, "constraints.txt" in line) for line in commands] == [
+        (True, True),
+        (False, True),
+    ]

@@ -1,4 +1,5 @@
-"""What a pair's id is made of, and what is remembered of large files: other content is another pair, always."""
+"""What a pair's id is made of, and what is remembered of large files: other content is another
+pair, always."""
 
 from __future__ import annotations
 
@@ -30,9 +31,14 @@ def folder(tiny_pair: Path, tmp_path: Path) -> Path:
 
 
 def spread_over_mib(file: Path) -> None:
-    """Puts a tensor of 6 MiB before and after the middle of a weight file, whose values no model reads."""
+    """Puts a tensor of 6 MiB before and after the middle of a weight file, whose values no model
+    reads."""
     tensors = load_file(file)
-    save_file({"aaa.pad": torch.zeros(3 << 18), **tensors, "zzz.pad": torch.zeros(3 << 18)}, file, metadata={"format": "pt"})
+    save_file(
+        {"aaa.pad": torch.zeros(3 << 18), **tensors, "zzz.pad": torch.zeros(3 << 18)},
+        file,
+        metadata={"format": "pt"},
+    )
 
 
 def flip(file: Path, at: int) -> None:
@@ -44,7 +50,7 @@ def flip(file: Path, at: int) -> None:
         f.write(bytes([byte ^ 1]))
 
 
-# -------------------------------------------------------------------------------------------------------------- the id
+# ------------------------------------------------------------------------------------------- the id
 
 
 @pytest.mark.parametrize("model", ["target", "near"])
@@ -61,7 +67,13 @@ def test_any_byte_of_the_weights_makes_another_pair(folder: Path, model: str) ->
 
 @pytest.mark.parametrize(
     "name",
-    ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "model.safetensors.index.json"],
+    [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "model.safetensors.index.json",
+    ],
 )
 def test_all_that_decides_the_text_is_in_the_id(folder: Path, name: str) -> None:
     before = read_pair(str(folder)).id
@@ -75,16 +87,26 @@ def test_shards_that_an_index_names_elsewhere_are_in_the_id(folder: Path) -> Non
     shards = folder / "target" / "shards"
     shards.mkdir()
     shutil.move(folder / "target" / "model.safetensors", shards / "one.safetensors")
-    (folder / "target" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "shards/one.safetensors"}}))
+    (folder / "target" / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "shards/one.safetensors"}})
+    )
     before = read_pair(str(folder)).id
     flip(shards / "one.safetensors", 30_000)
     assert read_pair(str(folder)).id != before
 
 
-def test_place_notes_and_the_version_that_saved_it_are_not_in_the_id(folder: Path, tmp_path: Path) -> None:
+def test_place_notes_and_the_version_that_saved_it_are_not_in_the_id(
+    folder: Path, tmp_path: Path
+) -> None:
     before = read_pair(str(folder)).id
     config = folder / "target" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_version": "0", "_name_or_path": "elsewhere"}, indent=7))
+    config.write_text(
+        json.dumps(
+            json.loads(config.read_text())
+            | {"transformers_version": "0", "_name_or_path": "elsewhere"},
+            indent=7,
+        )
+    )
     (folder / "target" / "README.md").write_text("of interest to people")
     moved = Path(shutil.move(folder, tmp_path / "moved"))
     assert read_pair(str(moved)).id == before
@@ -109,10 +131,14 @@ def test_a_configuration_that_chooses_other_weights_is_refused(folder: Path) -> 
     """transformers would load them, under names that the id does not look for."""
     config = folder / "near" / "config.json"
     (folder / "near" / "model.safetensors").rename(folder / "near" / "own.weights")
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_weights": "own.weights"}))
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"transformers_weights": "own.weights"})
+    )
     spec = read_pair(str(folder))
     for refuses in (spec.check, lambda: spec.id):
-        with pytest.raises(PairError, match=r"near/config\.json names its weights itself \(transformers_weights\)"):
+        with pytest.raises(
+            PairError, match=r"near/config\.json names its weights itself \(transformers_weights\)"
+        ):
             refuses()
 
 
@@ -136,12 +162,19 @@ def test_resuming_with_other_weights_is_refused(folder: Path, tmp_path: Path) ->
     assert "was made with pair" in door.refused("record", "--pair", folder, "--resume", "latest")
 
 
-# ------------------------------------------------------------------------------------------- ids of earlier versions
+# -------------------------------------------------------------------------- ids of earlier versions
 
 
 def test_what_is_stored_under_a_former_id_is_said(folder: Path, tmp_path: Path) -> None:
     door = Door(str(tmp_path / "spectune.db"), str(folder))
-    workload = ("--pair", folder, "--workload", write_workload(tmp_path / "two.jsonl", 2), "--max-new-tokens", 8)
+    workload = (
+        "--pair",
+        folder,
+        "--workload",
+        write_workload(tmp_path / "two.jsonl", 2),
+        "--max-new-tokens",
+        8,
+    )
     assert former_id(read_pair(str(folder))) != read_pair(str(folder)).id
     recording = door.json("record", *workload, "--gamma-max", 4)["recording"]
     door.json("policies", "activate", FIXED, "--pair", folder, "--device", "cpu")
@@ -172,16 +205,21 @@ def _as_formerly(database: Path, folder: Path) -> None:
     spec = read_pair(str(folder))
     connection = sqlite3.connect(database)
     connection.execute("PRAGMA foreign_keys = OFF")
-    tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    tables = [
+        name
+        for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+    ]
     for table in tables:
         columns = {row[1] for row in connection.execute(f'PRAGMA table_info("{table}")')}
         for column in columns & {"pair_id"} | ({"id"} if table == "pair" else set()):
-            connection.execute(f'UPDATE "{table}" SET {column} = ? WHERE {column} = ?', (former_id(spec), spec.id))
+            connection.execute(
+                f'UPDATE "{table}" SET {column} = ? WHERE {column} = ?', (former_id(spec), spec.id)
+            )
     connection.commit()
     connection.close()
 
 
-# ------------------------------------------------------------------------------------------------ what is remembered
+# ------------------------------------------------------------------------------- what is remembered
 
 LATER = 10 * 10**9
 
@@ -203,7 +241,10 @@ def hashes(cache: Path | None, later_ns: int = LATER) -> Counting:
 def test_a_large_file_is_read_once(tmp_path: Path) -> None:
     file = tmp_path / "weights"
     file.write_bytes(b"x" * 1000)
-    first, second = hashes(tmp_path / "cache" / "hashes.json"), hashes(tmp_path / "cache" / "hashes.json")
+    first, second = (
+        hashes(tmp_path / "cache" / "hashes.json"),
+        hashes(tmp_path / "cache" / "hashes.json"),
+    )
     assert first.of(file) == first.of(file) == second.of(file)
     assert (first.reads, second.reads) == (1, 0)
     assert [f.name for f in (tmp_path / "cache").iterdir()] == ["hashes.json"]
@@ -229,7 +270,18 @@ def test_a_file_modified_just_now_is_not_trusted(tmp_path: Path) -> None:
     assert not (tmp_path / "hashes.json").exists()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"files": 3}', '{"files": {"PATH": [1, 2]}}', '{"files": {"PATH": "x"}}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"files": 3}',
+        '{"files": {"PATH": [1, 2]}}',
+        '{"files": {"PATH": "x"}}',
+        "[" * 100_000,
+    ],
+)
 def test_a_damaged_cache_is_no_cache(tmp_path: Path, text: str) -> None:
     file, cache = tmp_path / "weights", tmp_path / "hashes.json"
     file.write_bytes(b"x" * 1000)
@@ -252,14 +304,18 @@ def test_a_head_is_told_by_its_tensors_whatever_the_file_holds(tmp_path: Path) -
     make.mkdir()
     (make / "config.json").write_text('{"architectures": 5}')
     for header in (b"[" * 100_000, b"[{}]", b"3", b"\xff", b'{"a": 1'):
-        (make / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 9)
+        (make / "model.safetensors").write_bytes(
+            len(header).to_bytes(8, "little") + header + b"\0" * 9
+        )
         assert not is_head(str(make))
     (make / "model.safetensors").write_bytes((1 << 62).to_bytes(8, "little"))
     assert not is_head(str(make))
 
 
 def test_the_tiny_pair_is_the_same_wherever_it_is_made(tmp_path: Path) -> None:
-    assert read_pair(str(make_pair(tmp_path / "a"))).id == read_pair(str(make_pair(tmp_path / "b"))).id
+    assert (
+        read_pair(str(make_pair(tmp_path / "a"))).id == read_pair(str(make_pair(tmp_path / "b"))).id
+    )
 
 
 def test_words_without_models_are_those_of_the_loaded_pair(either_pair: LoadedPair) -> None:

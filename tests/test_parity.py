@@ -1,4 +1,5 @@
-"""Replay is exact: the fast replay, the plain loop over the trace and the runtime agree on every round."""
+"""Replay is exact: the fast replay, the plain loop over the trace and the runtime agree on every
+round."""
 
 from __future__ import annotations
 
@@ -49,14 +50,26 @@ def random_policies(drafts: Sequence[str], count: int, seed: int) -> list[Policy
         gamma = int(rng.integers(1, GAMMA_MAX + 1))
         window = {"kind": kind, **({"gamma": gamma} if kind == "fixed" else {"gamma_max": gamma})}
         if kind == "q_learning":
-            window |= {"epsilon": 0.3, "seed": int(rng.integers(100)), "memory": int(rng.integers(1, 3))}
+            window |= {
+                "epsilon": 0.3,
+                "seed": int(rng.integers(100)),
+                "memory": int(rng.integers(1, 3)),
+            }
         if kind == "analytic":
-            window |= {"history": int(rng.integers(1, 20)), "estimator": str(rng.choice(["ratio", "exact", "table"]))}
+            window |= {
+                "history": int(rng.integers(1, 20)),
+                "estimator": str(rng.choice(["ratio", "exact", "table"])),
+            }
         stop_kind = str(rng.choice(["none", "max_prob", "joint_prob", "entropy"]))
         stop = {"kind": stop_kind}
         if stop_kind != "none":
-            stop |= {"threshold": round(float(rng.uniform(0.01, 0.8)), 3), "keep_last": bool(rng.integers(2))}
-        found.append(parse_policy({"draft": str(rng.choice(list(drafts))), "window": window, "stop": stop}))
+            stop |= {
+                "threshold": round(float(rng.uniform(0.01, 0.8)), 3),
+                "keep_last": bool(rng.integers(2)),
+            }
+        found.append(
+            parse_policy({"draft": str(rng.choice(list(drafts))), "window": window, "stop": stop})
+        )
     return found
 
 
@@ -71,18 +84,28 @@ def record(pair: LoadedPair) -> Record:
 
 
 def recorded(pair: LoadedPair, sampling: Sampling) -> Recorded:
-    trajectories = plain_texts(pair, {str(i): prompt for i, prompt in enumerate(PROMPTS)}, sampling, TOKENS)
-    return trajectories, {d: [record_panorama(pair, t, d, GAMMA_MAX) for t in trajectories] for d in pair.draft_names}
+    trajectories = plain_texts(
+        pair, {str(i): prompt for i, prompt in enumerate(PROMPTS)}, sampling, TOKENS
+    )
+    return trajectories, {
+        d: [record_panorama(pair, t, d, GAMMA_MAX) for t in trajectories] for d in pair.draft_names
+    }
 
 
 @pytest.mark.parametrize(("either_pair", "sampling"), CASES, indirect=["either_pair"], ids=str)
-def test_replay_is_the_runtime_round_by_round(pair: LoadedPair, record: Record, sampling: Sampling) -> None:
-    """simulate = run on every round, for every kind of policy; the plain loop over the trace agrees with both."""
+def test_replay_is_the_runtime_round_by_round(
+    pair: LoadedPair, record: Record, sampling: Sampling
+) -> None:
+    """simulate = run on every round, for every kind of policy; the plain loop over the trace agrees
+    with both."""
     trajectories, panoramas = record(sampling)
     profile = flat_profile(pair.id, pair.drafts)
     trace = ReplayTrace(trajectories, panoramas)
     near, far = pair.drafts
-    tried = [*policies(near, far), *random_policies(pair.draft_names, 3, seed=int(10 * sampling.temperature))]
+    tried = [
+        *policies(near, far),
+        *random_policies(pair.draft_names, 3, seed=int(10 * sampling.temperature)),
+    ]
     rounds = 0
     for policy in tried:
         decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, profile=profile)))
@@ -100,7 +123,8 @@ def test_replay_is_the_runtime_round_by_round(pair: LoadedPair, record: Record, 
 
 
 def test_panorama_is_the_drafts_own_chain(pair: LoadedPair, record: Record) -> None:
-    """Every start's chain, as the panorama tells it, is what the draft proposes when asked there, one start at a time."""
+    """Every start's chain, as the panorama tells it, is what the draft proposes when asked there,
+    one start at a time."""
     from oracle import TraceBackend
 
     from spectune.runtime.drafts.language_model import LanguageModelDraft, canonical_codes
@@ -111,17 +135,26 @@ def test_panorama_is_the_drafts_own_chain(pair: LoadedPair, record: Record) -> N
     sampling = Sampling(temperature=1.0, seed=4)
     trajectories, panoramas = record(sampling)
     for name in pair.drafts:
-        plan = prepare(parse_policy({"draft": name, "window": {"kind": "fixed", "gamma": GAMMA_MAX}}), pair.draft_names)
+        plan = prepare(
+            parse_policy({"draft": name, "window": {"kind": "fixed", "gamma": GAMMA_MAX}}),
+            pair.draft_names,
+        )
         for trajectory, view in list(zip(trajectories, panoramas[name], strict=True))[:2]:
             backend = TraceBackend(trajectory, view)
             text = trajectory.prompt_ids.tolist() + trajectory.output_ids.tolist()
             prompt = len(trajectory.prompt_ids)
-            noise = Noise(request_seed(sampling.seed, trajectory.request_id), pair.target.vocab_size, pair.device)
+            noise = Noise(
+                request_seed(sampling.seed, trajectory.request_id),
+                pair.target.vocab_size,
+                pair.device,
+            )
             for start in range(0, len(trajectory.output_ids), 5):
                 draft = LanguageModelDraft(pair.drafts[name])
                 prefix = text[: prompt + start]
                 draft.begin(prefix, len(text) + 2 * GAMMA_MAX)
-                chain = draft.propose(prefix, GAMMA_MAX, GAMMA_MAX, DraftContext(plan, sampling, noise, exact=True))
+                chain = draft.propose(
+                    prefix, GAMMA_MAX, GAMMA_MAX, DraftContext(plan, sampling, noise, exact=True)
+                )
                 for j, token in enumerate(chain.tokens):
                     agree, logp, entropy = backend._codes(start, j, True)
                     before = prefix + chain.tokens[:j]
@@ -132,8 +165,11 @@ def test_panorama_is_the_drafts_own_chain(pair: LoadedPair, record: Record) -> N
                     assert abs(codes[1] - entropy) <= 1
 
 
-def test_retrace_of_a_stored_text_equals_the_first_recording(pair: LoadedPair, record: Record) -> None:
-    """Panoramas are functions of the text: made again, by a fresh load, they are equal, bit for bit."""
+def test_retrace_of_a_stored_text_equals_the_first_recording(
+    pair: LoadedPair, record: Record
+) -> None:
+    """Panoramas are functions of the text: made again, by a fresh load, they are equal, bit for
+    bit."""
     trajectories, panoramas = record(Sampling(temperature=1.0, seed=4))
     again = load_pair(pair.spec, device="cpu")
     for name in pair.draft_names:
@@ -141,7 +177,8 @@ def test_retrace_of_a_stored_text_equals_the_first_recording(pair: LoadedPair, r
 
 
 def test_shorter_panoramas_are_prefixes(pair: LoadedPair, record: Record) -> None:
-    """What a panorama of gamma_max 5 says is what one of 16 says: recording wider changes nothing."""
+    """What a panorama of gamma_max 5 says is what one of 16 says: recording wider changes
+    nothing."""
     trajectories, panoramas = record(Sampling())
     for name in pair.draft_names:
         for trajectory, wide in zip(trajectories, panoramas[name], strict=True):
@@ -149,11 +186,14 @@ def test_shorter_panoramas_are_prefixes(pair: LoadedPair, record: Record) -> Non
             assert np.array_equal(narrow.agree, wide.agree)
             assert np.array_equal(narrow.logp, wide.logp)
             read = np.arange(4)[None] < narrow.branch_len[:-1, None]
-            assert np.array_equal(narrow.branch_logp[:-1, :4] * read, wide.branch_logp[:-1, :4] * read)
+            assert np.array_equal(
+                narrow.branch_logp[:-1, :4] * read, wide.branch_logp[:-1, :4] * read
+            )
 
 
 def test_rejection_is_replayed_in_law(pair: LoadedPair) -> None:
-    """The rejection verifier's accepted tokens, executed, are close to what its recorded probabilities predict."""
+    """The rejection verifier's accepted tokens, executed, are close to what its recorded
+    probabilities predict."""
     sampling = Sampling(temperature=1.0, seed=11)
     near = next(iter(pair.drafts))
     policy = parse_policy({"draft": near, "window": {"kind": "fixed", "gamma": 4}})
@@ -162,20 +202,26 @@ def test_rejection_is_replayed_in_law(pair: LoadedPair) -> None:
     trajectories = []
     for i in range(24):
         prompt = PROMPTS[i % len(PROMPTS)]
-        decoded = decoder.decode(decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt), sampling, TOKENS))
+        decoded = decoder.decode(
+            decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt), sampling, TOKENS)
+        )
         trajectories.append(decoded.trajectory)
         executed += len(decoded.steps)
         accepted += sum(s.accepted for s in decoded.steps)
     views = [record_panorama(pair, t, near, 8) for t in trajectories]
     assert all(t.verifier == "rejection" for t in trajectories)
-    replays = [run_replay(ReplayTrace(trajectories, {near: views}, seed=s), policy).total for s in range(8)]
+    replays = [
+        run_replay(ReplayTrace(trajectories, {near: views}, seed=s), policy).total for s in range(8)
+    ]
     predicted = float(np.mean([r.emitted_tokens / r.rounds for r in replays]))
     measured = sum(len(t.output_ids) for t in trajectories) / executed
     assert accepted > 50
     assert predicted == pytest.approx(measured, rel=0.1)
 
 
-def test_coupled_replays_of_a_rejection_text_differ_only_in_acceptance(pair: LoadedPair, record: Record) -> None:
+def test_coupled_replays_of_a_rejection_text_differ_only_in_acceptance(
+    pair: LoadedPair, record: Record
+) -> None:
     """A text is a text: recorded by one verifier, it can be replayed as served by the other."""
     trajectories, panoramas = record(Sampling(temperature=1.0, seed=4))
     near = next(iter(pair.drafts))
@@ -187,9 +233,11 @@ def test_coupled_replays_of_a_rejection_text_differ_only_in_acceptance(pair: Loa
     assert coupled.accepted_tokens != rejection.accepted_tokens
 
 
-def test_a_stored_q_table_is_where_the_next_session_begins(pair: LoadedPair, record: Record, tmp_path: Path) -> None:
-    """What a Q-learning window learned in replay is kept as an artifact; a frozen policy that names it decodes by it, alike in
-    replay and execution."""
+def test_a_stored_q_table_is_where_the_next_session_begins(
+    pair: LoadedPair, record: Record, tmp_path: Path
+) -> None:
+    """What a Q-learning window learned in replay is kept as an artifact; a frozen policy that names
+    it decodes by it, alike in replay and execution."""
     trajectories, panoramas = record(Sampling())
     near = next(iter(pair.drafts))
     trace = ReplayTrace(trajectories, panoramas)
@@ -200,11 +248,15 @@ def test_a_stored_q_table_is_where_the_next_session_begins(pair: LoadedPair, rec
         store.put_pair(pair.id, "tiny", pair.spec.to_json())
         name = keep_q_table(store, learned, pair.id, {"from": "test"})
         assert keep_q_table(store, learned, pair.id, {}) == name
-        frozen = parse_policy({"draft": near, "window": window | {"learn": False, "artifact": name}})
+        frozen = parse_policy(
+            {"draft": near, "window": window | {"learn": False, "artifact": name}}
+        )
         find = fitted(store)
         replayed = run_replay(trace, frozen, per_round=True, artifacts=find).steps()
         decoder = Decoder(pair, StaticSource(prepare(frozen, pair.draft_names, artifacts=find)))
         for trajectory, steps in zip(trajectories, replayed, strict=True):
-            assert [shape(s) for s in decoded_again(decoder, trajectory).steps] == [shape(s) for s in steps]
+            assert [shape(s) for s in decoded_again(decoder, trajectory).steps] == [
+                shape(s) for s in steps
+            ]
         with pytest.raises(PolicyError, match="no artifact"):
             find("nothing")

@@ -24,18 +24,35 @@ from spectune.traces.schema import Sampling
 
 CONTRACT: list[dict[str, Any]] = [
     {"draft": "small", "window": {"kind": "fixed", "gamma": 4}},
-    {"draft": "small", "window": {"kind": "analytic", "gamma_max": 8, "history": 6, "acc_max": 0.98}},
+    {
+        "draft": "small",
+        "window": {"kind": "analytic", "gamma_max": 8, "history": 6, "acc_max": 0.98},
+    },
     {"draft": "small", "window": {"kind": "fsm", "gamma_max": 8}},
     {"draft": "small", "window": {"kind": "cache_fsm", "gamma_max": 8}},
     {"draft": "small", "window": {"kind": "q_learning", "gamma_max": 8, "seed": 0}},
-    {"draft": "small", "window": {"kind": "fixed", "gamma": 12}, "stop": {"kind": "max_prob", "threshold": 0.4}},
-    {"draft": "small", "window": {"kind": "fixed", "gamma": 12}, "stop": {"kind": "joint_prob", "threshold": 0.4}},
-    {"draft": "small", "window": {"kind": "fixed", "gamma": 12}, "stop": {"kind": "entropy", "threshold": 0.4}},
+    {
+        "draft": "small",
+        "window": {"kind": "fixed", "gamma": 12},
+        "stop": {"kind": "max_prob", "threshold": 0.4},
+    },
+    {
+        "draft": "small",
+        "window": {"kind": "fixed", "gamma": 12},
+        "stop": {"kind": "joint_prob", "threshold": 0.4},
+    },
+    {
+        "draft": "small",
+        "window": {"kind": "fixed", "gamma": 12},
+        "stop": {"kind": "entropy", "threshold": 0.4},
+    },
     {"draft": "ngram", "window": {"kind": "fixed", "gamma": 8}},
 ]
 
 
-@pytest.mark.parametrize("document", CONTRACT, ids=lambda d: d["window"]["kind"] + d.get("stop", {}).get("kind", ""))
+@pytest.mark.parametrize(
+    "document", CONTRACT, ids=lambda d: d["window"]["kind"] + d.get("stop", {}).get("kind", "")
+)
 def test_contract_documents_round_trip(document: dict[str, Any]) -> None:
     """Spelled out, parsed again, the policy is the same, and has the same id."""
     policy = parse_policy(document)
@@ -58,29 +75,59 @@ OLS = {"draft": {"kind": "ols", "artifact": "0123456789ab"}}
     ("document", "says"),
     [
         ({"draft": "a", "windw": {}}, "'windw'; did you mean 'window'"),
-        ({"draft": "a", "window": {"kind": "fixed", "gama": 4}}, "'window.gama'; did you mean 'gamma'"),
+        (
+            {"draft": "a", "window": {"kind": "fixed", "gama": 4}},
+            "'window.gama'; did you mean 'gamma'",
+        ),
         ({"draft": "a", "window": {"kind": "fixed", "gamma": -1}}, "window.gamma"),
-        ({"draft": "a", "window": {"kind": "fixed", "gamma": 65}}, "less than or equal to 64 (given: 65)"),
+        (
+            {"draft": "a", "window": {"kind": "fixed", "gamma": 65}},
+            "less than or equal to 64 (given: 65)",
+        ),
         ({"draft": "a", "window": {"kind": "fixd"}}, "window.kind must be one of: fixed, analytic"),
         ({"draft": "a", "window": {"kind": "fsm", "gamma_max": 0}}, "window.gamma_max"),
         ({"draft": "a", "stop": {"kind": "max_prob", "threshold": 1.5}}, "stop.threshold"),
         ({"draft": "a", "stop": {"kind": "max_prob", "thresh": 0.5}}, "did you mean 'threshold'"),
         ({"window": {"kind": "fixed", "gamma": 3}}, "needs a draft"),
-        ({"draft": "a", "window": {"kind": "analytic", "gamma_max": 2, "gamma_min": 3}}, "gamma_min 3 exceeds gamma_max 2"),
+        (
+            {"draft": "a", "window": {"kind": "analytic", "gamma_max": 2, "gamma_min": 3}},
+            "gamma_min 3 exceeds gamma_max 2",
+        ),
         ({"draft": "a", "window": 3}, "window"),
         ([], "JSON object"),
-        (near(shortlist={**FREQUENT, "size": 0}), "shortlist.size: Input should be greater than or equal to 1 (given: 0)"),
+        (
+            near(shortlist={**FREQUENT, "size": 0}),
+            "shortlist.size: Input should be greater than or equal to 1 (given: 0)",
+        ),
         (near(shortlist={**ROUTED, "k0": 3, "k1": 4}), "k0 3 >= k1 4 >= k_min 1 does not hold"),
         (near(shortlist={**ROUTED, "k0": 3, "k_min": 3}), "k0 3 >= k1 2 >= k_min 3 does not hold"),
-        (near(shortlist={**FREQUENT, "sise": 5}), "unknown key 'shortlist.sise'; did you mean 'size'"),
-        (near(shortlist={"kind": "frequencies"}), "shortlist.kind must be one of: full, frequency, position_frequency, clusters"),
+        (
+            near(shortlist={**FREQUENT, "sise": 5}),
+            "unknown key 'shortlist.sise'; did you mean 'size'",
+        ),
+        (
+            near(shortlist={"kind": "frequencies"}),
+            "shortlist.kind must be one of: full, frequency, position_frequency, clusters",
+        ),
         (near(draft="ngram", shortlist=FREQUENT), 'draft "ngram" has none; use another draft'),
-        (near(draft="none", window={"kind": "fixed", "gamma": 0}, shortlist=FREQUENT), 'draft "none" has none'),
-        ({**OLS, "window": {"kind": "fsm"}}, "has every other block in the candidates of its artifact; leave 'window' out"),
+        (
+            near(draft="none", window={"kind": "fixed", "gamma": 0}, shortlist=FREQUENT),
+            'draft "none" has none',
+        ),
+        (
+            {**OLS, "window": {"kind": "fsm"}},
+            "has every other block in the candidates of its artifact; leave 'window' out",
+        ),
         ({**OLS, "windw": {}}, "'windw'; did you mean 'window'"),
-        ({"draft": {"kind": "old", "artifact": "a"}}, "draft.kind must be one of: ols; or give a draft's name alone"),
+        (
+            {"draft": {"kind": "old", "artifact": "a"}},
+            "draft.kind must be one of: ols; or give a draft's name alone",
+        ),
         ({"draft": {"artifact": "a"}}, "draft.kind must be one of: ols"),
-        ({"draft": {"kind": "ols", "artifact": "a", "rul": 1}}, "unknown key 'draft.rul'; known keys: artifact, kind"),
+        (
+            {"draft": {"kind": "ols", "artifact": "a", "rul": 1}},
+            "unknown key 'draft.rul'; known keys: artifact, kind",
+        ),
     ],
 )
 def test_mistakes_are_told_with_file_place_and_remedy(document: Any, says: str) -> None:
@@ -98,16 +145,24 @@ for _ in range(5000):
     ("document", "says"),
     [
         (None, "a policy is a JSON object, not null"),
-        ({"draft": "small", "growth": {"kind": "static", "paths": 5}}, "growth.paths: Input should be a valid tuple (given: 5)"),
+        (
+            {"draft": "small", "growth": {"kind": "static", "paths": 5}},
+            "growth.paths: Input should be a valid tuple (given: 5)",
+        ),
         ({"draft": {"kind": []}}, "draft.kind must be one of: ols"),
         ({"draft": NESTED}, "values nested more than 16 deep are no policy"),
         ({"draft": [0] * 100_000}, "more than 30000 values are no policy"),
         ({"draft": "a" * 300}, "a text of 300 characters is too long; the limit is 256"),
         ({"draft": "a\u0000"}, r"the text 'a\x00' has characters that cannot be printed"),
-        ({**SMALL, "window": {"kind": "q_learning", "seed": 2**128}}, "a whole number of 129 bits is too large"),
+        (
+            {**SMALL, "window": {"kind": "q_learning", "seed": 2**128}},
+            "a whole number of 129 bits is too large",
+        ),
     ],
 )
-def test_what_is_no_policy_is_said_before_anything_walks_through_it(document: Any, says: str) -> None:
+def test_what_is_no_policy_is_said_before_anything_walks_through_it(
+    document: Any, says: str
+) -> None:
     with pytest.raises(PolicyError) as error:
         parse_policy(document, where="p")
     assert says in str(error.value)
@@ -125,7 +180,10 @@ def test_preparing_refuses_what_cannot_run() -> None:
     with pytest.raises(PolicyError, match="keep_last"):
         check_verifier(discarding, "rejection", Sampling(temperature=1.0))
     with pytest.raises(PolicyError, match="artifact"):
-        prepare(parse_policy({"draft": "small", "window": {"kind": "q_learning", "artifact": "abc"}}), ["small"])
+        prepare(
+            parse_policy({"draft": "small", "window": {"kind": "q_learning", "artifact": "abc"}}),
+            ["small"],
+        )
 
 
 TREE = {"draft": "near", "growth": {"kind": "top_k"}}
@@ -135,11 +193,29 @@ GROWER = {"kind": "classifier", "artifact": "x"}
 @pytest.mark.parametrize(
     ("blocks", "says"),
     [
-        ({"growth": {"kind": "top_k", "width": 10}, "window": {"kind": "fixed", "gamma": 64}}, "expand up to 630 nodes, more than 512"),
-        ({"growth": {**GROWER, "width": 8, "cap": 32}, "window": {"kind": "fixed", "gamma": 24}}, "expand up to 712 nodes"),
-        ({"growth": {**GROWER, "width": 8, "cap": 20}, "window": {"kind": "fixed", "gamma": 20}}, "verify up to 388 nodes, more than 256"),
-        ({"growth": {**GROWER, "width": 8, "cap": None}, "window": {"kind": "fixed", "gamma": 9}}, "give select.top_n, or lower"),
-        ({"select": {"top_n": 256}, "stratify": {"artifact": "x"}}, "a low bin keeps 257 nodes, more than 256"),
+        (
+            {"growth": {"kind": "top_k", "width": 10}, "window": {"kind": "fixed", "gamma": 64}},
+            "expand up to 630 nodes, more than 512",
+        ),
+        (
+            {"growth": {**GROWER, "width": 8, "cap": 32}, "window": {"kind": "fixed", "gamma": 24}},
+            "expand up to 712 nodes",
+        ),
+        (
+            {"growth": {**GROWER, "width": 8, "cap": 20}, "window": {"kind": "fixed", "gamma": 20}},
+            "verify up to 388 nodes, more than 256",
+        ),
+        (
+            {
+                "growth": {**GROWER, "width": 8, "cap": None},
+                "window": {"kind": "fixed", "gamma": 9},
+            },
+            "give select.top_n, or lower",
+        ),
+        (
+            {"select": {"top_n": 256}, "stratify": {"artifact": "x"}},
+            "a low bin keeps 257 nodes, more than 256",
+        ),
     ],
 )
 def test_trees_stay_within_what_the_runtime_holds(blocks: dict[str, Any], says: str) -> None:
@@ -147,10 +223,18 @@ def test_trees_stay_within_what_the_runtime_holds(blocks: dict[str, Any], says: 
         parse_policy(TREE | blocks)
 
 
-@pytest.mark.parametrize(("thresholds", "kept"), [((), ()), ((5,), (9 + 3,)), ((5, 9), (9 + 3, 18 + 2)), ((1, 5, 9), (12, 20, 31))])
-def test_the_bin_of_the_highest_entropy_is_no_low_one(thresholds: tuple[int, ...], kept: tuple[int, ...]) -> None:
-    """However few bins there are: without, a fit that found one bin would prune and deepen every round."""
-    policy = parse_policy({**TREE, "select": {"top_n": 30}, "stratify": {"artifact": "x", "alpha": 3}})
+@pytest.mark.parametrize(
+    ("thresholds", "kept"),
+    [((), ()), ((5,), (9 + 3,)), ((5, 9), (9 + 3, 18 + 2)), ((1, 5, 9), (12, 20, 31))],
+)
+def test_the_bin_of_the_highest_entropy_is_no_low_one(
+    thresholds: tuple[int, ...], kept: tuple[int, ...]
+) -> None:
+    """However few bins there are: without, a fit that found one bin would prune and deepen every
+    round."""
+    policy = parse_policy(
+        {**TREE, "select": {"top_n": 30}, "stratify": {"artifact": "x", "alpha": 3}}
+    )
     fitted = Fitted("bins", {"thresholds": list(thresholds), "depth": 5, "draft": "near"}, {})
     rule = compile_tree(policy, sampled=False, artifacts=lambda name: fitted)
     assert rule.kept == kept
@@ -177,7 +261,8 @@ def test_differences_are_listed_key_by_key() -> None:
 
 
 def test_the_search_space_covers_its_own_enumeration() -> None:
-    """Every enumerated policy that speculates is a point of the joint space, and comes back from its parameters."""
+    """Every enumerated policy that speculates is a point of the joint space, and comes back from
+    its parameters."""
     space = Space(("small", "ngram"), 8)
     for policy in enumerated(("small", "ngram"), 8):
         params = space.params(policy)
@@ -192,7 +277,11 @@ def test_the_search_space_covers_its_own_enumeration() -> None:
             policy.stop.kind,
             policy.gamma_max,
         )
-    assert complexity(AUTOREGRESSIVE) < complexity(parse_policy(CONTRACT[0])) < complexity(parse_policy(CONTRACT[4]))
+    assert (
+        complexity(AUTOREGRESSIVE)
+        < complexity(parse_policy(CONTRACT[0]))
+        < complexity(parse_policy(CONTRACT[4]))
+    )
     assert transformers_heuristic("small", 8).gamma_max == 8
 
 
@@ -205,19 +294,40 @@ def test_export_to_other_engines() -> None:
     assert engine_settings(fixed, pair, "tensorrt-llm")["max_draft_len"] == 4
     assert engine_settings(AUTOREGRESSIVE, pair, "vllm") == {}
     assert engine_settings(parse_policy(CONTRACT[8]), pair, "vllm")["method"] == "ngram"
-    lines = {engine: engine_line(engine_settings(fixed, pair, engine), pair, engine) for engine in ("vllm", "sglang", "tensorrt-llm")}
+    lines = {
+        engine: engine_line(engine_settings(fixed, pair, engine), pair, engine)
+        for engine in ("vllm", "sglang", "tensorrt-llm")
+    }
     _, _, target, flag, document = shlex.split(lines["vllm"])
-    assert (target, flag, json.loads(document)) == ("/models/target", "--speculative-config", engine_settings(fixed, pair, "vllm"))
+    assert (target, flag, json.loads(document)) == (
+        "/models/target",
+        "--speculative-config",
+        engine_settings(fixed, pair, "vllm"),
+    )
     assert "--model-path /models/target --speculative-algorithm STANDALONE" in lines["sglang"]
-    assert json.loads(shlex.split(lines["tensorrt-llm"])[1])["speculative_config"]["max_draft_len"] == 4
-    assert engine_line({}, replace(pair, target="my models/t"), "vllm") == "vllm serve 'my models/t'"
+    assert (
+        json.loads(shlex.split(lines["tensorrt-llm"])[1])["speculative_config"]["max_draft_len"]
+        == 4
+    )
+    assert (
+        engine_line({}, replace(pair, target="my models/t"), "vllm") == "vllm serve 'my models/t'"
+    )
     with pytest.raises(PolicyError, match="cannot express"):
         engine_settings(parse_policy(CONTRACT[2]), pair, "vllm")
     demo = read_pair("demo")
-    tree = {"draft": "head", "growth": {"kind": "top_k", "width": 4}, "window": {"kind": "fixed", "gamma": 4}, "select": {"top_n": 12}}
+    tree = {
+        "draft": "head",
+        "growth": {"kind": "top_k", "width": 4},
+        "window": {"kind": "fixed", "gamma": 4},
+        "select": {"top_n": 12},
+    }
     said = engine_settings(parse_policy(tree), demo, "sglang")
     assert said["speculative_algorithm"] == "EAGLE3"
-    assert (said["speculative_num_steps"], said["speculative_eagle_topk"], said["speculative_num_draft_tokens"]) == (4, 4, 13)
+    assert (
+        said["speculative_num_steps"],
+        said["speculative_eagle_topk"],
+        said["speculative_num_draft_tokens"],
+    ) == (4, 4, 13)
     assert engine_settings(parse_policy(tree), demo, "tensorrt-llm")["max_total_draft_tokens"] == 12
     chain = {"draft": "head", "window": {"kind": "fixed", "gamma": 4}}
     assert engine_settings(parse_policy(chain), demo, "vllm")["method"] == "eagle3"
@@ -240,7 +350,11 @@ NEEDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", NEEDS)
 def test_an_artifact_that_does_not_fit_is_named_with_the_command_that_makes_one(kind: str) -> None:
     block = NEEDS[kind]
-    policy = parse_policy(block if "draft" in block else {"draft": "near", "window": {"kind": "fixed", "gamma": 2}, **block})
+    policy = parse_policy(
+        block
+        if "draft" in block
+        else {"draft": "near", "window": {"kind": "fixed", "gamma": 2}, **block}
+    )
 
     def said(found: Fitted | None) -> str:
         with pytest.raises(PolicyError) as error:

@@ -26,11 +26,23 @@ TREES = ("--tree-width", 2, "--tree-depth", 2)
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Door:
-    """A database with one recording of three requests and their trees, made by this process alone."""
+    """A database with one recording of three requests and their trees, made by this process
+    alone."""
     folder = tmp_path_factory.mktemp("recorded")
     door = Door(str(folder / "spectune.db"), str(tiny_pair))
     workload = write_workload(folder / "w.jsonl", 3)
-    door.json("record", "--pair", tiny_pair, "--workload", workload, "--max-new-tokens", 8, "--gamma-max", 4, *TREES)
+    door.json(
+        "record",
+        "--pair",
+        tiny_pair,
+        "--workload",
+        workload,
+        "--max-new-tokens",
+        8,
+        "--gamma-max",
+        4,
+        *TREES,
+    )
     return door
 
 
@@ -50,8 +62,11 @@ def squared(pair: LoadedPair, item: int) -> tuple[int, int]:
     return item * item, os.getpid()
 
 
-def test_results_come_in_order_from_this_process_and_others(pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Little work stays here. Much is shared, also while items are still made, and helpers stay where they are kept."""
+def test_results_come_in_order_from_this_process_and_others(
+    pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Little work stays here. Much is shared, also while items are still made, and helpers stay
+    where they are kept."""
     assert {who for _, who in on_every_core(pair, squared, range(4), 4)} == {os.getpid()}
     monkeypatch.setattr(processes, "PATIENCE_S", 0.01)
     drawn: list[int] = []
@@ -71,7 +86,9 @@ def test_results_come_in_order_from_this_process_and_others(pair: LoadedPair, mo
     assert {who for _, who in second} == {os.getpid(), *others}, "the helper is still there"
 
 
-def test_errors_arrive_and_what_is_left_early_is_dropped(pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_arrive_and_what_is_left_early_is_dropped(
+    pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(processes, "PATIENCE_S", 0.0)
     with pytest.raises(ValueError, match="below zero"):
         list(on_every_core(pair, squared, [1, 2, -1, 3, 4], 5))
@@ -81,16 +98,25 @@ def test_errors_arrive_and_what_is_left_early_is_dropped(pair: LoadedPair, monke
     assert time.monotonic() - began < 100, "ten thousand take 100 s on two cores"
 
 
-def test_what_a_kill_left_out_is_made_by_the_same_command_on_any_core(recorded: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two missing panoramas this process makes one, and the helper the other: byte for byte what was there."""
+def test_what_a_kill_left_out_is_made_by_the_same_command_on_any_core(
+    recorded: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two missing panoramas this process makes one, and the helper the other: byte for byte what
+    was there."""
     resumed = ("record", "--pair", recorded.pair, "--resume", "latest", "--gamma-max", 4)
-    part, whole = ({draft: {"count": n, "width": 2, "depth": 2} for draft in ("near", "far")} for n in (2, 3))
+    part, whole = (
+        {draft: {"count": n, "width": 2, "depth": 2} for draft in ("near", "far")} for n in (2, 3)
+    )
     monkeypatch.setattr(processes, "PATIENCE_S", 0.0)
     with open_database(recorded.db) as database:
         store = TraceStore(database)
         before = store.load("latest", trees=True)
         with database.write() as session:
-            session.execute(sa.delete(PanoramaChunkRow).where(PanoramaChunkRow.kind == "tree", PanoramaChunkRow.ordinal == 1))
+            session.execute(
+                sa.delete(PanoramaChunkRow).where(
+                    PanoramaChunkRow.kind == "tree", PanoramaChunkRow.ordinal == 1
+                )
+            )
         assert recorded.json(*resumed)["trees"] == part
         assert recorded.json(*resumed, *TREES)["trees"] == whole
         assert store.load("latest", trees=True).requests == before.requests
@@ -104,7 +130,9 @@ def killed(pair: LoadedPair, item: int) -> int:
     return item
 
 
-def test_a_killed_helper_is_said_and_replaced(pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_helper_is_said_and_replaced(
+    pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One line while it worked; one that was idle is no loss."""
     monkeypatch.setattr(processes, "PATIENCE_S", 0.0)
     with pytest.raises(SpectuneError, match="a helper process was killed"):

@@ -1,4 +1,5 @@
-"""Latency profiles: what the fit recovers, what the experiment measures, and which profile a tuning uses."""
+"""Latency profiles: what the fit recovers, what the experiment measures, and which profile a tuning
+uses."""
 
 from __future__ import annotations
 
@@ -13,11 +14,23 @@ import pytest
 from synthetic import flat_profile
 
 import spectune.runtime.profiling.measure
-from spectune.optimizer.profiles import at_pace_of, doubts, prediction_spread, profile_for, served_contexts, usable_profile
+from spectune.optimizer.profiles import (
+    at_pace_of,
+    doubts,
+    prediction_spread,
+    profile_for,
+    served_contexts,
+    usable_profile,
+)
 from spectune.optimizer.timings import Timings
 from spectune.runtime.costs import MeasuredRound, RoundKind
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.profiling import ACCEPTED_ERROR, measure_profile, predicted_seconds, refit_scale
+from spectune.runtime.profiling import (
+    ACCEPTED_ERROR,
+    measure_profile,
+    predicted_seconds,
+    refit_scale,
+)
 from spectune.runtime.profiling.fit import Prefill, fit_profile
 from spectune.runtime.profiling.shapes import shapes_of
 from spectune.traces.latency import LatencyProfile
@@ -27,8 +40,11 @@ from spectune.traces.store import TraceStore
 TRUE = flat_profile("p", ["near"])
 
 
-def drawn_rounds(count: int, seed: int, *, noise: float = 0.03, slow: float = 0.1) -> list[MeasuredRound]:
-    """Rounds of many kinds as :data:`TRUE` has them, with noise, a share of them up to three times slower."""
+def drawn_rounds(
+    count: int, seed: int, *, noise: float = 0.03, slow: float = 0.1
+) -> list[MeasuredRound]:
+    """Rounds of many kinds as :data:`TRUE` has them, with noise, a share of them up to three times
+    slower."""
     rng = np.random.default_rng(seed)
     rounds = []
     for _ in range(count):
@@ -39,8 +55,14 @@ def drawn_rounds(count: int, seed: int, *, noise: float = 0.03, slow: float = 0.
             kind = RoundKind("near", "top_k" if tree else "", sampled)
             width = int(rng.choice([1, 2, 4, 9])) if tree else 1
             rows, drafted = (int(rng.choice([1, 2, 4])), *[width] * (gamma - 1)), gamma * width
-        rounds.append(MeasuredRound(kind, int(rng.integers(32, 512)), rows, drafted, 2, 0.0, 0.0, 0.0))
-    seconds = predicted_seconds(TRUE, rounds) * rng.normal(1.0, noise, (count, 3)) * np.where(rng.random((count, 1)) < slow, 3.0, 1.0)
+        rounds.append(
+            MeasuredRound(kind, int(rng.integers(32, 512)), rows, drafted, 2, 0.0, 0.0, 0.0)
+        )
+    seconds = (
+        predicted_seconds(TRUE, rounds)
+        * rng.normal(1.0, noise, (count, 3))
+        * np.where(rng.random((count, 1)) < slow, 3.0, 1.0)
+    )
     return [
         r._replace(draft_s=d, verify_s=v, round_s=d + v + 1e-4 * rng.normal(1.0, noise))
         for r, (d, v, _) in zip(rounds, seconds.tolist(), strict=True)
@@ -50,11 +72,14 @@ def drawn_rounds(count: int, seed: int, *, noise: float = 0.03, slow: float = 0.
 def fitted_to(rounds: list[MeasuredRound]) -> LatencyProfile:
     prefills = [Prefill("", n, 5e-3 + 9e-5 * (n - 8)) for n in (8, 64, 300)] * 3
     empty = LatencyProfile("p", "cpu", "float32", {})
-    return fit_profile(empty, shapes_of(["near"], (32, 272, 512), rounds, prefills), rounds, prefills)
+    return fit_profile(
+        empty, shapes_of(["near"], (32, 272, 512), rounds, prefills), rounds, prefills
+    )
 
 
 def test_the_fit_recovers_rounds_through_noise_and_slow_moments() -> None:
-    """A tenth of the rounds take three times as long; the others' costs are found, also of rounds that were not fitted."""
+    """A tenth of the rounds take three times as long; the others' costs are found, also of rounds
+    that were not fitted."""
     profile = fitted_to(drawn_rounds(1200, 0))
     assert all(s >= 0 for table in profile.terms.values() for s in table.seconds)
     fresh = drawn_rounds(300, 1)
@@ -65,16 +90,24 @@ def test_the_fit_recovers_rounds_through_noise_and_slow_moments() -> None:
 
 
 def test_near_ties_cost_as_often_as_they_come() -> None:
-    """Rounds with canonical passes, however long, tell how often near ties come and nothing else."""
+    """Rounds with canonical passes, however long, tell how often near ties come and nothing
+    else."""
     rounds = drawn_rounds(400, 2, noise=0.0, slow=0.0)
-    tied = [r._replace(canonical=(0, 1), verify_s=1.0, round_s=2.0) if n % 20 == 0 else r for n, r in enumerate(rounds)]
+    tied = [
+        r._replace(canonical=(0, 1), verify_s=1.0, round_s=2.0) if n % 20 == 0 else r
+        for n, r in enumerate(rounds)
+    ]
     profile = fitted_to(tied)
     for name, sampled in (("near ties", False), ("sampled near ties", True)):
         own = [r for r in tied if r.kind.sampled == sampled]
         rate = sum(r.canonical[1] for r in own) / sum(r.emitted for r in own)
-        assert profile.seconds(name, context=272) == pytest.approx(rate * profile.seconds("prefill/target", rows=272))
+        assert profile.seconds(name, context=272) == pytest.approx(
+            rate * profile.seconds("prefill/target", rows=272)
+        )
     plain = fitted_to([r for r in tied if r.canonical == (0, 0)])
-    assert profile.seconds("target", rows=4, context=100) == pytest.approx(plain.seconds("target", rows=4, context=100))
+    assert profile.seconds("target", rows=4, context=100) == pytest.approx(
+        plain.seconds("target", rows=4, context=100)
+    )
 
 
 def test_the_scale_is_refitted_by_a_robust_ratio() -> None:
@@ -103,17 +136,34 @@ def profile(pair: LoadedPair) -> LatencyProfile:
 
 
 def test_every_cost_is_there(pair: LoadedPair, profile: LatencyProfile) -> None:
-    """Chains, trees, stops and shortlists of every draft; contexts that the models cannot hold are left out."""
+    """Chains, trees, stops and shortlists of every draft; contexts that the models cannot hold are
+    left out."""
     assert (profile.pair_id, profile.terms["target"].knots[1]) == (pair.id, (16.0, 64.0))
     assert set(profile.chain_drafts) == {"near", "far", "ngram"}
     assert set(profile.tree_drafts) == {"near", "far"}
     for name in ("target", "prefill/target", "prefill/near", "round"):
         assert max(profile.terms[name].seconds) > 0, name
-    for draft in ("near", "far"):  # on a busy machine a tiny draft's passes may all be called its phase
-        assert max(*profile.terms[f"pass/{draft}"].seconds, *profile.terms[f"phase/{draft}"].seconds) > 0
-    assert {"stop max_prob", "stop joint_prob", "stop entropy", "sampled target", "noise"} <= set(profile.terms)
-    assert {"top_k/near", "static/near", "classifier/near", "stratify/near", "tree stop/near"} <= set(profile.terms)
-    assert profile.shortlist_sizes("near", routed=True) == profile.shortlist_sizes("near", routed=False)
+    for draft in (
+        "near",
+        "far",
+    ):  # on a busy machine a tiny draft's passes may all be called its phase
+        assert (
+            max(*profile.terms[f"pass/{draft}"].seconds, *profile.terms[f"phase/{draft}"].seconds)
+            > 0
+        )
+    assert {"stop max_prob", "stop joint_prob", "stop entropy", "sampled target", "noise"} <= set(
+        profile.terms
+    )
+    assert {
+        "top_k/near",
+        "static/near",
+        "classifier/near",
+        "stratify/near",
+        "tree stop/near",
+    } <= set(profile.terms)
+    assert profile.shortlist_sizes("near", routed=True) == profile.shortlist_sizes(
+        "near", routed=False
+    )
     assert {"device", "torch", "threads", "dtype", "python"} <= set(profile.environment)
     assert LatencyProfile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
 

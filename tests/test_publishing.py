@@ -1,4 +1,5 @@
-"""What a tuning may put in force: only over what it was compared with, and only while it owns its job."""
+"""What a tuning may put in force: only over what it was compared with, and only while it owns its
+job."""
 
 from __future__ import annotations
 
@@ -34,18 +35,29 @@ from spectune.traces.store import Publication, TraceStore
 T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
 HOUR = timedelta(hours=1)
 TEXTS = ("def add(a, b):", "The quick brown fox", "import json", "0 1 2 3 4")
-WORKLOAD = Workload("w", tuple(Request(f"r{i}", "ab"[i % 2], (f"{TEXTS[i % 4]} {i}",)) for i in range(18)))
+WORKLOAD = Workload(
+    "w", tuple(Request(f"r{i}", "ab"[i % 2], (f"{TEXTS[i % 4]} {i}",)) for i in range(18))
+)
 CHOSEN = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 5}})
 """What an operator puts in force."""
 QUICK = TuneOptions(
-    options=DecodeOptions(Sampling(), 8), drafts=("near",), gamma_max=5, trials=2, finalists=1, rivals=1, passes=1, tree_width=0
+    options=DecodeOptions(Sampling(), 8),
+    drafts=("near",),
+    gamma_max=5,
+    trials=2,
+    finalists=1,
+    rivals=1,
+    passes=1,
+    tree_width=0,
 )
 
 
 def put_profile(store: TraceStore, pair: LoadedPair) -> str:
     """A made-up profile that a tuning uses: measuring takes seconds."""
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-    return store.put_profile(replace(flat_profile(pair.id, pair.drafts), environment=environment(pair)))
+    return store.put_profile(
+        replace(flat_profile(pair.id, pair.drafts), environment=environment(pair))
+    )
 
 
 def activate(store: TraceStore, pair: LoadedPair) -> int:
@@ -85,7 +97,8 @@ def test_what_came_into_force_during_the_race_stays(store: TraceStore, pair: Loa
 
 
 def test_the_version_compared_with_is_the_one_replaced(store: TraceStore, pair: LoadedPair) -> None:
-    """Also where it came into force while the tuning was still recording: the incumbent is read when it is needed."""
+    """Also where it came into force while the tuning was still recording: the incumbent is read
+    when it is needed."""
     put_profile(store, pair)
     todo = [lambda: activate(store, pair)]
 
@@ -99,17 +112,25 @@ def test_the_version_compared_with_is_the_one_replaced(store: TraceStore, pair: 
     tuned = tune(store, pair, WORKLOAD, replace(QUICK, tell=said.append), progress=progress)
     assert store.active_version(pair.id, "cpu", "canary") == other
     (line,) = [x for x in said if x.startswith("warning: version ")]
-    assert "was tuned at temperature 0.7; this tunes for temperature 0.0 and may take its place" in line
+    assert (
+        "was tuned at temperature 0.7; this tunes for temperature 0.0 and may take its place"
+        in line
+    )
     assert tuned.incumbent.policy == CHOSEN
     newest = store.list_publications(pair.id)[0]
     assert (tuned.published is None) == (newest.policy_id == CHOSEN.id)
 
 
-def test_what_a_smaller_tuning_does_not_record_is_raced_without_a_prediction(store: TraceStore, pair: LoadedPair) -> None:
-    """`tune --quick` after a tree was published ended in an error once all was recorded and searched."""
+def test_what_a_smaller_tuning_does_not_record_is_raced_without_a_prediction(
+    store: TraceStore, pair: LoadedPair
+) -> None:
+    """`tune --quick` after a tree was published ended in an error once all was recorded and
+    searched."""
     put_profile(store, pair)
     window = {"kind": "analytic", "costs": "profile", "gamma_max": 3}
-    tree = parse_policy({"draft": "near", "growth": {"kind": "top_k", "width": 2}, "window": window})
+    tree = parse_policy(
+        {"draft": "near", "growth": {"kind": "top_k", "width": 2}, "window": window}
+    )
     store.put_policy(tree.id, tree.spelled_out(), tree.label())
     store.publish(pair.id, "cpu", tree.id, actor="operator")
     said: list[str] = []
@@ -122,11 +143,15 @@ def test_what_a_smaller_tuning_does_not_record_is_raced_without_a_prediction(sto
     assert evidence_table(tuned)
 
 
-def test_what_is_tuned_on_is_counted_again_where_chunks_are_damaged(store: TraceStore, pair: LoadedPair) -> None:
+def test_what_is_tuned_on_is_counted_again_where_chunks_are_damaged(
+    store: TraceStore, pair: LoadedPair
+) -> None:
     plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
     lost = record(store, pair, WORKLOAD, QUICK.options, Look(("near",), 5), plain).id
     with store.database.write() as session:
-        session.execute(text("UPDATE panorama_chunk SET data = :data WHERE ordinal > 4"), {"data": b"x"})
+        session.execute(
+            text("UPDATE panorama_chunk SET data = :data WHERE ordinal > 4"), {"data": b"x"}
+        )
     begun: list[str] = []
     with pytest.raises(TraceError, match=r"5 requests leave|on different ones: 5"):
         tune_recording(store, pair, lost, replace(QUICK, begins=begun.append))
@@ -187,7 +212,12 @@ def test_who_lost_the_job_publishes_nothing(
     store = Overtaken(database)
     put_profile(store, pair)
     schedules.add_schedule(
-        database, "nightly", every="1h", now=T0, budget="3s", payload=payload(pair, workload) | {"fresh": False}
+        database,
+        "nightly",
+        every="1h",
+        now=T0,
+        budget="3s",
+        payload=payload(pair, workload) | {"fresh": False},
     )
     store.lose.append(lambda: lose(database))
     execute = tuning_job(store, load=lambda *_args, **_kw: pair)

@@ -1,4 +1,5 @@
-"""Racing policies on a clock that only moves when something is executed: who is dropped, when it ends, who wins."""
+"""Racing policies on a clock that only moves when something is executed: who is dropped, when it
+ends, who wins."""
 
 from __future__ import annotations
 
@@ -15,9 +16,16 @@ from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_pol
 
 
 class Machine:
-    """Executes policies by id: seconds are cost x size of the request x the machine's mood x noise; its clock adds them up."""
+    """Executes policies by id: seconds are cost x size of the request x the machine's mood x noise;
+    its clock adds them up."""
 
-    def __init__(self, cost: dict[str, float], *, noise: float = 0.0, mood: Callable[[float], float] = lambda now: 1.0) -> None:
+    def __init__(
+        self,
+        cost: dict[str, float],
+        *,
+        noise: float = 0.0,
+        mood: Callable[[float], float] = lambda now: 1.0,
+    ) -> None:
         self.cost, self.noise, self.mood = cost, noise, mood
         self.now = 0.0
         self.calls: list[tuple[str, int]] = []
@@ -26,7 +34,10 @@ class Machine:
     def execute(self, policy: str, request: int) -> float:
         self.calls.append((policy, request))
         seconds = (
-            self.cost[policy] * (1 + request % 5) * self.mood(self.now) * float(np.exp(self.noise * self._rng.standard_normal()))
+            self.cost[policy]
+            * (1 + request % 5)
+            * self.mood(self.now)
+            * float(np.exp(self.noise * self._rng.standard_normal()))
         )
         self.now += seconds
         return seconds
@@ -42,7 +53,9 @@ def executions(timings: Timings, policy: str) -> int:
 def test_the_clearly_slower_are_dropped_and_the_rest_goes_to_the_near() -> None:
     """After one block the slow one is out, a baseline is executed to the end of the first pass."""
     machine = Machine({"a": 1.0, "b": 1.005, "slow": 2.5, "baseline": 2.0}, noise=0.03)
-    timings, left = eliminate(list(machine.cost), 20, machine.execute, whole=["baseline"], passes=6, clock=machine.clock)
+    timings, left = eliminate(
+        list(machine.cost), 20, machine.execute, whole=["baseline"], passes=6, clock=machine.clock
+    )
     assert executions(timings, "slow") == BLOCK  # the first look
     assert executions(timings, "baseline") == 20
     assert executions(timings, "a") > 20
@@ -52,10 +65,13 @@ def test_the_clearly_slower_are_dropped_and_the_rest_goes_to_the_near() -> None:
 
 @pytest.mark.parametrize("lead", [0.02, 0.05])
 def test_the_fastest_wins_whatever_mood_the_machine_is_in(lead: float) -> None:
-    """A machine that is 1.7 times slower for minutes at a time changes nothing: the blocks are short, and ratios are within them."""
+    """A machine that is 1.7 times slower for minutes at a time changes nothing: the blocks are
+    short, and ratios are within them."""
     cost = {str(i): 1.0 + lead * i for i in range(6)}
     machine = Machine(cost, noise=0.03, mood=lambda now: 1.7 if int(now / 60) % 3 == 0 else 1.0)
-    timings, left = eliminate(list(reversed(cost)), 20, machine.execute, passes=8, clock=machine.clock)
+    timings, left = eliminate(
+        list(reversed(cost)), 20, machine.execute, passes=8, clock=machine.clock
+    )
     assert timings.leader(left) == "0"
     assert "5" not in left
     ratio, low, high = timings.ratio("0", "5")
@@ -64,16 +80,21 @@ def test_the_fastest_wins_whatever_mood_the_machine_is_in(lead: float) -> None:
 
 
 def test_it_ends_when_nothing_is_left_to_gain_or_the_time_is_used() -> None:
-    """Equals without noise take one pass; a budget ends a race in the middle of a pass, never before the first request is done."""
+    """Equals without noise take one pass; a budget ends a race in the middle of a pass, never
+    before the first request is done."""
     machine = Machine({"a": 1.0, "b": 1.0 + NEGLIGIBLE / 2})
     timings, left = eliminate(["a", "b"], 20, machine.execute, passes=8, clock=machine.clock)
     assert executions(timings, "a") == 20
     assert "a" in left
     machine = Machine({"a": 1.0, "b": 1.001}, noise=0.1)
-    timings, left = eliminate(["a", "b"], 20, machine.execute, passes=8, budget_s=30.0, clock=machine.clock)
+    timings, left = eliminate(
+        ["a", "b"], 20, machine.execute, passes=8, budget_s=30.0, clock=machine.clock
+    )
     assert set(left) == {"a", "b"}
     assert executions(timings, "a") == executions(timings, "b") < 20
-    timings, left = eliminate(["a", "b"], 20, machine.execute, passes=8, budget_s=0.0, clock=machine.clock)
+    timings, left = eliminate(
+        ["a", "b"], 20, machine.execute, passes=8, budget_s=0.0, clock=machine.clock
+    )
     assert executions(timings, "a") == executions(timings, "b") == 1
 
 
@@ -81,12 +102,20 @@ def test_every_policy_goes_first_equally_often() -> None:
     """The order rotates from request to request."""
     machine = Machine({"a": 1.0, "b": 1.001, "c": 1.002}, noise=0.2)
     eliminate(list(machine.cost), 6, machine.execute, passes=1, clock=machine.clock)
-    assert [machine.calls[i][0] for i in range(0, len(machine.calls), 3)] == ["a", "b", "c", "a", "b", "c"]
+    assert [machine.calls[i][0] for i in range(0, len(machine.calls), 3)] == [
+        "a",
+        "b",
+        "c",
+        "a",
+        "b",
+        "c",
+    ]
     assert [n for _, n in machine.calls] == [n for n in range(6) for _ in range(3)]
 
 
 def test_projection_undoes_the_luck_of_which_requests_were_executed() -> None:
-    """Executed requests favour b, those of the race together a; prediction knows, though it takes every b for 10% too slow."""
+    """Executed requests favour b, those of the race together a; prediction knows, though it takes
+    every b for 10% too slow."""
     rng = np.random.default_rng(0)
     a, b = rng.uniform(1.0, 3.0, 50), rng.uniform(1.0, 3.0, 50)
     done = np.isin(np.arange(50), np.argsort(b - a)[:20])
@@ -116,19 +145,29 @@ def test_ratios_are_over_shared_executions() -> None:
 
 
 def fixed(gamma: int, **stop: object) -> Policy:
-    return parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": gamma}, **({"stop": stop} if stop else {})})
+    return parse_policy(
+        {
+            "draft": "near",
+            "window": {"kind": "fixed", "gamma": gamma},
+            **({"stop": stop} if stop else {}),
+        }
+    )
 
 
-def won(seconds: list[tuple[Policy, np.ndarray]], predicted: dict[str, float] | None = None) -> Policy:
-    """The winner among policies with these seconds by request, predicted at these tokens/s, by default as executed."""
+def won(
+    seconds: list[tuple[Policy, np.ndarray]], predicted: dict[str, float] | None = None
+) -> Policy:
+    """The winner among policies with these seconds by request, predicted at these tokens/s, by
+    default as executed."""
     timings = Timings({p.id: took[:, None] for p, took in seconds})
     speeds = predicted or {p.id: 1.0 / took.sum() for p, took in seconds}
     return fastest_of([p for p, _ in seconds], timings, speeds, 0.02)
 
 
 def test_of_equals_the_simplest_wins() -> None:
-    """Equals are those that the measured interval cannot tell apart and prediction puts within 1%: of them a plain window wins over one
-    with a stop, and a shorter over a longer. Half a percent beyond noise, or 2% by prediction, is a difference."""
+    """Equals are those that the measured interval cannot tell apart and prediction puts within 1%:
+    of them a plain window wins over one with a stop, and a shorter over a longer. Half a percent
+    beyond noise, or 2% by prediction, is a difference."""
     base = np.linspace(1.0, 2.0, 20)
     noise = np.where(np.arange(20) % 2, 1.05, 0.95)
     plain, stopped, longer = fixed(3), fixed(3, kind="max_prob", threshold=0.4), fixed(6)
@@ -137,7 +176,10 @@ def test_of_equals_the_simplest_wins() -> None:
     assert won([(longer, base), (plain, base * 1.003 * noise)]) == plain
     assert won([(plain, base * 1.02), (stopped, base)]) == stopped
     assert won([(plain, base * 1.003), (longer, base)]) == longer
-    assert won([(plain, base * 1.01 * noise), (stopped, base)], {plain.id: 1.0, stopped.id: 1.03}) == stopped
+    assert (
+        won([(plain, base * 1.01 * noise), (stopped, base)], {plain.id: 1.0, stopped.id: 1.03})
+        == stopped
+    )
     assert won([(AUTOREGRESSIVE, base), (plain, base)]) == AUTOREGRESSIVE
 
 
@@ -161,7 +203,8 @@ def test_a_tree_of_three_nodes_needs_a_gain_beyond_noise() -> None:
 
 
 def test_rivals_are_the_fixed_windows_that_prediction_cannot_tell_apart() -> None:
-    """Within the prediction's error of the best fixed window, fastest first, none twice; other kinds are not counted."""
+    """Within the prediction's error of the best fixed window, fastest first, none twice; other
+    kinds are not counted."""
     heuristic = parse_policy({"draft": "near", "window": {"kind": "fsm", "gamma_max": 4}})
     values = [
         (heuristic, 120.0),

@@ -1,4 +1,5 @@
-"""SQLite files that can be read and not written: on a medium that is read-only, or in a folder of somebody else."""
+"""SQLite files that can be read and not written: on a medium that is read-only, or in a folder of
+somebody else."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ READS = (
     ("traces", "show", "latest", "--json"),
     ("policies", "list", "--pair", "demo", "--json"),
     ("schedule", "list", "--json"),
-    ("simulate", "--policy", '{"draft": "small", "window": {"kind": "fixed", "gamma": 4}}', "--json"),
+    (
+        "simulate",
+        "--policy",
+        '{"draft": "small", "window": {"kind": "fixed", "gamma": 4}}',
+        "--json",
+    ),
     ("db", "check", "--json"),
 )
 
@@ -48,7 +54,8 @@ def elsewhere() -> Iterator[Path]:
 
 @contextmanager
 def a_folder() -> Iterator[Path]:
-    """A folder that everybody may enter and only its owner may write to, with a space and signs of a URI in its name."""
+    """A folder that everybody may enter and only its owner may write to, with a space and signs of
+    a URI in its name."""
     made = Path(tempfile.mkdtemp(prefix="spectune a%20?b#-"))
     made.chmod(0o755)
     yield made
@@ -77,10 +84,15 @@ def _as_reader(folder: Path, act: Callable[[], Any], results: Any) -> None:
 
 
 def as_reader(folder: Path, act: Callable[[], Any]) -> Any:
-    """What ``act`` returns, or (kind, message) of its error, in a process that may not write to the folder. It changes nothing there."""
+    """What ``act`` returns, or (kind, message) of its error, in a process that may not write to the
+    folder. It changes nothing there."""
 
     def content() -> dict[str, bytes]:
-        return {p.name: p.read_bytes() for p in folder.iterdir() if not (p.is_symlink() or p.name.endswith("-shm"))}
+        return {
+            p.name: p.read_bytes()
+            for p in folder.iterdir()
+            if not (p.is_symlink() or p.name.endswith("-shm"))
+        }
 
     before = content()
     for entry in folder.iterdir():
@@ -130,7 +142,9 @@ def test_what_a_live_writer_has_in_its_log_is_read(path: Path, folder: Path) -> 
         assert as_reader(folder, lambda: labels(str(path))) == ["newest", "first"]
 
 
-def test_a_log_that_cannot_be_read_is_not_left_out_silently(path: Path, folder: Path, elsewhere: Path) -> None:
+def test_a_log_that_cannot_be_read_is_not_left_out_silently(
+    path: Path, folder: Path, elsewhere: Path
+) -> None:
     writer = sqlite3.connect(path)
     writer.execute("UPDATE policy SET label = 'newest'")
     writer.commit()
@@ -139,7 +153,11 @@ def test_a_log_that_cannot_be_read_is_not_left_out_silently(path: Path, folder: 
     (folder / "a.db-wal").write_bytes(log)
     link = elsewhere / "link.db"
     link.symlink_to(path)
-    for act in (lambda: labels(str(path)), lambda: check(str(path)).to_json(), lambda: labels(str(link))):
+    for act in (
+        lambda: labels(str(path)),
+        lambda: check(str(path)).to_json(),
+        lambda: labels(str(link)),
+    ):
         kind, message = as_reader(folder, act)
         assert kind == "DatabaseError"
         assert "a.db is read-only and its last changes are in a.db-wal" in message
@@ -149,7 +167,9 @@ def test_a_log_that_cannot_be_read_is_not_left_out_silently(path: Path, folder: 
     assert labels(str(path)) == ["newest"]
 
 
-def test_a_link_is_as_writable_as_what_it_points_to(path: Path, folder: Path, elsewhere: Path) -> None:
+def test_a_link_is_as_writable_as_what_it_points_to(
+    path: Path, folder: Path, elsewhere: Path
+) -> None:
     folder.chmod(0o777)
     for entry in folder.iterdir():
         entry.chmod(0o666)
@@ -164,7 +184,9 @@ def test_a_link_is_as_writable_as_what_it_points_to(path: Path, folder: Path, el
     assert labels(str(path)) == ["second", "first"]
 
 
-def test_the_copy_before_an_upgrade_lies_beside_the_file_that_a_link_points_to(tmp_path: Path) -> None:
+def test_the_copy_before_an_upgrade_lies_beside_the_file_that_a_link_points_to(
+    tmp_path: Path,
+) -> None:
     for name in ("data", "app"):
         (tmp_path / name).mkdir()
     at_revision(str(tmp_path / "data" / "a.db"), "0001")

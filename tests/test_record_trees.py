@@ -1,4 +1,5 @@
-"""Recording trees: what is asked for, widened, resumed and covered, through the command and through the calls behind it."""
+"""Recording trees: what is asked for, widened, resumed and covered, through the command and through
+the calls behind it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ from spectune.traces.schema import Proposals, Trajectory, TreePanorama
 from spectune.traces.store import TraceStore
 
 SHORT = ("--max-new-tokens", 8, "--gamma-max", 4)
-STATIC = {"draft": "near", "growth": {"kind": "static", "paths": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]}}
+STATIC = {
+    "draft": "near",
+    "growth": {"kind": "static", "paths": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]},
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +43,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Path:
     """A database with one recording of three requests, no trees."""
     folder = tmp_path_factory.mktemp("trees")
     door = Door(str(folder / "spectune.db"))
-    door.json("record", "--pair", tiny_pair, "--workload", write_workload(folder / "w.jsonl", 3), *SHORT)
+    door.json(
+        "record", "--pair", tiny_pair, "--workload", write_workload(folder / "w.jsonl", 3), *SHORT
+    )
     return folder / "spectune.db"
 
 
@@ -56,7 +62,9 @@ def store(door: Door) -> Iterator[TraceStore]:
 
 
 def resumed(door: Door, *arguments: object) -> dict[str, Any]:
-    return door.json("record", "--pair", door.pair, "--resume", "latest", "--gamma-max", 4, *arguments)
+    return door.json(
+        "record", "--pair", door.pair, "--resume", "latest", "--gamma-max", 4, *arguments
+    )
 
 
 def extent(count: int, width: int, depth: int) -> dict[str, int]:
@@ -66,7 +74,18 @@ def extent(count: int, width: int, depth: int) -> dict[str, int]:
 def test_trees_are_recorded_with_the_texts(tmp_path: Path, tiny_pair: Path) -> None:
     door = Door(str(tmp_path / "spectune.db"), str(tiny_pair))
     workload = write_workload(tmp_path / "w.jsonl", 2)
-    command = ("record", "--pair", door.pair, "--workload", workload, *SHORT, "--temperature", 0.8, "--tree-width", 3)
+    command = (
+        "record",
+        "--pair",
+        door.pair,
+        "--workload",
+        workload,
+        *SHORT,
+        "--temperature",
+        0.8,
+        "--tree-width",
+        3,
+    )
     made = door.json(*command, "--tree-depth", 2)
     assert made["trees"] == {"near": extent(2, 3, 2), "far": extent(2, 3, 2)}
     assert made["drafts"] == {"near": 2, "far": 2, "ngram": 2}
@@ -74,7 +93,12 @@ def test_trees_are_recorded_with_the_texts(tmp_path: Path, tiny_pair: Path) -> N
         loaded = TraceStore(database).load(made["recording"], trees=True)
     for panorama, trajectory in zip(loaded.trees("near"), loaded.trajectories, strict=True):
         assert panorama.positions == len(trajectory.output_ids)
-        assert json.dumps({"kind": "top_k", "score": "coupled(1.5)", "width": 3}, separators=(",", ":")) in panorama.covers
+        assert (
+            json.dumps(
+                {"kind": "top_k", "score": "coupled(1.5)", "width": 3}, separators=(",", ":")
+            )
+            in panorama.covers
+        )
     listed = door.json("traces", "list")["recordings"][0]
     shown = door.json("traces", "show", "latest")
     assert listed["trees"] == shown["trees"] == made["trees"]
@@ -84,7 +108,8 @@ def test_trees_are_recorded_with_the_texts(tmp_path: Path, tiny_pair: Path) -> N
 
 
 def test_resume_finishes_what_was_begun(door: Door, store: TraceStore) -> None:
-    """Texts as well as panoramas, by the arguments that it was begun with; not another one that was begun alike."""
+    """Texts as well as panoramas, by the arguments that it was begun with; not another one that was
+    begun alike."""
     whole = store.get_recording(store.resolve_recording("latest"))
 
     def begin(**options: object) -> str:
@@ -92,13 +117,23 @@ def test_resume_finishes_what_was_begun(door: Door, store: TraceStore) -> None:
         return store.create_recording(whole.pair_id, whole.workload_id, whole.sampling, **kept).id
 
     begun, newer, other = begin(), begin(), begin(dtype="bfloat16")
-    found = door.json("record", "--pair", door.pair, "--resume", begun, "--gamma-max", 4, "--max-new-tokens", 99)
-    assert (found["recording"], found["state"], found["drafts"]) == (begun, "complete", dict(whole.drafts))
-    texts = [[t.output_ids.tolist() for t in store.load(name).trajectories] for name in (begun, whole.id)]
+    found = door.json(
+        "record", "--pair", door.pair, "--resume", begun, "--gamma-max", 4, "--max-new-tokens", 99
+    )
+    assert (found["recording"], found["state"], found["drafts"]) == (
+        begun,
+        "complete",
+        dict(whole.drafts),
+    )
+    texts = [
+        [t.output_ids.tolist() for t in store.load(name).trajectories] for name in (begun, whole.id)
+    ]
     assert texts[0] == texts[1]
     assert len(texts[0]) == 3
     assert store.get_recording(newer).n_requests == 0
-    line = door.refused("record", "--pair", door.pair, "--resume", other, "--dtype", "float32", "--gamma-max", 4)
+    line = door.refused(
+        "record", "--pair", door.pair, "--resume", other, "--dtype", "float32", "--gamma-max", 4
+    )
     assert f"recording {other} is unfinished and was begun on cpu in bfloat16" in line
     assert "--device cpu --dtype bfloat16" in line
 
@@ -111,7 +146,10 @@ def test_trees_are_widened_and_never_narrowed(door: Door, store: TraceStore) -> 
     wide = store.load("latest", trees=True).trees("near")
     for old, new in zip(narrow, wide, strict=True):
         roots = old.positions + 1
-        assert all(np.array_equal(getattr(old, n)[:roots], getattr(new, n)[:roots]) for n in old.columns()[2:])
+        assert all(
+            np.array_equal(getattr(old, n)[:roots], getattr(new, n)[:roots])
+            for n in old.columns()[2:]
+        )
         assert len(new.parent) > len(old.parent)
     assert resumed(door, "--tree-width", 2, "--tree-depth", 2)["trees"]["near"] == extent(3, 3, 4)
     assert store.load("latest", trees=True).trees("near") == wide
@@ -127,14 +165,38 @@ def test_one_limit_alone_or_a_cover_takes_the_default_of_the_other(door: Door) -
     assert made["trees"]["far"] == extent(3, 8, 3)
 
 
-def test_covers_are_kept_when_trees_are_widened(door: Door, store: TraceStore, tmp_path: Path) -> None:
+def test_covers_are_kept_when_trees_are_widened(
+    door: Door, store: TraceStore, tmp_path: Path
+) -> None:
     (tmp_path / "sharp.json").write_text(
-        json.dumps({"draft": "near", "growth": {"kind": "top_k", "width": 2, "score": "coupled", "sharpness": 2.0}})
+        json.dumps(
+            {
+                "draft": "near",
+                "growth": {"kind": "top_k", "width": 2, "score": "coupled", "sharpness": 2.0},
+            }
+        )
     )
-    # A top_k policy's window is 4 by default; a static tree is as deep as its paths, but all is recorded to one depth.
-    resumed(door, "--tree-width", 2, "--tree-depth", 4, "--cover", tmp_path / "sharp.json", "--cover", json.dumps(STATIC))
-    named = {'{"kind":"top_k","score":"coupled(2)","width":2}', cover_name(parse_policy(STATIC).growth, sampled=False)}
-    limits = {draft: store.tree_limits(store.resolve_recording("latest"), draft) for draft in ("near", "far")}
+    # A top_k policy's window is 4 by default; a static tree is as deep as its paths, but all is
+    # recorded to one depth.
+    resumed(
+        door,
+        "--tree-width",
+        2,
+        "--tree-depth",
+        4,
+        "--cover",
+        tmp_path / "sharp.json",
+        "--cover",
+        json.dumps(STATIC),
+    )
+    named = {
+        '{"kind":"top_k","score":"coupled(2)","width":2}',
+        cover_name(parse_policy(STATIC).growth, sampled=False),
+    }
+    limits = {
+        draft: store.tree_limits(store.resolve_recording("latest"), draft)
+        for draft in ("near", "far")
+    }
     assert named <= set(limits["near"][2])
     assert not named & set(limits["far"][2])  # a policy's growth is covered for its draft
     before = store.load("latest", trees=True).trees("near")
@@ -148,37 +210,78 @@ def test_covers_are_kept_when_trees_are_widened(door: Door, store: TraceStore, t
 
 
 def classifier(store: TraceStore) -> str:
-    weights = {"w1": np.ones((4, 3), np.float32), "b1": np.zeros(4, np.float32), "w2": np.ones(4, np.float32), "b2": np.zeros(1)}
+    weights = {
+        "w1": np.ones((4, 3), np.float32),
+        "b1": np.zeros(4, np.float32),
+        "w2": np.ones(4, np.float32),
+        "b2": np.zeros(1),
+    }
     return store.put_artifact("classifier", {"draft": "near"}, weights)
 
 
-def test_tune_covers_what_promises_more_than_the_recording_can_tell(door: Door, store: TraceStore, pair: LoadedPair) -> None:
-    """A growth that reads what was not recorded is left out of a search, until what is known of it beats all that was tried."""
+def test_tune_covers_what_promises_more_than_the_recording_can_tell(
+    door: Door, store: TraceStore, pair: LoadedPair
+) -> None:
+    """A growth that reads what was not recorded is left out of a search, until what is known of it
+    beats all that was tried."""
     resumed(door, "--tree-width", 2, "--tree-depth", 3)
     recording = store.resolve_recording("latest")
-    grower = {"kind": "classifier", "width": 2, "cap": 8, "beta": 0.3, "artifact": classifier(store)}
-    wide = parse_policy({"draft": "near", "growth": grower, "window": {"kind": "fixed", "gamma": 3}})
+    grower = {
+        "kind": "classifier",
+        "width": 2,
+        "cap": 8,
+        "beta": 0.3,
+        "artifact": classifier(store),
+    }
+    wide = parse_policy(
+        {"draft": "near", "growth": grower, "window": {"kind": "fixed", "gamma": 3}}
+    )
 
     def trace() -> ReplayTrace:
         loaded = store.load(recording, ["near"], trees=True)
         chains = {"near": loaded.panoramas("near")}
-        return ReplayTrace(loaded.trajectories, chains, trees={("near", "coupled"): loaded.trees("near")})
+        return ReplayTrace(
+            loaded.trajectories, chains, trees={("near", "coupled"): loaded.trees("near")}
+        )
 
     find = fitted(store)
     profile = flat_profile(pair.id, pair.drafts)
-    study = search(trace(), profile, ["near"], gamma_max=2, trials=0, incumbents=[wide], artifacts=find)
+    study = search(
+        trace(), profile, ["near"], gamma_max=2, trials=0, incumbents=[wide], artifacts=find
+    )
     (beyond,) = study.beyond
     assert (beyond.policy, study.left_out()["policies"]) == (wide, 1)
     assert wide not in [t.policy for t in study.trials]
     known = replace(study, beyond=(replace(beyond, value=-1.0),))
-    assert search(trace(), profile, ["near"], gamma_max=2, trials=0, incumbents=[wide], artifacts=find, known=known) == known
+    assert (
+        search(
+            trace(),
+            profile,
+            ["near"],
+            gamma_max=2,
+            trials=0,
+            incumbents=[wide],
+            artifacts=find,
+            known=known,
+        )
+        == known
+    )
     wanted = TuneOptions(tree_width=2, tree_depth=3, gamma_max=4)
     better = replace(study, trials=(replace(beyond, value=beyond.value * 1.01),))
     assert record_beyond(store, pair, recording, better, wanted, find, lambda *_: None) == []
     worse = replace(study, trials=(replace(beyond, value=beyond.value * 0.99),))
     assert record_beyond(store, pair, recording, worse, wanted, find, lambda *_: None) == ["near"]
     assert run_replay(trace(), wide, profile, artifacts=find).missing == 0
-    again = search(trace(), profile, ["near"], gamma_max=2, trials=0, incumbents=[wide], artifacts=find, known=replace(study, beyond=()))
+    again = search(
+        trace(),
+        profile,
+        ["near"],
+        gamma_max=2,
+        trials=0,
+        incumbents=[wide],
+        artifacts=find,
+        known=replace(study, beyond=()),
+    )
     assert not again.beyond
     assert wide in [t.policy for t in again.trials]
 
@@ -196,19 +299,30 @@ Retrace = Callable[..., set[tuple[str, int, int, int]]]
 
 @pytest.fixture
 def retraced(store: TraceStore, pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> Retrace:
-    """Retraces the trees of drafts, one of them a head; what was made: (draft, width, depth, depth of chains alone)."""
+    """Retraces the trees of drafts, one of them a head; what was made: (draft, width, depth, depth
+    of chains alone)."""
     calls: set[tuple[str, int, int, int]] = set()
 
-    def fake(_pair: LoadedPair, text: Trajectory, draft: str, width: int, depth: int, **how: Any) -> TreePanorama:
+    def fake(
+        _pair: LoadedPair, text: Trajectory, draft: str, width: int, depth: int, **how: Any
+    ) -> TreePanorama:
         calls.add((draft, width, depth, how["chain_depth"]))
         covers = tuple(c.name for c in how["covers"])
-        return a_tree(text, draft, width=width, depth=depth, proposals=how["proposals"], covers=covers)
+        return a_tree(
+            text, draft, width=width, depth=depth, proposals=how["proposals"], covers=covers
+        )
 
     monkeypatch.setattr(recorder, "record_tree_panorama", fake)
     headed = replace(pair, heads={"head": object()})  # type: ignore[dict-item]  # only its name is looked at
     recording = store.resolve_recording("latest")
 
-    def made(width: int, depth: int, chains: int, drafts: tuple[str, ...] = headed.draft_names, proposals: Proposals = "coupled") -> Any:
+    def made(
+        width: int,
+        depth: int,
+        chains: int,
+        drafts: tuple[str, ...] = headed.draft_names,
+        proposals: Proposals = "coupled",
+    ) -> Any:
         calls.clear()
         look_around(store, headed, recording, Look(drafts, chains, width, depth, proposals))
         return set(calls)
@@ -237,16 +351,34 @@ def test_heads_get_their_chains_as_trees(retraced: Retrace) -> None:
         (("--tree-width", 32, "--tree-depth", 64), "more than any policy may grow"),
         (("--cover", "nothing"), "--cover nothing: neither a file"),
         (("--cover", '{"draft": "near"}'), "drafts a chain; every recording covers those"),
-        (("--cover", json.dumps(STATIC | {"draft": "other"})), "the pair has no draft 'other' (it has: near, far, ngram)"),
-        (("--cover", json.dumps(STATIC), "--tree-width", 1), "its trees are 2 wide; give --tree-width 2 instead of 1"),
-        (("--cover", json.dumps(STATIC), "--tree-depth", 2), "its trees are 3 deep; give --tree-depth 3 instead of 2"),
+        (
+            ("--cover", json.dumps(STATIC | {"draft": "other"})),
+            "the pair has no draft 'other' (it has: near, far, ngram)",
+        ),
+        (
+            ("--cover", json.dumps(STATIC), "--tree-width", 1),
+            "its trees are 2 wide; give --tree-width 2 instead of 1",
+        ),
+        (
+            ("--cover", json.dumps(STATIC), "--tree-depth", 2),
+            "its trees are 3 deep; give --tree-depth 3 instead of 2",
+        ),
         (("--cover", json.dumps(STATIC), "--tree-proposals", "probability"), "record those apart"),
-        (("--cover", '{"draft": "near", "growth": {"kind": "static", "artifact": "0123"}}'), "there is no artifact '0123'"),
+        (
+            ("--cover", '{"draft": "near", "growth": {"kind": "static", "artifact": "0123"}}'),
+            "there is no artifact '0123'",
+        ),
     ],
 )
 @pytest.mark.parametrize("resume", [True, False])
-def test_mistakes_cost_one_line(door: Door, tmp_path: Path, arguments: tuple[object, ...], says: str, resume: bool) -> None:
-    what = ("--resume", "latest") if resume else ("--workload", write_workload(tmp_path / "w.jsonl", 3))
+def test_mistakes_cost_one_line(
+    door: Door, tmp_path: Path, arguments: tuple[object, ...], says: str, resume: bool
+) -> None:
+    what = (
+        ("--resume", "latest")
+        if resume
+        else ("--workload", write_workload(tmp_path / "w.jsonl", 3))
+    )
     assert says in door.refused("record", "--pair", door.pair, *what, *SHORT, *arguments)
     listed = door.json("traces", "list")["recordings"]
     assert [(r["n_requests"], r["trees"]) for r in listed] == [(3, {})]

@@ -13,16 +13,29 @@ from spectune.optimizer.verdict import Candidate, Tuned
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.traces.schema import Counts, Outcome, RequestOutcome
 
-FAST, DROPPED = (parse_policy({"draft": "small", "window": {"kind": "fixed", "gamma": g}}) for g in (4, 8))
+FAST, DROPPED = (
+    parse_policy({"draft": "small", "window": {"kind": "fixed", "gamma": g}}) for g in (4, 8)
+)
 
 
 def candidate(
-    role: str, policy: Policy, seconds: list[float], ratio: float, raced: tuple[float, float, float], *, left: bool
+    role: str,
+    policy: Policy,
+    seconds: list[float],
+    ratio: float,
+    raced: tuple[float, float, float],
+    *,
+    left: bool,
 ) -> Candidate:
     """One executed on the first requests, each of 100 tokens, in so many seconds."""
-    rows = [RequestOutcome(f"r{i}", "code", Counts(1, 50, 100, 50, 50, 50, 100, s)) for i, s in enumerate(seconds)]
+    rows = [
+        RequestOutcome(f"r{i}", "code", Counts(1, 50, 100, 50, 50, 50, 100, s))
+        for i, s in enumerate(seconds)
+    ]
     executed = Outcome(policy.label(), "executed", tuple(rows))
-    return Candidate(role, policy, executed, executed, (ratio, ratio, ratio), (ratio, ratio, ratio), raced, left)
+    return Candidate(
+        role, policy, executed, executed, (ratio, ratio, ratio), (ratio, ratio, ratio), raced, left
+    )
 
 
 def shown(*candidates: Candidate) -> list[str]:
@@ -30,8 +43,19 @@ def shown(*candidates: Candidate) -> list[str]:
     winner = next(c for c in candidates if c.policy is FAST)
     plain = next(c for c in candidates if c.policy is AUTOREGRESSIVE)
     tuned = Tuned(
-        winner, plain, candidates, "rec", "prof", "study", texts_differ=0, test_requests=4, search_requests=6, trials=9,
-        published=None, reason="no incumbent", seconds={},
+        winner,
+        plain,
+        candidates,
+        "rec",
+        "prof",
+        "study",
+        texts_differ=0,
+        test_requests=4,
+        search_requests=6,
+        trials=9,
+        published=None,
+        reason="no incumbent",
+        seconds={},
     )
     out = io.StringIO()
     Console(file=out, width=200).print(evidence_table(tuned))
@@ -39,13 +63,23 @@ def shown(*candidates: Candidate) -> list[str]:
 
 
 def test_the_evidence_compares_policies_that_were_not_executed_on_the_same_requests() -> None:
-    """A policy that was dropped after two easy requests has the most tokens/s, and is not the fastest."""
+    """A policy that was dropped after two easy requests has the most tokens/s, and is not the
+    fastest."""
     lines = shown(
         candidate("finalist 1", FAST, [0.5, 0.5, 2.0, 2.0], 1.6, (1.0, 1.0, 1.0), left=True),
         candidate("finalist 2", DROPPED, [0.6, 0.6], 1.667, (0.83, 0.8, 0.86), left=False),
-        candidate("autoregressive", AUTOREGRESSIVE, [1.0, 1.0, 3.0, 3.0], 1.0, (0.625, 0.6, 0.65), left=False),
+        candidate(
+            "autoregressive",
+            AUTOREGRESSIVE,
+            [1.0, 1.0, 3.0, 3.0],
+            1.0,
+            (0.625, 0.6, 0.65),
+            left=False,
+        ),
     )
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")
+    ]
     assert [row[0] for row in rows] == ["finalist 1", "finalist 2", "autoregressive"]
     assert float(rows[1][4]) > float(rows[0][4])
     assert [row[5] for row in rows] == ["4 of 4", "2 of 4", "4 of 4"]
@@ -57,23 +91,41 @@ def test_the_evidence_compares_policies_that_were_not_executed_on_the_same_reque
 def test_the_evidence_is_silent_on_who_was_dropped_where_nobody_was() -> None:
     lines = shown(
         candidate("finalist 1", FAST, [0.5] * 4, 2.0, (1.0, 1.0, 1.0), left=True),
-        candidate("autoregressive", AUTOREGRESSIVE, [1.0] * 4, 1.0, (0.5, 0.0, float("inf")), left=True),
+        candidate(
+            "autoregressive", AUTOREGRESSIVE, [1.0] * 4, 1.0, (0.5, 0.0, float("inf")), left=True
+        ),
     )
     assert not any("dropped" in line for line in lines)
-    assert any(line.rstrip(" │").endswith("0.500") for line in lines if "autoregressive" in line and line.startswith("│"))
+    assert any(
+        line.rstrip(" │").endswith("0.500")
+        for line in lines
+        if "autoregressive" in line and line.startswith("│")
+    )
 
 
 def test_latency_is_measured_to_the_first_token_and_per_later_one() -> None:
-    """Two requests of 11 and 21 tokens, one of a single token, and one whose rounds were not timed."""
+    """Two requests of 11 and 21 tokens, one of a single token, and one whose rounds were not
+    timed."""
     rows = [(11, 1.5, 0.5), (21, 2.0, 1.0), (1, 3.0, 3.0), (9, 9.0, 0.0)]
-    outcome = Outcome("p", "executed", tuple(RequestOutcome("r", "c", Counts(1, 1, n, seconds=s), first) for n, s, first in rows))
+    outcome = Outcome(
+        "p",
+        "executed",
+        tuple(RequestOutcome("r", "c", Counts(1, 1, n, seconds=s), first) for n, s, first in rows),
+    )
     latency = outcome.latency()
     assert latency is not None
     assert latency["requests"] == 3
-    assert latency["time_to_first_token_s"] == {"mean": 1.5, "p50": 1.0, "p95": pytest.approx(2.8), "p99": pytest.approx(2.96)}
+    assert latency["time_to_first_token_s"] == {
+        "mean": 1.5,
+        "p50": 1.0,
+        "p95": pytest.approx(2.8),
+        "p99": pytest.approx(2.96),
+    }
     assert latency["time_per_output_token_s"]["p50"] == pytest.approx(0.075)
     assert latency == outcome.to_json()["latency"]
-    assert "time to first token: p50 1000.0, p95 2800.0, p99 2960.0 ms" in printed(outcome_table(outcome))
+    assert "time to first token: p50 1000.0, p95 2800.0, p99 2960.0 ms" in printed(
+        outcome_table(outcome)
+    )
     assert Outcome("p", "replayed", outcome.per_request[3:]).latency() is None
 
 
@@ -90,14 +142,34 @@ def printed(view: object) -> str:
 
 def test_what_users_named_is_shown_as_it_is() -> None:
     counts = Counts(1, 50, 100, 50, 50, 50, 100, 1.0)
-    outcome = Outcome(HOSTILE, "executed", (RequestOutcome("r", HOSTILE, counts), RequestOutcome("s", "[b]", counts)))
+    outcome = Outcome(
+        HOSTILE,
+        "executed",
+        (RequestOutcome("r", HOSTILE, counts), RequestOutcome("s", "[b]", counts)),
+    )
     loss = dict.fromkeys(("fitted", "default", "probability"), 0.1)
-    score = {"rank": 0, "laws": 1, "observed": 0.5, "predicted": 0.5, "default": 0.5, "probability": 0.5}
+    score = {
+        "rank": 0,
+        "laws": 1,
+        "observed": 0.5,
+        "predicted": 0.5,
+        "default": 0.5,
+        "probability": 0.5,
+    }
     views = [
         outcome_table(outcome),
         rows_table([{"a": HOSTILE}, {"a": "[/b]"}], ("a",), HOSTILE),
         score_table(
-            {"draft": HOSTILE, "width": 2, "sharpness": 1.0, "ranks": [score], "loss": loss, "held_out": 1, "covered": 1.0, "laws": 1}
+            {
+                "draft": HOSTILE,
+                "width": 2,
+                "sharpness": 1.0,
+                "ranks": [score],
+                "loss": loss,
+                "held_out": 1,
+                "covered": 1.0,
+                "laws": 1,
+            }
             | {"at_border": False}
         ),
     ]

@@ -1,4 +1,5 @@
-"""What a command has worked for is never lost: files are written before anything is stored, and what cannot be stored is kept in one."""
+"""What a command has worked for is never lost: files are written before anything is stored, and
+what cannot be stored is kept in one."""
 
 from __future__ import annotations
 
@@ -41,7 +42,18 @@ def door(url: str, tiny_pair: Path, here: Path) -> Door:
 
 
 def run(door: Door, *more: object) -> tuple[object, ...]:
-    return ("run", "--pair", door.pair, "--workload", "three.jsonl", "--max-new-tokens", 8, "--policy", FIXED, *more)
+    return (
+        "run",
+        "--pair",
+        door.pair,
+        "--workload",
+        "three.jsonl",
+        "--max-new-tokens",
+        8,
+        "--policy",
+        FIXED,
+        *more,
+    )
 
 
 def forbid_writing(url: str, table: str) -> None:
@@ -54,7 +66,9 @@ def forbid_writing(url: str, table: str) -> None:
         return
     engine = make_engine(parsed)
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as server:
-        server.exec_driver_sql(f'ALTER DATABASE "{parsed.database}" SET default_transaction_read_only = on')
+        server.exec_driver_sql(
+            f'ALTER DATABASE "{parsed.database}" SET default_transaction_read_only = on'
+        )
     engine.dispose()
 
 
@@ -87,7 +101,9 @@ def test_files_are_whole_though_the_database_takes_nothing(door: Door, here: Pat
     texts = lines(here / "texts.jsonl")
     assert [row["id"] for row in texts] == ["r0", "r1", "r2"]
     assert {row["request"] for row in lines(here / "rounds.jsonl")} == {"r0", "r1", "r2"}
-    assert [row["token_ids"] for row in kept(here, found.stderr)["texts"]] == [row["token_ids"] for row in texts]
+    assert [row["token_ids"] for row in kept(here, found.stderr)["texts"]] == [
+        row["token_ids"] for row in texts
+    ]
 
 
 def test_results_that_no_file_was_asked_for_are_kept_in_one(door: Door, here: Path) -> None:
@@ -105,10 +121,22 @@ def test_results_that_no_file_was_asked_for_are_kept_in_one(door: Door, here: Pa
 
 
 def test_a_learned_table_that_cannot_be_stored_is_kept(door: Door, here: Path) -> None:
-    door.json("record", "--pair", door.pair, "--workload", "three.jsonl", "--max-new-tokens", 8, "--gamma-max", 4)
+    door.json(
+        "record",
+        "--pair",
+        door.pair,
+        "--workload",
+        "three.jsonl",
+        "--max-new-tokens",
+        8,
+        "--gamma-max",
+        4,
+    )
     forbid_writing(door.db, "artifact")
     policy = json.dumps(json.loads(LEARNING))
-    found = door.call("simulate", "--policy", policy, "--keep-q-table", "--per-round", "rounds.jsonl")
+    found = door.call(
+        "simulate", "--policy", policy, "--keep-q-table", "--per-round", "rounds.jsonl"
+    )
     assert (found.exit_code, found.stdout) == (2, "")
     assert {row["request"] for row in lines(here / "rounds.jsonl")} == {"r0", "r1", "r2"}
     document = kept(here, found.stderr)
@@ -116,7 +144,9 @@ def test_a_learned_table_that_cannot_be_stored_is_kept(door: Door, here: Path) -
     assert document["q_table"]
 
 
-def test_a_database_that_is_removed_meanwhile_takes_no_results_with_it(tiny_pair: Path, here: Path) -> None:
+def test_a_database_that_is_removed_meanwhile_takes_no_results_with_it(
+    tiny_pair: Path, here: Path
+) -> None:
     door = Door("spectune.db", str(tiny_pair))
     door.json("db", "upgrade")
 
@@ -133,7 +163,8 @@ def test_a_database_that_is_removed_meanwhile_takes_no_results_with_it(tiny_pair
 
 
 def lose_database(url: str, here: Path) -> None:
-    """PostgreSQL: every connection is cut, and nothing can be written from now on. SQLite: the file is gone."""
+    """PostgreSQL: every connection is cut, and nothing can be written from now on. SQLite: the file
+    is gone."""
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
         Path(str(parsed.database)).unlink(missing_ok=True)
@@ -142,7 +173,8 @@ def lose_database(url: str, here: Path) -> None:
     engine = make_engine(parsed)
     with engine.connect() as server:
         server.exec_driver_sql(
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = "
+            "current_database() AND pid <> pg_backend_pid()"
         )
     engine.dispose()
 
@@ -156,8 +188,21 @@ def test_what_a_race_has_shown_is_kept_where_it_cannot_be_published(door: Door, 
             lose_database(door.db, here)
 
     with listening(lose):
-        quick = ("--trials", 2, "--finalists", 1, "--budget", "1s", "--gamma-max", 4, "--tree-width", 0)
-        found = door.call("tune", "--pair", door.pair, "--workload", "many.jsonl", "--max-new-tokens", 8, *quick)
+        quick = (
+            "--trials",
+            2,
+            "--finalists",
+            1,
+            "--budget",
+            "1s",
+            "--gamma-max",
+            4,
+            "--tree-width",
+            0,
+        )
+        found = door.call(
+            "tune", "--pair", door.pair, "--workload", "many.jsonl", "--max-new-tokens", 8, *quick
+        )
     assert (found.exit_code, found.stdout) == (2, "")
     document = kept(here, found.stderr)
     assert document["winner"]["policy"]
@@ -178,7 +223,9 @@ def test_an_interrupt_while_storing_keeps_the_results(door: Door, here: Path) ->
     assert len(json.loads(file.read_text())["texts"]) == 3
 
 
-def test_a_file_that_cannot_be_written_after_all_costs_nothing_stored(door: Door, here: Path) -> None:
+def test_a_file_that_cannot_be_written_after_all_costs_nothing_stored(
+    door: Door, here: Path
+) -> None:
     """The folder is removed while the run decodes: known only when the file is written."""
     (here / "out").mkdir()
 
@@ -193,7 +240,7 @@ def test_a_file_that_cannot_be_written_after_all_costs_nothing_stored(door: Door
     assert [r["n_requests"] for r in door.json("traces", "list")["recordings"]] == [3]
 
 
-# ------------------------------------------------------------------------------------------------ files that are ours
+# ------------------------------------------------------------------------------ files that are ours
 
 
 @pytest.fixture
@@ -201,7 +248,17 @@ def sqlite_door(tiny_pair: Path, here: Path) -> Door:
     """The command line on a SQLite database here, and a copy of the pair beside it."""
     shutil.copytree(tiny_pair.parent, here / "pair")
     door = Door("spectune.db", "pair/pair.json")
-    door.json("record", "--pair", door.pair, "--workload", "three.jsonl", "--max-new-tokens", 8, "--gamma-max", 4)
+    door.json(
+        "record",
+        "--pair",
+        door.pair,
+        "--workload",
+        "three.jsonl",
+        "--max-new-tokens",
+        8,
+        "--gamma-max",
+        4,
+    )
     shutil.copyfile("spectune.db", "other.db")
     os.link("spectune.db", "hard.jsonl")
     os.symlink("spectune.db", "soft.jsonl")
@@ -212,11 +269,17 @@ def sqlite_door(tiny_pair: Path, here: Path) -> Door:
 
 
 def state(here: Path) -> dict[str, tuple[int, bytes]]:
-    return {str(f): (f.stat().st_ino, f.read_bytes()) for f in here.rglob("*") if f.is_file() and not f.name.endswith(("-wal", "-shm"))}
+    return {
+        str(f): (f.stat().st_ino, f.read_bytes())
+        for f in here.rglob("*")
+        if f.is_file() and not f.name.endswith(("-wal", "-shm"))
+    }
 
 
 @pytest.mark.parametrize("option", ["--outputs", "--per-round"])
-def test_no_output_takes_the_place_of_what_a_command_needs(sqlite_door: Door, here: Path, option: str) -> None:
+def test_no_output_takes_the_place_of_what_a_command_needs(
+    sqlite_door: Door, here: Path, option: str
+) -> None:
     before = state(here)
     for path, says in (
         ("spectune.db", "the database in use"),
@@ -235,7 +298,9 @@ def test_no_output_takes_the_place_of_what_a_command_needs(sqlite_door: Door, he
         ("loop.jsonl", "cannot be written"),
         ("x" * 300, "cannot be written"),
     ):
-        command = [word if word != FIXED else "policy.json" for word in run(sqlite_door, option, path)]
+        command = [
+            word if word != FIXED else "policy.json" for word in run(sqlite_door, option, path)
+        ]
         line = sqlite_door.refused(*command)
         assert line.startswith(f"error: {option} {shortened(str(path))}: ")
         assert says in line
@@ -266,11 +331,18 @@ def test_other_commands_spare_the_database_too(sqlite_door: Door, here: Path) ->
         assert connection.execute("SELECT count(*) FROM recording").fetchone() == (1,)
 
 
-MODEL_FILES = ("config.json", "generation_config.json", "adapter_config.json", "model.safetensors", "loose.bin")
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    "model.safetensors",
+    "loose.bin",
+)
 
 
 def test_no_command_replaces_a_file_of_a_model(sqlite_door: Door, here: Path) -> None:
-    """Whichever model: these commands name none. In a hub's cache a model's files are links to others."""
+    """Whichever model: these commands name none. In a hub's cache a model's files are links to
+    others."""
     (here / "pair/near/additional_chat_templates").mkdir()
     (here / "blob").write_bytes(b"x")
     (here / "pair/near/loose.bin").symlink_to(here / "blob")
@@ -285,15 +357,29 @@ def test_no_command_replaces_a_file_of_a_model(sqlite_door: Door, here: Path) ->
     assert state(here) == before
 
 
-def test_results_may_lie_beside_a_model(sqlite_door: Door, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_may_lie_beside_a_model(
+    sqlite_door: Door, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(here / "pair/target")
     door = Door("spectune.db", "")
     workload = ("--workload", "../../three.jsonl", "--max-new-tokens", 2)
-    door.json("run", "--target", ".", *workload, "--policy", "autoregressive", "--outputs", "out.jsonl", "--no-store")
+    door.json(
+        "run",
+        "--target",
+        ".",
+        *workload,
+        "--policy",
+        "autoregressive",
+        "--outputs",
+        "out.jsonl",
+        "--no-store",
+    )
     assert len(lines(here / "pair/target/out.jsonl")) == 3
 
 
-def test_a_database_that_does_not_exist_yet_is_no_output_either(here: Path, tiny_pair: Path) -> None:
+def test_a_database_that_does_not_exist_yet_is_no_output_either(
+    here: Path, tiny_pair: Path
+) -> None:
     door = Door("new.db", str(tiny_pair))
     door.refused(*run(door, "--outputs", "new.db"))
     assert not (here / "new.db").exists()

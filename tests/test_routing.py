@@ -1,4 +1,5 @@
-"""Routed shortlists in replay: chains round by round as executed, trees nearly, what passes cost, and how cluster ranks are kept."""
+"""Routed shortlists in replay: chains round by round as executed, trees nearly, what passes cost,
+and how cluster ranks are kept."""
 
 from __future__ import annotations
 
@@ -57,29 +58,49 @@ def routers(store: TraceStore, pair: LoadedPair) -> dict[str, str]:
     made = {}
     for draft in DRAFTS:
         document, arrays = routing(pair, draft).to_document()
-        made[draft] = store.put_artifact(ROUTER, {**document, "draft": draft}, arrays, pair_id=pair.id, provenance={})
+        made[draft] = store.put_artifact(
+            ROUTER, {**document, "draft": draft}, arrays, pair_id=pair.id, provenance={}
+        )
     return made
 
 
 @pytest.fixture(scope="module")
 def recording(store: TraceStore, pair: LoadedPair) -> str:
-    """Texts at temperature 0 and 1, prompts of one token among them, with chain and tree panoramas of both drafts."""
+    """Texts at temperature 0 and 1, prompts of one token among them, with chain and tree panoramas
+    of both drafts."""
     info = store.create_recording(pair.id, None, SAMPLINGS[0], max_new_tokens=TOKENS)
     for n, sampling in enumerate(SAMPLINGS):
         prompts = {f"{i} {sampling.temperature}": prompt for i, prompt in enumerate(PROMPTS[1:5])}
-        keep(store, pair, info.id, plain_texts(pair, prompts, sampling, TOKENS), 4 * n, (10, 4, 4), *DRAFTS)
+        keep(
+            store,
+            pair,
+            info.id,
+            plain_texts(pair, prompts, sampling, TOKENS),
+            4 * n,
+            (10, 4, 4),
+            *DRAFTS,
+        )
     return info.id
 
 
-def cluster_ranks(store: TraceStore, pair: LoadedPair, recording: str, draft: str, router: str) -> ClusterRanks:
+def cluster_ranks(
+    store: TraceStore, pair: LoadedPair, recording: str, draft: str, router: str
+) -> ClusterRanks:
     (made,) = ranking.recorded_ranks(store, pair, recording, draft, [router])
     assert isinstance(made, ClusterRanks)
     return made
 
 
 @pytest.fixture(scope="module")
-def trace(store: TraceStore, pair: LoadedPair, recording: str, routers: dict[str, str]) -> ReplayTrace:
-    return trace_of(store, recording, DRAFTS, {(d, r): cluster_ranks(store, pair, recording, d, r) for d, r in routers.items()})
+def trace(
+    store: TraceStore, pair: LoadedPair, recording: str, routers: dict[str, str]
+) -> ReplayTrace:
+    return trace_of(
+        store,
+        recording,
+        DRAFTS,
+        {(d, r): cluster_ranks(store, pair, recording, d, r) for d, r in routers.items()},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +116,11 @@ def policy_of(draft: str, router: str, budgets: tuple[int, int, int], **blocks: 
 
 
 def executed(
-    store: TraceStore, pair: LoadedPair, policy: Policy, texts: Sequence[Trajectory], profile: LatencyProfile | None = None
+    store: TraceStore,
+    pair: LoadedPair,
+    policy: Policy,
+    texts: Sequence[Trajectory],
+    profile: LatencyProfile | None = None,
 ) -> Iterator[Decoded]:
     """The texts decoded again under a policy, by one decoder."""
     prepared = prepare(policy, pair.draft_names, profile=profile, artifacts=fitted(store))
@@ -106,18 +131,36 @@ def executed(
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_routed_chains_replay_exactly(
-    store: TraceStore, pair: LoadedPair, trace: ReplayTrace, routers: dict[str, str], profile: LatencyProfile, draft: str
+    store: TraceStore,
+    pair: LoadedPair,
+    trace: ReplayTrace,
+    routers: dict[str, str],
+    profile: LatencyProfile,
+    draft: str,
 ) -> None:
-    """Every round of every window at every budget, at temperatures 0 and 1; routed shortlists do cost acceptance here."""
+    """Every round of every window at every budget, at temperatures 0 and 1; routed shortlists do
+    cost acceptance here."""
     differ = set()
-    mine = [(w, b) for n, w in enumerate(WINDOWS) for m, b in enumerate(BUDGETS[:3]) if (n + m) % 3 == (draft == "near")]
-    policies = [policy_of(draft, routers[draft], b, window=w) for w, b in [*mine, (WINDOWS[1], BUDGETS[3])]]
+    mine = [
+        (w, b)
+        for n, w in enumerate(WINDOWS)
+        for m, b in enumerate(BUDGETS[:3])
+        if (n + m) % 3 == (draft == "near")
+    ]
+    policies = [
+        policy_of(draft, routers[draft], b, window=w) for w, b in [*mine, (WINDOWS[1], BUDGETS[3])]
+    ]
     for policy in policies:
         replayed = run_replay(trace, policy, profile, artifacts=fitted(store), per_round=True)
         runs = executed(store, pair, policy, trace.trajectories, profile)
         for done, rounds in zip(runs, replayed.steps(), strict=True):
-            assert [shape(s) for s in done.steps] == [shape(s) for s in rounds], (policy.label(), done.trajectory.request_id)
-        full = run_replay(trace, policy.model_copy(update={"shortlist": Policy().shortlist}), profile)
+            assert [shape(s) for s in done.steps] == [shape(s) for s in rounds], (
+                policy.label(),
+                done.trajectory.request_id,
+            )
+        full = run_replay(
+            trace, policy.model_copy(update={"shortlist": Policy().shortlist}), profile
+        )
         if policy is policies[-1]:  # all clusters
             assert replayed.total == full.total
         differ.add(replayed.total.rounds != full.total.rounds)
@@ -125,7 +168,8 @@ def test_routed_chains_replay_exactly(
 
 
 def test_a_text_beyond_the_recorded_children_is_known(trace: ReplayTrace) -> None:
-    """Where the text's token is none of the children, a shortlist may still propose it: ranks come from whole laws."""
+    """Where the text's token is none of the children, a shortlist may still propose it: ranks come
+    from whole laws."""
     found = 0
     for (draft, _), routed in trace.ranked.items():
         forest = trace.forests[draft, "coupled"]
@@ -136,7 +180,8 @@ def test_a_text_beyond_the_recorded_children_is_known(trace: ReplayTrace) -> Non
 
 
 def test_what_is_kept_of_a_budget(pair: LoadedPair, trace: ReplayTrace) -> None:
-    """All clusters keep all of the head and every token it has; fewer keep less; sizes between the kept budgets lie between theirs."""
+    """All clusters keep all of the head and every token it has; fewer keep less; sizes between the
+    kept budgets lie between theirs."""
     assert budget_grid(M) == (*range(1, 9), M)
     assert budget_grid(64)[-3:] == (32, 45, 64)
     for routed in trace.ranked.values():
@@ -151,35 +196,58 @@ def test_what_is_kept_of_a_budget(pair: LoadedPair, trace: ReplayTrace) -> None:
 
 
 def test_passes_are_charged_by_the_sizes_of_their_shortlists(
-    store: TraceStore, pair: LoadedPair, trace: ReplayTrace, routers: dict[str, str], profile: LatencyProfile
+    store: TraceStore,
+    pair: LoadedPair,
+    trace: ReplayTrace,
+    routers: dict[str, str],
+    profile: LatencyProfile,
 ) -> None:
-    """While a chain is on the text, what its passes save is the tokens that the runtime's shortlists of that round left out."""
+    """While a chain is on the text, what its passes save is the tokens that the runtime's
+    shortlists of that round left out."""
     policy = policy_of("near", routers["near"], (7, 5, 3), window={"kind": "fixed", "gamma": 2})
-    flat = with_terms(profile, {"gathered/near": CostTable(profile.terms["head/near"].seconds[-1:] * 2, ("rows",), ((0.0, 1.0),))})
+    flat = with_terms(
+        profile,
+        {
+            "gathered/near": CostTable(
+                profile.terms["head/near"].seconds[-1:] * 2, ("rows",), ((0.0, 1.0),)
+            )
+        },
+    )
     cheap = run_replay(trace, policy, profile, artifacts=fitted(store), per_round=True).steps()
     dear = run_replay(trace, policy, flat, artifacts=fitted(store), per_round=True).steps()
     prepared = prepare(policy, pair.draft_names, artifacts=fitted(store))
     checked = 0
     for text, ours, full in zip(trace.trajectories, cheap, dear, strict=True):
         decoder = Decoder(pair, StaticSource(prepared))
-        for item, here, whole in zip(decoder.rounds(request_of(decoder, text)), ours, full, strict=True):
+        for item, here, whole in zip(
+            decoder.rounds(request_of(decoder, text)), ours, full, strict=True
+        ):
             shortlists = decoder.backend.shortlists(prepared)
             if item.step.draft_steps and item.step.accepted >= item.step.draft_steps - 1:
-                saved = sum(pair.target.vocab_size - len(s.ids) for s in shortlists.chosen[: item.step.draft_steps])
+                saved = sum(
+                    pair.target.vocab_size - len(s.ids)
+                    for s in shortlists.chosen[: item.step.draft_steps]
+                )
                 assert whole.draft_s - here.draft_s == pytest.approx(1e-6 * saved)
                 checked += 1
     assert checked > 20
     with pytest.raises(PolicyError, match="no costs of shortlists for draft 'near'"):
-        run_replay(trace, policy, with_terms(profile, {"gathered/near": None}), artifacts=fitted(store))
+        run_replay(
+            trace, policy, with_terms(profile, {"gathered/near": None}), artifacts=fitted(store)
+        )
 
 
 def test_what_cannot_be_ranked_or_replayed_is_said(
     store: TraceStore, pair: LoadedPair, recording: str, trace: ReplayTrace, routers: dict[str, str]
 ) -> None:
-    """No ranks of the router; a router of another draft; ranks without trees; texts of the other verifier. A selection keeps in step."""
+    """No ranks of the router; a router of another draft; ranks without trees; texts of the other
+    verifier. A selection keeps in step."""
     bare = trace_of(store, recording, DRAFTS)
     policy = policy_of("near", routers["near"], (3, 2, 1))
-    with pytest.raises(TraceError, match=rf"hidden states.*no cluster ranks of router {routers['near']}.*`fit ranks"):
+    with pytest.raises(
+        TraceError,
+        match=rf"hidden states.*no cluster ranks of router {routers['near']}.*`fit ranks",
+    ):
         run_replay(bare, policy, artifacts=fitted(store))
     with pytest.raises(PolicyError, match="was fitted on draft 'far'"):
         cluster_ranks(store, pair, recording, "near", routers["far"])
@@ -189,7 +257,10 @@ def test_what_cannot_be_ranked_or_replayed_is_said(
     loaded = store.load(recording, ["near"], trees=True)
     drawn = [replace(t, verifier="rejection") for t in loaded.trajectories]
     other = ReplayTrace(
-        drawn, {"near": loaded.panoramas("near")}, trees={("near", "coupled"): loaded.trees("near")}, ranks={key: routed.source}
+        drawn,
+        {"near": loaded.panoramas("near")},
+        trees={("near", "coupled"): loaded.trees("near")},
+        ranks={key: routed.source},
     )
     with pytest.raises(TraceError, match="rejection verifier"):
         run_replay(other, policy, artifacts=fitted(store))

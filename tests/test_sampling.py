@@ -27,8 +27,11 @@ CPU = torch.device("cpu")
 
 
 def test_noise_is_gumbel_and_independent_between_positions() -> None:
-    """Kolmogorov-Smirnov against the Gumbel law; neighbouring positions and streams are uncorrelated."""
-    rows = torch.stack([gumbel_row(stream_key(5, p), 4096, CPU) for p in range(20)]).double().numpy()
+    """Kolmogorov-Smirnov against the Gumbel law; neighbouring positions and streams are
+    uncorrelated."""
+    rows = (
+        torch.stack([gumbel_row(stream_key(5, p), 4096, CPU) for p in range(20)]).double().numpy()
+    )
     assert kstest(rows.ravel(), gumbel_r.cdf).pvalue > 1e-3
     assert abs(np.corrcoef(rows[0], rows[1])[0, 1]) < 0.06
     other = gumbel_row(stream_key(5, 0, "draft"), 4096, CPU).double().numpy()
@@ -64,7 +67,8 @@ def test_uniform_and_request_seeds() -> None:
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.6), (4, 0.7)])
 def test_filters_keep_what_they_say(top_k: int, top_p: float) -> None:
-    """Against a plain sort: top-k keeps the k largest, top-p the shortest prefix whose mass reaches p, of what top-k left."""
+    """Against a plain sort: top-k keeps the k largest, top-p the shortest prefix whose mass reaches
+    p, of what top-k left."""
     rng = np.random.default_rng(0)
     for _ in range(50):
         logits = rng.normal(size=12).astype(np.float32)
@@ -92,7 +96,9 @@ def test_choice_follows_the_law() -> None:
     for key in range(4000):
         counts[int(choose(logits, sampling, gumbel_row(stream_key(3, key), 4, CPU)[None]))] += 1
     expected = logits.softmax(-1)[0].numpy() * 4000
-    assert ((counts - expected) ** 2 / expected).sum() < 16.3  # chi-square, 3 degrees of freedom, 1 in 1000
+    assert (
+        (counts - expected) ** 2 / expected
+    ).sum() < 16.3  # chi-square, 3 degrees of freedom, 1 in 1000
 
 
 def test_codes() -> None:

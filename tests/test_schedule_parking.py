@@ -36,7 +36,8 @@ ANYWHERE: list[tuple[dict[str, Any], str]] = [
     ({"budget_s": 1e300}, "budget_s is 1e+300"),
     ({"payload": "[1]"}, "the payload is no JSON object"),
 ]
-"""What a hand may have written into a row, or what a machine no longer knows, and the reason that is given."""
+"""What a hand may have written into a row, or what a machine no longer knows, and the reason that
+is given."""
 SQLITE_ALONE: list[tuple[dict[str, Any], str]] = [
     ({"misfire_grace_s": "long"}, "misfire_grace_s is 'long'"),
     ({"budget_s": "much"}, "budget_s is 'much'"),
@@ -49,14 +50,31 @@ SQLITE_ALONE: list[tuple[dict[str, Any], str]] = [
 
 
 def daily(database: Database, name: str) -> None:
-    schedules.add_schedule(database, name, cron="0 13 * * *", now=T0, misfire_grace=None, max_instances=None, payload={"pair": "demo"})
+    schedules.add_schedule(
+        database,
+        name,
+        cron="0 13 * * *",
+        now=T0,
+        misfire_grace=None,
+        max_instances=None,
+        payload={"pair": "demo"},
+    )
 
 
-def spoil(database: Database, name: str, columns: Mapping[str, Any], job: int | None = None) -> None:
+def spoil(
+    database: Database, name: str, columns: Mapping[str, Any], job: int | None = None
+) -> None:
     """Writes into the row of a schedule, or of a job."""
     is_typed = database.dialect != "sqlite"
-    sets = ", ".join(f"{c} = CAST(:{c} AS JSON)" if c in ("payload", "result") and is_typed else f"{c} = :{c}" for c in columns)
-    where = "schedule SET {} WHERE name = :name" if job is None else "schedule_job SET {} WHERE id = :job"
+    sets = ", ".join(
+        f"{c} = CAST(:{c} AS JSON)" if c in ("payload", "result") and is_typed else f"{c} = :{c}"
+        for c in columns
+    )
+    where = (
+        "schedule SET {} WHERE name = :name"
+        if job is None
+        else "schedule_job SET {} WHERE id = :job"
+    )
     with database.write() as session:
         session.execute(text(f"UPDATE {where.format(sets)}"), {**columns, "name": name, "job": job})
 
@@ -68,7 +86,10 @@ def answer(job: Job, _context: JobContext) -> Mapping[str, Any]:
 def test_a_schedule_that_cannot_be_read_is_parked_with_its_reason_and_the_others_run(
     database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
-    poison = {f"bad-{i:02}": case for i, case in enumerate(ANYWHERE + (SQLITE_ALONE if database.dialect == "sqlite" else []))}
+    poison = {
+        f"bad-{i:02}": case
+        for i, case in enumerate(ANYWHERE + (SQLITE_ALONE if database.dialect == "sqlite" else []))
+    }
     for name in ("a", *poison, "z"):
         daily(database, name)
     for name, (columns, _reason) in poison.items():
@@ -93,7 +114,9 @@ def test_a_schedule_that_cannot_be_read_is_parked_with_its_reason_and_the_others
 
 def test_what_cannot_be_read_is_listed_before_it_is_parked(database: Database) -> None:
     moments = [{"created_at": "then"}, {"next_fire_at": "soon"}]
-    cases = [columns for columns, _ in ANYWHERE + (SQLITE_ALONE if database.dialect == "sqlite" else [])]
+    cases = [
+        columns for columns, _ in ANYWHERE + (SQLITE_ALONE if database.dialect == "sqlite" else [])
+    ]
     for i, columns in enumerate(cases + (moments if database.dialect == "sqlite" else [])):
         daily(database, f"bad-{i:02}")
         spoil(database, f"bad-{i:02}", columns)
@@ -113,7 +136,9 @@ def test_a_mended_schedule_is_resumed(database: Database) -> None:
     assert len(schedules.tick(database, resumed.next_fire_at)) == 1
 
 
-def test_the_job_of_a_payload_spoilt_after_it_was_queued_fails_and_the_others_run(database: Database) -> None:
+def test_the_job_of_a_payload_spoilt_after_it_was_queued_fails_and_the_others_run(
+    database: Database,
+) -> None:
     for name in ("x", "y"):
         daily(database, name)
     schedules.tick(database, T0 + DAY)
@@ -146,7 +171,10 @@ JOBS_OF_SQLITE: list[tuple[dict[str, Any], str]] = [
 
 
 def test_a_job_that_cannot_be_read_ends_alone(database: Database) -> None:
-    poison = {f"bad-{i:02}": case for i, case in enumerate(JOBS + (JOBS_OF_SQLITE if database.dialect == "sqlite" else []))}
+    poison = {
+        f"bad-{i:02}": case
+        for i, case in enumerate(JOBS + (JOBS_OF_SQLITE if database.dialect == "sqlite" else []))
+    }
     for name in ("a", *poison, "z"):
         daily(database, name)
     schedules.tick(database, T0 + DAY)
@@ -160,11 +188,14 @@ def test_a_job_that_cannot_be_read_ends_alone(database: Database) -> None:
     for name, job_id in ids.items():
         job = schedules.get_job(database, job_id)
         _columns, end = poison.get(name, ({}, "done"))
-        assert (job.state, job.error) == (("done", None) if end == "done" else ("failed", end)), name
+        assert (job.state, job.error) == (("done", None) if end == "done" else ("failed", end)), (
+            name
+        )
 
 
 def test_the_job_of_a_schedule_that_is_gone_fails_alone(tmp_path: Any) -> None:
-    """Whoever deletes rows of SQLite by hand leaves the jobs: foreign keys are off unless asked for."""
+    """Whoever deletes rows of SQLite by hand leaves the jobs: foreign keys are off unless asked
+    for."""
     with open_database(str(tmp_path / "a.db")) as database:
         for name in ("x", "y"):
             daily(database, name)
@@ -187,7 +218,10 @@ def test_the_commands_say_why_a_schedule_is_parked(tmp_path: Any, tiny_pair: Any
     assert one_object(ran.stdout)["noticed"] == 0
     (listed,) = door.json("schedule", "list")["schedules"]
     assert "unknown time zone 'Mars/Olympus'" in listed["parked"]
-    assert "Mars/Olympus" in door.call("schedule", "list", env={"COLUMNS": "200"}).stdout.split("parked", 1)[1]
+    assert (
+        "Mars/Olympus"
+        in door.call("schedule", "list", env={"COLUMNS": "200"}).stdout.split("parked", 1)[1]
+    )
     assert door.json("schedule", "show", "x")["parked"] == listed["parked"]
     again = door.call("schedule", "resume", "x")
     assert again.exit_code == 2
@@ -216,8 +250,11 @@ def clocked(url: str) -> Iterator[Clocked]:
         yield database
 
 
-def test_a_clock_set_forward_and_back_silences_nothing(clocked: Clocked, caplog: pytest.LogCaptureFixture) -> None:
-    """Four hundred days ahead it fired; back again, it goes on with the first slot after now, and what has fired fires no more."""
+def test_a_clock_set_forward_and_back_silences_nothing(
+    clocked: Clocked, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Four hundred days ahead it fired; back again, it goes on with the first slot after now, and
+    what has fired fires no more."""
     schedules.add_schedule(clocked, "x", every="6h", max_instances=None)
     ahead = T0 + 400 * DAY
     assert [slot for slot, outcome in clocked.tick(ahead) if outcome == "enqueued"] == [ahead]
@@ -226,7 +263,9 @@ def test_a_clock_set_forward_and_back_silences_nothing(clocked: Clocked, caplog:
     assert caplog.text.count("schedule x: the clock was set back") == 1
     for i in range(1, 9):
         assert clocked.tick(T0 + i * 6 * HOUR) == [(T0 + i * 6 * HOUR, "enqueued")]
-    assert (ahead - 6 * HOUR, "enqueued") in clocked.tick(ahead - 6 * HOUR), "noticed before its time, but no job: judged when it is due"
+    assert (ahead - 6 * HOUR, "enqueued") in clocked.tick(ahead - 6 * HOUR), (
+        "noticed before its time, but no job: judged when it is due"
+    )
     assert clocked.tick(ahead) == [], "that slot has fired"
     assert clocked.tick(ahead + 6 * HOUR) == [(ahead + 6 * HOUR, "enqueued")]
 
@@ -243,7 +282,9 @@ def test_a_schedule_added_while_the_clock_was_ahead_does_not_wait_for_it(clocked
     schedules.add_schedule(clocked, "x", every="6h")
     assert clocked.tick(T0 + HOUR) == []
     assert clocked.tick(T0 + 6 * HOUR) == [(T0 + 6 * HOUR, "enqueued")]
-    assert clocked.tick(T0 + 12 * HOUR) == [(T0 + 12 * HOUR, "skipped")], "the first job is unfinished"
+    assert clocked.tick(T0 + 12 * HOUR) == [(T0 + 12 * HOUR, "skipped")], (
+        "the first job is unfinished"
+    )
 
 
 def test_workers_with_clocks_of_their_own_leave_each_others_slots_alone(database: Database) -> None:

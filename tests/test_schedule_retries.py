@@ -1,4 +1,5 @@
-"""A slot's attempts share what they make: what one had recorded, profiled or published, the next one finds."""
+"""A slot's attempts share what they make: what one had recorded, profiled or published, the next
+one finds."""
 
 from __future__ import annotations
 
@@ -28,11 +29,16 @@ REQUESTS = 18
 def hourly(store: TraceStore, pair: LoadedPair, tmp_path: Path) -> str:
     """The name of a schedule, as `schedule add` stores it."""
     asked = payload(pair, write_workload(tmp_path / "w.jsonl", REQUESTS))
-    return schedules.add_schedule(store.database, "nightly", every="1h", now=T0, budget="3s", payload=asked).name
+    return schedules.add_schedule(
+        store.database, "nightly", every="1h", now=T0, budget="3s", payload=asked
+    ).name
 
 
-def work(store: TraceStore, pair: LoadedPair, hours: int, *, dies_in: str = "", after: int = 0) -> schedules.WorkReport:
-    """A worker at the slot of that hour; in a phase, or ``after`` so many of its steps, it is gone."""
+def work(
+    store: TraceStore, pair: LoadedPair, hours: int, *, dies_in: str = "", after: int = 0
+) -> schedules.WorkReport:
+    """A worker at the slot of that hour; in a phase, or ``after`` so many of its steps, it is
+    gone."""
 
     def progress(phase: str, done: int, _total: int) -> None:
         if dies_in and phase.endswith(dies_in) and done >= after:
@@ -41,7 +47,11 @@ def work(store: TraceStore, pair: LoadedPair, hours: int, *, dies_in: str = "", 
     def load(*_arguments: object, **_how: object) -> LoadedPair:
         return pair
 
-    return schedules.run_once(store.database, tuning_job(store, load=load, progress=progress), clock=lambda: T0 + hours * HOUR)
+    return schedules.run_once(
+        store.database,
+        tuning_job(store, load=load, progress=progress),
+        clock=lambda: T0 + hours * HOUR,
+    )
 
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
@@ -78,7 +88,9 @@ class Killed(TraceStore):
         return super().iterate(*arguments, **how)
 
 
-def test_a_sample_that_was_killed_is_taken_anew_and_holds_no_request_twice(store: TraceStore, pair: LoadedPair) -> None:
+def test_a_sample_that_was_killed_is_taken_anew_and_holds_no_request_twice(
+    store: TraceStore, pair: LoadedPair
+) -> None:
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
     served = store.create_recording(pair.id, None, Sampling(), max_new_tokens=64, source="serve").id
     store.append_trajectories(served, [(i, a_trajectory(i), ()) for i in range(9)])
@@ -93,7 +105,9 @@ def test_a_sample_that_was_killed_is_taken_anew_and_holds_no_request_twice(store
 def test_an_attempt_that_published_and_was_gone_before_it_could_say_so_is_not_repeated(
     store: TraceStore, pair: LoadedPair, hourly: str
 ) -> None:
-    execute = tuning_job(store, load=lambda *_arguments, **_how: pair, page=lambda study: f"{study}.html")
+    execute = tuning_job(
+        store, load=lambda *_arguments, **_how: pair, page=lambda study: f"{study}.html"
+    )
 
     def dies(job: Job, context: JobContext) -> Mapping[str, Any]:
         execute(job, context)

@@ -1,4 +1,5 @@
-"""The scheduler's contract on both databases: the book, ticking, misfires and coalescing, claims, leases and workers."""
+"""The scheduler's contract on both databases: the book, ticking, misfires and coalescing, claims,
+leases and workers."""
 
 from __future__ import annotations
 
@@ -53,13 +54,30 @@ def answer(job: Job, _context: JobContext) -> Mapping[str, Any]:
 
 
 def test_added_schedules_are_shown_as_they_were_given(database: Database) -> None:
-    payload = {"pair": "demo", "workload": {"recorded_in_last": "24h"}, "trials": 200, "device": "auto"}
+    payload = {
+        "pair": "demo",
+        "workload": {"recorded_in_last": "24h"},
+        "trials": 200,
+        "device": "auto",
+    }
     added = schedules.add_schedule(
-        database, "nightly", cron="0  3 * * *", tz="Europe/Berlin", payload=payload, budget="10m", misfire_grace="2h", now=T0
+        database,
+        "nightly",
+        cron="0  3 * * *",
+        tz="Europe/Berlin",
+        payload=payload,
+        budget="10m",
+        misfire_grace="2h",
+        now=T0,
     )
     assert schedules.get_schedule(database, "nightly") == added
     assert added.next_fire_at == datetime(2026, 5, 5, 1, 0, tzinfo=UTC)
-    assert (added.cron, added.tz, added.budget_s, added.misfire_grace_s) == ("0 3 * * *", "Europe/Berlin", 600.0, 7200)
+    assert (added.cron, added.tz, added.budget_s, added.misfire_grace_s) == (
+        "0 3 * * *",
+        "Europe/Berlin",
+        600.0,
+        7200,
+    )
     assert (added.coalesce, added.max_instances, added.enabled) == (True, 1, True)
     assert added.payload == payload
     assert added.when == "0 3 * * * (Europe/Berlin)"
@@ -85,7 +103,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"name": "x", "every": "1h", "budget": "lots"}, "'lots' is not a duration"),
     ({"name": "x", "every": "1h", "misfire_grace": -1}, "misfire grace of schedule 'x' is -1"),
     ({"name": "x", "every": "1h", "payload": {"a": {1, 2}}}, "payload of schedule 'x' is not JSON"),
-    ({"name": "x", "every": "1h", "payload": {"a": float("nan")}}, "payload of schedule 'x' is not JSON"),
+    (
+        {"name": "x", "every": "1h", "payload": {"a": float("nan")}},
+        "payload of schedule 'x' is not JSON",
+    ),
     ({"name": "x", "cron": "99 * * * *"}, "bad minute"),
     ({"name": "x", "cron": "0 3 * * *", "tz": "Mars/Olympus"}, "unknown time zone"),
     ({"name": "x"}, "either a cron expression"),
@@ -102,7 +123,12 @@ def test_bad_schedules_are_refused_and_leave_nothing(database: Database) -> None
 
 def test_unknown_names_are_refused_with_the_nearest(database: Database) -> None:
     hourly(database)
-    for call in (schedules.get_schedule, schedules.pause_schedule, schedules.resume_schedule, schedules.remove_schedule):
+    for call in (
+        schedules.get_schedule,
+        schedules.pause_schedule,
+        schedules.resume_schedule,
+        schedules.remove_schedule,
+    ):
         with pytest.raises(ScheduleError, match="no schedule 'nightli'; did you mean 'nightly'"):
             call(database, "nightli")
     with pytest.raises(ScheduleError, match="no schedule 'zzz'; `schedule list`"):
@@ -117,8 +143,13 @@ def test_slots_that_pass_while_paused_are_not_made_up_for(database: Database) ->
     assert schedules.tick(database, T0 + 3 * HOUR) == ()
     resumed = schedules.resume_schedule(database, "nightly", now=T0 + 3.5 * HOUR)
     assert (resumed.enabled, resumed.next_fire_at) == (True, T0 + 4 * HOUR)
-    assert schedules.resume_schedule(database, "nightly", now=T0 + 9 * HOUR) == resumed, "resuming what runs changes nothing"
-    assert [f.fire_at for f in schedules.tick(database, T0 + 5 * HOUR)] == [T0 + 4 * HOUR, T0 + 5 * HOUR]
+    assert schedules.resume_schedule(database, "nightly", now=T0 + 9 * HOUR) == resumed, (
+        "resuming what runs changes nothing"
+    )
+    assert [f.fire_at for f in schedules.tick(database, T0 + 5 * HOUR)] == [
+        T0 + 4 * HOUR,
+        T0 + 5 * HOUR,
+    ]
 
 
 def test_removal_takes_jobs_and_history_along_and_its_worker_notices(database: Database) -> None:
@@ -128,7 +159,11 @@ def test_removal_takes_jobs_and_history_along_and_its_worker_notices(database: D
     job = claims.claim(database, "a", lease_s=60)
     assert job.schedule == "nightly"
     schedules.remove_schedule(database, "nightly")
-    assert (count(database, FireRow), count(database, JobRow), count(database, ScheduleRow)) == (1, 1, 1)
+    assert (count(database, FireRow), count(database, JobRow), count(database, ScheduleRow)) == (
+        1,
+        1,
+        1,
+    )
     assert not claims.renew(database, job, lease_s=60)
     assert not claims.owns(database, job)
     assert not claims.complete(database, job, {})
@@ -165,14 +200,25 @@ def test_history_shows_slots_newest_first_with_their_jobs(database: Database) ->
 # --- ticking: APScheduler 3's decisions, by table
 
 LATE: list[tuple[int | None, bool, int, list[str]]] = [
-    # grace, coalesce, now in minutes after the first of four hourly slots, outcome of each due slot, oldest first
+    # grace, coalesce, now in minutes after the first of four hourly slots, outcome of each due
+    # slot, oldest first
     (None, False, 180, ["enqueued", "enqueued", "enqueued", "enqueued"]),
     (None, True, 180, ["coalesced", "coalesced", "coalesced", "enqueued"]),
-    (3600, False, 180, ["misfired", "misfired", "enqueued", "enqueued"]),  # exactly the grace late is in time
+    (
+        3600,
+        False,
+        180,
+        ["misfired", "misfired", "enqueued", "enqueued"],
+    ),  # exactly the grace late is in time
     (3600, False, 181, ["misfired", "misfired", "misfired", "enqueued"]),
     (3600, True, 181, ["coalesced", "coalesced", "coalesced", "enqueued"]),
     (30, False, 181, ["misfired", "misfired", "misfired", "misfired"]),
-    (30, True, 181, ["coalesced", "coalesced", "coalesced", "misfired"]),  # only the latest is kept, and it is too late
+    (
+        30,
+        True,
+        181,
+        ["coalesced", "coalesced", "coalesced", "misfired"],
+    ),  # only the latest is kept, and it is too late
     (0, False, 0, ["enqueued"]),
     (0, False, 60, ["misfired", "enqueued"]),
     (30, True, 0, ["enqueued"]),
@@ -188,14 +234,22 @@ def test_misfires_and_coalescing_by_table(database: Database) -> None:
         assert [f.outcome for f in fires] == expected
         assert [f.fire_at for f in fires] == [T0 + HOUR * (i + 1) for i in range(len(expected))]
         assert count(database, JobRow) == expected.count("enqueued")
-        assert schedules.get_schedule(database, "nightly").next_fire_at == T0 + HOUR * (len(expected) + 1)
+        assert schedules.get_schedule(database, "nightly").next_fire_at == T0 + HOUR * (
+            len(expected) + 1
+        )
         assert schedules.tick(database, now) == (), "a slot is noticed once"
         schedules.remove_schedule(database, "nightly")
 
 
 def test_judge_skips_before_it_misfires_as_apscheduler_does() -> None:
-    assert judge([0, 10], 100.0, misfire_grace_s=5, coalesce=False, is_full=True) == ((0, "skipped"), (10, "skipped"))
-    assert judge([0, 10], 100.0, misfire_grace_s=5, coalesce=True, is_full=True) == ((0, "coalesced"), (10, "skipped"))
+    assert judge([0, 10], 100.0, misfire_grace_s=5, coalesce=False, is_full=True) == (
+        (0, "skipped"),
+        (10, "skipped"),
+    )
+    assert judge([0, 10], 100.0, misfire_grace_s=5, coalesce=True, is_full=True) == (
+        (0, "coalesced"),
+        (10, "skipped"),
+    )
 
 
 def test_slots_are_skipped_while_max_instances_are_unfinished(database: Database) -> None:
@@ -237,11 +291,17 @@ def test_a_job_is_one_workers_until_its_lease_runs_out(database: Database) -> No
     assert claims.claim(database, "b", lease_s=60) is None
     assert claims.owns(database, first)
     expire(database, first)
-    assert not claims.owns(database, first), "an expired lease is no claim, even before somebody takes it"
+    assert not claims.owns(database, first), (
+        "an expired lease is no claim, even before somebody takes it"
+    )
     assert claims.renew(database, first, lease_s=60), "but its worker may renew it until then"
     expire(database, first)
     second = claims.claim(database, "b", lease_s=60)
-    assert (second.id, second.attempt, second.idempotency_key) == (first.id, 2, first.idempotency_key)
+    assert (second.id, second.attempt, second.idempotency_key) == (
+        first.id,
+        2,
+        first.idempotency_key,
+    )
     # The first worker wakes: whatever it writes, nothing changes.
     assert not claims.renew(database, first, lease_s=60)
     assert not claims.complete(database, first, {"from": "a"})
@@ -275,14 +335,27 @@ def test_a_job_whose_last_worker_vanished_fails(database: Database) -> None:
 
 
 def test_run_once_runs_all_that_is_due_and_tells_of_it(database: Database) -> None:
-    hourly(database, coalesce=False, misfire_grace=None, max_instances=None, budget="10m", payload={"pair": "demo"})
+    hourly(
+        database,
+        coalesce=False,
+        misfire_grace=None,
+        max_instances=None,
+        budget="10m",
+        payload={"pair": "demo"},
+    )
     seen: list[Fire | Ended] = []
     contexts: list[tuple[str, datetime | None, float, bool, Any]] = []
 
     def execute(job: Job, context: JobContext) -> Mapping[str, Any]:
         context.check()
         contexts.append(
-            (context.idempotency_key, context.deadline, context.remaining_s(), context.still_owner(), job.payload["pair"])
+            (
+                context.idempotency_key,
+                context.deadline,
+                context.remaining_s(),
+                context.still_owner(),
+                job.payload["pair"],
+            )
         )
         return {"n": len(contexts)}
 
@@ -291,7 +364,9 @@ def test_run_once_runs_all_that_is_due_and_tells_of_it(database: Database) -> No
     assert report.to_json() == {"noticed": 3, "done": 3, "failed": 0, "lost": 0, "released": 0}
     number = schedules.get_schedule(database, "nightly").id
     keys = [f"nightly#{number}@2026-05-04T{h}:00:00Z" for h in (13, 14, 15)]
-    assert contexts == [(key, now + timedelta(minutes=10), 600.0, True, "demo") for key in keys], "oldest slot first"
+    assert contexts == [(key, now + timedelta(minutes=10), 600.0, True, "demo") for key in keys], (
+        "oldest slot first"
+    )
     assert [type(event) for event in seen] == [Fire] * 3 + [Ended] * 3
     assert [f.job and f.job.lease_owner for f in schedules.history(database)] == ["me"] * 3
     assert schedules.run_once(database, execute, clock=lambda: now).to_json()["done"] == 0
@@ -331,7 +406,9 @@ def test_the_heartbeat_keeps_a_lease_alive_and_notices_its_loss(database: Databa
         assert claims.claim(database, "other", lease_s=60) is None
         context.check()
         with database.write() as session:
-            session.execute(update(JobRow).where(JobRow.id == job.id).values(attempt=JobRow.attempt + 1))
+            session.execute(
+                update(JobRow).where(JobRow.id == job.id).values(attempt=JobRow.attempt + 1)
+            )
         for _ in range(200):
             context.check()
             waited.wait(0.01)
@@ -354,7 +431,8 @@ def test_an_interrupt_that_is_not_ours_hands_back_and_goes_on(database: Database
 
 
 def test_a_database_that_is_away_for_a_moment_fails_no_job(database: Database) -> None:
-    """The attempt is handed back with its error and claimed again after a while, twice as long each time, as often as attempts go."""
+    """The attempt is handed back with its error and claimed again after a while, twice as long each
+    time, as often as attempts go."""
     hourly(database, max_attempts=3)
     away = True
 
@@ -396,8 +474,15 @@ def test_a_job_that_no_worker_can_begin_fails_and_the_next_goes_on(database: Dat
     hourly(database, "other")
     schedules.tick(database, T0 + HOUR)
     with database.write() as session:
-        session.execute(update(ScheduleRow).where(ScheduleRow.name == "nightly").values(budget_s=1e300))
-    assert schedules.run_once(database, answer, clock=lambda: T0 + HOUR).ended == {"done": 1, "failed": 1, "lost": 0, "released": 0}
+        session.execute(
+            update(ScheduleRow).where(ScheduleRow.name == "nightly").values(budget_s=1e300)
+        )
+    assert schedules.run_once(database, answer, clock=lambda: T0 + HOUR).ended == {
+        "done": 1,
+        "failed": 1,
+        "lost": 0,
+        "released": 0,
+    }
     with pytest.raises(ScheduleError, match="budget of schedule 'x' is 1e\\+300"):
         hourly(database, "x", budget=1e300)
 
@@ -416,12 +501,18 @@ class Flaky(Database):
             yield session
 
 
-def test_a_worker_waits_for_a_database_that_goes_away(database: Database, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_waits_for_a_database_that_goes_away(
+    database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
     hourly(database)
     stop, moments = threading.Event(), iter([T0])
     flaky = Flaky(database.url)
     with flaky:
-        flaky.absences[:] = [False, True, True]  # the first look finds nothing due; then two writes fail
+        flaky.absences[:] = [
+            False,
+            True,
+            True,
+        ]  # the first look finds nothing due; then two writes fail
         report = schedules.run_worker(
             flaky,
             answer,
@@ -431,7 +522,9 @@ def test_a_worker_waits_for_a_database_that_goes_away(database: Database, caplog
             watch=lambda event: stop.set() if isinstance(event, Ended) else None,
         )
         assert report.ended["done"] == 1
-        assert caplog.text.count("cannot reach database; trying again") == 1, "once, however often it is tried"
+        assert caplog.text.count("cannot reach database; trying again") == 1, (
+            "once, however often it is tried"
+        )
         assert caplog.text.count("the database is back") == 1
         flaky.absences[:] = [True]
         with pytest.raises(DatabaseError):  # one that was never there is not waited for
@@ -444,7 +537,9 @@ class Broken(Flaky):
     error = staticmethod(lambda: OSError("connection reset by peer"))
 
 
-def test_a_heartbeat_goes_on_after_any_error_of_the_database(database: Database, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_heartbeat_goes_on_after_any_error_of_the_database(
+    database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
     hourly(database)
     with Broken(database.url) as broken:
 
@@ -452,7 +547,10 @@ def test_a_heartbeat_goes_on_after_any_error_of_the_database(database: Database,
             before = schedules.get_job(database, job.id).lease_until
             broken.absences[:] = [True, True]
             for _ in range(1000):
-                if not broken.absences and schedules.get_job(database, job.id).lease_until != before:
+                if (
+                    not broken.absences
+                    and schedules.get_job(database, job.id).lease_until != before
+                ):
                     break
                 time.sleep(0.01)
             assert not broken.absences, "it tried again, and again"
@@ -489,7 +587,9 @@ def test_a_heartbeat_that_hangs_does_not_keep_the_worker(database: Database) -> 
         hanging.go_on.set()
 
 
-def test_a_lease_further_than_any_could_be_is_no_lease(database: Database, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lease_further_than_any_could_be_is_no_lease(
+    database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
     """The database's clock was set forward when it was given, and back since."""
     hourly(database)
     schedules.tick(database, T0 + HOUR)

@@ -1,4 +1,5 @@
-"""When schedules fire: the hours around daylight saving by table, cadence, durations, and what is refused."""
+"""When schedules fire: the hours around daylight saving by table, cadence, durations, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -24,14 +25,26 @@ def cron(expression: str, tz: str = "UTC") -> Timing:
     return Timing.parse(cron=expression, every=None, tz=tz, anchor=instant("2026-01-01"))
 
 
-# Each row: zone, expression, UTC instant to start after, and the next slots in UTC, worked out by hand from the zone's rules:
-# Berlin goes from +1 to +2 on 2026-03-29 at 01:00 UTC (02:00 -> 03:00) and back on 2026-10-25 at 01:00 UTC (03:00 -> 02:00);
-# New York from -5 to -4 on 2026-03-08 at 07:00 UTC (02:00 -> 03:00) and back on 2026-11-01 at 06:00 UTC (02:00 -> 01:00);
-# Lord Howe by half an hour, from +11 to +10:30 on 2026-04-04 at 15:00 UTC (02:00 -> 01:30).
+# Each row: zone, expression, UTC instant to start after, and the next slots in UTC, worked out by
+# hand from the zone's rules: Berlin goes from +1 to +2 on 2026-03-29 at 01:00 UTC (02:00 -> 03:00)
+# and back on 2026-10-25 at 01:00 UTC (03:00 -> 02:00); New York from -5 to -4 on 2026-03-08 at
+# 07:00 UTC (02:00 -> 03:00) and back on 2026-11-01 at 06:00 UTC (02:00 -> 01:00); Lord Howe by half
+# an hour, from +11 to +10:30 on 2026-04-04 at 15:00 UTC (02:00 -> 01:30).
 DAYLIGHT_SAVING = [
-    # A fixed time that is skipped runs once at the end of the gap; the days before and after are ordinary.
-    ("Europe/Berlin", "30 2 * * *", "2026-03-27T12:00", ["03-28T01:30", "03-29T01:00", "03-30T00:30"]),
-    ("America/New_York", "30 2 * * *", "2026-03-07T00:00", ["03-07T07:30", "03-08T07:00", "03-09T06:30"]),
+    # A fixed time that is skipped runs once at the end of the gap; the days before and after are
+    # ordinary.
+    (
+        "Europe/Berlin",
+        "30 2 * * *",
+        "2026-03-27T12:00",
+        ["03-28T01:30", "03-29T01:00", "03-30T00:30"],
+    ),
+    (
+        "America/New_York",
+        "30 2 * * *",
+        "2026-03-07T00:00",
+        ["03-07T07:30", "03-08T07:00", "03-09T06:30"],
+    ),
     # A fixed time that is repeated runs the first time only.
     ("Europe/Berlin", "30 2 * * *", "2026-10-24T12:00", ["10-25T00:30", "10-26T01:30"]),
     ("America/New_York", "30 1 * * *", "2026-10-31T12:00", ["11-01T05:30", "11-02T06:30"]),
@@ -40,15 +53,35 @@ DAYLIGHT_SAVING = [
     ("Europe/Berlin", "30 2 * * *", "2026-10-25T00:45", ["10-26T01:30"]),
     ("Europe/Berlin", "30 2 * * *", "2026-10-25T01:10", ["10-26T01:30"]),
     # Every hour means every 3600 seconds: the skipped hour has no slot, the repeated one two.
-    ("Europe/Berlin", "0 * * * *", "2026-03-28T23:30", ["03-29T00:00", "03-29T01:00", "03-29T02:00"]),
-    ("Europe/Berlin", "0 * * * *", "2026-10-24T23:30", ["10-25T00:00", "10-25T01:00", "10-25T02:00"]),
-    ("America/New_York", "0 * * * *", "2026-11-01T04:30", ["11-01T05:00", "11-01T06:00", "11-01T07:00"]),
-    # A stepped minute in a range of hours: local 1 and 3 o'clock when 2 is skipped, and 1, 2, 2, 3 when it is repeated.
+    (
+        "Europe/Berlin",
+        "0 * * * *",
+        "2026-03-28T23:30",
+        ["03-29T00:00", "03-29T01:00", "03-29T02:00"],
+    ),
+    (
+        "Europe/Berlin",
+        "0 * * * *",
+        "2026-10-24T23:30",
+        ["10-25T00:00", "10-25T01:00", "10-25T02:00"],
+    ),
+    (
+        "America/New_York",
+        "0 * * * *",
+        "2026-11-01T04:30",
+        ["11-01T05:00", "11-01T06:00", "11-01T07:00"],
+    ),
+    # A stepped minute in a range of hours: local 1 and 3 o'clock when 2 is skipped, and 1, 2, 2, 3
+    # when it is repeated.
     (
         "Europe/Berlin",
         "*/15 1-3 * * *",
         "2026-03-28T12:00",
-        [*(f"03-29T00:{m:02}" for m in (0, 15, 30, 45)), *(f"03-29T01:{m:02}" for m in (0, 15, 30, 45)), "03-29T23:00"],
+        [
+            *(f"03-29T00:{m:02}" for m in (0, 15, 30, 45)),
+            *(f"03-29T01:{m:02}" for m in (0, 15, 30, 45)),
+            "03-29T23:00",
+        ],
     ),
     (
         "Europe/Berlin",
@@ -65,8 +98,18 @@ DAYLIGHT_SAVING = [
         [f"11-01T{h:02}:{m:02}" for h in (5, 6, 7, 8) for m in (0, 30)] + ["11-02T06:00"],
     ),
     # Several fixed times in the gap are one run at its end, which may be a slot of its own.
-    ("Europe/Berlin", "0,15,30 2-3 * * *", "2026-03-28T12:00", ["03-29T01:00", "03-29T01:15", "03-29T01:30", "03-30T00:00"]),
-    ("Europe/Berlin", "15 1-3 * * *", "2026-10-24T12:00", ["10-24T23:15", "10-25T00:15", "10-25T02:15", "10-26T00:15"]),
+    (
+        "Europe/Berlin",
+        "0,15,30 2-3 * * *",
+        "2026-03-28T12:00",
+        ["03-29T01:00", "03-29T01:15", "03-29T01:30", "03-30T00:00"],
+    ),
+    (
+        "Europe/Berlin",
+        "15 1-3 * * *",
+        "2026-10-24T12:00",
+        ["10-24T23:15", "10-25T00:15", "10-25T02:15", "10-26T00:15"],
+    ),
     ("Australia/Lord_Howe", "45 1 * * *", "2026-04-04T00:00", ["04-04T14:45", "04-05T15:15"]),
     # Zones without daylight saving, and the calendar.
     ("Asia/Kolkata", "0 3 * * *", "2026-03-28T00:00", ["03-28T21:30", "03-29T21:30"]),
@@ -83,7 +126,9 @@ def test_cron_slots_by_table(tz: str, expression: str, after: str, expected: lis
 
 
 @pytest.mark.parametrize(("tz", "expression", "after", "expected"), DAYLIGHT_SAVING)
-def test_slots_found_one_by_one_are_the_same(tz: str, expression: str, after: str, expected: list[str]) -> None:
+def test_slots_found_one_by_one_are_the_same(
+    tz: str, expression: str, after: str, expected: list[str]
+) -> None:
     """A worker asks for one slot at a time, starting anew from the last."""
     timing, now, found = cron(expression, tz), instant(after), []
     for _ in expected:
@@ -105,7 +150,8 @@ def test_interval_keeps_its_cadence_from_its_anchor() -> None:
     timing = Timing.parse(cron=None, every="6h", tz="Europe/Berlin", anchor=anchor)
     assert timing.next(anchor) == anchor + 6 * 3600, "the first slot is one interval after creation"
     assert timing.next(anchor - 999) == anchor + 6 * 3600
-    # However late somebody looks, and over a change of the clock, slots stay multiples of 6 h of elapsed time.
+    # However late somebody looks, and over a change of the clock, slots stay multiples of 6 h of
+    # elapsed time.
     assert timing.next(anchor + 13 * 3600) == anchor + 18 * 3600
     assert timing.due(anchor + 6 * 3600, anchor + 18 * 3600 + 0.5) == (
         (anchor + 6 * 3600, anchor + 12 * 3600, anchor + 18 * 3600),
@@ -120,7 +166,9 @@ def test_due_is_inclusive_and_empty_before_the_first() -> None:
     assert timing.due(first, first) == ((first,), first + 3600)
 
 
-@pytest.mark.parametrize("timing", [cron("* * * * *"), Timing.parse(cron=None, every="1m", tz="UTC", anchor=0)])
+@pytest.mark.parametrize(
+    "timing", [cron("* * * * *"), Timing.parse(cron=None, every="1m", tz="UTC", anchor=0)]
+)
 def test_of_a_long_backlog_the_latest_slots_are_kept(timing: Timing) -> None:
     first = instant("2026-05-01T10:00")
     now = first + 60 * 5 * MAX_BACKLOG + 30
@@ -130,14 +178,24 @@ def test_of_a_long_backlog_the_latest_slots_are_kept(timing: Timing) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("90s", 90), ("30m", 1800), ("6h", 21600), ("1d12h", 129600), ("2w", 1209600), (" 1H30M ", 5400)]
+    ("text", "seconds"),
+    [
+        ("90s", 90),
+        ("30m", 1800),
+        ("6h", 21600),
+        ("1d12h", 129600),
+        ("2w", 1209600),
+        (" 1H30M ", 5400),
+    ],
 )
 def test_durations(text: str, seconds: int) -> None:
     assert parse_duration(text) == seconds
     assert parse_duration(format_duration(seconds)) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "6", "h", "6x", "-6h", "12h1d", "1h1h", "0m", "99999w", "1.5h", "6 hours"])
+@pytest.mark.parametrize(
+    "text", ["", "6", "h", "6x", "-6h", "12h1d", "1h1h", "0m", "99999w", "1.5h", "6 hours"]
+)
 def test_bad_durations_are_refused_by_name(text: str) -> None:
     with pytest.raises(ScheduleError, match="duration") as caught:
         parse_duration(text)
@@ -154,7 +212,10 @@ def test_bad_durations_are_refused_by_name(text: str) -> None:
         ({"every": "soon"}, "'soon' is not a duration; write for example 30m, 6h or 1d12h"),
         ({}, "either a cron expression"),
         ({"cron": "0 3 * * *", "every": "6h"}, "and not both"),
-        ({"every": "6h", "tz": "Europe/Berln"}, "unknown time zone 'Europe/Berln'; did you mean Europe/Berlin\\?"),
+        (
+            {"every": "6h", "tz": "Europe/Berln"},
+            "unknown time zone 'Europe/Berln'; did you mean Europe/Berlin\\?",
+        ),
     ],
 )
 def test_bad_timings_are_refused_with_one_line(when: dict[str, str | int], message: str) -> None:

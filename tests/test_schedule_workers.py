@@ -1,4 +1,5 @@
-"""Many worker processes on one database: each slot once, also when workers are killed, paused or told to stop."""
+"""Many worker processes on one database: each slot once, also when workers are killed, paused or
+told to stop."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ WORKERS, SLOTS = 8, 200
 T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
 LATER = T0 + timedelta(hours=1)
 
-# Workers come from a fork server that has imported what they need, so that eight of them cost no more than one.
+# Workers come from a fork server that has imported what they need, so that eight of them cost no
+# more than one.
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["spectune.optimizer.schedule", "psycopg", "pytest"])
 
@@ -42,7 +44,8 @@ def note(session: Session, table: str, job: Job) -> None:
 
 
 class Script:
-    """A job function in a worker process. Each step leaves a row, so that the test knows how far it came."""
+    """A job function in a worker process. Each step leaves a row, so that the test knows how far it
+    came."""
 
     def __init__(self, database: Database, folder: Path, steps: str) -> None:
         self.database, self.folder, self.steps = database, folder, steps
@@ -70,16 +73,30 @@ class Script:
 
 
 def serve(
-    url: str, folder: Path, owner: str, steps: str, lease_s: float, started: float, reports: Queue[tuple[str, dict[str, int]]]
+    url: str,
+    folder: Path,
+    owner: str,
+    steps: str,
+    lease_s: float,
+    started: float,
+    reports: Queue[tuple[str, dict[str, int]]],
 ) -> None:
-    """A worker process. Its clock stands at LATER, or with ``started`` it passes SLOTS minutes from there on, one in 10 ms."""
+    """A worker process. Its clock stands at LATER, or with ``started`` it passes SLOTS minutes from
+    there on, one in 10 ms."""
 
     def clock() -> datetime:
-        return T0 + timedelta(minutes=min(SLOTS, (time.time() - started) * 100)) if started else LATER
+        return (
+            T0 + timedelta(minutes=min(SLOTS, (time.time() - started) * 100)) if started else LATER
+        )
 
     with open_database(url) as database:
         report = schedules.run_worker(
-            database, Script(database, folder, steps), owner=owner, poll_s=0.02, lease_s=lease_s, clock=clock
+            database,
+            Script(database, folder, steps),
+            owner=owner,
+            poll_s=0.02,
+            lease_s=lease_s,
+            clock=clock,
         )
     reports.put((owner, report.to_json()))
 
@@ -98,7 +115,9 @@ class Crew:
             session.execute(text("CREATE TABLE executed (key TEXT, owner TEXT)"))
             session.execute(text("CREATE TABLE published (key TEXT PRIMARY KEY, owner TEXT)"))
 
-    def hire(self, owner: str, steps: str, *, lease_s: float = 30.0, started: float = 0.0) -> BaseProcess:
+    def hire(
+        self, owner: str, steps: str, *, lease_s: float = 30.0, started: float = 0.0
+    ) -> BaseProcess:
         arguments = (self.url, self.folder, owner, steps, lease_s, started, self._reports)
         self.members.append(processes.Process(target=serve, args=arguments, daemon=True))
         self.members[-1].start()
@@ -119,12 +138,15 @@ class Crew:
         return reports
 
     def pause(self, member: BaseProcess) -> None:
-        """SIGSTOP, but not in the middle of a heartbeat's transaction, which would hold SQLite's one write lock."""
+        """SIGSTOP, but not in the middle of a heartbeat's transaction, which would hold SQLite's
+        one write lock."""
         for _ in range(100):
             os.kill(member.pid or 0, signal.SIGSTOP)
             if self.database.dialect != "sqlite":
                 return
-            probe = sqlite3.connect(self.database.url.database or "", timeout=0.2, isolation_level=None)
+            probe = sqlite3.connect(
+                self.database.url.database or "", timeout=0.2, isolation_level=None
+            )
             try:
                 probe.execute("BEGIN IMMEDIATE")
                 return
@@ -153,7 +175,15 @@ def crew(url: str, tmp_path: Path) -> Iterator[Crew]:
 
 def test_each_of_200_slots_fires_once_and_runs_once_under_8_workers(crew: Crew) -> None:
     """The slots fall due while the workers look, 100 a second, so that they race for every one."""
-    schedules.add_schedule(crew.database, "often", every="1m", now=T0, coalesce=False, misfire_grace=None, max_instances=None)
+    schedules.add_schedule(
+        crew.database,
+        "often",
+        every="1m",
+        now=T0,
+        coalesce=False,
+        misfire_grace=None,
+        max_instances=None,
+    )
     started = time.time() + 1.0
     members = [crew.hire(f"w{i}", "run publish", started=started) for i in range(WORKERS)]
     eventually(lambda: len(crew.rows("SELECT 1 FROM schedule_job WHERE state = 'done'")) == SLOTS)
@@ -161,17 +191,27 @@ def test_each_of_200_slots_fires_once_and_runs_once_under_8_workers(crew: Crew) 
 
     fires = list(reversed(schedules.history(crew.database, limit=10_000)))
     assert [f.fire_at for f in fires] == [T0 + timedelta(minutes=i + 1) for i in range(SLOTS)]
-    assert sum(r["noticed"] for r in reports.values()) == SLOTS, "each slot was noticed by one worker"
+    assert sum(r["noticed"] for r in reports.values()) == SLOTS, (
+        "each slot was noticed by one worker"
+    )
     jobs = [f.job for f in fires if f.job]
     assert [(j.state, j.attempt) for j in jobs] == [("done", 1)] * SLOTS
     executed = crew.rows("SELECT key, owner FROM executed")
-    assert sorted(executed) == sorted((j.idempotency_key, j.lease_owner) for j in jobs), "each job ran once, by its claimer"
-    assert sum(r["done"] for r in reports.values()) == SLOTS == len(crew.rows("SELECT 1 FROM published"))
+    assert sorted(executed) == sorted((j.idempotency_key, j.lease_owner) for j in jobs), (
+        "each job ran once, by its claimer"
+    )
+    assert (
+        sum(r["done"] for r in reports.values())
+        == SLOTS
+        == len(crew.rows("SELECT 1 FROM published"))
+    )
     assert len({owner for _key, owner in executed}) > 1
 
 
 @pytest.mark.parametrize("steps", ["run wait publish", "run publish wait"])
-def test_the_job_of_a_killed_worker_is_finished_by_another_and_published_once(crew: Crew, steps: str) -> None:
+def test_the_job_of_a_killed_worker_is_finished_by_another_and_published_once(
+    crew: Crew, steps: str
+) -> None:
     """Killed before it published, or after and before it could say so."""
     schedules.add_schedule(crew.database, "hourly", every="1h", now=T0)
     victim = crew.hire("victim", steps, lease_s=2)
@@ -200,8 +240,14 @@ def test_a_worker_that_slept_through_its_lease_can_neither_publish_nor_complete(
     # The heir is still at it when the sleeper wakes and wants to publish and complete.
     (crew.folder / "wait").touch()
     os.kill(sleeper.pid or 0, signal.SIGCONT)
-    assert crew.dismiss(sleeper) == {"sleeper": {"noticed": 1, "done": 0, "failed": 0, "lost": 1, "released": 0}}
-    assert (crew.job().state, crew.job().attempt, crew.rows("SELECT 1 FROM published")) == ("running", 2, [])
+    assert crew.dismiss(sleeper) == {
+        "sleeper": {"noticed": 1, "done": 0, "failed": 0, "lost": 1, "released": 0}
+    }
+    assert (crew.job().state, crew.job().attempt, crew.rows("SELECT 1 FROM published")) == (
+        "running",
+        2,
+        [],
+    )
     (crew.folder / "wait-longer").touch()
     assert crew.dismiss(heir)["heir"]["done"] == 1
     assert (crew.job().state, crew.job().result) == ("done", {"from": "heir"})

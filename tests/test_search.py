@@ -11,7 +11,16 @@ from synthetic import flat_profile
 
 from spectune.optimizer.confirm import Confirmation
 from spectune.optimizer.parts import mixed, split
-from spectune.optimizer.search import TIE, Study, Trial, _Judge, _seeded_study, complexity, finalists, search
+from spectune.optimizer.search import (
+    TIE,
+    Study,
+    Trial,
+    _Judge,
+    _seeded_study,
+    complexity,
+    finalists,
+    search,
+)
 from spectune.optimizer.simulate.replay import replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.spaces import Space, TreeLimit, enumerated, enumerated_trees
@@ -30,7 +39,8 @@ GAMMA_MAX = 8
 
 
 def trace(acceptance: float) -> ReplayTrace:
-    """Texts whose draft ``near`` agrees independently with the given probability at every position."""
+    """Texts whose draft ``near`` agrees independently with the given probability at every
+    position."""
     rng, length = np.random.default_rng(0), 80
     trajectories, panoramas = [], []
     for i in range(12):
@@ -47,7 +57,9 @@ def trace(acceptance: float) -> ReplayTrace:
                 finish="length",
             )
         )
-        logp = np.where(agree, rng.integers(0, 200, length), rng.integers(100, 900, length)).astype(np.uint16)
+        logp = np.where(agree, rng.integers(0, 200, length), rng.integers(100, 900, length)).astype(
+            np.uint16
+        )
         panoramas.append(
             ChainPanorama(
                 "near",
@@ -66,7 +78,8 @@ def trace(acceptance: float) -> ReplayTrace:
 
 @pytest.mark.parametrize("acceptance", [0.05, 0.5, 0.9])
 def test_search_finds_at_least_the_best_of_an_exhaustive_enumeration(acceptance: float) -> None:
-    """No fixed window, nor any enumerated policy, beats the search's best by more than the tie it allows itself."""
+    """No fixed window, nor any enumerated policy, beats the search's best by more than the tie it
+    allows itself."""
     recorded, profile = trace(acceptance), flat_profile("p", ["near"])
     study = search(recorded, profile, ["near"], gamma_max=GAMMA_MAX, trials=30, seed=1)
     best = study.best()
@@ -85,14 +98,21 @@ def test_search_is_a_function_of_its_arguments() -> None:
     two = search(recorded, profile, ["near"], gamma_max=GAMMA_MAX, trials=25, seed=3)
     assert one == two
     for trial in one.trials[::17]:
-        assert replay(recorded, trial.policy, profile).total.tokens_per_s == pytest.approx(trial.value)
+        assert replay(recorded, trial.policy, profile).total.tokens_per_s == pytest.approx(
+            trial.value
+        )
 
 
 def test_ties_go_to_the_simpler_and_finalists_differ() -> None:
-    """Within 1% the simplest wins; each further finalist is of another family; incumbents are tried."""
+    """Within 1% the simplest wins; each further finalist is of another family; incumbents are
+    tried."""
     recorded, profile = trace(0.8), flat_profile("p", ["near"])
-    incumbent = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 3}, "stop": {"kind": "joint_prob"}})
-    study = search(recorded, profile, ["near"], gamma_max=GAMMA_MAX, trials=20, incumbents=[incumbent])
+    incumbent = parse_policy(
+        {"draft": "near", "window": {"kind": "fixed", "gamma": 3}, "stop": {"kind": "joint_prob"}}
+    )
+    study = search(
+        recorded, profile, ["near"], gamma_max=GAMMA_MAX, trials=20, incumbents=[incumbent]
+    )
     assert incumbent.id in {t.policy.id for t in study.trials}
     best = study.best()
     for trial in study.trials:
@@ -104,13 +124,22 @@ def test_ties_go_to_the_simpler_and_finalists_differ() -> None:
 
 
 def test_finalists_draft_differently_and_no_close_draft_is_left_out() -> None:
-    """Windows of one draft do not crowd out another draft, unless it is predicted to be much slower."""
+    """Windows of one draft do not crowd out another draft, unless it is predicted to be much
+    slower."""
 
     def trial(draft: str, window: str, value: float) -> Trial:
         return Trial(parse_policy({"draft": draft, "window": {"kind": window}}), value, "")
 
-    trials = [trial("near", "fixed", 100.0), trial("near", "fsm", 99.0), trial("near", "cache_fsm", 98.0)]
-    trials += [trial("far", "fixed", 90.0), trial("far", "fsm", 89.0), trial("ngram", "fixed", 60.0)]
+    trials = [
+        trial("near", "fixed", 100.0),
+        trial("near", "fsm", 99.0),
+        trial("near", "cache_fsm", 98.0),
+    ]
+    trials += [
+        trial("far", "fixed", 90.0),
+        trial("far", "fsm", 89.0),
+        trial("ngram", "fixed", 60.0),
+    ]
     names = [t.policy.label() for t in finalists(Study(tuple(trials), 0, ""), 2)]
     assert names == [trials[0].policy.label(), trials[3].policy.label()]
     slow = [replace(t, value=80.0) if t.policy.draft == "far" else t for t in trials]
@@ -119,12 +148,17 @@ def test_finalists_draft_differently_and_no_close_draft_is_left_out() -> None:
 
 
 def test_split_is_stable_disjoint_and_by_category() -> None:
-    """Every request is in one part; a prefix of the workload is split like the whole; small categories fill every part."""
+    """Every request is in one part; a prefix of the workload is split like the whole; small
+    categories fill every part."""
     categories = ["a", "b", "c"] * 20
     parts = split(categories)
     assert sorted([*parts.search, *parts.race, *parts.confirm]) == list(range(60))
     for part, share in zip(parts, (10, 4, 6), strict=True):
-        assert {c: sum(categories[i] == c for i in part) for c in "abc"} == {"a": share, "b": share, "c": share}
+        assert {c: sum(categories[i] == c for i in part) for c in "abc"} == {
+            "a": share,
+            "b": share,
+            "c": share,
+        }
     assert split(categories[:30]).confirm == [i for i in parts.confirm if i < 30]
     assert [len(part) for part in split([str(i // 2) for i in range(20)])] == [10, 4, 6]
     assert split(["a"]) == ([0], [], [])
@@ -139,7 +173,8 @@ def test_the_beginning_of_a_part_has_every_category() -> None:
 
 
 def verdict_of(low: float, ratio: float, requests: int, published: bool) -> tuple[str, bool, bool]:
-    """(why, whether the challenger is to be in force, whether to publish) of a winner that was confirmed so."""
+    """(why, whether the challenger is to be in force, whether to publish) of a winner that was
+    confirmed so."""
     challenger = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 3}})
     rows = [
         Candidate(role, p, *[Outcome(p.label(), "executed", ())] * 2, (2.0, 1.9, 2.1))
@@ -152,12 +187,18 @@ def verdict_of(low: float, ratio: float, requests: int, published: bool) -> tupl
 
 
 def test_only_a_confirmed_gain_is_published() -> None:
-    """Whatever the race said: beyond noise, worth having, and on enough requests. Else the incumbent stays, or is published as the
-    first."""
+    """Whatever the race said: beyond noise, worth having, and on enough requests. Else the
+    incumbent stays, or is published as the first."""
     reason, *came = verdict_of(1.45, 1.5, 12, True)
     assert came == [True, True]
-    assert reason.startswith("1.500 times the incumbent's speed (99% interval 1.450 to 1.552) on 12 requests held out")
-    for low, ratio, requests, why in ((0.99, 1.3, 12, "not beyond noise"), (1.001, 1.005, 12, "1.01"), (1.4, 1.5, 4, "5 are needed")):
+    assert reason.startswith(
+        "1.500 times the incumbent's speed (99% interval 1.450 to 1.552) on 12 requests held out"
+    )
+    for low, ratio, requests, why in (
+        (0.99, 1.3, 12, "not beyond noise"),
+        (1.001, 1.005, 12, "1.01"),
+        (1.4, 1.5, 4, "5 are needed"),
+    ):
         reason, *came = verdict_of(low, ratio, requests, True)
         assert came == [False, False]
         assert why in reason
@@ -166,44 +207,75 @@ def test_only_a_confirmed_gain_is_published() -> None:
     assert reason.endswith("autoregression is published")
 
 
-LIMIT = TreeLimit(3, 11, bins="bins", classifier="grower", grown=10, static=(((0,), (0, 0), (1,)),), sharpness=2.4)
+LIMIT = TreeLimit(
+    3, 11, bins="bins", classifier="grower", grown=10, static=(((0,), (0, 0), (1,)),), sharpness=2.4
+)
 
 
 def test_every_tree_policy_of_the_enumeration_can_seed_the_sampler() -> None:
-    """The parameters of a policy make that policy again, so that what is enqueued is what was meant."""
+    """The parameters of a policy make that policy again, so that what is enqueued is what was
+    meant."""
     space = Space(("small",), 16, trees={"small": LIMIT})
     policies = enumerated_trees({"small": LIMIT})
-    for policy in [*policies[::11], *(p for p in policies if p.growth.kind in ("static", "classifier"))]:
+    for policy in [
+        *policies[::11],
+        *(p for p in policies if p.growth.kind in ("static", "classifier")),
+    ]:
         params = space.params(policy)
         assert params is not None, policy.label()
         made = space.policy(params)
         blocks = ("draft", "stop", "growth", "select", "stratify", "shortlist", "depth_max")
-        assert [getattr(made, b) for b in blocks] == [getattr(policy, b) for b in blocks], policy.label()
+        assert [getattr(made, b) for b in blocks] == [getattr(policy, b) for b in blocks], (
+            policy.label()
+        )
         assert made.window.kind == policy.window.kind
         domains = space.distributions(params)
         assert domains.keys() == params.keys()
-        assert all(domains[name]._contains(domains[name].to_internal_repr(value)) for name, value in params.items())
+        assert all(
+            domains[name]._contains(domains[name].to_internal_repr(value))
+            for name, value in params.items()
+        )
     kinds = {(p.growth.kind, p.stratify is not None, p.depth_max) for p in policies}
-    assert {("top_k", True, 9), ("top_k", True, 11), ("classifier", False, 11), ("static", False, 2)} <= kinds
+    assert {
+        ("top_k", True, 9),
+        ("top_k", True, 11),
+        ("classifier", False, 11),
+        ("static", False, 2),
+    } <= kinds
     assert {p.stratify.fractions for p in policies if p.stratify} == {(0.3, 0.6, 1.0)}
-    assert {p.growth.sharpness for p in policies if p.growth.kind == "top_k" and p.growth.score == "coupled"} == {1.5, 2.4, 3.0}
-    assert any(p.growth.kind == "classifier" and p.growth.width == 1 for p in policies), "C2T's chain mode"
+    assert {
+        p.growth.sharpness
+        for p in policies
+        if p.growth.kind == "top_k" and p.growth.score == "coupled"
+    } == {1.5, 2.4, 3.0}
+    assert any(p.growth.kind == "classifier" and p.growth.width == 1 for p in policies), (
+        "C2T's chain mode"
+    )
 
 
 def test_policies_that_did_the_same_race_once_as_the_simplest() -> None:
-    """A draft that is always right: whatever stops it or adapts it, every window of a length does the same. A stand-in that did
-    the same at a lower cost by more than a tie stays."""
+    """A draft that is always right: whatever stops it or adapts it, every window of a length does
+    the same. A stand-in that did the same at a lower cost by more than a tie stays."""
     recorded, profile = trace(1.0), flat_profile("p", ["near"])
     fixed = {"kind": "fixed", "gamma": GAMMA_MAX}
     alike = [
-        parse_policy({"draft": "near", "window": {"kind": "fsm", "gamma_max": GAMMA_MAX, "gamma_min": GAMMA_MAX}}),
+        parse_policy(
+            {
+                "draft": "near",
+                "window": {"kind": "fsm", "gamma_max": GAMMA_MAX, "gamma_min": GAMMA_MAX},
+            }
+        ),
         *(
-            parse_policy({"draft": "near", "window": fixed, "stop": {"kind": "joint_prob", "threshold": t}})
+            parse_policy(
+                {"draft": "near", "window": fixed, "stop": {"kind": "joint_prob", "threshold": t}}
+            )
             for t in (0.001, 0.002, 0.003, 0.004)
         ),
     ]
     study = search(recorded, profile, ["near"], gamma_max=GAMMA_MAX, trials=0, incumbents=alike)
-    (plain,) = (t for t in study.trials if t.policy == parse_policy({"draft": "near", "window": fixed}))
+    (plain,) = (
+        t for t in study.trials if t.policy == parse_policy({"draft": "near", "window": fixed})
+    )
     same = [t for t in study.trials if t.did == plain.did]
     assert {p.id for p in alike} < {t.policy.id for t in same}
     assert [t for t in study.distinct() if t.did == plain.did] == [plain]
@@ -211,16 +283,21 @@ def test_policies_that_did_the_same_race_once_as_the_simplest() -> None:
     assert plain.policy.id in raced
     assert not {p.id for p in alike} & set(raced)
     cheaper = replace(same[1] if same[0] == plain else same[0], value=plain.value * (1 + 2 * TIE))
-    kept = replace(study, trials=(cheaper, *(t for t in study.trials if t.policy != cheaper.policy))).distinct()
+    kept = replace(
+        study, trials=(cheaper, *(t for t in study.trials if t.policy != cheaper.policy))
+    ).distinct()
     assert [t for t in kept if t.did == plain.did] == [cheaper, plain]
     assert study.same(plain.policy, alike[0])
     assert not study.same(plain.policy, AUTOREGRESSIVE)
 
 
 def test_start_up_trials_are_random_whatever_the_seeds_were_worth() -> None:
-    """What is enqueued fills none of Optuna's start-up: the trials after it do not depend on what was found, those after them do."""
+    """What is enqueued fills none of Optuna's start-up: the trials after it do not depend on what
+    was found, those after them do."""
     space = Space(("near",), GAMMA_MAX)
-    ranked = search(trace(0.7), flat_profile("p", ["near"]), ["near"], gamma_max=GAMMA_MAX, trials=0).trials
+    ranked = search(
+        trace(0.7), flat_profile("p", ["near"]), ["near"], gamma_max=GAMMA_MAX, trials=0
+    ).trials
     asked: list[list[Policy]] = []
     for sign in (1.0, -1.0):
         study = _seeded_study(space, ranked, 200, 0)
@@ -239,8 +316,12 @@ def test_what_was_not_recorded_is_pruned(monkeypatch: pytest.MonkeyPatch) -> Non
     """It is not a policy of 0 tokens/s: a study that learns from such figures is told of none."""
     made: list[optuna.study.Study] = []
     create = optuna.create_study
-    monkeypatch.setattr(optuna, "create_study", lambda **how: made.append(create(**how)) or made[-1])
-    monkeypatch.setattr(_Judge, "value", lambda self, policy, origin: None if policy.gamma_max > 4 else 100.0)
+    monkeypatch.setattr(
+        optuna, "create_study", lambda **how: made.append(create(**how)) or made[-1]
+    )
+    monkeypatch.setattr(
+        _Judge, "value", lambda self, policy, origin: None if policy.gamma_max > 4 else 100.0
+    )
     search(trace(0.7), flat_profile("p", ["near"]), ["near"], gamma_max=GAMMA_MAX, trials=30)
     states = {t.params["gamma"] > 4: t.state.name for t in made[0].trials}
     assert states == {True: "PRUNED", False: "COMPLETE"}

@@ -1,4 +1,5 @@
-"""The serving simulator against a plain one that keeps the books as vLLM's scheduler does, and the figures it gives."""
+"""The serving simulator against a plain one that keeps the books as vLLM's scheduler does, and the
+figures it gives."""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ from spectune.optimizer.executed_load import Executed
 from spectune.optimizer.proven_load import proof_of
 from spectune.optimizer.simulate.load import Objective, Served, loads_of
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.simulate.served_costs import ServedCosts, ServedSteps, fit_served, served_steps
+from spectune.optimizer.simulate.served_costs import (
+    ServedCosts,
+    ServedSteps,
+    fit_served,
+    served_steps,
+)
 from spectune.optimizer.simulate.serving import Simulated, serve
 from spectune.runtime.costs import StepCosts, StepLoad, step_costs, step_seconds, step_terms
 from spectune.runtime.pair import read_pair
@@ -41,27 +47,40 @@ PROFILE = LatencyProfile(
     "pair", "cpu", "float32",
     {
         "step": CostTable((2e-3, 3e-3, 9e-3), ("batch",), ((1.0, 2.0, 8.0),)),
-        "step target": CostTable((1e-3, 2e-3, 4e-3, 8e-3, 9e-3, 13e-3), ("rows", "context"), ((1.0, 8.0, 32.0), (0.0, 500.0))),
+        "step target": CostTable(
+            (1e-3, 2e-3, 4e-3, 8e-3, 9e-3, 13e-3), ("rows", "context"),
+            ((1.0, 8.0, 32.0), (0.0, 500.0)),
+        ),
         "step prompts": CostTable((0.0, 3e-3), ("rows",), ((0.0, 50.0),)),
-        "step draft/small": CostTable((1e-3, 2e-3, 2e-3, 4e-3, 6e-3, 9e-3), ("passes", "batch"), ((0.0, 1.0, 6.0), (1.0, 8.0))),
+        "step draft/small": CostTable(
+            (1e-3, 2e-3, 2e-3, 4e-3, 6e-3, 9e-3), ("passes", "batch"),
+            ((0.0, 1.0, 6.0), (1.0, 8.0)),
+        ),
     },
 )  # fmt: skip
 COSTS = step_costs(PROFILE, "small")
 
 
 def trace_of(count: int, none: float = 0.0, budget: int = 0) -> ReplayTrace:
-    """Texts of an engine from their second token on: of 2 to 60 tokens, of one budget or each of its own, a half of which ends before."""
+    """Texts of an engine from their second token on: of 2 to 60 tokens, of one budget or each of
+    its own, a half of which ends before."""
     rng = np.random.default_rng(count)
     made = []
     for i in range(count):
         t = a_trajectory(i, n=int(rng.integers(1, 60)))
         prompt = rng.integers(0, 4096, int(rng.integers(2, 90))).astype(np.int32)
-        made.append(replace(t, prompt_ids=prompt, max_new_tokens=budget or len(t.output_ids) + 9 * (i % 2)))
+        made.append(
+            replace(t, prompt_ids=prompt, max_new_tokens=budget or len(t.output_ids) + 9 * (i % 2))
+        )
     return ReplayTrace(made, {"small": [a_panorama(t, "small", none=none) for t in made]})
 
 
 def window(gamma: dict[str, int] | int) -> Policy:
-    kind = {"kind": "fixed", "gamma": gamma} if isinstance(gamma, int) else {"kind": "by_batch", "gamma": gamma}
+    kind = (
+        {"kind": "fixed", "gamma": gamma}
+        if isinstance(gamma, int)
+        else {"kind": "by_batch", "gamma": gamma}
+    )
     policy = parse_policy({"draft": "small", "window": kind})
     assert isinstance(policy, Policy)
     return policy
@@ -91,7 +110,8 @@ class Asked:
 
 @dataclass
 class Oracle:
-    """A server step by step: lists and sums, nothing shared with the simulator but the cost of a step."""
+    """A server step by step: lists and sums, nothing shared with the simulator but the cost of a
+    step."""
 
     rules: ServingRules
     gammas: tuple[int, ...]
@@ -113,15 +133,28 @@ class Oracle:
             if not r.placeholders and r.computed >= r.prompt:  # the draft's own proposals are known
                 spec = min(spec, self.proposals(r))
             new = r.prompt + r.out + spec + r.placeholders - r.computed
-            if not self.rules.drafts_after and r.computed >= r.prompt:  # no more than the request may still have
+            if (
+                not self.rules.drafts_after and r.computed >= r.prompt
+            ):  # no more than the request may still have
                 new = min(new, r.budget - r.out)
-            new = min(new, budget, given - self.rules.draft_slots, self.rules.max_len - r.computed - 1)
+            new = min(
+                new, budget, given - self.rules.draft_slots, self.rules.max_len - r.computed - 1
+            )
             if new <= 0:
                 continue
-            drafted = max(0, new + r.computed - r.prompt - r.out - r.placeholders) if r.computed + new >= r.prompt else -1
+            drafted = (
+                max(0, new + r.computed - r.prompt - r.out - r.placeholders)
+                if r.computed + new >= r.prompt
+                else -1
+            )
             scheduled.append((r, new, drafted))
             budget, given, r.spec = budget - new, given - new - self.rules.draft_slots, 0
-        while self.waiting and budget > 0 and given > self.rules.draft_slots and len(self.running) < self.rules.max_num_seqs:
+        while (
+            self.waiting
+            and budget > 0
+            and given > self.rules.draft_slots
+            and len(self.running) < self.rules.max_num_seqs
+        ):
             r = self.waiting.pop(0)
             self.running.append(r)
             new = min(r.prompt, budget, given - self.rules.draft_slots)
@@ -138,13 +171,17 @@ class Oracle:
         reading = [r.computed < r.prompt for r, *_ in scheduled]
         prompts = sum(new for (_, new, _), read in zip(scheduled, reading, strict=True) if read)
         rows = sum(new for _, new, _ in scheduled) - prompts
-        context = sum(r.computed if read else r.prompt + r.out - 1 for (r, *_), read in zip(scheduled, reading, strict=True))
+        context = sum(
+            r.computed if read else r.prompt + r.out - 1
+            for (r, *_), read in zip(scheduled, reading, strict=True)
+        )
         drafted = max(0, *(d for *_, d in scheduled))
         passes = self.gammas[len(scheduled)] if self.rules.drafts_after else drafted
         self.steps.append([len(scheduled), rows, prompts, context, passes])
         load = StepLoad("small", rows, prompts, len(scheduled), context, passes)
         return sum(
-            count * float(PROFILE.terms[term].at(rows=rows, context=context, passes=passes, batch=batch))
+            count
+            * float(PROFILE.terms[term].at(rows=rows, context=context, passes=passes, batch=batch))
             for term, count, rows, context, passes, batch in step_terms(load)
         )
 
@@ -162,7 +199,12 @@ class Oracle:
             if r.finished >= 0 or drafted < 0:
                 continue
             accepted = 0
-            while r.out and accepted < drafted and r.out + accepted < r.length and r.agree[r.out + accepted] == AGREE_YES:
+            while (
+                r.out
+                and accepted < drafted
+                and r.out + accepted < r.length
+                and r.agree[r.out + accepted] == AGREE_YES
+            ):
                 accepted += 1
             r.computed -= drafted - accepted
             r.placeholders -= drafted + 1
@@ -202,7 +244,9 @@ class Oracle:
                     sent += 1
 
 
-def by_oracle(trace: ReplayTrace, policy: Policy, load: Load, rules: ServingRules) -> tuple[Oracle, list[Asked]]:
+def by_oracle(
+    trace: ReplayTrace, policy: Policy, load: Load, rules: ServingRules
+) -> tuple[Oracle, list[Asked]]:
     oracle = Oracle(rules, tables(policy, rules), COSTS)
     count, every = len(load.arrivals) or len(trace.order), []
     for i in range(count):
@@ -211,7 +255,16 @@ def by_oracle(trace: ReplayTrace, policy: Policy, load: Load, rules: ServingRule
         begin = int(trace.offsets[trace.order[i % len(trace.order)]])
         agree = [0, *chains.agree[begin : begin + len(t.output_ids)].tolist()]
         arrived = load.arrivals[i] if load.arrivals else i * rules.reply_s
-        every.append(Asked(i, len(t.prompt_ids) - 1, len(t.output_ids) + 1, t.max_new_tokens + 1, agree, arrived))
+        every.append(
+            Asked(
+                i,
+                len(t.prompt_ids) - 1,
+                len(t.output_ids) + 1,
+                t.max_new_tokens + 1,
+                agree,
+                arrived,
+            )
+        )
     oracle.serve(every, 0 if load.arrivals else load.clients)
     return oracle, every
 
@@ -220,7 +273,9 @@ RULES = ServingRules(max_num_seqs=8, max_batched_tokens=512, max_len=400, reply_
 
 
 def poisson(rate: float, count: int, seed: int = 0) -> Load:
-    return Load(arrivals=tuple(np.cumsum(np.random.default_rng(seed).exponential(1 / rate, count)).tolist()))
+    return Load(
+        arrivals=tuple(np.cumsum(np.random.default_rng(seed).exponential(1 / rate, count)).tolist())
+    )
 
 
 @pytest.mark.parametrize(
@@ -232,16 +287,30 @@ def poisson(rate: float, count: int, seed: int = 0) -> Load:
         (RULES, poisson(20.0, 60), {"1": 5, "4": 1}, 0.0),
         (RULES, poisson(90.0, 60), 0, 0.0),
         (RULES._replace(max_batched_tokens=48, draft_slots=1), poisson(60.0, 60), 6, 0.0),
-        (RULES._replace(max_batched_tokens=23, draft_slots=1, max_len=0), Load(6), {"1": 6, "5": 2}, 0.1),
+        (
+            RULES._replace(max_batched_tokens=23, draft_slots=1, max_len=0),
+            Load(6),
+            {"1": 6, "5": 2},
+            0.1,
+        ),
         (RULES._replace(ahead=1), Load(8), {"1": 5, "4": 3, "7": 0}, 0.0),
-        (RULES._replace(ahead=1, max_batched_tokens=37, draft_slots=1, max_len=0), poisson(70.0, 60), 5, 0.0),
+        (
+            RULES._replace(ahead=1, max_batched_tokens=37, draft_slots=1, max_len=0),
+            poisson(70.0, 60),
+            5,
+            0.0,
+        ),
         (RULES._replace(drafts_after=False), poisson(50.0, 60), {"1": 5, "4": 1}, 0.1),
     ],
 )
-def test_every_step_is_the_plain_simulators(rules: ServingRules, load: Load, gamma: Any, none: float) -> None:
+def test_every_step_is_the_plain_simulators(
+    rules: ServingRules, load: Load, gamma: Any, none: float
+) -> None:
     trace = trace_of(40, none)
     policy = window(gamma)
-    if not rules.max_len:  # some texts end at the engine's limit, before which fewer tokens are drafted
+    if (
+        not rules.max_len
+    ):  # some texts end at the engine's limit, before which fewer tokens are drafted
         rules = rules._replace(max_len=trace.max_context)
     found = serve(trace, policy.draft, tables(policy, rules), load, rules, COSTS, members=True)
     oracle, every = by_oracle(trace, policy, load, rules)
@@ -253,25 +322,48 @@ def test_every_step_is_the_plain_simulators(rules: ServingRules, load: Load, gam
     np.testing.assert_allclose(found.served.arrived_s, [r.arrived for r in every], rtol=1e-9)
 
 
-def recorded(trace: ReplayTrace, found: Simulated, policy: Policy, at: float = 1e-6) -> list[RecordedRequest]:
+def recorded(
+    trace: ReplayTrace, found: Simulated, policy: Policy, at: float = 1e-6
+) -> list[RecordedRequest]:
     """What an engine would have recorded of a simulation: each request with its rounds."""
     words = trace.outcomes(policy, compile_stop(policy.stop))[0]
     steps: list[list[Step]] = [[] for _ in found.counts]
     for step, request, drafted in found.members.tolist():
-        t, out = int(trace.order[request % len(trace.order)]), sum(s.emitted for s in steps[request])
+        t, out = (
+            int(trace.order[request % len(trace.order)]),
+            sum(s.emitted for s in steps[request]),
+        )
         left = len(trace.trajectories[t].output_ids) + 1 - out
         if drafted < 0 or left < 1:
             continue
         run = int(words[trace.offsets[t] + out - 1]) & 255 if out else 0
         emitted = min(left, min(run, drafted) + 1)
         ended, arrived = at + float(found.ends_s[step]), at + float(found.served.arrived_s[request])
-        kept, draft, batch = min(run, drafted), "small" if drafted else "", int(found.steps[step, 0])
-        done = Step(out, drafted, drafted + 1, kept, emitted, drafted, draft=draft, round_s=0.01, batch=batch)
+        kept, draft, batch = (
+            min(run, drafted),
+            "small" if drafted else "",
+            int(found.steps[step, 0]),
+        )
+        done = Step(
+            out,
+            drafted,
+            drafted + 1,
+            kept,
+            emitted,
+            drafted,
+            draft=draft,
+            round_s=0.01,
+            batch=batch,
+        )
         steps[request].append(done._replace(arrived_s=arrived, ended_s=ended))
     made = []
     for i, own in enumerate(steps):
         t = trace.trajectories[int(trace.order[i % len(trace.order)])]
-        whole = replace(t, prompt_ids=t.prompt_ids[:-1], output_ids=np.concatenate((t.prompt_ids[-1:], t.output_ids)))
+        whole = replace(
+            t,
+            prompt_ids=t.prompt_ids[:-1],
+            output_ids=np.concatenate((t.prompt_ids[-1:], t.output_ids)),
+        )
         assert sum(s.emitted for s in own) == len(whole.output_ids)
         made.append(RecordedRequest(i, whole, steps=tuple(own)))
     return made
@@ -279,17 +371,28 @@ def recorded(trace: ReplayTrace, found: Simulated, policy: Policy, at: float = 1
 
 @pytest.fixture(scope="module")
 def fitted() -> ServedCosts:
-    """Costs fitted to what a server recorded that drafted 0, 2 and 6 tokens, one to twelve clients."""
+    """Costs fitted to what a server recorded that drafted 0, 2 and 6 tokens, one to twelve
+    clients."""
     trace, steps = trace_of(40), []
     for gamma in (0, 2, 6):
         for clients in (1, 3, 12):
-            found = serve(trace, "small", tables(window(gamma), RULES), Load(clients), RULES, COSTS, members=True)
+            found = serve(
+                trace,
+                "small",
+                tables(window(gamma), RULES),
+                Load(clients),
+                RULES,
+                COSTS,
+                members=True,
+            )
             steps.append(served_steps(recorded(trace, found, window(gamma)), RULES))
     kept = [s._replace(loads=[load._replace(draft="small") for load in s.loads]) for s in steps]
     return fit_served(kept, "pair", "cpu", "float32")
 
 
-def test_costs_fitted_to_served_steps_predict_a_table_that_was_never_served(fitted: ServedCosts) -> None:
+def test_costs_fitted_to_served_steps_predict_a_table_that_was_never_served(
+    fitted: ServedCosts,
+) -> None:
     trace = trace_of(40)
     for gamma in ({"1": 6, "3": 4, "7": 1}, 3, 0):
         gammas = tables(window(gamma), RULES)
@@ -303,7 +406,8 @@ def test_costs_fitted_to_served_steps_predict_a_table_that_was_never_served(fitt
 
 
 def test_prompts_that_are_seldom_read_together_cost_what_their_tokens_do() -> None:
-    """Ten steps in two thousand read forty prompts; the smoothness of the costs does not make them cheap."""
+    """Ten steps in two thousand read forty prompts; the smoothness of the costs does not make them
+    cheap."""
     rng = np.random.default_rng(0)
     steps, count = ServedSteps([], []), 2000
     for n in range(count):
@@ -311,7 +415,10 @@ def test_prompts_that_are_seldom_read_together_cost_what_their_tokens_do() -> No
         prompts = 2000.0 if n % 200 == 0 else float(rng.choice([0, 0, 0, 0, 20, 60, 150]))
         load = StepLoad("", 4.0 * batch, prompts, batch, 90.0 * batch, 0)
         steps.loads.append(load)
-        steps.seconds.append((0.005 + 0.0003 * load.rows + 0.0002 * prompts) * float(np.exp(0.15 * rng.standard_normal())))
+        steps.seconds.append(
+            (0.005 + 0.0003 * load.rows + 0.0002 * prompts)
+            * float(np.exp(0.15 * rng.standard_normal()))
+        )
     costs = fit_served([steps], "pair", "cpu", "float32").of("", [0])
     for prompts in (150.0, 500.0, 1000.0, 2000.0):
         told = step_seconds(costs, 64.0, prompts, 16.0, 1440.0, 0.0)
@@ -320,9 +427,16 @@ def test_prompts_that_are_seldom_read_together_cost_what_their_tokens_do() -> No
 
 def test_what_was_not_served_is_refused_with_what_to_record(fitted: ServedCosts) -> None:
     assert fitted.passes == {"small": (0, 6)}
-    with pytest.raises(PolicyError, match="draft 7, 8 tokens with 'small' is not known: those recorded drafted 0 to 6"):
+    with pytest.raises(
+        PolicyError,
+        match="draft 7, 8 tokens with 'small' is not known: those recorded drafted 0 to 6",
+    ):
         fitted.of("small", [0, 7, 8])
-    with pytest.raises(PolicyError, match=r"no steps of this engine with draft 'medium' were recorded .of: small.; serve with it"):
+    with pytest.raises(
+        PolicyError,
+        match=r"no steps of this engine with draft 'medium' were recorded .of: small.; "
+        "serve with it",
+    ):
         fitted.of("medium", [1])
     with pytest.raises(TraceError, match="0 steps of this engine were recorded with their times"):
         fit_served([served_steps([], RULES)], "pair", "cpu", "float32")
@@ -335,13 +449,25 @@ def test_what_was_not_served_is_refused_with_what_to_record(fitted: ServedCosts)
 
 
 def test_figures_of_what_was_served() -> None:
-    served = Served(np.array([0.0, 1.0]), np.array([2.0, 2.0]), np.array([4.0, 10.0]), np.array([5, 1]))
+    served = Served(
+        np.array([0.0, 1.0]), np.array([2.0, 2.0]), np.array([4.0, 10.0]), np.array([5, 1])
+    )
     told = served.to_json(Objective("goodput", 1.0, 0.6))
-    assert (told["requests"], told["tokens"], told["seconds"], told["tokens_per_s"]) == (2, 6, 10.0, 0.6)
+    assert (told["requests"], told["tokens"], told["seconds"], told["tokens_per_s"]) == (
+        2,
+        6,
+        10.0,
+        0.6,
+    )
     assert told["time_to_first_token_s"]["mean"] == 1.5
     assert told["time_per_output_token_s"] == {"mean": 0.5, "p50": 0.5, "p95": 0.5, "p99": 0.5}
     assert told["latency_s"]["p50"] == 6.5
-    for limits, good in (((1.0, None), 0.1), ((2.0, 0.5), 0.2), ((2.0, 0.4), 0.1), ((0.5, None), 0.0)):
+    for limits, good in (
+        ((1.0, None), 0.1),
+        ((2.0, 0.5), 0.2),
+        ((2.0, 0.4), 0.1),
+        ((0.5, None), 0.0),
+    ):
         assert Objective("goodput", *limits).score(served) == good
     load = told["load"]
     assert sum(part["tokens_per_s"] * 0.5 for part in load) == pytest.approx(6)
@@ -351,19 +477,31 @@ def test_figures_of_what_was_served() -> None:
 
 def test_arrivals_as_they_are_asked_for(tmp_path: Path) -> None:
     trace = trace_of(5)
-    requests = recorded(trace, serve(trace, "small", (0,) * 9, Load(2), RULES, COSTS, members=True), window(0))
+    requests = recorded(
+        trace, serve(trace, "small", (0,) * 9, Load(2), RULES, COSTS, members=True), window(0)
+    )
     assert loads_of("clients:1,4", requests, 5) == {"clients:1": Load(1), "clients:4": Load(4)}
     fast = loads_of("poisson:2,8", requests, 400)
     assert len(fast["poisson:8"].arrivals) == 400
     assert 400 / fast["poisson:8"].arrivals[-1] == pytest.approx(8, rel=0.2)
     np.testing.assert_allclose(fast["poisson:2"].arrivals, np.array(fast["poisson:8"].arrivals) * 4)
-    assert loads_of("recorded", requests, 5)["recorded"].arrivals[:2] == pytest.approx((0.0, RULES.reply_s))
+    assert loads_of("recorded", requests, 5)["recorded"].arrivals[:2] == pytest.approx(
+        (0.0, RULES.reply_s)
+    )
     file = tmp_path / "a.csv"
     moments = ("03.9799600", "05.9799600", "04.4799600")
-    file.write_text("TIMESTAMP,ContextTokens\n" + "".join(f"2023-11-16 18:17:{m},1\n" for m in moments))
+    file.write_text(
+        "TIMESTAMP,ContextTokens\n" + "".join(f"2023-11-16 18:17:{m},1\n" for m in moments)
+    )
     assert loads_of(str(file), requests, 5)[str(file)].arrivals == pytest.approx((0.0, 0.5, 2.0))
-    assert loads_of(f"{file}@3", requests, 5, 2)[f"{file}@3"].arrivals == pytest.approx((0.0, 2 / 3))
-    for asked, said in (("clients:0", "no number above 0"), ("poisson:x", "no number above 0"), ("nowhere.csv", "no such file")):
+    assert loads_of(f"{file}@3", requests, 5, 2)[f"{file}@3"].arrivals == pytest.approx(
+        (0.0, 2 / 3)
+    )
+    for asked, said in (
+        ("clients:0", "no number above 0"),
+        ("poisson:x", "no number above 0"),
+        ("nowhere.csv", "no such file"),
+    ):
         with pytest.raises(TraceError, match=said):
             loads_of(asked, requests, 5)
     file.write_text("when\n1\n")
@@ -375,7 +513,8 @@ def test_arrivals_as_they_are_asked_for(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Door:
-    """A database with what a server recorded that drafted 0 to 6 tokens for one client and for eight."""
+    """A database with what a server recorded that drafted 0 to 6 tokens for one client and for
+    eight."""
     url = str(tmp_path_factory.mktemp("server") / "traffic.db")
     trace, at, ordinal = trace_of(40, budget=70), 1.0, 0
     serving = {"max_num_seqs": 8, "max_batched_tokens": 512, "max_len": 400, "ahead": 0}
@@ -384,13 +523,27 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Door:
         store = TraceStore(database)
         spec = read_pair("demo")
         store.put_pair(spec.id, spec.name, spec.to_json())
-        info = store.create_recording(spec.id, None, Sampling(), max_new_tokens=64, options=about, source="serve")
+        info = store.create_recording(
+            spec.id, None, Sampling(), max_new_tokens=64, options=about, source="serve"
+        )
         for gamma in (0, 1, 3, 6):
             for clients in (1, 8):
-                found = serve(trace, "small", tables(window(gamma), RULES), Load(clients), RULES, COSTS, members=True)
+                found = serve(
+                    trace,
+                    "small",
+                    tables(window(gamma), RULES),
+                    Load(clients),
+                    RULES,
+                    COSTS,
+                    members=True,
+                )
                 for r in recorded(trace, found, window(gamma), at):
-                    store.append_trajectory(info.id, ordinal, replace(r.trajectory, request_id=f"r{ordinal}"), r.steps)
-                    store.put_panoramas(info.id, [(ordinal, a_panorama(r.trajectory, "small", none=0.0))])
+                    store.append_trajectory(
+                        info.id, ordinal, replace(r.trajectory, request_id=f"r{ordinal}"), r.steps
+                    )
+                    store.put_panoramas(
+                        info.id, [(ordinal, a_panorama(r.trajectory, "small", none=0.0))]
+                    )
                     ordinal += 1
                 at += 10 + float(found.ends_s[-1])
     return Door(url)
@@ -398,20 +551,54 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Door:
 
 def test_a_policy_is_simulated_under_load_by_command(server: Door) -> None:
     policy = '{"draft": "small", "window": {"kind": "by_batch", "gamma": {"1": 6, "4": 2}}}'
-    found = server.json("simulate", "--policy", policy, "--engine", "vllm", "--arrivals", "clients:1,8", "--tpot", "40ms")
+    found = server.json(
+        "simulate",
+        "--policy",
+        policy,
+        "--engine",
+        "vllm",
+        "--arrivals",
+        "clients:1,8",
+        "--tpot",
+        "40ms",
+    )
     alone, crowded = found["loads"]
     assert (alone["mean_batch"], found["engine"], found["max_num_seqs"]) == (1.0, "vllm", 8)
     assert crowded["tokens_per_s"] > alone["tokens_per_s"]
     assert set(alone["latency_s"]) == {"mean", "p50", "p95", "p99"}
     assert found["costs"]["median_error"] < 0.05
-    again = server.json("simulate", "--policy", policy, "--arrivals", "poisson:40", "--limit", "500")
+    again = server.json(
+        "simulate", "--policy", policy, "--arrivals", "poisson:40", "--limit", "500"
+    )
     assert again["loads"][0]["requests"] == 500
     for arguments, said in (
-        (["--policy", '{"draft": "small", "window": {"kind": "fsm"}}', "--arrivals", "clients:2"], "vLLM cannot run a window of kind"),
-        (["--policy", '{"draft": "small", "window": {"kind": "fixed", "gamma": 7}}', "--arrivals", "clients:2"], "recorded drafted 0 to 6"),
+        (
+            [
+                "--policy",
+                '{"draft": "small", "window": {"kind": "fsm"}}',
+                "--arrivals",
+                "clients:2",
+            ],
+            "vLLM cannot run a window of kind",
+        ),
+        (
+            [
+                "--policy",
+                '{"draft": "small", "window": {"kind": "fixed", "gamma": 7}}',
+                "--arrivals",
+                "clients:2",
+            ],
+            "recorded drafted 0 to 6",
+        ),
         (["--policy", policy, "--arrivals", "poisson:-1"], "no number above 0"),
-        (["--policy", policy, "--engine", "openvino", "--arrivals", "clients:2"], "nothing that it served was recorded"),
-        (["--policy", policy, "--arrivals", "clients:2", "--tpot", "40"], "write for example 500ms"),
+        (
+            ["--policy", policy, "--engine", "openvino", "--arrivals", "clients:2"],
+            "nothing that it served was recorded",
+        ),
+        (
+            ["--policy", policy, "--arrivals", "clients:2", "--tpot", "40"],
+            "write for example 500ms",
+        ),
     ):
         assert said in server.error("simulate", *arguments)
 
@@ -423,33 +610,50 @@ def test_a_table_is_found_for_several_loads(server: Door) -> None:
     assert sum(shares) >= 3 - 1e-3  # at each load as good as its own best constant, or better
     for gamma in {load["best"]["gamma"] for load in found["loads"]}:
         policy = json.dumps({"draft": "small", "window": {"kind": "fixed", "gamma": gamma}})
-        constant = server.json("simulate", "--policy", policy, "--arrivals", "clients:1,3,8")["loads"]
+        constant = server.json("simulate", "--policy", policy, "--arrivals", "clients:1,3,8")[
+            "loads"
+        ]
         beside = zip(constant, found["loads"], strict=True)
-        assert sum(shares) >= sum(c["tokens_per_s"] / f["best_constant"]["tokens_per_s"] for c, f in beside) - 1e-3
+        assert (
+            sum(shares)
+            >= sum(c["tokens_per_s"] / f["best_constant"]["tokens_per_s"] for c, f in beside) - 1e-3
+        )
     table = parse_policy(found["policy"])
     assert isinstance(table, Policy)
     assert found["policy_id"] == table.id
     tune = ("tune", "--engine", "vllm")
-    assert "policies simulated. Best over these loads together" in server.call(*tune, "--arrivals", "clients:1,8").output
+    assert (
+        "policies simulated. Best over these loads together"
+        in server.call(*tune, "--arrivals", "clients:1,8").output
+    )
     assert server.call(*tune).exit_code == 2
-    assert "needs --ttft or --tpot" in server.call(*tune, "--arrivals", "clients:1", "--objective", "goodput").output
+    assert (
+        "needs --ttft or --tpot"
+        in server.call(*tune, "--arrivals", "clients:1", "--objective", "goodput").output
+    )
 
 
 class Simulating:
-    """An engine that answers at once what the simulator says of those texts, a little faster or slower each time."""
+    """An engine that answers at once what the simulator says of those texts, a little faster or
+    slower each time."""
 
     engine, version, serving = VLLM, "0.32.0", dict[str, Any]()
 
     def __init__(self, noise: np.random.Generator) -> None:
         self.noise = noise
 
-    def execute(self, prompts: Sequence[Prompt], policy: Policy, load: Load, **_: Any) -> Iterator[Answered]:
+    def execute(
+        self, prompts: Sequence[Prompt], policy: Policy, load: Load, **_: Any
+    ) -> Iterator[Answered]:
         if len(prompts) == 1:  # before what counts
             return
         trace, pace = trace_of(len(prompts), budget=70), float(np.exp(self.noise.normal(0, 0.002)))
         found = serve(trace, policy.draft, tables(policy, RULES), load, RULES, COSTS, members=True)
         for prompt, request in zip(prompts, recorded(trace, found, policy), strict=True):
-            steps = (s._replace(arrived_s=s.arrived_s * pace, ended_s=s.ended_s * pace) for s in request.steps)
+            steps = (
+                s._replace(arrived_s=s.arrived_s * pace, ended_s=s.ended_s * pace)
+                for s in request.steps
+            )
             assert prompt.ids == tuple(request.trajectory.prompt_ids)
             yield Answered(replace(request.trajectory, request_id=prompt.id), tuple(steps))
 
@@ -457,41 +661,89 @@ class Simulating:
         pass
 
 
-def test_what_is_proved_by_execution_is_published(server: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_proved_by_execution_is_published(
+    server: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the engine's deployment, once: what is in force is then what is to be beaten."""
     noise = np.random.default_rng(1)
     monkeypatch.setattr(executed_load, "start", lambda *_: Simulating(noise))
-    asked = ("tune", "--engine", "vllm", "--arrivals", "clients:1,8", "--limit", "40", "--execute", "--budget")
+    asked = (
+        "tune",
+        "--engine",
+        "vllm",
+        "--arrivals",
+        "clients:1,8",
+        "--limit",
+        "40",
+        "--execute",
+        "--budget",
+    )
     first = server.json(*asked, "1s")
     assert (first["passes"], first["published"]) == (1, None)
     needs = int(re.findall(r"--budget (\d+)s fits 4 passes", first["reason"])[0])
     plain = {one["label"]: one["loads"] for one in first["executed"]}["autoregressive"]
-    assert {(load["load"], load["predicted_tokens_per_s"] is None) for load in plain} == {("clients:1", False), ("clients:8", False)}
+    assert {(load["load"], load["predicted_tokens_per_s"] is None) for load in plain} == {
+        ("clients:1", False),
+        ("clients:8", False),
+    }
     assert server.json(*asked, f"{needs}s", "--no-publish")["reason"].endswith("--no-publish")
     found = server.json(*asked, f"{needs}s")
     assert found["passes"] == 4
-    assert found["published"] == {"version": 1, "policy": found["winner"]["id"], "deployment": "vllm"}
-    assert 1.01 < found["ratio_interval"][0] < found["ratio_to_incumbent"] < found["ratio_interval"][1]
-    assert found["incumbent"] == {"version": None, "id": AUTOREGRESSIVE.id, "label": "autoregressive"}
+    assert found["published"] == {
+        "version": 1,
+        "policy": found["winner"]["id"],
+        "deployment": "vllm",
+    }
+    assert (
+        1.01 < found["ratio_interval"][0] < found["ratio_to_incumbent"] < found["ratio_interval"][1]
+    )
+    assert found["incumbent"] == {
+        "version": None,
+        "id": AUTOREGRESSIVE.id,
+        "label": "autoregressive",
+    }
     assert all(one["texts_differ"] == 0 for one in found["executed"])
     with open_database(server.db) as database:
         kept = TraceStore(database).active_publication(read_pair("demo").id, "cpu", "vllm")
     assert kept is not None
-    assert (kept.reason, kept.evidence["executed"], kept.actor) == (found["reason"], found["executed"], "tune")
+    assert (kept.reason, kept.evidence["executed"], kept.actor) == (
+        found["reason"],
+        found["executed"],
+        "tune",
+    )
     assert kept.sampling is not None
     assert kept.sampling["temperature"] == 0
     again = server.call(*asked, f"{needs}s")
-    assert f"nothing executed is better than {kept.label}. In force in deployment vllm" in " ".join(again.output.split())
+    assert f"nothing executed is better than {kept.label}. In force in deployment vllm" in " ".join(
+        again.output.split()
+    )
     assert f"version 1, {kept.label}, stays." in again.output
 
 
-def test_what_cannot_run_is_not_what_is_to_be_beaten(server: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tree in force is said and passed over; a window that was never served is executed without a prediction."""
+def test_what_cannot_run_is_not_what_is_to_be_beaten(
+    server: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tree in force is said and passed over; a window that was never served is executed without a
+    prediction."""
     noise = np.random.default_rng(1)
     monkeypatch.setattr(executed_load, "start", lambda *_: Simulating(noise))
-    asked = ("tune", "--engine", "vllm", "--arrivals", "clients:8", "--limit", "40", "--execute", "--budget", "1s")
+    asked = (
+        "tune",
+        "--engine",
+        "vllm",
+        "--arrivals",
+        "clients:8",
+        "--limit",
+        "40",
+        "--execute",
+        "--budget",
+        "1s",
+    )
     tree = '{"draft": "small", "growth": {"kind": "top_k"}}'
-    for policy, name in ((tree, "trees"), ('{"draft": "small", "window": {"kind": "fixed", "gamma": 7}}', "wide")):
+    for policy, name in (
+        (tree, "trees"),
+        ('{"draft": "small", "window": {"kind": "fixed", "gamma": 7}}', "wide"),
+    ):
         server.json("policies", "activate", policy, "--pair", "demo", "--deployment", name)
     found = server.json(*asked, "--deployment", "trees")
     assert "cannot run (vLLM cannot run trees" in found["reason"]
@@ -507,7 +759,13 @@ def test_what_passes_prove() -> None:
 
     def one(policy: Policy, *passes: tuple[float, float]) -> Executed:
         """Seconds of each pass at two loads, 100 tokens each."""
-        loads = zip(*([Served(*map(np.array, ([0.0], [s / 2], [s], [100]))) for s in both] for both in passes), strict=True)
+        loads = zip(
+            *(
+                [Served(*map(np.array, ([0.0], [s / 2], [s], [100]))) for s in both]
+                for both in passes
+            ),
+            strict=True,
+        )
         return Executed(policy, {}, dict(zip(("a", "b"), loads, strict=True)), 0)
 
     plain = one(AUTOREGRESSIVE, (10.0, 20.0), (11.0, 20.0), (10.0, 21.0))
@@ -516,11 +774,26 @@ def test_what_passes_prove() -> None:
     half = scipy.stats.sem(apart) * scipy.stats.t.ppf(0.995, 2)
     found = proof_of([plain, fast], AUTOREGRESSIVE, Objective())
     assert found.winner == window(3)
-    assert np.log(found.ratio) == pytest.approx([np.mean(apart), np.mean(apart) - half, np.mean(apart) + half])
+    assert np.log(found.ratio) == pytest.approx(
+        [np.mean(apart), np.mean(apart) - half, np.mean(apart) + half]
+    )
     assert found.against == ""
-    assert proof_of([plain, fast], window(3), Objective()).against.startswith("nothing executed is better")
-    few = proof_of([one(AUTOREGRESSIVE, (10.0, 20.0)), one(window(3), (5.0, 20.0))], AUTOREGRESSIVE, Objective("tpot"))
-    assert (few.ratio[0], few.wants, few.to_json()["ratio_interval"]) == (pytest.approx(np.sqrt(2)), 4, [0.0, None])
+    assert proof_of([plain, fast], window(3), Objective()).against.startswith(
+        "nothing executed is better"
+    )
+    few = proof_of(
+        [one(AUTOREGRESSIVE, (10.0, 20.0)), one(window(3), (5.0, 20.0))],
+        AUTOREGRESSIVE,
+        Objective("tpot"),
+    )
+    assert (few.ratio[0], few.wants, few.to_json()["ratio_interval"]) == (
+        pytest.approx(np.sqrt(2)),
+        4,
+        [0.0, None],
+    )
     assert "one pass" in few.against
     noisy = one(window(1), (5.0, 20.0), (11.0, 19.0), (9.0, 21.0))
-    assert "not beyond noise" in proof_of([plain, noisy], AUTOREGRESSIVE, Objective("goodput", ttft_s=4.0)).against
+    assert (
+        "not beyond noise"
+        in proof_of([plain, noisy], AUTOREGRESSIVE, Objective("goodput", ttft_s=4.0)).against
+    )

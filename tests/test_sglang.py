@@ -1,4 +1,5 @@
-"""The plugin for SGLang on what it uses of SGLang, written here; its contract with an SGLang's sources."""
+"""The plugin for SGLang on what it uses of SGLang, written here; its contract with an SGLang's
+sources."""
 
 from __future__ import annotations
 
@@ -207,7 +208,9 @@ def published(store: TraceStore, wanted: AnyPolicy) -> int:
     return store.publish(pair_id, "cuda", wanted.id, actor="t", deployment="sglang").version
 
 
-def test_rounds_are_recorded_and_a_published_table_decides(scheduler: Callable[..., Scheduler], tmp_path: Path) -> None:
+def test_rounds_are_recorded_and_a_published_table_decides(
+    scheduler: Callable[..., Scheduler], tmp_path: Path
+) -> None:
     running = scheduler([0, 2, 4])
     running.rule.set_cuda_graph_bs([8, 1, 2])
     assert running.rule.cuda_graph_bs_for_step(2) == [1, 2, 8]
@@ -218,7 +221,9 @@ def test_rounds_are_recorded_and_a_published_table_decides(scheduler: Callable[.
     running.step([one, two], [[8], [7]], 4)  # a finished request comes once more
     with open_database(str(tmp_path / "x.db")) as database:
         store = TraceStore(database)
-        eventually(lambda: bool(store.list_recordings()) and store.list_recordings()[0].n_requests == 1)
+        eventually(
+            lambda: bool(store.list_recordings()) and store.list_recordings()[0].n_requests == 1
+        )
         kept = store.load("latest", steps=True).requests[0]
         assert kept.trajectory.output_ids.tolist() == [9, 1, 2, 3, 1, 2]
         assert (kept.trajectory.finish, kept.trajectory.sampling) == ("length", Sampling())
@@ -244,7 +249,9 @@ def test_rounds_are_recorded_and_a_published_table_decides(scheduler: Callable[.
         assert later.trajectory.verifier == "greedy"
 
 
-def test_steps_of_several_ranks_are_left_to_sglang(scheduler: Callable[..., Scheduler], tmp_path: Path) -> None:
+def test_steps_of_several_ranks_are_left_to_sglang(
+    scheduler: Callable[..., Scheduler], tmp_path: Path
+) -> None:
     running = scheduler([1, 3], tp_size=2)
     running.step([request("a", 9)], [[1]], 3)
     with open_database(str(tmp_path / "x.db")) as database:
@@ -256,7 +263,9 @@ def test_steps_of_several_ranks_are_left_to_sglang(scheduler: Callable[..., Sche
     assert running.rule.get_steps_for_batch(1) == 3
 
 
-def test_what_a_new_version_changed_costs_no_token(scheduler: Callable[..., Scheduler], caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_new_version_changed_costs_no_token(
+    scheduler: Callable[..., Scheduler], caplog: pytest.LogCaptureFixture
+) -> None:
     running, asked = scheduler([2]), request("a", 9)
     del asked.rid
     running.step([asked], [[1, 2]], 2)
@@ -266,7 +275,9 @@ def test_what_a_new_version_changed_costs_no_token(scheduler: Callable[..., Sche
     assert len(said) == 1
 
 
-def test_the_contract_holds_with_the_sources(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_contract_holds_with_the_sources(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert plugin.lacks(sources) == []
     # With an SGLang installed its own sources are held against the contract too.
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(sources.parent)])
@@ -274,8 +285,12 @@ def test_the_contract_holds_with_the_sources(sources: Path, monkeypatch: pytest.
     if installed is not None and installed.origin is not None:
         assert plugin.lacks(Path(installed.origin).parent) == []
     file = sources / "srt/speculative/adaptive_spec_params.py"
-    file.write_text(file.read_text().replace("batch_size):\n        return", "size):\n        return"))
-    assert plugin.lacks(sources) == ["srt/speculative/adaptive_spec_params.py: AdaptiveSpeculativeParams.get_steps_for_batch"]
+    file.write_text(
+        file.read_text().replace("batch_size):\n        return", "size):\n        return")
+    )
+    assert plugin.lacks(sources) == [
+        "srt/speculative/adaptive_spec_params.py: AdaptiveSpeculativeParams.get_steps_for_batch"
+    ]
 
 
 def test_nothing_is_hooked_without_a_database_or_with_another_sglang(

@@ -1,4 +1,5 @@
-"""Vocabulary shortlists (DynaSpec): budgets, frequency orders, clusters and routers, on data whose answer is known."""
+"""Vocabulary shortlists (DynaSpec): budgets, frequency orders, clusters and routers, on data whose
+answer is known."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from spectune.runtime.policies.fr_spec import Frequencies, frequency_budget
 from spectune.runtime.policies.router import Router, Routing, head_hash, top_clusters
 from spectune.traces.errors import PolicyError, TraceError
 
-# -- budgets ---------------------------------------------------------------------------------------------------------------------
+# -- budgets ---------------------------------------------------------------------------------------
 
 
 def test_equation_3() -> None:
@@ -39,7 +40,7 @@ def test_pa_fr() -> None:
     assert frequency_budget(50, 20) == 1
 
 
-# -- frequencies -----------------------------------------------------------------------------------------------------------------
+# -- frequencies -----------------------------------------------------------------------------------
 
 
 def test_tokens_are_counted() -> None:
@@ -50,7 +51,9 @@ def test_tokens_are_counted() -> None:
     assert counts.tolist() == np.bincount(np.concatenate(texts), minlength=60).tolist()
     assert count_tokens([], 3).tolist() == [0, 0, 0]
     for bad in (60, -1):
-        with pytest.raises(TraceError, match=r"text 1: token ids .* are not in a vocabulary of 60 tokens"):
+        with pytest.raises(
+            TraceError, match=r"text 1: token ids .* are not in a vocabulary of 60 tokens"
+        ):
             count_tokens([np.array([1, 2]), np.array([3, bad, 4])], 60)
 
 
@@ -60,14 +63,21 @@ def test_the_frequency_order() -> None:
     assert frequencies.order.dtype == np.int64
     assert frequencies.always == 2
     assert frequencies.rank.tolist() == [5, 2, 3, 0, 1, 4]
-    assert [frequencies.ids(size).tolist() for size in (0, 2, 3, 4)] == [[3, 4], [3, 4], [1, 3, 4], [1, 2, 3, 4]]
+    assert [frequencies.ids(size).tolist() for size in (0, 2, 3, 4)] == [
+        [3, 4],
+        [3, 4],
+        [1, 3, 4],
+        [1, 2, 3, 4],
+    ]
     assert frequencies.ids(100).tolist() == list(range(6))
     assert frequency_order(np.array([1, 1])).ids(0).tolist() == [0], "a shortlist is never empty"
     rng = np.random.default_rng(1)
     counts = rng.integers(0, 6, 200)
     counts[::7] += 2**53 + np.arange(len(counts[::7])) % 2  # floats would merge these
     always = rng.choice(200, 9, replace=False).tolist()
-    expected = sorted(range(200), key=lambda v: (v not in always, -int(counts[v]) * (v not in always), v))
+    expected = sorted(
+        range(200), key=lambda v: (v not in always, -int(counts[v]) * (v not in always), v)
+    )
     assert frequency_order(counts, always).order.tolist() == expected
 
 
@@ -91,7 +101,7 @@ def test_frequencies_survive_their_document() -> None:
         Frequencies.from_document({**document, "always": 301}, arrays)
 
 
-# -- clusters --------------------------------------------------------------------------------------------------------------------
+# -- clusters --------------------------------------------------------------------------------------
 
 
 def test_a_partition() -> None:
@@ -115,8 +125,11 @@ def test_a_partition() -> None:
         Clusters.of_assignment([0.0, 1.0], 2)
 
 
-def planted_head(groups: int = 12, each: int = 30, width: int = 24, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Rows around ``groups`` orthogonal directions, of lengths from 0.1 to 10, shuffled; and the group of each."""
+def planted_head(
+    groups: int = 12, each: int = 30, width: int = 24, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows around ``groups`` orthogonal directions, of lengths from 0.1 to 10, shuffled; and the
+    group of each."""
     rng = np.random.default_rng(seed)
     directions = np.linalg.qr(rng.normal(size=(width, width)))[0][:groups]
     group = rng.permutation(np.repeat(np.arange(groups), each))
@@ -125,7 +138,11 @@ def planted_head(groups: int = 12, each: int = 30, width: int = 24, seed: int = 
 
 
 def same_partition(a: np.ndarray, b: np.ndarray) -> bool:
-    return len(set(zip(a.tolist(), b.tolist(), strict=True))) == len(set(a.tolist())) == len(set(b.tolist()))
+    return (
+        len(set(zip(a.tolist(), b.tolist(), strict=True)))
+        == len(set(a.tolist()))
+        == len(set(b.tolist()))
+    )
 
 
 def test_planted_directions_are_found_whatever_the_lengths() -> None:
@@ -138,7 +155,8 @@ def test_planted_directions_are_found_whatever_the_lengths() -> None:
 
 @pytest.mark.parametrize("large", [False, True])
 def test_no_token_is_nearer_to_another_centre(monkeypatch: pytest.MonkeyPatch, large: bool) -> None:
-    """A fixed point of spherical k-means: also for large heads, given the rounds, and not by scikit-learn's k-means alone."""
+    """A fixed point of spherical k-means: also for large heads, given the rounds, and not by
+    scikit-learn's k-means alone."""
     from sklearn.cluster import KMeans
 
     rng = np.random.default_rng(4)
@@ -177,14 +195,24 @@ def test_rows_without_direction() -> None:
 
 
 def test_the_number_of_clusters_and_rows_that_are_not_finite() -> None:
-    sizes = {1: 1, 2: 1, 3: 2, 4096: 64, 32_000: 128, 128_256: 256, 151_936: 512, 262_144: 512, 1 << 30: 1024}
+    sizes = {
+        1: 1,
+        2: 1,
+        3: 2,
+        4096: 64,
+        32_000: 128,
+        128_256: 256,
+        151_936: 512,
+        262_144: 512,
+        1 << 30: 1024,
+    }
     assert {vocab: default_clusters(vocab) for vocab in sizes} == sizes
     head, _ = planted_head(groups=2)
     with pytest.raises(PolicyError, match="row of token 7"):
         cluster(np.where((np.arange(60) == 7)[:, None], np.float32(np.nan), head), 2)
 
 
-# -- routers ---------------------------------------------------------------------------------------------------------------------
+# -- routers ---------------------------------------------------------------------------------------
 
 
 def normal(*shape: int, seed: int = 20) -> torch.Tensor:
@@ -200,7 +228,9 @@ def random_router(inputs: int = 10, hidden: int = 7, count: int = 5, seed: int =
 def test_scores_are_those_of_the_network() -> None:
     router = random_router()
     network = torch.nn.Sequential(torch.nn.Linear(10, 7), torch.nn.ReLU(), torch.nn.Linear(7, 5))
-    network.load_state_dict({"0.weight": router.w1, "0.bias": router.b1, "2.weight": router.w2, "2.bias": router.b2})
+    network.load_state_dict(
+        {"0.weight": router.w1, "0.bias": router.b1, "2.weight": router.w2, "2.bias": router.b2}
+    )
     embedding, previous = normal(9, 4), normal(9, 6)
     expected = network(torch.cat((embedding, previous), 1)).detach()
     torch.testing.assert_close(router.scores(embedding, previous), expected, rtol=0, atol=1e-5)
@@ -281,11 +311,13 @@ def test_whole_groups_are_held_out() -> None:
 
 @pytest.fixture(scope="module")
 def planted() -> tuple[Contexts, Clusters, Frequencies]:
-    """Contexts of 12 kinds, told by the embedding (3 of 4) and the previous state (4): each kind has four likely tokens of two clusters.
-    The inputs have large offsets and scales."""
+    """Contexts of 12 kinds, told by the embedding (3 of 4) and the previous state (4): each kind
+    has four likely tokens of two clusters. The inputs have large offsets and scales."""
     rng = np.random.default_rng(7)
     vocab, n = 240, 3000
-    clusters = Clusters.of_assignment(np.minimum(np.arange(vocab) // 10, 19), 20)  # the last holds 50
+    clusters = Clusters.of_assignment(
+        np.minimum(np.arange(vocab) // 10, 19), 20
+    )  # the last holds 50
     kinds = rng.integers(0, 12, n)
     pairs = np.array([rng.choice(20, 2, replace=False) for _ in range(12)])
     tokens = np.empty((n, 4), dtype=np.int64)
@@ -297,7 +329,11 @@ def planted() -> tuple[Contexts, Clusters, Frequencies]:
     previous = np.eye(4)[kinds // 3] * 1e-3 + rng.normal(size=(n, 4)) * 3e-5
     inputs = torch.tensor(np.concatenate([embedding, previous], 1)).float()
     found = Contexts(inputs, tokens, probabilities, rng.integers(0, 40, n))
-    return found, clusters, frequency_order(count_tokens(list(tokens[~held_out(found.group, 0.2, 5)]), vocab))
+    return (
+        found,
+        clusters,
+        frequency_order(count_tokens(list(tokens[~held_out(found.group, 0.2, 5)]), vocab)),
+    )
 
 
 def test_a_planted_rule_is_learned(planted: tuple[Contexts, Clusters, Frequencies]) -> None:
@@ -320,15 +356,22 @@ def test_a_planted_rule_is_learned(planted: tuple[Contexts, Clusters, Frequencie
     # the loss of section 4.2, of the stored weights on raw inputs: standardising is folded in
     y = torch.from_numpy(cluster_labels(read.top[held], clusters)).float()
     x = read.take(held).inputs
-    each = torch.nn.functional.binary_cross_entropy_with_logits(router.scores(x[:, :3], x[:, 3:]), y, reduction="none")
+    each = torch.nn.functional.binary_cross_entropy_with_logits(
+        router.scores(x[:, :3], x[:, 3:]), y, reduction="none"
+    )
     assert float(each.sum(1).mean()) == pytest.approx(losses[-1], abs=1e-3)
 
 
-def test_training_depends_on_its_seed_and_its_own_part_alone(planted: tuple[Contexts, Clusters, Frequencies]) -> None:
+def test_training_depends_on_its_seed_and_its_own_part_alone(
+    planted: tuple[Contexts, Clusters, Frequencies],
+) -> None:
     read, clusters, frequencies = planted
     before = torch.random.get_rng_state()
     held = held_out(read.group, 0.2, 4)
-    spoilt = torch.where(torch.from_numpy(held)[:, None], 1e5, read.inputs), np.where(held[:, None], 0, read.top)
+    spoilt = (
+        torch.where(torch.from_numpy(held)[:, None], 1e5, read.inputs),
+        np.where(held[:, None], 0, read.top),
+    )
     other = Contexts(*spoilt, read.probabilities, read.group)
     a, b, c, d = (
         train_router(x, clusters, frequencies, hidden=8, epochs=1, seed=s)
@@ -357,7 +400,9 @@ def test_scores_are_those_of_the_shortlists_themselves() -> None:
     tokens = np.array([rng.choice(vocab, 6, replace=False) for _ in range(n)])
     p = np.sort(rng.dirichlet(np.ones(8), n)[:, :6], axis=1)[:, ::-1]
     ks = (1, 3, 8, 9)
-    scores = score_router(router, Contexts(x, tokens, p, np.zeros(n, int)), clusters, frequencies, labels=4, ks=ks)
+    scores = score_router(
+        router, Contexts(x, tokens, p, np.zeros(n, int)), clusters, frequencies, labels=4, ks=ks
+    )
     chosen = top_clusters(router.scores(x[:, :4], x[:, 4:]), count).numpy()
     labels = [{clusters.of[v] for v in tokens[c, :4]} for c in range(n)]
     for i, k in enumerate(ks):
@@ -365,11 +410,18 @@ def test_scores_are_those_of_the_shortlists_themselves() -> None:
         size = np.mean([len(u) for u in unions])
         fixed = set(frequencies.ids(round(float(size))).tolist())
         hits = sum(len(labels[c] & set(chosen[c, :k])) for c in range(n))
-        masses = [sorted((p[c][clusters.of[tokens[c]] == m].sum() for m in range(count)), reverse=True) for c in range(n)]
+        masses = [
+            sorted((p[c][clusters.of[tokens[c]] == m].sum() for m in range(count)), reverse=True)
+            for c in range(n)
+        ]
         expected = {
             "size": size,
-            "mass": np.mean([sum(p[c, j] for j in range(6) if tokens[c, j] in unions[c]) for c in range(n)]),
-            "frequency": np.mean([sum(p[c, j] for j in range(6) if tokens[c, j] in fixed) for c in range(n)]),
+            "mass": np.mean(
+                [sum(p[c, j] for j in range(6) if tokens[c, j] in unions[c]) for c in range(n)]
+            ),
+            "frequency": np.mean(
+                [sum(p[c, j] for j in range(6) if tokens[c, j] in fixed) for c in range(n)]
+            ),
             "first": np.mean([tokens[c, 0] in unions[c] for c in range(n)]),
             "frequency_first": np.mean([tokens[c, 0] in fixed for c in range(n)]),
             "recall": hits / sum(len(found) for found in labels),

@@ -1,4 +1,5 @@
-"""Shortlisted drafts replayed from full recordings: chains round by round as executed, trees nearly; and what their passes cost."""
+"""Shortlisted drafts replayed from full recordings: chains round by round as executed, trees
+nearly; and what their passes cost."""
 
 from __future__ import annotations
 
@@ -36,9 +37,23 @@ SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
 @pytest.fixture(scope="module")
 def recorded(pair: LoadedPair) -> list[tuple[Trajectory, Any, Any]]:
     """Texts at temperature 0 and 1 with chain and tree panoramas of draft ``near``."""
-    prompts = {s: {f"{n} {s.temperature}": prompt for n, prompt in enumerate(PROMPTS[:3])} for s in SAMPLINGS}
-    texts = [text for sampling in SAMPLINGS for text in plain_texts(pair, prompts[sampling], sampling, TOKENS)]
-    return [(t, record_panorama(pair, t, "near", GAMMA), record_tree_panorama(pair, t, "near", WIDTH, DEPTH)) for t in texts]
+    prompts = {
+        s: {f"{n} {s.temperature}": prompt for n, prompt in enumerate(PROMPTS[:3])}
+        for s in SAMPLINGS
+    }
+    texts = [
+        text
+        for sampling in SAMPLINGS
+        for text in plain_texts(pair, prompts[sampling], sampling, TOKENS)
+    ]
+    return [
+        (
+            t,
+            record_panorama(pair, t, "near", GAMMA),
+            record_tree_panorama(pair, t, "near", WIDTH, DEPTH),
+        )
+        for t in texts
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -52,33 +67,58 @@ def trace(recorded: list[tuple[Trajectory, Any, Any]]) -> ReplayTrace:
 
 @pytest.fixture(scope="module")
 def artifacts(pair: LoadedPair, recorded: list[tuple[Trajectory, Any, Any]]) -> Artifacts:
-    """The vocabulary by its frequency in the first half of the texts, so that the others hold tokens beyond a shortlist."""
+    """The vocabulary by its frequency in the first half of the texts, so that the others hold
+    tokens beyond a shortlist."""
     vocab = pair.target.vocab_size
-    counts = np.bincount(np.concatenate([t.output_ids for t, _, _ in recorded[::2]]), minlength=vocab)
-    document, arrays = Frequencies(np.argsort(-counts, kind="stable").astype(np.int64), 2).to_document()
+    counts = np.bincount(
+        np.concatenate([t.output_ids for t, _, _ in recorded[::2]]), minlength=vocab
+    )
+    document, arrays = Frequencies(
+        np.argsort(-counts, kind="stable").astype(np.int64), 2
+    ).to_document()
     found = Fitted(FREQUENCIES, document, arrays)
     return lambda name: found
 
 
 def policies(vocab: int) -> list[Policy]:
-    shortlists = [{"kind": "frequency", "size": size, "artifact": "a"} for size in (1, vocab // 4, vocab)]
-    shortlists += [{"kind": "position_frequency", "k_max": size, "artifact": "a"} for size in (16, vocab // 2)]
-    # Every shortlist under a fixed window, and one or two of them, in turn, under each of the others.
-    chosen = [(w, s) for i, w in enumerate(WINDOWS[:6]) for j, s in enumerate(shortlists) if i == 1 or (i + j) % 5 == 0]
+    shortlists = [
+        {"kind": "frequency", "size": size, "artifact": "a"} for size in (1, vocab // 4, vocab)
+    ]
+    shortlists += [
+        {"kind": "position_frequency", "k_max": size, "artifact": "a"} for size in (16, vocab // 2)
+    ]
+    # Every shortlist under a fixed window, and one or two of them, in turn, under each of the
+    # others.
+    chosen = [
+        (w, s)
+        for i, w in enumerate(WINDOWS[:6])
+        for j, s in enumerate(shortlists)
+        if i == 1 or (i + j) % 5 == 0
+    ]
     return [parse_policy({"draft": "near", "window": w, "shortlist": s}) for w, s in chosen]
 
 
 def test_chains_under_shortlists_replay_exactly(
-    pair: LoadedPair, recorded: list[tuple[Trajectory, Any, Any]], trace: ReplayTrace, artifacts: Artifacts
+    pair: LoadedPair,
+    recorded: list[tuple[Trajectory, Any, Any]],
+    trace: ReplayTrace,
+    artifacts: Artifacts,
 ) -> None:
-    """Every round of every window at every budget, at temperatures 0 and 1; and shortlists do cost acceptance here."""
+    """Every round of every window at every budget, at temperatures 0 and 1; and shortlists do cost
+    acceptance here."""
     differ = set()
     for policy in policies(pair.target.vocab_size):
-        decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, artifacts=artifacts)))
+        decoder = Decoder(
+            pair, StaticSource(prepare(policy, pair.draft_names, artifacts=artifacts))
+        )
         replayed = run_replay(trace, policy, artifacts=artifacts, per_round=True)
-        full = run_replay(trace, policy.model_copy(update={"shortlist": Policy().shortlist}), per_round=True)
+        full = run_replay(
+            trace, policy.model_copy(update={"shortlist": Policy().shortlist}), per_round=True
+        )
         for (text, _, _), rounds in zip(recorded, replayed.steps(), strict=True):
-            assert [shape(s) for s in decoded_again(decoder, text).steps] == [shape(s) for s in rounds], policy.label()
+            assert [shape(s) for s in decoded_again(decoder, text).steps] == [
+                shape(s) for s in rounds
+            ], policy.label()
         differ.add(replayed.total.rounds != full.total.rounds)
         if getattr(policy.shortlist, "size", 0) >= pair.target.vocab_size:
             assert replayed.total == full.total
@@ -86,14 +126,30 @@ def test_chains_under_shortlists_replay_exactly(
 
 
 def test_trees_under_shortlists_replay_nearly(
-    pair: LoadedPair, recorded: list[tuple[Trajectory, Any, Any]], trace: ReplayTrace, artifacts: Artifacts
+    pair: LoadedPair,
+    recorded: list[tuple[Trajectory, Any, Any]],
+    trace: ReplayTrace,
+    artifacts: Artifacts,
 ) -> None:
-    """Tokens a round within a few percent of what is executed; exactly, where the shortlist holds everything."""
+    """Tokens a round within a few percent of what is executed; exactly, where the shortlist holds
+    everything."""
     vocab = pair.target.vocab_size
-    growth = {"growth": {"kind": "top_k", "width": 3}, "window": {"kind": "fixed", "gamma": 4}, "select": {"top_n": 10}}
+    growth = {
+        "growth": {"kind": "top_k", "width": 3},
+        "window": {"kind": "fixed", "gamma": 4},
+        "select": {"top_n": 10},
+    }
     for size in (vocab // 2, vocab):
-        policy = parse_policy({"draft": "near", **growth, "shortlist": {"kind": "frequency", "size": size, "artifact": "a"}})
-        decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, artifacts=artifacts)))
+        policy = parse_policy(
+            {
+                "draft": "near",
+                **growth,
+                "shortlist": {"kind": "frequency", "size": size, "artifact": "a"},
+            }
+        )
+        decoder = Decoder(
+            pair, StaticSource(prepare(policy, pair.draft_names, artifacts=artifacts))
+        )
         rounds = sum(len(decoded_again(decoder, text).steps) for text, _, _ in recorded)
         fast = run_replay(trace, policy, artifacts=artifacts, per_round=True)
         replayed, plan = fast.total.rounds, prepare(policy, pair.draft_names, artifacts=artifacts)
@@ -106,7 +162,9 @@ def test_trees_under_shortlists_replay_nearly(
 
 def test_what_cannot_be_replayed_is_said(trace: ReplayTrace, artifacts: Artifacts) -> None:
     """No trees recorded; a frequency order of another vocabulary."""
-    policy = parse_policy({"draft": "near", "shortlist": {"kind": "frequency", "size": 4, "artifact": "a"}})
+    policy = parse_policy(
+        {"draft": "near", "shortlist": {"kind": "frequency", "size": 4, "artifact": "a"}}
+    )
     bare = ReplayTrace(trace.trajectories, {}, trees={})
     bare.chains = trace.chains
     with pytest.raises(TraceError, match=r"no trees of draft 'near'.*record --resume"):
@@ -116,8 +174,11 @@ def test_what_cannot_be_replayed_is_said(trace: ReplayTrace, artifacts: Artifact
         run_replay(trace, policy, artifacts=lambda name: Fitted(FREQUENCIES, document, arrays))
 
 
-def test_passes_are_charged_by_the_size_of_the_shortlist(trace: ReplayTrace, artifacts: Artifacts) -> None:
-    """A pass takes 1 us a token of its head: a shortlist saves that, step by step, and a profile without such costs is refused."""
+def test_passes_are_charged_by_the_size_of_the_shortlist(
+    trace: ReplayTrace, artifacts: Artifacts
+) -> None:
+    """A pass takes 1 us a token of its head: a shortlist saves that, step by step, and a profile
+    without such costs is refused."""
     vocab = 96
     plain = flat_profile("p", ["near"])
     profile = with_heads(plain, ["near"], vocab)
@@ -126,12 +187,18 @@ def test_passes_are_charged_by_the_size_of_the_shortlist(trace: ReplayTrace, art
         ({"kind": "frequency", "size": 36}, [60] * 6),
         ({"kind": "position_frequency", "k_max": 36}, [60, 60, 84, 87, 89, 90]),
     ):
-        policy = parse_policy({"draft": "near", "window": window, "shortlist": {**block, "artifact": "a"}})
+        policy = parse_policy(
+            {"draft": "near", "window": window, "shortlist": {**block, "artifact": "a"}}
+        )
         replayed = run_replay(trace, policy, profile, artifacts=artifacts, per_round=True)
         whole = profile.terms["head/near"].seconds[-1]
-        dear = with_terms(profile, {"head/near": CostTable((whole, whole), ("rows",), ((0.0, float(vocab)),))})
+        dear = with_terms(
+            profile, {"head/near": CostTable((whole, whole), ("rows",), ((0.0, float(vocab)),))}
+        )
         without = run_replay(trace, policy, dear, artifacts=artifacts, per_round=True)
         for cheap, full in zip(chain(*replayed.steps()), chain(*without.steps()), strict=True):
-            assert full.draft_s - cheap.draft_s == pytest.approx(1e-6 * sum(saved[: cheap.draft_steps]))
+            assert full.draft_s - cheap.draft_s == pytest.approx(
+                1e-6 * sum(saved[: cheap.draft_steps])
+            )
     with pytest.raises(PolicyError, match="no costs of shortlists for draft 'near'"):
         run_replay(trace, policy, plain, artifacts=artifacts)

@@ -1,4 +1,5 @@
-"""Shortlists as a dimension of the search: where the head costs much they win, where it does not they are left out; `tune` fits them."""
+"""Shortlists as a dimension of the search: where the head costs much they win, where it does not
+they are left out; `tune` fits them."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ OPTIONS = DecodeOptions(Sampling(), 24)
 
 
 def priced(profile: LatencyProfile, rows: int, fixed: float, routed: float) -> LatencyProfile:
-    """A pass of ``near`` takes 1 ms with its whole head; over a 64th of it that much of it less, and linearly between."""
+    """A pass of ``near`` takes 1 ms with its whole head; over a 64th of it that much of it less,
+    and linearly between."""
     sizes, step = (max(1, rows // 64), rows), CostTable((0.0,))
     head, gathered = (over_rows(sizes, (1e-3 * (1 - saved), 1e-3)) for saved in (fixed, routed))
     return with_terms(profile, {"head/near": head, "gathered/near": gathered, "pass/near": step})
@@ -64,7 +66,13 @@ class Recorded:
     trace: ReplayTrace
 
     def search(self, profile: LatencyProfile, **how: object) -> Study:
-        given = {"gamma_max": GAMMA, "trials": 30, "seed": 2, "shortlists": self.limits, "artifacts": fitted(self.store)}
+        given = {
+            "gamma_max": GAMMA,
+            "trials": 30,
+            "seed": 2,
+            "shortlists": self.limits,
+            "artifacts": fitted(self.store),
+        }
         return search(self.trace, profile, ["near"], **{**given, **how})  # type: ignore[arg-type]
 
 
@@ -89,9 +97,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
         yield Recorded(store, pair, workload, recording, limits, trace)
 
 
-@pytest.mark.parametrize("trees", [{}, {"near": TreeLimit(6, 4, bins="b" * 12)}], ids=["chains", "trees"])
+@pytest.mark.parametrize(
+    "trees", [{}, {"near": TreeLimit(6, 4, bins="b" * 12)}], ids=["chains", "trees"]
+)
 def test_shortlists_are_a_dimension_of_the_space(trees: dict[str, TreeLimit]) -> None:
-    """Every kind is suggested; what is suggested comes back from its parameters; other artifacts and other drafts are outside."""
+    """Every kind is suggested; what is suggested comes back from its parameters; other artifacts
+    and other drafts are outside."""
     space = Space(("near", "far"), 8, trees=trees, shortlists={"near": LIMIT})
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     kinds = set()
@@ -104,13 +115,35 @@ def test_shortlists_are_a_dimension_of_the_space(trees: dict[str, TreeLimit]) ->
         kinds.add(policy.shortlist.kind)
     assert kinds == set(SHORTLIST_ORDER)
     chain = {"draft": "near", "window": {"kind": "fixed", "gamma": 3}}
-    assert space.params(parse_policy({**chain, "shortlist": {"kind": "frequency", "size": 20, "artifact": "other"}})) is None
-    routed = parse_policy({**chain, "shortlist": {"kind": "clusters", "k0": 4, "k1": 2, "k_min": 1, "artifact": LIMIT.router}})
-    assert Space(("near",), 8, trees=trees, shortlists={"near": LIMIT.only(["fixed"])}).params(routed) is None
+    assert (
+        space.params(
+            parse_policy(
+                {**chain, "shortlist": {"kind": "frequency", "size": 20, "artifact": "other"}}
+            )
+        )
+        is None
+    )
+    routed = parse_policy(
+        {
+            **chain,
+            "shortlist": {
+                "kind": "clusters",
+                "k0": 4,
+                "k1": 2,
+                "k_min": 1,
+                "artifact": LIMIT.router,
+            },
+        }
+    )
+    assert (
+        Space(("near",), 8, trees=trees, shortlists={"near": LIMIT.only(["fixed"])}).params(routed)
+        is None
+    )
 
 
 def test_the_bound_is_what_the_smallest_shortlist_would_give() -> None:
-    """Half of each second goes to 500 passes of 1 ms: saving 0.6 ms of each gives 1 / 0.7; where nothing is saved, nothing is gained."""
+    """Half of each second goes to 500 passes of 1 ms: saving 0.6 ms of each gives 1 / 0.7; where
+    nothing is saved, nothing is gained."""
     policy = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 3}})
     trials = [Trial(policy, 100.0, "x", 500.0), Trial(AUTOREGRESSIVE, 80.0, "x")]
     profile = priced(flat_profile("p", ["near"]), ROWS, 0.6, -0.2)
@@ -123,7 +156,8 @@ def test_the_bound_is_what_the_smallest_shortlist_would_give() -> None:
 
 
 def test_where_the_head_dominates_a_shortlist_wins(recorded: Recorded) -> None:
-    """The winner restricts the head and beats all that do not beyond a tie; values are the replay's, and the search repeats itself."""
+    """The winner restricts the head and beats all that do not beyond a tie; values are the
+    replay's, and the search repeats itself."""
     profile = priced(flat_profile("p", ["near"]), recorded.limits["near"].rows, 0.9, 0.8)
     study = recorded.search(profile)
     best = study.best()
@@ -136,12 +170,22 @@ def test_where_the_head_dominates_a_shortlist_wins(recorded: Recorded) -> None:
         parts = [recorded.trace]
         policies = [trial.policy]
         if trial.policy.shortlisted:
-            names = {fit.frequencies if "frequency" in trial.policy.shortlist.kind else fit.router: fit for fit in apart}
-            blocks = [trial.policy.shortlist.model_copy(update={"artifact": name}) for name in names]
+            names = {
+                fit.frequencies if "frequency" in trial.policy.shortlist.kind else fit.router: fit
+                for fit in apart
+            }
+            blocks = [
+                trial.policy.shortlist.model_copy(update={"artifact": name}) for name in names
+            ]
             policies = [trial.policy.model_copy(update={"shortlist": block}) for block in blocks]
             ids = recorded.trace.request_ids
-            mine = [[n for n, name in enumerate(ids) if name in fit.requests] for fit in names.values()]
-            parts = [recorded.trace.select(m) for m in (*mine, sorted(set(range(len(ids))).difference(*mine)))]
+            mine = [
+                [n for n, name in enumerate(ids) if name in fit.requests] for fit in names.values()
+            ]
+            parts = [
+                recorded.trace.select(m)
+                for m in (*mine, sorted(set(range(len(ids))).difference(*mine)))
+            ]
             policies.append(trial.policy)
         counts = [
             run_replay(part, policy, profile, artifacts=find, approximate=True).total
@@ -152,7 +196,8 @@ def test_where_the_head_dominates_a_shortlist_wins(recorded: Recorded) -> None:
 
 
 def test_where_no_shortlist_saves_anything_they_are_left_out(recorded: Recorded) -> None:
-    """And the study says so; a kind that saves nothing is left out by itself; asked for all the same they are tried."""
+    """And the study says so; a kind that saves nothing is left out by itself; asked for all the
+    same they are tried."""
     rows = recorded.limits["near"].rows
     dear = priced(flat_profile("p", ["near"]), rows, -0.1, -0.5)
     study = recorded.search(dear)
@@ -160,13 +205,20 @@ def test_where_no_shortlist_saves_anything_they_are_left_out(recorded: Recorded)
     said = study.on_shortlists()
     assert said["searched"] == {}
     assert max(said["most_gained"]["near"].values()) <= said["least_worth"]
-    assert {t.policy.shortlist.kind for t in recorded.search(dear, bounded=False).trials} == set(SHORTLIST_ORDER)
+    assert {t.policy.shortlist.kind for t in recorded.search(dear, bounded=False).trials} == set(
+        SHORTLIST_ORDER
+    )
     half = recorded.search(priced(flat_profile("p", ["near"]), rows, 0.9, -0.5))
-    assert {t.policy.shortlist.kind for t in half.trials} == {"full", "frequency", "position_frequency"}
+    assert {t.policy.shortlist.kind for t in half.trials} == {
+        "full",
+        "frequency",
+        "position_frequency",
+    }
 
 
 def test_what_is_known_is_not_tried_again_and_kinds_are_kept_to(recorded: Recorded) -> None:
-    """A search that goes on from an enumeration finds what one search finds; kinds leave the others out."""
+    """A search that goes on from an enumeration finds what one search finds; kinds leave the others
+    out."""
     profile = priced(flat_profile("p", ["near"]), recorded.limits["near"].rows, 0.9, 0.8)
     first = recorded.search(profile, trials=0, shortlists=None)
     assert not any(t.policy.shortlisted for t in first.trials)
@@ -178,7 +230,8 @@ def test_what_is_known_is_not_tried_again_and_kinds_are_kept_to(recorded: Record
 
 
 def test_a_router_is_found_again(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same recording, head and seed: no second fit. Another seed, or none wanted: another router, or none."""
+    """The same recording, head and seed: no second fit. Another seed, or none wanted: another
+    router, or none."""
     again = (recorded.store, recorded.pair, recorded.recording, ["near"])
     assert recorded.limits.keys() == {"near"}
     assert recorded.limits["near"].kinds == SHORTLIST_ORDER[1:]
@@ -194,15 +247,22 @@ def test_a_router_is_found_again(recorded: Recorded, monkeypatch: pytest.MonkeyP
 
 
 def test_shortlists_are_judged_by_texts_they_were_not_fitted_to(recorded: Recorded) -> None:
-    """Each request of the search part is in one fold, whose order was counted without it; a token that no other text holds is last there.
-    Judged by the order of all texts a small shortlist would look better than it is."""
+    """Each request of the search part is in one fold, whose order was counted without it; a token
+    that no other text holds is last there. Judged by the order of all texts a small shortlist would
+    look better than it is."""
     store, limit = recorded.store, recorded.limits["near"]
     part = search_texts(store, recorded.recording, recorded.pair.id)
-    assert sorted(name for fold in limit.apart for name in fold.requests) == sorted(t.request_id for t in part)
+    assert sorted(name for fold in limit.apart for name in fold.requests) == sorted(
+        t.request_id for t in part
+    )
     assert len({fit.router for fit in (limit, *limit.apart)}) == 1 + FOLDS
     for fold in limit.apart:
         counts = count_tokens(
-            [np.concatenate([t.prompt_ids, t.output_ids]) for t in part if t.request_id not in fold.requests],
+            [
+                np.concatenate([t.prompt_ids, t.output_ids])
+                for t in part
+                if t.request_id not in fold.requests
+            ],
             recorded.pair.target.vocab_size,
         )
         assert fold.frequencies is not None
@@ -211,12 +271,23 @@ def test_shortlists_are_judged_by_texts_they_were_not_fitted_to(recorded: Record
         assert (np.diff(counts[order.order[order.always :]]) <= 0).all()
     profile = priced(flat_profile("p", ["near"]), limit.rows, 0.9, 0.8)
     ids = [t.request_id for t in part]
-    seen = recorded.trace.select([n for n, name in enumerate(recorded.trace.request_ids) if name in ids])
+    seen = recorded.trace.select(
+        [n for n, name in enumerate(recorded.trace.request_ids) if name in ids]
+    )
     block = limit.block({"shortlist": "frequency", "size": 24})
-    policy = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 4}, "shortlist": block})
+    policy = parse_policy(
+        {"draft": "near", "window": {"kind": "fixed", "gamma": 4}, "shortlist": block}
+    )
     whole = run_replay(seen, policy, profile, artifacts=fitted(store)).total
     study = search(
-        seen, profile, ["near"], gamma_max=GAMMA, trials=0, shortlists=recorded.limits, artifacts=fitted(store), incumbents=[policy]
+        seen,
+        profile,
+        ["near"],
+        gamma_max=GAMMA,
+        trials=0,
+        shortlists=recorded.limits,
+        artifacts=fitted(store),
+        incumbents=[policy],
     )
     (judged,) = (t for t in study.trials if t.policy.id == policy.id)
     assert judged.value < whole.tokens_per_s * 0.99
@@ -225,8 +296,15 @@ def test_shortlists_are_judged_by_texts_they_were_not_fitted_to(recorded: Record
 def test_no_shortlist_above_half_of_a_head_is_proposed() -> None:
     """Whatever size is drawn, of whichever kind, and of the papers' settings at any share."""
     limit = ShortlistLimit(rows=101, frequencies="f", router="r", clusters=9)
-    drawn = [{"size": n, "k_max": n, "k0": n, "k1": n, "k_min": 1, "shortlist": kind} for kind in limit.kinds for n in (1, 50, 51, 101)]
-    blocks = [*map(limit.block, drawn), *(block for share in (1, 2, 4) for block in limit.papers(share))]
+    drawn = [
+        {"size": n, "k_max": n, "k0": n, "k1": n, "k_min": 1, "shortlist": kind}
+        for kind in limit.kinds
+        for n in (1, 50, 51, 101)
+    ]
+    blocks = [
+        *map(limit.block, drawn),
+        *(block for share in (1, 2, 4) for block in limit.papers(share)),
+    ]
     most = {"frequency": ("size", 50), "position_frequency": ("k_max", 50), "clusters": ("k0", 4)}
     seen: dict[str, int] = {}
     for block in blocks:
@@ -240,21 +318,31 @@ def test_no_shortlist_above_half_of_a_head_is_proposed() -> None:
 def test_a_longer_window_under_a_router_is_priced_to_its_end(recorded: Recorded) -> None:
     """Whatever was replayed before it under the same router and profile."""
     block = recorded.limits["near"].block({"shortlist": "clusters", "k0": 4, "k1": 2, "k_min": 1})
-    short, long = ({"draft": "near", "window": {"kind": "fixed", "gamma": g}, "shortlist": block} for g in (2, GAMMA))
+    short, long = (
+        {"draft": "near", "window": {"kind": "fixed", "gamma": g}, "shortlist": block}
+        for g in (2, GAMMA)
+    )
     seconds = []
     for before in ([], [short]):
         profile = priced(flat_profile("p", ["near"]), recorded.limits["near"].rows, 0.9, 0.8)
         for document in (*before, long):
             replayed = run_replay(
-                recorded.trace, parse_policy(document), profile, artifacts=fitted(recorded.store), approximate=True
+                recorded.trace,
+                parse_policy(document),
+                profile,
+                artifacts=fitted(recorded.store),
+                approximate=True,
             )
         seconds.append(replayed.total.seconds)
     assert seconds[0] == seconds[1]
 
 
 @pytest.mark.parametrize("saved", [0.9, -0.5], ids=["head dear", "head cheap"])
-def test_tune_fits_and_executes_shortlists_where_they_may_win(recorded: Recorded, tmp_path: Path, saved: float) -> None:
-    """With a profile in which the head dominates, a shortlist is among those executed; in one where it does not, nothing is fitted."""
+def test_tune_fits_and_executes_shortlists_where_they_may_win(
+    recorded: Recorded, tmp_path: Path, saved: float
+) -> None:
+    """With a profile in which the head dominates, a shortlist is among those executed; in one where
+    it does not, nothing is fitted."""
     pair = recorded.pair
     profile = replace(flat_profile(pair.id, pair.drafts), environment=environment(pair))
     with open_database(str(tmp_path / "spectune.db")) as database:
@@ -262,7 +350,17 @@ def test_tune_fits_and_executes_shortlists_where_they_may_win(recorded: Recorded
         store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
         store.put_profile(priced(profile, recorded.limits["near"].rows, saved, saved))
         wanted = TuneOptions(
-            OPTIONS, ("near",), GAMMA, 5, finalists=2, rivals=0, passes=1, budget_s=4, tree_width=4, tree_depth=3, publish=False
+            OPTIONS,
+            ("near",),
+            GAMMA,
+            5,
+            finalists=2,
+            rivals=0,
+            passes=1,
+            budget_s=4,
+            tree_width=4,
+            tree_depth=3,
+            publish=False,
         )
         tuned = tune(store, pair, recorded.workload, wanted)
         document = store.get_study(tuned.study).document
@@ -283,16 +381,33 @@ def test_tune_fits_and_executes_shortlists_where_they_may_win(recorded: Recorded
 def test_a_chooser_is_raced_where_it_is_predicted_to_gain(
     recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one that the tuning fits, and the incumbent: one that was fitted to other prompts, and whose choices for these are worked out."""
+    """The one that the tuning fits, and the incumbent: one that was fitted to other prompts, and
+    whose choices for these are worked out."""
     monkeypatch.setattr(Gained, "holds", property(lambda self: True))
     store, pair = recorded.store, recorded.pair
     store.put_profile(replace(flat_profile(pair.id, pair.drafts), environment=environment(pair)))
-    single = {"none": AUTOREGRESSIVE, "near": parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 3}})}
+    single = {
+        "none": AUTOREGRESSIVE,
+        "near": parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 3}}),
+    }
     incumbent = parse_policy(fit_chooser_artifact(store, recorded.recording, pair, single).policy)
     store.put_policy(incumbent.id, incumbent.spelled_out(), incumbent.label())
     store.publish(pair.id, pair.device.type, incumbent.id, actor="test")
-    others = load_workload([str(write_workload(tmp_path / "w.jsonl", 6, ("for i in", "Ann has 3 apples")))])
-    wanted = TuneOptions(OPTIONS, ("near",), GAMMA, 3, finalists=1, rivals=0, passes=1, budget_s=4, tree_width=0, publish=False)
+    others = load_workload(
+        [str(write_workload(tmp_path / "w.jsonl", 6, ("for i in", "Ann has 3 apples")))]
+    )
+    wanted = TuneOptions(
+        OPTIONS,
+        ("near",),
+        GAMMA,
+        3,
+        finalists=1,
+        rivals=0,
+        passes=1,
+        budget_s=4,
+        tree_width=0,
+        publish=False,
+    )
     tuned = tune(store, pair, others, wanted)
     raced = {c.role: c for c in tuned.candidates if isinstance(c.policy, ChooserPolicy)}
     assert set(raced) == {"finalist 2", "incumbent"}

@@ -1,4 +1,5 @@
-"""Vocabulary shortlists change no text; what is drafted is what their definition says, worked out apart: sets, router, laws and stops."""
+"""Vocabulary shortlists change no text; what is drafted is what their definition says, worked out
+apart: sets, router, laws and stops."""
 
 from __future__ import annotations
 
@@ -40,14 +41,27 @@ from spectune.traces.schema import Request, Sampling, Step
 
 PROMPTS = ["def add(a, b):", "The quick brown"]
 TOKENS, SHORT = 10, 12
-COLD, WARM, HOT = SAMPLINGS = [Sampling(), Sampling(temperature=0.7, seed=3), Sampling(temperature=1.0, seed=4)]
+COLD, WARM, HOT = SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0.7, seed=3),
+    Sampling(temperature=1.0, seed=4),
+]
 M = 9
 """Clusters; the last one is empty."""
 FREQUENT = {"kind": "frequency", "size": 60, "artifact": "order"}
 BY_POSITION = {"kind": "position_frequency", "k_max": 120, "artifact": "order"}
 CHAIN = {"window": {"kind": "fixed", "gamma": 4}}
-TREE = {"growth": {"kind": "top_k", "width": 4}, "window": {"kind": "fixed", "gamma": 4}, "select": {"top_n": 64}}
-STATIC = {"growth": {"kind": "static", "paths": [[0], [1], [3], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 2], [1, 0, 0]]}}
+TREE = {
+    "growth": {"kind": "top_k", "width": 4},
+    "window": {"kind": "fixed", "gamma": 4},
+    "select": {"top_n": 64},
+}
+STATIC = {
+    "growth": {
+        "kind": "static",
+        "paths": [[0], [1], [3], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 2], [1, 0, 0]],
+    }
+}
 
 
 def by_router(draft: str, k0: int = 3, k1: int = 2, k_min: int = 1) -> dict[str, Any]:
@@ -60,7 +74,8 @@ def shortlists_of(draft: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
-    """A target, a language model ``near`` that often agrees with it, and two heads: one with a vocabulary of its own."""
+    """A target, a language model ``near`` that often agrees with it, and two heads: one with a
+    vocabulary of its own."""
     folder: Path = tmp_path_factory.mktemp("shortlists")
     words = tokenizer(VOCAB)
     target = tiny_model("llama", len(words), hidden=HIDDEN, layers=5)
@@ -71,7 +86,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
         case.config |= {"vocab_size": len(words)}
         case.write(folder / name)
     drafts = {name: name for name in ("near", "head", "own")}
-    (folder / "pair.json").write_text(json.dumps({"name": "shortlists", "target": "target", "drafts": drafts}))
+    (folder / "pair.json").write_text(
+        json.dumps({"name": "shortlists", "target": "target", "drafts": drafts})
+    )
     return load_pair(read_pair(str(folder / "pair.json")), device="cpu")
 
 
@@ -92,7 +109,12 @@ def routing(pair: LoadedPair, draft: str, seed: int = 0) -> Routing:
     rng = torch.Generator().manual_seed(seed)
     w1 = torch.randn(16, wide + model.hidden_size, generator=rng)
     w1[:, :wide] *= 8 / float(model.embedded(torch.arange(50)).std())
-    router = Router(w1 / 8, torch.randn(16, generator=rng), torch.randn(M, 16, generator=rng), torch.randn(M, generator=rng))
+    router = Router(
+        w1 / 8,
+        torch.randn(16, generator=rng),
+        torch.randn(M, 16, generator=rng),
+        torch.randn(M, generator=rng),
+    )
     of = torch.randint(M - 1, (model.output.rows,), generator=rng).numpy()
     return Routing(router, Clusters.of_assignment(of, M), model.output.hash)
 
@@ -114,9 +136,12 @@ def ready(pair: LoadedPair, document: dict[str, Any]) -> Plan:
     return prepare(parse_policy(document), pair.draft_names, artifacts=artifacts(pair))
 
 
-def requests(pair: LoadedPair, decoder: Decoder, sampling: Sampling, tokens: int = TOKENS) -> list[DecodeRequest]:
+def requests(
+    pair: LoadedPair, decoder: Decoder, sampling: Sampling, tokens: int = TOKENS
+) -> list[DecodeRequest]:
     return [
-        decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt), sampling, tokens) for i, prompt in enumerate(PROMPTS)
+        decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt), sampling, tokens)
+        for i, prompt in enumerate(PROMPTS)
     ]
 
 
@@ -133,42 +158,73 @@ def texts(
     return found, steps
 
 
-# ----------------------------------------------------------------------------------------------------- texts do not change
+# ------------------------------------------------------------------------------ texts do not change
 
 
 @pytest.mark.parametrize("draft", ["near", "head", "own"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
 def test_text_is_autoregressions(pair: LoadedPair, sampling: Sampling, draft: str) -> None:
-    """Every kind, chains and trees, with stops, bins and adaptive windows: token ids are those of the target alone."""
+    """Every kind, chains and trees, with stops, bins and adaptive windows: token ids are those of
+    the target alone."""
     plain, _ = texts(pair, ready(pair, {}), sampling)
     accepted = 0
     for shortlist in shortlists_of(draft):
         for more in (CHAIN, TREE):
-            found, steps = texts(pair, ready(pair, {"draft": draft, "shortlist": shortlist, **more}), sampling)
+            found, steps = texts(
+                pair, ready(pair, {"draft": draft, "shortlist": shortlist, **more}), sampling
+            )
             assert found == plain, (shortlist, more)
             accepted += sum(s.accepted for s in steps)
     mixed: list[dict[str, Any]] = [
-        {"shortlist": by_router(draft), "window": {"kind": "fsm", "gamma_max": 6}, "stop": {"kind": "max_prob", "threshold": 0.3}},
+        {
+            "shortlist": by_router(draft),
+            "window": {"kind": "fsm", "gamma_max": 6},
+            "stop": {"kind": "max_prob", "threshold": 0.3},
+        },
         {"shortlist": by_router(draft), **STATIC},
-        {"shortlist": by_router(draft), **TREE, "select": {"top_n": 9}, "stratify": {"artifact": "bins", "alpha": 2}},
-        {"shortlist": BY_POSITION | {"k_max": 8}, **TREE, "stop": {"kind": "entropy", "threshold": 0.2}},
+        {
+            "shortlist": by_router(draft),
+            **TREE,
+            "select": {"top_n": 9},
+            "stratify": {"artifact": "bins", "alpha": 2},
+        },
+        {
+            "shortlist": BY_POSITION | {"k_max": 8},
+            **TREE,
+            "stop": {"kind": "entropy", "threshold": 0.2},
+        },
     ]
     for document in mixed if sampling is HOT else []:
-        assert texts(pair, ready(pair, {"draft": draft, **document}), sampling)[0] == plain, document
+        assert texts(pair, ready(pair, {"draft": draft, **document}), sampling)[0] == plain, (
+            document
+        )
     assert accepted > 10 or draft != "near"  # heads at random; the demo pair's agrees
 
 
 def test_text_is_autoregressions_under_filters(pair: LoadedPair) -> None:
     """Top-k and top-p act on the shortlist's law in the draft, on the whole law in the target."""
-    for sampling in (Sampling(temperature=0.7, top_p=0.9, seed=3), Sampling(temperature=1.0, top_k=3, seed=4)):
+    for sampling in (
+        Sampling(temperature=0.7, top_p=0.9, seed=3),
+        Sampling(temperature=1.0, top_k=3, seed=4),
+    ):
         plain, _ = texts(pair, ready(pair, {}), sampling)
-        for shortlist, more in ((FREQUENT | {"size": 3}, TREE), (by_router("near"), STATIC), (by_router("near"), CHAIN)):
-            assert texts(pair, ready(pair, {"draft": "near", "shortlist": shortlist, **more}), sampling)[0] == plain
+        for shortlist, more in (
+            (FREQUENT | {"size": 3}, TREE),
+            (by_router("near"), STATIC),
+            (by_router("near"), CHAIN),
+        ):
+            assert (
+                texts(
+                    pair, ready(pair, {"draft": "near", "shortlist": shortlist, **more}), sampling
+                )[0]
+                == plain
+            )
 
 
 @pytest.mark.parametrize("sampling", [COLD, HOT], ids=lambda s: f"T{s.temperature}")
 def test_policies_are_swapped_in_the_middle_of_a_text(pair: LoadedPair, sampling: Sampling) -> None:
-    """Another policy every round: whole head and shortlists, with and without a router, another draft, none."""
+    """Another policy every round: whole head and shortlists, with and without a router, another
+    draft, none."""
     documents: list[dict[str, Any]] = [
         {"draft": "near", **CHAIN},
         {"draft": "near", "shortlist": by_router("near"), **CHAIN},
@@ -184,16 +240,20 @@ def test_policies_are_swapped_in_the_middle_of_a_text(pair: LoadedPair, sampling
     used = set()
     for request in requests(pair, plain, sampling, 40):
         done = decoder.decode(request)
-        assert done.trajectory.output_ids.tolist() == plain.decode(request).trajectory.output_ids.tolist()
+        assert (
+            done.trajectory.output_ids.tolist()
+            == plain.decode(request).trajectory.output_ids.tolist()
+        )
         used |= {s.policy for s in done.steps}
     assert used == {parse_policy(d).id for d in documents}
 
 
-# ------------------------------------------------------------------------------- what is drafted, worked out from the definition
+# -------------------------------------------------- what is drafted, worked out from the definition
 
 
 class Reference:
-    """Shortlists and laws of one draft from their definitions: float64, whole prefixes, sets of token ids."""
+    """Shortlists and laws of one draft from their definitions: float64, whole prefixes, sets of
+    token ids."""
 
     def __init__(self, pair: LoadedPair, draft: str) -> None:
         self.pair, self.draft = pair, draft
@@ -207,7 +267,8 @@ class Reference:
         self.known: dict[tuple[tuple[int, ...], tuple[int, ...]], np.ndarray] = {}
 
     def state(self, text: list[int], path: list[int]) -> np.ndarray:
-        """What the output matrix reads after a text and a drafted path; each is asked for several times."""
+        """What the output matrix reads after a text and a drafted path; each is asked for several
+        times."""
         key = tuple(text), tuple(path)
         if key not in self.known:
             self.known[key] = self._state(text, path)
@@ -224,7 +285,9 @@ class Reference:
         if self.draft == "head":
             return np.asarray(out.double().numpy())
         norm = head.net.norm
-        return np.asarray((out / (out.pow(2).mean() + norm.eps).sqrt() * norm.weight).double().numpy())
+        return np.asarray(
+            (out / (out.pow(2).mean() + norm.eps).sqrt() * norm.weight).double().numpy()
+        )
 
     def logits(self, text: list[int], path: list[int]) -> dict[int, float]:
         """Of every token that the draft has."""
@@ -236,7 +299,9 @@ class Reference:
         """The router's, for the last token: its embedding and the state before it."""
         whole = text + path
         w1, b1, w2, b2 = self.weights
-        embedding = self.pair.models[self.draft].embedded(torch.tensor(whole[-1:]))[0].double().numpy()
+        embedding = (
+            self.pair.models[self.draft].embedded(torch.tensor(whole[-1:]))[0].double().numpy()
+        )
         width = w1.shape[1] - len(embedding)
         first = 1 if self.draft in self.pair.drafts else 2
         if path:
@@ -249,12 +314,20 @@ class Reference:
         best = sorted((m for m in range(M) if m in self.cluster_of), key=lambda m: -scores[m])
         return set(best[:count])
 
-    def tokens(self, shortlist: dict[str, Any], step: int, text: list[int], beam: list[list[int]]) -> set[int]:
+    def tokens(
+        self, shortlist: dict[str, Any], step: int, text: list[int], beam: list[list[int]]
+    ) -> set[int]:
         """S_t for the paths of a beam."""
         head = self.pair.models[self.draft].output.ids.tolist()
         if shortlist["kind"] == "clusters":
-            k = (shortlist["k0"], shortlist["k1"])[step] if step < 2 else (shortlist["k1"] + step) // (2 * step)
-            kept = set().union(*(self.clusters(text, path, max(k, shortlist["k_min"])) for path in beam))
+            k = (
+                (shortlist["k0"], shortlist["k1"])[step]
+                if step < 2
+                else (shortlist["k1"] + step) // (2 * step)
+            )
+            kept = set().union(
+                *(self.clusters(text, path, max(k, shortlist["k_min"])) for path in beam)
+            )
             return {head[row] for row, m in enumerate(self.cluster_of) if m in kept}
         size = shortlist.get("size", 0)
         if not size:
@@ -262,7 +335,9 @@ class Reference:
         known = set(head)
         return set([t for t in order(self.vocab) if t in known][:size])
 
-    def law(self, text: list[int], path: list[int], tokens: set[int], sampling: Sampling) -> dict[int, float]:
+    def law(
+        self, text: list[int], path: list[int], tokens: set[int], sampling: Sampling
+    ) -> dict[int, float]:
         """log q_S."""
         temperature = 1.0 if sampling.greedy else sampling.temperature
         scaled = {t: v / temperature for t, v in self.logits(text, path).items() if t in tokens}
@@ -273,11 +348,16 @@ class Reference:
 def followed(
     pair: LoadedPair, prepared: Plan, sampling: Sampling, tokens: int = SHORT
 ) -> Iterator[tuple[list[int], Round, Noise | None, list[set[int]]]]:
-    """Every round of all prompts: the text before it, the round, the request's noise, and the shortlists it used."""
+    """Every round of all prompts: the text before it, the round, the request's noise, and the
+    shortlists it used."""
     decoder = Decoder(pair, StaticSource(prepared))
     for request in requests(pair, decoder, sampling, tokens):
         text = list(request.prompt_ids)
-        noise = None if sampling.greedy else Noise(request.seed, pair.target.vocab_size, torch.device("cpu"))
+        noise = (
+            None
+            if sampling.greedy
+            else Noise(request.seed, pair.target.vocab_size, torch.device("cpu"))
+        )
         for item in decoder.rounds(request):
             chosen = decoder.backend.shortlists(prepared)
             yield list(text), item, noise, [set(s.ids.tolist()) for s in chosen.chosen]
@@ -285,15 +365,23 @@ def followed(
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
-def test_chains_propose_from_the_shortlist_and_stop_by_its_law(pair: LoadedPair, sampling: Sampling) -> None:
-    """Each proposal is the argmax of log q_S + g over S_t; a stop ends the chain by q_S, which here is not where q would end it."""
+def test_chains_propose_from_the_shortlist_and_stop_by_its_law(
+    pair: LoadedPair, sampling: Sampling
+) -> None:
+    """Each proposal is the argmax of log q_S + g over S_t; a stop ends the chain by q_S, which here
+    is not where q would end it."""
     reference = Reference(pair, "near")
     differs = proposals = 0
     kinds = [("max_prob", 0.3), ("joint_prob", 0.2), ("entropy", 0.3)]
     for at, shortlist in enumerate(shortlists_of("near")):
         # Every kind of shortlist with every kind of stop, one at each temperature.
         stop, threshold = kinds[(at + SAMPLINGS.index(sampling)) % 3]
-        document = {"draft": "near", "shortlist": shortlist, **CHAIN, "stop": {"kind": stop, "threshold": threshold}}
+        document = {
+            "draft": "near",
+            "shortlist": shortlist,
+            **CHAIN,
+            "stop": {"kind": stop, "threshold": threshold},
+        }
         for text, item, noise, chosen in followed(pair, ready(pair, document), sampling):
             joint = whole_joint = 0
             ended = whole_ended = False
@@ -303,10 +391,17 @@ def test_chains_propose_from_the_shortlist_and_stop_by_its_law(pair: LoadedPair,
                 support = reference.tokens(shortlist, j, text, [path])
                 assert chosen[j] == support
                 law = reference.law(text, path, support, sampling)
-                row = np.zeros(reference.vocab) if noise is None else noise.row(len(text) + j).double().numpy()
+                row = (
+                    np.zeros(reference.vocab)
+                    if noise is None
+                    else noise.row(len(text) + j).double().numpy()
+                )
                 assert token == max(law, key=lambda t: law[t] + row[t])
                 whole = reference.law(text, path, set(range(reference.vocab)), sampling)
-                joint, whole_joint = joint + nat_code(law[token]), whole_joint + nat_code(whole[token])
+                joint, whole_joint = (
+                    joint + nat_code(law[token]),
+                    whole_joint + nat_code(whole[token]),
+                )
                 ended = stops(stop, threshold, law, token, joint)
                 whole_ended = stops(stop, threshold, whole, token, whole_joint)
                 differs += ended != whole_ended
@@ -322,16 +417,23 @@ def stops(kind: str, threshold: float, law: dict[int, float], token: int, joint:
     if kind == "entropy":
         entropy = -sum(math.exp(v) * v for v in law.values())
         return math.floor(256 * entropy) > math.floor(256 * (1 - threshold) ** 2 / 0.2)
-    return (nat_code(law[token]) if kind == "max_prob" else joint) > math.floor(-256 * math.log(threshold))
+    return (nat_code(law[token]) if kind == "max_prob" else joint) > math.floor(
+        -256 * math.log(threshold)
+    )
 
 
 def nat_code(log_q: float) -> int:
     return math.floor(-256 * log_q)
 
 
-@pytest.mark.parametrize(("draft", "sampling"), [("near", WARM), ("near", COLD), ("head", COLD), ("own", HOT)])
-def test_trees_grow_from_the_union_over_their_beam(pair: LoadedPair, draft: str, sampling: Sampling) -> None:
-    """S_t is the union over the level's expanded nodes; every node's children are its best by log q_S + g over that S_t."""
+@pytest.mark.parametrize(
+    ("draft", "sampling"), [("near", WARM), ("near", COLD), ("head", COLD), ("own", HOT)]
+)
+def test_trees_grow_from_the_union_over_their_beam(
+    pair: LoadedPair, draft: str, sampling: Sampling
+) -> None:
+    """S_t is the union over the level's expanded nodes; every node's children are its best by log
+    q_S + g over that S_t."""
     reference = Reference(pair, draft)
     unions = children = 0
     for shortlist in shortlists_of(draft):
@@ -344,19 +446,31 @@ def test_trees_grow_from_the_union_over_their_beam(pair: LoadedPair, draft: str,
                 paths: list[list[int]] = []
                 for token, parent in zip(tree.tokens, tree.parents, strict=True):
                     paths.append([*(paths[parent] if parent >= 0 else []), token])
-                expanded = [path for path, place in zip(paths, tree.expanded, strict=True) if place >= 0]
+                expanded = [
+                    path for path, place in zip(paths, tree.expanded, strict=True) if place >= 0
+                ]
                 assert len(chosen) == tree.steps
                 for step in range(tree.steps):
                     beam = [path for path in [[], *expanded] if len(path) == step]
                     support = reference.tokens(shortlist, step, text, beam)
                     assert chosen[step] == support
-                    unions += len(beam) > 1 and len(support) > max(len(reference.tokens(shortlist, step, text, [b])) for b in beam)
+                    unions += len(beam) > 1 and len(support) > max(
+                        len(reference.tokens(shortlist, step, text, [b])) for b in beam
+                    )
                     for path in beam:
                         law = reference.law(text, path, support, sampling)
-                        row = np.zeros(reference.vocab) if noise is None else noise.row(len(text) + step).double().numpy()
+                        row = (
+                            np.zeros(reference.vocab)
+                            if noise is None
+                            else noise.row(len(text) + step).double().numpy()
+                        )
                         best = sorted(law, key=lambda t: -(law[t] + row[t]))[:4]
                         mine = [p[-1] for p in paths if p[:-1] == path and len(p) == step + 1]
-                        ranks = range(4) if more is TREE else [p[-1] for p in STATIC_PATHS if p[:-1] == ranks_of(paths, path)]
+                        ranks = (
+                            range(4)
+                            if more is TREE
+                            else [p[-1] for p in STATIC_PATHS if p[:-1] == ranks_of(paths, path)]
+                        )
                         assert mine == [best[r] for r in ranks if r < len(best)]
                         children += len(mine)
     assert children > 100
@@ -367,7 +481,8 @@ STATIC_PATHS: list[list[int]] = STATIC["growth"]["paths"]
 
 
 def ranks_of(paths: list[list[int]], path: list[int]) -> list[int]:
-    """Which child of which a node of the static tree is, from the creation order of what was drafted."""
+    """Which child of which a node of the static tree is, from the creation order of what was
+    drafted."""
     known: dict[tuple[int, ...], list[int]] = {(): []}
     created = [p for depth in range(4) for p in STATIC_PATHS if len(p) == depth]
     for ranks, tokens in zip(created, paths, strict=False):
@@ -376,19 +491,33 @@ def ranks_of(paths: list[list[int]], path: list[int]) -> list[int]:
 
 
 def test_a_proposal_depends_on_the_prefix_alone(pair: LoadedPair) -> None:
-    """What a draft proposes in the middle of a text, whatever it had read, is what a draft proposes that reads the text anew."""
+    """What a draft proposes in the middle of a text, whatever it had read, is what a draft proposes
+    that reads the text anew."""
     again = load_pair(pair.spec, device="cpu", drafts=["near"]).drafts["near"]
     fresh, rounds, lags = LanguageModelDraft(again), 0, set()
-    for sampling, shortlist in ((COLD, by_router("near")), (HOT, by_router("near")), (HOT, BY_POSITION)):
-        prepared = ready(pair, {"draft": "near", "shortlist": shortlist, "window": {"kind": "fsm", "gamma_max": 5}})
+    for sampling, shortlist in (
+        (COLD, by_router("near")),
+        (HOT, by_router("near")),
+        (HOT, BY_POSITION),
+    ):
+        prepared = ready(
+            pair,
+            {"draft": "near", "shortlist": shortlist, "window": {"kind": "fsm", "gamma_max": 5}},
+        )
         assert prepared.shortlist is not None
         for text, item, noise, chosen in followed(pair, prepared, sampling):
             if not item.drafted:
                 continue
-            for exact in (True, False):  # without near ties a draft that does not look for any proposes the same
+            for exact in (
+                True,
+                False,
+            ):  # without near ties a draft that does not look for any proposes the same
                 shortlists = Shortlists(prepared.shortlist, again, exact)
                 fresh.begin(text, 512)
-                context, depth = DraftContext(prepared, sampling, noise, exact, shortlists), len(item.drafted)
+                context, depth = (
+                    DraftContext(prepared, sampling, noise, exact, shortlists),
+                    len(item.drafted),
+                )
                 assert fresh.propose(text, depth, depth, context).tokens == item.drafted
                 assert [set(s.ids.tolist()) for s in shortlists.chosen] == chosen
             rounds, lags = rounds + 1, lags | {item.step.lag}
@@ -396,8 +525,11 @@ def test_a_proposal_depends_on_the_prefix_alone(pair: LoadedPair) -> None:
     assert lags == {1, 2}
 
 
-def test_near_ties_of_the_router_are_settled_by_canonical_states(pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a margin so wide that every choice is settled, rounds are the same, and each node's state was computed anew."""
+def test_near_ties_of_the_router_are_settled_by_canonical_states(
+    pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a margin so wide that every choice is settled, rounds are the same, and each node's
+    state was computed anew."""
     asked = []
     for name in ("near", "head"):
         model = pair.drafts.get(name) or pair.heads[name]
@@ -417,7 +549,8 @@ def test_near_ties_of_the_router_are_settled_by_canonical_states(pair: LoadedPai
 
 
 def test_measured_differences_between_shapes_are_below_the_routers_margin(pair: LoadedPair) -> None:
-    """Scores from passes of several shapes differ from the canonical ones by less than a half of what counts as a tie."""
+    """Scores from passes of several shapes differ from the canonical ones by less than a half of
+    what counts as a tie."""
     model, plan = pair.drafts["near"], routing(pair, "near")
     text = [t % model.vocab_size for t in range(3, 180, 2)]
     worst = 0.0
@@ -432,16 +565,22 @@ def test_measured_differences_between_shapes_are_below_the_routers_margin(pair: 
     assert 0 < worst < near_ties.router_margin(plan.router.w1, plan.router.w2) / 2
 
 
-# ----------------------------------------------------------------------------------------- the rejection verifier
+# --------------------------------------------------------------------------- the rejection verifier
 
 
 def rejection_p_value(shortlist: dict[str, Any], seed: int) -> tuple[float, float]:
-    """Chi-square of two decoded tokens against their exact law, drafted under a shortlist; the target's mass of the first shortlist."""
+    """Chi-square of two decoded tokens against their exact law, drafted under a shortlist; the
+    target's mass of the first shortlist."""
     pair = tiny_pair(seed)
     first = pair.target.canonical([1, 2]).double().softmax(-1)
     least = first.argsort().tolist()  # the least likely first
     routed = Routing(
-        Router(torch.ones(2, 32), torch.zeros(2), torch.tensor([[1.0, 0], [0, -1], [0.5, 0.5]]), torch.tensor([0.0, 0.1, 0.2])),
+        Router(
+            torch.ones(2, 32),
+            torch.zeros(2),
+            torch.tensor([[1.0, 0], [0, -1], [0.5, 0.5]]),
+            torch.tensor([0.0, 0.1, 0.2]),
+        ),
         Clusters.of_assignment([0, 1, 2, 2, 1], 3),
         head_hash(pair.drafts["draft"].output.weight),
     )
@@ -449,7 +588,9 @@ def rejection_p_value(shortlist: dict[str, Any], seed: int) -> tuple[float, floa
         "order": Fitted("frequencies", *Frequencies(np.array(least)).to_document()),
         "router": Fitted("router", *routed.to_document()),
     }
-    policy = parse_policy({"draft": "draft", "window": {"kind": "fixed", "gamma": 2}, "shortlist": shortlist})
+    policy = parse_policy(
+        {"draft": "draft", "window": {"kind": "fixed", "gamma": 2}, "shortlist": shortlist}
+    )
     prepared = prepare(policy, pair.draft_names, artifacts=found.__getitem__)
     decoder = Decoder(pair, StaticSource(prepared), "rejection")
     drawn, mass = [], []
@@ -470,36 +611,46 @@ SMALL = [
 
 @pytest.mark.parametrize("shortlist", SMALL, ids=lambda s: s["kind"])
 def test_rejection_is_lossless_in_law(shortlist: dict[str, Any]) -> None:
-    """A shortlist that leaves out much of the target's mass: the law of the text is the target's (a false alarm has odds of 1 in 1000)."""
+    """A shortlist that leaves out much of the target's mass: the law of the text is the target's (a
+    false alarm has odds of 1 in 1000)."""
     p_value, mass = rejection_p_value(shortlist, 7)
     assert mass < 0.6
     assert p_value > 1e-3
 
 
-def test_the_draft_law_before_the_shortlist_fails_the_same_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The classical mistake, shortlisted draws with the whole law in ratio and residual, is told from the exact law."""
+def test_the_draft_law_before_the_shortlist_fails_the_same_test(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The classical mistake, shortlisted draws with the whole law in ratio and residual, is told
+    from the exact law."""
     propose = LanguageModelDraft.propose
 
     def biased(self: LanguageModelDraft, text: list[int], *rest: Any) -> Drafted:
         chain = propose(self, text, *rest)
-        rows = [self.model.canonical(text + chain.tokens[:j])[None] for j in range(len(chain.tokens))]
+        rows = [
+            self.model.canonical(text + chain.tokens[:j])[None] for j in range(len(chain.tokens))
+        ]
         return replace(chain, log_q=[log_distribution(row, PLAIN)[0] for row in rows])
 
     monkeypatch.setattr(LanguageModelDraft, "propose", biased)
     assert rejection_p_value(SMALL[0], 7)[0] < 1e-6
 
 
-# ----------------------------------------------------------------------------------------------------------- edges
+# -------------------------------------------------------------------------------------------- edges
 
 
 def test_one_token_and_the_first_tokens_of_a_text(pair: LoadedPair) -> None:
-    """Shortlists of one token, prompts of one and two tokens (nothing precedes), and a router whose clusters are all but empty."""
+    """Shortlists of one token, prompts of one and two tokens (nothing precedes), and a router whose
+    clusters are all but empty."""
     one = [FREQUENT | {"size": 1}, BY_POSITION | {"k_max": 2}, by_router("near", 1, 1, 1)]
     plain = Decoder(pair, StaticSource(ready(pair, {})))
     for draft in ("near", "head", "own"):
         for shortlist in (*one[:2], by_router(draft, 1, 1, 1)):
             for more in (CHAIN | {"stop": {"kind": "joint_prob", "threshold": 0.1}}, TREE):
-                decoder = Decoder(pair, StaticSource(ready(pair, {"draft": draft, "shortlist": shortlist, **more})))
+                decoder = Decoder(
+                    pair,
+                    StaticSource(ready(pair, {"draft": draft, "shortlist": shortlist, **more})),
+                )
                 for prompt in ([70], [70, 71]):
                     request = decoder.request(Request("e", "c", ("",)), prompt, HOT, 6)
                     got = decoder.decode(request).trajectory.output_ids.tolist()
@@ -507,7 +658,8 @@ def test_one_token_and_the_first_tokens_of_a_text(pair: LoadedPair) -> None:
 
 
 def test_lower_precision_drafts_from_shortlists(pair: LoadedPair) -> None:
-    """bfloat16, where nothing is settled: what is drafted lies in the shortlist of its step; routers are those of the same heads."""
+    """bfloat16, where nothing is settled: what is drafted lies in the shortlist of its step;
+    routers are those of the same heads."""
     low = load_pair(pair.spec, device="cpu", dtype="bfloat16")
     for draft in ("near", "own"):
         for shortlist in (FREQUENT, by_router(draft)):
@@ -519,15 +671,18 @@ def test_lower_precision_drafts_from_shortlists(pair: LoadedPair) -> None:
                 )
                 for _, item, _, chosen in followed(low, prepared, HOT, 5):
                     depths = item.tree.depths if item.tree else range(1, 1 + len(item.drafted))
-                    assert all(t in chosen[d - 1] for t, d in zip(item.drafted, depths, strict=True))
+                    assert all(
+                        t in chosen[d - 1] for t, d in zip(item.drafted, depths, strict=True)
+                    )
                     assert len(item.drafted) > 0 or item.finish
 
 
-# ----------------------------------------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------------------- what is refused
 
 
 def test_artifacts_that_do_not_fit_are_refused_in_one_line(pair: LoadedPair) -> None:
-    """Of another kind, draft, head or vocabulary, malformed, or not to be had: told when the policy is made ready."""
+    """Of another kind, draft, head or vocabulary, malformed, or not to be had: told when the policy
+    is made ready."""
     find = artifacts(pair)
     near, vocab = routing(pair, "near"), pair.target.vocab_size
     other = Routing(near.router, near.clusters, "0" * 16).to_document()
@@ -536,7 +691,9 @@ def test_artifacts_that_do_not_fit_are_refused_in_one_line(pair: LoadedPair) -> 
         "other head": Fitted("router", *other),
         "narrow": Fitted("router", *Routing(narrow, near.clusters, near.head).to_document()),
         "short": Fitted("frequencies", *Frequencies(np.arange(vocab - 1)).to_document()),
-        "torn": Fitted("frequencies", {"vocab": vocab, "always": 0}, {"order": np.zeros(vocab, dtype=np.int64)}),
+        "torn": Fitted(
+            "frequencies", {"vocab": vocab, "always": 0}, {"order": np.zeros(vocab, dtype=np.int64)}
+        ),
         "elsewhere": Fitted("frequencies", {"draft": "own"}, {}),
     }
 
@@ -552,10 +709,13 @@ def test_artifacts_that_do_not_fit_are_refused_in_one_line(pair: LoadedPair) -> 
 
     clusters = by_router("near")
     assert "'router-near' cannot be looked up here" in say(clusters, artifacts=None)
-    assert "artifact order is a frequencies, not a router; `fit router" in say(clusters | {"artifact": "order"})
+    assert "artifact order is a frequencies, not a router; `fit router" in say(
+        clusters | {"artifact": "order"}
+    )
     assert "is a router, not a frequencies" in say(FREQUENT | {"artifact": "router-near"})
-    assert "was fitted on draft 'own', this policy drafts with 'near'; `fit router --recording ID --draft near`" in say(
-        clusters | {"artifact": "router-own"}
+    assert (
+        "was fitted on draft 'own', this policy drafts with 'near'; `fit router --recording ID "
+        "--draft near`" in say(clusters | {"artifact": "router-own"})
     )
     assert "fitted on draft 'own'" in say(FREQUENT | {"artifact": "elsewhere"})
     for decodes in (False, True):
@@ -563,12 +723,15 @@ def test_artifacts_that_do_not_fit_are_refused_in_one_line(pair: LoadedPair) -> 
         assert "was fitted on another output head" in said
         assert "`fit router --recording ID --draft near`" in said
     assert "a router of" in say(clusters | {"artifact": "narrow"}, True)
-    assert f"orders a vocabulary of {vocab - 1} tokens" in say(FREQUENT | {"artifact": "short"}, True)
+    assert f"orders a vocabulary of {vocab - 1} tokens" in say(
+        FREQUENT | {"artifact": "short"}, True
+    )
     assert "every token id once" in say(FREQUENT | {"artifact": "torn"})
 
 
 def test_ids_and_labels(pair: LoadedPair) -> None:
-    """A policy without a shortlist keeps the id it always had; artifacts are named; labels tell shortlists apart."""
+    """A policy without a shortlist keeps the id it always had; artifacts are named; labels tell
+    shortlists apart."""
     plain = parse_policy({"draft": "near", **CHAIN})
     assert parse_policy({"draft": "near", "shortlist": {"kind": "full"}, **CHAIN}).id == plain.id
     assert "shortlist" not in plain.canonical()
@@ -583,7 +746,9 @@ def test_ids_and_labels(pair: LoadedPair) -> None:
         assert policy.id != plain.id
         assert policy.artifacts == (shortlist["artifact"],)
         assert parse_policy(policy.spelled_out()) == policy
-    idle = parse_policy({"draft": "near", "shortlist": FREQUENT, "window": {"kind": "fixed", "gamma": 0}})
+    idle = parse_policy(
+        {"draft": "near", "shortlist": FREQUENT, "window": {"kind": "fixed", "gamma": 0}}
+    )
     assert prepare(idle, ["near"]).shortlist is None
     assert Policy().shortlist.kind == "full"
 

@@ -1,4 +1,5 @@
-"""A PostgreSQL server that is there and does not answer: nothing waits for ever, and what is only slow is not cut."""
+"""A PostgreSQL server that is there and does not answer: nothing waits for ever, and what is only
+slow is not cut."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ HANGS_S = 30.0
 
 
 class Wire:
-    """A port that passes everything on to a server, until it is frozen: then it takes connections and bytes, and passes nothing."""
+    """A port that passes everything on to a server, until it is frozen: then it takes connections
+    and bytes, and passes nothing."""
 
     def __init__(self, host: str, port: int) -> None:
         self._server, self._flows, self._end = (host, port), threading.Event(), threading.Event()
@@ -54,7 +56,10 @@ class Wire:
                     continue
                 for ready in select.select([self._listener, *peers], [], [], 0.02)[0]:
                     if ready is self._listener:
-                        client, server = self._listener.accept()[0], socket.create_connection(self._server)
+                        client, server = (
+                            self._listener.accept()[0],
+                            socket.create_connection(self._server),
+                        )
                         peers |= {client: server, server: client}
                     elif ready in peers:
                         self._pass_on(ready, peers)
@@ -116,7 +121,9 @@ def test_a_port_that_never_answers_is_given_up() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_server_that_falls_silent_in_a_statement_is_given_up_and_found_again(wire: Wire, through: str) -> None:
+def test_a_server_that_falls_silent_in_a_statement_is_given_up_and_found_again(
+    wire: Wire, through: str
+) -> None:
     given = f"{through}?connect_timeout=2&options=-c%20statement_timeout=300ms"
     with open_database(given) as database, no_hang():
 
@@ -126,7 +133,9 @@ def test_a_server_that_falls_silent_in_a_statement_is_given_up_and_found_again(w
                 wire.freeze()
                 session.execute(sa.text("SELECT 1")).scalar_one()
 
-        with pytest.raises(UnavailableError, match="no answer for 1 s; the server is stopped or cut off"):
+        with pytest.raises(
+            UnavailableError, match="no answer for 1 s; the server is stopped or cut off"
+        ):
             falls_silent()
         # An idle connection of the pool is not trusted, and a new one is not had.
         with pytest.raises(UnavailableError, match="cannot reach database"):
@@ -140,14 +149,18 @@ def test_a_long_statement_is_cut_only_where_it_was_not_announced(postgresql_url:
     upgrade(postgresql_url)
     with open_database(f"{postgresql_url}?options=-c%20statement_timeout=200ms") as database:
         sleep = "SELECT 1 FROM pg_sleep(0.8)"
-        with pytest.raises(UnavailableError, match=r"statement timeout; add \?options=-c%20statement_timeout"):
+        with pytest.raises(
+            UnavailableError, match=r"statement timeout; add \?options=-c%20statement_timeout"
+        ):
             ask(database, sleep)
         assert ask(database, sleep, is_long=True) == 1
         assert ask(database, "SHOW statement_timeout") == "200ms"
 
 
 @pytest.mark.usefixtures("impatient")
-def test_what_may_take_long_may_not_take_for_ever(wire: Wire, through: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_take_long_may_not_take_for_ever(
+    wire: Wire, through: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "LONG_S", 0.4, raising=False)
     given = f"{through}?connect_timeout=2&options=-c%20statement_timeout=100ms"
     with open_database(given) as database, no_hang():
@@ -174,7 +187,10 @@ def test_who_waits_for_a_lock_is_told_so(postgresql_url: str) -> None:
     given = f"{postgresql_url}?options=-c%20lock_timeout=100ms"
     with open_database(given) as database, open_database(given) as other, other.write() as holder:
         other.lock(holder, "name")
-        with pytest.raises(UnavailableError, match="is busy: another process holds"), database.write() as session:
+        with (
+            pytest.raises(UnavailableError, match="is busy: another process holds"),
+            database.write() as session,
+        ):
             database.lock(session, "name")
 
 
@@ -182,18 +198,34 @@ def test_who_waits_for_a_lock_is_told_so(postgresql_url: str) -> None:
     ("query", "expected"),
     [
         ("", ("2min", "1min", "10", "30", "60000")),
-        ("?connect_timeout=3&keepalives_idle=7&tcp_user_timeout=9000", ("2min", "1min", "3", "7", "9000")),
-        ("?options=-c%20statement_timeout=0%20-c%20lock_timeout=5s", ("0", "5s", "10", "30", "60000")),
+        (
+            "?connect_timeout=3&keepalives_idle=7&tcp_user_timeout=9000",
+            ("2min", "1min", "3", "7", "9000"),
+        ),
+        (
+            "?options=-c%20statement_timeout=0%20-c%20lock_timeout=5s",
+            ("0", "5s", "10", "30", "60000"),
+        ),
         ("?options=-c%20work_mem=8MB", ("2min", "1min", "10", "30", "60000")),
     ],
 )
-def test_a_url_has_the_last_word_on_the_limits(query: str, expected: tuple[str, ...], postgresql_url: str) -> None:
+def test_a_url_has_the_last_word_on_the_limits(
+    query: str, expected: tuple[str, ...], postgresql_url: str
+) -> None:
     upgrade(postgresql_url)
     with open_database(postgresql_url + query) as database, database.read() as session:
-        shown = [session.execute(sa.text(f"SHOW {name}")).scalar_one() for name in ("statement_timeout", "lock_timeout")]
+        shown = [
+            session.execute(sa.text(f"SHOW {name}")).scalar_one()
+            for name in ("statement_timeout", "lock_timeout")
+        ]
         connection: Any = session.connection().connection.driver_connection
         given = connection.info.get_parameters()
-        assert (*shown, given["connect_timeout"], given["keepalives_idle"], given["tcp_user_timeout"]) == expected
+        assert (
+            *shown,
+            given["connect_timeout"],
+            given["keepalives_idle"],
+            given["tcp_user_timeout"],
+        ) == expected
 
 
 def test_a_limit_of_the_database_itself_is_kept(postgresql_url: str) -> None:

@@ -31,12 +31,16 @@ def code(nats: float) -> int:
 @given(st.floats(1e-6, 1.0), st.floats(1e-6, 1.0))
 def test_max_prob_stops_below_the_threshold(threshold: float, q: float) -> None:
     triggered = triggers(stop("max_prob", threshold=threshold), code(-math.log(q)), 0, 0)
-    if abs(math.log(q) - math.log(threshold)) > 1 / NAT_SCALE:  # within one code of the limit rounding decides
+    if (
+        abs(math.log(q) - math.log(threshold)) > 1 / NAT_SCALE
+    ):  # within one code of the limit rounding decides
         assert triggered == (q < threshold)
 
 
 @given(st.floats(1e-6, 1.0), st.lists(st.floats(0.01, 1.0), min_size=1, max_size=12))
-def test_joint_prob_stops_when_the_product_falls_below(threshold: float, probs: list[float]) -> None:
+def test_joint_prob_stops_when_the_product_falls_below(
+    threshold: float, probs: list[float]
+) -> None:
     joint, product = 0, 1.0
     compiled = stop("joint_prob", threshold=threshold)
     for q in probs:
@@ -46,7 +50,9 @@ def test_joint_prob_stops_when_the_product_falls_below(threshold: float, probs: 
 
 
 @given(st.floats(0.001, 1.0), st.floats(0.01, 5.0), st.floats(0.0, 20.0))
-def test_entropy_stops_when_adaedls_bound_falls_below(threshold: float, scale: float, entropy: float) -> None:
+def test_entropy_stops_when_adaedls_bound_falls_below(
+    threshold: float, scale: float, entropy: float
+) -> None:
     triggered = triggers(stop("entropy", threshold=threshold, scale=scale), 0, 0, code(entropy))
     if abs(entropy - (1 - threshold) ** 2 / scale) > 1 / NAT_SCALE:
         assert triggered == (1 - math.sqrt(scale * entropy) < threshold)
@@ -68,4 +74,6 @@ def test_any_code_above_its_limit_stops(kind: str) -> None:
         for _ in range(50):
             codes = [int(c) for c in rng.integers(0, 600, 3)]
             limits = s.max_logp_code, s.max_joint_code, s.max_entropy_code
-            assert triggers(s, *codes) == any(code > limit for code, limit in zip(codes, limits, strict=True))
+            assert triggers(s, *codes) == any(
+                code > limit for code, limit in zip(codes, limits, strict=True)
+            )

@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 from sqlalchemy import URL
 from sqlalchemy.orm import Session
-from trace_values import PAIR, a_panorama, a_profile, a_recording, a_trajectory, an_outcome, steps_of
+from trace_values import (
+    PAIR,
+    a_panorama,
+    a_profile,
+    a_recording,
+    a_trajectory,
+    an_outcome,
+    steps_of,
+)
 
 from spectune.db import Database, NotFoundError, StaleVersionError
 from spectune.db.models import RecordingRow
@@ -24,7 +32,9 @@ from spectune.traces.store import TraceStore
 from spectune.traces.store.kinds import list_kind
 from spectune.traces.store.prune import PruneReport, prune
 
-WORKLOAD = Workload("w", (Request("a", "code", ("x", "y")), Request("b", "prose", ('žluťoučký \\ " kůň',))))
+WORKLOAD = Workload(
+    "w", (Request("a", "code", ("x", "y")), Request("b", "prose", ('žluťoučký \\ " kůň',)))
+)
 GREEDY = Sampling()
 POLICY = {"draft": "small", "window": {"kind": "fixed", "gamma": 4}}
 POLICY_ID = policy_id(POLICY)
@@ -58,7 +68,10 @@ def test_workloads_come_back_equal_and_are_stored_once(store: TraceStore) -> Non
     digest = store.put_workload(WORKLOAD)
     assert store.put_workload(WORKLOAD) == digest == WORKLOAD.digest()
     assert store.get_workload(digest[:8]) == WORKLOAD
-    assert [(row["id"], row["name"], row["n_requests"]) for row in list_kind(store.database, "workloads")] == [(digest, "w", 2)]
+    assert [
+        (row["id"], row["name"], row["n_requests"])
+        for row in list_kind(store.database, "workloads")
+    ] == [(digest, "w", 2)]
 
 
 def test_a_recording_needs_its_pair_and_workload(store: TraceStore) -> None:
@@ -69,7 +82,9 @@ def test_a_recording_needs_its_pair_and_workload(store: TraceStore) -> None:
         store.create_recording(PAIR, "nothing", GREEDY, max_new_tokens=8)
 
 
-def test_a_trajectory_comes_back_equal_with_its_steps(store: TraceStore, begun: RecordingInfo) -> None:
+def test_a_trajectory_comes_back_equal_with_its_steps(
+    store: TraceStore, begun: RecordingInfo
+) -> None:
     trajectory = a_trajectory(3, stop_strings=("\n\n",), sampling=Sampling(0.7, 40, 0.9, 2**62))
     steps = steps_of(trajectory)
     assert store.append_trajectory(begun.id, 3, trajectory, steps)
@@ -82,7 +97,9 @@ def test_a_trajectory_comes_back_equal_with_its_steps(store: TraceStore, begun: 
     assert store.recorded_ordinals(begun.id) == {3}
 
 
-def test_appending_again_changes_nothing_and_another_text_is_refused(store: TraceStore, begun: RecordingInfo) -> None:
+def test_appending_again_changes_nothing_and_another_text_is_refused(
+    store: TraceStore, begun: RecordingInfo
+) -> None:
     assert store.append_trajectory(begun.id, 0, a_trajectory(0))
     assert not store.append_trajectory(begun.id, 0, a_trajectory(0), steps_of(a_trajectory(0)))
     assert next(store.iterate(begun.id, steps=True)).steps == ()
@@ -96,26 +113,48 @@ def test_appending_again_changes_nothing_and_another_text_is_refused(store: Trac
     assert store.recorded_ordinals(begun.id, after=0) == frozenset()
 
 
-def test_an_unfinished_recording_is_found_by_what_was_asked(store: TraceStore, begun: RecordingInfo) -> None:
+def test_an_unfinished_recording_is_found_by_what_was_asked(
+    store: TraceStore, begun: RecordingInfo
+) -> None:
     ask = {"max_new_tokens": 64, "options": None}
-    assert store.find_recording(PAIR, begun.workload_id, GREEDY, max_new_tokens=64, state="recording") == begun
-    assert store.find_recording(PAIR, begun.workload_id, GREEDY, max_new_tokens=65, state="recording") is None
-    assert store.find_recording(PAIR, begun.workload_id, Sampling(0.5), **ask, state="recording") is None
+    assert (
+        store.find_recording(PAIR, begun.workload_id, GREEDY, max_new_tokens=64, state="recording")
+        == begun
+    )
+    assert (
+        store.find_recording(PAIR, begun.workload_id, GREEDY, max_new_tokens=65, state="recording")
+        is None
+    )
+    assert (
+        store.find_recording(PAIR, begun.workload_id, Sampling(0.5), **ask, state="recording")
+        is None
+    )
     store.finish_recording(begun.id)
-    assert store.find_recording(PAIR, begun.workload_id, GREEDY, max_new_tokens=64, state="recording") is None
-    found = store.find_recording(PAIR, begun.workload_id, GREEDY, max_new_tokens=64, state="complete")
+    assert (
+        store.find_recording(PAIR, begun.workload_id, GREEDY, max_new_tokens=64, state="recording")
+        is None
+    )
+    found = store.find_recording(
+        PAIR, begun.workload_id, GREEDY, max_new_tokens=64, state="complete"
+    )
     assert (found.id, found.state) == (begun.id, "complete")
     assert found.finished_at is not None
 
 
-def test_ids_may_be_shortened_and_latest_is_the_newest(store: TraceStore, begun: RecordingInfo) -> None:
+def test_ids_may_be_shortened_and_latest_is_the_newest(
+    store: TraceStore, begun: RecordingInfo
+) -> None:
     assert begun.id.startswith("rec-")
     assert len(begun.id) == 10
     assert store.resolve_recording(begun.id[:9]) in (begun.id,)
     newer = TraceStore(store.database, clock=lambda: datetime.now(UTC) + timedelta(days=1))
     second = newer.create_recording(PAIR, None, GREEDY, max_new_tokens=8, source="serve")
     assert store.resolve_recording("latest") == second.id
-    for bad, message in (("rec-", "ambiguous"), ("", "no recording ''"), ("rec-zzz", "no recording")):
+    for bad, message in (
+        ("rec-", "ambiguous"),
+        ("", "no recording ''"),
+        ("rec-zzz", "no recording"),
+    ):
         with pytest.raises(NotFoundError, match=message):
             store.resolve_recording(bad)
 
@@ -194,14 +233,22 @@ def test_policies_artifacts_and_studies(store: TraceStore) -> None:
     assert store.get_policy(POLICY_ID[:6]).document == POLICY
     assert len(store.list_policies()) == 1
     table = np.arange(12, dtype=np.float64).reshape(3, 4) / 7
-    art = store.put_artifact("q_table", {"gamma_max": 3}, {"q": table}, pair_id=PAIR, provenance={"from": "rec-1"})
+    art = store.put_artifact(
+        "q_table", {"gamma_max": 3}, {"q": table}, pair_id=PAIR, provenance={"from": "rec-1"}
+    )
     assert art == store.put_artifact("q_table", {"gamma_max": 3}, {"q": table})
     assert art != store.put_artifact("q_table", {"gamma_max": 4}, {"q": table})
     got = store.get_artifact(art)
-    assert (got.kind, got.document, got.provenance) == ("q_table", {"gamma_max": 3}, {"from": "rec-1"})
+    assert (got.kind, got.document, got.provenance) == (
+        "q_table",
+        {"gamma_max": 3},
+        {"from": "rec-1"},
+    )
     assert np.array_equal(got.arrays["q"], table)
     trials = [{"number": i, "value": i / 3, "params": {"gamma": i}} for i in range(50)]
-    study = store.put_study(PAIR, sampler="tpe", seed=2**62, document={"best": 3}, trials=trials, recording_id="rec-1")
+    study = store.put_study(
+        PAIR, sampler="tpe", seed=2**62, document={"best": 3}, trials=trials, recording_id="rec-1"
+    )
     assert store.get_study(study).trials == tuple(trials)
     assert store.get_study("latest").seed == 2**62
     assert [s[0] for s in store.list_studies(PAIR)] == [study]
@@ -214,7 +261,9 @@ def test_runs_keep_their_outcome_and_rounds(store: TraceStore) -> None:
     with pytest.raises(NotFoundError, match="no policy"):
         store.put_run(PAIR, POLICY_ID, outcome, device="cpu", dtype="float32")
     store.put_policy(POLICY_ID, POLICY, "small fixed")
-    run = store.put_run(PAIR, POLICY_ID, outcome, device="cpu", dtype="float32", purpose="validate", steps=steps)
+    run = store.put_run(
+        PAIR, POLICY_ID, outcome, device="cpu", dtype="float32", purpose="validate", steps=steps
+    )
     assert store.get_run(run).outcome == outcome
     assert store.run_steps(run) == steps
     assert [r.id for r in store.list_runs(PAIR)] == [run]
@@ -225,7 +274,9 @@ def published(store: TraceStore) -> Callable[..., int]:
     store.put_pair(PAIR, "demo", {})
     for name in ("a" * 12, "b" * 12):
         store.put_policy(name, POLICY, name[:1])
-    return lambda policy, **kw: store.publish(PAIR, kw.pop("device", "cpu"), policy * 12, actor="test", **kw).version
+    return lambda policy, **kw: (
+        store.publish(PAIR, kw.pop("device", "cpu"), policy * 12, actor="test", **kw).version
+    )
 
 
 def test_the_newest_publication_of_a_device_is_in_force(store: TraceStore) -> None:
@@ -235,7 +286,12 @@ def test_the_newest_publication_of_a_device_is_in_force(store: TraceStore) -> No
     second, other = publish("b"), publish("a", device="cuda")
     assert first < second < other
     active = store.active_publication(PAIR, "cpu")
-    assert (active.version, active.policy_id, active.document, active.supersedes) == (second, "b" * 12, POLICY, first)
+    assert (active.version, active.policy_id, active.document, active.supersedes) == (
+        second,
+        "b" * 12,
+        POLICY,
+        first,
+    )
     assert store.active_version(PAIR, "cuda") == other
     assert store.active_version(PAIR, "tpu") == 0
     assert [p.version for p in store.list_publications(PAIR)] == [other, second, first]
@@ -281,19 +337,29 @@ def test_acknowledgements_are_kept_in_order(store: TraceStore) -> None:
     store.acknowledge(version, "node-1", "applied")
     store.acknowledge(version, "node-2", "applied")
     got = [(a.node, a.status, a.reason) for a in store.acknowledgements(version)]
-    assert got == [("node-1", "refused", "no such draft"), ("node-1", "applied", ""), ("node-2", "applied", "")]
+    assert got == [
+        ("node-1", "refused", "no such draft"),
+        ("node-1", "applied", ""),
+        ("node-2", "applied", ""),
+    ]
     assert len(store.acknowledgements(node="node-1")) == 2
     with pytest.raises(NotFoundError, match="no publication 99"):
         store.acknowledge(99, "node-1", "applied")
 
 
-def test_requests_are_found_by_when_they_were_stored(store: TraceStore, begun: RecordingInfo) -> None:
+def test_requests_are_found_by_when_they_were_stored(
+    store: TraceStore, begun: RecordingInfo
+) -> None:
     start = datetime(2026, 5, 4, tzinfo=UTC)
     for i in range(4):
-        TraceStore(store.database, clock=lambda i=i: start + timedelta(hours=i)).append_trajectory(begun.id, i, a_trajectory(i))  # type: ignore[misc]
+        TraceStore(store.database, clock=lambda i=i: start + timedelta(hours=i)).append_trajectory(
+            begun.id, i, a_trajectory(i)
+        )  # type: ignore[misc]
     assert store.recorded_since(PAIR, start + timedelta(hours=2)) == ((begun.id, 2), (begun.id, 3))
     assert store.recorded_since("nobody", start) == ()
-    assert [r.id for r in store.list_recordings(PAIR, source="record", state="recording")] == [begun.id]
+    assert [r.id for r in store.list_recordings(PAIR, source="record", state="recording")] == [
+        begun.id
+    ]
     assert store.list_recordings(state="complete") == ()
 
 
@@ -301,7 +367,8 @@ def test_requests_are_found_by_when_they_were_stored(store: TraceStore, begun: R
 
 
 class Pausing(Database):
-    """A database whose write transactions end only when another one has come as far, or has had half a second to do so."""
+    """A database whose write transactions end only when another one has come as far, or has had
+    half a second to do so."""
 
     def __init__(self, url: URL) -> None:
         super().__init__(url)
@@ -335,28 +402,40 @@ def at_once(*acts: Callable[[], object]) -> list[object]:
         return [m.exception() or m.result() for m in made]
 
 
-def test_two_that_store_the_same_panorama_at_once(begun: RecordingInfo, store: TraceStore, racing: TraceStore) -> None:
+def test_two_that_store_the_same_panorama_at_once(
+    begun: RecordingInfo, store: TraceStore, racing: TraceStore
+) -> None:
     for i in range(3):
         store.append_trajectory(begun.id, i, a_trajectory(i))
     shorter = [(i, a_panorama(a_trajectory(i), "small", gamma_max=8, seed=i)) for i in range(3)]
     longer = [(i, a_panorama(a_trajectory(i), "small", gamma_max=16, seed=i)) for i in range(3)]
-    results = at_once(lambda: racing.put_panoramas(begun.id, shorter), lambda: racing.put_panoramas(begun.id, longer))
+    results = at_once(
+        lambda: racing.put_panoramas(begun.id, shorter),
+        lambda: racing.put_panoramas(begun.id, longer),
+    )
     assert results[1] == 3
     assert results[0] in (0, 3)
     assert store.load(begun.id).panoramas("small") == tuple(panorama for _, panorama in longer)
 
 
-def test_two_that_append_the_same_request_at_once(begun: RecordingInfo, store: TraceStore, racing: TraceStore) -> None:
+def test_two_that_append_the_same_request_at_once(
+    begun: RecordingInfo, store: TraceStore, racing: TraceStore
+) -> None:
     items = [(i, a_trajectory(i), steps_of(a_trajectory(i))) for i in range(3)]
     results = at_once(
-        lambda: racing.append_trajectories(begun.id, items), lambda: racing.append_trajectories(begun.id, items[::-1])
+        lambda: racing.append_trajectories(begun.id, items),
+        lambda: racing.append_trajectories(begun.id, items[::-1]),
     )
     assert sorted(map(str, results)) == ["0", "3"]
-    assert store.load(begun.id, steps=True).trajectories == tuple(trajectory for _, trajectory, _ in items)
+    assert store.load(begun.id, steps=True).trajectories == tuple(
+        trajectory for _, trajectory, _ in items
+    )
 
 
 @pytest.mark.parametrize("first", ["append", "prune"])
-def test_appending_while_the_recording_is_pruned(first: str, begun: RecordingInfo, store: TraceStore, pausing: Pausing) -> None:
+def test_appending_while_the_recording_is_pruned(
+    first: str, begun: RecordingInfo, store: TraceStore, pausing: Pausing
+) -> None:
     store.append_trajectory(begun.id, 0, a_trajectory(0), steps_of(a_trajectory(0)))
     items = [(i, a_trajectory(i), steps_of(a_trajectory(i))) for i in range(2)]
 
@@ -380,7 +459,8 @@ def test_appending_while_the_recording_is_pruned(first: str, begun: RecordingInf
 def test_what_is_resumed_or_cited_while_prune_waits_for_it_is_spared(
     by: str, begun: RecordingInfo, store: TraceStore, pausing: Pausing
 ) -> None:
-    """Its first text is old; while prune waits for the recording a second comes, or a publication that names it."""
+    """Its first text is old; while prune waits for the recording a second comes, or a publication
+    that names it."""
     old = TraceStore(store.database, clock=lambda: datetime.now(UTC) - timedelta(days=40))
     old.append_trajectory(begun.id, 0, a_trajectory(0))
     store.put_policy(POLICY_ID, POLICY, "l")
@@ -391,7 +471,9 @@ def test_what_is_resumed_or_cited_while_prune_waits_for_it_is_spared(
     def go_on() -> object:
         if by == "resumed":
             return TraceStore(pausing).append_trajectory(begun.id, 1, a_trajectory(1))
-        return TraceStore(pausing).publish(PAIR, "cpu", POLICY_ID, actor="t", evidence={"recording": begun.id}, guard=hold)
+        return TraceStore(pausing).publish(
+            PAIR, "cpu", POLICY_ID, actor="t", evidence={"recording": begun.id}, guard=hold
+        )
 
     def remove() -> PruneReport:
         pausing.has_written.wait(20)

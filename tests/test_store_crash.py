@@ -1,4 +1,5 @@
-"""`kill -9` at random moments, damaged files, and the background writer: nothing acknowledged is lost, the rest is usable."""
+"""`kill -9` at random moments, damaged files, and the background writer: nothing acknowledged is
+lost, the rest is usable."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ KILLS = 6
 
 
 def append_for_ever(url: str, recording: str, said: int) -> None:
-    """Appends what is missing, and writes each number to the file descriptor ``said`` once it is stored."""
+    """Appends what is missing, and writes each number to the file descriptor ``said`` once it is
+    stored."""
     store = TraceStore(open_database(url))
     have = store.recorded_ordinals(recording)
     os.write(said, b"ready\n")
@@ -50,7 +52,9 @@ def test_killed_at_random_moments_nothing_acknowledged_is_lost(url: str) -> None
     acknowledged: set[int] = set()
     for _ in range(KILLS):
         reading, writing = os.pipe()
-        child = multiprocessing.get_context("fork").Process(target=append_for_ever, args=(url, recording, writing))
+        child = multiprocessing.get_context("fork").Process(
+            target=append_for_ever, args=(url, recording, writing)
+        )
         child.start()
         os.close(writing)
         with open(reading) as said:
@@ -69,12 +73,19 @@ def test_killed_at_random_moments_nothing_acknowledged_is_lost(url: str) -> None
         loaded = TraceStore(database).load(recording, steps=True)
     assert len(acknowledged) > KILLS
     assert acknowledged <= {r.ordinal for r in loaded.requests if r.panoramas}
-    # Resumed each time where it was killed: no holes, and at most the request in hand lacks its panorama.
+    # Resumed each time where it was killed: no holes, and at most the request in hand lacks its
+    # panorama.
     assert [r.ordinal for r in loaded.requests] == list(range(len(loaded.requests)))
     for request in loaded.requests:
         trajectory = a_trajectory(request.ordinal)
-        panoramas = {"small": a_panorama(trajectory, "small", seed=request.ordinal)} if request.panoramas else {}
-        assert request == RecordedRequest(request.ordinal, trajectory, panoramas, steps_of(trajectory))
+        panoramas = (
+            {"small": a_panorama(trajectory, "small", seed=request.ordinal)}
+            if request.panoramas
+            else {}
+        )
+        assert request == RecordedRequest(
+            request.ordinal, trajectory, panoramas, steps_of(trajectory)
+        )
 
 
 def test_a_flipped_byte_in_the_file_costs_one_chunk(tmp_path: Path) -> None:
@@ -91,12 +102,16 @@ def test_a_flipped_byte_in_the_file_costs_one_chunk(tmp_path: Path) -> None:
     path.write_bytes(content)
     report = check(str(path))
     assert [str(c) for c in report.bad_chunks] == [
-        f"panorama_chunk (recording_id {recording}, ordinal 2, draft small, kind chain): checksum differs"
+        f"panorama_chunk (recording_id {recording}, ordinal 2, draft small, kind chain): checksum "
+        "differs"
     ]
     assert report.integrity == ()
     with open_database(str(path)) as database:
         store = TraceStore(database)
-        with pytest.raises(CorruptedChunkError, match=f"recording {recording}, request 2: panorama of draft 'small'"):
+        with pytest.raises(
+            CorruptedChunkError,
+            match=f"recording {recording}, request 2: panorama of draft 'small'",
+        ):
             store.load(recording)
         loaded = store.load(recording, skip_corrupted=True)
     assert [(s.ordinal, s.draft) for s in loaded.skipped] == [(2, "small")]
@@ -175,7 +190,9 @@ def test_a_slow_database_drops_and_never_blocks(store: TraceStore, served: str) 
     assert len(store.recorded_ordinals(served)) == taken
 
 
-def test_a_request_that_the_database_refuses_costs_no_other(store: TraceStore, served: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_the_database_refuses_costs_no_other(
+    store: TraceStore, served: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     odd = replace(a_trajectory(1), request_id="a\0b")
     large = replace(a_trajectory(2), output_ids=np.zeros(30_000, np.int32))
     monkeypatch.setattr(codec, "RAW_LIMIT", 100_000)
@@ -203,7 +220,9 @@ def test_a_recording_that_is_gone_stops_no_writer(store: TraceStore, served: str
         assert "there is no recording" in str(writer.status.error)
 
 
-def test_a_database_that_goes_away_between_two_writers_is_retried(store: TraceStore, served: str) -> None:
+def test_a_database_that_goes_away_between_two_writers_is_retried(
+    store: TraceStore, served: str
+) -> None:
     """What is there already has to be asked, and that can fail as well."""
     gate = Gate(store.database)
     gate.open.set()

@@ -23,7 +23,9 @@ def test_coupled_survival_counts_runs_from_every_start(seed: int, n: int) -> Non
     got = survival(panorama, "coupled")
     assert got.starts == n
     assert got.survived == tuple(sum(r > j for r in runs) for j in range(9))
-    assert got.at_risk == tuple(sum(r >= j and s + j < n for s, r in enumerate(runs)) for j in range(9))
+    assert got.at_risk == tuple(
+        sum(r >= j and s + j < n for s, r in enumerate(runs)) for j in range(9)
+    )
     assert got.histogram == tuple(np.bincount(runs, minlength=10)) if n else tuple([0.0] * 10)
     assert got.mean_accepted_length == pytest.approx(1 + np.mean(runs) if n else 0.0)
 
@@ -47,7 +49,10 @@ def test_tau_is_one_plus_the_sum_of_the_marginals_for_executed_rounds() -> None:
 
 
 def test_survival_adds_up_over_different_depths() -> None:
-    a, b = step_survival([Step(0, 2, 3, 1, 2, 2)]), step_survival([Step(0, 4, 5, 4, 5, 4), Step(5, 0, 1, 0, 1, 0)])
+    a, b = (
+        step_survival([Step(0, 2, 3, 1, 2, 2)]),
+        step_survival([Step(0, 4, 5, 4, 5, 4), Step(5, 0, 1, 0, 1, 0)]),
+    )
     assert a + b == Survival(3, (2, 2, 1, 1), (2, 1, 1, 1))
     assert step_survival([]) + Survival() == Survival()
     assert Survival().mean_accepted_length == 0.0

@@ -18,7 +18,16 @@ from trace_values import a_panorama, a_recording, a_trajectory, a_tree, steps_of
 
 from spectune.db import CorruptedChunkError
 from spectune.db.models import PanoramaChunkRow, StepChunkRow, TrajectoryRow
-from spectune.traces.codec import _HEADERS, CODEC, RAW_LIMIT, SCHEMA_VERSION, Chunk, CodecError, pack, unpack
+from spectune.traces.codec import (
+    _HEADERS,
+    CODEC,
+    RAW_LIMIT,
+    SCHEMA_VERSION,
+    Chunk,
+    CodecError,
+    pack,
+    unpack,
+)
 from spectune.traces.packing import (
     pack_chain,
     pack_document,
@@ -34,13 +43,20 @@ from spectune.traces.packing import (
 from spectune.traces.schema import AGREE_NO, ChainPanorama, Step
 from spectune.traces.store import TraceStore
 
-DTYPES = st.sampled_from([np.uint8, np.uint16, np.int32, np.int64, np.float32, np.float64, np.bool_])
-ARRAYS = DTYPES.flatmap(lambda d: hnp.arrays(d, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=9)))
+DTYPES = st.sampled_from(
+    [np.uint8, np.uint16, np.int32, np.int64, np.float32, np.float64, np.bool_]
+)
+ARRAYS = DTYPES.flatmap(
+    lambda d: hnp.arrays(d, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=9))
+)
 few = settings(max_examples=60, deadline=None)
 
 
 @few
-@given(st.dictionaries(st.text(max_size=8), ARRAYS, max_size=4), st.dictionaries(st.text(max_size=8), st.integers(), max_size=3))
+@given(
+    st.dictionaries(st.text(max_size=8), ARRAYS, max_size=4),
+    st.dictionaries(st.text(max_size=8), st.integers(), max_size=3),
+)
 def test_any_columns_come_back_equal(columns: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
     back, got = unpack(pack(columns, meta))
     assert got == meta
@@ -70,7 +86,9 @@ def test_any_panorama_comes_back_equal(panorama: ChainPanorama) -> None:
 
 counts = st.integers(0, 2**31 - 1)
 times = st.integers(0, 10**13).map(lambda ns: ns / 1e9)
-any_step = st.tuples(*[counts] * 7, st.text(max_size=5), st.text(max_size=5), times, times, times).map(lambda fields: Step(*fields))
+any_step = st.tuples(
+    *[counts] * 7, st.text(max_size=5), st.text(max_size=5), times, times, times
+).map(lambda fields: Step(*fields))
 
 
 @few
@@ -101,9 +119,16 @@ def test_other_kinds_and_newer_versions_are_refused() -> None:
 
 @pytest.mark.parametrize("n", [64, 128, 512])
 def test_a_position_takes_at_most_24_bytes_packed(n: int) -> None:
-    """The budget is 32 bytes on disk with the row around it; docs/log.md has the whole measurement."""
+    """The budget is 32 bytes on disk with the row around it; docs/log.md has the whole
+    measurement."""
     trajectory = a_trajectory(0, n=n)
-    size = sum(len(pack_chain(a_panorama(trajectory, "small", seed=s, none=0.0)).data) for s in range(10)) / 10
+    size = (
+        sum(
+            len(pack_chain(a_panorama(trajectory, "small", seed=s, none=0.0)).data)
+            for s in range(10)
+        )
+        / 10
+    )
     assert size / n <= 24
 
 
@@ -146,7 +171,11 @@ FORGED = {
     "too many axes": forged([{"kind": "steps"}, [["x", "|u1", [1] * 100]]], b"\0"),
     "bytes left over": forged([{"kind": "steps"}, []], b"\0"),
     "bytes missing": forged([{"kind": "steps"}, [["x", "|u1", [2]]]], b"\0"),
-    "two frames": replace(first := forged([{}, []]), data=first.data * 2, sha256=hashlib.sha256(first.data * 2).digest()),
+    "two frames": replace(
+        first := forged([{}, []]),
+        data=first.data * 2,
+        sha256=hashlib.sha256(first.data * 2).digest(),
+    ),
 }
 
 
@@ -161,13 +190,21 @@ def changed(chunk: Chunk, **values: Any) -> Chunk:
     """A real chunk with columns or entries of its meta replaced, or left out (None)."""
     columns, meta = unpack(chunk)
     for name, value in values.items():
-        where: dict[str, Any] = columns if name in columns or isinstance(value, np.ndarray) else meta
+        where: dict[str, Any] = (
+            columns if name in columns or isinstance(value, np.ndarray) else meta
+        )
         where.pop(name) if value is None else where.update({name: value})
     return pack(columns, meta)
 
 
-STEPS, CHAIN = pack_steps(steps_of(a_trajectory(0))), pack_chain(a_panorama(a_trajectory(0), "small"))
-TREE, TOKENS = pack_tree(a_tree(a_trajectory(0), "small")), pack_tokens(np.zeros(3, np.int32), np.zeros(4, np.int32))
+STEPS, CHAIN = (
+    pack_steps(steps_of(a_trajectory(0))),
+    pack_chain(a_panorama(a_trajectory(0), "small")),
+)
+TREE, TOKENS = (
+    pack_tree(a_tree(a_trajectory(0), "small")),
+    pack_tokens(np.zeros(3, np.int32), np.zeros(4, np.int32)),
+)
 
 
 WRONG = [
@@ -198,10 +235,16 @@ def test_columns_that_their_kind_does_not_have_are_one_error() -> None:
 
 
 def test_a_chunk_that_unpacks_to_more_than_any_of_ours_takes_no_memory() -> None:
-    compressor = zstandard.ZstdCompressor(dict_data=_HEADERS, write_checksum=False).compressobj(size=RAW_LIMIT + 1)
-    honest = b"".join(compressor.compress(b"\0" * (1 << 20)) for _ in range(RAW_LIMIT >> 20)) + compressor.compress(b"\0")
+    compressor = zstandard.ZstdCompressor(dict_data=_HEADERS, write_checksum=False).compressobj(
+        size=RAW_LIMIT + 1
+    )
+    honest = b"".join(
+        compressor.compress(b"\0" * (1 << 20)) for _ in range(RAW_LIMIT >> 20)
+    ) + compressor.compress(b"\0")
     honest += compressor.flush()
-    unsaid = zstandard.ZstdCompressor(dict_data=_HEADERS, write_content_size=False).compress(b"\0" * (1 << 20))
+    unsaid = zstandard.ZstdCompressor(dict_data=_HEADERS, write_content_size=False).compress(
+        b"\0" * (1 << 20)
+    )
     tracemalloc.start()
     try:
         for data in (honest, unsaid, forged([{}, [["x", "<i8", [2**60]]]]).data):
@@ -217,12 +260,20 @@ def test_a_forged_chunk_costs_what_a_damaged_one_does(store: TraceStore) -> None
     chunk = FORGED["nested"]
     with store.database.write() as session:
         steps = session.query(StepChunkRow).filter_by(recording_id=recording, ordinal=2).one()
-        rows = session.get_one(TrajectoryRow, (recording, 0)), session.get_one(PanoramaChunkRow, (recording, 1, "small", "chain"))
+        rows = (
+            session.get_one(TrajectoryRow, (recording, 0)),
+            session.get_one(PanoramaChunkRow, (recording, 1, "small", "chain")),
+        )
         for row in (*rows, steps):
             row.data, row.sha256 = chunk.data, chunk.sha256
     for ordinal in range(3):
-        with pytest.raises(CorruptedChunkError, match=f"recording {recording}, request {ordinal}: .* cannot be used"):
+        with pytest.raises(
+            CorruptedChunkError,
+            match=f"recording {recording}, request {ordinal}: .* cannot be used",
+        ):
             list(store.iterate(recording, steps=True, ordinals=[ordinal]))
     loaded = store.load(recording, steps=True, skip_corrupted=True)
     assert [(s.ordinal, s.draft) for s in loaded.skipped] == [(0, None), (1, "small"), (2, None)]
-    assert loaded.having(["small"]).requests[-1] == next(iter(store.iterate(recording, steps=True, ordinals=[3])))
+    assert loaded.having(["small"]).requests[-1] == next(
+        iter(store.iterate(recording, steps=True, ordinals=[3]))
+    )

@@ -1,4 +1,5 @@
-"""docs/traces.md is run: every Python block in order, every SQL block on the databases it is for; its tables are the schema's."""
+"""docs/traces.md is run: every Python block in order, every SQL block on the databases it is for;
+its tables are the schema's."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def example(database: Database) -> TraceStore:
     store = TraceStore(database)
     store.put_policy(POLICY_ID, POLICY, "small")
     recording = a_recording(store, n=9, drafts=("ngram", "small"))
-    store.put_tree_panoramas(recording, [(i, a_tree(a_trajectory(i), "small", seed=i)) for i in range(9)])
+    store.put_tree_panoramas(
+        recording, [(i, a_tree(a_trajectory(i), "small", seed=i)) for i in range(9)]
+    )
     store.publish(PAIR, "cpu", POLICY_ID, actor="docs")
     return store
 
@@ -53,8 +56,12 @@ def test_the_sql_examples_run_and_agree_with_the_calls(database: Database) -> No
     by_draft = {dict(s.group)["draft"]: s.survival for s in acceptance_stats(database)}
     for draft, survival in by_draft.items():
         rows = [row for row in results[-1] if row.draft == draft]
-        assert [float(row.marginal) for row in rows] == pytest.approx(survival.marginal[: len(rows)])
-        assert [float(row.conditional) for row in rows] == pytest.approx(survival.conditional[: len(rows)])
+        assert [float(row.marginal) for row in rows] == pytest.approx(
+            survival.marginal[: len(rows)]
+        )
+        assert [float(row.conditional) for row in rows] == pytest.approx(
+            survival.conditional[: len(rows)]
+        )
 
 
 def test_the_table_of_tables_is_the_schema() -> None:
@@ -64,5 +71,7 @@ def test_the_table_of_tables_is_the_schema() -> None:
     packed = {row.__tablename__ for row in PACKED}  # type: ignore[attr-defined]
     for name, columns in listed.items():
         also = {"schema_version", "codec", "sha256", "data"} if name in packed else set()
-        assert set(re.findall(r"`(\w+)`", columns)) | also == set(metadata.tables[name].columns.keys()), name
+        assert set(re.findall(r"`(\w+)`", columns)) | also == set(
+            metadata.tables[name].columns.keys()
+        ), name
         assert ("packed" in columns) == (name in packed)

@@ -12,7 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from trace_values import PAIR, POLICY, POLICY_ID, a_panorama, a_recording, a_trajectory, an_outcome, steps_of
+from trace_values import (
+    PAIR,
+    POLICY,
+    POLICY_ID,
+    a_panorama,
+    a_recording,
+    a_trajectory,
+    an_outcome,
+    steps_of,
+)
 
 from spectune.db import CorruptedChunkError, NotFoundError, SchemaError, check, open_database
 from spectune.db.models import PanoramaChunkRow
@@ -24,7 +33,13 @@ from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
 from spectune.traces.store.export import export_rows
 from spectune.traces.store.prune import prune
-from spectune.traces.store.query import TraceFilter, acceptance_stats, executed_stats, list_recordings, request_rows
+from spectune.traces.store.query import (
+    TraceFilter,
+    acceptance_stats,
+    executed_stats,
+    list_recordings,
+    request_rows,
+)
 from spectune.traces.store.transfer import export_recordings, import_recordings
 
 DAY = timedelta(days=1)
@@ -40,7 +55,11 @@ def at(store: TraceStore, moment: datetime) -> TraceStore:
 
 def test_recordings_are_listed_newest_first_and_filtered(store: TraceStore) -> None:
     old, new = a_recording(at(store, NOW - 3 * DAY), n=3), a_recording(at(store, NOW), n=6)
-    served = at(store, NOW + DAY).create_recording(PAIR, None, Sampling(), max_new_tokens=8, source="serve").id
+    served = (
+        at(store, NOW + DAY)
+        .create_recording(PAIR, None, Sampling(), max_new_tokens=8, source="serve")
+        .id
+    )
 
     def ids(**only: object) -> list[str]:
         return [r.id for r in list_recordings(store.database, TraceFilter(**only))]  # type: ignore[arg-type]
@@ -67,7 +86,9 @@ def test_request_rows_say_what_each_request_was_like(store: TraceStore) -> None:
     recording = a_recording(store, n=4, drafts=("small", "ngram"))
     store.append_trajectory(recording, 9, a_trajectory(9))
     rows = list(request_rows(store.database))
-    assert [(r.ordinal, r.draft) for r in rows] == [(i, d) for i in range(4) for d in ("ngram", "small")] + [(9, None)]
+    assert [(r.ordinal, r.draft) for r in rows] == [
+        (i, d) for i in range(4) for d in ("ngram", "small")
+    ] + [(9, None)]
     for row in rows[:-1]:
         trajectory = a_trajectory(row.ordinal)
         assert row.draft is not None
@@ -80,8 +101,12 @@ def test_request_rows_say_what_each_request_was_like(store: TraceStore) -> None:
     low = sorted(r.acceptance for r in rows if r.draft == "small" and r.acceptance is not None)[1]
     picked = list(request_rows(store.database, TraceFilter(draft="small", max_acceptance=low)))
     assert len(picked) == 2
-    assert all(r.draft == "small" and r.acceptance is not None and r.acceptance <= low for r in picked)
-    assert {r.category for r in request_rows(store.database, TraceFilter(categories=("prose",)))} == {"prose"}
+    assert all(
+        r.draft == "small" and r.acceptance is not None and r.acceptance <= low for r in picked
+    )
+    assert {
+        r.category for r in request_rows(store.database, TraceFilter(categories=("prose",)))
+    } == {"prose"}
 
 
 @pytest.mark.parametrize("verifier", ["coupled", "rejection"])
@@ -98,13 +123,22 @@ def test_acceptance_by_position_pools_every_start(store: TraceStore, verifier: s
         want = sum((survival(p, verifier) for p in panoramas), Survival())  # type: ignore[arg-type]
         assert stats.requests == 2
         assert stats.survival.survived == pytest.approx(want.survived, abs=1e-5)
-        assert stats.survival.mean_accepted_length == pytest.approx(1 + sum(stats.survival.marginal))
+        assert stats.survival.mean_accepted_length == pytest.approx(
+            1 + sum(stats.survival.marginal)
+        )
         keep = np.concatenate([keep_probability(p, verifier) for p in panoramas])  # type: ignore[arg-type]
         assert stats.acceptance == pytest.approx(keep.mean())
     whole = acceptance_stats(store.database, TraceFilter(draft="small"), by=())
     assert len(whole) == 1
     assert whole[0].requests == 6
-    assert set(whole[0].to_json()) >= {"requests", "acceptance", "mean_accepted_length", "marginal", "conditional", "histogram"}
+    assert set(whole[0].to_json()) >= {
+        "requests",
+        "acceptance",
+        "mean_accepted_length",
+        "marginal",
+        "conditional",
+        "histogram",
+    }
 
 
 def test_executed_rounds_have_their_own_statistics(store: TraceStore) -> None:
@@ -112,12 +146,21 @@ def test_executed_rounds_have_their_own_statistics(store: TraceStore) -> None:
     (got,) = executed_stats(store.database, TraceFilter(recordings=(recording,)))
     steps = [s for i in range(6) for s in steps_of(a_trajectory(i))]
     assert got.survival == step_survival(steps)
-    assert got.acceptance == pytest.approx(sum(s.accepted for s in steps) / sum(s.drafted for s in steps))
+    assert got.acceptance == pytest.approx(
+        sum(s.accepted for s in steps) / sum(s.drafted for s in steps)
+    )
     assert [dict(s.group) for s in executed_stats(store.database, by=("category",))] == [
         {"category": c} for c in ("code", "math", "prose")
     ]
     store.put_policy("p" * 12, {}, "l")
-    run = store.put_run(PAIR, "p" * 12, an_outcome(), device="cpu", dtype="float32", steps={"r0": steps_of(a_trajectory(0))})
+    run = store.put_run(
+        PAIR,
+        "p" * 12,
+        an_outcome(),
+        device="cpu",
+        dtype="float32",
+        steps={"r0": steps_of(a_trajectory(0))},
+    )
     (of_run,) = executed_stats(store.database, run=run)
     assert of_run.survival == step_survival(steps_of(a_trajectory(0)))
 
@@ -134,16 +177,22 @@ def test_rows_are_exported_as_json_csv_and_parquet(store: TraceStore, tmp_path: 
     assert json.loads((tmp_path / "rows.json").read_text()) == [r.to_json() for r in rows]
     with open(tmp_path / "rows.csv", newline="") as file:
         read = list(csv.DictReader(file))
-    assert [float(r["acceptance"] or "nan") for r in read] == pytest.approx([r.acceptance or np.nan for r in rows], nan_ok=True)
+    assert [float(r["acceptance"] or "nan") for r in read] == pytest.approx(
+        [r.acceptance or np.nan for r in rows], nan_ok=True
+    )
     import pyarrow.parquet as pq
 
     table = pq.read_table(tmp_path / "rows.parquet").to_pylist()
-    assert [(r["request_id"], r["tau"], r["recorded_at"]) for r in table] == [(r.request_id, r.tau, r.recorded_at) for r in rows]
+    assert [(r["request_id"], r["tau"], r["recorded_at"]) for r in table] == [
+        (r.request_id, r.tau, r.recorded_at) for r in rows
+    ]
     assert export_rows([], tmp_path / "none.json") == 0
     assert json.loads((tmp_path / "none.json").read_text()) == []
 
 
-def test_an_export_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_that_cannot_be_made_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(TraceError, match=r"end it with \.json, \.csv or \.parquet"):
         export_rows([], tmp_path / "rows.txt")
     with pytest.raises(TraceError, match=r"cannot write .*No such file"):
@@ -157,7 +206,9 @@ def test_an_export_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch: pyt
 # --- whole recordings
 
 
-def test_whole_recordings_move_between_databases_and_only_once(store: TraceStore, url: str, tmp_path: Path) -> None:
+def test_whole_recordings_move_between_databases_and_only_once(
+    store: TraceStore, url: str, tmp_path: Path
+) -> None:
     store.put_policy(POLICY_ID, POLICY, "l")
     recording, other = a_recording(store, n=5, drafts=("small", "ngram")), a_recording(store, n=2)
     file = tmp_path / "moved.spectune"
@@ -205,7 +256,10 @@ def test_bad_files_are_refused_and_nothing_is_imported(store: TraceStore, tmp_pa
         connection.execute("UPDATE panorama_chunk SET data = x'00' WHERE ordinal = 1")
     connection.close()
     prune(store.database, recordings=[recording])
-    with pytest.raises(CorruptedChunkError, match=f"recording {recording}, request 1: its panorama chunk is damaged"):
+    with pytest.raises(
+        CorruptedChunkError,
+        match=f"recording {recording}, request 1: its panorama chunk is damaged",
+    ):
         import_recordings(store.database, file)
     assert list_recordings(store.database) == ()
     with sqlite3.connect(tmp_path / "strange.db") as connection:
@@ -220,7 +274,11 @@ def test_bad_files_are_refused_and_nothing_is_imported(store: TraceStore, tmp_pa
 
 def test_pruning_by_age_and_number(store: TraceStore) -> None:
     ids = [a_recording(at(store, NOW - i * DAY), n=2) for i in range(5)]
-    open_one = at(store, NOW - 9 * DAY).create_recording(PAIR, None, Sampling(), max_new_tokens=8, source="serve").id
+    open_one = (
+        at(store, NOW - 9 * DAY)
+        .create_recording(PAIR, None, Sampling(), max_new_tokens=8, source="serve")
+        .id
+    )
     with pytest.raises(TraceError, match="say what to prune"):
         prune(store.database)
     plan = prune(store.database, before=NOW - DAY, keep_last=3, dry_run=True)
@@ -237,11 +295,18 @@ def test_pruning_by_age_and_number(store: TraceStore) -> None:
     assert store.load(ids[0]).drafts == ("small",)
 
 
-def test_unfinished_recordings_are_pruned_by_age_once_nobody_writes_to_them(store: TraceStore) -> None:
-    """Their age is their last text's, and at least a day. Spared is one that a job may resume or a server append to."""
+def test_unfinished_recordings_are_pruned_by_age_once_nobody_writes_to_them(
+    store: TraceStore,
+) -> None:
+    """Their age is their last text's, and at least a day. Spared is one that a job may resume or a
+    server append to."""
 
     def begun(days: float, last: float | None = None, **how: Any) -> str:
-        made = at(store, now - days * DAY).create_recording(PAIR, None, Sampling(), max_new_tokens=8, **how).id
+        made = (
+            at(store, now - days * DAY)
+            .create_recording(PAIR, None, Sampling(), max_new_tokens=8, **how)
+            .id
+        )
         if last is not None:
             at(store, now - last * DAY).append_trajectory(made, 0, a_trajectory(0))
         return made
@@ -253,25 +318,47 @@ def test_unfinished_recordings_are_pruned_by_age_once_nobody_writes_to_them(stor
     schedules.add_schedule(store.database, "nightly", every="1h", now=now)
     schedules.tick(store.database, now + timedelta(hours=1))
     job = claims.claim(store.database, "a", lease_s=60)
-    of_job = [begun(40, last=39, options={name: job.idempotency_key}) for name in ("slot", "gathered")]
-    assert prune(store.database, keep_last=1).removed == (), "how many to keep is said of finished ones"
+    of_job = [
+        begun(40, last=39, options={name: job.idempotency_key}) for name in ("slot", "gathered")
+    ]
+    assert prune(store.database, keep_last=1).removed == (), (
+        "how many to keep is said of finished ones"
+    )
     report = prune(store.database, before=now - 30 * DAY, keep_last=1)
     assert {p.recording for p in report.removed} == {left, early}
     assert {r.id for r in list_recordings(store.database)} == {whole, *spared, *of_job}
     assert prune(store.database, before=now + DAY, pair="0000", dry_run=True).removed == ()
-    assert {p.recording for p in prune(store.database, before=now + DAY, dry_run=True).removed} == {whole, spared[0]}
+    assert {p.recording for p in prune(store.database, before=now + DAY, dry_run=True).removed} == {
+        whole,
+        spared[0],
+    }
     claims.complete(store.database, job, {})
-    assert {p.recording for p in prune(store.database, before=now - 30 * DAY).removed} == {whole, *of_job}
+    assert {p.recording for p in prune(store.database, before=now - 30 * DAY).removed} == {
+        whole,
+        *of_job,
+    }
 
 
 def test_what_a_publication_rests_on_is_spared(store: TraceStore) -> None:
     by_evidence, by_run, free = (a_recording(at(store, NOW - i * DAY), n=2) for i in range(3))
     store.put_policy("p" * 12, {}, "l")
-    run = store.put_run(PAIR, "p" * 12, an_outcome(), device="cpu", dtype="float32", recording_id=by_run)
-    store.publish(PAIR, "cpu", "p" * 12, actor="t", evidence={"search": {"recording": by_evidence}, "runs": [run]})
+    run = store.put_run(
+        PAIR, "p" * 12, an_outcome(), device="cpu", dtype="float32", recording_id=by_run
+    )
+    store.publish(
+        PAIR,
+        "cpu",
+        "p" * 12,
+        actor="t",
+        evidence={"search": {"recording": by_evidence}, "runs": [run]},
+    )
     report = prune(store.database, before=NOW + DAY)
     assert [p.recording for p in report.removed] == [free]
     assert set(report.kept) == {by_evidence, by_run}
-    with pytest.raises(TraceError, match=f"recording {by_run} is evidence of a publication; use --force"):
+    with pytest.raises(
+        TraceError, match=f"recording {by_run} is evidence of a publication; use --force"
+    ):
         prune(store.database, recordings=[by_run])
-    assert [p.recording for p in prune(store.database, recordings=[by_run], force=True).removed] == [by_run]
+    assert [
+        p.recording for p in prune(store.database, recordings=[by_run], force=True).removed
+    ] == [by_run]

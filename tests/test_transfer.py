@@ -1,4 +1,5 @@
-"""Files of recordings that somebody else may have made or may still be writing: whole or not at all, and nothing of it believed."""
+"""Files of recordings that somebody else may have made or may still be writing: whole or not at
+all, and nothing of it believed."""
 
 from __future__ import annotations
 
@@ -33,13 +34,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An exported recording of three requests with chains, trees, rounds, a workload and a policy."""
+    """An exported recording of three requests with chains, trees, rounds, a workload and a
+    policy."""
     folder = tmp_path_factory.mktemp("exported")
     with open_database(str(folder / "a.db")) as database:
         store = TraceStore(database)
         store.put_policy(POLICY_ID, POLICY, "small")
         recording = a_recording(store, n=3)
-        store.put_tree_panoramas(recording, [(i, a_tree(a_trajectory(i), "small", seed=i)) for i in range(3)])
+        store.put_tree_panoramas(
+            recording, [(i, a_tree(a_trajectory(i), "small", seed=i)) for i in range(3)]
+        )
         export_recordings(database, [recording], folder / "moved.db")
     return folder / "moved.db"
 
@@ -89,35 +93,66 @@ OTHER = parse_policy({"draft": "ngram", "window": {"kind": "fixed", "gamma": 64}
 @pytest.mark.parametrize(
     ("statement", "says"),
     [
-        (f"UPDATE policy SET document = '{json.dumps(OTHER.spelled_out())}'", f"policy '{POLICY_ID}' has another content than its id says"),
-        ("""UPDATE policy SET document = '{"draft": "small", "select": {"top_n": null, "x": 1}}'""", "has another content"),
+        (
+            f"UPDATE policy SET document = '{json.dumps(OTHER.spelled_out())}'",
+            f"policy '{POLICY_ID}' has another content than its id says",
+        ),
+        (
+            "UPDATE policy SET document = "
+            """'{"draft": "small", "select": {"top_n": null, "x": 1}}'""",
+            "has another content",
+        ),
         ("UPDATE policy SET document = '[]'", "has another content"),
-        ("UPDATE workload SET content = json_set(content, '$[0][2][0]', 'other')", "workload .* has another content than its id says"),
+        (
+            "UPDATE workload SET content = json_set(content, '$[0][2][0]', 'other')",
+            "workload .* has another content than its id says",
+        ),
         ("UPDATE workload SET n_requests = 1", "workload .* has another content"),
         ("UPDATE workload SET content = '7'", "workload .* has another content"),
-        ("UPDATE workload SET content = '[[\"a\\ud800\", \"b\", [\"c\"]]]'", "has a content that is none"),
-        ("UPDATE recording SET max_new_tokens = 9999", r"is not what its hash \(spec_sha256\) says"),
-        ("UPDATE recording SET spec_sha256 = replace(spec_sha256, '0', '1')", r"is not what its hash \(spec_sha256\) says"),
+        (
+            'UPDATE workload SET content = \'[["a\\ud800", "b", ["c"]]]\'',
+            "has a content that is none",
+        ),
+        (
+            "UPDATE recording SET max_new_tokens = 9999",
+            r"is not what its hash \(spec_sha256\) says",
+        ),
+        (
+            "UPDATE recording SET spec_sha256 = replace(spec_sha256, '0', '1')",
+            r"is not what its hash \(spec_sha256\) says",
+        ),
     ],
 )
-def test_a_hash_that_does_not_fit_its_content_is_refused(file: Path, empty: Database, statement: str, says: str) -> None:
+def test_a_hash_that_does_not_fit_its_content_is_refused(
+    file: Path, empty: Database, statement: str, says: str
+) -> None:
     edit(file, statement)
     with pytest.raises(TraceError, match=f"{says}.*nothing of it was taken over"):
         import_recordings(empty, file)
     assert nothing_of(empty)
 
 
-def test_no_policy_takes_the_place_of_another(store: TraceStore, tmp_path: Path, tiny_pair: Path) -> None:
-    """A row that came before ids were looked at: the wrong policy is neither run nor published under this id."""
+def test_no_policy_takes_the_place_of_another(
+    store: TraceStore, tmp_path: Path, tiny_pair: Path
+) -> None:
+    """A row that came before ids were looked at: the wrong policy is neither run nor published
+    under this id."""
     wanted = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 5}})
     forged = Policy.model_validate({"draft": "ngram", "window": {"kind": "fixed", "gamma": 64}})
     store.put_policy(wanted.id, forged.spelled_out(), "looks well")
-    with pytest.raises(CorruptedChunkError, match=f"policy {wanted.id} has another content than its id says"):
+    with pytest.raises(
+        CorruptedChunkError, match=f"policy {wanted.id} has another content than its id says"
+    ):
         store.put_policy(wanted.id, wanted.spelled_out(), wanted.label())
     with pytest.raises(CorruptedChunkError, match="has another content"):
         store.get_policy(wanted.id)
     (tmp_path / "wanted.json").write_text(json.dumps(wanted.spelled_out()))
-    door = Door(store.database.url.render_as_string(hide_password=False).replace("postgresql+psycopg", "postgresql"), str(tiny_pair))
+    door = Door(
+        store.database.url.render_as_string(hide_password=False).replace(
+            "postgresql+psycopg", "postgresql"
+        ),
+        str(tiny_pair),
+    )
     for name in (wanted.id, tmp_path / "wanted.json"):
         assert wanted.id in door.refused("policies", "activate", name, "--pair", door.pair)
     assert store.list_publications() == ()
@@ -128,15 +163,24 @@ def test_no_workload_takes_the_place_of_another(store: TraceStore) -> None:
     with store.database.write() as session:
         row = session.get_one(WorkloadRow, recording.workload_id)
         row.content = [["r0", "code", ["something else"]], ["r1", "prose", ["x"]]]
-    with pytest.raises(CorruptedChunkError, match=f"workload {recording.workload_id} has another content than its id says"):
+    with pytest.raises(
+        CorruptedChunkError,
+        match=f"workload {recording.workload_id} has another content than its id says",
+    ):
         store.get_workload(str(recording.workload_id))
 
 
 def test_the_hash_of_a_policy_is_of_its_document_as_stored() -> None:
-    for policy in (AUTOREGRESSIVE, OTHER, parse_policy({"draft": "a", "growth": {"kind": "top_k", "width": 3}})):
+    for policy in (
+        AUTOREGRESSIVE,
+        OTHER,
+        parse_policy({"draft": "a", "growth": {"kind": "top_k", "width": 3}}),
+    ):
         stored = json.loads(json.dumps(policy.spelled_out()))
         assert policy_id(stored) == policy.id
-        without = {k: v for k, v in stored.items() if v not in (None, {"top_n": None}, {"kind": "full"})}
+        without = {
+            k: v for k, v in stored.items() if v not in (None, {"top_n": None}, {"kind": "full"})
+        }
         assert policy_id(without) == policy.id
         assert policy_id(stored | {"stratify": {}}) != policy.id
 
@@ -172,7 +216,9 @@ def test_the_hash_of_a_policy_is_of_its_document_as_stored() -> None:
         "INSERT INTO spectune_schema VALUES ('0001')",
     ],
 )
-def test_rows_that_we_do_not_write_are_one_line(file: Path, empty: Database, statement: str) -> None:
+def test_rows_that_we_do_not_write_are_one_line(
+    file: Path, empty: Database, statement: str
+) -> None:
     edit(file, "PRAGMA ignore_check_constraints=ON", statement)
     with pytest.raises((TraceError, DatabaseError)) as refusal:
         import_recordings(empty, file)
@@ -185,10 +231,14 @@ def test_rows_that_we_do_not_write_are_one_line(file: Path, empty: Database, sta
 def test_forged_chunks_are_not_imported(file: Path, empty: Database, table: str) -> None:
     connection = sqlite3.connect(file)
     chunk = FORGED["nested"]
-    connection.execute(f"UPDATE {table} SET data = ?, sha256 = ? WHERE ordinal = 1", (chunk.data, chunk.sha256))
+    connection.execute(
+        f"UPDATE {table} SET data = ?, sha256 = ? WHERE ordinal = 1", (chunk.data, chunk.sha256)
+    )
     connection.commit()
     connection.close()
-    with pytest.raises(CorruptedChunkError, match=f"request 1: its {table.replace('_', ' ')} is damaged"):
+    with pytest.raises(
+        CorruptedChunkError, match=f"request 1: its {table.replace('_', ' ')} is damaged"
+    ):
         import_recordings(empty, file)
     assert nothing_of(empty)
 
@@ -200,16 +250,28 @@ ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
 
 
 RUNNING = {
-    "view": ("DROP TABLE step_chunk", f"CREATE VIEW step_chunk AS {ENDLESS} SELECT i AS id, 'rec' AS recording_id, i AS ordinal FROM n"),
+    "view": (
+        "DROP TABLE step_chunk",
+        f"CREATE VIEW step_chunk AS {ENDLESS} SELECT i AS id, 'rec' AS recording_id, i AS "
+        "ordinal FROM n",
+    ),
     "another view": (f"CREATE VIEW elsewhere AS {ENDLESS} SELECT i FROM n",),
-    "virtual table": ("DROP TABLE step_chunk", "CREATE VIRTUAL TABLE step_chunk USING fts5(recording_id, ordinal)"),
+    "virtual table": (
+        "DROP TABLE step_chunk",
+        "CREATE VIRTUAL TABLE step_chunk USING fts5(recording_id, ordinal)",
+    ),
     "trigger": ("CREATE TRIGGER t AFTER INSERT ON pair BEGIN DELETE FROM pair; END",),
     "computed column": ("ALTER TABLE pair ADD COLUMN more BLOB AS (zeroblob(1000000000))",),
-    "forged": (f"UPDATE sqlite_master SET sql = 'CREATE VIEW step_chunk AS {ENDLESS} SELECT i FROM n' WHERE name = 'step_chunk'",),
+    "forged": (
+        f"UPDATE sqlite_master SET sql = 'CREATE VIEW step_chunk AS {ENDLESS} SELECT i FROM n' "
+        "WHERE name = 'step_chunk'",
+    ),
 }
 
 
-def test_a_file_that_would_run_something_is_refused(exported: Path, fresh: Path, tmp_path: Path) -> None:
+def test_a_file_that_would_run_something_is_refused(
+    exported: Path, fresh: Path, tmp_path: Path
+) -> None:
     files = [shutil.copyfile(exported, tmp_path / f"{name}.db") for name in RUNNING]
     for file, statements in zip(files, RUNNING.values(), strict=True):
         edit(file, *statements)
@@ -225,24 +287,43 @@ def test_a_file_that_would_run_something_is_refused(exported: Path, fresh: Path,
                 except TraceError as error:
                     print(error)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     said = done.stdout.splitlines()
     assert len(said) == len(files)
-    assert all(line.startswith(f"cannot import {file}: ") for line, file in zip(said, files, strict=True))
+    assert all(
+        line.startswith(f"cannot import {file}: ") for line, file in zip(said, files, strict=True)
+    )
 
 
 def test_a_file_whose_pages_are_shared_is_refused(file: Path, empty: Database) -> None:
     connection = sqlite3.connect(file)
-    roots = dict(connection.execute("SELECT name, rootpage FROM sqlite_master WHERE name IN ('trajectory', 'panorama_chunk')"))
+    roots = dict(
+        connection.execute(
+            "SELECT name, rootpage FROM sqlite_master WHERE name IN ('trajectory', "
+            "'panorama_chunk')"
+        )
+    )
     connection.close()
-    edit(file, f"UPDATE sqlite_master SET rootpage = {roots['trajectory']} WHERE name = 'panorama_chunk'")
+    edit(
+        file,
+        f"UPDATE sqlite_master SET rootpage = {roots['trajectory']} WHERE name = 'panorama_chunk'",
+    )
     with pytest.raises(TraceError, match="the file is damaged"):
         import_recordings(empty, file)
     assert nothing_of(empty)
 
 
 @pytest.mark.parametrize("content", [b"", b"no database", b"SQLite format 3\0" + b"\xff" * 2000])
-def test_a_file_that_is_no_database_is_one_line(empty: Database, tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_no_database_is_one_line(
+    empty: Database, tmp_path: Path, content: bytes
+) -> None:
     (tmp_path / "bad.db").write_bytes(content)
     with pytest.raises((TraceError, DatabaseError)) as refusal:
         import_recordings(empty, tmp_path / "bad.db")
@@ -289,7 +370,9 @@ def test_an_export_sees_one_moment_of_a_recording_that_is_written_to(
     assert store.recorded_ordinals(recording) == {0, 1, 5}
 
 
-def test_an_import_leaves_the_file_and_its_folder_as_they_are(exported: Path, tmp_path: Path, empty: Database) -> None:
+def test_an_import_leaves_the_file_and_its_folder_as_they_are(
+    exported: Path, tmp_path: Path, empty: Database
+) -> None:
     here = tmp_path / "here"
     here.mkdir()
     for name, mode in (("export.db", "delete"), ("database.db", "wal")):
@@ -316,15 +399,19 @@ def test_a_killed_import_leaves_nothing_behind(file: Path, tmp_path: Path) -> No
         from spectune.db import open_database
         from spectune.traces.store.transfer import import_recordings
         database = open_database({str(tmp_path / "empty.db")!r})
-        # Killed when the first recording is to be written: the file has been copied and looked through.
+        # Killed when the first recording is to be written: the file has been looked through.
         database.write = lambda: os.kill(os.getpid(), signal.SIGKILL)
         import_recordings(database, {str(file)!r})
     """
     environment = os.environ | {"TMPDIR": str(temporary), "SQLITE_TMPDIR": str(temporary)}
     before = {p.name for p in tmp_path.iterdir()} | {"empty.db", "empty.db-wal", "empty.db-shm"}
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, env=environment, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=ROOT,
+        env=environment,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == -signal.SIGKILL
     assert list(temporary.iterdir()) == []
     assert {p.name for p in tmp_path.iterdir()} <= before
-
-

@@ -1,5 +1,5 @@
-"""Settling while a tree is drafted: whatever rounding does to the codes that are left undecided, the tree is that of the true codes; and
-few laws are settled."""
+"""Settling while a tree is drafted: whatever rounding does to the codes that are left undecided,
+the tree is that of the true codes; and few laws are settled."""
 
 from __future__ import annotations
 
@@ -47,23 +47,36 @@ def random_rule(rng: random.Random, kind: str, stop: str | None) -> TreeRule:
     if stop is not None:
         limits = {"max_logp": INFINITE, "max_joint": INFINITE, "max_entropy": INFINITE}
         common |= limits | {"reads_stop": True, "keep_last": rng.random() < 0.5}
-        common[stop] = {"max_logp": rng.randint(0, 5), "max_joint": rng.randint(0, 15), "max_entropy": rng.randint(17, 23)}[stop]
+        common[stop] = {
+            "max_logp": rng.randint(0, 5),
+            "max_joint": rng.randint(0, 15),
+            "max_entropy": rng.randint(17, 23),
+        }[stop]
     if kind == "static":
-        paths = {tuple(rng.randrange(rng.choice([2, 4])) for _ in range(rng.randint(1, 4))) for _ in range(rng.randint(2, 7))}
+        paths = {
+            tuple(rng.randrange(rng.choice([2, 4])) for _ in range(rng.randint(1, 4)))
+            for _ in range(rng.randint(2, 7))
+        }
         width, levels = static_levels(sorted({p[:n] for p in paths for n in range(1, len(p) + 1)}))
         return TreeRule(width, max(len(x.expanded) for x in levels), static=levels, **common)
     width, top_n = rng.randint(1, 6), rng.randint(1, 15)
     common |= {"coupled": rng.random() < 0.5, "top_n": top_n}
     if "stratified" in kind:
         fractions, alpha = [0.3, 0.6, 1.0][: rng.randint(1, 3)], rng.randint(0, 2)
-        common |= {"thresholds": tuple(sorted(rng.sample(range(30, 75), 4))), "fitted_depth": 3, "alpha": alpha}
+        common |= {
+            "thresholds": tuple(sorted(rng.sample(range(30, 75), 4))),
+            "fitted_depth": 3,
+            "alpha": alpha,
+        }
         common["kept"] = kept_nodes(top_n, fractions, alpha)
     if "classifier" not in kind:
         return TreeRule(width, width, **common)
     if "stratified" not in kind and rng.random() < 0.5:
         common["top_n"] = None
     table = confidences(rng.choice([1, 1500]))
-    return TreeRule(width, rng.randint(1, 6), confidence=table, beta_code=rng.randint(15000, 45000), **common)
+    return TreeRule(
+        width, rng.randint(1, 6), confidence=table, beta_code=rng.randint(15000, 45000), **common
+    )
 
 
 class Law:
@@ -74,7 +87,9 @@ class Law:
         steps = [rng.choice([0, 0, 1, 2, 3, 5, 9]) for _ in range(k)]
         self.gap = np.cumsum([0, *steps[1:]])
         self.least = rng.choice([0, 1, 2, 3, 5, 20, TREE_CODE_MAX - 6])
-        apart = np.array([rng.choice([0, 2, 4, 11, 30]) for _ in range(k)]) if perturbed else self.gap
+        apart = (
+            np.array([rng.choice([0, 2, 4, 11, 30]) for _ in range(k)]) if perturbed else self.gap
+        )
         self.logp = np.minimum(self.least + apart, TREE_CODE_MAX)
         self.entropy, self.top_entropy, self.count = rng.randint(10, 25), rng.randint(10, 25), count
         self.marks, self.law_mark = np.zeros(k, bool), False
@@ -84,14 +99,26 @@ class Law:
 
 
 class Draft:
-    """True laws of every path, and what passes say of them: marked codes are a unit off or not, children that tie have changed places."""
+    """True laws of every path, and what passes say of them: marked codes are a unit off or not,
+    children that tie have changed places."""
 
     def __init__(self, seed: int, k: int, perturbed: bool, filtered: bool, rate: float) -> None:
-        self.seed, self.k, self.perturbed, self.filtered, self.rate = seed, k, perturbed, filtered, rate
+        self.seed, self.k, self.perturbed, self.filtered, self.rate = (
+            seed,
+            k,
+            perturbed,
+            filtered,
+            rate,
+        )
 
     def _drawn(self, path: Path) -> tuple[Law, random.Random]:
         rng = random.Random(f"{self.seed} {path}")
-        law = Law(rng, self.k, self.perturbed, rng.randint(1, self.k) if self.filtered and rng.random() < 0.3 else self.k)
+        law = Law(
+            rng,
+            self.k,
+            self.perturbed,
+            rng.randint(1, self.k) if self.filtered and rng.random() < 0.3 else self.k,
+        )
         for j in range(law.count - 1):  # ties in the score
             if rng.random() < self.rate / 2 and not law.marks[j]:
                 law.marks[j : j + 2] = True
@@ -106,10 +133,19 @@ class Draft:
     def said(self, path: Path, variant: int) -> Law:
         law, rng = self._drawn(path)
         if self.filtered and rng.random() < self.rate / 3:  # the filter's border is open
-            law = Law(random.Random(f"{self.seed} {path} {variant}"), self.k, self.perturbed, 1 + rng.randrange(self.k))
+            law = Law(
+                random.Random(f"{self.seed} {path} {variant}"),
+                self.k,
+                self.perturbed,
+                1 + rng.randrange(self.k),
+            )
             law.marks[: law.count] = True
             return law
-        tied = [j for j in range(law.count - 1) if law.marks[j] and law.marks[j + 1] and law.gap[j] == law.gap[j + 1]]
+        tied = [
+            j
+            for j in range(law.count - 1)
+            if law.marks[j] and law.marks[j + 1] and law.gap[j] == law.gap[j + 1]
+        ]
         marked = [rng.random() < self.rate for _ in range(law.count)]
         last, law.law_mark = rng.random() < self.rate / 2, rng.random() < self.rate
         own = random.Random(f"{self.seed} {path} {variant}")
@@ -133,7 +169,9 @@ class Draft:
                 if self.perturbed:
                     law.logp[-1] = own.randint(0, 40)
         if law.law_mark:
-            law.entropy, law.top_entropy = (max(0, code + own.choice([-1, 0, 1])) for code in (law.entropy, law.top_entropy))
+            law.entropy, law.top_entropy = (
+                max(0, code + own.choice([-1, 0, 1])) for code in (law.entropy, law.top_entropy)
+            )
         return law
 
 
@@ -154,10 +192,16 @@ class Numbered:
         return self._numbers(self.paths)
 
     def level(
-        self, tokens: torch.Tensor, parents: torch.Tensor | None, depth: int, exists: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        parents: torch.Tensor | None,
+        depth: int,
+        exists: torch.Tensor | None = None,
     ) -> torch.Tensor:
         above = [0] * len(tokens) if parents is None else parents.tolist()
-        self.paths = [(*self.paths[p], token) for p, token in zip(above, tokens.tolist(), strict=True)]
+        self.paths = [
+            (*self.paths[p], token) for p, token in zip(above, tokens.tolist(), strict=True)
+        ]
         return self._numbers(self.paths)
 
     def canonical(self, path: list[int]) -> torch.Tensor:
@@ -169,7 +213,9 @@ class Drawn(ModelDistributions):
 
     def __init__(self, rule: TreeRule, draft: Draft, variant: int | None) -> None:
         noise = Noise(0, 8, CPU) if draft.perturbed else None
-        sampling = Sampling(temperature=1.0, top_p=0.9) if draft.filtered else Sampling(temperature=1.0)
+        sampling = (
+            Sampling(temperature=1.0, top_p=0.9) if draft.filtered else Sampling(temperature=1.0)
+        )
         self.numbered = Numbered()
         super().__init__(rule, self.numbered, sampling, noise, variant is not None)
         self.draft, self.variant = draft, variant
@@ -177,18 +223,28 @@ class Drawn(ModelDistributions):
 
     def _distributions(self, logits: torch.Tensor, depth: int, exact: bool) -> DistributionRows:
         paths = [self.numbered.known[int(i)] for i in logits]
-        laws = [self.draft.said(p, self.variant) if exact and self.variant is not None else self.draft.true(p) for p in paths]
+        laws = [
+            self.draft.said(p, self.variant)
+            if exact and self.variant is not None
+            else self.draft.true(p)
+            for p in paths
+        ]
         if exact:
             self.unsure_laws += sum(bool(law.marks.any()) or law.law_mark for law in laws)
         else:
             self.settled_laws += self.variant is not None
         columns = [
-            torch.from_numpy(np.array(column, dtype=np.int64)) for column in zip(*(law.codes() for law in laws), strict=True)
+            torch.from_numpy(np.array(column, dtype=np.int64))
+            for column in zip(*(law.codes() for law in laws), strict=True)
         ]
         if not exact:
             return DistributionRows(*columns, None, None)
         marks = torch.from_numpy(np.stack([law.marks for law in laws]))
-        return DistributionRows(*columns, marks if bool(marks.any()) else None, torch.tensor([law.law_mark for law in laws]))
+        return DistributionRows(
+            *columns,
+            marks if bool(marks.any()) else None,
+            torch.tensor([law.law_mark for law in laws]),
+        )
 
 
 class Grown:
@@ -205,7 +261,13 @@ class Grown:
             rng = random.Random(f"{self.kind} {self.stop} {trial}")
             rule = random_rule(rng, self.kind, self.stop)
             depth = rng.randint(1, 4)
-            draft = Draft(trial, rule.width, rng.random() < 0.5, rng.random() < 0.3, rng.choice([0.03, 0.1, 0.2]))
+            draft = Draft(
+                trial,
+                rule.width,
+                rng.random() < 0.5,
+                rng.random() < 0.3,
+                rng.choice([0.03, 0.1, 0.2]),
+            )
             whole = not draft.filtered and rng.random() < 0.5
             expected, _ = self.grown(rule, depth, draft, None, whole)
             for variant in range(4):
@@ -215,7 +277,9 @@ class Grown:
                 self.unsure += laws.unsure_laws
 
     @staticmethod
-    def grown(rule: TreeRule, depth: int, draft: Draft, variant: int | None, whole: bool) -> tuple[GrownTree, Drawn]:
+    def grown(
+        rule: TreeRule, depth: int, draft: Draft, variant: int | None, whole: bool
+    ) -> tuple[GrownTree, Drawn]:
         laws = Drawn(rule, draft, variant)
         return grow(rule, depth, depth + 2, laws, CPU, whole=whole), laws
 
@@ -223,8 +287,9 @@ class Grown:
 @pytest.mark.parametrize("stop", STOPS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_left_undecided_changes_no_tree(kind: str, stop: str | None) -> None:
-    """Tokens, parents, depths, places, levels, passes, their widths, Phi and bin are those of the true laws, in every variant of what
-    rounding could have made of them; and most undecided laws are left alone."""
+    """Tokens, parents, depths, places, levels, passes, their widths, Phi and bin are those of the
+    true laws, in every variant of what rounding could have made of them; and most undecided laws
+    are left alone."""
     found = Grown(kind, stop)
     found.run(40)
     assert found.differing == 0
@@ -235,7 +300,9 @@ def test_what_is_left_undecided_changes_no_tree(kind: str, stop: str | None) -> 
 def test_tensor_operations_settle_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same where trees grow by tensor operations, not by compiled loops."""
     monkeypatch.setattr(
-        spectune.runtime.trees.draft, "growing_on", lambda device, rule, depth, complete: DeviceGrowing(rule, device, complete)
+        spectune.runtime.trees.draft,
+        "growing_on",
+        lambda device, rule, depth, complete: DeviceGrowing(rule, device, complete),
     )
     found = Grown(kind, None)
     found.run(20)
@@ -254,7 +321,9 @@ def nowhere(rule: TreeRule, tree: Tree, level: int, codes: OpenCodes) -> np.ndar
 def narrow(rows: DistributionRows, *, perturbed: bool, filtered: bool) -> OpenCodes:
     """Codes that are not open, and only the marks for what they are."""
     found = OPEN_CODES(rows, perturbed=perturbed, filtered=filtered)
-    sure = OPEN_CODES(rows._replace(unsure=None, unsure_entropy=None), perturbed=perturbed, filtered=filtered)
+    sure = OPEN_CODES(
+        rows._replace(unsure=None, unsure_entropy=None), perturbed=perturbed, filtered=filtered
+    )
     return sure._replace(near=found.near, swapped=found.swapped)
 
 
@@ -288,7 +357,11 @@ OPEN_CODES = near_tie_trees.open_codes
     ],
 )
 def test_settling_less_would_be_seen(
-    kind: str, stop: str | None, name: str, instead: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    stop: str | None,
+    name: str,
+    instead: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The comparison above fails where one of the reasons to settle is left out."""
     monkeypatch.setattr(near_tie_trees, name, instead)

@@ -1,4 +1,5 @@
-"""Trees change no text, and replay of tree policies is the runtime round by round: two architectures, three temperatures, every growth."""
+"""Trees change no text, and replay of tree policies is the runtime round by round: two
+architectures, three temperatures, every growth."""
 
 from __future__ import annotations
 
@@ -27,8 +28,17 @@ from spectune.traces.schema import LatencyProfile, Request, Sampling, Step, Traj
 
 TOKENS = 20
 WIDTH, DEPTH = 6, 7
-SAMPLINGS = [Sampling(), Sampling(temperature=0.7, top_p=0.95, seed=3), Sampling(temperature=1.0, seed=4)]
-CASES = [("llama", SAMPLINGS[0]), ("gpt2", SAMPLINGS[0]), ("llama", SAMPLINGS[1]), ("gpt2", SAMPLINGS[2])]
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0.7, top_p=0.95, seed=3),
+    Sampling(temperature=1.0, seed=4),
+]
+CASES = [
+    ("llama", SAMPLINGS[0]),
+    ("gpt2", SAMPLINGS[0]),
+    ("llama", SAMPLINGS[1]),
+    ("gpt2", SAMPLINGS[2]),
+]
 """`make acceptance` has every sampling of both."""
 STATIC = [[0], [1], [3], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 2], [0, 0, 0, 0]]
 
@@ -42,7 +52,9 @@ def artifacts(draft: str) -> Artifacts:
         "b2": np.array([-2.0], np.float32),
     }
     found = {
-        "bins": Fitted("bins", {"thresholds": [30, 70, 100, 140, 200], "depth": 4, "draft": draft}, {}),
+        "bins": Fitted(
+            "bins", {"thresholds": [30, 70, 100, 140, 200], "depth": 4, "draft": draft}, {}
+        ),
         "grower": Fitted("classifier", {"draft": draft}, weights),
     }
     return lambda name: found[name]
@@ -51,15 +63,25 @@ def artifacts(draft: str) -> Artifacts:
 def shape(step: Step) -> tuple[int, ...]:
     """What must agree of a round: all but its times."""
     return (
-        step.start, step.drafted, step.verified, step.accepted, step.emitted, step.draft_steps, step.lag, step.depth, step.bin,
+        step.start, step.drafted, step.verified, step.accepted, step.emitted, step.draft_steps,
+        step.lag, step.depth, step.bin,
     )  # fmt: skip
 
 
 def tree_policies(draft: str, count: int, seed: int) -> list[Policy]:
-    """Policies of every growth, then random compositions of growth, window, stop, selection and bins."""
+    """Policies of every growth, then random compositions of growth, window, stop, selection and
+    bins."""
     found: list[dict[str, Any]] = [
-        {"growth": {"kind": "top_k", "width": 6}, "window": {"kind": "fixed", "gamma": 5}, "select": {"top_n": 20}},
-        {"growth": {"kind": "top_k", "width": 1}, "window": {"kind": "fixed", "gamma": 6}, "select": {"top_n": 6}},
+        {
+            "growth": {"kind": "top_k", "width": 6},
+            "window": {"kind": "fixed", "gamma": 5},
+            "select": {"top_n": 20},
+        },
+        {
+            "growth": {"kind": "top_k", "width": 1},
+            "window": {"kind": "fixed", "gamma": 6},
+            "select": {"top_n": 6},
+        },
         {"growth": {"kind": "static", "paths": STATIC}},
         {"growth": {"kind": "static", "paths": STATIC}, "window": {"kind": "fsm", "gamma_max": 4}},
         {
@@ -69,11 +91,23 @@ def tree_policies(draft: str, count: int, seed: int) -> list[Policy]:
             "stratify": {"artifact": "bins", "alpha": 3, "fractions": [0.3, 0.6, 1.0]},
         },
         {
-            "growth": {"kind": "classifier", "width": 5, "cap": 5, "beta": 0.5, "artifact": "grower"},
+            "growth": {
+                "kind": "classifier",
+                "width": 5,
+                "cap": 5,
+                "beta": 0.5,
+                "artifact": "grower",
+            },
             "window": {"kind": "fixed", "gamma": 6},
         },
         {
-            "growth": {"kind": "classifier", "width": 1, "cap": 1, "beta": 0.6, "artifact": "grower"},
+            "growth": {
+                "kind": "classifier",
+                "width": 1,
+                "cap": 1,
+                "beta": 0.6,
+                "artifact": "grower",
+            },
             "window": {"kind": "fixed", "gamma": 6},
         },
     ]
@@ -82,18 +116,28 @@ def tree_policies(draft: str, count: int, seed: int) -> list[Policy]:
         kind = str(rng.choice(["fixed", "fsm", "cache_fsm", "q_learning", "heuristic"]))
         gamma = int(rng.integers(1, DEPTH - 2))
         window = {"kind": kind, **({"gamma": gamma} if kind == "fixed" else {"gamma_max": gamma})}
-        growth: dict[str, Any] = {"kind": str(rng.choice(["top_k", "top_k", "classifier", "static"]))}
+        growth: dict[str, Any] = {
+            "kind": str(rng.choice(["top_k", "top_k", "classifier", "static"]))
+        }
         document: dict[str, Any] = {"growth": growth, "window": window}
         if growth["kind"] == "static":
             growth["paths"] = STATIC
         else:
             growth["width"] = int(rng.integers(1, WIDTH + 1))
             if growth["kind"] == "classifier":
-                growth |= {"cap": int(rng.integers(1, WIDTH + 1)), "beta": round(float(rng.uniform(0.2, 0.8)), 2), "artifact": "grower"}
+                growth |= {
+                    "cap": int(rng.integers(1, WIDTH + 1)),
+                    "beta": round(float(rng.uniform(0.2, 0.8)), 2),
+                    "artifact": "grower",
+                }
             if growth["kind"] == "top_k" or rng.integers(2):
                 document["select"] = {"top_n": int(rng.integers(1, 40))}
                 if rng.integers(2):
-                    document["stratify"] = {"artifact": "bins", "alpha": int(rng.integers(0, 3)), "fractions": [0.4, 0.7]}
+                    document["stratify"] = {
+                        "artifact": "bins",
+                        "alpha": int(rng.integers(0, 3)),
+                        "fractions": [0.4, 0.7],
+                    }
         stop = str(rng.choice(["none", "none", "max_prob", "joint_prob", "entropy"]))
         if stop != "none":
             document["stop"] = {
@@ -117,9 +161,13 @@ def decode(
     find: Artifacts | None = None,
     profile: LatencyProfile | None = None,
 ) -> list[Any]:
-    decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, artifacts=find, profile=profile)))
+    decoder = Decoder(
+        pair, StaticSource(prepare(policy, pair.draft_names, artifacts=find, profile=profile))
+    )
     return [
-        decoder.decode(decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt), sampling, TOKENS))
+        decoder.decode(
+            decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt), sampling, TOKENS)
+        )
         for i, prompt in enumerate(PROMPTS[1:3])
     ]
 
@@ -128,7 +176,11 @@ def covers(policies: list[Policy], sampling: Sampling, find: Artifacts) -> list[
     """What the recorder must cover beside its base."""
     sampled = not sampling.greedy
     return [
-        Cover(cover_name(p.growth, sampled=sampled), compile_tree(p, sampled=sampled, artifacts=find), p.depth_max)
+        Cover(
+            cover_name(p.growth, sampled=sampled),
+            compile_tree(p, sampled=sampled, artifacts=find),
+            p.depth_max,
+        )
         for p in policies
         if p.growth.kind != "top_k"
     ]
@@ -148,7 +200,9 @@ def test_trees_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sam
         executed = decode(pair, policy, sampling, find)
         replayed = run_replay(trace, policy, per_round=True, artifacts=find)
         assert replayed.missing == 0
-        assert [[shape(s) for s in steps] for steps in replayed.steps()] == plain_rounds(trace, policy, find), policy.label()
+        assert [[shape(s) for s in steps] for steps in replayed.steps()] == plain_rounds(
+            trace, policy, find
+        ), policy.label()
         for text, ran, steps in zip(plain, executed, replayed.steps(), strict=True):
             assert ran.trajectory.output_ids.tolist() == text.output_ids.tolist(), policy.label()
             assert [shape(s) for s in ran.steps] == [shape(s) for s in steps], policy.label()
@@ -161,7 +215,11 @@ def plain_rounds(
 ) -> list[list[tuple[int, ...]]]:
     """Every round by the plain loop over the recorded trees."""
     assert policy.draft is not None
-    plan, sessions, forest = prepare(policy, [policy.draft], artifacts=find), Sessions(), trace.forests[policy.draft, "coupled"]
+    plan, sessions, forest = (
+        prepare(policy, [policy.draft], artifacts=find),
+        Sessions(),
+        trace.forests[policy.draft, "coupled"],
+    )
     return [
         [
             shape(r.step)
@@ -179,8 +237,15 @@ ANALYTIC: list[dict[str, Any]] = [
         "window": {"kind": "analytic", "gamma_max": 6, "gamma_min": 1, "history": 4},
         "select": {"top_n": 15},
     },
-    {"growth": {"kind": "top_k", "width": 3}, "window": {"kind": "analytic", "gamma_max": 5, "estimator": "exact"}, "select": {"top_n": 8}},
-    {"growth": {"kind": "static", "paths": STATIC}, "window": {"kind": "analytic", "gamma_max": 6, "history": 3}},
+    {
+        "growth": {"kind": "top_k", "width": 3},
+        "window": {"kind": "analytic", "gamma_max": 5, "estimator": "exact"},
+        "select": {"top_n": 8},
+    },
+    {
+        "growth": {"kind": "static", "paths": STATIC},
+        "window": {"kind": "analytic", "gamma_max": 6, "history": 3},
+    },
     {
         "growth": {"kind": "classifier", "width": 5, "cap": 3, "beta": 0.3, "artifact": "grower"},
         "window": {"kind": "analytic", "gamma_max": 6, "history": 3},
@@ -200,18 +265,28 @@ def test_windows_that_weigh_costs_replay_exactly(pair: LoadedPair, sampling: Sam
     find, profile = artifacts(draft), flat_profile(pair.id, pair.drafts)
     policies = [parse_policy({"draft": draft, **d}) for d in ANALYTIC]
     plain = [d.trajectory for d in decode(pair, Policy(), sampling)]
-    trees = [record_tree_panorama(pair, t, draft, WIDTH, DEPTH, covers=covers(policies, sampling, find)) for t in plain]
+    trees = [
+        record_tree_panorama(pair, t, draft, WIDTH, DEPTH, covers=covers(policies, sampling, find))
+        for t in plain
+    ]
     trace = ReplayTrace(plain, {}, trees={(draft, "coupled"): trees})
     depths = set()
     for policy in policies:
         replayed = run_replay(trace, policy, profile, per_round=True, artifacts=find)
         assert replayed.total.seconds > 0
-        for ran, steps in zip(decode(pair, policy, sampling, find, profile), replayed.steps(), strict=True):
+        for ran, steps in zip(
+            decode(pair, policy, sampling, find, profile), replayed.steps(), strict=True
+        ):
             assert [shape(s) for s in ran.steps] == [shape(s) for s in steps], policy.label()
             depths |= {s.depth for s in steps}
     assert len(depths) > 3
     with pytest.raises(PolicyError, match="no costs of trees for draft"):
-        run_replay(trace, policies[0], with_terms(profile, {"top_k/near": None, "top_k/head": None}), artifacts=find)
+        run_replay(
+            trace,
+            policies[0],
+            with_terms(profile, {"top_k/near": None, "top_k/head": None}),
+            artifacts=find,
+        )
 
 
 def test_children_by_probability_replay_exactly(pair: LoadedPair) -> None:
@@ -226,8 +301,12 @@ def test_children_by_probability_replay_exactly(pair: LoadedPair) -> None:
     )
     plain = [d.trajectory for d in decode(pair, Policy(), sampling)]
     trees = [record_tree_panorama(pair, t, draft, WIDTH, 5, proposals="probability") for t in plain]
-    replayed = run_replay(ReplayTrace(plain, {}, trees={(draft, "probability"): trees}), policy, per_round=True)
-    for text, ran, steps in zip(plain, decode(pair, policy, sampling), replayed.steps(), strict=True):
+    replayed = run_replay(
+        ReplayTrace(plain, {}, trees={(draft, "probability"): trees}), policy, per_round=True
+    )
+    for text, ran, steps in zip(
+        plain, decode(pair, policy, sampling), replayed.steps(), strict=True
+    ):
         assert ran.trajectory.output_ids.tolist() == text.output_ids.tolist()
         assert [shape(s) for s in ran.steps] == [shape(s) for s in steps]
 
@@ -235,11 +314,22 @@ def test_children_by_probability_replay_exactly(pair: LoadedPair) -> None:
 def test_what_was_not_recorded_is_refused(pair: LoadedPair) -> None:
     draft, sampling = next(iter(pair.drafts)), Sampling()
     plain: list[Trajectory] = [d.trajectory for d in decode(pair, Policy(), sampling)]
-    trace = ReplayTrace(plain, {}, trees={(draft, "coupled"): [record_tree_panorama(pair, t, draft, 3, 3) for t in plain]})
+    trace = ReplayTrace(
+        plain,
+        {},
+        trees={(draft, "coupled"): [record_tree_panorama(pair, t, draft, 3, 3) for t in plain]},
+    )
 
     def policy(width: int, gamma: int) -> Policy:
         growth = {"kind": "top_k", "width": width}
-        return parse_policy({"draft": draft, "growth": growth, "window": {"kind": "fixed", "gamma": gamma}, "select": {"top_n": 9}})
+        return parse_policy(
+            {
+                "draft": draft,
+                "growth": growth,
+                "window": {"kind": "fixed", "gamma": gamma},
+                "select": {"top_n": 9},
+            }
+        )
 
     assert run_replay(trace, policy(3, 3)).missing == 0
     with pytest.raises(TraceError, match="--tree-width 4"):

@@ -1,4 +1,5 @@
-"""The tree report: its numbers on forests whose answers are known, its page parsed, and the commands on a tiny pair."""
+"""The tree report: its numbers on forests whose answers are known, its page parsed, and the
+commands on a tiny pair."""
 
 from __future__ import annotations
 
@@ -48,11 +49,23 @@ from spectune.traces.schema import Request, Sampling, Step, TreePanorama
 from spectune.traces.store import TraceStore
 
 FIGURES = (
-    *("ranks", "within", "accepted", "phi", "probability", "acceptance", "difference", "gamma", "verified", "bins"),
+    *(
+        "ranks",
+        "within",
+        "accepted",
+        "phi",
+        "probability",
+        "acceptance",
+        "difference",
+        "gamma",
+        "verified",
+        "bins",
+    ),
     "categories",
 )
 TOP_K = (
-    '{"draft": "near", "growth": {"kind": "top_k", "width": 3}, "window": {"kind": "fixed", "gamma": 3}, "select": {"top_n": 12}}'
+    '{"draft": "near", "growth": {"kind": "top_k", "width": 3}, "window": {"kind": "fixed", '
+    '"gamma": 3}, "select": {"top_n": 12}}'
 )
 
 # --- numbers
@@ -66,7 +79,10 @@ def a_table(ranks: list[list[int]], phi: list[int]) -> GrowthTable:
 
 
 def test_the_rank_is_that_of_the_deepest_accepted_node() -> None:
-    table = a_table([[0, 3, 9], [0, 3, 10], [4, ABSENT, ABSENT], [10, 11, 12], [ABSENT] * 3, [0, 1, 2]], [16, 32, 48, 64, 80, 96])
+    table = a_table(
+        [[0, 3, 9], [0, 3, 10], [4, ABSENT, ABSENT], [10, 11, 12], [ABSENT] * 3, [0, 1, 2]],
+        [16, 32, 48, 64, 80, 96],
+    )
     limit = np.array([3, 9, 3, 3, 4, 2])  # the last start's budget ends before its third level
     starts = starts_of(table, limit, 10)
     assert starts.tcr.tolist() == [10, 4, 5, 0, 0]
@@ -91,18 +107,22 @@ def roots_only(entropy: list[int], logp: list[list[int]], slots: list[int]) -> T
     flat = np.array([*entropy, 0], np.uint8)
     none, tokens = np.zeros(0, np.uint8), np.zeros((n, width), np.int32)
     return TreePanorama(
-        "small", width, 3, "coupled", True, (), none.astype(np.int32), none, tokens, codes, codes, np.full(n, width, np.uint8),
+        "small", width, 3, "coupled", True, (), none.astype(np.int32), none, tokens, codes, codes,
+        np.full(n, width, np.uint8),
         flat, flat, np.array([*slots, 255], np.uint8),
     )  # fmt: skip
 
 
 def test_heat_maps_of_known_laws() -> None:
-    """Low entropy: the first child is accepted 1 time in 2 though its q is about 0.8; high entropy: always, though it is about 0.2."""
+    """Low entropy: the first child is accepted 1 time in 2 though its q is about 0.8; high entropy:
+    always, though it is about 0.2."""
     low, high = int(-16 * np.log(0.8)), int(-16 * np.log(0.2))
     entropy = [2, 2, 2, 2, 60, 60, 69, 69]
     laws = [[low, 30]] * 4 + [[high, 30]] * 4
     trajectory = a_trajectory(1, n=8)
-    found = heat(join_trees([trajectory], [roots_only(entropy, laws, [0, 255, 1, 0, 0, 0, 0, 0])]), 2)
+    found = heat(
+        join_trees([trajectory], [roots_only(entropy, laws, [0, 255, 1, 0, 0, 0, 0, 0])]), 2
+    )
     assert len(found.edges) == 8
     assert found.edges[0] == 0.0
     assert found.edges[-1] == pytest.approx(70 / 16)
@@ -124,10 +144,16 @@ def trace(pair: LoadedPair) -> ReplayTrace:
     """Four texts of the tiny pair, greedy and sampled, with trees of draft ``near``."""
     decoder = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)))
     texts, trees = [], []
-    for i, prompt in enumerate(("def add(a, b):", "The quick brown", "for i in", "Ann buys 4 apples")):
+    for i, prompt in enumerate(
+        ("def add(a, b):", "The quick brown", "for i in", "Ann buys 4 apples")
+    ):
         item = Request(f"r{i}", "ab"[i % 2], (prompt,))
         sampling = Sampling() if i < 2 else Sampling(temperature=0.8, seed=i)
-        texts.append(decoder.decode(decoder.request(item, pair.encode(prompt), sampling, 24), item.category).trajectory)
+        texts.append(
+            decoder.decode(
+                decoder.request(item, pair.encode(prompt), sampling, 24), item.category
+            ).trajectory
+        )
         trees.append(record_tree_panorama(pair, texts[-1], "near", 4, 4))
     return ReplayTrace(texts, {}, trees={("near", "coupled"): trees})
 
@@ -141,14 +167,27 @@ def report(trace: ReplayTrace) -> TreeReport:
 
     tried = [
         (
-            parse_policy({"draft": "near", "growth": {"kind": "top_k", "width": 2}, "window": {"kind": "fsm", "gamma_max": 4}}),
+            parse_policy(
+                {
+                    "draft": "near",
+                    "growth": {"kind": "top_k", "width": 2},
+                    "window": {"kind": "fsm", "gamma_max": 4},
+                }
+            ),
             "study",
         ),
         (parse_policy({"draft": "near", "growth": {"kind": "top_k", "width": 8}}), "study"),
     ]  # the second reads more children than there are
     stored = [Stored("bins", "bins", (20, 60), 4), Stored("gone", "static_tree")]
     about = [("recording", "rec-1 <complete>"), ("pair", "tiny & small")]
-    return tree_report(trace, TreeShape("near", 4, 4, 16), stored=stored, tried=tried, artifacts=artifacts, about=about)
+    return tree_report(
+        trace,
+        TreeShape("near", 4, 4, 16),
+        stored=stored,
+        tried=tried,
+        artifacts=artifacts,
+        about=about,
+    )
 
 
 def test_the_curves_are_what_replay_says(trace: ReplayTrace, report: TreeReport) -> None:
@@ -156,7 +195,12 @@ def test_the_curves_are_what_replay_says(trace: ReplayTrace, report: TreeReport)
     for g in report.gammas:
         chain = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": g.gamma}})
         assert g.chain == run_replay(trace, chain).total.mean_accepted_length
-        assert g.tree == run_replay(trace, TreeShape("near", 4, g.gamma, 16).policy).total.mean_accepted_length
+        assert (
+            g.tree
+            == run_replay(
+                trace, TreeShape("near", 4, g.gamma, 16).policy
+            ).total.mean_accepted_length
+        )
         assert g.tree >= g.chain
     by_label = {p.label: p for p in report.points}
     tree = run_replay(trace, TreeShape("near", 4, 4, 16).policy)
@@ -173,11 +217,14 @@ def test_the_curves_are_what_replay_says(trace: ReplayTrace, report: TreeReport)
     ]
     assert [c.category for c in report.categories] == ["a", "b"]
     by_category = tree.outcome().by_category
-    assert [c.tree_tau for c in report.categories] == [c.mean_accepted_length for c in by_category.values()]
+    assert [c.tree_tau for c in report.categories] == [
+        c.mean_accepted_length for c in by_category.values()
+    ]
 
 
 def test_ranks_agree_with_the_rounds_of_a_replay(trace: ReplayTrace, report: TreeReport) -> None:
-    """From every start that a replay visits with its whole window, as many are accepted as the ranks say."""
+    """From every start that a replay visits with its whole window, as many are accepted as the
+    ranks say."""
     policy = TreeShape("near", 4, 4, 16).policy
     prepared = prepare(policy, ["near"])
     assert prepared.rules is not None
@@ -282,8 +329,12 @@ def test_the_page_is_whole(report: TreeReport) -> None:
     data = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert data["about"]["pair"] == "tiny & small"
     assert len(data["points"]) == len(report.points)
-    assert 'class="hollow s' not in page(replace(report, points=tuple(replace(p, missing=0.0) for p in report.points)))
-    assert 'class="hollow s' in page(replace(report, points=tuple(replace(p, missing=0.01) for p in report.points)))
+    assert 'class="hollow s' not in page(
+        replace(report, points=tuple(replace(p, missing=0.0) for p in report.points))
+    )
+    assert 'class="hollow s' in page(
+        replace(report, points=tuple(replace(p, missing=0.01) for p in report.points))
+    )
 
 
 def test_a_page_of_little_is_whole_too(report: TreeReport) -> None:
@@ -308,7 +359,12 @@ def test_a_page_of_little_is_whole_too(report: TreeReport) -> None:
 
 def a_round() -> Round:
     """A tree of two levels, its second child accepted, then that one's first child."""
-    tree = GrownTree(tokens=[10, 11, 12, 20, 21, 22], parents=[-1, -1, -1, 0, 1, 1], depths=[1, 1, 1, 2, 2, 2], pool=9)
+    tree = GrownTree(
+        tokens=[10, 11, 12, 20, 21, 22],
+        parents=[-1, -1, -1, 0, 1, 1],
+        depths=[1, 1, 1, 2, 2, 2],
+        pool=9,
+    )
     return Round(Step(5, 6, 7, 2, 3, 2, depth=2), [11, 21, 99], tree.tokens, None, tree, [1, 4])
 
 
@@ -319,7 +375,8 @@ def drawn(view: Any, **how: Any) -> str:
 
 
 def with_pruned() -> Round:
-    """The same round: of the root's two children more, one of the first node, and one of the second with a child of its own."""
+    """The same round: of the root's two children more, one of the first node, and one of the second
+    with a child of its own."""
     round_ = a_round()
     assert round_.tree is not None
     pruned = Pruned([13, 14, 23, 24, 30], [-1, -1, 0, 1, 9], [1, 1, 2, 2, 3])
@@ -357,7 +414,14 @@ def test_what_was_not_verified_is_cut_and_counted() -> None:
         parents = [int(rng.integers(-1, i)) for i in range(n + more)]
         pruned = Pruned(list(range(n, n + more)), parents[n:], [1] * more)
         tree = GrownTree(tokens=list(range(n)), parents=parents[:n], depths=[1] * n, pruned=pruned)
-        text = drawn(tree_view(1, Round(Step(0, n, n + 1, 0, 0, 1), [], [], None, tree), "root", lambda token: f"t{token}"))
+        text = drawn(
+            tree_view(
+                1,
+                Round(Step(0, n, n + 1, 0, 0, 1), [], [], None, tree),
+                "root",
+                lambda token: f"t{token}",
+            )
+        )
         lines = re.findall(r'"t(\d+)"( not verified)?', text)
         assert all((int(token) >= n) == bool(mark) for token, mark in lines)
         assert len(set(lines)) == len(lines)
@@ -398,7 +462,18 @@ def door(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Door:
 def recorded(door: Door) -> tuple[str, str]:
     """A recording with trees, and one without."""
     work = Path(door.db).parent / "work.jsonl"
-    common = ("record", "--pair", door.pair, "--workload", work, "--max-new-tokens", 16, "--gamma-max", 4, "--fresh")
+    common = (
+        "record",
+        "--pair",
+        door.pair,
+        "--workload",
+        work,
+        "--max-new-tokens",
+        16,
+        "--gamma-max",
+        4,
+        "--fresh",
+    )
     bare = door.json(*common, "--limit", 2)["recording"]
     return door.json(*common, "--tree-width", 3, "--tree-depth", 3)["recording"], bare
 
@@ -412,12 +487,17 @@ def test_the_report_of_a_recording(door: Door, recorded: tuple[str, str], tmp_pa
     assert made["tokens"] == door.json("traces", "show", name)["n_output_tokens"]
     said = " ".join(check_page(out.read_text(encoding="utf-8")).said)
     assert name in said
-    shown = door.call("traces", "report", name, "--out", out, "--depth", 2)  # without --draft: the first that has trees
+    shown = door.call(
+        "traces", "report", name, "--out", out, "--depth", 2
+    )  # without --draft: the first that has trees
     assert shown.exit_code == 0
     assert shown.stdout.startswith(f"{out}: trees of draft far, ")
     for arguments, words in (
         ((bare,), f"recording {bare} has no trees of all its requests; `"),
-        ((name, "--draft", "ngram"), "has no trees of draft 'ngram' of all its requests (it has those of: far, near)"),
+        (
+            (name, "--draft", "ngram"),
+            "has no trees of draft 'ngram' of all its requests (it has those of: far, near)",
+        ),
         ((name, "--width", 5), "width 3 and depth 3, not 5 and 3; `"),
         ((name, "--out", tmp_path / "no" / "x.html"), "there is no folder"),
     ):
@@ -427,14 +507,26 @@ def test_the_report_of_a_recording(door: Door, recorded: tuple[str, str], tmp_pa
         assert words in refused.stderr
 
 
-def test_the_report_finds_what_was_fitted_and_tried(door: Door, recorded: tuple[str, str], tmp_path: Path) -> None:
+def test_the_report_finds_what_was_fitted_and_tried(
+    door: Door, recorded: tuple[str, str], tmp_path: Path
+) -> None:
     name, _ = recorded
-    policy = parse_policy({"draft": "near", "growth": {"kind": "top_k", "width": 2}, "window": {"kind": "fsm", "gamma_max": 3}})
+    policy = parse_policy(
+        {
+            "draft": "near",
+            "growth": {"kind": "top_k", "width": 2},
+            "window": {"kind": "fsm", "gamma_max": 3},
+        }
+    )
     with open_database(door.db) as database:
         store = TraceStore(database)
         pair = store.get_recording(name).pair_id
-        old = store.put_artifact("bins", {"thresholds": [5], "depth": 3, "draft": "near"}, pair_id=pair)
-        new = store.put_artifact("bins", {"thresholds": [15, 40], "depth": 3, "draft": "near"}, pair_id=pair)
+        old = store.put_artifact(
+            "bins", {"thresholds": [5], "depth": 3, "draft": "near"}, pair_id=pair
+        )
+        new = store.put_artifact(
+            "bins", {"thresholds": [15, 40], "depth": 3, "draft": "near"}, pair_id=pair
+        )
         store.put_artifact("bins", {"thresholds": [99], "depth": 3, "draft": "far"}, pair_id=pair)
         assert {a[0] for a in store.list_artifacts("bins", pair)} > {old, new}
         assert store.list_artifacts("classifier") == ()
@@ -443,14 +535,20 @@ def test_the_report_finds_what_was_fitted_and_tried(door: Door, recorded: tuple[
             {"policy": {"draft": "near", "no": 1}},
         ]
         store.put_study(pair, sampler="none", seed=0, document={}, trials=trials, recording_id=name)
-        store.put_study(pair, sampler="none", seed=0, document={}, trials=trials[:1], recording_id=None)
+        store.put_study(
+            pair, sampler="none", seed=0, document={}, trials=trials[:1], recording_id=None
+        )
         loaded = store.load(name, ["near"], trees=True)
-        trace = ReplayTrace(loaded.trajectories, {}, trees={("near", "coupled"): loaded.trees("near")})
+        trace = ReplayTrace(
+            loaded.trajectories, {}, trees={("near", "coupled"): loaded.trees("near")}
+        )
         ran = parse_policy(json.loads(TOP_K))
         store.put_policy(ran.id, ran.spelled_out(), ran.label())
         outcome = run_replay(trace, ran).outcome()
         store.put_run(pair, ran.id, outcome, device="cpu", dtype="float32", recording_id=name)
-    made = door.json("traces", "report", name, "--out", tmp_path / "x.html", "--draft", "near", "--top-n", 12)
+    made = door.json(
+        "traces", "report", name, "--out", tmp_path / "x.html", "--draft", "near", "--top-n", 12
+    )
     assert made["bins"]["artifact"] == new
     assert made["bins"]["thresholds"] == [15 / 16, 40 / 16]
     origins = {p["origin"]: p for p in made["points"]}
@@ -461,7 +559,16 @@ def test_the_report_finds_what_was_fitted_and_tried(door: Door, recorded: tuple[
 
 
 def test_generate_draws_trees(door: Door, recorded: tuple[str, str]) -> None:
-    common = ("generate", "def add(", "--pair", door.pair, "--policy", TOP_K, "--max-new-tokens", 16)
+    common = (
+        "generate",
+        "def add(",
+        "--pair",
+        door.pair,
+        "--policy",
+        TOP_K,
+        "--max-new-tokens",
+        16,
+    )
     made = door.json(*common)
     assert made["same_text"] is True
     assert len(made["trees"]) == made["rounds"]
@@ -471,7 +578,9 @@ def test_generate_draws_trees(door: Door, recorded: tuple[str, str]) -> None:
             assert tree["start"] == len(output)
             assert len(tree["tokens"]) == len(tree["parents"]) == len(tree["depths"]) <= 12
             assert [tree["tokens"][n] for n in tree["path"]] == tree["emitted"][: len(tree["path"])]
-            assert [tree["parents"][n] for n in tree["path"]] == [-1, *tree["path"]][: len(tree["path"])]
+            assert [tree["parents"][n] for n in tree["path"]] == [-1, *tree["path"]][
+                : len(tree["path"])
+            ]
             output += tree["emitted"]
         else:
             output += made["token_ids"][len(output) : len(output) + 1]
@@ -480,10 +589,20 @@ def test_generate_draws_trees(door: Door, recorded: tuple[str, str]) -> None:
     assert last.exit_code == 0
     assert len(re.findall(r"^round \d+: \d+ nodes verified", last.stdout, re.MULTILINE)) == 1
     every = door.call(*common, "--show-trees")
-    assert len(re.findall(r"^round \d+: ", every.stdout, re.MULTILINE)) == sum(t is not None for t in made["trees"])
+    assert len(re.findall(r"^round \d+: ", every.stdout, re.MULTILINE)) == sum(
+        t is not None for t in made["trees"]
+    )
     assert "\x1b[" not in every.stdout
     chain = door.call(
-        "generate", "def add(", "--pair", door.pair, "--policy", '{"draft": "near"}', "--max-new-tokens", 8, "--json"
+        "generate",
+        "def add(",
+        "--pair",
+        door.pair,
+        "--policy",
+        '{"draft": "near"}',
+        "--max-new-tokens",
+        8,
+        "--json",
     )
     assert "trees" not in one_object(chain.stdout)
     assert "nodes verified" not in chain.stderr

@@ -1,4 +1,5 @@
-"""Tree panoramas packed, stored, widened, moved and found damaged; and the databases that are older than they."""
+"""Tree panoramas packed, stored, widened, moved and found damaged; and the databases that are older
+than they."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ from spectune.traces.store.transfer import export_recordings, import_recordings
 BOTH: tuple[Proposals, ...] = ("coupled", "probability")
 
 
-def put_trees(store: TraceStore, recording: str, n: int, draft: str = "small", **how: Any) -> list[TreePanorama]:
+def put_trees(
+    store: TraceStore, recording: str, n: int, draft: str = "small", **how: Any
+) -> list[TreePanorama]:
     made = [a_tree(a_trajectory(i), draft, seed=i, **how) for i in range(n)]
     assert store.put_tree_panoramas(recording, list(enumerate(made))) == n
     return made
@@ -47,7 +50,15 @@ def put_trees(store: TraceStore, recording: str, n: int, draft: str = "small", *
 @pytest.mark.parametrize(("n", "vocab"), [(0, 300), (1, 65536), (70, 150_000)])
 def test_a_tree_comes_back_equal(n: int, vocab: int, width: int, proposals: Proposals) -> None:
     covers = ('{"kind":"top_k","width":1}', '{"kind":"static","paths":[[0],[1]]}')
-    tree = a_tree(a_trajectory(1, n=n), "small", width=width, depth=7, proposals=proposals, covers=covers, vocab=vocab)
+    tree = a_tree(
+        a_trajectory(1, n=n),
+        "small",
+        width=width,
+        depth=7,
+        proposals=proposals,
+        covers=covers,
+        vocab=vocab,
+    )
     back = unpack_tree(pack_tree(tree))
     assert back == tree
     assert all(getattr(back, name).flags.c_contiguous for name in back.columns())
@@ -57,13 +68,18 @@ def test_codes_of_every_value_come_back() -> None:
     """Differences are modulo 256, so no order of the codes is special."""
     tree = a_tree(a_trajectory(1), "small", width=6)
     rng = np.random.default_rng(5)
-    for logp, gap in ((0, 255), (255, 0), (rng.integers(0, 256, tree.logp.shape), rng.integers(0, 256, tree.gap.shape))):
+    for logp, gap in (
+        (0, 255),
+        (255, 0),
+        (rng.integers(0, 256, tree.logp.shape), rng.integers(0, 256, tree.gap.shape)),
+    ):
         other = replace(tree, logp=np.full_like(tree.logp, logp), gap=np.full_like(tree.gap, gap))
         assert unpack_tree(pack_tree(other)) == other
 
 
 def malformed(tree: TreePanorama, **changed: Any) -> None:
-    """Packs the tree's own columns and meta, some changed (None: left out), and expects a refusal."""
+    """Packs the tree's own columns and meta, some changed (None: left out), and expects a
+    refusal."""
     columns, meta = unpack(pack_tree(tree))
     for name, value in changed.items():
         for where in (columns, meta):
@@ -75,7 +91,17 @@ def malformed(tree: TreePanorama, **changed: Any) -> None:
 
 def test_malformed_trees_are_refused() -> None:
     tree = a_tree(a_trajectory(2), "small")
-    for name in (*tree.columns(), "draft", "width", "depth", "proposals", "shared", "covers", "token_bytes", "by_q"):
+    for name in (
+        *tree.columns(),
+        "draft",
+        "width",
+        "depth",
+        "proposals",
+        "shared",
+        "covers",
+        "token_bytes",
+        "by_q",
+    ):
         malformed(tree, **{name: None})
     malformed(tree, width=5)
     malformed(tree, proposals="other")
@@ -97,7 +123,9 @@ def test_malformed_trees_are_refused() -> None:
 
 
 @pytest.mark.parametrize("proposals", BOTH)
-def test_trees_come_back_beside_chains_when_asked_for(store: TraceStore, proposals: Proposals) -> None:
+def test_trees_come_back_beside_chains_when_asked_for(
+    store: TraceStore, proposals: Proposals
+) -> None:
     recording = a_recording(store, n=3, drafts=("ngram", "small"))
     made = put_trees(store, recording, 3, proposals=proposals)
     chains = store.load(recording)
@@ -107,12 +135,18 @@ def test_trees_come_back_beside_chains_when_asked_for(store: TraceStore, proposa
     assert loaded.trees("small", proposals) == tuple(made)
     assert loaded.panoramas("small") == chains.panoramas("small")
     assert store.load(recording, ["ngram"], trees=True).requests[0].trees_of(proposals) == {}
-    assert next(iter(store.iterate(recording, trees=True, ordinals=[1]))).trees_of(proposals) == {"small": made[1]}
+    assert next(iter(store.iterate(recording, trees=True, ordinals=[1]))).trees_of(proposals) == {
+        "small": made[1]
+    }
     info = store.get_recording(recording)
     assert info.drafts == {"ngram": 3, "small": 3}
-    assert (info.trees if proposals == "coupled" else info.trees_q) == {"small": TreeExtent(3, 4, 3)}
+    assert (info.trees if proposals == "coupled" else info.trees_q) == {
+        "small": TreeExtent(3, 4, 3)
+    }
     assert (info.trees_q if proposals == "coupled" else info.trees) == {}
-    assert info.to_json()["trees" if proposals == "coupled" else "trees_q"] == {"small": {"count": 3, "width": 4, "depth": 3}}
+    assert info.to_json()["trees" if proposals == "coupled" else "trees_q"] == {
+        "small": {"count": 3, "width": 4, "depth": 3}
+    }
     assert info.trees_shown() == "small 4x3" + ("" if proposals == "coupled" else " by probability")
 
 
@@ -129,14 +163,21 @@ def test_missing_trees_are_those_too_narrow_too_flat_or_not_covering(store: Trac
     recording = a_recording(store, n=4)
     assert store.missing_trees(recording, "small", width=1, depth=1) == (0, 1, 2, 3)
     assert store.tree_limits(recording, "small") == (0, 0, ())
-    for ordinal, (width, depth, covers) in enumerate([(4, 3, ("a",)), (6, 3, ("a", "b")), (4, 5, ("c",))]):
+    for ordinal, (width, depth, covers) in enumerate(
+        [(4, 3, ("a",)), (6, 3, ("a", "b")), (4, 5, ("c",))]
+    ):
         tree = a_tree(a_trajectory(ordinal), "small", width=width, depth=depth, covers=covers)
         assert store.put_tree_panoramas(recording, [(ordinal, tree)]) == 1
     assert store.missing_trees(recording, "small", width=4, depth=3) == (3,)
     assert store.missing_trees(recording, "small", width=5, depth=3) == (0, 2, 3)
     assert store.missing_trees(recording, "small", width=4, depth=4) == (0, 1, 3)
     assert store.missing_trees(recording, "small", width=4, depth=3, covers=("a", "b")) == (0, 2, 3)
-    assert store.missing_trees(recording, "small", width=4, depth=3, proposals="probability") == (0, 1, 2, 3)
+    assert store.missing_trees(recording, "small", width=4, depth=3, proposals="probability") == (
+        0,
+        1,
+        2,
+        3,
+    )
     assert store.missing_trees(recording, "other", width=4, depth=3) == (0, 1, 2, 3)
     assert store.tree_limits(recording, "small") == (6, 5, ("a", "b", "c"))
     info = store.get_recording(recording)
@@ -153,9 +194,17 @@ def test_trees_are_replaced_by_what_holds_more_and_never_narrowed(store: TraceSt
     first = a_tree(text, "small", width=4, depth=3, covers=("a", "b"))
     assert store.put_tree_panoramas(recording, [(0, first)]) == 1
     for width, depth, covers in ((3, 9, ("a", "b")), (9, 2, ("a", "b")), (9, 9, ("a",))):
-        assert store.put_tree_panoramas(recording, [(0, a_tree(text, "small", width=width, depth=depth, covers=covers))]) == 0
+        assert (
+            store.put_tree_panoramas(
+                recording, [(0, a_tree(text, "small", width=width, depth=depth, covers=covers))]
+            )
+            == 0
+        )
     assert store.load(recording, trees=True).trees("small") == (first,)
-    for more in (a_tree(text, "small", seed=9, covers=("a", "b")), a_tree(text, "small", width=5, covers=("a", "b", "c"))):
+    for more in (
+        a_tree(text, "small", seed=9, covers=("a", "b")),
+        a_tree(text, "small", width=5, covers=("a", "b", "c")),
+    ):
         assert store.put_tree_panoramas(recording, [(0, more)]) == 1
         assert store.load(recording, trees=True).trees("small") == (more,)
     by_q = a_tree(text, "small", proposals="probability", width=1)
@@ -168,7 +217,9 @@ def test_absent_trees_name_the_command(store: TraceStore) -> None:
     put_trees(store, recording, 1)
     loaded = store.load(recording, trees=True)
     with pytest.raises(
-        TraceError, match=rf"1 tree panoramas .* for 2 requests; .*--resume {recording} --tree-width 8 --tree-depth 8"
+        TraceError,
+        match=r"1 tree panoramas .* for 2 requests; "
+        rf".*--resume {recording} --tree-width 8 --tree-depth 8",
     ):
         loaded.trees("small")
     with pytest.raises(TraceError, match="--tree-proposals probability` makes"):
@@ -185,20 +236,25 @@ def test_a_damaged_tree_is_named_and_the_others_are_usable(store: TraceStore, ur
     damage(store, PanoramaChunkRow, recording, 1, "small", "tree")
     assert len(store.load(recording).panoramas("small")) == 3  # chains are not concerned
     with pytest.raises(
-        CorruptedChunkError, match=rf"recording {recording}, request 1: tree panorama of draft 'small' .*checksum"
+        CorruptedChunkError,
+        match=rf"recording {recording}, request 1: tree panorama of draft 'small' .*checksum",
     ):
         store.load(recording, trees=True)
     loaded = store.load(recording, trees=True, skip_corrupted=True)
     assert [(s.ordinal, s.draft) for s in loaded.skipped] == [(1, "small")]
     assert loaded.having(["small"], trees=["small"]).trees("small") == (made[0], made[2])
     report = check(url)
-    assert [(c.table, c.key["ordinal"], c.key["kind"]) for c in report.bad_chunks] == [("panorama_chunk", 1, "tree")]
+    assert [(c.table, c.key["ordinal"], c.key["kind"]) for c in report.bad_chunks] == [
+        ("panorama_chunk", 1, "tree")
+    ]
 
 
 # --- moving and removing
 
 
-def test_trees_travel_with_their_recording_and_go_with_it(store: TraceStore, tmp_path: Path) -> None:
+def test_trees_travel_with_their_recording_and_go_with_it(
+    store: TraceStore, tmp_path: Path
+) -> None:
     recording = a_recording(store, n=2)
     put_trees(store, recording, 2)
     put_trees(store, recording, 2, proposals="probability")
@@ -223,27 +279,45 @@ def test_trees_travel_with_their_recording_and_go_with_it(store: TraceStore, tmp
 
 
 def old_database(url: str) -> None:
-    """A database at revision 0001 with a recording of one request and its chain panorama, written as that program did."""
+    """A database at revision 0001 with a recording of one request and its chain panorama, written
+    as that program did."""
     at_revision(url, "0001")
     text = a_trajectory(0)
-    tokens, chain = pack_tokens(text.prompt_ids, text.output_ids), pack_chain(a_panorama(text, "small"))
+    tokens, chain = (
+        pack_tokens(text.prompt_ids, text.output_ids),
+        pack_chain(a_panorama(text, "small")),
+    )
     now = {"created_at": datetime(2026, 11, 20, 12, tzinfo=UTC)}
-    asked = {"sampling": json.dumps(asdict(Sampling())), "max_new_tokens": 64, "verifier": "coupled"}
+    asked = {
+        "sampling": json.dumps(asdict(Sampling())),
+        "max_new_tokens": 64,
+        "verifier": "coupled",
+    }
     digest = spec_hash(PAIR, None, Sampling(), 64, "coupled", {}, "record")
     request = {"recording_id": "rec-000001", "ordinal": 0}
-    counted = {"n_prompt": 17, "n_output": 60, "rounds": 0, "drafted": 0, "accepted": 0, "seconds": 0.0}
+    counted = {
+        "n_prompt": 17,
+        "n_output": 60,
+        "rounds": 0,
+        "drafted": 0,
+        "accepted": 0,
+        "seconds": 0.0,
+    }
     rows: dict[str, dict[str, Any]] = {
         "pair": {"id": PAIR, "name": "demo", "document": "{}", **now},
         "recording": {
-            "id": "rec-000001", "pair_id": PAIR, "source": "record", "state": "complete", "options": "{}", "progress": "{}",
+            "id": "rec-000001", "pair_id": PAIR, "source": "record", "state": "complete",
+            "options": "{}", "progress": "{}",
             "spec_sha256": digest, **asked, **now,
         },
         "trajectory": {
-            "request_id": text.request_id, "category": text.category, "finish": "length", "stop_strings": "[]",
+            "request_id": text.request_id, "category": text.category, "finish": "length",
+            "stop_strings": "[]",
             **request, **asked, **now, **counted, **vars(tokens),
         },
         "panorama_chunk": {
-            "draft": "small", "kind": "chain", "gamma_max": 16, "n": 60, "agree_count": 40, "none_count": 0,
+            "draft": "small", "kind": "chain", "gamma_max": 16, "n": 60, "agree_count": 40,
+            "none_count": 0,
             "acceptance": 0.5, "at_risk": "[60]", "survived": "[40]", **request, **vars(chain),
         },
     }  # fmt: skip
@@ -251,13 +325,22 @@ def old_database(url: str) -> None:
     with engine.execution_options(**WRITES).connect() as connection, connection.begin():
         for table, values in rows.items():
             names = ", ".join(values)
-            connection.execute(sa.text(f"INSERT INTO {table} ({names}) VALUES ({', '.join(':' + n for n in values)})"), values)
+            connection.execute(
+                sa.text(
+                    f"INSERT INTO {table} ({names}) VALUES ({', '.join(':' + n for n in values)})"
+                ),
+                values,
+            )
     engine.dispose()
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
-def test_an_old_database_is_upgraded_with_what_it_holds(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    url = str(tmp_path / "old.db") if kind == "sqlite" else request.getfixturevalue("postgresql_url")
+def test_an_old_database_is_upgraded_with_what_it_holds(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    url = (
+        str(tmp_path / "old.db") if kind == "sqlite" else request.getfixturevalue("postgresql_url")
+    )
     old_database(url)
     assert upgrade(url) == ("0001", migrate.head())
     assert check(url).ok

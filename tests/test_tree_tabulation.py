@@ -1,4 +1,5 @@
-"""The tabulation of trees against the plain-Python builder of :mod:`tree_reference`, on random tries of distributions."""
+"""The tabulation of trees against the plain-Python builder of :mod:`tree_reference`, on random
+tries of distributions."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ import pytest
 import tree_reference as reference
 
 from spectune.optimizer.simulate.forest import Forest, tabulate_growth
-from spectune.optimizer.simulate.tree_tables import ABSENT, NO_UNION, ClusterUnion, GrowthTable, ShortlistRanks
+from spectune.optimizer.simulate.tree_tables import (
+    ABSENT,
+    NO_UNION,
+    ClusterUnion,
+    GrowthTable,
+    ShortlistRanks,
+)
 from spectune.runtime.policies.sequoia import static_levels
 from spectune.runtime.trees.grow import TreeRule
 
@@ -17,19 +24,30 @@ STARTS = 60
 
 
 def random_forest(seed: int, *, width: int = 6, extra: int = 900) -> Forest:
-    """A trie of random distributions with holes: children that were not recorded, some with few children, many equal codes."""
+    """A trie of random distributions with holes: children that were not recorded, some with few
+    children, many equal codes."""
     rng = np.random.default_rng(seed)
     nodes, high = STARTS + extra, int(rng.choice([3, 40, 250]))
-    order = np.argsort(np.arange(width) + rng.random((nodes, width)) * 4 + np.arange(nodes)[:, None] / 40, axis=None)
+    order = np.argsort(
+        np.arange(width) + rng.random((nodes, width)) * 4 + np.arange(nodes)[:, None] / 40,
+        axis=None,
+    )
     child = np.full(nodes * width, -1, np.int32)
     child[order[:extra]] = np.arange(STARTS, nodes)
     gap = np.sort(rng.integers(0, high, (nodes, width)), axis=1)
     codes = (rng.integers(0, high, (nodes, width)), gap - gap[:, :1])
     return Forest(
-        "near", width, 8, False, frozenset(), True, np.arange(STARTS), rng.integers(0, 9, STARTS), child.reshape(nodes, width),
-        np.where(rng.random(nodes) < 0.2, 255, np.minimum(rng.geometric(0.5, nodes) - 1, width)).astype(np.uint8),
-        *(x.astype(np.uint8) for x in codes), np.where(rng.random(nodes) < 0.3, rng.integers(1, width + 1, nodes), width).astype(np.uint8),
-        *(rng.integers(0, 256, nodes).astype(np.uint8) for _ in range(2)), rng.integers(0, 50, (nodes, width)).astype(np.int32),
+        "near", width, 8, False, frozenset(), True, np.arange(STARTS), rng.integers(0, 9, STARTS),
+        child.reshape(nodes, width),
+        np.where(
+            rng.random(nodes) < 0.2, 255, np.minimum(rng.geometric(0.5, nodes) - 1, width)
+        ).astype(np.uint8),
+        *(x.astype(np.uint8) for x in codes),
+        np.where(
+            rng.random(nodes) < 0.3, rng.integers(1, width + 1, nodes), width
+        ).astype(np.uint8),
+        *(rng.integers(0, 256, nodes).astype(np.uint8) for _ in range(2)),
+        rng.integers(0, 50, (nodes, width)).astype(np.int32),
     )  # fmt: skip
 
 
@@ -44,7 +62,11 @@ def random_rule(rng: np.random.Generator, kind: str) -> tuple[TreeRule, referenc
         growth = reference.Static(tuple(sorted(reference.prefixes(paths))))
         width, levels = static_levels(growth.paths)
         return TreeRule(width, max(len(x.expanded) for x in levels), static=levels), growth
-    cap, table, beta = int(rng.integers(1, 7)), rng.integers(0, 65536, (4, 200, 300)).astype(np.int32), int(rng.integers(20000, 50000))
+    cap, table, beta = (
+        int(rng.integers(1, 7)),
+        rng.integers(0, 65536, (4, 200, 300)).astype(np.int32),
+        int(rng.integers(20000, 50000)),
+    )
 
     def confidence(joint: int, entropy: int, depth: int) -> int:
         return int(table[min(depth, 4) - 1, min(entropy, 199), min(joint, 299)])
@@ -54,10 +76,16 @@ def random_rule(rng: np.random.Generator, kind: str) -> tuple[TreeRule, referenc
 
 
 class Recorded:
-    """A forest as the reference reads it: a path is that of the children's slots. ``shortlist`` leaves children out, one level's
-    frontier at a time, in creation order."""
+    """A forest as the reference reads it: a path is that of the children's slots. ``shortlist``
+    leaves children out, one level's frontier at a time, in creation order."""
 
-    def __init__(self, forest: Forest, start: int, levels: list[set[tuple[int, ...]]] | None, shortlist: ShortlistRanks | None) -> None:
+    def __init__(
+        self,
+        forest: Forest,
+        start: int,
+        levels: list[set[tuple[int, ...]]] | None,
+        shortlist: ShortlistRanks | None,
+    ) -> None:
         self.forest, self.start, self.shortlist, self.levels = forest, start, shortlist, levels
 
     def node(self, path: tuple[int, ...]) -> int:
@@ -74,8 +102,17 @@ class Recorded:
         budget, union, added = shortlist.budgets[len(path)], shortlist.union, set()
         if self.levels is not None and len(union.order):
             for other in self.levels[len(path)]:
-                added |= set(union.order[self.node(other)][:budget].tolist()) if self.node(other) >= 0 else set()
-        return [s for s in slots if shortlist.ranks[node, s] < budget or (len(union.order) and int(union.cluster[node, s]) in added)]
+                added |= (
+                    set(union.order[self.node(other)][:budget].tolist())
+                    if self.node(other) >= 0
+                    else set()
+                )
+        return [
+            s
+            for s in slots
+            if shortlist.ranks[node, s] < budget
+            or (len(union.order) and int(union.cluster[node, s]) in added)
+        ]
 
     def __call__(self, path: tuple[int, ...]) -> reference.Law:
         f, node = self.forest, self.node(path)
@@ -83,7 +120,9 @@ class Recorded:
             return reference.Law([], [], [], 0, 0)
         slots = self.held(path, node)
         gap = [int(f.gap[node, s]) - int(f.gap[node, slots[0]]) for s in slots]
-        return reference.Law(slots, f.logp[node, slots].tolist(), gap, int(f.entropy[node]), int(f.top_entropy[node]))
+        return reference.Law(
+            slots, f.logp[node, slots].tolist(), gap, int(f.entropy[node]), int(f.top_entropy[node])
+        )
 
 
 def read_levels(tree: reference.Tree) -> list[set[tuple[int, ...]]]:
@@ -98,7 +137,12 @@ def read_levels(tree: reference.Tree) -> list[set[tuple[int, ...]]]:
 
 
 def check(
-    made: GrowthTable, forest: Forest, rule: TreeRule, growth: reference.Growth, start: int, shortlist: ShortlistRanks | None
+    made: GrowthTable,
+    forest: Forest,
+    rule: TreeRule,
+    growth: reference.Growth,
+    start: int,
+    shortlist: ShortlistRanks | None,
 ) -> None:
     """One start of a table against the reference's trees of every depth."""
     levels: list[set[tuple[int, ...]]] | None = [{()}]
@@ -106,16 +150,24 @@ def check(
         draft = Recorded(forest, start, levels, shortlist)
         tree = reference.build(draft, growth, gamma=gamma)
         text: list[int] = []
-        while len(text) < gamma and (node := draft.node(tuple(text))) >= 0 and forest.text_slot[node] < forest.width:
+        while (
+            len(text) < gamma
+            and (node := draft.node(tuple(text))) >= 0
+            and forest.text_slot[node] < forest.width
+        ):
             text.append(int(forest.text_slot[node]))
         ranks = [ABSENT] * gamma
         for rank, one in enumerate(reference.cheapest_first(tree.candidates)):
             if one.path == tuple(text[: one.depth]):
                 ranks[one.depth - 1] = rank
-                assert made.read[start, one.depth - 1] == (one in growing_next(tree, one.depth, growth, rule))
+                assert made.read[start, one.depth - 1] == (
+                    one in growing_next(tree, one.depth, growth, rule)
+                )
         if rule.static:
             ranks = [r if r == ABSENT else 0 for r in ranks]
-            assert [int(r) == ABSENT for r in made.rank[start, gamma - 1, :gamma]] == [r == ABSENT for r in ranks]
+            assert [int(r) == ABSENT for r in made.rank[start, gamma - 1, :gamma]] == [
+                r == ABSENT for r in ranks
+            ]
         else:
             assert made.rank[start, gamma - 1, :gamma].tolist() == ranks
         assert made.pool[start, gamma - 1] == len(tree.candidates)
@@ -126,18 +178,33 @@ def check(
         last = [node for node in tree.candidates if node.depth == gamma]
         if last:
             first = last[0] if rule.static else reference.cheapest_first(last)[0]
-            assert made.best[start, gamma - 1].tolist() == [first.logp, first.q_joint, first.entropy]
-        levels = [*read_levels(tree), {node.path for node in growing_next(tree, gamma, growth, rule)}][: gamma + 1]
+            assert made.best[start, gamma - 1].tolist() == [
+                first.logp,
+                first.q_joint,
+                first.entropy,
+            ]
+        levels = [
+            *read_levels(tree),
+            {node.path for node in growing_next(tree, gamma, growth, rule)},
+        ][: gamma + 1]
         if not rule.static:
             assert made.width[start, gamma - 1] == len(growing_next(tree, gamma, growth, rule))
 
 
-def growing_next(tree: reference.Tree, depth: int, growth: reference.Growth, rule: TreeRule) -> list[reference.Node]:
+def growing_next(
+    tree: reference.Tree, depth: int, growth: reference.Growth, rule: TreeRule
+) -> list[reference.Node]:
     """The nodes of a level that the next pass would read."""
     level = [node for node in tree.candidates if node.depth == depth]
     if isinstance(growth, reference.Static):
-        return [n for n in level if any(p[:depth] == n.ranks for p in growth.paths if len(p) > depth)]
-    return level if isinstance(growth, reference.Classifier) else reference.cheapest_first(level)[: rule.frontier]
+        return [
+            n for n in level if any(p[:depth] == n.ranks for p in growth.paths if len(p) > depth)
+        ]
+    return (
+        level
+        if isinstance(growth, reference.Classifier)
+        else reference.cheapest_first(level)[: rule.frontier]
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -157,17 +224,24 @@ def short_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference._Builder, "read_frontier", read_frontier)
 
 
-CASES = [(kind, shortlisted) for kind in ("top_k", "classifier") for shortlisted in ("all", "frequency", "routed")]
+CASES = [
+    (kind, shortlisted)
+    for kind in ("top_k", "classifier")
+    for shortlisted in ("all", "frequency", "routed")
+]
 
 
 @pytest.mark.parametrize(("kind", "shortlisted"), [*CASES, ("static", "all")])
 def test_a_table_holds_what_each_start_grows(kind: str, shortlisted: str) -> None:
-    """Ranks, candidates, passes' widths, ends, what a stop reads: of every depth, with a shortlist that shrinks and without."""
+    """Ranks, candidates, passes' widths, ends, what a stop reads: of every depth, with a shortlist
+    that shrinks and without."""
     missing, on_text = set(), 0
     for seed in range(4):
         forest, rng = random_forest(seed), np.random.default_rng(seed)
         rule, growth = random_rule(rng, kind)
-        shortlist = {"all": None, "frequency": by_frequency(forest), "routed": routed(forest, rng)}[shortlisted]
+        shortlist = {"all": None, "frequency": by_frequency(forest), "routed": routed(forest, rng)}[
+            shortlisted
+        ]
         depth = min(5, len(rule.static)) if rule.static else 5
         made = tabulate_growth(forest, [(rule, np.arange(STARTS))], depth, shortlist)
         for start in range(0, STARTS, 3):
@@ -176,8 +250,14 @@ def test_a_table_holds_what_each_start_grows(kind: str, shortlisted: str) -> Non
         on_text += int((made.rank != ABSENT).sum())
         if shortlisted == "routed" and shortlist is not None:
             assert 0 < made.size.max() <= shortlist.union.sizes.sum()
-            alone = tabulate_growth(forest, [(rule, np.arange(STARTS))], depth, shortlist._replace(union=NO_UNION))
-            assert kind != "top_k" or rule.width == 1 or made.pool.sum(dtype=np.int64) > alone.pool.sum(dtype=np.int64)
+            alone = tabulate_growth(
+                forest, [(rule, np.arange(STARTS))], depth, shortlist._replace(union=NO_UNION)
+            )
+            assert (
+                kind != "top_k"
+                or rule.width == 1
+                or made.pool.sum(dtype=np.int64) > alone.pool.sum(dtype=np.int64)
+            )
     assert len(missing) > 2, "no hole of the trie was met"
     assert on_text > 100
 
@@ -193,5 +273,7 @@ def routed(forest: Forest, rng: np.random.Generator) -> ShortlistRanks:
     cluster = rng.integers(0, 13, forest.child.shape).astype(np.uint16)  # 12: in none
     place = np.concatenate([np.argsort(order, axis=1), np.full((len(order), 1), 12)], axis=1)
     ranks = np.take_along_axis(place, cluster.astype(np.int64), 1).astype(np.int32)
-    union = ClusterUnion(cluster, np.ascontiguousarray(order[:, :5]), np.append(rng.integers(1, 40, 12), 0))
+    union = ClusterUnion(
+        cluster, np.ascontiguousarray(order[:, :5]), np.append(rng.integers(1, 40, 12), 0)
+    )
     return ShortlistRanks(ranks, np.array([8, 6, 3, 2, 1]), union)

@@ -24,7 +24,9 @@ from spectune.optimizer.verdict import Candidate, Tuned
 from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
 from spectune.traces.store.catalog import Study
 
-PLAIN = candidate("autoregressive", AUTOREGRESSIVE, [1.0, 1.0, 3.0, 3.0], 1.0, (0.625, 0.6, 0.65), left=False)
+PLAIN = candidate(
+    "autoregressive", AUTOREGRESSIVE, [1.0, 1.0, 3.0, 3.0], 1.0, (0.625, 0.6, 0.65), left=False
+)
 WINNER = candidate("finalist 1", FAST, [0.5, 0.5, 2.0, 2.0], 1.6, (1.0, 1.0, 1.0), left=True)
 SLOWER = candidate("finalist 2", DROPPED, [0.6, 0.6], 0.8, (0.83, 0.8, 0.86), left=False)
 
@@ -57,17 +59,34 @@ PUBLISHED = {"published": {"version": 3, "policy": FAST.id}}
     ("document", "words"),
     [
         ({"draft": "none"}, "no draft, one token a round"),
-        ({"draft": "small", "window": {"kind": "fixed", "gamma": 4}}, "small drafts 4 tokens a round"),
         (
-            {"draft": "ngram", "window": {"kind": "fsm", "gamma_max": 8}, "stop": {"kind": "max_prob", "threshold": 0.4}},
-            "prompt lookup (ngram) drafts up to 8 tokens a round, as its window (fsm) says, and stops where its next token is unsure",
+            {"draft": "small", "window": {"kind": "fixed", "gamma": 4}},
+            "small drafts 4 tokens a round",
         ),
         (
-            {"draft": "head", "window": {"kind": "fixed", "gamma": 6}, "growth": {"kind": "top_k"}, "select": {"top_n": 24}}
+            {
+                "draft": "ngram",
+                "window": {"kind": "fsm", "gamma_max": 8},
+                "stop": {"kind": "max_prob", "threshold": 0.4},
+            },
+            "prompt lookup (ngram) drafts up to 8 tokens a round, as its window (fsm) says, and "
+            "stops where its next token is unsure",
+        ),
+        (
+            {
+                "draft": "head",
+                "window": {"kind": "fixed", "gamma": 6},
+                "growth": {"kind": "top_k"},
+                "select": {"top_n": 24},
+            }
             | {"shortlist": {"kind": "frequency", "artifact": "abc", "size": 512}},
-            "head drafts EAGLE-2 trees of 6 levels, 24 nodes verified, over a shortlist of 512 tokens",
+            "head drafts EAGLE-2 trees of 6 levels, 24 nodes verified, over a shortlist of "
+            "512 tokens",
         ),
-        ({"draft": {"kind": "ols", "artifact": "abc"}}, "a draft is chosen for each prompt (chooser abc)"),
+        (
+            {"draft": {"kind": "ols", "artifact": "abc"}},
+            "a draft is chosen for each prompt (chooser abc)",
+        ),
     ],
 )
 def test_policies_in_words(document: dict[str, Any], words: str) -> None:
@@ -75,8 +94,12 @@ def test_policies_in_words(document: dict[str, Any], words: str) -> None:
 
 
 def test_the_last_lines_say_what_is_in_force_and_what_to_type() -> None:
-    """A win over nothing in force, over something in force, unpublished; no gain; each within 80 columns."""
-    where, commands = ("for pair demo on cpu", [("cli.py run --policy active", "decodes with what is in force")])
+    """A win over nothing in force, over something in force, unpublished; no gain; each within 80
+    columns."""
+    where, commands = (
+        "for pair demo on cpu",
+        [("cli.py run --policy active", "decodes with what is in force")],
+    )
 
     what = "# decodes with what is in force cli.py run --policy active"
 
@@ -87,21 +110,44 @@ def test_the_last_lines_say_what_is_in_force_and_what_to_type() -> None:
         return " ".join(text.split())
 
     won = said(tuned(WINNER, PLAIN, **PUBLISHED))
-    assert won.startswith("In force now for pair demo on cpu, as version 3: small drafts 4 tokens a round. It decodes 1.60")
-    assert "times as fast as decoding without a draft (95% interval 1.60 to 1.60): 80 tokens/s on 4 requests" in won
+    assert won.startswith(
+        "In force now for pair demo on cpu, as version 3: small drafts 4 tokens a round. It "
+        "decodes 1.60"
+    )
+    assert (
+        "times as fast as decoding without a draft (95% interval 1.60 to 1.60): 80 tokens/s on 4 "
+        "requests" in won
+    )
     over = said(tuned(WINNER, SLOWER, **PUBLISHED))
     assert "as what was in force (small fixed(gamma=8))" in over
-    assert said(tuned(WINNER, PLAIN)).startswith("Nothing was published, as asked. The winner for pair demo")
+    assert said(tuned(WINNER, PLAIN)).startswith(
+        "Nothing was published, as asked. The winner for pair demo"
+    )
     kept = said(tuned(SLOWER, SLOWER))
     assert kept.startswith(
-        "Nothing changes for pair demo on cpu: small drafts 8 tokens a round. Nothing executed is faster beyond noise;"
+        "Nothing changes for pair demo on cpu: small drafts 8 tokens a round. Nothing executed is "
+        "faster beyond noise;"
     )
     assert "small fixed(gamma=4), decodes 1.60 times as fast" in kept
-    late = tuned(WINNER, PLAIN, reason="version 7 came into force meanwhile and was not compared, so it stays", superseded_by=7)
+    late = tuned(
+        WINNER,
+        PLAIN,
+        reason="version 7 came into force meanwhile and was not compared, so it stays",
+        superseded_by=7,
+    )
     assert said(late).startswith("Nothing was published: version 7 came into force meanwhile")
-    confirmed = {"id": FAST.id, "ratio": 1.02, "interval": [0.97, 1.07], "level": 0.99, "requests": 7}
+    confirmed = {
+        "id": FAST.id,
+        "ratio": 1.02,
+        "interval": [0.97, 1.07],
+        "level": 0.99,
+        "requests": 7,
+    }
     held = said(tuned(SLOWER, SLOWER, confirmed=confirmed, confirm_requests=7))
-    assert "decodes 1.02 times as fast (99% interval 0.97 to 1.07) on 7 requests held out to confirm it." in held
+    assert (
+        "decodes 1.02 times as fast (99% interval 0.97 to 1.07) on 7 requests held out to "
+        "confirm it." in held
+    )
     for ratio, requests, why in (
         ((1.02, 0.97, 1.07), 7, "the gain is not beyond noise"),
         ((1.5, 1.4, 1.6), 4, "4 requests are too few, 5 are needed"),
@@ -113,11 +159,24 @@ def test_the_last_lines_say_what_is_in_force_and_what_to_type() -> None:
         assert verdict_in_words(kept, "cuda").endswith(f"nothing executed takes its place: {why}.")
         assert "beyond noise" in said(kept) or ratio[1] > 1
         assert f"6 searched on, 4 raced on, {requests} confirmed on" in page(report(document(kept)))
-    sure = tuned(WINNER, PLAIN, confirmed=confirmed, confirm_requests=7, ratio_to_incumbent=[1.5, 1.25, 2.0], **PUBLISHED)
-    assert "1.50 times as fast as decoding without a draft (99% interval 1.25 to 2.00) on 7 requests held out" in said(sure)
+    sure = tuned(
+        WINNER,
+        PLAIN,
+        confirmed=confirmed,
+        confirm_requests=7,
+        ratio_to_incumbent=[1.5, 1.25, 2.0],
+        **PUBLISHED,
+    )
+    assert (
+        "1.50 times as fast as decoding without a draft (99% interval 1.25 to 2.00) on 7 requests "
+        "held out" in said(sure)
+    )
     assert "(99% interval 0.87 to 3.47)" in verdict_in_words(sure, "cuda")
     plain = said(tuned(PLAIN, PLAIN, published={"version": 1, "policy": AUTOREGRESSIVE.id}))
-    assert plain.startswith("In force now for pair demo on cpu, as version 1: no draft, one token a round. Nothing executed")
+    assert plain.startswith(
+        "In force now for pair demo on cpu, as version 1: no draft, one token a round. Nothing "
+        "executed"
+    )
     assert not finding(tuned(PLAIN, PLAIN)).deploys
 
 
@@ -135,35 +194,48 @@ def document(found: dict[str, Any]) -> dict[str, Any]:
     compared = Comparison({}, 0, Timings(seconds), (FAST.id,))
     texts = [f"t{i} " for i in range(9)]
     made = replace(TUNED, winner=WINNER)
-    rounds = {"request": HOSTILE, "text": texts, "rounds": {FAST.id: [[4, 4, 5], [4, 0, 1], [4, 2, 3]]}}
+    rounds = {
+        "request": HOSTILE,
+        "text": texts,
+        "rounds": {FAST.id: [[4, 4, 5], [4, 0, 1], [4, 2, 3]]},
+    }
     kept = evidence_document(made, compared, rounds, {"pair": HOSTILE, "device": "cuda"})
     kept["categories"][FAST.id] = {HOSTILE: 80.0, "prose": 10.0}
     return {**kept, "tuned": found}
 
 
 TUNED = Tuned(
-    WINNER, PLAIN, (WINNER, SLOWER, PLAIN, replace(PLAIN, role="incumbent")), "rec-1", "prof-1", "study-1",
-    texts_differ=0, test_requests=4, search_requests=6, trials=9, published=None, reason="said why", seconds={},
+    WINNER, PLAIN, (WINNER, SLOWER, PLAIN, replace(PLAIN, role="incumbent")), "rec-1", "prof-1",
+    "study-1",
+    texts_differ=0, test_requests=4, search_requests=6, trials=9, published=None, reason="said why",
+    seconds={},
 )  # fmt: skip
 
 
 def report(evidence: dict[str, Any], **more: Any) -> TuningReport:
     trials = tuple(
-        {"policy": p.spelled_out(), "id": p.id, "value": v} for p, v in ((FAST, 90.0), (DROPPED, 70.0), (AUTOREGRESSIVE, 50.0))
+        {"policy": p.spelled_out(), "id": p.id, "value": v}
+        for p, v in ((FAST, 90.0), (DROPPED, 70.0), (AUTOREGRESSIVE, 50.0))
     )
     summary = {
         "beyond_the_recording": {"policies": 3, "best": [{"label": HOSTILE, "value": 1.0}]},
         "shortlists": {"searched": {"small": []}, "most_gained": {"small": {"fixed": -0.01}}},
         "chooser": "choosing gains nothing",
     }
-    study = Study("study-1", "pair-1", "rec-1", "none", 0, summary, trials, datetime(2026, 5, 4, tzinfo=UTC))
+    study = Study(
+        "study-1", "pair-1", "rec-1", "none", 0, summary, trials, datetime(2026, 5, 4, tzinfo=UTC)
+    )
     return TuningReport(study, evidence, {"small": (0.7, 0.5, 0.4), HOSTILE: (0.2,)}, **more)
 
 
 def test_the_race_is_kept_as_it_went() -> None:
     """In turns over all passes; who was dropped ends where it was last executed."""
     race = {r["policy"]: r for r in document(tuned(WINNER, PLAIN))["race"]}
-    assert {p: r["dropped"] for p, r in race.items()} == {FAST.id: False, DROPPED.id: True, AUTOREGRESSIVE.id: True}
+    assert {p: r["dropped"] for p, r in race.items()} == {
+        FAST.id: False,
+        DROPPED.id: True,
+        AUTOREGRESSIVE.id: True,
+    }
     assert race[DROPPED.id]["points"][-1][:2] == [2, pytest.approx(1 / 1.2, abs=1e-4)]
     assert race[AUTOREGRESSIVE.id]["points"][-1][:2] == [4, pytest.approx(5 / 8)]
     assert race[FAST.id]["points"][-1] == [7, 1.0, 1.0, 1.0]
@@ -173,26 +245,54 @@ def test_the_race_is_kept_as_it_went() -> None:
 @pytest.mark.parametrize(
     ("winner", "incumbent", "said"),
     [
-        (WINNER, PLAIN, "Deploy this: small drafts 4 tokens a round; it saves 2.08 GPU hours per million tokens"),
-        (SLOWER, SLOWER, "Keep what you have: small drafts 8 tokens a round; nothing executed is faster beyond noise."),
+        (
+            WINNER,
+            PLAIN,
+            "Deploy this: small drafts 4 tokens a round; it saves 2.08 GPU hours per "
+            "million tokens",
+        ),
+        (
+            SLOWER,
+            SLOWER,
+            "Keep what you have: small drafts 8 tokens a round; nothing executed is faster "
+            "beyond noise.",
+        ),
         (PLAIN, PLAIN, "Decode without a draft: nothing executed is faster beyond noise."),
     ],
 )
-def test_the_page_says_first_what_to_deploy(winner: Candidate, incumbent: Candidate, said: str) -> None:
+def test_the_page_says_first_what_to_deploy(
+    winner: Candidate, incumbent: Candidate, said: str
+) -> None:
     text = page(report(document(tuned(winner, incumbent))), gpus=8, price=2.5)
     assert f"<h1>{said}" in text
-    saved = "Of 8 such devices busy all day it saves 72.0 GPU hours a day" in text and "At 2.5 an hour that is 5.21" in text
+    saved = (
+        "Of 8 such devices busy all day it saves 72.0 GPU hours a day" in text
+        and "At 2.5 an hour that is 5.21" in text
+    )
     assert saved == (winner is WINNER)
 
 
 def test_the_page_is_whole_and_holds_nothing_that_acts() -> None:
-    found = Page(page(report(document(tuned(WINNER, PLAIN, **PUBLISHED))), more=[section("More", "<p>more</p>")]))
+    found = Page(
+        page(
+            report(document(tuned(WINNER, PLAIN, **PUBLISHED))),
+            more=[section("More", "<p>more</p>")],
+        )
+    )
     assert found.open == []
     assert len(found.ids) == len(set(found.ids))
     assert set(found.named) <= set(found.ids)
-    assert {"prediction", "race", "intervals", "categories", "latency", "positions", "rounds-1", "tried", "left-out"} <= set(
-        found.ids
-    )
+    assert {
+        "prediction",
+        "race",
+        "intervals",
+        "categories",
+        "latency",
+        "positions",
+        "rounds-1",
+        "tried",
+        "left-out",
+    } <= set(found.ids)
     assert not {"script", "img", "link", "iframe", "object", "a"} & set(found.tags)
     said = "".join(found.said)
     assert "</title><script>alert(1)</script> & \\x1b[31m\\u202e" in said
@@ -216,7 +316,8 @@ def test_the_page_is_whole_and_holds_nothing_that_acts() -> None:
 
 
 def test_the_page_fits_a_telephone() -> None:
-    """A chart is no wider than 360 pixels leave it, so its text is never scaled below 12 pixels; no other width is fixed."""
+    """A chart is no wider than 360 pixels leave it, so its text is never scaled below 12 pixels; no
+    other width is fixed."""
     text = page(report(document(tuned(WINNER, PLAIN))))
     assert {width for width, _ in Page(text).boxes} == {320.0}
     assert 'content="width=device-width' in text
@@ -224,7 +325,10 @@ def test_the_page_fits_a_telephone() -> None:
     assert "prefers-color-scheme: dark" in text
     rules = text[text.index("<style>") : text.index("</style>")]
     assert not re.search(r"(?<!max-)width: *\d+(px|rem)|nowrap", rules)
-    sizes = [float(s) * (16 if unit == "rem" else 1) for s, unit in re.findall(r"(?:font-size|font): *([\d.]+)(rem|px)", rules)]
+    sizes = [
+        float(s) * (16 if unit == "rem" else 1)
+        for s, unit in re.findall(r"(?:font-size|font): *([\d.]+)(rem|px)", rules)
+    ]
     assert len(sizes) > 5
     assert min(sizes) >= 12
     assert not re.search(r"https?:|//\w|url\(|@import|\bnan\b|\binf\b", text)

@@ -1,4 +1,5 @@
-"""Both verifiers are lossless in law: exact enumeration against many draws, on Markov laws and on a real model."""
+"""Both verifiers are lossless in law: exact enumeration against many draws, on Markov laws and on a
+real model."""
 
 from __future__ import annotations
 
@@ -19,7 +20,14 @@ from spectune.runtime.models import CausalModel
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.sampling import Noise, choose, gumbel_row, log_distribution, stream_key, uniform
+from spectune.runtime.sampling import (
+    Noise,
+    choose,
+    gumbel_row,
+    log_distribution,
+    stream_key,
+    uniform,
+)
 from spectune.runtime.verification import TargetText, verify_coupled, verify_rejection
 from spectune.traces.schema import Sampling, Verifier
 
@@ -28,17 +36,34 @@ PLAIN = Sampling(temperature=1.0)
 Verify = Callable[[torch.Tensor, int, list[int], list[torch.Tensor], int, int], Verified]
 
 
-def rejection(logits: torch.Tensor, length: int, drafted: list[int], log_q: list[torch.Tensor], seed: int, salt: int) -> Verified:
+def rejection(
+    logits: torch.Tensor,
+    length: int,
+    drafted: list[int],
+    log_q: list[torch.Tensor],
+    seed: int,
+    salt: int,
+) -> Verified:
     return verify_rejection(logits, length, drafted, log_q, PLAIN, seed, salt)
 
 
-def biased(logits: torch.Tensor, length: int, drafted: list[int], log_q: list[torch.Tensor], seed: int, salt: int) -> Verified:
-    """A classical mistake: after a rejection the token is drawn from p instead of norm(max(0, p - q))."""
+def biased(
+    logits: torch.Tensor,
+    length: int,
+    drafted: list[int],
+    log_q: list[torch.Tensor],
+    seed: int,
+    salt: int,
+) -> Verified:
+    """A classical mistake: after a rejection the token is drawn from p instead of norm(max(0, p -
+    q))."""
     log_p = log_distribution(logits, PLAIN)
     for i, token in enumerate(drafted):
         ratio = float((log_p[i, token] - log_q[i][token]).exp())
         if uniform(stream_key(seed, length + i, "accept", salt)) > ratio:
-            row = gumbel_row(stream_key(seed, length + i, "residual", salt), VOCAB, torch.device("cpu"))
+            row = gumbel_row(
+                stream_key(seed, length + i, "residual", salt), VOCAB, torch.device("cpu")
+            )
             return Verified(i, [*drafted[:i], int((log_p[i] + row).argmax())])
     n = len(drafted)
     row = gumbel_row(stream_key(seed, length + n, "residual", salt), VOCAB, torch.device("cpu"))
@@ -46,7 +71,8 @@ def biased(logits: torch.Tensor, length: int, drafted: list[int], log_q: list[to
 
 
 def draw_rejection(p: torch.Tensor, q: torch.Tensor, seed: int, verify: Verify) -> list[int]:
-    """Decodes LENGTH tokens of the Markov law p with drafts from q; rows of logits by previous token, row VOCAB to begin with."""
+    """Decodes LENGTH tokens of the Markov law p with drafts from q; rows of logits by previous
+    token, row VOCAB to begin with."""
     text: list[int] = []
     rounds = 0
     while len(text) < LENGTH:
@@ -55,7 +81,9 @@ def draw_rejection(p: torch.Tensor, q: torch.Tensor, seed: int, verify: Verify) 
         log_q = []
         for j in range(WINDOW):
             law = log_distribution(q[previous][None], PLAIN)[0]
-            noise = gumbel_row(stream_key(seed, len(text) + j, "draft", rounds), VOCAB, torch.device("cpu"))
+            noise = gumbel_row(
+                stream_key(seed, len(text) + j, "draft", rounds), VOCAB, torch.device("cpu")
+            )
             previous = int((law + noise).argmax())
             drafted.append(previous)
             log_q.append(law)
@@ -66,7 +94,8 @@ def draw_rejection(p: torch.Tensor, q: torch.Tensor, seed: int, verify: Verify) 
 
 
 def draw_coupled(p: torch.Tensor, q: torch.Tensor, seed: int) -> list[int]:
-    """The same with the coupled verifier and a draft that proposes by log q + the target's own noise."""
+    """The same with the coupled verifier and a draft that proposes by log q + the target's own
+    noise."""
     text: list[int] = []
     noise = Noise(seed, VOCAB, torch.device("cpu"))
     while len(text) < LENGTH:
@@ -78,19 +107,23 @@ def draw_coupled(p: torch.Tensor, q: torch.Tensor, seed: int) -> list[int]:
             drafted.append(previous)
         states = [text[-1] if text else VOCAB, *drafted]
         no_model: CausalModel = None  # type: ignore[assignment]  # without `exact` it is not asked
-        text += verify_coupled(TargetText(no_model, text, PLAIN, noise, False), p[states], drafted).tokens
+        text += verify_coupled(
+            TargetText(no_model, text, PLAIN, noise, False), p[states], drafted
+        ).tokens
     return text[:LENGTH]
 
 
 def laws(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random logits of a target and of a draft that is neither equal nor unlike, [VOCAB + 1, VOCAB]."""
+    """Random logits of a target and of a draft that is neither equal nor unlike, [VOCAB + 1,
+    VOCAB]."""
     rng = torch.Generator().manual_seed(seed)
     p = torch.randn(VOCAB + 1, VOCAB, generator=rng)
     return p, p * 0.5 + torch.randn(VOCAB + 1, VOCAB, generator=rng)
 
 
 def p_value(p: torch.Tensor, drawn: list[list[int]]) -> float:
-    """Chi-square of drawn sequences against the exact law of p over all VOCAB ** LENGTH sequences."""
+    """Chi-square of drawn sequences against the exact law of p over all VOCAB ** LENGTH
+    sequences."""
     law = p.double().log_softmax(-1).exp().numpy()
     counts = Counter(tuple(d) for d in drawn)
     expected, observed = [], []
@@ -114,7 +147,8 @@ def p_value(p: torch.Tensor, drawn: list[list[int]]) -> float:
 
 @pytest.mark.parametrize("law", [1, 2])
 def test_rejection_is_lossless_in_law(law: int) -> None:
-    """Sequences decoded by Algorithm 1 follow the exact law (a false alarm has odds of 1 in 1000)."""
+    """Sequences decoded by Algorithm 1 follow the exact law (a false alarm has odds of 1 in
+    1000)."""
     p, q = laws(law)
     assert p_value(p, [draw_rejection(p, q, 1000 * law + s, rejection) for s in range(2500)]) > 1e-3
 
@@ -127,7 +161,8 @@ def test_coupled_is_lossless_in_law(law: int) -> None:
 
 
 def test_a_biased_verifier_fails_the_same_test() -> None:
-    """The test can fail: a verifier that draws from p after a rejection is told from the exact law."""
+    """The test can fail: a verifier that draws from p after a rejection is told from the exact
+    law."""
     p, q = laws(1)
     assert p_value(p, [draw_rejection(p, q, 1000 + s, biased) for s in range(2500)]) < 1e-6
 
@@ -151,13 +186,22 @@ def tiny_pair(seed: int) -> LoadedPair:
             made.lm_head.weight.mul_(15.0)
         return CausalModel(made, name)
 
-    return LoadedPair(PairSpec("tiny", "target", ()), model("target", 0), {"draft": model("draft", 1)}, None, frozenset())
+    return LoadedPair(
+        PairSpec("tiny", "target", ()),
+        model("target", 0),
+        {"draft": model("draft", 1)},
+        None,
+        frozenset(),
+    )
 
 
 def p_value_of_two(pair: LoadedPair, drawn: list[list[int]]) -> float:
-    """Chi-square of two tokens decoded after the prompt [1, 2] against their exact law; pairs that expect little are one cell."""
+    """Chi-square of two tokens decoded after the prompt [1, 2] against their exact law; pairs that
+    expect little are one cell."""
     first = pair.target.canonical([1, 2]).double().softmax(-1)
-    second = torch.stack([pair.target.canonical([1, 2, t]).double().softmax(-1) for t in range(VOCAB)])
+    second = torch.stack(
+        [pair.target.canonical([1, 2, t]).double().softmax(-1) for t in range(VOCAB)]
+    )
     expected = (first[:, None] * second).flatten().numpy() * len(drawn)
     observed = np.bincount([a * VOCAB + b for a, b in drawn], minlength=VOCAB * VOCAB)
     large = expected >= 5
@@ -170,7 +214,8 @@ def p_value_of_two(pair: LoadedPair, drawn: list[list[int]]) -> float:
 
 @pytest.mark.parametrize("verifier", ["coupled", "rejection"])
 def test_a_real_model_decodes_its_exact_law(verifier: Verifier) -> None:
-    """Through models, caches and the loop: the law of three decoded tokens is the model's, under both verifiers."""
+    """Through models, caches and the loop: the law of three decoded tokens is the model's, under
+    both verifiers."""
     pair = tiny_pair(7)
     policy = parse_policy({"draft": "draft", "window": {"kind": "fixed", "gamma": WINDOW}})
     decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names)), verifier)

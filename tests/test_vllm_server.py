@@ -1,4 +1,5 @@
-"""Executing on vLLM without vLLM: requests as a load says, to a server over HTTP, and why a server ended."""
+"""Executing on vLLM without vLLM: requests as a load says, to a server over HTTP, and why a server
+ended."""
 
 from __future__ import annotations
 
@@ -27,11 +28,12 @@ LOG = """\
 (EngineCore pid=9) ERROR 11-23 12:21:47 [core.py:1510]   File "core.py", line 1482, in run_engine_core
 (EngineCore pid=9) ERROR 11-23 12:21:47 [core.py:1510] ValueError: Head size 24 is not supported by this backend.
 (APIServer pid=7) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
-"""
+"""  # noqa: E501
 
 
 class Slow(ThreadingHTTPServer):
-    """Answers a completion after a moment; refuses a prompt of token 4. ``most`` is how many were on their way at one time."""
+    """Answers a completion after a moment; refuses a prompt of token 4. ``most`` is how many were
+    on their way at one time."""
 
     daemon_threads = True
 
@@ -81,7 +83,9 @@ def living(within_s: float) -> bool:
 
 
 def test_so_many_clients_send_so_many_requests_at_a_time(slow: Slow) -> None:
-    with Sending(slow.server_address[:2], bodies(9), Load(clients=3), time.perf_counter()) as sending:
+    with Sending(
+        slow.server_address[:2], bodies(9), Load(clients=3), time.perf_counter()
+    ) as sending:
         eventually(lambda: len(sending.answered) == 9)
         sending.check(SimpleNamespace(ended=living))
     assert sending.answered == set(range(9))
@@ -97,12 +101,17 @@ def test_arrivals_are_kept_whatever_is_on_its_way(slow: Slow) -> None:
     assert slow.most > 1
 
 
-def test_what_a_server_refuses_and_one_that_does_not_answer_are_said_in_one_line(slow: Slow) -> None:
+def test_what_a_server_refuses_and_one_that_does_not_answer_are_said_in_one_line(
+    slow: Slow,
+) -> None:
     def trouble(sending: Sending) -> None:
         eventually(lambda: sending.check(SimpleNamespace(ended=living)) is not None)
 
     refused = Sending(slow.server_address[:2], bodies(1, token=4), Load(), time.perf_counter())
-    with pytest.raises(EngineError, match=r"^vLLM refused a request: the prompt.*too long$"), refused:
+    with (
+        pytest.raises(EngineError, match=r"^vLLM refused a request: the prompt.*too long$"),
+        refused,
+    ):
         trouble(refused)
     silent = Sending(("127.0.0.1", 9), bodies(1), Load(), time.perf_counter())
     with pytest.raises(EngineError, match="vLLM does not answer: ConnectionRefusedError"), silent:
@@ -112,23 +121,40 @@ def test_what_a_server_refuses_and_one_that_does_not_answer_are_said_in_one_line
 def test_the_reason_is_the_first_error_of_its_own_in_the_log() -> None:
     assert reason_in(LOG) == "ValueError: Head size 24 is not supported by this backend."
     assert reason_in(LOG.splitlines()[0]) == "Resolved architecture: LlamaForCausalLM"
-    wrong = "(A pid=7) pydantic_core.ValidationError: 1 validation error for ModelConfig\n(A pid=7)   Value error, no such model [type=x]"
+    wrong = (
+        "(A pid=7) pydantic_core.ValidationError: 1 validation error for ModelConfig\n(A pid=7)   "
+        "Value error, no such model [type=x]"
+    )
     assert reason_in(wrong) == "Value error, no such model"
     assert reason_in("") == "it wrote nothing"
 
 
-def test_a_users_own_arguments_come_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_pair: Path) -> None:
+def test_a_users_own_arguments_come_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_pair: Path
+) -> None:
     spec, found = read_pair(str(tiny_pair)), Installed("python", "0.32.0", cpu=True)
     monkeypatch.setenv("SPECTUNE_VLLM_ARGS", "--max-num-seqs 3 --served-model-name 'a b'")
-    assert Server(found, tmp_path, spec, Wanted("none")).arguments[-4:] == ["--max-num-seqs", "3", "--served-model-name", "a b"]
+    assert Server(found, tmp_path, spec, Wanted("none")).arguments[-4:] == [
+        "--max-num-seqs",
+        "3",
+        "--served-model-name",
+        "a b",
+    ]
     monkeypatch.setenv("SPECTUNE_VLLM_ARGS", "--served-model-name 'a b")
-    with pytest.raises(EngineError, match=r"^SPECTUNE_VLLM_ARGS=--served-model-name 'a b: no closing quotation$"):
+    with pytest.raises(
+        EngineError, match=r"^SPECTUNE_VLLM_ARGS=--served-model-name 'a b: no closing quotation$"
+    ):
         Server(found, tmp_path, spec, Wanted("none"))
 
 
-def test_a_python_without_vllm_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch, tiny_pair: Path) -> None:
+def test_a_python_without_vllm_is_said_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tiny_pair: Path
+) -> None:
     monkeypatch.delenv("SPECTUNE_VLLM_PYTHON", raising=False)
-    with pytest.raises(EngineError, match="vLLM is not installed here; `pip install vllm` installs it, or SPECTUNE_VLLM_PYTHON"):
+    with pytest.raises(
+        EngineError,
+        match="vLLM is not installed here; `pip install vllm` installs it, or SPECTUNE_VLLM_PYTHON",
+    ):
         installed()
     monkeypatch.setenv("SPECTUNE_VLLM_PYTHON", str(tiny_pair / "python"))
     with pytest.raises(EngineError, match="this is no Python that runs"):

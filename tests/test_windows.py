@@ -16,7 +16,14 @@ from scipy.optimize import minimize_scalar
 
 from spectune.runtime.policies.document import Policy, Window, parse_policy
 from spectune.runtime.policies.on_the_fly import TABLE_KNOTS
-from spectune.runtime.policies.windows import WindowCosts, WindowState, advance, compile_window, init_state, reset
+from spectune.runtime.policies.windows import (
+    WindowCosts,
+    WindowState,
+    advance,
+    compile_window,
+    init_state,
+    reset,
+)
 from spectune.traces.errors import PolicyError
 
 COSTS = WindowCosts(0.31, tuple(1.0 + 0.043 * g + 0.0007 * g * g for g in range(65)))
@@ -33,11 +40,27 @@ DOCUMENTS: list[dict[str, Any]] = [
     {"kind": "heuristic", "gamma_max": 7, "transient": True},
     {"kind": "heuristic", "gamma_max": 1, "gamma_initial": 0},
     {"kind": "q_learning"},
-    {"kind": "q_learning", "gamma_max": 5, "memory": 2, "epsilon": 0.5, "learning_rate": 0.3, "seed": 7, "gamma_min": 0},
+    {
+        "kind": "q_learning",
+        "gamma_max": 5,
+        "memory": 2,
+        "epsilon": 0.5,
+        "learning_rate": 0.3,
+        "seed": 7,
+        "gamma_min": 0,
+    },
     {"kind": "q_learning", "gamma_max": 3, "reward": "speed", "epsilon": 0.2, "seed": 2**70 + 5},
     {"kind": "q_learning", "gamma_max": 4, "learn": False, "epsilon": 1.0},
     *(
-        {"kind": "analytic", "estimator": e, "costs": c, "history": h, "gamma_max": g, "gamma_min": m, "acc_max": a}
+        {
+            "kind": "analytic",
+            "estimator": e,
+            "costs": c,
+            "history": h,
+            "gamma_max": g,
+            "gamma_min": m,
+            "acc_max": a,
+        }
         for e, c, (h, g, m, a) in itertools.product(
             ("ratio", "exact", "table"),
             ("profile", "recent"),
@@ -84,29 +107,47 @@ class Machine:
 
 
 def content(state: WindowState) -> list[Any]:
-    return [state.gamma.tolist(), *(a.tolist() for a in state.history), *(a.tolist() for a in state.learner)]
+    return [
+        state.gamma.tolist(),
+        *(a.tolist() for a in state.history),
+        *(a.tolist() for a in state.learner),
+    ]
 
 
-def random_rounds(seed: int, count: int = 120) -> Iterator[tuple[bool, float, float, float, float, float]]:
+def random_rounds(
+    seed: int, count: int = 120
+) -> Iterator[tuple[bool, float, float, float, float, float]]:
     """(new request?, four uniforms, acceptance) of each round: acceptance drifts, so that windows
     go up and down.
     """
     rng = np.random.default_rng(seed)
     for i in range(count):
-        yield (i > 0 and rng.random() < 0.06, *rng.random(4).tolist(), float(0.55 + 0.44 * math.sin(i / 9)))
+        yield (
+            i > 0 and rng.random() < 0.06,
+            *rng.random(4).tolist(),
+            float(0.55 + 0.44 * math.sin(i / 9)),
+        )
 
 
-def outcome_of(gamma: int, round_: tuple[bool, float, float, float, float, float]) -> tuple[int, int, int, float, float]:
+def outcome_of(
+    gamma: int, round_: tuple[bool, float, float, float, float, float]
+) -> tuple[int, int, int, float, float]:
     """(drafted, accepted, cached, draft_s, verify_s) of a round with window ``gamma``: sometimes a
     stop or a budget cut it short."""
     _, a, b, c, d, beta = round_
     drafted = gamma if a < 0.7 else int(gamma * b)
     accepted = min(drafted, int(math.log(max(c, 1e-9)) / math.log(beta)))
     cached = int((accepted + 1) * d) if d < 0.6 else 0
-    return (drafted, accepted, min(cached, accepted), 0.31 * drafted * (0.8 + 0.4 * a), 1.0 + 0.05 * drafted * (0.8 + 0.4 * b))
+    return (
+        drafted,
+        accepted,
+        min(cached, accepted),
+        0.31 * drafted * (0.8 + 0.4 * a),
+        1.0 + 0.05 * drafted * (0.8 + 0.4 * b),
+    )
 
 
-# --- the contract -----------------------------------------------------------------------------------------------------------
+# -- the contract ----------------------------------------------------------------------------------
 
 
 def started(document: dict[str, Any]) -> Machine:
@@ -118,7 +159,9 @@ def started(document: dict[str, Any]) -> Machine:
 
 
 @every_window
-def test_windows_begin_as_the_document_says_and_stay_within_bounds(document: dict[str, Any]) -> None:
+def test_windows_begin_as_the_document_says_and_stay_within_bounds(
+    document: dict[str, Any],
+) -> None:
     policy, m = Policy(draft="small", window=window_of(document)), Machine(document)
     assert m.gamma == getattr(policy.window, "first", policy.gamma_max)
     for r in random_rounds(1, 480):
@@ -148,7 +191,8 @@ def test_a_new_request_forgets_all_but_what_carries(document: dict[str, Any]) ->
     learned = m.state.fork()
     m.reset()
     assert m.window.carries == (
-        document["kind"] == "q_learning" or (document["kind"] == "heuristic" and "transient" not in document)
+        document["kind"] == "q_learning"
+        or (document["kind"] == "heuristic" and "transient" not in document)
     )
     if not m.window.carries:
         assert content(m.state) == content(init_state(m.window))
@@ -159,7 +203,7 @@ def test_a_new_request_forgets_all_but_what_carries(document: dict[str, Any]) ->
         assert m.gamma == window_of(document).first  # type: ignore[union-attr]
 
 
-# --- references written from the paper ---------------------------------------------------------------------------------------
+# -- references written from the paper -------------------------------------------------------------
 
 
 class Reference(Protocol):
@@ -167,7 +211,9 @@ class Reference(Protocol):
     def allowed(self) -> set[int]:
         """Windows that are right now; more than one only where rounding may decide a tie."""
 
-    def observe(self, drafted: int, accepted: int, cached: int, draft_s: float, verify_s: float) -> None: ...
+    def observe(
+        self, drafted: int, accepted: int, cached: int, draft_s: float, verify_s: float
+    ) -> None: ...
 
 
 class Stepper:
@@ -184,7 +230,9 @@ class Stepper:
     def allowed(self) -> set[int]:
         return {self.gamma}
 
-    def observe(self, drafted: int, accepted: int, cached: int, draft_s: float, verify_s: float) -> None:
+    def observe(
+        self, drafted: int, accepted: int, cached: int, draft_s: float, verify_s: float
+    ) -> None:
         everything = accepted == drafted
         if self.w.kind == "fixed":
             return
@@ -214,23 +262,35 @@ class Analytic:
     def start(self) -> None:
         self.rounds: deque[tuple[int, int, float, float]] = deque(maxlen=self.w.history)
 
-    def observe(self, drafted: int, accepted: int, cached: int, draft_s: float, verify_s: float) -> None:
+    def observe(
+        self, drafted: int, accepted: int, cached: int, draft_s: float, verify_s: float
+    ) -> None:
         self.rounds.append((drafted, accepted, draft_s, verify_s))
 
     def allowed(self) -> set[int]:
         pairs = [(g, v) for g, v, _, _ in self.rounds if g > 0]
         if not pairs:
             return {self.w.first}
-        beta = min(self.w.acc_max, {"ratio": self.ratio, "exact": self.exact, "table": self.table}[self.w.estimator](pairs))
+        beta = min(
+            self.w.acc_max,
+            {"ratio": self.ratio, "exact": self.exact, "table": self.table}[self.w.estimator](
+                pairs
+            ),
+        )
         if self.w.costs == "profile":
             a, b = COSTS.draft_step_s, list(COSTS.verify_s)
         else:
             a = sum(d for g, _, d, _ in self.rounds if g) / sum(g for g, _ in pairs)
             shape = sum(COSTS.verify_s[g] for g, *_ in self.rounds)
             b = [v * sum(t for *_, t in self.rounds) / shape for v in COSTS.verify_s]
-        value = {g: (1 - beta ** (g + 1)) / ((1 - beta) * (g * a + b[g])) for g in range(self.w.gamma_min, self.w.gamma_max + 1)}
+        value = {
+            g: (1 - beta ** (g + 1)) / ((1 - beta) * (g * a + b[g]))
+            for g in range(self.w.gamma_min, self.w.gamma_max + 1)
+        }
         best = max(value.values())
-        tolerance = 1e-6 if self.w.estimator == "exact" else 1e-9  # the reference maximises a likelihood numerically
+        tolerance = (
+            1e-6 if self.w.estimator == "exact" else 1e-9
+        )  # the reference maximises a likelihood numerically
         return {g for g, v in value.items() if v >= best * (1 - tolerance)}
 
     @staticmethod
@@ -244,12 +304,19 @@ class Analytic:
 
         def loss(beta: float) -> float:
             return -sum(
-                math.log1p(-beta) + v * math.log(beta) - math.log(-math.expm1((g + 1) * math.log(beta))) for g, v in pairs
+                math.log1p(-beta)
+                + v * math.log(beta)
+                - math.log(-math.expm1((g + 1) * math.log(beta)))
+                for g, v in pairs
             )
 
         if not any(v for _, v in pairs):
             return 0.0
-        return float(minimize_scalar(loss, bounds=(1e-12, 1 - 1e-9), method="bounded", options={"xatol": 1e-12}).x)
+        return float(
+            minimize_scalar(
+                loss, bounds=(1e-12, 1 - 1e-9), method="bounded", options={"xatol": 1e-12}
+            ).x
+        )
 
     @staticmethod
     def table(pairs: list[tuple[int, int]]) -> float:
@@ -261,7 +328,9 @@ class Analytic:
         def mean(g: int, b: float) -> float:
             if b == 1:
                 return (g + 2) / 2
-            return ((g + 1) * b ** (g + 2) - (g + 2) * b ** (g + 1) + 1) / (b ** (g + 2) - b ** (g + 1) - b + 1)
+            return ((g + 1) * b ** (g + 2) - (g + 2) * b ** (g + 1) + 1) / (
+                b ** (g + 2) - b ** (g + 1) - b + 1
+            )
 
         sums = [sum(mean(g, b) for g, _ in pairs) for b in knots.tolist()]
         return float(np.interp(sum(v + 1 for _, v in pairs), sums, knots))
@@ -298,7 +367,9 @@ class QLearner:
     def value(self, state: tuple[int, ...], action: int) -> float:
         return self.q.get((state, action), 0.0)
 
-    def observe(self, drafted: int, accepted: int, cached: int, draft_s: float, verify_s: float) -> None:
+    def observe(
+        self, drafted: int, accepted: int, cached: int, draft_s: float, verify_s: float
+    ) -> None:
         actions = range(self.w.gamma_min, self.w.gamma_max + 1)
         now = (*self.past, self.gamma)[1:]
         if self.w.learn and self.chosen_in is not None:
@@ -338,7 +409,7 @@ def test_agrees_with_the_reference(document: dict[str, Any], seed: int) -> None:
         expected.observe(*step)
 
 
-# --- particulars -------------------------------------------------------------------------------------------------------------
+# -- particulars -----------------------------------------------------------------------------------
 
 
 def test_windows_that_weigh_costs_say_how_to_get_them() -> None:
@@ -356,13 +427,25 @@ def test_running_sums_do_not_drift(costs: str) -> None:
     """After any past, a history's worth of equal rounds leaves the state of a fresh session that
     saw only those.
     """
-    document = {"kind": "analytic", "estimator": "exact", "costs": costs, "history": 5, "gamma_max": 9}
+    document = {
+        "kind": "analytic",
+        "estimator": "exact",
+        "costs": costs,
+        "history": 5,
+        "gamma_max": 9,
+    }
     long, short = Machine(document), Machine(document)
     for r in random_rounds(8, 5000):
         long.advance(*outcome_of(long.gamma, r))
     while long.state.history.sums["slot"][0]:
         long.advance(0, 0, 0, 0.0, 1.0)
-    for step in [(3, 1, 0, 0.9, 1.1), (0, 0, 0, 0.0, 1.0), (9, 9, 0, 3.0, 1.7), (4, 0, 0, 1.2, 1.2), (1, 1, 0, 0.3, 1.0)]:
+    for step in [
+        (3, 1, 0, 0.9, 1.1),
+        (0, 0, 0, 0.0, 1.0),
+        (9, 9, 0, 3.0, 1.7),
+        (4, 0, 0, 1.2, 1.2),
+        (1, 1, 0, 0.3, 1.0),
+    ]:
         long.advance(*step)
         short.advance(*step)
     assert content(long.state) == content(short.state)

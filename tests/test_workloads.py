@@ -1,4 +1,5 @@
-"""Workloads as people have them: formats, what conversations become, which requests a limit takes, prompts that are too long."""
+"""Workloads as people have them: formats, what conversations become, which requests a limit takes,
+prompts that are too long."""
 
 from __future__ import annotations
 
@@ -28,10 +29,21 @@ from spectune.traces.schema import Request, Workload
 from spectune.traces.workload_files import read_workload
 from spectune.traces.workloads import take
 
-TALK = [("system", "Be kind."), ("user", "One?"), ("assistant", "1."), ("user", "Two?"), ("assistant", "2.")]
+TALK = [
+    ("system", "Be kind."),
+    ("user", "One?"),
+    ("assistant", "1."),
+    ("user", "Two?"),
+    ("assistant", "2."),
+]
 OPENAI = [{"role": role, "content": text} for role, text in TALK]
-SHAREGPT = [{"from": {"user": "human", "assistant": "gpt"}.get(role, role), "value": text} for role, text in TALK]
-SO_FAR = Request("w:1", "all", ("Be kind.", "One?", "1.", "Two?"), ("system", "user", "assistant", "user"))
+SHAREGPT = [
+    {"from": {"user": "human", "assistant": "gpt"}.get(role, role), "value": text}
+    for role, text in TALK
+]
+SO_FAR = Request(
+    "w:1", "all", ("Be kind.", "One?", "1.", "Two?"), ("system", "user", "assistant", "user")
+)
 CSV = 'id,question,category\n7,"Why, ""here""?\nSay.",b\n8,Who?,\n'
 
 
@@ -52,10 +64,19 @@ def read(content: Any, name: str = "w", **how: Any) -> tuple[Request, ...]:
         ({"id": 3, "category": "c", "prompt": "Why?"}, Request("3", "c", ("Why?",))),
         ({"turns": ["Why?"], "category": None}, Request("w:1", "all", ("Why?",))),
         ({"messages": OPENAI}, SO_FAR),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Why?"}]}]}, Request("w:1", "all", ("Why?",))),
-        ({"custom_id": "x", "method": "POST", "body": {"model": "m", "messages": OPENAI}}, replace(SO_FAR, id="x")),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "Why?"}]}]},
+            Request("w:1", "all", ("Why?",)),
+        ),
+        (
+            {"custom_id": "x", "method": "POST", "body": {"model": "m", "messages": OPENAI}},
+            replace(SO_FAR, id="x"),
+        ),
         ({"id": "s", "conversations": SHAREGPT}, replace(SO_FAR, id="s")),
-        ([{"conversations": [{"from": "gpt", "value": "Hello."}, *SHAREGPT[1:2]]}], Request("w:1", "all", ("One?",))),
+        (
+            [{"conversations": [{"from": "gpt", "value": "Hello."}, *SHAREGPT[1:2]]}],
+            Request("w:1", "all", ("One?",)),
+        ),
     ],
 )
 def test_a_prompt_is_taken_from_what_people_have(content: Any, made: Request) -> None:
@@ -80,7 +101,10 @@ def test_tables_have_a_column_of_prompts() -> None:
     pyarrow.parquet.write_table(pyarrow.table(columns), "w.parquet")
     typed = read_workload(["w.parquet"]).requests
     assert typed == (replace(SO_FAR, id="1"), Request("2", "all", ("One?",)))
-    assert [r.turns for r in read_workload(["w.parquet"], column="question").requests] == [("Why?",), ("Who?",)]
+    assert [r.turns for r in read_workload(["w.parquet"], column="question").requests] == [
+        ("Why?",),
+        ("Who?",),
+    ]
 
 
 def test_data_sets_are_read_where_the_package_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +118,9 @@ def test_data_sets_are_read_where_the_package_is_installed(monkeypatch: pytest.M
             raise ValueError("Unknown\nconfig")
         return splits[name][split] if split else splits[name]
 
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load, load_from_disk=lambda path: one))
+    monkeypatch.setitem(
+        sys.modules, "datasets", SimpleNamespace(load_dataset=load, load_from_disk=lambda path: one)
+    )
     for name in ("hf:org/one", "hf:org/two,main:test"):
         assert [r.turns for r in read_workload([name], column="text").requests] == [("Why?",)]
     Path("kept").mkdir()
@@ -122,24 +148,39 @@ BROKEN = {
         ("Write a poem.\n", 'w:1: not JSON .{"prompt"}.* ShareGPT .*ends in .csv'),
         ({"prompt": 5}, "w:1: 'prompt' must be a string"),
         ('\n{"prompt": " "}', "w:2: the prompt is empty"),
-        ({"question": "x", "n": 1}, "w:1: no prompt among its keys .'question', 'n'.; expected .*--column"),
+        (
+            {"question": "x", "n": 1},
+            "w:1: no prompt among its keys .'question', 'n'.; expected .*--column",
+        ),
     ],
     "messages": [
         ({"messages": []}, "w:1: 'messages' must be a list of at least one message"),
         ({"messages": [{"role": "user"}]}, 'w:1: message 0 must be {"role", "content"}'),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "w:1: message 0: 'role' is 'tool'; known are user"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "w:1: message 0 is no text; pictures"),
+        (
+            {"messages": [{"role": "tool", "content": "x"}]},
+            "w:1: message 0: 'role' is 'tool'; known are user",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "w:1: message 0 is no text; pictures",
+        ),
         ({"messages": [*OPENAI[:3], {"role": "user", "content": ""}]}, "w:1: message 3 is empty"),
     ],
     "conversations": [
         ({"conversations": "x"}, "w:1: 'conversations' must be a list"),
         ({"conversations": ["x"]}, 'w:1: message 0 must be .*{"from", "value"}'),
         ({"conversations": [{"from": "human", "value": None}]}, "w:1: message 0 is no text"),
-        ([{"conversations": SHAREGPT}, {"conversations": [{"from": "gpt", "value": "x"}]}], "w: item 2: .* no message of a user"),
+        (
+            [{"conversations": SHAREGPT}, {"conversations": [{"from": "gpt", "value": "x"}]}],
+            "w: item 2: .* no message of a user",
+        ),
         ("[1, 2", "w:1: not JSON"),
     ],
     "csv": [
-        ("a,b\n1,2\n", "w.csv:1: name the column that holds the prompts by --column .*it has: a, b"),
+        (
+            "a,b\n1,2\n",
+            "w.csv:1: name the column that holds the prompts by --column .*it has: a, b",
+        ),
         ("prompt,b\n1\n", "w.csv:2: 1 fields, the first line has 2"),
         ('prompt\n"x"y\n', "w.csv:2: not CSV"),
         ("prompt\n \n", "w.csv:2: the prompt is empty"),
@@ -164,12 +205,16 @@ def test_what_is_broken_is_named_by_file_and_line(name: str, content: Any, says:
         read(content, name, column="q")
 
 
-# ------------------------------------------------------------------------------------------------------------- limits
+# ------------------------------------------------------------------------------------------- limits
 
 
 def test_a_limit_draws_from_every_file_and_category_in_proportion() -> None:
     for name, counts in (("long", {"a": 60, "b": 30}), ("short", {"a": 9, "rare": 1})):
-        lines = [{"id": f"{name}-{c}-{n}", "category": c, "prompt": "x"} for c, count in counts.items() for n in range(count)]
+        lines = [
+            {"id": f"{name}-{c}-{n}", "category": c, "prompt": "x"}
+            for c, count in counts.items()
+            for n in range(count)
+        ]
         Path(name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     drawn = load_workload(["long", "short"], limit=20)
     assert Counter((r.source, r.category) for r in drawn.requests) == {
@@ -188,7 +233,7 @@ def test_a_limit_draws_from_every_file_and_category_in_proportion() -> None:
     assert len(other.requests) == 20
 
 
-# ----------------------------------------------------------------------------------------- templates and long prompts
+# ----------------------------------------------------------------------- templates and long prompts
 
 
 @pytest.fixture
@@ -196,49 +241,79 @@ def chatting(pair: LoadedPair) -> LoadedPair:
     """The tiny pair with a chat template."""
     tokenizer = copy.deepcopy(pair.tokenizer)
     tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if "
+        "add_generation_prompt %}assistant:{% endif %}"
     )
     return replace(pair, tokenizer=tokenizer)
 
 
-def test_a_conversation_goes_through_the_chat_template(pair: LoadedPair, chatting: LoadedPair) -> None:
+def test_a_conversation_goes_through_the_chat_template(
+    pair: LoadedPair, chatting: LoadedPair
+) -> None:
     shown = "system: Be kind.\nuser: One?\nassistant: 1.\nuser: Two?\nassistant:"
     assert chatting.encode_request(SO_FAR, chat=True) == pair.encode(shown)
     plain = pair.encode("\n\n".join(SO_FAR.turns))
-    assert pair.encode_request(SO_FAR, chat=False) == chatting.encode_request(SO_FAR, chat=False) == plain
-    with pytest.raises(WorkloadError, match=r"request w:1: a conversation of 4 messages needs a chat template.*--no-chat"):
+    assert (
+        pair.encode_request(SO_FAR, chat=False)
+        == chatting.encode_request(SO_FAR, chat=False)
+        == plain
+    )
+    with pytest.raises(
+        WorkloadError,
+        match=r"request w:1: a conversation of 4 messages needs a chat template.*--no-chat",
+    ):
         pair.encode_request(SO_FAR, chat=True)
 
 
-def test_prompts_beyond_the_context_are_left_out_or_cut_and_counted(pair: LoadedPair, chatting: LoadedPair) -> None:
+def test_prompts_beyond_the_context_are_left_out_or_cut_and_counted(
+    pair: LoadedPair, chatting: LoadedPair
+) -> None:
     options = DecodeOptions(max_new_tokens=32)
     room = pair.max_positions - 32
     words = " ".join(f"word{n}" for n in range(400))
     short, long = Request("a", "c", ("x",)), Request("b", "c", (words,))
     talk = Request("t", "c", ("Be kind.", words, "Yes.", "And then?"), SO_FAR.roles)
     workload = Workload("w", (short, long, talk))
-    with pytest.raises(WorkloadError, match=r"request b: .*exceed the context of 512, as in 2 of 3 prompts; .*--overlong skip"):
+    with pytest.raises(
+        WorkloadError,
+        match=r"request b: .*exceed the context of 512, as in 2 of 3 prompts; .*--overlong skip",
+    ):
         made_to_fit(chatting, workload, options, "error")
     kept, said = made_to_fit(chatting, workload, options, "skip")
-    assert (kept.requests, said) == ((short,), f"2 of 3 prompts were longer than {room} tokens and were left out")
+    assert (kept.requests, said) == (
+        (short,),
+        f"2 of 3 prompts were longer than {room} tokens and were left out",
+    )
     kept, said = made_to_fit(chatting, workload, options, "truncate")
     assert said == f"2 of 3 prompts were longer than {room} tokens and were cut at their beginning"
     assert kept.requests[0] == short
     cut = kept.requests[1].turns[0]
     assert words.endswith(cut)
     assert room - 8 < len(chatting.encode_request(kept.requests[1], chat=True)) <= room
-    assert kept.requests[2] == replace(talk, turns=("Be kind.", "And then?"), roles=("system", "user"))
-    assert made_to_fit(pair, Workload("w", (short,)), options, "error") == (Workload("w", (short,)), "")
+    assert kept.requests[2] == replace(
+        talk, turns=("Be kind.", "And then?"), roles=("system", "user")
+    )
+    assert made_to_fit(pair, Workload("w", (short,)), options, "error") == (
+        Workload("w", (short,)),
+        "",
+    )
     with pytest.raises(WorkloadError, match="--overlong skip: nothing is left"):
         made_to_fit(pair, Workload("w", (long,)), options, "skip")
 
 
-# ------------------------------------------------------------------------------------------------------------- sanity
+# ------------------------------------------------------------------------------------------- sanity
 
 
 @pytest.mark.parametrize(
     ("cycle", "size", "found"),
-    [([199, 3], 64, True), ([7], 32, True), (list(range(8)), 64, True), ([7], 16, True), ([7], 15, False), (list(range(12)), 64, False)],
+    [
+        ([199, 3], 64, True),
+        ([7], 32, True),
+        (list(range(8)), 64, True),
+        ([7], 16, True),
+        ([7], 15, False),
+        (list(range(12)), 64, False),
+    ],
 )
 def test_a_text_that_repeats_itself_is_found(cycle: list[int], size: int, found: bool) -> None:
     text = np.random.default_rng(0).integers(200, 4000, size).astype(np.int32)
@@ -253,7 +328,9 @@ def test_what_makes_figures_say_less_is_counted_and_said_once() -> None:
     few = checked(texts)
     assert few.lines() == ["fewer than 5 requests in b 2: their own figures say little"]
     loop = np.resize(np.array([199, 3], np.int32), 60)
-    texts = [replace(t, output_ids=loop) if n < 2 else t for n, t in enumerate(texts[:8])] + [replace(texts[0], request_id="again")]
+    texts = [replace(t, output_ids=loop) if n < 2 else t for n, t in enumerate(texts[:8])] + [
+        replace(texts[0], request_id="again")
+    ]
     found = checked(texts)
     assert found.to_json() == {"requests": 9, "repetitive": 2, "duplicates": 1, "few": {}}
     repeated, same = found.lines()

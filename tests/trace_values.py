@@ -56,7 +56,13 @@ def a_trajectory(
 
 
 def a_panorama(
-    trajectory: Trajectory, draft: str, *, seed: int = 0, gamma_max: int = 16, agreement: float = 0.65, none: float = 0.05
+    trajectory: Trajectory,
+    draft: str,
+    *,
+    seed: int = 0,
+    gamma_max: int = 16,
+    agreement: float = 0.65,
+    none: float = 0.05,
 ) -> ChainPanorama:
     """A panorama with noisy entropies, as those of real drafts are."""
     rng = np.random.default_rng([seed, len(draft)])
@@ -72,7 +78,9 @@ def a_panorama(
     off_text = nats(branches, gamma_max), nats(branches, gamma_max)
     for column in off_text:
         column[:-1, -1] = 0
-    accept = np.where(rng.random(n) < 0.45, PROB_SCALE, rng.random(n) * PROB_SCALE).astype(np.uint16)
+    accept = np.where(rng.random(n) < 0.45, PROB_SCALE, rng.random(n) * PROB_SCALE).astype(
+        np.uint16
+    )
     return ChainPanorama(draft, gamma_max, agree, nats(n), nats(n), accept, *off_text, lengths)
 
 
@@ -87,7 +95,8 @@ def a_tree(
     covers: tuple[str, ...] = ("a",),
     vocab: int = 4096,
 ) -> TreePanorama:
-    """A tree panorama of twice as many nodes off the text as on it, each with a parent that has it as a child."""
+    """A tree panorama of twice as many nodes off the text as on it, each with a parent that has it
+    as a child."""
     rng = np.random.default_rng([seed, len(draft), width, depth])
     roots = len(trajectory.output_ids) + 1
     m = 2 * roots
@@ -130,14 +139,29 @@ def steps_of(trajectory: Trajectory) -> tuple[Step, ...]:
         drafted = min(4, total - start - 1)
         accepted = int(rng.integers(0, drafted + 1))
         times = [float(t) / 1e9 for t in rng.integers(1, 10**7, 3)]
-        steps.append(Step(start, drafted, drafted + 1, accepted, accepted + 1, drafted, 1, "small", POLICY_ID, *times))
+        steps.append(
+            Step(
+                start,
+                drafted,
+                drafted + 1,
+                accepted,
+                accepted + 1,
+                drafted,
+                1,
+                "small",
+                POLICY_ID,
+                *times,
+            )
+        )
         start += accepted + 1
     return tuple(steps)
 
 
 def a_profile(scale: float, *, device: str = "cpu") -> LatencyProfile:
     """A profile whose every cost is a multiple of ``scale`` seconds."""
-    table = CostTable((scale, scale * 2, scale * 3, scale * 4), ("rows", "context"), ((1.0, 8.0), (0.0, 64.0)))
+    table = CostTable(
+        (scale, scale * 2, scale * 3, scale * 4), ("rows", "context"), ((1.0, 8.0), (0.0, 64.0))
+    )
     terms = dict.fromkeys(("target", "prefill/target", "pass/small", "prefill/small"), table)
     terms["phase/small"] = CostTable((scale,))
     return LatencyProfile(PAIR, device, "float32", terms, environment={"torch": "2"})
@@ -146,18 +170,30 @@ def a_profile(scale: float, *, device: str = "cpu") -> LatencyProfile:
 def an_outcome() -> Outcome:
     """Executed counts of three requests."""
     counts = [Counts(1, 10 + i, 30 + i, 20, 40, 40, 50, 0.125 * (i + 1)) for i in range(3)]
-    rows = (RequestOutcome(f"r{i}", CATEGORIES[i % 3], c, c.seconds / 8) for i, c in enumerate(counts))
+    rows = (
+        RequestOutcome(f"r{i}", CATEGORIES[i % 3], c, c.seconds / 8) for i, c in enumerate(counts)
+    )
     return Outcome(POLICY_ID, "executed", tuple(rows))
 
 
-def a_recording(store: TraceStore, *, n: int = 6, drafts: tuple[str, ...] = ("small",), verifier: Verifier = "coupled") -> str:
+def a_recording(
+    store: TraceStore,
+    *,
+    n: int = 6,
+    drafts: tuple[str, ...] = ("small",),
+    verifier: Verifier = "coupled",
+) -> str:
     """A complete recording in a store: ``n`` trajectories with steps and panoramas; its id."""
     store.put_pair(PAIR, "demo", {"target": "t"})
     workload = Workload("w", tuple(Request(f"r{i}", CATEGORIES[i % 3], ("x",)) for i in range(n)))
-    info = store.create_recording(PAIR, store.put_workload(workload), Sampling(), max_new_tokens=64, verifier=verifier)
+    info = store.create_recording(
+        PAIR, store.put_workload(workload), Sampling(), max_new_tokens=64, verifier=verifier
+    )
     for i in range(n):
         trajectory = a_trajectory(i, verifier=verifier)
         store.append_trajectory(info.id, i, trajectory, steps_of(trajectory))
-        store.put_panoramas(info.id, [(i, a_panorama(trajectory, draft, seed=i)) for draft in drafts])
+        store.put_panoramas(
+            info.id, [(i, a_panorama(trajectory, draft, seed=i)) for draft in drafts]
+        )
     store.finish_recording(info.id)
     return info.id

@@ -1,8 +1,9 @@
 """Draft trees, slowly: the papers' algorithms in plain Python, as a yardstick for the batched code.
 
-EAGLE-2's expansion and reranking and HeteroSpec's strata are written from HeteroSpec (sections 2.2 and 4), the classifier's
-levels from C2T (section 4.2), the whole numbers from docs/trees.md. Nothing of the project is imported. A tree is a list of
-`Node`s; the root is the empty path and has no node.
+EAGLE-2's expansion and reranking and HeteroSpec's strata are written from HeteroSpec (sections 2.2
+and 4), the classifier's levels from C2T (section 4.2), the whole numbers from docs/trees.md.
+Nothing of the project is imported. A tree is a list of `Node`s; the root is the empty path and has
+no node.
 
 `python tests/tree_reference.py` runs the checks at the end.
 """
@@ -21,7 +22,8 @@ WEIGHT_ONE = 2**24
 
 @dataclass
 class Law:
-    """What the draft says after a node: its best children, best first, and two entropies (codes of docs/trees.md, 1/16 nat).
+    """What the draft says after a node: its best children, best first, and two entropies (codes of
+    docs/trees.md, 1/16 nat).
 
     Fewer children than the tree's width: there are no more.
     """
@@ -53,10 +55,11 @@ class TopK:
 
 @dataclass(frozen=True)
 class Classifier:
-    """A node passes iff its confidence code is above `beta_code`. `confidence` gets (joint q code, entropy code, depth).
+    """A node passes iff its confidence code is above `beta_code`. `confidence` gets (joint q code,
+    entropy code, depth).
 
-    `stop_reads`: whether a stop looks at the level's cheapest candidate ("passed": it passed and survived the cap) or at the
-    cheapest of all nodes drawn ("drawn").
+    `stop_reads`: whether a stop looks at the level's cheapest candidate ("passed": it passed and
+    survived the cap) or at the cheapest of all nodes drawn ("drawn").
     """
 
     width: int
@@ -72,7 +75,8 @@ class Classifier:
 class Static:
     """Paths of ranks from the root. Prefixes of a path belong to the tree whether listed or not.
 
-    Its passes are those of the list, as deep and as wide, whether or not a law has that many children.
+    Its passes are those of the list, as deep and as wide, whether or not a law has that many
+    children.
     """
 
     paths: tuple[Path, ...]
@@ -83,7 +87,8 @@ Growth = Chain | TopK | Classifier | Static
 
 @dataclass(frozen=True)
 class Stop:
-    """Triggers where the code is above the limit: `max_prob` reads logp, `joint_prob` q_joint, `entropy` the law's entropy."""
+    """Triggers where the code is above the limit: `max_prob` reads logp, `joint_prob` q_joint,
+    `entropy` the law's entropy."""
 
     kind: Literal["max_prob", "joint_prob", "entropy"]
     limit: int
@@ -114,7 +119,8 @@ class Node:
     parent: "Node | None"
     """None: the root."""
     creation: int
-    """Position in the list of all nodes created, those a classifier refused and those of a dropped level included."""
+    """Position in the list of all nodes created, those a classifier refused and those of a dropped
+    level included."""
     confidence: int | None = None
     expanded: bool = False
     """The draft has read it."""
@@ -139,7 +145,8 @@ class Tree:
     widths: list[int]
     """Nodes read in each pass (of a static tree: the list's, there or not)."""
     ended: Literal["depth", "stop", "classifier", "static"]
-    """What ended growth: the depth was reached; a stop; no node passed; the list has no longer path."""
+    """What ended growth: the depth was reached; a stop; no node passed; the list has no longer
+    path."""
     phi: int | None = None
     bin: int | None = None
     n: int | None = None
@@ -155,8 +162,8 @@ class Tree:
 def local_costs(law: Law, width: int, score: Score, sharpness: float) -> list[int]:
     """-log of each child's estimated acceptance, in 1/16 nat, for the first `width` children.
 
-    Halves are rounded up: floor(x + 0.5). The softmax's weights are whole numbers, so that their sum does not depend on the
-    order of addition.
+    Halves are rounded up: floor(x + 0.5). The softmax's weights are whole numbers, so that their
+    sum does not depend on the order of addition.
     """
     if score == "probability":
         return list(law.logp[:width])
@@ -197,7 +204,8 @@ def children_read(growth: Growth) -> int:
 
 
 def stops(stop: Stop, level: Sequence[Node], growth: Growth) -> bool:
-    """Reads the stop on the level's cheapest node, or on a static tree's first; a level without nodes triggers none."""
+    """Reads the stop on the level's cheapest node, or on a static tree's first; a level without
+    nodes triggers none."""
     if not level:
         return False
     node = level[0] if isinstance(growth, Static) else cheapest_first(level)[0]
@@ -209,12 +217,15 @@ def stops(stop: Stop, level: Sequence[Node], growth: Growth) -> bool:
 
 
 def stratum(stratify: Stratify, phi: int, gamma: int) -> int:
-    return len([threshold for threshold in stratify.thresholds if phi * stratify.d_fit > threshold * gamma])
+    return len(
+        [threshold for threshold in stratify.thresholds if phi * stratify.d_fit > threshold * gamma]
+    )
 
 
 @dataclass
 class _Builder:
-    """Grows one tree. `frontier` holds the nodes the next pass reads, None standing for the root."""
+    """Grows one tree. `frontier` holds the nodes the next pass reads, None standing for the
+    root."""
 
     draft: Draft
     growth: Growth
@@ -281,7 +292,8 @@ class _Builder:
         return nodes
 
     def next_frontier(self, level: list[Node]) -> list[Node]:
-        """The nodes of a level that are to be expanded, in the order in which their children are created."""
+        """The nodes of a level that are to be expanded, in the order in which their children are
+        created."""
         if isinstance(self.growth, Chain):
             return level
         if isinstance(self.growth, TopK):
@@ -289,14 +301,27 @@ class _Builder:
         if isinstance(self.growth, Classifier):
             for node in level:
                 node.confidence = self.growth.confidence(node.q_joint, node.entropy, node.depth)
-            passed = [node for node in level if node.confidence is not None and node.confidence > self.growth.beta_code]
+            passed = [
+                node
+                for node in level
+                if node.confidence is not None and node.confidence > self.growth.beta_code
+            ]
             return most_confident_first(passed)[: self.growth.cap]
-        return [node for node in level if any(path[: node.depth] == node.ranks for path in self.listed if len(path) > node.depth)]
+        return [
+            node
+            for node in level
+            if any(
+                path[: node.depth] == node.ranks for path in self.listed if len(path) > node.depth
+            )
+        ]
 
     def grow(self, goal: int) -> bool:
-        """Builds levels until there are `goal` of them; False if growth ended before, or at the last."""
+        """Builds levels until there are `goal` of them; False if growth ended before, or at the
+        last."""
         while self.depth < goal:
-            if isinstance(self.growth, Static) and not any(len(path) > self.depth for path in self.listed):
+            if isinstance(self.growth, Static) and not any(
+                len(path) > self.depth for path in self.listed
+            ):
                 self.ended = "static"
                 return False
             self.read_frontier()
@@ -308,7 +333,11 @@ class _Builder:
             if not level and isinstance(self.growth, Classifier):
                 self.ended = "classifier"
                 return False
-            looked_at = drawn if isinstance(self.growth, Classifier) and self.growth.stop_reads == "drawn" else level
+            looked_at = (
+                drawn
+                if isinstance(self.growth, Classifier) and self.growth.stop_reads == "drawn"
+                else level
+            )
             stopped = self.stop is not None and stops(self.stop, looked_at, self.growth)
             if stopped and self.stop is not None and not self.stop.keep_last:
                 self.ended, self.dropped = "stop", level
@@ -322,7 +351,8 @@ class _Builder:
         return True
 
     def most_predictable(self) -> Node | None:
-        """Of the nodes read last, the one whose best child has the highest q: HeteroSpec's candidate path, less one token."""
+        """Of the nodes read last, the one whose best child has the highest q: HeteroSpec's
+        candidate path, less one token."""
         width = children_read(self.growth)
         best = self.read[0]
         for node in self.read[1:]:
@@ -346,7 +376,8 @@ def build(
     select_n: int | None = None,
     limit: int | None = None,
 ) -> Tree:
-    """Grows at most `gamma` levels, or more where a stratum extends them (never beyond `limit`), and chooses what is verified."""
+    """Grows at most `gamma` levels, or more where a stratum extends them (never beyond `limit`),
+    and chooses what is verified."""
     assert limit is None or gamma <= limit
     builder = _Builder(draft, growth, stop)
     if isinstance(growth, Static):
@@ -388,7 +419,8 @@ def build(
 
 
 def verify(kept: Sequence[Node], target: Target) -> tuple[list[Node], int]:
-    """Goes down from the root while a child holds the target's own token: the nodes walked, and that token at the last."""
+    """Goes down from the root while a child holds the target's own token: the nodes walked, and
+    that token at the last."""
     accepted: list[Node] = []
     while True:
         here = accepted[-1] if accepted else None
@@ -406,13 +438,20 @@ def reread(accepted: Sequence[Node], emitted: int) -> int:
 
 
 def random_draft(
-    rng: random.Random, vocab: int, width: int, tie_rate: float, greedy: bool = False, short_rate: float = 0.0
+    rng: random.Random,
+    vocab: int,
+    width: int,
+    tie_rate: float,
+    greedy: bool = False,
+    short_rate: float = 0.0,
 ) -> Draft:
-    """A draft that answers every path by a law of `width` children, always the same one, whatever was asked before.
+    """A draft that answers every path by a law of `width` children, always the same one, whatever
+    was asked before.
 
-    With probability `tie_rate` a law's codes, and each single code of the others, are small (0, 1 or 2), so that costs tie within
-    laws and between paths. With probability `short_rate` a law has fewer children than `width`, as after top-p. `greedy`: the
-    children come by q, so logp never falls and the gaps are its differences; else logp is arbitrary.
+    With probability `tie_rate` a law's codes, and each single code of the others, are small (0, 1
+    or 2), so that costs tie within laws and between paths. With probability `short_rate` a law has
+    fewer children than `width`, as after top-p. `greedy`: the children come by q, so logp never
+    falls and the gaps are its differences; else logp is arbitrary.
     """
     assert width <= vocab
     seed = rng.getrandbits(64)
@@ -434,14 +473,21 @@ def random_draft(
                 gap = [0, *sorted(code(own, small, most) for _ in range(width - 1))]
             tokens = own.sample(range(vocab), width)
             count = own.randint(1, width) if own.random() < short_rate else width
-            laws[path] = Law(tokens[:count], logp[:count], gap[:count], code(own, small, 160), code(own, small, 36))
+            laws[path] = Law(
+                tokens[:count],
+                logp[:count],
+                gap[:count],
+                code(own, small, 160),
+                code(own, small, 36),
+            )
         return laws[path]
 
     return draft
 
 
 def random_target(rng: random.Random, draft: Draft, vocab: int, follow: float) -> Target:
-    """A target that takes one of the draft's children with probability `follow`, most often the first, else any token."""
+    """A target that takes one of the draft's children with probability `follow`, most often the
+    first, else any token."""
     seed = rng.getrandbits(64)
 
     def target(path: Path) -> int:
@@ -469,9 +515,17 @@ def check_by_hand() -> None:
     assert (tree.widths, tree.depth, tree.ended) == ([1, 2], 2, "depth")
     strata = Stratify(thresholds=(6, 12, 13), d_fit=2, alpha=0, fractions=(0.3, 0.6, 0.5))
     tree = build(laws.__getitem__, TopK(2), gamma=2, select_n=5, stratify=strata)
-    assert (tree.phi, tree.bin, tree.meta_path) == (12, 1, (6,))  # (6,) has the surest child, 12 > 12 is false
+    assert (tree.phi, tree.bin, tree.meta_path) == (
+        12,
+        1,
+        (6,),
+    )  # (6,) has the surest child, 12 > 12 is false
     assert (tree.n, tree.goal) == (3, 2)
-    assert [node.path for node in tree.kept] == [(5,), (6,), (5, 1)]  # three of joint cost 8: the earliest two
+    assert [node.path for node in tree.kept] == [
+        (5,),
+        (6,),
+        (5, 1),
+    ]  # three of joint cost 8: the earliest two
     accepted, bonus = verify(tree.kept, {(): 5, (5,): 1, (5, 1): 9}.__getitem__)
     assert ([node.path for node in accepted], bonus) == ([(5,), (5, 1)], 9)
     assert reread(accepted, 3) == 2  # (5, 1), never read by the draft, and the bonus
@@ -479,10 +533,23 @@ def check_by_hand() -> None:
     assert ([node.path for node in accepted], bonus, reread(accepted, 2)) == ([(6,)], 3, 1)
     strata = Stratify(thresholds=(99,), d_fit=1, alpha=1, fractions=(0.5,))
     tree = build(laws.__getitem__, TopK(2), gamma=1, select_n=5, stratify=strata)
-    assert (tree.phi, tree.bin, tree.goal, tree.depth, tree.n, tree.widths) == (7, 0, 2, 2, 4, [1, 2])
+    assert (tree.phi, tree.bin, tree.goal, tree.depth, tree.n, tree.widths) == (
+        7,
+        0,
+        2,
+        2,
+        4,
+        [1, 2],
+    )
     tree = build(laws.__getitem__, TopK(2), gamma=1, select_n=5, stratify=strata, limit=1)
     assert (tree.phi, tree.bin, tree.goal, tree.depth, tree.n, tree.widths) == (7, 0, 1, 1, 4, [1])
-    for fraction, n in ((0.3, 2), (0.1, 1), (0.01, 1), (0.28, 1), (1.0, 5)):  # 1.5 rounds to 2, at least one remains
+    for fraction, n in (
+        (0.3, 2),
+        (0.1, 1),
+        (0.01, 1),
+        (0.28, 1),
+        (1.0, 5),
+    ):  # 1.5 rounds to 2, at least one remains
         strata = Stratify(thresholds=(), d_fit=5, alpha=0, fractions=(fraction,))
         assert build(laws.__getitem__, TopK(2), gamma=1, select_n=5, stratify=strata).n == n
     # exp(-1) and 1 of a width of 2: -16 log(1/(1+e^-1)) = 5.01, and 16 more
@@ -492,5 +559,7 @@ def check_by_hand() -> None:
     tree = build(laws.__getitem__, TopK(2), gamma=2, stop=Stop("entropy", 10, False))
     assert (tree.depth, tree.passes, tree.widths, tree.ended) == (1, 2, [1, 2], "stop")
     assert all(node.expanded for node in tree.candidates)
-    tree = build(laws.__getitem__, TopK(2), gamma=2, stop=Stop("entropy", 10, True), stratify=strata)
+    tree = build(
+        laws.__getitem__, TopK(2), gamma=2, stop=Stop("entropy", 10, True), stratify=strata
+    )
     assert (tree.depth, tree.passes, tree.ended, tree.phi) == (2, 2, "stop", None)

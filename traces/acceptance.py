@@ -1,8 +1,10 @@
-"""How long drafts survive: acceptance by position, from panoramas (every start) and from executed rounds.
+"""How long drafts survive: acceptance by position, from panoramas (every start) and from executed
+rounds.
 
-For starts s of a trajectory and a keep probability k[i] of the proposal at position i (0 or 1 for the ``coupled`` verifier, the
-recorded acceptance probability for ``rejection``), proposals 0..j of start s all survive with probability k[s] k[s+1] ... k[s+j].
-Sums over starts add up over trajectories, so they are stored per chunk and any grouping is a sum of rows.
+For starts s of a trajectory and a keep probability k[i] of the proposal at position i (0 or 1 for
+the ``coupled`` verifier, the recorded acceptance probability for ``rejection``), proposals 0..j of
+start s all survive with probability k[s] k[s+1] ... k[s+j]. Sums over starts add up over
+trajectories, so they are stored per chunk and any grouping is a sum of rows.
 """
 
 from __future__ import annotations
@@ -20,14 +22,16 @@ from spectune.traces.schema import AGREE_YES, PROB_SCALE, ChainPanorama, Step, V
 
 @dataclass(frozen=True)
 class Survival:
-    """Sums over ``starts``: ``at_risk[j]`` kept proposals 0..j-1 and had a j-th to judge; ``survived[j]`` kept that too."""
+    """Sums over ``starts``: ``at_risk[j]`` kept proposals 0..j-1 and had a j-th to judge;
+    ``survived[j]`` kept that too."""
 
     starts: int = 0
     at_risk: tuple[float, ...] = ()
     survived: tuple[float, ...] = ()
 
     def __add__(self, other: Survival) -> Survival:
-        """Sums over the starts of both; where one has fewer positions its missing ones count as nobody at risk."""
+        """Sums over the starts of both; where one has fewer positions its missing ones count as
+        nobody at risk."""
         return Survival(
             self.starts + other.starts,
             tuple(a + b for a, b in zip_longest(self.at_risk, other.at_risk, fillvalue=0.0)),
@@ -36,8 +40,11 @@ class Survival:
 
     @property
     def conditional(self) -> tuple[float, ...]:
-        """P(proposal j is kept | proposals 0..j-1 were, and there is a j-th): 1 - hazard. 0 where nobody was at risk."""
-        return tuple(s / r if r > 0 else 0.0 for s, r in zip(self.survived, self.at_risk, strict=True))
+        """P(proposal j is kept | proposals 0..j-1 were, and there is a j-th): 1 - hazard. 0 where
+        nobody was at risk."""
+        return tuple(
+            s / r if r > 0 else 0.0 for s, r in zip(self.survived, self.at_risk, strict=True)
+        )
 
     @property
     def marginal(self) -> tuple[float, ...]:
@@ -51,7 +58,8 @@ class Survival:
 
     @property
     def histogram(self) -> tuple[float, ...]:
-        """(Expected) number of starts whose accepted run is exactly 0, 1, ... proposals long; sums to ``starts``."""
+        """(Expected) number of starts whose accepted run is exactly 0, 1, ... proposals long; sums
+        to ``starts``."""
         runs = (float(self.starts), *self.survived, 0.0)
         return tuple(a - b for a, b in pairwise(runs))
 
@@ -66,7 +74,8 @@ class Survival:
 
 
 def keep_probability(panorama: ChainPanorama, verifier: Verifier) -> npt.NDArray[np.float64]:
-    """float64 [L] in [0, 1]: the chance that the proposal at each position of the text is kept; 0 where there is none."""
+    """float64 [L] in [0, 1]: the chance that the proposal at each position of the text is kept; 0
+    where there is none."""
     keep: npt.NDArray[np.float64]
     if verifier != "rejection":
         keep = (panorama.agree == AGREE_YES).astype(np.float64)
@@ -90,7 +99,8 @@ def survival(panorama: ChainPanorama, verifier: Verifier) -> Survival:
 
 
 def step_survival(steps: Sequence[Step]) -> Survival:
-    """The same from executed rounds: position j is at risk in rounds that drafted more than j tokens and kept at least j."""
+    """The same from executed rounds: position j is at risk in rounds that drafted more than j
+    tokens and kept at least j."""
     drafted = np.array([s.drafted for s in steps], dtype=np.int64)
     accepted = np.array([s.accepted for s in steps], dtype=np.int64)
     depth = range(int(drafted.max(initial=0)))

@@ -1,10 +1,11 @@
 """Columns of numbers to checksummed bytes and back.
 
-A chunk is one zstd frame around a header and the columns. The header is a line of JSON (``meta``, then name, dtype and shape of
-every column), so that a chunk says by itself what it holds. Each column follows transposed (last axis first, so that like
-meets like: entry j of every branch) and as *byte planes* (all lowest bytes, then all second bytes, ...), because the high bytes
-of log-probabilities are nearly constant and the low ones nearly random, and an entropy coder gains from meeting them apart.
-``docs/log.md`` holds the layouts that were measured.
+A chunk is one zstd frame around a header and the columns. The header is a line of JSON (``meta``,
+then name, dtype and shape of every column), so that a chunk says by itself what it holds. Each
+column follows transposed (last axis first, so that like meets like: entry j of every branch) and as
+*byte planes* (all lowest bytes, then all second bytes, ...), because the high bytes of
+log-probabilities are nearly constant and the low ones nearly random, and an entropy coder gains
+from meeting them apart. ``docs/log.md`` holds the layouts that were measured.
 """
 
 from __future__ import annotations
@@ -35,15 +36,18 @@ _HEADERS = zstandard.ZstdCompressionDict(
     b'["accept","<u2",[128]],["branch_logp","<u2",[45,16]],["branch_entropy","<u2",[45,16]],["branch_len","|u1",[45]]]]',
     dict_type=zstandard.DICT_TYPE_RAWCONTENT,
 )
-"""What headers look like, known to both sides beforehand, so that a header costs a few bytes. Part of the format: never edited,
-a better one is a new schema version."""
+"""What headers look like, known to both sides beforehand, so that a header costs a few bytes. Part
+of the format: never edited, a better one is a new schema version."""
 
 RAW_LIMIT = 1 << 29
-"""Bytes that a chunk may hold unpacked: several times the largest trees of the longest texts, so that no chunk asks for all memory."""
+"""Bytes that a chunk may hold unpacked: several times the largest trees of the longest texts, so
+that no chunk asks for all memory."""
 _HEADER_LIMIT = 1 << 22
 """Bytes of a header, the document of a chunk of documents excepted."""
 _AXES_LIMIT = 8
-_DTYPES = frozenset({"|b1", "|i1", "|u1", *(f"<{kind}{size}" for kind in "iuf" for size in (2, 4, 8))})
+_DTYPES = frozenset(
+    {"|b1", "|i1", "|u1", *(f"<{kind}{size}" for kind in "iuf" for size in (2, 4, 8))}
+)
 """What a column may be made of: numbers of a fixed size."""
 
 Column = npt.NDArray[Any]
@@ -65,24 +69,33 @@ class Chunk:
 
 
 def pack(columns: Mapping[str, Column], meta: Mapping[str, Any]) -> Chunk:
-    """Packs arrays of numbers, in order, with JSON-ready ``meta``. What :func:`unpack` would refuse raises
-    :class:`TraceError` where it is too much, else :class:`CodecError`."""
+    """Packs arrays of numbers, in order, with JSON-ready ``meta``. What :func:`unpack` would refuse
+    raises :class:`TraceError` where it is too much, else :class:`CodecError`."""
     table = [[name, c.dtype.newbyteorder("<").str, list(c.shape)] for name, c in columns.items()]
-    header = json.dumps([meta, table], separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    header = json.dumps(
+        [meta, table], separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    ).encode()
     _header([{}, table])
     if 4 + len(header) + sum(c.nbytes for c in columns.values()) > RAW_LIMIT:
-        raise TraceError(f"more than {RAW_LIMIT >> 20} MiB in one chunk; record smaller trees or shorter texts")
+        raise TraceError(
+            f"more than {RAW_LIMIT >> 20} MiB in one chunk; record smaller trees or shorter texts"
+        )
     parts = [len(header).to_bytes(4, "little"), header, *(_planes(c) for c in columns.values())]
-    data = zstandard.ZstdCompressor(level=LEVEL, dict_data=_HEADERS, write_checksum=False).compress(b"".join(parts))
+    data = zstandard.ZstdCompressor(level=LEVEL, dict_data=_HEADERS, write_checksum=False).compress(
+        b"".join(parts)
+    )
     return Chunk(SCHEMA_VERSION, CODEC, hashlib.sha256(data).digest(), data)
 
 
-def unpack(chunk: Chunk, *, header_limit: int = _HEADER_LIMIT) -> tuple[dict[str, Column], dict[str, Any]]:
+def unpack(
+    chunk: Chunk, *, header_limit: int = _HEADER_LIMIT
+) -> tuple[dict[str, Column], dict[str, Any]]:
     """The columns and meta that :func:`pack` was given.
 
-    Raises :class:`CodecError` when they are not whole: also for bytes that a stranger made, whose checksum says nothing. What a header
-    claims is believed only once it is what :func:`pack` writes and adds up to the bytes there are, of which there are at most
-    ``RAW_LIMIT``, ``header_limit`` of them in the header.
+    Raises :class:`CodecError` when they are not whole: also for bytes that a stranger made, whose
+    checksum says nothing. What a header claims is believed only once it is what :func:`pack` writes
+    and adds up to the bytes there are, of which there are at most ``RAW_LIMIT``, ``header_limit``
+    of them in the header.
     """
     if not isinstance(chunk.data, bytes) or not isinstance(chunk.schema_version, int):
         raise CodecError("no chunk, but other values where one should be")
@@ -90,7 +103,8 @@ def unpack(chunk: Chunk, *, header_limit: int = _HEADER_LIMIT) -> tuple[dict[str
         raise CodecError("checksum differs")
     if chunk.schema_version > SCHEMA_VERSION or chunk.codec != CODEC:
         raise CodecError(
-            f"packed as {chunk.codec!r:.40} version {chunk.schema_version}, this program reads {CODEC} up to {SCHEMA_VERSION}"
+            f"packed as {chunk.codec!r:.40} version {chunk.schema_version}, this program reads "
+            f"{CODEC} up to {SCHEMA_VERSION}"
         )
     try:
         raw = _decompressed(chunk.data)
@@ -115,7 +129,8 @@ def unpack(chunk: Chunk, *, header_limit: int = _HEADER_LIMIT) -> tuple[dict[str
 
 
 def _decompressed(data: bytes) -> memoryview:
-    """The bytes of the one frame in ``data``, which says beforehand how many they are. Raises CodecError or ZstdError."""
+    """The bytes of the one frame in ``data``, which says beforehand how many they are. Raises
+    CodecError or ZstdError."""
     size = zstandard.frame_content_size(data)
     if not 4 <= size <= RAW_LIMIT:
         raise CodecError(f"cannot be unpacked: {size} bytes where 4 to {RAW_LIMIT} are possible")
@@ -124,17 +139,31 @@ def _decompressed(data: bytes) -> memoryview:
 
 
 def _header(found: Any) -> tuple[dict[str, Any], _Layout]:
-    """(meta, name, dtype and shape of every column) of a parsed header. Raises CodecError unless it is one that :func:`pack` writes."""
-    if not (isinstance(found, list) and len(found) == 2 and isinstance(found[0], dict) and isinstance(found[1], list)):
+    """(meta, name, dtype and shape of every column) of a parsed header. Raises CodecError unless it
+    is one that :func:`pack` writes."""
+    if not (
+        isinstance(found, list)
+        and len(found) == 2
+        and isinstance(found[0], dict)
+        and isinstance(found[1], list)
+    ):
         raise CodecError("cannot be unpacked: its header is not [meta, columns]")
     layout: _Layout = []
     for entry in found[1]:
-        if not (isinstance(entry, list) and len(entry) == 3 and all(isinstance(part, str) for part in entry[:2])):
+        if not (
+            isinstance(entry, list)
+            and len(entry) == 3
+            and all(isinstance(part, str) for part in entry[:2])
+        ):
             raise CodecError("cannot be unpacked: a column is not [name, dtype, shape]")
         name, dtype, shape = entry
         if dtype not in _DTYPES:
             raise CodecError(f"cannot be unpacked: column {name[:40]!r} is of dtype {dtype[:40]!r}")
-        if not (isinstance(shape, list) and len(shape) <= _AXES_LIMIT and all(type(n) is int and 0 <= n <= RAW_LIMIT for n in shape)):
+        if not (
+            isinstance(shape, list)
+            and len(shape) <= _AXES_LIMIT
+            and all(type(n) is int and 0 <= n <= RAW_LIMIT for n in shape)
+        ):
             raise CodecError(f"cannot be unpacked: column {name[:40]!r} has no shape")
         layout.append((name, np.dtype(dtype), tuple(shape)))
     if len({name for name, _, _ in layout}) < len(layout):
@@ -149,5 +178,9 @@ def _planes(column: Column) -> bytes:
 
 def _unplanes(data: memoryview, dtype: np.dtype[Any], shape: Sequence[int]) -> Column:
     count = prod(shape)
-    flat = np.ascontiguousarray(np.frombuffer(data, dtype=np.uint8).reshape(dtype.itemsize, count).T).reshape(-1).view(dtype)
+    flat = (
+        np.ascontiguousarray(np.frombuffer(data, dtype=np.uint8).reshape(dtype.itemsize, count).T)
+        .reshape(-1)
+        .view(dtype)
+    )
     return flat.reshape(tuple(reversed(shape))).T.astype(dtype.newbyteorder("="), order="C")

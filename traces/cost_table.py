@@ -46,7 +46,8 @@ class CostTable:
         size = int(np.prod([len(k) for k in self.knots], initial=1))
         if len(self.axes) != len(self.knots) or len(self.axes) > 2 or size != len(self.seconds):
             raise ValueError(
-                f"a cost table of axes {self.axes} has {len(self.seconds)} seconds at {size} combinations of knots"
+                f"a cost table of axes {self.axes} has {len(self.seconds)} seconds at {size} "
+                "combinations of knots"
             )
 
     def weights(self, places: Mapping[str, npt.ArrayLike]) -> FloatArray:

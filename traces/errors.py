@@ -6,7 +6,8 @@ from spectune.traces.text import one_line
 
 
 class SpectuneError(Exception):
-    """What went wrong, where, and how to mend it, in one line of bounded length, whatever the message quotes."""
+    """What went wrong, where, and how to mend it, in one line of bounded length, whatever the
+    message quotes."""
 
     def __init__(self, message: object = "") -> None:
         super().__init__(one_line(str(message)))
@@ -33,7 +34,8 @@ class PolicyError(SpectuneError):
 
 
 class TraceError(SpectuneError):
-    """A recording, panorama or profile is missing, damaged, or too small for what is asked of it."""
+    """A recording, panorama or profile is missing, damaged, or too small for what is asked of
+    it."""
 
 
 class EngineError(SpectuneError):

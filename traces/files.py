@@ -1,4 +1,5 @@
-"""Files that users name: read as text or JSON, with one line for every mistake; written whole or not at all."""
+"""Files that users name: read as text or JSON, with one line for every mistake; written whole or
+not at all."""
 
 from __future__ import annotations
 
@@ -17,11 +18,13 @@ from spectune.traces.text import shortened, unstorable
 SIZE_LIMIT = 1 << 30
 """Bytes of a file that is read at once."""
 _DEPTH_LIMIT = 64
-"""Levels of JSON: many times what any of our documents has, and few enough for everything that walks one."""
+"""Levels of JSON: many times what any of our documents has, and few enough for everything that
+walks one."""
 
 
 def is_file(path: str | Path) -> bool:
-    """Whether a regular file is there. What can name no file (a name too long, or with a NUL) names none."""
+    """Whether a regular file is there. What can name no file (a name too long, or with a NUL) names
+    none."""
     try:
         return Path(path).is_file()
     except OSError:
@@ -36,10 +39,13 @@ def exists(path: str | Path) -> bool:
         return False
 
 
-def read_text(path: str | Path, where: str, error: type[SpectuneError], *, missing: str = "no such file") -> str:
+def read_text(
+    path: str | Path, where: str, error: type[SpectuneError], *, missing: str = "no such file"
+) -> str:
     """A file's text, UTF-8 with or without a byte-order mark.
 
-    Raises ``error``, its line beginning with ``where``: ``missing`` where no regular file is, or why it cannot be read.
+    Raises ``error``, its line beginning with ``where``: ``missing`` where no regular file is, or
+    why it cannot be read.
     """
     file, where = Path(path), shortened(where)
     try:
@@ -55,8 +61,8 @@ def read_text(path: str | Path, where: str, error: type[SpectuneError], *, missi
 
 
 def parse_json(text: str, where: str, error: type[SpectuneError]) -> Any:
-    """A JSON document from a user. Raises ``error``, its line beginning with ``where``, for what is none, is nested beyond reason, or
-    holds text that no database keeps."""
+    """A JSON document from a user. Raises ``error``, its line beginning with ``where``, for what is
+    none, is nested beyond reason, or holds text that no database keeps."""
     where = shortened(where)
     try:
         data = json.loads(text)
@@ -75,7 +81,9 @@ def parse_json(text: str, where: str, error: type[SpectuneError]) -> Any:
     raise error(f"{where}: not JSON of ours (nested more than {_DEPTH_LIMIT} deep)")
 
 
-def read_json(path: str | Path, where: str, error: type[SpectuneError], *, missing: str = "no such file") -> Any:
+def read_json(
+    path: str | Path, where: str, error: type[SpectuneError], *, missing: str = "no such file"
+) -> Any:
     """:func:`parse_json` of :func:`read_text`."""
     return parse_json(read_text(path, where, error, missing=missing), where, error)
 
@@ -87,7 +95,8 @@ def _inside(value: Any) -> list[Any]:
 
 
 def why_not_writable(path: str | Path) -> str | None:
-    """Why no file can be put at ``path`` and what to do about it, or None, as far as that can be told beforehand."""
+    """Why no file can be put at ``path`` and what to do about it, or None, as far as that can be
+    told beforehand."""
     target = Path(path)
     try:
         there = target.stat() if target.exists() else None
@@ -108,16 +117,25 @@ def why_not_writable(path: str | Path) -> str | None:
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of ``path`` when the block ends; when it raises, ``path`` is as it was and nothing is left beside it.
+    """A new file that takes the place of ``path`` when the block ends; when it raises, ``path`` is
+    as it was and nothing is left beside it.
 
-    It is made under a name that nobody can foresee and never through a link, with the permissions of any new file; a link at ``path`` is
-    replaced, not followed. Raises OSError.
+    It is made under a name that nobody can foresee and never through a link, with the permissions
+    of any new file; a link at ``path`` is replaced, not followed. Raises OSError.
     """
     target = Path(path)
     if target.exists() and not target.is_file():
         raise OSError(errno.EINVAL, "no regular file", str(target))
     part = target.with_name(f".{secrets.token_hex(8)}.part")
-    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0), 0o666)
+    handle = os.open(
+        part,
+        os.O_WRONLY
+        | os.O_CREAT
+        | os.O_EXCL
+        | getattr(os, "O_NOFOLLOW", 0)
+        | getattr(os, "O_CLOEXEC", 0),
+        0o666,
+    )
     try:
         with open(handle, "wb") as file:
             yield file

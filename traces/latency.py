@@ -36,9 +36,9 @@ class LatencyProfile:
     - ``round`` and ``tree round/D`` per round; ``prefill/target`` and ``prefill/D`` (rows): a
       prompt's pass, and what begins a request; older profiles have a ``request`` of their own.
 
-    - Of an engine that serves many requests at once: ``step`` (batch), ``step target`` (rows verified,
-      tokens in all caches), ``step prompts`` (rows) and ``step draft/D`` (passes, batch), whose 0
-      passes are what the loaded draft takes where nothing is drafted.
+    - Of an engine that serves many requests at once: ``step`` (batch), ``step target`` (rows
+      verified, tokens in all caches), ``step prompts`` (rows) and ``step draft/D`` (passes, batch),
+      whose 0 passes are what the loaded draft takes where nothing is drafted.
 
     ``check``: predicted against executed rounds of policies that the fit has not seen.
     """

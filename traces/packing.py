@@ -1,6 +1,8 @@
-"""The values of :mod:`traces.schema` as chunks, each with its inverse: ``unpack_x(pack_x(value)) == value``.
+"""The values of :mod:`traces.schema` as chunks, each with its inverse: ``unpack_x(pack_x(value)) ==
+value``.
 
-Whatever bytes a chunk holds, an inverse gives a value that code may index by without looking, or raises :class:`CodecError`.
+Whatever bytes a chunk holds, an inverse gives a value that code may index by without looking, or
+raises :class:`CodecError`.
 """
 
 from __future__ import annotations
@@ -19,13 +21,26 @@ _STEP_COUNTS = ("start", "drafted", "verified", "accepted", "emitted", "draft_st
 _STEP_TIMES = ("draft_s", "verify_s", "round_s")
 _LATER_COUNTS = {"depth": np.int32, "bin": np.uint8, "batch": np.int32}
 _LATER_TIMES = ("arrived_s", "ended_s")
-"""Columns that came later, and are left out where they say nothing: no trees, one request in every step, no clock."""
-_TREE_META: dict[str, type] = {"draft": str, "width": int, "depth": int, "proposals": str, "shared": bool}
+"""Columns that came later, and are left out where they say nothing: no trees, one request in every
+step, no clock."""
+_TREE_META: dict[str, type] = {
+    "draft": str,
+    "width": int,
+    "depth": int,
+    "proposals": str,
+    "shared": bool,
+}
 """What a tree panorama says of itself beside its columns and covers, and the types of it."""
 _OFF_TEXT = 255
 """``text_slot`` of a node none of whose children is the text's next token."""
 
-_KINDS = {"tokens": "pair of texts", "chain": "chain panorama", "tree": "tree panorama", "steps": "list of rounds", "document": "document"}
+_KINDS = {
+    "tokens": "pair of texts",
+    "chain": "chain panorama",
+    "tree": "tree panorama",
+    "steps": "list of rounds",
+    "document": "document",
+}
 """What chunks hold, for messages."""
 
 _Layout = Mapping[str, tuple[npt.DTypeLike, int]]
@@ -49,12 +64,18 @@ _STEPS: _Layout = {
     **dict.fromkeys(_STEP_TIMES, (np.int64, 1)),
     **dict.fromkeys(("draft", "policy"), (np.uint16, 1)),
 }
-_LATER_STEPS: _Layout = {**{name: (kind, 1) for name, kind in _LATER_COUNTS.items()}, **dict.fromkeys(_LATER_TIMES, (np.int64, 1))}
+_LATER_STEPS: _Layout = {
+    **{name: (kind, 1) for name, kind in _LATER_COUNTS.items()},
+    **dict.fromkeys(_LATER_TIMES, (np.int64, 1)),
+}
 
 
 def pack_tokens(prompt_ids: Int32Array, output_ids: Int32Array) -> Chunk:
     """Token ids of a prompt and of its output."""
-    return pack({"prompt": prompt_ids.astype(np.int32), "output": output_ids.astype(np.int32)}, {"kind": "tokens"})
+    return pack(
+        {"prompt": prompt_ids.astype(np.int32), "output": output_ids.astype(np.int32)},
+        {"kind": "tokens"},
+    )
 
 
 def unpack_tokens(chunk: Chunk) -> tuple[Int32Array, Int32Array]:
@@ -66,7 +87,9 @@ def unpack_tokens(chunk: Chunk) -> tuple[Int32Array, Int32Array]:
 def pack_chain(panorama: ChainPanorama) -> Chunk:
     """All columns of a chain panorama."""
     columns = {name: getattr(panorama, name) for name in panorama.columns()}
-    return pack(columns, {"kind": "chain", "draft": panorama.draft, "gamma_max": panorama.gamma_max})
+    return pack(
+        columns, {"kind": "chain", "draft": panorama.draft, "gamma_max": panorama.gamma_max}
+    )
 
 
 def unpack_chain(chunk: Chunk) -> ChainPanorama:
@@ -83,21 +106,30 @@ def unpack_chain(chunk: Chunk) -> ChainPanorama:
 
 
 def pack_tree(panorama: TreePanorama) -> Chunk:
-    """All columns of a tree panorama, recoded to take less room (``docs/log.md`` has what it gains).
+    """All columns of a tree panorama, recoded to take less room (``docs/log.md`` has what it
+    gains).
 
-    ``tokens`` are the bytes of whole ids, node by node (the least of 2 and 4 each), because cousins share children. Codes of siblings
-    are stored as differences, modulo 256: where every node's ``logp`` ascends (children ranked by q) ``logp`` from the sibling before
-    and ``gap`` from what ``logp`` says of it, else ``logp`` as it is and ``gap`` from the sibling before.
+    ``tokens`` are the bytes of whole ids, node by node (the least of 2 and 4 each), because cousins
+    share children. Codes of siblings are stored as differences, modulo 256: where every node's
+    ``logp`` ascends (children ranked by q) ``logp`` from the sibling before and ``gap`` from what
+    ``logp`` says of it, else ``logp`` as it is and ``gap`` from the sibling before.
     """
     p, columns = panorama, {name: getattr(panorama, name) for name in panorama.columns()}
     fits = not p.tokens.size or (p.tokens.min() >= 0 and p.tokens.max() <= np.iinfo(np.uint16).max)
     size = 2 if fits else 4
-    columns["tokens"] = np.ascontiguousarray(p.tokens, dtype=f"<u{size}" if fits else "<i4").view(np.uint8).reshape(-1)
+    columns["tokens"] = (
+        np.ascontiguousarray(p.tokens, dtype=f"<u{size}" if fits else "<i4")
+        .view(np.uint8)
+        .reshape(-1)
+    )
     by_q = bool((p.logp[:, 1:] >= p.logp[:, :-1]).all())
     columns["logp"] = _steps(p.logp) if by_q else p.logp
     columns["gap"] = p.gap - (p.logp - p.logp[:, :1]) if by_q else _steps(p.gap)
     named = {name: getattr(p, name) for name in _TREE_META}
-    return pack(columns, {"kind": "tree", **named, "covers": list(p.covers), "token_bytes": size, "by_q": by_q})
+    return pack(
+        columns,
+        {"kind": "tree", **named, "covers": list(p.covers), "token_bytes": size, "by_q": by_q},
+    )
 
 
 def unpack_tree(chunk: Chunk) -> TreePanorama:
@@ -108,7 +140,9 @@ def unpack_tree(chunk: Chunk) -> TreePanorama:
     size, by_q = _said(meta, "token_bytes", int), _said(meta, "by_q", bool)
     if size not in (2, 4) or width < 1 or columns["tokens"].size != nodes * width * size:
         raise CodecError("is no tree panorama: its tokens do not add up")
-    columns["tokens"] = columns["tokens"].view("<u2" if size == 2 else "<i4").reshape(nodes, width).astype(np.int32)
+    columns["tokens"] = (
+        columns["tokens"].view("<u2" if size == 2 else "<i4").reshape(nodes, width).astype(np.int32)
+    )
     try:
         if by_q:
             logp = columns["logp"] = _sums(columns["logp"])
@@ -135,24 +169,43 @@ def _sums(steps: Column) -> Column:
 
 
 def _check_tree(panorama: TreePanorama) -> None:
-    """Raises :class:`CodecError` unless every node is a child that its parent has, parents first, and no code is out of range."""
+    """Raises :class:`CodecError` unless every node is a child that its parent has, parents first,
+    and no code is out of range."""
     parent, slot, count = panorama.parent, panorama.slot, panorama.count
     own = np.arange(len(count) - len(parent), len(count))
     if panorama.proposals not in ("coupled", "probability"):
         raise CodecError(f"is no tree panorama: proposals {panorama.proposals!r}")
-    if ((parent < 0) | (parent >= own)).any() or (slot >= count[parent]).any() or (count > panorama.width).any():
+    if (
+        ((parent < 0) | (parent >= own)).any()
+        or (slot >= count[parent]).any()
+        or (count > panorama.width).any()
+    ):
         raise CodecError("is no tree panorama: a node is not among the children of an earlier one")
-    if ((panorama.text_slot >= panorama.width) & (panorama.text_slot != _OFF_TEXT)).any() or panorama.depth < 1:
+    if (
+        (panorama.text_slot >= panorama.width) & (panorama.text_slot != _OFF_TEXT)
+    ).any() or panorama.depth < 1:
         raise CodecError("is no tree panorama: its codes are out of range")
 
 
 def pack_steps(steps: Sequence[Step]) -> Chunk:
     """The rounds of one request. Times are kept to the nanosecond."""
-    values = dict(zip(Step._fields, zip(*steps, strict=True), strict=True)) if steps else dict.fromkeys(Step._fields, ())
-    columns: dict[str, Column] = {name: np.array(values[name], dtype=np.int32) for name in _STEP_COUNTS}
+    values = (
+        dict(zip(Step._fields, zip(*steps, strict=True), strict=True))
+        if steps
+        else dict.fromkeys(Step._fields, ())
+    )
+    columns: dict[str, Column] = {
+        name: np.array(values[name], dtype=np.int32) for name in _STEP_COUNTS
+    }
     for name in (*_STEP_TIMES, *(_LATER_TIMES if any(values["ended_s"]) else ())):
-        columns[name] = np.rint(np.array(values[name], dtype=np.float64) * NANOSECONDS).astype(np.int64)
-    later = ["depth", "bin"] if values["depth"] != values["drafted"] or any(b != NO_BIN for b in values["bin"]) else []
+        columns[name] = np.rint(np.array(values[name], dtype=np.float64) * NANOSECONDS).astype(
+            np.int64
+        )
+    later = (
+        ["depth", "bin"]
+        if values["depth"] != values["drafted"] or any(b != NO_BIN for b in values["bin"])
+        else []
+    )
     later += ["batch"] if any(b != 1 for b in values["batch"]) else []
     for name in later:
         columns[name] = np.array(values[name], dtype=_LATER_COUNTS[name])
@@ -177,12 +230,19 @@ def unpack_steps(chunk: Chunk) -> tuple[Step, ...]:
     depths = (columns["depth"] if "depth" in columns else columns["drafted"]).tolist()
     bins = columns["bin"].tolist() if "bin" in columns else [NO_BIN] * len(depths)
     batches = columns["batch"].tolist() if "batch" in columns else [1] * len(depths)
-    clocks = [(columns[name] / NANOSECONDS).tolist() if name in columns else [0.0] * len(depths) for name in _LATER_TIMES]
-    return tuple(Step(*row) for row in zip(*counts, *names, *times, depths, bins, batches, *clocks, strict=True))
+    clocks = [
+        (columns[name] / NANOSECONDS).tolist() if name in columns else [0.0] * len(depths)
+        for name in _LATER_TIMES
+    ]
+    return tuple(
+        Step(*row)
+        for row in zip(*counts, *names, *times, depths, bins, batches, *clocks, strict=True)
+    )
 
 
 def pack_document(document: Any, arrays: Mapping[str, Column] | None = None) -> Chunk:
-    """A JSON-ready document with arrays of numbers beside it: an artifact, or the trials of a study."""
+    """A JSON-ready document with arrays of numbers beside it: an artifact, or the trials of a
+    study."""
     return pack(arrays or {}, {"kind": "document", "document": document})
 
 
@@ -198,7 +258,8 @@ def unpack_document(chunk: Chunk) -> tuple[Any, dict[str, Column]]:
 def _of_kind(
     chunk: Chunk, kind: str, layout: _Layout, optional: _Layout | None = None
 ) -> tuple[dict[str, Column], dict[str, Any]]:
-    """The columns and meta of a chunk that holds exactly the columns of its kind, and of ``optional`` any. Raises CodecError."""
+    """The columns and meta of a chunk that holds exactly the columns of its kind, and of
+    ``optional`` any. Raises CodecError."""
     columns, meta = unpack(chunk)
     _expect_kind(meta, kind)
     known = {**layout, **(optional or {})}
@@ -207,7 +268,10 @@ def _of_kind(
     for name, column in columns.items():
         dtype, axes = known[name]
         if column.dtype != dtype or column.ndim != axes:
-            raise CodecError(f"is no {_KINDS[kind]}: column {name} is {column.dtype} {column.shape}, not {np.dtype(dtype)} of {axes} axes")
+            raise CodecError(
+                f"is no {_KINDS[kind]}: column {name} is {column.dtype} {column.shape}, not "
+                f"{np.dtype(dtype)} of {axes} axes"
+            )
     return columns, meta
 
 

@@ -1,4 +1,5 @@
-"""A recording as values: what was asked of it, and its requests with their trajectories, panoramas and executed rounds."""
+"""A recording as values: what was asked of it, and its requests with their trajectories, panoramas
+and executed rounds."""
 
 from __future__ import annotations
 
@@ -11,23 +12,38 @@ from typing import Any
 import numpy as np
 
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import AGREE_NO, ChainPanorama, Proposals, Sampling, Step, Trajectory, TreePanorama, Verifier
+from spectune.traces.schema import (
+    AGREE_NO,
+    ChainPanorama,
+    Proposals,
+    Sampling,
+    Step,
+    Trajectory,
+    TreePanorama,
+    Verifier,
+)
 
 TREE_WIDTH, TREE_DEPTH = 8, 8
 """Children and levels of recorded trees where nobody says."""
 
 
 def how_to_record_trees(
-    recording: str, width: int = TREE_WIDTH, depth: int = TREE_DEPTH, proposals: Proposals = "coupled"
+    recording: str,
+    width: int = TREE_WIDTH,
+    depth: int = TREE_DEPTH,
+    proposals: Proposals = "coupled",
 ) -> str:
     """The command that makes trees, for messages."""
     flag = "" if proposals == "coupled" else f" --tree-proposals {proposals}"
-    return f"`record --resume {recording} --tree-width {width} --tree-depth {depth}{flag}` makes them"
+    return (
+        f"`record --resume {recording} --tree-width {width} --tree-depth {depth}{flag}` makes them"
+    )
 
 
 @dataclass(frozen=True)
 class TreeExtent:
-    """Stored trees of one draft: of how many requests, and what all of these hold: children of a node, levels."""
+    """Stored trees of one draft: of how many requests, and what all of these hold: children of a
+    node, levels."""
 
     count: int
     width: int
@@ -38,9 +54,10 @@ class TreeExtent:
 class RecordingInfo:
     """A recording without its chunks.
 
-    ``state`` is ``recording`` until it is finished (``complete``, or ``abandoned``). ``source`` is ``record`` or ``serve``.
-    ``n_requests``, ``n_output_tokens`` and ``drafts`` (draft to number of chain panoramas) count what is stored now, and so do
-    ``trees`` and ``trees_q`` (proposals ``coupled`` and ``probability``).
+    ``state`` is ``recording`` until it is finished (``complete``, or ``abandoned``). ``source`` is
+    ``record`` or ``serve``. ``n_requests``, ``n_output_tokens`` and ``drafts`` (draft to number of
+    chain panoramas) count what is stored now, and so do ``trees`` and ``trees_q`` (proposals
+    ``coupled`` and ``probability``).
     """
 
     id: str
@@ -67,7 +84,8 @@ class RecordingInfo:
         return str(self.options.get("engine", "native"))
 
     def trees_shown(self) -> str:
-        """Draft, width x depth of its trees, and of how many requests where not all have one; for people."""
+        """Draft, width x depth of its trees, and of how many requests where not all have one; for
+        people."""
         parts = []
         for suffix, extents in (("", self.trees), (" by probability", self.trees_q)):
             for draft, e in extents.items():
@@ -85,16 +103,24 @@ class RecordingInfo:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RecordingInfo:
-        """The inverse of :meth:`to_json`. Raises TypeError, ValueError or KeyError for what is none."""
-        moments = {name: data[name] and datetime.fromisoformat(data[name]) for name in ("created_at", "finished_at")}
-        trees = {name: {d: TreeExtent(**e) for d, e in data[name].items()} for name in ("trees", "trees_q")}
+        """The inverse of :meth:`to_json`. Raises TypeError, ValueError or KeyError for what is
+        none."""
+        moments = {
+            name: data[name] and datetime.fromisoformat(data[name])
+            for name in ("created_at", "finished_at")
+        }
+        trees = {
+            name: {d: TreeExtent(**e) for d, e in data[name].items()}
+            for name in ("trees", "trees_q")
+        }
         return cls(**{**data, **moments, **trees, "sampling": Sampling(**data["sampling"])})
 
 
 @dataclass(frozen=True)
 class RecordedRequest:
-    """One request of a recording: its place, its trajectory, a panorama per draft, the rounds it was decoded by, and, where they were
-    asked for, the trees per draft: ``trees`` of proposals ``coupled``, ``trees_q`` of ``probability``."""
+    """One request of a recording: its place, its trajectory, a panorama per draft, the rounds it
+    was decoded by, and, where they were asked for, the trees per draft: ``trees`` of proposals
+    ``coupled``, ``trees_q`` of ``probability``."""
 
     ordinal: int
     trajectory: Trajectory
@@ -108,7 +134,8 @@ class RecordedRequest:
         return self.trees if proposals == "coupled" else self.trees_q
 
     def after_first(self) -> RecordedRequest:
-        """The same from the second token on, its first read as a part of the prompt; without rounds."""
+        """The same from the second token on, its first read as a part of the prompt; without
+        rounds."""
         t = self.trajectory
         rest = replace(
             t,
@@ -128,7 +155,10 @@ class RecordedRequest:
 def _after_first(panorama: ChainPanorama) -> ChainPanorama:
     gone = int(panorama.agree[:1].tolist() == [AGREE_NO])
     tail = {name: getattr(panorama, name)[1:] for name in ("agree", "logp", "entropy", "accept")}
-    branches = {name: getattr(panorama, name)[gone:] for name in ("branch_logp", "branch_entropy", "branch_len")}
+    branches = {
+        name: getattr(panorama, name)[gone:]
+        for name in ("branch_logp", "branch_entropy", "branch_len")
+    }
     return replace(panorama, **tail, **branches)
 
 
@@ -139,9 +169,15 @@ def _grown_after_first(panorama: TreePanorama) -> TreePanorama:
         root[off] = panorama.parent[root[off] - on_text]
     kept = root > 0
     number = np.cumsum(kept, dtype=np.int32) - 1
-    of_nodes = {name: getattr(panorama, name)[kept] for name in panorama.columns() if name not in ("parent", "slot")}
+    of_nodes = {
+        name: getattr(panorama, name)[kept]
+        for name in panorama.columns()
+        if name not in ("parent", "slot")
+    }
     off_text = kept[on_text:]
-    return replace(panorama, parent=number[panorama.parent[off_text]], slot=panorama.slot[off_text], **of_nodes)
+    return replace(
+        panorama, parent=number[panorama.parent[off_text]], slot=panorama.slot[off_text], **of_nodes
+    )
 
 
 @dataclass(frozen=True)
@@ -156,7 +192,8 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Recording:
-    """A recording in memory: ``requests`` in order of their ordinals, and the damaged chunks that were left out."""
+    """A recording in memory: ``requests`` in order of their ordinals, and the damaged chunks that
+    were left out."""
 
     info: RecordingInfo
     requests: tuple[RecordedRequest, ...]
@@ -173,35 +210,55 @@ class Recording:
         return tuple(sorted(n for n in names if all(n in r.panoramas for r in self.requests)))
 
     def panoramas(self, draft: str) -> tuple[ChainPanorama, ...]:
-        """One panorama per trajectory, in order. Raises :class:`TraceError` if any is missing (see :meth:`having`)."""
+        """One panorama per trajectory, in order. Raises :class:`TraceError` if any is missing (see
+        :meth:`having`)."""
         found = tuple(r.panoramas[draft] for r in self.requests if draft in r.panoramas)
         if len(found) < len(self.requests):
             have = ", ".join(self.drafts) or "none"
             raise TraceError(
-                f"recording {self.info.id} has {len(found)} panoramas of draft {draft!r} for {len(self.requests)} requests "
-                f"(complete drafts: {have}); `record --resume {self.info.id}` makes the missing ones"
+                f"recording {self.info.id} has {len(found)} panoramas of draft {draft!r} for "
+                f"{len(self.requests)} requests "
+                f"(complete drafts: {have}); `record --resume {self.info.id}` makes the "
+                "missing ones"
             )
         return found
 
     def trees(self, draft: str, proposals: Proposals = "coupled") -> tuple[TreePanorama, ...]:
-        """One tree panorama per trajectory, in order. Raises :class:`TraceError` if any is missing (see :meth:`having`), or the recording
-        was loaded without trees."""
-        found = tuple(trees[draft] for r in self.requests if draft in (trees := r.trees_of(proposals)))
+        """One tree panorama per trajectory, in order. Raises :class:`TraceError` if any is missing
+        (see :meth:`having`), or the recording was loaded without trees."""
+        found = tuple(
+            trees[draft] for r in self.requests if draft in (trees := r.trees_of(proposals))
+        )
         if len(found) < len(self.requests):
             stored = (self.info.trees if proposals == "coupled" else self.info.trees_q).get(draft)
-            if stored is not None and stored.count >= len(self.requests) and not found and not self.skipped:
+            if (
+                stored is not None
+                and stored.count >= len(self.requests)
+                and not found
+                and not self.skipped
+            ):
                 raise TraceError(
-                    f"the trees of recording {self.info.id} are stored, but were not loaded; load it with trees=True"
+                    f"the trees of recording {self.info.id} are stored, but were not loaded; load "
+                    "it with trees=True"
                 )
             flag = "" if proposals == "coupled" else f" --tree-proposals {proposals}"
             raise TraceError(
-                f"recording {self.info.id} has {len(found)} tree panoramas of draft {draft!r} for {len(self.requests)} requests; "
-                f"`record --resume {self.info.id} --tree-width {TREE_WIDTH} --tree-depth {TREE_DEPTH}{flag}` makes the missing ones"
+                f"recording {self.info.id} has {len(found)} tree panoramas of draft {draft!r} for "
+                f"{len(self.requests)} requests; "
+                f"`record --resume {self.info.id} --tree-width {TREE_WIDTH} --tree-depth "
+                f"{TREE_DEPTH}{flag}` makes the missing ones"
             )
         return found
 
-    def having(self, drafts: Iterable[str] = (), *, trees: Collection[str] = (), proposals: Proposals = "coupled") -> Recording:
-        """The part whose requests have a panorama of every draft named, and a tree panorama of every one in ``trees``."""
+    def having(
+        self,
+        drafts: Iterable[str] = (),
+        *,
+        trees: Collection[str] = (),
+        proposals: Proposals = "coupled",
+    ) -> Recording:
+        """The part whose requests have a panorama of every draft named, and a tree panorama of
+        every one in ``trees``."""
         wanted = tuple(drafts)
 
         def whole(r: RecordedRequest) -> bool:

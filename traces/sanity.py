@@ -1,4 +1,5 @@
-"""What in recorded texts makes figures say less than they seem to: texts that repeat, prompts that repeat, categories of few."""
+"""What in recorded texts makes figures say less than they seem to: texts that repeat, prompts that
+repeat, categories of few."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ MANY = 0.1
 
 @dataclass(frozen=True)
 class Sanity:
-    """Counts of one workload. ``repetitive``: texts whose last half is a cycle; ``duplicates``: requests whose prompt an earlier one
-    has; ``few``: the categories with fewer than ``LEAST`` requests, and how many they have."""
+    """Counts of one workload. ``repetitive``: texts whose last half is a cycle; ``duplicates``:
+    requests whose prompt an earlier one has; ``few``: the categories with fewer than ``LEAST``
+    requests, and how many they have."""
 
     requests: int = 0
     repetitive: int = 0
@@ -37,15 +39,22 @@ class Sanity:
         said = []
         if self.repetitive > MANY * self.requests:
             said.append(
-                f"{self.repetitive} of {self.requests} texts end in a cycle that repeats itself, which any draft guesses: "
-                "speeds will be higher than on texts that do not (another target, or a chat template that is missing?)"
+                f"{self.repetitive} of {self.requests} texts end in a cycle that repeats itself, "
+                "which any draft guesses: "
+                "speeds will be higher than on texts that do not (another target, or a chat "
+                "template that is missing?)"
             )
         if self.duplicates:
-            said.append(f"{self.duplicates} of {self.requests} prompts are the same as an earlier one; they count each time")
+            said.append(
+                f"{self.duplicates} of {self.requests} prompts are the same as an earlier one; "
+                "they count each time"
+            )
         if self.few:
             shown = ", ".join(f"{name} {count}" for name, count in list(self.few.items())[:8])
             more = f" and {len(self.few) - 8} more categories" if len(self.few) > 8 else ""
-            said.append(f"fewer than {LEAST} requests in {shown}{more}: their own figures say little")
+            said.append(
+                f"fewer than {LEAST} requests in {shown}{more}: their own figures say little"
+            )
         return said
 
 

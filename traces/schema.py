@@ -1,7 +1,9 @@
-"""What happened, as plain values: requests, trajectories, panoramas, steps, latency profiles and outcomes.
+"""What happened, as plain values: requests, trajectories, panoramas, steps, latency profiles and
+outcomes.
 
-Every value here is frozen, compares by content, and knows nothing of databases, models or torch. Rows and ids belong to
-:mod:`db`; :mod:`traces.store` turns one into the other. Token positions are counted from 0 at the first *output* token.
+Every value here is frozen, compares by content, and knows nothing of databases, models or torch.
+Rows and ids belong to :mod:`db`; :mod:`traces.store` turns one into the other. Token positions are
+counted from 0 at the first *output* token.
 """
 
 from __future__ import annotations
@@ -20,20 +22,22 @@ from spectune.traces.latency import LatencyProfile as LatencyProfile
 Int32Array = npt.NDArray[np.int32]
 Finish = Literal["eos", "length", "stop"]
 Verifier = Literal["coupled", "rejection", "greedy"]
-"""How a draft's token was kept: ``coupled`` iff it is what the target drew with the same noise, ``rejection`` by chance, ``greedy``
-(engines' default) iff it, the draft's most likely one at every temperature, is what the target drew."""
+"""How a draft's token was kept: ``coupled`` iff it is what the target drew with the same noise,
+``rejection`` by chance, ``greedy`` (engines' default) iff it, the draft's most likely one at every
+temperature, is what the target drew."""
 
 NAT_SCALE = 256
-"""Resolution of recorded log-probabilities and entropies: codes count 1/256 nat (0.0039 nat), so that a stop compares
-whole numbers and decides alike in the runtime and in replay."""
+"""Resolution of recorded log-probabilities and entropies: codes count 1/256 nat (0.0039 nat), so
+that a stop compares whole numbers and decides alike in the runtime and in replay."""
 NAT_CODE_MAX = 65535
 """Largest code, about 256 nat; larger values saturate."""
 PROB_SCALE = 65535
 """Resolution of recorded acceptance probabilities: codes count 1/65535."""
 
 TREE_SCALE = 16
-"""Resolution of what is recorded of draft trees: codes count 1/16 nat. Coarser than for chains, because a round of a tree reads
-hundreds of codes and each one near a border between codes has to be decided."""
+"""Resolution of what is recorded of draft trees: codes count 1/16 nat. Coarser than for chains,
+because a round of a tree reads hundreds of codes and each one near a border between codes has to be
+decided."""
 TREE_CODE_MAX = 255
 """Largest tree code, about 16 nat; larger values saturate."""
 TOP_ENTROPY = 10
@@ -43,7 +47,8 @@ NO_BIN = 255
 """The bin of a round that was not stratified."""
 
 AGREE_NO, AGREE_YES, AGREE_NONE = 0, 1, 2
-"""Values of :attr:`ChainPanorama.agree`: the proposal differs from the text, equals it, or there was no proposal."""
+"""Values of :attr:`ChainPanorama.agree`: the proposal differs from the text, equals it, or there
+was no proposal."""
 
 
 class _ByContent:
@@ -74,8 +79,9 @@ class _ByContent:
 class Request:
     """One prompt of a workload: an id unique in it, a category, and its texts (at least one).
 
-    Without ``roles`` the first text is the prompt. With them, one each, the texts are a conversation's messages, the last of them the
-    user's: together they are the prompt. ``source`` is the file it was read from, no part of its content.
+    Without ``roles`` the first text is the prompt. With them, one each, the texts are a
+    conversation's messages, the last of them the user's: together they are the prompt. ``source``
+    is the file it was read from, no part of its content.
     """
 
     id: str
@@ -94,37 +100,58 @@ class Workload:
 
     def to_json(self) -> list[list[Any]]:
         """The requests, JSON-ready; :meth:`from_json` is its inverse."""
-        return [[r.id, r.category, list(r.turns), *([list(r.roles)] if r.roles else [])] for r in self.requests]
+        return [
+            [r.id, r.category, list(r.turns), *([list(r.roles)] if r.roles else [])]
+            for r in self.requests
+        ]
 
     @classmethod
     def from_json(cls, name: str, content: Any) -> Workload:
-        """Rebuilds a workload from :meth:`to_json`. Raises ValueError or TypeError on anything else."""
+        """Rebuilds a workload from :meth:`to_json`. Raises ValueError or TypeError on anything
+        else."""
         requests = []
         for name_of, category, turns, *more in content:
             roles = more[0] if more else []
-            if not isinstance(turns, list) or not isinstance(roles, list) or len(more) > 1 or len(roles) not in (0, len(turns)):
-                raise TypeError("a request is [id, category, turns], or with as many roles as turns")
+            if (
+                not isinstance(turns, list)
+                or not isinstance(roles, list)
+                or len(more) > 1
+                or len(roles) not in (0, len(turns))
+            ):
+                raise TypeError(
+                    "a request is [id, category, turns], or with as many roles as turns"
+                )
             if not all(isinstance(text, str) for text in (name_of, category, *turns, *roles)):
                 raise TypeError("a request is [id, category, turns], all of them texts")
             requests.append(Request(name_of, category, tuple(turns), tuple(roles)))
         return cls(name, tuple(requests))
 
     def digest(self) -> str:
-        """SHA-256 of the content (name excluded), hex: equal requests in equal order, equal digest."""
+        """SHA-256 of the content (name excluded), hex: equal requests in equal order, equal
+        digest."""
         h = hashlib.sha256()
         for request in self.to_json():
             h.update(json.dumps(request, ensure_ascii=False).encode())
         return h.hexdigest()
 
 
-_LATER_BLOCKS: Mapping[str, Any] = {"stratify": None, "select": {"top_n": None}, "shortlist": {"kind": "full"}}
+_LATER_BLOCKS: Mapping[str, Any] = {
+    "stratify": None,
+    "select": {"top_n": None},
+    "shortlist": {"kind": "full"},
+}
 """Blocks of a policy that came later, as a policy that does not use them spells them out."""
 
 
 def policy_content(document: Mapping[str, Any]) -> str:
-    """One line of JSON of a policy's spelled-out document: equal policies, equal text. Blocks that came later are left out where they are
-    not used, so that a chain policy keeps the id it always had."""
-    used = {key: value for key, value in document.items() if key not in _LATER_BLOCKS or value != _LATER_BLOCKS[key]}
+    """One line of JSON of a policy's spelled-out document: equal policies, equal text. Blocks that
+    came later are left out where they are not used, so that a chain policy keeps the id it always
+    had."""
+    used = {
+        key: value
+        for key, value in document.items()
+        if key not in _LATER_BLOCKS or value != _LATER_BLOCKS[key]
+    }
     return json.dumps(used, sort_keys=True, separators=(",", ":"))
 
 
@@ -137,8 +164,8 @@ def policy_id(document: Mapping[str, Any]) -> str:
 class Sampling:
     """How the target's distribution is processed and drawn from.
 
-    ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 switch those filters off; ``seed`` is the run's, from which each
-    request's own seed follows (:func:`request_seed`).
+    ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 switch those filters off; ``seed`` is
+    the run's, from which each request's own seed follows (:func:`request_seed`).
     """
 
     temperature: float = 0.0
@@ -152,8 +179,8 @@ class Sampling:
 
 
 def request_seed(seed: int, request_id: str) -> int:
-    """The 63-bit seed of one request: a function of the run's seed and the request's id alone, so that order, ``--limit``
-    and concurrency never change a text."""
+    """The 63-bit seed of one request: a function of the run's seed and the request's id alone, so
+    that order, ``--limit`` and concurrency never change a text."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{request_id}".encode()).digest()[:8], "big") >> 1
 
 
@@ -161,8 +188,9 @@ def request_seed(seed: int, request_id: str) -> int:
 class Trajectory(_ByContent):
     """One request as it was decoded: everything its text depends on, and the text.
 
-    ``prompt_ids`` and ``output_ids`` are int32; ``output_ids`` ends with the EOS token when ``finish`` is ``eos``.
-    ``max_new_tokens`` is the budget it was decoded under (windows are clipped to it).
+    ``prompt_ids`` and ``output_ids`` are int32; ``output_ids`` ends with the EOS token when
+    ``finish`` is ``eos``. ``max_new_tokens`` is the budget it was decoded under (windows are
+    clipped to it).
     """
 
     request_id: str
@@ -180,20 +208,25 @@ class Trajectory(_ByContent):
 class ChainPanorama(_ByContent):
     """What one draft would propose from *every* start of one trajectory, as columns over positions.
 
-    A draft is a function of its prefix. From start s it walks along the text while its proposals equal it; at the first
-    position d where they differ it leaves the text, and what it proposes from there on depends on d alone, not on s. So one
-    column over positions and one *branch* per disagreement hold the chains of all starts exactly.
+    A draft is a function of its prefix. From start s it walks along the text while its proposals
+    equal it; at the first position d where they differ it leaves the text, and what it proposes
+    from there on depends on d alone, not on s. So one column over positions and one *branch* per
+    disagreement hold the chains of all starts exactly.
 
     With L output tokens, positions 0..L-1 and ``gamma_max`` = G:
 
-    - ``agree`` uint8 [L]: ``AGREE_YES`` if the proposal at position i (given the text before i) is the text's token,
-      ``AGREE_NO`` if not, ``AGREE_NONE`` if the draft proposes nothing there (an n-gram draft without a match).
-    - ``logp`` uint16 [L]: -log q(proposal), ``entropy`` uint16 [L]: entropy of q, both in 1/256 nat, q after temperature and filters.
-    - ``accept`` uint16 [L]: min(1, q(x)/p(x)) for the text's token x in 1/65535: the chance that the ``rejection`` verifier
-      kept the draft's proposal given that x was emitted. At temperature 0 it is 0 or 1.
-    - ``branch_logp``, ``branch_entropy`` uint16 [B, G] and ``branch_len`` uint8 [B]: the draft's own continuation off the text.
-      There is one row per position with ``agree == AGREE_NO``, in order, whose entry j belongs to the token after 1 + j proposals
-      off the text (G - 1 of them are ever read), and a last row for the chain that runs past the end of the text, whose entry j
+    - ``agree`` uint8 [L]: ``AGREE_YES`` if the proposal at position i (given the text before i) is
+      the text's token, ``AGREE_NO`` if not, ``AGREE_NONE`` if the draft proposes nothing there (an
+      n-gram draft without a match).
+    - ``logp`` uint16 [L]: -log q(proposal), ``entropy`` uint16 [L]: entropy of q, both in 1/256
+      nat, q after temperature and filters.
+    - ``accept`` uint16 [L]: min(1, q(x)/p(x)) for the text's token x in 1/65535: the chance that
+      the ``rejection`` verifier kept the draft's proposal given that x was emitted. At temperature
+      0 it is 0 or 1.
+    - ``branch_logp``, ``branch_entropy`` uint16 [B, G] and ``branch_len`` uint8 [B]: the draft's
+      own continuation off the text. There is one row per position with ``agree == AGREE_NO``, in
+      order, whose entry j belongs to the token after 1 + j proposals off the text (G - 1 of them
+      are ever read), and a last row for the chain that runs past the end of the text, whose entry j
       is the j-th proposal after it. ``branch_len`` counts the proposals there are.
     """
 
@@ -229,21 +262,27 @@ Proposals = Literal["coupled", "probability"]
 
 @dataclass(frozen=True, eq=False)
 class TreePanorama(_ByContent):
-    """The distributions a draft would read while it drafts trees from *every* start of one trajectory, of up to ``width`` children a
-    node and ``depth`` levels.
+    """The distributions a draft would read while it drafts trees from *every* start of one
+    trajectory, of up to ``width`` children a node and ``depth`` levels.
 
-    A node stands for a prefix. Nodes 0..L are the text's own prefixes (node i: the first i output tokens): the roots of all
-    starts. Further nodes 0..M-1, numbered L+1.., are prefixes that leave the text (or, for a head, any drafted ones): ``parent`` int32
-    [M] is a node's parent and ``slot`` uint8 [M] its place among the parent's children; parents come first. With N = L + 1 + M and
-    K = ``width``, each node holds the distribution after it, in codes of 1/16 nat (docs/trees.md):
+    A node stands for a prefix. Nodes 0..L are the text's own prefixes (node i: the first i output
+    tokens): the roots of all starts. Further nodes 0..M-1, numbered L+1.., are prefixes that leave
+    the text (or, for a head, any drafted ones): ``parent`` int32 [M] is a node's parent and
+    ``slot`` uint8 [M] its place among the parent's children; parents come first. With N = L + 1 + M
+    and K = ``width``, each node holds the distribution after it, in codes of 1/16 nat
+    (docs/trees.md):
 
-    - ``tokens`` int32 [N, K], ``logp``, ``gap`` uint8 [N, K]: its children, best first; ``count`` uint8 [N]: how many exist.
+    - ``tokens`` int32 [N, K], ``logp``, ``gap`` uint8 [N, K]: its children, best first; ``count``
+      uint8 [N]: how many exist.
     - ``entropy``, ``top_entropy`` uint8 [N].
-    - ``text_slot`` uint8 [N]: which child is the text's next token; 255 if none is, or the node is not on the text.
+    - ``text_slot`` uint8 [N]: which child is the text's next token; 255 if none is, or the node is
+      not on the text.
 
-    ``shared``: distributions are functions of the prefix, so the child of node i on the text is node i + 1; a head's depend on where its
-    round began, and its drafted nodes on the text are nodes of their own. ``covers``: the growths (JSON, see
-    :func:`runtime.recording.trees.cover_name`) whose every reachable distribution was recorded: those replay exactly.
+    ``shared``: distributions are functions of the prefix, so the child of node i on the text is
+    node i + 1; a head's depend on where its round began, and its drafted nodes on the text are
+    nodes of their own. ``covers``: the growths (JSON, see
+    :func:`runtime.recording.trees.cover_name`) whose every reachable distribution was recorded:
+    those replay exactly.
     """
 
     draft: str
@@ -264,7 +303,9 @@ class TreePanorama(_ByContent):
 
     def __post_init__(self) -> None:
         m, n = len(self.parent), len(self.text_slot)
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("tokens", "logp", "gap"), (n, self.width))
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
+            ("tokens", "logp", "gap"), (n, self.width)
+        )
         shapes |= dict.fromkeys(("count", "entropy", "top_entropy"), (n,))
         self._check_shapes("tree panorama", {"slot": (m,), **shapes})
         if n <= m:
@@ -278,20 +319,31 @@ class TreePanorama(_ByContent):
     @classmethod
     def columns(cls) -> tuple[str, ...]:
         """Names of the array columns, in storage order."""
-        return ("parent", "slot", "tokens", "logp", "gap", "count", "entropy", "top_entropy", "text_slot")
+        return (
+            "parent",
+            "slot",
+            "tokens",
+            "logp",
+            "gap",
+            "count",
+            "entropy",
+            "top_entropy",
+            "text_slot",
+        )
 
 
 class Step(NamedTuple):
     """One executed (or replayed) round.
 
-    ``start``: output tokens there were when it began. ``drafted``: tokens the draft proposed. ``verified``: tokens in the
-    target's pass, the root included (so 1 when nothing was drafted). ``accepted``: drafted tokens kept in the text.
-    ``emitted``: tokens the round added to the text, normally accepted + 1. ``draft_steps``: forward passes of the draft.
-    ``lag``: tokens the draft had to read before its first proposal. ``depth``: levels drafted (of a chain: ``drafted``). ``bin``:
-    HeteroSpec's entropy bin, ``NO_BIN`` where there is none. ``batch``: requests in the step, this one
-    included. Times in seconds, 0 when replayed without a profile. ``arrived_s`` and ``ended_s``: when the
-    request reached its engine and when the round's tokens were there, seconds of one clock in a
-    recording, 0 where that is not known; rounds of one step end at one moment.
+    ``start``: output tokens there were when it began. ``drafted``: tokens the draft proposed.
+    ``verified``: tokens in the target's pass, the root included (so 1 when nothing was drafted).
+    ``accepted``: drafted tokens kept in the text. ``emitted``: tokens the round added to the text,
+    normally accepted + 1. ``draft_steps``: forward passes of the draft. ``lag``: tokens the draft
+    had to read before its first proposal. ``depth``: levels drafted (of a chain: ``drafted``).
+    ``bin``: HeteroSpec's entropy bin, ``NO_BIN`` where there is none. ``batch``: requests in the
+    step, this one included. Times in seconds, 0 when replayed without a profile. ``arrived_s`` and
+    ``ended_s``: when the request reached its engine and when the round's tokens were there, seconds
+    of one clock in a recording, 0 where that is not known; rounds of one step end at one moment.
     """
 
     start: int
@@ -315,7 +367,8 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Counts:
-    """Sums over rounds; the same figures for executed and for replayed ones. ``seconds`` includes prefill."""
+    """Sums over rounds; the same figures for executed and for replayed ones. ``seconds`` includes
+    prefill."""
 
     requests: int = 0
     rounds: int = 0
@@ -366,7 +419,8 @@ class RequestOutcome:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a policy costs and yields on a trace or in execution, per request; totals and categories are derived.
+    """What a policy costs and yields on a trace or in execution, per request; totals and categories
+    are derived.
 
     ``kind`` is ``replayed`` (seconds predicted by a profile) or ``executed`` (seconds measured).
     """
@@ -386,8 +440,11 @@ class Outcome:
             out[r.category] = out.get(r.category, Counts()) + r.counts
         return dict(sorted(out.items()))
 
-    def tokens_per_s_interval(self, *, resamples: int = 1000, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
-        """Bootstrap interval of total tokens/s, resampling requests. (0, 0) for an empty or unpriced outcome."""
+    def tokens_per_s_interval(
+        self, *, resamples: int = 1000, level: float = 0.95, seed: int = 0
+    ) -> tuple[float, float]:
+        """Bootstrap interval of total tokens/s, resampling requests. (0, 0) for an empty or
+        unpriced outcome."""
         tokens = np.array([r.counts.emitted_tokens for r in self.per_request], dtype=np.float64)
         seconds = np.array([r.counts.seconds for r in self.per_request], dtype=np.float64)
         if not len(tokens) or seconds.sum() <= 0:
@@ -406,7 +463,13 @@ class Outcome:
         A round yields its tokens at once: the first is there when its round ends, and a later one
         counts with its share of the rest, as servers count.
         """
-        return latency_json([(r.first_s, r.counts.seconds, r.counts.emitted_tokens) for r in self.per_request if r.first_s > 0])
+        return latency_json(
+            [
+                (r.first_s, r.counts.seconds, r.counts.emitted_tokens)
+                for r in self.per_request
+                if r.first_s > 0
+            ]
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The command-line contract's keys: ``policy``, the totals, ``tokens_per_s_interval`` and
@@ -423,7 +486,8 @@ class Outcome:
 
 
 def latency_json(timed: Sequence[tuple[float, float, int]]) -> dict[str, Any] | None:
-    """Quantiles over requests, each given by its seconds to the first token, its seconds to the last, and its tokens."""
+    """Quantiles over requests, each given by its seconds to the first token, its seconds to the
+    last, and its tokens."""
     if not timed:
         return None
     later = [(last - first) / (tokens - 1) for first, last, tokens in timed if tokens > 1]

@@ -12,12 +12,16 @@ NAME_LIMIT = 500
 LINE_LIMIT = 2_000
 """Characters of the longest line that a message takes."""
 
-# What moves a terminal's cursor, changes its state or the order of what it shows, and what no encoding takes; a new line and a tab do not.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# What moves a terminal's cursor, changes its state or the order of what it shows, and what no
+# encoding takes; a new line and a tab do not.
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def unstorable(text: str) -> str | None:
-    """What in a text no database keeps: a NUL character, or half of a surrogate pair; None when there is nothing."""
+    """What in a text no database keeps: a NUL character, or half of a surrogate pair; None when
+    there is nothing."""
     if "\0" in text:
         return "a NUL character (\\u0000), which is no text"
     try:
@@ -28,17 +32,26 @@ def unstorable(text: str) -> str | None:
 
 
 def printable(text: str) -> str:
-    """The text with its control characters spelled out (``\\x1b``), so that showing it does nothing but show it."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}" if found[0] < "\u0100" else f"\\u{ord(found[0]):04x}", text)
+    """The text with its control characters spelled out (``\\x1b``), so that showing it does nothing
+    but show it."""
+    return _CONTROL.sub(
+        lambda found: (
+            f"\\x{ord(found[0]):02x}" if found[0] < "\u0100" else f"\\u{ord(found[0]):04x}"
+        ),
+        text,
+    )
 
 
 def json_line(data: Any) -> str:
     """One line of JSON, other alphabets as they are, control characters of every kind escaped."""
-    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(data, ensure_ascii=False))
+    return _CONTROL.sub(
+        lambda found: f"\\u{ord(found[0]):04x}", json.dumps(data, ensure_ascii=False)
+    )
 
 
 def shortened(text: str, limit: int = 160) -> str:
-    """The text, or its beginning and end where it is long: in a message what is wrong stands first, the remedy last."""
+    """The text, or its beginning and end where it is long: in a message what is wrong stands first,
+    the remedy last."""
     if len(text) <= limit:
         return text
     end = limit // 3
@@ -46,5 +59,6 @@ def shortened(text: str, limit: int = 160) -> str:
 
 
 def one_line(text: str, limit: int = LINE_LIMIT) -> str:
-    """The text as one printable line of at most ``limit`` characters (:func:`printable`, :func:`shortened`)."""
+    """The text as one printable line of at most ``limit`` characters (:func:`printable`,
+    :func:`shortened`)."""
     return shortened(printable(" ".join(text.split())), limit)

@@ -17,13 +17,18 @@ from spectune.traces.workloads import FORMATS, Line, Turns, make_workload
 COLUMNS = ("prompt", "turns", "messages", "conversations")
 """Columns that hold prompts where none is named; the first that there is."""
 DATA_SET = "hf:"
-"""Begins the name of a data set: ``hf:NAME``, ``hf:NAME:SPLIT``, ``hf:NAME,CONFIG:SPLIT``; NAME may be a folder."""
+"""Begins the name of a data set: ``hf:NAME``, ``hf:NAME:SPLIT``, ``hf:NAME,CONFIG:SPLIT``; NAME may
+be a folder."""
 
 
-def read_workload(paths: Sequence[str], *, turns: Turns | None = None, column: str | None = None) -> Workload:
-    """Reads files and data sets, in order, as one workload. A request without an id is called by its file and line.
+def read_workload(
+    paths: Sequence[str], *, turns: Turns | None = None, column: str | None = None
+) -> Workload:
+    """Reads files and data sets, in order, as one workload. A request without an id is called by
+    its file and line.
 
-    ``column`` names the column, or key, that holds the prompts. Raises WorkloadError naming file and line.
+    ``column`` names the column, or key, that holds the prompts. Raises WorkloadError naming file
+    and line.
     """
 
     def lines() -> Iterator[Line]:
@@ -33,7 +38,9 @@ def read_workload(paths: Sequence[str], *, turns: Turns | None = None, column: s
             for number, where, data in _objects(path, column):
                 yield Line(where, data, shortened(printable(f"{own}:{number}")), path)
 
-    return make_workload(shortened(printable("+".join(Path(p).stem for p in paths))), lines(), turns=turns)
+    return make_workload(
+        shortened(printable("+".join(Path(p).stem for p in paths))), lines(), turns=turns
+    )
 
 
 def _objects(path: str, column: str | None) -> Iterable[tuple[int, str, Any]]:
@@ -59,7 +66,9 @@ def _lines(text: str, path: str, column: str | None) -> Iterator[tuple[int, str,
             continue
         where = f"{path}:{number}"
         if not line.lstrip().startswith(tuple('{["-0123456789tfn')):
-            raise WorkloadError(f"{where}: not JSON ({FORMATS}; a table's name ends in .csv, .tsv or .parquet)")
+            raise WorkloadError(
+                f"{where}: not JSON ({FORMATS}; a table's name ends in .csv, .tsv or .parquet)"
+            )
         data = parse_json(line, where, WorkloadError)
         yield number, where, _named(data, where, column) if column else data
 
@@ -84,12 +93,18 @@ def _table(text: str, path: str, column: str | None) -> Iterator[tuple[int, str,
             if row and len(row) != len(header):
                 raise WorkloadError(f"{where}: {len(row)} fields, the first line has {len(header)}")
             if row:
-                yield reader.line_num, where, _named(dict(zip(header, row, strict=True)), where, column)
+                yield (
+                    reader.line_num,
+                    where,
+                    _named(dict(zip(header, row, strict=True)), where, column),
+                )
     except csv.Error as problem:
         raise WorkloadError(f"{path}:{reader.line_num}: not CSV ({problem})") from None
 
 
-def _rows(rows: tuple[Sequence[str], Iterable[Any]], where: str, column: str | None) -> Iterator[tuple[int, str, Any]]:
+def _rows(
+    rows: tuple[Sequence[str], Iterable[Any]], where: str, column: str | None
+) -> Iterator[tuple[int, str, Any]]:
     """Rows of a typed table, which may hold conversations."""
     column = _column(rows[0], where, column)
     for number, row in enumerate(rows[1], 1):
@@ -99,9 +114,19 @@ def _rows(rows: tuple[Sequence[str], Iterable[Any]], where: str, column: str | N
 
 def _column(columns: Sequence[str], where: str, column: str | None) -> str:
     """The column that holds the prompts."""
-    found = column if column in columns else None if column else next((c for c in COLUMNS if c in columns), None)
+    found = (
+        column
+        if column in columns
+        else None
+        if column
+        else next((c for c in COLUMNS if c in columns), None)
+    )
     if found is None:
-        asked = f"no column {column!r}" if column else f"name the column that holds the prompts by --column (or call it {COLUMNS[0]!r})"
+        asked = (
+            f"no column {column!r}"
+            if column
+            else f"name the column that holds the prompts by --column (or call it {COLUMNS[0]!r})"
+        )
         raise WorkloadError(f"{where}: {asked}; it has: {shortened(', '.join(columns)) or 'none'}")
     return found
 
@@ -110,7 +135,10 @@ def _named(data: Any, where: str, column: str) -> Any:
     """An object whose prompts are under ``column``, as one whose key tells what they are."""
     if not isinstance(data, Mapping) or column not in data:
         raise WorkloadError(f"{where}: no {column!r} (--column) in it")
-    value, known = data[column], {key: data[key] for key in ("id", "category") if data.get(key) not in (None, "")}
+    value, known = (
+        data[column],
+        {key: data[key] for key in ("id", "category") if data.get(key) not in (None, "")},
+    )
     if not isinstance(value, list):
         return {**known, "prompt": value}
     return {**known, "turns" if all(isinstance(v, str) for v in value) else "messages": value}
@@ -121,7 +149,10 @@ def _parquet(path: str) -> tuple[Sequence[str], Iterable[Any]]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise WorkloadError(f"{path}: reading Parquet needs pyarrow; `pip install pyarrow`, or write it as CSV or JSON lines") from None
+        raise WorkloadError(
+            f"{path}: reading Parquet needs pyarrow; `pip install pyarrow`, or write it as CSV or "
+            "JSON lines"
+        ) from None
     try:
         table = pyarrow.parquet.read_table(path)
         return table.column_names, table.to_pylist()
@@ -130,12 +161,15 @@ def _parquet(path: str) -> tuple[Sequence[str], Iterable[Any]]:
 
 
 def _data_set(path: str) -> tuple[Sequence[str], Iterable[Any]]:
-    """A data set's columns and rows. Raises WorkloadError where none is, or it has several splits and none is named."""
+    """A data set's columns and rows. Raises WorkloadError where none is, or it has several splits
+    and none is named."""
     where = f"--workload {shortened(path)}"
     try:
         import datasets
     except ImportError:
-        raise WorkloadError(f"{where}: data sets need the package datasets; `pip install datasets`, or give a file") from None
+        raise WorkloadError(
+            f"{where}: data sets need the package datasets; `pip install datasets`, or give a file"
+        ) from None
     named, _, split = path.removeprefix(DATA_SET).partition(":")
     name, _, config = named.partition(",")
     try:
@@ -144,10 +178,16 @@ def _data_set(path: str) -> tuple[Sequence[str], Iterable[Any]]:
             found = found[split] if split else found
         else:
             found = datasets.load_dataset(name, config or None, split=split or None)
-    except Exception as problem:  # the hub, the disk, pyarrow and the package have errors of their own
-        raise WorkloadError(one_line(f"{where}: cannot be loaded ({type(problem).__name__}: {problem})")) from None
+    except (
+        Exception
+    ) as problem:  # the hub, the disk, pyarrow and the package have errors of their own
+        raise WorkloadError(
+            one_line(f"{where}: cannot be loaded ({type(problem).__name__}: {problem})")
+        ) from None
     if isinstance(found, Mapping):
         if len(found) != 1:
-            raise WorkloadError(f"{where}: it has the splits {', '.join(map(str, found))}; write hf:{named}:SPLIT")
+            raise WorkloadError(
+                f"{where}: it has the splits {', '.join(map(str, found))}; write hf:{named}:SPLIT"
+            )
         (found,) = found.values()
     return found.column_names, found

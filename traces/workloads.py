@@ -1,4 +1,5 @@
-"""What a workload's lines say: prompts, turns or conversations, as requests; and how a part of a workload is taken."""
+"""What a workload's lines say: prompts, turns or conversations, as requests; and how a part of a
+workload is taken."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ from spectune.traces.text import NAME_LIMIT, shortened, unstorable
 
 Turns = Literal["first", "all"]
 """What is made of several turns: the first alone, or each a prompt."""
-FORMATS = '{"prompt"}, {"turns"}, OpenAI {"messages"} or ShareGPT {"conversations"}, "id" and "category" beside it if you like'
+FORMATS = (
+    '{"prompt"}, {"turns"}, OpenAI {"messages"} or ShareGPT {"conversations"}, "id" and "category" '
+    "beside it if you like"
+)
 ROLES = {
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard"), "assistant"),
@@ -32,17 +36,24 @@ class Line(NamedTuple):
     source: str = ""
 
 
-def parse_request(data: Any, where: str, *, turns: Turns | None = None, name: str = "") -> list[Request]:
+def parse_request(
+    data: Any, where: str, *, turns: Turns | None = None, name: str = ""
+) -> list[Request]:
     """One object as requests; ``name`` is its id where it has none.
 
-    Of ``turns`` the first is the prompt, or with ``turns`` all each is one (ids ``ID``, ``ID/1``, ...), without the model's earlier
-    answers. A conversation is one prompt: its messages up to the user's last one, or first one; with ``turns`` all up to each of
-    them. Raises WorkloadError, also for several turns where ``turns`` does not say what is to be made of them.
+    Of ``turns`` the first is the prompt, or with ``turns`` all each is one (ids ``ID``, ``ID/1``,
+    ...), without the model's earlier answers. A conversation is one prompt: its messages up to the
+    user's last one, or first one; with ``turns`` all up to each of them. Raises WorkloadError, also
+    for several turns where ``turns`` does not say what is to be made of them.
     """
     if not isinstance(data, dict):
         raise WorkloadError(f"{where}: expected an object, not {type(data).__name__} ({FORMATS})")
     if isinstance(data.get("body"), dict):  # a line of OpenAI's batch files
-        data = {**data["body"], "id": data.get("custom_id", data.get("id")), "category": data.get("category")}
+        data = {
+            **data["body"],
+            "id": data.get("custom_id", data.get("id")),
+            "category": data.get("category"),
+        }
     given = data.get("id") if data.get("id") is not None else name or where
     if not isinstance(given, (str, int)) or isinstance(given, bool):
         raise WorkloadError(f"{where}: 'id' must be a string")
@@ -53,18 +64,29 @@ def parse_request(data: Any, where: str, *, turns: Turns | None = None, name: st
             raise WorkloadError(f"{where}: {problem}")
     for key, text in (("id", own), ("category", category)):
         if len(text) > NAME_LIMIT:
-            raise WorkloadError(f"{where}: {key!r} has {len(text)} characters, more than {NAME_LIMIT}")
-    return [Request(f"{own}/{i}" if i else own, category, texts, roles) for i, (roles, texts) in enumerate(prompts)]
+            raise WorkloadError(
+                f"{where}: {key!r} has {len(text)} characters, more than {NAME_LIMIT}"
+            )
+    return [
+        Request(f"{own}/{i}" if i else own, category, texts, roles)
+        for i, (roles, texts) in enumerate(prompts)
+    ]
 
 
-def _prompts(data: Mapping[str, Any], where: str, turns: Turns | None) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """(roles, texts) of every prompt that an object makes; no roles where it is one text of the user's."""
+def _prompts(
+    data: Mapping[str, Any], where: str, turns: Turns | None
+) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """(roles, texts) of every prompt that an object makes; no roles where it is one text of the
+    user's."""
     if "turns" in data or "prompt" in data:
         return [((), (text,)) for text in _turns(data, where, turns)]
     key = next((key for key in ("messages", "conversations", "conversation") if key in data), None)
     if key is None:
         shown = ", ".join(repr(k) for k in data) or "none"
-        raise WorkloadError(f"{where}: no prompt among its keys ({shortened(shown)}); expected {FORMATS}, or name one by --column")
+        raise WorkloadError(
+            f"{where}: no prompt among its keys ({shortened(shown)}); expected {FORMATS}, or name "
+            "one by --column"
+        )
     said = _conversation(data[key], where, key)
     ends = [i + 1 for i, (role, _) in enumerate(said) if role == "user"]
     if not ends:
@@ -84,11 +106,16 @@ def _turns(data: Mapping[str, Any], where: str, turns: Turns | None) -> list[str
         wanted = "a list of at least one string" if key == "turns" else "a string"
         raise WorkloadError(f"{where}: {key!r} must be {wanted}")
     if turns is None and len(texts) > 1:
-        raise WorkloadError(f"{where}: {len(texts)} turns; say --all-turns (each a prompt of its own) or --first-turn (the first alone)")
+        raise WorkloadError(
+            f"{where}: {len(texts)} turns; say --all-turns (each a prompt of its own) or "
+            "--first-turn (the first alone)"
+        )
     texts = texts if turns == "all" else texts[:1]
     empty = next((i for i, text in enumerate(texts) if not text.strip()), None)
     if empty is not None:
-        raise WorkloadError(f"{where}: " + (f"turn {empty}" if key == "turns" else "the prompt") + " is empty")
+        raise WorkloadError(
+            f"{where}: " + (f"turn {empty}" if key == "turns" else "the prompt") + " is empty"
+        )
     return texts
 
 
@@ -98,13 +125,22 @@ def _conversation(raw: Any, where: str, key: str) -> list[tuple[str, str]]:
         raise WorkloadError(f"{where}: {key!r} must be a list of at least one message")
     said: list[tuple[str, str]] = []
     for n, message in enumerate(raw):
-        speaker, content = ("from", "value") if isinstance(message, dict) and "from" in message else ("role", "content")
+        speaker, content = (
+            ("from", "value")
+            if isinstance(message, dict) and "from" in message
+            else ("role", "content")
+        )
         if not isinstance(message, dict) or not {speaker, content} <= message.keys():
-            raise WorkloadError(f'{where}: message {n} must be {{"role", "content"}} or {{"from", "value"}}')
+            raise WorkloadError(
+                f'{where}: message {n} must be {{"role", "content"}} or {{"from", "value"}}'
+            )
         role = ROLES.get(message[speaker]) if isinstance(message[speaker], str) else None
         if role is None:
             known = ", ".join(ROLES)
-            raise WorkloadError(f"{where}: message {n}: {speaker!r} is {shortened(repr(message[speaker]), 40)}; known are {known}")
+            raise WorkloadError(
+                f"{where}: message {n}: {speaker!r} is {shortened(repr(message[speaker]), 40)}; "
+                f"known are {known}"
+            )
         text = _text(message[content], f"{where}: message {n}")
         if said or role != "assistant":
             said.append((role, text))
@@ -114,31 +150,41 @@ def _conversation(raw: Any, where: str, key: str) -> list[tuple[str, str]]:
 def _text(content: Any, where: str) -> str:
     """A message's text: a string, or OpenAI's list of parts, all of them text."""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(parts, list) or not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
+    if not isinstance(parts, list) or not all(
+        isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts
+    ):
         raise WorkloadError(f"{where} is no text; pictures, sound and calls of tools are not read")
     return "".join(part["text"] for part in parts)
 
 
 def make_workload(name: str, lines: Iterable[Line], *, turns: Turns | None = None) -> Workload:
-    """A workload from lines. Raises WorkloadError on a malformed one, an id used twice, or no line at all."""
+    """A workload from lines. Raises WorkloadError on a malformed one, an id used twice, or no line
+    at all."""
     requests: list[Request] = []
     seen: dict[str, str] = {}
     for where, data, own, source in lines:
         for request in parse_request(data, where, turns=turns, name=own):
             if request.id in seen:
-                raise WorkloadError(f"{where}: the id {request.id!r} was used at {seen[request.id]}; ids must be unique")
+                raise WorkloadError(
+                    f"{where}: the id {request.id!r} was used at {seen[request.id]}; ids must "
+                    "be unique"
+                )
             seen[request.id] = where
-            requests.append(Request(request.id, request.category, request.turns, request.roles, source))
+            requests.append(
+                Request(request.id, request.category, request.turns, request.roles, source)
+            )
     if not requests:
         raise WorkloadError(f"{name}: the workload is empty (no request in it)")
     return Workload(name, tuple(requests))
 
 
 def take(workload: Workload, limit: int | None, *, seed: int = 0) -> Workload:
-    """``limit`` requests (all when None), drawn from every file and category in proportion, in the workload's order.
+    """``limit`` requests (all when None), drawn from every file and category in proportion, in the
+    workload's order.
 
-    Which, follows from their ids and the seed alone, and a larger limit adds to what a smaller one takes. Where there is room each
-    stratum has one; the rest goes by Huntington and Hill's method. Raises WorkloadError for a limit below 1.
+    Which, follows from their ids and the seed alone, and a larger limit adds to what a smaller one
+    takes. Where there is room each stratum has one; the rest goes by Huntington and Hill's method.
+    Raises WorkloadError for a limit below 1.
     """
     if limit is None or limit >= len(workload.requests):
         return workload

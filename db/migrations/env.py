@@ -8,6 +8,10 @@ from spectune.db.migrate import VERSION_TABLE
 from spectune.db.tables import metadata
 
 # Inside the transaction that the connection already has.
-context.configure(connection=context.config.attributes["connection"], target_metadata=metadata, version_table=VERSION_TABLE)
+context.configure(
+    connection=context.config.attributes["connection"],
+    target_metadata=metadata,
+    version_table=VERSION_TABLE,
+)
 with context.begin_transaction():
     context.run_migrations()

@@ -1,6 +1,8 @@
-"""vLLM: a scheduler that records rounds and follows publications, and the command line that starts it.
+"""vLLM: a scheduler that records rounds and follows publications, and the command line that starts
+it.
 
-``--scheduler-cls spectune.engines.vllm.Scheduler`` is all that a server needs; nothing else of vLLM is changed.
+``--scheduler-cls spectune.engines.vllm.Scheduler`` is all that a server needs; nothing else of vLLM
+is changed.
 """
 
 from __future__ import annotations

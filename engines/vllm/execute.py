@@ -1,7 +1,8 @@
-"""vLLM as an engine that executes for us: requests are sent to a server of its own as token ids over HTTP, and their rounds
-read back from what its scheduler records.
+"""vLLM as an engine that executes for us: requests are sent to a server of its own as token ids
+over HTTP, and their rounds read back from what its scheduler records.
 
-Nothing of it is the user's: policies are published to a database in a temporary folder, which goes with the server.
+Nothing of it is the user's: policies are published to a database in a temporary folder, which goes
+with the server.
 """
 
 from __future__ import annotations
@@ -50,18 +51,25 @@ def _to_stderr(line: str) -> None:
 
 
 class Vllm:
-    """A pair in vLLM, as :class:`engines.protocol.Running` has it, by the Python that ``SPECTUNE_VLLM_PYTHON`` names, by default
-    this one. A server that dies is started again once, and asked again what it had not answered; what it had recorded is kept.
+    """A pair in vLLM, as :class:`engines.protocol.Running` has it, by the Python that
+    ``SPECTUNE_VLLM_PYTHON`` names, by default this one. A server that dies is started again once,
+    and asked again what it had not answered; what it had recorded is kept.
 
-    ``say`` gets a line then, and for a version that was not tested. Raises EngineError for a Python without vLLM, and with
-    vLLM's own reason where it cannot serve the pair; PairError for a draft that the pair has not.
+    ``say`` gets a line then, and for a version that was not tested. Raises EngineError for a Python
+    without vLLM, and with vLLM's own reason where it cannot serve the pair; PairError for a draft
+    that the pair has not.
     """
 
     engine = VLLM
 
-    def __init__(self, spec: PairSpec, wanted: Wanted, say: Callable[[str], None] = _to_stderr) -> None:
+    def __init__(
+        self, spec: PairSpec, wanted: Wanted, say: Callable[[str], None] = _to_stderr
+    ) -> None:
         if wanted.draft not in ("none", *spec.draft_names):
-            raise PairError(f"pair {spec.name} has no draft {wanted.draft!r}; it has: {', '.join(spec.draft_names)}")
+            raise PairError(
+                f"pair {spec.name} has no draft {wanted.draft!r}; it has: "
+                f"{', '.join(spec.draft_names)}"
+            )
         found = installed()
         if not VLLM.tested(found.version):
             say(f"vLLM {found.version} was not tested; tested: {', '.join(VLLM.versions)}")
@@ -93,7 +101,13 @@ class Vllm:
         return {"device": str(options["device"]), "dtype": str(options["dtype"])}
 
     def execute(
-        self, prompts: Sequence[Prompt], policy: AnyPolicy, load: Load, *, sampling: Sampling, max_new_tokens: int
+        self,
+        prompts: Sequence[Prompt],
+        policy: AnyPolicy,
+        load: Load,
+        *,
+        sampling: Sampling,
+        max_new_tokens: int,
     ) -> Generator[Answered, None, None]:
         """As :meth:`engines.protocol.Running.execute`."""
         wanted = self.wanted
@@ -115,15 +129,27 @@ class Vllm:
                 raise EngineError(f"vLLM died at its first request: {self.server.reason()}")
 
     def _execute(
-        self, prompts: Sequence[Prompt], policy: AnyPolicy, load: Load, sampling: Sampling, max_new_tokens: int
+        self,
+        prompts: Sequence[Prompt],
+        policy: AnyPolicy,
+        load: Load,
+        sampling: Sampling,
+        max_new_tokens: int,
     ) -> Generator[Answered, None, None]:
         self._put_in_force(policy)
         self._executions += 1
         waiting = dict(enumerate(prompts))
         began = time.perf_counter()
         while waiting:
-            bodies = {i: body_of(f"{self._executions}.{i}", p, sampling, max_new_tokens) for i, p in waiting.items()}
-            rest = replace(load, arrivals=tuple(load.arrivals[i] for i in waiting)) if load.arrivals else load
+            bodies = {
+                i: body_of(f"{self._executions}.{i}", p, sampling, max_new_tokens)
+                for i, p in waiting.items()
+            }
+            rest = (
+                replace(load, arrivals=tuple(load.arrivals[i] for i in waiting))
+                if load.arrivals
+                else load
+            )
             with Sending(self.server.address, bodies, rest, began) as sending:
                 for i, request in self._answers(sending):
                     yield _answered(request, waiting.pop(i), sampling, max_new_tokens, began)
@@ -133,8 +159,8 @@ class Vllm:
             self._put_in_force(policy)
 
     def _answers(self, sending: Sending) -> Iterator[tuple[int, RecordedRequest]]:
-        """Requests of this execution that were answered and recorded, each with its number, until the server is dead. (What
-        was recorded and not answered was cut off.)"""
+        """Requests of this execution that were answered and recorded, each with its number, until
+        the server is dead. (What was recorded and not answered was cut off.)"""
         recorded: dict[int, RecordedRequest] = {}
         while True:
             alive = self.server.alive  # what it wrote before it died is read
@@ -150,7 +176,9 @@ class Vllm:
     def _new(self) -> Iterator[tuple[int, RecordedRequest]]:
         """What was recorded of this execution since the last look."""
         for info in self._store.list_recordings():
-            new = sorted(self._store.recorded_ordinals(info.id, after=self._read.get(info.id, -1)))  # numbered by one writer, in order
+            new = sorted(
+                self._store.recorded_ordinals(info.id, after=self._read.get(info.id, -1))
+            )  # numbered by one writer, in order
             self._read[info.id] = max(new, default=self._read.get(info.id, -1))
             for request in self._store.iterate(info.id, (), steps=True, ordinals=new):
                 run, number = NAME.findall(request.trajectory.request_id)[0]
@@ -158,10 +186,13 @@ class Vllm:
                     yield int(number), request
 
     def _put_in_force(self, policy: AnyPolicy) -> None:
-        """Publishes a policy to the server and waits for its answer. Raises PolicyError where it refuses."""
+        """Publishes a policy to the server and waits for its answer. Raises PolicyError where it
+        refuses."""
         store, deadline = self._store, time.monotonic() + ANSWER_S
         store.put_policy(policy.id, policy.spelled_out(), policy.label())
-        version = store.publish(self._pair_id, self.server.device, policy.id, actor="execute", deployment=DEPLOYMENT).version
+        version = store.publish(
+            self._pair_id, self.server.device, policy.id, actor="execute", deployment=DEPLOYMENT
+        ).version
         while not (answers := store.acknowledgements(version)):
             if not self.server.alive or time.monotonic() > deadline:
                 raise EngineError(f"vLLM took no policy: {self.server.reason()}")
@@ -180,10 +211,13 @@ class Vllm:
 
 
 class Sending:
-    """Sends requests as a load says, from threads of its own: ``clients`` at a time, or each at its arrival, seconds after
-    ``began``. ``answered``: the numbers of those that were. Leaving it drops what is on its way."""
+    """Sends requests as a load says, from threads of its own: ``clients`` at a time, or each at its
+    arrival, seconds after ``began``. ``answered``: the numbers of those that were. Leaving it drops
+    what is on its way."""
 
-    def __init__(self, address: tuple[str, int], bodies: Mapping[int, str], load: Load, began: float) -> None:
+    def __init__(
+        self, address: tuple[str, int], bodies: Mapping[int, str], load: Load, began: float
+    ) -> None:
         self.answered: set[int] = set()
         self._address, self._stop = address, threading.Event()
         self._bodies: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
@@ -191,7 +225,9 @@ class Sending:
         self._open: set[HTTPConnection] = set()
         count = min(len(bodies), MOST_SENDERS if load.arrivals else load.clients)
         self._threads = [threading.Thread(target=self._send, daemon=True) for _ in range(count)]
-        self._threads.append(threading.Thread(target=self._feed, args=(bodies, load, began, count), daemon=True))
+        self._threads.append(
+            threading.Thread(target=self._feed, args=(bodies, load, began, count), daemon=True)
+        )
 
     def __enter__(self) -> Sending:
         for thread in self._threads:
@@ -205,7 +241,8 @@ class Sending:
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
     def check(self, server: Server) -> None:
-        """Raises EngineError for a request that the server refused, and where it lives and does not answer."""
+        """Raises EngineError for a request that the server refused, and where it lives and does not
+        answer."""
         if self._refused:
             raise EngineError(f"vLLM refused a request: {self._refused}")
         if self._broken and not server.ended(DYING_S):
@@ -224,7 +261,9 @@ class Sending:
             connection = HTTPConnection(*self._address, timeout=ANSWER_S)
             self._open.add(connection)
             try:
-                connection.request("POST", "/v1/completions", body[1], {"Content-Type": "application/json"})
+                connection.request(
+                    "POST", "/v1/completions", body[1], {"Content-Type": "application/json"}
+                )
                 response = connection.getresponse()
                 said = response.read().decode(errors="replace")
             except (OSError, HTTPException) as error:
@@ -243,7 +282,9 @@ class Sending:
 
 def body_of(name: str, prompt: Prompt, sampling: Sampling, max_new_tokens: int) -> str:
     chosen = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-    return json.dumps({"prompt": list(prompt.ids), "request_id": name, "max_tokens": max_new_tokens, **chosen})
+    return json.dumps(
+        {"prompt": list(prompt.ids), "request_id": name, "max_tokens": max_new_tokens, **chosen}
+    )
 
 
 def _answered(
@@ -256,5 +297,7 @@ def _answered(
         sampling=sampling,
         max_new_tokens=max_new_tokens,
     )
-    steps = (s._replace(arrived_s=s.arrived_s - began, ended_s=s.ended_s - began) for s in request.steps)
+    steps = (
+        s._replace(arrived_s=s.arrived_s - began, ended_s=s.ended_s - began) for s in request.steps
+    )
     return Answered(trajectory, tuple(steps))

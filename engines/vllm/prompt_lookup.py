@@ -1,7 +1,8 @@
 """vLLM's prompt lookup over a known text: what it would copy from every start, without vLLM.
 
-It copies from the earliest place where the longest suffix of ``least`` to ``most`` tokens occurred before, and goes on
-copying what stands there; our own n-gram draft copies from the latest, and looks again at every token.
+It copies from the earliest place where the longest suffix of ``least`` to ``most`` tokens occurred
+before, and goes on copying what stands there; our own n-gram draft copies from the latest, and
+looks again at every token.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ REACH = 64
 
 
 def copied(trajectory: Trajectory, least: int = LEAST, most: int = MOST) -> npt.NDArray[np.uint8]:
-    """For every start in the output how many tokens a copy would have and how many of them the text goes on with, both at
-    most :data:`REACH`; uint8 [2, L]."""
+    """For every start in the output how many tokens a copy would have and how many of them the text
+    goes on with, both at most :data:`REACH`; uint8 [2, L]."""
     text = np.concatenate((trajectory.prompt_ids, trajectory.output_ids)).astype(np.int64)
     starts = np.arange(len(trajectory.prompt_ids), len(text))
     source = _sources(text, least, most)[starts]
@@ -36,10 +37,13 @@ def copied(trajectory: Trajectory, least: int = LEAST, most: int = MOST) -> npt.
 
 
 def _sources(text: npt.NDArray[np.int64], least: int, most: int) -> npt.NDArray[np.int64]:
-    """By the number of tokens read the place copied from; -1 where no suffix occurred before. Int64 [len(text) + 1]."""
+    """By the number of tokens read the place copied from; -1 where no suffix occurred before. Int64
+    [len(text) + 1]."""
     found = np.full(len(text) + 1, -1, dtype=np.int64)
     tokens = np.unique(text, return_inverse=True)[1]
-    grams = np.zeros(len(text), dtype=np.int64)  # by the token that they end with: which n-gram they are
+    grams = np.zeros(
+        len(text), dtype=np.int64
+    )  # by the token that they end with: which n-gram they are
     for n in range(1, min(most, len(text)) + 1):
         before = np.concatenate(([0], grams[:-1]))
         grams = np.unique(before * len(text) + tokens, return_inverse=True)[1]

@@ -1,8 +1,9 @@
 """vLLM's own scheduler, which also records each round and drafts what the policy in force says.
 
-It runs in the process of the engine's core. Two environment variables say where: ``SPECTUNE_DB``, the database, and
-``SPECTUNE_PAIR``, the pair as ``--pair`` takes it (without it the pair is what the server loaded). ``SPECTUNE_DEPLOYMENT`` names what it
-follows, ``vllm`` where it is not set. Without ``SPECTUNE_DB`` it is vLLM's scheduler and nothing more.
+It runs in the process of the engine's core. Two environment variables say where: ``SPECTUNE_DB``,
+the database, and ``SPECTUNE_PAIR``, the pair as ``--pair`` takes it (without it the pair is what
+the server loaded). ``SPECTUNE_DEPLOYMENT`` names what it follows, ``vllm`` where it is not set.
+Without ``SPECTUNE_DB`` it is vLLM's scheduler and nothing more.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ IN_FLIGHT: Final = 64
 
 @dataclass
 class _Served:
-    """A request while it is decoded: its rounds as :class:`Step` takes them, and the seconds of its prefill so far."""
+    """A request while it is decoded: its rounds as :class:`Step` takes them, and the seconds of its
+    prefill so far."""
 
     steps: list[Step] = field(default_factory=list)
     unspent_s: float = 0.0
@@ -49,7 +51,8 @@ class _Scheduled(NamedTuple):
 
 
 class _Before(NamedTuple):
-    """A request of a step before its result is known to it: its output tokens, the tokens drafted and those accepted."""
+    """A request of a step before its result is known to it: its output tokens, the tokens drafted
+    and those accepted."""
 
     request: Request
     start: int
@@ -58,7 +61,8 @@ class _Before(NamedTuple):
 
 
 class Scheduler(AsyncScheduler):
-    """Records rounds and texts, and puts the published number of draft tokens in force at the next ``schedule()``.
+    """Records rounds and texts, and puts the published number of draft tokens in force at the next
+    ``schedule()``.
 
     Raises RuntimeError at the start of a server whose vLLM lacks what is used here.
     """
@@ -74,12 +78,21 @@ class Scheduler(AsyncScheduler):
         self._sampling: dict[tuple[float, int, float], Sampling] = {}
         url = os.environ.get("SPECTUNE_DB", "")
         if not url:
-            logger.warning("spectune: SPECTUNE_DB is not set, so nothing is recorded and no policy followed")
+            logger.warning(
+                "spectune: SPECTUNE_DB is not set, so nothing is recorded and no policy followed"
+            )
             return
         if not VLLM.tested(vllm.__version__):
-            logger.warning("spectune: vLLM %s was not tested; tested: %s", vllm.__version__, ", ".join(VLLM.versions))
+            logger.warning(
+                "spectune: vLLM %s was not tested; tested: %s",
+                vllm.__version__,
+                ", ".join(VLLM.versions),
+            )
         if not hasattr(self, "dynamic_sd_lookup"):
-            raise RuntimeError(f"spectune cannot set the draft tokens of vLLM {vllm.__version__}; tested: {', '.join(VLLM.versions)}")
+            raise RuntimeError(
+                f"spectune cannot set the draft tokens of vLLM {vllm.__version__}; tested: "
+                f"{', '.join(VLLM.versions)}"
+            )
         config = self.vllm_config
         speculative = config.speculative_config
         self._draft = ""
@@ -106,7 +119,9 @@ class Scheduler(AsyncScheduler):
             config.model_config.max_model_len,
             os.environ.get("SPECTUNE_DEPLOYMENT") or "vllm",
         )
-        self._spectune = Served(place, self._pair, table, self._ready, lambda line: logger.info("spectune: %s", line))
+        self._spectune = Served(
+            place, self._pair, table, self._ready, lambda line: logger.info("spectune: %s", line)
+        )
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """vLLM's own, under the table in force."""
@@ -123,7 +138,9 @@ class Scheduler(AsyncScheduler):
             del self._scheduled[next(iter(self._scheduled))]
         return output
 
-    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
         """vLLM's own, with each request's round noted."""
         if self._spectune is None:
             return super().update_from_output(scheduler_output, model_runner_output)
@@ -133,7 +150,8 @@ class Scheduler(AsyncScheduler):
         return outputs
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
-        """vLLM's own; what was decoded of an aborted request (a stop string found outside, a client that left) is kept."""
+        """vLLM's own; what was decoded of an aborted request (a stop string found outside, a client
+        that left) is kept."""
         ended: list[Request] = super().finish_requests(*args, **kwargs)
         for request in ended:
             self._ended(request)
@@ -147,7 +165,8 @@ class Scheduler(AsyncScheduler):
         super().shutdown()
 
     def _rules(self) -> dict[str, Any]:
-        """What of this server's configuration decides what a step holds, by the names of :class:`engines.rules.ServingRules`."""
+        """What of this server's configuration decides what a step holds, by the names of
+        :class:`engines.rules.ServingRules`."""
         config = self.vllm_config
         speculative, cache = config.speculative_config, config.cache_config
         return {
@@ -162,7 +181,11 @@ class Scheduler(AsyncScheduler):
     def _own_table(self) -> Table:
         """What the server was started with."""
         found = self.dynamic_sd_lookup
-        return Table(tuple(found) if found else (0, *[self.num_spec_tokens] * self.scheduler_config.max_num_seqs))
+        return Table(
+            tuple(found)
+            if found
+            else (0, *[self.num_spec_tokens] * self.scheduler_config.max_num_seqs)
+        )
 
     def _pair(self) -> PairSpec:
         """The pair that is served. Raises PairError where ``SPECTUNE_PAIR`` is another."""
@@ -175,19 +198,29 @@ class Scheduler(AsyncScheduler):
 
     def _ready(self, policy: Any, version: int) -> Table:
         return table_of(
-            policy, version, draft=self._draft, most=self.num_spec_tokens, max_num_seqs=self.scheduler_config.max_num_seqs
+            policy,
+            version,
+            draft=self._draft,
+            most=self.num_spec_tokens,
+            max_num_seqs=self.scheduler_config.max_num_seqs,
         )
 
     def _before(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[_Before]:
         """The step's requests; vLLM cuts the lists of sampled tokens while it reads them."""
-        sampled, index, invalid = result.sampled_token_ids, result.req_id_to_index, scheduled.num_invalid_spec_tokens or {}
+        sampled, index, invalid = (
+            result.sampled_token_ids,
+            result.req_id_to_index,
+            scheduled.num_invalid_spec_tokens or {},
+        )
         found = []
         for name in scheduled.num_scheduled_tokens:
             request = self.requests.get(name)
             if request is None or request.is_finished():
                 continue
             tokens = len(sampled[index[name]]) if sampled and name in index else 0
-            drafted = len(scheduled.scheduled_spec_decode_tokens.get(name) or ()) - invalid.get(name, 0)
+            drafted = len(scheduled.scheduled_spec_decode_tokens.get(name) or ()) - invalid.get(
+                name, 0
+            )
             found.append(_Before(request, request.num_output_tokens, drafted, max(0, tokens - 1)))
         return found
 
@@ -222,7 +255,9 @@ class Scheduler(AsyncScheduler):
         params, prompt = request.sampling_params, request.prompt_token_ids
         if self._spectune is None or served is None or not served.steps or params is None:
             return
-        if not prompt or request.lora_request is not None:  # embeddings in the place of tokens; another model
+        if (
+            not prompt or request.lora_request is not None
+        ):  # embeddings in the place of tokens; another model
             return
         self._spectune.put(
             Trajectory(
@@ -251,7 +286,11 @@ class Scheduler(AsyncScheduler):
 def _finish(request: Request) -> Finish:
     if request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
         return "length"
-    return "eos" if request.status == RequestStatus.FINISHED_STOPPED and request.stop_reason is None else "stop"
+    return (
+        "eos"
+        if request.status == RequestStatus.FINISHED_STOPPED and request.stop_reason is None
+        else "stop"
+    )
 
 
 def _texts(stop: str | Iterable[str] | None) -> tuple[str, ...]:

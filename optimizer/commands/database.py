@@ -38,7 +38,11 @@ def db_list(ctx: click.Context, as_json: bool, kind: str | None, limit: int | No
             emit(as_json, found, lambda: rows_table(rows, ("kind", "how_many")))
             return
         rows = list(list_kind(store.database, kind, limit=limit))
-    emit(as_json, {kind: rows}, lambda: rows_table(rows, tuple(rows[0]), kind) if rows else f"no {kind}")
+    emit(
+        as_json,
+        {kind: rows},
+        lambda: rows_table(rows, tuple(rows[0]), kind) if rows else f"no {kind}",
+    )
 
 
 @db.command("show")
@@ -73,26 +77,40 @@ def _content(store: Any, kind: str, name: str) -> dict[str, Any]:
     if kind == "artifacts":
         made = store.get_artifact(name)
         shapes = {key: list(array.shape) for key, array in made.arrays.items()}
-        about = {"kind_of_artifact": made.kind, "pair_id": made.pair_id, "provenance": dict(made.provenance)}
-        return {**about, "document": made.document, "arrays": shapes, "created_at": made.created_at.isoformat()}
+        about = {
+            "kind_of_artifact": made.kind,
+            "pair_id": made.pair_id,
+            "provenance": dict(made.provenance),
+        }
+        return {
+            **about,
+            "document": made.document,
+            "arrays": shapes,
+            "created_at": made.created_at.isoformat(),
+        }
     if kind == "runs":
         run = store.get_run(name)
         said = {k: v for k, v in asdict(run).items() if k not in ("id", "outcome", "created_at")}
         return {**said, "outcome": run.outcome.to_json(), "created_at": run.created_at.isoformat()}
-    getter = {"studies": store.get_study, "policies": store.get_policy, "pairs": store.get_pair}[kind]
+    getter = {"studies": store.get_study, "policies": store.get_policy, "pairs": store.get_pair}[
+        kind
+    ]
     plain = {k: v for k, v in vars(getter(name)).items() if k not in ("id", "trials", "problem")}
     return {**plain, "created_at": plain["created_at"].isoformat()}
 
 
 @db.command("prune")
-@click.argument("kinds", type=click.Choice(("recordings", "runs", "studies", "profiles", "artifacts")), nargs=-1)
+@click.argument(
+    "kinds", type=click.Choice(("recordings", "runs", "studies", "profiles", "artifacts")), nargs=-1
+)
 @click.option("--older-than", help="Only what is older than, e.g., 30d.")
 @click.option("--keep-last", type=Whole(0), help="Of each kind, keep the newest N.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @with_json
 def db_prune(ctx: click.Context, as_json: bool, kinds: tuple[str, ...], **kw: Any) -> None:
-    """Remove what is old, of all kinds or of those named. What a publication, a schedule or anything else that stays refers to is
-    spared; recordings only where a publication's evidence refers to them. What a study's page draws goes with the study.
+    """Remove what is old, of all kinds or of those named. What a publication, a schedule or
+    anything else that stays refers to is spared; recordings only where a publication's evidence
+    refers to them. What a study's page draws goes with the study.
 
     \b
     Example:  cli.py db prune --older-than 30d --dry-run
@@ -107,16 +125,26 @@ def db_prune(ctx: click.Context, as_json: bool, kinds: tuple[str, ...], **kw: An
     if kw["older_than"] is None and kw["keep_last"] is None:
         raise click.UsageError("say what to keep: --older-than AGE, --keep-last N, or both")
     with open_store(ctx, create=False) as store:
-        before = store.clock() - timedelta(seconds=parse_duration(kw["older_than"])) if kw["older_than"] else None
+        before = (
+            store.clock() - timedelta(seconds=parse_duration(kw["older_than"]))
+            if kw["older_than"]
+            else None
+        )
         rule = {"before": before, "keep_last": kw["keep_last"], "dry_run": kw["dry_run"]}
         wanted = [kind for kind in PRUNED if kind in kinds or not kinds]
         removed, spared = prune_kinds(store.database, wanted, **rule)
         if not kinds or "recordings" in kinds:
             report = prune(store.database, **rule)
-            removed["recordings"], spared["recordings"] = [p.recording for p in report.removed], list(report.kept)
+            removed["recordings"], spared["recordings"] = (
+                [p.recording for p in report.removed],
+                list(report.kept),
+            )
         if not kw["dry_run"]:
             store.database.vacuum()
-    rows = [{"kind": k, "removed": len(names), "spared": len(spared[k]), "ids": names} for k, names in removed.items()]
+    rows = [
+        {"kind": k, "removed": len(names), "spared": len(spared[k]), "ids": names}
+        for k, names in removed.items()
+    ]
     from spectune.optimizer.report.tables import rows_table
 
     title = "would be removed" if kw["dry_run"] else "removed"
@@ -142,7 +170,8 @@ def db_upgrade(ctx: click.Context, as_json: bool) -> None:
 @db.command("check")
 @with_json
 def db_check(ctx: click.Context, as_json: bool) -> None:
-    """Check integrity, foreign keys, schema and the checksum of every chunk; exit code 1 if anything is wrong.
+    """Check integrity, foreign keys, schema and the checksum of every chunk; exit code 1 if
+    anything is wrong.
 
     \b
     Example:  cli.py db check
@@ -150,6 +179,10 @@ def db_check(ctx: click.Context, as_json: bool) -> None:
     from spectune.db.check import check
 
     report = check(ctx.find_root().obj)
-    emit(as_json, report.to_json(), "\n".join(report.problems) if not report.ok else "the database is sound")
+    emit(
+        as_json,
+        report.to_json(),
+        "\n".join(report.problems) if not report.ok else "the database is sound",
+    )
     if not report.ok:
         ctx.exit(1)

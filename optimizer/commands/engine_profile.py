@@ -22,7 +22,8 @@ GAMMA_MAX, CLIENTS, MOST_PROMPTS = 8, 8, 64
 
 
 def profile_on_engine(ctx: click.Context, kw: dict[str, Any], *, as_json: bool) -> None:
-    """Serves a design on an engine, records it, and prints the costs that are fitted to all that was recorded of the engine."""
+    """Serves a design on an engine, records it, and prints the costs that are fitted to all that
+    was recorded of the engine."""
     from spectune.optimizer.engine_profile import Design, profile_engine
     from spectune.optimizer.simulate.served_costs import costs_of_engine
     from spectune.traces.errors import EngineError
@@ -36,16 +37,27 @@ def profile_on_engine(ctx: click.Context, kw: dict[str, Any], *, as_json: bool) 
     kw["concurrency"] = kw["concurrency"] or CLIENTS
     check_engine(kw)
     if kw["contexts"] or kw["no_trees"] or kw["repeats"] != 1:
-        raise EngineError(f"--engine {name} is measured while it serves recorded prompts; leave --contexts, --repeats and --no-trees out")
+        raise EngineError(
+            f"--engine {name} is measured while it serves recorded prompts; leave --contexts, "
+            "--repeats and --no-trees out"
+        )
     with open_store(ctx) as store:
         spec = pair_spec(kw, store, kw["recording"])
         say_former(store, spec)
         prompts, of = _prompts(store, spec, kw["recording"])
         say(f"prompts of {of}", err=True)
-        design = Design(prompts, kw["gamma_max"] or GAMMA_MAX, kw["concurrency"], threads=kw["threads"])
+        design = Design(
+            prompts, kw["gamma_max"] or GAMMA_MAX, kw["concurrency"], threads=kw["threads"]
+        )
         with Meter() as meter:
             made = profile_engine(
-                store, spec, name, spec.draft_names, design, say=lambda line: say(line, err=True), progress=meter
+                store,
+                spec,
+                name,
+                spec.draft_names,
+                design,
+                say=lambda line: say(line, err=True),
+                progress=meter,
             )
         info = store.get_recording(made.recordings[-1])
         costs = costs_of_engine(store, info)
@@ -63,8 +75,11 @@ def profile_on_engine(ctx: click.Context, kw: dict[str, Any], *, as_json: bool) 
     emit(as_json, data, lambda: _view(data))
 
 
-def _prompts(store: TraceStore, spec: PairSpec, recording: str | None) -> tuple[Sequence[Prompt], str]:
-    """Prompts of a recording of the pair, spread over it, else of the demo's; and of what they are."""
+def _prompts(
+    store: TraceStore, spec: PairSpec, recording: str | None
+) -> tuple[Sequence[Prompt], str]:
+    """Prompts of a recording of the pair, spread over it, else of the demo's; and of what they
+    are."""
     import numpy as np
 
     from spectune.engines.protocol import Prompt
@@ -76,12 +91,18 @@ def _prompts(store: TraceStore, spec: PairSpec, recording: str | None) -> tuple[
     from spectune.traces.errors import TraceError
 
     if recording is not None and (of := store.get_recording(recording)).pair_id != spec.id:
-        raise TraceError(f"recording {of.id} is of pair {of.pair_id}, not of {spec.name} ({spec.id})")
+        raise TraceError(
+            f"recording {of.id} is of pair {of.pair_id}, not of {spec.name} ({spec.id})"
+        )
     found, texts = texts_to_profile(store, spec.id, recording)
     if not texts:
-        return prompts_of(load_words(spec), load_workload(["demo"], limit=MOST_PROMPTS), DecodeOptions()), "the workload `demo`"
+        return prompts_of(
+            load_words(spec), load_workload(["demo"], limit=MOST_PROMPTS), DecodeOptions()
+        ), "the workload `demo`"
     chosen = np.unique(np.linspace(0, len(texts) - 1, MOST_PROMPTS).astype(int))
-    return [Prompt("", texts[i].category, tuple(texts[i].prompt_ids.tolist())) for i in chosen], f"recording {found}"
+    return [
+        Prompt("", texts[i].category, tuple(texts[i].prompt_ids.tolist())) for i in chosen
+    ], f"recording {found}"
 
 
 def _told(costs: ServedCosts, engine: str, draft: str, design: Design) -> dict[str, Any]:
@@ -89,7 +110,11 @@ def _told(costs: ServedCosts, engine: str, draft: str, design: Design) -> dict[s
     from spectune.optimizer.engine_profile import step_table
 
     least, most = costs.passes[draft]
-    return {"least": least, "most": most, "step_ms": step_table(costs, engine_named(engine), draft, design)}
+    return {
+        "least": least,
+        "most": most,
+        "step_ms": step_table(costs, engine_named(engine), draft, design),
+    }
 
 
 def _view(data: dict[str, Any]) -> Any:
@@ -102,14 +127,25 @@ def _view(data: dict[str, Any]) -> Any:
     drafts = dict(data["drafts"])
     without = [row["0"] for row in drafts.pop("", {"step_ms": []})["step_ms"]]
     for draft, told in drafts.items():
-        rows = [{key: value if key == "batch" else f"{value:.2f}" for key, value in row.items()} for row in told["step_ms"]]
+        rows = [
+            {key: value if key == "batch" else f"{value:.2f}" for key, value in row.items()}
+            for row in told["step_ms"]
+        ]
         if without:
-            rows = [{"batch": row["batch"], "no draft": f"{ms:.2f}", **row} for row, ms in zip(rows, without, strict=True)]
-        title = f"ms of a step of {data['engine']} by draft tokens of {draft} ({data['context']:.0f} tokens cached a request)"
+            rows = [
+                {"batch": row["batch"], "no draft": f"{ms:.2f}", **row}
+                for row, ms in zip(rows, without, strict=True)
+            ]
+        title = (
+            f"ms of a step of {data['engine']} by draft tokens of {draft} ({data['context']:.0f} "
+            "tokens cached a request)"
+        )
         tables.append(rows_table(rows, list(rows[0]), title))
     check = data["costs"]
     tables.append(
-        f"fitted to {check['steps']} served steps: {100 * check['median_error']:.1f}% off in the median, "
-        f"{100 * check['p90_error']:.1f}% for nine of ten, {100 * check['total_error']:+.1f}% in all"
+        f"fitted to {check['steps']} served steps: {100 * check['median_error']:.1f}% off in the "
+        "median, "
+        f"{100 * check['p90_error']:.1f}% for nine of ten, "
+        f"{100 * check['total_error']:+.1f}% in all"
     )
     return Group(*tables)

@@ -38,7 +38,10 @@ def engines(ctx: click.Context, as_json: bool) -> None:
         }
         for e in ENGINES.values()
     ]
-    shown = [{**row, "installed": row["installed"] or "no", "tested": ", ".join(row["tested"])} for row in rows]
+    shown = [
+        {**row, "installed": row["installed"] or "no", "tested": ", ".join(row["tested"])}
+        for row in rows
+    ]
     columns = ("engine", "installed", "tested", "runs", "new_policy")
     emit(as_json, {"engines": rows}, lambda: rows_table(shown, columns, "engines"))
 
@@ -50,15 +53,39 @@ def vllm() -> None:
 
 @vllm.command()
 @pair_options
-@click.option("--draft-name", "draft", metavar="NAME", help="The draft that the server loads, or ngram; default: the pair's first.")
-@click.option("--gamma-max", type=click.IntRange(1, 64), default=8, show_default=True, help="Most tokens drafted in a step.")
-@click.option("--max-num-seqs", type=Whole(2), default=256, show_default=True, help="Most requests in a step, as vLLM's option.")
-@click.option("--deployment", default="vllm", show_default=True, envvar="SPECTUNE_DEPLOYMENT", help="Name of what it follows.")
+@click.option(
+    "--draft-name",
+    "draft",
+    metavar="NAME",
+    help="The draft that the server loads, or ngram; default: the pair's first.",
+)
+@click.option(
+    "--gamma-max",
+    type=click.IntRange(1, 64),
+    default=8,
+    show_default=True,
+    help="Most tokens drafted in a step.",
+)
+@click.option(
+    "--max-num-seqs",
+    type=Whole(2),
+    default=256,
+    show_default=True,
+    help="Most requests in a step, as vLLM's option.",
+)
+@click.option(
+    "--deployment",
+    default="vllm",
+    show_default=True,
+    envvar="SPECTUNE_DEPLOYMENT",
+    help="Name of what it follows.",
+)
 @with_json
 def command(ctx: click.Context, as_json: bool, draft: str | None, **kw: Any) -> None:
     """Print the command line of a server that records its traffic and follows what is published.
 
-    The server then drafts what `policies activate POLICY --deployment vllm` puts in force, from the next step on.
+    The server then drafts what `policies activate POLICY --deployment vllm` puts in force, from the
+    next step on.
 
     \b
     Example:  cli.py engines vllm command --pair pair.json --draft-name small
@@ -68,7 +95,10 @@ def command(ctx: click.Context, as_json: bool, draft: str | None, **kw: Any) -> 
     from spectune.traces.errors import PairError
 
     if kw["target"] is not None:
-        raise PairError("--target: the server reads its pair from a file; write a pair file and name it by --pair")
+        raise PairError(
+            "--target: the server reads its pair from a file; write a pair file and name it "
+            "by --pair"
+        )
     pair, root = kw["pair"], ctx.find_root()
     spec = pair_spec(kw)
     environment = {
@@ -78,6 +108,13 @@ def command(ctx: click.Context, as_json: bool, draft: str | None, **kw: Any) -> 
     }
     if root.get_parameter_source("db_url") is ParameterSource.ENVIRONMENT:
         del environment["SPECTUNE_DB"]  # it is there, and may hold a password
-    made = server_command(spec, environment, draft=draft, most=kw["gamma_max"], max_num_seqs=kw["max_num_seqs"])
-    data = {"pair": spec.id, "environment": made.environment, "arguments": list(made.arguments), "line": made.line()}
+    made = server_command(
+        spec, environment, draft=draft, most=kw["gamma_max"], max_num_seqs=kw["max_num_seqs"]
+    )
+    data = {
+        "pair": spec.id,
+        "environment": made.environment,
+        "arguments": list(made.arguments),
+        "line": made.line(),
+    }
     emit(as_json, data, made.line())

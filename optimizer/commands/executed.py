@@ -1,4 +1,5 @@
-"""What `run` makes of the requests that were executed: files, a row in the database, and a table."""
+"""What `run` makes of the requests that were executed: files, a row in the database, and a
+table."""
 
 from __future__ import annotations
 
@@ -25,7 +26,14 @@ if TYPE_CHECKING:
 def rounds_of(request: str, steps: Iterable[Step]) -> Iterator[dict[str, Any]]:
     """The rows of ``--per-round``."""
     for s in steps:
-        yield {"request": request, "start": s.start, "drafted": s.drafted, "verified": s.verified, "accepted": s.accepted, "batch": s.batch}
+        yield {
+            "request": request,
+            "start": s.start,
+            "drafted": s.drafted,
+            "verified": s.verified,
+            "accepted": s.accepted,
+            "batch": s.batch,
+        }
 
 
 def finish_run(
@@ -46,10 +54,11 @@ def finish_run(
     latency: Mapping[str, Any] | None = None,
     writer: TrafficWriter | None,
 ) -> None:
-    """Writes ``--outputs`` and ``--per-round``, stores the run unless ``--no-store``, checks what ``--record`` wrote, and prints.
+    """Writes ``--outputs`` and ``--per-round``, stores the run unless ``--no-store``, checks what
+    ``--record`` wrote, and prints.
 
-    The run is stored under the policy that made most of its tokens; ``policies``: all others that a round may name. ``engine`` and
-    ``latency`` are of another engine than the native decoder.
+    The run is stored under the policy that made most of its tokens; ``policies``: all others that a
+    round may name. ``engine`` and ``latency`` are of another engine than the native decoder.
     """
     from spectune.optimizer.changes import changes_json
     from spectune.optimizer.inputs import outcome_json
@@ -59,21 +68,37 @@ def finish_run(
     most = max(shares, key=lambda share: share.counts.emitted_tokens).policy
     changed = changes_json(shares, changes)
     kw, by = ctx.params, dict(engine or {})
-    data = {**outcome_json(outcome, most), "label": outcome.policy, **changed, **by, **({"latency": latency} if by else {})}
+    data = {
+        **outcome_json(outcome, most),
+        "label": outcome.policy,
+        **changed,
+        **by,
+        **({"latency": latency} if by else {}),
+    }
     steps = {d.trajectory.request_id: d.steps for d in served}
     outputs = [(d.trajectory.request_id, d.trajectory.output_ids.tolist()) for d in served]
     texts = [{"id": request, "token_ids": ids, "text": words.text(ids)} for request, ids in outputs]
 
     def results() -> dict[str, Any]:
-        rounds = [{"seconds": d.seconds, "rounds": list(rounds_of(d.trajectory.request_id, d.steps))} for d in served]
-        return {"pair": spec.id, **data, "texts": [text | more for text, more in zip(texts, rounds, strict=True)]}
+        rounds = [
+            {"seconds": d.seconds, "rounds": list(rounds_of(d.trajectory.request_id, d.steps))}
+            for d in served
+        ]
+        return {
+            "pair": spec.id,
+            **data,
+            "texts": [text | more for text, more in zip(texts, rounds, strict=True)],
+        }
 
     failed = None
     try:
         if kw["outputs"]:
             write_rounds(kw["outputs"], texts)
         if kw["per_round"]:
-            write_rounds(kw["per_round"], (row for request, own in steps.items() for row in rounds_of(request, own)))
+            write_rounds(
+                kw["per_round"],
+                (row for request, own in steps.items() for row in rounds_of(request, own)),
+            )
     except OutputError as error:  # what can be stored is stored first
         failed = error
     with kept_unless_stored(ctx, "run", results, stores=writer is not None or not kw["no_store"]):

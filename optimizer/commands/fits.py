@@ -1,4 +1,5 @@
-"""`fit`: what trees, shortlists and a draft for each prompt need, fitted to a recording and stored as artifacts."""
+"""`fit`: what trees, shortlists and a draft for each prompt need, fitted to a recording and stored
+as artifacts."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
 @click.group()
 def fit() -> None:
-    """Fit to a recording what trees (bins, classifier, score, static-tree), shortlists (frequencies, clusters, router) and a draft for each
-    prompt (chooser) need."""
+    """Fit to a recording what trees (bins, classifier, score, static-tree), shortlists
+    (frequencies, clusters, router) and a draft for each prompt (chooser) need."""
 
 
 proposals_option = click.option(
@@ -42,13 +43,24 @@ proposals_option = click.option(
     help="Trees recorded with these --tree-proposals.",
 )
 fit_options = together(
-    click.option("--recording", default="latest", show_default=True, help="One recorded with --tree-width and --tree-depth."),
+    click.option(
+        "--recording",
+        default="latest",
+        show_default=True,
+        help="One recorded with --tree-width and --tree-depth.",
+    ),
     click.option("--draft", required=True, help="Draft whose trees are fitted to, by name."),
     proposals_option,
 )
 sample_options = together(
-    click.option("--width", type=click.IntRange(1, 32), help="Children of a node; default: as recorded."),
-    click.option("--starts", type=Whole(1), help="Fit to at most so many rounds; default: 20000, of a classifier 4000."),
+    click.option(
+        "--width", type=click.IntRange(1, 32), help="Children of a node; default: as recorded."
+    ),
+    click.option(
+        "--starts",
+        type=Whole(1),
+        help="Fit to at most so many rounds; default: 20000, of a classifier 4000.",
+    ),
     click.option("--seed", type=SEED, default=0, show_default=True),
 )
 
@@ -61,29 +73,42 @@ def _emit_fit(as_json: bool, made: StoredFit, view: View) -> None:
     data = made.to_json()
     emit(as_json, data, lambda: view(data))
     if not as_json:
-        start = "" if made.policy.keys() == {"draft"} and isinstance(made.policy["draft"], str) else json.dumps(made.policy)
+        start = (
+            ""
+            if made.policy.keys() == {"draft"} and isinstance(made.policy["draft"], str)
+            else json.dumps(made.policy)
+        )
         click.echo(f"artifact {made.artifact}" + (f"; a policy with it: {start}" if start else ""))
 
 
-def _fit_trees(ctx: click.Context, as_json: bool, fit: Callable[..., StoredFit], kw: dict[str, Any], view: View) -> None:
+def _fit_trees(
+    ctx: click.Context, as_json: bool, fit: Callable[..., StoredFit], kw: dict[str, Any], view: View
+) -> None:
     """Runs a fit of trees on what was asked for and shows what came of it."""
     from spectune.optimizer.fit.recorded_trees import tree_source
 
     with open_store(ctx, create=False) as store, Meter() as meter:
         recording = store.resolve_recording(kw.pop("recording"))
         source = tree_source(store, recording, kw.pop("draft"), kw.pop("proposals"))
-        made = fit(source, progress=meter, **{key: value for key, value in kw.items() if value is not None})
+        made = fit(
+            source, progress=meter, **{key: value for key, value in kw.items() if value is not None}
+        )
     _emit_fit(as_json, made, view)
 
 
 @fit.command("bins")
 @fit_options
-@click.option("--depth", type=click.IntRange(1, 64), help="Levels of the trees; default: those recorded less 3.")
+@click.option(
+    "--depth",
+    type=click.IntRange(1, 64),
+    help="Levels of the trees; default: those recorded less 3.",
+)
 @click.option("--top-n", type=click.IntRange(1, 256), help="Nodes kept of a tree; default: 60.")
 @sample_options
 @with_json
 def bins(ctx: click.Context, as_json: bool, **kw: Any) -> None:
-    """Entropy bins for `stratify` (HeteroSpec): which rounds are sure enough for a smaller, deeper tree.
+    """Entropy bins for `stratify` (HeteroSpec): which rounds are sure enough for a smaller, deeper
+    tree.
 
     \b
     Example:  cli.py fit bins --draft small --depth 5
@@ -96,7 +121,9 @@ def bins(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 
 @fit.command("classifier")
 @fit_options
-@click.option("--depth", type=click.IntRange(1, 64), help="Levels of the trees; default: as recorded.")
+@click.option(
+    "--depth", type=click.IntRange(1, 64), help="Levels of the trees; default: as recorded."
+)
 @click.option("--hidden", type=click.IntRange(2, 48), help="Hidden units; default: 48.")
 @click.option(
     "--features",
@@ -104,17 +131,28 @@ def bins(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     type=click.Choice(["probability", "entropy", "depth"]),
     help="Only these; repeatable. Default: all three.",
 )
-@click.option("--epochs", type=click.IntRange(1, 1000), help="Passes over the nodes; default: 10, more where these are few.")
-@click.option("--from", "carried", metavar="ARTIFACT", help="Fine-tune this classifier, of any draft, instead of a new one.")
+@click.option(
+    "--epochs",
+    type=click.IntRange(1, 1000),
+    help="Passes over the nodes; default: 10, more where these are few.",
+)
+@click.option(
+    "--from",
+    "carried",
+    metavar="ARTIFACT",
+    help="Fine-tune this classifier, of any draft, instead of a new one.",
+)
 @click.option(
     "--fraction",
     type=FiniteRange(0.0, 1.0),
-    help="With --from: share of the rounds to fine-tune on; default: 0.1. 0: carried over as it is, only scored.",
+    help="With --from: share of the rounds to fine-tune on; default: 0.1. 0: carried over as it "
+    "is, only scored.",
 )
 @sample_options
 @with_json
 def classifier(ctx: click.Context, as_json: bool, **kw: Any) -> None:
-    """The node classifier of `growth` classifier (C2T), trained, or carried over from another draft with --from.
+    """The node classifier of `growth` classifier (C2T), trained, or carried over from another draft
+    with --from.
 
     \b
     Example:  cli.py fit classifier --draft small
@@ -131,11 +169,14 @@ def classifier(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 
 @fit.command("score")
 @fit_options
-@click.option("--depth", type=click.IntRange(1, 64), help="Levels of a head's trees; default: as recorded.")
+@click.option(
+    "--depth", type=click.IntRange(1, 64), help="Levels of a head's trees; default: as recorded."
+)
 @sample_options
 @with_json
 def score(ctx: click.Context, as_json: bool, **kw: Any) -> None:
-    """The `sharpness` of the score `coupled`: how far a gap between siblings lowers the estimate that a node is accepted.
+    """The `sharpness` of the score `coupled`: how far a gap between siblings lowers the estimate
+    that a node is accepted.
 
     \b
     Example:  cli.py fit score --draft small
@@ -150,12 +191,20 @@ def score(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 @fit.command("static-tree")
 @fit_options
 @click.option("--nodes", type=click.IntRange(1, 256), help="Most nodes; default: 64.")
-@click.option("--depth", type=click.IntRange(1, 64), help="Most levels; default: 16, or as recorded where replay needs that.")
-@click.option("--profile", "profile", help="Latency profile whose costs count; default: the latest of the recording's pair.")
+@click.option(
+    "--depth",
+    type=click.IntRange(1, 64),
+    help="Most levels; default: 16, or as recorded where replay needs that.",
+)
+@click.option(
+    "--profile",
+    "profile",
+    help="Latency profile whose costs count; default: the latest of the recording's pair.",
+)
 @with_json
 def static_tree(ctx: click.Context, as_json: bool, **kw: Any) -> None:
-    """The best fixed tree for `growth` static (Sequoia): the fastest by a profile, or with both --nodes and --depth and no
-    --profile the one that accepts most.
+    """The best fixed tree for `growth` static (Sequoia): the fastest by a profile, or with both
+    --nodes and --depth and no --profile the one that accepts most.
 
     \b
     Example:  cli.py fit static-tree --draft small
@@ -167,13 +216,26 @@ def static_tree(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     _fit_trees(ctx, as_json, fit_sequoia, kw, static_tree_table)
 
 
-def _fit_shortlists(ctx: click.Context, as_json: bool, fit: Callable[..., StoredFit], kw: dict[str, Any], *, drafted: bool = True) -> None:
+def _fit_shortlists(
+    ctx: click.Context,
+    as_json: bool,
+    fit: Callable[..., StoredFit],
+    kw: dict[str, Any],
+    *,
+    drafted: bool = True,
+) -> None:
     """Runs a fit that reads the pair itself, and shows what came of it."""
     named = [d for d in kw["drafts"] if "=" not in d]
     if drafted and len(named) != 1:
-        raise click.UsageError("name one draft whose output head is fitted to, --draft NAME (of the pair; NAME=PATH gives its checkpoint)")
+        raise click.UsageError(
+            "name one draft whose output head is fitted to, --draft NAME (of the pair; NAME=PATH "
+            "gives its checkpoint)"
+        )
     if not drafted and named:
-        raise click.BadParameter(f"{named[0]}: NAME=PATH is expected; frequencies are every draft's", param_hint="--draft")
+        raise click.BadParameter(
+            f"{named[0]}: NAME=PATH is expected; frequencies are every draft's",
+            param_hint="--draft",
+        )
     kw["drafts"] = tuple(d for d in kw["drafts"] if "=" in d)
     with open_store(ctx) as store, Meter() as meter:
         recording = []  # clusters are of no recording, frequencies may be of a corpus
@@ -195,25 +257,48 @@ def _fit_shortlists(ctx: click.Context, as_json: bool, fit: Callable[..., Stored
 @fit.command("chooser")
 @pair_options
 @device_options
-@click.option("--recording", default="latest", show_default=True, help="Its requests are fitted to, and replayed under every candidate.")
+@click.option(
+    "--recording",
+    default="latest",
+    show_default=True,
+    help="Its requests are fitted to, and replayed under every candidate.",
+)
 @click.option(
     "--policies",
     multiple=True,
     metavar="POLICY",
-    help="FILE, inline JSON or ID of a draft's policy; repeatable. Default: of every draft the fastest by replay, and none.",
+    help="FILE, inline JSON or ID of a draft's policy; repeatable. Default: of every draft the "
+    "fastest by replay, and none.",
 )
-@click.option("--rule", type=click.Choice(["throughput", "theorem_3"]), default="throughput", show_default=True)
-@click.option("--profile", "profile", help="Latency profile that weighs the drafts; default: the latest of the pair and device.")
-@click.option("--seed", type=SEED, default=0, show_default=True, help="Deals requests into the parts of cross-validation.")
+@click.option(
+    "--rule",
+    type=click.Choice(["throughput", "theorem_3"]),
+    default="throughput",
+    show_default=True,
+)
+@click.option(
+    "--profile",
+    "profile",
+    help="Latency profile that weighs the drafts; default: the latest of the pair and device.",
+)
+@click.option(
+    "--seed",
+    type=SEED,
+    default=0,
+    show_default=True,
+    help="Deals requests into the parts of cross-validation.",
+)
 @with_json
 def chooser(ctx: click.Context, as_json: bool, policies: tuple[str, ...], **kw: Any) -> None:
-    """A draft for each prompt (draft `ols`): accuracies predicted from length, perplexity and TF-IDF, and what follows for the speed.
+    """A draft for each prompt (draft `ols`): accuracies predicted from length, perplexity and
+    TF-IDF, and what follows for the speed.
 
-    Unless choosing gains something beyond noise by cross-validation, the best single draft decodes everything.
+    Unless choosing gains something beyond noise by cross-validation, the best single draft decodes
+    everything.
 
     \b
     Example:  cli.py fit chooser
-              cli.py fit chooser --rule theorem_3 --policies small.json --policies '{"draft": "ngram"}'
+              cli.py fit chooser --rule theorem_3 --policies small.json --policies ngram.json
     """
     from spectune.traces.errors import PolicyError
 
@@ -224,10 +309,15 @@ def chooser(ctx: click.Context, as_json: bool, policies: tuple[str, ...], **kw: 
         from spectune.optimizer.report.tables import chooser_table
         from spectune.runtime.policies.document import Policy
 
-        named = [policy_named(store, name, pair.id, pair.device.type, option="--policies") for name in policies]
+        named = [
+            policy_named(store, name, pair.id, pair.device.type, option="--policies")
+            for name in policies
+        ]
         plain = [policy for policy in named if isinstance(policy, Policy)]
         if len(plain) < len(named):
-            raise PolicyError("--policies: a chooser of drafts is no candidate; give plain policies")
+            raise PolicyError(
+                "--policies: a chooser of drafts is no candidate; give plain policies"
+            )
         candidates = {policy.draft: policy for policy in plain} or None
         if candidates is not None and len(candidates) < len(plain):
             raise PolicyError("--policies: two policies of one draft; a chooser has one for each")
@@ -240,11 +330,19 @@ def chooser(ctx: click.Context, as_json: bool, policies: tuple[str, ...], **kw: 
 @fit.command("frequencies")
 @pair_options
 @device_options
-@click.option("--recording", default="latest", show_default=True, help="Its texts are counted, prompts included.")
-@click.option("--corpus", multiple=True, metavar="FILE", help="Count these text files instead; repeatable.")
+@click.option(
+    "--recording",
+    default="latest",
+    show_default=True,
+    help="Its texts are counted, prompts included.",
+)
+@click.option(
+    "--corpus", multiple=True, metavar="FILE", help="Count these text files instead; repeatable."
+)
 @with_json
 def frequencies(ctx: click.Context, as_json: bool, **kw: Any) -> None:
-    """The vocabulary by frequency, for shortlists `frequency` (FR-Spec) and `position_frequency` (PA-FR).
+    """The vocabulary by frequency, for shortlists `frequency` (FR-Spec) and `position_frequency`
+    (PA-FR).
 
     \b
     Example:  cli.py fit frequencies
@@ -260,11 +358,14 @@ def frequencies(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 @fit.command("clusters")
 @pair_options
 @device_options
-@click.option("--clusters", "count", type=Whole(1), help="M; default: by the size of the output head.")
+@click.option(
+    "--clusters", "count", type=Whole(1), help="M; default: by the size of the output head."
+)
 @click.option("--seed", type=SEED, default=0, show_default=True)
 @with_json
 def clusters(ctx: click.Context, as_json: bool, **kw: Any) -> None:
-    """Token clusters of a draft's output head (DynaSpec), to look at, or for `fit router --clusters-from`.
+    """Token clusters of a draft's output head (DynaSpec), to look at, or for `fit router
+    --clusters-from`.
 
     \b
     Example:  cli.py fit clusters --pair pair.json --draft small --clusters 64
@@ -277,11 +378,17 @@ def clusters(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 @fit.command("router")
 @pair_options
 @device_options
-@click.option("--recording", default="latest", show_default=True, help="The texts whose contexts it learns.")
+@click.option(
+    "--recording", default="latest", show_default=True, help="The texts whose contexts it learns."
+)
 @click.option("--clusters", type=Whole(1), help="M; default: by the size of the output head.")
 @click.option("--clusters-from", metavar="ID", help="Stored clusters instead of new ones.")
 @click.option("--hidden", type=click.IntRange(1, 65_536), help="Hidden units; default: 128.")
-@click.option("--labels", type=Whole(1), help="L, most probable tokens whose clusters are positive; default: 8.")
+@click.option(
+    "--labels",
+    type=Whole(1),
+    help="L, most probable tokens whose clusters are positive; default: 8.",
+)
 @click.option("--epochs", type=click.IntRange(1, 1000))
 @click.option("--seed", type=SEED, default=0, show_default=True)
 @with_json
@@ -300,14 +407,20 @@ def router(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 @fit.command("ranks")
 @pair_options
 @device_options
-@click.option("--recording", default="latest", show_default=True, help="One recorded with --tree-width and --tree-depth.")
+@click.option(
+    "--recording",
+    default="latest",
+    show_default=True,
+    help="One recorded with --tree-width and --tree-depth.",
+)
 @click.option("--router", metavar="ID", help="A router that `fit router` made.")
 @click.option("--frequencies", metavar="ID", help="A frequency order that `fit frequencies` made.")
 @proposals_option
 @with_json
 def ranks(ctx: click.Context, as_json: bool, **kw: Any) -> None:
-    """Where a router puts the clusters of everything recorded, or a frequency order its tokens, so that `simulate` replays policies with
-    it. `fit router` and `fit frequencies` make this for their own recording; here it is made for another, or for requests recorded since.
+    """Where a router puts the clusters of everything recorded, or a frequency order its tokens, so
+    that `simulate` replays policies with it. `fit router` and `fit frequencies` make this for their
+    own recording; here it is made for another, or for requests recorded since.
 
     \b
     Example:  cli.py fit ranks --draft small --router 7b41 --recording latest

@@ -31,8 +31,12 @@ from spectune.optimizer.commands.shared import (
 @device_options
 @deployment_option
 @click.option("--policy", "policy_name", default="active", show_default=True)
-@click.option("--no-compare", is_flag=True, help="Do not decode again autoregressively for comparison.")
-@click.option("--show-trees", is_flag=True, help="Draw the tree of every round, not of the last alone.")
+@click.option(
+    "--no-compare", is_flag=True, help="Do not decode again autoregressively for comparison."
+)
+@click.option(
+    "--show-trees", is_flag=True, help="Draw the tree of every round, not of the last alone."
+)
 @with_json
 def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
     """Stream a text, showing which tokens were drafted and accepted and which the target supplied.
@@ -62,7 +66,13 @@ def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
     console = console_for(stderr=as_json)
     console.width = 10_000 if not console.is_terminal else console.width
     result = do_generate(
-        pair, plan, prompt, options, console, compare=not kw["no_compare"], show_trees=kw["show_trees"]
+        pair,
+        plan,
+        prompt,
+        options,
+        console,
+        compare=not kw["no_compare"],
+        show_trees=kw["show_trees"],
     )
     if as_json:
         emit(True, result, None)

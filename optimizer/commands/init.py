@@ -14,8 +14,8 @@ from spectune.optimizer.commands.outputs import write_text
 from spectune.optimizer.commands.shared import emit, with_json
 
 TEMPLATE: Final = """\
-# What spectune's options are for commands run in this folder. What is typed wins over the environment,
-# which wins over this file. Paths are relative to this file.
+# What spectune's options are for commands run in this folder. What is typed wins over the
+# environment, which wins over this file. Paths are relative to this file.
 
 {pair}
 # workload = "chats.jsonl"      # or several: ["chats.jsonl", "code.jsonl"]

@@ -1,4 +1,5 @@
-"""`--engine` and `--concurrency`: what `run` and `record` do where another engine than the native decoder executes."""
+"""`--engine` and `--concurrency`: what `run` and `record` do where another engine than the native
+decoder executes."""
 
 from __future__ import annotations
 
@@ -10,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spectune.optimizer.commands.executed import finish_run
-from spectune.optimizer.commands.shared import Meter, Whole, fit_to, policy_named, say, say_former, together, workload_of
+from spectune.optimizer.commands.shared import (
+    Meter,
+    Whole,
+    fit_to,
+    policy_named,
+    say,
+    say_former,
+    together,
+    workload_of,
+)
 
 if TYPE_CHECKING:
     from spectune.engines.protocol import Answered, Load, Prompt, Running
@@ -32,7 +42,11 @@ engine_option = click.option(
 engine_options = together(
     engine_option,
     click.option(
-        "--concurrency", type=Whole(1), default=1, show_default=True, help="Requests at a time, on an engine that batches."
+        "--concurrency",
+        type=Whole(1),
+        default=1,
+        show_default=True,
+        help="Requests at a time, on an engine that batches.",
     ),
 )
 
@@ -46,17 +60,25 @@ def check_engine(kw: dict[str, Any]) -> None:
     if kw["concurrency"] > 1 and not engine.batches:
         who = "the native decoder" if engine.name == NATIVE else engine.title
         raise EngineError(
-            f"--concurrency {kw['concurrency']}: {who} serves one request at a time; --engine openvino or vllm serves many"
+            f"--concurrency {kw['concurrency']}: {who} serves one request at a time; --engine "
+            "openvino or vllm serves many"
         )
     if engine.name != NATIVE and (kw["device"] != "auto" or kw["dtype"] != "auto"):
-        where = "runs on the CPU in float32 here" if engine.device else "chooses its device and dtype itself"
+        where = (
+            "runs on the CPU in float32 here"
+            if engine.device
+            else "chooses its device and dtype itself"
+        )
         raise EngineError(f"--engine {engine.name} {where}; leave --device and --dtype out")
 
 
 class OnEngine:
-    """A workload that an engine is to serve under a policy, checked before the engine is started."""
+    """A workload that an engine is to serve under a policy, checked before the engine is
+    started."""
 
-    def __init__(self, store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: DecodeOptions) -> None:
+    def __init__(
+        self, store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: DecodeOptions
+    ) -> None:
         from spectune.engines.abilities import engine_named
         from spectune.engines.protocol import Load
         from spectune.optimizer.on_engine import check_options, prompts_of
@@ -87,16 +109,23 @@ class OnEngine:
 
         longest = max(len(prompt.ids) for prompt in self.prompts) + self.options.max_new_tokens
         draft = self.policy.draft if self.policy.speculates else "none"
-        wanted = Wanted(draft, max(1, self.policy.gamma_max), self.load.clients, longest, self._threads)
+        wanted = Wanted(
+            draft, max(1, self.policy.gamma_max), self.load.clients, longest, self._threads
+        )
         with closing(start(self._name, self.spec, wanted)) as running:
             engine = running.engine
             if engine.device and not engine.tested(running.version):  # others say so where they run
-                say(f"{engine.title} {running.version} was not tested; tested: {', '.join(engine.versions)}", err=True)
+                say(
+                    f"{engine.title} {running.version} was not tested; tested: "
+                    f"{', '.join(engine.versions)}",
+                    err=True,
+                )
             yield running
 
 
 def record_texts(asked: OnEngine, *, fresh: bool) -> str:
-    """Serves the workload into a recording; its id. It is looked around in and finished by who calls."""
+    """Serves the workload into a recording; its id. It is looked around in and finished by who
+    calls."""
     from spectune.optimizer.on_engine import record_on
 
     with asked.started() as running, Meter() as meter:
@@ -115,16 +144,33 @@ def record_texts(asked: OnEngine, *, fresh: bool) -> str:
 
 
 def run_on_engine(ctx: click.Context, asked: OnEngine) -> None:
-    """`run` on an engine: the same files and keys as of the native decoder, and what served them."""
+    """`run` on an engine: the same files and keys as of the native decoder, and what served
+    them."""
     from spectune.optimizer.changes import Share
-    from spectune.optimizer.on_engine import about_recording, execute, latency_on, outcome_on, verifier_of
+    from spectune.optimizer.on_engine import (
+        about_recording,
+        execute,
+        latency_on,
+        outcome_on,
+        verifier_of,
+    )
     from spectune.optimizer.record import record_served
 
     options, policy, answered = asked.options, asked.policy, list["Answered"]()
     with asked.started() as running:
-        about = {"engine": running.engine.name, "engine_version": running.version, "concurrency": asked.load.clients}
+        about = {
+            "engine": running.engine.name,
+            "engine_version": running.version,
+            "concurrency": asked.load.clients,
+        }
         texts_of_engine = replace(options, verifier=verifier_of(options))
-        served = record_served(asked.store, asked.spec.id, asked.spec, texts_of_engine, about_recording(running, options))
+        served = record_served(
+            asked.store,
+            asked.spec.id,
+            asked.spec,
+            texts_of_engine,
+            about_recording(running, options),
+        )
         with served if ctx.params["keep_texts"] else nullcontext() as writer, Meter() as meter:
             if writer is not None:
                 click.echo(f"recording {writer.recording}", err=True)

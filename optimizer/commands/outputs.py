@@ -1,4 +1,5 @@
-"""Files that a command writes: judged before the work, put in place whole, and results that no database takes kept all the same."""
+"""Files that a command writes: judged before the work, put in place whole, and results that no
+database takes kept all the same."""
 
 from __future__ import annotations
 
@@ -21,13 +22,20 @@ from click.core import ParameterSource
 from spectune.optimizer.commands.config import PAIR_FOUND, RECORDINGS, RUNNING, config_of
 
 # Options that say on what a command works.
-SAME = {"pair": "--pair", "target": "--target", "drafts": "--draft", "device": "--device", "deployment": "--deployment"}
+SAME = {
+    "pair": "--pair",
+    "target": "--target",
+    "drafts": "--draft",
+    "device": "--device",
+    "deployment": "--deployment",
+}
 
 
 DECODED = {"workloads": "--workload", "stop_strings": "--stop"} | {
     key: "--" + key.replace("_", "-")
     for key in (
-        "column", "all_turns", "first_turn", "overlong", "max_new_tokens", "temperature", "top_k", "top_p", "seed",
+        "column", "all_turns", "first_turn", "overlong", "max_new_tokens", "temperature", "top_k",
+        "top_p", "seed",
         "verifier", "no_chat",
     )
 }  # fmt: skip
@@ -38,7 +46,8 @@ _QUOTED = re.compile("`([^`]+)`")
 
 
 def whole(ctx: click.Context, text: str) -> str:
-    """A message whose quoted commands (`` `record --resume ID` ``) can be pasted (:func:`to_type`)."""
+    """A message whose quoted commands (`` `record --resume ID` ``) can be pasted
+    (:func:`to_type`)."""
 
     def command(quoted: re.Match[str]) -> str:
         known = _command(ctx, quoted[1]) is not None
@@ -83,9 +92,15 @@ def to_type(ctx: click.Context, words: str) -> str:
         if typed and flag in takes and flag not in parts:
             value = ctx.params[key]
             many = value if isinstance(value, tuple) else (value,)
-            parts += [flag] if value is True else [word for one in many for word in (flag, str(one))]
+            parts += (
+                [flag] if value is True else [word for one in many for word in (flag, str(one))]
+            )
     if "--target" in takes and (pair := ctx.meta.get(PAIR_FOUND)) is not None:
-        parts += ["--target", pair.target, *(word for n, path in pair.drafts for word in ("--draft", f"{n}={path}"))]
+        parts += [
+            "--target",
+            pair.target,
+            *(word for n, path in pair.drafts for word in ("--draft", f"{n}={path}")),
+        ]
     return shlex.join(parts)
 
 
@@ -95,7 +110,8 @@ def write_rounds(path: str, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def write_text(path: str, parts: Iterable[str]) -> None:
-    """Writes beside the target and puts it in place at the end, so that a failure leaves nothing half-written. Raises OutputError."""
+    """Writes beside the target and puts it in place at the end, so that a failure leaves nothing
+    half-written. Raises OutputError."""
     from spectune.traces.errors import OutputError
     from spectune.traces.files import replacing
 
@@ -110,22 +126,29 @@ def write_text(path: str, parts: Iterable[str]) -> None:
 def kept_unless_stored(
     ctx: click.Context, command: str, results: Callable[[], Any], *, stores: bool = True
 ) -> Iterator[None]:
-    """Around the storing of what a command has worked for: if it fails, ``results()`` are written to a new JSON file in the working
-    folder (where that cannot be, in the one for temporary files), and the error says where they are. ``stores``: something was stored."""
+    """Around the storing of what a command has worked for: if it fails, ``results()`` are written
+    to a new JSON file in the working folder (where that cannot be, in the one for temporary files),
+    and the error says where they are. ``stores``: something was stored."""
     from spectune.db.errors import DatabaseError
     from spectune.traces.errors import OutputError, SpectuneError
 
     try:
         yield
         for file in database_files(ctx)[:1]:
-            if stores and not file.exists():  # SQLite goes on writing to a file that has no name any more
-                raise DatabaseError(f"database {file} was removed meanwhile, and what was stored with it")
+            if (
+                stores and not file.exists()
+            ):  # SQLite goes on writing to a file that has no name any more
+                raise DatabaseError(
+                    f"database {file} was removed meanwhile, and what was stored with it"
+                )
     except (DatabaseError, OutputError) as error:
         error.args = (f"{error}; {_keep(command, results())}",)
         raise
     except SpectuneError:
         raise
-    except BaseException:  # an interrupt while a database is waited for, an error of ours: the results are the user's all the same
+    # an interrupt while a database is waited for, an error of ours: the results are the user's all
+    # the same
+    except BaseException:
         click.echo(_keep(command, results()), err=True)
         raise
 
@@ -135,7 +158,8 @@ def _keep(command: str, results: Any) -> str:
     text = json.dumps(results, ensure_ascii=False) + "\n"
     for folder in (Path(), Path(tempfile.gettempdir())):
         for count in itertools.count():
-            path = folder / f"spectune-{command}-{datetime.now():%Y%m%d-%H%M%S}{f'-{count}' if count else ''}.json"
+            nth = f"-{count}" if count else ""
+            path = folder / f"spectune-{command}-{datetime.now():%Y%m%d-%H%M%S}{nth}.json"
             try:
                 with path.open("x", encoding="utf-8") as file:
                     file.write(text)
@@ -150,15 +174,18 @@ def _keep(command: str, results: Any) -> str:
 
 
 def check_writable(ctx: click.Context, *options: tuple[str, str | None]) -> None:
-    """Raises OutputError for an (option, path) that cannot be written or is needed otherwise, before the work is done whose result
-    would go there: databases, the files that this command reads, and those of any model."""
+    """Raises OutputError for an (option, path) that cannot be written or is needed otherwise,
+    before the work is done whose result would go there: databases, the files that this command
+    reads, and those of any model."""
     from spectune.runtime.pair import is_content
     from spectune.traces.errors import OutputError
     from spectune.traces.files import is_file, why_not_writable
     from spectune.traces.text import shortened
 
     taken = {path.resolve(): "the database in use" for path in database_files(ctx)}
-    taken |= {Path(path).resolve(): "read by this command" for path in _read_by(ctx) if is_file(path)}
+    taken |= {
+        Path(path).resolve(): "read by this command" for path in _read_by(ctx) if is_file(path)
+    }
     for option, path in options:
         if path is None:
             continue
@@ -167,7 +194,9 @@ def check_writable(ctx: click.Context, *options: tuple[str, str | None]) -> None
         target = Path(path).resolve()
         problem = taken.get(target)
         # A model's file may be a link to another place, where nothing shows whose it is.
-        if problem is None and (is_content(target) or is_content(Path(path).parent.resolve() / Path(path).name)):
+        if problem is None and (
+            is_content(target) or is_content(Path(path).parent.resolve() / Path(path).name)
+        ):
             problem = "a file of a model"
         if problem is None and _is_database(target):
             problem = "a SQLite database"

@@ -49,7 +49,13 @@ def _looked_up(ctx: click.Context, *names: str) -> AbstractContextManager[TraceS
     return open_store(ctx, create=all(map(named_policy, names)))
 
 
-on_device = option("--device", key="device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+on_device = option(
+    "--device",
+    key="device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+)
 
 
 @policies.command("deployments")
@@ -65,7 +71,16 @@ def policies_deployments(ctx: click.Context, as_json: bool) -> None:
         rows = [_row(published, names) for published in store.in_force()]
     from spectune.optimizer.report.tables import rows_table
 
-    columns = ("deployment", "pair", "device", "version", "policy", "label", "temperature", "created_at")
+    columns = (
+        "deployment",
+        "pair",
+        "device",
+        "version",
+        "policy",
+        "label",
+        "temperature",
+        "created_at",
+    )
     told = [{**row, "pair": f"{row['pair']} ({row['pair_id']})"} for row in rows]
     emit(as_json, {"deployments": rows}, lambda: rows_table(told, columns, "in force"))
 
@@ -76,8 +91,8 @@ def policies_deployments(ctx: click.Context, as_json: bool) -> None:
 @click.option("--deployment", help="Only publications of this one; default: of all.")
 @with_json
 def policies_list(ctx: click.Context, as_json: bool, deployment: str | None, **kw: Any) -> None:
-    """Publications, newest first, and what runtimes acknowledged: all there are, or those of a pair and
-    its device where one is named.
+    """Publications, newest first, and what runtimes acknowledged: all there are, or those of a pair
+    and its device where one is named.
 
     For each deployment, pair and device the newest is in force (active).
 
@@ -92,14 +107,31 @@ def policies_list(ctx: click.Context, as_json: bool, deployment: str | None, **k
             say_former(store, spec)
         found = store.list_publications(spec.id if spec else None, device, deployment)
         rows = _listed(store, found)
-        known = [{"policy": p.id, "label": p.label, "created_at": p.created_at.isoformat()} for p in store.list_policies()]
+        known = [
+            {"policy": p.id, "label": p.label, "created_at": p.created_at.isoformat()}
+            for p in store.list_policies()
+        ]
     from spectune.optimizer.report.tables import rows_table
 
     columns = (
-        *("version", "deployment", *(() if spec else ("pair", "device")), "active", "policy", "label", "temperature", "created_at"),
+        *(
+            "version",
+            "deployment",
+            *(() if spec else ("pair", "device")),
+            "active",
+            "policy",
+            "label",
+            "temperature",
+            "created_at",
+        ),
         *("actor", "applied", "refused", "reason"),
     )
-    data = {"pair": spec.id if spec else None, "device": device, "publications": rows, "policies": known}
+    data = {
+        "pair": spec.id if spec else None,
+        "device": device,
+        "publications": rows,
+        "policies": known,
+    }
     title = f"publications for pair {spec.id} on {device}" if spec else "publications"
     emit(as_json, data, lambda: rows_table(rows, columns, title))
 
@@ -159,7 +191,11 @@ def policies_show(ctx: click.Context, as_json: bool, policy_name: str, **kw: Any
         policy = policy_named(store, policy_name, pair_id, device, kw["deployment"])
         every = store.list_publications(pair_id, device, kw["deployment"])
         newest = next((p for p in every if p.policy_id == policy.id), None)
-    data: dict[str, Any] = {"id": policy.id, "label": policy.label(), "policy": policy.spelled_out()}
+    data: dict[str, Any] = {
+        "id": policy.id,
+        "label": policy.label(),
+        "policy": policy.spelled_out(),
+    }
     if newest is not None:
         data["publication"] = {
             "version": newest.version,
@@ -196,7 +232,9 @@ def policies_diff(ctx: click.Context, as_json: bool, left: str, right: str, **kw
     """
     pair_id, device = pair_spec(kw).id, _device(kw)
     with _looked_up(ctx, left, right) as store:
-        one, other = (policy_named(store, name, pair_id, device, kw["deployment"]) for name in (left, right))
+        one, other = (
+            policy_named(store, name, pair_id, device, kw["deployment"]) for name in (left, right)
+        )
     from spectune.optimizer.report.tables import rows_table
     from spectune.runtime.policies.document import differences
 
@@ -204,7 +242,11 @@ def policies_diff(ctx: click.Context, as_json: bool, left: str, right: str, **kw
     emit(
         as_json,
         {"left": one.id, "right": other.id, "differences": rows},
-        lambda: rows_table(rows, ("key", "left", "right"), f"{one.id} and {other.id}") if rows else "no difference",
+        lambda: (
+            rows_table(rows, ("key", "left", "right"), f"{one.id} and {other.id}")
+            if rows
+            else "no difference"
+        ),
     )
 
 
@@ -212,14 +254,22 @@ def policies_diff(ctx: click.Context, as_json: bool, left: str, right: str, **kw
 @click.argument("policy_name", metavar="POLICY")
 @click.option("--reason", help="Kept with it; default: activated by hand, or what was promoted.")
 @click.option(
-    "--from", "source", metavar="DEPLOYMENT", help="Where `active` is looked up: promotes that to --deployment."
+    "--from",
+    "source",
+    metavar="DEPLOYMENT",
+    help="Where `active` is looked up: promotes that to --deployment.",
 )
 @pair_options
 @on_device
 @deployment_option
 @with_json
 def policies_activate(
-    ctx: click.Context, as_json: bool, policy_name: str, reason: str | None, source: str | None, **kw: Any
+    ctx: click.Context,
+    as_json: bool,
+    policy_name: str,
+    reason: str | None,
+    source: str | None,
+    **kw: Any,
 ) -> None:
     """Publish a policy: running decoders of the deployment take it up between two rounds.
 
@@ -233,7 +283,10 @@ def policies_activate(
     spec, device, deployment = pair_spec(kw), _device(kw), kw["deployment"]
     with _looked_up(ctx, policy_name) as store:
         if source is not None and store.active_publication(spec.id, device, source) is None:
-            raise click.UsageError(f"--from {source}: nothing is in force there for pair {spec.id} on {device} (see `policies list`)")
+            raise click.UsageError(
+                f"--from {source}: nothing is in force there for pair {spec.id} on {device} (see "
+                "`policies list`)"
+            )
         policy = policy_named(store, policy_name, spec.id, device, source or deployment)
         from spectune.optimizer.artifacts import fitted
         from spectune.runtime.policies.prepare import prepare
@@ -258,8 +311,17 @@ def policies_activate(
 
 
 def _emit_published(as_json: bool, published: Publication, verb: str) -> None:
-    data = {"version": published.version, "policy": published.policy_id, "deployment": published.deployment}
-    emit(as_json, data, f"version {published.version}: {published.label} {verb} in deployment {published.deployment}")
+    data = {
+        "version": published.version,
+        "policy": published.policy_id,
+        "deployment": published.deployment,
+    }
+    emit(
+        as_json,
+        data,
+        f"version {published.version}: {published.label} {verb} in deployment "
+        f"{published.deployment}",
+    )
 
 
 def _holds_a_policy(publication: Publication) -> bool:
@@ -274,14 +336,16 @@ def _holds_a_policy(publication: Publication) -> bool:
 
 
 @policies.command("rollback")
-@click.option("--to", type=Whole(1), help="Version to go back to; default: the one before the active.")
+@click.option(
+    "--to", type=Whole(1), help="Version to go back to; default: the one before the active."
+)
 @pair_options
 @on_device
 @deployment_option
 @with_json
 def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: Any) -> None:
-    """Publish an earlier policy of the deployment again. Nothing is erased: the rollback is a new version. Publications that hold no
-    policy are passed over.
+    """Publish an earlier policy of the deployment again. Nothing is erased: the rollback is a new
+    version. Publications that hold no policy are passed over.
 
     \b
     Example:  cli.py policies rollback
@@ -294,7 +358,14 @@ def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: A
         found = store.list_publications(pair_id, device, kw["deployment"])
         active = found[0] if found else None
         if to is None:
-            earlier = next((p for p in found[1:] if active and p.policy_id != active.policy_id and _holds_a_policy(p)), None)
+            earlier = next(
+                (
+                    p
+                    for p in found[1:]
+                    if active and p.policy_id != active.policy_id and _holds_a_policy(p)
+                ),
+                None,
+            )
         else:
             earlier = next((p for p in found if p.version == to), None)
             if earlier is not None:
@@ -305,7 +376,8 @@ def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: A
                 f"deployment {kw['deployment']} has no earlier policy to go back to {where}; "
                 "`policies activate autoregressive` decodes without a draft"
                 if to is None
-                else f"--to {to}: deployment {kw['deployment']} has no such version {where} (see `policies list`)"
+                else f"--to {to}: deployment {kw['deployment']} has no such version {where} (see "
+                "`policies list`)"
             )
         published = store.publish(
             pair_id,
@@ -329,16 +401,25 @@ def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: A
     default="spectune",
     show_default=True,
 )
-@click.option("--engine-version", metavar="VERSION", help="whose settings: what they mean changes from version to version")
+@click.option(
+    "--engine-version",
+    metavar="VERSION",
+    help="whose settings: what they mean changes from version to version",
+)
 @pair_options
 @on_device
 @deployment_option
 @with_json
 def policies_export(
-    ctx: click.Context, as_json: bool, policy_name: str, engine: str, engine_version: str | None, **kw: Any
+    ctx: click.Context,
+    as_json: bool,
+    policy_name: str,
+    engine: str,
+    engine_version: str | None,
+    **kw: Any,
 ) -> None:
-    """Print a policy as a document, or as another engine's settings where they can say the same: JSON
-    on stdout, and on stderr the line that serves with them.
+    """Print a policy as a document, or as another engine's settings where they can say the same:
+    JSON on stdout, and on stderr the line that serves with them.
 
     \b
     Example:  cli.py policies export active > policy.json
@@ -350,7 +431,11 @@ def policies_export(
         policy = policy_named(store, policy_name, spec.id, device, kw["deployment"])
     from spectune.engines.export import engine_line, engine_settings
 
-    data = policy.spelled_out() if engine == "spectune" else engine_settings(policy, spec, engine, engine_version)
+    data = (
+        policy.spelled_out()
+        if engine == "spectune"
+        else engine_settings(policy, spec, engine, engine_version)
+    )
     click.echo(json.dumps(data, indent=None if as_json else 2))
     if engine != "spectune" and not as_json:
         say(engine_line(data, spec, engine), err=True)

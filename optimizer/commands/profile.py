@@ -32,24 +32,44 @@ if TYPE_CHECKING:
 @pair_options
 @device_options
 @engine_option
-@click.option("--concurrency", type=Whole(1), help="Measure from 1 to N requests at a time, on an engine that batches; default: 8.")
-@click.option("--gamma-max", type=click.IntRange(1, 64), help="Longest drafts measured; default: 16, on another engine 8.")
 @click.option(
-    "--contexts", help="Context lengths to measure at, comma-separated; default: those that the recording serves, else 32,160,384."
+    "--concurrency",
+    type=Whole(1),
+    help="Measure from 1 to N requests at a time, on an engine that batches; default: 8.",
 )
-@click.option("--repeats", type=click.IntRange(1, 10_000), default=1, show_default=True, help="Sweeps over all that is measured.")
-@click.option("--no-trees", is_flag=True, help="Leave out what trees cost: quicker, for chains alone.")
+@click.option(
+    "--gamma-max",
+    type=click.IntRange(1, 64),
+    help="Longest drafts measured; default: 16, on another engine 8.",
+)
+@click.option(
+    "--contexts",
+    help="Context lengths to measure at, comma-separated; default: those that the recording "
+    "serves, else 32,160,384.",
+)
+@click.option(
+    "--repeats",
+    type=click.IntRange(1, 10_000),
+    default=1,
+    show_default=True,
+    help="Sweeps over all that is measured.",
+)
+@click.option(
+    "--no-trees", is_flag=True, help="Leave out what trees cost: quicker, for chains alone."
+)
 @click.option(
     "--recording",
-    help="Measure trees on the texts of ID or latest, another engine on their prompts; default: the pair's newest complete one, else "
+    help="Measure trees on the texts of ID or latest, another engine on their prompts; default: "
+    "the pair's newest complete one, else "
     "random tokens, or the demo's prompts.",
 )
 @with_json
 def profile(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Measure what every part of a round costs on this device.
 
-    What drafting and verifying trees costs depends on the text, so `record` first. On an engine that batches, measure what its steps
-    cost, with each draft of the pair and without: its recordings tell `simulate --arrivals` and `tune --arrivals` so.
+    What drafting and verifying trees costs depends on the text, so `record` first. On an engine
+    that batches, measure what its steps cost, with each draft of the pair and without: its
+    recordings tell `simulate --arrivals` and `tune --arrivals` so.
 
     \b
     Example:  cli.py profile --pair pair.json --device cpu
@@ -63,17 +83,30 @@ def profile(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 
 
 def _profile_here(
-    ctx: click.Context, *, as_json: bool, contexts: str | None, repeats: int, no_trees: bool, recording: str | None, **kw: Any
+    ctx: click.Context,
+    *,
+    as_json: bool,
+    contexts: str | None,
+    repeats: int,
+    no_trees: bool,
+    recording: str | None,
+    **kw: Any,
 ) -> None:
     """`profile` of the native decoder."""
     try:
         lengths = tuple(sorted({int(c) for c in contexts.split(",")})) if contexts else ()
     except ValueError:
-        raise click.BadParameter("whole numbers separated by commas are expected", param_hint="--contexts") from None
+        raise click.BadParameter(
+            "whole numbers separated by commas are expected", param_hint="--contexts"
+        ) from None
     if lengths and lengths[0] < 1:
-        raise click.BadParameter(f"{lengths[0]}: a context has at least 1 token", param_hint="--contexts")
+        raise click.BadParameter(
+            f"{lengths[0]}: a context has at least 1 token", param_hint="--contexts"
+        )
     if no_trees and recording is not None:
-        raise click.UsageError("--recording says on which texts trees are measured; leave it out, or --no-trees")
+        raise click.UsageError(
+            "--recording says on which texts trees are measured; leave it out, or --no-trees"
+        )
     with open_store(ctx) as store:
         pair = load(kw, store, pair_spec(kw, store, recording))
         from spectune.optimizer.profiles import served_contexts
@@ -86,7 +119,11 @@ def _profile_here(
             if recording is not None:
                 same_pair(store.get_recording(recording).pair_id, pair, recording)
             recording, texts = texts_to_profile(store, pair.id, recording)
-            on = f"the {len(texts)} texts of recording {recording}" if recording else "random tokens: nothing of this pair is recorded"
+            on = (
+                f"the {len(texts)} texts of recording {recording}"
+                if recording
+                else "random tokens: nothing of this pair is recorded"
+            )
             click.echo(f"trees are measured on {on}", err=True)
         with Meter() as meter:
             measured = measure_profile(
@@ -104,7 +141,8 @@ def _profile_here(
     for what, check in (("policies", measured.check), ("trees", measured.check.get("trees"))):
         if check is not None and not check["accepted"]:
             say(
-                f"warning: the predicted seconds of {what} are off by {100 * check['policy_error']:.0f}% (median); "
+                f"warning: the predicted seconds of {what} are off by "
+                f"{100 * check['policy_error']:.0f}% (median); "
                 "the machine is busy, or changed its speed while measuring: run `profile` again",
                 err=True,
             )

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spectune.optimizer.commands.on_engine import NATIVE, OnEngine, check_engine, engine_options, record_texts
+from spectune.optimizer.commands.on_engine import (
+    NATIVE,
+    OnEngine,
+    check_engine,
+    engine_options,
+    record_texts,
+)
 from spectune.optimizer.commands.shared import (
     Meter,
     check_policy,
@@ -42,20 +48,34 @@ if TYPE_CHECKING:
 @engine_options
 @deployment_option
 @click.option(
-    "--gamma-max", type=click.IntRange(2, 64), default=16, show_default=True, help="Longest window the panorama holds."
+    "--gamma-max",
+    type=click.IntRange(2, 64),
+    default=16,
+    show_default=True,
+    help="Longest window the panorama holds.",
 )
 @click.option(
-    "--policy", "policy_name", default="active", show_default=True, help="Decodes the texts (never changes them)."
+    "--policy",
+    "policy_name",
+    default="active",
+    show_default=True,
+    help="Decodes the texts (never changes them).",
 )
-@click.option("--fresh", is_flag=True, help="Begin anew instead of resuming an unfinished recording.")
 @click.option(
-    "--resume", "resumed_id", metavar="ID", help="Make what a recording lacks: texts, and panoramas of every draft."
+    "--fresh", is_flag=True, help="Begin anew instead of resuming an unfinished recording."
+)
+@click.option(
+    "--resume",
+    "resumed_id",
+    metavar="ID",
+    help="Make what a recording lacks: texts, and panoramas of every draft.",
 )
 @click.option(
     "--tree-width",
     type=int,
     metavar="1..32",
-    help="Record draft trees too, of so many children a node; default: 8 with any --tree-... or --cover.",
+    help="Record draft trees too, of so many children a node; default: 8 with any --tree-... or "
+    "--cover.",
 )
 @click.option(
     "--tree-depth",
@@ -66,22 +86,25 @@ if TYPE_CHECKING:
 @click.option(
     "--tree-proposals",
     type=click.Choice(["coupled", "probability"]),
-    help="How trees rank children: with the target's noise, or by probability alone; default: as --cover has it, else coupled.",
+    help="How trees rank children: with the target's noise, or by probability alone; default: as "
+    "--cover has it, else coupled.",
 )
 @click.option(
     "--cover",
     "covers",
     multiple=True,
     metavar="POLICY",
-    help="FILE, inline JSON or ID of a policy whose trees must replay exactly; repeatable. top_k needs none at its usual scores.",
+    help="FILE, inline JSON or ID of a policy whose trees must replay exactly; repeatable. top_k "
+    "needs none at its usual scores.",
 )
 @workers_option
 @with_json
 def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Decode a workload, store the texts, and look around from every start of them.
 
-    An unfinished recording of the same arguments is resumed, and so is the one that --resume names. Trees are recorded on request; with
-    --resume they may be made wider, deeper, or cover more than before.
+    An unfinished recording of the same arguments is resumed, and so is the one that --resume names.
+    Trees are recorded on request; with --resume they may be made wider, deeper, or cover more than
+    before.
 
     \b
     Example:  cli.py record --pair demo --limit 64 --max-new-tokens 96
@@ -97,7 +120,10 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         spec = pair_spec(kw, store, kw["resumed_id"])
         if kw["resumed_id"]:
             _go_on(kw, store)
-        for option, name in (("--policy", kw["policy_name"]), *(("--cover", name) for name in kw["covers"])):
+        for option, name in (
+            ("--policy", kw["policy_name"]),
+            *(("--cover", name) for name in kw["covers"]),
+        ):
             check_policy(store, name, option=option)
         options, served = decode_options(kw), None
         if kw["engine"] != NATIVE:
@@ -133,11 +159,17 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
         checks = checked(store.load(info.id, (), skip_corrupted=True).trajectories)
     for line in checks.lines():
         say(line, err=True)
-    data = {"recording": info.id, "pair": info.pair_id, **info.to_json(), "workload": checks.to_json()}
+    data = {
+        "recording": info.id,
+        "pair": info.pair_id,
+        **info.to_json(),
+        "workload": checks.to_json(),
+    }
     emit(
         as_json,
         data,
-        f"recording {info.id}: {info.n_requests} requests, {info.n_output_tokens} tokens, panoramas of {', '.join(info.drafts)}"
+        f"recording {info.id}: {info.n_requests} requests, {info.n_output_tokens} tokens, "
+        f"panoramas of {', '.join(info.drafts)}"
         + (f"; trees of {shown}" if (shown := info.trees_shown()) else ""),
     )
 
@@ -158,13 +190,20 @@ def _workers(workers: str | None) -> Iterator[None]:
 def _without_trees(kw: dict[str, Any]) -> None:
     """Raises UsageError for what an engine's recording cannot be asked for."""
     if kw["resumed_id"]:
-        raise click.UsageError("--resume goes on with what is recorded, without an engine; leave --engine out")
-    if kw["covers"] or any(kw[name] is not None for name in ("tree_width", "tree_depth", "tree_proposals")):
-        raise click.UsageError(f"--engine {kw['engine']} drafts chains alone: leave --tree-... and --cover out")
+        raise click.UsageError(
+            "--resume goes on with what is recorded, without an engine; leave --engine out"
+        )
+    if kw["covers"] or any(
+        kw[name] is not None for name in ("tree_width", "tree_depth", "tree_proposals")
+    ):
+        raise click.UsageError(
+            f"--engine {kw['engine']} drafts chains alone: leave --tree-... and --cover out"
+        )
 
 
 def _go_on(kw: dict[str, Any], store: TraceStore) -> None:
-    """Puts a recording that was not finished, named by its id alone, on the device and in the dtype that it was begun with."""
+    """Puts a recording that was not finished, named by its id alone, on the device and in the dtype
+    that it was begun with."""
     before = store.get_recording(kw["resumed_id"])
     if before.state == "recording":
         for option in ("device", "dtype"):
@@ -181,12 +220,17 @@ def _source(
 
     profile = profile_of(store, None, pair.id, pair.device.type)
     if name == "active":
-        return StaticSource(last_good(store, pair, profile, options.verifier, options.sampling, deployment))
+        return StaticSource(
+            last_good(store, pair, profile, options.verifier, options.sampling, deployment)
+        )
     return StaticSource(prepared(store, pair, name, options, profile))
 
 
-def _trees(store: TraceStore, pair: LoadedPair, kw: dict[str, Any], *, sampled: bool) -> dict[str, Any]:
-    """What ``record`` was asked for in trees, as arguments of Look. Raises PolicyError and TraceError."""
+def _trees(
+    store: TraceStore, pair: LoadedPair, kw: dict[str, Any], *, sampled: bool
+) -> dict[str, Any]:
+    """What ``record`` was asked for in trees, as arguments of Look. Raises PolicyError and
+    TraceError."""
     from spectune.optimizer.artifacts import fitted
     from spectune.optimizer.inputs import tree_size
     from spectune.optimizer.record import cover_of
@@ -202,7 +246,8 @@ def _trees(store: TraceStore, pair: LoadedPair, kw: dict[str, Any], *, sampled: 
         policy = policy_named(store, name, pair.id, pair.device.type, option="--cover")
         if policy.draft not in pair.draft_names:
             raise PolicyError(
-                f"--cover {name}: the pair has no draft {policy.draft!r} (it has: {', '.join(pair.draft_names)})"
+                f"--cover {name}: the pair has no draft {policy.draft!r} (it has: "
+                f"{', '.join(pair.draft_names)})"
             )
         cover = cover_of(policy, sampled=sampled, artifacts=fitted(store, pair.id))
         named.append((name, cover))
@@ -212,8 +257,14 @@ def _trees(store: TraceStore, pair: LoadedPair, kw: dict[str, Any], *, sampled: 
     if len(asked | set(ranked)) > 1:
         other = next(r for r in ranked if r != proposals)
         raise TraceError(
-            f"--cover {ranked[other]}: its trees rank children by proposals {other!r}, other trees asked for do not; "
+            f"--cover {ranked[other]}: its trees rank children by proposals {other!r}, other trees "
+            "asked for do not; "
             f"record those apart (`record --resume ID --tree-proposals {other} --cover POLICY`)"
         )
     width, depth = tree_size(wide, deep, named)
-    return {"tree_width": width, "tree_depth": depth, "tree_proposals": asked.pop(), "covers": by_draft}
+    return {
+        "tree_width": width,
+        "tree_depth": depth,
+        "tree_proposals": asked.pop(),
+        "covers": by_draft,
+    }

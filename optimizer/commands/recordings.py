@@ -28,7 +28,12 @@ def traces() -> None:
 
 
 filter_options = together(
-    click.option("--recording", "recordings", multiple=True, help="Id, beginning of one, or latest; repeatable."),
+    click.option(
+        "--recording",
+        "recordings",
+        multiple=True,
+        help="Id, beginning of one, or latest; repeatable.",
+    ),
     click.option("--pair-id", "pair", help="Pair id."),
     click.option("--category", "categories", multiple=True, help="Repeatable."),
     click.option("--since", type=click.DateTime(), help="Recorded at or after (UTC)."),
@@ -98,9 +103,19 @@ def traces_show(ctx: click.Context, as_json: bool, recording: str, request_id: s
         name = store.resolve_recording(recording)
         info = store.get_recording(name)
         if request_id is not None:
-            found = next((r for r in store.iterate(name, drafts=(), steps=True) if r.trajectory.request_id == request_id), None)
+            found = next(
+                (
+                    r
+                    for r in store.iterate(name, drafts=(), steps=True)
+                    if r.trajectory.request_id == request_id
+                ),
+                None,
+            )
             if found is None:
-                raise TraceError(f"recording {name} has no request {request_id!r} (see `traces query --recording {name}`)")
+                raise TraceError(
+                    f"recording {name} has no request {request_id!r} (see `traces query "
+                    f"--recording {name}`)"
+                )
             steps = [s._asdict() for s in found.steps]
             shown = (
                 "start",
@@ -116,25 +131,41 @@ def traces_show(ctx: click.Context, as_json: bool, recording: str, request_id: s
             )
             emit(
                 as_json,
-                {"request": request_id, "output_ids": found.trajectory.output_ids.tolist(), "steps": steps},
+                {
+                    "request": request_id,
+                    "output_ids": found.trajectory.output_ids.tolist(),
+                    "steps": steps,
+                },
                 lambda: rows_table(steps, shown, f"{request_id}: rounds"),
             )
             return
         rows = [r.to_json() for r in request_rows(store.database, TraceFilter(recordings=(name,)))]
     columns = tuple(c for c in RequestRow.columns() if c not in ("recording", "recorded_at"))
-    title = f"recording {name}: {info.state}" + (f"; trees of {grown}" if (grown := info.trees_shown()) else "")
+    title = f"recording {name}: {info.state}" + (
+        f"; trees of {grown}" if (grown := info.trees_shown()) else ""
+    )
     emit(as_json, {**info.to_json(), "requests": rows}, lambda: rows_table(rows, columns, title))
 
 
 @traces.command("stats")
 @filter_options
-@click.option("--by", default="draft,category", show_default=True, help="Of draft, category, recording; comma-separated.")
-@click.option("--executed", is_flag=True, help="Over the rounds executed, not over every start of the panoramas.")
+@click.option(
+    "--by",
+    default="draft,category",
+    show_default=True,
+    help="Of draft, category, recording; comma-separated.",
+)
+@click.option(
+    "--executed",
+    is_flag=True,
+    help="Over the rounds executed, not over every start of the panoramas.",
+)
 @with_json
 def traces_stats(ctx: click.Context, as_json: bool, by: str, executed: bool, **kw: Any) -> None:
     """Acceptance, overall and by position in the draft.
 
-    marginal: share of chains that reach a position; conditional: of those that reached the one before.
+    marginal: share of chains that reach a position; conditional: of those that reached the one
+    before.
 
     \b
     Example:  cli.py traces stats --by draft,category
@@ -146,7 +177,9 @@ def traces_stats(ctx: click.Context, as_json: bool, by: str, executed: bool, **k
     for name in by.split(","):
         match = next((g for g in GROUPS if g == name.strip()), None)
         if match is None:
-            raise click.BadParameter(f"{name!r}: one of {', '.join(GROUPS)} is expected", param_hint="--by")
+            raise click.BadParameter(
+                f"{name!r}: one of {', '.join(GROUPS)} is expected", param_hint="--by"
+            )
         groups.append(match)
     with open_store(ctx, create=False) as store:
         call = executed_stats if executed else acceptance_stats
@@ -160,17 +193,34 @@ def traces_stats(ctx: click.Context, as_json: bool, by: str, executed: bool, **k
 
 @traces.command("report")
 @click.argument("recording", default="latest")
-@click.option("--draft", help="Draft whose trees are meant; default: the first that has trees of every request.")
-@click.option("--out", type=click.Path(dir_okay=False), help="The page; default: trees-RECORDING-DRAFT.html here.")
-@click.option("--top-n", type=click.IntRange(1, 256), default=60, show_default=True, help="Nodes kept of a tree.")
-@click.option("--width", type=click.IntRange(2, 32), help="Children of a node; default: as recorded.")
+@click.option(
+    "--draft",
+    help="Draft whose trees are meant; default: the first that has trees of every request.",
+)
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False),
+    help="The page; default: trees-RECORDING-DRAFT.html here.",
+)
+@click.option(
+    "--top-n",
+    type=click.IntRange(1, 256),
+    default=60,
+    show_default=True,
+    help="Nodes kept of a tree.",
+)
+@click.option(
+    "--width", type=click.IntRange(2, 32), help="Children of a node; default: as recorded."
+)
 @click.option("--depth", type=click.IntRange(1, 64), help="Levels; default: as recorded.")
 @with_json
 def traces_report(ctx: click.Context, as_json: bool, recording: str, **kw: Any) -> None:
-    """Draw what a recording's draft trees do: one HTML page that needs nothing else, with the figures of the tree papers.
+    """Draw what a recording's draft trees do: one HTML page that needs nothing else, with the
+    figures of the tree papers.
 
-    Terminal Confidence Ranks, probability and acceptance by entropy and rank, tau by window and by verified tokens for many policies,
-    entropy bins, categories. The recording must hold trees (`record --tree-width 8 --tree-depth 8`).
+    Terminal Confidence Ranks, probability and acceptance by entropy and rank, tau by window and by
+    verified tokens for many policies, entropy bins, categories. The recording must hold trees
+    (`record --tree-width 8 --tree-depth 8`).
 
     \b
     Example:  cli.py traces report latest --out trees.html
@@ -195,12 +245,22 @@ def traces_report(ctx: click.Context, as_json: bool, recording: str, **kw: Any) 
     write_text(out, [page(report)])
     data = {"path": out, "recording": name, **report.to_json()}
     left_out = f", {len(report.skipped)} policies left out" if report.skipped else ""
-    emit(as_json, data, f"{out}: trees of draft {report.draft}, {len(report.points)} policies{left_out}")
+    emit(
+        as_json,
+        data,
+        f"{out}: trees of draft {report.draft}, {len(report.points)} policies{left_out}",
+    )
 
 
 @traces.command("query")
 @filter_options
-@click.option("--format", "kind", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True)
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["table", "json", "csv"]),
+    default="table",
+    show_default=True,
+)
 @with_json
 def traces_query(ctx: click.Context, as_json: bool, kind: str, **kw: Any) -> None:
     """One row per request and draft.
@@ -226,7 +286,11 @@ def traces_query(ctx: click.Context, as_json: bool, kind: str, **kw: Any) -> Non
 
 @traces.command("export")
 @click.argument("path", type=click.Path(dir_okay=False))
-@click.option("--whole", is_flag=True, help="To .parquet: one recording's texts and panoramas, for `simulate --recording FILE`.")
+@click.option(
+    "--whole",
+    is_flag=True,
+    help="To .parquet: one recording's texts and panoramas, for `simulate --recording FILE`.",
+)
 @filter_options
 @with_json
 def traces_export(ctx: click.Context, as_json: bool, path: str, whole: bool, **kw: Any) -> None:
@@ -246,16 +310,29 @@ def traces_export(ctx: click.Context, as_json: bool, path: str, whole: bool, **k
         if path.endswith(".db"):
             names = [r.id for r in list_recordings(store.database, _filter(kw))]
             moved = export_recordings(store.database, names, path)
-            data: dict[str, Any] = {"path": path, "recordings": list(moved.added), "chunks": moved.chunks}
+            data: dict[str, Any] = {
+                "path": path,
+                "recordings": list(moved.added),
+                "chunks": moved.chunks,
+            }
         elif whole:
             from spectune.traces.store.parquet import write_recording
 
             names = [r.id for r in list_recordings(store.database, _filter(kw))]
             if len(names) != 1 or not path.endswith(".parquet"):
-                raise click.UsageError("--whole writes one recording to a .parquet file; name it by --recording")
-            data = {"path": path, "recordings": names, "chunks": write_recording(store, names[0], path)}
+                raise click.UsageError(
+                    "--whole writes one recording to a .parquet file; name it by --recording"
+                )
+            data = {
+                "path": path,
+                "recordings": names,
+                "chunks": write_recording(store, names[0], path),
+            }
         else:
-            data = {"path": path, "rows": export_rows(request_rows(store.database, _filter(kw)), path)}
+            data = {
+                "path": path,
+                "rows": export_rows(request_rows(store.database, _filter(kw)), path),
+            }
     emit(as_json, data, ", ".join(f"{k} {v}" for k, v in data.items()))
 
 
@@ -273,22 +350,41 @@ def traces_import(ctx: click.Context, as_json: bool, path: str) -> None:
     with open_store(ctx) as store:
         moved = import_recordings(store.database, path)
     data = {"added": list(moved.added), "present": list(moved.present), "chunks": moved.chunks}
-    emit(as_json, data, f"added {', '.join(moved.added) or 'nothing'}; already here: {', '.join(moved.present) or 'nothing'}")
+    emit(
+        as_json,
+        data,
+        f"added {', '.join(moved.added) or 'nothing'}; already here: "
+        f"{', '.join(moved.present) or 'nothing'}",
+    )
 
 
 @traces.command("ingest")
 @click.argument("path", metavar="RESPONSES", type=click.Path(dir_okay=False))
 @pair_options
-@click.option("--draft-name", "draft", required=True, metavar="NAME", help="The draft that the server loaded, or ngram.")
-@click.option("--temperature", type=FiniteRange(0.0, 10.0), default=0.0, show_default=True, help="As the requests asked for.")
+@click.option(
+    "--draft-name",
+    "draft",
+    required=True,
+    metavar="NAME",
+    help="The draft that the server loaded, or ngram.",
+)
+@click.option(
+    "--temperature",
+    type=FiniteRange(0.0, 10.0),
+    default=0.0,
+    show_default=True,
+    help="As the requests asked for.",
+)
 @click.option("--top-k", type=Whole(0), default=0, help="0: off.")
 @click.option("--top-p", type=FiniteRange(0.0, 1.0, min_open=True), default=1.0, help="1: off.")
 @with_json
 def traces_ingest(ctx: click.Context, as_json: bool, path: str, draft: str, **kw: Any) -> None:
-    """Record what responses of vLLM or SGLang, one a line, say of their drafts: for servers without our plugin.
+    """Record what responses of vLLM or SGLang, one a line, say of their drafts: for servers without
+    our plugin.
 
-    With token ids (vLLM's return_token_ids) texts are recorded, and `record --resume` makes them replayable under any window and
-    draft. Without, only how many rounds kept how many tokens is, which `simulate` does not extrapolate.
+    With token ids (vLLM's return_token_ids) texts are recorded, and `record --resume` makes them
+    replayable under any window and draft. Without, only how many rounds kept how many tokens is,
+    which `simulate` does not extrapolate.
 
     \b
     Example:  cli.py traces ingest responses.jsonl --pair pair.json --draft-name small
@@ -300,16 +396,33 @@ def traces_ingest(ctx: click.Context, as_json: bool, path: str, draft: str, **kw
     sampling = Sampling(kw.pop("temperature"), kw.pop("top_k"), kw.pop("top_p"))
     spec = pair_spec(kw)
     if draft not in spec.draft_names:
-        raise PairError(f"--draft-name {draft}: pair {spec.name} has no such draft; it has: {', '.join(spec.draft_names)}")
+        raise PairError(
+            f"--draft-name {draft}: pair {spec.name} has no such draft; it has: "
+            f"{', '.join(spec.draft_names)}"
+        )
     found = read_responses(path, draft, sampling)
     with open_store(ctx) as store:
         recording = keep(store, spec, found, draft, sampling)
     rounds = sum(found.rounds.values())
-    data = {"recording": recording, "engine": found.engine, "requests": len(found.requests), "rounds": rounds}
+    data = {
+        "recording": recording,
+        "engine": found.engine,
+        "requests": len(found.requests),
+        "rounds": rounds,
+    }
     data |= {"responses": found.responses, "without": found.without, "counts": found.counts()}
-    what = f"{len(found.requests)} requests with their texts" if found.requests else "counts without texts"
+    what = (
+        f"{len(found.requests)} requests with their texts"
+        if found.requests
+        else "counts without texts"
+    )
     left = f"; {found.without} say nothing of rounds" if found.without else ""
-    emit(as_json, data, f"recording {recording}: {what}, {rounds} rounds of {found.responses} responses of {found.engine}{left}")
+    emit(
+        as_json,
+        data,
+        f"recording {recording}: {what}, {rounds} rounds of {found.responses} responses of "
+        f"{found.engine}{left}",
+    )
 
 
 @traces.command("prune")
@@ -331,7 +444,11 @@ def traces_prune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     from spectune.traces.store.prune import prune
 
     with open_store(ctx, create=False) as store:
-        before = store.clock() - timedelta(seconds=parse_duration(kw["older_than"])) if kw["older_than"] else None
+        before = (
+            store.clock() - timedelta(seconds=parse_duration(kw["older_than"]))
+            if kw["older_than"]
+            else None
+        )
         report = prune(
             store.database,
             recordings=kw["recordings"],

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from spectune.traces.store.catalog import Study
 
 
-
 @click.command()
 @click.argument("study", default="latest")
 @click.option(
@@ -51,8 +50,9 @@ if TYPE_CHECKING:
 )
 @with_json
 def report(ctx: click.Context, as_json: bool, study: str, **kw: Any) -> None:
-    """What a tuning found, as one HTML page that needs nothing else: what to deploy and what that saves,
-    predicted against measured, the race, speed by category, latency, acceptance, what was tried and what not.
+    """What a tuning found, as one HTML page that needs nothing else: what to deploy and what that
+    saves, predicted against measured, the race, speed by category, latency, acceptance, what was
+    tried and what not.
 
     STUDY is the id that `tune` printed, the beginning of one, or latest.
 
@@ -63,7 +63,9 @@ def report(ctx: click.Context, as_json: bool, study: str, **kw: Any) -> None:
     check_writable(ctx, ("--out", kw["out"]))
     with open_store(ctx, create=False) as store, Meter() as meter:
         trees = None if kw["no_trees"] else meter
-        found = write_report(ctx, store, study, kw["out"], trees, gpus=kw["gpus"], price=kw["price"])
+        found = write_report(
+            ctx, store, study, kw["out"], trees, gpus=kw["gpus"], price=kw["price"]
+        )
     emit(as_json, found, f"{found['path']}: {found['sentence']}")
 
 
@@ -83,14 +85,21 @@ def write_report(
 
     found = report_on(store, study)
     beside = database_files(ctx)[:1]  # none of one on a server
-    path = out or str((beside[0].parent if beside else Path()) / f"spectune-report-{found.study.id}.html")
+    path = out or str(
+        (beside[0].parent if beside else Path()) / f"spectune-report-{found.study.id}.html"
+    )
     more = [] if trees is None else _trees(store, found.study, trees)
     write_text(path, [page(found, gpus=gpus, price=price, more=more)])
-    return {"path": path, "study": found.study.id, "sentence": headline(found, gpus=gpus, price=price)}
+    return {
+        "path": path,
+        "study": found.study.id,
+        "sentence": headline(found, gpus=gpus, price=price),
+    }
 
 
 def _trees(store: TraceStore, study: Study, progress: Progress) -> list[str]:
-    """The figures of the trees of the draft whose trees were fastest; none where none were tried."""
+    """The figures of the trees of the draft whose trees were fastest; none where none were
+    tried."""
     from spectune.db.errors import DatabaseError
     from spectune.optimizer.report.charts import safe, section
     from spectune.optimizer.report.tree_page import figures, lead

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spectune.optimizer.commands.executed import finish_run
-from spectune.optimizer.commands.on_engine import NATIVE, OnEngine, check_engine, engine_options, run_on_engine
+from spectune.optimizer.commands.on_engine import (
+    NATIVE,
+    OnEngine,
+    check_engine,
+    engine_options,
+    run_on_engine,
+)
 from spectune.optimizer.commands.outputs import check_writable
 from spectune.optimizer.commands.shared import (
     Meter,
@@ -50,11 +56,18 @@ if TYPE_CHECKING:
 @decoding_options
 @engine_options
 @deployment_option
-@click.option("--profile", "profile_id", help="Profile for windows that need costs; default: the latest.")
-@click.option("--outputs", type=click.Path(dir_okay=False), help="Write the texts, one JSON line per request.")
+@click.option(
+    "--profile", "profile_id", help="Profile for windows that need costs; default: the latest."
+)
+@click.option(
+    "--outputs", type=click.Path(dir_okay=False), help="Write the texts, one JSON line per request."
+)
 @click.option("--per-round", type=click.Path(dir_okay=False), help="Write one JSON line per round.")
 @click.option(
-    "--record", "keep_texts", is_flag=True, help="Keep the texts as a recording, for `tune --recording` and schedules."
+    "--record",
+    "keep_texts",
+    is_flag=True,
+    help="Keep the texts as a recording, for `tune --recording` and schedules.",
 )
 @click.option("--no-store", is_flag=True, help="Do not keep the run in the database.")
 @with_json
@@ -64,7 +77,7 @@ def run(ctx: click.Context, **kw: Any) -> None:
     With --policy active, publications made meanwhile are picked up between two rounds.
 
     \b
-    Example:  cli.py run --pair demo --policy policy.json --workload demo --limit 32 --outputs texts.jsonl
+    Example:  cli.py run --pair demo --policy policy.json --limit 32 --outputs texts.jsonl
               cli.py run --pair demo --policy policy.json --engine openvino --concurrency 8
     """
     check_writable(ctx, ("--outputs", kw["outputs"]), ("--per-round", kw["per_round"]))
@@ -87,9 +100,17 @@ def run(ctx: click.Context, **kw: Any) -> None:
         encoded = encode(pair, workload, options)
         profile = profile_of(store, kw["profile_id"], pair.id, pair.device.type)
         about = recording_options(pair, options)
-        recording = record_served(store, pair.id, pair.spec, options, about) if kw["keep_texts"] else nullcontext()
+        recording = (
+            record_served(store, pair.id, pair.spec, options, about)
+            if kw["keep_texts"]
+            else nullcontext()
+        )
         decoded: list[Decoded] = []
-        with _source(store, pair, kw, profile, options) as source, recording as writer, Meter() as meter:
+        with (
+            _source(store, pair, kw, profile, options) as source,
+            recording as writer,
+            Meter() as meter,
+        ):
             if writer is not None:
                 click.echo(f"recording {writer.recording}", err=True)
             for done in execute(pair, source, encoded):
@@ -100,7 +121,12 @@ def run(ctx: click.Context, **kw: Any) -> None:
                     writer.put(done.trajectory, done.steps)
                 meter("run", len(decoded), len(encoded.items))
         shares, changes = shares_of(decoded), changes_of(decoded)
-        plans = [plan for done in decoded for _, whole in done.plans for plan in (whole, *whole.candidates)]
+        plans = [
+            plan
+            for done in decoded
+            for _, whole in done.plans
+            for plan in (whole, *whole.candidates)
+        ]
         finish_run(
             ctx,
             store,
@@ -138,9 +164,21 @@ def _source(
 
     if not store.active_version(pair.id, pair.device.type, deployment):
         say_unpublished(pair.id, pair.device.type, deployment)
-    with watch(store, pair, None, profile, deployment=deployment, verifier=options.verifier, sampling=options.sampling) as source:
+    with watch(
+        store,
+        pair,
+        None,
+        profile,
+        deployment=deployment,
+        verifier=options.verifier,
+        sampling=options.sampling,
+    ) as source:
         if source.last_error:
-            say(f"publication {source.seen} is refused: {source.last_error}; using {source.current().label}", err=True)
+            say(
+                f"publication {source.seen} is refused: {source.last_error}; using "
+                f"{source.current().label}",
+                err=True,
+            )
         yield source
     if source.left:
         click.echo(source.left, err=True)

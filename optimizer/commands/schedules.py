@@ -51,11 +51,33 @@ def schedule() -> None:
 @click.option("--every", help="Interval, e.g. 6h, 30m, 1d.")
 @click.option("--tz", default="UTC", show_default=True, help="Time zone of the cron fields.")
 @click.option("--budget", default="10m", show_default=True, help="What one job may take.")
-@click.option("--misfire-grace", default="1h", show_default=True, help="A slot later than this is not run any more; or 'none'.")
-@click.option("--max-instances", type=Whole(1), default=1, show_default=True, help="Unfinished jobs at a time.")
-@click.option("--max-attempts", type=Whole(1), default=3, show_default=True, help="How often a job is begun at most.")
-@click.option("--no-coalesce", is_flag=True, help="Run every missed slot instead of the latest alone.")
-@click.option("--recorded", help='Tune on what was recorded in the last, e.g., "24h" instead of decoding a workload.')
+@click.option(
+    "--misfire-grace",
+    default="1h",
+    show_default=True,
+    help="A slot later than this is not run any more; or 'none'.",
+)
+@click.option(
+    "--max-instances",
+    type=Whole(1),
+    default=1,
+    show_default=True,
+    help="Unfinished jobs at a time.",
+)
+@click.option(
+    "--max-attempts",
+    type=Whole(1),
+    default=3,
+    show_default=True,
+    help="How often a job is begun at most.",
+)
+@click.option(
+    "--no-coalesce", is_flag=True, help="Run every missed slot instead of the latest alone."
+)
+@click.option(
+    "--recorded",
+    help='Tune on what was recorded in the last, e.g., "24h" instead of decoding a workload.',
+)
 @search_options
 @pair_options
 @workload_options
@@ -89,7 +111,11 @@ def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> Non
         turns = turns_of(kw)
         load_workload(kw["workloads"], turns=turns, **{key: kw[key] for key in DRAWN})
         payload |= {
-            "workload": [w if w == "demo" or w.startswith("hf:") else str(Path(w).resolve()) for w in kw["workloads"]] or ["demo"],
+            "workload": [
+                w if w == "demo" or w.startswith("hf:") else str(Path(w).resolve())
+                for w in kw["workloads"]
+            ]
+            or ["demo"],
             "categories": list(kw["categories"]),
             **{key: kw[key] for key in ("limit", "limit_seed", "column", "overlong")},
             "turns": turns,
@@ -100,12 +126,19 @@ def schedule_add(ctx: click.Context, as_json: bool, name: str, **kw: Any) -> Non
         added = add_schedule(
             store.database,
             name,
-            **{key: kw[key] for key in ("cron", "every", "tz", "budget", "max_instances", "max_attempts")},
+            **{
+                key: kw[key]
+                for key in ("cron", "every", "tz", "budget", "max_instances", "max_attempts")
+            },
             payload=payload,
             misfire_grace=None if kw["misfire_grace"] == "none" else kw["misfire_grace"],
             coalesce=not kw["no_coalesce"],
         )
-    emit(as_json, added.to_json(), f"schedule {name}: {added.when}, first at {added.next_fire_at:%Y-%m-%d %H:%M:%S} UTC")
+    emit(
+        as_json,
+        added.to_json(),
+        f"schedule {name}: {added.when}, first at {added.next_fire_at:%Y-%m-%d %H:%M:%S} UTC",
+    )
 
 
 @schedule.command("list")
@@ -121,13 +154,25 @@ def schedule_list(ctx: click.Context, as_json: bool) -> None:
 
     with open_store(ctx, create=False) as store:
         found = list_schedules(store.database)
-        done = {s.name: [f.job.result for f in history(store.database, s.name) if f.job and f.job.result] for s in found}
-    reports = {name: next((r["report"] for r in results if r.get("report")), None) for name, results in done.items()}
+        done = {
+            s.name: [
+                f.job.result for f in history(store.database, s.name) if f.job and f.job.result
+            ]
+            for s in found
+        }
+    reports = {
+        name: next((r["report"] for r in results if r.get("report")), None)
+        for name, results in done.items()
+    }
     rows = [{**s.to_json(), "when": s.when, "report": reports[s.name]} for s in found]
     emit(
         as_json,
         {"schedules": rows},
-        lambda: rows_table(rows, ("name", "when", "next_fire_at", "enabled", "budget_s", "parked", "report"), "schedules"),
+        lambda: rows_table(
+            rows,
+            ("name", "when", "next_fire_at", "enabled", "budget_s", "parked", "report"),
+            "schedules",
+        ),
     )
 
 
@@ -159,8 +204,14 @@ def _schedule_verb(verb: str, what: str, outcome: str) -> None:
         emit(as_json, found.to_json(), f"schedule {name} {outcome}")
 
 
-_schedule_verb("pause", "Let a schedule rest: none of its slots fires until it is resumed.", "is paused")
-_schedule_verb("resume", "Wake a paused or parked schedule; slots missed meanwhile are not made up for.", "is resumed")
+_schedule_verb(
+    "pause", "Let a schedule rest: none of its slots fires until it is resumed.", "is paused"
+)
+_schedule_verb(
+    "resume",
+    "Wake a paused or parked schedule; slots missed meanwhile are not made up for.",
+    "is resumed",
+)
 _schedule_verb("remove", "Remove a schedule and its history.", "is removed")
 
 
@@ -196,7 +247,9 @@ def schedule_history(ctx: click.Context, as_json: bool, name: str | None, limit:
         as_json,
         {"history": [f.to_json() for f in fires]},
         lambda: rows_table(
-            rows, ("schedule", "fire_at", "outcome", "state", "attempt", "result", "published", "error"), "history"
+            rows,
+            ("schedule", "fire_at", "outcome", "state", "attempt", "result", "published", "error"),
+            "history",
         ),
     )
 
@@ -205,14 +258,21 @@ def schedule_history(ctx: click.Context, as_json: bool, name: str | None, limit:
 @click.option("--poll", default="30s", show_default=True, help="How often to look for due slots.")
 @with_json
 def schedule_run(ctx: click.Context, as_json: bool, poll: str) -> None:
-    """Work: fire what is due and run its jobs, until SIGINT or SIGTERM. Any number of workers may share a database.
+    """Work: fire what is due and run its jobs, until SIGINT or SIGTERM. Any number of workers may
+    share a database.
 
     \b
     Example:  cli.py schedule run --poll 10s
     """
     from spectune.optimizer.schedule import parse_duration, run_worker
 
-    _work(ctx, as_json, lambda database, execute, **kw: run_worker(database, execute, poll_s=float(parse_duration(poll)), **kw))
+    _work(
+        ctx,
+        as_json,
+        lambda database, execute, **kw: run_worker(
+            database, execute, poll_s=float(parse_duration(poll)), **kw
+        ),
+    )
 
 
 @schedule.command("run-once")

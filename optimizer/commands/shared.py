@@ -1,4 +1,5 @@
-"""What all commands share: groups of options, and how a store is opened, a pair loaded, a result printed."""
+"""What all commands share: groups of options, and how a store is opened, a pair loaded, a result
+printed."""
 
 from __future__ import annotations
 
@@ -47,6 +48,7 @@ def with_context(command: F) -> F:
 
 def together(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     """Several options as one decorator, in the order of ``--help``."""
+
     def apply(command: F) -> F:
         for decorator in reversed(decorators):
             command = decorator(command)
@@ -56,7 +58,8 @@ def together(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 
 
 LARGEST: Final = 2**31 - 1
-"""Largest count that an option takes: what an integer column of a database and the sizes of a tensor hold."""
+"""Largest count that an option takes: what an integer column of a database and the sizes of a
+tensor hold."""
 
 
 class Whole(click.IntRange):
@@ -67,7 +70,8 @@ class Whole(click.IntRange):
 
 
 class FiniteRange(click.FloatRange):
-    """A number in a range. No comparison refuses nan, so it is refused by itself; infinity too, where the range is open."""
+    """A number in a range. No comparison refuses nan, so it is refused by itself; infinity too,
+    where the range is open."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -80,7 +84,13 @@ SEED: Final = click.IntRange(0, 2**32 - 1)
 """Seeds that every generator takes: numpy's and scikit-learn's end there."""
 
 with_json = together(
-    click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; all else goes to stderr."), with_context
+    click.option(
+        "--json",
+        "as_json",
+        is_flag=True,
+        help="Print one JSON object on stdout; all else goes to stderr.",
+    ),
+    with_context,
 )
 """``--json``, and the command's context before its options."""
 pair_options = together(
@@ -91,8 +101,16 @@ pair_options = together(
         help="A pair file, or 'demo'; default: SPECTUNE_PAIR, or spectune.toml's.",
     ),
     click.option("--target", help="Target checkpoint, instead of --pair."),
-    click.option("--draft", "drafts", multiple=True, metavar="NAME=PATH", help="Draft checkpoint, with --target; repeatable."),
+    click.option(
+        "--draft",
+        "drafts",
+        multiple=True,
+        metavar="NAME=PATH",
+        help="Draft checkpoint, with --target; repeatable.",
+    ),
 )
+
+
 def _threads(_ctx: click.Context, _param: click.Parameter, threads: int | None) -> int | None:
     from spectune.runtime.pair import check_threads
 
@@ -123,8 +141,20 @@ device_options = together(
         callback=_threads,
         help="CPU threads; default: 1 for a small pair, else torch's choice.",
     ),
-    option("--device", key="device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
-    option("--dtype", key="dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True),
+    option(
+        "--device",
+        key="device",
+        type=click.Choice(["auto", "cpu", "cuda"]),
+        default="auto",
+        show_default=True,
+    ),
+    option(
+        "--dtype",
+        key="dtype",
+        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+        default="auto",
+        show_default=True,
+    ),
 )
 workload_options = together(
     option(
@@ -132,14 +162,34 @@ workload_options = together(
         "workloads",
         key="workload",
         multiple=True,
-        help="'demo' (default), files (JSONL, JSON, CSV, Parquet), or hf:NAME, a Hugging Face data set; repeatable.",
+        help="'demo' (default), files (JSONL, JSON, CSV, Parquet), or hf:NAME, a Hugging Face data "
+        "set; repeatable.",
     ),
     option("--column", key="column", help="The column, or key, that holds the prompts."),
-    click.option("--category", "categories", multiple=True, help="Only requests of this category; repeatable."),
-    click.option("--all-turns", is_flag=True, help="Of several turns, each as a prompt (in a conversation with what was said before)."),
+    click.option(
+        "--category",
+        "categories",
+        multiple=True,
+        help="Only requests of this category; repeatable.",
+    ),
+    click.option(
+        "--all-turns",
+        is_flag=True,
+        help="Of several turns, each as a prompt (in a conversation with what was said before).",
+    ),
     click.option("--first-turn", is_flag=True, help="Of several turns, the first alone."),
-    click.option("--limit", type=Whole(1), help="N requests, drawn from every file and category in proportion."),
-    click.option("--limit-seed", type=SEED, default=0, show_default=True, help="Another seed, other requests."),
+    click.option(
+        "--limit",
+        type=Whole(1),
+        help="N requests, drawn from every file and category in proportion.",
+    ),
+    click.option(
+        "--limit-seed",
+        type=SEED,
+        default=0,
+        show_default=True,
+        help="Another seed, other requests.",
+    ),
     option(
         "--overlong",
         key="overlong",
@@ -151,21 +201,55 @@ workload_options = together(
 )
 sampling_options = together(
     option("--max-new-tokens", key="max_new_tokens", type=Whole(1), default=128, show_default=True),
-    option("--temperature", key="temperature", type=FiniteRange(0.0, 10.0), default=0.0, show_default=True),
+    option(
+        "--temperature",
+        key="temperature",
+        type=FiniteRange(0.0, 10.0),
+        default=0.0,
+        show_default=True,
+    ),
     option("--top-k", key="top_k", type=Whole(0), default=0, help="0: off."),
-    option("--top-p", key="top_p", type=FiniteRange(0.0, 1.0, min_open=True), default=1.0, help="1: off."),
+    option(
+        "--top-p",
+        key="top_p",
+        type=FiniteRange(0.0, 1.0, min_open=True),
+        default=1.0,
+        help="1: off.",
+    ),
     option("--seed", key="seed", type=SEED, default=0, show_default=True),
-    option("--verifier", key="verifier", type=click.Choice(["coupled", "rejection"]), default="coupled", show_default=True),
-    option("--stop", "stop_strings", key="stop", multiple=True, help="End a text at this string; repeatable."),
+    option(
+        "--verifier",
+        key="verifier",
+        type=click.Choice(["coupled", "rejection"]),
+        default="coupled",
+        show_default=True,
+    ),
+    option(
+        "--stop",
+        "stop_strings",
+        key="stop",
+        multiple=True,
+        help="End a text at this string; repeatable.",
+    ),
     click.option("--no-chat", is_flag=True, help="Do not apply the tokenizer's chat template."),
 )
 decoding_options = together(pair_options, workload_options, sampling_options, device_options)
 
 search_options = together(
     click.option(
-        "--trials", type=Whole(0, 1_000_000), default=400, show_default=True, help="Optuna trials beside the enumeration."
+        "--trials",
+        type=Whole(0, 1_000_000),
+        default=400,
+        show_default=True,
+        help="Optuna trials beside the enumeration.",
     ),
-    click.option("--gamma-max", type=click.IntRange(2, 64), default=16, show_default=True, help="Longest drafts searched."),
+    click.option(
+        "--gamma-max",
+        type=click.IntRange(2, 64),
+        default=16,
+        show_default=True,
+        help="Longest drafts searched.",
+    ),
     click.option(
         "--tree-width",
         type=click.IntRange(0, 32),
@@ -193,22 +277,30 @@ search_options = together(
 def _workers(_ctx: click.Context, _param: click.Parameter, workers: str | None) -> str | None:
     if workers is None or (workers.isdecimal() and 0 < int(workers) <= 1024) or "://" in workers:
         return workers
-    raise click.BadParameter(f"{workers!r} is neither a number of processes (4) nor a Dask scheduler's address (tcp://HOST:8786).")
+    raise click.BadParameter(
+        f"{workers!r} is neither a number of processes (4) nor a Dask scheduler's address "
+        "(tcp://HOST:8786)."
+    )
 
 
 workers_option = click.option(
     "--workers",
     metavar="N|ADDRESS",
     callback=_workers,
-    help="Work on N processes of this machine, or on a Dask cluster: its scheduler's address, tcp://HOST:8786.",
+    help="Work on N processes of this machine, or on a Dask cluster: its scheduler's address, "
+    "tcp://HOST:8786.",
 )
 
 
 def search_asked(kw: dict[str, Any]) -> dict[str, Any]:
-    """What of TuneOptions :data:`search_options` says. Raises TraceError for trees that are too large."""
+    """What of TuneOptions :data:`search_options` says. Raises TraceError for trees that are too
+    large."""
     from spectune.optimizer.inputs import tree_size
 
-    chosen = {name: kw.pop(name) for name in ("trials", "gamma_max", "tree_width", "tree_depth", "finalists")}
+    chosen = {
+        name: kw.pop(name)
+        for name in ("trials", "gamma_max", "tree_width", "tree_depth", "finalists")
+    }
     if chosen["tree_width"]:
         tree_size(chosen["tree_width"], chosen["tree_depth"])
     else:
@@ -223,7 +315,11 @@ def decode_options(kw: dict[str, Any]) -> DecodeOptions:
 
     sampling = Sampling(kw.pop("temperature"), kw.pop("top_k"), kw.pop("top_p"), kw.pop("seed"))
     return DecodeOptions(
-        sampling, kw.pop("max_new_tokens"), kw.pop("verifier"), tuple(kw.pop("stop_strings")), not kw.pop("no_chat")
+        sampling,
+        kw.pop("max_new_tokens"),
+        kw.pop("verifier"),
+        tuple(kw.pop("stop_strings")),
+        not kw.pop("no_chat"),
     )
 
 
@@ -233,10 +329,13 @@ def _typed(*options: str) -> bool:
     return any(ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in options)
 
 
-def pair_spec(kw: dict[str, Any], store: TraceStore | None = None, recording: str | None = None) -> PairSpec:
-    """The pair meant, its checkpoints there, its options taken out of ``kw``: the one that is typed, else that of a recording that is,
-    else the environment's or spectune.toml's, else of a ``recording`` by default. Imports no torch. Raises PairError, also where nothing
-    names one: no pair is taken in silence."""
+def pair_spec(
+    kw: dict[str, Any], store: TraceStore | None = None, recording: str | None = None
+) -> PairSpec:
+    """The pair meant, its checkpoints there, its options taken out of ``kw``: the one that is
+    typed, else that of a recording that is, else the environment's or spectune.toml's, else of a
+    ``recording`` by default. Imports no torch. Raises PairError, also where nothing names one: no
+    pair is taken in silence."""
     from spectune.runtime.pair import PairSpec, read_pair
     from spectune.traces.errors import PairError
 
@@ -272,11 +371,14 @@ def load(kw: dict[str, Any], store: TraceStore, spec: PairSpec) -> LoadedPair:
     say_former(store, spec)
     from spectune.runtime.loading import load_pair
 
-    return load_pair(spec, device=kw.pop("device"), dtype=kw.pop("dtype"), threads=kw.pop("threads"))
+    return load_pair(
+        spec, device=kw.pop("device"), dtype=kw.pop("dtype"), threads=kw.pop("threads")
+    )
 
 
 def say_former(store: TraceStore, spec: PairSpec) -> None:
-    """Says in one line that an earlier version stored a pair under another id, while nothing new takes the place of what is there."""
+    """Says in one line that an earlier version stored a pair under another id, while nothing new
+    takes the place of what is there."""
     from spectune.runtime.pair import former_id
 
     known = {pair.id for pair in store.list_pairs()}
@@ -286,25 +388,34 @@ def say_former(store: TraceStore, spec: PairSpec) -> None:
     if former not in known:
         return
     forces = [(device, store.active_publication(former, device)) for device in ("cpu", "cuda")]
-    idle = [(device, was) for device, was in forces if was is not None and not store.active_version(spec.id, device)]
+    idle = [
+        (device, was)
+        for device, was in forces
+        if was is not None and not store.active_version(spec.id, device)
+    ]
     if spec.id in known and not idle:
         return
     again = "".join(
-        f"; `policies activate {was.policy_id} --device {device}` puts in force again what was" for device, was in idle
+        f"; `policies activate {was.policy_id} --device {device}` puts in force again what was"
+        for device, was in idle
     )
     say(
-        f"pair {spec.name} was {former} by an earlier version, whose ids left out most of the weights, and is {spec.id} now: what is "
-        f"stored under {former} may be of other weights and is left alone; `tune` begins anew{again}",
+        f"pair {spec.name} was {former} by an earlier version, whose ids left out most of the "
+        f"weights, and is {spec.id} now: what is "
+        f"stored under {former} may be of other weights and is left alone; `tune` begins "
+        f"anew{again}",
         err=True,
     )
 
 
 def workload_of(kw: dict[str, Any], spec: PairSpec, *, chat: bool) -> Workload:
-    """Reads what :data:`workload_options` say, taken out of ``kw``, for a pair that is not loaded yet. Raises WorkloadError, also for
-    a conversation without a chat template."""
+    """Reads what :data:`workload_options` say, taken out of ``kw``, for a pair that is not loaded
+    yet. Raises WorkloadError, also for a conversation without a chat template."""
     from spectune.optimizer.inputs import load_workload
 
-    workload = load_workload(kw.pop("workloads"), turns=turns_of(kw), **{key: kw.pop(key) for key in DRAWN})
+    workload = load_workload(
+        kw.pop("workloads"), turns=turns_of(kw), **{key: kw.pop(key) for key in DRAWN}
+    )
     from spectune.runtime.words import check_conversations
 
     check_conversations(spec.target, workload.requests, chat=chat)
@@ -315,8 +426,11 @@ DRAWN: Final = ("limit", "categories", "column", "limit_seed")
 """Options of a workload that :func:`optimizer.inputs.load_workload` takes as they are."""
 
 
-def fit_to(pair: LoadedPair | Words, workload: Workload, options: DecodeOptions, overlong: Overlong) -> Workload:
-    """The workload with its prompts in the pair's context (:func:`optimizer.overlong.made_to_fit`); what was done is said."""
+def fit_to(
+    pair: LoadedPair | Words, workload: Workload, options: DecodeOptions, overlong: Overlong
+) -> Workload:
+    """The workload with its prompts in the pair's context (:func:`optimizer.overlong.made_to_fit`);
+    what was done is said."""
     from spectune.optimizer.overlong import made_to_fit
 
     kept, done = made_to_fit(pair, workload, options, overlong)
@@ -326,7 +440,8 @@ def fit_to(pair: LoadedPair | Words, workload: Workload, options: DecodeOptions,
 
 
 def turns_of(kw: dict[str, Any]) -> Turns | None:
-    """What :data:`workload_options` say of turns, taken out of ``kw``; None where they say nothing. Raises click.UsageError for both."""
+    """What :data:`workload_options` say of turns, taken out of ``kw``; None where they say nothing.
+    Raises click.UsageError for both."""
     every, first = kw.pop("all_turns"), kw.pop("first_turn")
     if every and first:
         raise click.UsageError("give either --all-turns or --first-turn, not both")
@@ -335,8 +450,9 @@ def turns_of(kw: dict[str, Any]) -> Turns | None:
 
 @contextmanager
 def open_store(ctx: click.Context, *, create: bool = True) -> Iterator[TraceStore]:
-    """The store of ``--db``. A database that does not exist is an error unless ``create``, and is made by what is stored first: a
-    command that fails before leaves none behind. Raises DatabaseError."""
+    """The store of ``--db``. A database that does not exist is an error unless ``create``, and is
+    made by what is stored first: a command that fails before leaves none behind. Raises
+    DatabaseError."""
     from spectune.db.database import open_database
     from spectune.traces.store import TraceStore
 
@@ -361,16 +477,20 @@ def check_policy(store: TraceStore, name: str, *, option: str = "--policy") -> N
 
 
 def console_for(stderr: bool = False) -> Console:
-    """Rich's console, which reads no markup and no names of emoji in what it prints; 100 columns wide where there is no terminal."""
+    """Rich's console, which reads no markup and no names of emoji in what it prints; 100 columns
+    wide where there is no terminal."""
     from rich.console import Console
 
     is_known = (sys.stderr if stderr else sys.stdout).isatty() or "COLUMNS" in os.environ
     width = None if is_known else 100
-    return Console(stderr=stderr, width=width, soft_wrap=False, highlight=False, markup=False, emoji=False)
+    return Console(
+        stderr=stderr, width=width, soft_wrap=False, highlight=False, markup=False, emoji=False
+    )
 
 
 def emit(as_json: bool, data: Any, view: Any) -> None:
-    """Prints ``data`` as JSON, or what ``view()`` builds as a table; a line of text as it is, control characters spelled out."""
+    """Prints ``data`` as JSON, or what ``view()`` builds as a table; a line of text as it is,
+    control characters spelled out."""
     from rich.text import Text
 
     from spectune.traces.text import json_line, printable
@@ -387,7 +507,8 @@ def emit(as_json: bool, data: Any, view: Any) -> None:
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Prints lines that may hold what others wrote (:func:`traces.text.printable`), their commands whole."""
+    """Prints lines that may hold what others wrote (:func:`traces.text.printable`), their commands
+    whole."""
     from spectune.traces.text import printable
 
     ctx = click.get_current_context(silent=True)
@@ -395,11 +516,18 @@ def say(text: str, *, err: bool = False) -> None:
 
 
 class Meter:
-    """Progress on stderr: a bar on a terminal, a line per phase otherwise. With a ``course`` one bar goes over all its stages, the
-    time left beside it."""
+    """Progress on stderr: a bar on a terminal, a line per phase otherwise. With a ``course`` one
+    bar goes over all its stages, the time left beside it."""
 
     def __init__(self, course: Course | None = None) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
 
         self._course, self._began = course, time.monotonic()
         last = [MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()]
@@ -485,7 +613,8 @@ def policy_named(
         stored = store.get_policy(name)
     except NotFoundError as error:
         raise PolicyError(
-            f"{option} {shortened(name)}: neither a file, a JSON document, 'active' nor 'autoregressive', and {shortened(str(error))} "
+            f"{option} {shortened(name)}: neither a file, a JSON document, 'active' nor "
+            f"'autoregressive', and {shortened(str(error))} "
             "(see `policies list`)"
         ) from None
     return stored_policy(stored)
@@ -523,10 +652,14 @@ def prepared(
     from spectune.optimizer.artifacts import fitted
     from spectune.runtime.decoder import prepare_for
 
-    return prepare_for(pair, policy, profile=profile, artifacts=fitted(store, pair.id), sampling=sampling)
+    return prepare_for(
+        pair, policy, profile=profile, artifacts=fitted(store, pair.id), sampling=sampling
+    )
 
 
-def profile_of(store: TraceStore, wanted: str | None, pair_id: str, device: str) -> LatencyProfile | None:
+def profile_of(
+    store: TraceStore, wanted: str | None, pair_id: str, device: str
+) -> LatencyProfile | None:
     """The profile named, else the latest of this pair and device; None where there is none."""
     found = store.get_profile(wanted) if wanted else store.latest_profile(pair_id, device)
     return None if found is None else found.profile
@@ -545,7 +678,11 @@ def same_pair(pair_id: str, pair: LoadedPair, recording: str) -> None:
         return
     if pair_id == former_id(pair.spec):
         raise TraceError(
-            f"recording {recording} was made with pair {pair_id}, as {pair.spec.name} was called by an earlier version, whose ids left "
+            f"recording {recording} was made with pair {pair_id}, as {pair.spec.name} was called "
+            "by an earlier version, whose ids left "
             "out most of the weights: it may be of others; `record` makes one of these"
         )
-    raise TraceError(f"recording {recording} was made with pair {pair_id}, not with {pair.id} ({pair.spec.name}); give that pair")
+    raise TraceError(
+        f"recording {recording} was made with pair {pair_id}, not with {pair.id} "
+        f"({pair.spec.name}); give that pair"
+    )

@@ -41,7 +41,14 @@ from spectune.runtime.progress import silent
 if TYPE_CHECKING:
     from spectune.traces.store import TraceStore
 
-QUICK: Final = {"tree_width": 0, "trials": 100, "finalists": 2, "limit": 48, "max_new_tokens": 48, "budget": "40s"}
+QUICK: Final = {
+    "tree_width": 0,
+    "trials": 100,
+    "finalists": 2,
+    "limit": 48,
+    "max_new_tokens": 48,
+    "budget": "40s",
+}
 """What --quick makes of options that nobody gave."""
 
 
@@ -64,21 +71,29 @@ def _budget(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
     callback=_budget,
     help="Time for race and confirmation, e.g. 90s, 10m.",
 )
-@click.option("--quick", is_flag=True, help="About two minutes: chains only, fewer requests and trials, a shorter race.")
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="About two minutes: chains only, fewer requests and trials, a shorter race.",
+)
 @click.option("--search-seed", type=SEED, default=0, show_default=True)
-@click.option("--recording", "recording_id", help="Tune on this recording instead of decoding a workload.")
+@click.option(
+    "--recording", "recording_id", help="Tune on this recording instead of decoding a workload."
+)
 @load_options
 @click.option(
     "--objective",
     type=click.Choice(["throughput", "tpot", "goodput"]),
     default="throughput",
     show_default=True,
-    help="With --arrivals: tokens a second, time per output token, or requests a second within --ttft and --tpot.",
+    help="With --arrivals: tokens a second, time per output token, or requests a second within "
+    "--ttft and --tpot.",
 )
 @click.option(
     "--execute",
     is_flag=True,
-    help="With --arrivals: serve the finalists on the engine too, under the same loads, for --budget, and publish what is proved.",
+    help="With --arrivals: serve the finalists on the engine too, under the same loads, for "
+    "--budget, and publish what is proved.",
 )
 @workers_option
 @click.option("--fresh", is_flag=True, help="Record and profile anew, whatever is stored.")
@@ -86,21 +101,23 @@ def _budget(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
 @click.option(
     "--report",
     "report_path",
-    help="The page that says what was found; none: no page; default: spectune-report-STUDY.html beside the database.",
+    help="The page that says what was found; none: no page; default: spectune-report-STUDY.html "
+    "beside the database.",
 )
 @with_json
 def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """Find the fastest policy, prove it by execution, and publish it.
 
-    Records the workload (or resumes, or finds it recorded), profiles the device, searches in simulation, executes the best beside
-    plain baselines on requests the search has not seen, and publishes the winner if it beats the incumbent beyond noise on others
-    that were held out for this.
+    Records the workload (or resumes, or finds it recorded), profiles the device, searches in
+    simulation, executes the best beside plain baselines on requests the search has not seen, and
+    publishes the winner if it beats the incumbent beyond noise on others that were held out for
+    this.
 
     \b
     Example:  cli.py tune --pair demo --limit 60 --max-new-tokens 96
               cli.py tune --pair demo --quick
               cli.py tune --pair pair.json --workload chats.jsonl --budget 10m
-              cli.py tune --engine vllm --arrivals poisson:1,4,16 --objective goodput --ttft 500ms --tpot 40ms
+              cli.py tune --engine vllm --arrivals poisson:1,4,16 --objective goodput --ttft 500ms
               cli.py tune --engine openvino --arrivals clients:1,4,8 --limit 48 --execute
     """
     if kw["engine"] is not None or kw["arrivals"] is not None or kw["execute"]:
@@ -130,7 +147,8 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
             said_of([text.category for text in texts], publish=not kw["no_publish"])
             if info.state != "complete" and info.workload_id is not None:
                 say(
-                    f"recording {recording} was never finished: tuning on the {info.n_requests} requests it holds "
+                    f"recording {recording} was never finished: tuning on the {info.n_requests} "
+                    "requests it holds "
                     f"(`record --resume {recording}` makes the others)",
                     err=True,
                 )
@@ -172,20 +190,30 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 
 
 def tune_under_load(ctx: click.Context, kw: dict[str, Any], *, as_json: bool) -> None:
-    """`tune --engine`: the table that is best at the loads asked for, found by simulating what the engine recorded. It is printed,
-    with the command that puts it in force. With ``--execute`` the engine serves it too, beside the best constants, no speculation and
-    what is in force, and the best of them is published where it is proved better than that."""
+    """`tune --engine`: the table that is best at the loads asked for, found by simulating what the
+    engine recorded. It is printed, with the command that puts it in force. With ``--execute`` the
+    engine serves it too, beside the best constants, no speculation and what is in force, and the
+    best of them is published where it is proved better than that."""
     from spectune.traces.errors import TraceError
 
     if kw["workers"] is not None:
-        raise TraceError("--workers replays what is searched for one request at a time; with --arrivals leave it out")
+        raise TraceError(
+            "--workers replays what is searched for one request at a time; with --arrivals "
+            "leave it out"
+        )
     if kw["arrivals"] is None:
-        raise TraceError("--engine and --execute tune for a load: say --arrivals poisson:RATE, clients:N, recorded or a CSV")
+        raise TraceError(
+            "--engine and --execute tune for a load: say --arrivals poisson:RATE, clients:N, "
+            "recorded or a CSV"
+        )
     with open_store(ctx, create=False) as store:
         info = recording_on(store, kw["recording_id"] or "latest", kw["engine"])
         spec = pair_spec(kw, store, info.id) if kw["execute"] else None
         if spec is not None and spec.id != info.pair_id:
-            raise TraceError(f"recording {info.id} is of pair {info.pair_id}, not of {spec.name} ({spec.id}), which --execute would serve")
+            raise TraceError(
+                f"recording {info.id} is of pair {info.pair_id}, not of {spec.name} ({spec.id}), "
+                "which --execute would serve"
+            )
         searched, place = search_under_load(store, info, kw), place_of(ctx, store, info)
         proved = None if spec is None else execute_found(ctx, store, searched, spec, place)
     show_search(ctx, searched, place, proved, as_json=as_json)
@@ -194,17 +222,28 @@ def tune_under_load(ctx: click.Context, kw: dict[str, Any], *, as_json: bool) ->
 def _be_quick(ctx: click.Context, kw: dict[str, Any]) -> str:
     """Puts :data:`QUICK` where nothing was given; a line on what that leaves out."""
     kw |= {name: value for name, value in QUICK.items() if not is_given(ctx, name)}
-    trees = "" if kw["tree_width"] else "; draft trees are not tried: what they could reach at best is told below"
-    on = "the recording" if kw["recording_id"] else f"at most {kw['limit']} requests of at most {kw['max_new_tokens']} tokens"
-    return f"quick: {on}, {kw['trials']} trials, a race of {kw['budget']}{trees} (`tune` without --quick tries all)\n"
+    trees = (
+        ""
+        if kw["tree_width"]
+        else "; draft trees are not tried: what they could reach at best is told below"
+    )
+    on = (
+        "the recording"
+        if kw["recording_id"]
+        else f"at most {kw['limit']} requests of at most {kw['max_new_tokens']} tokens"
+    )
+    return (
+        f"quick: {on}, {kw['trials']} trials, a race of {kw['budget']}{trees} (`tune` without "
+        f"--quick tries all)\n"
+    )
 
 
 def page_of(
     ctx: click.Context, store: TraceStore, study: str, path: str | None = None
 ) -> tuple[str | None, Exception | None]:
-    """Writes the report: (where, None); (None, None) where none is wanted or a page that nobody asked
-    for cannot be made, which costs a line; (None, why) for one that was asked for: the results are
-    printed first."""
+    """Writes the report: (where, None); (None, None) where none is wanted or a page that nobody
+    asked for cannot be made, which costs a line; (None, why) for one that was asked for: the
+    results are printed first."""
     from spectune.db.errors import DatabaseError
     from spectune.optimizer.commands.report import write_report
     from spectune.traces.errors import OutputError
@@ -223,11 +262,21 @@ def page_of(
 def _next(ctx: click.Context, tuned: dict[str, Any]) -> list[tuple[str, str]]:
     """What to type after a tuning, and what it is for."""
     winner = tuned["winner"]["id"]
-    commands = [(f"policies show {winner}", "the policy, key by key"), ("run --policy active", "decodes with what is in force")]
+    commands = [
+        (f"policies show {winner}", "the policy, key by key"),
+        ("run --policy active", "decodes with what is in force"),
+    ]
     if tuned["published"]:
         commands[0] = ("policies show active", "the policy in force, and its evidence")
     elif winner != tuned["baselines"]["incumbent"]["id"]:
         commands[1] = (f"policies activate {winner}", "puts the winner in force")
     typed = [(to_type(ctx, words), what) for words, what in commands]
     page = tuned["report"]
-    return typed if page is None else [*typed, (page, "predicted against measured, the race, latency, what was tried: open it")]
+    return (
+        typed
+        if page is None
+        else [
+            *typed,
+            (page, "predicted against measured, the race, latency, what was tried: open it"),
+        ]
+    )

@@ -38,26 +38,44 @@ def _seconds(_ctx: click.Context, _param: click.Parameter, text: str | None) -> 
 
 ENGINES = ("vllm", "openvino")
 load_options = together(
-    click.option("--engine", type=click.Choice(ENGINES), help="The latest recording of this engine."),
+    click.option(
+        "--engine", type=click.Choice(ENGINES), help="The latest recording of this engine."
+    ),
     click.option(
         "--arrivals",
         metavar="LOAD",
-        help="How requests come: recorded, FILE.csv, FILE.csv@RATE, poisson:RATE or clients:N; several numbers with commas.",
+        help="How requests come: recorded, FILE.csv, FILE.csv@RATE, poisson:RATE or clients:N; "
+        "several numbers with commas.",
     ),
-    click.option("--ttft", callback=_seconds, metavar="TIME", help="Goodput: the most to the first token, e.g. 500ms."),
-    click.option("--tpot", callback=_seconds, metavar="TIME", help="Goodput: the most per later token, e.g. 40ms."),
+    click.option(
+        "--ttft",
+        callback=_seconds,
+        metavar="TIME",
+        help="Goodput: the most to the first token, e.g. 500ms.",
+    ),
+    click.option(
+        "--tpot",
+        callback=_seconds,
+        metavar="TIME",
+        help="Goodput: the most per later token, e.g. 40ms.",
+    ),
 )
 
 
 def recording_on(store: TraceStore, recording: str, engine: str | None) -> RecordingInfo:
-    """The recording that is named; where it is ``latest``, of an engine if one is given. Raises TraceError where it has none, or
-    the one that is named is another's."""
+    """The recording that is named; where it is ``latest``, of an engine if one is given. Raises
+    TraceError where it has none, or the one that is named is another's."""
     from spectune.traces.errors import TraceError
 
     if engine is not None and recording == "latest":
-        found = next((i for i in store.list_recordings() if i.engine == engine and i.n_requests), None)
+        found = next(
+            (i for i in store.list_recordings() if i.engine == engine and i.n_requests), None
+        )
         if found is None:
-            raise TraceError(f"--engine {engine}: nothing that it served was recorded yet; docs/engines.md says how")
+            raise TraceError(
+                f"--engine {engine}: nothing that it served was recorded yet; docs/engines.md "
+                "says how"
+            )
         return found
     info = store.get_recording(recording)
     if engine is not None and info.engine != engine:
@@ -65,7 +83,9 @@ def recording_on(store: TraceStore, recording: str, engine: str | None) -> Recor
     return info
 
 
-def simulate_under_load(store: TraceStore, info: RecordingInfo, kw: dict[str, Any], *, as_json: bool) -> None:
+def simulate_under_load(
+    store: TraceStore, info: RecordingInfo, kw: dict[str, Any], *, as_json: bool
+) -> None:
     """`simulate --arrivals`: the figures of one policy, a row for each load."""
     from spectune.optimizer.under_load import under_load
     from spectune.runtime.policies.document import Policy
@@ -111,7 +131,9 @@ def search_under_load(store: TraceStore, info: RecordingInfo, kw: dict[str, Any]
         served = {"best_constant": best, "table": found.table}
         if found.nothing is not None:
             served["no_speculation"] = found.nothing
-        figures = {which: scored.served[name].to_json(lab.objective) for which, scored in served.items()}
+        figures = {
+            which: scored.served[name].to_json(lab.objective) for which, scored in served.items()
+        }
         for each in figures.values():
             del each["load"]
         fastest = {"draft": best.policy.draft, "gamma": best.policy.gamma_max}
@@ -131,7 +153,8 @@ def search_under_load(store: TraceStore, info: RecordingInfo, kw: dict[str, Any]
 
 
 class Proved(NamedTuple):
-    """What the engine served of a search's finalists, what that proves, and what became of it: the publication, or why there is none."""
+    """What the engine served of a search's finalists, what that proves, and what became of it: the
+    publication, or why there is none."""
 
     executed: list[Executed]
     proof: Proof
@@ -150,14 +173,15 @@ class Proved(NamedTuple):
                 "label": self.proof.incumbent.label(),
             },
             **self.proof.to_json(),
-            "published": done and {"version": done.version, "policy": done.policy_id, "deployment": done.deployment},
+            "published": done
+            and {"version": done.version, "policy": done.policy_id, "deployment": done.deployment},
             "reason": self.reason,
         }
 
 
 def place_of(ctx: click.Context, store: TraceStore, info: RecordingInfo) -> Place:
-    """Where a policy for the engine of a recording is put in force: in the deployment that was named, else in the engine's own, on the
-    device that was recorded, else on this machine's."""
+    """Where a policy for the engine of a recording is put in force: in the deployment that was
+    named, else in the engine's own, on the device that was recorded, else on this machine's."""
     from spectune.optimizer.deployment import Place
     from spectune.runtime.cuda.found import sees_cuda
 
@@ -166,9 +190,11 @@ def place_of(ctx: click.Context, store: TraceStore, info: RecordingInfo) -> Plac
     return Place(device, deployment, store.active_publication(info.pair_id, device, deployment))
 
 
-def execute_found(ctx: click.Context, store: TraceStore, searched: Searched, spec: PairSpec, place: Place) -> Proved:
-    """Serves what a search found on its engine, beside what is in force, for about --budget; publishes the best where that is proved
-    better, unless --no-publish."""
+def execute_found(
+    ctx: click.Context, store: TraceStore, searched: Searched, spec: PairSpec, place: Place
+) -> Proved:
+    """Serves what a search found on its engine, beside what is in force, for about --budget;
+    publishes the best where that is proved better, unless --no-publish."""
     from spectune.optimizer.executed_load import Execution, finalists, pass_s, passes_of
     from spectune.optimizer.proven_load import proof_of, publish_proven, to_beat
     from spectune.optimizer.schedule.times import parse_duration
@@ -178,7 +204,8 @@ def execute_found(ctx: click.Context, store: TraceStore, searched: Searched, spe
     those = finalists(found, lab, incumbent)
     passes, one_s = passes_of(those, float(parse_duration(ctx.params["budget"]))), pass_s(those)
     say(
-        f"{len(those)} policies under {len(lab.loads)} loads, {passes} times each: about {passes * one_s:.0f} s, and the starts of the "
+        f"{len(those)} policies under {len(lab.loads)} loads, {passes} times each: about "
+        f"{passes * one_s:.0f} s, and the starts of the "
         "engine",
         err=True,
     )
@@ -186,37 +213,66 @@ def execute_found(ctx: click.Context, store: TraceStore, searched: Searched, spe
         executed = Execution(lab, spec, meter).run(those, passes)
     proof = proof_of(executed, incumbent, lab.objective)
     against = proof.against or ("--no-publish" if ctx.params["no_publish"] else "")
-    more = f"--budget {math.ceil(proof.wants * one_s)}s fits {proof.wants} passes" if proof.against and proof.wants else ""
+    more = (
+        f"--budget {math.ceil(proof.wants * one_s)}s fits {proof.wants} passes"
+        if proof.against and proof.wants
+        else ""
+    )
     reason = "; ".join(filter(None, (unusable, str(proof), against, more)))
     result = Proved(executed, proof, place, None, reason)
     if against:
         return result
     with kept_unless_stored(ctx, "tune", lambda: {**data, **result.to_json(lab.objective)}):
-        done = publish_proven(store, lab, proof.winner, place, reason, {**data, **result.to_json(lab.objective)})
-    return result._replace(reason=f"{reason}; {done}") if isinstance(done, str) else result._replace(published=done)
+        done = publish_proven(
+            store, lab, proof.winner, place, reason, {**data, **result.to_json(lab.objective)}
+        )
+    return (
+        result._replace(reason=f"{reason}; {done}")
+        if isinstance(done, str)
+        else result._replace(published=done)
+    )
 
 
-def show_search(ctx: click.Context, searched: Searched, place: Place, proved: Proved | None, *, as_json: bool) -> None:
-    """Prints the map of loads, the table that is best over all of them, what the engine served of it and what is in force, and what to
-    type next."""
+def show_search(
+    ctx: click.Context, searched: Searched, place: Place, proved: Proved | None, *, as_json: bool
+) -> None:
+    """Prints the map of loads, the table that is best over all of them, what the engine served of
+    it and what is in force, and what to type next."""
     lab, found, data = searched
     if proved is None:
-        data = {**data, "published": None, "reason": "predicted alone; --execute proves and publishes"}
+        data = {
+            **data,
+            "published": None,
+            "reason": "predicted alone; --execute proves and publishes",
+        }
     else:
         data = {**data, **proved.to_json(lab.objective)}
     level, rows = lab.objective, []
     for name, best in found.best.items():
         told = {"load": name, "best draft": best.policy.draft, "tokens": best.policy.gamma_max}
-        rows.append(told | _row(name, best.served[name], level) | {"table": f"{100 * found.relative[name]:.1f}%"})
+        rows.append(
+            told
+            | _row(name, best.served[name], level)
+            | {"table": f"{100 * found.relative[name]:.1f}%"}
+        )
     _say_costs(lab)
-    emit(as_json, data, lambda: _table(rows, f"best constant by load on {lab.info.engine} (predicted), and the table beside it"))
+    emit(
+        as_json,
+        data,
+        lambda: _table(
+            rows, f"best constant by load on {lab.info.engine} (predicted), and the table beside it"
+        ),
+    )
     if as_json:
         return
     if proved is not None:
         beside = [_beside(one, name) for name in lab.loads for one in proved.executed]
         emit(False, None, lambda: _table(beside, "executed beside predicted"))
         say(f"texts that differ from those recorded: {sum(one.differ for one in proved.executed)}")
-    say(f"\n{found.simulated} policies simulated. Best over these loads together: {found.table.policy.label()}")
+    say(
+        f"\n{found.simulated} policies simulated. Best over these loads together: "
+        f"{found.table.policy.label()}"
+    )
     if found.stops_at is not None:
         say(f"Not to speculate is best from {found.stops_at} on.")
     if proved is not None:
@@ -229,24 +285,42 @@ def _concluded(lab: UnderLoad, proved: Proved) -> str:
     place, done = proved.place, proved.published
     where = f"in deployment {place.deployment} for pair {lab.info.pair_id} on {place.device}"
     if done is not None:
-        return f"In force {where}: version {done.version}, {done.label}. By {lab.objective.kind}, {proved.reason}."
-    stays = "nothing is" if place.over is None else f"version {place.over.version}, {place.over.label}, stays"
+        return (
+            f"In force {where}: version {done.version}, {done.label}. By {lab.objective.kind}, "
+            f"{proved.reason}."
+        )
+    stays = (
+        "nothing is"
+        if place.over is None
+        else f"version {place.over.version}, {place.over.label}, stays"
+    )
     return f"Nothing is published: {proved.reason}. In force {where}: {stays}."
 
 
 def _say_next(ctx: click.Context, policy: Policy, proved: Proved | None, place: Place) -> None:
-    """The command that comes next: to look at what was published, or to put in force what was not."""
+    """The command that comes next: to look at what was published, or to put in force what was
+    not."""
     there = f"--deployment {place.deployment} --device {place.device}"
     if proved is not None and proved.published is not None:
-        say("# the policy in force, and its evidence\n" + to_type(ctx, f"policies show active {there}"))
+        say(
+            "# the policy in force, and its evidence\n"
+            + to_type(ctx, f"policies show active {there}")
+        )
     elif place.over is None or place.over.policy_id != policy.id:
-        window = json.dumps({"kind": policy.window.kind, "gamma": policy.window.model_dump(mode="json")["gamma"]})
-        document = f'{{"draft": "{policy.draft}", "window": {window}}}' if policy.speculates else "autoregressive"
+        window = json.dumps(
+            {"kind": policy.window.kind, "gamma": policy.window.model_dump(mode="json")["gamma"]}
+        )
+        document = (
+            f'{{"draft": "{policy.draft}", "window": {window}}}'
+            if policy.speculates
+            else "autoregressive"
+        )
         say("# puts it in force\n" + to_type(ctx, f"policies activate {there} '{document}'"))
 
 
 def _beside(one: Executed, name: str) -> dict[str, Any]:
-    """A policy under a load, executed: speeds of all executions, and how far the prediction was off the median's."""
+    """A policy under a load, executed: speeds of all executions, and how far the prediction was off
+    the median's."""
     measured, each = one.median(name), [s.tokens_per_s for s in one.served[name]]
     predicted = one.predicted.get(name)
     return {
@@ -255,7 +329,9 @@ def _beside(one: Executed, name: str) -> dict[str, Any]:
         "predicted": "-" if predicted is None else f"{predicted.tokens_per_s:.1f}",
         "tokens/s": f"{measured.tokens_per_s:.1f}",
         "from-to": f"{min(each):.1f}-{max(each):.1f}",
-        "off": "-" if predicted is None else f"{100 * (predicted.tokens_per_s / measured.tokens_per_s - 1):+.1f}%",
+        "off": "-"
+        if predicted is None
+        else f"{100 * (predicted.tokens_per_s / measured.tokens_per_s - 1):+.1f}%",
         "tpot ms": f"{1000 * measured.mean_tpot_s:.3g}",
         "predicted tpot": "-" if predicted is None else f"{1000 * predicted.mean_tpot_s:.3g}",
     }
@@ -283,7 +359,8 @@ def _about(lab: UnderLoad) -> dict[str, Any]:
 def _say_costs(lab: UnderLoad) -> None:
     check = lab.costs.check
     say(
-        f"costs fitted to {check['steps']} served steps: {100 * check['median_error']:.1f}% off in the median, "
+        f"costs fitted to {check['steps']} served steps: {100 * check['median_error']:.1f}% off in "
+        "the median, "
         f"{100 * check['total_error']:+.1f}% in all",
         err=True,
     )
@@ -295,7 +372,14 @@ def _row(name: str, served: Served, level: Objective) -> dict[str, Any]:
 
     def times(key: str, *which: str) -> str:
         found = told[key]
-        return "-" if found is None else "/".join(f"{1000 * found[w]:.3g}" if len(which) == 1 else f"{1000 * found[w]:.0f}" for w in which)
+        return (
+            "-"
+            if found is None
+            else "/".join(
+                f"{1000 * found[w]:.3g}" if len(which) == 1 else f"{1000 * found[w]:.0f}"
+                for w in which
+            )
+        )
 
     row = {
         "load": name,
@@ -311,7 +395,10 @@ def _row(name: str, served: Served, level: Objective) -> dict[str, Any]:
 
 def _steps(found: Simulated) -> dict[str, Any]:
     rounds, accepted, _ = found.counts.sum(0).tolist()
-    return {"batch": f"{found.steps[:, 0].mean():.1f}", "tau": f"{1 + accepted / max(1, rounds):.2f}"}
+    return {
+        "batch": f"{found.steps[:, 0].mean():.1f}",
+        "tau": f"{1 + accepted / max(1, rounds):.2f}",
+    }
 
 
 def _table(rows: list[dict[str, Any]], title: str) -> Any:

@@ -1,1 +1,2 @@
-"""Fitting to recordings what policies need: a file per paper; :mod:`optimizer.fit.shared` has what every fit does."""
+"""Fitting to recordings what policies need: a file per paper; :mod:`optimizer.fit.shared` has what
+every fit does."""

@@ -97,8 +97,13 @@ class Classifier(ClassifierWeights):
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
     def to_document(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        """(JSON-ready document, arrays) for an artifact, whose weights :func:`read_weights` reads."""
-        document = {"hidden": self.hidden, "features": list(FEATURES), "metrics": dict(self.metrics)}
+        """(JSON-ready document, arrays) for an artifact, whose weights :func:`read_weights`
+        reads."""
+        document = {
+            "hidden": self.hidden,
+            "features": list(FEATURES),
+            "metrics": dict(self.metrics),
+        }
         return document, {name: getattr(self, name) for name in WEIGHTS}
 
 
@@ -120,21 +125,31 @@ def fit_c2t(
 
     ``carried`` names a classifier, of any draft, that is fine-tuned on ``fraction`` of the trees
     instead (appendix B.4); it keeps its size and its features. ``epochs`` is by default the paper's
-    number, more where that makes fewer than :data:`STEPS` steps. Raises TraceError when too little was recorded,
-    PolicyError for something else than a classifier to carry over.
+    number, more where that makes fewer than :data:`STEPS` steps. Raises TraceError when too little
+    was recorded, PolicyError for something else than a classifier to carry over.
     """
     first = None if carried is None else _carried(source, carried)
     if first is not None and (hidden is not None or features):
-        raise PolicyError("--from goes on with a classifier as it is: leave --hidden and --features out")
+        raise PolicyError(
+            "--from goes on with a classifier as it is: leave --hidden and --features out"
+        )
     forest = source.trees.forest
     width, depth = width or forest.width, depth or forest.depth
-    examples = classifier_examples(source.trees, width, depth, count=starts, seed=seed, progress=progress)
+    examples = classifier_examples(
+        source.trees, width, depth, count=starts, seed=seed, progress=progress
+    )
     nodes = (1 + NEGATIVES) * int(examples.accepted.sum()) * (1.0 if first is None else fraction)
     enough = min(MOST_EPOCHS, max(EPOCHS, math.ceil(STEPS / max(1.0, nodes / BATCH))))
-    steps: dict[str, Any] = {"seed": seed, "epochs": enough if epochs is None else epochs, "progress": progress}
+    steps: dict[str, Any] = {
+        "seed": seed,
+        "epochs": enough if epochs is None else epochs,
+        "progress": progress,
+    }
     try:
         if first is None:
-            made = train(examples, hidden=hidden or HIDDEN, features=tuple(features) or FEATURES, **steps)
+            made = train(
+                examples, hidden=hidden or HIDDEN, features=tuple(features) or FEATURES, **steps
+            )
         else:
             made = fine_tune(first[1], examples, fraction, **steps)
     except ValueError as error:
@@ -150,7 +165,13 @@ def fit_c2t(
     }  # fmt: skip
     document |= {} if first is None else {"from": first[0], "fraction": fraction}
     artifact = source.keep(CLASSIFIER, document, arrays, tuple(vars(examples).values()))
-    growth = {"kind": "classifier", "artifact": artifact, "width": width, "cap": width, **unusual(source)}
+    growth = {
+        "kind": "classifier",
+        "artifact": artifact,
+        "width": width,
+        "cap": width,
+        **unusual(source),
+    }
     policy = {"draft": forest.draft, "window": {"kind": "fixed", "gamma": depth}, "growth": growth}
     return StoredFit(artifact, CLASSIFIER, document, policy)
 
@@ -182,8 +203,12 @@ def classifier_examples(
                 )
             done += len(some)
             progress("trees", done, len(starts))
-    joint, entropy, levels, accepted, tree = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return Examples(joint.astype(np.int32), entropy.astype(np.int32), levels.astype(np.int32), accepted, tree)
+    joint, entropy, levels, accepted, tree = (
+        np.concatenate(column) for column in zip(*parts, strict=True)
+    )
+    return Examples(
+        joint.astype(np.int32), entropy.astype(np.int32), levels.astype(np.int32), accepted, tree
+    )
 
 
 def _grown(
@@ -239,9 +264,9 @@ def train(
 
     :data:`HELD_OUT` of the trees are kept for evaluation, as they are; of the others all accepted
     nodes and :data:`NEGATIVES` times as many rejected ones, drawn once without replacement, are
-    trained on. ``steps`` are of :func:`_descend`. The same seed gives the same classifier on the same
-    machine. Raises ValueError where there are fewer than two trees, or nothing accepted or rejected
-    among those trained on.
+    trained on. ``steps`` are of :func:`_descend`. The same seed gives the same classifier on the
+    same machine. Raises ValueError where there are fewer than two trees, or nothing accepted or
+    rejected among those trained on.
     """
     mask = np.array([name in features for name in FEATURES])
     held = held_out(examples.tree, HELD_OUT, seed)
@@ -273,13 +298,17 @@ def fine_tune(
     made = {"seed": seed, "fine_tuned": fraction > 0, "fraction": fraction}
     if fraction == 0:
         curve = [{"epoch": 0, "loss": None, **evaluate(classifier, examples)}]
-        metrics = _metrics(curve, examples.take(np.zeros(len(examples), np.bool_)), examples, mask) | {"epochs": 0, **made}
+        metrics = _metrics(
+            curve, examples.take(np.zeros(len(examples), np.bool_)), examples, mask
+        ) | {"epochs": 0, **made}
         return Classifier(classifier.w1, classifier.b1, classifier.w2, classifier.b2, metrics)
     held = held_out(examples.tree, HELD_OUT, seed)
     learning = examples.take(~held)
     trees = np.unique(learning.tree)
     count = min(len(trees), max(1, round(fraction * len(np.unique(examples.tree)))))
-    learning = learning.take(np.isin(learning.tree, np.random.default_rng(seed).permutation(trees)[:count]))
+    learning = learning.take(
+        np.isin(learning.tree, np.random.default_rng(seed).permutation(trees)[:count])
+    )
     stored = classifier.w1, classifier.b1, classifier.w2[None], classifier.b2
     start = Weights(*(torch.from_numpy(w) for w in stored))
     generator = torch.Generator().manual_seed(seed)
@@ -287,7 +316,9 @@ def fine_tune(
     return _descend(start, chosen, examples.take(held), mask, generator, made, **steps)
 
 
-def _metrics(curve: Sequence[Mapping[str, Any]], used: Examples, held: Examples, mask: Flags) -> dict[str, Any]:
+def _metrics(
+    curve: Sequence[Mapping[str, Any]], used: Examples, held: Examples, mask: Flags
+) -> dict[str, Any]:
     """What is said of any classifier: its figures after the last epoch, of the examples trained on
     and held out."""
     positives = int(used.accepted.sum())
@@ -310,7 +341,8 @@ def _balanced(examples: Examples, seed: int) -> Examples:
     positive, negative = np.flatnonzero(examples.accepted), np.flatnonzero(~examples.accepted)
     if not len(positive) or not len(negative):
         raise ValueError(
-            f"nothing to tell apart: {len(positive)} accepted and {len(negative)} rejected nodes to train on"
+            f"nothing to tell apart: {len(positive)} accepted and {len(negative)} rejected nodes "
+            "to train on"
         )
     count = min(len(negative), max(1, round(NEGATIVES * len(positive))))
     drawn = np.random.default_rng(seed).choice(negative, count, replace=False)

@@ -1,7 +1,8 @@
-"""Fitting a chooser of drafts to a recording, and keeping it as the artifact that ``"draft": {"kind": "ols"}`` names.
+"""Fitting a chooser of drafts to a recording, and keeping it as the artifact that ``"draft":
+{"kind": "ols"}`` names.
 
-It is fitted to the requests that a search may see (:func:`optimizer.parts.split`) and scored on the others. Like the fits of shortlists it
-needs the pair itself: its smallest draft reads the prompts.
+It is fitted to the requests that a search may see (:func:`optimizer.parts.split`) and scored on the
+others. Like the fits of shortlists it needs the pair itself: its smallest draft reads the prompts.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ TRIED: Final = 3
 
 @dataclass(frozen=True)
 class ChooserSource:
-    """What a chooser is fitted to: recorded texts as a trace, their prompts as read by the pair's :func:`prompt_reader`, in order, and
-    what the artifact's document says of them."""
+    """What a chooser is fitted to: recorded texts as a trace, their prompts as read by the pair's
+    :func:`prompt_reader`, in order, and what the artifact's document says of them."""
 
     trace: ReplayTrace
     prompts: tuple[Prompt, ...]
@@ -56,51 +57,85 @@ def fit_chooser_artifact(
     seed: int = 0,
     progress: Progress = silent,
 ) -> StoredFit:
-    """Fits a chooser of ``candidates`` (a policy by draft; by default :func:`best_by_draft`) to a recording of this pair and stores it.
+    """Fits a chooser of ``candidates`` (a policy by draft; by default :func:`best_by_draft`) to a
+    recording of this pair and stores it.
 
-    ``profile``: costs, or the id of a stored profile; by default the latest of the pair and its device. The document
-    has :func:`optimizer.fit.on_the_fly.evaluate`'s scores on the requests held out, and the choice for each recorded request. Raises
-    PolicyError for candidates that cannot be weighed, TraceError where the recording is another pair's, or lacks a draft, or there is no
+    ``profile``: costs, or the id of a stored profile; by default the latest of the pair and its
+    device. The document has :func:`optimizer.fit.on_the_fly.evaluate`'s scores on the requests held
+    out, and the choice for each recorded request. Raises PolicyError for candidates that cannot be
+    weighed, TraceError where the recording is another pair's, or lacks a draft, or there is no
     profile.
     """
     costs, profile_id = (
-        (profile, None) if isinstance(profile, LatencyProfile) else profile_of(store, pair.id, pair.device.type, profile)
+        (profile, None)
+        if isinstance(profile, LatencyProfile)
+        else profile_of(store, pair.id, pair.device.type, profile)
     )
     info = recording_of(store, recording, pair.id)
     if candidates is None:
         tried = _tried(store, info, pair)
         chains = [Policy.model_validate({"draft": d}) for d in pair.draft_names if d in info.drafts]
-        trace = open_trace(store, info.id, [*chains, *(p for found in tried.values() for p in found)], skip_corrupted=True).trace
+        trace = open_trace(
+            store,
+            info.id,
+            [*chains, *(p for found in tried.values() for p in found)],
+            skip_corrupted=True,
+        ).trace
         candidates = best_by_draft(store, trace, pair, tried, costs, progress=progress)
     else:
         unknown = sorted(candidates.keys() - {NO_DRAFT, *pair.draft_names})
         if unknown:
-            raise PolicyError(f"draft: this pair has no draft {unknown[0]!r}; it has: {', '.join(sorted(pair.draft_names))}")
+            raise PolicyError(
+                f"draft: this pair has no draft {unknown[0]!r}; it has: "
+                f"{', '.join(sorted(pair.draft_names))}"
+            )
         trace = open_trace(store, info.id, candidates.values(), skip_corrupted=True).trace
     progress("reading prompts", 0, 1)
     source = ChooserSource(
         trace,
         read_prompts(pair, trace.trajectories),
-        {"recording": info.id, "profile": profile_id, "sampling": asdict(info.sampling), "seed": seed},
+        {
+            "recording": info.id,
+            "profile": profile_id,
+            "sampling": asdict(info.sampling),
+            "seed": seed,
+        },
     )
     progress("reading prompts", 1, 1)
-    how: dict[str, Any] = {"reader": prompt_reader(pair), "rule": rule, "seed": seed, "artifacts": fitted(store, pair.id)}
+    how: dict[str, Any] = {
+        "reader": prompt_reader(pair),
+        "rule": rule,
+        "seed": seed,
+        "artifacts": fitted(store, pair.id),
+    }
     chooser = fit_chooser(trace, source.prompts, candidates, costs, guarded=True, **how)
     return keep_chooser(store, pair, source, chooser, costs)
 
 
 def keep_chooser(
-    store: TraceStore, pair: LoadedPair, source: ChooserSource, chooser: Chooser, profile: LatencyProfile
+    store: TraceStore,
+    pair: LoadedPair,
+    source: ChooserSource,
+    chooser: Chooser,
+    profile: LatencyProfile,
 ) -> StoredFit:
-    """Stores a chooser with what it predicts, and by ``profile`` chooses, for every prompt of a source, and the candidates as policies."""
+    """Stores a chooser with what it predicts, and by ``profile`` chooses, for every prompt of a
+    source, and the candidates as policies."""
     # One by one, as a decoder does: a product of matrices need not have the same last bits.
-    predicted = np.concatenate([chooser.accuracies(chooser.features.transform([p])) for p in source.prompts])
+    predicted = np.concatenate(
+        [chooser.accuracies(chooser.features.transform([p])) for p in source.prompts]
+    )
     find, trace = fitted(store, pair.id), source.trace
-    ready = {d: compile_plan(p, pair.draft_names, profile=profile, artifacts=find) for d, p in chooser.candidates.items()}
+    ready = {
+        d: compile_plan(p, pair.draft_names, profile=profile, artifacts=find)
+        for d, p in chooser.candidates.items()
+    }
     options = [chooser.options(profile, sampled=sampled, ready=ready) for sampled in (False, True)]
     choices = [
         chooser.drafts[int(chooser.decide(row[None], options[int(hot)], [prompt], [budget])[0])]
-        for row, hot, prompt, budget in zip(predicted, trace.sampled > 0, trace.prompts, trace.budgets, strict=True)
+        for row, hot, prompt, budget in zip(
+            predicted, trace.sampled > 0, trace.prompts, trace.budgets, strict=True
+        )
     ]
     described, arrays = chooser.to_document()
     document = {
@@ -135,11 +170,12 @@ def best_by_draft(
     *,
     progress: Progress = silent,
 ) -> dict[str, Policy]:
-    """The fastest policy of every draft by replay of the requests that a search may see: of all chains that
-    :func:`optimizer.spaces.enumerated` has, and of those in ``tried``. ``none`` comes first.
+    """The fastest policy of every draft by replay of the requests that a search may see: of all
+    chains that :func:`optimizer.spaces.enumerated` has, and of those in ``tried``. ``none`` comes
+    first.
 
-    Policies that the recording or the profile is not enough for are passed over, and drafts of which nothing is left. Raises TraceError
-    where no draft is.
+    Policies that the recording or the profile is not enough for are passed over, and drafts of
+    which nothing is left. Raises TraceError where no draft is.
     """
     from spectune.optimizer.spaces import enumerated  # optuna takes a while to import
 
@@ -149,9 +185,16 @@ def best_by_draft(
     drafts = dict.fromkeys([*trace.chains, *(draft for draft, _ in trace.forests)])
     for n, draft in enumerate(drafts):
         chains = trace.chains.get(draft)
-        depth = chains.gamma_max if chains is not None else max(f.depth for (d, _), f in trace.forests.items() if d == draft)
+        depth = (
+            chains.gamma_max
+            if chains is not None
+            else max(f.depth for (d, _), f in trace.forests.items() if d == draft)
+        )
         seconds: dict[str, tuple[float, Policy]] = {}
-        for policy in [*(p for p in enumerated((draft,), depth) if p.speculates), *tried.get(draft, ())]:
+        for policy in [
+            *(p for p in enumerated((draft,), depth) if p.speculates),
+            *tried.get(draft, ()),
+        ]:
             try:
                 replayed = run_replay(trace, policy, profile, artifacts=find)
             except (PolicyError, TraceError):
@@ -161,15 +204,24 @@ def best_by_draft(
             found[draft] = min(seconds.values(), key=lambda s: (s[0], s[1].id))[1]
         progress("replaying drafts", n + 1, len(drafts))
     if len(found) == 1:
-        raise TraceError("the recording has nothing that a draft's policy could be replayed from; `record --resume ID` makes it")
+        raise TraceError(
+            "the recording has nothing that a draft's policy could be replayed from; `record "
+            "--resume ID` makes it"
+        )
     return found
 
 
 def _tried(store: TraceStore, info: RecordingInfo, pair: LoadedPair) -> dict[str, list[Policy]]:
-    """The fastest few policies of each draft in the recording's studies. Heads have no chain panorama, so their chains are named here."""
+    """The fastest few policies of each draft in the recording's studies. Heads have no chain
+    panorama, so their chains are named here."""
     from spectune.optimizer.simulate.tree_sources import tried_on
 
-    found = {draft: [policy for policy, _ in tried_on(store, info, draft)][:TRIED] for draft in pair.draft_names}
+    found = {
+        draft: [policy for policy, _ in tried_on(store, info, draft)][:TRIED]
+        for draft in pair.draft_names
+    }
     for draft in found.keys() & info.trees.keys() - set(pair.chain_drafts):
-        found[draft] = found[draft] or [Policy.model_validate({"draft": draft, "window": {"kind": "fixed", "gamma": 2}})]
+        found[draft] = found[draft] or [
+            Policy.model_validate({"draft": draft, "window": {"kind": "fixed", "gamma": 2}})
+        ]
     return found

@@ -52,7 +52,8 @@ def fit_clusters(
     output = pair.models[draft].output
     if count is not None and count > output.rows:
         raise PolicyError(
-            f"--clusters {count}: the output head of draft {draft!r} has {output.rows} rows; ask for at most so many"
+            f"--clusters {count}: the output head of draft {draft!r} has {output.rows} rows; ask "
+            "for at most so many"
         )
     weight = output.weight.float().cpu().numpy()
     progress("clusters", 0, 1)
@@ -71,7 +72,8 @@ def stored_clusters(store: TraceStore, pair: LoadedPair, draft: str, name: str) 
     head = pair.models[draft].output.hash
     if found.document.get("head") != head:
         raise PolicyError(
-            f"--clusters-from {name}: fitted on another output head (hash {found.document.get('head')}) than draft {draft!r} has (hash "
+            f"--clusters-from {name}: fitted on another output head (hash "
+            f"{found.document.get('head')}) than draft {draft!r} has (hash "
             f"{head}); `fit clusters --draft {draft}` makes them"
         )
     return Clusters.from_document(found.document, found.arrays)
@@ -82,7 +84,8 @@ def check_draft(pair: LoadedPair, draft: str) -> None:
     if draft not in pair.models:
         known = ", ".join(pair.models) or "none"
         raise PolicyError(
-            f"--draft {draft}: pair {pair.spec.name} has no such draft with an output head; it has: {known}"
+            f"--draft {draft}: pair {pair.spec.name} has no such draft with an output head; it "
+            f"has: {known}"
         )
 
 
@@ -114,7 +117,8 @@ def cluster(head: FloatArray, count: int, *, seed: int = 0) -> Clusters:
     if not np.isfinite(head).all():
         token = int(np.argmin(np.isfinite(head).all(axis=1)))
         raise PolicyError(
-            f"the output head has a number that is not finite, in the row of token {token}; use another checkpoint"
+            f"the output head has a number that is not finite, in the row of token {token}; use "
+            "another checkpoint"
         )
     norms = np.linalg.norm(head, axis=1, keepdims=True)
     there = norms[:, 0] > 0
@@ -143,11 +147,15 @@ def _spherical(unit: FloatArray, count: int, seed: int) -> npt.NDArray[np.int64]
 
     large = unit.size * count > LARGE
     if large:
-        model = MiniBatchKMeans(count, random_state=seed, n_init=1, batch_size=max(1024, 4 * count), max_iter=10)
+        model = MiniBatchKMeans(
+            count, random_state=seed, n_init=1, batch_size=max(1024, 4 * count), max_iter=10
+        )
     else:
         model = KMeans(count, random_state=seed, n_init=1, max_iter=20)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct rows than clusters: some stay empty
+        warnings.simplefilter(
+            "ignore", ConvergenceWarning
+        )  # fewer distinct rows than clusters: some stay empty
         centres = _unit_rows(model.fit(unit).cluster_centers_, unit[:1])
     of = _nearest(unit, centres)
     for _ in range(LARGE_ROUNDS if large else ROUNDS):

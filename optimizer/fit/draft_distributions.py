@@ -1,5 +1,5 @@
-"""A draft's distributions over recorded texts and drafted nodes, unrestricted: the states that its output matrix reads, and what it
-prefers to a text's next token where no recorded child says so."""
+"""A draft's distributions over recorded texts and drafted nodes, unrestricted: the states that its
+output matrix reads, and what it prefers to a text's next token where no recorded child says so."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class States(Protocol):
         """After drafted nodes, [n, d]."""
 
     def canonical_before(self, length: int) -> Tensor | None:
-        """After the first ``length`` - 1 tokens of the text, by a canonical pass, [1, d]; None where the draft reads nothing there."""
+        """After the first ``length`` - 1 tokens of the text, by a canonical pass, [1, d]; None
+        where the draft reads nothing there."""
 
     def canonical(self, start: int, path: list[int]) -> Tensor:
         """Float32 logits [vocab] after the first ``start`` output tokens and a drafted ``path``."""
@@ -44,7 +45,9 @@ class _LanguageModelStates(LanguageModelPasses):
     def text_states(self) -> Tensor:
         self._reserve(ROWS)
         ids = torch.tensor(self.text, device=self.device)
-        return torch.cat([self.model.chain_states(ids[at : at + CHUNK], at) for at in range(0, len(ids), CHUNK)])
+        return torch.cat(
+            [self.model.chain_states(ids[at : at + CHUNK], at) for at in range(0, len(ids), CHUNK)]
+        )
 
     def node_states(self, nodes: Nodes) -> Tensor:
         return self.model.scattered_states(nodes.ids, *self._place(nodes))
@@ -62,7 +65,10 @@ class _HeadStates(HeadPasses):
         if len(ids) > 1:
             self.target.read(ids[:-1], 0)
             features = self.target.tapped[:, columns(self.target, head)]
-            parts = [head.chain(ids[at : at + CHUNK], features[at - 1 : at + CHUNK - 1], at)[1] for at in range(1, len(ids), CHUNK)]
+            parts = [
+                head.chain(ids[at : at + CHUNK], features[at - 1 : at + CHUNK - 1], at)[1]
+                for at in range(1, len(ids), CHUNK)
+            ]
             out = torch.cat([out, *parts])
         self._root_hidden, self._hidden = out[self.prompt - 1 :], out.new_zeros(0, out.shape[1])
         return torch.cat([out[:1], head.state(out[1:])])
@@ -75,8 +81,8 @@ class _HeadStates(HeadPasses):
 
 
 def states_over(pair: LoadedPair, draft: str, text: list[int], prompt: int) -> States:
-    """The states of a draft over a text whose first ``prompt`` tokens are its prompt. A head reads the target's features; its first row is
-    zeros."""
+    """The states of a draft over a text whose first ``prompt`` tokens are its prompt. A head reads
+    the target's features; its first row is zeros."""
     if draft in pair.heads:
         return _HeadStates(pair.target, pair.heads[draft], text, prompt)
     return _LanguageModelStates(pair.drafts[draft], text, prompt)
@@ -87,9 +93,12 @@ GROUP: Final = 16
 
 
 class ReadText:
-    """One request as a draft reads it: its text of ``roots`` starts, and on demand the nodes of its tree panorama."""
+    """One request as a draft reads it: its text of ``roots`` starts, and on demand the nodes of its
+    tree panorama."""
 
-    def __init__(self, pair: LoadedPair, draft: str, trajectory: Trajectory, panorama: TreePanorama) -> None:
+    def __init__(
+        self, pair: LoadedPair, draft: str, trajectory: Trajectory, panorama: TreePanorama
+    ) -> None:
         self.trajectory, self.panorama = trajectory, panorama
         self.prompt, self.roots = len(trajectory.prompt_ids), len(trajectory.output_ids) + 1
         self.text = [*trajectory.prompt_ids.tolist(), *trajectory.output_ids.tolist()]
@@ -115,12 +124,19 @@ class ReadText:
     @cached_property
     def _drafted(self) -> npt.NDArray[np.int64]:
         """Tokens of the drafted nodes."""
-        found: npt.NDArray[np.int64] = self.panorama.tokens[self.panorama.parent, self.panorama.slot].astype(np.int64)
+        found: npt.NDArray[np.int64] = self.panorama.tokens[
+            self.panorama.parent, self.panorama.slot
+        ].astype(np.int64)
         return found
 
     def _before_drafted(self) -> Tensor:
-        """The states before drafted nodes, that is after their parents, [M, d]. Nodes without children are not read."""
-        first, parent, device = self.roots, self.panorama.parent.astype(np.int64), self.states.device
+        """The states before drafted nodes, that is after their parents, [M, d]. Nodes without
+        children are not read."""
+        first, parent, device = (
+            self.roots,
+            self.panorama.parent.astype(np.int64),
+            self.states.device,
+        )
         inner = np.unique(parent[parent >= first]) - first
         start, depth = np.zeros((2, len(parent)), np.int64)
         for i, p in enumerate(parent.tolist()):
@@ -137,17 +153,24 @@ class ReadText:
                 for at in range(0, len(level_nodes), ROWS):
                     nodes = level_nodes[at : at + ROWS]
                     above = [[number[a] for a in _above(int(n), parent, first)] for n in nodes]
-                    where = torch.from_numpy(self.prompt - 1 + start[nodes] + depth[nodes]).to(device)
+                    where = torch.from_numpy(self.prompt - 1 + start[nodes] + depth[nodes]).to(
+                        device
+                    )
                     ids = torch.from_numpy(self._drafted[nodes]).to(device)
                     numbers = [number[int(n)] for n in nodes]
-                    parts.append(self.reader.node_states(Nodes(ids, where, numbers, above, start[nodes].tolist())))
+                    parts.append(
+                        self.reader.node_states(
+                            Nodes(ids, where, numbers, above, start[nodes].tolist())
+                        )
+                    )
                     row[first + nodes] = known + np.arange(len(nodes))
                     known += len(nodes)
         return torch.cat(parts)[torch.from_numpy(row[parent]).to(device)]
 
 
 def _above(node: int, parent: npt.NDArray[np.int64], first: int) -> list[int]:
-    """The drafted ancestors of a drafted node, nearest last; all counted from the first drafted one."""
+    """The drafted ancestors of a drafted node, nearest last; all counted from the first drafted
+    one."""
     found = []
     while (node := int(parent[node]) - first) >= 0:
         found.append(node)
@@ -155,7 +178,8 @@ def _above(node: int, parent: npt.NDArray[np.int64], first: int) -> list[int]:
 
 
 class Codes(NamedTuple):
-    """``text_code``, ``mass_code`` and ``entropy_code`` of :class:`optimizer.simulate.shortlist_ranks.TextRanks`."""
+    """``text_code``, ``mass_code`` and ``entropy_code`` of
+    :class:`optimizer.simulate.shortlist_ranks.TextRanks`."""
 
     text: npt.NDArray[np.uint16]
     mass: npt.NDArray[np.uint16]
@@ -169,13 +193,17 @@ Columns = Mapping[str, npt.NDArray[Any]]
 
 def _code(nats: npt.NDArray[np.floating]) -> npt.NDArray[np.uint16]:
     """1/256 nat, as far as 16 bits hold."""
-    found: npt.NDArray[np.uint16] = np.rint(np.nan_to_num(nats * NAT_SCALE, posinf=UNKNOWN_CODE)).clip(0, UNKNOWN_CODE).astype(np.uint16)
+    found: npt.NDArray[np.uint16] = (
+        np.rint(np.nan_to_num(nats * NAT_SCALE, posinf=UNKNOWN_CODE))
+        .clip(0, UNKNOWN_CODE)
+        .astype(np.uint16)
+    )
     return found
 
 
 class WholeDistributions:
-    """What a draft of a pair proposes without a shortlist. ``ids`` int64 [rows]: the tokens of its output head, ``row`` int64 [vocab] the
-    rows of the target's tokens (-1: none)."""
+    """What a draft of a pair proposes without a shortlist. ``ids`` int64 [rows]: the tokens of its
+    output head, ``row`` int64 [vocab] the rows of the target's tokens (-1: none)."""
 
     def __init__(self, pair: LoadedPair, draft: str) -> None:
         self.pair, self.draft, self.output = pair, draft, pair.models[draft].output
@@ -188,16 +216,25 @@ class WholeDistributions:
         return functional.linear(states, self.output.weight, self.output.bias).float()
 
     def codes(
-        self, logits: Tensor, sampling: Sampling, following: npt.NDArray[np.int64], columns: Sequence[int], order: Order
+        self,
+        logits: Tensor,
+        sampling: Sampling,
+        following: npt.NDArray[np.int64],
+        columns: Sequence[int],
+        order: Order,
     ) -> Codes:
-        """What stops read of distributions restricted to shortlists: of ``logits`` [n, rows], with ``following`` int64 [n] the texts' next
-        tokens (-1: none). ``order`` turns values of rows [n, rows] into those of ranked tokens or clusters [n, most], best first; the first
+        """What stops read of distributions restricted to shortlists: of ``logits`` [n, rows], with
+        ``following`` int64 [n] the texts' next tokens (-1: none). ``order`` turns values of rows
+        [n, rows] into those of ranked tokens or clusters [n, most], best first; the first
         ``columns`` + 1 of them are a shortlist."""
         log_q = log_distribution(logits, sampling)
         row = np.where(following >= 0, self.row[following], -1)
         own = log_q[np.arange(len(row)), np.maximum(row, 0)].cpu().numpy()
         at = torch.tensor(columns, device=log_q.device)
-        mass, part = (order(values).cumsum(1).index_select(1, at) for values in (log_q.exp(), torch.special.entr(log_q.exp())))
+        mass, part = (
+            order(values).cumsum(1).index_select(1, at)
+            for values in (log_q.exp(), torch.special.entr(log_q.exp()))
+        )
         mass = mass.clamp_min(1e-30)
         return Codes(
             np.where(row >= 0, _code(-own), UNKNOWN_CODE).astype(np.uint16),
@@ -206,11 +243,17 @@ class WholeDistributions:
         )
 
     def better(
-        self, reader: States, logits: Tensor, start: int, trajectory: Trajectory, panorama: TreePanorama
+        self,
+        reader: States,
+        logits: Tensor,
+        start: int,
+        trajectory: Trajectory,
+        panorama: TreePanorama,
     ) -> npt.NDArray[np.bool_] | None:
-        """Rows whose tokens are better than the text's next one after ``start`` output tokens, where that is none of the recorded children,
-        bool [rows]; ``logits`` [rows]. All for a token that the head lacks. None, where filters or proposals by probability leave unsaid
-        what the draft would propose."""
+        """Rows whose tokens are better than the text's next one after ``start`` output tokens,
+        where that is none of the recorded children, bool [rows]; ``logits`` [rows]. All for a token
+        that the head lacks. None, where filters or proposals by probability leave unsaid what the
+        draft would propose."""
         sampling, token = trajectory.sampling, int(trajectory.output_ids[start])
         if panorama.proposals != "coupled" or filters(sampling, self.pair.target.vocab_size):
             return None
@@ -232,5 +275,7 @@ class WholeDistributions:
         if trajectory.sampling.greedy:
             return x
         seed = request_seed(trajectory.sampling.seed, trajectory.request_id)
-        noise = Noise(seed, self.pair.target.vocab_size, logits.device).row(len(trajectory.prompt_ids) + start)
+        noise = Noise(seed, self.pair.target.vocab_size, logits.device).row(
+            len(trajectory.prompt_ids) + start
+        )
         return x + noise.index_select(0, torch.from_numpy(self.ids).to(logits.device))

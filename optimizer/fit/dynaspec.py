@@ -104,8 +104,8 @@ def fit_router(
     ``clusters_from``; ``labels``: L, tokens whose clusters are positive. Scores on texts held out,
     beside a frequency shortlist of the same mean size, are in the document. Where the recording
     holds trees of the draft its cluster ranks are made as well (``ranks``), so that policies with
-    the router replay; unless ``ranked`` is false. Raises PolicyError for a draft without an output head, TraceError for a
-    recording of another pair or with too few texts.
+    the router replay; unless ``ranked`` is false. Raises PolicyError for a draft without an output
+    head, TraceError for a recording of another pair or with too few texts.
     """
     check_draft(pair, draft)
     if not 1 <= labels <= TOP:
@@ -113,12 +113,22 @@ def fit_router(
     texts = search_texts(store, recording, pair.id, left_out)
     shared = Shared() if shared is None else shared
     if (name := clusters_from or shared.clusters) is None:
-        name = fit_clusters(store, pair, draft, count=clusters, seed=seed, progress=progress).artifact
+        name = fit_clusters(
+            store, pair, draft, count=clusters, seed=seed, progress=progress
+        ).artifact
     shared.clusters, partition = name, stored_clusters(store, pair, draft, name)
     read = contexts(pair, draft, texts, known=shared.texts, progress=progress)
-    steps: dict[str, Any] = {"labels": labels, "hidden": hidden, "epochs": epochs, "seed": seed, "progress": progress}
+    steps: dict[str, Any] = {
+        "labels": labels,
+        "hidden": hidden,
+        "epochs": epochs,
+        "seed": seed,
+        "progress": progress,
+    }
     output = pair.models[draft].output
-    frequencies = frequency_order(count_tokens(token_ids(texts), pair.target.vocab_size)[output.ids])  # of the head's rows
+    frequencies = frequency_order(
+        count_tokens(token_ids(texts), pair.target.vocab_size)[output.ids]
+    )  # of the head's rows
     router, scores = train_router(read, partition, frequencies, **steps)
     described, arrays = Routing(router, partition, output.hash).to_document()
     document = {
@@ -137,7 +147,9 @@ def fit_router(
         "scores": scores,
     }
     fitted_to = read.top, read.group
-    artifact = keep(store, ROUTER, document, arrays, pair_id=pair.id, fitted_to=fitted_to, recording=recording)
+    artifact = keep(
+        store, ROUTER, document, arrays, pair_id=pair.id, fitted_to=fitted_to, recording=recording
+    )
     ranks = None
     if ranked and draft in store.get_recording(recording).trees:
         (made,) = recorded_ranks(store, pair, recording, draft, [artifact], progress=progress)
@@ -182,7 +194,8 @@ def fit_ranks(
         order = stored(store, "--frequencies", frequencies or "", FREQUENCIES)
     else:
         raise PolicyError(
-            f"--draft {draft}: chains of a head replay as trees, which need no frequency ranks; name a language-model draft"
+            f"--draft {draft}: chains of a head replay as trees, which need no frequency ranks; "
+            "name a language-model draft"
         )
     (ranks,) = recorded_ranks(
         store, pair, recording, draft, [order.id], proposals=proposals, progress=progress
@@ -225,7 +238,8 @@ def contexts(
         progress("contexts", n + 1, len(texts))
     if len(parts) < 2:
         raise TraceError(
-            "a router is trained and scored on different texts: record at least two requests with an output"
+            "a router is trained and scored on different texts: record at least two requests with "
+            "an output"
         )
     inputs, top, probabilities = (torch.cat(columns).cpu() for columns in zip(*parts, strict=True))
     return Contexts(inputs, top.numpy(), probabilities.double().numpy(), np.concatenate(groups))
@@ -267,17 +281,22 @@ def train_router(
     seed: int = 0,
     progress: Progress = silent,
 ) -> tuple[Router, dict[str, Any]]:
-    """Trains a router by binary cross-entropy on multi-hot labels (section 4.2), and scores it on texts held out (:func:`score_router`).
+    """Trains a router by binary cross-entropy on multi-hot labels (section 4.2), and scores it on
+    texts held out (:func:`score_router`).
 
-    The scores' ``curve``, by epoch, 0 being before training: the loss (equation of section 4.2, a sum over clusters) on the examples
-    trained on, None at 0, and on those held out. The same seed gives the same router on the same machine. Raises TraceError where there
-    are fewer than two texts."""
+    The scores' ``curve``, by epoch, 0 being before training: the loss (equation of section 4.2, a
+    sum over clusters) on the examples trained on, None at 0, and on those held out. The same seed
+    gives the same router on the same machine. Raises TraceError where there are fewer than two
+    texts."""
     try:
         held = held_out(contexts.group, HELD_OUT, seed)
     except ValueError as error:
         raise TraceError(f"a router is trained and scored on different texts: {error}") from None
     learning, apart = contexts.take(~held), contexts.take(held)
-    y, y_apart = (torch.from_numpy(cluster_labels(part.top[:, :labels], clusters)) for part in (learning, apart))
+    y, y_apart = (
+        torch.from_numpy(cluster_labels(part.top[:, :labels], clusters))
+        for part in (learning, apart)
+    )
     generator = torch.Generator().manual_seed(seed)
     standard = perceptron.initial(learning.inputs.shape[1], hidden, clusters.count, generator)
     start = standard.on_raw(perceptron.Scale.of(learning.inputs))
@@ -290,7 +309,9 @@ def train_router(
 
     after(0, None, start)
     steps: dict[str, Any] = {"epochs": epochs, "batch": BATCH, "learning_rate": learning_rate}
-    router = Router(*perceptron.train(start, learning.inputs, y, generator=generator, after=after, **steps))
+    router = Router(
+        *perceptron.train(start, learning.inputs, y, generator=generator, after=after, **steps)
+    )
     scores = score_router(router, apart, clusters, frequencies, labels=labels, ks=ks)
     return router, {**scores, "curve": curve}
 
@@ -304,14 +325,17 @@ def score_router(
     labels: int = LABELS,
     ks: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """What the router's top k clusters keep of ``contexts`` contexts, JSON-ready, for each k of ``ks`` (by default 1, 2, 4, ... below M).
-    Mass is counted of the tokens given, so it approaches the distribution's as L' grows.
+    """What the router's top k clusters keep of ``contexts`` contexts, JSON-ready, for each k of
+    ``ks`` (by default 1, 2, 4, ... below M). Mass is counted of the tokens given, so it approaches
+    the distribution's as L' grows.
 
-    ``recall``: the share of all label clusters among the top k; ``labels``: label clusters of a context, on average, of the draft's first
-    ``label_tokens`` tokens. ``size``: tokens in the union, on average. ``first``: the share of contexts whose most probable token is kept;
-    ``mass``: the mean probability kept of the tokens given, of at most ``ceiling``, their mean sum; ``oracle``: that of the best k clusters
-    under these probabilities, so that ``oracle - mass`` is the mean routing regret of corollary 5.2. ``frequency_first`` and ``frequency``:
-    ``first`` and ``mass`` of one frequency shortlist of round(size) tokens."""
+    ``recall``: the share of all label clusters among the top k; ``labels``: label clusters of a
+    context, on average, of the draft's first ``label_tokens`` tokens. ``size``: tokens in the
+    union, on average. ``first``: the share of contexts whose most probable token is kept; ``mass``:
+    the mean probability kept of the tokens given, of at most ``ceiling``, their mean sum;
+    ``oracle``: that of the best k clusters under these probabilities, so that ``oracle - mass`` is
+    the mean routing regret of corollary 5.2. ``frequency_first`` and ``frequency``: ``first`` and
+    ``mass`` of one frequency shortlist of round(size) tokens."""
     chosen_ks = list(ks or (1 << i for i in range(max(1, (clusters.count - 1).bit_length()))))
     n, tokens, mass = len(contexts.top), contexts.top, contexts.probabilities
     weights = Weights(router.w1, router.b1, router.w2, router.b2)

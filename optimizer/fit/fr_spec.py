@@ -68,7 +68,9 @@ def fit_fr_spec(
         },
     }
     origin = {key: source[key] for key in ("recording", "corpus") if key in source}
-    artifact = keep(store, FREQUENCIES, document, arrays, pair_id=pair.id, fitted_to=(counts,), **origin)
+    artifact = keep(
+        store, FREQUENCIES, document, arrays, pair_id=pair.id, fitted_to=(counts,), **origin
+    )
     trees = store.get_recording(recording).trees if ranked and not corpus else ()
     document["ranks"] = {
         d: recorded_ranks(store, pair, recording, d, [artifact], progress=progress)[0].artifact
@@ -95,7 +97,8 @@ def count_tokens(texts: Iterable[npt.NDArray[np.integer]], vocab: int) -> IntArr
     for number, ids in enumerate(texts):
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
             raise TraceError(
-                f"text {number}: token ids {int(ids.min())} to {int(ids.max())} are not in a vocabulary of {vocab} tokens; "
+                f"text {number}: token ids {int(ids.min())} to {int(ids.max())} are not in a "
+                f"vocabulary of {vocab} tokens; "
                 "count texts that the pair's own tokenizer made"
             )
         counts += np.bincount(ids.astype(np.int64), minlength=vocab)
@@ -122,14 +125,17 @@ def _tokens_of(pair: LoadedPair, name: str) -> list[int]:
         text = Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise WorkloadError(
-            f"--corpus {name}: {getattr(error, 'strerror', None) or error}; give text files in UTF-8"
+            f"--corpus {name}: {getattr(error, 'strerror', None) or error}; give text files "
+            "in UTF-8"
         ) from None
     found = pair.encode(text)
     if not found:
         raise WorkloadError(f"--corpus {name}: the file has no tokens")
     if (unknown := max(found)) >= pair.target.vocab_size:
         raise WorkloadError(
-            f"--corpus {name}: the tokenizer makes {pair.tokenizer.decode([unknown])!r} token {unknown}, but the models know "
-            f"{pair.target.vocab_size} tokens; leave it out of the file, or give the tokenizer that the models were trained with"
+            f"--corpus {name}: the tokenizer makes {pair.tokenizer.decode([unknown])!r} token "
+            f"{unknown}, but the models know "
+            f"{pair.target.vocab_size} tokens; leave it out of the file, or give the tokenizer "
+            "that the models were trained with"
         )
     return found

@@ -44,7 +44,8 @@ paper names none."""
 
 @dataclass(frozen=True, eq=False)
 class Rounds:
-    """What rounds did, [n] each: ``phi`` int64 in 1/16 nat, ``tcr`` int64, ``fully_accepted`` bool."""
+    """What rounds did, [n] each: ``phi`` int64 in 1/16 nat, ``tcr`` int64, ``fully_accepted``
+    bool."""
 
     phi: Index
     tcr: Index
@@ -107,12 +108,16 @@ def fit_heterospec(
     depth = depth or max(1, forest.depth - ALPHA)
     if not 1 <= top_n <= NODE_LIMIT:
         raise PolicyError(f"--top-n {top_n}: from 1 to {NODE_LIMIT} nodes can be kept")
-    rounds = bin_rounds(source.trees, width, depth, top_n, count=starts, seed=seed, progress=progress)
+    rounds = bin_rounds(
+        source.trees, width, depth, top_n, count=starts, seed=seed, progress=progress
+    )
     bins = fit_bins(rounds, depth)
     if not bins.thresholds:
         raise TraceError(
-            f"recording {source.info.id}: ranks do not depend on entropy in the {bins.rounds} rounds of "
-            f"draft {forest.draft!r}, so there is but one bin; record more requests, or fit deeper trees "
+            f"recording {source.info.id}: ranks do not depend on entropy in the {bins.rounds} "
+            "rounds of "
+            f"draft {forest.draft!r}, so there is but one bin; record more requests, or fit "
+            "deeper trees "
             "(--depth)"
         )
     fitted = {"width": width, "top_n": top_n, "starts": len(rounds.phi), "seed": seed}
@@ -161,7 +166,9 @@ def bin_rounds(
         table = tabulate_growth(part, rules, depth)
         accepted, tcr = terminal_ranks(table, top_n)
         known = (table.missing == NEVER) | (table.missing > depth)
-        parts.append((table.phi[known, depth - 1].astype(np.int64), tcr[known], accepted[known] == depth))
+        parts.append(
+            (table.phi[known, depth - 1].astype(np.int64), tcr[known], accepted[known] == depth)
+        )
         progress("trees", at + len(some), len(starts))
     return Rounds(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 

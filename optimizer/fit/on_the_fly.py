@@ -1,9 +1,11 @@
-"""Fitting a chooser of drafts (on-the-fly adaptation paper, section 5) to a recording, and what choosing is worth on the rest of it.
+"""Fitting a chooser of drafts (on-the-fly adaptation paper, section 5) to a recording, and what
+choosing is worth on the rest of it.
 
-A recording knows, for every draft and position, whether the draft would have proposed the text's token, so the accuracy alpha of every
-draft on every prompt is counted, not estimated from rounds; and replay says what every draft with its policy would have cost on every
-request. A chooser is fitted to some requests (:func:`optimizer.parts.split`) and measured on the others, against the best single draft
-and against an oracle that knows each request's best draft.
+A recording knows, for every draft and position, whether the draft would have proposed the text's
+token, so the accuracy alpha of every draft on every prompt is counted, not estimated from rounds;
+and replay says what every draft with its policy would have cost on every request. A chooser is
+fitted to some requests (:func:`optimizer.parts.split`) and measured on the others, against the best
+single draft and against an oracle that knows each request's best draft.
 """
 
 from __future__ import annotations
@@ -32,7 +34,13 @@ from spectune.runtime.policies.draft_choice import (
     checked_candidate,
 )
 from spectune.runtime.policies.plan import compile_plan
-from spectune.runtime.policies.prompt_features import SCALARS, TOKEN_PATTERN, Prompt, PromptFeatures, raw_scalars
+from spectune.runtime.policies.prompt_features import (
+    SCALARS,
+    TOKEN_PATTERN,
+    Prompt,
+    PromptFeatures,
+    raw_scalars,
+)
 from spectune.runtime.prompts import prompt_reader, read_prompt
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import AGREE_NONE, AGREE_YES, PROB_SCALE, LatencyProfile, Trajectory
@@ -41,33 +49,39 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 COMPONENTS: Final = 7
-"""Dimensions that TF-IDF is projected to; with constant, length and perplexity r = 10, the middle of the paper's table 13 (4 to 16)."""
+"""Dimensions that TF-IDF is projected to; with constant, length and perplexity r = 10, the middle
+of the paper's table 13 (4 to 16)."""
 PROMPTS_PER_FEATURE: Final = 3
 """Prompts that must stand behind each entry of u; with fewer, TF-IDF gets fewer dimensions."""
 MAX_TERMS: Final = 4096
 MIN_PROMPTS: Final = 2
 """Most terms that TF-IDF knows, and prompts that a term must occur in."""
 FALLBACK_RIDGE: Final = 1e-3
-"""Ridge per prompt where the features are linearly dependent and ordinary least squares has no single answer."""
+"""Ridge per prompt where the features are linearly dependent and ordinary least squares has no
+single answer."""
 RIDGES: Final = tuple(float(x) for x in np.logspace(-3, 3, 25))
-"""Ridges per prompt that cross-validation chooses from; at the largest, predictions are hardly more than the mean accuracy."""
+"""Ridges per prompt that cross-validation chooses from; at the largest, predictions are hardly more
+than the mean accuracy."""
 Ridge = float | Literal["cv"]
-"""A ridge per prompt; ``cv`` is chosen by leave-one-out cross-validation, for each draft its own."""
+"""A ridge per prompt; ``cv`` is chosen by leave-one-out cross-validation, for each draft its own.
+"""
 FOLDS: Final = 5
 """Parts of cross-validation that tell whether choosing gains anything."""
 RESAMPLES: Final = 1000
 """Bootstrap samples of requests behind an interval."""
 
 
-# ----------------------------------------------------------------------------------------------------------- what is fitted to
+# -------------------------------------------------------------------------------- what is fitted to
 
 
 def agreement(trace: ReplayTrace, draft: str) -> FloatArray:
-    """The chance that a draft's proposal is accepted at each position of a trace's trajectories, float64 [positions].
+    """The chance that a draft's proposal is accepted at each position of a trace's trajectories,
+    float64 [positions].
 
-    With the coupled verifier 0 or 1: whether the proposal is the text's token; with the rejection verifier above temperature 0 the
-    recorded chance. No proposal (prompt lookup without a match) is 0; for ``none`` all are. Raises TraceError where the recording has no
-    chain panorama of the draft (a head has none).
+    With the coupled verifier 0 or 1: whether the proposal is the text's token; with the rejection
+    verifier above temperature 0 the recorded chance. No proposal (prompt lookup without a match) is
+    0; for ``none`` all are. Raises TraceError where the recording has no chain panorama of the
+    draft (a head has none).
     """
     if draft == NO_DRAFT:
         return np.zeros(int(trace.offsets[-1]))
@@ -75,7 +89,8 @@ def agreement(trace: ReplayTrace, draft: str) -> FloatArray:
     if chains is None:
         known = ", ".join(sorted(trace.chains)) or "none"
         raise TraceError(
-            f"the recording has no chain panorama of draft {draft!r} (it has: {known}), and its accuracy cannot be counted: "
+            f"the recording has no chain panorama of draft {draft!r} (it has: {known}), and its "
+            "accuracy cannot be counted: "
             "`record --resume ID` makes those of language models and ngram; leave heads out"
         )
     chance = (chains.agree != AGREE_NONE) * (chains.accept / float(PROB_SCALE))
@@ -84,36 +99,49 @@ def agreement(trace: ReplayTrace, draft: str) -> FloatArray:
 
 
 def accuracies(trace: ReplayTrace, drafts: Sequence[str]) -> FloatArray:
-    """The single-token accuracy alpha of each draft on each request of ``trace.order``: the mean of :func:`agreement` over its positions,
-    float64 [requests, drafts]. Raises TraceError as that does, and for a request without output."""
+    """The single-token accuracy alpha of each draft on each request of ``trace.order``: the mean of
+    :func:`agreement` over its positions, float64 [requests, drafts]. Raises TraceError as that
+    does, and for a request without output."""
     lengths = np.diff(trace.offsets)
     if (lengths[trace.order] == 0).any():
-        raise TraceError("a request of the recording has no output, so no draft's accuracy on it; leave it out")
+        raise TraceError(
+            "a request of the recording has no output, so no draft's accuracy on it; leave it out"
+        )
     columns = []
     for draft in drafts:
         sums = np.concatenate([[0.0], np.cumsum(agreement(trace, draft))])
-        columns.append(((sums[trace.offsets[1:]] - sums[trace.offsets[:-1]]) / np.maximum(1, lengths))[trace.order])
+        columns.append(
+            ((sums[trace.offsets[1:]] - sums[trace.offsets[:-1]]) / np.maximum(1, lengths))[
+                trace.order
+            ]
+        )
     return np.stack(columns, axis=1)
 
 
 def level_accuracies(replayed: Replay) -> FloatArray:
-    """Equation 2 over all rounds of each request of a replay with ``per_round``, float64 [requests]: levels accepted over levels
-    accepted and rejections; 0 where nothing was drafted. What stands for alpha where a chain's tokens do not say it: trees, shortlists,
-    heads."""
+    """Equation 2 over all rounds of each request of a replay with ``per_round``, float64
+    [requests]: levels accepted over levels accepted and rejections; 0 where nothing was drafted.
+    What stands for alpha where a chain's tokens do not say it: trees, shortlists, heads."""
     assert replayed.rounds is not None
-    request, accepted, emitted, depth = (replayed.rounds[:, i].astype(np.int64) for i in (0, 4, 5, 8))
+    request, accepted, emitted, depth = (
+        replayed.rounds[:, i].astype(np.int64) for i in (0, 4, 5, 8)
+    )
     kept = np.bincount(request, weights=accepted, minlength=len(replayed.counts))
-    rejected = np.bincount(request, weights=(accepted < depth) & (emitted > accepted), minlength=len(replayed.counts))
+    rejected = np.bincount(
+        request, weights=(accepted < depth) & (emitted > accepted), minlength=len(replayed.counts)
+    )
     return np.asarray(kept / np.maximum(1.0, kept + rejected), dtype=np.float64)
 
 
 def persistence(trace: ReplayTrace, drafts: Sequence[str]) -> dict[str, float | None]:
-    """How much of the difference between requests' accuracies lasts, by draft: the correlation, over the requests of ``trace.order``, of
-    the accuracy on the answers' first halves with that on their second halves. None where either does not vary.
+    """How much of the difference between requests' accuracies lasts, by draft: the correlation,
+    over the requests of ``trace.order``, of the accuracy on the answers' first halves with that on
+    their second halves. None where either does not vary.
 
-    What a prompt can tell of its answer is bounded by it: features of a prompt that predicted a half better than the other half does would
-    have to know what the text itself does not. For whole answers the share of variance that lasts is about 2 c / (1 + c)
-    (Spearman and Brown), which no R^2 can be expected to exceed.
+    What a prompt can tell of its answer is bounded by it: features of a prompt that predicted a
+    half better than the other half does would have to know what the text itself does not. For whole
+    answers the share of variance that lasts is about 2 c / (1 + c) (Spearman and Brown), which no
+    R^2 can be expected to exceed.
     """
     begins, ends = trace.offsets[trace.order], trace.offsets[trace.order + 1]
     halves = (begins + ends) // 2
@@ -121,7 +149,10 @@ def persistence(trace: ReplayTrace, drafts: Sequence[str]) -> dict[str, float | 
     for draft in drafts:
         sums = np.concatenate([[0.0], np.cumsum(agreement(trace, draft))])
         first, second = sums[halves] - sums[begins], sums[ends] - sums[halves]
-        first, second = first / np.maximum(1, halves - begins), second / np.maximum(1, ends - halves)
+        first, second = (
+            first / np.maximum(1, halves - begins),
+            second / np.maximum(1, ends - halves),
+        )
         varies = len(first) > 1 and first.std() > 0 and second.std() > 0
         found[draft] = float(np.corrcoef(first, second)[0, 1]) if varies else None
     return found
@@ -131,9 +162,9 @@ def persistence(trace: ReplayTrace, drafts: Sequence[str]) -> dict[str, float | 
 class Measured:
     """What replay knows of n requests and K drafts with their policies.
 
-    ``alphas`` [n, K] (:func:`accuracies` of chains, else :func:`level_accuracies`); ``seconds`` [n, K] in all, of which ``before`` [n,
-    K] before the first round; ``prompt_tokens``, ``new_tokens`` and ``budgets`` int64 [n]; ``sampled``: some were decoded above
-    temperature 0.
+    ``alphas`` [n, K] (:func:`accuracies` of chains, else :func:`level_accuracies`); ``seconds`` [n,
+    K] in all, of which ``before`` [n, K] before the first round; ``prompt_tokens``, ``new_tokens``
+    and ``budgets`` int64 [n]; ``sampled``: some were decoded above temperature 0.
     """
 
     drafts: tuple[str, ...]
@@ -154,15 +185,22 @@ class Measured:
         *,
         artifacts: Artifacts | None = None,
     ) -> Measured:
-        """Replays every policy on the requests of ``trace.order``. Raises TraceError as :func:`accuracies` and replay do."""
+        """Replays every policy on the requests of ``trace.order``. Raises TraceError as
+        :func:`accuracies` and replay do."""
         order = trace.order
         alphas, seconds, before = [], [], []
         for draft, policy in candidates.items():
-            plain = draft == NO_DRAFT or (draft in trace.chains and not policy.is_tree and not policy.shortlisted)
-            replayed = run_replay(trace, policy, profile, per_round=not plain, artifacts=artifacts, approximate=True)
+            plain = draft == NO_DRAFT or (
+                draft in trace.chains and not policy.is_tree and not policy.shortlisted
+            )
+            replayed = run_replay(
+                trace, policy, profile, per_round=not plain, artifacts=artifacts, approximate=True
+            )
             alphas.append(accuracies(trace, [draft])[:, 0] if plain else level_accuracies(replayed))
             seconds.append(replayed.seconds)
-            before.append(profile.request_seconds(draft if policy.speculates else None, trace.prompts)[order])
+            before.append(
+                profile.request_seconds(draft if policy.speculates else None, trace.prompts)[order]
+            )
         return cls(
             tuple(candidates),
             np.stack(alphas, axis=1),
@@ -185,14 +223,16 @@ class Measured:
         return self.drafts[int(self.seconds.sum(0).argmin())]
 
 
-def read_prompts(pair: LoadedPair, trajectories: Sequence[Trajectory], *, reader: str | None = None) -> tuple[Prompt, ...]:
+def read_prompts(
+    pair: LoadedPair, trajectories: Sequence[Trajectory], *, reader: str | None = None
+) -> tuple[Prompt, ...]:
     """Every trajectory's prompt as a chooser reads it, by one pass of ``reader``, by default
     :func:`runtime.prompts.prompt_reader`."""
     name = prompt_reader(pair) if reader is None else reader
     return tuple(read_prompt(pair, t.prompt_ids.tolist(), name) for t in trajectories)
 
 
-# -------------------------------------------------------------------------------------------------------------------- fitting
+# ------------------------------------------------------------------------------------------ fitting
 
 
 def fit_features(
@@ -201,20 +241,26 @@ def fit_features(
     reader: str = TARGET,
     components: int | None = None,
 ) -> PromptFeatures:
-    """Fits the features to prompts: scikit-learn's ``TfidfVectorizer`` and ``TruncatedSVD``, then mean and deviation of each column.
+    """Fits the features to prompts: scikit-learn's ``TfidfVectorizer`` and ``TruncatedSVD``, then
+    mean and deviation of each column.
 
-    ``components`` is by default :data:`COMPONENTS`, less where there are fewer than :data:`PROMPTS_PER_FEATURE` prompts per entry of u or
-    fewer terms. A column that does not vary is left unscaled. Raises TraceError when there are fewer than 2 prompts.
+    ``components`` is by default :data:`COMPONENTS`, less where there are fewer than
+    :data:`PROMPTS_PER_FEATURE` prompts per entry of u or fewer terms. A column that does not vary
+    is left unscaled. Raises TraceError when there are fewer than 2 prompts.
     """
     from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     if len(prompts) < 2:
-        raise TraceError(f"a chooser is fitted to at least 2 prompts, not {len(prompts)}; record more requests")
+        raise TraceError(
+            f"a chooser is fitted to at least 2 prompts, not {len(prompts)}; record more requests"
+        )
     texts = [p.text for p in prompts]
     vocabulary: tuple[str, ...] = ()
     idf, projection = np.zeros(0), np.zeros((0, 0))
-    vectorizer = TfidfVectorizer(token_pattern=TOKEN_PATTERN, min_df=MIN_PROMPTS, max_features=MAX_TERMS, dtype=np.float64)
+    vectorizer = TfidfVectorizer(
+        token_pattern=TOKEN_PATTERN, min_df=MIN_PROMPTS, max_features=MAX_TERMS, dtype=np.float64
+    )
     try:
         counts = vectorizer.fit_transform(texts)
     except ValueError:  # no term occurs in enough of them
@@ -227,7 +273,9 @@ def fit_features(
         k = min(wanted, len(vocabulary) - 1, len(prompts) - 1)
         projection = np.zeros((0, len(vocabulary)))
         if k > 0:
-            with np.errstate(invalid="ignore"):  # prompts that are all alike explain a share of no variance
+            with np.errstate(
+                invalid="ignore"
+            ):  # prompts that are all alike explain a share of no variance
                 svd = TruncatedSVD(n_components=k, random_state=0).fit(counts)
             projection = np.asarray(svd.components_, dtype=np.float64)
     columns = len(SCALARS) + len(projection)
@@ -240,15 +288,18 @@ def fit_features(
 
 
 def least_squares(features: FloatArray, alpha: FloatArray, *, ridge: Ridge = 0.0) -> LinearAccuracy:
-    """Equation 5's estimate Z = (sum b b')^-1 sum b alpha from ``features`` [n, r] and accuracies [n].
+    """Equation 5's estimate Z = (sum b b')^-1 sum b alpha from ``features`` [n, r] and accuracies
+    [n].
 
-    With a ``ridge`` > 0, (sum b b' + ridge n D)^-1 instead, D the identity without the constant's entry. At 0 it is
-    :data:`FALLBACK_RIDGE` where the prompts are linearly dependent and there is no inverse. Raises TraceError without prompts, or for
-    numbers that are not finite.
+    With a ``ridge`` > 0, (sum b b' + ridge n D)^-1 instead, D the identity without the constant's
+    entry. At 0 it is :data:`FALLBACK_RIDGE` where the prompts are linearly dependent and there is
+    no inverse. Raises TraceError without prompts, or for numbers that are not finite.
     """
     n, r = features.shape
     if not n or not (np.isfinite(features).all() and np.isfinite(alpha).all()):
-        raise TraceError(f"least squares needs prompts with finite features and accuracies; there are {n}")
+        raise TraceError(
+            f"least squares needs prompts with finite features and accuracies; there are {n}"
+        )
     weights, _, rank, _ = np.linalg.lstsq(features, alpha, rcond=None)
     used = _cross_validated(features, alpha) if ridge == "cv" else float(ridge)
     used = FALLBACK_RIDGE if used == 0.0 and rank < r else used
@@ -259,7 +310,8 @@ def least_squares(features: FloatArray, alpha: FloatArray, *, ridge: Ridge = 0.0
 
 
 def _cross_validated(features: FloatArray, alpha: FloatArray) -> float:
-    """The ridge per prompt of :data:`RIDGES` with the least squared error of leave-one-out predictions (scikit-learn's ``RidgeCV``)."""
+    """The ridge per prompt of :data:`RIDGES` with the least squared error of leave-one-out
+    predictions (scikit-learn's ``RidgeCV``)."""
     from sklearn.linear_model import RidgeCV
 
     n, r = features.shape
@@ -270,13 +322,15 @@ def _cross_validated(features: FloatArray, alpha: FloatArray) -> float:
 
 
 def calibrate(measured: Measured, options: Sequence[Option]) -> dict[str, float]:
-    """:attr:`runtime.policies.draft_choice.Chooser.calibration`: replayed seconds of all rounds over those that equation 3 gives at the
-    true accuracies."""
+    """:attr:`runtime.policies.draft_choice.Chooser.calibration`: replayed seconds of all rounds
+    over those that equation 3 gives at the true accuracies."""
     factors = {}
     for k, option in enumerate(options):
         alpha = np.clip(measured.alphas[:, k], 0.0, ACC_MAX)
         rounds = (measured.seconds[:, k] - measured.before[:, k]).sum()
-        factors[option.draft] = float(rounds / (option.token_seconds(alpha) * measured.new_tokens).sum())
+        factors[option.draft] = float(
+            rounds / (option.token_seconds(alpha) * measured.new_tokens).sum()
+        )
     return factors
 
 
@@ -293,29 +347,40 @@ def fit_chooser(
     seed: int = 0,
     artifacts: Artifacts | None = None,
 ) -> Chooser:
-    """Fits a chooser of ``candidates`` (a policy for each draft, ``none`` and ``ngram`` among them if wanted) to a recording.
+    """Fits a chooser of ``candidates`` (a policy for each draft, ``none`` and ``ngram`` among them
+    if wanted) to a recording.
 
-    ``prompts`` are those of ``trace.trajectories``, in order (:func:`read_prompts`), and ``reader`` is who read them. A ridge by
-    cross-validation shrinks towards the mean what the prompts do not bear out. ``parts``: the requests fitted to and those held out, by
-    default those of :func:`optimizer.parts.split`; ``Chooser.metrics`` has :func:`evaluate` on both. A ``guarded`` one keeps to the best
-    single draft unless :func:`cross_validated` finds a gain beyond noise; ``seed`` deals the requests into its parts.
+    ``prompts`` are those of ``trace.trajectories``, in order (:func:`read_prompts`), and ``reader``
+    is who read them. A ridge by cross-validation shrinks towards the mean what the prompts do not
+    bear out. ``parts``: the requests fitted to and those held out, by default those of
+    :func:`optimizer.parts.split`; ``Chooser.metrics`` has :func:`evaluate` on both. A ``guarded``
+    one keeps to the best single draft unless :func:`cross_validated` finds a gain beyond noise;
+    ``seed`` deals the requests into its parts.
 
-    Raises PolicyError without candidates or for one that is not its draft's, TraceError when the recording lacks a draft or has too few
-    prompts.
+    Raises PolicyError without candidates or for one that is not its draft's, TraceError when the
+    recording lacks a draft or has too few prompts.
     """
     if not candidates:
         raise PolicyError("a chooser needs drafts to choose from; give at least one policy")
     for draft, policy in candidates.items():
         checked_candidate(draft, policy)
     if len(prompts) != len(trace.trajectories):
-        raise TraceError(f"{len(prompts)} prompts for {len(trace.trajectories)} recorded requests; read them from the same recording")
+        raise TraceError(
+            f"{len(prompts)} prompts for {len(trace.trajectories)} recorded requests; read them "
+            "from the same recording"
+        )
     if parts is None:
         of = split([t.category for t in trace.trajectories])
         parts = of.search, sorted([*of.race, *of.confirm]) or of.search
     fit_part, test_part = parts
     measured = Measured.of(trace.select(fit_part), candidates, profile, artifacts=artifacts)
-    ready = {d: compile_plan(p, [d], profile=profile, artifacts=artifacts) for d, p in candidates.items()}
-    options = tuple(Option.of(d, p, profile, sampled=measured.sampled, ready=ready[d]) for d, p in candidates.items())
+    ready = {
+        d: compile_plan(p, [d], profile=profile, artifacts=artifacts) for d, p in candidates.items()
+    }
+    options = tuple(
+        Option.of(d, p, profile, sampled=measured.sampled, ready=ready[d])
+        for d, p in candidates.items()
+    )
     chosen = [prompts[r] for r in fit_part]
 
     def fitted_to(rows: IntArray) -> Chooser:
@@ -323,8 +388,14 @@ def fit_chooser(
         features = fit_features(own, reader=reader)
         matrix = features.transform(own)
         alphas = dict(zip(candidates, part.alphas.T, strict=True))
-        weights = {d: least_squares(matrix, alpha, ridge="cv") for d, alpha in alphas.items() if d != NO_DRAFT}
-        return Chooser(features, weights, dict(candidates), calibrate(part, options), rule, single=part.single)
+        weights = {
+            d: least_squares(matrix, alpha, ridge="cv")
+            for d, alpha in alphas.items()
+            if d != NO_DRAFT
+        }
+        return Chooser(
+            features, weights, dict(candidates), calibrate(part, options), rule, single=part.single
+        )
 
     chooser = fitted_to(np.arange(len(chosen)))
     metrics: dict[str, Any] = {
@@ -332,7 +403,9 @@ def fit_chooser(
         "fitted_prompts": max((w.prompts for w in chooser.accuracy.values()), default=0),
         "ridge": "cv",
         "single": chooser.single,
-        "persistence": persistence(trace.select(fit_part), [d for d in candidates if d in trace.chains]),
+        "persistence": persistence(
+            trace.select(fit_part), [d for d in candidates if d in trace.chains]
+        ),
     }
     if guarded:
         gained = cross_validated(measured, chosen, fitted_to, options, profile, seed=seed)
@@ -341,14 +414,17 @@ def fit_chooser(
     metrics["fit"] = evaluate(chooser, measured, chosen, profile, options=options)
     if list(test_part) != list(fit_part):
         held_out = Measured.of(trace.select(test_part), candidates, profile, artifacts=artifacts)
-        metrics["held_out"] = evaluate(chooser, held_out, [prompts[r] for r in test_part], profile, options=options)
+        metrics["held_out"] = evaluate(
+            chooser, held_out, [prompts[r] for r in test_part], profile, options=options
+        )
     return replace(chooser, metrics=metrics)
 
 
 @dataclass(frozen=True)
 class Gained:
-    """What choosing gains by cross-validation: speed over one draft for all, less 1, and its 95% bootstrap interval over ``requests``. Both
-    are 0 where there are too few to say (``folds`` 0)."""
+    """What choosing gains by cross-validation: speed over one draft for all, less 1, and its 95%
+    bootstrap interval over ``requests``. Both are 0 where there are too few to say (``folds`` 0).
+    """
 
     requests: int
     folds: int
@@ -366,9 +442,15 @@ class Gained:
         if not self.folds:
             return f"{self.requests} requests are too few to tell whether choosing gains anything"
         low, high = self.interval
-        shown = f"choosing gains {100 * self.gain:.1f}% ({100 * low:.1f} to {100 * high:.1f}) over one draft for all"
+        shown = (
+            f"choosing gains {100 * self.gain:.1f}% ({100 * low:.1f} to {100 * high:.1f}) over one "
+            "draft for all"
+        )
         judged = "beyond noise" if self.holds else "not beyond noise"
-        return f"by {self.folds}-fold cross-validation on the {self.requests} requests fitted to, {shown}: {judged}"
+        return (
+            f"by {self.folds}-fold cross-validation on the {self.requests} requests fitted to, "
+            f"{shown}: {judged}"
+        )
 
 
 def cross_validated(
@@ -381,9 +463,9 @@ def cross_validated(
     folds: int = FOLDS,
     seed: int = 0,
 ) -> Gained:
-    """What choosing gains on requests that were not fitted to: each of ``folds`` parts is chosen for by a chooser fitted to the others
-    (``fit``, by rows of ``measured``), charged for reading its prompts, and held against the single draft that was fastest on the
-    others."""
+    """What choosing gains on requests that were not fitted to: each of ``folds`` parts is chosen
+    for by a chooser fitted to the others (``fit``, by rows of ``measured``), charged for reading
+    its prompts, and held against the single draft that was fastest on the others."""
     n = len(prompts)
     if n < 2 * folds:
         return Gained(n, 0)
@@ -392,13 +474,15 @@ def cross_validated(
         chooser, part = fit(np.sort(np.setdiff1d(order, rows))), measured.take(rows)
         alphas = chooser.accuracies(chooser.features.transform([prompts[r] for r in rows]))
         picks = chooser.decide(alphas, options, part.prompt_tokens, part.budgets)
-        reading = chooser.reading_seconds(profile, part.prompt_tokens, [chooser.drafts[k] for k in picks])
+        reading = chooser.reading_seconds(
+            profile, part.prompt_tokens, [chooser.drafts[k] for k in picks]
+        )
         spent[rows] = part.seconds[np.arange(len(rows)), picks] + reading
         base[rows] = part.seconds[:, chooser.drafts.index(chooser.single)]
     return Gained(n, folds, float(base.sum() / spent.sum()) - 1.0, _interval(base, spent))
 
 
-# ----------------------------------------------------------------------------------------------------------------- evaluation
+# --------------------------------------------------------------------------------------- evaluation
 
 
 def evaluate(
@@ -409,17 +493,21 @@ def evaluate(
     *,
     options: Sequence[Option] | None = None,
 ) -> dict[str, Any]:
-    """What choosing is worth on some requests, JSON-ready: every request is charged what replay says the choice cost, and the pass that
-    reads the prompt's perplexity (:meth:`Chooser.reading_seconds`). ``prompts`` are those of ``measured``'s requests. ``options``: of the
-    candidates, where they need artifacts.
+    """What choosing is worth on some requests, JSON-ready: every request is charged what replay
+    says the choice cost, and the pass that reads the prompt's perplexity
+    (:meth:`Chooser.reading_seconds`). ``prompts`` are those of ``measured``'s requests.
+    ``options``: of the candidates, where they need artifacts.
 
-    ``accuracy``: mean alpha by draft. ``r2`` (None where all are equal) and ``rmse`` of the predicted accuracies, by draft.
-    ``tokens_per_s``: total tokens over total seconds of every draft, of the ``oracle`` that takes each request's fastest draft, and of the
-    rules: ``throughput``, ``theorem_3``, ``known`` (the rule ``throughput`` told the true accuracies, which is what better prediction
-    could reach), and ``guarded`` (what the chooser does, which may be not to choose). ``single``: the best single draft on these requests,
-    known in hindsight. ``gain``: tokens per second over the best single draft's, less 1; ``interval``: its 95% bootstrap interval over
-    requests, the single draft kept. ``share``: of the oracle's gain in seconds (1: the oracle, 0: the best single draft, below: worse than
-    not choosing; None where there is nothing to gain). ``picks``: requests by rule and draft.
+    ``accuracy``: mean alpha by draft. ``r2`` (None where all are equal) and ``rmse`` of the
+    predicted accuracies, by draft. ``tokens_per_s``: total tokens over total seconds of every
+    draft, of the ``oracle`` that takes each request's fastest draft, and of the rules:
+    ``throughput``, ``theorem_3``, ``known`` (the rule ``throughput`` told the true accuracies,
+    which is what better prediction could reach), and ``guarded`` (what the chooser does, which may
+    be not to choose). ``single``: the best single draft on these requests, known in hindsight.
+    ``gain``: tokens per second over the best single draft's, less 1; ``interval``: its 95%
+    bootstrap interval over requests, the single draft kept. ``share``: of the oracle's gain in
+    seconds (1: the oracle, 0: the best single draft, below: worse than not choosing; None where
+    there is nothing to gain). ``picks``: requests by rule and draft.
     """
     options = chooser.options(profile, sampled=measured.sampled) if options is None else options
     predicted = chooser.accuracies(chooser.features.transform(prompts))
@@ -439,30 +527,45 @@ def evaluate(
     )
     for name, alphas, rule, by in rules:
         picks = by.decide(alphas, options, measured.prompt_tokens, measured.budgets, rule)
-        more = 0.0 if name == "known" else by.reading_seconds(profile, measured.prompt_tokens, [drafts[k] for k in picks])
+        more = (
+            0.0
+            if name == "known"
+            else by.reading_seconds(profile, measured.prompt_tokens, [drafts[k] for k in picks])
+        )
         spent[name] = measured.seconds[rows, picks] + more
         picked[name] = picks
     others = ("oracle", *(name for name, *_ in rules))
     saved = {name: float(best.sum() - spent[name].sum()) for name in others}
     tokens = int(measured.new_tokens.sum())
-    fitted = {d: (measured.alphas[:, k], predicted[:, k]) for k, d in enumerate(drafts) if d != NO_DRAFT}
+    fitted = {
+        d: (measured.alphas[:, k], predicted[:, k]) for k, d in enumerate(drafts) if d != NO_DRAFT
+    }
     return {
         "requests": len(rows),
         "tokens": tokens,
         "accuracy": dict(zip(drafts, measured.alphas.mean(0).tolist(), strict=True)),
         "r2": {d: r_squared(true, guessed) for d, (true, guessed) in fitted.items()},
-        "rmse": {d: float(np.sqrt(((true - guessed) ** 2).mean())) for d, (true, guessed) in fitted.items()},
+        "rmse": {
+            d: float(np.sqrt(((true - guessed) ** 2).mean()))
+            for d, (true, guessed) in fitted.items()
+        },
         "tokens_per_s": {name: tokens / float(seconds.sum()) for name, seconds in spent.items()},
         "single": single,
         "gain": {name: float(best.sum() / spent[name].sum()) - 1.0 for name in others},
         "interval": {name: _interval(best, spent[name]) for name in others},
-        "share": {name: saved[name] / saved["oracle"] if saved["oracle"] > 0 else None for name in others},
-        "picks": {name: {d: int((picks == k).sum()) for k, d in enumerate(drafts)} for name, picks in picked.items()},
+        "share": {
+            name: saved[name] / saved["oracle"] if saved["oracle"] > 0 else None for name in others
+        },
+        "picks": {
+            name: {d: int((picks == k).sum()) for k, d in enumerate(drafts)}
+            for name, picks in picked.items()
+        },
     }
 
 
 def r_squared(true: FloatArray, predicted: FloatArray) -> float | None:
-    """1 - residual over total sum of squares; below 0 where the mean of ``true`` predicts better, None where all of them are equal."""
+    """1 - residual over total sum of squares; below 0 where the mean of ``true`` predicts better,
+    None where all of them are equal."""
     total = float(((true - true.mean()) ** 2).sum())
     return 1.0 - float(((true - predicted) ** 2).sum()) / total if total > 0 else None
 
@@ -470,5 +573,7 @@ def r_squared(true: FloatArray, predicted: FloatArray) -> float | None:
 def _interval(base: FloatArray, spent: FloatArray) -> list[float]:
     """The 95% bootstrap interval of sum(base) / sum(spent) - 1 over requests."""
     pick = np.random.default_rng(0).integers(0, len(base), (RESAMPLES, len(base)))
-    found: list[float] = np.quantile(base[pick].sum(1) / spent[pick].sum(1) - 1.0, [0.025, 0.975]).tolist()
+    found: list[float] = np.quantile(
+        base[pick].sum(1) / spent[pick].sum(1) - 1.0, [0.025, 0.975]
+    ).tolist()
     return found

@@ -41,7 +41,8 @@ class Weights(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """Mean and deviation of each input, float64 [d]; the deviation of one that does not vary is 1."""
+    """Mean and deviation of each input, float64 [d]; the deviation of one that does not vary is
+    1."""
 
     mean: Tensor
     deviation: Tensor
@@ -49,7 +50,9 @@ class Scale(NamedTuple):
     @classmethod
     def of(cls, x: Tensor) -> Scale:
         mean = sum(part.double().sum(0) for part in torch.split(x, SCORED)) / len(x)
-        variance = sum((part.double() - mean).square().sum(0) for part in torch.split(x, SCORED)) / len(x)
+        variance = sum(
+            (part.double() - mean).square().sum(0) for part in torch.split(x, SCORED)
+        ) / len(x)
         deviation = torch.as_tensor(variance).sqrt()
         return cls(torch.as_tensor(mean), torch.where(deviation > 1e-9, deviation, 1.0))
 
@@ -77,7 +80,9 @@ def losses(weights: Weights, x: Tensor, y: Tensor) -> Tensor:
 def mean_loss(weights: Weights, x: Tensor, y: Tensor) -> float:
     """The mean of :func:`losses`, for weights that act on raw inputs."""
     parts = zip(torch.split(x, SCORED), torch.split(y, SCORED), strict=True)
-    return sum(float(losses(weights, some.float(), labels).sum()) for some, labels in parts) / len(x)
+    return sum(float(losses(weights, some.float(), labels).sum()) for some, labels in parts) / len(
+        x
+    )
 
 
 def train(

@@ -1,11 +1,13 @@
-"""Where orders of tokens or clusters put what was recorded of a draft: read once for all orders, and kept. Policies with shortlists of
-these orders replay from it.
+"""Where orders of tokens or clusters put what was recorded of a draft: read once for all orders,
+and kept. Policies with shortlists of these orders replay from it.
 
-A frequency order (FR-Spec, PA-FR) is one for all contexts. A router's (DynaSpec, section 4.2) follows the draft's hidden states: here the
-draft reads recorded texts, and the nodes of their tree panoramas, as it does while decoding; at each node the router orders the clusters,
-and of that order is kept what replays ask (:class:`optimizer.simulate.shortlist_ranks.ClusterRanks`). At prefixes of the text near ties
-are decided by canonical states, as in :mod:`runtime.shortlists`: the first k clusters of a canonical order are what the runtime selects at
-every k. Nodes off the text serve trees, whose replay under shortlists is approximate; their near ties stay.
+A frequency order (FR-Spec, PA-FR) is one for all contexts. A router's (DynaSpec, section 4.2)
+follows the draft's hidden states: here the draft reads recorded texts, and the nodes of their tree
+panoramas, as it does while decoding; at each node the router orders the clusters, and of that order
+is kept what replays ask (:class:`optimizer.simulate.shortlist_ranks.ClusterRanks`). At prefixes of
+the text near ties are decided by canonical states, as in :mod:`runtime.shortlists`: the first k
+clusters of a canonical order are what the runtime selects at every k. Nodes off the text serve
+trees, whose replay under shortlists is approximate; their near ties stay.
 """
 
 from __future__ import annotations
@@ -50,18 +52,20 @@ from spectune.traces.schema import Proposals, Trajectory, TreePanorama
 from spectune.traces.store import TraceStore
 
 KEPT: Final = 16
-"""First clusters of a router's order at every node that are kept: what other nodes of a tree's level add to its shortlist."""
+"""First clusters of a router's order at every node that are kept: what other nodes of a tree's
+level add to its shortlist."""
 
 
 class FrequencyOrder:
-    """The frequency order of an artifact over one draft of a pair. Only chains of language models ask for its ranks. Raises PolicyError
-    for one of another vocabulary."""
+    """The frequency order of an artifact over one draft of a pair. Only chains of language models
+    ask for its ranks. Raises PolicyError for one of another vocabulary."""
 
     def __init__(self, pair: LoadedPair, draft: str, name: str, held: Fitted) -> None:
         order = Frequencies.from_document(held.document, held.arrays)
         if order.vocab != pair.target.vocab_size:
             raise PolicyError(
-                f"frequencies {name}: orders a vocabulary of {order.vocab} tokens, pair {pair.spec.name} has {pair.target.vocab_size}; "
+                f"frequencies {name}: orders a vocabulary of {order.vocab} tokens, pair "
+                f"{pair.spec.name} has {pair.target.vocab_size}; "
                 "`fit frequencies` on a recording of this pair makes one"
             )
         distributions = WholeDistributions(pair, draft)
@@ -76,7 +80,8 @@ class FrequencyOrder:
         self.columns, self.none = np.maximum(inside - 1, 0).tolist(), inside == 0
 
     def place(self, read: ReadText) -> _FrequencyPlaces:
-        """Where the order puts what a request's texts go on with and the recorded children before that."""
+        """Where the order puts what a request's texts go on with and the recorded children before
+        that."""
         panorama = read.panorama
         slot = panorama.text_slot[: read.roots]
         before = np.where(slot < panorama.width, slot, 0)[:, None]
@@ -86,13 +91,18 @@ class FrequencyOrder:
         return _FrequencyPlaces(self, read, own, better)
 
     def ranks(self, tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-        """Ranks of the target's tokens; of those that the draft's head lacks the vocabulary's size."""
+        """Ranks of the target's tokens; of those that the draft's head lacks the vocabulary's
+        size."""
         found: npt.NDArray[np.int64] = self.rank_of[tokens.astype(np.int64)]
         return found
 
-    def joined(self, name: str, proposals: Proposals, digests: Sequence[str], parts: Sequence[Columns]) -> FrequencyRanks:
+    def joined(
+        self, name: str, proposals: Proposals, digests: Sequence[str], parts: Sequence[Columns]
+    ) -> FrequencyRanks:
         """The rows of all requests as one value."""
-        columns: dict[str, Any] = {column: np.concatenate([p[column] for p in parts]) for column in parts[0]}
+        columns: dict[str, Any] = {
+            column: np.concatenate([p[column] for p in parts]) for column in parts[0]
+        }
         return FrequencyRanks(
             draft=self.draft,
             fitted=name,
@@ -119,7 +129,8 @@ class _FrequencyPlaces:
         return values.index_select(1, self.order.by_rank)
 
     def least(self, start: int, better: npt.NDArray[np.bool_] | None) -> int:
-        """The least rank of the rows that are ``better`` than the text's token; of the recorded children where that is not known."""
+        """The least rank of the rows that are ``better`` than the text's token; of the recorded
+        children where that is not known."""
         panorama = self.read.panorama
         if better is None:
             ranks = self.order.ranks(panorama.tokens[start, : panorama.count[start]])
@@ -133,28 +144,43 @@ class _FrequencyPlaces:
 
 
 class RouterOrder:
-    """The router of an artifact over one draft of a pair, as the runtime uses it. Raises PolicyError where it is of another draft or
-    head."""
+    """The router of an artifact over one draft of a pair, as the runtime uses it. Raises
+    PolicyError where it is of another draft or head."""
 
     def __init__(self, pair: LoadedPair, draft: str, name: str, held: Fitted) -> None:
-        policy = Policy(draft=draft, shortlist=ClustersShortlist(k0=1, k1=1, k_min=1, artifact=name))
+        policy = Policy(
+            draft=draft, shortlist=ClustersShortlist(k0=1, k1=1, k_min=1, artifact=name)
+        )
         rule = compile_shortlist(policy, lambda _: held)
         assert rule is not None
         shortlists = Shortlists(rule, pair.models[draft], pair.exact)
         self.pair, self.shortlists, self.draft = pair, shortlists, draft
-        self.model, self.output, self.clusters = shortlists.model, shortlists.output, shortlists.clusters
+        self.model, self.output, self.clusters = (
+            shortlists.model,
+            shortlists.output,
+            shortlists.clusters,
+        )
         self.count = self.clusters.count
         self.budgets = budget_grid(self.count)
-        self.columns, self.none = (np.array(self.budgets) - 1).tolist(), np.zeros(len(self.budgets), np.bool_)
+        self.columns, self.none = (
+            (np.array(self.budgets) - 1).tolist(),
+            np.zeros(len(self.budgets), np.bool_),
+        )
         self.of = np.full(pair.target.vocab_size, self.count, np.int64)
         self.of[self.output.ids] = self.clusters.of
         self.of_rows = torch.from_numpy(self.clusters.of).to(self.model.device)
 
     def place(self, read: ReadText) -> _RouterPlaces:
-        """Where the router puts the clusters of what a request's texts go on with, and of the recorded children."""
+        """Where the router puts the clusters of what a request's texts go on with, and of the
+        recorded children."""
         panorama, roots = read.panorama, read.roots
         rows = [slice(at, at + ROWS) for at in range(0, len(read.tokens), ROWS)]
-        scores = torch.cat([self.shortlists.scores(self.model.embedded(read.tokens[at]), read.before[at]) for at in rows])
+        scores = torch.cat(
+            [
+                self.shortlists.scores(self.model.embedded(read.tokens[at]), read.before[at])
+                for at in rows
+            ]
+        )
         following = np.append(self.of[read.following[:-1]], self.count)
         exists = np.arange(panorama.width) < panorama.count[:, None]
         children = np.where(exists, self.of[panorama.tokens], self.count)
@@ -163,25 +189,45 @@ class RouterOrder:
         order = top_clusters(scores, self.count)
         place = functional.pad(order.argsort(-1), (0, 1), value=self.count).cpu().numpy()
         ranks = np.take_along_axis(place, children, 1)
-        slot = np.where(panorama.text_slot[:roots] < panorama.width, panorama.text_slot[:roots], 0)[:, None]
+        slot = np.where(panorama.text_slot[:roots] < panorama.width, panorama.text_slot[:roots], 0)[
+            :, None
+        ]
         better = np.where(np.arange(panorama.width) < slot, ranks[:roots], self.count).min(1)
         better[-1] = 0
-        return _RouterPlaces(self, read, place[np.arange(roots), following], better, ranks, order, place)
+        return _RouterPlaces(
+            self, read, place[np.arange(roots), following], better, ranks, order, place
+        )
 
     def _decide(self, read: ReadText, scores: Tensor, watched: npt.NDArray[np.int64]) -> None:
-        """Replaces, in place, scores [N, M] of those text prefixes at which rounding could move one of the clusters ``watched`` int64
-        [T, K + 1] (M: none) in the order: by scores from canonical states, as the runtime does."""
-        by_cluster = functional.pad(near_cluster_places(scores[: len(watched)], self.shortlists.margin), (0, 1))
+        """Replaces, in place, scores [N, M] of those text prefixes at which rounding could move one
+        of the clusters ``watched`` int64 [T, K + 1] (M: none) in the order: by scores from
+        canonical states, as the runtime does."""
+        by_cluster = functional.pad(
+            near_cluster_places(scores[: len(watched)], self.shortlists.margin), (0, 1)
+        )
         near = by_cluster.gather(1, torch.from_numpy(watched).to(scores.device)).any(1)
         for i in near.nonzero()[:, 0].tolist():
             state = read.reader.canonical_before(read.prompt + i)
-            scores[i] = self.shortlists.scores(self.model.embedded(read.tokens[i : i + 1]), state)[0]
+            scores[i] = self.shortlists.scores(self.model.embedded(read.tokens[i : i + 1]), state)[
+                0
+            ]
 
-    def joined(self, name: str, proposals: Proposals, digests: Sequence[str], parts: Sequence[Columns]) -> ClusterRanks:
+    def joined(
+        self, name: str, proposals: Proposals, digests: Sequence[str], parts: Sequence[Columns]
+    ) -> ClusterRanks:
         """The rows of all requests as one value."""
         widest = max(p["ranks"].shape[1] for p in parts)
-        ranks = [np.pad(p["ranks"], ((0, 0), (0, widest - p["ranks"].shape[1])), constant_values=self.count) for p in parts]
-        columns: dict[str, Any] = {column: np.concatenate([p[column] for p in parts]) for column in parts[0] if column != "ranks"}
+        ranks = [
+            np.pad(
+                p["ranks"], ((0, 0), (0, widest - p["ranks"].shape[1])), constant_values=self.count
+            )
+            for p in parts
+        ]
+        columns: dict[str, Any] = {
+            column: np.concatenate([p[column] for p in parts])
+            for column in parts[0]
+            if column != "ranks"
+        }
         return ClusterRanks(
             draft=self.draft,
             fitted=name,
@@ -211,14 +257,19 @@ class _RouterPlaces:
 
     def by_order(self, rows: slice, values: Tensor) -> Tensor:
         """``values`` of the head's rows summed by cluster, best cluster first."""
-        sums = values.new_zeros(len(values), self.router.count).index_add_(1, self.router.of_rows, values)
+        sums = values.new_zeros(len(values), self.router.count).index_add_(
+            1, self.router.of_rows, values
+        )
         return sums.gather(1, self.order[rows])
 
     def least(self, start: int, better: npt.NDArray[np.bool_] | None) -> int:
-        """The least place of the clusters of rows that are ``better`` than the text's token; 0 where that is not known."""
+        """The least place of the clusters of rows that are ``better`` than the text's token; 0
+        where that is not known."""
         if better is None:
             return 0
-        return int(self.place[start][self.router.clusters.of[better]].min(initial=self.router.count))
+        return int(
+            self.place[start][self.router.clusters.of[better]].min(initial=self.router.count)
+        )
 
     def finished(self, _: npt.NDArray[np.bool_]) -> Columns:
         """The columns."""
@@ -246,9 +297,9 @@ def recorded_ranks(
     proposals: Proposals = "coupled",
     progress: Progress = silent,
 ) -> list[Ranks]:
-    """The ranks of a recording's distributions of a draft under stored routers and frequency orders,
-    for ``ranks`` of a :class:`optimizer.simulate.replay_trace.ReplayTrace`: stored ones where they
-    hold every request, else made, of the new requests alone, and stored.
+    """The ranks of a recording's distributions of a draft under stored routers and frequency
+    orders, for ``ranks`` of a :class:`optimizer.simulate.replay_trace.ReplayTrace`: stored ones
+    where they hold every request, else made, of the new requests alone, and stored.
 
     Nothing is fitted, so all requests are ranked. The draft reads a request once for all orders.
     Raises TraceError for a recording of another pair or without trees of the draft, PolicyError
@@ -268,7 +319,8 @@ def recorded_ranks(
 
 
 def order_of(pair: LoadedPair, draft: str, name: str, held: Fitted) -> Order:
-    """The order of an artifact. Raises PolicyError where it is none of this draft, head and vocabulary."""
+    """The order of an artifact. Raises PolicyError where it is none of this draft, head and
+    vocabulary."""
     if held.kind == FREQUENCIES:
         return FrequencyOrder(pair, draft, name, held)
     return RouterOrder(pair, draft, name, held)
@@ -285,9 +337,15 @@ def _parts(
     there = {name: wanted.there[name] for name in orders if name in wanted.there}
     known = {name: {d: n for n, d in enumerate(ranks.digests)} for name, ranks in there.items()}
     new = [any(request not in known.get(name, ()) for name in orders) for request in wanted.digests]
-    items = [(text, panorama) for text, panorama, asked in zip(wanted.texts, wanted.trees, new, strict=True) if asked]
+    items = [
+        (text, panorama)
+        for text, panorama, asked in zip(wanted.texts, wanted.trees, new, strict=True)
+        if asked
+    ]
     parts: dict[str, list[Columns]] = {name: [] for name in orders}
-    with closing(on_every_core(pair, partial(_rank, draft=draft, artifacts=orders), items, len(items))) as made:
+    with closing(
+        on_every_core(pair, partial(_rank, draft=draft, artifacts=orders), items, len(items))
+    ) as made:
         for n, (request, asked) in enumerate(zip(wanted.digests, new, strict=True)):
             fresh = dict(zip(orders, next(made), strict=True)) if asked else {}
             for name, rows in parts.items():
@@ -319,10 +377,14 @@ def _rank(
         following = read.following[rows]
         for order, one, found in zip(orders, placed, codes, strict=True):
             by_order = partial(one.by_order, rows)
-            found.append(distributions.codes(logits, trajectory.sampling, following, order.columns, by_order))
+            found.append(
+                distributions.codes(logits, trajectory.sampling, following, order.columns, by_order)
+            )
         for i in (begin + np.flatnonzero(slot[rows] == OFF_TEXT)).tolist():
             if i < read.roots - 1:
-                better = distributions.better(read.reader, logits[i - begin], i, trajectory, panorama)
+                better = distributions.better(
+                    read.reader, logits[i - begin], i, trajectory, panorama
+                )
                 opened[i] = better is None
                 for one in placed:
                     one.better[i] = one.least(i, better)

@@ -48,7 +48,9 @@ class RecordedTrees:
             known = ", ".join(sorted(d for d, p in trace.forests if p == proposals)) or "none"
             raise TraceError(f"the recording has no trees of draft {draft!r} (it has: {known})")
         lengths = np.diff(trace.offsets)
-        levels = np.minimum(np.repeat(trace.offsets[1:], lengths) - np.arange(lengths.sum()), forest.limit)
+        levels = np.minimum(
+            np.repeat(trace.offsets[1:], lengths) - np.arange(lengths.sum()), forest.limit
+        )
         starts = np.flatnonzero(np.repeat(np.isin(np.arange(len(lengths)), trace.order), lengths))
         return cls(forest, proposals, starts, levels, np.repeat(trace.sampled > 0, lengths))
 
@@ -58,7 +60,8 @@ class RecordedTrees:
         fitting = self.starts[self.levels[self.starts] >= least]
         if not len(fitting):
             raise TraceError(
-                f"no text of the recording goes on for {least} tokens; record longer ones, or fit a smaller depth"
+                f"no text of the recording goes on for {least} tokens; record longer ones, or fit "
+                "a smaller depth"
             )
         if len(fitting) > count:
             fitting = np.sort(np.random.default_rng(seed).choice(fitting, count, replace=False))
@@ -73,18 +76,23 @@ class RecordedTrees:
         ):
             if not 1 <= asked <= held:
                 raise TraceError(
-                    f"{asked} {what} are asked for, the recording holds {held}: `record --resume ID {flag} {asked}` makes more"
+                    f"{asked} {what} are asked for, the recording holds {held}: `record --resume "
+                    f"ID {flag} {asked}` makes more"
                 )
         growth = {"kind": "top_k", "width": width, "proposals": self.proposals}
         window = {"kind": "fixed", "gamma": depth}
-        policy = parse_plain_policy({"draft": self.forest.draft, "growth": growth, "window": window})
+        policy = parse_plain_policy(
+            {"draft": self.forest.draft, "growth": growth, "window": window}
+        )
         return compile_tree(policy, sampled=False), compile_tree(policy, sampled=True)
 
     def along_text(self, nodes: Index) -> Index:
         """The node after each of some nodes on the text, if the text's next token is a recorded
         child and was expanded; else -1."""
         width, slot = self.forest.width, self.forest.text_slot[nodes].astype(np.int64)
-        return np.where(slot < width, self.forest.child[nodes, np.minimum(slot, width - 1)], -1).astype(np.int64)
+        return np.where(
+            slot < width, self.forest.child[nodes, np.minimum(slot, width - 1)], -1
+        ).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -121,8 +129,19 @@ class TreeSource:
         fitted_to: tuple[npt.NDArray[Any], ...],
     ) -> str:
         """Stores an artifact (:func:`optimizer.fit.shared.keep`)."""
-        origin: dict[str, Any] = {"recording": self.info.id, "requests": list(self.trace.request_ids)}
-        return keep(self.store, kind, document, arrays, pair_id=self.info.pair_id, fitted_to=fitted_to, **origin)
+        origin: dict[str, Any] = {
+            "recording": self.info.id,
+            "requests": list(self.trace.request_ids),
+        }
+        return keep(
+            self.store,
+            kind,
+            document,
+            arrays,
+            pair_id=self.info.pair_id,
+            fitted_to=fitted_to,
+            **origin,
+        )
 
 
 def tree_source(
@@ -133,21 +152,31 @@ def tree_source(
     info = store.get_recording(recording)
     if draft not in (info.trees if proposals == "coupled" else info.trees_q):
         if draft == "ngram":
-            raise PolicyError("--draft ngram: it proposes one continuation and grows no trees; name another draft")
-        known = {*store.get_pair(info.pair_id).document.get("drafts", {}), *info.drafts, *info.trees} - {"ngram"}
+            raise PolicyError(
+                "--draft ngram: it proposes one continuation and grows no trees; name another draft"
+            )
+        known = {
+            *store.get_pair(info.pair_id).document.get("drafts", {}),
+            *info.drafts,
+            *info.trees,
+        } - {"ngram"}
         if draft not in known:
             raise PolicyError(
-                f"--draft {draft}: the pair of recording {info.id} has no such draft; it has: {', '.join(sorted(known))}"
+                f"--draft {draft}: the pair of recording {info.id} has no such draft; it has: "
+                f"{', '.join(sorted(known))}"
             )
         flag = "" if proposals == "coupled" else f" --tree-proposals {proposals}"
         raise TraceError(
-            f"recording {info.id} has no trees of draft {draft!r}{' by probability' if flag else ''} (it has: "
-            f"{info.trees_shown() or 'none'}); `record --resume {info.id} --tree-width {TREE_WIDTH} --tree-depth {TREE_DEPTH}{flag}` "
+            f"recording {info.id} has no trees of draft "
+            f"{draft!r}{' by probability' if flag else ''} (it has: "
+            f"{info.trees_shown() or 'none'}); `record --resume {info.id} --tree-width "
+            f"{TREE_WIDTH} --tree-depth {TREE_DEPTH}{flag}` "
             "makes them"
         )
     if info.verifier == "rejection" and not info.sampling.greedy:
         raise TraceError(
-            f"recording {info.id} was decoded by the rejection verifier, whose texts do not show what trees would accept; record with the "
+            f"recording {info.id} was decoded by the rejection verifier, whose texts do not show "
+            "what trees would accept; record with the "
             "coupled one"
         )
     trace = open_trace(store, info.id, trees=[(draft, proposals)], skip_corrupted=True).trace
@@ -170,6 +199,8 @@ def child_probabilities(
     children leave, at least that.
     """
     exists = np.arange(logp.shape[1]) < count[:, None]
-    q: npt.NDArray[np.float64] = np.where(exists & (logp > 0), np.exp(-(logp + 0.5) / TREE_SCALE), 0.0)
+    q: npt.NDArray[np.float64] = np.where(
+        exists & (logp > 0), np.exp(-(logp + 0.5) / TREE_SCALE), 0.0
+    )
     first = exists & (logp == 0)
     return np.where(first, np.maximum(1.0 - q.sum(1, keepdims=True), np.exp(-1 / TREE_SCALE)), q)

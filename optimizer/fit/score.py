@@ -22,7 +22,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource, child_probabilities, unusual
+from spectune.optimizer.fit.recorded_trees import (
+    RecordedTrees,
+    TreeSource,
+    child_probabilities,
+    unusual,
+)
 from spectune.optimizer.fit.shared import StoredFit, held_out
 from spectune.runtime.policies.document import DEFAULT_TOP_N, TopKGrowth
 from spectune.runtime.progress import Progress, silent
@@ -133,16 +138,29 @@ def fit_score(
     examples = score_examples(source.trees, width, depth, count=starts, seed=seed)
     requests = np.searchsorted(source.trace.offsets, examples.start, side="right")
     try:
-        score = fit_sharpness(examples, requests if len(np.unique(requests)) > 1 else examples.start, seed=seed)
+        score = fit_sharpness(
+            examples, requests if len(np.unique(requests)) > 1 else examples.start, seed=seed
+        )
     except ValueError as error:
         raise TraceError(f"recording {source.info.id}: {error}") from None
     progress("distributions", 1, 1)
     document = source.document() | asdict(score) | {"width": width, "depth": depth, "seed": seed}
     document["starts"] = len(np.unique(examples.start))
     artifact = source.keep(SCORE, document, {}, tuple(vars(examples).values()))
-    growth = {"kind": "top_k", "width": width, "score": "coupled", "sharpness": score.sharpness, **unusual(source)}
+    growth = {
+        "kind": "top_k",
+        "width": width,
+        "score": "coupled",
+        "sharpness": score.sharpness,
+        **unusual(source),
+    }
     window = {"kind": "fixed", "gamma": depth}
-    policy = {"draft": forest.draft, "window": window, "growth": growth, "select": {"top_n": DEFAULT_TOP_N}}
+    policy = {
+        "draft": forest.draft,
+        "window": window,
+        "growth": growth,
+        "select": {"top_n": DEFAULT_TOP_N},
+    }
     return StoredFit(artifact, SCORE, document, policy)
 
 
@@ -212,13 +230,15 @@ def fit_sharpness(examples: ScoreExamples, group: npt.NDArray[Any], *, seed: int
     examples, group = examples.take(useful), group[useful]
     if len(np.unique(group)) < 2:
         raise ValueError(
-            "a score needs distributions of two or more children, of two groups or more; record more or longer texts"
+            "a score needs distributions of two or more children, of two groups or more; record "
+            "more or longer texts"
         )
     apart = held_out(group, HELD_OUT, seed)
     fitted, held = examples.take(~apart), examples.take(apart)
     if not (fitted.taken >= 0).any():
         raise ValueError(
-            f"none of the children of {len(fitted)} distributions is the text's token; record more texts, or more children"
+            f"none of the children of {len(fitted)} distributions is the text's token; record more "
+            "texts, or more children"
         )
     known: dict[float, float] = {}
     sharpness = _least(lambda s: coupled_loss(fitted, s), known)
@@ -259,9 +279,14 @@ def _least(loss: Callable[[float], float], known: dict[float, float]) -> float:
 
     at = GRID.index(best(set(GRID)))
     low, high = GRID[max(0, at - 1)], GRID[min(len(GRID) - 1, at + 1)]
-    middle = best({round(float(x), 2) for x in np.linspace(low, high, 21)} | ({DEFAULT} if low <= DEFAULT <= high else set()))
+    middle = best(
+        {round(float(x), 2) for x in np.linspace(low, high, 21)}
+        | ({DEFAULT} if low <= DEFAULT <= high else set())
+    )
     step = (high - low) / 20
-    around = range(round(100 * max(LEAST, middle - step)), round(100 * min(MOST, middle + step)) + 1)
+    around = range(
+        round(100 * max(LEAST, middle - step)), round(100 * min(MOST, middle + step)) + 1
+    )
     return best({middle, *(hundredth / 100 for hundredth in around)})
 
 

@@ -60,9 +60,14 @@ def fit_sequoia(
         if value is not None and not 1 <= value <= limit:
             raise PolicyError(f"{flag} {value}: from 1 to {limit} is possible")
     forest = source.trees.forest
-    costs = _costs(source, profile) if profile is not None or nodes is None or depth is None else None
+    costs = (
+        _costs(source, profile) if profile is not None or nodes is None or depth is None else None
+    )
     # Where a distribution is a function of the prefix, the text's own ranks say all, at any depth.
-    deepest, most = depth or (DEPTH if forest.shared and forest.full else forest.depth), nodes or NODES
+    deepest, most = (
+        depth or (DEPTH if forest.shared and forest.full else forest.depth),
+        nodes or NODES,
+    )
     progress("acceptance", 0, 1)
     acceptance = rank_acceptance(source.trees, deepest)
     tree = _tree(acceptance, most, deepest, costs)
@@ -117,7 +122,8 @@ def rank_acceptance(
         node = trees.along_text(node)
     if not chance:
         raise TraceError(
-            "no text of the recording goes on for a token under a budget that allows drafting; record longer ones"
+            "no text of the recording goes on for a token under a budget that allows drafting; "
+            "record longer ones"
         )
     return RankAcceptance(np.stack(chance), np.array(parents, dtype=np.int64))
 
@@ -263,8 +269,8 @@ def frontier_widths(paths: Sequence[Path]) -> list[int]:
 
 
 class _Costs(NamedTuple):
-    """A profile's costs of trees with one draft, in the middle of the recording's contexts, as :func:`choose` takes them; ``token_s`` is
-    an emitted one's."""
+    """A profile's costs of trees with one draft, in the middle of the recording's contexts, as
+    :func:`choose` takes them; ``token_s`` is an emitted one's."""
 
     profile_id: str
     draft_level_s: Callable[[int, int], float]
@@ -281,7 +287,8 @@ def _costs(source: TreeSource, profile: str | None) -> _Costs:
     )
     if draft not in measured.tree_drafts:
         raise TraceError(
-            f"profile {profile_id} has no costs of trees for draft {draft!r}: run `profile` again, name another with --profile ID, "
+            f"profile {profile_id} has no costs of trees for draft {draft!r}: run `profile` again, "
+            "name another with --profile ID, "
             f"{otherwise}"
         )
     trace = source.trace
@@ -294,18 +301,31 @@ def _costs(source: TreeSource, profile: str | None) -> _Costs:
     more_s = max(0.0, level_s[WIDTH_LIMIT] - level_s[WIDTH_LIMIT - 1])
 
     def draft_level_s(level: int, width: int) -> float:
-        """Of the pass that makes a level, from ``width`` nodes; beyond the widths measured as the last ones go on."""
-        return first_s if level == 1 else float(level_s[min(width, WIDTH_LIMIT)] + max(0, width - WIDTH_LIMIT) * more_s)
+        """Of the pass that makes a level, from ``width`` nodes; beyond the widths measured as the
+        last ones go on."""
+        return (
+            first_s
+            if level == 1
+            else float(level_s[min(width, WIDTH_LIMIT)] + max(0, width - WIDTH_LIMIT) * more_s)
+        )
 
     verify_s = costs.verify_s[sampled]
-    return _Costs(profile_id, draft_level_s, lambda tokens: float(verify_s[tokens - 1]), costs.rest_s, float(costs.emitted_s[sampled]))
+    return _Costs(
+        profile_id,
+        draft_level_s,
+        lambda tokens: float(verify_s[tokens - 1]),
+        costs.rest_s,
+        float(costs.emitted_s[sampled]),
+    )
 
 
 def _tree(acceptance: RankAcceptance, nodes: int, depth: int, costs: _Costs | None) -> StaticTree:
     try:
         if costs is None:
             best = best_static_tree(acceptance.chance, max_nodes=nodes, max_depth=depth)
-            return StaticTree(best.paths(nodes, depth), 1.0 + float(best.accepted[nodes, depth]), 0.0)
+            return StaticTree(
+                best.paths(nodes, depth), 1.0 + float(best.accepted[nodes, depth]), 0.0
+            )
         seconds = costs.draft_level_s, costs.verify_s, costs.overhead_s
         chosen = choose(acceptance.chance, *seconds, max_nodes=nodes, max_depth=depth)
     except ValueError as error:

@@ -35,7 +35,12 @@ class StoredFit:
     policy: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        return {"artifact": self.artifact, "kind": self.kind, **self.document, "policy": self.policy}
+        return {
+            "artifact": self.artifact,
+            "kind": self.kind,
+            **self.document,
+            "policy": self.policy,
+        }
 
 
 def search_part(texts: Sequence[Trajectory]) -> list[int]:
@@ -48,7 +53,8 @@ def recording_of(store: TraceStore, name: str, pair_id: str) -> RecordingInfo:
     info = store.get_recording(name)
     if info.pair_id != pair_id:
         raise TraceError(
-            f"recording {info.id} is of pair {info.pair_id}, this is pair {pair_id}; name one of this pair"
+            f"recording {info.id} is of pair {info.pair_id}, this is pair {pair_id}; name one of "
+            "this pair"
         )
     return info
 
@@ -92,8 +98,8 @@ def keep(
     fitted_to: Sequence[npt.NDArray[Any]],
     **origin: Any,
 ) -> str:
-    """Stores an artifact with where it comes from and the SHA-256 of the arrays it was fitted to; its id. The same fit is the same
-    artifact."""
+    """Stores an artifact with where it comes from and the SHA-256 of the arrays it was fitted to;
+    its id. The same fit is the same artifact."""
     evidence = hashlib.sha256()
     for array in fitted_to:
         evidence.update(f"{array.dtype.str} {array.shape}".encode())

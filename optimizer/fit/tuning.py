@@ -67,14 +67,21 @@ def _fit_draft(source: TreeSource, profile: str | None, seed: int) -> TreeLimit:
     width, depth = min(WIDTH, extent.width), max(1, extent.depth - ALPHA)
     bins = classifier = sharpness = None
     with suppress(TraceError):
-        bins = fit_heterospec(source, depth=depth, width=width, top_n=FEWEST_TOP_N, seed=seed).artifact
+        bins = fit_heterospec(
+            source, depth=depth, width=width, top_n=FEWEST_TOP_N, seed=seed
+        ).artifact
     with suppress(TraceError):
         classifier = fit_c2t(source, width=width, seed=seed).artifact
     with suppress(TraceError):
         score = fit_score(source, width=width, seed=seed).document
-        if score["loss"]["fitted"] < score["loss"]["default"] and score["sharpness"] not in SHARPNESSES:
+        if (
+            score["loss"]["fitted"] < score["loss"]["default"]
+            and score["sharpness"] not in SHARPNESSES
+        ):
             sharpness = score["sharpness"]
-    sizes: list[dict[str, Any]] = [{"nodes": nodes, "depth": min(levels, extent.depth)} for nodes, levels in STATIC_SIZES]
+    sizes: list[dict[str, Any]] = [
+        {"nodes": nodes, "depth": min(levels, extent.depth)} for nodes, levels in STATIC_SIZES
+    ]
     if profile:
         sizes.insert(0, {"profile": profile})
     static: dict[tuple[tuple[int, ...], ...], None] = {}
@@ -117,20 +124,28 @@ def fit_shortlists(
     count = min(FOLDS, len(texts))
     folds: list[LeftOut] = [(i, count) for i in range(count)] if count > 1 else []
     parts = (None, *folds)
-    orders = [fit_fr_spec(store, recording, pair, left_out=part, ranked=False, progress=progress).artifact for part in parts]
+    orders = [
+        fit_fr_spec(store, recording, pair, left_out=part, ranked=False, progress=progress).artifact
+        for part in parts
+    ]
     found: dict[str, ShortlistLimit] = {}
     for n, draft in enumerate(usable):
         routers: list[str | None] = [None] * len(parts)
         if routed is None or draft in routed:
             with suppress(TraceError):  # texts too few: the shortlists that need no router remain
                 shared = Shared()
-                routers = [_router(store, pair, recording, draft, len(texts), part, seed, shared, progress) for part in parts]
+                routers = [
+                    _router(store, pair, recording, draft, len(texts), part, seed, shared, progress)
+                    for part in parts
+                ]
         apart = (
             Fold(frozenset(texts[i::of]), *fits)
             for (i, of), *fits in zip(folds, orders[1:], routers[1:], strict=True)
         )
         rows = pair.models[draft].output.rows
-        found[draft] = ShortlistLimit(rows, orders[0], routers[0], default_clusters(rows) if routers[0] else 0, tuple(apart))
+        found[draft] = ShortlistLimit(
+            rows, orders[0], routers[0], default_clusters(rows) if routers[0] else 0, tuple(apart)
+        )
         progress("fit shortlists", n + 1, len(usable))
     return found
 
@@ -165,7 +180,12 @@ def _router(
         with suppress(CorruptedChunkError):
             if same.items() <= store.get_artifact(name).document.items():
                 return name
-    how: dict[str, Any] = {"left_out": left_out, "shared": shared, "seed": seed, "progress": progress}
+    how: dict[str, Any] = {
+        "left_out": left_out,
+        "shared": shared,
+        "seed": seed,
+        "progress": progress,
+    }
     return fit_router(store, recording, pair, draft, ranked=False, **how).artifact
 
 

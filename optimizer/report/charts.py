@@ -21,36 +21,56 @@ LABEL_LIMIT: Final = 38
 """Characters of a label within a chart; the rest is in its title."""
 
 STYLE: Final = """
-:root { color-scheme: light dark; --page: #ffffff; --ink: #1c2024; --soft: #5c6570; --line: #b9c0c8; --grid: #e9ecf0;
+:root { color-scheme: light dark; --page: #ffffff; --ink: #1c2024; --soft: #5c6570;
+  --line: #b9c0c8; --grid: #e9ecf0;
   --c1: #2566ae; --c2: #c2560c; --c3: #2a7d48; --c4: #7a45ad; --c5: #a8326a; --panel: #f7f8fa; }
-@media (prefers-color-scheme: dark) { :root { --page: #14171a; --ink: #e8eaed; --soft: #a3acb6; --line: #4b555f; --grid: #262c32;
+@media (prefers-color-scheme: dark) { :root { --page: #14171a; --ink: #e8eaed; --soft: #a3acb6;
+  --line: #4b555f; --grid: #262c32;
   --c1: #6facea; --c2: #f0974e; --c3: #67c78b; --c4: #b897ea; --c5: #ee86b4; --panel: #1b1f24; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1rem .5rem 3rem; max-width: 80rem; background: var(--page); color: var(--ink);
+body { margin: 0 auto; padding: 1rem .5rem 3rem; max-width: 80rem; background: var(--page);
+  color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1 { font-size: 1.45rem; line-height: 1.3; margin: .25rem 0 .5rem; max-width: 60rem; } h2 { font-size: 1.2rem; margin: 1.75rem 0 .5rem; }
-h3 { font-size: 1rem; margin: 0 0 .25rem; line-height: 1.35; } p, ul { margin: .25rem 0 .5rem; max-width: 60rem; }
-header p { font-size: 1.05rem; } figcaption p, summary, footer, .soft { color: var(--soft); font-size: .88rem; }
-dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 13rem), 1fr)); gap: .5rem 1.25rem; margin: 1rem 0;
+h1 { font-size: 1.45rem; line-height: 1.3; margin: .25rem 0 .5rem; max-width: 60rem; }
+h2 { font-size: 1.2rem; margin: 1.75rem 0 .5rem; }
+h3 { font-size: 1rem; margin: 0 0 .25rem; line-height: 1.35; } p,
+ul { margin: .25rem 0 .5rem; max-width: 60rem; }
+header p { font-size: 1.05rem; } figcaption p, summary, footer,
+.soft { color: var(--soft); font-size: .88rem; }
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 13rem), 1fr));
+  gap: .5rem 1.25rem; margin: 1rem 0;
   padding: .75rem; background: var(--panel); border: 1px solid var(--line); border-radius: 6px; }
 dt { color: var(--soft); font-size: .85rem; } dd { margin: 0; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 23rem), 1fr)); gap: 1rem; align-items: start; }
-figure { margin: 0; padding: .5rem; border: 1px solid var(--line); border-radius: 6px; min-width: 0; }
-svg { display: block; width: 100%; height: auto; } svg text { fill: var(--soft); font: 12.5px system-ui, sans-serif; }
-svg .strong { fill: var(--ink); } svg .axis { stroke: var(--line); } svg .grid { stroke: var(--grid); }
-.f1 { fill: var(--c1); } .f2 { fill: var(--c2); } .f3 { fill: var(--c3); } .f4 { fill: var(--c4); } .f5 { fill: var(--c5); }
-.f6 { fill: var(--soft); } .s1, .s2, .s3, .s4, .s5, .s6 { fill: none; stroke-width: 2; } .s1 { stroke: var(--c1); }
-.s2 { stroke: var(--c2); } .s3 { stroke: var(--c3); } .s4 { stroke: var(--c4); } .s5 { stroke: var(--c5); }
-.s6 { stroke: var(--soft); stroke-width: 1; } .dash { stroke-dasharray: 5 4; } .hollow { fill: var(--page); stroke-width: 1.5; }
-.legend { display: flex; flex-wrap: wrap; gap: .1rem .9rem; list-style: none; margin: .25rem 0; padding: 0; font-size: .88rem; }
-.legend i { display: inline-block; width: .7rem; height: .7rem; margin-right: .35rem; border-radius: 50%; }
-.b1 { background: var(--c1); } .b2 { background: var(--c2); } .b3 { background: var(--c3); } .b4 { background: var(--c4); }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 23rem), 1fr));
+  gap: 1rem; align-items: start; }
+figure { margin: 0; padding: .5rem; border: 1px solid var(--line); border-radius: 6px;
+  min-width: 0; }
+svg { display: block; width: 100%; height: auto; }
+svg text { fill: var(--soft); font: 12.5px system-ui, sans-serif; }
+svg .strong { fill: var(--ink); } svg .axis { stroke: var(--line); }
+svg .grid { stroke: var(--grid); }
+.f1 { fill: var(--c1); } .f2 { fill: var(--c2); } .f3 { fill: var(--c3); } .f4 { fill: var(--c4); }
+.f5 { fill: var(--c5); }
+.f6 { fill: var(--soft); } .s1, .s2, .s3, .s4, .s5,
+.s6 { fill: none; stroke-width: 2; } .s1 { stroke: var(--c1); }
+.s2 { stroke: var(--c2); } .s3 { stroke: var(--c3); } .s4 { stroke: var(--c4); }
+.s5 { stroke: var(--c5); }
+.s6 { stroke: var(--soft); stroke-width: 1; } .dash { stroke-dasharray: 5 4; }
+.hollow { fill: var(--page); stroke-width: 1.5; }
+.legend { display: flex; flex-wrap: wrap; gap: .1rem .9rem; list-style: none; margin: .25rem 0;
+  padding: 0; font-size: .88rem; }
+.legend i { display: inline-block; width: .7rem; height: .7rem; margin-right: .35rem;
+  border-radius: 50%; }
+.b1 { background: var(--c1); } .b2 { background: var(--c2); } .b3 { background: var(--c3); }
+.b4 { background: var(--c4); }
 .b5 { background: var(--c5); } .b6 { background: var(--soft); }
 .scroll { overflow-x: auto; font-size: .88rem; } details { margin-top: .4rem; }
-table { border-collapse: collapse; margin: .4rem 0; } th, td { text-align: right; padding: .15rem .5rem;
+table { border-collapse: collapse; margin: .4rem 0; } th,
+td { text-align: right; padding: .15rem .5rem;
   border-bottom: 1px solid var(--grid); font-variant-numeric: tabular-nums; vertical-align: top; }
 th, td { overflow-wrap: normal; }
-th { color: var(--soft); font-weight: 600; } th.text, td.text { text-align: left; overflow-wrap: anywhere; min-width: 6.5rem; }
+th { color: var(--soft); font-weight: 600; } th.text,
+td.text { text-align: left; overflow-wrap: anywhere; min-width: 6.5rem; }
 @media print { details { display: none; } figure { break-inside: avoid; } }
 """
 
@@ -89,9 +109,9 @@ class Plot:
     def add(self, tag: str, content: str = "", title: str = "", **attributes: Any) -> None:
         """One element; ``class_`` is its class, underscores become hyphens, ``title`` what a
         browser shows on it."""
+        said = {k: short(v) if isinstance(v, float) else str(v) for k, v in attributes.items()}
         shown = "".join(
-            f' {k.rstrip("_").replace("_", "-")}="{escape(short(v) if isinstance(v, float) else str(v))}"'
-            for k, v in attributes.items()
+            f' {k.rstrip("_").replace("_", "-")}="{escape(v)}"' for k, v in said.items()
         )
         inside = (f"<title>{safe(title)}</title>" if title else "") + content
         self.parts.append(f"<{tag}{shown}>{inside}</{tag}>")
@@ -131,7 +151,9 @@ class Plot:
         places = " ".join(f"{short(x)},{short(y)}" for x, y in (self.at(*p) for p in points))
         self.add("polyline", class_=class_, points=places, title=title)
 
-    def dot(self, x: float, y: float, colour: str, title: str, r: float = 4.5, *, hollow: bool = False) -> None:
+    def dot(
+        self, x: float, y: float, colour: str, title: str, r: float = 4.5, *, hollow: bool = False
+    ) -> None:
         """A mark at a point of the data."""
         at_x, at_y = self.at(x, y)
         look = f"hollow s{colour}" if hollow else f"f{colour}"
@@ -163,9 +185,10 @@ class Figure:
             f'<li><i class="b{colour}"></i>{safe(name)}</li>' for name, colour in self.legend
         )
         return (
-            f'<figure id="{self.name}"><figcaption><h3>{safe(self.title)}</h3><p>{safe(self.caption)}</p></figcaption>'
-            f"{f'<ul class=legend>{items}</ul>' if items else ''}{self.plot.svg(self.name, self.title, self.caption)}"
-            f"{self.table}</figure>"
+            f'<figure id="{self.name}"><figcaption><h3>{safe(self.title)}</h3>'
+            f"<p>{safe(self.caption)}</p></figcaption>"
+            f"{f'<ul class=legend>{items}</ul>' if items else ''}"
+            f"{self.plot.svg(self.name, self.title, self.caption)}{self.table}</figure>"
         )
 
 
@@ -201,7 +224,10 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], *, text: int =
         return f"<tr>{''.join(cell(tag, i, value) for i, value in enumerate(cells))}</tr>"
 
     body = "".join(line("td", row) for row in rows)
-    return f'<div class="scroll"><table><thead>{line("th", columns)}</thead><tbody>{body}</tbody></table></div>'
+    return (
+        f'<div class="scroll"><table><thead>{line("th", columns)}</thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
 
 
 def folded(content: str, summary: str = "Numbers") -> str:
@@ -282,9 +308,11 @@ def document(
     )
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta '
+        'name="color-scheme" content="light dark">'
         f"<title>{safe(title)}</title><style>{STYLE}</style></head>\n<body><header><h1>{safe(title)}</h1>"
         + "".join(f"<p>{safe(line)}</p>" for line in lead)
         + f"<dl>{facts}</dl></header>\n<main>{body}</main>\n"
-        f"<footer><p>Made by spectune's <code>{safe(made_by)}</code>. Point at a mark for its numbers.</p></footer></body></html>\n"
+        f"<footer><p>Made by spectune's <code>{safe(made_by)}</code>. Point at a mark for its "
+        f"numbers.</p></footer></body></html>\n"
     )

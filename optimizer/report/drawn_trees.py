@@ -21,12 +21,16 @@ SIBLINGS = 3
 """Children of one node that are drawn of those not verified."""
 
 
-def tree_view(number: int, round_: Round, root: str, text_of: Callable[[int], str], lines: int = LINES) -> RenderableType:
-    """A round's tree below its root's text: at most ``lines`` verified nodes, the accepted path among them, and below them at most as many
-    that were drafted and not verified, no more than :data:`SIBLINGS` of a parent; then how many more.
+def tree_view(
+    number: int, round_: Round, root: str, text_of: Callable[[int], str], lines: int = LINES
+) -> RenderableType:
+    """A round's tree below its root's text: at most ``lines`` verified nodes, the accepted path
+    among them, and below them at most as many that were drafted and not verified, no more than
+    :data:`SIBLINGS` of a parent; then how many more.
 
-    Accepted nodes are green, rejected ones dim, and the target's own token, which ends the path, yellow. Nodes that were not verified are
-    dim and say so; those not drawn are counted below the nearest ancestor that is.
+    Accepted nodes are green, rejected ones dim, and the target's own token, which ends the path,
+    yellow. Nodes that were not verified are dim and say so; those not drawn are counted below the
+    nearest ancestor that is.
     """
     tree = round_.tree
     assert tree is not None
@@ -36,7 +40,9 @@ def tree_view(number: int, round_: Round, root: str, text_of: Callable[[int], st
     drawn = Tree(Text(_quoted(root)), guide_style=REJECTED)
     branches = {-1: drawn}
     for node in shown:
-        label = Text(_quoted(text_of(tree.tokens[node])), style=ACCEPTED if node in accepted else REJECTED)
+        label = Text(
+            _quoted(text_of(tree.tokens[node])), style=ACCEPTED if node in accepted else REJECTED
+        )
         branches[node] = branches[tree.parents[node]].add(label)
     if round_.step.emitted > len(path):  # else the text ended on an accepted token
         last = path[-1] if path else -1
@@ -49,15 +55,26 @@ def tree_view(number: int, round_: Round, root: str, text_of: Callable[[int], st
     return Group(Text(_line(number, round_, tree), style="bold"), drawn)
 
 
-def _add_pruned(branches: dict[int, Tree], parents: list[int], pruned: Pruned, text_of: Callable[[int], str], lines: int) -> None:
-    """Draws below ``branches`` (by node, -1: the root), which grow, what was drafted and not verified."""
+def _add_pruned(
+    branches: dict[int, Tree],
+    parents: list[int],
+    pruned: Pruned,
+    text_of: Callable[[int], str],
+    lines: int,
+) -> None:
+    """Draws below ``branches`` (by node, -1: the root), which grow, what was drafted and not
+    verified."""
     kept, joint = len(parents), [*parents, *pruned.parents]
     aside = _aside(joint)
     below: dict[int, int] = {}
     chosen: list[int] = []
     for node in sorted(range(kept, len(joint)), key=lambda n: (aside[n], n)):
         parent = joint[node]
-        if len(chosen) < lines and (parent in branches or parent in chosen) and below.get(parent, 0) < SIBLINGS:
+        if (
+            len(chosen) < lines
+            and (parent in branches or parent in chosen)
+            and below.get(parent, 0) < SIBLINGS
+        ):
             chosen.append(node)
             below[parent] = below.get(parent, 0) + 1
     for node in sorted(chosen):
@@ -75,17 +92,24 @@ def _add_pruned(branches: dict[int, Tree], parents: list[int], pruned: Pruned, t
 
 
 def _line(number: int, round_: Round, tree: GrownTree) -> str:
-    """One line on a round: nodes verified of those drafted (of all candidates, where it is not known which were), levels, accepted."""
+    """One line on a round: nodes verified of those drafted (of all candidates, where it is not
+    known which were), levels, accepted."""
     bin_ = "" if tree.bin == NO_BIN else f", bin {tree.bin}"
-    among = f"{tree.pool} grown" if tree.pruned is None else f"{len(tree.tokens) + len(tree.pruned.tokens)} drafted"
+    among = (
+        f"{tree.pool} grown"
+        if tree.pruned is None
+        else f"{len(tree.tokens) + len(tree.pruned.tokens)} drafted"
+    )
     return (
-        f"round {number}: {len(tree.tokens)} nodes verified of {among}, depth {max(tree.depths, default=0)}{bin_}, "
+        f"round {number}: {len(tree.tokens)} nodes verified of {among}, depth "
+        f"{max(tree.depths, default=0)}{bin_}, "
         f"{len(round_.path)} accepted"
     )
 
 
 def chosen_nodes(tree: GrownTree, path: list[int], lines: int) -> list[int]:
-    """Which kept nodes to draw, in creation order: the accepted path, then those whose path takes the fewest steps aside and down.
+    """Which kept nodes to draw, in creation order: the accepted path, then those whose path takes
+    the fewest steps aside and down.
 
     Every node's parent is drawn with it, so that what is drawn is a tree.
     """
@@ -112,10 +136,11 @@ def _aside(parents: list[int]) -> list[int]:
 def tree_json(round_: Round) -> dict[str, Any] | None:
     """A round's tree as arrays over its verified nodes; None where none was drafted.
 
-    ``tokens``, ``parents`` (-1: the root) and ``depths`` in creation order; ``path``: the accepted nodes; ``emitted``: the tokens added to
-    the text; ``start``: those there were; ``grown``: candidates before selection; ``bin``: HeteroSpec's, or null. ``pruned``: the same
-    three arrays over the nodes that were drafted and not verified, where numbers count the verified nodes first, then these; null where
-    these were not kept.
+    ``tokens``, ``parents`` (-1: the root) and ``depths`` in creation order; ``path``: the accepted
+    nodes; ``emitted``: the tokens added to the text; ``start``: those there were; ``grown``:
+    candidates before selection; ``bin``: HeteroSpec's, or null. ``pruned``: the same three arrays
+    over the nodes that were drafted and not verified, where numbers count the verified nodes first,
+    then these; null where these were not kept.
     """
     tree = round_.tree
     if tree is None:

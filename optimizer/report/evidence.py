@@ -25,8 +25,9 @@ DIGITS: Final = 5
 
 
 def race_as_it_went(compared: Comparison, base: str) -> list[dict[str, Any]]:
-    """Of each policy, at some moments until it was dropped: ``turn`` (requests executed by then, over
-    all passes) and its speed over ``base``'s with its interval, of what had been executed. JSON-ready."""
+    """Of each policy, at some moments until it was dropped: ``turn`` (requests executed by then,
+    over all passes) and its speed over ``base``'s with its interval, of what had been executed.
+    JSON-ready."""
     seconds = compared.timings.seconds
     requests, passes = seconds[base].shape
     order = np.arange(requests)[:, None] + requests * np.arange(passes)[None, :]

@@ -13,13 +13,19 @@ from rich.text import Text
 
 
 class FittingTable(Table):
-    """No word of a cell is cut or broken: other cells wrap instead, then the lines between columns go, and at
-    last the rows stand below each other, a line per column."""
+    """No word of a cell is cut or broken: other cells wrap instead, then the lines between columns
+    go, and at last the rows stand below each other, a line per column."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         cells = [[Text.from_markup(str(c.header)), *map(_text, c.cells)] for c in self.columns]
-        least = [max((cell_len(w) for t in column for w in t.plain.split()), default=1) for column in cells]
-        most = [max(max(map(cell_len, t.plain.splitlines() or [""])) for t in column) for column in cells]
+        least = [
+            max((cell_len(w) for t in column for w in t.plain.split()), default=1)
+            for column in cells
+        ]
+        most = [
+            max(max(map(cell_len, t.plain.splitlines() or [""])) for t in column)
+            for column in cells
+        ]
         n = len(cells)
         for box, beside in ((self.box, 3 * n + 1), (None, 2 * n)):
             room = options.max_width - beside
@@ -50,7 +56,8 @@ def _text(cell: Any) -> Text:
 
 
 def _widths(least: list[int], most: list[int], room: int) -> list[int]:
-    """Widths from ``least`` to ``most``: what room is left goes to the narrowest of those that want more."""
+    """Widths from ``least`` to ``most``: what room is left goes to the narrowest of those that want
+    more."""
     widths = list(least)
     for _ in range(max(0, room - sum(least))):
         wanting = [i for i, width in enumerate(widths) if width < most[i]]
@@ -66,7 +73,8 @@ def header(column: str) -> str:
 
 
 def cell(value: Any, column: str = "", now: datetime | None = None) -> str:
-    """A value for people: a moment (ISO 8601, where the column ends in ``_at``) as :func:`when` has it."""
+    """A value for people: a moment (ISO 8601, where the column ends in ``_at``) as :func:`when` has
+    it."""
     if value is None or value is False:
         return ""
     if value is True:
@@ -89,4 +97,10 @@ def when(moment: datetime, now: datetime | None = None) -> str:
     if since < timedelta(0) or since >= timedelta(days=1):
         return f"{moment:%Y-%m-%d %H:%M}"
     minutes = int(since.total_seconds()) // 60
-    return "just now" if not minutes else f"{minutes} min ago" if minutes < 60 else f"{minutes // 60} h ago"
+    return (
+        "just now"
+        if not minutes
+        else f"{minutes} min ago"
+        if minutes < 60
+        else f"{minutes // 60} h ago"
+    )

@@ -31,7 +31,13 @@ MOST_LABELLED: Final = 8
 """Columns of a heat map whose cells have their numbers written in them."""
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], *, text: int = 0, summary: str = "Numbers") -> str:
+def _table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Cell]],
+    *,
+    text: int = 0,
+    summary: str = "Numbers",
+) -> str:
     return folded(table(columns, rows, text=text), summary)
 
 
@@ -45,7 +51,9 @@ def _ranks(r: TreeReport) -> Iterator[Figure]:
 
     def by_rank(values: Sequence[float | None], y_name: str, unit: str) -> Plot:
         given = []
-        for rank, (value, count, share) in enumerate(zip(values, profile.count, shares, strict=True)):
+        for rank, (value, count, share) in enumerate(
+            zip(values, profile.count, shares, strict=True)
+        ):
             if rank and value is not None:
                 class_ = "f2" if (share or 0.0) >= PROMINENT else "f1"
                 given.append((rank, value, class_, f"rank {rank}: {value:{unit}} ({count} starts)"))
@@ -54,9 +62,12 @@ def _ranks(r: TreeReport) -> Iterator[Figure]:
     yield Figure(
         "ranks",
         f"Terminal Confidence Rank among the N = {n} kept nodes",
-        f"Of {profile.starts} starts {some} had a drafted token accepted; the deepest accepted node was in the "
-        f"cheapest quarter of N in {profile.top_quarter:.1%} of them. Quartiles of the rank: {low}, {middle}, "
-        f"{high}. Ranks of at least {PROMINENT:.0%} of the starts in the second colour (HeteroSpec, figure 1c).",
+        f"Of {profile.starts} starts {some} had a drafted token accepted; the deepest accepted "
+        "node was in the "
+        f"cheapest quarter of N in {profile.top_quarter:.1%} of them. Quartiles of the rank: "
+        f"{low}, {middle}, "
+        f"{high}. Ranks of at least {PROMINENT:.0%} of the starts in the second colour "
+        "(HeteroSpec, figure 1c).",
         by_rank(shares, "share of starts", ".1%"),
         _table(("rank", "starts", "share"), zip(range(n + 1), profile.count, shares, strict=True)),
     )
@@ -67,30 +78,42 @@ def _ranks(r: TreeReport) -> Iterator[Figure]:
     yield Figure(
         "within",
         "Starts within the best share of N",
-        "Share of the starts with a drafted token accepted whose rank is within each share of N (HeteroSpec, figure 1e).",
+        "Share of the starts with a drafted token accepted whose rank is within each share of N "
+        "(HeteroSpec, figure 1e).",
         curves("share of N", "share of starts", [("", "1", within, True)]),
     )
 
-    def mean(name: str, values: Sequence[float | None], y_name: str, title: str, caption: str) -> Figure:
+    def mean(
+        name: str, values: Sequence[float | None], y_name: str, title: str, caption: str
+    ) -> Figure:
         rows = zip(range(n + 1), profile.count, values, strict=True)
         plot = by_rank(values, y_name, ".2f")
         return Figure(name, title, caption, plot, _table(("rank", "starts", y_name), rows))
 
-    said = "Mean drafted tokens accepted of the starts with each rank (HeteroSpec, figures 1d, 3); frequent ranks in the second colour."
+    said = (
+        "Mean drafted tokens accepted of the starts with each rank (HeteroSpec, figures 1d, 3); "
+        "frequent ranks in the second colour."
+    )
     yield mean("accepted", profile.accepted, "accepted tokens", "Accepted length by rank", said)
-    said = "Mean of the summed top-10 entropies along the most confident path (HeteroSpec, equation 1 and figure 4)."
+    said = (
+        "Mean of the summed top-10 entropies along the most confident path (HeteroSpec, equation 1 "
+        "and figure 4)."
+    )
     yield mean("phi", profile.phi, "Phi (nat)", "Phi by rank", said)
 
 
 def _heat(r: TreeReport) -> Iterator[Figure]:
     """C2T's heat maps: probability, acceptance, and their difference by entropy and rank."""
     heat = r.heat
-    spans = [f"{low:.2f} to {high:.2f}" for low, high in zip(heat.edges, heat.edges[1:], strict=False)]
+    spans = [
+        f"{low:.2f} to {high:.2f}" for low, high in zip(heat.edges, heat.edges[1:], strict=False)
+    ]
     spans[-1] = f"{heat.edges[-2]:.2f} and more"
     kinds = {
         "probability": (
             "Probability by entropy and rank",
-            "Mean of the draft's probability of each child; rows: entropy of the distribution in nat (starts) (C2T, figure 2a).",
+            "Mean of the draft's probability of each child; rows: entropy of the distribution in "
+            "nat (starts) (C2T, figure 2a).",
         ),
         "acceptance": (
             "Acceptance by entropy and rank",
@@ -98,7 +121,8 @@ def _heat(r: TreeReport) -> Iterator[Figure]:
         ),
         "difference": (
             "Acceptance minus probability",
-            "First colour: accepted more often than its probability says; second colour: less often (C2T, figure 2c).",
+            "First colour: accepted more often than its probability says; second colour: less "
+            "often (C2T, figure 2c).",
         ),
     }
     for name, (title, caption) in kinds.items():
@@ -106,16 +130,29 @@ def _heat(r: TreeReport) -> Iterator[Figure]:
         columns = len(values[0])
         largest = max((abs(v) for row in values for v in row if v is not None), default=1.0) or 1.0
         plot = Plot((0, columns), (0, len(values)), height=58 + 24.0 * len(values), left=56)
-        plot.text(0, 0, "entropy (nat), from", transform=f"translate(13 {(plot.height - 30) / 2:.0f}) rotate(-90)")
+        plot.text(
+            0,
+            0,
+            "entropy (nat), from",
+            transform=f"translate(13 {(plot.height - 30) / 2:.0f}) rotate(-90)",
+        )
         for i, (span, row) in enumerate(zip(spans, values, strict=True)):
             middle = plot.at(0, i + 0.5)[1] + 4
             plot.text(50, middle, f"{heat.edges[i]:.2f}", "end")
             for k, value in enumerate(row):
                 if value is not None:
-                    look = {"class_": "f2" if value < 0 else "f1", "fill_opacity": 0.6 * abs(value) / largest}
+                    look = {
+                        "class_": "f2" if value < 0 else "f1",
+                        "fill_opacity": 0.6 * abs(value) / largest,
+                    }
                     plot.box(k, i, 1, 1, f"entropy {span} nat, rank {k + 1}: {value:.3f}", **look)
                     if columns <= MOST_LABELLED:
-                        plot.text(plot.at(k + 0.5, 0)[0], middle, f"{value:.2f}".replace("0.", "."), class_="strong")
+                        plot.text(
+                            plot.at(k + 0.5, 0)[0],
+                            middle,
+                            f"{value:.2f}".replace("0.", "."),
+                            class_="strong",
+                        )
         for k in range(columns):
             plot.text(plot.at(k + 0.5, 0)[0], plot.height - 28, str(k + 1))
         plot.text(plot.at(columns / 2, 0)[0], plot.height - 6, "rank of the child")
@@ -126,7 +163,10 @@ def _heat(r: TreeReport) -> Iterator[Figure]:
 
 def _gamma(r: TreeReport) -> Figure:
     def points(taus: Iterable[float]) -> list[tuple[float, float, str]]:
-        return [(float(g.gamma), tau, f"gamma {g.gamma}: tau {tau:.3f}") for g, tau in zip(r.gammas, taus, strict=True)]
+        return [
+            (float(g.gamma), tau, f"gamma {g.gamma}: tau {tau:.3f}")
+            for g, tau in zip(r.gammas, taus, strict=True)
+        ]
 
     chain, tree = points(g.chain for g in r.gammas), points(g.tree for g in r.gammas)
     named = f"tree, width {r.width}, N = {r.top_n}"
@@ -144,7 +184,10 @@ def _gamma(r: TreeReport) -> Figure:
 
 
 def _of_point(p: Point) -> str:
-    said = f"{p.label}: tau {p.tau:.3f}, {p.per_token:.2f} verified per token, {p.per_round:.1f} a round ({p.origin})"
+    said = (
+        f"{p.label}: tau {p.tau:.3f}, {p.per_token:.2f} verified per token, {p.per_round:.1f} a "
+        f"round ({p.origin})"
+    )
     return said + (f", {p.missing:.1%} of its rounds approximate" if p.missing else "")
 
 
@@ -156,22 +199,44 @@ def _verified(r: TreeReport) -> Figure:
             own = [p for p in points if p.family == family and (p.origin != "grid") == tried]
             if own:
                 series = [(p.per_token, p.tau, _of_point(p), p.missing > 0) for p in own]
-                name, joined = (f"{family}, tried", False) if tried else (family, family in ("chain", "EAGLE-2", "static"))
+                name, joined = (
+                    (f"{family}, tried", False)
+                    if tried
+                    else (family, family in ("chain", "EAGLE-2", "static"))
+                )
                 given.append((name, str(FAMILIES.index(family) + 1), series, joined))
     low = max(0.0, 0.95 * min((p.tau for p in points), default=1.0))
-    plot = curves("verified tokens per token of text", "tokens a round (tau)", given, low, height=320)
-    rows: list[tuple[Cell, ...]] = [(p.family, p.label, p.origin, p.tau, p.per_token, p.per_round, p.missing) for p in points]
-    names = ("family", "policy", "origin", "tau", "verified per token", "verified per round", "approximate")
+    plot = curves(
+        "verified tokens per token of text", "tokens a round (tau)", given, low, height=320
+    )
+    rows: list[tuple[Cell, ...]] = [
+        (p.family, p.label, p.origin, p.tau, p.per_token, p.per_round, p.missing) for p in points
+    ]
+    names = (
+        "family",
+        "policy",
+        "origin",
+        "tau",
+        "verified per token",
+        "verified per round",
+        "approximate",
+    )
     numbers = _table(names, rows, text=3, summary=f"{len(rows)} policies")
     if r.skipped:
         more = len(r.skipped) - SKIPPED_SHOWN
-        listed = [(s,) for s in [*r.skipped[:SKIPPED_SHOWN], *([f"… {more} more"] if more > 0 else [])]]
-        numbers += _table(("policy and reason",), listed, text=1, summary=f"{len(r.skipped)} policies left out")
+        listed = [
+            (s,) for s in [*r.skipped[:SKIPPED_SHOWN], *([f"… {more} more"] if more > 0 else [])]
+        ]
+        numbers += _table(
+            ("policy and reason",), listed, text=1, summary=f"{len(r.skipped)} policies left out"
+        )
     return Figure(
         "verified",
         "Tokens a round against verified tokens",
-        "Every policy replayed here or tried before: higher and further left is better (C2T, figure 4, over the "
-        "texts' length). Static trees are the best for these very texts. Hollow marks: a few of the policy's "
+        "Every policy replayed here or tried before: higher and further left is better (C2T, "
+        "figure 4, over the "
+        "texts' length). Static trees are the best for these very texts. Hollow marks: a few of "
+        "the policy's "
         "rounds read distributions that were not recorded.",
         plot,
         numbers,
@@ -201,13 +266,16 @@ def _bins(r: TreeReport) -> Figure:
         if tcr is not None and high > low:
             plot.line([(low, tcr), (high, tcr)], "s2")
     caption = "Starts with a drafted token accepted, darker where there are more. " + (
-        f"Dashed: the thresholds of bins {bins.artifact}; solid: the mean rank in each bin, over these starts "
+        f"Dashed: the thresholds of bins {bins.artifact}; solid: the mean rank in each bin, over "
+        "these starts "
         "(the bins are fitted to fully accepted rounds)."
         if bins.artifact
         else "There are no fitted bins of this draft in the database; `fit bins` makes them."
     )
     title = "Phi and rank" + (", with the entropy bins" if bins.artifact else "")
-    rows = [(i, edges[i], c, m) for i, (c, m) in enumerate(zip(bins.starts, bins.mean_tcr, strict=True))]
+    rows = [
+        (i, edges[i], c, m) for i, (c, m) in enumerate(zip(bins.starts, bins.mean_tcr, strict=True))
+    ]
     numbers = _table(("bin", "Phi from (nat)", "starts", "mean rank"), rows) if rows else ""
     return Figure("bins", title, caption, plot, numbers)
 
@@ -215,10 +283,28 @@ def _bins(r: TreeReport) -> Figure:
 def _categories(r: TreeReport) -> Figure:
     rows: list[tuple[str, list[Dot]]] = []
     for c in r.categories:
-        kinds = (("chain", "1", c.chain_tau, c.chain_acceptance), ("tree", "2", c.tree_tau, c.tree_acceptance))
+        kinds = (
+            ("chain", "1", c.chain_tau, c.chain_acceptance),
+            ("tree", "2", c.tree_tau, c.tree_acceptance),
+        )
         said = f"drafted tokens accepted ({c.requests} requests)"
-        rows.append((c.category or "(none)", [(t, (None, None), n, f"{k}: tau {t:.3f}, {a:.1%} of its {said}") for k, n, t, a in kinds]))
-    names = ("category", "requests", "chain tau", "tree tau", "chain accepted/drafted", "tree accepted/drafted")
+        rows.append(
+            (
+                c.category or "(none)",
+                [
+                    (t, (None, None), n, f"{k}: tau {t:.3f}, {a:.1%} of its {said}")
+                    for k, n, t, a in kinds
+                ],
+            )
+        )
+    names = (
+        "category",
+        "requests",
+        "chain tau",
+        "tree tau",
+        "chain accepted/drafted",
+        "tree accepted/drafted",
+    )
     return Figure(
         "categories",
         "Acceptance by category",
@@ -240,7 +326,8 @@ def lead(r: TreeReport) -> str:
     if r.proposals == "coupled":
         children += ", with the target's noise above temperature 0"
     return (
-        f"Trees of draft {r.draft}: width {r.width}, {r.depth} levels, N = {r.top_n} kept; children ranked {children}. "
+        f"Trees of draft {r.draft}: width {r.width}, {r.depth} levels, N = {r.top_n} kept; "
+        f"children ranked {children}. "
         f"Counted over {r.tokens} tokens; nothing here is timed."
     )
 

@@ -113,7 +113,10 @@ def rank_profile(starts: Starts, top_n: int) -> RankProfile:
     def share(most: float) -> float:
         return float((some <= most).mean()) if len(some) else 0.0
 
-    quartiles = [int(some[min(len(some) - 1, int(q * len(some)))]) if len(some) else 0 for q in (0.25, 0.5, 0.75)]
+    quartiles = [
+        int(some[min(len(some) - 1, int(q * len(some)))]) if len(some) else 0
+        for q in (0.25, 0.5, 0.75)
+    ]
     return RankProfile(
         starts=len(starts.tcr),
         count=tuple(int(c) for c in count),
@@ -144,7 +147,10 @@ class Heat:
     def difference(self) -> tuple[tuple[float | None, ...], ...]:
         """Acceptance minus probability: positive where q underestimates."""
         rows = zip(self.acceptance, self.probability, strict=True)
-        return tuple(tuple(None if a is None or p is None else a - p for a, p in zip(x, y, strict=True)) for x, y in rows)
+        return tuple(
+            tuple(None if a is None or p is None else a - p for a, p in zip(x, y, strict=True))
+            for x, y in rows
+        )
 
 
 def heat(forest: Forest, ranks: int, intervals: int = INTERVALS) -> Heat:
@@ -160,9 +166,17 @@ def heat(forest: Forest, ranks: int, intervals: int = INTERVALS) -> Heat:
 
     def means(values: npt.NDArray[Any]) -> tuple[tuple[float | None, ...], ...]:
         found = (values[row == i] for i in range(intervals))
-        return tuple(tuple(float(v) for v in part.mean(0)) if len(part) else (None,) * ranks for part in found)
+        return tuple(
+            tuple(float(v) for v in part.mean(0)) if len(part) else (None,) * ranks
+            for part in found
+        )
 
-    return Heat(tuple(float(e) / TREE_SCALE for e in edges), tuple(int(c) for c in count), means(q), means(hit))
+    return Heat(
+        tuple(float(e) / TREE_SCALE for e in edges),
+        tuple(int(c) for c in count),
+        means(q),
+        means(hit),
+    )
 
 
 @dataclass(frozen=True)
@@ -180,7 +194,9 @@ class BinLines:
     mean_tcr: tuple[float | None, ...]
 
 
-def bin_lines(starts: Starts, depth: int, thresholds: Sequence[int], fitted_depth: int, artifact: str) -> BinLines:
+def bin_lines(
+    starts: Starts, depth: int, thresholds: Sequence[int], fitted_depth: int, artifact: str
+) -> BinLines:
     """Where the bins fall; a start's bin is decided as decoding decides it."""
     some = starts.tcr > 0
     phi, tcr = starts.phi[some], starts.tcr[some]
@@ -310,7 +326,8 @@ class TreeShape:
         return self.with_top_n(self.top_n)
 
     def with_top_n(self, top_n: int, bins: Stratify | None = None) -> Policy:
-        """The policy of a tree that keeps another number of nodes, and of other trees by ``bins``."""
+        """The policy of a tree that keeps another number of nodes, and of other trees by
+        ``bins``."""
         growth = TopKGrowth(width=self.width, proposals=self.proposals)
         window, select = FixedWindow(gamma=self.depth), Select(top_n=min(top_n, NODE_LIMIT))
         blocks = {"growth": growth, "window": window, "select": select, "stratify": bins}
@@ -329,7 +346,9 @@ def family(policy: Policy) -> str:
     return "chain"
 
 
-def point_of(policy: Policy, counts: Counts, origin: str = "grid", missing: float = 0.0, *, label: str = "") -> Point:
+def point_of(
+    policy: Policy, counts: Counts, origin: str = "grid", missing: float = 0.0, *, label: str = ""
+) -> Point:
     """The point of what a policy did."""
     verified = counts.verified_tokens
     return Point(
@@ -351,7 +370,11 @@ def grid_policies(forest: Forest, shape: TreeShape, stored: Sequence[Stored]) ->
     found = [shape.with_top_n(n) for n in sorted({*TOP_NS, shape.top_n})]
 
     def add(growth: StaticGrowth | ClassifierGrowth, gamma: int) -> None:
-        found.append(parse_plain_policy({"draft": shape.draft, "window": FixedWindow(gamma=gamma), "growth": growth}))
+        found.append(
+            parse_plain_policy(
+                {"draft": shape.draft, "window": FixedWindow(gamma=gamma), "growth": growth}
+            )
+        )
 
     chances = (forest.text_slot[forest.root][:, None] == np.arange(width)).mean(0)
     trees = best_static_tree(chances, max_nodes=max(TOP_NS), max_depth=depth)
@@ -364,9 +387,15 @@ def grid_policies(forest: Forest, shape: TreeShape, stored: Sequence[Stored]) ->
             add(StaticGrowth(artifact=one.id, proposals=proposals), depth)
         elif one.kind == CLASSIFIER:
             for beta in BETAS:
-                add(ClassifierGrowth(artifact=one.id, width=width, cap=width, beta=beta, proposals=proposals), depth)
+                add(
+                    ClassifierGrowth(
+                        artifact=one.id, width=width, cap=width, beta=beta, proposals=proposals
+                    ),
+                    depth,
+                )
         elif one.kind == BINS:
-            # The extended trees end at the report's depth: deeper distributions may not have been recorded.
+            # The extended trees end at the report's depth: deeper distributions may not have been
+            # recorded.
             plain = replace(shape, depth=max(1, depth - EXTENSION))
             bins = Stratify(artifact=one.id, alpha=depth - plain.depth)
             found += [plain.with_top_n(n, bins) for n in TOP_NS if n >= 8]
@@ -380,8 +409,8 @@ def replay_points(
     profile: LatencyProfile | None,
     progress: Callable[[], None],
 ) -> tuple[list[Point], list[str]]:
-    """The points of policies, each given with its origin, and what could not be replayed for want of distributions or artifacts, and
-    why."""
+    """The points of policies, each given with its origin, and what could not be replayed for want
+    of distributions or artifacts, and why."""
     found: list[Point] = []
     skipped: list[str] = []
     for policy, origin in wanted:
@@ -394,7 +423,8 @@ def replay_points(
             missing = ran.missing / max(1, ran.total.rounds)
             if missing > MISSING_MAX:
                 skipped.append(
-                    f"{policy.label()}: {missing:.0%} of its rounds read distributions that were not recorded (record them with --cover)"
+                    f"{policy.label()}: {missing:.0%} of its rounds read distributions that were "
+                    "not recorded (record them with --cover)"
                 )
             else:
                 found.append(point_of(policy, ran.total, origin, missing))
@@ -402,7 +432,9 @@ def replay_points(
     return found, skipped
 
 
-def _replayed(trace: ReplayTrace, shapes: Iterable[TreeShape], progress: Callable[[], None]) -> list[Replay]:
+def _replayed(
+    trace: ReplayTrace, shapes: Iterable[TreeShape], progress: Callable[[], None]
+) -> list[Replay]:
     """Trees that must replay, one by one."""
     found = []
     for shape in shapes:
@@ -450,16 +482,22 @@ def tree_report(
     trees = _replayed(trace, [replace(shape, depth=gamma) for gamma in gammas], step)
     replayed, skipped = replay_points(trace, wanted.values(), artifacts, profile, step)
     of_chains = [
-        point_of(one.policy, ran.total, label=f"{draft} chain(gamma={one.depth})") for one, ran in zip(narrow, chains, strict=True)
+        point_of(one.policy, ran.total, label=f"{draft} chain(gamma={one.depth})")
+        for one, ran in zip(narrow, chains, strict=True)
     ]
-    taus = ((c.total.mean_accepted_length, t.total.mean_accepted_length) for c, t in zip(chains, trees, strict=True))
+    taus = (
+        (c.total.mean_accepted_length, t.total.mean_accepted_length)
+        for c, t in zip(chains, trees, strict=True)
+    )
     return TreeReport(
         **asdict(shape),
         tokens=trace.tokens,
         ranks=rank_profile(starts, top_n),
         heat=heat(forest, shape.width),
         grid=phi_grid(starts, top_n),
-        bins=BinLines("", (), (), ()) if bins is None else bin_lines(starts, depth, bins.thresholds, bins.depth, bins.id),
+        bins=BinLines("", (), (), ())
+        if bins is None
+        else bin_lines(starts, depth, bins.thresholds, bins.depth, bins.id),
         gammas=tuple(ByGamma(gamma, *tau) for gamma, tau in enumerate(taus, start=1)),
         categories=_by_category(chains[-1], trees[-1]),
         points=(*points, *of_chains, *replayed),

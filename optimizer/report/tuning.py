@@ -39,7 +39,9 @@ from spectune.traces.store.query import TraceFilter, acceptance_stats
 
 ROUNDS_DRAWN: Final = 24
 LABELS_LISTED: Final = 8
-NOT_STORED: Final = "Not stored: this tuning was made by an earlier version, or its evidence was pruned."
+NOT_STORED: Final = (
+    "Not stored: this tuning was made by an earlier version, or its evidence was pruned."
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,9 @@ def _acceptance(store: TraceStore, study: Study) -> dict[str, Sequence[float]]:
     if study.recording_id is None:
         return {}
     try:
-        found = acceptance_stats(store.database, TraceFilter(recordings=(study.recording_id,)), ("draft",))
+        found = acceptance_stats(
+            store.database, TraceFilter(recordings=(study.recording_id,)), ("draft",)
+        )
     except NotFoundError:  # the recording was pruned
         return {}
     return {dict(stats.group)["draft"]: stats.survival.marginal for stats in found}
@@ -129,24 +133,36 @@ def _prediction(tuned: Json) -> Figure:
     unique = {c["id"]: c for c in tuned["candidates"] if c["predicted_tokens_per_s"] is not None}
     colours = _colours(tuned)
     end = 1.06 * max(
-        max(c["measured_interval"][1], c["measured_tokens_per_s"], c["predicted_tokens_per_s"]) for c in unique.values()
+        max(c["measured_interval"][1], c["measured_tokens_per_s"], c["predicted_tokens_per_s"])
+        for c in unique.values()
     )
     plot = Plot((0.0, end), (0.0, end), height=300)
     plot.axes("measured (tokens/s)", "predicted (tokens/s)")
     plot.line([(0, 0), (end, end)], "s6 dash")
     rows, errors = [], []
     for c in sorted(unique.values(), key=lambda c: c["id"] in colours):
-        x, y, (low, high) = c["measured_tokens_per_s"], c["predicted_tokens_per_s"], c["measured_interval"]
+        x, y, (low, high) = (
+            c["measured_tokens_per_s"],
+            c["predicted_tokens_per_s"],
+            c["measured_interval"],
+        )
         colour = colours.get(c["id"], "6")
         if high > low:
             plot.line([(low, y), (high, y)], f"s{colour}")
-        plot.dot(x, y, colour, f"{c['label']}: predicted {y:.1f}, measured {x:.1f} ({low:.1f} to {high:.1f}) tokens/s")
+        plot.dot(
+            x,
+            y,
+            colour,
+            f"{c['label']}: predicted {y:.1f}, measured {x:.1f} ({low:.1f} to {high:.1f}) tokens/s",
+        )
         errors.append(abs(y / x - 1) if x else 0.0)
         rows.append((c["label"], float(y), float(x), float(low), float(high)))
     return Figure(
         "prediction",
-        f"Prediction was off by {100 * median(errors):.1f}% in the median of {len(errors)} policies",
-        "Each point is an executed policy; bars are 95% intervals over requests; on the dashed line both are equal.",
+        f"Prediction was off by {100 * median(errors):.1f}% in the median of {len(errors)} "
+        "policies",
+        "Each point is an executed policy; bars are 95% intervals over requests; on the dashed "
+        "line both are equal.",
         plot,
         folded(table(("policy", "predicted", "measured", "from", "to"), rows, text=1)),
         _legend(tuned, True),
@@ -166,18 +182,29 @@ def _race(tuned: Json, race: Sequence[Json]) -> Figure:
         colour, label = colours.get(r["policy"], "6"), str(labels.get(r["policy"], r["policy"]))
         plot.line([(p[0], p[1]) for p in r["points"]], f"s{colour}", label)
         turn, ratio, low, high = r["points"][-1]
-        ends = " (interval not known)" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
+        ends = (
+            " (interval not known)"
+            if low is None or high is None
+            else f" ({low:.3f} to {high:.3f})"
+        )
         said = f"{label}: {ratio:.3f} times {base}'s speed{ends} after {turn} requests"
         if r["dropped"]:
             x, y = plot.at(turn, ratio)
-            plot.add("path", title=f"{said}, dropped", class_=f"s{colour}", d=f"M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8")
+            plot.add(
+                "path",
+                title=f"{said}, dropped",
+                class_=f"s{colour}",
+                d=f"M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8",
+            )
         else:
             plot.dot(turn, ratio, colour, said)
     dropped = sum(r["dropped"] for r in race)
     return Figure(
         "race",
-        f"{dropped} of {len(race)} policies fell behind beyond noise and were dropped from the race",
-        f"Speed over {base}'s, of what had been executed by then; a cross is where a policy was last executed.",
+        f"{dropped} of {len(race)} policies fell behind beyond noise and were dropped from "
+        "the race",
+        f"Speed over {base}'s, of what had been executed by then; a cross is where a policy was "
+        "last executed.",
         plot,
         "",
         _legend(tuned, True),
@@ -190,14 +217,26 @@ def _intervals(tuned: Json, race: Sequence[Json]) -> Figure:
     for r in sorted(race, key=lambda r: -r["points"][-1][1]):
         turn, ratio, low, high = r["points"][-1]
         said = f"{ratio:.3f} times, {turn} requests" + (", dropped" if r["dropped"] else "")
-        rows.append((str(labels.get(r["policy"], r["policy"])), [(ratio, (low, high), colours.get(r["policy"], "6"), said)]))
-    numbers = [(r["policy"], labels.get(r["policy"]), *r["points"][-1], "yes" if r["dropped"] else "no") for r in race]
+        rows.append(
+            (
+                str(labels.get(r["policy"], r["policy"])),
+                [(ratio, (low, high), colours.get(r["policy"], "6"), said)],
+            )
+        )
+    numbers = [
+        (r["policy"], labels.get(r["policy"]), *r["points"][-1], "yes" if r["dropped"] else "no")
+        for r in race
+    ]
     return Figure(
         "intervals",
         f"How the race ended for {len(rows)} policies",
         f"Speed over {base}'s on the requests that both were executed on, with 95% intervals.",
         dot_rows(f"speed over {base}'s (times)", rows),
-        folded(table(("policy", "label", "requests", "speed", "from", "to", "dropped"), numbers, text=2)),
+        folded(
+            table(
+                ("policy", "label", "requests", "speed", "from", "to", "dropped"), numbers, text=2
+            )
+        ),
     )
 
 
@@ -207,7 +246,15 @@ def _categories(tuned: Json, categories: Json) -> Figure:
     rows: list[tuple[str, list[Dot]]] = []
     for name in names:
         found = [(speeds[name], colour, label) for colour, label, speeds in shown if name in speeds]
-        rows.append((name or "(none)", [(v, (None, None), colour, f"{label}, {v:.1f} tokens/s") for v, colour, label in found]))
+        rows.append(
+            (
+                name or "(none)",
+                [
+                    (v, (None, None), colour, f"{label}, {v:.1f} tokens/s")
+                    for v, colour, label in found
+                ],
+            )
+        )
     (_, _, own), *others = shown
     ahead = sum(all(own[name] >= speeds.get(name, 0.0) for _, _, speeds in others) for name in own)
     numbers = [(name or "(none)", *(speeds.get(name) for _, _, speeds in shown)) for name in names]
@@ -232,7 +279,8 @@ def _by_position(acceptance: Mapping[str, Sequence[float]]) -> Figure:
     return Figure(
         "positions",
         f"{best[2][0][1]:.0%} of {best[0]}'s first proposals are kept",
-        "Share of the starts whose drafted tokens are all kept up to a position, over the recorded texts.",
+        "Share of the starts whose drafted tokens are all kept up to a position, over the "
+        "recorded texts.",
         curves("position in the draft (tokens)", "share kept", given),
         folded(table(("draft", "1", "2", "3", "4", "5"), rows, text=1)),
         [(draft, colour) for draft, colour, _, _ in given],
@@ -261,14 +309,17 @@ def _rounds(tuned: Json, drawn: Json) -> Iterator[Figure]:
                     said, look, opacity = "the target's own", "f2", 1.0
                 else:
                     said, look, opacity = "rejected", "f6", 0.25
-                plot.box(k + 0.06, y, 0.88, 0.8, f"round {i}: {said}", class_=look, fill_opacity=opacity)
+                plot.box(
+                    k + 0.06, y, 0.88, 0.8, f"round {i}: {said}", class_=look, fill_opacity=opacity
+                )
             rows.append((str(i), "".join(drawn["text"][at : at + emitted]), drafted, accepted))
             at += emitted
         proposed, kept, total = (sum(column) for column in zip(*rounds, strict=True))
         first = f"; the first {len(shown)}" if len(rounds) > len(shown) else ""
         yield Figure(
             f"rounds-{colour}",
-            f"{c['label']}: {kept} of {proposed} drafted tokens accepted, {total} tokens in {len(rounds)} rounds",
+            f"{c['label']}: {kept} of {proposed} drafted tokens accepted, {total} tokens in "
+            f"{len(rounds)} rounds",
             f"Request {drawn['request']}, round by round{first}.",
             plot,
             folded(table(("round", "text", "drafted", "accepted"), rows, text=2), "Text"),
@@ -278,13 +329,22 @@ def _rounds(tuned: Json, drawn: Json) -> Iterator[Figure]:
 
 def _latency(tuned: Json) -> str:
     rows: list[tuple[Cell, ...]] = []
-    for key, name in (("time_to_first_token_s", "time to first token"), ("time_per_output_token_s", "time per output token")):
+    for key, name in (
+        ("time_to_first_token_s", "time to first token"),
+        ("time_per_output_token_s", "time per output token"),
+    ):
         for what, _, c in _shown(tuned):
             found = (c.get("latency") or {}).get(key)
             values = [f"{1e3 * found[q]:.1f}" if found else None for q in ("p50", "p95", "p99")]
             rows.append((f"{name}, {what}: {c['label']}", *values))
-    said = "<p class=soft>Milliseconds over requests, one request at a time; with few requests p99 is the slowest.</p>"
-    return f"<figure id=latency><h3>What a user waits for</h3>{said}{table(('', 'p50', 'p95', 'p99'), rows, text=1)}</figure>"
+    said = (
+        "<p class=soft>Milliseconds over requests, one request at a time; with few requests p99 is "
+        "the slowest.</p>"
+    )
+    return (
+        "<figure id=latency><h3>What a user waits "
+        f"for</h3>{said}{table(('', 'p50', 'p95', 'p99'), rows, text=1)}</figure>"
+    )
 
 
 def family(document: Json) -> str:
@@ -293,7 +353,12 @@ def family(document: Json) -> str:
     if draft == "none":
         return "no draft"
     growth = document.get("growth", {}).get("kind", "chain")
-    kinds = {"chain": "chains", "top_k": "EAGLE-2 trees", "classifier": "C2T trees", "static": "static trees"}
+    kinds = {
+        "chain": "chains",
+        "top_k": "EAGLE-2 trees",
+        "classifier": "C2T trees",
+        "static": "static trees",
+    }
     kind = kinds.get(growth, growth)
     bins = ", entropy bins" if document.get("stratify") else ""
     short_ = document.get("shortlist", {}).get("kind", "full")
@@ -321,7 +386,8 @@ def _left_out(document_: Json) -> str:
     if beyond.get("policies"):
         best = ", ".join(b["label"] for b in beyond.get("best", ())[:LABELS_LISTED])
         said.append(
-            f"{beyond['policies']} policies read more than was recorded (--cover records it), the most promising: {best}"
+            f"{beyond['policies']} policies read more than was recorded (--cover records it), the "
+            f"most promising: {best}"
         )
     if chooser := document_.get("chooser"):
         said.append(f"a draft for each prompt: {chooser}")
@@ -342,13 +408,23 @@ def sections(report: TuningReport) -> Iterator[str]:
     drawn: list[Figure] = []
     if tuned is not None:
         race = [r for r in evidence.get("race", ()) if r["points"]]
-        yield section("Speed", _prediction(tuned), *((_race(tuned, race), _intervals(tuned, race)) if race else ()))
-        yield section("Requests", *([_categories(tuned, by_category)] if by_category else []), _latency(tuned))
+        yield section(
+            "Speed",
+            _prediction(tuned),
+            *((_race(tuned, race), _intervals(tuned, race)) if race else ()),
+        )
+        yield section(
+            "Requests", *([_categories(tuned, by_category)] if by_category else []), _latency(tuned)
+        )
         drawn = list(_rounds(tuned, evidence["rounds"])) if evidence.get("rounds") else []
     kept = {d: s for d, s in report.acceptance.items() if s}
     if kept or drawn:
         yield section("Drafts", *([_by_position(kept)] if kept else []), *drawn)
-    missing = [n for n, have in (("race", evidence.get("race")), ("speed by category", by_category)) if not have]
+    missing = [
+        n
+        for n, have in (("race", evidence.get("race")), ("speed by category", by_category))
+        if not have
+    ]
     if missing:
         yield f"<p>{safe(', '.join(missing))}: {safe(NOT_STORED)}</p>"
     yield section("What was tried", _tried(report), _left_out(report.study.document))
@@ -361,7 +437,9 @@ def headline(report: TuningReport, *, gpus: int = 1, price: float | None = None)
     return verdict_in_words(report.tuned, report.device, gpus=gpus, price=price)
 
 
-def page(report: TuningReport, *, gpus: int = 1, price: float | None = None, more: Iterable[str] = ()) -> str:
+def page(
+    report: TuningReport, *, gpus: int = 1, price: float | None = None, more: Iterable[str] = ()
+) -> str:
     """The whole page; ``more`` are further sections."""
     tuned, study = report.tuned, report.study
     about = [
@@ -379,5 +457,7 @@ def page(report: TuningReport, *, gpus: int = 1, price: float | None = None, mor
         if tuned.get("published"):
             about.append(("published", f"version {tuned['published']['version']}"))
         winner = tuned["winner"]
-        about.append(("policy", f"{winner['label']} ({winner['id']}): {policy_in_words(winner['policy'])}"))
+        about.append(
+            ("policy", f"{winner['label']} ({winner['id']}): {policy_in_words(winner['policy'])}")
+        )
     return document(title, lead, about, "\n".join([*sections(report), *more]), "report")

@@ -166,8 +166,8 @@ def closing(tuned: Json, where: str, commands: Iterable[tuple[str, str]]) -> str
 
 def savings(tuned: Json, device: str, *, gpus: int = 1, price: float | None = None) -> list[str]:
     """What deploying the winner saves, a clause each: device hours per million tokens, device hours
-    a day of ``gpus`` devices that are busy all day, and at a ``price`` of an hour money. Empty where
-    nothing is to be deployed."""
+    a day of ``gpus`` devices that are busy all day, and at a ``price`` of an hour money. Empty
+    where nothing is to be deployed."""
     found = finding(tuned)
     if not found.deploys:
         return []

@@ -1,4 +1,5 @@
-"""Re-optimization on a schedule, by any number of workers on one database. ``docs/schedules.md`` says what is guaranteed."""
+"""Re-optimization on a schedule, by any number of workers on one database. ``docs/schedules.md``
+says what is guaranteed."""
 
 from spectune.optimizer.schedule.book import (
     add_schedule,
@@ -14,7 +15,14 @@ from spectune.optimizer.schedule.lease import JobContext, LeaseLostError
 from spectune.optimizer.schedule.tick import tick
 from spectune.optimizer.schedule.times import ScheduleError, Timing, format_duration, parse_duration
 from spectune.optimizer.schedule.values import Fire, Job, Schedule
-from spectune.optimizer.schedule.worker import Ended, Execute, HandBack, WorkReport, run_once, run_worker
+from spectune.optimizer.schedule.worker import (
+    Ended,
+    Execute,
+    HandBack,
+    WorkReport,
+    run_once,
+    run_worker,
+)
 
 __all__ = [
     "Ended",

@@ -1,4 +1,5 @@
-"""The book of schedules: add, list, look up, pause, resume, remove, and what has happened so far."""
+"""The book of schedules: add, list, look up, pause, resume, remove, and what has happened so
+far."""
 
 from __future__ import annotations
 
@@ -16,10 +17,20 @@ from sqlalchemy.orm import Session
 from spectune.db.database import Database
 from spectune.db.schedules import FireRow, JobRow, ScheduleRow
 from spectune.optimizer.schedule.times import LONGEST_S, ScheduleError, Timing, parse_duration
-from spectune.optimizer.schedule.values import Fire, Job, Schedule, fire_of, job_of, payload_of, schedule_of, timing_of
+from spectune.optimizer.schedule.values import (
+    Fire,
+    Job,
+    Schedule,
+    fire_of,
+    job_of,
+    payload_of,
+    schedule_of,
+    timing_of,
+)
 
 MISFIRE_GRACE_S = 3_600
-"""Default grace: workers that were down for an hour still run what was due; APScheduler's own second suits no polling worker."""
+"""Default grace: workers that were down for an hour still run what was due; APScheduler's own
+second suits no polling worker."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -42,20 +53,29 @@ def add_schedule(
 ) -> Schedule:
     """Adds a schedule whose first slot is the first after ``now`` (database time by default).
 
-    Exactly one of ``cron`` and ``every``; durations are text (``"6h"``) or seconds. The other parameters are
-    :class:`Schedule`'s. Raises ScheduleError for a name that is taken or unfit and for any value that is out of range.
+    Exactly one of ``cron`` and ``every``; durations are text (``"6h"``) or seconds. The other
+    parameters are :class:`Schedule`'s. Raises ScheduleError for a name that is taken or unfit and
+    for any value that is out of range.
     """
     if not _NAME.fullmatch(name):
-        raise ScheduleError(f"{name!r} cannot name a schedule; use letters, digits, dots, dashes and underscores, at most 100")
+        raise ScheduleError(
+            f"{name!r} cannot name a schedule; use letters, digits, dots, dashes and underscores, "
+            "at most 100"
+        )
     for what, count in (("max_instances", max_instances), ("max_attempts", max_attempts)):
         if count is not None and count < 1:
             raise ScheduleError(f"{what} of schedule {name!r} is {count}; it must be at least 1")
     budget_s = float(parse_duration(budget)) if isinstance(budget, str) else budget
     if budget_s is not None and not 0 < budget_s <= LONGEST_S:
-        raise ScheduleError(f"the budget of schedule {name!r} is {budget_s}; it must be more than 0 seconds and at most ten years")
+        raise ScheduleError(
+            f"the budget of schedule {name!r} is {budget_s}; it must be more than 0 seconds and at "
+            "most ten years"
+        )
     grace_s = parse_duration(misfire_grace) if isinstance(misfire_grace, str) else misfire_grace
     if grace_s is not None and grace_s < 0:
-        raise ScheduleError(f"the misfire grace of schedule {name!r} is {grace_s}; it must be at least 0 seconds")
+        raise ScheduleError(
+            f"the misfire grace of schedule {name!r} is {grace_s}; it must be at least 0 seconds"
+        )
     document = _payload(name, payload)
     Timing.parse(cron=cron, every=every, tz=tz, anchor=0)  # refused before a new database is made
     try:
@@ -82,7 +102,9 @@ def add_schedule(
             session.flush()
             return schedule_of(row)
     except IntegrityError:
-        raise ScheduleError(f"there is a schedule {name!r} already; remove it first or choose another name") from None
+        raise ScheduleError(
+            f"there is a schedule {name!r} already; remove it first or choose another name"
+        ) from None
 
 
 def _payload(name: str, payload: Mapping[str, Any] | None) -> Any:
@@ -96,7 +118,10 @@ def _payload(name: str, payload: Mapping[str, Any] | None) -> Any:
 def list_schedules(database: Database) -> tuple[Schedule, ...]:
     """All schedules, by name."""
     with database.read() as session:
-        return tuple(schedule_of(row) for row in session.scalars(select(ScheduleRow).order_by(ScheduleRow.name)))
+        return tuple(
+            schedule_of(row)
+            for row in session.scalars(select(ScheduleRow).order_by(ScheduleRow.name))
+        )
 
 
 def get_schedule(database: Database, name: str) -> Schedule:
@@ -106,7 +131,8 @@ def get_schedule(database: Database, name: str) -> Schedule:
 
 
 def pause_schedule(database: Database, name: str) -> Schedule:
-    """Stops noticing slots. A job that is queued or running goes on. Pausing twice is pausing once."""
+    """Stops noticing slots. A job that is queued or running goes on. Pausing twice is pausing
+    once."""
     with database.write() as session:
         row = _row(session, name, lock=True)
         row.enabled = False
@@ -114,19 +140,24 @@ def pause_schedule(database: Database, name: str) -> Schedule:
 
 
 def resume_schedule(database: Database, name: str, *, now: datetime | None = None) -> Schedule:
-    """Goes on with the first slot after ``now`` (database time by default): slots that passed while paused are not made up for.
+    """Goes on with the first slot after ``now`` (database time by default): slots that passed while
+    paused are not made up for.
 
-    Resuming a schedule that is not paused changes nothing. Raises ScheduleError, and changes nothing, for one that is parked and still
-    cannot be read.
+    Resuming a schedule that is not paused changes nothing. Raises ScheduleError, and changes
+    nothing, for one that is parked and still cannot be read.
     """
     with database.write() as session:
         row = _row(session, name, lock=True)
         if not row.enabled:
             try:
                 payload_of(row)
-                row.next_fire_at = timing_of(row).next(int((now or database.now(session)).timestamp()))
+                row.next_fire_at = timing_of(row).next(
+                    int((now or database.now(session)).timestamp())
+                )
             except ScheduleError as error:
-                raise ScheduleError(f"schedule {name!r} cannot be resumed: {error}; remove it and add it again") from None
+                raise ScheduleError(
+                    f"schedule {name!r} cannot be resumed: {error}; remove it and add it again"
+                ) from None
             row.enabled, row.parked = True, None
         return schedule_of(row)
 
@@ -134,11 +165,14 @@ def resume_schedule(database: Database, name: str, *, now: datetime | None = Non
 def remove_schedule(database: Database, name: str) -> Schedule:
     """Removes a schedule with its jobs and history, and returns what it was.
 
-    A worker that runs one of its jobs loses its lease thereby: it notices, and can neither complete nor publish.
+    A worker that runs one of its jobs loses its lease thereby: it notices, and can neither complete
+    nor publish.
     """
     with database.write() as session:
         removed = schedule_of(_row(session, name, lock=True))
-        session.execute(delete(ScheduleRow).where(ScheduleRow.id == removed.id))  # jobs and fires go with it: ON DELETE CASCADE
+        session.execute(
+            delete(ScheduleRow).where(ScheduleRow.id == removed.id)
+        )  # jobs and fires go with it: ON DELETE CASCADE
         return removed
 
 
@@ -150,7 +184,10 @@ def history(database: Database, name: str | None = None, *, limit: int = 50) -> 
     query = (
         select(FireRow, ScheduleRow, JobRow)
         .join(ScheduleRow, ScheduleRow.id == FireRow.schedule_id)
-        .outerjoin(JobRow, (JobRow.schedule_id == FireRow.schedule_id) & (JobRow.fire_at == FireRow.fire_at))
+        .outerjoin(
+            JobRow,
+            (JobRow.schedule_id == FireRow.schedule_id) & (JobRow.fire_at == FireRow.fire_at),
+        )
         .order_by(FireRow.fire_at.desc(), ScheduleRow.name)
         .limit(limit)
     )
@@ -163,7 +200,11 @@ def history(database: Database, name: str | None = None, *, limit: int = 50) -> 
 def get_job(database: Database, job_id: int) -> Job:
     """The job of that id. Raises ScheduleError if there is none."""
     with database.read() as session:
-        query = select(JobRow, ScheduleRow).join(ScheduleRow, ScheduleRow.id == JobRow.schedule_id).where(JobRow.id == job_id)
+        query = (
+            select(JobRow, ScheduleRow)
+            .join(ScheduleRow, ScheduleRow.id == JobRow.schedule_id)
+            .where(JobRow.id == job_id)
+        )
         found = session.execute(query).first()
         if found is None:
             raise ScheduleError(f"there is no job {job_id}; `schedule history` lists them")

@@ -1,8 +1,9 @@
-"""Notice the slots that are due, and turn each into at most one job. Any node may tick, at any time, as often as it likes.
+"""Notice the slots that are due, and turn each into at most one job. Any node may tick, at any
+time, as often as it likes.
 
-Two locks keep a slot from firing twice. Who advances ``next_fire_at`` from the value it read (compare-and-swap) owns all slots
-up to there; and a slot is a row of ``schedule_fire``, inserted ``ON CONFLICT DO NOTHING``: no row, no job, whatever happens to
-``next_fire_at``.
+Two locks keep a slot from firing twice. Who advances ``next_fire_at`` from the value it read
+(compare-and-swap) owns all slots up to there; and a slot is a row of ``schedule_fire``, inserted
+``ON CONFLICT DO NOTHING``: no row, no job, whatever happens to ``next_fire_at``.
 """
 
 from __future__ import annotations
@@ -22,21 +23,27 @@ from spectune.optimizer.schedule.times import ScheduleError, Timing, utc
 from spectune.optimizer.schedule.values import LATEST, Fire, Outcome, payload_of, timing_of
 
 CLOCK_STEP_S = 120
-"""The database's clock may go back by so much without anybody minding: slots come so much later once."""
+"""The database's clock may go back by so much without anybody minding: slots come so much later
+once."""
 
 log = logging.getLogger("spectune.schedule")
 
 
 def tick(database: Database, now: datetime | None = None) -> tuple[Fire, ...]:
-    """Notices every slot that is due at ``now`` (database time by default), and returns those that this call has noticed.
+    """Notices every slot that is due at ``now`` (database time by default), and returns those that
+    this call has noticed.
 
-    Slots of one schedule are judged together, as APScheduler 3 does (:func:`judge`). A schedule that cannot be read is parked: disabled,
-    with its reason, and the others go on. By database time, one whose next slot is later than the first slot after now goes on with that:
-    the clock was set back. A ``now`` that is given is a clock of the caller's, and may be behind another's.
+    Slots of one schedule are judged together, as APScheduler 3 does (:func:`judge`). A schedule
+    that cannot be read is parked: disabled, with its reason, and the others go on. By database
+    time, one whose next slot is later than the first slot after now goes on with that: the clock
+    was set back. A ``now`` that is given is a clock of the caller's, and may be behind another's.
     """
     with database.read() as session:
-        schedules = session.scalars(select(ScheduleRow).where(ScheduleRow.enabled).order_by(ScheduleRow.id)).all()
-        # After the rows, so that no slot that another node has just moved on to seems to be of the future.
+        schedules = session.scalars(
+            select(ScheduleRow).where(ScheduleRow.enabled).order_by(ScheduleRow.id)
+        ).all()
+        # After the rows, so that no slot that another node has just moved on to seems to be of the
+        # future.
         moment = (now or database.now(session)).timestamp()
         unreadable = {row.id: reason for row in schedules if (reason := _unreadable(row, moment))}
     noticed: list[Fire] = []
@@ -49,7 +56,8 @@ def tick(database: Database, now: datetime | None = None) -> tuple[Fire, ...]:
 
 
 def _unreadable(schedule: ScheduleRow, now: float) -> str | None:
-    """Why nothing can be done with a schedule, or None. Its payload is looked at once it is needed."""
+    """Why nothing can be done with a schedule, or None. Its payload is looked at once it is
+    needed."""
     try:
         timing_of(schedule)
         if _is_instant(schedule.next_fire_at) and schedule.next_fire_at <= now:
@@ -62,12 +70,17 @@ def _unreadable(schedule: ScheduleRow, now: float) -> str | None:
 def _park(database: Database, schedule: ScheduleRow, reason: str) -> None:
     with database.write() as session:
         parked = update(ScheduleRow).where(ScheduleRow.id == schedule.id, ScheduleRow.enabled)
-        is_ours = session.scalar(parked.values(enabled=False, parked=reason).returning(ScheduleRow.id)) is not None
+        is_ours = (
+            session.scalar(parked.values(enabled=False, parked=reason).returning(ScheduleRow.id))
+            is not None
+        )
     if is_ours:
         log.warning("schedule %s is parked: %s", schedule.name, reason)
 
 
-def _notice(database: Database, schedule: ScheduleRow, now: float, *, is_own_clock: bool) -> list[Fire]:
+def _notice(
+    database: Database, schedule: ScheduleRow, now: float, *, is_own_clock: bool
+) -> list[Fire]:
     timing, following = timing_of(schedule), schedule.next_fire_at
     if not is_own_clock:
         timing = _begun(timing, now)
@@ -77,7 +90,8 @@ def _notice(database: Database, schedule: ScheduleRow, now: float, *, is_own_clo
         return []
     if following > now:
         return []
-    # Counting the slots of a long sleep takes a while, so it stays outside the transaction: the swap below guards it.
+    # Counting the slots of a long sleep takes a while, so it stays outside the transaction: the
+    # swap below guards it.
     slots, following = timing.due(following, now)
     with database.write() as session:
         if not _advance(session, schedule, following):
@@ -86,18 +100,28 @@ def _notice(database: Database, schedule: ScheduleRow, now: float, *, is_own_clo
 
 
 def _begun(timing: Timing, now: float) -> Timing:
-    """The timing, of the same slots, if it was to begin later than ``now``: the schedule was added by a clock that was ahead."""
+    """The timing, of the same slots, if it was to begin later than ``now``: the schedule was added
+    by a clock that was ahead."""
     if timing.interval_s is None or timing.anchor <= now:
         return timing
-    return replace(timing, anchor=timing.anchor - (int(timing.anchor - now) // timing.interval_s + 1) * timing.interval_s)
+    return replace(
+        timing,
+        anchor=timing.anchor
+        - (int(timing.anchor - now) // timing.interval_s + 1) * timing.interval_s,
+    )
 
 
 def _set_back(database: Database, schedule: ScheduleRow, following: int, now: float) -> None:
-    """Goes on with the slot ``following``. What the clock noticed ahead of ``now`` and made no job of is to be judged when it is due."""
+    """Goes on with the slot ``following``. What the clock noticed ahead of ``now`` and made no job
+    of is to be judged when it is due."""
     with database.write() as session:
         if not _advance(session, schedule, following):
             return
-        ahead = (FireRow.schedule_id == schedule.id, FireRow.fire_at > now, FireRow.outcome != "enqueued")
+        ahead = (
+            FireRow.schedule_id == schedule.id,
+            FireRow.fire_at > now,
+            FireRow.outcome != "enqueued",
+        )
         session.execute(delete(FireRow).where(*ahead))
     stood = schedule.next_fire_at
     log.warning(
@@ -113,10 +137,12 @@ def _is_instant(value: object) -> bool:
 def judge(
     slots: Sequence[int], now: float, *, misfire_grace_s: int | None, coalesce: bool, is_full: bool
 ) -> tuple[tuple[int, Outcome], ...]:
-    """What becomes of slots (in order) that are noticed together at ``now``, in APScheduler 3's order of decisions:
+    """What becomes of slots (in order) that are noticed together at ``now``, in APScheduler 3's
+    order of decisions:
 
-    with ``coalesce`` only the latest is kept; if the schedule ``is_full`` (``max_instances`` jobs unfinished) those kept are
-    skipped; of the rest, those later than the grace are misfired (exactly the grace late is in time); what is left is enqueued.
+    with ``coalesce`` only the latest is kept; if the schedule ``is_full`` (``max_instances`` jobs
+    unfinished) those kept are skipped; of the rest, those later than the grace are misfired
+    (exactly the grace late is in time); what is left is enqueued.
     """
 
     def outcome(slot: int) -> Outcome:
@@ -132,23 +158,49 @@ def judge(
 
 
 def _advance(session: Session, schedule: ScheduleRow, following: int) -> bool:
-    """Moves ``next_fire_at`` on if it stands where it was read and the schedule was not paused. Holds the row until commit."""
+    """Moves ``next_fire_at`` on if it stands where it was read and the schedule was not paused.
+    Holds the row until commit."""
     swap = (
         update(ScheduleRow)
-        .where(ScheduleRow.id == schedule.id, ScheduleRow.next_fire_at == schedule.next_fire_at, ScheduleRow.enabled)
+        .where(
+            ScheduleRow.id == schedule.id,
+            ScheduleRow.next_fire_at == schedule.next_fire_at,
+            ScheduleRow.enabled,
+        )
         .values(next_fire_at=following)
         .returning(ScheduleRow.id)
     )
     return session.scalar(swap) is not None
 
 
-def _fire(session: Session, schedule: ScheduleRow, slots: Sequence[int], now: float, noticed_at: float) -> list[Fire]:
-    unfinished = select(func.count()).where(JobRow.schedule_id == schedule.id, JobRow.state.in_(("queued", "running")))
-    is_full = schedule.max_instances is not None and session.scalar(unfinished) >= schedule.max_instances  # type: ignore[operator]
-    judged = judge(slots, now, misfire_grace_s=schedule.misfire_grace_s, coalesce=schedule.coalesce, is_full=is_full)
-    dialect_insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
-    rows = [{"schedule_id": schedule.id, "fire_at": s, "outcome": o, "noticed_at": noticed_at} for s, o in judged]
-    won = set(session.scalars(dialect_insert(FireRow).on_conflict_do_nothing().returning(FireRow.fire_at), rows))
+def _fire(
+    session: Session, schedule: ScheduleRow, slots: Sequence[int], now: float, noticed_at: float
+) -> list[Fire]:
+    unfinished = select(func.count()).where(
+        JobRow.schedule_id == schedule.id, JobRow.state.in_(("queued", "running"))
+    )
+    is_full = (
+        schedule.max_instances is not None and session.scalar(unfinished) >= schedule.max_instances
+    )  # type: ignore[operator]
+    judged = judge(
+        slots,
+        now,
+        misfire_grace_s=schedule.misfire_grace_s,
+        coalesce=schedule.coalesce,
+        is_full=is_full,
+    )
+    dialect_insert = (
+        postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
+    )
+    rows = [
+        {"schedule_id": schedule.id, "fire_at": s, "outcome": o, "noticed_at": noticed_at}
+        for s, o in judged
+    ]
+    won = set(
+        session.scalars(
+            dialect_insert(FireRow).on_conflict_do_nothing().returning(FireRow.fire_at), rows
+        )
+    )
     jobs = [
         {
             "schedule_id": schedule.id,
@@ -165,4 +217,8 @@ def _fire(session: Session, schedule: ScheduleRow, slots: Sequence[int], now: fl
     ]
     if jobs:
         session.execute(insert(JobRow), jobs)
-    return [Fire(schedule.name, utc(slot), outcome, utc(noticed_at)) for slot, outcome in judged if slot in won]
+    return [
+        Fire(schedule.name, utc(slot), outcome, utc(noticed_at))
+        for slot, outcome in judged
+        if slot in won
+    ]

@@ -1,9 +1,11 @@
-"""When a schedule fires: cron expressions in a time zone, or a fixed cadence, as a sequence of UTC instants.
+"""When a schedule fires: cron expressions in a time zone, or a fixed cadence, as a sequence of UTC
+instants.
 
-An instant is whole seconds since 1970, UTC. Around daylight saving a cron expression behaves as Debian's cron does (cronsim): one
-whose minute and hour are both fixed runs once, moved to the end of the hour that is skipped, and only the first time in the hour
-that is repeated; one whose minute or hour begins with ``*`` follows elapsed time, so a skipped hour has no slots and a repeated
-one twice as many.
+An instant is whole seconds since 1970, UTC. Around daylight saving a cron expression behaves as
+Debian's cron does (cronsim): one whose minute and hour are both fixed runs once, moved to the end
+of the hour that is skipped, and only the first time in the hour that is repeated; one whose minute
+or hour begins with ``*`` follows elapsed time, so a skipped hour has no slots and a repeated one
+twice as many.
 """
 
 from __future__ import annotations
@@ -25,7 +27,13 @@ LONGEST_S = 3_660 * 86_400
 """Longest duration accepted, ten years."""
 MAX_BACKLOG = 1_000
 """Most slots of one schedule that a tick records; of a longer backlog the latest ones."""
-ALIASES = {"@hourly": "0 * * * *", "@daily": "0 0 * * *", "@weekly": "0 0 * * 0", "@monthly": "0 0 1 * *", "@yearly": "0 0 1 1 *"}
+ALIASES = {
+    "@hourly": "0 * * * *",
+    "@daily": "0 0 * * *",
+    "@weekly": "0 0 * * 0",
+    "@monthly": "0 0 1 * *",
+    "@yearly": "0 0 1 1 *",
+}
 
 _DURATION = re.compile("".join(rf"(?:(?P<{unit}>[0-9]{{1,12}}){unit})?" for unit in UNITS_S))
 
@@ -35,7 +43,8 @@ class ScheduleError(SpectuneError):
 
 
 def parse_duration(text: str) -> int:
-    """Seconds of ``"90s"``, ``"30m"``, ``"6h"``, ``"1d12h"``, ``"2w"``: units from large to small, each at most once.
+    """Seconds of ``"90s"``, ``"30m"``, ``"6h"``, ``"1d12h"``, ``"2w"``: units from large to small,
+    each at most once.
 
     Raises ScheduleError for anything else, for zero and for more than ten years.
     """
@@ -49,7 +58,8 @@ def parse_duration(text: str) -> int:
 
 
 def format_duration(seconds: float) -> str:
-    """The shortest text that :func:`parse_duration` reads back as these seconds, rounded to whole ones."""
+    """The shortest text that :func:`parse_duration` reads back as these seconds, rounded to whole
+    ones."""
     rest, out = round(seconds), ""
     for unit, size in UNITS_S.items():
         count, rest = divmod(rest, size)
@@ -67,7 +77,8 @@ def utc(instant: float) -> datetime:
 
 @dataclass(frozen=True)
 class Timing:
-    """Either ``cron`` in zone ``tz``, or every ``interval_s`` seconds counted from the instant ``anchor``.
+    """Either ``cron`` in zone ``tz``, or every ``interval_s`` seconds counted from the instant
+    ``anchor``.
 
     Make one with :meth:`parse`, which refuses what can never fire.
     """
@@ -79,10 +90,14 @@ class Timing:
 
     @classmethod
     def parse(cls, *, cron: str | None, every: str | int | None, tz: str, anchor: int) -> Timing:
-        """Reads what a user wrote: exactly one of ``cron`` (five fields or an alias such as ``@daily``) and ``every`` (a duration
-        or seconds), and an IANA zone. Raises ScheduleError with what is wrong and what to write instead."""
+        """Reads what a user wrote: exactly one of ``cron`` (five fields or an alias such as
+        ``@daily``) and ``every`` (a duration or seconds), and an IANA zone. Raises ScheduleError
+        with what is wrong and what to write instead."""
         if (cron is None) == (every is None):
-            raise ScheduleError('give either a cron expression (--cron "0 3 * * *") or an interval (--every 6h), and not both')
+            raise ScheduleError(
+                'give either a cron expression (--cron "0 3 * * *") or an interval (--every 6h), '
+                "and not both"
+            )
         _zone(tz)
         if every is not None:
             seconds = parse_duration(every if isinstance(every, str) else f"{every}s")
@@ -92,16 +107,21 @@ class Timing:
         timing = cls(ALIASES.get(expression.lower(), expression), None, tz, anchor)
         fields = "minute hour day month weekday"
         if len(expression.split()) != 5 and expression.lower() not in ALIASES:
-            raise ScheduleError(f'cron expression {cron!r} must have five fields: {fields}, as in "0 3 * * 1-5"')
+            raise ScheduleError(
+                f'cron expression {cron!r} must have five fields: {fields}, as in "0 3 * * 1-5"'
+            )
         try:
             timing.next(anchor)
         except CronSimError as error:
             bad = str(error).removeprefix("Bad ")
-            raise ScheduleError(f"bad {bad} in cron expression {cron!r}; the fields are {fields}") from None
+            raise ScheduleError(
+                f"bad {bad} in cron expression {cron!r}; the fields are {fields}"
+            ) from None
         return timing
 
     def next(self, after: int) -> int:
-        """The first slot later than ``after``. Raises ScheduleError if there is none in 50 years."""
+        """The first slot later than ``after``. Raises ScheduleError if there is none in 50
+        years."""
         for slot in self.slots(after):
             return slot
         raise ScheduleError(f"cron expression {self.cron!r} never fires")
@@ -116,8 +136,8 @@ class Timing:
         assert self.cron is not None
         for fire in CronSim(self.cron, datetime.fromtimestamp(after, _zone(self.tz))):
             slot = int(fire.timestamp())
-            # CronSim works on wall-clock time: started in a repeated hour it looks back an hour, and several times of a skipped
-            # hour all move to its end.
+            # CronSim works on wall-clock time: started in a repeated hour it looks back an hour,
+            # and several times of a skipped hour all move to its end.
             if slot > after:
                 yield slot
                 after = slot
@@ -125,13 +145,17 @@ class Timing:
     def due(self, first: int, now: float) -> tuple[tuple[int, ...], int]:
         """The slots from ``first`` (itself one) to ``now`` inclusive, and the slot after them.
 
-        No more than the latest :data:`MAX_BACKLOG` are given, as the schedule may have slept for months.
+        No more than the latest :data:`MAX_BACKLOG` are given, as the schedule may have slept for
+        months.
         """
         if first > now:
             return (), first
         past: deque[int] = deque([first], maxlen=MAX_BACKLOG)
         if self.interval_s is not None:
-            first = max(first, first + (int((now - first) // self.interval_s) - MAX_BACKLOG) * self.interval_s)
+            first = max(
+                first,
+                first + (int((now - first) // self.interval_s) - MAX_BACKLOG) * self.interval_s,
+            )
         for slot in self.slots(first):
             if slot > now:
                 return tuple(past), slot
@@ -148,7 +172,10 @@ def _zone(name: str) -> tzinfo:
         pass
     zones = available_timezones()
     if not zones:
-        raise ScheduleError(f"time zone {name!r} cannot be looked up: this system has no zone database; run: pip install tzdata")
+        raise ScheduleError(
+            f"time zone {name!r} cannot be looked up: this system has no zone database; run: pip "
+            "install tzdata"
+        )
     near = get_close_matches(name, zones, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]}?" if near else "; write for example Europe/Berlin or UTC"
     raise ScheduleError(f"unknown time zone {name!r}{hint}")

@@ -1,4 +1,5 @@
-"""What the scheduler knows, as plain values: schedules, fired slots and jobs. Rows never leave this package."""
+"""What the scheduler knows, as plain values: schedules, fired slots and jobs. Rows never leave this
+package."""
 
 from __future__ import annotations
 
@@ -35,10 +36,12 @@ class _Value:
 
 @dataclass(frozen=True)
 class Schedule(_Value):
-    """What is to be done when. Moments are aware UTC; ``misfire_grace_s`` and ``max_instances`` None mean no limit.
+    """What is to be done when. Moments are aware UTC; ``misfire_grace_s`` and ``max_instances``
+    None mean no limit.
 
-    ``payload`` belongs to the job function; the scheduler only carries it. ``budget_s`` is what one attempt may take. ``parked`` says
-    why the scheduler itself disabled it: something in it cannot be read (a payload is then shown as empty, a moment as 1970).
+    ``payload`` belongs to the job function; the scheduler only carries it. ``budget_s`` is what one
+    attempt may take. ``parked`` says why the scheduler itself disabled it: something in it cannot
+    be read (a payload is then shown as empty, a moment as 1970).
     """
 
     id: int
@@ -62,16 +65,17 @@ class Schedule(_Value):
         """The timing for a person: ``0 3 * * * (Europe/Berlin)`` or ``every 6h``."""
         if self.cron is not None:
             return f"{self.cron} ({self.tz})"
-        return f"every {format_duration(self.interval_s) if isinstance(self.interval_s, int) else self.interval_s}"
+        given = self.interval_s
+        return f"every {format_duration(given) if isinstance(given, int) else given}"
 
 
 @dataclass(frozen=True)
 class Job(_Value):
     """One job with what it needs of its schedule. ``attempt`` counts claims: 0 until the first.
 
-    ``fire_at`` is the slot it stands for, ``idempotency_key`` names that slot for ever: what a job publishes under it must be
-    published once. ``error`` begins with one line for the user; a traceback may follow. A moment that cannot be read is shown as 1970,
-    a result as None.
+    ``fire_at`` is the slot it stands for, ``idempotency_key`` names that slot for ever: what a job
+    publishes under it must be published once. ``error`` begins with one line for the user; a
+    traceback may follow. A moment that cannot be read is shown as 1970, a result as None.
     """
 
     id: int
@@ -104,7 +108,8 @@ class Fire(_Value):
 
 
 def timing_of(row: ScheduleRow) -> Timing:
-    """Raises ScheduleError, saying what it is, where something in the row cannot be used: a hand was there, or a zone is gone."""
+    """Raises ScheduleError, saying what it is, where something in the row cannot be used: a hand
+    was there, or a zone is gone."""
     _within(row, "anchor_at", 0, LATEST, is_whole=True)
     _within(row, "max_attempts", 1, 2**31, is_whole=True)
     _within(row, "max_instances", 1, 2**31, is_whole=True)
@@ -118,7 +123,9 @@ def timing_of(row: ScheduleRow) -> Timing:
 
 def _within(row: ScheduleRow, column: str, least: int, most: int, *, is_whole: bool) -> None:
     value = getattr(row, column)
-    if value is not None and not (isinstance(value, int if is_whole else (int, float)) and least <= value <= most):
+    if value is not None and not (
+        isinstance(value, int if is_whole else (int, float)) and least <= value <= most
+    ):
         raise ScheduleError(f"{column} is {value!r}")
 
 
@@ -146,8 +153,13 @@ def shown_moment(instant: Any) -> datetime:
 
 def _columns(row: ScheduleRow | JobRow, value: type[_Value]) -> dict[str, Any]:
     """What a value takes of a row, by name: moments to be shown, all else as it stands."""
-    found = {field.name: getattr(row, field.name) for field in fields(value) if hasattr(row, field.name)}
-    return {name: shown_moment(v) if name.endswith("_at") and v is not None else v for name, v in found.items()}
+    found = {
+        field.name: getattr(row, field.name) for field in fields(value) if hasattr(row, field.name)
+    }
+    return {
+        name: shown_moment(v) if name.endswith("_at") and v is not None else v
+        for name, v in found.items()
+    }
 
 
 def schedule_of(row: ScheduleRow) -> Schedule:
@@ -155,7 +167,11 @@ def schedule_of(row: ScheduleRow) -> Schedule:
 
 
 def job_of(row: JobRow, schedule: ScheduleRow) -> Job:
-    of_schedule = {"schedule": schedule.name, "payload": _shown_payload(schedule), "budget_s": schedule.budget_s}
+    of_schedule = {
+        "schedule": schedule.name,
+        "payload": _shown_payload(schedule),
+        "budget_s": schedule.budget_s,
+    }
     leased = None if row.lease_until is None else shown_moment(row.lease_until)
     result = row.result if isinstance(row.result, dict) else None
     return Job(**_columns(row, Job) | of_schedule | {"lease_until": leased, "result": result})
@@ -164,4 +180,6 @@ def job_of(row: JobRow, schedule: ScheduleRow) -> Job:
 def fire_of(row: FireRow, schedule: ScheduleRow, job: JobRow | None) -> Fire:
     outcome: Any = row.outcome
     made = job_of(job, schedule) if job else None
-    return Fire(schedule.name, shown_moment(row.fire_at), outcome, shown_moment(row.noticed_at), made)
+    return Fire(
+        schedule.name, shown_moment(row.fire_at), outcome, shown_moment(row.noticed_at), made
+    )

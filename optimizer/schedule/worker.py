@@ -1,7 +1,9 @@
-"""Run the jobs that are due: one at a time, under a lease that a heartbeat renews, until told to stop.
+"""Run the jobs that are due: one at a time, under a lease that a heartbeat renews, until told to
+stop.
 
-A job is leased to one worker at a time, and one whose worker dies is run again by another. So a job may *run* more than once, and
-must *publish* under its idempotency key, in a transaction that asks :meth:`JobContext.still_owner` first.
+A job is leased to one worker at a time, and one whose worker dies is run again by another. So a job
+may *run* more than once, and must *publish* under its idempotency key, in a transaction that asks
+:meth:`JobContext.still_owner` first.
 """
 
 from __future__ import annotations
@@ -36,17 +38,19 @@ LONGEST_PAUSE_S = 60.0
 """A database that is away is looked for at least so often."""
 
 Execute = Callable[[Job, JobContext], Mapping[str, Any]]
-"""A job function. Its result must be JSON. An exception fails the job, and its next slot is its next try; only an UnavailableError hands
-it back for another attempt, while it has any left."""
+"""A job function. Its result must be JSON. An exception fails the job, and its next slot is its
+next try; only an UnavailableError hands it back for another attempt, while it has any left."""
 Ending = Literal["done", "failed", "lost", "released"]
-"""How a job ended here. ``lost``: another worker took it over, or its schedule was removed. ``released``: it is queued again."""
+"""How a job ended here. ``lost``: another worker took it over, or its schedule was removed.
+``released``: it is queued again."""
 
 log = logging.getLogger("spectune.schedule")
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A job as it was claimed, how it ended, and its result if it is done or its error if it failed or is tried again."""
+    """A job as it was claimed, how it ended, and its result if it is done or its error if it failed
+    or is tried again."""
 
     job: Job
     ending: Ending
@@ -63,18 +67,22 @@ class WorkReport:
     """What a worker did, by counts: slots it noticed, jobs by how they ended."""
 
     noticed: int = 0
-    ended: dict[str, int] = field(default_factory=lambda: {"done": 0, "failed": 0, "lost": 0, "released": 0})
+    ended: dict[str, int] = field(
+        default_factory=lambda: {"done": 0, "failed": 0, "lost": 0, "released": 0}
+    )
 
     def to_json(self) -> dict[str, int]:
         return {"noticed": self.noticed, **self.ended}
 
 
 class HandBack(KeyboardInterrupt):
-    """Raised in a job function to end it at once and queue the job again. Not an Exception, so that no handler swallows it."""
+    """Raised in a job function to end it at once and queue the job again. Not an Exception, so that
+    no handler swallows it."""
 
 
 class Stopper:
-    """Turns SIGINT and SIGTERM into a clean stop: the first lets the job at hand finish, the next hands it back at once."""
+    """Turns SIGINT and SIGTERM into a clean stop: the first lets the job at hand finish, the next
+    hands it back at once."""
 
     def __init__(self, event: threading.Event | None = None) -> None:
         self.event = event or threading.Event()
@@ -95,7 +103,10 @@ class Stopper:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
             yield self
         finally:
@@ -107,7 +118,10 @@ class Stopper:
             raise HandBack
         self.event.set()
         if self._is_busy:
-            log.warning("%s: finishing the job at hand; once more to hand it back", signal.Signals(number).name)
+            log.warning(
+                "%s: finishing the job at hand; once more to hand it back",
+                signal.Signals(number).name,
+            )
 
 
 def run_worker(
@@ -121,10 +135,12 @@ def run_worker(
     stop: threading.Event | None = None,
     watch: Watch | None = None,
 ) -> WorkReport:
-    """Ticks and runs jobs until SIGINT, SIGTERM or ``stop``; then finishes the job at hand and returns.
+    """Ticks and runs jobs until SIGINT, SIGTERM or ``stop``; then finishes the job at hand and
+    returns.
 
-    Slots are due by ``clock``, the database's by default; ``owner`` must differ between workers and is made up by default. A
-    database that goes away later is waited for, a little longer each time; if it cannot be used at the start, DatabaseError is raised.
+    Slots are due by ``clock``, the database's by default; ``owner`` must differ between workers and
+    is made up by default. A database that goes away later is waited for, a little longer each time;
+    if it cannot be used at the start, DatabaseError is raised.
     """
     shift = _Shift(database, execute, owner or _made_up(), lease_s, clock, watch, Stopper(stop))
     with shift.stopper.listening():
@@ -171,7 +187,8 @@ def run_once(
 
 
 def _made_up() -> str:
-    """A worker's name. The random part: process ids come back, and two containers may share a host name."""
+    """A worker's name. The random part: process ids come back, and two containers may share a host
+    name."""
     return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
 
 
@@ -211,13 +228,18 @@ class _Shift:
             try:
                 context = JobContext(self.database, job, beat, self.stopper.event, clock)
                 with self.stopper.busy():
-                    result = json.loads(json.dumps(dict(self.execute(job, context)), allow_nan=False))
+                    result = json.loads(
+                        json.dumps(dict(self.execute(job, context)), allow_nan=False)
+                    )
             except LeaseLostError:
                 return Ended(job, "lost")
             except UnavailableError as error:
                 message = str(error)
                 if job.attempt < job.max_attempts:
-                    return _recorded(Ended(job, "released", error=message), lambda: retry(self.database, job, message))
+                    return _recorded(
+                        Ended(job, "released", error=message),
+                        lambda: retry(self.database, job, message),
+                    )
             except (SpectuneError, DatabaseError) as error:
                 message = str(error)
             except Exception as error:
@@ -229,8 +251,12 @@ class _Shift:
                 self.stopper.event.set()
                 return ended
             else:
-                return _recorded(Ended(job, "done", result=result), lambda: complete(self.database, job, result))
-            return _recorded(Ended(job, "failed", error=message), lambda: fail(self.database, job, message))
+                return _recorded(
+                    Ended(job, "done", result=result), lambda: complete(self.database, job, result)
+                )
+            return _recorded(
+                Ended(job, "failed", error=message), lambda: fail(self.database, job, message)
+            )
 
 
 def _recorded(ended: Ended, write: Callable[[], bool]) -> Ended:
@@ -239,7 +265,8 @@ def _recorded(ended: Ended, write: Callable[[], bool]) -> Ended:
 
 
 def _persisted(write: Callable[[], bool]) -> bool:
-    # The work of hours hangs on this write: outlive a short absence of the database (the heartbeat goes on meanwhile).
+    # The work of hours hangs on this write: outlive a short absence of the database (the heartbeat
+    # goes on meanwhile).
     for pause_s in (0.5, 1.0, 2.0, 4.0, 8.0, 15.0):
         try:
             return write()

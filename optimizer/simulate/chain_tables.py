@@ -1,16 +1,20 @@
 """What a chain drafted from every position of a trace would do, tabulated once per draft and stop.
 
-A draft and a stop decide, for each start s, how long the chain can grow and how much of it agrees with the text; the window
-only says how much of that is used. So one word per position answers every round of every window:
+A draft and a stop decide, for each start s, how long the chain can grow and how much of it agrees
+with the text; the window only says how much of that is used. So one word per position answers every
+round of every window:
 
 - ``run``: accepted tokens of an endless chain; accepted = min(run, drafted).
-- ``cap``: tokens at which the stop, or a draft without a proposal, ends the chain; drafted = min(gamma, cap).
-- ``step cap``: passes made by then (one more than ``cap`` if the last pass kept no token); draft_steps = min(gamma, step cap).
-- ``cached from``: offset of the first position whose token occurs in the prompt or the output before s; accepted tokens are
-  in the cache iff cached from < accepted.
+- ``cap``: tokens at which the stop, or a draft without a proposal, ends the chain; drafted =
+  min(gamma, cap).
+- ``step cap``: passes made by then (one more than ``cap`` if the last pass kept no token);
+  draft_steps = min(gamma, step cap).
+- ``cached from``: offset of the first position whose token occurs in the prompt or the output
+  before s; accepted tokens are in the cache iff cached from < accepted.
 
-They are packed into a uint32, one byte each, lowest first; :data:`ENDLESS` stands for "not within reach" in all of them.
-That is enough because no window exceeds :data:`runtime.policies.document.GAMMA_LIMIT` (64).
+They are packed into a uint32, one byte each, lowest first; :data:`ENDLESS` stands for "not within
+reach" in all of them. That is enough because no window exceeds
+:data:`runtime.policies.document.GAMMA_LIMIT` (64).
 """
 
 from __future__ import annotations
@@ -29,7 +33,15 @@ from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.splitmix import hash_uniform
 from spectune.runtime.policies.stops import STOP_NONE, CompiledStop, compile_stop, should_stop
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import AGREE_NO, AGREE_NONE, AGREE_YES, PROB_SCALE, ChainPanorama, Trajectory, request_seed
+from spectune.traces.schema import (
+    AGREE_NO,
+    AGREE_NONE,
+    AGREE_YES,
+    PROB_SCALE,
+    ChainPanorama,
+    Trajectory,
+    request_seed,
+)
 
 ENDLESS: Final = 255
 
@@ -40,12 +52,14 @@ Index = npt.NDArray[np.int64]
 
 
 class Chains(NamedTuple):
-    """One draft's panoramas over a trace, joined. Positions of all trajectories follow one another; so do branch rows.
+    """One draft's panoramas over a trace, joined. Positions of all trajectories follow one another;
+    so do branch rows.
 
-    ``agree`` uint8, ``logp`` and ``entropy`` uint16 [positions]. ``row`` int64 [positions + 1]: the branch row after leaving
-    the text at a position (for one that agrees, the next row: see :func:`draw_agreement`); ``end_row`` int64 [trajectories]:
-    the row past the end. ``accept`` uint16 [positions] and ``key`` int64 [trajectories] serve the rejection verifier;
-    ``drawn`` marks the trajectories that need it. ``runs_out``: the draft may have no proposal somewhere.
+    ``agree`` uint8, ``logp`` and ``entropy`` uint16 [positions]. ``row`` int64 [positions + 1]: the
+    branch row after leaving the text at a position (for one that agrees, the next row: see
+    :func:`draw_agreement`); ``end_row`` int64 [trajectories]: the row past the end. ``accept``
+    uint16 [positions] and ``key`` int64 [trajectories] serve the rejection verifier; ``drawn``
+    marks the trajectories that need it. ``runs_out``: the draft may have no proposal somewhere.
     """
 
     gamma_max: int
@@ -64,23 +78,31 @@ class Chains(NamedTuple):
 
 
 def join_chains(trajectories: Sequence[Trajectory], panoramas: Sequence[ChainPanorama]) -> Chains:
-    """Joins one draft's panoramas, one per trajectory in the same order. Raises TraceError where they do not match.
+    """Joins one draft's panoramas, one per trajectory in the same order. Raises TraceError where
+    they do not match.
 
     Where they were recorded to different gamma_max the shortest counts.
     """
     draft = panoramas[0].draft if panoramas else ""
     if len(panoramas) != len(trajectories):
         raise TraceError(
-            f"draft {draft!r} has panoramas for {len(panoramas)} of {len(trajectories)} requests; retrace the recording"
+            f"draft {draft!r} has panoramas for {len(panoramas)} of {len(trajectories)} requests; "
+            "retrace the recording"
         )
     reach = min((p.gamma_max for p in panoramas), default=0)
     rows, ends, offset = [], [], 0
     for t, p in zip(trajectories, panoramas, strict=True):
         if p.draft != draft:
-            raise TraceError(f"request {t.request_id!r}: a panorama of draft {p.draft!r} among those of {draft!r}")
+            raise TraceError(
+                f"request {t.request_id!r}: a panorama of draft {p.draft!r} among those of "
+                f"{draft!r}"
+            )
         if len(p.agree) != len(t.output_ids):
             got, wanted = len(p.agree), len(t.output_ids)
-            raise TraceError(f"request {t.request_id!r}: the panorama of {draft!r} covers {got} positions, the text has {wanted}")
+            raise TraceError(
+                f"request {t.request_id!r}: the panorama of {draft!r} covers {got} positions, the "
+                f"text has {wanted}"
+            )
         left = p.agree == AGREE_NO
         rows.append(offset + np.cumsum(left) - left)
         offset += len(p.branch_len)
@@ -99,13 +121,18 @@ def join_chains(trajectories: Sequence[Trajectory], panoramas: Sequence[ChainPan
         branch_logp=_joined([p.branch_logp[:, :reach] for p in panoramas], np.uint16, reach),
         branch_entropy=_joined([p.branch_entropy[:, :reach] for p in panoramas], np.uint16, reach),
         branch_len=length,
-        drawn=np.array([t.verifier == "rejection" and not t.sampling.greedy for t in trajectories], dtype=np.bool_),
+        drawn=np.array(
+            [t.verifier == "rejection" and not t.sampling.greedy for t in trajectories],
+            dtype=np.bool_,
+        ),
         key=np.array(keys, dtype=np.int64),
         runs_out=bool((agree == AGREE_NONE).any() or (length < max(0, reach - 1)).any()),
     )
 
 
-def _joined(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic], columns: int | None = None) -> npt.NDArray[Any]:
+def _joined(
+    parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic], columns: int | None = None
+) -> npt.NDArray[Any]:
     if not parts:
         return np.zeros(0 if columns is None else (0, columns), dtype=dtype)
     return np.ascontiguousarray(np.concatenate(parts).astype(dtype))
@@ -114,20 +141,25 @@ def _joined(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic], columns:
 def check_reach(policy: Policy, chains: Chains) -> None:
     """Raises TraceError if the policy could draft further than the panoramas tell.
 
-    Without a stop, a draft that never runs out is known for any window: the text says how much is accepted, the window the rest.
+    Without a stop, a draft that never runs out is known for any window: the text says how much is
+    accepted, the window the rest.
     """
-    if policy.gamma_max > chains.gamma_max and (compile_stop(policy.stop).kind != STOP_NONE or chains.runs_out):
+    if policy.gamma_max > chains.gamma_max and (
+        compile_stop(policy.stop).kind != STOP_NONE or chains.runs_out
+    ):
         raise TraceError(
-            f"policy drafts up to {policy.gamma_max} tokens with {policy.draft!r}, but the recording holds chains of "
-            f"{chains.gamma_max}: `record --resume ID --gamma-max {policy.gamma_max}` widens it; or lower the policy's window"
+            f"policy drafts up to {policy.gamma_max} tokens with {policy.draft!r}, but the "
+            "recording holds chains of "
+            f"{chains.gamma_max}: `record --resume ID --gamma-max {policy.gamma_max}` widens it; "
+            "or lower the policy's window"
         )
 
 
 def tabulate(chains: Chains, offsets: Index, cached: Bytes, stop: CompiledStop, seed: int) -> Words:
     """The packed outcomes of every start, uint32 [positions].
 
-    ``offsets`` [trajectories + 1] delimits trajectories; ``cached`` is :func:`cached_from`. ``seed`` chooses the draws of the rejection
-    verifier and matters for nothing else.
+    ``offsets`` [trajectories + 1] delimits trajectories; ``cached`` is :func:`cached_from`.
+    ``seed`` chooses the draws of the rejection verifier and matters for nothing else.
     """
     agree = chains.agree
     if chains.drawn.any():
@@ -139,7 +171,8 @@ def tabulate(chains: Chains, offsets: Index, cached: Bytes, stop: CompiledStop, 
 
 
 def first_occurrences(trajectory: Trajectory) -> npt.NDArray[np.int32]:
-    """For each output position the first output position of its token, -1 if the prompt holds it; int32 [L]."""
+    """For each output position the first output position of its token, -1 if the prompt holds it;
+    int32 [L]."""
     tokens = np.concatenate([trajectory.prompt_ids, trajectory.output_ids])
     _, first, inverse = np.unique(tokens, return_index=True, return_inverse=True)
     prompt = len(trajectory.prompt_ids)
@@ -147,10 +180,14 @@ def first_occurrences(trajectory: Trajectory) -> npt.NDArray[np.int32]:
 
 
 def cached_from(offsets: Index, trajectories: Sequence[Trajectory]) -> Bytes:
-    """For each start the offset of the first position whose token occurs in the prompt or in the output before the start, uint8
-    [positions]."""
+    """For each start the offset of the first position whose token occurs in the prompt or in the
+    output before the start, uint8 [positions]."""
     found = np.full(offsets[-1], ENDLESS, np.uint8)
-    _cached_from(offsets, np.concatenate([np.zeros(0, np.int32), *map(first_occurrences, trajectories)]), found)
+    _cached_from(
+        offsets,
+        np.concatenate([np.zeros(0, np.int32), *map(first_occurrences, trajectories)]),
+        found,
+    )
     return found
 
 
@@ -166,13 +203,16 @@ def _cached_from(offsets: Index, first_seen: npt.NDArray[np.int32], found: Bytes
 
 
 @compiled(splitmix, schema)
-def draw_agreement(offsets: Index, drawn: npt.NDArray[np.bool_], key: Index, accept: Codes, seed: int, agree: Bytes) -> None:
-    """Draws, in place, which proposals the rejection verifier kept: position i of a request agrees iff u(seed, request, i) <
-    accept[i].
+def draw_agreement(
+    offsets: Index, drawn: npt.NDArray[np.bool_], key: Index, accept: Codes, seed: int, agree: Bytes
+) -> None:
+    """Draws, in place, which proposals the rejection verifier kept: position i of a request agrees
+    iff u(seed, request, i) < accept[i].
 
-    Verdicts are exact in distribution; what a stop reads is not. The codes recorded at a position are those of the coupled draft's
-    proposal, not of the token that the rejection draft sampled, and a position drawn to disagree where the recorded proposal agreed has no
-    branch of its own: what is read behind it comes from the next branch on the text.
+    Verdicts are exact in distribution; what a stop reads is not. The codes recorded at a position
+    are those of the coupled draft's proposal, not of the token that the rejection draft sampled,
+    and a position drawn to disagree where the recorded proposal agreed has no branch of its own:
+    what is read behind it comes from the next branch on the text.
     """
     for r in range(len(drawn)):
         if not drawn[r]:
@@ -185,7 +225,9 @@ def draw_agreement(offsets: Index, drawn: npt.NDArray[np.bool_], key: Index, acc
 
 
 @compiled(stops, schema)
-def _tabulate(chains: Chains, offsets: Index, cached: Bytes, stop: CompiledStop, out: Words) -> None:
+def _tabulate(
+    chains: Chains, offsets: Index, cached: Bytes, stop: CompiledStop, out: Words
+) -> None:
     agree = chains.agree
     can_end = stop.kind != STOP_NONE or chains.runs_out
     for r in range(len(chains.end_row)):
@@ -197,7 +239,8 @@ def _tabulate(chains: Chains, offsets: Index, cached: Bytes, stop: CompiledStop,
             if can_end:
                 joint, branch, entry = 0, -1, 0
                 for j in range(chains.gamma_max):
-                    # The position after s + j tokens on the text, or the entry of the branch that the chain is on.
+                    # The position after s + j tokens on the text, or the entry of the branch that
+                    # the chain is on.
                     p = s + j
                     if branch < 0 and p == end:
                         branch, entry = chains.end_row[r], 0
@@ -208,7 +251,10 @@ def _tabulate(chains: Chains, offsets: Index, cached: Bytes, stop: CompiledStop,
                             branch, entry = chains.row[p], 0
                     else:
                         missing = entry >= chains.branch_len[branch]
-                        logp_code, entropy_code = int(chains.branch_logp[branch, entry]), int(chains.branch_entropy[branch, entry])
+                        logp_code, entropy_code = (
+                            int(chains.branch_logp[branch, entry]),
+                            int(chains.branch_entropy[branch, entry]),
+                        )
                         entry += 1
                     joint += logp_code
                     if missing or should_stop(stop, logp_code, joint, entropy_code):

@@ -1,5 +1,5 @@
-"""The jump loop for chains: a round is a look-up in a packed outcome (:mod:`optimizer.simulate.chain_tables`)
-and one in a table of costs."""
+"""The jump loop for chains: a round is a look-up in a packed outcome
+(:mod:`optimizer.simulate.chain_tables`) and one in a table of costs."""
 
 from __future__ import annotations
 
@@ -127,7 +127,11 @@ def replay_chains(
     for i in range(len(texts.order)):
         r = texts.order[i]
         begin, sampled = texts.offsets[r], texts.sampled[r]
-        length, budget, context = texts.offsets[r + 1] - begin, texts.budgets[r], texts.prompts[r] - 1
+        length, budget, context = (
+            texts.offsets[r + 1] - begin,
+            texts.budgets[r],
+            texts.prompts[r] - 1,
+        )
         reset(window, state)
         start, lag, total = 0, 1, NOTHING
         while start < length:

@@ -1,5 +1,6 @@
 """What counts of rounds say of other windows, where no texts were kept: acceptance by position, as
-far as rounds drafted; one that kept all of a shorter draft is left out beyond it (Kaplan, Meier)."""
+far as rounds drafted; one that kept all of a shorter draft is left out beyond it (Kaplan, Meier).
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Replay of a recording that is spread over the processes of a Dask cluster: a shard a worker, which reads it once and keeps it.
+"""Replay of a recording that is spread over the processes of a Dask cluster: a shard a worker,
+which reads it once and keeps it.
 
-The driver knows of the requests only their ids and categories. It sends a policy (kilobytes) to every shard, and puts together what
-each came to by request, in the recording's order: counts and seconds are those of one process, to the last bit. A window that carries
-its state from request to request goes on in a shard from where it was left in the one before; others are replayed in all shards at
-once. The shards of a worker that dies are read again by others.
+The driver knows of the requests only their ids and categories. It sends a policy (kilobytes) to
+every shard, and puts together what each came to by request, in the recording's order: counts and
+seconds are those of one process, to the last bit. A window that carries its state from request to
+request goes on in a shard from where it was left in the one before; others are replayed in all
+shards at once. The shards of a worker that dies are read again by others.
 """
 
 from __future__ import annotations
@@ -26,9 +28,22 @@ from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.simulate.chain_tables import Index
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace, together
-from spectune.optimizer.simulate.trace import NoRequestsError, Opened, Simulated, check_ranked, open_trace, why_approximate
+from spectune.optimizer.simulate.trace import (
+    NoRequestsError,
+    Opened,
+    Simulated,
+    check_ranked,
+    open_trace,
+    why_approximate,
+)
 from spectune.runtime.policies.artifacts import Fitted
-from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, HeuristicWindow, Policy, QLearningWindow
+from spectune.runtime.policies.document import (
+    AUTOREGRESSIVE,
+    AnyPolicy,
+    HeuristicWindow,
+    Policy,
+    QLearningWindow,
+)
 from spectune.runtime.policies.prepared_chooser import plain_policies
 from spectune.traces.errors import PolicyError, SpectuneError
 from spectune.traces.recording import RecordingInfo, Skipped
@@ -45,32 +60,47 @@ PATIENCE_S: Final = 10
 
 @contextmanager
 def connected(workers: str) -> Iterator[Client]:
-    """A client of so many new processes of this machine (``"4"``), or of the scheduler at an address (``"tcp://HOST:8786"``), for as
-    long as the block lasts. Raises SpectuneError where Dask is not installed or nobody answers."""
+    """A client of so many new processes of this machine (``"4"``), or of the scheduler at an
+    address (``"tcp://HOST:8786"``), for as long as the block lasts. Raises SpectuneError where Dask
+    is not installed or nobody answers."""
     try:
         from distributed import Client, LocalCluster
     except ImportError:
         raise SpectuneError("--workers needs Dask: pip install 'spectune[dask]'") from None
     if workers.isdecimal():
-        local = {"threads_per_worker": 1, "memory_limit": 0, "dashboard_address": "127.0.0.1:0", "silence_logs": "CRITICAL"}
-        with LocalCluster(n_workers=int(workers), **local) as cluster, Client(cluster) as client, _said():
+        local = {
+            "threads_per_worker": 1,
+            "memory_limit": 0,
+            "dashboard_address": "127.0.0.1:0",
+            "silence_logs": "CRITICAL",
+        }
+        with (
+            LocalCluster(n_workers=int(workers), **local) as cluster,
+            Client(cluster) as client,
+            _said(),
+        ):
             yield client
         return
     try:
         client = Client(workers, timeout=PATIENCE_S)
     except (OSError, ValueError) as error:
         raise SpectuneError(
-            f"--workers {workers}: no Dask scheduler answers there ({error}); `dask scheduler` starts one, --workers 4 needs none"
+            f"--workers {workers}: no Dask scheduler answers there ({error}); `dask scheduler` "
+            "starts one, --workers 4 needs none"
         ) from None
     with client:
         try:
             client.wait_for_workers(1, timeout=PATIENCE_S)
             client.run(_carries, AUTOREGRESSIVE)
         except TimeoutError:
-            raise SpectuneError(f"--workers {workers}: the scheduler has no workers; `dask worker {workers}` starts one") from None
+            raise SpectuneError(
+                f"--workers {workers}: the scheduler has no workers; `dask worker {workers}` "
+                "starts one"
+            ) from None
         except Exception as error:  # a worker that lacks a module answers with this type
             raise SpectuneError(
-                f"--workers {workers}: a worker cannot work for us ({error}); install the same spectune there"
+                f"--workers {workers}: a worker cannot work for us ({error}); install the same "
+                "spectune there"
             ) from None
         with _said():
             yield client
@@ -86,15 +116,17 @@ def _said() -> Iterator[None]:
     try:
         yield
     except KilledWorker:
-        raise SpectuneError("workers were killed again and again by the same work (is memory short?)") from None
+        raise SpectuneError(
+            "workers were killed again and again by the same work (is memory short?)"
+        ) from None
     except (FutureCancelledError, CommClosedError):
         raise SpectuneError("the Dask scheduler is gone; run the command again") from None
 
 
 @dataclass(frozen=True)
 class StoredShard:
-    """Requests of a stored recording, and where a worker reads them: a value of kilobytes, which travels. ``url`` may hold a password,
-    and is kept out of Dask's logs."""
+    """Requests of a stored recording, and where a worker reads them: a value of kilobytes, which
+    travels. ``url`` may hold a password, and is kept out of Dask's logs."""
 
     url: str = field(repr=False)
     recording: str
@@ -121,7 +153,11 @@ class StoredShard:
         """Reads the shard. Raises NoRequestsError where nothing is left of it."""
         with self._store() as store:
             return open_trace(
-                store, self.recording, self.policies, ordinals=self.ordinals, skip_corrupted=self.skip_corrupted
+                store,
+                self.recording,
+                self.policies,
+                ordinals=self.ordinals,
+                skip_corrupted=self.skip_corrupted,
             )
 
     def artifact(self, name: str) -> Fitted:
@@ -148,7 +184,10 @@ class Shard:
         """Its bytes, about: Dask then moves the work to the shard, and not the shard."""
         if self._trace is None:
             return 0
-        tables = [*self._trace.chains.values(), *(vars(forest).values() for forest in self._trace.forests.values())]
+        tables = [
+            *self._trace.chains.values(),
+            *(vars(forest).values() for forest in self._trace.forests.values()),
+        ]
         return sum(a.nbytes for table in tables for a in table if isinstance(a, np.ndarray))
 
     def about(self) -> About:
@@ -158,9 +197,15 @@ class Shard:
         return About(self._trace.names, self._skipped, full)
 
     def replay(
-        self, policy: AnyPolicy, before: Replay | None, take: int, per_round: bool, approximate: bool
+        self,
+        policy: AnyPolicy,
+        before: Replay | None,
+        take: int,
+        per_round: bool,
+        approximate: bool,
     ) -> Replay:
-        """Replays the first ``take`` requests, which the driver knows the names of; a window goes on from where ``before`` left it."""
+        """Replays the first ``take`` requests, which the driver knows the names of; a window goes
+        on from where ``before`` left it."""
         assert self._trace is not None
         with self._turn:
             ran = run_replay(
@@ -176,7 +221,8 @@ class Shard:
 
 
 class About(NamedTuple):
-    """Ids and categories of a shard's requests, the damaged chunks left out of it, and whether no filter cuts its trees."""
+    """Ids and categories of a shard's requests, the damaged chunks left out of it, and whether no
+    filter cuts its trees."""
 
     names: tuple[tuple[str, str], ...]
     skipped: tuple[Skipped, ...]
@@ -184,9 +230,11 @@ class About(NamedTuple):
 
 
 class Shards:
-    """A recording on the workers of a cluster: the shards of ``sources``, in order, each opened when this is made.
+    """A recording on the workers of a cluster: the shards of ``sources``, in order, each opened
+    when this is made.
 
-    ``progress`` is called with (shards opened, in all). Raises what opening a shard raises, and SpectuneError where workers die of it.
+    ``progress`` is called with (shards opened, in all). Raises what opening a shard raises, and
+    SpectuneError where workers die of it.
     """
 
     def __init__(
@@ -201,13 +249,22 @@ class Shards:
         self._client = client
         at = homes(client)
         self._shards = [
-            client.submit(Shard, source, profile, pure=False, workers=[at[n % len(at)]], allow_other_workers=True)
+            client.submit(
+                Shard,
+                source,
+                profile,
+                pure=False,
+                workers=[at[n % len(at)]],
+                allow_other_workers=True,
+            )
             for n, source in enumerate(sources)
         ]
         known = [client.submit(Shard.about, shard, pure=False) for shard in self._shards]
         for done, _ in enumerate(as_completed(known), 1):
             progress(done, len(known))
-        self._about: list[About] = [shard.result() for shard in known]  # the first that failed raises
+        self._about: list[About] = [
+            shard.result() for shard in known
+        ]  # the first that failed raises
         self.names = tuple(name for about in self._about for name in about.names)
         """Ids and categories of the requests, in order."""
         self.request_ids = tuple(name for name, _ in self.names)
@@ -224,8 +281,8 @@ class Shards:
         per_round: bool = False,
         approximate: bool = False,
     ) -> Iterator[Replay]:
-        """:func:`optimizer.simulate.replay.run_replay` of each policy, in order, over the first ``limit`` requests. Workers are at
-        those that follow while one is taken."""
+        """:func:`optimizer.simulate.replay.run_replay` of each policy, in order, over the first
+        ``limit`` requests. Workers are at those that follow while one is taken."""
         ahead: deque[tuple[AnyPolicy, list[tuple[About, Future]]]] = deque()
         for policy in policies:
             ahead.append((policy, list(self._begun(policy, limit, per_round, approximate))))
@@ -251,7 +308,9 @@ class Shards:
     def _joined(self, policy: AnyPolicy, begun: Sequence[tuple[About, Future]]) -> Replay:
         parts: list[tuple[Index, Replay]] = []
         first = 0
-        for (about, _), part in zip(begun, self._client.gather([future for _, future in begun]), strict=True):
+        for (about, _), part in zip(
+            begun, self._client.gather([future for _, future in begun]), strict=True
+        ):
             places = first + np.arange(len(part.counts))
             parts.append((places, replace(part, names=about.names[: len(places)])))
             first += len(places)
@@ -261,13 +320,17 @@ class Shards:
 
 def homes(client: Client) -> list[str]:
     """The addresses of the workers, each as often as it has threads: where shards are opened."""
-    return [address for address, threads in sorted(client.nthreads().items()) for _ in range(threads)]
+    return [
+        address for address, threads in sorted(client.nthreads().items()) for _ in range(threads)
+    ]
 
 
 def _carries(policy: AnyPolicy) -> bool:
     """Whether a policy's window goes on from request to request."""
     window = policy.window if isinstance(policy, Policy) else None
-    return isinstance(window, QLearningWindow) or (isinstance(window, HeuristicWindow) and not window.transient)
+    return isinstance(window, QLearningWindow) or (
+        isinstance(window, HeuristicWindow) and not window.transient
+    )
 
 
 def simulate_on(
@@ -282,18 +345,25 @@ def simulate_on(
     skip_corrupted: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Simulated:
-    """:func:`optimizer.simulate.trace.simulate` by the workers of a cluster. Raises PolicyError for a chooser of policies whose windows
-    go on from request to request, too."""
+    """:func:`optimizer.simulate.trace.simulate` by the workers of a cluster. Raises PolicyError for
+    a chooser of policies whose windows go on from request to request, too."""
     find = fitted(store, info.pair_id)
     if not isinstance(policy, Policy) and any(map(_carries, plain_policies(policy, find))):
-        raise PolicyError("--workers: windows of this chooser's policies go on from request to request; simulate it without --workers")
+        raise PolicyError(
+            "--workers: windows of this chooser's policies go on from request to request; simulate "
+            "it without --workers"
+        )
     check_ranked(store, info, policy, find)
-    sources = stored_shards(store, info, [policy], len(homes(client)), skip_corrupted=skip_corrupted)
+    sources = stored_shards(
+        store, info, [policy], len(homes(client)), skip_corrupted=skip_corrupted
+    )
     shards = Shards(client, sources, profile, progress)
     if not shards.names:
         raise NoRequestsError(f"recording {info.id} has no usable request")
     (replayed,) = shards.replay([policy], limit=limit, per_round=per_round)
-    return Simulated(replayed, shards.skipped, why_approximate(info, replayed.missed, full=shards.full))
+    return Simulated(
+        replayed, shards.skipped, why_approximate(info, replayed.missed, full=shards.full)
+    )
 
 
 def stored_shards(
@@ -305,8 +375,8 @@ def stored_shards(
     ordinals: Collection[int] | None = None,
     skip_corrupted: bool = False,
 ) -> list[StoredShard]:
-    """A recording, or some of its requests, in at most ``count`` shards of as many requests each, for :class:`Shards`. Raises
-    NoRequestsError where it has none."""
+    """A recording, or some of its requests, in at most ``count`` shards of as many requests each,
+    for :class:`Shards`. Raises NoRequestsError where it has none."""
     url = store.database.url
     if url.get_backend_name() == "sqlite":
         url = url.set(database=str(Path(str(url.database)).resolve()))
@@ -316,6 +386,11 @@ def stored_shards(
         raise NoRequestsError(f"recording {info.id} has no usable request")
     path = str(Path(store.path).resolve()) if isinstance(store, RecordingFile) else None
     whole = StoredShard(
-        url.render_as_string(hide_password=False), info.id, (), tuple(policies), skip_corrupted, path
+        url.render_as_string(hide_password=False),
+        info.id,
+        (),
+        tuple(policies),
+        skip_corrupted,
+        path,
     )
     return [replace(whole, ordinals=tuple(part.tolist())) for part in parts]

@@ -1,8 +1,10 @@
-"""What every start of a trace would grow under one growth, tabulated once and shared by every window, selection and stratification.
+"""What every start of a trace would grow under one growth, tabulated once and shared by every
+window, selection and stratification.
 
-What is kept of a grown tree is what any policy asks of it: for each depth gamma and each node on the text its *rank* among the candidates
-of gamma levels. Under a selection of N a node is kept iff its rank is below N, so one table answers every N, every fraction and every
-window. The trees grow by the function that decodes (:mod:`optimizer.simulate.tree_tables`).
+What is kept of a grown tree is what any policy asks of it: for each depth gamma and each node on
+the text its *rank* among the candidates of gamma levels. Under a selection of N a node is kept iff
+its rank is below N, so one table answers every N, every fraction and every window. The trees grow
+by the function that decodes (:mod:`optimizer.simulate.tree_tables`).
 """
 
 from __future__ import annotations
@@ -14,23 +16,32 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from spectune.optimizer.simulate.tree_tables import ABSENT, NO_SHORTLIST, GrowthTable, Scratch, ShortlistRanks, Trie, tabulate
+from spectune.optimizer.simulate.tree_tables import (
+    ABSENT,
+    NO_SHORTLIST,
+    GrowthTable,
+    Scratch,
+    ShortlistRanks,
+    Trie,
+    tabulate,
+)
 from spectune.runtime.trees.grow import Codes, TreeMemory, TreeRule
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Trajectory, TreePanorama
 
 OFF_TEXT: Final = 255
 
+
 @dataclass(frozen=True, eq=False)
 class Forest:
-    """One draft's tree panoramas over a trace, joined: nodes of all trajectories follow one another.
+    """One draft's tree panoramas over a trace, joined: nodes of all trajectories follow one
+    another.
 
-    ``root`` int64 [positions]: the node of each start. ``child`` int32 [nodes, K] (-1: not recorded), ``text_slot`` uint8
-    [nodes], and the distributions'
-    codes: ``logp``, ``gap`` uint8 [nodes, K]; ``entropy``, ``top_entropy``, ``count`` uint8 [nodes]; ``tokens`` int32 [nodes, K] their ids.
-    ``limit`` int64
-    [positions]: the deepest
-    level the token budget allows. ``full``: no filter of the sampling can leave a distribution with fewer children than are read.
+    ``root`` int64 [positions]: the node of each start. ``child`` int32 [nodes, K] (-1: not
+    recorded), ``text_slot`` uint8 [nodes], and the distributions' codes: ``logp``, ``gap`` uint8
+    [nodes, K]; ``entropy``, ``top_entropy``, ``count`` uint8 [nodes]; ``tokens`` int32 [nodes, K]
+    their ids. ``limit`` int64 [positions]: the deepest level the token budget allows. ``full``: no
+    filter of the sampling can leave a distribution with fewer children than are read.
     """
 
     draft: str
@@ -60,24 +71,34 @@ class Forest:
         return Trie(self.root, self.limit, self.child, self.text_slot)
 
 
-def join_trees(trajectories: Sequence[Trajectory], panoramas: Sequence[TreePanorama], past: int = 0) -> Forest:
-    """Joins one draft's tree panoramas, one per trajectory in the same order. Raises TraceError where they do not match.
+def join_trees(
+    trajectories: Sequence[Trajectory], panoramas: Sequence[TreePanorama], past: int = 0
+) -> Forest:
+    """Joins one draft's tree panoramas, one per trajectory in the same order. Raises TraceError
+    where they do not match.
 
-    Where they were recorded to different limits the smallest count, and a growth counts as covered where all cover it. ``past`` tokens
-    may be drafted beyond those that were asked for.
+    Where they were recorded to different limits the smallest count, and a growth counts as covered
+    where all cover it. ``past`` tokens may be drafted beyond those that were asked for.
     """
     if not panoramas or len(panoramas) != len(trajectories):
-        raise TraceError(f"tree panoramas for {len(panoramas)} of {len(trajectories)} requests; retrace the recording")
+        raise TraceError(
+            f"tree panoramas for {len(panoramas)} of {len(trajectories)} requests; retrace the "
+            "recording"
+        )
     first = panoramas[0]
     width = min(p.width for p in panoramas)
     roots, limits, children, offset = [], [], [], 0
     for t, p in zip(trajectories, panoramas, strict=True):
         if p.draft != first.draft or p.shared != first.shared or p.proposals != first.proposals:
-            raise TraceError(f"request {t.request_id!r}: a tree panorama of another draft or kind among those of {first.draft!r}")
+            raise TraceError(
+                f"request {t.request_id!r}: a tree panorama of another draft or kind among those "
+                f"of {first.draft!r}"
+            )
         length = len(t.output_ids)
         if p.positions != length:
             raise TraceError(
-                f"request {t.request_id!r}: the tree panorama of {p.draft!r} covers {p.positions} positions, the text has {length}"
+                f"request {t.request_id!r}: the tree panorama of {p.draft!r} covers {p.positions} "
+                f"positions, the text has {length}"
             )
         nodes = len(p.text_slot)
         child = np.full((nodes, p.width), -1, np.int32)
@@ -92,7 +113,9 @@ def join_trees(trajectories: Sequence[Trajectory], panoramas: Sequence[TreePanor
 
     def joined(name: str) -> npt.NDArray[np.uint8]:
         parts = [getattr(p, name) for p in panoramas]
-        return np.ascontiguousarray(np.concatenate([x[:, :width] if x.ndim == 2 else x for x in parts]))
+        return np.ascontiguousarray(
+            np.concatenate([x[:, :width] if x.ndim == 2 else x for x in parts])
+        )
 
     return Forest(
         draft=first.draft,
@@ -100,7 +123,10 @@ def join_trees(trajectories: Sequence[Trajectory], panoramas: Sequence[TreePanor
         depth=min(p.depth for p in panoramas),
         shared=first.shared,
         covers=frozenset.intersection(*(frozenset(p.covers) for p in panoramas)),
-        full=all(t.sampling.greedy or (t.sampling.top_k == 0 and t.sampling.top_p >= 1.0) for t in trajectories),
+        full=all(
+            t.sampling.greedy or (t.sampling.top_k == 0 and t.sampling.top_p >= 1.0)
+            for t in trajectories
+        ),
         root=np.concatenate(roots),
         limit=np.concatenate(limits),
         child=np.concatenate(children),
@@ -122,32 +148,49 @@ def tabulate_growth(
 ) -> GrowthTable:
     """Grows the trees of starts ``depth`` levels deep and keeps what policies ask of them.
 
-    ``rules``: each rule with the starts (positions of the trace) that it grows; one per temperature class. Selection, stop and bins of the
-    rules are ignored. ``shortlist`` leaves out the children beyond it; those that stay keep their codes, and a distribution has no more
-    of them than were recorded, so trees under a shortlist are approximate (docs/shortlists.md). Raises
-    TraceError when a rule reads more children than were recorded.
+    ``rules``: each rule with the starts (positions of the trace) that it grows; one per temperature
+    class. Selection, stop and bins of the rules are ignored. ``shortlist`` leaves out the children
+    beyond it; those that stay keep their codes, and a distribution has no more of them than were
+    recorded, so trees under a shortlist are approximate (docs/shortlists.md). Raises TraceError
+    when a rule reads more children than were recorded.
     """
     rule = rules[0][0]
     if rule.width > forest.width:
         raise TraceError(
-            f"the policy reads {rule.width} children of a node of draft {forest.draft!r}, the recording holds {forest.width}: "
+            f"the policy reads {rule.width} children of a node of draft {forest.draft!r}, the "
+            f"recording holds {forest.width}: "
             f"`record --resume ID --tree-width {rule.width}` widens it"
         )
     count = len(forest.root)
     depth = min(depth, len(rule.static)) if rule.static else depth
-    table = GrowthTable.empty(count, depth, routed=shortlist is not None and len(shortlist.union.order) > 0)
+    table = GrowthTable.empty(
+        count, depth, routed=shortlist is not None and len(shortlist.union.order) > 0
+    )
     if rule.static and forest.shared and forest.full and not rule.reads_stop and shortlist is None:
         _tabulate_static(forest, rule, table)
         return table
     shortlist = NO_SHORTLIST if shortlist is None else shortlist
     for one, starts in rules:
-        tree, scratch = TreeMemory.empty(one, depth, 1).trees.one(0), Scratch.of(forest.codes, one, shortlist, depth)
-        tabulate(starts.astype(np.int64), one.compiled, forest.codes, forest.trie, shortlist, tree, scratch, table)
+        tree, scratch = (
+            TreeMemory.empty(one, depth, 1).trees.one(0),
+            Scratch.of(forest.codes, one, shortlist, depth),
+        )
+        tabulate(
+            starts.astype(np.int64),
+            one.compiled,
+            forest.codes,
+            forest.trie,
+            shortlist,
+            tree,
+            scratch,
+            table,
+        )
     return table
 
 
 def _tabulate_static(forest: Forest, rule: TreeRule, table: GrowthTable) -> None:
-    """Static trees on a draft that is a function of its prefix: the ranks of the text's own tokens say everything, at any depth."""
+    """Static trees on a draft that is a function of its prefix: the ranks of the text's own tokens
+    say everything, at any depth."""
     below = [np.full(256, -1)]  # of each node of the tree, the root's first: its child of each rank
     frontier = [0]
     for level in rule.static:
@@ -162,7 +205,8 @@ def _tabulate_static(forest: Forest, rule: TreeRule, table: GrowthTable) -> None
     expanded = np.asarray((child >= 0).any(1))
     at = np.zeros(len(forest.root), np.int64)
     for depth, level in enumerate(rule.static[: table.depth]):
-        # The node of the text's own prefix at this depth; the last prefix of a text has no following token, which ends the walk.
+        # The node of the text's own prefix at this depth; the last prefix of a text has no
+        # following token, which ends the walk.
         slot = forest.text_slot[np.minimum(forest.root + depth, len(forest.text_slot) - 1)]
         at = np.where(at >= 0, child[at, slot], -1)
         table.rank[:, depth:, depth] = np.where(at >= 0, 0, ABSENT)[:, None]

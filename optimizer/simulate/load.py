@@ -1,4 +1,5 @@
-"""Load: how requests come, and what their users waited for, whether they were served or simulated."""
+"""Load: how requests come, and what their users waited for, whether they were served or
+simulated."""
 
 from __future__ import annotations
 
@@ -23,23 +24,31 @@ BINS: Final = 20
 """Parts of the time that load over time is told for."""
 
 
-def loads_of(asked: str, requests: Sequence[RecordedRequest], count: int, limit: int | None = None) -> dict[str, Load]:
-    """The loads that ``--arrivals`` asks for, by name: one, or one for each of several numbers (``poisson:1,2,4``). ``count``
-    requests come by chance, always by the same; of those recorded or in a file all, or the first ``limit``. Raises TraceError for
-    anything else, with what is known."""
+def loads_of(
+    asked: str, requests: Sequence[RecordedRequest], count: int, limit: int | None = None
+) -> dict[str, Load]:
+    """The loads that ``--arrivals`` asks for, by name: one, or one for each of several numbers
+    (``poisson:1,2,4``). ``count`` requests come by chance, always by the same; of those recorded or
+    in a file all, or the first ``limit``. Raises TraceError for anything else, with what is known.
+    """
     kind, _, numbers = asked.partition(":")
     if kind == "clients" and numbers:
         return {f"clients:{n:g}": Load(int(n)) for n in _numbers(numbers, asked, whole=True)}
     if kind == "poisson" and numbers:
         gaps = np.random.default_rng(0).exponential(size=count)
-        return {f"poisson:{rate:g}": _at_rate(np.cumsum(gaps), rate) for rate in _numbers(numbers, asked)}
+        return {
+            f"poisson:{rate:g}": _at_rate(np.cumsum(gaps), rate)
+            for rate in _numbers(numbers, asked)
+        }
     path, _, rates = asked.partition("@")
     moments = recorded_arrivals(requests) if path == "recorded" else read_arrivals(path)
     moments = np.sort(moments)[:limit] - moments.min()
     if not rates:
         return {asked: _at_rate(moments, 1.0)}
     if moments[-1] <= 0:
-        raise TraceError(f"--arrivals {asked}: all requests arrive at one moment, which has no rate")
+        raise TraceError(
+            f"--arrivals {asked}: all requests arrive at one moment, which has no rate"
+        )
     at_rate_1 = moments * len(moments) / moments[-1]
     return {f"{path}@{rate:g}": _at_rate(at_rate_1, rate) for rate in _numbers(rates, asked)}
 
@@ -54,27 +63,37 @@ def _numbers(text: str, asked: str, *, whole: bool = False) -> list[float]:
     except ValueError:
         found = []
     if not found or not all(0 < n < 1e9 for n in found):
-        raise TraceError(f"--arrivals {asked}: {text!r} is no number above 0, nor several with commas; it takes {GRAMMAR}")
+        raise TraceError(
+            f"--arrivals {asked}: {text!r} is no number above 0, nor several with commas; it takes "
+            f"{GRAMMAR}"
+        )
     return found
 
 
 def recorded_arrivals(requests: Sequence[RecordedRequest]) -> FloatArray:
-    """When the requests of a recording reached its engine. Raises TraceError where that was not recorded."""
+    """When the requests of a recording reached its engine. Raises TraceError where that was not
+    recorded."""
     found = [r.steps[0].arrived_s if r.steps else 0.0 for r in requests]
     if not found or not all(found):
-        raise TraceError("--arrivals recorded: when its requests arrived was not recorded; say poisson:RATE, clients:N or a file")
+        raise TraceError(
+            "--arrivals recorded: when its requests arrived was not recorded; say poisson:RATE, "
+            "clients:N or a file"
+        )
     return np.array(found)
 
 
 def read_arrivals(path: str) -> FloatArray:
-    """The moments of a CSV's column TIMESTAMP, dates or seconds. Raises TraceError for a file that has none."""
+    """The moments of a CSV's column TIMESTAMP, dates or seconds. Raises TraceError for a file that
+    has none."""
     if not Path(path).is_file():
         raise TraceError(f"--arrivals {path}: there is no such file; it takes {GRAMMAR}")
     try:
         with open(path, newline="", encoding="utf-8") as file:
             found = [_seconds(row["TIMESTAMP"]) for row in csv.DictReader(file)]
     except (KeyError, ValueError, TypeError, UnicodeDecodeError, csv.Error) as error:
-        raise TraceError(f"--arrivals {path}: needs a column TIMESTAMP of dates or seconds ({error})") from error
+        raise TraceError(
+            f"--arrivals {path}: needs a column TIMESTAMP of dates or seconds ({error})"
+        ) from error
     if not found:
         raise TraceError(f"--arrivals {path}: holds no request")
     return np.array(found)
@@ -89,8 +108,9 @@ def _seconds(text: str) -> float:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a table is to make best: ``throughput`` (tokens a second), ``tpot`` (the mean time per output token) or ``goodput``
-    (requests a second whose first token comes within ``ttft_s`` and whose later ones take at most ``tpot_s`` each)."""
+    """What a table is to make best: ``throughput`` (tokens a second), ``tpot`` (the mean time per
+    output token) or ``goodput`` (requests a second whose first token comes within ``ttft_s`` and
+    whose later ones take at most ``tpot_s`` each)."""
 
     kind: str = "throughput"
     ttft_s: float | None = None
@@ -103,7 +123,8 @@ class Objective:
         return served.goodput(self) if self.kind == "goodput" else served.tokens_per_s
 
     def worth(self, served: Served) -> float:
-        """What ratios are taken of: above 0, and the larger, the better. Where not one request is good, half a one is."""
+        """What ratios are taken of: above 0, and the larger, the better. Where not one request is
+        good, half a one is."""
         if self.kind == "tpot":
             return 1 / max(served.mean_tpot_s, 1e-9)
         return max(self.score(served), 0.5 / max(served.seconds, 1e-9))
@@ -111,8 +132,8 @@ class Objective:
 
 @dataclass(frozen=True, eq=False)
 class Served:
-    """Requests as they were served, or simulated to be: when each arrived, when its first token and its last were there, and how
-    many it has. Arrays [requests], seconds from the start."""
+    """Requests as they were served, or simulated to be: when each arrived, when its first token and
+    its last were there, and how many it has. Arrays [requests], seconds from the start."""
 
     arrived_s: FloatArray
     first_s: FloatArray
@@ -136,7 +157,9 @@ class Served:
     @property
     def tpot_s(self) -> FloatArray:
         """Time per output token after the first, of every request; 0 of those with one token."""
-        return np.where(self.tokens > 1, (self.finished_s - self.first_s) / np.maximum(1, self.tokens - 1), 0.0)
+        return np.where(
+            self.tokens > 1, (self.finished_s - self.first_s) / np.maximum(1, self.tokens - 1), 0.0
+        )
 
     @property
     def mean_tpot_s(self) -> float:
@@ -154,16 +177,30 @@ class Served:
         return float(good.sum() / self.seconds) if self.seconds > 0 else 0.0
 
     def load(self) -> list[dict[str, float]]:
-        """Load over time: in parts of equal length the mean number of requests that waited for their first token and that were
-        decoded after it, and tokens a second."""
+        """Load over time: in parts of equal length the mean number of requests that waited for
+        their first token and that were decoded after it, and tokens a second."""
         edges = self.arrived_s.min() + np.linspace(0.0, self.seconds, BINS + 1)
         width = np.diff(edges)
         rate = (self.tokens - 1) / np.maximum(1e-9, self.finished_s - self.first_s)
-        tokens = _until(edges, self.first_s, self.finished_s, rate) + np.histogram(self.first_s, edges)[0]
+        tokens = (
+            _until(edges, self.first_s, self.finished_s, rate)
+            + np.histogram(self.first_s, edges)[0]
+        )
         waiting = _until(edges, self.arrived_s, self.first_s, np.ones(len(self.tokens)))
         decoding = _until(edges, self.first_s, self.finished_s, np.ones(len(self.tokens)))
-        columns = zip((edges[:-1] - edges[0]).tolist(), waiting / width, decoding / width, tokens / width, strict=True)
-        return [dict(zip(("from_s", "waiting", "decoding", "tokens_per_s"), map(float, row), strict=True)) for row in columns]
+        columns = zip(
+            (edges[:-1] - edges[0]).tolist(),
+            waiting / width,
+            decoding / width,
+            tokens / width,
+            strict=True,
+        )
+        return [
+            dict(
+                zip(("from_s", "waiting", "decoding", "tokens_per_s"), map(float, row), strict=True)
+            )
+            for row in columns
+        ]
 
     def to_json(self, level: Objective) -> dict[str, Any]:
         """Figures for people and programs; times in seconds."""
@@ -183,7 +220,9 @@ class Served:
 
 
 def _until(edges: FloatArray, begins: FloatArray, ends: FloatArray, rate: FloatArray) -> FloatArray:
-    """What rates that last from ``begins`` to ``ends`` add up to between edges, float64 [edges - 1]."""
+    """What rates that last from ``begins`` to ``ends`` add up to between edges, float64 [edges -
+    1]."""
+
     def summed(moments: FloatArray) -> FloatArray:
         order = np.argsort(moments)
         at = np.searchsorted(moments[order], edges, side="right")

@@ -1,4 +1,5 @@
-"""What is replayed, as flat arrays with everything that was tabulated from them, and what a replay gives."""
+"""What is replayed, as flat arrays with everything that was tabulated from them, and what a replay
+gives."""
 
 from __future__ import annotations
 
@@ -32,7 +33,15 @@ from spectune.optimizer.simulate.shortlists import (
     tree_seconds,
 )
 from spectune.optimizer.simulate.tree_tables import GrowthTable
-from spectune.runtime.costs import FREE, Passes, RoundCosts, RoundKind, middles, round_costs, shortlist_seconds
+from spectune.runtime.costs import (
+    FREE,
+    Passes,
+    RoundCosts,
+    RoundKind,
+    middles,
+    round_costs,
+    shortlist_seconds,
+)
 from spectune.runtime.policies.document import GAMMA_LIMIT, AnyPolicy, Policy
 from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.shortlist_rule import ShortlistRule
@@ -88,13 +97,16 @@ class Memo(Generic[Made]):
 class ReplayTrace:
     """Trajectories and panoramas as flat arrays, with what has been tabulated from them.
 
-    ``panoramas`` maps each draft to its panoramas, one per trajectory in the same order. Requests are replayed in order, which matters only
-    to windows that carry their state from one to the next. ``seed`` chooses the draws of requests decoded by the rejection verifier.
-    ``trees`` maps (draft, proposals) to tree panoramas likewise. ``ranks`` maps (draft, artifact of a shortlist) to what ``optimizer.fit``
-    finds; that draft's trees must be given as well. Shortlists of kind ``clusters`` need them, chains under the others are exact with them.
-    ``copies`` maps drafts that copy, whatever the window, to what each request's starts would, uint8 [2, positions]: how many tokens there
-    are to copy, and how many of them the text goes on with. ``past`` tokens may be drafted beyond those that were asked for. Raises
-    TraceError where panoramas do not match, or ranks lack a request.
+    ``panoramas`` maps each draft to its panoramas, one per trajectory in the same order. Requests
+    are replayed in order, which matters only to windows that carry their state from one to the
+    next. ``seed`` chooses the draws of requests decoded by the rejection verifier. ``trees`` maps
+    (draft, proposals) to tree panoramas likewise. ``ranks`` maps (draft, artifact of a shortlist)
+    to what ``optimizer.fit`` finds; that draft's trees must be given as well. Shortlists of kind
+    ``clusters`` need them, chains under the others are exact with them. ``copies`` maps drafts that
+    copy, whatever the window, to what each request's starts would, uint8 [2, positions]: how many
+    tokens there are to copy, and how many of them the text goes on with. ``past`` tokens may be
+    drafted beyond those that were asked for. Raises TraceError where panoramas do not match, or
+    ranks lack a request.
     """
 
     def __init__(
@@ -119,21 +131,33 @@ class ReplayTrace:
         self.seed = seed
         self.max_context = int((self.prompts + lengths).max(initial=1))
         self.cached_from = cached_from(self.offsets, self.trajectories)
-        self.chains: dict[str, Chains] = {d: join_chains(self.trajectories, p) for d, p in panoramas.items()}
-        self.forests: dict[tuple[str, str], Forest] = {k: join_trees(self.trajectories, p, past) for k, p in (trees or {}).items()}
+        self.chains: dict[str, Chains] = {
+            d: join_chains(self.trajectories, p) for d, p in panoramas.items()
+        }
+        self.forests: dict[tuple[str, str], Forest] = {
+            k: join_trees(self.trajectories, p, past) for k, p in (trees or {}).items()
+        }
         self.ranked: dict[tuple[str, str], RankedForest] = {}
         for (draft, fitted), source in (ranks or {}).items():
             key = draft, source.proposals
             if key not in self.forests:
-                raise TraceError(f"ranks of draft {draft!r} given without its trees ({source.proposals})")
-            self.ranked[draft, fitted] = join_ranks(self.forests[key], self.trajectories, (trees or {})[key], source)
-        self.copies = {draft: np.concatenate(found, axis=1) for draft, found in (copies or {}).items()}
+                raise TraceError(
+                    f"ranks of draft {draft!r} given without its trees ({source.proposals})"
+                )
+            self.ranked[draft, fitted] = join_ranks(
+                self.forests[key], self.trajectories, (trees or {})[key], source
+            )
+        self.copies = {
+            draft: np.concatenate(found, axis=1) for draft, found in (copies or {}).items()
+        }
         self.hot: npt.NDArray[np.bool_] = np.repeat(self.sampled > 0, lengths)
         """Positions of sampled texts, bool [positions]."""
         self._growths: Memo[GrowthTable] = Memo(CACHED_GROWTHS)
         self._stops: Memo[tuple[GrowthTable, npt.NDArray[np.uint8]]] = Memo(CACHED_GROWTHS)
         self._tables: Memo[tuple[Words, Index]] = Memo(CACHED_TABLES)
-        self._costs: Memo[tuple[LatencyProfile, object, RoundCosts, FloatArray]] = Memo(CACHED_COSTS)
+        self._costs: Memo[tuple[LatencyProfile, object, RoundCosts, FloatArray]] = Memo(
+            CACHED_COSTS
+        )
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -157,8 +181,8 @@ class ReplayTrace:
         return int((self.offsets[self.order + 1] - self.offsets[self.order]).sum())
 
     def select(self, requests: Iterable[int]) -> ReplayTrace:
-        """The same trace with only these requests (indices into :attr:`trajectories`), in this order. Arrays and tables are
-        shared."""
+        """The same trace with only these requests (indices into :attr:`trajectories`), in this
+        order. Arrays and tables are shared."""
         part = object.__new__(ReplayTrace)
         part.__dict__.update(self.__dict__)
         part.order = np.array(list(requests), dtype=np.int64)
@@ -176,11 +200,16 @@ class ReplayTrace:
             return np.zeros(int(self.offsets[-1]), np.uint32), ALL_KNOWN
         if policy.draft in self.copies:
             length, run = self.copies[policy.draft].astype(np.uint32)
-            return run | length << 8 | length << 16 | self.cached_from.astype(np.uint32) << 24, ALL_KNOWN
+            return run | length << 8 | length << 16 | self.cached_from.astype(
+                np.uint32
+            ) << 24, ALL_KNOWN
         chains = self.chains.get(policy.draft)
         if chains is None:
             known = ", ".join(sorted(self.chains)) or "none"
-            raise TraceError(f"the recording has no panorama of draft {policy.draft!r} (it has: {known}); retrace it")
+            raise TraceError(
+                f"the recording has no panorama of draft {policy.draft!r} (it has: {known}); "
+                "retrace it"
+            )
         check_reach(policy, chains)
         whole = self._tables.get(
             (policy.draft, stop),
@@ -196,23 +225,34 @@ class ReplayTrace:
     ) -> tuple[Words, Index]:
         if self.chains[policy.draft].drawn.any():
             raise TraceError(
-                "shortlist: texts of the rejection verifier do not show what a draft would propose from a part of the vocabulary; record "
+                "shortlist: texts of the rejection verifier do not show what a draft would propose "
+                "from a part of the vocabulary; record "
                 "with the coupled one"
             )
         forest, ranked = self._forest(policy, "coupled", 1), self._ranked(policy, rule)
-        left, doubtful = restricted(words, forest, shortlist_ranks(forest, rule, GAMMA_LIMIT, ranked), stop, ranked)
+        left, doubtful = restricted(
+            words, forest, shortlist_ranks(forest, rule, GAMMA_LIMIT, ranked), stop, ranked
+        )
         return left, ALL_KNOWN if (doubtful >= GAMMA_LIMIT).all() else doubtful
 
     def _ranked(self, policy: Policy, rule: ShortlistRule) -> RankedForest | None:
-        """The ranks under a policy's shortlist, if they were given; its artifact may be abbreviated."""
+        """The ranks under a policy's shortlist, if they were given; its artifact may be
+        abbreviated."""
         proposals, name = getattr(policy.growth, "proposals", "coupled"), rule.block.artifact
-        known = (v for (draft, fitted), v in self.ranked.items() if draft == policy.draft and fitted.startswith(name))
+        known = (
+            v
+            for (draft, fitted), v in self.ranked.items()
+            if draft == policy.draft and fitted.startswith(name)
+        )
         return next((v for v in known if v.source.proposals == proposals), None)
 
     def uses_trees(self, policy: Policy) -> bool:
-        """Whether a policy is replayed from tree panoramas: it grows trees, or its draft is a head (whose chains are trees too)."""
+        """Whether a policy is replayed from tree panoramas: it grows trees, or its draft is a head
+        (whose chains are trees too)."""
         return policy.is_tree or (
-            policy.speculates and policy.draft not in self.chains and (policy.draft, "coupled") in self.forests
+            policy.speculates
+            and policy.draft not in self.chains
+            and (policy.draft, "coupled") in self.forests
         )
 
     def _forest(self, policy: Policy, proposals: Proposals, width: int) -> Forest:
@@ -226,9 +266,13 @@ class ReplayTrace:
         return forest
 
     def growth(
-        self, policy: Policy, rules: tuple[TreeRule, TreeRule], shortlist: ShortlistRule | None = None
+        self,
+        policy: Policy,
+        rules: tuple[TreeRule, TreeRule],
+        shortlist: ShortlistRule | None = None,
     ) -> GrowthTable:
-        """What every start grows under a policy's growth, remembered; windows, selections, stops and bins share it.
+        """What every start grows under a policy's growth, remembered; windows, selections, stops
+        and bins share it.
 
         Raises TraceError if too little was recorded.
         """
@@ -236,7 +280,9 @@ class ReplayTrace:
         forest = self._forest(policy, proposals, rules[0].width)
         document = policy.growth.model_dump_json()
         stops = policy.stop.kind != "none" and policy.growth.kind == "static"
-        depth = max(policy.depth_max, forest.depth)  # shallower policies share the deepest one's table
+        depth = max(
+            policy.depth_max, forest.depth
+        )  # shallower policies share the deepest one's table
         key = (policy.draft, proposals, document, depth, stops, policy.shortlist.model_dump_json())
 
         def make() -> GrowthTable:
@@ -262,8 +308,8 @@ class ReplayTrace:
     def costs(
         self, plan: Plan, profile: LatencyProfile | None, growth: GrowthTable | None = None
     ) -> tuple[RoundCosts, FloatArray]:
-        """What a policy's rounds cost (``growth``: of trees), and each trajectory's seconds before its first round; remembered. Both are
-        0 where there is no profile."""
+        """What a policy's rounds cost (``growth``: of trees), and each trajectory's seconds before
+        its first round; remembered. Both are 0 where there is no profile."""
         if profile is None:
             return FREE, np.zeros(len(self.trajectories))
         kind = RoundKind.of(plan.policy, tree=growth is not None)
@@ -273,7 +319,9 @@ class ReplayTrace:
 
         def make() -> tuple[LatencyProfile, object, RoundCosts, FloatArray]:
             passes, more = self._passes(plan, profile, growth)
-            tables = round_costs(profile, kind, middles(self.max_context), passes=passes, shortlist_s=more)
+            tables = round_costs(
+                profile, kind, middles(self.max_context), passes=passes, shortlist_s=more
+            )
             before = profile.request_seconds(kind.draft or None, self.prompts)
             return profile, growth, tables, before  # the ids of the first two are not others' then
 
@@ -282,14 +330,17 @@ class ReplayTrace:
     def _passes(
         self, plan: Plan, profile: LatencyProfile, growth: GrowthTable | None
     ) -> tuple[Passes | None, FloatArray | None]:
-        """What the passes of a policy's drafts read at every start, where that differs, and what a shortlist makes of their seconds."""
+        """What the passes of a policy's drafts read at every start, where that differs, and what a
+        shortlist makes of their seconds."""
         policy, rule = plan.policy, plan.shortlist
         routed = None if rule is None else self._ranked(policy, rule)
         more = None
         if rule is not None and isinstance(routed, RoutedForest) and growth is not None:
             more = tree_seconds(growth, routed, rule, profile)
         elif rule is not None and isinstance(routed, RoutedForest):
-            more = chain_seconds(self._forest(policy, "coupled", 1), routed, rule, profile, policy.gamma_max)
+            more = chain_seconds(
+                self._forest(policy, "coupled", 1), routed, rule, profile, policy.gamma_max
+            )
         elif rule is not None:
             more = shortlist_seconds(profile, rule)
         if growth is not None:
@@ -307,11 +358,14 @@ class ReplayTrace:
 class Replay:
     """What a policy did on a trace, per request in replayed order.
 
-    ``names``: ids and categories of the requests. ``counts`` int64 [requests, 6] (rounds, emitted, accepted, drafted, draft steps,
-    verified), ``seconds`` float64 [requests] (0 without a profile). ``state`` is the window's as it was left, a learned Q-table included.
-    ``missed``: the plain policies that decoded, and how many rounds of each read distributions that were not recorded (0 unless
-    approximate). ``rounds`` int32 [rounds, 10] (:data:`optimizer.simulate.chains.ROUND_COLUMNS`) and ``round_s`` float64 [rounds, 3]
-    (draft, verify, round), in order, are None unless asked for. ``chosen``: the draft of each request, where a chooser chose.
+    ``names``: ids and categories of the requests. ``counts`` int64 [requests, 6] (rounds, emitted,
+    accepted, drafted, draft steps, verified), ``seconds`` float64 [requests] (0 without a profile).
+    ``state`` is the window's as it was left, a learned Q-table included. ``missed``: the plain
+    policies that decoded, and how many rounds of each read distributions that were not recorded (0
+    unless approximate). ``rounds`` int32 [rounds, 10]
+    (:data:`optimizer.simulate.chains.ROUND_COLUMNS`) and ``round_s`` float64 [rounds, 3] (draft,
+    verify, round), in order, are None unless asked for. ``chosen``: the draft of each request,
+    where a chooser chose.
     """
 
     policy: AnyPolicy
@@ -337,18 +391,27 @@ class Replay:
     def outcome(self) -> Outcome:
         """The schema's value, per request; ``policy`` is the policy's label."""
         rows = zip(self.names, self.counts, self.seconds.tolist(), strict=True)
-        per_request = tuple(RequestOutcome(name, category, _counts(1, c, s)) for (name, category), c, s in rows)
+        per_request = tuple(
+            RequestOutcome(name, category, _counts(1, c, s)) for (name, category), c, s in rows
+        )
         return Outcome(self.policy.label(), "replayed", per_request)
 
     def steps(self) -> list[list[Step]]:
-        """The rounds of every request, as the runtime reports them. ValueError unless replayed with ``per_round``."""
+        """The rounds of every request, as the runtime reports them. ValueError unless replayed with
+        ``per_round``."""
         if self.rounds is None or self.round_s is None:
             raise ValueError("replayed without per_round")
         plain = {policy.draft: policy for policy, _ in self.missed}
-        decoded_by = [plain[draft] for draft in self.chosen] or [self.missed[0][0]] * len(self.names)
+        decoded_by = [plain[draft] for draft in self.chosen] or [self.missed[0][0]] * len(
+            self.names
+        )
         out: list[list[Step]] = [[] for _ in self.names]
-        for row, (draft_s, verify_s, round_s) in zip(self.rounds.tolist(), self.round_s.tolist(), strict=True):
-            request, start, drafted, verified, accepted, emitted, draft_steps, lag, depth, bin_ = row
+        for row, (draft_s, verify_s, round_s) in zip(
+            self.rounds.tolist(), self.round_s.tolist(), strict=True
+        ):
+            request, start, drafted, verified, accepted, emitted, draft_steps, lag, depth, bin_ = (
+                row
+            )
             policy = decoded_by[request]
             out[request].append(
                 Step(
@@ -360,7 +423,8 @@ class Replay:
 
 
 def together(policy: AnyPolicy, parts: Sequence[tuple[Index, Replay]]) -> Replay:
-    """Replays of parts of the requests as one, whose ``state`` is the last one's. With each part are the places of its requests."""
+    """Replays of parts of the requests as one, whose ``state`` is the last one's. With each part
+    are the places of its requests."""
     order = np.argsort(np.concatenate([places for places, _ in parts])).tolist()
     names = [name for _, part in parts for name in part.names]
     missed: dict[str, tuple[Policy, int]] = {}
@@ -374,7 +438,11 @@ def together(policy: AnyPolicy, parts: Sequence[tuple[Index, Replay]]) -> Replay
         parts[-1][1].state,
         tuple(missed.values()),
     )
-    rows = [np.column_stack((places[p.rounds[:, 0]], p.rounds[:, 1:])) for places, p in parts if p.rounds is not None]
+    rows = [
+        np.column_stack((places[p.rounds[:, 0]], p.rounds[:, 1:]))
+        for places, p in parts
+        if p.rounds is not None
+    ]
     if not rows:
         return whole
     joined = np.concatenate(rows)

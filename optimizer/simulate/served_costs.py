@@ -24,19 +24,22 @@ FITTED_STEPS: Final = 6000
 LEAST_STEPS: Final = 30
 """Fewer steps tell nothing."""
 POOLED: Final = 32
-"""Most recordings of an engine that its costs are fitted to, the newest: a profile of five drafts makes 26."""
+"""Most recordings of an engine that its costs are fitted to, the newest: a profile of five drafts
+makes 26."""
 
 
 class ServedSteps(NamedTuple):
-    """Steps as they were served, and the seconds from the end of the one before to the end of each."""
+    """Steps as they were served, and the seconds from the end of the one before to the end of
+    each."""
 
     loads: list[StepLoad]
     seconds: list[float]
 
 
 class _Round(NamedTuple):
-    """A round of a request in a step: its tokens verified and of the prompt, those cached, those drafted for its next round
-    (-1: there is none), when its round before ended (0: there is none), and the draft that its request was served with."""
+    """A round of a request in a step: its tokens verified and of the prompt, those cached, those
+    drafted for its next round (-1: there is none), when its round before ended (0: there is none),
+    and the draft that its request was served with."""
 
     batch: int
     rows: int
@@ -52,20 +55,26 @@ class _Round(NamedTuple):
 def served_steps(requests: Sequence[RecordedRequest], rules: ServingRules) -> ServedSteps:
     """The steps of a recording, put together from the rounds that ended at one moment.
 
-    Left out are steps of which less than a half of the requests was recorded, prompts that were read in chunks, and steps after
-    which nobody went on, as what they drafted is not known. What is not recorded of a step counts like the rest of it.
+    Left out are steps of which less than a half of the requests was recorded, prompts that were
+    read in chunks, and steps after which nobody went on, as what they drafted is not known. What is
+    not recorded of a step counts like the rest of it.
     """
     rounds: dict[float, list[_Round]] = {}
     drafts: Counter[str] = Counter()
     for r in requests:
-        prompt, draft = len(r.trajectory.prompt_ids), next((s.draft for s in r.steps if s.draft), "")
+        prompt, draft = (
+            len(r.trajectory.prompt_ids),
+            next((s.draft for s in r.steps if s.draft), ""),
+        )
         drafts[draft] += 1
         for i, s in enumerate(r.steps):
             following = r.steps[i + 1].drafted if i + 1 < len(r.steps) else -1
             before_s = r.steps[i - 1].ended_s if i else 0.0
             first = i == 0
             own = (0, prompt, 0) if first else (s.drafted + 1, 0, prompt + s.start - 1)
-            rounds.setdefault(s.ended_s, []).append(_Round(s.batch, *own, s.drafted, following, before_s, s.round_s, draft))
+            rounds.setdefault(s.ended_s, []).append(
+                _Round(s.batch, *own, s.drafted, following, before_s, s.round_s, draft)
+            )
     rounds.pop(0.0, None)  # when it ended was not recorded
     loaded = next((name for name, _ in drafts.most_common() if name and rules.drafts_after), "")
     found = ServedSteps([], [])
@@ -82,18 +91,30 @@ def served_steps(requests: Sequence[RecordedRequest], rules: ServingRules) -> Se
 def _load_of(members: Sequence[_Round], draft: str, rules: ServingRules) -> StepLoad | None:
     batch, known = max(m.batch for m in members), len(members)
     drafted = max(m.following if rules.drafts_after else m.drafted for m in members)
-    if 2 * known < batch or drafted < 0 or sum(m.rows + m.prompt for m in members) > rules.max_batched_tokens:
+    if (
+        2 * known < batch
+        or drafted < 0
+        or sum(m.rows + m.prompt for m in members) > rules.max_batched_tokens
+    ):
         return None
     decoded = [m for m in members if m.rows]
     unknown = (batch - known) / max(1, len(decoded)) if decoded else 0.0
     rows = sum(m.rows for m in decoded) * (1 + unknown)
-    return StepLoad(draft, rows, sum(m.prompt for m in members), batch, sum(m.cached for m in decoded) * (1 + unknown), drafted)
+    return StepLoad(
+        draft,
+        rows,
+        sum(m.prompt for m in members),
+        batch,
+        sum(m.cached for m in decoded) * (1 + unknown),
+        drafted,
+    )
 
 
 @dataclass(frozen=True)
 class ServedCosts:
-    """What an engine's steps cost: a profile with their terms, by draft the least and the most passes of a step that were served
-    (``passes``), and how well the terms tell the steps that they were fitted to (``check``)."""
+    """What an engine's steps cost: a profile with their terms, by draft the least and the most
+    passes of a step that were served (``passes``), and how well the terms tell the steps that they
+    were fitted to (``check``)."""
 
     profile: LatencyProfile
     passes: Mapping[str, tuple[int, int]]
@@ -105,18 +126,23 @@ class ServedCosts:
         return tuple(self.passes)
 
     def of(self, draft: str, gammas: Sequence[int]) -> StepCosts:
-        """The costs of the steps of an engine that has loaded ``draft`` and drafts ``gammas``. Raises PolicyError where too little
-        was served to know them, with what to record."""
+        """The costs of the steps of an engine that has loaded ``draft`` and drafts ``gammas``.
+        Raises PolicyError where too little was served to know them, with what to record."""
         if draft not in self.passes:
             known = ", ".join(d or "none" for d in self.drafts)
-            raise PolicyError(f"no steps of this engine with draft {draft!r} were recorded (of: {known}); serve with it for a while")
+            raise PolicyError(
+                f"no steps of this engine with draft {draft!r} were recorded (of: {known}); serve "
+                "with it for a while"
+            )
         least, most = self.passes[draft]
         outside = sorted({g for g in gammas if not least <= g <= most})
         if outside:
             served = f"{least} to {most}" if least < most else f"{least}"
             raise PolicyError(
-                f"what steps cost that draft {', '.join(map(str, outside))} tokens with {draft!r} is not known: those recorded drafted "
-                f"{served}; let the server draft so many for a while (`policies activate`), or serve them by `profile --engine`"
+                f"what steps cost that draft {', '.join(map(str, outside))} tokens with {draft!r} "
+                "is not known: those recorded drafted "
+                f"{served}; let the server draft so many for a while (`policies activate`), or "
+                "serve them by `profile --engine`"
             )
         return step_costs(self.profile, draft)
 
@@ -127,12 +153,18 @@ def fit_served(steps: Sequence[ServedSteps], pair_id: str, device: str, dtype: s
     seconds = np.array([s for found in steps for s in found.seconds])
     if len(loads) < LEAST_STEPS:
         raise TraceError(
-            f"{len(loads)} steps of this engine were recorded with their times, which are too few to know what steps cost "
+            f"{len(loads)} steps of this engine were recorded with their times, which are too few "
+            "to know what steps cost "
             f"({LEAST_STEPS} at least); serve more requests, or say `profile --engine`"
         )
     chosen = np.unique(np.linspace(0, len(loads) - 1, FITTED_STEPS).astype(int))
     picked = [loads[i] for i in chosen]
-    profile = fit_steps(LatencyProfile(pair_id, device, dtype, {}), step_shapes(picked), picked, seconds[chosen].tolist())
+    profile = fit_steps(
+        LatencyProfile(pair_id, device, dtype, {}),
+        step_shapes(picked),
+        picked,
+        seconds[chosen].tolist(),
+    )
     passes: dict[str, tuple[int, int]] = {}
     predicted = np.zeros(len(chosen))
     for draft in dict.fromkeys(load.draft for load in picked):
@@ -158,11 +190,17 @@ def _check(predicted: FloatArray, executed: FloatArray, steps: int) -> dict[str,
 def _made_by(info: RecordingInfo) -> tuple[Any, ...]:
     """What recordings whose steps cost the same have in common."""
     said = info.options
-    return said.get("engine"), said.get("engine_version"), said.get("device", "cpu"), said.get("dtype")
+    return (
+        said.get("engine"),
+        said.get("engine_version"),
+        said.get("device", "cpu"),
+        said.get("dtype"),
+    )
 
 
 def costs_of_engine(store: TraceStore, info: RecordingInfo) -> ServedCosts:
-    """The costs of the engine of a recording, from all its recordings of this pair, of the same version, device and numbers.
+    """The costs of the engine of a recording, from all its recordings of this pair, of the same
+    version, device and numbers.
 
     Raises TraceError where too few steps were recorded with their times.
     """
@@ -170,6 +208,8 @@ def costs_of_engine(store: TraceStore, info: RecordingInfo) -> ServedCosts:
     steps = []
     for found in same[:POOLED]:
         rules = rules_of(found.engine, found.options.get("serving"))
-        steps.append(served_steps(store.load(found.id, steps=True, skip_corrupted=True).requests, rules))
+        steps.append(
+            served_steps(store.load(found.id, steps=True, skip_corrupted=True).requests, rules)
+        )
     device = str(info.options.get("device", "cpu"))
     return fit_served(steps, info.pair_id, device, str(info.options.get("dtype", "")))

@@ -1,8 +1,10 @@
-"""The serving simulator: requests arrive, are admitted, prefilled, batched and decoded under an engine's own rules.
+"""The serving simulator: requests arrive, are admitted, prefilled, batched and decoded under an
+engine's own rules.
 
-Which requests a step holds and how many tokens it drafts is an engine's rule (:class:`engines.rules.ServingRules`), how many of
-them are kept is looked up in the recording, and what the step takes is the cost model's. So a step is exact given the moments at
-which requests arrive and steps end, and these are predicted.
+Which requests a step holds and how many tokens it drafts is an engine's rule
+(:class:`engines.rules.ServingRules`), how many of them are kept is looked up in the recording, and
+what the step takes is the cost model's. So a step is exact given the moments at which requests
+arrive and steps end, and these are predicted.
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ STEP_COLUMNS: Final = ("batch", "rows", "prompts", "context", "passes", "waiting
 
 
 class Queue(NamedTuple):
-    """What requests are served, in order of their arrival: ``text`` of each, when it ``arrived``, and how many ``clients`` send
-    them, each its next so long after its last was answered; 0: they come when they come, and ``arrived`` is given. By text:
-    where its positions begin (``begins``), its ``prompts``, ``lengths`` and ``budgets``, all in tokens. ``words`` say what is
-    accepted from the second token on."""
+    """What requests are served, in order of their arrival: ``text`` of each, when it ``arrived``,
+    and how many ``clients`` send them, each its next so long after its last was answered; 0: they
+    come when they come, and ``arrived`` is given. By text: where its positions begin (``begins``),
+    its ``prompts``, ``lengths`` and ``budgets``, all in tokens. ``words`` say what is accepted from
+    the second token on."""
 
     text: Index
     arrived: FloatArray
@@ -48,10 +51,11 @@ class Queue(NamedTuple):
 
 
 class State(NamedTuple):
-    """What changes, by request: prompt tokens that were scheduled (``read``), tokens that are out (``out``), tokens to draft in its
-    next step (``gamma``), and steps of it in execution (``flying``), the last of which drafted ``flown`` tokens. ``running``: those
-    admitted. Of the steps in execution ``queue`` [ahead + 1, seats, 2]: each request and what it drafted (-1: a part of its prompt is
-    read), their ``sizes`` and ``ends``."""
+    """What changes, by request: prompt tokens that were scheduled (``read``), tokens that are out
+    (``out``), tokens to draft in its next step (``gamma``), and steps of it in execution
+    (``flying``), the last of which drafted ``flown`` tokens. ``running``: those admitted. Of the
+    steps in execution ``queue`` [ahead + 1, seats, 2]: each request and what it drafted (-1: a part
+    of its prompt is read), their ``sizes`` and ``ends``."""
 
     read: Index
     out: Index
@@ -65,9 +69,10 @@ class State(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What comes out, by request: when its first token and its last were there, and its rounds, accepted and drafted tokens
-    (``counts`` int64 [requests, 3]); and by step :data:`STEP_COLUMNS` and when it ended. ``members`` int64 [rounds, 3]: step,
-    request and drafted tokens, if there is room for them."""
+    """What comes out, by request: when its first token and its last were there, and its rounds,
+    accepted and drafted tokens (``counts`` int64 [requests, 3]); and by step :data:`STEP_COLUMNS`
+    and when it ended. ``members`` int64 [rounds, 3]: step, request and drafted tokens, if there is
+    room for them."""
 
     first: FloatArray
     finished: FloatArray
@@ -78,8 +83,9 @@ class Found(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Of the requests how many have ``arrived``, were ``admitted``, were ``sent`` (all, where they come when they come) and are
-    ``running``; and the ``steps`` that were begun, and ``rounds`` in them."""
+    """Of the requests how many have ``arrived``, were ``admitted``, were ``sent`` (all, where they
+    come when they come) and are ``running``; and the ``steps`` that were begun, and ``rounds`` in
+    them."""
 
     arrived: int
     admitted: int
@@ -90,7 +96,8 @@ class Counts(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """A step: its requests, rows, prompt tokens, tokens cached, and the most tokens that one of them drafted."""
+    """A step: its requests, rows, prompt tokens, tokens cached, and the most tokens that one of
+    them drafted."""
 
     size: int
     rows: int
@@ -110,15 +117,20 @@ def _wanted(queue: Queue, rules: ServingRules, state: State, r: int) -> int:
         if out + 1 >= queue.budgets[t]:  # the step in execution ends it
             return 0
         cached += 1 + state.flown[r]
-    gamma = state.gamma[r] if rules.drafts_after else min(state.gamma[r], queue.budgets[t] - out - 1)
+    gamma = (
+        state.gamma[r] if rules.drafts_after else min(state.gamma[r], queue.budgets[t] - out - 1)
+    )
     if state.flying[r] == 0 and out < queue.lengths[t]:
-        gamma = min(gamma, (int(queue.words[queue.begins[t] + out - 1]) >> 8) & 255)  # a draft may have no proposal
+        gamma = min(
+            gamma, (int(queue.words[queue.begins[t] + out - 1]) >> 8) & 255
+        )  # a draft may have no proposal
     return int(max(0, min(1 + gamma, rules.max_len - cached - 1)))
 
 
 @compiled(inline=True)
 def _put(queue: Queue, state: State, slot: int, size: int, r: int, new: int) -> tuple[int, int]:
-    """Puts a request into a step, as its ``size``-th: what it drafts (-1: a part of its prompt is read), and the tokens cached for it."""
+    """Puts a request into a step, as its ``size``-th: what it drafts (-1: a part of its prompt is
+    read), and the tokens cached for it."""
     t = queue.text[r]
     if state.read[r] < queue.prompts[t]:
         cached = int(state.read[r])
@@ -155,10 +167,21 @@ def _emit(queue: Queue, state: State, found: Found, r: int, drafted: int, now: f
 
 
 @compiled(inline=True)
-def _fill(queue: Queue, rules: ServingRules, state: State, found: Found, slot: int, now: Counts) -> tuple[Counts, Filled]:
-    """Fills a step: those in force in the order of their admission, then as many of those that wait as there is room for."""
+def _fill(
+    queue: Queue, rules: ServingRules, state: State, found: Found, slot: int, now: Counts
+) -> tuple[Counts, Filled]:
+    """Fills a step: those in force in the order of their admission, then as many of those that wait
+    as there is room for."""
     running, admitted, rounds = now.running, now.admitted, now.rounds
-    budget, room, size, rows, prompts, context, most = rules.max_batched_tokens, rules.max_batched_tokens, 0, 0, 0, 0, 0
+    budget, room, size, rows, prompts, context, most = (
+        rules.max_batched_tokens,
+        rules.max_batched_tokens,
+        0,
+        0,
+        0,
+        0,
+        0,
+    )
     i = 0
     while budget > 0 and room > rules.draft_slots:
         admitting = i >= running
@@ -176,19 +199,34 @@ def _fill(queue: Queue, rules: ServingRules, state: State, found: Found, slot: i
             continue
         drafted, cached = _put(queue, state, slot, size, r, new)
         if len(found.members) > 0:
-            found.members[rounds, 0], found.members[rounds, 1], found.members[rounds, 2] = now.steps, r, drafted
+            found.members[rounds, 0], found.members[rounds, 1], found.members[rounds, 2] = (
+                now.steps,
+                r,
+                drafted,
+            )
         prompts += new if reading else 0
         rows += 0 if reading else new
         size, context, most = size + 1, context + cached, max(most, drafted)
         budget, room, rounds = budget - new, room - new - rules.draft_slots, rounds + 1
-    return Counts(now.arrived, admitted, now.sent, running, now.steps, rounds), Filled(size, rows, prompts, context, most)
+    return Counts(now.arrived, admitted, now.sent, running, now.steps, rounds), Filled(
+        size, rows, prompts, context, most
+    )
 
 
 @compiled(costs_module, inline=True)
 def _begin(
-    rules: ServingRules, gammas: Index, costs: StepCosts, state: State, found: Found, slot: int, now: Counts, step: Filled, at: float
+    rules: ServingRules,
+    gammas: Index,
+    costs: StepCosts,
+    state: State,
+    found: Found,
+    slot: int,
+    now: Counts,
+    step: Filled,
+    at: float,
 ) -> float:
-    """Executes a step from ``at`` on, and says how many tokens its requests draft next; when it ends."""
+    """Executes a step from ``at`` on, and says how many tokens its requests draft next; when it
+    ends."""
     gamma = gammas[step.size]
     for n in range(step.size):
         if state.queue[slot, n, 1] >= 0:
@@ -213,14 +251,21 @@ def _held(state: State, running: int) -> int:
 
 
 @compiled(inline=True)
-def _finish(queue: Queue, rules: ServingRules, state: State, found: Found, slot: int, now: Counts, at: float) -> Counts:
-    """A step has ended: its requests get what it yields, those whose text ends leave, and their clients send the next."""
+def _finish(
+    queue: Queue, rules: ServingRules, state: State, found: Found, slot: int, now: Counts, at: float
+) -> Counts:
+    """A step has ended: its requests get what it yields, those whose text ends leave, and their
+    clients send the next."""
     sent, kept = now.sent, 0
     for n in range(state.sizes[slot]):
         r, drafted = state.queue[slot, n, 0], state.queue[slot, n, 1]
         if drafted < 0 or found.finished[r] >= 0:
             continue
-        if _emit(queue, state, found, r, drafted, at) and queue.clients > 0 and sent < len(queue.text):
+        if (
+            _emit(queue, state, found, r, drafted, at)
+            and queue.clients > 0
+            and sent < len(queue.text)
+        ):
             queue.arrived[sent] = max(at, queue.arrived[sent - 1]) + rules.reply_s
             sent += 1
     for n in range(now.running):
@@ -233,7 +278,8 @@ def _finish(queue: Queue, rules: ServingRules, state: State, found: Found, slot:
 def serve_queue(
     queue: Queue, rules: ServingRules, gammas: Index, costs: StepCosts, state: State, found: Found
 ) -> tuple[int, int, float]:
-    """Serves the whole queue: how many steps and rounds that took, and when the cache was too small (-1: it never was)."""
+    """Serves the whole queue: how many steps and rounds that took, and when the cache was too small
+    (-1: it never was)."""
     total, slots = len(queue.text), rules.ahead + 1
     arrived = steps = head = flying = 0
     counts = Counts(0, 0, min(queue.clients, total) if queue.clients > 0 else total, 0, 0, 0)
@@ -264,9 +310,10 @@ def serve_queue(
 
 @dataclass(frozen=True, eq=False)
 class Simulated:
-    """Requests as they would be served. ``counts`` int64 [requests, 3]: rounds after the first token, accepted and drafted tokens.
-    ``steps`` int32 [steps, 6]: :data:`STEP_COLUMNS`; ``ends_s``: when each ended. ``members`` int64 [rounds, 3]: step, request and
-    drafted tokens (-1: a part of its prompt was read), where that was asked for."""
+    """Requests as they would be served. ``counts`` int64 [requests, 3]: rounds after the first
+    token, accepted and drafted tokens. ``steps`` int32 [steps, 6]: :data:`STEP_COLUMNS`;
+    ``ends_s``: when each ended. ``members`` int64 [rounds, 3]: step, request and drafted tokens
+    (-1: a part of its prompt was read), where that was asked for."""
 
     served: Served
     counts: npt.NDArray[np.int64]
@@ -298,8 +345,8 @@ def serve(
     count: int | None = None,
     members: bool = False,
 ) -> Simulated:
-    """Serves the requests of an engine's trace under a load: in order, from the first again where there are fewer than arrivals, or
-    than the ``count`` that clients send (by default each once).
+    """Serves the requests of an engine's trace under a load: in order, from the first again where
+    there are fewer than arrivals, or than the ``count`` that clients send (by default each once).
     ``gammas``: tokens to draft at each batch size (:meth:`engines.abilities.Engine.gammas`).
 
     Raises TraceError where the cache would be full, which makes an engine put requests back.
@@ -308,31 +355,57 @@ def serve(
     words = trace.outcomes(policy, compile_stop(policy.stop))[0]
     count = len(load.arrivals) or count or len(trace.order)
     text = trace.order[np.arange(count) % len(trace.order)]
-    lengths = np.diff(trace.offsets) + 1  # the trace begins after the first token, which the prompt's pass yields
+    lengths = (
+        np.diff(trace.offsets) + 1
+    )  # the trace begins after the first token, which the prompt's pass yields
     prompts, budgets = trace.prompts - 1, trace.budgets + 1
     arrived = np.array(load.arrivals or [rules.reply_s * n for n in range(count)])
-    queue = Queue(text, arrived, 0 if load.arrivals else load.clients, trace.offsets[:-1], prompts, lengths, budgets, words)
+    queue = Queue(
+        text,
+        arrived,
+        0 if load.arrivals else load.clients,
+        trace.offsets[:-1],
+        prompts,
+        lengths,
+        budgets,
+        words,
+    )
     room = rules.max_batched_tokens - rules.draft_slots
     if room < 1:
         raise TraceError(f"a step of {rules.max_batched_tokens} tokens holds no request")
-    most = int((lengths[text] + 2 + prompts[text] // room).sum())  # every step brings a request on, or reads as much as fits
+    most = int(
+        (lengths[text] + 2 + prompts[text] // room).sum()
+    )  # every step brings a request on, or reads as much as fits
     state = _fresh(count, rules)
     found = Found(
         np.full(count, -1.0), np.full(count, -1.0), np.zeros((count, 3), np.int64),
-        np.zeros((most, len(STEP_COLUMNS)), np.int32), np.zeros(most), np.zeros((2 * most if members else 0, 3), np.int64),
+        np.zeros((most, len(STEP_COLUMNS)), np.int32), np.zeros(most),
+        np.zeros((2 * most if members else 0, 3), np.int64),
     )  # fmt: skip
     steps, rounds, full = serve_queue(queue, rules, np.array(gammas, np.int64), costs, state, found)
     if full >= 0:
         raise TraceError(
-            f"{full:.1f} s after the start the requests need more than the {rules.cache_tokens} tokens of the engine's "
-            "cache, which then puts some of them back; that is not simulated: ask for fewer requests at a time, or a lower rate"
+            f"{full:.1f} s after the start the requests need more than the {rules.cache_tokens} "
+            "tokens of the engine's "
+            "cache, which then puts some of them back; that is not simulated: ask for fewer "
+            "requests at a time, or a lower rate"
         )
     served = Served(arrived, found.first, found.finished, lengths[text])
-    return Simulated(served, found.counts, found.steps[:steps], found.ends[:steps], found.members[: rounds if members else 0])
+    return Simulated(
+        served,
+        found.counts,
+        found.steps[:steps],
+        found.ends[:steps],
+        found.members[: rounds if members else 0],
+    )
 
 
 def _fresh(count: int, rules: ServingRules) -> State:
     read, out, gamma, flying, flown = np.zeros((5, count), np.int64)
     slots, seats = rules.ahead + 1, rules.max_num_seqs
-    running, queue, sizes = np.zeros(seats, np.int64), np.zeros((slots, seats, 2), np.int64), np.zeros(slots, np.int64)
+    running, queue, sizes = (
+        np.zeros(seats, np.int64),
+        np.zeros((slots, seats, 2), np.int64),
+        np.zeros(slots, np.int64),
+    )
     return State(read, out, gamma, flying, flown, running, queue, sizes, np.zeros(slots))

@@ -63,7 +63,14 @@ class TextRanks:
     """What names the order in documents and commands."""
     NUMBER: ClassVar[str]
     """What the ranks that stand for none are called."""
-    ARRAYS: ClassVar[tuple[str, ...]] = ("text_offsets", "own", "better", "text_code", "mass_code", "entropy_code")
+    ARRAYS: ClassVar[tuple[str, ...]] = (
+        "text_offsets",
+        "own",
+        "better",
+        "text_code",
+        "mass_code",
+        "entropy_code",
+    )
 
     draft: str
     fitted: str
@@ -83,7 +90,10 @@ class TextRanks:
         draft's distribution kept, means over the texts."""
         some = self._followed
         return [
-            {"true_tokens": float((self.own[some] < k).mean()), "mass": float(np.exp(self.mass_code[some, c] / -NAT_SCALE).mean())}
+            {
+                "true_tokens": float((self.own[some] < k).mean()),
+                "mass": float(np.exp(self.mass_code[some, c] / -NAT_SCALE).mean()),
+            }
             for k, c in zip(budgets, [self.budgets.index(k) for k in budgets], strict=True)
             if some.any()
         ]
@@ -98,15 +108,26 @@ class TextRanks:
     def to_document(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """(JSON-ready document, arrays) for an artifact of kind :attr:`KIND`; :meth:`from_document`
         reads them."""
-        document = {"draft": self.draft, self.KEY: self.fitted, "proposals": self.proposals, self.NUMBER: getattr(self, self.NUMBER)}
+        document = {
+            "draft": self.draft,
+            self.KEY: self.fitted,
+            "proposals": self.proposals,
+            self.NUMBER: getattr(self, self.NUMBER),
+        }
         document |= {"budgets": list(self.budgets), "requests": list(self.digests)}
         return document, {name: getattr(self, name) for name in self.ARRAYS}
 
     @classmethod
-    def from_document(cls, document: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]], artifact: str = "") -> Self:
+    def from_document(
+        cls, document: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]], artifact: str = ""
+    ) -> Self:
         """The ranks of :meth:`to_document`. Raises ValueError for anything else."""
         what = cls.KIND.replace("_", " ")
-        missing = [n for n in ("draft", cls.KEY, "proposals", cls.NUMBER, "budgets", "requests") if n not in document]
+        missing = [
+            n
+            for n in ("draft", cls.KEY, "proposals", cls.NUMBER, "budgets", "requests")
+            if n not in document
+        ]
         missing += [n for n in cls.ARRAYS if n not in arrays]
         if missing:
             raise ValueError(f"not {what}: {missing[0]} is missing")
@@ -122,13 +143,17 @@ class TextRanks:
         )
         for name, wanted in made._rows().items():
             if len(getattr(made, name)) != wanted:
-                raise ValueError(f"not {what}: {name} has {len(getattr(made, name))} rows, not {wanted}")
+                raise ValueError(
+                    f"not {what}: {name} has {len(getattr(made, name))} rows, not {wanted}"
+                )
         return made
 
     def rows_of(self, request: int) -> dict[str, npt.NDArray[Any]]:
         """What is held of a request, by its place: columns by name."""
         rows = slice(*self.text_offsets[request : request + 2])
-        return {name: getattr(self, name)[rows] for name in self._rows() if not name.endswith("offsets")}
+        return {
+            name: getattr(self, name)[rows] for name in self._rows() if not name.endswith("offsets")
+        }
 
     def _rows(self) -> dict[str, int]:
         """How many rows arrays must have."""
@@ -187,7 +212,12 @@ class ClusterRanks(TextRanks):
 
     def _rows(self) -> dict[str, int]:
         nodes = int(self.node_offsets[-1])
-        more = {"node_offsets": len(self.digests) + 1, "ranks": nodes, "order": nodes, "sizes": int(self.text_offsets[-1])}
+        more = {
+            "node_offsets": len(self.digests) + 1,
+            "ranks": nodes,
+            "order": nodes,
+            "sizes": int(self.text_offsets[-1]),
+        }
         return {**super()._rows(), **more}
 
 
@@ -207,7 +237,9 @@ class FrequencyRanks(TextRanks):
 
     def kept(self, budgets: Sequence[int]) -> list[dict[str, float]]:
         """The same, with the tokens taken."""
-        return [{"tokens": k, **row} for k, row in zip(budgets, super().kept(budgets), strict=False)]
+        return [
+            {"tokens": k, **row} for k, row in zip(budgets, super().kept(budgets), strict=False)
+        ]
 
     def _rows(self) -> dict[str, int]:
         return {**super()._rows(), "open": int(self.text_offsets[-1])}
@@ -229,24 +261,38 @@ def budget_grid(most: int) -> tuple[int, ...]:
 def digest(trajectory: Trajectory, panorama: TreePanorama) -> str:
     """16 hexadecimal digits of all that a request's rows of ranks depend on beside the draft and
     the order."""
-    h = hashlib.sha256(f"{trajectory.request_id}\0{trajectory.sampling}\0{panorama.proposals}\0{panorama.shared}".encode())
-    for array in (trajectory.prompt_ids, trajectory.output_ids, panorama.parent, panorama.slot, panorama.tokens, panorama.count):
+    h = hashlib.sha256(
+        f"{trajectory.request_id}\0{trajectory.sampling}\0{panorama.proposals}\0{panorama.shared}".encode()
+    )
+    for array in (
+        trajectory.prompt_ids,
+        trajectory.output_ids,
+        panorama.parent,
+        panorama.slot,
+        panorama.tokens,
+        panorama.count,
+    ):
         h.update(f"{array.shape}".encode())
         h.update(np.ascontiguousarray(array).tobytes())
     return h.hexdigest()[:16]
 
 
-def stored_ranks(store: TraceStore, recording: str, draft: str, fitted: str, proposals: Proposals = "coupled") -> Ranks | None:
+def stored_ranks(
+    store: TraceStore, recording: str, draft: str, fitted: str, proposals: Proposals = "coupled"
+) -> Ranks | None:
     """The newest stored ranks of a recording under the router or the frequency order ``fitted``,
     None where there are none. Ids may be abbreviated.
 
-    They may lack requests that were recorded since, which a :class:`optimizer.simulate.replay_trace.ReplayTrace`
-    refuses. Raises CorruptedChunkError when all that are there are damaged, NotFoundError for an
-    unknown recording or artifact.
+    They may lack requests that were recorded since, which a
+    :class:`optimizer.simulate.replay_trace.ReplayTrace` refuses. Raises CorruptedChunkError when
+    all that are there are damaged, NotFoundError for an unknown recording or artifact.
     """
     info, order = store.get_recording(recording), store.get_artifact(fitted)
     made_of = RANKS_OF.get(order.kind, ClusterRanks)
-    kind, wanted = made_of.KIND, {"recording": info.id, "draft": draft, made_of.KEY: order.id, "proposals": proposals}
+    kind, wanted = (
+        made_of.KIND,
+        {"recording": info.id, "draft": draft, made_of.KEY: order.id, "proposals": proposals},
+    )
     damaged: CorruptedChunkError | None = None
     for name, origin in store.artifact_origins(kind, info.pair_id):
         if wanted.items() <= origin.items():
@@ -258,7 +304,9 @@ def stored_ranks(store: TraceStore, recording: str, draft: str, fitted: str, pro
             except ValueError as error:
                 damaged = CorruptedChunkError(f"artifact {name} ({kind}) cannot be used ({error})")
     if damaged is not None:
-        raise CorruptedChunkError(f"{damaged}; {how_to_rank(info.id, order.id, draft, proposals, made_of.KEY)}") from damaged
+        raise CorruptedChunkError(
+            f"{damaged}; {how_to_rank(info.id, order.id, draft, proposals, made_of.KEY)}"
+        ) from damaged
     return None
 
 
@@ -279,18 +327,28 @@ class Wanted:
 
 
 def wanted_ranks(
-    store: TraceStore, pair_id: str, recording: str, draft: str, orders: Sequence[str], proposals: Proposals = "coupled"
+    store: TraceStore,
+    pair_id: str,
+    recording: str,
+    draft: str,
+    orders: Sequence[str],
+    proposals: Proposals = "coupled",
 ) -> Wanted:
     """What the ranks of a recording under routers and frequency orders are made of.
     Raises TraceError for a recording of another pair or without trees of the draft."""
     info = store.get_recording(recording)
     if info.pair_id != pair_id:
-        raise TraceError(f"recording {info.id} is of pair {info.pair_id}, this is pair {pair_id}; name one of this pair")
-    loaded = store.load(info.id, [draft], trees=True, skip_corrupted=True).having(trees=[draft], proposals=proposals)
+        raise TraceError(
+            f"recording {info.id} is of pair {info.pair_id}, this is pair {pair_id}; name one of "
+            "this pair"
+        )
+    loaded = store.load(info.id, [draft], trees=True, skip_corrupted=True).having(
+        trees=[draft], proposals=proposals
+    )
     if not loaded.requests:
         raise TraceError(
-            f"recording {info.id} has no trees of draft {draft!r}, whose distributions a shortlist's ranks are of; "
-            + how_to_record_trees(info.id, proposals=proposals)
+            f"recording {info.id} has no trees of draft {draft!r}, whose distributions a "
+            f"shortlist's ranks are of; " + how_to_record_trees(info.id, proposals=proposals)
         )
     there: dict[str, Ranks] = {}
     for name in orders:
@@ -298,29 +356,43 @@ def wanted_ranks(
             if (found := stored_ranks(store, info.id, draft, name, proposals)) is not None:
                 there[name] = found
     texts, trees = loaded.trajectories, loaded.trees(draft, proposals)
-    return Wanted(info.id, texts, trees, tuple(digest(t, p) for t, p in zip(texts, trees, strict=True)), there)
+    return Wanted(
+        info.id, texts, trees, tuple(digest(t, p) for t, p in zip(texts, trees, strict=True)), there
+    )
 
 
 def keep_ranks(store: TraceStore, pair_id: str, recording: str, made: Ranks) -> Ranks:
     """Stores ranks of a recording; the same with the artifact's id."""
     document, arrays = made.to_document()
-    origin = {"recording": recording, "draft": made.draft, made.KEY: made.fitted, "proposals": made.proposals}
+    origin = {
+        "recording": recording,
+        "draft": made.draft,
+        made.KEY: made.fitted,
+        "proposals": made.proposals,
+    }
     document |= {**origin, "pair": pair_id}
     while True:
         name = store.put_artifact(made.KIND, document, arrays, pair_id=pair_id, provenance=origin)
         try:
             store.get_artifact(name)
-        except CorruptedChunkError:  # this very content was there, damaged; ids are hashes of contents, so a new one needs another
+        # this very content was there, damaged; ids are hashes of contents, so a new one needs
+        # another
+        except CorruptedChunkError:
             document["instead_of"] = name
         else:
             return replace(made, artifact=name)
 
 
-RANKS_OF: Final[Mapping[str, type[ClusterRanks] | type[FrequencyRanks]]] = {ROUTER: ClusterRanks, FREQUENCIES: FrequencyRanks}
+RANKS_OF: Final[Mapping[str, type[ClusterRanks] | type[FrequencyRanks]]] = {
+    ROUTER: ClusterRanks,
+    FREQUENCIES: FrequencyRanks,
+}
 """The ranks of each kind of artifact that orders."""
 
 
-def how_to_rank(recording: str, fitted: str, draft: str, proposals: Proposals = "coupled", key: str = "router") -> str:
+def how_to_rank(
+    recording: str, fitted: str, draft: str, proposals: Proposals = "coupled", key: str = "router"
+) -> str:
     """The command that makes ranks, for messages."""
     flag = "" if proposals == "coupled" else f" --proposals {proposals}"
     return f"`fit ranks --recording {recording} --{key} {fitted} --draft {draft}{flag}` makes them"

@@ -10,9 +10,9 @@ distributions against each other by such probabilities; they are approximate, to
 (docs/shortlists.md).
 
 What of an order (of tokens by frequency, of clusters by a router) this asks at each prefix of the
-texts is read once from whole distributions and kept (:mod:`optimizer.simulate.shortlist_ranks`): with these
-every budget of the order replays. Chains under a frequency order replay from the recorded children
-alone, too; then a round is not known where the shortlist holds none of them.
+texts is read once from whole distributions and kept (:mod:`optimizer.simulate.shortlist_ranks`):
+with these every budget of the order replays. Chains under a frequency order replay from the
+recorded children alone, too; then a round is not known where the shortlist holds none of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ import numpy.typing as npt
 
 from spectune.optimizer.simulate.chain_tables import ENDLESS
 from spectune.optimizer.simulate.forest import OFF_TEXT, Forest
-from spectune.optimizer.simulate.shortlist_ranks import ClusterRanks, FrequencyRanks, Index, Ranks, digest, how_to_rank
+from spectune.optimizer.simulate.shortlist_ranks import (
+    ClusterRanks,
+    FrequencyRanks,
+    Index,
+    Ranks,
+    digest,
+    how_to_rank,
+)
 from spectune.optimizer.simulate.tree_tables import ClusterUnion, GrowthTable, ShortlistRanks
 from spectune.runtime.costs import check_shortlists
 from spectune.runtime.policies.document import GAMMA_LIMIT
@@ -92,7 +99,10 @@ def _between(budgets: npt.NDArray[Any], columns: npt.NDArray[Any], budget: float
 
 
 def join_ranks(
-    forest: Forest, trajectories: Sequence[Trajectory], panoramas: Sequence[TreePanorama], source: Ranks
+    forest: Forest,
+    trajectories: Sequence[Trajectory],
+    panoramas: Sequence[TreePanorama],
+    source: Ranks,
 ) -> RankedForest:
     """The ranks of a forest's nodes; ``forest`` is :func:`optimizer.simulate.forest.join_trees` of
     the same arguments. Raises TraceError where they are another draft's or lack a request."""
@@ -104,7 +114,8 @@ def join_ranks(
         place = known.get(digest(t, p))
         if place is None:
             raise TraceError(
-                f"request {t.request_id!r}: there are no {what} of it under {key} {source.fitted} (the recording has grown since); "
+                f"request {t.request_id!r}: there are no {what} of it under {key} {source.fitted} "
+                "(the recording has grown since); "
                 + how_to_rank("ID", source.fitted, source.draft, key=key)
             )
         places.append(place)
@@ -113,12 +124,23 @@ def join_ranks(
         row[:count] = np.arange(count) + offset
         rows.append(row)
         offset += count
-    text, text_row = _rows_of(source.text_offsets, places), np.concatenate([np.zeros(0, np.int64), *rows])
+    text, text_row = (
+        _rows_of(source.text_offsets, places),
+        np.concatenate([np.zeros(0, np.int64), *rows]),
+    )
     on = text_row >= 0
     own, better = np.zeros((2, len(text_row)), np.int32)
     own[on], better[on] = source.own[text], source.better[text]
     unsaid = np.zeros(len(text_row), np.bool_)
-    shared = own, better, unsaid, text_row, source.text_code[text], source.mass_code[text], source.entropy_code[text]
+    shared = (
+        own,
+        better,
+        unsaid,
+        text_row,
+        source.text_code[text],
+        source.mass_code[text],
+        source.entropy_code[text],
+    )
     if isinstance(source, FrequencyRanks):
         unsaid[on] = source.open[text]
         return RankedForest(source, *shared)
@@ -134,10 +156,14 @@ def join_ranks(
 
 def _rows_of(offsets: Index, places: Sequence[int]) -> Index:
     """The rows of requests by their places."""
-    return np.concatenate([np.zeros(0, np.int64), *(np.arange(*offsets[place : place + 2]) for place in places)])
+    return np.concatenate(
+        [np.zeros(0, np.int64), *(np.arange(*offsets[place : place + 2]) for place in places)]
+    )
 
 
-def shortlist_ranks(forest: Forest, rule: ShortlistRule, depth: int, ranked: RankedForest | None = None) -> ShortlistRanks:
+def shortlist_ranks(
+    forest: Forest, rule: ShortlistRule, depth: int, ranked: RankedForest | None = None
+) -> ShortlistRanks:
     """The ranks of a forest's children and the budgets of ``depth`` draft steps; ``ranked``: where
     a router puts them.
 
@@ -147,19 +173,24 @@ def shortlist_ranks(forest: Forest, rule: ShortlistRule, depth: int, ranked: Ran
     if rule.frequencies is None:
         if not isinstance(ranked, RoutedForest):
             raise TraceError(
-                f"shortlist {rule.block.kind!r} of draft {forest.draft!r} follows the draft's hidden states, and there are no cluster "
-                f"ranks of router {rule.block.artifact} over these texts; " + how_to_rank("ID", rule.block.artifact, forest.draft)
+                f"shortlist {rule.block.kind!r} of draft {forest.draft!r} follows the draft's "
+                "hidden states, and there are no cluster "
+                f"ranks of router {rule.block.artifact} over these texts; "
+                + how_to_rank("ID", rule.block.artifact, forest.draft)
             )
         within = np.minimum(budgets, ranked.source.clusters).astype(np.int64)
         return ShortlistRanks(ranked.ranks, within, ranked.union)
     frequencies = rule.frequencies
     if forest.tokens.size and int(forest.tokens.max()) >= frequencies.vocab:
         raise TraceError(
-            f"shortlist.artifact: {rule.block.artifact} orders a vocabulary of {frequencies.vocab} tokens, the recording has token "
+            f"shortlist.artifact: {rule.block.artifact} orders a vocabulary of {frequencies.vocab} "
+            "tokens, the recording has token "
             f"{int(forest.tokens.max())}; `fit frequencies` on a recording of this pair makes one"
         )
     ranks = frequencies.rank[forest.tokens].astype(np.int32)
-    return ShortlistRanks(ranks, np.array([frequencies.size(budget) for budget in budgets], dtype=np.int64))
+    return ShortlistRanks(
+        ranks, np.array([frequencies.size(budget) for budget in budgets], dtype=np.int64)
+    )
 
 
 def agreeing_steps(
@@ -186,7 +217,9 @@ def agreeing_steps(
         there = np.arange(forest.width) < forest.count[:, None]
         ranks = np.where(there, shortlist.ranks, NEVER_IN).astype(np.int64)
         own = np.where(known, ranks[rows, np.minimum(slot, forest.width - 1)], NEVER_IN)
-        better = np.where(np.arange(forest.width) < np.where(known, slot, forest.width)[:, None], ranks, NEVER_IN).min(axis=1)
+        better = np.where(
+            np.arange(forest.width) < np.where(known, slot, forest.width)[:, None], ranks, NEVER_IN
+        ).min(axis=1)
         on_text = slot != OFF_TEXT
     steps = np.zeros(len(forest.root), dtype=np.int64)
     doubtful = np.full(len(forest.root), len(shortlist.budgets), dtype=np.int64)
@@ -219,31 +252,46 @@ def chain_seconds(
     more = np.zeros((len(row), gamma + 1))
     for t in range(gamma):
         seconds = by_budget[rule.budget(t)]
-        more[:, t + 1] = more[:, t] + np.where(t <= steps, seconds[np.minimum(row + t, last)], seconds.mean())
+        more[:, t + 1] = more[:, t] + np.where(
+            t <= steps, seconds[np.minimum(row + t, last)], seconds.mean()
+        )
     return more
 
 
-def tree_seconds(growth: GrowthTable, routed: RoutedForest, rule: ShortlistRule, profile: LatencyProfile) -> FloatArray:
-    """:func:`chain_seconds` of trees, by the sizes of each level's union, [positions, depth + 1]."""
+def tree_seconds(
+    growth: GrowthTable, routed: RoutedForest, rule: ShortlistRule, profile: LatencyProfile
+) -> FloatArray:
+    """:func:`chain_seconds` of trees, by the sizes of each level's union, [positions, depth +
+    1]."""
     more = np.zeros((len(growth.size), growth.depth + 1))
-    np.cumsum(_prices(profile, rule, routed)(growth.size.astype(np.float64)), axis=1, out=more[:, 1:])
+    np.cumsum(
+        _prices(profile, rule, routed)(growth.size.astype(np.float64)), axis=1, out=more[:, 1:]
+    )
     return more
 
 
-def _prices(profile: LatencyProfile, rule: ShortlistRule, routed: RoutedForest) -> Callable[[FloatArray], FloatArray]:
-    """Seconds of a pass over routed shortlists of so many tokens more than with the whole head (a line between measured sizes)."""
+def _prices(
+    profile: LatencyProfile, rule: ShortlistRule, routed: RoutedForest
+) -> Callable[[FloatArray], FloatArray]:
+    """Seconds of a pass over routed shortlists of so many tokens more than with the whole head (a
+    line between measured sizes)."""
     check_shortlists(profile, rule.draft)
     return lambda tokens: profile.shortlist_seconds(rule.draft, tokens, routed=True)
 
 
 def restricted(
-    words: Words, forest: Forest, shortlist: ShortlistRanks, stop: CompiledStop, ranked: RankedForest | None = None
+    words: Words,
+    forest: Forest,
+    shortlist: ShortlistRanks,
+    stop: CompiledStop,
+    ranked: RankedForest | None = None,
 ) -> tuple[Words, Index]:
-    """The packed outcomes of a full draft's chains (:func:`optimizer.simulate.chain_tables.tabulate`) with what
-    a shortlist leaves of their agreement, and the step from which that is not known
-    (:func:`agreeing_steps`). With ``ranked``, chains that a stop ends on the text end where the
-    restricted distributions say; what the stop reads off the text is the whole draft's. Raises
-    TraceError for a draft whose distributions depend on where a round began."""
+    """The packed outcomes of a full draft's chains
+    (:func:`optimizer.simulate.chain_tables.tabulate`) with what a shortlist leaves of their
+    agreement, and the step from which that is not known (:func:`agreeing_steps`). With ``ranked``,
+    chains that a stop ends on the text end where the restricted distributions say; what the stop
+    reads off the text is the whole draft's. Raises TraceError for a draft whose distributions
+    depend on where a round began."""
     if not forest.shared:
         raise TraceError(f"chains of draft {forest.draft!r} are replayed as trees")
     steps, doubtful = agreeing_steps(forest, shortlist, ranked)
@@ -254,7 +302,12 @@ def restricted(
 
 
 def _stopped(
-    words: Words, forest: Forest, shortlist: ShortlistRanks, stop: CompiledStop, ranked: RankedForest, steps: Index
+    words: Words,
+    forest: Forest,
+    shortlist: ShortlistRanks,
+    stop: CompiledStop,
+    ranked: RankedForest,
+    steps: Index,
 ) -> Words:
     """Outcomes with the ends of chains (``cap`` and passes) as a stop sets them that reads the
     restricted distributions, for the first ``steps`` of each start, which are on the text: there
@@ -270,14 +323,22 @@ def _stopped(
         if not open_.any():
             break
         if budget not in codes:
-            own = np.maximum(0.0, np.rint(ranked.text_code - ranked.at_budget(ranked.mass_code, budget)))
+            own = np.maximum(
+                0.0, np.rint(ranked.text_code - ranked.at_budget(ranked.mass_code, budget))
+            )
             codes[budget] = own, np.rint(ranked.at_budget(ranked.entropy_code, budget))
         row = np.minimum(ranked.text_row[forest.root] + step, last)
         own, entropy = (found[row] for found in codes[budget])
         joint += own
-        ends = open_ & ((own > stop.max_logp_code) | (joint > stop.max_joint_code) | (entropy > stop.max_entropy_code))
+        ends = open_ & (
+            (own > stop.max_logp_code)
+            | (joint > stop.max_joint_code)
+            | (entropy > stop.max_entropy_code)
+        )
         cap[ends], passes[ends] = step + stop.keep_last, step + 1
         open_ &= ~ends
     cap, passes = (np.minimum(found, ENDLESS).astype(np.uint32) for found in (cap, passes))
-    made: Words = (words & np.uint32(0xFF0000FF)) | (cap << np.uint32(8)) | (passes << np.uint32(16))
+    made: Words = (
+        (words & np.uint32(0xFF0000FF)) | (cap << np.uint32(8)) | (passes << np.uint32(16))
+    )
     return made

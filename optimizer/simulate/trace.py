@@ -1,4 +1,5 @@
-"""Opening traces: the one place where what policies are replayed from is taken from a recording and put together."""
+"""Opening traces: the one place where what policies are replayed from is taken from a recording and
+put together."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class NoRequestsError(TraceError):
 
 
 class Opened(NamedTuple):
-    """A recording's trace, the damaged chunks that were left out of it, and the ordinals of its requests."""
+    """A recording's trace, the damaged chunks that were left out of it, and the ordinals of its
+    requests."""
 
     trace: ReplayTrace
     info: RecordingInfo
@@ -56,13 +58,15 @@ def open_trace(
     ordinals: Collection[int] | None = None,
     skip_corrupted: bool = False,
 ) -> Opened:
-    """What ``policies`` are replayed from, the candidates of choosers among them, and the drafts' ``chains`` and ``trees`` beside.
+    """What ``policies`` are replayed from, the candidates of choosers among them, and the drafts'
+    ``chains`` and ``trees`` beside.
 
-    ``ranks`` of shortlists are added to those that are stored for the policies; ``ordinals``: of these requests alone. With
-    ``skip_corrupted`` the trace has the requests of which nothing is damaged or missing; otherwise CorruptedChunkError and TraceError
-    name the first. Where an engine's prefill yields the first token, replay begins after it, and ``ngram`` copies as that engine does.
-    Raises NotFoundError for an unknown recording, PolicyError for the first policy whose draft was not recorded, NoRequestsError where no
-    request is left.
+    ``ranks`` of shortlists are added to those that are stored for the policies; ``ordinals``: of
+    these requests alone. With ``skip_corrupted`` the trace has the requests of which nothing is
+    damaged or missing; otherwise CorruptedChunkError and TraceError name the first. Where an
+    engine's prefill yields the first token, replay begins after it, and ``ngram`` copies as that
+    engine does. Raises NotFoundError for an unknown recording, PolicyError for the first policy
+    whose draft was not recorded, NoRequestsError where no request is left.
     """
     info = store.get_recording(recording)
     if holds_counts(info):
@@ -85,7 +89,9 @@ def open_trace(
     if looked_up:  # by the engine's rule, which needs no panorama
         wanted_chains.remove("ngram")
     drafts = sorted({*wanted_chains, *(draft for draft, _ in grown)})
-    loaded = store.load(info.id, drafts, trees=bool(grown), ordinals=ordinals, skip_corrupted=skip_corrupted)
+    loaded = store.load(
+        info.id, drafts, trees=bool(grown), ordinals=ordinals, skip_corrupted=skip_corrupted
+    )
     whole = loaded.having(wanted_chains) if skip_corrupted else loaded
     for draft, proposals in grown if skip_corrupted else ():
         whole = whole.having(trees=[draft], proposals=proposals)
@@ -95,21 +101,31 @@ def open_trace(
         whole = replace(whole, requests=tuple(r.after_first() for r in whole.requests))
     copies = {"ngram": _copied(whole.trajectories, info)} if looked_up else None
     panoramas = {draft: whole.panoramas(draft) for draft in sorted(wanted_chains)}
-    forests: dict[tuple[str, str], Sequence[TreePanorama]] = {key: whole.trees(*key) for key in sorted(grown)}
+    forests: dict[tuple[str, str], Sequence[TreePanorama]] = {
+        key: whole.trees(*key) for key in sorted(grown)
+    }
     past = GAMMA_LIMIT * engine.past_end
-    trace = ReplayTrace(whole.trajectories, panoramas, trees=forests, ranks=found or None, copies=copies, past=past)
+    trace = ReplayTrace(
+        whole.trajectories, panoramas, trees=forests, ranks=found or None, copies=copies, past=past
+    )
     return Opened(trace, info, loaded.skipped, tuple(request.ordinal for request in whole.requests))
 
 
 def _copied(trajectories: Iterable[Trajectory], info: RecordingInfo) -> list[npt.NDArray[np.uint8]]:
-    """What an engine's own prompt lookup copies. Raises PolicyError for an engine whose rule is not known here."""
+    """What an engine's own prompt lookup copies. Raises PolicyError for an engine whose rule is not
+    known here."""
     if info.engine != VLLM.name:
-        raise PolicyError(f"recording {info.id}: prompt lookup in {info.engine} copies from other places than ours; simulate a draft")
+        raise PolicyError(
+            f"recording {info.id}: prompt lookup in {info.engine} copies from other places than "
+            "ours; simulate a draft"
+        )
     least, most = info.options.get("prompt_lookup", (LEAST, MOST))
     return [copied(t, least, most) for t in trajectories]
 
 
-def _candidates(store: TraceStore, info: RecordingInfo, policies: Iterable[AnyPolicy]) -> Iterable[Policy]:
+def _candidates(
+    store: TraceStore, info: RecordingInfo, policies: Iterable[AnyPolicy]
+) -> Iterable[Policy]:
     """The policies that draft, a chooser replaced by those it chooses from."""
     for policy in policies:
         plain = plain_policies(policy, fitted(store, info.pair_id))
@@ -122,7 +138,8 @@ def proposals_of(policy: Policy) -> Proposals:
 
 
 def replayed_as_tree(policy: Policy, info: RecordingInfo) -> bool:
-    """Whether a policy is replayed from trees: where it grows them, or its draft is a head, whose chains are recorded so."""
+    """Whether a policy is replayed from trees: where it grows them, or its draft is a head, whose
+    chains are recorded so."""
     grown = info.trees if proposals_of(policy) == "coupled" else info.trees_q
     return policy.is_tree or (policy.draft in grown and policy.draft not in info.drafts)
 
@@ -131,28 +148,40 @@ def _check_recorded(store: TraceStore, policy: Policy, info: RecordingInfo, as_t
     """Raises PolicyError where the recording has not what the policy is replayed from."""
     proposals = proposals_of(policy)
     grown = info.trees if proposals == "coupled" else info.trees_q
-    lacks_trees = (as_tree or policy.shortlisted) and policy.draft not in grown  # a shortlist looks at the draft's distributions
+    lacks_trees = (
+        as_tree or policy.shortlisted
+    ) and policy.draft not in grown  # a shortlist looks at the draft's distributions
     lacks_chains = not as_tree and policy.draft not in info.drafts
     if lacks_trees or lacks_chains:
         with suppress(NotFoundError, PairError):
-            drafts = PairSpec.from_json(store.get_pair(info.pair_id).document, where=info.pair_id).draft_names
+            drafts = PairSpec.from_json(
+                store.get_pair(info.pair_id).document, where=info.pair_id
+            ).draft_names
             if policy.draft not in (*drafts, *info.drafts):
                 known = ", ".join(sorted(drafts))
-                raise PolicyError(f"draft: the pair of recording {info.id} has no draft {policy.draft!r}; it has: {known}")
+                raise PolicyError(
+                    f"draft: the pair of recording {info.id} has no draft {policy.draft!r}; it "
+                    f"has: {known}"
+                )
     if lacks_trees:
         raise PolicyError(
-            f"draft: recording {info.id} has no trees of draft {policy.draft!r} (it has: {info.trees_shown() or 'none'}); "
-            + how_to_record_trees(info.id, depth=max(TREE_DEPTH, policy.depth_max), proposals=proposals)
+            f"draft: recording {info.id} has no trees of draft {policy.draft!r} (it has: "
+            f"{info.trees_shown() or 'none'}); "
+            + how_to_record_trees(
+                info.id, depth=max(TREE_DEPTH, policy.depth_max), proposals=proposals
+            )
         )
     if lacks_chains:
         raise PolicyError(
             f"draft: recording {info.id} has no panorama of draft {policy.draft!r}; it has: "
-            f"{', '.join(sorted(info.drafts)) or 'none'}; `record --resume {info.id}` makes those of every draft of its pair"
+            f"{', '.join(sorted(info.drafts)) or 'none'}; `record --resume {info.id}` makes those "
+            "of every draft of its pair"
         )
 
 
 def ranks_of(store: TraceStore, recording: str, policy: Policy) -> Ranks | None:
-    """What is stored of a shortlisted policy's order over a recording. Raises NotFoundError where its artifact is unknown."""
+    """What is stored of a shortlisted policy's order over a recording. Raises NotFoundError where
+    its artifact is unknown."""
     shortlist = policy.shortlist
     if not policy.speculates or isinstance(shortlist, FullShortlist):
         return None
@@ -160,7 +189,8 @@ def ranks_of(store: TraceStore, recording: str, policy: Policy) -> Ranks | None:
 
 
 class Simulated(NamedTuple):
-    """One policy replayed. ``approximate`` says why its rounds are not exactly the runtime's, "" where they are."""
+    """One policy replayed. ``approximate`` says why its rounds are not exactly the runtime's, ""
+    where they are."""
 
     replay: Replay
     skipped: tuple[Skipped, ...]
@@ -177,8 +207,9 @@ def simulate(
     per_round: bool = False,
     skip_corrupted: bool = False,
 ) -> Simulated:
-    """Replays a recording, or its first ``limit`` requests, under any policy. Raises as :func:`open_trace` does, and PolicyError for a
-    router's shortlist that was not ranked over the recording."""
+    """Replays a recording, or its first ``limit`` requests, under any policy. Raises as
+    :func:`open_trace` does, and PolicyError for a router's shortlist that was not ranked over the
+    recording."""
     trace, info, skipped, _ = open_trace(store, recording, [policy], skip_corrupted=skip_corrupted)
     if limit:
         trace = trace.select(range(min(limit, len(trace.trajectories))))
@@ -189,7 +220,9 @@ def simulate(
     return Simulated(replayed, skipped, why_approximate(info, replayed.missed, full=full))
 
 
-def check_ranked(store: TraceStore, info: RecordingInfo, policy: AnyPolicy, find: Artifacts) -> None:
+def check_ranked(
+    store: TraceStore, info: RecordingInfo, policy: AnyPolicy, find: Artifacts
+) -> None:
     """Raises PolicyError where a shortlist's router was not ranked over the recording."""
     for plain in plain_policies(policy, find):
         rule = compile_shortlist(plain, find)
@@ -201,15 +234,23 @@ def check_ranked(store: TraceStore, info: RecordingInfo, policy: AnyPolicy, find
             )
 
 
-def why_approximate(info: RecordingInfo, missing: Iterable[tuple[Policy, int]], *, full: bool) -> str:
+def why_approximate(
+    info: RecordingInfo, missing: Iterable[tuple[Policy, int]], *, full: bool
+) -> str:
     """Why a replay's rounds are not exactly the runtime's, "" where they are; ``missing`` as
     :attr:`Replay.missed` says, ``full``: no forest has a filter."""
     for policy, rounds in missing:
         renormalised = replayed_as_tree(policy, info) or policy.stop.kind != "none" or not full
         if policy.shortlisted and renormalised:
-            return "trees, stops and filters under a shortlist read renormalised probabilities (docs/shortlists.md)"
+            return (
+                "trees, stops and filters under a shortlist read renormalised probabilities "
+                "(docs/shortlists.md)"
+            )
         if rounds:
             artifact = getattr(policy.shortlist, "artifact", "ID")
             rank = how_to_rank(info.id, artifact, policy.draft, proposals_of(policy), "frequencies")
-            return f"in {rounds} rounds the shortlist holds none of the recorded children; {rank}, with which it is exact"
+            return (
+                f"in {rounds} rounds the shortlist holds none of the recorded children; {rank}, "
+                "with which it is exact"
+            )
     return ""

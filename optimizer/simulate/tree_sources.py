@@ -1,4 +1,5 @@
-"""What a tree report reads from the database: a recording's trees, what was fitted to the draft, and the policies tried on it before."""
+"""What a tree report reads from the database: a recording's trees, what was fitted to the draft,
+and the policies tried on it before."""
 
 from __future__ import annotations
 
@@ -7,7 +8,14 @@ from typing import Any, cast
 
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.inputs import stored_policy
-from spectune.optimizer.report.trees import Point, Stored, TreeReport, TreeShape, point_of, tree_report
+from spectune.optimizer.report.trees import (
+    Point,
+    Stored,
+    TreeReport,
+    TreeShape,
+    point_of,
+    tree_report,
+)
 from spectune.optimizer.report.words import sampling_in_words
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.runtime.policies.artifacts import BINS, CLASSIFIER, STATIC_TREE
@@ -18,7 +26,8 @@ from spectune.traces.schema import Proposals
 from spectune.traces.store import RecordingInfo, TraceStore
 
 TRIED = 100
-"""Policies of a recording's studies that are replayed again: the fastest that draft with the report's draft."""
+"""Policies of a recording's studies that are replayed again: the fastest that draft with the
+report's draft."""
 FITTED = 3
 """Newest artifacts of a kind whose policies are replayed."""
 
@@ -33,7 +42,8 @@ def report_of(
     depth: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[TreeReport, str]:
-    """The report on a stored recording, and the recording's id; ``width`` and ``depth`` are those of the recorded trees by default.
+    """The report on a stored recording, and the recording's id; ``width`` and ``depth`` are those
+    of the recorded trees by default.
 
     Raises TraceError, saying how to record them, where the recording has no such trees.
     """
@@ -43,10 +53,15 @@ def report_of(
     wide, deep = extent.width if width is None else width, extent.depth if depth is None else depth
     if wide > extent.width or deep > extent.depth:
         raise TraceError(
-            f"recording {info.id} holds trees of draft {name!r} of width {extent.width} and depth {extent.depth}, not {wide} and {deep}; "
-            + how_to_record_trees(info.id, max(wide, extent.width), max(deep, extent.depth), proposals)
+            f"recording {info.id} holds trees of draft {name!r} of width {extent.width} and depth "
+            f"{extent.depth}, not {wide} and {deep}; "
+            + how_to_record_trees(
+                info.id, max(wide, extent.width), max(deep, extent.depth), proposals
+            )
         )
-    trace = open_trace(store, info.id, chains=[name] if name in info.drafts else [], trees=[(name, proposals)]).trace
+    trace = open_trace(
+        store, info.id, chains=[name] if name in info.drafts else [], trees=[(name, proposals)]
+    ).trace
     profile = store.latest_profile(info.pair_id, str(info.options.get("device", "cpu")))
     report = tree_report(
         trace,
@@ -63,18 +78,23 @@ def report_of(
 
 
 def _draft(info: RecordingInfo, wanted: str | None) -> tuple[str, Proposals]:
-    """The draft meant and how its children are ranked: coupled trees before those by probability."""
+    """The draft meant and how its children are ranked: coupled trees before those by
+    probability."""
     whole: list[tuple[str, Proposals]] = []
     for kind, extents in (("coupled", info.trees), ("probability", info.trees_q)):
-        whole += [(name, cast(Proposals, kind)) for name, extent in sorted(extents.items()) if extent.count >= info.n_requests > 0]
+        whole += [
+            (name, cast(Proposals, kind))
+            for name, extent in sorted(extents.items())
+            if extent.count >= info.n_requests > 0
+        ]
     found = next((w for w in whole if wanted in (None, w[0])), None)
     if found is not None:
         return found
     of = "no trees" if wanted is None else f"no trees of draft {wanted!r}"
     have = ", ".join(sorted({n for n, _ in whole}))
     raise TraceError(
-        f"recording {info.id} has {of} of all its requests{f' (it has those of: {have})' if have else ''}; "
-        + how_to_record_trees(info.id)
+        f"recording {info.id} has {of} of all its "
+        f"requests{f' (it has those of: {have})' if have else ''}; " + how_to_record_trees(info.id)
     )
 
 
@@ -91,12 +111,15 @@ def stored_for(store: TraceStore, pair_id: str, draft: str) -> list[Stored]:
                 continue
             mine += 1
             thresholds = tuple(int(t) for t in document.get("thresholds", ()))
-            found.append(Stored(name, kind, thresholds, int(document.get("depth", 1)) if kind == BINS else 1))
+            found.append(
+                Stored(name, kind, thresholds, int(document.get("depth", 1)) if kind == BINS else 1)
+            )
     return found
 
 
 def tried_on(store: TraceStore, info: RecordingInfo, draft: str) -> list[tuple[Policy, str]]:
-    """The fastest trials of the studies of a recording that draft with ``draft``; documents of other versions are passed over."""
+    """The fastest trials of the studies of a recording that draft with ``draft``; documents of
+    other versions are passed over."""
     documents: list[tuple[float, dict[str, Any]]] = []
     for name, *_ in store.list_studies(info.pair_id):
         study = store.get_study(name)
@@ -120,7 +143,8 @@ def tried_on(store: TraceStore, info: RecordingInfo, draft: str) -> list[tuple[P
 
 
 def ran_on(store: TraceStore, info: RecordingInfo, draft: str) -> Iterator[Point]:
-    """What executed and replayed runs of a recording came to, newest first; one run per policy and kind."""
+    """What executed and replayed runs of a recording came to, newest first; one run per policy and
+    kind."""
     seen: set[tuple[str, str]] = set()
     for run in store.list_runs(info.pair_id):
         counts = run.outcome.total
@@ -142,8 +166,14 @@ def _about(store: TraceStore, info: RecordingInfo) -> list[tuple[str, str]]:
         ("recording", f"{info.id} ({info.state})"),
         ("pair", f"{store.get_pair(info.pair_id).name} ({info.pair_id})"),
         ("sampling", f"{sampling_in_words(info.sampling)}, {info.verifier} verifier"),
-        ("requests", f"{info.n_requests}, {info.n_output_tokens} tokens, at most {info.max_new_tokens} each"),
+        (
+            "requests",
+            f"{info.n_requests}, {info.n_output_tokens} tokens, at most {info.max_new_tokens} each",
+        ),
         ("trees", info.trees_shown()),
         ("recorded", f"{info.created_at:%Y-%m-%d %H:%M} UTC"),
-        ("decoded on", f"{info.options.get('device', 'cpu')}, {info.options.get('dtype', 'float32')}"),
+        (
+            "decoded on",
+            f"{info.options.get('device', 'cpu')}, {info.options.get('dtype', 'float32')}",
+        ),
     ]

@@ -1,5 +1,6 @@
-"""What every start of a trace grows, in one compiled loop: its tree grows by the function that decodes (:func:`grow_level` of
-:mod:`runtime.trees.grow`), then the ranks of the text's nodes are read off."""
+"""What every start of a trace grows, in one compiled loop: its tree grows by the function that
+decodes (:func:`grow_level` of :mod:`runtime.trees.grow`), then the ranks of the text's nodes are
+read off."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ NEVER: Final = 255
 
 
 class Trie(NamedTuple):
-    """How recorded nodes hang together: ``root`` and ``limit`` int64 [positions], ``child`` int32 [nodes, K] and ``text_slot`` uint8
-    [nodes], as in :class:`optimizer.simulate.forest.Forest`."""
+    """How recorded nodes hang together: ``root`` and ``limit`` int64 [positions], ``child`` int32
+    [nodes, K] and ``text_slot`` uint8 [nodes], as in :class:`optimizer.simulate.forest.Forest`."""
 
     root: Index
     limit: Index
@@ -30,20 +31,24 @@ class Trie(NamedTuple):
 
 
 class ClusterUnion(NamedTuple):
-    """What nodes of one level add to each other's routed shortlists: ``cluster`` uint16 [nodes, K] of every child, ``order`` uint16
-    [nodes, C], each node's first clusters, and ``sizes`` int64 [M + 1], their tokens; cluster M holds none and is never in."""
+    """What nodes of one level add to each other's routed shortlists: ``cluster`` uint16 [nodes, K]
+    of every child, ``order`` uint16 [nodes, C], each node's first clusters, and ``sizes`` int64 [M
+    + 1], their tokens; cluster M holds none and is never in."""
 
     cluster: npt.NDArray[np.uint16]
     order: npt.NDArray[np.uint16]
     sizes: Index
 
 
-NO_UNION: Final = ClusterUnion(np.zeros((0, 1), np.uint16), np.zeros((0, 0), np.uint16), np.zeros(0, np.int64))
+NO_UNION: Final = ClusterUnion(
+    np.zeros((0, 1), np.uint16), np.zeros((0, 0), np.uint16), np.zeros(0, np.int64)
+)
 
 
 class ShortlistRanks(NamedTuple):
-    """A shortlist over a forest: a child is in it at level l where its ``ranks`` int32 [nodes, K] lies below ``budgets`` int64 [depth]
-    [l - 1], or, with a ``union``, where the level's other nodes add its cluster."""
+    """A shortlist over a forest: a child is in it at level l where its ``ranks`` int32 [nodes, K]
+    lies below ``budgets`` int64 [depth] [l - 1], or, with a ``union``, where the level's other
+    nodes add its cluster."""
 
     ranks: npt.NDArray[np.int32]
     budgets: Index
@@ -56,12 +61,15 @@ NO_SHORTLIST: Final = ShortlistRanks(np.zeros((0, 1), np.int32), np.zeros(0, np.
 class GrowthTable(NamedTuple):
     """What each start grows under one growth, D levels deep.
 
-    With P starts: ``rank`` uint16 [P, D, D]: entry (gamma - 1, l - 1) is the rank, among the candidates of gamma levels, of the node on
-    the text at level l (ABSENT: not a candidate). ``pool`` uint16 [P, D]: candidates of gamma levels. ``width`` uint8 [P, D]: nodes of
-    level l that the next pass reads; ``read`` bool [P, D]: the node on the text is among them. ``phi`` uint16 [P, D]: HeteroSpec's Phi
-    after level l. ``best`` uint16 [P, D, 3]: what a stop reads of level l (``Tree.stop``). ``end`` uint8 [P]: the level at which no node
-    passes the classifier; ``missing``: the first level that needs a distribution which was not recorded (NEVER for none). ``size`` int32
-    [P, D]: tokens of a routed shortlist at level l, as far as they are known; [0, D] without one.
+    With P starts: ``rank`` uint16 [P, D, D]: entry (gamma - 1, l - 1) is the rank, among the
+    candidates of gamma levels, of the node on the text at level l (ABSENT: not a candidate).
+    ``pool`` uint16 [P, D]: candidates of gamma levels. ``width`` uint8 [P, D]: nodes of level l
+    that the next pass reads; ``read`` bool [P, D]: the node on the text is among them. ``phi``
+    uint16 [P, D]: HeteroSpec's Phi after level l. ``best`` uint16 [P, D, 3]: what a stop reads of
+    level l (``Tree.stop``). ``end`` uint8 [P]: the level at which no node passes the classifier;
+    ``missing``: the first level that needs a distribution which was not recorded (NEVER for none).
+    ``size`` int32 [P, D]: tokens of a routed shortlist at level l, as far as they are known; [0, D]
+    without one.
     """
 
     rank: npt.NDArray[np.uint16]
@@ -95,15 +103,17 @@ class GrowthTable(NamedTuple):
         )
 
     def stops(self, rule: TreeRule) -> npt.NDArray[np.uint8]:
-        """The level at which a rule's stop triggers at each start, uint8 [P]; NEVER where it does not."""
+        """The level at which a rule's stop triggers at each start, uint8 [P]; NEVER where it does
+        not."""
         triggered: npt.NDArray[np.bool_] = rule.stops(self.best)
         return np.where(triggered.any(1), triggered.argmax(1) + 1, NEVER).astype(np.uint8)
 
 
 class Scratch(NamedTuple):
-    """Working memory for one start: ``front`` and ``following`` int64 [F], the nodes of this frontier and the next (-1: not recorded);
-    what a shortlist leaves of them: ``codes``, in ``rows`` [F], and each child's recorded slot, ``slots`` [F, k]; ``added`` int64
-    [M + 1] marks clusters; ``text`` int64 [D]: the candidate on the text."""
+    """Working memory for one start: ``front`` and ``following`` int64 [F], the nodes of this
+    frontier and the next (-1: not recorded); what a shortlist leaves of them: ``codes``, in
+    ``rows`` [F], and each child's recorded slot, ``slots`` [F, k]; ``added`` int64 [M + 1] marks
+    clusters; ``text`` int64 [D]: the candidate on the text."""
 
     front: Index
     following: Index
@@ -122,7 +132,15 @@ class Scratch(NamedTuple):
 
         few = Codes(*(np.zeros((widest, rule.width)[: x.ndim], x.dtype) for x in codes))
         slots = zeros(widest, rule.width)
-        return cls(zeros(widest), zeros(widest), few, zeros(widest), slots, zeros(len(shortlist.union.sizes)), zeros(depth))
+        return cls(
+            zeros(widest),
+            zeros(widest),
+            few,
+            zeros(widest),
+            slots,
+            zeros(len(shortlist.union.sizes)),
+            zeros(depth),
+        )
 
 
 @compiled(trees)
@@ -146,7 +164,9 @@ def tabulate(
         for level in range(1, depth + 1):
             if shortlist.budgets.shape[0] > 0:
                 stamp = i * depth + level
-                size = _restrict(rule, codes, shortlist, tree.frontier[level - 1], stamp, level, scratch)
+                size = _restrict(
+                    rule, codes, shortlist, tree.frontier[level - 1], stamp, level, scratch
+                )
                 if table.size.shape[0] > 0:
                     table.size[s, level - 1] = size
                 grow_level(rule, scratch.codes, scratch.rows, level, tree)
@@ -252,11 +272,18 @@ def _rank(depth: int, tree: Tree, text: Index, s: int, table: GrowthTable) -> No
 
 @compiled(inline=True)
 def _restrict(
-    rule: LevelRule, codes: Codes, shortlist: ShortlistRanks, frontier: int, stamp: int, level: int, scratch: Scratch
+    rule: LevelRule,
+    codes: Codes,
+    shortlist: ShortlistRanks,
+    frontier: int,
+    stamp: int,
+    level: int,
+    scratch: Scratch,
 ) -> int:
-    """Writes what a shortlist leaves of a frontier's distributions: the first k children in it, their codes as they are but for the
-    gaps, which are to the first of them. How many tokens a union over the level holds, as far as the nodes' orders go; of a budget
-    beyond them as many more as it exceeds them. ``stamp`` marks this union's clusters."""
+    """Writes what a shortlist leaves of a frontier's distributions: the first k children in it,
+    their codes as they are but for the gaps, which are to the first of them. How many tokens a
+    union over the level holds, as far as the nodes' orders go; of a budget beyond them as many more
+    as it exceeds them. ``stamp`` marks this union's clusters."""
     union, budget = shortlist.union, shortlist.budgets[level - 1]
     reach, tokens, every = union.order.shape[1], 0, 0
     if reach > 0:
@@ -275,9 +302,14 @@ def _restrict(
         for slot in range(codes.count[node] if node >= 0 else 0):
             if there == rule.width:
                 break
-            if shortlist.ranks[node, slot] < budget or (reach > 0 and scratch.added[union.cluster[node, slot]] == stamp):
+            if shortlist.ranks[node, slot] < budget or (
+                reach > 0 and scratch.added[union.cluster[node, slot]] == stamp
+            ):
                 scratch.slots[f, there] = slot
-                few.tokens[f, there], few.logp[f, there] = codes.tokens[node, slot], codes.logp[node, slot]
+                few.tokens[f, there], few.logp[f, there] = (
+                    codes.tokens[node, slot],
+                    codes.logp[node, slot],
+                )
                 few.gap[f, there] = codes.gap[node, slot] - codes.gap[node, scratch.slots[f, 0]]
                 there += 1
         few.count[f] = there

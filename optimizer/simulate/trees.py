@@ -91,13 +91,18 @@ def replay_trees(
     costs: RoundCosts,
     sums: Sums,
 ) -> int:
-    """Replays every request of ``texts.order``; adds to ``sums`` in place and returns how many rounds were written. ``stops`` uint8
-    [positions]: the level at which the stop triggers; ``cached_from``: :func:`optimizer.simulate.chain_tables.cached_from`."""
+    """Replays every request of ``texts.order``; adds to ``sums`` in place and returns how many
+    rounds were written. ``stops`` uint8 [positions]: the level at which the stop triggers;
+    ``cached_from``: :func:`optimizer.simulate.chain_tables.cached_from`."""
     used, deepest = 0, growth.rank.shape[1]
     for i in range(len(texts.order)):
         r = texts.order[i]
         begin, sampled = texts.offsets[r], texts.sampled[r]
-        length, budget, context = texts.offsets[r + 1] - begin, texts.budgets[r], texts.prompts[r] - 1
+        length, budget, context = (
+            texts.offsets[r + 1] - begin,
+            texts.budgets[r],
+            texts.prompts[r] - 1,
+        )
         reset(window, state)
         start, lag, total = 0, 1, NOTHING
         while start < length:
@@ -143,4 +148,3 @@ def replay_trees(
             start += emitted
         add_request(sums, i, length, total)
     return used
-

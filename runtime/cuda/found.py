@@ -22,8 +22,8 @@ def sees_cuda() -> bool:
 
 
 def _built_for() -> str:
-    """The major version of CUDA that the installed torch was built for, as its version file says: "" is for CPUs alone, or no torch;
-    "?" something else."""
+    """The major version of CUDA that the installed torch was built for, as its version file says:
+    "" is for CPUs alone, or no torch; "?" something else."""
     found = PathFinder.find_spec("torch")
     if found is None:
         return ""
@@ -41,5 +41,9 @@ def _shows_devices(major: int) -> bool:
     except OSError:
         return False
     version, count = ctypes.c_int(), ctypes.c_int()
-    failed = driver.cuInit(0) or driver.cuDriverGetVersion(ctypes.byref(version)) or driver.cuDeviceGetCount(ctypes.byref(count))
+    failed = (
+        driver.cuInit(0)
+        or driver.cuDriverGetVersion(ctypes.byref(version))
+        or driver.cuDeviceGetCount(ctypes.byref(count))
+    )
     return not failed and version.value >= 1000 * major and count.value > 0

@@ -1,17 +1,21 @@
-"""Passes prepared once and replayed: CUDA graphs over slot caches (HeteroSpec, section 4.3: one computation graph per bin).
+"""Passes prepared once and replayed: CUDA graphs over slot caches (HeteroSpec, section 4.3: one
+computation graph per bin).
 
-A pass of a language model is thousands of small kernels, and one of a small draft takes longer to launch than to compute. Rounds of one
-policy make few shapes of passes, so each is captured once and then replayed by one launch. A :class:`Shape` is a number of tokens,
-rounded up to one of :data:`RUNGS`, a number of slots that are read, rounded up to a power of two, and what is computed.
-:mod:`runtime.cuda.pass_sizes` says which numbers of tokens a policy's windows, stops, bins and N' can make, and has these and no others
-captured, before a request's first round or, for a policy that is published, aside. What is not captured runs as it always did.
+A pass of a language model is thousands of small kernels, and one of a small draft takes longer to
+launch than to compute. Rounds of one policy make few shapes of passes, so each is captured once and
+then replayed by one launch. A :class:`Shape` is a number of tokens, rounded up to one of
+:data:`RUNGS`, a number of slots that are read, rounded up to a power of two, and what is computed.
+:mod:`runtime.cuda.pass_sizes` says which numbers of tokens a policy's windows, stops, bins and N'
+can make, and has these and no others captured, before a request's first round or, for a policy that
+is published, aside. What is not captured runs as it always did.
 
-A replay reads static buffers. Tokens that only fill up the rung write to scratch slots behind the cache's capacity, which no pass reads,
-see slot 0 alone, and their rows are dropped: they can change nothing. Graphs hold the addresses of keys and values, so those captured
-before a cache grew are never replayed.
+A replay reads static buffers. Tokens that only fill up the rung write to scratch slots behind the
+cache's capacity, which no pass reads, see slot 0 alone, and their rows are dropped: they can change
+nothing. Graphs hold the addresses of keys and values, so those captured before a cache grew are
+never replayed.
 
-Nothing here waits for the device. Capturing goes through a :class:`Recorder`; without CUDA there is none, and no pass comes here.
-No GPU has run this yet.
+Nothing here waits for the device. Capturing goes through a :class:`Recorder`; without CUDA there is
+none, and no pass comes here. No GPU has run this yet.
 """
 
 from __future__ import annotations
@@ -46,7 +50,8 @@ _CAPTURING = threading.Lock()
 
 
 def bucket(reads: int, capacity: int) -> int:
-    """Slots that a captured pass reads in place of ``reads``: the next power of two, if the cache has as many."""
+    """Slots that a captured pass reads in place of ``reads``: the next power of two, if the cache
+    has as many."""
     view = FIRST_VIEW
     while view < reads:
         view *= 2
@@ -62,7 +67,8 @@ def views_up_to(reads: int, capacity: int) -> list[int]:
 
 
 class Kind(NamedTuple):
-    """What a pass computes: with ``head`` logits beside hidden states; ``own`` is an EAGLE head's, fed with its own outputs."""
+    """What a pass computes: with ``head`` logits beside hidden states; ``own`` is an EAGLE head's,
+    fed with its own outputs."""
 
     head: bool = True
     own: bool = False
@@ -77,8 +83,8 @@ class Shape(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """``states`` [n, hidden_size]; ``logits`` float32 [n, vocab], [0] without a head; ``taps`` [n, hidden_size] each. Of a replay they are
-    static buffers, which the next pass overwrites."""
+    """``states`` [n, hidden_size]; ``logits`` float32 [n, vocab], [0] without a head; ``taps`` [n,
+    hidden_size] each. Of a replay they are static buffers, which the next pass overwrites."""
 
     states: Tensor
     logits: Tensor
@@ -89,13 +95,15 @@ class Recorder(Protocol):
     """Captures a pass."""
 
     def capture(self, run: Callable[[], None], rehearse: Callable[[], None]) -> Callable[[], None]:
-        """``run`` works on fixed tensors; returned is what repeats its work on their contents of that time. Capturing does not do the
-        work. ``rehearse`` does the same work on other tensors, and may be called any number of times before."""
+        """``run`` works on fixed tensors; returned is what repeats its work on their contents of
+        that time. Capturing does not do the work. ``rehearse`` does the same work on other tensors,
+        and may be called any number of times before."""
 
 
 class CudaRecorder:
-    """Captures into CUDA graphs that share one memory pool. Replays follow each other on one stream, and what they give is copied out
-    of the pool inside the graph, so no graph reads what another one overwrote. Other threads may go on decoding meanwhile."""
+    """Captures into CUDA graphs that share one memory pool. Replays follow each other on one
+    stream, and what they give is copied out of the pool inside the graph, so no graph reads what
+    another one overwrote. Other threads may go on decoding meanwhile."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -115,8 +123,8 @@ class CudaRecorder:
 
 
 class _Inputs:
-    """Static inputs of a rung: ``ids``, ``positions``, ``slots`` int64 [tokens], ``hidden`` [tokens, width] or None, and a mask of any
-    view. They begin as tokens that do no harm."""
+    """Static inputs of a rung: ``ids``, ``positions``, ``slots`` int64 [tokens], ``hidden``
+    [tokens, width] or None, and a mask of any view. They begin as tokens that do no harm."""
 
     def __init__(self, model: CausalModel | EagleHead, tokens: int, own: bool) -> None:
         device, capacity = model.device, model.cache.capacity
@@ -128,15 +136,26 @@ class _Inputs:
         self._sees = torch.zeros(1, capacity, dtype=torch.bool, device=device)
         self._sees[0, 0] = True
         width = model.fed(own)
-        self.hidden = torch.zeros(tokens, width, dtype=model.dtype, device=device) if width else None
+        self.hidden = (
+            torch.zeros(tokens, width, dtype=model.dtype, device=device) if width else None
+        )
 
     def mask(self, view: int) -> Tensor:
         """Bool [tokens, view]."""
         tokens = self._numbers.shape[1]
         return self._mask[: tokens * view].view(tokens, view)
 
-    def fill(self, view: int, ids: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, hidden: Tensor | None) -> None:
-        """Takes in a pass of n tokens. Columns of ``mask`` [n, at most view] that are missing are False."""
+    def fill(
+        self,
+        view: int,
+        ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        mask: Tensor,
+        hidden: Tensor | None,
+    ) -> None:
+        """Takes in a pass of n tokens. Columns of ``mask`` [n, at most view] that are missing are
+        False."""
         n, seen = mask.shape
         self.ids[:n], self.positions[:n], self.slots[:n] = ids, positions, slots
         own = self.mask(view)
@@ -156,7 +175,8 @@ class _Graph(NamedTuple):
 
 
 class _Table:
-    """The graphs over one allocation of a cache, whose first layer's keys are ``keys``; inputs and outputs are shared by all views."""
+    """The graphs over one allocation of a cache, whose first layer's keys are ``keys``; inputs and
+    outputs are shared by all views."""
 
     def __init__(self, keys: Tensor | None) -> None:
         self.keys = keys
@@ -165,10 +185,11 @@ class _Table:
 
 
 class PassGraphs:
-    """The captured passes of one model. :meth:`capture` may run in another thread than :meth:`run`; it touches nothing that passes use.
+    """The captured passes of one model. :meth:`capture` may run in another thread than :meth:`run`;
+    it touches nothing that passes use.
 
-    ``reach``: tokens of the longest text that was asked for. ``replayed`` and ``eager`` count passes by tokens and kind. ``problem``: why
-    a pass could not be captured; then no more are.
+    ``reach``: tokens of the longest text that was asked for. ``replayed`` and ``eager`` count
+    passes by tokens and kind. ``problem``: why a pass could not be captured; then no more are.
     """
 
     def __init__(self, model: CausalModel | EagleHead, recorder: Recorder) -> None:
@@ -202,9 +223,15 @@ class PassGraphs:
         mask: Tensor,
         hidden: Tensor | None = None,
     ) -> Outputs | None:
-        """A pass of n tokens of :class:`Kind` ``head``, ``own`` under ``mask`` bool [n, slots that are read], replayed; None where its
-        shape is not captured. ``ids``, ``positions``, ``slots`` int64 [n]."""
-        (n, reads), table, kind, capacity = mask.shape, self._table, Kind(head, own), self.model.cache.capacity
+        """A pass of n tokens of :class:`Kind` ``head``, ``own`` under ``mask`` bool [n, slots that
+        are read], replayed; None where its shape is not captured. ``ids``, ``positions``, ``slots``
+        int64 [n]."""
+        (n, reads), table, kind, capacity = (
+            mask.shape,
+            self._table,
+            Kind(head, own),
+            self.model.cache.capacity,
+        )
         graph, view = None, bucket(reads, capacity)
         if n <= RUNGS[-1] and reads <= capacity and table.keys is self._keys():
             graph = table.graphs.get(Shape(_RUNG_OF[n], view, kind))
@@ -218,7 +245,8 @@ class PassGraphs:
         return Outputs(states[:n], logits[:n], {tap: rows[:n] for tap, rows in taps.items()})
 
     def hold(self, text: int, tokens: int) -> None:
-        """Makes room for texts of ``text`` tokens in ``tokens`` slots, which forgets what is cached if the cache must grow."""
+        """Makes room for texts of ``text`` tokens in ``tokens`` slots, which forgets what is cached
+        if the cache must grow."""
         self.reach = max(self.reach, text)
         self.model.reserve(tokens)
         cache = self.model.cache
@@ -226,12 +254,14 @@ class PassGraphs:
             inputs, view = _Inputs(self.model, 1, False), bucket(1, cache.capacity)
             layers = cache.bound(inputs.slots, view)
             with torch.no_grad():
-                self.model.over(inputs.ids, inputs.positions, inputs.mask(view), layers, inputs.hidden, False)
+                self.model.over(
+                    inputs.ids, inputs.positions, inputs.mask(view), layers, inputs.hidden, False
+                )
             cache.adopt(layers)
 
     def capture(self, needs: Mapping[Kind, Iterable[int]], beyond: int) -> None:
-        """Captures passes of these numbers of tokens, for every view of texts up to ``reach`` and ``beyond`` slots behind them. What is
-        captured already stays."""
+        """Captures passes of these numbers of tokens, for every view of texts up to ``reach`` and
+        ``beyond`` slots behind them. What is captured already stays."""
         keys = self._keys()
         if keys is None or not self.reach or self.problem:
             return
@@ -240,26 +270,40 @@ class PassGraphs:
             table = self._table = _Table(keys)
         capacity = self.model.cache.capacity
         views = views_up_to(min(self.reach + beyond, capacity), capacity)
-        rungs = {(_RUNG_OF[n], kind) for kind, tokens in needs.items() for n in tokens if n <= RUNGS[-1]}
+        rungs = {
+            (_RUNG_OF[n], kind) for kind, tokens in needs.items() for n in tokens if n <= RUNGS[-1]
+        }
         wanted = {Shape(rung, view, kind) for rung, kind in rungs for view in views}
         with _CAPTURING, torch.no_grad():
-            for shape in sorted(wanted - table.graphs.keys(), reverse=True):  # the largest first, so that the pool fits all
+            for shape in sorted(
+                wanted - table.graphs.keys(), reverse=True
+            ):  # the largest first, so that the pool fits all
                 try:
                     table.graphs[shape] = self._captured(shape, table)
-                except RuntimeError as error:  # a model that waits for the device within a pass, or no memory
+                except (
+                    RuntimeError
+                ) as error:  # a model that waits for the device within a pass, or no memory
                     self.problem = str(error).splitlines()[0]
-                    logging.getLogger(__name__).warning("%s: passes run without CUDA graphs: %s", self.model.name, self.problem)
+                    logging.getLogger(__name__).warning(
+                        "%s: passes run without CUDA graphs: %s", self.model.name, self.problem
+                    )
                     return
 
     def _captured(self, shape: Shape, table: _Table) -> _Graph:
-        """Captures a shape. Rehearsals have inputs of their own, since a pass in another thread may be using the rung's."""
+        """Captures a shape. Rehearsals have inputs of their own, since a pass in another thread may
+        be using the rung's."""
         trial = _Inputs(self.model, shape.tokens, shape.kind.own)
         found = table.buffers.get((shape.tokens, shape.kind))
         if found is None:
             states, logits, taps = self._compute(shape, trial)
             made = torch.empty_like
-            outputs = Outputs(made(states), made(logits), {tap: made(rows) for tap, rows in taps.items()})
-            found = table.buffers[shape.tokens, shape.kind] = _Inputs(self.model, shape.tokens, shape.kind.own), outputs
+            outputs = Outputs(
+                made(states), made(logits), {tap: made(rows) for tap, rows in taps.items()}
+            )
+            found = table.buffers[shape.tokens, shape.kind] = (
+                _Inputs(self.model, shape.tokens, shape.kind.own),
+                outputs,
+            )
         inputs, outputs = found
 
         def run() -> None:
@@ -279,16 +323,20 @@ class PassGraphs:
         model, kind = self.model, shape.kind
         layers = model.cache.bound(inputs.slots, shape.view)
         mask = inputs.mask(shape.view)
-        states, taps = model.over(inputs.ids, inputs.positions, mask, layers, inputs.hidden, kind.own)
+        states, taps = model.over(
+            inputs.ids, inputs.positions, mask, layers, inputs.hidden, kind.own
+        )
         return Outputs(states, model._head(states) if kind.head else states.new_zeros(0), taps)
 
 
 def use_graphs(models: Iterable[CausalModel | EagleHead], recorder: Recorder) -> None:
-    """Lets models replay what :func:`runtime.cuda.pass_sizes.prepare_graphs` captures; what their caches hold is forgotten."""
+    """Lets models replay what :func:`runtime.cuda.pass_sizes.prepare_graphs` captures; what their
+    caches hold is forgotten."""
     for model in models:
         model.graphs = PassGraphs(model, recorder)
 
 
 def wanted(device: torch.device) -> bool:
-    """Whether passes on a device are to be captured: on CUDA, unless the environment says ``SPECTUNE_CUDA_GRAPHS=0``."""
+    """Whether passes on a device are to be captured: on CUDA, unless the environment says
+    ``SPECTUNE_CUDA_GRAPHS=0``."""
     return device.type == "cuda" and os.environ.get(SWITCH, "1") != "0"

@@ -1,5 +1,6 @@
-"""The Triton kernel of the gathered head (DynaSpec, algorithm 1, line 13: FUSED_INDEX_GEMM): selects rows of an output matrix and
-multiplies at once, so that no sub-matrix is written. It runs on CUDA, and anywhere under Triton's interpreter; no GPU has run it yet.
+"""The Triton kernel of the gathered head (DynaSpec, algorithm 1, line 13: FUSED_INDEX_GEMM):
+selects rows of an output matrix and multiplies at once, so that no sub-matrix is written. It runs
+on CUDA, and anywhere under Triton's interpreter; no GPU has run it yet.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ def power_of_two(number: int) -> int:
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program of the kernel multiplies: ``rows`` hidden states with ``ids`` tokens, ``d`` numbers of each at a time (powers
-    of two, 16 or more); ``stages`` of loads in flight, ``warps``."""
+    """What one program of the kernel multiplies: ``rows`` hidden states with ``ids`` tokens, ``d``
+    numbers of each at a time (powers of two, 16 or more); ``stages`` of loads in flight, ``warps``.
+    """
 
     rows: int
     ids: int
@@ -35,10 +37,12 @@ class Tile:
 
 
 def tile_for(rows: int, count: int, hidden_size: int, itemsize: int, processors: int) -> Tile:
-    """A tile for ``rows`` hidden states and ``count`` tokens of ``itemsize`` bytes a number on ``processors`` multiprocessors.
+    """A tile for ``rows`` hidden states and ``count`` tokens of ``itemsize`` bytes a number on
+    ``processors`` multiprocessors.
 
-    All hidden states (up to 64) in one program, so that each row of the matrix is read once; 256 contiguous bytes of a row at a time, fewer
-    where those divide d; tokens few enough a program that every multiprocessor has two, where the union is large enough for that.
+    All hidden states (up to 64) in one program, so that each row of the matrix is read once; 256
+    contiguous bytes of a row at a time, fewer where those divide d; tokens few enough a program
+    that every multiprocessor has two, where the union is large enough for that.
     """
     block = min(64, max(16, power_of_two(rows)))
     ids = 64
@@ -51,8 +55,11 @@ def tile_for(rows: int, count: int, hidden_size: int, itemsize: int, processors:
 
 
 def kernel_runs(device: torch.device) -> bool:
-    """Whether the Triton kernel can run there: where triton is installed, on CUDA (or ROCm), or anywhere with ``TRITON_INTERPRET=1``."""
-    return (device.type == "cuda" or _interpreted()) and importlib.util.find_spec("triton") is not None
+    """Whether the Triton kernel can run there: where triton is installed, on CUDA (or ROCm), or
+    anywhere with ``TRITON_INTERPRET=1``."""
+    return (device.type == "cuda" or _interpreted()) and importlib.util.find_spec(
+        "triton"
+    ) is not None
 
 
 def _interpreted() -> bool:
@@ -67,10 +74,12 @@ def gathered_logits(
     bias: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Selects and multiplies in one Triton kernel: float32 logits [n, len(ids)] of ``hidden`` [n, d] and ``weight`` [vocab, d], both
-    contiguous and of one dtype, ``ids`` int64, ``bias`` [vocab]; sums are float32. Nothing is checked.
+    """Selects and multiplies in one Triton kernel: float32 logits [n, len(ids)] of ``hidden`` [n,
+    d] and ``weight`` [vocab, d], both contiguous and of one dtype, ``ids`` int64, ``bias`` [vocab];
+    sums are float32. Nothing is checked.
 
-    Tensors lie on CUDA, or on the CPU under Triton's interpreter (``TRITON_INTERPRET=1``). ``tile`` overrides :func:`tile_for`.
+    Tensors lie on CUDA, or on the CPU under Triton's interpreter (``TRITON_INTERPRET=1``). ``tile``
+    overrides :func:`tile_for`.
     """
     (n, hidden_size), count = hidden.shape, len(ids)
     out = torch.empty(n, count, dtype=torch.float32, device=weight.device)
@@ -80,7 +89,11 @@ def gathered_logits(
         tile = tile_for(n, count, hidden_size, weight.element_size(), _processors(weight.device))
     kernel = gathered_kernel(_interpreted())
     grid = (-(-count // tile.ids), -(-n // tile.rows))
-    with torch.cuda.device(weight.device) if weight.device.type == "cuda" else contextlib.nullcontext():
+    with (
+        torch.cuda.device(weight.device)
+        if weight.device.type == "cuda"
+        else contextlib.nullcontext()
+    ):
         kernel[grid](
             hidden,
             weight,
@@ -92,7 +105,8 @@ def gathered_logits(
             hidden_size,
             HAS_BIAS=bias is not None,
             RAGGED=hidden_size % tile.d != 0,
-            WIDEN=_interpreted() and weight.dtype == torch.bfloat16,  # the interpreter has no bfloat16 arithmetic
+            WIDEN=_interpreted()
+            and weight.dtype == torch.bfloat16,  # the interpreter has no bfloat16 arithmetic
             ROWS=tile.rows,
             IDS=tile.ids,
             D=tile.d,
@@ -104,19 +118,25 @@ def gathered_logits(
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
+    return (
+        int(torch.cuda.get_device_properties(device).multi_processor_count)
+        if device.type == "cuda"
+        else 1
+    )
 
 
 @functools.cache
 def gathered_kernel(interpreted: bool) -> Any:
-    """The kernel of :func:`gathered_logits`, which Triton compiles when it is first launched. ``interpreted`` only keeps the interpreter's
-    kernel apart: Triton reads ``TRITON_INTERPRET`` when a kernel is declared."""
+    """The kernel of :func:`gathered_logits`, which Triton compiles when it is first launched.
+    ``interpreted`` only keeps the interpreter's kernel apart: Triton reads ``TRITON_INTERPRET``
+    when a kernel is declared."""
     try:
         import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
         import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError as error:
         raise PairError(
-            "the gathered head's kernel needs triton, which is not installed; install it or choose another way"
+            "the gathered head's kernel needs triton, which is not installed; install it or choose "
+            "another way"
         ) from error
 
     def gathered(  # type: ignore[no-untyped-def]

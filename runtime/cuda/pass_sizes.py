@@ -1,4 +1,5 @@
-"""Which passes a policy's rounds can make, so that those and no others are captured (:mod:`runtime.cuda.graphs`) before the first round."""
+"""Which passes a policy's rounds can make, so that those and no others are captured
+(:mod:`runtime.cuda.graphs`) before the first round."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ from spectune.runtime.policies.prepared_chooser import AnyPlan
 class PassSizes:
     """Numbers of tokens that rounds under one policy can have in one pass.
 
-    ``verify``: the target's; ``first``: the pass of a round in which its draft reads what is new of the text; ``later``: the draft's other
-    passes. ``drafted``: slots behind the text that the later ones fill, at most.
+    ``verify``: the target's; ``first``: the pass of a round in which its draft reads what is new of
+    the text; ``later``: the draft's other passes. ``drafted``: slots behind the text that the later
+    ones fill, at most.
     """
 
     verify: frozenset[int]
@@ -47,23 +49,31 @@ EVERY: Final = PassSizes(
     later=frozenset(r for r in RUNGS if r <= WIDTH_LIMIT),
     drafted=EXPANDED_LIMIT,
 )
-"""What any policies can make of rounds that take turns, a round's first pass up to :data:`LONG_LAG` tokens."""
+"""What any policies can make of rounds that take turns, a round's first pass up to :data:`LONG_LAG`
+tokens."""
 
 
-def pass_sizes(prepared: Plan, vocab_size: int, sampling: Sampling | None = None, *, head: bool = False) -> PassSizes:
-    """What a policy's windows, stops, bins and N' can make of a round, the ends of texts, where windows are clipped, included.
+def pass_sizes(
+    prepared: Plan, vocab_size: int, sampling: Sampling | None = None, *, head: bool = False
+) -> PassSizes:
+    """What a policy's windows, stops, bins and N' can make of a round, the ends of texts, where
+    windows are clipped, included.
 
-    ``sampling`` None: any, filters included, under which distributions have fewer children. ``head``: the draft is an EAGLE head. A draft
-    that another policy left behind may have more to read in its first round; that pass is not among these.
+    ``sampling`` None: any, filters included, under which distributions have fewer children.
+    ``head``: the draft is an EAGLE head. A draft that another policy left behind may have more to
+    read in its first round; that pass is not among these.
     """
     policy = prepared.policy
     if not policy.speculates:
         return PassSizes(frozenset({1}))
     tree = policy.is_tree or head
-    verify, later, drafted = _tree_sizes(prepared, vocab_size, sampling) if tree else _chain_sizes(policy)
+    verify, later, drafted = (
+        _tree_sizes(prepared, vocab_size, sampling) if tree else _chain_sizes(policy)
+    )
     if policy.draft == "ngram":
         return PassSizes(verify)
-    # A head reads all that a round emitted; a language model its last token, and the last accepted one, which it may only have proposed.
+    # A head reads all that a round emitted; a language model its last token, and the last accepted
+    # one, which it may only have proposed.
     lag = (policy.depth_max + 1 if head else 2) + _idle_rounds(policy)
     return PassSizes(verify, frozenset(range(1, min(lag, LONG_LAG) + 1)), later, drafted)
 
@@ -79,12 +89,16 @@ def _tree_sizes(
     policy, shortlist = prepared.policy, prepared.shortlist
     assert prepared.rules is not None
     rule = prepared.rules[0]
-    few = shortlist is not None and (shortlist.routed or shortlist.budget(policy.depth_max) < rule.width)
+    few = shortlist is not None and (
+        shortlist.routed or shortlist.budget(policy.depth_max) < rule.width
+    )
     thin = rule.width > 1 and (few or sampling is None or filters(sampling, vocab_size))
     depths = range(1, policy.gamma_max + 1)
     nodes = {0} | {_kept(rule, rule.top_n, d) for d in depths}
     for bin_, top_n in enumerate(rule.kept):
-        nodes |= {_kept(rule, top_n, d + more) for d in depths for more in range(rule.extension(bin_) + 1)}
+        nodes |= {
+            _kept(rule, top_n, d + more) for d in depths for more in range(rule.extension(bin_) + 1)
+        }
     widths = {rule.step_width(level) for level in range(2, policy.depth_max + 1)} - {0}
     drafted = sum(rule.step_width(level) for level in range(2, policy.depth_max + 1))
     if thin or rule.confidence is not None:
@@ -99,7 +113,8 @@ def _kept(rule: TreeRule, top_n: int | None, depth: int) -> int:
 
 
 def _idle_rounds(policy: Policy) -> int:
-    """Rounds without a draft that a window may choose in a row, each of which leaves the draft a token more to read."""
+    """Rounds without a draft that a window may choose in a row, each of which leaves the draft a
+    token more to read."""
     window = policy.window
     if getattr(window, "gamma_min", 1) > 0:
         return 0
@@ -112,13 +127,20 @@ def _idle_rounds(policy: Policy) -> int:
 
 
 def prepare_graphs(
-    pair: LoadedPair, prepared: AnyPlan, sampling: Sampling | None = None, text: int = 0, *, every: bool = False
+    pair: LoadedPair,
+    prepared: AnyPlan,
+    sampling: Sampling | None = None,
+    text: int = 0,
+    *,
+    every: bool = False,
 ) -> None:
-    """Captures what rounds under a policy can need (:func:`pass_sizes`); nothing where the pair has no graphs, or what is there already.
+    """Captures what rounds under a policy can need (:func:`pass_sizes`); nothing where the pair has
+    no graphs, or what is there already.
 
-    ``text``: tokens that texts may have, for which the caches of all models are made large enough, so that none grows within a request;
-    0 asks for no more room than there is, so that it may be called while another thread decodes. ``every``: whatever any policy with this
-    one's draft can need.
+    ``text``: tokens that texts may have, for which the caches of all models are made large enough,
+    so that none grows within a request; 0 asks for no more room than there is, so that it may be
+    called while another thread decodes. ``every``: whatever any policy with this one's draft can
+    need.
     """
     target = pair.target
     if target.graphs is None:
@@ -135,4 +157,10 @@ def prepare_graphs(
         target.graphs.capture({Kind(): sizes.verify}, max(sizes.verify))
         if draft is not None and draft.graphs is not None:
             first, later = Kind(one.shortlist is None), Kind(one.shortlist is None, own=head)
-            draft.graphs.capture({first: sizes.first, later: sizes.later | (sizes.first if first == later else frozenset())}, sizes.drafted)
+            draft.graphs.capture(
+                {
+                    first: sizes.first,
+                    later: sizes.later | (sizes.first if first == later else frozenset()),
+                },
+                sizes.drafted,
+            )

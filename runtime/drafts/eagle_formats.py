@@ -1,7 +1,8 @@
-"""EAGLE heads as they are published: EAGLE-1, 2 and 3, EAGLE-3.1's norms, and the *speculators* configuration of EAGLE-3 heads.
+"""EAGLE heads as they are published: EAGLE-1, 2 and 3, EAGLE-3.1's norms, and the *speculators*
+configuration of EAGLE-3 heads.
 
-The names of the tensors are those of :class:`runtime.drafts.eagle_head.HeadNet`, and in ``PARTS``. What does not fit the target or
-itself is refused with one line.
+The names of the tensors are those of :class:`runtime.drafts.eagle_head.HeadNet`, and in ``PARTS``.
+What does not fit the target or itself is refused with one line.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from spectune.traces.errors import PairError
 
 
 def rope_config(config: Mapping[str, Any], head_dim: int) -> LlamaConfig:
-    """What transformers' rotary embedding reads of a head's configuration, old style or new; a missing base is 10000."""
+    """What transformers' rotary embedding reads of a head's configuration, old style or new; a
+    missing base is 10000."""
     rope: dict[str, Any] = {"rope_theta": 10000.0, "rope_type": "default"}
     if config.get("rope_theta") is not None:
         rope["rope_theta"] = float(config["rope_theta"])
@@ -45,7 +47,8 @@ def rope_config(config: Mapping[str, Any], head_dim: int) -> LlamaConfig:
 
 
 def default_taps(layers: int) -> tuple[int, int, int]:
-    """The hidden states EAGLE-3 reads unless a configuration says otherwise: of a low, a middle and a high layer."""
+    """The hidden states EAGLE-3 reads unless a configuration says otherwise: of a low, a middle and
+    a high layer."""
     return 2, layers // 2, layers - 3
 
 
@@ -75,71 +78,105 @@ _BESIDE = (
 
 
 def _flat(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """A configuration on one level, as EAGLE's own format has it; that of the speculators format nests the sizes of a layer."""
+    """A configuration on one level, as EAGLE's own format has it; that of the speculators format
+    nests the sizes of a layer."""
     kind, layer = config.get("speculators_model_type"), config.get("transformer_layer_config")
     if kind is None and layer is None:
         return config
     if kind != "eagle3":
         raise PairError(
-            f"{name}: config.json is of the speculators format with speculators_model_type {kind!r}; only 'eagle3' is read"
+            f"{name}: config.json is of the speculators format with speculators_model_type "
+            f"{kind!r}; only 'eagle3' is read"
         )
     if not isinstance(layer, Mapping):
-        raise PairError(f"{name}: config.json is of the speculators format, but says no transformer_layer_config")
+        raise PairError(
+            f"{name}: config.json is of the speculators format, but says no "
+            "transformer_layer_config"
+        )
     for key, known in (("model_type", "llama"), ("hidden_act", "silu")):
         if layer.get(key, known) != known:
-            raise PairError(f"{name}: transformer_layer_config has {key} {layer[key]!r}; only {known!r} is read")
+            raise PairError(
+                f"{name}: transformer_layer_config has {key} {layer[key]!r}; only {known!r} is read"
+            )
     if config.get("norm_before_residual") is None:
         # speculators takes False where nothing is said, vLLM True.
         raise PairError(
-            f"{name}: config.json is of the speculators format, but says no norm_before_residual; add what was trained"
+            f"{name}: config.json is of the speculators format, but says no norm_before_residual; "
+            "add what was trained"
         )
-    return {k: v for k, v in layer.items() if k not in _BESIDE} | {k: config[k] for k in _BESIDE if config.get(k) is not None}
+    return {k: v for k, v in layer.items() if k not in _BESIDE} | {
+        k: config[k] for k in _BESIDE if config.get(k) is not None
+    }
 
 
 def _switch(config: Mapping[str, Any], key: str, name: str) -> bool:
     """A switch of EAGLE-3.1, at the top or in ``eagle_config``; off where nothing is said."""
-    said = [v for v in (config.get(key), (config.get("eagle_config") or {}).get(key)) if v is not None]
+    said = [
+        v for v in (config.get(key), (config.get("eagle_config") or {}).get(key)) if v is not None
+    ]
     if not all(isinstance(v, bool) for v in said) or len(set(said)) > 1:
-        raise PairError(f"{name}: config.json has {key} {' and '.join(map(repr, said))}; it must be true or false")
+        raise PairError(
+            f"{name}: config.json has {key} {' and '.join(map(repr, said))}; it must be true "
+            "or false"
+        )
     return said[:1] == [True]
 
 
-def _norms(config: Mapping[str, Any], tensors: Mapping[str, Tensor], eagle3: bool, name: str) -> dict[str, bool]:
+def _norms(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], eagle3: bool, name: str
+) -> dict[str, bool]:
     """EAGLE-3.1's norms that a head has, by their switches. The tensors must agree with these."""
-    found = {key: _switch(config, key, name) for key in ("norm_output", "norm_before_fc", "fc_norm")}
+    found = {
+        key: _switch(config, key, name) for key in ("norm_output", "norm_before_fc", "fc_norm")
+    }
     on = [key for key, is_on in found.items() if is_on]
     if on and not eagle3:
         raise PairError(f"{name}: config.json has {on[0]}, but nothing else of EAGLE-3")
     if found["norm_before_fc"] and found["fc_norm"]:
         raise PairError(
-            f"{name}: config.json has norm_before_fc and fc_norm; a head has one norm over all states, or one for each"
+            f"{name}: config.json has norm_before_fc and fc_norm; a head has one norm over all "
+            "states, or one for each"
         )
     for key, prefix in (("norm_before_fc", "input_norm."), ("fc_norm", "fc_norm.")):
         stray = min((k for k in tensors if k.startswith(prefix)), default=None)
         if eagle3 and stray is not None and not found[key]:
-            raise PairError(f"{name}: the checkpoint has a tensor {stray}, but config.json does not say {key}")
+            raise PairError(
+                f"{name}: the checkpoint has a tensor {stray}, but config.json does not say {key}"
+            )
     return found
 
 
 def _read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
-    """Every tensor of a head's checkpoint, under the names used here: no ``model.`` before, ``layers.0.`` for ``midlayer.``."""
+    """Every tensor of a head's checkpoint, under the names used here: no ``model.`` before,
+    ``layers.0.`` for ``midlayer.``."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     if not files:
-        raise PairError(f"{name}: no weights at {folder} (model.safetensors or pytorch_model.bin is expected)")
+        raise PairError(
+            f"{name}: no weights at {folder} (model.safetensors or pytorch_model.bin is expected)"
+        )
     tensors: dict[str, Tensor] = {}
     for file in files:
         with translated(f"{name}: cannot load {file}"):
-            found = load_file(file) if file.suffix == ".safetensors" else torch.load(file, map_location="cpu", weights_only=True)
+            found = (
+                load_file(file)
+                if file.suffix == ".safetensors"
+                else torch.load(file, map_location="cpu", weights_only=True)
+            )
         for key, tensor in found.items():
             key = key.removeprefix("model.")
-            tensors["layers.0." + key.removeprefix("midlayer.") if key.startswith("midlayer.") else key] = tensor
+            tensors[
+                "layers.0." + key.removeprefix("midlayer.") if key.startswith("midlayer.") else key
+            ] = tensor
     return {
-        k: t for k, t in tensors.items() if not k.startswith("verifier_") and not k.endswith("rotary_emb.inv_freq") and k != "t2d"
+        k: t
+        for k, t in tensors.items()
+        if not k.startswith("verifier_") and not k.endswith("rotary_emb.inv_freq") and k != "t2d"
     }
 
 
 class _Reader:
-    """Takes tensors out of a checkpoint, each with the shape it must have. Raises PairError naming the first that does not fit."""
+    """Takes tensors out of a checkpoint, each with the shape it must have. Raises PairError naming
+    the first that does not fit."""
 
     def __init__(self, tensors: dict[str, Tensor], name: str) -> None:
         self.tensors, self.name = tensors, name
@@ -149,18 +186,29 @@ class _Reader:
         if tensor is None:
             raise PairError(f"{self.name}: the checkpoint has no tensor {key}")
         if tuple(tensor.shape) != shape:
-            raise PairError(f"{self.name}: tensor {key} is {list(tensor.shape)}, not {list(shape)}, as config.json would have it")
+            raise PairError(
+                f"{self.name}: tensor {key} is {list(tensor.shape)}, not {list(shape)}, as "
+                "config.json would have it"
+            )
         return tensor
 
 
-def load_head(path: str, *, name: str, target: CausalModel, device: torch.device, dtype: torch.dtype) -> EagleHead:
-    """Loads a published EAGLE-1, 2 or 3 checkpoint, a folder or a hub name, to draft for ``target``.
+def load_head(
+    path: str, *, name: str, target: CausalModel, device: torch.device, dtype: torch.dtype
+) -> EagleHead:
+    """Loads a published EAGLE-1, 2 or 3 checkpoint, a folder or a hub name, to draft for
+    ``target``.
 
-    Raises PairError, in one line, when it was made for another target (hidden size, vocabulary, layers), is incomplete, or does not run.
+    Raises PairError, in one line, when it was made for another target (hidden size, vocabulary,
+    layers), is incomplete, or does not run.
     """
     with translated(f"{name}: cannot load {path}"):
         files = ["config.json", "*.safetensors", "*.bin"]
-        folder = expanded(path) if is_local(path) else Path(snapshot_download(path, allow_patterns=files))
+        folder = (
+            expanded(path)
+            if is_local(path)
+            else Path(snapshot_download(path, allow_patterns=files))
+        )
         head = _head(folder, path, name, target, device, dtype)
         # Sizes that fit the tensors and not each other are told here, not in the first request.
         head.canonical([0, 0], torch.zeros(1, head.feature_size, device=device, dtype=dtype))
@@ -168,7 +216,12 @@ def load_head(path: str, *, name: str, target: CausalModel, device: torch.device
 
 
 def _head(
-    folder: Path, path: str, name: str, target: CausalModel, device: torch.device, dtype: torch.dtype
+    folder: Path,
+    path: str,
+    name: str,
+    target: CausalModel,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> EagleHead:
     config = _flat(head_config(folder), name)
     tensors = _read_tensors(folder, name)
@@ -184,18 +237,27 @@ def _head(
     net.load_state_dict(_weights(reader, net), assign=True)
     embed = None
     if "embed_tokens.weight" in tensors:
-        embed = nn.Embedding(target.vocab_size, shape.hidden, device=device, dtype=dtype).requires_grad_(False)
+        embed = nn.Embedding(
+            target.vocab_size, shape.hidden, device=device, dtype=dtype
+        ).requires_grad_(False)
         embed.weight.copy_(reader.take("embed_tokens.weight", target.vocab_size, shape.hidden))
     elif shape.hidden != target.hidden_size:
-        raise PairError(f"{name}: the checkpoint has no tensor embed_tokens.weight, and the target's has another width")
+        raise PairError(
+            f"{name}: the checkpoint has no tensor embed_tokens.weight, and the target's has "
+            "another width"
+        )
     if not eagle3:
         tensors.pop("lm_head.weight", None)  # a copy of the target's, in some
     if tensors:
-        raise PairError(f"{name}: tensor {min(tensors)} of {path} is of a kind of head that is not known here")
+        raise PairError(
+            f"{name}: tensor {min(tensors)} of {path} is of a kind of head that is not known here"
+        )
     try:
         rotary = LlamaRotaryEmbedding(rope_config(config, shape.head_dim))
     except (KeyError, TypeError, ValueError) as error:
-        raise PairError(f"{name}: rope settings of {folder / 'config.json'} are not understood: {error}") from None
+        raise PairError(
+            f"{name}: rope settings of {folder / 'config.json'} are not understood: {error}"
+        ) from None
     return EagleHead(
         net.to(device=device, dtype=dtype),
         target,
@@ -208,29 +270,41 @@ def _head(
 
 
 def _shape(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: CausalModel, eagle3: bool, name: str
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    target: CausalModel,
+    eagle3: bool,
+    name: str,
 ) -> tuple[HeadShape, tuple[int, ...]]:
     """The head's sizes and taps, checked against the target's."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     wanted = int(config.get("target_hidden_size") or (target.hidden_size if eagle3 else hidden))
     if wanted != target.hidden_size:
-        raise PairError(f"{name}: the head reads hidden states of width {wanted}, the target's are {target.hidden_size} wide")
+        raise PairError(
+            f"{name}: the head reads hidden states of width {wanted}, the target's are "
+            f"{target.hidden_size} wide"
+        )
     taps = _taps(config, target.num_layers, eagle3)
     if eagle3 and not all(0 <= tap <= target.num_layers for tap in taps):
-        raise PairError(f"{name}: the head reads hidden states {list(taps)}; the target has states 0 to {target.num_layers}")
+        raise PairError(
+            f"{name}: the head reads hidden states {list(taps)}; the target has states 0 to "
+            f"{target.num_layers}"
+        )
     fused = len(taps) * target.hidden_size
     fc = tensors.get("fc.weight")
     if fc is None:
         raise PairError(f"{name}: the checkpoint has no tensor fc.weight")
     if eagle3 and fc.shape[-1] != fused:
         raise PairError(
-            f"{name}: the head's fc takes {fc.shape[-1]} features, but {len(taps)} hidden states of the target have {fused}; "
+            f"{name}: the head's fc takes {fc.shape[-1]} features, but {len(taps)} hidden states "
+            f"of the target have {fused}; "
             "it was trained for another target"
         )
     vocab = int(config.get("vocab_size") or target.vocab_size)
     if vocab != target.vocab_size:
         raise PairError(
-            f"{name}: the head has a vocabulary of {vocab} tokens, the target one of {target.vocab_size}; "
+            f"{name}: the head has a vocabulary of {vocab} tokens, the target one of "
+            f"{target.vocab_size}; "
             "a head must be trained for its target"
         )
     draft_vocab = int(config.get("draft_vocab_size") or vocab)
@@ -238,16 +312,30 @@ def _shape(
         raise PairError(f"{name}: draft_vocab_size {draft_vocab} exceeds the vocabulary of {vocab}")
     lm_head = tensors.get("lm_head.weight") if eagle3 else None
     if lm_head is not None and lm_head.shape[0] != draft_vocab:
-        raise PairError(f"{name}: lm_head.weight has {lm_head.shape[0]} rows, draft_vocab_size is {draft_vocab}")
+        raise PairError(
+            f"{name}: lm_head.weight has {lm_head.shape[0]} rows, draft_vocab_size is {draft_vocab}"
+        )
     if lm_head is None and (draft_vocab != vocab or hidden != target.hidden_size):
-        raise PairError(f"{name}: the checkpoint has no tensor lm_head.weight, and the target's does not fit")
+        raise PairError(
+            f"{name}: the checkpoint has no tensor lm_head.weight, and the target's does not fit"
+        )
     norms = _norms(config, tensors, eagle3, name)
-    found = {0} | {int(key.split(".")[1]) for key in tensors if key.startswith("layers.") and key.split(".")[1].isdigit()}
+    found = {0} | {
+        int(key.split(".")[1])
+        for key in tensors
+        if key.startswith("layers.") and key.split(".")[1].isdigit()
+    }
     layers = max(int(config.get("num_hidden_layers") or 1), *(1 + i for i in found))
     missing = next((i for i in range(layers) if i not in found), None)
     if missing is not None:
-        raise PairError(f"{name}: the checkpoint has no tensor layers.{missing}.self_attn.q_proj.weight")
-    qkv_bias = "layers.0.self_attn.q_proj.bias" in tensors or bool(config.get("qkv_bias")) or bool(config.get("attention_bias"))
+        raise PairError(
+            f"{name}: the checkpoint has no tensor layers.{missing}.self_attn.q_proj.weight"
+        )
+    qkv_bias = (
+        "layers.0.self_attn.q_proj.bias" in tensors
+        or bool(config.get("qkv_bias"))
+        or bool(config.get("attention_bias"))
+    )
     return HeadShape(
         eagle3=eagle3,
         hidden=hidden,
@@ -263,7 +351,8 @@ def _shape(
         norm_before_fc=norms["norm_before_fc"],
         fc_norms=len(taps) if norms["fc_norm"] else 0,
         draft_vocab=None if lm_head is None else draft_vocab,
-        # EAGLE-3's own code never gives fc a bias, whatever the flag says; what the checkpoint holds is what was trained.
+        # EAGLE-3's own code never gives fc a bias, whatever the flag says; what the checkpoint
+        # holds is what was trained.
         fc_bias="fc.bias" in tensors or (not eagle3 and config.get("bias") is True),
         qkv_bias=qkv_bias,
         o_bias="layers.0.self_attn.o_proj.bias" in tensors,
@@ -272,13 +361,20 @@ def _shape(
 
 def _token_ids(reader: _Reader, target: CausalModel, shape: HeadShape, name: str) -> Tensor | None:
     """Target ids of the head's tokens, int64 [draft_vocab]; None where they are the same."""
-    if shape.draft_vocab is None or (shape.draft_vocab == target.vocab_size and "d2t" not in reader.tensors):
+    if shape.draft_vocab is None or (
+        shape.draft_vocab == target.vocab_size and "d2t" not in reader.tensors
+    ):
         reader.tensors.pop("d2t", None)
         return None
     ids = torch.arange(shape.draft_vocab) + reader.take("d2t", shape.draft_vocab).long()
-    if int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size or len(set(ids.tolist())) != len(ids):
+    if (
+        int(ids.min()) < 0
+        or int(ids.max()) >= target.vocab_size
+        or len(set(ids.tolist())) != len(ids)
+    ):
         raise PairError(
-            f"{name}: d2t does not map the head's {len(ids)} tokens to different ones of the target's {target.vocab_size}"
+            f"{name}: d2t does not map the head's {len(ids)} tokens to different ones of the "
+            f"target's {target.vocab_size}"
         )
     return None if torch.equal(ids, torch.arange(target.vocab_size)) else ids
 
@@ -297,12 +393,18 @@ def _weights(reader: _Reader, net: HeadNet) -> dict[str, Tensor]:
     shape = net.shape
     out: dict[str, Tensor] = {}
     rows: dict[str, tuple[int, ...]] = {
-        "qkv": (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.kv_heads * shape.head_dim),
+        "qkv": (
+            shape.heads * shape.head_dim,
+            shape.kv_heads * shape.head_dim,
+            shape.kv_heads * shape.head_dim,
+        ),
         "gate_up": (shape.intermediate, shape.intermediate),
     }
     for key, parameter in net.state_dict().items():
         module = key.split(".")[-2]
         sizes, columns = rows.get(module, (parameter.shape[0],)), parameter.shape[1:]
         names = [key.replace(module, part) for part in PARTS.get(module, (module,))]
-        out[key] = torch.cat([reader.take(name, size, *columns) for name, size in zip(names, sizes, strict=True)])
+        out[key] = torch.cat(
+            [reader.take(name, size, *columns) for name, size in zip(names, sizes, strict=True)]
+        )
     return out

@@ -1,12 +1,15 @@
 """EAGLE heads: drafts of one layer that read the target's hidden states.
 
-A head pairs the target's hidden state of token p - 1 with the embedding of token p, and predicts token p + 1. We keep that pair
-in slot p, at RoPE position p; slot 0 is never written. Behind the text the target has no states: there the head is fed its own
-output of the slot before. EAGLE-1 and 2 read the target's last state, after its final norm; EAGLE-3 reads three layers, has a
-norm and an output matrix of its own, and often a shorter vocabulary, whose other tokens get a logit of -inf. EAGLE-3.1 may norm each
-of the three before they are fused, and feed the head its output after the norm rather than before.
+A head pairs the target's hidden state of token p - 1 with the embedding of token p, and predicts
+token p + 1. We keep that pair in slot p, at RoPE position p; slot 0 is never written. Behind the
+text the target has no states: there the head is fed its own output of the slot before. EAGLE-1 and
+2 read the target's last state, after its final norm; EAGLE-3 reads three layers, has a norm and an
+output matrix of its own, and often a shorter vocabulary, whose other tokens get a logit of -inf.
+EAGLE-3.1 may norm each of the three before they are fused, and feed the head its output after the
+norm rather than before.
 
-:mod:`runtime.drafts.eagle_formats` reads published checkpoints; RoPE being relative, the slot convention changes nothing.
+:mod:`runtime.drafts.eagle_formats` reads published checkpoints; RoPE being relative, the slot
+convention changes nothing.
 """
 
 from __future__ import annotations
@@ -30,15 +33,17 @@ if TYPE_CHECKING:
     from spectune.runtime.cuda.graphs import PassGraphs
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, query [1, H, n, D], key and value [1, Hkv, n, D]) -> [1, n, H, D]: attention, with whatever memory the caller keeps."""
+"""(layer, query [1, H, n, D], key and value [1, Hkv, n, D]) -> [1, n, H, D]: attention, with
+whatever memory the caller keeps."""
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """A head's sizes. ``fused`` is the width of the target features that ``fc`` takes (EAGLE-1/2: the last state's).
+    """A head's sizes. ``fused`` is the width of the target features that ``fc`` takes (EAGLE-1/2:
+    the last state's).
 
-    EAGLE-3 alone: ``norm_output``, the outputs are those of the last norm; before ``fc`` either one norm over all features
-    (``norm_before_fc``), or ``fc_norms`` of them, one for each fused state.
+    EAGLE-3 alone: ``norm_output``, the outputs are those of the last norm; before ``fc`` either one
+    norm over all features (``norm_before_fc``), or ``fc_norms`` of them, one for each fused state.
     """
 
     eagle3: bool
@@ -73,7 +78,8 @@ class RMSNorm(nn.Module):
 
 
 class HeadLayer(nn.Module):
-    """A Llama layer. The first of an EAGLE-3 head attends over cat(embedding, hidden), the first of EAGLE-1/2 has no input norm."""
+    """A Llama layer. The first of an EAGLE-3 head attends over cat(embedding, hidden), the first of
+    EAGLE-1/2 has no input norm."""
 
     def __init__(self, shape: HeadShape, index: int) -> None:
         super().__init__()
@@ -89,8 +95,11 @@ class HeadLayer(nn.Module):
         self.hidden_norm = RMSNorm(shape.hidden, shape.eps) if self.wide else None
         self.post_attention_layernorm = RMSNorm(shape.hidden, shape.eps)
 
-    def forward(self, x: Tensor, embedded: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """``x`` and ``embedded`` [B, n, H] (the latter read by the first EAGLE-3 layer alone), ``rotary`` cos and sin [n, D]."""
+    def forward(
+        self, x: Tensor, embedded: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend
+    ) -> Tensor:
+        """``x`` and ``embedded`` [B, n, H] (the latter read by the first EAGLE-3 layer alone),
+        ``rotary`` cos and sin [n, D]."""
         shape, residual = self.shape, x
         if self.hidden_norm is not None and self.input_layernorm is not None:
             normed = self.hidden_norm(x)
@@ -110,23 +119,40 @@ class HeadLayer(nn.Module):
 
 
 class HeadNet(nn.Module):
-    """The head's own weights: ``fc``, layers, and for EAGLE-3 norms and (unless the target's is used) an output matrix."""
+    """The head's own weights: ``fc``, layers, and for EAGLE-3 norms and (unless the target's is
+    used) an output matrix."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
         self.shape = shape
         width = shape.fused if shape.eagle3 else 2 * shape.hidden
         self.input_norm = RMSNorm(shape.fused, shape.eps) if shape.norm_before_fc else None
-        self.fc_norm = nn.ModuleList(RMSNorm(shape.fused // shape.fc_norms, shape.eps) for _ in range(shape.fc_norms))
+        self.fc_norm = nn.ModuleList(
+            RMSNorm(shape.fused // shape.fc_norms, shape.eps) for _ in range(shape.fc_norms)
+        )
         self.fc = nn.Linear(width, shape.hidden, bias=shape.fc_bias)
         self.layers = nn.ModuleList(HeadLayer(shape, i) for i in range(shape.layers))
         self.norm = RMSNorm(shape.hidden, shape.eps) if shape.eagle3 else None
-        self.lm_head = None if shape.draft_vocab is None else nn.Linear(shape.hidden, shape.draft_vocab, bias=False)
+        self.lm_head = (
+            None
+            if shape.draft_vocab is None
+            else nn.Linear(shape.hidden, shape.draft_vocab, bias=False)
+        )
 
-    def forward(self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend, *, own: bool) -> Tensor:
-        """Embeddings [B, n, H] and target features [B, n, fused] (or ``own`` outputs [B, n, H]) to outputs [B, n, H].
+    def forward(
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attend: Attend,
+        *,
+        own: bool,
+    ) -> Tensor:
+        """Embeddings [B, n, H] and target features [B, n, fused] (or ``own`` outputs [B, n, H]) to
+        outputs [B, n, H].
 
-        Outputs are what the head is fed where the target has no features: with ``norm_output`` after the norm.
+        Outputs are what the head is fed where the target has no features: with ``norm_output``
+        after the norm.
         """
         if not self.shape.eagle3:
             hidden = self.fc(torch.cat((embedded, hidden), -1))
@@ -142,12 +168,15 @@ class HeadNet(nn.Module):
             features = self.input_norm(features)
         if self.fc_norm:
             parts = features.chunk(len(self.fc_norm), -1)
-            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+            features = torch.cat(
+                [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1
+            )
         return features
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE: ``x`` [B, heads, n, D] turned by ``cos`` and ``sin`` [n, D], halves paired as Llama pairs them."""
+    """RoPE: ``x`` [B, heads, n, D] turned by ``cos`` and ``sin`` [n, D], halves paired as Llama
+    pairs them."""
     half = x.shape[-1] // 2
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
 
@@ -155,9 +184,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class EagleHead:
     """A loaded head over its slot cache. Logits are float32 over the target's vocabulary.
 
-    ``taps`` are the target's hidden states that it reads (``CausalModel.taps``), ``feature_size`` their width together. Where a head's
-    training stopped (``max_position_embeddings``, 2048 in most configurations whatever the target's) limits nothing: positions are
-    relative, so ``max_positions`` is the target's. ``graphs`` replays the passes that it has captured (:mod:`runtime.cuda.graphs`).
+    ``taps`` are the target's hidden states that it reads (``CausalModel.taps``), ``feature_size``
+    their width together. Where a head's training stopped (``max_position_embeddings``, 2048 in most
+    configurations whatever the target's) limits nothing: positions are relative, so
+    ``max_positions`` is the target's. ``graphs`` replays the passes that it has captured
+    (:mod:`runtime.cuda.graphs`).
     """
 
     graphs: PassGraphs | None = None
@@ -179,7 +210,9 @@ class EagleHead:
         self.device, self.dtype = parameter.device, parameter.dtype
         self.vocab_size = target.vocab_size
         self.max_positions = target.max_positions
-        self.num_parameters = sum(p.numel() for p in (*net.parameters(), *(() if embed is None else embed.parameters())))
+        self.num_parameters = sum(
+            p.numel() for p in (*net.parameters(), *(() if embed is None else embed.parameters()))
+        )
         self.taps = taps
         self.hidden_size, self.feature_size = net.shape.hidden, net.shape.fused
         self.cache = SlotCache(net.shape.layers)
@@ -192,7 +225,10 @@ class EagleHead:
 
     def _table(self, size: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions 0 .. ``size`` - 1, each [size, head_dim]."""
-        cos, sin = self.rotary(torch.zeros(1, dtype=self.dtype, device=self.device), torch.arange(size, device=self.device)[None])
+        cos, sin = self.rotary(
+            torch.zeros(1, dtype=self.dtype, device=self.device),
+            torch.arange(size, device=self.device)[None],
+        )
         return cos[0], sin[0]
 
     def reserve(self, tokens: int) -> None:
@@ -229,12 +265,13 @@ class EagleHead:
         own: bool = True,
         logits: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Runs ``ids`` (int64 [n]) at given positions and slots under ``mask`` (bool [n, view], view
-        a multiple of 64; column 0 must be False).
+        """Runs ``ids`` (int64 [n]) at given positions and slots under ``mask`` (bool [n, view],
+        view a multiple of 64; column 0 must be False).
 
         Row i of ``hidden`` belongs to the token before ``ids[i]``: with ``own`` the head's output
         there, [n, hidden_size], else target features [n, feature_size]. Returns float32 logits of
-        the last ``logits`` tokens (None: of all), [logits, vocab], and the outputs [n, hidden_size].
+        the last ``logits`` tokens (None: of all), [logits, vocab], and the outputs [n,
+        hidden_size].
         """
         first = 0 if logits is None else len(ids) - logits
         if self.graphs is not None:
@@ -263,14 +300,21 @@ class EagleHead:
         return self.over(ids, positions, mask, self.cache.layers, hidden, own)[0]
 
     def over(
-        self, ids: Tensor, positions: Tensor, mask: Tensor, layers: list[SlotLayer], hidden: Tensor | None, own: bool
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        layers: list[SlotLayer],
+        hidden: Tensor | None,
+        own: bool,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """A pass of n tokens under ``mask``, bool [n, view], over ``layers`` that know where they write (:meth:`SlotCache.bound`): the
-        outputs [n, hidden_size]. A head has no taps."""
+        """A pass of n tokens under ``mask``, bool [n, view], over ``layers`` that know where they
+        write (:meth:`SlotCache.bound`): the outputs [n, hidden_size]. A head has no taps."""
         assert hidden is not None
         if hidden.shape[-1] != self.fed(own):
             raise ValueError(
-                f"hidden states of width {hidden.shape[-1]}; the head takes {self.feature_size}, of its own {self.hidden_size}"
+                f"hidden states of width {hidden.shape[-1]}; the head takes {self.feature_size}, "
+                f"of its own {self.hidden_size}"
             )
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -286,16 +330,22 @@ class EagleHead:
         return self.hidden_size if own else self.feature_size
 
     @torch.no_grad()
-    def canonical(self, ids: list[int], features: Tensor, drafted: list[int] | tuple[int, ...] = ()) -> Tensor:
-        """Float32 logits [vocab] after ``ids`` (two tokens or more) and the ``drafted`` ones, without the cache.
+    def canonical(
+        self, ids: list[int], features: Tensor, drafted: list[int] | tuple[int, ...] = ()
+    ) -> Tensor:
+        """Float32 logits [vocab] after ``ids`` (two tokens or more) and the ``drafted`` ones,
+        without the cache.
 
-        ``features`` are the target's of ``ids``, [len(ids) - 1 or more, feature_size], row i of token i. The text goes in one pass, each
-        drafted token in one more, fed the output before it: a function of the arguments alone, the same bits for the same arguments.
+        ``features`` are the target's of ``ids``, [len(ids) - 1 or more, feature_size], row i of
+        token i. The text goes in one pass, each drafted token in one more, fed the output before
+        it: a function of the arguments alone, the same bits for the same arguments.
         """
         return self._head(self.canonical_output(ids, features, drafted))[0]
 
     @torch.no_grad()
-    def canonical_output(self, ids: list[int], features: Tensor, drafted: list[int] | tuple[int, ...] = ()) -> Tensor:
+    def canonical_output(
+        self, ids: list[int], features: Tensor, drafted: list[int] | tuple[int, ...] = ()
+    ) -> Tensor:
         """:meth:`canonical` without the output head: the output [1, hidden_size]."""
         count = len(ids)
         memory: dict[int, tuple[Tensor, Tensor]] = {}
@@ -303,10 +353,17 @@ class EagleHead:
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             if layer in memory:
-                key, value = torch.cat((memory[layer][0], key), 2), torch.cat((memory[layer][1], value), 2)
+                key, value = (
+                    torch.cat((memory[layer][0], key), 2),
+                    torch.cat((memory[layer][1], value), 2),
+                )
             memory[layer] = key, value
             width, total = query.shape[2], key.shape[2]
-            mask = None if width == total else torch.ones(1, 1, width, total, dtype=torch.bool, device=self.device)
+            mask = (
+                None
+                if width == total
+                else torch.ones(1, 1, width, total, dtype=torch.bool, device=self.device)
+            )
             return slot_attention(self.net, query, key, value, mask)[0]
 
         def run(tokens: list[int], hidden: Tensor, at: int, own: bool) -> Tensor:
@@ -321,8 +378,8 @@ class EagleHead:
         return hidden
 
     def state(self, out: Tensor) -> Tensor:
-        """What the output matrix reads of outputs [n, hidden_size]: after EAGLE-3's norm; the outputs themselves of EAGLE-1 and 2, and
-        where they are normed already (``norm_output``)."""
+        """What the output matrix reads of outputs [n, hidden_size]: after EAGLE-3's norm; the
+        outputs themselves of EAGLE-1 and 2, and where they are normed already (``norm_output``)."""
         norm = self.net.norm
         return out if norm is None or self.net.shape.norm_output else norm(out)
 

@@ -182,9 +182,9 @@ class LanguageModelDraft:
         context: DraftContext,
         ids: Tensor | None,
     ) -> Tensor:
-        """The column of ``logits`` [1, size] that is proposed at ``position``, after ``prefix``, int64
-        [1]: coupled with the target's noise, or drawn from q by a stream of its own. ``ids`` int64
-        [size] are the tokens of a shortlist; None: columns are tokens."""
+        """The column of ``logits`` [1, size] that is proposed at ``position``, after ``prefix``,
+        int64 [1]: coupled with the target's noise, or drawn from q by a stream of its own. ``ids``
+        int64 [size] are the tokens of a shortlist; None: columns are tokens."""
         model, sampling = self.model, context.sampling
         if ids is not None and ids.shape[0] == 1:
             return torch.zeros_like(ids)

@@ -16,7 +16,8 @@ from spectune.runtime.shortlists import Beam, Shortlists, Support
 from spectune.runtime.trees.draft import ModelDistributions, grow
 
 Places = tuple[Tensor, Tensor, Tensor]
-"""Where n nodes stand: positions and slots, int64 [n], and what each sees, a mask bool [n, view]."""
+"""Where n nodes stand: positions and slots, int64 [n], and what each sees, a mask bool [n, view].
+"""
 
 
 class TreeReader(ABC):

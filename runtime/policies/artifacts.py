@@ -55,7 +55,8 @@ def read_artifact(
     artifacts: Artifacts | None,
     read: Callable[[Mapping[str, Any], Mapping[str, npt.NDArray[Any]]], T],
 ) -> T:
-    """What ``read`` makes of the document and the arrays of the artifact that a policy's ``block`` names.
+    """What ``read`` makes of the document and the arrays of the artifact that a policy's ``block``
+    names.
 
     Raises PolicyError when it is missing, of another kind, was fitted on another draft, or ``read``
     finds it malformed.
@@ -88,15 +89,24 @@ def _misfit(policy: AnyPolicy, name: str, kind: str, found: Fitted) -> str:
         return ""
     draft, proposals = found.document.get("draft"), found.document.get("proposals")
     if draft not in (None, policy.draft):
-        carried = f" (a classifier may be carried over: `fit classifier --from {name}`)" if kind == CLASSIFIER else ""
+        carried = (
+            f" (a classifier may be carried over: `fit classifier --from {name}`)"
+            if kind == CLASSIFIER
+            else ""
+        )
         return (
             f"{name} was fitted on draft {draft!r}, this policy drafts with {policy.draft!r}; "
             f"`{command} --draft {policy.draft}` makes one{carried}"
         )
     own = getattr(policy.growth, "proposals", None)
-    if kind in (BINS, CLASSIFIER, STATIC_TREE) and None not in (proposals, own) and proposals != own:
+    if (
+        kind in (BINS, CLASSIFIER, STATIC_TREE)
+        and None not in (proposals, own)
+        and proposals != own
+    ):
         return (
-            f"{name} was fitted to trees of proposals {proposals!r}, this policy's growth has {own!r}; set "
+            f"{name} was fitted to trees of proposals {proposals!r}, this policy's growth has "
+            f"{own!r}; set "
             f"growth.proposals to {proposals!r}, or fit one to trees of proposals {own!r}"
         )
     return ""

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_serializer, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 GAMMA_LIMIT = 64
 """Largest window any policy may ask for."""
@@ -45,7 +53,10 @@ class FixedWindow(Block):
     gamma: Gamma = 4
 
 
-GAMMA_BY_SIZE = {"type": "object", "additionalProperties": {"type": "integer", "minimum": 0, "maximum": GAMMA_LIMIT}}
+GAMMA_BY_SIZE = {
+    "type": "object",
+    "additionalProperties": {"type": "integer", "minimum": 0, "maximum": GAMMA_LIMIT},
+}
 """How gammas by batch size are written."""
 
 
@@ -58,7 +69,9 @@ class ByBatchWindow(Block):
     """
 
     kind: Literal["by_batch"]
-    gamma: Annotated[tuple[tuple[BatchSize, Gamma], ...], Field(max_length=64), WithJsonSchema(GAMMA_BY_SIZE)]
+    gamma: Annotated[
+        tuple[tuple[BatchSize, Gamma], ...], Field(max_length=64), WithJsonSchema(GAMMA_BY_SIZE)
+    ]
 
     @field_validator("gamma", mode="before")
     @classmethod
@@ -66,10 +79,19 @@ class ByBatchWindow(Block):
         if not isinstance(value, Mapping):
             raise ValueError('maps least batch sizes to windows, as {"1": 5, "4": 3, "16": 0}')
         for size, gamma in value.items():
-            if not (isinstance(size, str) and size.isascii() and size.isdigit() and size == str(int(size[:9]))):
-                raise ValueError(f"{size!r} is no batch size; write whole numbers from 1, as {{\"1\": 5, \"4\": 3}}")
+            if not (
+                isinstance(size, str)
+                and size.isascii()
+                and size.isdigit()
+                and size == str(int(size[:9]))
+            ):
+                raise ValueError(
+                    f'{size!r} is no batch size; write whole numbers from 1, as {{"1": 5, "4": 3}}'
+                )
             if type(gamma) is not int or not 0 <= gamma <= GAMMA_LIMIT:
-                raise ValueError(f"{gamma!r} at {size!r} is no number of tokens from 0 to {GAMMA_LIMIT}")
+                raise ValueError(
+                    f"{gamma!r} at {size!r} is no number of tokens from 0 to {GAMMA_LIMIT}"
+                )
         pairs = sorted((int(size), gamma) for size, gamma in value.items())
         if not pairs or pairs[0][0] != 1:
             raise ValueError('say what is drafted from batch size "1" on')
@@ -105,7 +127,8 @@ class AdaptiveWindow(Block):
             raise ValueError(f"gamma_min {least} exceeds gamma_max {self.gamma_max}")
         if self.gamma_initial is not None and not least <= self.gamma_initial <= self.gamma_max:
             raise ValueError(
-                f"gamma_initial {self.gamma_initial} is not between {least} and gamma_max {self.gamma_max}"
+                f"gamma_initial {self.gamma_initial} is not between {least} and gamma_max "
+                f"{self.gamma_max}"
             )
         return self
 

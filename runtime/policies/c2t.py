@@ -1,9 +1,10 @@
 """C2T: the classifier that grows trees (section 4), as a table of whole numbers.
 
-The paper evaluates a two-layer network on (joint probability, entropy, depth) of every node. All three are codes here
-(docs/trees.md), so the network is evaluated once, over every combination, and growing looks its confidence up: the same number in
-decoding and in replay, and cheaper than the network. Training is :mod:`optimizer.fit.c2t`; the threshold beta, the cap and
-chain mode (``width`` 1) are :class:`ClassifierGrowth`.
+The paper evaluates a two-layer network on (joint probability, entropy, depth) of every node. All
+three are codes here (docs/trees.md), so the network is evaluated once, over every combination, and
+growing looks its confidence up: the same number in decoding and in replay, and cheaper than the
+network. Training is :mod:`optimizer.fit.c2t`; the threshold beta, the cap and chain mode (``width``
+1) are :class:`ClassifierGrowth`.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ _ROWS = 16
 
 
 class ClassifierGrowth(TreeGrowth):
-    """C2T: a node is drafted and expanded if a classifier's confidence in it exceeds ``beta``; of a level at most the ``cap`` most
-    confident ones (the paper's second, optional use of top-k; None: no cap but :data:`WIDTH_LIMIT`). ``artifact`` names the classifier
-    (``fit classifier``)."""
+    """C2T: a node is drafted and expanded if a classifier's confidence in it exceeds ``beta``; of a
+    level at most the ``cap`` most confident ones (the paper's second, optional use of top-k; None:
+    no cap but :data:`WIDTH_LIMIT`). ``artifact`` names the classifier (``fit classifier``)."""
 
     kind: Literal["classifier"] = "classifier"
     width: Width = 15
@@ -60,9 +61,11 @@ class ClassifierGrowth(TreeGrowth):
 
 @dataclass(frozen=True, eq=False)
 class ClassifierWeights:
-    """sigmoid(w2 . relu(w1 x + b1) + b2) over x = (joint probability, entropy in nats, depth from 1).
+    """sigmoid(w2 . relu(w1 x + b1) + b2) over x = (joint probability, entropy in nats, depth from
+    1).
 
-    ``w1`` float32 [hidden, 3], ``b1`` [hidden], ``w2`` [hidden], ``b2`` [1]. Raises ValueError for other shapes.
+    ``w1`` float32 [hidden, 3], ``b1`` [hidden], ``w2`` [hidden], ``b2`` [1]. Raises ValueError for
+    other shapes.
     """
 
     w1: WeightArray
@@ -84,11 +87,14 @@ class ClassifierWeights:
     def hidden(self) -> int:
         return len(self.b1)
 
-    def confidence(self, joint_code: npt.ArrayLike, entropy_code: npt.ArrayLike, depth: npt.ArrayLike) -> FloatArray:
+    def confidence(
+        self, joint_code: npt.ArrayLike, entropy_code: npt.ArrayLike, depth: npt.ArrayLike
+    ) -> FloatArray:
         """Confidences in 0..1 of codes that broadcast, float64 in their shape.
 
-        Sums over the hidden units one after another, elementwise: no matrix product, whose order of summation varies. So a table holds
-        exactly these; what entropy and depth give is added up first, which a table does once per row."""
+        Sums over the hidden units one after another, elementwise: no matrix product, whose order of
+        summation varies. So a table holds exactly these; what entropy and depth give is added up
+        first, which a table does once per row."""
         probability = np.exp(np.asarray(joint_code, dtype=np.float64) / -TREE_SCALE)
         entropy, level = np.asarray(entropy_code) / TREE_SCALE, np.asarray(depth, dtype=np.float64)
         w1, b1, w2, b2 = (w.astype(np.float64) for w in (self.w1, self.b1, self.w2, self.b2))
@@ -103,8 +109,11 @@ class ClassifierWeights:
         np.clip(z, -700.0, 700.0, out=z)
         return np.asarray(1.0 / (1.0 + np.exp(-z)), dtype=np.float64)
 
-    def table(self, depths: int = DEPTHS, entropies: int = ENTROPY_CODES, joints: int = JOINT_CODES) -> TableArray:
-        """floor(confidence * 65535) of all codes, uint16 [depths, entropies, joints]: [depth - 1, entropy, joint].
+    def table(
+        self, depths: int = DEPTHS, entropies: int = ENTROPY_CODES, joints: int = JOINT_CODES
+    ) -> TableArray:
+        """floor(confidence * 65535) of all codes, uint16 [depths, entropies, joints]: [depth - 1,
+        entropy, joint].
 
         Depths and codes beyond it take the last entries (:func:`confidence_code`).
         """
@@ -132,7 +141,8 @@ def read_weights(arrays: Mapping[str, npt.NDArray[Any]]) -> ClassifierWeights:
 
 
 def confidence_table(weights: ClassifierWeights) -> TableArray:
-    """:meth:`ClassifierWeights.table`, remembered by content: a search prepares many policies with one classifier."""
+    """:meth:`ClassifierWeights.table`, remembered by content: a search prepares many policies with
+    one classifier."""
     return _table(
         *(w.astype(np.float32).tobytes() for w in (weights.w1, weights.b1, weights.w2, weights.b2))
     )
@@ -148,7 +158,8 @@ def _table(w1: bytes, b1: bytes, w2: bytes, b2: bytes) -> TableArray:
 
 @compiled()
 def confidence_code(table: npt.NDArray[np.int32], depth: int, entropy: int, joint: int) -> int:
-    """A table's entry for codes and a depth from 1; those beyond the table take its last entries."""
+    """A table's entry for codes and a depth from 1; those beyond the table take its last
+    entries."""
     depths, entropies, joints = table.shape
     return int(table[min(depth, depths) - 1, min(entropy, entropies - 1), min(joint, joints - 1)])
 

@@ -31,7 +31,12 @@ from spectune.runtime.policies.eagle2 import DEFAULT_TOP_N, Select, TopKGrowth
 from spectune.runtime.policies.fr_spec import FrequencyShortlist, PositionFrequencyShortlist
 from spectune.runtime.policies.heterospec import Stratify, kept_nodes
 from spectune.runtime.policies.heuristic import HeuristicWindow
-from spectune.runtime.policies.on_the_fly import AnalyticWindow, CacheFsmWindow, FsmWindow, QLearningWindow
+from spectune.runtime.policies.on_the_fly import (
+    AnalyticWindow,
+    CacheFsmWindow,
+    FsmWindow,
+    QLearningWindow,
+)
 from spectune.runtime.policies.refusals import MALFORMED, MESSAGE_LIMIT, explain, refuse_excess
 from spectune.runtime.policies.sequoia import StaticGrowth
 from spectune.runtime.policies.stops import EntropyStop, JointProbStop, MaxProbStop, NoStop, Stop
@@ -51,12 +56,23 @@ __all__ = [  # the blocks come with the document
 ]  # fmt: skip
 
 Window = Annotated[
-    Union[FixedWindow, AnalyticWindow, FsmWindow, CacheFsmWindow, QLearningWindow, HeuristicWindow, ByBatchWindow],
+    Union[
+        FixedWindow,
+        AnalyticWindow,
+        FsmWindow,
+        CacheFsmWindow,
+        QLearningWindow,
+        HeuristicWindow,
+        ByBatchWindow,
+    ],
     Field(discriminator="kind"),
 ]
-Growth = Annotated[Union[ChainGrowth, TopKGrowth, ClassifierGrowth, StaticGrowth], Field(discriminator="kind")]
+Growth = Annotated[
+    Union[ChainGrowth, TopKGrowth, ClassifierGrowth, StaticGrowth], Field(discriminator="kind")
+]
 Shortlist = Annotated[
-    Union[FullShortlist, FrequencyShortlist, PositionFrequencyShortlist, ClustersShortlist], Field(discriminator="kind")
+    Union[FullShortlist, FrequencyShortlist, PositionFrequencyShortlist, ClustersShortlist],
+    Field(discriminator="kind"),
 ]
 
 
@@ -78,7 +94,8 @@ class Document(Block):
 
 
 class Policy(Document):
-    """What to draft with, how far, how wide, and when to stop. ``draft`` names a draft of the pair, ``ngram``, or ``none``."""
+    """What to draft with, how far, how wide, and when to stop. ``draft`` names a draft of the pair,
+    ``ngram``, or ``none``."""
 
     draft: Annotated[str, Field(min_length=1)] = "none"
     window: Window = FixedWindow()
@@ -98,7 +115,11 @@ class Policy(Document):
             return {**data, "window": {"kind": "fixed", "gamma": 0}}
         if isinstance(growth, Mapping) and growth.get("kind") == "static" and "window" not in data:
             paths = growth.get("paths")
-            depth = max((len(p) for p in paths if isinstance(p, (list, tuple))), default=0) if isinstance(paths, (list, tuple)) else 0
+            depth = (
+                max((len(p) for p in paths if isinstance(p, (list, tuple))), default=0)
+                if isinstance(paths, (list, tuple))
+                else 0
+            )
             if depth:
                 data = {**data, "window": {"kind": "fixed", "gamma": depth}}
         if isinstance(growth, Mapping) and growth.get("kind") == "top_k":
@@ -109,20 +130,34 @@ class Policy(Document):
 
     @model_validator(mode="after")
     def _consistent(self) -> Policy:
-        if self.draft == "none" and not (isinstance(self.window, FixedWindow) and self.window.gamma == 0):
-            raise ValueError('a window needs a draft: add "draft" with one of the pair\'s names, or "ngram"')
+        if self.draft == "none" and not (
+            isinstance(self.window, FixedWindow) and self.window.gamma == 0
+        ):
+            raise ValueError(
+                'a window needs a draft: add "draft" with one of the pair\'s names, or "ngram"'
+            )
         if self.draft == "ngram" and self.is_tree:
-            raise ValueError('draft "ngram" proposes one continuation and cannot grow a tree; use growth "chain" or another draft')
+            raise ValueError(
+                'draft "ngram" proposes one continuation and cannot grow a tree; use growth '
+                '"chain" or another draft'
+            )
         if self.shortlisted and self.draft in ("none", "ngram"):
             raise ValueError(
-                f'shortlist "{self.shortlist.kind}" restricts a draft\'s output head, and draft "{self.draft}" has none; use another '
+                f'shortlist "{self.shortlist.kind}" restricts a draft\'s output head, and draft '
+                f'"{self.draft}" has none; use another '
                 'draft, or shortlist {"kind": "full"}'
             )
         if not isinstance(self.growth, (TopKGrowth, ClassifierGrowth)):
             if self.select.top_n is not None:
-                raise ValueError(f'select.top_n chooses among grown nodes; growth "{self.growth.kind}" keeps all it grows')
+                raise ValueError(
+                    f'select.top_n chooses among grown nodes; growth "{self.growth.kind}" keeps '
+                    "all it grows"
+                )
             if self.stratify is not None:
-                raise ValueError(f'stratify needs a tree that can grow: growth "top_k" or "classifier", not "{self.growth.kind}"')
+                raise ValueError(
+                    f'stratify needs a tree that can grow: growth "top_k" or "classifier", not '
+                    f'"{self.growth.kind}"'
+                )
         else:
             if isinstance(self.growth, TopKGrowth) and self.select.top_n is None:
                 raise ValueError("growth top_k keeps select.top_n nodes: give a number")
@@ -130,7 +165,10 @@ class Policy(Document):
                 raise ValueError("stratify scales select.top_n: give a number")
             self._within_limits(self.growth)
         if self.depth_max > GAMMA_LIMIT:
-            raise ValueError(f"window and stratify.alpha together reach depth {self.depth_max}, beyond the limit of {GAMMA_LIMIT}")
+            raise ValueError(
+                f"window and stratify.alpha together reach depth {self.depth_max}, beyond the "
+                f"limit of {GAMMA_LIMIT}"
+            )
         return self
 
     def _within_limits(self, growth: TopKGrowth | ClassifierGrowth) -> None:
@@ -138,22 +176,32 @@ class Policy(Document):
         width, depth, frontier = growth.width, self.depth_max, growth.frontier
         levels = [min(frontier, width**level) for level in range(1, depth + 1)]
         capped = isinstance(growth, ClassifierGrowth)
-        lower = "lower the width, the cap or the window" if capped else "lower the width or the window"
+        lower = (
+            "lower the width, the cap or the window" if capped else "lower the width or the window"
+        )
         pool = width + max(0, depth - 1) * frontier * width
         if pool > POOL_LIMIT:
-            raise ValueError(f"width {width} and depth {depth} grow {pool} candidates, more than {POOL_LIMIT}; {lower}")
+            raise ValueError(
+                f"width {width} and depth {depth} grow {pool} candidates, more than {POOL_LIMIT}; "
+                f"{lower}"
+            )
         if sum(levels[:-1]) > EXPANDED_LIMIT:
             raise ValueError(
-                f"width {width} and depth {depth} expand up to {sum(levels[:-1])} nodes, more than {EXPANDED_LIMIT}; {lower}"
+                f"width {width} and depth {depth} expand up to {sum(levels[:-1])} nodes, more than "
+                f"{EXPANDED_LIMIT}; {lower}"
             )
         if self.select.top_n is None and sum(levels) > NODE_LIMIT:
             raise ValueError(
-                f"width {width} and depth {depth} verify up to {sum(levels)} nodes, more than {NODE_LIMIT}; give select.top_n, or {lower}"
+                f"width {width} and depth {depth} verify up to {sum(levels)} nodes, more than "
+                f"{NODE_LIMIT}; give select.top_n, or {lower}"
             )
         if self.stratify is not None and self.select.top_n is not None:
             most = max(kept_nodes(self.select.top_n, self.stratify.fractions, self.stratify.alpha))
             if most > NODE_LIMIT:
-                raise ValueError(f"a low bin keeps {most} nodes, more than {NODE_LIMIT}; lower select.top_n or stratify.fractions")
+                raise ValueError(
+                    f"a low bin keeps {most} nodes, more than {NODE_LIMIT}; lower select.top_n or "
+                    "stratify.fractions"
+                )
 
     @property
     def is_tree(self) -> bool:
@@ -167,13 +215,17 @@ class Policy(Document):
 
     @property
     def depth_max(self) -> int:
-        """The deepest level this policy can draft: the window's largest, and HeteroSpec's extension."""
+        """The deepest level this policy can draft: the window's largest, and HeteroSpec's
+        extension."""
         return self.gamma_max + (self.stratify.alpha if self.stratify is not None else 0)
 
     @property
     def artifacts(self) -> tuple[str, ...]:
         """Ids of the artifacts this policy needs."""
-        named = (getattr(block, "artifact", None) for block in (self.window, self.growth, self.stratify, self.shortlist))
+        named = (
+            getattr(block, "artifact", None)
+            for block in (self.window, self.growth, self.stratify, self.shortlist)
+        )
         return tuple(a for a in named if a is not None)
 
     @property
@@ -195,7 +247,8 @@ class Policy(Document):
 
     @property
     def replays_exactly(self) -> bool:
-        """Whether its decisions are functions of the text alone (they are, unless the window reads the clock)."""
+        """Whether its decisions are functions of the text alone (they are, unless the window reads
+        the clock)."""
         return not (isinstance(self.window, AnalyticWindow) and self.window.costs == "recent")
 
     def label(self) -> str:
@@ -203,7 +256,9 @@ class Policy(Document):
         if not self.speculates:
             return "autoregressive" if self.draft == "none" else f"{self.draft} fixed(gamma=0)"
         window = self._window_label()
-        stop = "" if isinstance(self.stop, NoStop) else f" {self.stop.kind}({self.stop.threshold:.4g})"
+        stop = (
+            "" if isinstance(self.stop, NoStop) else f" {self.stop.kind}({self.stop.threshold:.4g})"
+        )
         return f"{self.draft} {window}{stop}{self._tree_label()}{self._shortlist_label()}"
 
     def _window_label(self) -> str:
@@ -211,8 +266,13 @@ class Policy(Document):
         if isinstance(window, ByBatchWindow):
             return f"by_batch({', '.join(f'{size}: {gamma}' for size, gamma in window.gamma)})"
         shown = window.model_dump(exclude={"kind"}, exclude_defaults=True)
-        shown.update({"gamma": window.gamma} if isinstance(window, FixedWindow) else {"gamma_max": self.gamma_max})
-        return f"{window.kind}({', '.join(f'{k}={v:.4g}' if isinstance(v, float) else f'{k}={v}' for k, v in shown.items())})"
+        shown.update(
+            {"gamma": window.gamma}
+            if isinstance(window, FixedWindow)
+            else {"gamma_max": self.gamma_max}
+        )
+        said = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in shown.items())
+        return f"{window.kind}({', '.join(said)})"
 
     def _shortlist_label(self) -> str:
         shortlist = self.shortlist
@@ -227,12 +287,20 @@ class Policy(Document):
     def _tree_label(self) -> str:
         growth, parts = self.growth, []
         if isinstance(growth, StaticGrowth):
-            parts.append(f"static({len(growth.paths)} nodes)" if growth.paths else f"static({growth.artifact})")
+            parts.append(
+                f"static({len(growth.paths)} nodes)"
+                if growth.paths
+                else f"static({growth.artifact})"
+            )
         elif isinstance(growth, (TopKGrowth, ClassifierGrowth)):
             shown = [f"k={growth.width}"]
             if isinstance(growth, ClassifierGrowth):
                 shown += [f"beta={growth.beta:.4g}"] + (
-                    [] if growth.cap == growth.width else ["no cap"] if growth.cap is None else [f"cap={growth.cap}"]
+                    []
+                    if growth.cap == growth.width
+                    else ["no cap"]
+                    if growth.cap is None
+                    else [f"cap={growth.cap}"]
                 )
             if growth.score != "auto":
                 shown.append(growth.score)
@@ -259,7 +327,8 @@ class OlsDraft(Block):
 
 
 class ChooserPolicy(Document):
-    """A chooser of drafts: each request is decoded under one of its artifact's candidates, which have all other blocks."""
+    """A chooser of drafts: each request is decoded under one of its artifact's candidates, which
+    have all other blocks."""
 
     draft: OlsDraft
 
@@ -310,14 +379,17 @@ def parse_plain_policy(data: Any, *, where: str = "policy") -> Policy:
 def _parsed(data: Any) -> AnyPolicy:
     """The policy of a document. Raises ValueError, ValidationError among them."""
     if not isinstance(data, Mapping):
-        raise ValueError(f"a policy is a JSON object, not {'null' if data is None else type(data).__name__}")
+        raise ValueError(
+            f"a policy is a JSON object, not {'null' if data is None else type(data).__name__}"
+        )
     if not isinstance(data.get("draft"), Mapping):  # a plain policy's draft is a name
         return Policy.model_validate(data)
     others = {key: value for key, value in data.items() if key != "draft"}
     Policy.model_validate(dict.fromkeys(others.keys() - Policy.model_fields.keys()))
     if others:
         raise ValueError(
-            f'a draft of kind "ols" has every other block in the candidates of its artifact; leave {next(iter(others))!r} out'
+            f'a draft of kind "ols" has every other block in the candidates of its artifact; leave '
+            f"{next(iter(others))!r} out"
         )
     if data["draft"].get("kind") != "ols":
         raise ValueError("draft.kind must be one of: ols; or give a draft's name alone")
@@ -325,7 +397,8 @@ def _parsed(data: Any) -> AnyPolicy:
 
 
 def differences(left: AnyPolicy, right: AnyPolicy) -> list[dict[str, Any]]:
-    """Where two policies differ, defaults spelled out: rows of ``key``, ``left``, ``right``; absent keys are None."""
+    """Where two policies differ, defaults spelled out: rows of ``key``, ``left``, ``right``; absent
+    keys are None."""
 
     def flat(value: Any, path: str = "") -> dict[str, Any]:
         if not isinstance(value, Mapping):
@@ -336,7 +409,9 @@ def differences(left: AnyPolicy, right: AnyPolicy) -> list[dict[str, Any]]:
         return found
 
     a, b = flat(left.spelled_out()), flat(right.spelled_out())
-    return [{"key": k, "left": a.get(k), "right": b.get(k)} for k in {**a, **b} if a.get(k) != b.get(k)]
+    return [
+        {"key": k, "left": a.get(k), "right": b.get(k)} for k in {**a, **b} if a.get(k) != b.get(k)
+    ]
 
 
 def _kinds(union: Any) -> dict[str, type[BaseModel]]:

@@ -21,7 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from spectune.runtime.costs import token_seconds, window_costs
-from spectune.runtime.policies.document import AnyPolicy, ChooserPolicy, FixedWindow, Policy, parse_policy
+from spectune.runtime.policies.document import (
+    AnyPolicy,
+    ChooserPolicy,
+    FixedWindow,
+    Policy,
+    parse_policy,
+)
 from spectune.runtime.policies.on_the_fly import best_window
 from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.prompt_features import SCALARS, TOKEN_PATTERN, PromptFeatures
@@ -65,9 +71,10 @@ class LinearAccuracy:
 class Option:
     """One draft that may be chosen, with what its rounds cost on one device.
 
-    ``round_s`` float64 [gamma_max + 1]: gamma a_q + b_p(gamma) (definition 1); ``draft_step_s`` is a_q. The window may be ``gamma_min`` ..
-    gamma_max. ``token_s``: seconds per emitted token beside the rounds (the noise, at temperature > 0). ``prefill``: the draft's pass over
-    a prompt, where it has one."""
+    ``round_s`` float64 [gamma_max + 1]: gamma a_q + b_p(gamma) (definition 1); ``draft_step_s`` is
+    a_q. The window may be ``gamma_min`` .. gamma_max. ``token_s``: seconds per emitted token beside
+    the rounds (the noise, at temperature > 0). ``prefill``: the draft's pass over a prompt, where
+    it has one."""
 
     draft: str
     round_s: FloatArray
@@ -109,23 +116,31 @@ class Option:
         )
 
     def window(self, alpha: FloatArray) -> IntArray:
-        """d of section 5: the best window by objective 1 at each ``alpha`` float64 [n], the smallest where several tie; int64 [n]."""
+        """d of section 5: the best window by objective 1 at each ``alpha`` float64 [n], the
+        smallest where several tie; int64 [n]."""
         return best_window(np.asarray(alpha, dtype=np.float64), self.round_s, self.gamma_min)
 
     def emitted(self, alpha: FloatArray) -> FloatArray:
-        """Omega = (1 - alpha^(d+1)) / (1 - alpha) (equation 9) at the best window d: tokens per round, float64 [n]."""
+        """Omega = (1 - alpha^(d+1)) / (1 - alpha) (equation 9) at the best window d: tokens per
+        round, float64 [n]."""
         powers = np.asarray(alpha, dtype=np.float64)[:, None] ** np.arange(len(self.round_s))
-        return np.asarray(np.cumsum(powers, axis=1)[np.arange(len(powers)), self.window(alpha)], dtype=np.float64)
+        return np.asarray(
+            np.cumsum(powers, axis=1)[np.arange(len(powers)), self.window(alpha)], dtype=np.float64
+        )
 
     def acceptance_rate(self, alpha: FloatArray) -> FloatArray:
-        """rho = Omega / d (section 5): tokens emitted per token drafted, float64 [n]; infinite where the best window is 0."""
+        """rho = Omega / d (section 5): tokens emitted per token drafted, float64 [n]; infinite
+        where the best window is 0."""
         drafted = self.window(alpha)
         rate = self.emitted(alpha) / np.maximum(drafted, 1)
         return np.where(drafted > 0, rate, np.inf)
 
     def token_seconds(self, alpha: FloatArray) -> FloatArray:
-        """Expected seconds per token at the best window, (d a_q + b_p(d)) / Omega: one over equation 3's R, float64 [n]."""
-        return np.asarray(self.round_s[self.window(alpha)] / self.emitted(alpha) + self.token_s, dtype=np.float64)
+        """Expected seconds per token at the best window, (d a_q + b_p(d)) / Omega: one over
+        equation 3's R, float64 [n]."""
+        return np.asarray(
+            self.round_s[self.window(alpha)] / self.emitted(alpha) + self.token_s, dtype=np.float64
+        )
 
     def prefill_seconds(self, tokens: npt.ArrayLike) -> FloatArray:
         """Seconds of the draft's own prefill of prompts of so many tokens, float64 [n]."""
@@ -140,7 +155,10 @@ def checked_candidate(draft: str, policy: AnyPolicy) -> Policy:
     if isinstance(policy, ChooserPolicy):
         raise PolicyError(f"draft {draft!r}: its policy chooses drafts itself; give a plain policy")
     if policy.draft != draft:
-        raise PolicyError(f"draft {draft!r}: its policy drafts with {policy.draft!r}; name the draft in the policy")
+        raise PolicyError(
+            f"draft {draft!r}: its policy drafts with {policy.draft!r}; name the draft in "
+            "the policy"
+        )
     return policy
 
 
@@ -213,7 +231,8 @@ class Chooser:
             if name != NO_DRAFT and name not in self.accuracy:
                 known = ", ".join(sorted(self.accuracy)) or "none"
                 raise PolicyError(
-                    f"draft.artifact: the chooser has no weights for draft {name!r} (it has: {known}); fit them: "
+                    f"draft.artifact: the chooser has no weights for draft {name!r} (it has: "
+                    f"{known}); fit them: "
                     "`fit chooser --recording ID` with a recording that has panoramas of it"
                 )
         if not self.chooses and self.single not in self.candidates:
@@ -222,7 +241,8 @@ class Chooser:
             r = self.features.dimension
             if fitted.weights.shape != (r,):
                 raise ValueError(
-                    f"draft {name!r} has weights {fitted.weights.shape}, the features have {r} entries"
+                    f"draft {name!r} has weights {fitted.weights.shape}, the features have {r} "
+                    "entries"
                 )
 
     @property
@@ -249,7 +269,8 @@ class Chooser:
         sampled: bool = False,
         ready: Mapping[str, Plan] | None = None,
     ) -> tuple[Option, ...]:
-        """The drafts with their costs on a device, in the order of :attr:`drafts`. Raises PolicyError as :meth:`Option.of`."""
+        """The drafts with their costs on a device, in the order of :attr:`drafts`. Raises
+        PolicyError as :meth:`Option.of`."""
         known = ready or {}
         return tuple(
             Option.of(d, policy, profile, sampled=sampled, ready=known.get(d))
@@ -270,7 +291,8 @@ class Chooser:
         return np.where(free, 0.0, profile.prefill_seconds(model, lengths))
 
     def accuracies(self, features: FloatArray) -> FloatArray:
-        """Predicted alpha of each prompt and draft, float64 [n, drafts], cut to 0 .. :data:`ACC_MAX`; 0 for ``none``."""
+        """Predicted alpha of each prompt and draft, float64 [n, drafts], cut to 0 ..
+        :data:`ACC_MAX`; 0 for ``none``."""
         columns = [
             np.clip(self.accuracy[name].predict(features), 0.0, ACC_MAX)
             if name != NO_DRAFT
@@ -357,17 +379,21 @@ class Chooser:
         """
         try:
             candidates = {
-                str(name): checked_candidate(name, parse_policy(policy, where=f"draft.artifact: candidate {name!r}"))
+                str(name): checked_candidate(
+                    name, parse_policy(policy, where=f"draft.artifact: candidate {name!r}")
+                )
                 for name, policy in document["candidates"].items()
             }
             if document["rule"] not in get_args(Rule) or document["token_pattern"] != TOKEN_PATTERN:
                 raise PolicyError(
-                    f"draft.artifact: a chooser by rule {document['rule']!r} is not known here; {_MEND}"
+                    f"draft.artifact: a chooser by rule {document['rule']!r} is not known here; "
+                    f"{_MEND}"
                 )
             unknown = sorted(set(document["scalars"]) ^ set(SCALARS))
             if unknown:
                 raise PolicyError(
-                    f"draft.artifact: choosers with or without the prompt feature {unknown[0]!r} are not known here; {_MEND}"
+                    f"draft.artifact: choosers with or without the prompt feature {unknown[0]!r} "
+                    f"are not known here; {_MEND}"
                 )
             idf, components, center, scale = (
                 finite_array(arrays, name) for name in ("idf", "components", "center", "scale")
@@ -376,9 +402,13 @@ class Chooser:
             if not ((scale > 0).all() and all(0 < v < math.inf for v in calibration.values())):
                 raise ValueError("scale and calibration must be finite numbers above 0")
             vocabulary = tuple(str(t) for t in document["vocabulary"])
-            features = PromptFeatures(vocabulary, idf, components, center, scale, str(document["reader"]))
+            features = PromptFeatures(
+                vocabulary, idf, components, center, scale, str(document["reader"])
+            )
             accuracy = {
-                name: LinearAccuracy(finite_array(arrays, f"weights.{name}"), int(document["prompts"][name]))
+                name: LinearAccuracy(
+                    finite_array(arrays, f"weights.{name}"), int(document["prompts"][name])
+                )
                 for name in candidates
                 if f"weights.{name}" in arrays
             }
@@ -408,9 +438,9 @@ _MEND: Final = "`fit chooser --recording ID` fits one"
 
 
 def finite_array(arrays: Mapping[str, npt.NDArray[Any]], name: str) -> FloatArray:
-    """An artifact's array as float64. Raises KeyError where it is missing, and ValueError for anything but finite numbers."""
+    """An artifact's array as float64. Raises KeyError where it is missing, and ValueError for
+    anything but finite numbers."""
     array = arrays[name]
     if array.dtype.kind not in "fiu" or not np.isfinite(array).all():
         raise ValueError(f"{name} must hold finite numbers")
     return np.asarray(array, dtype=np.float64)
-

@@ -39,7 +39,8 @@ class ClustersShortlist(Block):
     def _decays(self) -> Self:
         if not self.k0 >= self.k1 >= self.k_min:
             raise ValueError(
-                f"the budget of clusters decays: k0 {self.k0} >= k1 {self.k1} >= k_min {self.k_min} does not hold"
+                f"the budget of clusters decays: k0 {self.k0} >= k1 {self.k1} >= k_min "
+                f"{self.k_min} does not hold"
             )
         return self
 
@@ -71,16 +72,19 @@ class Clusters:
 
     @classmethod
     def of_assignment(cls, assignment: npt.ArrayLike, count: int) -> Clusters:
-        """The clusters of ``assignment``, whole numbers [vocab] within 0..count - 1. Raises ValueError for anything else."""
+        """The clusters of ``assignment``, whole numbers [vocab] within 0..count - 1. Raises
+        ValueError for anything else."""
         of = np.asarray(assignment)
         if of.ndim != 1 or not len(of) or of.dtype.kind not in "iu":
             raise ValueError(
-                f"an assignment to clusters must be whole numbers [vocab], not {of.dtype} {list(of.shape)}"
+                f"an assignment to clusters must be whole numbers [vocab], not {of.dtype} "
+                f"{list(of.shape)}"
             )
         of = of.astype(np.int64)
         if count < 1 or of.min() < 0 or of.max() >= count:
             raise ValueError(
-                f"an assignment to {count} clusters must lie within 0..{count - 1}, this one is {of.min()}..{of.max()}"
+                f"an assignment to {count} clusters must lie within 0..{count - 1}, this one is "
+                f"{of.min()}..{of.max()}"
             )
         offsets = np.zeros(count + 1, dtype=np.int64)
         np.cumsum(np.bincount(of, minlength=count), out=offsets[1:])

@@ -35,13 +35,17 @@ class Select(Block):
 
 
 INFINITE: Final = 1 << 20
-"""Cost of a candidate that does not exist or may not be chosen; more than any path can sum to (64 levels of 255)."""
+"""Cost of a candidate that does not exist or may not be chosen; more than any path can sum to (64
+levels of 255)."""
 
 
 @compiled()
-def cheapest(cost: npt.NDArray[np.int64], begin: int, end: int, chosen: npt.NDArray[np.int64]) -> int:
-    """Writes into ``chosen`` [n] the cheapest of the candidates ``begin`` to ``end``, best first, ties by creation order; how many
-    there are. The chosen of the whole tree are closed under ancestors: a child costs no less than its parent and comes later."""
+def cheapest(
+    cost: npt.NDArray[np.int64], begin: int, end: int, chosen: npt.NDArray[np.int64]
+) -> int:
+    """Writes into ``chosen`` [n] the cheapest of the candidates ``begin`` to ``end``, best first,
+    ties by creation order; how many there are. The chosen of the whole tree are closed under
+    ancestors: a child costs no less than its parent and comes later."""
     room = chosen.shape[0]
     count, worst = 0, INFINITE if room > 0 else 0
     for candidate in range(begin, end):

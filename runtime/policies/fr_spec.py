@@ -28,7 +28,8 @@ from spectune.runtime.policies.stored import (
 
 
 class FrequencyShortlist(Block):
-    """FR-Spec: the draft evaluates the ``size`` most frequent tokens. ``artifact``: the frequency order (``fit frequencies``)."""
+    """FR-Spec: the draft evaluates the ``size`` most frequent tokens. ``artifact``: the frequency
+    order (``fit frequencies``)."""
 
     kind: Literal["frequency"] = "frequency"
     size: Budget = 1024
@@ -68,9 +69,15 @@ class Frequencies:
 
     def __post_init__(self) -> None:
         order = self.order
-        if order.ndim != 1 or order.dtype != np.int64 or not len(order) or (np.sort(order) != np.arange(len(order))).any():
+        if (
+            order.ndim != 1
+            or order.dtype != np.int64
+            or not len(order)
+            or (np.sort(order) != np.arange(len(order))).any()
+        ):
             raise ValueError(
-                f"a frequency order must hold every token id once, as int64 [vocab]; this is {order.dtype} {list(order.shape)}"
+                "a frequency order must hold every token id once, as int64 [vocab]; this is "
+                f"{order.dtype} {list(order.shape)}"
             )
         if not 0 <= self.always <= len(order):
             raise ValueError(f"always must be within 0..{len(order)} tokens, not {self.always}")
@@ -81,14 +88,16 @@ class Frequencies:
 
     @cached_property
     def rank(self) -> IntArray:
-        """Place of every token in ``order``, from 0; int64 [vocab]. A token is in ``ids(size)`` where its rank is below its length."""
+        """Place of every token in ``order``, from 0; int64 [vocab]. A token is in ``ids(size)``
+        where its rank is below its length."""
         rank = np.empty_like(self.order)
         rank[self.order] = np.arange(len(self.order))
         rank.setflags(write=False)
         return rank
 
     def size(self, size: int) -> int:
-        """Tokens that :meth:`ids` gives: ``size`` raised to ``always`` and to 1, and at most the vocabulary."""
+        """Tokens that :meth:`ids` gives: ``size`` raised to ``always`` and to 1, and at most the
+        vocabulary."""
         return min(max(size, self.always, 1), len(self.order))
 
     def ids(self, size: int) -> IntArray:
@@ -96,7 +105,8 @@ class Frequencies:
         return np.sort(self.order[: self.size(size)])
 
     def to_document(self) -> tuple[Document, Arrays]:
-        """(JSON-ready document, arrays) for an artifact of kind :data:`FREQUENCIES`; :meth:`from_document` reads them."""
+        """(JSON-ready document, arrays) for an artifact of kind :data:`FREQUENCIES`;
+        :meth:`from_document` reads them."""
         return {"vocab": self.vocab, "always": self.always}, {"order": self.order}
 
     @classmethod
@@ -108,4 +118,3 @@ class Frequencies:
         made = cls(stored_integers(what, arrays, "order"), stored_count(what, document, "always"))
         check_sizes(what, document, vocab=made.vocab)
         return made
-

@@ -1,5 +1,6 @@
-"""HeteroSpec: what an entropy bin does to a round (section 4.3). Bins are fitted in :mod:`optimizer.fit.heterospec`; Phi is summed up
-where trees grow (:func:`runtime.trees.grow.grow_level`)."""
+"""HeteroSpec: what an entropy bin does to a round (section 4.3). Bins are fitted in
+:mod:`optimizer.fit.heterospec`; Phi is summed up where trees grow
+(:func:`runtime.trees.grow.grow_level`)."""
 
 from __future__ import annotations
 

@@ -20,5 +20,6 @@ class HeuristicWindow(AdaptiveWindow):
 
 @compiled(inline=True)
 def heuristic(gamma: int, num_drafted: int, num_accepted: int) -> int:
-    """The next window: two more if every drafted token was accepted, else one less, but at least 1."""
+    """The next window: two more if every drafted token was accepted, else one less, but at
+    least 1."""
     return gamma + 2 if num_accepted == num_drafted else max(1, gamma - 1)

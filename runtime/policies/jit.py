@@ -1,8 +1,9 @@
-"""One decorator for everything that numba compiles: typed, cached on disk, never stale, free of reference counts.
+"""One decorator for everything that numba compiles: typed, cached on disk, never stale, free of
+reference counts.
 
-numba keys its disk cache on the file that holds the function, so a kernel that inlines a function of another module would
-outlive an edit there. :func:`compiled` adds the other files' stamps to the key. numba itself is imported by the first call: reading a
-policy document takes none.
+numba keys its disk cache on the file that holds the function, so a kernel that inlines a function
+of another module would outlive an edit there. :func:`compiled` adds the other files' stamps to the
+key. numba itself is imported by the first call: reading a policy document takes none.
 """
 
 from __future__ import annotations
@@ -24,15 +25,18 @@ _depends: dict[str, set[str]] = {__file__: set()}
 def compiled(*depends_on: ModuleType, inline: bool = False) -> Callable[[F], F]:
     """Compiles a function to machine code that releases the GIL and allocates nothing.
 
-    ``depends_on``: modules whose compiled functions or constants it uses (what those use in turn need not be named).
-    ``inline`` puts its code into every compiled caller. Division follows IEEE rules (no ZeroDivisionError) and indices are not
-    checked. Where no cache folder is writable, or this numba keeps its cache otherwise than known, the function is compiled anew
-    in every process instead.
+    ``depends_on``: modules whose compiled functions or constants it uses (what those use in turn
+    need not be named). ``inline`` puts its code into every compiled caller. Division follows IEEE
+    rules (no ZeroDivisionError) and indices are not checked. Where no cache folder is writable, or
+    this numba keeps its cache otherwise than known, the function is compiled anew in every process
+    instead.
     """
 
     def decorate(function: F) -> F:
         source = function.__code__.co_filename
-        _depends.setdefault(source, {__file__}).update(m.__file__ for m in depends_on if m.__file__ is not None)
+        _depends.setdefault(source, {__file__}).update(
+            m.__file__ for m in depends_on if m.__file__ is not None
+        )
         stamps = tuple(_stamp(path) for path in (source, *sorted(_closure(source))))
         return cast(F, Compiled(function, stamps, inline))
 
@@ -42,7 +46,8 @@ def compiled(*depends_on: ModuleType, inline: bool = False) -> Callable[[F], F]:
 class Compiled:
     """A function that numba takes over at its first call, from Python or from compiled code.
 
-    ``stamps`` are of the sources as they were imported: what is edited before that call is not taken for it.
+    ``stamps`` are of the sources as they were imported: what is edited before that call is not
+    taken for it.
     """
 
     _making = threading.Lock()  # two threads must not make two of one function
@@ -73,9 +78,12 @@ class Compiled:
 
         options = {"nogil": True, "error_model": "numpy", "forceinline": self._inline}
         try:
-            # Counting references to arrays passed between functions takes longer than a whole round; nothing here allocates.
+            # Counting references to arrays passed between functions takes longer than a whole
+            # round; nothing here allocates.
             made = numba.njit(cache=True, _nrt=False, **options)(self._function)
-            index = made._cache._cache_file  # numba has no public way to say what a function depends on
+            index = (
+                made._cache._cache_file
+            )  # numba has no public way to say what a function depends on
             index._source_stamp = (index._source_stamp, *self._stamps)
         except (RuntimeError, AttributeError, KeyError):
             made = numba.njit(**options)(self._function)

@@ -55,11 +55,14 @@ TABLE_KNOTS: Final = 33
 
 
 class AnalyticWindow(AdaptiveWindow):
-    """The window that maximises equation 1 of the on-the-fly paper, beta estimated over the last ``history`` rounds.
+    """The window that maximises equation 1 of the on-the-fly paper, beta estimated over the last
+    ``history`` rounds.
 
-    ``estimator``: ``ratio`` is equation 2, ``exact`` the maximum-likelihood root of equation 11, ``table`` its tabulated inverse (equation
-    12). ``costs``: ``profile`` takes a_q and b_p(gamma) from the latency profile, and so replays exactly; ``recent`` takes them from the
-    last ``history`` rounds' clock, as the paper does, and does not. After a history of windows 0 ``gamma_initial`` is tried anew."""
+    ``estimator``: ``ratio`` is equation 2, ``exact`` the maximum-likelihood root of equation 11,
+    ``table`` its tabulated inverse (equation 12). ``costs``: ``profile`` takes a_q and b_p(gamma)
+    from the latency profile, and so replays exactly; ``recent`` takes them from the last
+    ``history`` rounds' clock, as the paper does, and does not. After a history of windows 0
+    ``gamma_initial`` is tried anew."""
 
     kind: Literal["analytic"] = "analytic"
     history: Annotated[int, Field(ge=1, le=256)] = 6
@@ -71,20 +74,25 @@ class AnalyticWindow(AdaptiveWindow):
     @model_validator(mode="after")
     def _can_begin(self) -> Self:
         if self.gamma_initial == 0:
-            raise ValueError("gamma_initial 0 would never draft, and so never learn how much is accepted; use at least 1")
+            raise ValueError(
+                "gamma_initial 0 would never draft, and so never learn how much is accepted; use "
+                "at least 1"
+            )
         return self
 
 
 class FsmWindow(AdaptiveWindow):
-    """A saturating counter (on-the-fly paper, method 2): gamma + 1 if every drafted token was accepted, else gamma - 1."""
+    """A saturating counter (on-the-fly paper, method 2): gamma + 1 if every drafted token was
+    accepted, else gamma - 1."""
 
     kind: Literal["fsm"] = "fsm"
     gamma_min: Gamma = 0
 
 
 class CacheFsmWindow(AdaptiveWindow):
-    """The cache-enabled state machine (method 3): gamma + 1 if an accepted token is in the token cache (prompt and text before the round),
-    else gamma - 1; and 1 more if all drafted tokens were accepted."""
+    """The cache-enabled state machine (method 3): gamma + 1 if an accepted token is in the token
+    cache (prompt and text before the round), else gamma - 1; and 1 more if all drafted tokens were
+    accepted."""
 
     kind: Literal["cache_fsm"] = "cache_fsm"
     gamma_min: Gamma = 0
@@ -93,9 +101,11 @@ class CacheFsmWindow(AdaptiveWindow):
 class QLearningWindow(AdaptiveWindow):
     """Tabular Q-learning over windows (method 4, appendix B.4).
 
-    State: the last ``memory`` windows; action: the next window; reward: the share of drafted tokens accepted (``accepted``) or the expected
-    speed-up of what was emitted over its cost by the profile (``speed``). Epsilon-greedy with a counter-based generator seeded by ``seed``;
-    the table is carried from request to request within a session. ``artifact`` starts from a stored table, ``learn`` false freezes it."""
+    State: the last ``memory`` windows; action: the next window; reward: the share of drafted tokens
+    accepted (``accepted``) or the expected speed-up of what was emitted over its cost by the
+    profile (``speed``). Epsilon-greedy with a counter-based generator seeded by ``seed``; the table
+    is carried from request to request within a session. ``artifact`` starts from a stored table,
+    ``learn`` false freezes it."""
 
     kind: Literal["q_learning"] = "q_learning"
     seed: Annotated[int, Field(ge=0)] = 0
@@ -117,7 +127,7 @@ class Limits(NamedTuple):
     first: int
 
 
-# ------------------------------------------------------------------------------------------------------------ methods 2 and 3
+# ---------------------------------------------------------------------------------- methods 2 and 3
 
 
 @compiled(inline=True)
@@ -128,15 +138,15 @@ def fsm(gamma: int, num_drafted: int, num_accepted: int) -> int:
 
 @compiled(inline=True)
 def cache_fsm(gamma: int, num_drafted: int, num_accepted: int, num_cached: int) -> int:
-    """Method 3: :class:`CacheFsmWindow`'s next window, before its limits. With nothing drafted there is no accepted token to look up: one
-    more, or window 0 would be final."""
+    """Method 3: :class:`CacheFsmWindow`'s next window, before its limits. With nothing drafted
+    there is no accepted token to look up: one more, or window 0 would be final."""
     if num_drafted == 0:
         return gamma + 1
     gamma += 1 if num_cached > 0 else -1
     return gamma + 1 if num_accepted == num_drafted else gamma
 
 
-# -------------------------------------------------------------------------------------------------------------------- method 1
+# ----------------------------------------------------------------------------------------- method 1
 
 ROUND: Final = np.dtype(
     [("drafted", "i8"), ("accepted", "i8"), ("draft_ps", "i8"), ("verify_ps", "i8")]
@@ -161,9 +171,11 @@ SUMS: Final = np.dtype(
 class AnalyticRule(NamedTuple):
     """Method 1 with its costs resolved.
 
-    ``odds`` float64 [n]: the betas at which equation 1's argmax moves up, as beta / (1 - beta). ``expected`` int64 [gamma_max + 1, n]: the
-    accepted tokens (:data:`EVIDENCE_SCALE`) that the estimator's distribution expects at these betas of a round that drafted so many. With
-    ``recent`` costs the n betas are even over [0, 1], and ``verify_ps`` int64 [gamma_max + 1] is b_p up to a factor."""
+    ``odds`` float64 [n]: the betas at which equation 1's argmax moves up, as beta / (1 - beta).
+    ``expected`` int64 [gamma_max + 1, n]: the accepted tokens (:data:`EVIDENCE_SCALE`) that the
+    estimator's distribution expects at these betas of a round that drafted so many. With ``recent``
+    costs the n betas are even over [0, 1], and ``verify_ps`` int64 [gamma_max + 1] is b_p up to a
+    factor."""
 
     estimator: int
     recent: bool
@@ -174,7 +186,8 @@ class AnalyticRule(NamedTuple):
 
 
 class History(NamedTuple):
-    """The last rounds (a ring) and what is summed over them: ``evidence`` int64 [n] sums rows of :attr:`AnalyticRule.expected`."""
+    """The last rounds (a ring) and what is summed over them: ``evidence`` int64 [n] sums rows of
+    :attr:`AnalyticRule.expected`."""
 
     rounds: Records
     sums: Records
@@ -188,7 +201,9 @@ def forget(history: History) -> None:
         gone = history.rounds[i]
         gone.drafted = gone.accepted = gone.draft_ps = gone.verify_ps = 0
     s = history.sums[0]
-    s.slot = s.rounds = s.accepted = s.rejections = s.drafting = s.drafted = s.draft_ps = s.verify_ps = s.expected_ps = 0
+    s.slot = s.rounds = s.accepted = s.rejections = s.drafting = s.drafted = s.draft_ps = (
+        s.verify_ps
+    ) = s.expected_ps = 0
     history.evidence[:] = 0
 
 
@@ -204,8 +219,9 @@ def analytic(
 ) -> int:
     """Equation 1 at the beta of the last rounds.
 
-    With the profile's costs neither is computed: the argmax is a staircase in beta, and beta-hat exceeds a step iff more tokens were
-    accepted than the estimator's distribution expects at that step, so the window is the number of steps exceeded."""
+    With the profile's costs neither is computed: the argmax is a staircase in beta, and beta-hat
+    exceeds a step iff more tokens were accepted than the estimator's distribution expects at that
+    step, so the window is the number of steps exceeded."""
     sums = history.sums[0]
     oldest = history.rounds[sums.slot]
     gone = int(oldest.drafted)
@@ -257,8 +273,9 @@ def _clock(
 
 @compiled()
 def _recent_window(rule: AnalyticRule, limits: Limits, history: History, above: int) -> int:
-    """Equation 1 with a_q = mean draft time per drafted token and b_p(g) = known shape x its mean ratio to the clock, recently; more was
-    accepted than is expected at the ``above`` least betas."""
+    """Equation 1 with a_q = mean draft time per drafted token and b_p(g) = known shape x its mean
+    ratio to the clock, recently; more was accepted than is expected at the ``above`` least betas.
+    """
     sums = history.sums[0]
     if sums.verify_ps <= 0:
         return limits.first  # no clock ran: nothing to weigh
@@ -268,20 +285,23 @@ def _recent_window(rule: AnalyticRule, limits: Limits, history: History, above: 
         accepted = sums.accepted * EVIDENCE_SCALE
         beta = interpolated_beta(rule.estimator, history.evidence, accepted, above)
     a_q = sums.draft_ps / sums.drafted
-    return best_window_scalar(min(beta, rule.acc_max), a_q, rule.verify_ps, sums.verify_ps / sums.expected_ps, limits)
+    return best_window_scalar(
+        min(beta, rule.acc_max), a_q, rule.verify_ps, sums.verify_ps / sums.expected_ps, limits
+    )
 
 
 def even_betas(estimator: int, gamma_max: int) -> FloatArray:
-    """The betas between which :func:`interpolated_beta` finds another: a table's knots or, for equation 11, as many as leave it within 1e-6
-    of the root."""
+    """The betas between which :func:`interpolated_beta` finds another: a table's knots or, for
+    equation 11, as many as leave it within 1e-6 of the root."""
     knots = TABLE_KNOTS if estimator == TABLE else 8 * max(gamma_max, 8) + 1
     return np.linspace(0.0, 1.0, knots)
 
 
 @compiled()
 def interpolated_beta(estimator: int, evidence: IntArray, accepted: int, above: int) -> float:
-    """The beta that expects ``accepted``; 1 if there is none below. ``evidence`` is what :func:`even_betas` expect; ``above`` of them
-    expect less. Lagrange's polynomial through 2 of them (a table), or 4."""
+    """The beta that expects ``accepted``; 1 if there is none below. ``evidence`` is what
+    :func:`even_betas` expect; ``above`` of them expect less. Lagrange's polynomial through 2 of
+    them (a table), or 4."""
     last, points = len(evidence) - 1, 2 if estimator == TABLE else 4
     if above > last:
         return 1.0
@@ -297,12 +317,16 @@ def interpolated_beta(estimator: int, evidence: IntArray, accepted: int, above: 
 
 
 def truncated_excess(gamma_max: int, betas: FloatArray) -> FloatArray:
-    """mean(g, beta) - 1, the expected accepted tokens under equation 10 (equation 12 less 1), float64 [len(betas), gamma_max + 1].
+    """mean(g, beta) - 1, the expected accepted tokens under equation 10 (equation 12 less 1),
+    float64 [len(betas), gamma_max + 1].
 
-    Column g is sum_i i beta^i / sum_i beta^i over i = 0..g: equation 12 without its cancellation near 1. Rises strictly with beta for g >
-    0."""
+    Column g is sum_i i beta^i / sum_i beta^i over i = 0..g: equation 12 without its cancellation
+    near 1. Rises strictly with beta for g > 0."""
     powers = betas[:, None] ** np.arange(gamma_max + 1)
-    return np.asarray(np.cumsum(powers * np.arange(gamma_max + 1), axis=1) / np.cumsum(powers, axis=1), dtype=np.float64)
+    return np.asarray(
+        np.cumsum(powers * np.arange(gamma_max + 1), axis=1) / np.cumsum(powers, axis=1),
+        dtype=np.float64,
+    )
 
 
 def tabulated_excess(gamma_max: int, betas: FloatArray) -> FloatArray:
@@ -313,11 +337,13 @@ def tabulated_excess(gamma_max: int, betas: FloatArray) -> FloatArray:
 
 
 def window_thresholds(round_s: FloatArray, gamma_min: int, acc_max: float) -> FloatArray:
-    """Betas at which equation 1's argmax moves up: it exceeds ``gamma_min + k`` iff beta > thresholds[k].
+    """Betas at which equation 1's argmax moves up: it exceeds ``gamma_min + k`` iff beta >
+    thresholds[k].
 
-    ``round_s[g]`` = g a_q + b_p(g) for g = 0..gamma_max. For windows g < g' the ratio of expected emitted tokens Omega(beta, g') /
-    Omega(beta, g) rises with beta, so each pair crosses once and the argmax (ties to the smaller window) is a staircase in beta. Only the
-    steps reached at beta <= ``acc_max`` are returned, ascending."""
+    ``round_s[g]`` = g a_q + b_p(g) for g = 0..gamma_max. For windows g < g' the ratio of expected
+    emitted tokens Omega(beta, g') / Omega(beta, g) rises with beta, so each pair crosses once and
+    the argmax (ties to the smaller window) is a staircase in beta. Only the steps reached at beta
+    <= ``acc_max`` are returned, ascending."""
     high = np.full(len(round_s) - 1 - gamma_min, float(acc_max))
     reached = best_window(high, round_s, gamma_min) > gamma_min + np.arange(len(high))
     high = high[reached]
@@ -330,14 +356,20 @@ def window_thresholds(round_s: FloatArray, gamma_min: int, acc_max: float) -> Fl
 
 
 def best_window(betas: FloatArray, round_s: FloatArray, gamma_min: int = 0) -> IntArray:
-    """Equation 1: the window in gamma_min..gamma_max with the most expected tokens a second at each beta (ties: the smallest)."""
+    """Equation 1: the window in gamma_min..gamma_max with the most expected tokens a second at each
+    beta (ties: the smallest)."""
     omega = np.cumsum(betas[:, None] ** np.arange(len(round_s)), axis=1)
-    return np.asarray(gamma_min + np.argmax((omega / round_s)[:, gamma_min:], axis=1), dtype=np.int64)
+    return np.asarray(
+        gamma_min + np.argmax((omega / round_s)[:, gamma_min:], axis=1), dtype=np.int64
+    )
 
 
 @compiled()
-def best_window_scalar(beta: float, draft_s: float, verify_s: IntArray, scale: float, limits: Limits) -> int:
-    """Equation 1 for one beta: a_q = ``draft_s``, b_p(g) = ``scale * verify_s[g]``. Ties go to the smallest window."""
+def best_window_scalar(
+    beta: float, draft_s: float, verify_s: IntArray, scale: float, limits: Limits
+) -> int:
+    """Equation 1 for one beta: a_q = ``draft_s``, b_p(g) = ``scale * verify_s[g]``. Ties go to the
+    smallest window."""
     omega, power = 0.0, 1.0
     best, best_omega, best_cost = limits.gamma_min, -1.0, 1.0
     for g in range(limits.gamma_max + 1):
@@ -350,7 +382,7 @@ def best_window_scalar(beta: float, draft_s: float, verify_s: IntArray, scale: f
     return best
 
 
-# -------------------------------------------------------------------------------------------------------------------- method 4
+# ----------------------------------------------------------------------------------------- method 4
 
 LEARNED: Final = np.dtype([("draws", "i8"), ("state", "i8"), ("chosen_in", "i8")])
 """``draws`` of the generator so far; ``state``: the last windows as digits in base gamma_max + 1,
@@ -359,7 +391,8 @@ given."""
 
 
 class QLearningRule(NamedTuple):
-    """Method 4. ``rewards`` float64 [gamma_max + 1]: the speed reward per emitted token by drafted ones."""
+    """Method 4. ``rewards`` float64 [gamma_max + 1]: the speed reward per emitted token by drafted
+    ones."""
 
     memory: int
     learns: bool
@@ -372,7 +405,8 @@ class QLearningRule(NamedTuple):
 
 
 class Learner(NamedTuple):
-    """``now`` (:data:`LEARNED`) and ``q`` float64 [states, actions]; action a is the window gamma_min + a."""
+    """``now`` (:data:`LEARNED`) and ``q`` float64 [states, actions]; action a is the window
+    gamma_min + a."""
 
     now: Records
     q: FloatArray
@@ -380,7 +414,8 @@ class Learner(NamedTuple):
 
 @compiled(inline=True)
 def begin_learning(rule: QLearningRule, limits: Limits, learner: Learner) -> None:
-    """Starts a request, in place. Its first window is given, not chosen, so nothing is learned of it."""
+    """Starts a request, in place. Its first window is given, not chosen, so nothing is learned of
+    it."""
     now = learner.now[0]
     now.chosen_in = -1
     now.state = limits.first if rule.memory == 1 else limits.first * (limits.gamma_max + 2)
@@ -395,9 +430,11 @@ def q_learning(
     num_drafted: int,
     num_accepted: int,
 ) -> int:
-    """Algorithm 2: the reward of the window just run, then the next action. Q(s, a) += rate (r + discount max Q(s', .) - Q(s, a)).
+    """Algorithm 2: the reward of the window just run, then the next action. Q(s, a) += rate (r +
+    discount max Q(s', .) - Q(s, a)).
 
-    Greedy ties go to the smallest window; with probability epsilon, while learning, the action is drawn evenly."""
+    Greedy ties go to the smallest window; with probability epsilon, while learning, the action is
+    drawn evenly."""
     now, q = learner.now[0], learner.q
     size, actions = limits.gamma_max + 1, q.shape[1]
     before = int(now.chosen_in)
@@ -409,7 +446,9 @@ def q_learning(
         else:
             reward = num_accepted / num_drafted if num_drafted > 0 else 0.0
         action = gamma - limits.gamma_min
-        q[before, action] += rule.rate * (reward + rule.discount * q[state, best] - q[before, action])
+        q[before, action] += rule.rate * (
+            reward + rule.discount * q[state, best] - q[before, action]
+        )
         if before == state:
             best = _best_action(q, state)
     if rule.learns and hash_uniform(rule.key, 2 * now.draws) < rule.epsilon:

@@ -1,4 +1,5 @@
-"""A policy made ready to run: its window and stop compiled, its costs resolved, its draft known to exist."""
+"""A policy made ready to run: its window and stop compiled, its costs resolved, its draft known to
+exist."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:  # holds tensors
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A policy compiled, for one pair and device: what the loop swaps. Its state is the session's (:mod:`runtime.session`)."""
+    """A policy compiled, for one pair and device: what the loop swaps. Its state is the session's
+    (:mod:`runtime.session`)."""
 
     policy: Policy
     policy_id: str
@@ -35,7 +37,8 @@ class Plan:
     """How trees grow at temperature 0 and above; None without a draft."""
     shortlist: ShortlistRule | None = field(default=None, compare=False)
     shortlists: Shortlists | None = field(default=None, compare=False)
-    """:attr:`shortlist` for the pair as it is loaded, made aside (:func:`runtime.decoder.prepare_for`)."""
+    """:attr:`shortlist` for the pair as it is loaded, made aside
+    (:func:`runtime.decoder.prepare_for`)."""
 
     @property
     def candidates(self) -> tuple[Plan, ...]:
@@ -52,12 +55,18 @@ def check_verifier(policy: Policy, verifier: Verifier, sampling: Sampling) -> No
     """Raises PolicyError where a policy and a verifier would bias the text."""
     if verifier == "rejection" and not sampling.greedy and policy.is_tree:
         raise PolicyError(
-            f"growth {policy.growth.kind}: the rejection verifier is for chains (it would need to know how siblings were drawn); use the "
+            f"growth {policy.growth.kind}: the rejection verifier is for chains (it would need to "
+            "know how siblings were drawn); use the "
             "coupled verifier"
         )
-    if verifier == "rejection" and not sampling.greedy and not getattr(policy.stop, "keep_last", True):
+    if (
+        verifier == "rejection"
+        and not sampling.greedy
+        and not getattr(policy.stop, "keep_last", True)
+    ):
         raise PolicyError(
-            "stop.keep_last false discards a sampled token because of its probability, which the rejection verifier cannot make "
+            "stop.keep_last false discards a sampled token because of its probability, which the "
+            "rejection verifier cannot make "
             "lossless; use the coupled verifier or keep_last true"
         )
 
@@ -76,14 +85,28 @@ def compile_plan(
         raise PolicyError(f"draft: this pair has no draft {policy.draft!r}; it has: {known}")
     rules = None
     if policy.speculates:
-        rules = compile_tree(policy, sampled=False, artifacts=artifacts), compile_tree(policy, sampled=True, artifacts=artifacts)
-    shortlist = compile_shortlist(policy, artifacts) if policy.shortlisted and policy.speculates else None
-    costs = window_costs(profile, policy, rules, shortlist) if policy.needs_profile and profile is not None else None
+        rules = (
+            compile_tree(policy, sampled=False, artifacts=artifacts),
+            compile_tree(policy, sampled=True, artifacts=artifacts),
+        )
+    shortlist = (
+        compile_shortlist(policy, artifacts) if policy.shortlisted and policy.speculates else None
+    )
+    costs = (
+        window_costs(profile, policy, rules, shortlist)
+        if policy.needs_profile and profile is not None
+        else None
+    )
     if policy.needs_profile and costs is None:
-        raise PolicyError(f"window.{policy.window.kind} needs measured costs: run `profile` for this pair and device first")
+        raise PolicyError(
+            f"window.{policy.window.kind} needs measured costs: run `profile` for this pair and "
+            "device first"
+        )
     q_table = None
     if getattr(policy.window, "artifact", None) is not None:
-        q_table = read_artifact(policy, "window", Q_TABLE, artifacts, lambda _, arrays: arrays["values"])
+        q_table = read_artifact(
+            policy, "window", Q_TABLE, artifacts, lambda _, arrays: arrays["values"]
+        )
     return Plan(
         policy=policy,
         policy_id=policy.id,

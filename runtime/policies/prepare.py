@@ -22,9 +22,12 @@ def prepare(
     """Compiles a policy for a pair whose drafts are ``drafts``.
 
     ``artifacts`` finds what the policy names that was fitted. Raises PolicyError when the draft is
-    unknown, the window needs costs and there is no profile, or an artifact cannot be had, has another
-    shape or was fitted on another draft. Of a chooser all that holds for each of its candidates.
+    unknown, the window needs costs and there is no profile, or an artifact cannot be had, has
+    another shape or was fitted on another draft. Of a chooser all that holds for each of its
+    candidates.
     """
     if isinstance(policy, ChooserPolicy):
-        return prepare_chooser(policy, drafts, profile=profile, version=version, artifacts=artifacts)
+        return prepare_chooser(
+            policy, drafts, profile=profile, version=version, artifacts=artifacts
+        )
     return compile_plan(policy, drafts, profile=profile, version=version, artifacts=artifacts)

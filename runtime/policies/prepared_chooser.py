@@ -1,7 +1,8 @@
-"""A chooser of drafts made ready to decode with: its candidates prepared, its costs resolved, its choice for one prompt.
+"""A chooser of drafts made ready to decode with: its candidates prepared, its costs resolved, its
+choice for one prompt.
 
-Fitting predicts the accuracies of every recorded prompt and keeps them with the artifact, so that a replay decides as a decoder does,
-by the same costs, without a model to read prompts with.
+Fitting predicts the accuracies of every recorded prompt and keeps them with the artifact, so that a
+replay decides as a decoder does, by the same costs, without a model to read prompts with.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import LatencyProfile, Sampling
 
 PREDICTED: Final = "recorded"
-"""The array, float64 [prompts, drafts], of accuracies predicted when it was fitted; the document's list of this name says of whom."""
+"""The array, float64 [prompts, drafts], of accuracies predicted when it was fitted; the document's
+list of this name says of whom."""
 
 
 def prompt_key(ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
@@ -63,31 +65,50 @@ class ChooserPlan:
 
     def of_prompt(self, prompt: Prompt, new_tokens: int, sampling: Sampling) -> Plan:
         """The plan for a prompt that is to be answered with up to ``new_tokens`` tokens."""
-        return self._decided(self.chooser.accuracies(self.chooser.features.transform([prompt])), prompt.tokens, new_tokens, sampling)
+        return self._decided(
+            self.chooser.accuracies(self.chooser.features.transform([prompt])),
+            prompt.tokens,
+            new_tokens,
+            sampling,
+        )
 
-    def of_recorded(self, ids: Sequence[int] | npt.NDArray[np.integer], new_tokens: int, sampling: Sampling) -> Plan:
-        """The same for a prompt of the recording that the chooser was fitted to. Raises TraceError for any other."""
+    def of_recorded(
+        self, ids: Sequence[int] | npt.NDArray[np.integer], new_tokens: int, sampling: Sampling
+    ) -> Plan:
+        """The same for a prompt of the recording that the chooser was fitted to. Raises TraceError
+        for any other."""
         if self.single is not None:
             return self.single
         found = self.predicted.get(prompt_key(ids))
         if found is None:
             raise TraceError(
-                "the chooser was fitted to another recording, and only the pair's models can tell what it chooses for prompts of this one: "
-                "`fit chooser --recording ID` on this one, or execute the policy (`run --policy POLICY`)"
+                "the chooser was fitted to another recording, and only the pair's models can tell "
+                "what it chooses for prompts of this one: "
+                "`fit chooser --recording ID` on this one, or execute the policy (`run --policy "
+                "POLICY`)"
             )
         return self._decided(found[None], len(ids), new_tokens, sampling)
 
-    def _decided(self, alphas: npt.NDArray[np.float64], tokens: int, new_tokens: int, sampling: Sampling) -> Plan:
+    def _decided(
+        self, alphas: npt.NDArray[np.float64], tokens: int, new_tokens: int, sampling: Sampling
+    ) -> Plan:
         options = self.options[int(not sampling.greedy)]
-        return self.plans[self.chooser.drafts[int(self.chooser.decide(alphas, options, [tokens], [new_tokens])[0])]]
+        return self.plans[
+            self.chooser.drafts[
+                int(self.chooser.decide(alphas, options, [tokens], [new_tokens])[0])
+            ]
+        ]
 
 
 AnyPlan = Plan | ChooserPlan
 """A policy document compiled: a plan, or what takes one for each request."""
 
 
-def stored_chooser(policy: ChooserPolicy, artifacts: Artifacts | None) -> tuple[Chooser, dict[str, npt.NDArray[np.float64]]]:
-    """The chooser that a policy names, and what it predicted of recorded prompts (:attr:`ChooserPlan.predicted`).
+def stored_chooser(
+    policy: ChooserPolicy, artifacts: Artifacts | None
+) -> tuple[Chooser, dict[str, npt.NDArray[np.float64]]]:
+    """The chooser that a policy names, and what it predicted of recorded prompts
+    (:attr:`ChooserPlan.predicted`).
 
     Raises PolicyError where there is none, or it lacks a candidate's weights.
     """
@@ -126,27 +147,36 @@ def prepare_chooser(
     version: int = 0,
     artifacts: Artifacts | None = None,
 ) -> ChooserPlan:
-    """:func:`runtime.policies.prepare.prepare` for a chooser: every candidate that may decode is prepared.
+    """:func:`runtime.policies.prepare.prepare` for a chooser: every candidate that may decode is
+    prepared.
 
-    Raises PolicyError where the artifact is missing or no chooser, a candidate cannot be prepared, the pair lacks the draft that reads
-    prompts, or there is no profile to weigh the drafts by.
+    Raises PolicyError where the artifact is missing or no chooser, a candidate cannot be prepared,
+    the pair lacks the draft that reads prompts, or there is no profile to weigh the drafts by.
     """
     chooser, predicted = stored_chooser(policy, artifacts)
     if chooser.reader not in (None, TARGET, *drafts):
         raise PolicyError(
-            f"draft.artifact: the chooser reads prompts with draft {chooser.reader!r}, which this pair lacks (it has: "
+            f"draft.artifact: the chooser reads prompts with draft {chooser.reader!r}, which this "
+            "pair lacks (it has: "
             f"{', '.join(sorted(drafts))}); fit one for it: `fit chooser --recording ID`"
         )
     if chooser.chooses and profile is None:
-        raise PolicyError("draft.ols weighs drafts by measured costs: run `profile` for this pair and device first")
+        raise PolicyError(
+            "draft.ols weighs drafts by measured costs: run `profile` for this pair and "
+            "device first"
+        )
     ready: dict[str, Plan] = {}
     for name, candidate in chooser.used.items():
         try:
-            ready[name] = compile_plan(candidate, drafts, profile=profile, version=version, artifacts=artifacts)
+            ready[name] = compile_plan(
+                candidate, drafts, profile=profile, version=version, artifacts=artifacts
+            )
         except PolicyError as error:
             raise PolicyError(f"draft.artifact: candidate {name!r}: {error}") from None
     options: tuple[tuple[Option, ...], ...] = ()
     if chooser.chooses:
         assert profile is not None
-        options = tuple(chooser.options(profile, sampled=sampled, ready=ready) for sampled in (False, True))
+        options = tuple(
+            chooser.options(profile, sampled=sampled, ready=ready) for sampled in (False, True)
+        )
     return ChooserPlan(policy, chooser, ready, options, predicted, version)

@@ -101,11 +101,13 @@ class PromptFeatures:
         return np.asarray(out / np.where(lengths > 0, lengths, 1.0), dtype=np.float64)
 
     def projected(self, texts: Sequence[str]) -> FloatArray:
-        """TF-IDF in k dimensions: scikit-learn's ``TruncatedSVD.transform`` of it, float64 [n, k]."""
+        """TF-IDF in k dimensions: scikit-learn's ``TruncatedSVD.transform`` of it, float64 [n,
+        k]."""
         return np.asarray(self.tfidf(texts) @ self.components.T, dtype=np.float64)
 
     def transform(self, prompts: Sequence[Prompt]) -> FloatArray:
-        """The vectors u, float64 [n, r]. What is not known of a prompt (a perplexity of NaN) is taken to be the fitted mean."""
+        """The vectors u, float64 [n, r]. What is not known of a prompt (a perplexity of NaN) is
+        taken to be the fitted mean."""
         raw = np.concatenate(
             [raw_scalars(prompts), self.projected([p.text for p in prompts])], axis=1
         )

@@ -49,7 +49,8 @@ def _refuse_excess_of(value: Any) -> None:
     if isinstance(value, str):
         if len(value) > TEXT_LIMIT:
             raise ValueError(
-                f"a text of {len(value)} characters is too long; the limit is {TEXT_LIMIT} (it begins {value[:20]!r})"
+                f"a text of {len(value)} characters is too long; the limit is {TEXT_LIMIT} (it "
+                f"begins {value[:20]!r})"
             )
         if not value.isprintable():
             raise ValueError(f"the text {value!a} has characters that cannot be printed")

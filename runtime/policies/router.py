@@ -42,7 +42,8 @@ class Router:
         wanted = {"w1": [hidden, inputs], "b1": [hidden], "w2": [count, hidden], "b2": [count]}
         if shapes != wanted or min(hidden, count, inputs) < 1:
             raise ValueError(
-                f"router weights must be w1 [hidden, d_r], b1 [hidden], w2 [M, hidden] and b2 [M], not {shapes}"
+                "router weights must be w1 [hidden, d_r], b1 [hidden], w2 [M, hidden] and b2 [M], "
+                f"not {shapes}"
             )
         for name, w in weights.items():
             if w.dtype != torch.float32 or not bool(torch.isfinite(w).all()):
@@ -75,7 +76,8 @@ class Router:
         x = torch.cat((embedding, previous), -1).float()
         if x.shape[-1] != self.inputs:
             raise ValueError(
-                f"a router of {self.inputs} inputs cannot read embeddings of {embedding.shape[-1]} and states of {previous.shape[-1]}"
+                f"a router of {self.inputs} inputs cannot read embeddings of {embedding.shape[-1]} "
+                f"and states of {previous.shape[-1]}"
             )
         linear = torch.nn.functional.linear
         return linear(linear(x, self.w1, self.b1).relu_(), self.w2, self.b2)
@@ -106,7 +108,8 @@ class Router:
 
 
 def top_clusters(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """The ``k`` clusters of highest score of every row of ``scores`` [n, M], best first, ties by lower number; int64 [n, min(k, M)]."""
+    """The ``k`` clusters of highest score of every row of ``scores`` [n, M], best first, ties by
+    lower number; int64 [n, min(k, M)]."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
@@ -123,11 +126,13 @@ class Routing:
     def __post_init__(self) -> None:
         if self.router.clusters != self.clusters.count:
             raise ValueError(
-                f"the router scores {self.router.clusters} clusters, but there are {self.clusters.count}"
+                f"the router scores {self.router.clusters} clusters, but there are "
+                f"{self.clusters.count}"
             )
 
     def to_document(self) -> tuple[Document, Arrays]:
-        """(JSON-ready document, arrays) for an artifact of a router; :meth:`from_document` reads them."""
+        """(JSON-ready document, arrays) for an artifact of a router; :meth:`from_document` reads
+        them."""
         of_router, weights = self.router.to_document()
         of_clusters, partition = self.clusters.to_document()
         return {**of_router, **of_clusters, "head": self.head}, {**weights, **partition}
@@ -136,11 +141,13 @@ class Routing:
     def from_document(
         cls, document: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
     ) -> Routing:
-        """The routing of :meth:`to_document`, weights on the CPU. Raises ValueError for anything else."""
+        """The routing of :meth:`to_document`, weights on the CPU. Raises ValueError for anything
+        else."""
         head = document.get("head")
         if not isinstance(head, str):
             raise ValueError(
-                "not a router: its document lacks head, the hash of the output head that its clusters were fitted on"
+                "not a router: its document lacks head, the hash of the output head that its "
+                "clusters were fitted on"
             )
         return cls(
             Router.from_document(document, arrays), Clusters.from_document(document, arrays), head

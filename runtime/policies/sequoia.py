@@ -47,24 +47,34 @@ class StaticGrowth(Block):
 
 @dataclass(frozen=True)
 class StaticLevel:
-    """One level of a static tree: for each node its place among the level's possible ones (the parent's place in the frontier * k +
-    rank), and which of the nodes are expanded, as indices into ``places``."""
+    """One level of a static tree: for each node its place among the level's possible ones (the
+    parent's place in the frontier * k + rank), and which of the nodes are expanded, as indices into
+    ``places``."""
 
     places: tuple[int, ...]
     expanded: tuple[int, ...]
 
 
 def static_levels(paths: Sequence[Sequence[int]]) -> tuple[int, tuple[StaticLevel, ...]]:
-    """(children read of each distribution, levels) of a static tree given as rank paths, each with all its beginnings."""
+    """(children read of each distribution, levels) of a static tree given as rank paths, each with
+    all its beginnings."""
     width = 1 + max(rank for path in paths for rank in path)
     known = {tuple(p) for p in paths}
     expanded = {p[:-1] for p in known}
     levels: list[StaticLevel] = []
     frontier: list[tuple[int, ...]] = [()]
     while frontier:
-        children = [(f * width + rank, (*p, rank)) for f, p in enumerate(frontier) for rank in range(width) if (*p, rank) in known]
+        children = [
+            (f * width + rank, (*p, rank))
+            for f, p in enumerate(frontier)
+            for rank in range(width)
+            if (*p, rank) in known
+        ]
         frontier = [path for _, path in children if path in expanded]
         levels.append(
-            StaticLevel(tuple(place for place, _ in children), tuple(i for i, (_, path) in enumerate(children) if path in expanded))
+            StaticLevel(
+                tuple(place for place, _ in children),
+                tuple(i for i, (_, path) in enumerate(children) if path in expanded),
+            )
         )
     return width, tuple(levels)

@@ -1,5 +1,5 @@
-"""A policy's shortlist block compiled: how much of the vocabulary each draft step evaluates. Drafting by it is
-:mod:`runtime.shortlists`'s; replay needs no tensors.
+"""A policy's shortlist block compiled: how much of the vocabulary each draft step evaluates.
+Drafting by it is :mod:`runtime.shortlists`'s; replay needs no tensors.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # its weights are tensors
 
 @dataclass(frozen=True, eq=False)
 class ShortlistRule:
-    """A policy's shortlist block with the artifact it names: ``frequencies`` for kinds ``frequency`` and ``position_frequency``,
-    ``routing`` for ``clusters``."""
+    """A policy's shortlist block with the artifact it names: ``frequencies`` for kinds
+    ``frequency`` and ``position_frequency``, ``routing`` for ``clusters``."""
 
     block: FrequencyShortlist | PositionFrequencyShortlist | ClustersShortlist
     draft: str
@@ -39,7 +39,8 @@ class ShortlistRule:
         return self.routing is not None
 
     def budget(self, step: int) -> int:
-        """Tokens, or clusters, of draft step ``step``, counted from 0 within a round (equation 3; appendix A.3)."""
+        """Tokens, or clusters, of draft step ``step``, counted from 0 within a round (equation 3;
+        appendix A.3)."""
         block = self.block
         if isinstance(block, FrequencyShortlist):
             return block.size
@@ -48,18 +49,22 @@ class ShortlistRule:
         return cluster_budget(step, block.k0, block.k1, block.k_min)
 
     def check_head(self, found: str) -> None:
-        """Raises PolicyError when ``found``, the hash of the draft's output head, is not that of the head the router was fitted on."""
+        """Raises PolicyError when ``found``, the hash of the draft's output head, is not that of
+        the head the router was fitted on."""
         if self.routing is not None and found != self.routing.head:
             raise PolicyError(
-                f"shortlist.artifact: {self.block.artifact} was fitted on another output head (hash {self.routing.head}) than draft "
-                f"{self.draft!r} has here (hash {found}); `fit router --recording ID --draft {self.draft}` makes one"
+                f"shortlist.artifact: {self.block.artifact} was fitted on another output head "
+                f"(hash {self.routing.head}) than draft "
+                f"{self.draft!r} has here (hash {found}); `fit router --recording ID --draft "
+                f"{self.draft}` makes one"
             )
 
 
 def compile_shortlist(policy: Policy, artifacts: Artifacts | None) -> ShortlistRule | None:
     """The rule of a policy's shortlist; None where the draft evaluates its whole head.
 
-    Raises PolicyError when the artifact is missing, malformed, of another kind, or was fitted on another draft.
+    Raises PolicyError when the artifact is missing, malformed, of another kind, or was fitted on
+    another draft.
     """
     block = policy.shortlist
     if isinstance(block, FullShortlist):
@@ -67,6 +72,12 @@ def compile_shortlist(policy: Policy, artifacts: Artifacts | None) -> ShortlistR
     if isinstance(block, ClustersShortlist):
         from spectune.runtime.policies.router import Routing
 
-        return ShortlistRule(block, policy.draft, routing=read_artifact(policy, "shortlist", ROUTER, artifacts, Routing.from_document))
-    frequencies = read_artifact(policy, "shortlist", FREQUENCIES, artifacts, Frequencies.from_document)
+        return ShortlistRule(
+            block,
+            policy.draft,
+            routing=read_artifact(policy, "shortlist", ROUTER, artifacts, Routing.from_document),
+        )
+    frequencies = read_artifact(
+        policy, "shortlist", FREQUENCIES, artifacts, Frequencies.from_document
+    )
     return ShortlistRule(block, policy.draft, frequencies=frequencies)

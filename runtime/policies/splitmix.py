@@ -1,4 +1,5 @@
-"""splitmix64 as a counter-based generator: numbers that are pure functions of a key and a counter, alike in Python and compiled code."""
+"""splitmix64 as a counter-based generator: numbers that are pure functions of a key and a counter,
+alike in Python and compiled code."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from spectune.runtime.policies.jit import compiled
 
 @compiled(inline=True)
 def mix64(x: np.uint64) -> np.uint64:
-    """splitmix64's finaliser: a bijection of 64-bit words whose every output bit depends on every input bit."""
+    """splitmix64's finaliser: a bijection of 64-bit words whose every output bit depends on every
+    input bit."""
     z = np.uint64(x)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -18,6 +20,7 @@ def mix64(x: np.uint64) -> np.uint64:
 
 @compiled(inline=True)
 def hash_uniform(key: int, counter: int) -> float:
-    """A number in [0, 1) that is a pure function of both arguments: splitmix64's ``counter``-th output from ``key``."""
+    """A number in [0, 1) that is a pure function of both arguments: splitmix64's ``counter``-th
+    output from ``key``."""
     z = np.uint64(key) + np.uint64(counter + 1) * np.uint64(0x9E3779B97F4A7C15)
     return np.float64(mix64(z) >> np.uint64(11)) * 1.1102230246251565e-16

@@ -38,7 +38,9 @@ class NoStop(Block):
 
 
 class _Stop(Block):
-    keep_last: bool = Field(default=True, description="whether the token that triggers the stop stays in the draft")
+    keep_last: bool = Field(
+        default=True, description="whether the token that triggers the stop stays in the draft"
+    )
 
 
 class MaxProbStop(_Stop):
@@ -68,7 +70,9 @@ class EntropyStop(_Stop):
     scale: Annotated[float, Field(gt=0.0, le=100.0)] = 0.2
 
 
-Stop = Annotated[Union[NoStop, MaxProbStop, JointProbStop, EntropyStop], Field(discriminator="kind")]
+Stop = Annotated[
+    Union[NoStop, MaxProbStop, JointProbStop, EntropyStop], Field(discriminator="kind")
+]
 
 
 class CompiledStop(NamedTuple):
@@ -96,7 +100,9 @@ def compile_stop(stop: Stop, *, scale: int = NAT_SCALE) -> CompiledStop:
     limit = NEVER
     if isinstance(stop, EntropyStop):
         if stop.threshold > 0.0:
-            limit = min(NEVER, math.floor((1.0 - stop.threshold) ** 2 / stop.scale * scale + _SLACK))
+            limit = min(
+                NEVER, math.floor((1.0 - stop.threshold) ** 2 / stop.scale * scale + _SLACK)
+            )
         return CompiledStop(STOP_ENTROPY, max_entropy_code=limit, keep_last=stop.keep_last)
     if stop.threshold > 0.0:
         limit = math.floor(-math.log(stop.threshold) * scale + _SLACK)
@@ -107,5 +113,10 @@ def compile_stop(stop: Stop, *, scale: int = NAT_SCALE) -> CompiledStop:
 
 @compiled()
 def should_stop(stop: CompiledStop, logp_code: int, joint_code: int, entropy_code: int) -> bool:
-    """Whether a chain ends at a proposal with these codes; ``joint_code`` sums the chain's logp codes, this one's included."""
-    return logp_code > stop.max_logp_code or joint_code > stop.max_joint_code or entropy_code > stop.max_entropy_code
+    """Whether a chain ends at a proposal with these codes; ``joint_code`` sums the chain's logp
+    codes, this one's included."""
+    return (
+        logp_code > stop.max_logp_code
+        or joint_code > stop.max_joint_code
+        or entropy_code > stop.max_entropy_code
+    )

@@ -40,5 +40,6 @@ def check_sizes(what: str, document: Mapping[str, Any], **sizes: int) -> None:
     for name, size in sizes.items():
         if document.get(name) != size:
             raise ValueError(
-                f"not a {what}: its document says {name} {document.get(name)!r}, its arrays have {size}"
+                f"not a {what}: its document says {name} {document.get(name)!r}, its arrays "
+                f"have {size}"
             )

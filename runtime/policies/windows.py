@@ -87,7 +87,8 @@ _ESTIMATORS: Final = {"ratio": RATIO, "exact": EXACT, "table": TABLE}
 
 @dataclass(frozen=True)
 class WindowCosts:
-    """Definition 1 of the on-the-fly paper: ``draft_step_s`` is a_q, ``verify_s[g]`` is b_p(g) for g = 0..gamma_max, in seconds."""
+    """Definition 1 of the on-the-fly paper: ``draft_step_s`` is a_q, ``verify_s[g]`` is b_p(g) for
+    g = 0..gamma_max, in seconds."""
 
     draft_step_s: float
     verify_s: tuple[float, ...]
@@ -126,7 +127,8 @@ class CompiledWindow(NamedTuple):
 
 
 class WindowState(NamedTuple):
-    """What a window has learned: ``gamma`` int64 [1], the window of the next round, and what its kind needs beside."""
+    """What a window has learned: ``gamma`` int64 [1], the window of the next round, and what its
+    kind needs beside."""
 
     gamma: IntArray
     history: History
@@ -159,7 +161,8 @@ def advance(
     draft_s: float = 0.0,
     verify_s: float = 0.0,
 ) -> None:
-    """Learns, in place, from one round with 0 <= num_accepted <= num_drafted <= gamma_max; seconds are read by ``recent`` costs alone."""
+    """Learns, in place, from one round with 0 <= num_accepted <= num_drafted <= gamma_max; seconds
+    are read by ``recent`` costs alone."""
     kind, limits, gamma = window.kind, window.limits, int(state.gamma[0])
     if kind == FIXED:
         return
@@ -204,13 +207,19 @@ def compile_window(
     or do not fit.
     """
     if isinstance(window, (FixedWindow, ByBatchWindow)):
-        gamma = window.gamma if isinstance(window, FixedWindow) else window.at(1)  # one request at a time
+        gamma = (
+            window.gamma if isinstance(window, FixedWindow) else window.at(1)
+        )  # one request at a time
         return CompiledWindow(FIXED, Limits(gamma, gamma, gamma))
     if isinstance(window, HeuristicWindow):
-        return CompiledWindow(HEURISTIC, Limits(1, window.gamma_max, window.first), carries=not window.transient)
+        return CompiledWindow(
+            HEURISTIC, Limits(1, window.gamma_max, window.first), carries=not window.transient
+        )
     limits = Limits(window.gamma_min, window.gamma_max, window.first)
     if isinstance(window, AnalyticWindow):
-        return CompiledWindow(ANALYTIC, limits, analytic=_analytic_rule(window, costs), history=window.history)
+        return CompiledWindow(
+            ANALYTIC, limits, analytic=_analytic_rule(window, costs), history=window.history
+        )
     if isinstance(window, QLearningWindow):
         rule, table = _learning_rule(window, costs), _first_table(window, q_table)
         return CompiledWindow(Q_LEARNING, limits, q_learning=rule, q=table, carries=True)
@@ -225,12 +234,14 @@ def _need_costs(
     """(gamma a_q + b_p(gamma), b_p(gamma)), float64 [gamma_max + 1] each."""
     if costs is None:
         raise PolicyError(
-            f"window.{window.kind} needs measured costs: run `profile` for this pair and device first"
+            f"window.{window.kind} needs measured costs: run `profile` for this pair and "
+            "device first"
         )
     size = window.gamma_max + 1
     if len(costs.verify_s) < size:
         raise PolicyError(
-            f"window.{window.kind} needs verification costs up to gamma {window.gamma_max}, got up to {len(costs.verify_s) - 1}"
+            f"window.{window.kind} needs verification costs up to gamma {window.gamma_max}, got up "
+            f"to {len(costs.verify_s) - 1}"
         )
     verify_s = np.array(costs.verify_s[:size])
     return np.arange(size) * costs.draft_step_s + verify_s, verify_s
@@ -244,7 +255,8 @@ def _analytic_rule(window: AnalyticWindow, costs: WindowCosts | None) -> Analyti
     )
     excess = truncated_excess if rule.estimator == EXACT else tabulated_excess
     if rule.recent:
-        # Without a profile b_p is taken to be the same for every window, as recent rounds alone cannot tell.
+        # Without a profile b_p is taken to be the same for every window, as recent rounds alone
+        # cannot tell.
         shape = np.ones(window.gamma_max + 1)
         if costs is not None:
             shape = np.round(_need_costs(costs, window)[1] * PS)
@@ -255,7 +267,8 @@ def _analytic_rule(window: AnalyticWindow, costs: WindowCosts | None) -> Analyti
         rule = rule._replace(odds=betas / (1.0 - betas))
     if rule.estimator == RATIO:
         return rule
-    # beta-hat > beta_k iff more was accepted than the estimator's distribution expects at beta_k, for it rises with beta.
+    # beta-hat > beta_k iff more was accepted than the estimator's distribution expects at beta_k,
+    # for it rises with beta.
     expected = np.round(excess(window.gamma_max, betas) * EVIDENCE_SCALE).astype(np.int64)
     return rule._replace(expected=np.ascontiguousarray(expected.T))
 
@@ -293,6 +306,7 @@ def _first_table(window: QLearningWindow, q_table: npt.ArrayLike | None) -> Floa
         raise PolicyError(f"{what} has shape {table.shape}, this window needs {shape}")
     if table.dtype.kind not in "fiu" or not np.isfinite(table).all():
         raise PolicyError(
-            f"{what} must hold finite numbers; learn another (`simulate --policy POLICY --keep-q-table`)"
+            f"{what} must hold finite numbers; learn another (`simulate --policy POLICY "
+            "--keep-q-table`)"
         )
     return np.ascontiguousarray(table, dtype=np.float64)

@@ -154,8 +154,12 @@ class Experiment:
         made = list(self._decoded(prompt, budget, sampling, StaticSource(cell.plan)))[1:]
         self.checked += [(number, measured(one, cell, len(prompt), sampling)) for one in made]
 
-    def _decoded(self, prompt: list[int], budget: int, sampling: Sampling, source: StaticSource) -> Iterator[Round]:
-        request = DecodeRequest("profile", prompt, sampling, int(self.rng.integers(1 << 31)), budget)
+    def _decoded(
+        self, prompt: list[int], budget: int, sampling: Sampling, source: StaticSource
+    ) -> Iterator[Round]:
+        request = DecodeRequest(
+            "profile", prompt, sampling, int(self.rng.integers(1 << 31)), budget
+        )
         return decode_rounds(self.backend, request, source, self.clock)
 
     def prefill(self, draft: str, rows: int) -> None:
@@ -283,7 +287,10 @@ def _shortlists(pair: LoadedPair, name: str, gamma_max: int) -> Iterator[Cell]:
         return
     policy = Policy(draft=name, window=FixedWindow(gamma=min(6, gamma_max)))
     model = pair.models[name]
-    full, kind = compile_plan(policy, pair.draft_names), RoundKind.of(policy, tree=name not in pair.chain_drafts)
+    full, kind = (
+        compile_plan(policy, pair.draft_names),
+        RoundKind.of(policy, tree=name not in pair.chain_drafts),
+    )
     vocab = np.arange(model.vocab_size)
     order = np.concatenate([model.output.ids, np.setdiff1d(vocab, model.output.ids)])
     frequencies = Frequencies(order.astype(np.int64))
@@ -291,13 +298,23 @@ def _shortlists(pair: LoadedPair, name: str, gamma_max: int) -> Iterator[Cell]:
     routing = replace(_routing(model.hidden_size, embedding, rows), head=model.output.hash)
     for size in sorted({max(1, rows // share) for share in SHARES}):
         fixed = FrequencyShortlist(size=size, artifact="profile")
-        yield _shortlisted(pair, full, ShortlistRule(fixed, name, frequencies=frequencies), kind, size)
+        yield _shortlisted(
+            pair, full, ShortlistRule(fixed, name, frequencies=frequencies), kind, size
+        )
         k = max(1, round(CLUSTERS * size / rows))
         routed = ClustersShortlist(k0=k, k1=k, k_min=k, artifact="profile")
-        yield _shortlisted(pair, full, ShortlistRule(routed, name, routing=routing), kind._replace(routed=True), size)
+        yield _shortlisted(
+            pair,
+            full,
+            ShortlistRule(routed, name, routing=routing),
+            kind._replace(routed=True),
+            size,
+        )
 
 
-def _shortlisted(pair: LoadedPair, full: Plan, rule: ShortlistRule, kind: RoundKind, size: int) -> Cell:
+def _shortlisted(
+    pair: LoadedPair, full: Plan, rule: ShortlistRule, kind: RoundKind, size: int
+) -> Cell:
     plan = replace(full, shortlist=rule)
     return Cell(replace(plan, shortlists=warmed_shortlists(pair, plan)), kind, size)
 

@@ -3,8 +3,8 @@ their knots.
 
 Drafting, verification, the rest of a round and what precedes the rounds of a request are measured
 apart and fitted apart. Errors are relative. Seconds that a busy machine stretches are weighed down
-by Huber's weights (iteratively reweighted). A term never falls from one knot to the next, and a weak
-penalty on changes of slope (a P-spline's, Eilers and Marx 1996) carries it over knots that few
+by Huber's weights (iteratively reweighted). A term never falls from one knot to the next, and a
+weak penalty on changes of slope (a P-spline's, Eilers and Marx 1996) carries it over knots that few
 rounds touch.
 """
 
@@ -79,14 +79,19 @@ def fit_terms(
     rough = []
     for name, table in empty.items():
         i, count, rows, context, passes, batch = np.array(shares[name]).T
-        weights = table.weights({"rows": rows, "context": context, "passes": passes, "batch": batch})
+        weights = table.weights(
+            {"rows": rows, "context": context, "passes": passes, "batch": batch}
+        )
         np.add.at(design[:, places[name]], i.astype(np.int64), count[:, None] * weights)
         block = _roughness(table.knots)
         rough.append(np.zeros((len(block), size)))
         rough[-1][:, places[name]] = block
     rises = block_diag(*(_rises([len(k) for k in table.knots]) for table in empty.values()))
     found = rises @ _huber(design @ rises, np.array(seconds), np.concatenate(rough) @ rises)
-    return {name: replace(table, seconds=tuple(found[places[name]].tolist())) for name, table in empty.items()}
+    return {
+        name: replace(table, seconds=tuple(found[places[name]].tolist()))
+        for name, table in empty.items()
+    }
 
 
 def _huber(design: FloatArray, y: FloatArray, rough: FloatArray) -> FloatArray:
@@ -120,7 +125,8 @@ def _rises(shape: Sequence[int]) -> FloatArray:
 
 def _roughness(knots: Sequence[Sequence[float]]) -> FloatArray:
     """Second differences of a table along each of its axes (first ones where it has two knots),
-    [differences, size]. They are differences of slopes: a line is not rough however its knots lie."""
+    [differences, size]. They are differences of slopes: a line is not rough however its knots lie.
+    """
     shape = [len(k) for k in knots]
     size = int(np.prod(shape, initial=1))
     index, rows = np.arange(size).reshape(shape), [np.zeros((0, size))]
@@ -170,7 +176,9 @@ def fit_profile(
     return replace(profile, terms=terms)
 
 
-def fit_steps(profile: LatencyProfile, shapes: Shapes, loads: Sequence[StepLoad], seconds: Sequence[float]) -> LatencyProfile:
+def fit_steps(
+    profile: LatencyProfile, shapes: Shapes, loads: Sequence[StepLoad], seconds: Sequence[float]
+) -> LatencyProfile:
     """``profile`` with the terms of an engine's steps, fitted to steps that it served."""
     terms = fit_terms(shapes, [list(step_terms(load)) for load in loads], seconds)
     return replace(profile, terms={**profile.terms, **terms})

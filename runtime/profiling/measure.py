@@ -47,7 +47,6 @@ CONTEXTS: Final = (32, 160, 384)
 """Knots of the context where nobody says what is served."""
 
 
-
 def measure_profile(
     pair: LoadedPair,
     *,
@@ -170,7 +169,11 @@ def _checked_cells(pair: LoadedPair, gamma_max: int, *, trees: bool) -> list[Cel
         policies += [tree_policy(name, *shape) for shape in CHECKED_TREES]
     chains = (*pair.chain_drafts, "none")
     return [
-        Cell(compile_plan(p, pair.draft_names), RoundKind.of(p, tree=p.is_tree or p.draft not in chains)) for p in policies
+        Cell(
+            compile_plan(p, pair.draft_names),
+            RoundKind.of(p, tree=p.is_tree or p.draft not in chains),
+        )
+        for p in policies
     ]
 
 

@@ -13,7 +13,8 @@ FEW: Final = (1, 4, 16, 64)
 """Rows that a draft's pass reads, and passes of a round: every knot costs certainty, so there are
 few."""
 PROMPTS: Final = (0, 16, 64, 128, 256, 512, 1024)
-"""Prompt tokens of an engine's step: of one request, or of a whole batch that was admitted at once."""
+"""Prompt tokens of an engine's step: of one request, or of a whole batch that was admitted at once.
+"""
 
 
 def shapes_of(
@@ -64,7 +65,8 @@ def shapes_of(
 
 
 def step_shapes(loads: Sequence[StepLoad]) -> Shapes:
-    """Axes and knots of the terms of an engine's steps: few, between the least and the largest that were served."""
+    """Axes and knots of the terms of an engine's steps: few, between the least and the largest that
+    were served."""
     places = {
         "rows": [load.rows for load in loads],
         "context": [load.context for load in loads],
@@ -83,7 +85,10 @@ def step_shapes(loads: Sequence[StepLoad]) -> Shapes:
         own = [load for load in loads if load.draft == draft]
         passes = _between((0, *FEW), [load.passes for load in own])
         seats = _between(FEW, [load.batch for load in own])
-        found[[share.term for share in step_terms(own[0])][-1]] = (("passes", "batch"), (passes, seats))
+        found[[share.term for share in step_terms(own[0])][-1]] = (
+            ("passes", "batch"),
+            (passes, seats),
+        )
     return found
 
 

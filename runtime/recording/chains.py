@@ -1,9 +1,10 @@
 """The panorama pass: what each draft would propose from every start of a recorded text.
 
-What lies on the text comes from one teacher-forced pass. A draft leaves the text where its proposal differs from it; what it
-proposes from there on depends on that position alone, so one branch per disagreement is continued, all branches in one pass per
-depth: the text's keys and values are shared and a mask keeps the branches apart. The values equal those that decoding computes:
-choices and codes that rounding could change are decided by the same canonical pass as there.
+What lies on the text comes from one teacher-forced pass. A draft leaves the text where its proposal
+differs from it; what it proposes from there on depends on that position alone, so one branch per
+disagreement is continued, all branches in one pass per depth: the text's keys and values are shared
+and a mask keeps the branches apart. The values equal those that decoding computes: choices and
+codes that rounding could change are decided by the same canonical pass as there.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ BRANCHES = 128
 """Branches continued together; more are continued in groups, so that masks stay small."""
 
 
-def record_panorama(pair: LoadedPair, trajectory: Trajectory, draft: str, gamma_max: int) -> ChainPanorama:
+def record_panorama(
+    pair: LoadedPair, trajectory: Trajectory, draft: str, gamma_max: int
+) -> ChainPanorama:
     """The chain panorama of one draft over one trajectory, recorded now or long ago ("retrace").
 
-    ``draft`` is one of the pair's or ``ngram``. Acceptance probabilities for the rejection verifier cost one pass of the target, at
-    temperature > 0 only.
+    ``draft`` is one of the pair's or ``ngram``. Acceptance probabilities for the rejection verifier
+    cost one pass of the target, at temperature > 0 only.
     """
     if draft == "ngram":
         return _ngram_panorama(trajectory, gamma_max)
@@ -47,7 +50,9 @@ def record_panorama(pair: LoadedPair, trajectory: Trajectory, draft: str, gamma_
 
 
 class _Pass:
-    def __init__(self, pair: LoadedPair, trajectory: Trajectory, draft: str, gamma_max: int) -> None:
+    def __init__(
+        self, pair: LoadedPair, trajectory: Trajectory, draft: str, gamma_max: int
+    ) -> None:
         self.pair = pair
         self.model: CausalModel = pair.drafts[draft]
         self.draft, self.gamma_max, self.exact = draft, gamma_max, pair.exact
@@ -58,20 +63,30 @@ class _Pass:
         self.prompt = len(trajectory.prompt_ids)
         self.passes = LanguageModelPasses(self.model, self.text, self.prompt)
         seed = request_seed(self.sampling.seed, trajectory.request_id)
-        self.noise = None if self.sampling.greedy else Noise(seed, self.model.vocab_size, self.model.device)
+        self.noise = (
+            None if self.sampling.greedy else Noise(seed, self.model.vocab_size, self.model.device)
+        )
 
     def run(self) -> ChainPanorama:
         count = len(self.output)
         proposals, logp, entropy, log_q_text = self._on_text()
         agree = proposals[:count] == np.array(self.output)
-        starts = np.append(np.flatnonzero(~agree), count)  # where the draft leaves the text, and behind its end
+        starts = np.append(
+            np.flatnonzero(~agree), count
+        )  # where the draft leaves the text, and behind its end
         rows_logp = np.zeros((len(starts), self.gamma_max), dtype=np.uint16)
         rows_entropy = np.zeros_like(rows_logp)
         lengths = np.zeros(len(starts), dtype=np.uint8)
         for first in range(0, len(starts), BRANCHES):
             rows = slice(first, first + BRANCHES)
             some = starts[rows]
-            self._continue(some.tolist(), proposals[some].tolist(), rows_logp[rows], rows_entropy[rows], lengths[rows])
+            self._continue(
+                some.tolist(),
+                proposals[some].tolist(),
+                rows_logp[rows],
+                rows_entropy[rows],
+                lengths[rows],
+            )
         # The last row's first entry is the proposal right after the text; its continuation follows.
         rows_logp[-1, 1:] = rows_logp[-1, :-1]
         rows_entropy[-1, 1:] = rows_entropy[-1, :-1]
@@ -90,7 +105,8 @@ class _Pass:
         )
 
     def _on_text(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, torch.Tensor]:
-        """Proposals [L + 1], codes of them and of the entropies [L + 1], and log q of the text's tokens [L]."""
+        """Proposals [L + 1], codes of them and of the entropies [L + 1], and log q of the text's
+        tokens [L]."""
         ids, read = torch.tensor(self.text, device=self.model.device), self.prompt
         proposals, logp, entropy, of_text = [], [], [], []
         for logits in self.passes.roots():
@@ -102,14 +118,21 @@ class _Pass:
             following = ids[read : read + len(logits)]
             of_text.append(log_q[: len(following)].gather(-1, following[:, None])[:, 0])
             read += len(logits)
-        return torch.cat(proposals).cpu().numpy(), np.concatenate(logp), np.concatenate(entropy), torch.cat(of_text)
+        return (
+            torch.cat(proposals).cpu().numpy(),
+            np.concatenate(logp),
+            np.concatenate(entropy),
+            torch.cat(of_text),
+        )
 
     def _decide(
         self, logits: torch.Tensor, prefixes: list[list[int]]
     ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, np.ndarray]:
         """Proposals and codes of rows of logits, each row decided as decoding would decide it."""
         model, sampling = self.model, self.sampling
-        noise = None if self.noise is None else torch.stack([self.noise.row(len(p)) for p in prefixes])
+        noise = (
+            None if self.noise is None else torch.stack([self.noise.row(len(p)) for p in prefixes])
+        )
         canonical = (lambda row: model.canonical(prefixes[row])) if self.exact else None
         tokens = choose(logits, sampling, noise, canonical)
         log_q = log_distribution(logits, sampling)
@@ -117,19 +140,32 @@ class _Pass:
         entropy = entropy_of(log_q)
         codes_p, codes_h = _codes(nats), _codes(entropy)
         if self.exact:
-            for row in (near_code(nats, sampling) | near_code(entropy, sampling)).nonzero()[:, 0].tolist():
-                codes_p[row], codes_h[row] = canonical_codes(model, prefixes[row], int(tokens[row]), sampling)
+            for row in (
+                (near_code(nats, sampling) | near_code(entropy, sampling)).nonzero()[:, 0].tolist()
+            ):
+                codes_p[row], codes_h[row] = canonical_codes(
+                    model, prefixes[row], int(tokens[row]), sampling
+                )
         return tokens, log_q, codes_p, codes_h
 
     def _continue(
-        self, outputs: list[int], wrong: list[int], logp: np.ndarray, entropy: np.ndarray, lengths: np.ndarray
+        self,
+        outputs: list[int],
+        wrong: list[int],
+        logp: np.ndarray,
+        entropy: np.ndarray,
+        lengths: np.ndarray,
     ) -> None:
-        """Continues branches, which leave the text after so many output tokens with these ones, by gamma_max - 1 proposals each, writing
-        entry j for the one after 1 + j tokens off the text."""
+        """Continues branches, which leave the text after so many output tokens with these ones, by
+        gamma_max - 1 proposals each, writing entry j for the one after 1 + j tokens off the text.
+        """
         model, width = self.model, len(outputs)
         positions = torch.tensor(outputs, device=model.device) + self.prompt
         tokens = torch.tensor(wrong, device=model.device)
-        prefixes = [[*self.text[: self.prompt + at], token] for at, token in zip(outputs, wrong, strict=True)]
+        prefixes = [
+            [*self.text[: self.prompt + at], token]
+            for at, token in zip(outputs, wrong, strict=True)
+        ]
         for j in range(self.gamma_max - 1):
             # A model's last position ends a branch; a decode under the budget never gets there.
             alive = [len(prefix) <= model.max_positions for prefix in prefixes]
@@ -156,7 +192,9 @@ class _Pass:
             part = ids[at : min(at + CHUNK, total - 1)]
             log_p = log_distribution(target.chain(part, at, logits=len(part)), self.sampling)
             of_text = log_p.gather(-1, ids[at + 1 : at + 1 + len(part)][:, None])[:, 0]
-            ratios.append((log_q_text[at - self.prompt + 1 :][: len(part)] - of_text).exp().clamp(0, 1))
+            ratios.append(
+                (log_q_text[at - self.prompt + 1 :][: len(part)] - of_text).exp().clamp(0, 1)
+            )
         return (torch.cat(ratios) * PROB_SCALE).round().cpu().numpy().astype(np.uint16)
 
 

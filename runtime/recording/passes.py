@@ -18,8 +18,9 @@ ROOM: Final = 2048
 
 
 class Nodes(NamedTuple):
-    """Drafted nodes that one pass reads: ``ids`` and ``positions`` int64 [n]; ``numbers`` count off-text nodes in the order in which they
-    are read; ``above[i]`` lists the drafted ancestors of node i, nearest last; ``starts[i]`` is the text position that they hang from."""
+    """Drafted nodes that one pass reads: ``ids`` and ``positions`` int64 [n]; ``numbers`` count
+    off-text nodes in the order in which they are read; ``above[i]`` lists the drafted ancestors of
+    node i, nearest last; ``starts[i]`` is the text position that they hang from."""
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -29,8 +30,9 @@ class Nodes(NamedTuple):
 
 
 class Passes(ABC):
-    """A draft's passes over a recorded text and its off-text nodes: the text's keys and values are shared under a mask, drafted nodes
-    lie behind them. ``shared``: distributions are functions of the prefix, whatever start they are drafted from."""
+    """A draft's passes over a recorded text and its off-text nodes: the text's keys and values are
+    shared under a mask, drafted nodes lie behind them. ``shared``: distributions are functions of
+    the prefix, whatever start they are drafted from."""
 
     shared: bool
     first_slot = 0
@@ -41,7 +43,8 @@ class Passes(ABC):
 
     @abstractmethod
     def roots(self) -> Iterator[torch.Tensor]:
-        """Float32 logits [n, vocab] after the prompt and each output token, L + 1 rows in all, some at a time. Comes first."""
+        """Float32 logits [n, vocab] after the prompt and each output token, L + 1 rows in all, some
+        at a time. Comes first."""
 
     @abstractmethod
     def nodes(self, nodes: Nodes) -> torch.Tensor:
@@ -49,7 +52,8 @@ class Passes(ABC):
 
     @abstractmethod
     def canonical(self, start: int, path: list[int]) -> torch.Tensor:
-        """Float32 logits [vocab] after the first ``start`` output tokens and the drafted ``path``."""
+        """Float32 logits [vocab] after the first ``start`` output tokens and the drafted
+        ``path``."""
 
     def _reserve(self, nodes: int) -> None:
         self.cached.reserve(len(self.text) + nodes)
@@ -61,7 +65,9 @@ class Passes(ABC):
         if numbers[-1] >= self._room:
             self._grow(numbers[-1] + 1)
         slots = torch.tensor(numbers, device=device) + base
-        mask = torch.zeros(len(numbers), view_of(base + numbers[-1] + 1), dtype=torch.bool, device=device)
+        mask = torch.zeros(
+            len(numbers), view_of(base + numbers[-1] + 1), dtype=torch.bool, device=device
+        )
         known = torch.tensor(nodes.starts, device=device) + self.prompt
         mask[:, :base] = torch.arange(base, device=device)[None] < known[:, None]
         mask[:, : self.first_slot] = False
@@ -107,7 +113,8 @@ class LanguageModelPasses(Passes):
 
 
 class HeadPasses(Passes):
-    """A head's passes: the text with the target's features, drafted nodes with the head's own outputs."""
+    """A head's passes: the text with the target's features, drafted nodes with the head's own
+    outputs."""
 
     shared = False
     first_slot = 1
@@ -128,10 +135,13 @@ class HeadPasses(Passes):
         logits, outputs = [], []
         for at in range(1, len(self.text), CHUNK):
             part = ids[at : at + CHUNK]
-            found, out = head.chain(part, features[at - 1 : at - 1 + len(part)], at, logits=len(part))
+            found, out = head.chain(
+                part, features[at - 1 : at - 1 + len(part)], at, logits=len(part)
+            )
             logits.append(found)
             outputs.append(out)
-        # Row p - 1 belongs to token p. A prompt of one token has nothing to read: a head drafts nothing there.
+        # Row p - 1 belongs to token p. A prompt of one token has nothing to read: a head drafts
+        # nothing there.
         rows, hidden = torch.cat(logits), torch.cat(outputs)
         if self.prompt == 1:
             rows, hidden = torch.cat([rows[:1], rows]), torch.cat([hidden[:1], hidden])
@@ -145,8 +155,13 @@ class HeadPasses(Passes):
 
     def _read(self, nodes: Nodes, logits: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits and outputs of the head after drafted nodes."""
-        fed = [self._hidden[a[-1]] if a else self._root_hidden[s] for a, s in zip(nodes.above, nodes.starts, strict=True)]
-        found, out = self.head.scattered(nodes.ids, torch.stack(fed), *self._place(nodes), logits=logits)
+        fed = [
+            self._hidden[a[-1]] if a else self._root_hidden[s]
+            for a, s in zip(nodes.above, nodes.starts, strict=True)
+        ]
+        found, out = self.head.scattered(
+            nodes.ids, torch.stack(fed), *self._place(nodes), logits=logits
+        )
         self._hidden = torch.cat([self._hidden[: nodes.numbers[0]], out])
         return found, out
 

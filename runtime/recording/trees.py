@@ -1,8 +1,11 @@
-"""The panorama pass for trees: every distribution that covered growths can read, from every start of a recorded text.
+"""The panorama pass for trees: every distribution that covered growths can read, from every start
+of a recorded text.
 
-The growths are *run*, all starts at once, by the functions that decode with them (:class:`runtime.trees.grow.Growing`); what any of
-them expands is read once. A distribution is a function of its prefix (a head's: of its start and prefix), so starts share nodes: what one
-start reads off the text, the next one finds read. Codes that rounding could change are decided by the canonical pass, all of them.
+The growths are *run*, all starts at once, by the functions that decode with them
+(:class:`runtime.trees.grow.Growing`); what any of them expands is read once. A distribution is a
+function of its prefix (a head's: of its start and prefix), so starts share nodes: what one start
+reads off the text, the next one finds read. Codes that rounding could change are decided by the
+canonical pass, all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +19,13 @@ import torch
 
 from spectune.runtime.distributions import read_distributions
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.policies.document import ChainGrowth, ClassifierGrowth, Growth, StaticGrowth, TopKGrowth
+from spectune.runtime.policies.document import (
+    ChainGrowth,
+    ClassifierGrowth,
+    Growth,
+    StaticGrowth,
+    TopKGrowth,
+)
 from spectune.runtime.recording.passes import HeadPasses, LanguageModelPasses, Nodes, Passes
 from spectune.runtime.sampling import Noise
 from spectune.runtime.trees.grow import NONE, Codes, DistributionRows, Growing, TreeRule
@@ -40,29 +49,46 @@ class Cover(NamedTuple):
 
 
 def cover_name(growth: Growth, *, sampled: bool) -> str:
-    """What tells one covered growth from another: everything that decides which distributions it reads."""
+    """What tells one covered growth from another: everything that decides which distributions it
+    reads."""
     data: dict[str, Any] = {"kind": growth.kind}
     if isinstance(growth, ChainGrowth):
         data = {"kind": "top_k", "width": 1}
     elif isinstance(growth, StaticGrowth):
         data["paths"] = [list(p) for p in growth.paths] or growth.artifact
     else:
-        coupled = growth.score == "coupled" or (growth.score == "auto" and sampled and growth.proposals == "coupled")
+        coupled = growth.score == "coupled" or (
+            growth.score == "auto" and sampled and growth.proposals == "coupled"
+        )
         data["width"] = growth.width
-        data["score"] = f"coupled({growth.sharpness:g})" if coupled and growth.width > 1 else "probability"
+        data["score"] = (
+            f"coupled({growth.sharpness:g})" if coupled and growth.width > 1 else "probability"
+        )
         if isinstance(growth, ClassifierGrowth):
             # Its expansion follows the classifier alone; the score only selects.
-            data = {"kind": "classifier", "width": growth.width, "cap": growth.cap, "artifact": growth.artifact, "beta": growth.beta}
+            data = {
+                "kind": "classifier",
+                "width": growth.width,
+                "cap": growth.cap,
+                "artifact": growth.artifact,
+                "beta": growth.beta,
+            }
         elif growth.width == 1:
             data = {"kind": "top_k", "width": 1}
     return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
 
-def base_covers(width: int, depth: int, *, sampled: bool, proposals: Proposals, chain_depth: int = 0) -> list[Cover]:
-    """EAGLE-2's growth at every width up to ``width``: ranked by probability where that is the default score, and by the coupled score
-    at each of ``SHARPNESSES``; chains to ``chain_depth`` if that is deeper."""
+def base_covers(
+    width: int, depth: int, *, sampled: bool, proposals: Proposals, chain_depth: int = 0
+) -> list[Cover]:
+    """EAGLE-2's growth at every width up to ``width``: ranked by probability where that is the
+    default score, and by the coupled score at each of ``SHARPNESSES``; chains to ``chain_depth`` if
+    that is deeper."""
     by_probability = proposals == "probability"
-    growth, rule = TopKGrowth(width=1, proposals=proposals), TreeRule(width=1, frontier=1, by_probability=by_probability)
+    growth, rule = (
+        TopKGrowth(width=1, proposals=proposals),
+        TreeRule(width=1, frontier=1, by_probability=by_probability),
+    )
     found = [Cover(cover_name(growth, sampled=sampled), rule, max(depth, chain_depth))]
     scores: list[tuple[Literal["probability", "coupled"], float]] = []
     if by_probability or not sampled:
@@ -72,7 +98,9 @@ def base_covers(width: int, depth: int, *, sampled: bool, proposals: Proposals, 
     for w in range(2, width + 1):
         for score, sharpness in scores:
             growth = TopKGrowth(width=w, score=score, sharpness=sharpness, proposals=proposals)
-            rule = TreeRule(w, w, coupled=score == "coupled", sharpness=sharpness, by_probability=by_probability)
+            rule = TreeRule(
+                w, w, coupled=score == "coupled", sharpness=sharpness, by_probability=by_probability
+            )
             found.append(Cover(cover_name(growth, sampled=sampled), rule, depth))
     return found
 
@@ -88,8 +116,9 @@ def record_tree_panorama(
     covers: Sequence[Cover] = (),
     chain_depth: int = 0,
 ) -> TreePanorama:
-    """The distributions of one draft over one trajectory: for EAGLE-2's growth at every width up to ``width`` and ``depth`` levels,
-    for the growths of ``covers`` besides, and for chains of ``chain_depth``."""
+    """The distributions of one draft over one trajectory: for EAGLE-2's growth at every width up to
+    ``width`` and ``depth`` levels, for the growths of ``covers`` besides, and for chains of
+    ``chain_depth``."""
     return _Recorder(pair, trajectory, draft, width, depth, proposals, covers, chain_depth).run()
 
 
@@ -105,7 +134,13 @@ class _Recorder:
         covers: Sequence[Cover],
         chain_depth: int,
     ) -> None:
-        self.trajectory, self.draft, self.width, self.depth, self.proposals = trajectory, draft, width, depth, proposals
+        self.trajectory, self.draft, self.width, self.depth, self.proposals = (
+            trajectory,
+            draft,
+            width,
+            depth,
+            proposals,
+        )
         self.sampling = Sampling() if trajectory.verifier == "greedy" else trajectory.sampling
         self.output = trajectory.output_ids.tolist()
         self.prompt = len(trajectory.prompt_ids)
@@ -118,8 +153,21 @@ class _Recorder:
             self.passes = LanguageModelPasses(pair.drafts[draft], text, self.prompt)
         sampled = not self.sampling.greedy
         target = pair.target
-        self.noise = Noise(request_seed(self.sampling.seed, trajectory.request_id), target.vocab_size, target.device) if sampled else None
-        self.covers = [*base_covers(width, depth, sampled=sampled, proposals=proposals, chain_depth=chain_depth), *covers]
+        self.noise = (
+            Noise(
+                request_seed(self.sampling.seed, trajectory.request_id),
+                target.vocab_size,
+                target.device,
+            )
+            if sampled
+            else None
+        )
+        self.covers = [
+            *base_covers(
+                width, depth, sampled=sampled, proposals=proposals, chain_depth=chain_depth
+            ),
+            *covers,
+        ]
         self.limit = pair.max_positions
         self.roots = len(self.output) + 1
         capacity = self.roots * 16
@@ -145,11 +193,14 @@ class _Recorder:
             numbers = np.arange(at, at + len(part))
             at += len(part)
             self.cols["position"][numbers] = numbers
-            self._store(numbers, self._distributions(part, numbers), on_text=np.ones(len(numbers), bool))
+            self._store(
+                numbers, self._distributions(part, numbers), on_text=np.ones(len(numbers), bool)
+            )
         if self.passes.shared:
             rows = np.flatnonzero(self.cols["text_slot"][: self.roots - 1] != OFF_TEXT)
             self.cols["child"][rows, self.cols["text_slot"][rows]] = rows + 1
-        # Starts that share no nodes are taken a few at a time, so that what a pass sees stays short.
+        # Starts that share no nodes are taken a few at a time, so that what a pass sees stays
+        # short.
         starts = np.arange(len(self.output))
         group = max(1, len(starts)) if self.passes.shared else GROUP
         for at in range(0, len(starts), group):
@@ -166,12 +217,25 @@ class _Recorder:
             covers=tuple(sorted({x.name for x in self.covers})),
             parent=c["parent"][off].copy(),
             slot=c["slot"][off].copy(),
-            **{name: c[name][:n].copy() for name in ("tokens", "logp", "gap", "count", "entropy", "top_entropy", "text_slot")},
+            **{
+                name: c[name][:n].copy()
+                for name in (
+                    "tokens",
+                    "logp",
+                    "gap",
+                    "count",
+                    "entropy",
+                    "top_entropy",
+                    "text_slot",
+                )
+            },
         )
 
     def _grow(self, starts: np.ndarray) -> None:
         """Runs every cover over some starts, level by level, reading what none has read."""
-        budget = np.minimum(self.trajectory.max_new_tokens - starts - 1, self.limit - self.prompt - starts)
+        budget = np.minimum(
+            self.trajectory.max_new_tokens - starts - 1, self.limit - self.prompt - starts
+        )
         growing = [(c, Growing(c.rule, c.depth, len(starts))) for c in self.covers]
         fronts = [starts[:, None]] * len(growing)
         codes = ("tokens", "logp", "gap", "entropy", "top_entropy", "count")
@@ -182,15 +246,22 @@ class _Recorder:
                     continue
                 grown.add_from(Codes(*(self.cols[name] for name in codes)), fronts[i])
                 trees, places = grown.trees, grown.trees.frontier[0, level]
-                place, above, rank = (x[:, level, :places] for x in (trees.place, trees.above, trees.rank))
-                # The distributions of this frontier are read only if another level follows within the cover and the token budget.
+                place, above, rank = (
+                    x[:, level, :places] for x in (trees.place, trees.above, trees.rank)
+                )
+                # The distributions of this frontier are read only if another level follows within
+                # the cover and the token budget.
                 live = (place != NONE) & (budget > level)[:, None] & (level < cover.depth)
-                keys[i] = np.where(live, np.take_along_axis(fronts[i], above, 1) * self.width + rank, -1)
+                keys[i] = np.where(
+                    live, np.take_along_axis(fronts[i], above, 1) * self.width + rank, -1
+                )
             if keys:
                 wanted = np.unique(np.concatenate([k.ravel() for k in keys.values()]))
                 self._read(wanted[wanted >= 0])
             for i, key in keys.items():
-                fronts[i] = np.where(key >= 0, self.cols["child"][key // self.width, key % self.width], -1).astype(np.int64)
+                fronts[i] = np.where(
+                    key >= 0, self.cols["child"][key // self.width, key % self.width], -1
+                ).astype(np.int64)
 
     def _read(self, keys: np.ndarray) -> None:
         """Reads the nodes (parent * width + slot) that have not been read."""
@@ -216,10 +287,14 @@ class _Recorder:
             above.append([x - self._first for x in path[:-1]])
             starts.append(start)
         device = self.passes.device
-        positions = torch.from_numpy(c["position"][numbers].astype(np.int64) + self.prompt - 1).to(device)
+        positions = torch.from_numpy(c["position"][numbers].astype(np.int64) + self.prompt - 1).to(
+            device
+        )
         ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
         self.n += count
-        logits = self.passes.nodes(Nodes(ids, positions, (numbers - self._first).tolist(), above, starts))
+        logits = self.passes.nodes(
+            Nodes(ids, positions, (numbers - self._first).tolist(), above, starts)
+        )
         self._store(numbers, self._distributions(logits, numbers), on_text)
 
     def _path(self, node: int) -> tuple[list[int], int]:
@@ -241,13 +316,21 @@ class _Recorder:
             return rows
         for i in (rows.unsure.any(1) | rows.unsure_entropy).nonzero()[:, 0].tolist():
             path, start = self._path(int(numbers[i]))
-            tokens = self.cols["tokens"][self.cols["parent"][path], self.cols["slot"][path]].tolist()
-            one = self._rows(self.passes.canonical(start, tokens)[None], None if noise is None else noise[i], False)
+            tokens = self.cols["tokens"][
+                self.cols["parent"][path], self.cols["slot"][path]
+            ].tolist()
+            one = self._rows(
+                self.passes.canonical(start, tokens)[None],
+                None if noise is None else noise[i],
+                False,
+            )
             for name in ("tokens", "logp", "gap", "entropy", "top_entropy", "count"):
                 getattr(rows, name)[i] = getattr(one, name)[0]
         return rows
 
-    def _rows(self, logits: torch.Tensor, noise: torch.Tensor | None, exact: bool) -> DistributionRows:
+    def _rows(
+        self, logits: torch.Tensor, noise: torch.Tensor | None, exact: bool
+    ) -> DistributionRows:
         return read_distributions(
             logits,
             self.sampling,
@@ -265,8 +348,15 @@ class _Recorder:
             c[name][numbers] = getattr(rows, name).cpu().numpy()
         position = c["position"][numbers]
         follows = on_text & (position < len(self.output))
-        following = np.array([self.output[p] if f else -1 for p, f in zip(position.tolist(), follows.tolist(), strict=True)])
-        hit = (c["tokens"][numbers] == following[:, None]) & (np.arange(self.width) < c["count"][numbers][:, None])
+        following = np.array(
+            [
+                self.output[p] if f else -1
+                for p, f in zip(position.tolist(), follows.tolist(), strict=True)
+            ]
+        )
+        hit = (c["tokens"][numbers] == following[:, None]) & (
+            np.arange(self.width) < c["count"][numbers][:, None]
+        )
         c["text_slot"][numbers] = np.where(hit.any(1), hit.argmax(1), OFF_TEXT)
 
     def _ensure(self, wanted: int) -> None:
@@ -276,4 +366,6 @@ class _Recorder:
         more = max(wanted, 2 * size) - size
         for name, column in self.cols.items():
             fill = {"text_slot": OFF_TEXT, "parent": -1, "child": -1}.get(name, 0)
-            self.cols[name] = np.concatenate([column, np.full((more, *column.shape[1:]), fill, column.dtype)])
+            self.cols[name] = np.concatenate(
+                [column, np.full((more, *column.shape[1:]), fill, column.dtype)]
+            )

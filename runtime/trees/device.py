@@ -1,5 +1,6 @@
-"""One tree growing by tensor operations, for devices that compiled loops do not reach: what :mod:`runtime.trees.grow` does on a CPU,
-field by field, without waiting for the device between two passes unless the rule has to look (a stop, a classifier, missing children).
+"""One tree growing by tensor operations, for devices that compiled loops do not reach: what
+:mod:`runtime.trees.grow` does on a CPU, field by field, without waiting for the device between two
+passes unless the rule has to look (a stop, a classifier, missing children).
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ import torch
 
 from spectune.runtime.policies.c2t import CONFIDENCE_SCALE
 from spectune.runtime.policies.eagle2 import INFINITE
-from spectune.runtime.trees.grow import NONE, ROOT, DistributionRows, Growing, Tree, TreeMemory, TreeRule, gap_weights
+from spectune.runtime.trees.grow import (
+    NONE,
+    ROOT,
+    DistributionRows,
+    Growing,
+    Tree,
+    TreeMemory,
+    TreeRule,
+    gap_weights,
+)
 from spectune.traces.schema import TREE_SCALE
 
 _ORDER_BITS = 14
@@ -20,7 +30,8 @@ _ORDER_BITS = 14
 
 
 class _Level(NamedTuple):
-    """A level's fields of :class:`runtime.trees.grow.Tree`, int64 tensors: of its P candidates, of its F frontier places, of itself."""
+    """A level's fields of :class:`runtime.trees.grow.Tree`, int64 tensors: of its P candidates, of
+    its F frontier places, of itself."""
 
     token: torch.Tensor
     cost: torch.Tensor
@@ -35,8 +46,9 @@ class _Level(NamedTuple):
 
 
 class DeviceGrowing:
-    """What :class:`runtime.trees.grow.Growing` is, member by member, for one tree on any device. ``complete`` promises that every
-    distribution has ``rule.width`` children, which saves waiting to find out."""
+    """What :class:`runtime.trees.grow.Growing` is, member by member, for one tree on any device.
+    ``complete`` promises that every distribution has ``rule.width`` children, which saves waiting
+    to find out."""
 
     def __init__(self, rule: TreeRule, device: torch.device, complete: bool) -> None:
         self.rule, self.device, self.complete = rule, device, complete
@@ -47,27 +59,42 @@ class DeviceGrowing:
         rule, k = self.rule, self.rule.width
         del self._levels[self.depth :]
         cost, q_cost, phi, places = self._frontier()
-        tokens, logp, gap, entropy, top_entropy, count = (_filled(x, len(cost), k) for x in rows[:6] if x is not None)
+        tokens, logp, gap, entropy, top_entropy, count = (
+            _filled(x, len(cost), k) for x in rows[:6] if x is not None
+        )
         exists = (_arange(k, self.device) < count[:, None]) & (cost < INFINITE)[:, None]
         local = logp
         if rule.coupled:
             weights, logs = _weights(rule.sharpness, self.device)
-            total = weights[gap].masked_fill(~exists, 0).sum(-1, keepdim=True).clamp_min(1).double().log()
+            total = (
+                weights[gap]
+                .masked_fill(~exists, 0)
+                .sum(-1, keepdim=True)
+                .clamp_min(1)
+                .double()
+                .log()
+            )
             local = ((total - logs[gap]) * TREE_SCALE + 0.5).floor().long()
         cost = (cost[:, None] + local).masked_fill(~exists, INFINITE).flatten()
         q_cost = (q_cost[:, None] + logp).masked_fill(~exists, INFINITE).flatten()
         token = tokens.masked_fill(~exists, 0).flatten()
         own = _arange(len(cost), self.device)
         if rule.static:
-            own = torch.tensor(rule.static[self.depth].places, dtype=torch.int64, device=self.device)
+            own = torch.tensor(
+                rule.static[self.depth].places, dtype=torch.int64, device=self.device
+            )
             token, cost, q_cost = token[own], cost[own], q_cost[own]
         if rule.confidence is not None:
             key = self._keys(entropy.repeat_interleave(k), cost, q_cost)
             index = _cheapest(key, rule.frontier)
-            chosen = torch.zeros_like(cost, dtype=torch.bool).scatter_(0, index, key[index] < INFINITE)
+            chosen = torch.zeros_like(cost, dtype=torch.bool).scatter_(
+                0, index, key[index] < INFINITE
+            )
             cost = cost.masked_fill(~chosen, INFINITE)
         elif rule.static:
-            index = torch.tensor(rule.static[self.depth].expanded, dtype=torch.int64, device=self.device)
+            index = torch.tensor(
+                rule.static[self.depth].expanded, dtype=torch.int64, device=self.device
+            )
         else:
             index = _cheapest(cost, rule.frontier)
         above, there = own[index] // k, cost[index] < INFINITE
@@ -94,22 +121,33 @@ class DeviceGrowing:
         self.depth += 1
 
     def _frontier(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Cost (INFINITE: no node), q_cost, phi and place of the nodes whose distributions come next."""
+        """Cost (INFINITE: no node), q_cost, phi and place of the nodes whose distributions come
+        next."""
         if not self.depth:
             zero = torch.zeros(1, dtype=torch.int64, device=self.device)
             return zero, zero, zero, zero + ROOT
         last = self._levels[-1]
         begin = sum(len(x.cost) for x in self._levels[:-1])
         own = (last.place - begin).clamp_min(0)
-        return last.cost[own].masked_fill(last.place == NONE, INFINITE), last.q_cost[own], last.phi, last.place
+        return (
+            last.cost[own].masked_fill(last.place == NONE, INFINITE),
+            last.q_cost[own],
+            last.phi,
+            last.place,
+        )
 
-    def _keys(self, entropy: torch.Tensor, cost: torch.Tensor, q_cost: torch.Tensor) -> torch.Tensor:
-        """C2T, section 4.2: 65535 less the confidence of each candidate, INFINITE of those that do not pass."""
+    def _keys(
+        self, entropy: torch.Tensor, cost: torch.Tensor, q_cost: torch.Tensor
+    ) -> torch.Tensor:
+        """C2T, section 4.2: 65535 less the confidence of each candidate, INFINITE of those that do
+        not pass."""
         table = _table(self.rule, self.device)
         depths, entropies, joints = table.shape
         rows = table[min(self.depth, depths - 1)]
         confidence = rows[entropy.clamp_max(entropies - 1), q_cost.clamp_max(joints - 1)].long()
-        return (CONFIDENCE_SCALE - confidence).masked_fill((confidence <= self.rule.beta_code) | (cost >= INFINITE), INFINITE)
+        return (CONFIDENCE_SCALE - confidence).masked_fill(
+            (confidence <= self.rule.beta_code) | (cost >= INFINITE), INFINITE
+        )
 
     def undo(self) -> None:
         self.depth -= 1
@@ -133,7 +171,11 @@ class DeviceGrowing:
         last = self._levels[self.depth - 1]
         place = last.place[:width]
         begin = sum(len(x.cost) for x in self._levels[: self.depth - 1])
-        return last.token[(place - begin).clamp_min(0)], None if self.depth == 1 else last.above[:width], place != NONE
+        return (
+            last.token[(place - begin).clamp_min(0)],
+            None if self.depth == 1 else last.above[:width],
+            place != NONE,
+        )
 
     def tree(self) -> Tree:
         """The tree as it stands, levels forgotten last included, on the host: one transfer."""
@@ -158,13 +200,16 @@ class DeviceGrowing:
         return found
 
 
-def growing_on(device: torch.device, rule: TreeRule, depth: int, complete: bool) -> Growing | DeviceGrowing:
+def growing_on(
+    device: torch.device, rule: TreeRule, depth: int, complete: bool
+) -> Growing | DeviceGrowing:
     """A tree about to grow to ``depth`` levels at most."""
     return Growing(rule, depth) if device.type == "cpu" else DeviceGrowing(rule, device, complete)
 
 
 def _filled(x: torch.Tensor, rows: int, k: int) -> torch.Tensor:
-    """A column of :class:`DistributionRows` with that many rows and, if it is of children, k of them; zeros where there are fewer."""
+    """A column of :class:`DistributionRows` with that many rows and, if it is of children, k of
+    them; zeros where there are fewer."""
     below = (0, rows - x.shape[0])
     return torch.nn.functional.pad(x, (0, k - x.shape[1], *below) if x.dim() == 2 else below)
 
@@ -172,7 +217,9 @@ def _filled(x: torch.Tensor, rows: int, k: int) -> torch.Tensor:
 def _cheapest(cost: torch.Tensor, count: int) -> torch.Tensor:
     """The places of the ``count`` cheapest, best first, ties by place: int64 [at most count]."""
     keys = (cost << _ORDER_BITS) + _arange(len(cost), cost.device)
-    return keys.topk(min(count, len(cost)), largest=False, sorted=True).values & ((1 << _ORDER_BITS) - 1)
+    return keys.topk(min(count, len(cost)), largest=False, sorted=True).values & (
+        (1 << _ORDER_BITS) - 1
+    )
 
 
 @lru_cache(maxsize=512)

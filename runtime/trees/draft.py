@@ -1,7 +1,9 @@
-"""Drafting trees with models: distributions come from a draft's passes, everything else from :mod:`runtime.trees.grow`.
+"""Drafting trees with models: distributions come from a draft's passes, everything else from
+:mod:`runtime.trees.grow`.
 
-:func:`grow` is the one driver of a tree, level by level: it asks a :class:`DistributionSource` for distributions and applies stop,
-early end and HeteroSpec's extension. A model's passes stand behind it when decoding, a recorded panorama in the oracle.
+:func:`grow` is the one driver of a tree, level by level: it asks a :class:`DistributionSource` for
+distributions and applies stop, early end and HeteroSpec's extension. A model's passes stand behind
+it when decoding, a recorded panorama in the oracle.
 """
 
 from __future__ import annotations
@@ -43,10 +45,11 @@ class DistributionSource(Protocol):
 
 
 class Pruned(NamedTuple):
-    """What one drafting phase drafted and did not send to verification: the candidates that selection left and those of a level that the
-    stop dropped, in creation order.
+    """What one drafting phase drafted and did not send to verification: the candidates that
+    selection left and those of a level that the stop dropped, in creation order.
 
-    ``tokens``, ``depths`` (from 1) and ``parents`` (-1: the root; numbers count the kept nodes first, then these).
+    ``tokens``, ``depths`` (from 1) and ``parents`` (-1: the root; numbers count the kept nodes
+    first, then these).
     """
 
     tokens: list[int]
@@ -58,10 +61,11 @@ class Pruned(NamedTuple):
 class GrownTree:
     """What one drafting phase grew and chose.
 
-    ``tokens``, ``parents`` (index among the kept nodes, -1: the root), ``depths`` (from 1) of the kept nodes in creation order;
-    ``expanded``: which of the nodes that the draft read each is, -1 if none. ``levels`` kept of the growth, ``steps`` passes made,
-    ``widths`` the nodes each pass read (1 for the first). ``bin`` is HeteroSpec's, ``phi`` in 1/16 nat. ``pruned`` is None unless it was
-    asked for.
+    ``tokens``, ``parents`` (index among the kept nodes, -1: the root), ``depths`` (from 1) of the
+    kept nodes in creation order; ``expanded``: which of the nodes that the draft read each is, -1
+    if none. ``levels`` kept of the growth, ``steps`` passes made, ``widths`` the nodes each pass
+    read (1 for the first). ``bin`` is HeteroSpec's, ``phi`` in 1/16 nat. ``pruned`` is None unless
+    it was asked for.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -87,7 +91,8 @@ def grow(
     whole: bool = False,
     keep_pruned: bool = False,
 ) -> GrownTree:
-    """Grows one tree of at most ``depth`` levels (the window's; HeteroSpec may extend it up to ``limit``) and selects its nodes.
+    """Grows one tree of at most ``depth`` levels (the window's; HeteroSpec may extend it up to
+    ``limit``) and selects its nodes.
 
     ``whole`` promises that every distribution has ``rule.width`` children (nothing is filtered).
     ``keep_pruned``: what was drafted and not selected is read out too.
@@ -113,14 +118,21 @@ def grow(
             break
         if reads_phi:
             grown.phi = growing.phi
-            grown.bin = bin_of(grown.phi, depth, np.array(rule.thresholds, dtype=np.int64), rule.fitted_depth)
+            grown.bin = bin_of(
+                grown.phi, depth, np.array(rule.thresholds, dtype=np.int64), rule.fitted_depth
+            )
             wanted = min(limit, depth + rule.extension(grown.bin))
     grown.levels, grown.steps = growing.depth, len(grown.widths)
     if growing.depth or dropped:
         tree = growing.tree()
         grown.pool = int(tree.size[grown.levels])
         kept = select(tree, grown.levels, grown.steps, rule.top_n_of(grown.bin))
-        grown.tokens, grown.parents, grown.depths, grown.expanded = kept.tokens, kept.parents, kept.depths, kept.read
+        grown.tokens, grown.parents, grown.depths, grown.expanded = (
+            kept.tokens,
+            kept.parents,
+            kept.depths,
+            kept.read,
+        )
         if keep_pruned:
             grown.pruned = _pruned(tree, grown.levels + dropped, kept.places)
     elif keep_pruned:
@@ -138,17 +150,22 @@ def _pruned(tree: Tree, levels: int, kept: list[int]) -> Pruned:
     number[[*kept, *places]] = np.arange(len(kept) + len(places))
     number[ROOT] = -1
     depths = 1 + np.searchsorted(tree.size[1 : levels + 1], places, side="right")
-    return Pruned(tree.token[places].tolist(), number[tree.parent[places]].tolist(), depths.tolist())
+    return Pruned(
+        tree.token[places].tolist(), number[tree.parent[places]].tolist(), depths.tolist()
+    )
 
 
 def ancestors(tree: GrownTree) -> npt.NDArray[np.bool_]:
-    """Which of the root (0) and the kept nodes (from 1) are each one's ancestors, itself included: bool [1 + nodes, 1 + nodes]."""
+    """Which of the root (0) and the kept nodes (from 1) are each one's ancestors, itself included:
+    bool [1 + nodes, 1 + nodes]."""
     n = len(tree.tokens)
     found = np.eye(n + 1, dtype=np.bool_)
     found[:, 0] = True
     parents = np.array(tree.parents, dtype=np.int64) + 1
     begin = 0
-    for width in np.bincount(tree.depths)[1:].tolist() if n else []:  # creation order is level by level
+    for width in (
+        np.bincount(tree.depths)[1:].tolist() if n else []
+    ):  # creation order is level by level
         level = slice(begin, begin + width)
         found[begin + 1 : begin + width + 1] |= found[parents[level]]
         begin += width
@@ -156,10 +173,24 @@ def ancestors(tree: GrownTree) -> npt.NDArray[np.bool_]:
 
 
 class ModelDistributions:
-    """Distributions from a draft's passes; near ties that could change what is drafted are decided by the canonical pass."""
+    """Distributions from a draft's passes; near ties that could change what is drafted are decided
+    by the canonical pass."""
 
-    def __init__(self, rule: TreeRule, reader: TreeReader, sampling: Sampling, noise: Noise | None, exact: bool) -> None:
-        self.rule, self.reader, self.sampling, self.noise, self.exact = rule, reader, sampling, noise, exact
+    def __init__(
+        self,
+        rule: TreeRule,
+        reader: TreeReader,
+        sampling: Sampling,
+        noise: Noise | None,
+        exact: bool,
+    ) -> None:
+        self.rule, self.reader, self.sampling, self.noise, self.exact = (
+            rule,
+            reader,
+            sampling,
+            noise,
+            exact,
+        )
         self.rows: list[DistributionRows] = []
         self._ids: list[torch.Tensor | None] = []
         reader.ids = None  # no pass was made
@@ -174,7 +205,15 @@ class ModelDistributions:
     def _distributions(self, logits: torch.Tensor, depth: int, exact: bool) -> DistributionRows:
         """Codes of distributions whose children stand at ``depth``."""
         noise = None if self.noise is None else self.noise.row(self.reader.length + depth - 1)
-        return read_distributions(logits, self.sampling, noise, self.rule.width, exact=exact, ids=self.reader.ids, **self._reading)
+        return read_distributions(
+            logits,
+            self.sampling,
+            noise,
+            self.rule.width,
+            exact=exact,
+            ids=self.reader.ids,
+            **self._reading,
+        )
 
     def root(self) -> DistributionRows:
         self.rows = [self._distributions(self.reader.root(), 1, self.exact)]
@@ -192,9 +231,16 @@ class ModelDistributions:
 
     def decide_near_ties(self, growing: AnyGrowing, *, reads_phi: bool) -> None:
         perturbed = self.noise is not None and not self.rule.by_probability
-        filtered = not self.sampling.greedy and (self.sampling.top_p < 1.0 or self.sampling.top_k > 0)
+        filtered = not self.sampling.greedy and (
+            self.sampling.top_p < 1.0 or self.sampling.top_k > 0
+        )
         while nodes := undecided_nodes(
-            self.rule, growing.tree, self.rows, perturbed=perturbed, filtered=filtered, reads_phi=reads_phi
+            self.rule,
+            growing.tree,
+            self.rows,
+            perturbed=perturbed,
+            filtered=filtered,
+            reads_phi=reads_phi,
         ):
             tree = growing.tree()
             for level, node in nodes:
@@ -205,7 +251,8 @@ class ModelDistributions:
                 growing.add(rows)
 
     def _decided(self, tree: Tree, level: int, node: int) -> DistributionRows:
-        """The rows of ``level`` (from 0) with one node's distribution taken from the canonical pass."""
+        """The rows of ``level`` (from 0) with one node's distribution taken from the canonical
+        pass."""
         path: list[int] = []
         place = int(tree.place[level, node])
         while place != ROOT:

@@ -1,9 +1,10 @@
 """Growing draft trees on whole numbers: one level at a time, and the choice of what is verified.
 
-:func:`grow_level` is the one place where candidates are made: while decoding on a CPU, while recording panoramas and in replay. Its
-rules are the papers': EAGLE-2's expansion and rerank (:mod:`runtime.policies.eagle2`), C2T's classifier (:mod:`runtime.policies.c2t`),
-static trees (:mod:`runtime.policies.sequoia`), HeteroSpec's Phi (:mod:`runtime.policies.heterospec`). Other devices grow alike by
-:mod:`runtime.trees.device`. docs/trees.md defines codes and costs.
+:func:`grow_level` is the one place where candidates are made: while decoding on a CPU, while
+recording panoramas and in replay. Its rules are the papers': EAGLE-2's expansion and rerank
+(:mod:`runtime.policies.eagle2`), C2T's classifier (:mod:`runtime.policies.c2t`), static trees
+(:mod:`runtime.policies.sequoia`), HeteroSpec's Phi (:mod:`runtime.policies.heterospec`). Other
+devices grow alike by :mod:`runtime.trees.device`. docs/trees.md defines codes and costs.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ _WEIGHT_BITS = 24
 
 
 class Codes(NamedTuple):
-    """What a draft says after n prefixes, as whole numbers of any dtype (docs/trees.md): ``tokens``, ``logp`` and ``gap`` of the
-    children [n, k], best first; ``entropy``, ``top_entropy`` and ``count`` (children that exist) [n]."""
+    """What a draft says after n prefixes, as whole numbers of any dtype (docs/trees.md):
+    ``tokens``, ``logp`` and ``gap`` of the children [n, k], best first; ``entropy``,
+    ``top_entropy`` and ``count`` (children that exist) [n]."""
 
     tokens: npt.NDArray[Any]
     logp: npt.NDArray[Any]
@@ -50,8 +52,9 @@ class Codes(NamedTuple):
 
 
 class DistributionRows(NamedTuple):
-    """:class:`Codes` as a draft's pass gives them, int64 tensors on its device, and their near ties: ``unsure`` bool [n, k] by child,
-    ``unsure_entropy`` bool [n]; None: not asked for, or none."""
+    """:class:`Codes` as a draft's pass gives them, int64 tensors on its device, and their near
+    ties: ``unsure`` bool [n, k] by child, ``unsure_entropy`` bool [n]; None: not asked for, or
+    none."""
 
     tokens: torch.Tensor
     logp: torch.Tensor
@@ -74,9 +77,10 @@ class DistributionRows(NamedTuple):
 
 
 class LevelRule(NamedTuple):
-    """What compiled code reads of a :class:`TreeRule`. ``weights`` int64 and ``logs`` float64 [256]: :func:`gap_weights`.
-    ``confidence`` int32 [depth, entropy, joint]: C2T's table, else empty. ``listed`` and ``expanded`` int64 [levels, most]: a static
-    tree's places, filled up with -1, else empty."""
+    """What compiled code reads of a :class:`TreeRule`. ``weights`` int64 and ``logs`` float64
+    [256]: :func:`gap_weights`. ``confidence`` int32 [depth, entropy, joint]: C2T's table, else
+    empty. ``listed`` and ``expanded`` int64 [levels, most]: a static tree's places, filled up with
+    -1, else empty."""
 
     width: int
     frontier: int
@@ -91,12 +95,14 @@ class LevelRule(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TreeRule:
-    """A policy's growth, stop, selection and bins, compiled for one sampling temperature (``coupled``: above 0).
+    """A policy's growth, stop, selection and bins, compiled for one sampling temperature
+    (``coupled``: above 0).
 
-    ``width``: children read of a distribution (k); ``frontier``: nodes expanded per level at most (F). ``confidence`` int32 [depth,
-    entropy, joint] codes of 1/65535 and ``beta_code`` make it C2T's. ``static`` levels make it static. Limits of the stop are those
-    of :class:`runtime.policies.stops.CompiledStop`, in 1/16 nat. ``thresholds``, ``fitted_depth``, ``alpha`` and ``kept`` (N' of each
-    low bin) are HeteroSpec's.
+    ``width``: children read of a distribution (k); ``frontier``: nodes expanded per level at most
+    (F). ``confidence`` int32 [depth, entropy, joint] codes of 1/65535 and ``beta_code`` make it
+    C2T's. ``static`` levels make it static. Limits of the stop are those of
+    :class:`runtime.policies.stops.CompiledStop`, in 1/16 nat. ``thresholds``, ``fitted_depth``,
+    ``alpha`` and ``kept`` (N' of each low bin) are HeteroSpec's.
     """
 
     width: int
@@ -135,9 +141,25 @@ class TreeRule:
     @cached_property
     def compiled(self) -> LevelRule:
         weights, logs = gap_weights(self.sharpness)
-        table = np.zeros((0, 0, 0), np.int32) if self.confidence is None else np.ascontiguousarray(self.confidence, np.int32)
-        listed, expanded = (_padded([getattr(x, name) for x in self.static]) for name in ("places", "expanded"))
-        return LevelRule(self.width, self.frontier, self.coupled, weights, logs, table, self.beta_code, listed, expanded)
+        table = (
+            np.zeros((0, 0, 0), np.int32)
+            if self.confidence is None
+            else np.ascontiguousarray(self.confidence, np.int32)
+        )
+        listed, expanded = (
+            _padded([getattr(x, name) for x in self.static]) for name in ("places", "expanded")
+        )
+        return LevelRule(
+            self.width,
+            self.frontier,
+            self.coupled,
+            weights,
+            logs,
+            table,
+            self.beta_code,
+            listed,
+            expanded,
+        )
 
     def places(self, level: int) -> int:
         """Candidates of a level, counted from 1."""
@@ -150,9 +172,14 @@ class TreeRule:
         return sum(self.places(level) for level in range(1, depth + 1))
 
     def verified(self, depth: int) -> int:
-        """Nodes of ``depth`` levels that are verified where all of them exist and N leaves none out; of a classifier those expanded."""
+        """Nodes of ``depth`` levels that are verified where all of them exist and N leaves none
+        out; of a classifier those expanded."""
         places = [self.places(level) for level in range(1, depth + 1)]
-        return sum(places) if self.confidence is None else sum(min(count, self.frontier) for count in places)
+        return (
+            sum(places)
+            if self.confidence is None
+            else sum(min(count, self.frontier) for count in places)
+        )
 
     def step_width(self, level: int) -> int:
         """Nodes that the pass for a level reads (beside the lag for level 1, where it is 1)."""
@@ -163,8 +190,11 @@ class TreeRule:
         return min(self.frontier, int(self.width ** (level - 1)))
 
     def stops(self, read: npt.NDArray[Any]) -> Any:
-        """Whether the stop triggers where it reads these codes int [..., 3] (:attr:`Tree.stop`), bool [...]."""
-        return (read > np.array([self.max_logp, self.max_joint, self.max_entropy])).any(-1) & self.reads_stop
+        """Whether the stop triggers where it reads these codes int [..., 3] (:attr:`Tree.stop`),
+        bool [...]."""
+        return (read > np.array([self.max_logp, self.max_joint, self.max_entropy])).any(
+            -1
+        ) & self.reads_stop
 
     def extension(self, bin_: int) -> int:
         """HeteroSpec's alpha - i, 0 outside the low bins."""
@@ -184,20 +214,28 @@ def _padded(rows: list[tuple[int, ...]]) -> Index:
 
 @lru_cache(maxsize=64)
 def gap_weights(sharpness: float) -> tuple[Index, FloatArray]:
-    """Whole weights 2**24 exp(-sharpness gap) of each gap code, int64 [256], and their logarithms, float64 [256]."""
-    whole = [max(1, math.floor(2**_WEIGHT_BITS * math.exp(-sharpness * g / TREE_SCALE) + 0.5)) for g in range(TREE_CODE_MAX + 1)]
+    """Whole weights 2**24 exp(-sharpness gap) of each gap code, int64 [256], and their logarithms,
+    float64 [256]."""
+    whole = [
+        max(1, math.floor(2**_WEIGHT_BITS * math.exp(-sharpness * g / TREE_SCALE) + 0.5))
+        for g in range(TREE_CODE_MAX + 1)
+    ]
     return np.array(whole), np.array([math.log(w) for w in whole])
 
 
 class Tree(NamedTuple):
-    """One tree while it grows, or B of them with an axis more in front; int64, levels counted from 1.
+    """One tree while it grows, or B of them with an axis more in front; int64, levels counted from
+    1.
 
-    Of each candidate, in creation order [P]: its ``token``, joint ``cost`` (INFINITE: it may not be chosen), ``q_cost`` (-log of the
-    product of q), ``parent`` (a candidate or ROOT) and ``key``, by which a classifier orders. Of each place of the frontiers
-    [D + 1, F], the root's in row 0: its candidate (``place``, or NONE), the place ``above`` it in the frontier before, its ``rank``
-    among siblings, and ``phi``, the sum of top entropies above it. Of each level [D + 1]: where its candidates end (``size``), places
-    of its ``frontier``, how many the next pass reads (``width``), and HeteroSpec's ``level_phi``; [D + 1, 3]: what a ``stop`` reads of
-    the cheapest candidate (of a static tree the first): -log q, -log of the product of q, entropy of the distribution it comes from.
+    Of each candidate, in creation order [P]: its ``token``, joint ``cost`` (INFINITE: it may not be
+    chosen), ``q_cost`` (-log of the product of q), ``parent`` (a candidate or ROOT) and ``key``, by
+    which a classifier orders. Of each place of the frontiers [D + 1, F], the root's in row 0: its
+    candidate (``place``, or NONE), the place ``above`` it in the frontier before, its ``rank``
+    among siblings, and ``phi``, the sum of top entropies above it. Of each level [D + 1]: where its
+    candidates end (``size``), places of its ``frontier``, how many the next pass reads (``width``),
+    and HeteroSpec's ``level_phi``; [D + 1, 3]: what a ``stop`` reads of the cheapest candidate (of
+    a static tree the first): -log q, -log of the product of q, entropy of the distribution it comes
+    from.
     """
 
     token: Index
@@ -234,10 +272,21 @@ class TreeMemory(NamedTuple):
     def empty(cls, rule: TreeRule, depth: int, batch: int) -> TreeMemory:
         """``batch`` trees of no level, with room for ``depth``."""
         level = batch, depth + 1
-        shapes = (5, batch, rule.pool(depth)), (4, *level, max(1, rule.frontier)), (4, *level), (*level, 3)
+        shapes = (
+            (5, batch, rule.pool(depth)),
+            (4, *level, max(1, rule.frontier)),
+            (4, *level),
+            (*level, 3),
+        )
         memory = cls(*(np.empty(shape, np.int64) for shape in shapes))
         tree = memory.trees
-        tree.place[:, 0, 0], tree.phi[:, 0, 0], tree.size[:, 0], tree.frontier[:, 0], tree.width[:, 0] = ROOT, 0, 0, 1, 1
+        (
+            tree.place[:, 0, 0],
+            tree.phi[:, 0, 0],
+            tree.size[:, 0],
+            tree.frontier[:, 0],
+            tree.width[:, 0],
+        ) = ROOT, 0, 0, 1, 1
         return memory
 
     @property
@@ -248,9 +297,11 @@ class TreeMemory(NamedTuple):
 
 @compiled(eagle2, c2t, inline=True)
 def grow_level(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tree) -> None:
-    """Makes a level of one tree: its candidates, the frontier that is expanded next, and what a stop and HeteroSpec read of it.
+    """Makes a level of one tree: its candidates, the frontier that is expanded next, and what a
+    stop and HeteroSpec read of it.
 
-    ``front`` [frontier]: the rows of ``codes`` that the nodes of the frontier above have; a row that is not there has no children.
+    ``front`` [frontier]: the rows of ``codes`` that the nodes of the frontier above have; a row
+    that is not there has no children.
     """
     k, begin, at, listed = rule.width, tree.size[level - 1], tree.size[level - 1], rule.listed
     static, most_confident = listed.shape[0] > 0, np.int64(INFINITE)
@@ -274,12 +325,19 @@ def grow_level(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tr
             tree.token[at] = codes.tokens[row, rank]
             tree.q_cost[at] = q_cost + own
             if rule.coupled:
-                own = np.int64(math.floor((log_total - rule.logs[codes.gap[row, rank]]) * TREE_SCALE + 0.5))
+                own = np.int64(
+                    math.floor((log_total - rule.logs[codes.gap[row, rank]]) * TREE_SCALE + 0.5)
+                )
             tree.cost[at] = cost + own
             at += 1
         for rank in range(there, k):
             if not static or listed[level - 1, at - begin] == f * k + rank:
-                tree.token[at], tree.cost[at], tree.q_cost[at], tree.parent[at] = 0, INFINITE, INFINITE, above
+                tree.token[at], tree.cost[at], tree.q_cost[at], tree.parent[at] = (
+                    0,
+                    INFINITE,
+                    INFINITE,
+                    above,
+                )
                 at += 1
     tree.size[level] = at
     _expand(rule, codes, front, level, tree)
@@ -329,7 +387,8 @@ def _expand(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tree)
 
 @compiled(inline=True)
 def _classify(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tree) -> int:
-    """C2T, section 4.2: of a level's candidates leaves those above beta, the most confident first and at most F; how many."""
+    """C2T, section 4.2: of a level's candidates leaves those above beta, the most confident first
+    and at most F; how many."""
     begin, end = tree.size[level - 1], tree.size[level]
     for at in range(begin, end):
         tree.key[at] = INFINITE
@@ -352,10 +411,16 @@ def _classify(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tre
 def _read_stop(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tree) -> None:
     """Writes what a stop reads of a level; zeros where it has no node, which trigger none."""
     begin, static = tree.size[level - 1], rule.listed.shape[0] > 0
-    first = np.int64(NONE) if static or rule.confidence.size > 0 or tree.frontier[level] == 0 else tree.place[level, 0]
+    first = (
+        np.int64(NONE)
+        if static or rule.confidence.size > 0 or tree.frontier[level] == 0
+        else tree.place[level, 0]
+    )
     if first == NONE:
         for at in range(begin, tree.size[level]):
-            if tree.cost[at] < INFINITE and (first == NONE or (not static and tree.cost[at] < tree.cost[first])):
+            if tree.cost[at] < INFINITE and (
+                first == NONE or (not static and tree.cost[at] < tree.cost[first])
+            ):
                 first = np.int64(at)
     tree.stop[level, 0] = tree.stop[level, 1] = tree.stop[level, 2] = 0
     if first != NONE:
@@ -367,12 +432,15 @@ def _read_stop(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tr
 
 
 @compiled()
-def _grow_levels(rule: LevelRule, codes: Codes, front: Index, level: int, memory: TreeMemory) -> None:
+def _grow_levels(
+    rule: LevelRule, codes: Codes, front: Index, level: int, memory: TreeMemory
+) -> None:
     """:func:`grow_level` of each tree of a batch; ``front`` [B, at least their frontier]."""
     for b in range(front.shape[0]):
         candidates, places, levels = memory.candidates, memory.places, memory.levels
         tree = Tree(
-            candidates[0, b], candidates[1, b], candidates[2, b], candidates[3, b], candidates[4, b],
+            candidates[0, b], candidates[1, b], candidates[2, b], candidates[3, b],
+            candidates[4, b],
             places[0, b], places[1, b], places[2, b], places[3, b],
             levels[0, b], levels[1, b], levels[2, b], levels[3, b], memory.stop[b],
         )  # fmt: skip
@@ -380,7 +448,8 @@ def _grow_levels(rule: LevelRule, codes: Codes, front: Index, level: int, memory
 
 
 class Growing:
-    """Trees while they grow on a CPU, level by level, of ``depth`` levels at most. The other members are for one tree alone."""
+    """Trees while they grow on a CPU, level by level, of ``depth`` levels at most. The other
+    members are for one tree alone."""
 
     def __init__(self, rule: TreeRule, depth: int, batch: int = 1) -> None:
         self.rule, self.memory = rule, TreeMemory.empty(rule, depth, batch)
@@ -389,12 +458,14 @@ class Growing:
         """Levels so far."""
 
     def add_from(self, codes: Codes, front: Index) -> None:
-        """Makes the next level of each tree; ``front`` int64 [B, F]: the row of ``codes`` of each place of the frontier, -1: none."""
+        """Makes the next level of each tree; ``front`` int64 [B, F]: the row of ``codes`` of each
+        place of the frontier, -1: none."""
         self.depth += 1
         _grow_levels(self.rule.compiled, codes, front, self.depth, self.memory)
 
     def add(self, rows: DistributionRows) -> None:
-        """Makes the next level from the distributions after the frontier's first nodes, in order."""
+        """Makes the next level from the distributions after the frontier's first nodes, in
+        order."""
         self.add_from(rows.codes(), np.arange(max(1, self.rule.frontier), dtype=np.int64)[None])
 
     def undo(self) -> None:
@@ -403,7 +474,8 @@ class Growing:
 
     @property
     def width(self) -> int:
-        """Nodes that the next pass reads; a static tree reads its places, whether or not there is a node."""
+        """Nodes that the next pass reads; a static tree reads its places, whether or not there is a
+        node."""
         return int(self.trees.width[0, self.depth])
 
     @property
@@ -413,17 +485,24 @@ class Growing:
 
     @property
     def phi(self) -> int:
-        """Phi of the path with the highest final-token confidence after the last level (HeteroSpec, section 4.1), in 1/16 nat."""
+        """Phi of the path with the highest final-token confidence after the last level (HeteroSpec,
+        section 4.1), in 1/16 nat."""
         return int(self.trees.level_phi[0, self.depth])
 
     def following(self, width: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Of the first ``width`` nodes to expand: tokens int64 [width], places of their parents in the frontier above int64 [width]
-        (None: the root), and which are nodes, bool [width]."""
+        """Of the first ``width`` nodes to expand: tokens int64 [width], places of their parents in
+        the frontier above int64 [width] (None: the root), and which are nodes, bool [width]."""
         import torch
 
         place = self.trees.place[0, self.depth, :width]
-        above = None if self.depth == 1 else torch.from_numpy(self.trees.above[0, self.depth, :width])
-        return torch.from_numpy(self.trees.token[0].take(np.maximum(place, 0))), above, torch.from_numpy(place != NONE)
+        above = (
+            None if self.depth == 1 else torch.from_numpy(self.trees.above[0, self.depth, :width])
+        )
+        return (
+            torch.from_numpy(self.trees.token[0].take(np.maximum(place, 0))),
+            above,
+            torch.from_numpy(place != NONE),
+        )
 
     def tree(self) -> Tree:
         """The tree as it stands, levels forgotten last included."""
@@ -431,8 +510,9 @@ class Growing:
 
 
 class Selection(NamedTuple):
-    """The nodes that are verified, in creation order: ``tokens``, ``parents`` (among them, -1: the root), ``depths`` (from 1),
-    ``places`` (among the candidates), and ``read``: which of the nodes that the draft's passes read it is, -1: none read it."""
+    """The nodes that are verified, in creation order: ``tokens``, ``parents`` (among them, -1: the
+    root), ``depths`` (from 1), ``places`` (among the candidates), and ``read``: which of the nodes
+    that the draft's passes read it is, -1: none read it."""
 
     tokens: list[int]
     parents: list[int]
@@ -442,7 +522,8 @@ class Selection(NamedTuple):
 
 
 def select(tree: Tree, levels: int, passes: int, top_n: int | None) -> Selection:
-    """The ``top_n`` cheapest candidates of the first ``levels`` (EAGLE-2, section 4.2; None: all), after so many passes."""
+    """The ``top_n`` cheapest candidates of the first ``levels`` (EAGLE-2, section 4.2; None: all),
+    after so many passes."""
     size = int(tree.size[levels])
     chosen = np.empty(size if top_n is None else min(size, top_n), dtype=np.int64)
     number, found = np.empty(size, dtype=np.int64), np.empty((5, len(chosen)), dtype=np.int64)
@@ -451,8 +532,11 @@ def select(tree: Tree, levels: int, passes: int, top_n: int | None) -> Selection
 
 
 @compiled(eagle2)
-def _select(tree: Tree, levels: int, passes: int, chosen: Index, number: Index, found: Index) -> int:
-    """Writes the fields of :class:`Selection` into ``found`` [5, n]; how many nodes. Scratch: ``chosen`` [n], ``number`` [size]."""
+def _select(
+    tree: Tree, levels: int, passes: int, chosen: Index, number: Index, found: Index
+) -> int:
+    """Writes the fields of :class:`Selection` into ``found`` [5, n]; how many nodes. Scratch:
+    ``chosen`` [n], ``number`` [size]."""
     size, count = tree.size[levels], chosen.shape[0]
     if count < size:
         number[:] = -1

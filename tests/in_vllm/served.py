@@ -29,7 +29,8 @@ WAIT_S = 60.0
 
 
 class Engine:
-    """The demo pair in vLLM, with a database beside it. ``steps_at`` of a request's name tells the runs of a test apart."""
+    """The demo pair in vLLM, with a database beside it. ``steps_at`` of a request's name tells the
+    runs of a test apart."""
 
     def __init__(self, llm: AsyncLLM, store: TraceStore, spec: PairSpec) -> None:
         self.store, self.spec = store, spec
@@ -38,8 +39,11 @@ class Engine:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
-    def run(self, prompts: Sequence[str], clients: int, **sampling: Any) -> tuple[str, list[list[int]]]:
-        """Decodes the prompts, so many at a time. The beginning of their requests' names, and their tokens."""
+    def run(
+        self, prompts: Sequence[str], clients: int, **sampling: Any
+    ) -> tuple[str, list[list[int]]]:
+        """Decodes the prompts, so many at a time. The beginning of their requests' names, and their
+        tokens."""
         self._runs += 1
         name = f"run{self._runs}-"
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 16, **sampling})
@@ -53,7 +57,9 @@ class Engine:
 
         async def every() -> list[list[int]]:
             gate = asyncio.Semaphore(clients)
-            return list(await asyncio.gather(*(one(i, prompt, gate) for i, prompt in enumerate(prompts))))
+            return list(
+                await asyncio.gather(*(one(i, prompt, gate) for i, prompt in enumerate(prompts)))
+            )
 
         return name, asyncio.run_coroutine_threadsafe(every(), self._loop).result(300)
 
@@ -61,7 +67,9 @@ class Engine:
         """Publishes a policy; its version."""
         policy = parse_policy({"draft": draft, "window": window, **blocks})
         self.store.put_policy(policy.id, policy.spelled_out(), policy.label())
-        return self.store.publish(self.spec.id, "cpu", policy.id, actor="test", deployment="vllm").version
+        return self.store.publish(
+            self.spec.id, "cpu", policy.id, actor="test", deployment="vllm"
+        ).version
 
     def answered(self, version: int) -> tuple[str, str]:
         """Status and reason of the server's answer to a publication."""
@@ -73,7 +81,11 @@ class Engine:
         """The recording, of the requests of a run alone."""
 
         def found() -> list[Any]:
-            every = [r for info in self.store.list_recordings() for r in self.store.load(info.id, steps=True).requests]
+            every = [
+                r
+                for info in self.store.list_recordings()
+                for r in self.store.load(info.id, steps=True).requests
+            ]
             return [r for r in every if name in r.trajectory.request_id]
 
         eventually(lambda: len(found()) == count)
@@ -100,7 +112,8 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 @contextmanager
 def engine(folder: Path, draft: str) -> Iterator[Engine]:
-    """An engine that loaded a draft of the demo pair, or looks up (``ngram``), recording into a new database in ``folder``."""
+    """An engine that loaded a draft of the demo pair, or looks up (``ngram``), recording into a new
+    database in ``folder``."""
     spec, url = read_pair("demo"), str(folder / "vllm.db")
     os.environ |= {
         **{"SPECTUNE_DB": url, "SPECTUNE_PAIR": "demo", "SPECTUNE_DEPLOYMENT": "vllm"},

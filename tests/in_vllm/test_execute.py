@@ -1,4 +1,5 @@
-"""Executing on a real vLLM server of our own: texts and rounds under every load, a server that is killed, a model that it refuses."""
+"""Executing on a real vLLM server of our own: texts and rounds under every load, a server that is
+killed, a model that it refuses."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from spectune.traces.store import TraceStore
 
 TEXTS = [line["turns"][0] for line in demo_workload()][::6][:16]
 FOUR = parse_policy({"draft": "small", "window": {"kind": "fixed", "gamma": 4}})
-BY_BATCH = parse_policy({"draft": "small", "window": {"kind": "by_batch", "gamma": {"1": 5, "4": 1}}})
+BY_BATCH = parse_policy(
+    {"draft": "small", "window": {"kind": "by_batch", "gamma": {"1": 5, "4": 1}}}
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,29 +65,56 @@ def test_every_load_and_policy_gives_the_same_texts(running: Vllm, prompts: list
         by_id = {a.trajectory.request_id: a for a in found}
         for i, prompt in enumerate(prompts):
             a = by_id[prompt.id]
-            assert (load.arrivals or [0.0] * len(prompts))[i] <= a.arrived_s <= a.first_token_s <= a.finished_s
+            assert (
+                (load.arrivals or [0.0] * len(prompts))[i]
+                <= a.arrived_s
+                <= a.first_token_s
+                <= a.finished_s
+            )
     assert running.serving["max_num_seqs"] == SEATS
     with pytest.raises(PolicyError, match="cannot run a window of kind 'fsm'"):
-        running.execute(prompts, parse_policy({"draft": "small", "window": {"kind": "fsm"}}), Load(), sampling=Sampling(), max_new_tokens=8)
+        running.execute(
+            prompts,
+            parse_policy({"draft": "small", "window": {"kind": "fsm"}}),
+            Load(),
+            sampling=Sampling(),
+            max_new_tokens=8,
+        )
 
 
-def test_a_design_that_it_served_says_what_its_steps_cost(running: Vllm, prompts: list[Prompt], tmp_path: Path) -> None:
+def test_a_design_that_it_served_says_what_its_steps_cost(
+    running: Vllm, prompts: list[Prompt], tmp_path: Path
+) -> None:
     """Up to the most tokens, and none with the draft loaded."""
     with open_database(str(tmp_path / "x.db")) as database:
         store = TraceStore(database)
-        made = serve_design(store, read_pair("demo"), running, "small", Design(prompts, most=6, clients=4, tokens=24))
+        made = serve_design(
+            store,
+            read_pair("demo"),
+            running,
+            "small",
+            Design(prompts, most=6, clients=4, tokens=24),
+        )
         found = [store.get_recording(name) for name in made]
         costs = costs_of_engine(store, found[-1])
-    assert [(i.n_requests, i.options["device"], i.options["dtype"]) for i in found] == [(16, "cpu", "float32")] * 5
+    assert [(i.n_requests, i.options["device"], i.options["dtype"]) for i in found] == [
+        (16, "cpu", "float32")
+    ] * 5
     assert costs.passes == {"small": (0, 6)}
     assert costs.check["steps"] > 200
-    assert all(ms > 0 for row in step_table(costs, running.engine, "small", Design(prompts, 6, 4)) for ms in row.values())
+    assert all(
+        ms > 0
+        for row in step_table(costs, running.engine, "small", Design(prompts, 6, 4))
+        for ms in row.values()
+    )
 
 
 def test_a_server_that_dies_is_started_again_once_and_asked_what_it_had_not_answered(
     running: Vllm, prompts: list[Prompt], said: list[str]
 ) -> None:
-    known = texts_of(list(running.execute(prompts, FOUR, Load(8), sampling=Sampling(), max_new_tokens=16)))
+    known = texts_of(
+        list(running.execute(prompts, FOUR, Load(8), sampling=Sampling(), max_new_tokens=16))
+    )
 
     def killed() -> Iterator[Answered]:
         answers = running.execute(prompts, FOUR, Load(2), sampling=Sampling(), max_new_tokens=16)
@@ -100,6 +130,8 @@ def test_a_server_that_dies_is_started_again_once_and_asked_what_it_had_not_answ
 
 
 def test_a_model_that_it_cannot_load_is_said_in_its_own_words(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["Nothing"], "vocab_size": 8}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "architectures": ["Nothing"], "vocab_size": 8}'
+    )
     with pytest.raises(EngineError, match=r"^vLLM did not start: .*Nothing"):
         Vllm(PairSpec("broken", str(tmp_path), ()), Wanted("none"))

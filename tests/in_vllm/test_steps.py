@@ -1,4 +1,5 @@
-"""The serving simulator's steps against vLLM's own: who is in each, what each drafts, and how many tokens are drafted next."""
+"""The serving simulator's steps against vLLM's own: who is in each, what each drafts, and how many
+tokens are drafted next."""
 
 from __future__ import annotations
 
@@ -32,14 +33,16 @@ from spectune.traces.schema import AGREE_YES, Sampling, Trajectory
 SEATS, MOST, MAX_LEN, TOKENS = 8, 6, 512, 40
 COUNT = 48
 NOTHING = Surface(np.zeros(1), np.zeros(1), np.zeros((1, 1)))
-ONE_SECOND = StepCosts(Surface(np.zeros(1), np.zeros(1), np.ones((1, 1))), NOTHING, NOTHING, NOTHING)
+ONE_SECOND = StepCosts(
+    Surface(np.zeros(1), np.zeros(1), np.ones((1, 1))), NOTHING, NOTHING, NOTHING
+)
 """Every step takes a second, so that what arrives before which step is known."""
 TABLES = [(0, *gammas) for gammas in ([6, 6, 5, 5, 3, 3, 1, 0], [0, 4, 4, 4, 2, 2, 2, 6], [3] * 8)]
 
 
 class Stepped:
-    """vLLM's engine in this process, a step at a time; ``steps`` [[request, drafted (-1: a part of its prompt)], ...] of each step
-    and ``nexts``, how many tokens it drafts for the next."""
+    """vLLM's engine in this process, a step at a time; ``steps`` [[request, drafted (-1: a part of
+    its prompt)], ...] of each step and ``nexts``, how many tokens it drafts for the next."""
 
     steps: list[list[list[int]]]
     nexts: list[int]
@@ -47,13 +50,20 @@ class Stepped:
 
     def __init__(self, budget: int) -> None:
         spec = read_pair("demo")
-        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+        os.environ |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
         os.environ.pop("SPECTUNE_DB", None)
         self.llm = LLMEngine.from_engine_args(
             EngineArgs(
-                model=spec.target, dtype="float32", max_model_len=MAX_LEN, max_num_seqs=SEATS, enforce_eager=True,
+                model=spec.target, dtype="float32", max_model_len=MAX_LEN, max_num_seqs=SEATS,
+                enforce_eager=True,
                 enable_prefix_caching=False, max_num_batched_tokens=budget, scheduler_cls=SCHEDULER,
-                speculative_config=speculative_config("small", dict(spec.drafts)["small"], MOST, SEATS),
+                speculative_config=speculative_config(
+                    "small", dict(spec.drafts)["small"], MOST, SEATS,
+                ),
             )
         )  # fmt: skip
         self.scheduler: Any = self.llm.engine_core.engine_core.scheduler
@@ -85,7 +95,9 @@ class Stepped:
         self.scheduler.dynamic_sd_lookup = list(gammas)
 
     def send(self, name: str, prompt: Any, **more: Any) -> None:
-        self.llm.add_request(name, prompt, SamplingParams(temperature=0.0, max_tokens=TOKENS, **more))
+        self.llm.add_request(
+            name, prompt, SamplingParams(temperature=0.0, max_tokens=TOKENS, **more)
+        )
 
     def serve(self, prompts: Sequence[Any], gammas: Sequence[int], load: Load) -> list[list[int]]:
         """Serves the prompts by a clock that a step moves on by a second; their tokens."""
@@ -112,7 +124,9 @@ def number(name: str) -> int:
 
 @contextmanager
 def stepped(budget: int) -> Iterator[Stepped]:
-    hidden = sys.modules.pop("llvmlite.binding.ffi", None)  # vLLM looks into every module, and stumbles over this one's wrapper
+    hidden = sys.modules.pop(
+        "llvmlite.binding.ffi", None
+    )  # vLLM looks into every module, and stumbles over this one's wrapper
     try:
         made = Stepped(budget)
     finally:
@@ -133,9 +147,15 @@ def trace_of(of: Stepped, prompts: Sequence[str], texts: Sequence[Sequence[int]]
     tokenizer, requests = of.llm.get_tokenizer(), []
     for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         ids, out = np.array(tokenizer.encode(prompt), np.int32), np.array(text, np.int32)
-        t = Trajectory(str(i), "", ids, out, Sampling(), TOKENS, "length" if len(out) == TOKENS else "eos")
-        requests.append(RecordedRequest(i, t, {"small": record_panorama(pair, t, "small", MOST)}).after_first())
-    return ReplayTrace([r.trajectory for r in requests], {"small": [r.panoramas["small"] for r in requests]})
+        t = Trajectory(
+            str(i), "", ids, out, Sampling(), TOKENS, "length" if len(out) == TOKENS else "eos"
+        )
+        requests.append(
+            RecordedRequest(i, t, {"small": record_panorama(pair, t, "small", MOST)}).after_first()
+        )
+    return ReplayTrace(
+        [r.trajectory for r in requests], {"small": [r.panoramas["small"] for r in requests]}
+    )
 
 
 def by_step(found: Simulated) -> list[list[list[int]]]:
@@ -147,7 +167,10 @@ def by_step(found: Simulated) -> list[list[list[int]]]:
 
 def test_every_step_of_vllm_is_foretold(prompts: list[str]) -> None:
     rng, count, reading = np.random.default_rng(0), 0, 0
-    slow, fast = (Load(arrivals=tuple(np.cumsum(rng.exponential(1 / rate, COUNT)).tolist())) for rate in (0.15, 0.6))
+    slow, fast = (
+        Load(arrivals=tuple(np.cumsum(rng.exponential(1 / rate, COUNT)).tolist()))
+        for rate in (0.15, 0.6)
+    )
     trace = None
     for budget, loads in ((2048, [Load(8), slow, Load(11), fast]), (96, [Load(8), fast])):
         with stepped(budget) as of:
@@ -166,13 +189,16 @@ def test_every_step_of_vllm_is_foretold(prompts: list[str]) -> None:
 
 
 def test_steps_scheduled_ahead_are_foretold(prompts: list[str]) -> None:
-    """Where a step is scheduled before the results of the last are known, as on a GPU: vLLM's own scheduler, its model replaced
-    by what it would have sampled."""
+    """Where a step is scheduled before the results of the last are known, as on a GPU: vLLM's own
+    scheduler, its model replaced by what it would have sampled."""
     with stepped(96) as of:
         texts = of.serve(prompts, TABLES[2], Load(8))
         trace = trace_of(of, prompts, texts)
         lengths, chains = [len(text) for text in texts], trace.chains["small"].agree == AGREE_YES
-        agree = [[False, *chains[b:e].tolist()] for b, e in zip(trace.offsets[:-1], trace.offsets[1:], strict=True)]
+        agree = [
+            [False, *chains[b:e].tolist()]
+            for b, e in zip(trace.offsets[:-1], trace.offsets[1:], strict=True)
+        ]
         rules, count = of.rules._replace(ahead=1), 0
         for run, gammas in enumerate(TABLES):
             of.begin(gammas)
@@ -185,8 +211,15 @@ def test_steps_scheduled_ahead_are_foretold(prompts: list[str]) -> None:
         assert count > 400
 
 
-def serve_ahead(of: Stepped, prompts: Sequence[str], lengths: Sequence[int], agree: Sequence[Sequence[bool]], run: int) -> None:
-    """Serves 8 clients with one step in execution while the next is scheduled. A text's tokens are its positions; the last ends it."""
+def serve_ahead(
+    of: Stepped,
+    prompts: Sequence[str],
+    lengths: Sequence[int],
+    agree: Sequence[Sequence[bool]],
+    run: int,
+) -> None:
+    """Serves 8 clients with one step in execution while the next is scheduled. A text's tokens are
+    its positions; the last ends it."""
     flying: list[SchedulerOutput] = []
     sent, coming, left = SEATS, list(range(SEATS)), len(prompts)
     while left:
@@ -207,7 +240,9 @@ def serve_ahead(of: Stepped, prompts: Sequence[str], lengths: Sequence[int], agr
         sent += len(coming)
 
 
-def sampled(of: Stepped, done: SchedulerOutput, agree: Sequence[Sequence[bool]]) -> ModelRunnerOutput:
+def sampled(
+    of: Stepped, done: SchedulerOutput, agree: Sequence[Sequence[bool]]
+) -> ModelRunnerOutput:
     """What the model would have said of a step."""
     names = list(done.num_scheduled_tokens)
     tokens = []
@@ -216,7 +251,9 @@ def sampled(of: Stepped, done: SchedulerOutput, agree: Sequence[Sequence[bool]])
         drafted = len(done.scheduled_spec_decode_tokens.get(name) or ())
         partly = [number(name), -1] in of.steps[of.outputs.index(done)]
         out = 0 if request is None else request.num_output_tokens
-        kept = next((i for i, a in enumerate(agree[number(name)][out : out + drafted]) if not a), None)
+        kept = next(
+            (i for i, a in enumerate(agree[number(name)][out : out + drafted]) if not a), None
+        )
         kept = min(drafted, len(agree[number(name)]) - out) if kept is None else kept
         tokens.append([] if partly else list(range(out, out + kept + 1)))
     return ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, tokens)

@@ -1,4 +1,5 @@
-"""The circle on a real vLLM: what it recorded says what it does under every other policy, and a policy comes into force while it serves."""
+"""The circle on a real vLLM: what it recorded says what it does under every other policy, and a
+policy comes into force while it serves."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from served import MOST, Engine, engine, eventually
-from vllm.v1.spec_decode.ngram_proposer import _find_longest_matched_ngram_and_propose_tokens as vllm_lookup
+from vllm.v1.spec_decode.ngram_proposer import (
+    _find_longest_matched_ngram_and_propose_tokens as vllm_lookup,
+)
 
 from spectune.demo.prompts import demo_workload
 from spectune.engines.vllm.prompt_lookup import LEAST
@@ -40,7 +43,9 @@ ENDLESS = 64
 
 
 @pytest.fixture(scope="module", params=["small", "medium", "head", "ngram"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Engine]]:
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Engine]]:
     with engine(tmp_path_factory.mktemp("vllm"), request.param) as found:
         yield request.param, found
 
@@ -52,7 +57,8 @@ def pair() -> LoadedPair:
 
 @dataclass(frozen=True)
 class Ahead:
-    """From an output position on: how many tokens the draft proposes at most, and how many of them the text goes on with."""
+    """From an output position on: how many tokens the draft proposes at most, and how many of them
+    the text goes on with."""
 
     length: int
     accepted: int
@@ -74,7 +80,13 @@ def _copied(trajectory: Trajectory, at: int) -> Ahead:
     output = trajectory.output_ids.tolist()
     known = np.array([*trajectory.prompt_ids.tolist(), *output[:at]], dtype=np.int32)
     found = vllm_lookup(known, LEAST, LONGEST, 4096, MOST).tolist()
-    return Ahead(len(found), next((i for i, x in enumerate(found) if output[at : at + i + 1] != found[: i + 1]), len(found)))
+    return Ahead(
+        len(found),
+        next(
+            (i for i, x in enumerate(found) if output[at : at + i + 1] != found[: i + 1]),
+            len(found),
+        ),
+    )
 
 
 def _grown(grown: TreePanorama, at: int) -> int:
@@ -88,8 +100,8 @@ def _grown(grown: TreePanorama, at: int) -> int:
 def check_rounds(request: RecordedRequest, known: list[Ahead], table: Table) -> int:
     """Holds each round against what the draft alone says; how many there were.
 
-    What a step drafts was decided in the one before, by the requests that it had. The last round of a text may draft and
-    accept beyond it: its end is reached or not.
+    What a step drafts was decided in the one before, by the requests that it had. The last round of
+    a text may draft and accept beyond it: its end is reached or not.
     """
     first, *rounds = request.steps
     assert (first.start, first.drafted, first.emitted) == (0, 0, 1)
@@ -97,16 +109,23 @@ def check_rounds(request: RecordedRequest, known: list[Ahead], table: Table) -> 
         name = request.trajectory.request_id
         left = len(request.trajectory.output_ids) - step.start
         assert before.start + before.emitted == step.start
-        assert step.drafted == min(table.gammas[before.batch], known[step.start].length), (name, before, step)
+        assert step.drafted == min(table.gammas[before.batch], known[step.start].length), (
+            name,
+            before,
+            step,
+        )
         expected = min(step.drafted, known[step.start].accepted)
         within = left - 1 if step is rounds[-1] else ENDLESS
         assert min(step.accepted, within) == min(expected, within), (name, step)
     return len(rounds)
 
 
-def test_a_text_and_its_drafts_predict_every_round_of_every_policy(served: tuple[str, Engine], pair: LoadedPair) -> None:
+def test_a_text_and_its_drafts_predict_every_round_of_every_policy(
+    served: tuple[str, Engine], pair: LoadedPair
+) -> None:
     draft, running = served
-    # Every server serves the same texts, so a draft that one has never run is predicted from another's traffic.
+    # Every server serves the same texts, so a draft that one has never run is predicted from
+    # another's traffic.
     name, texts = running.run(PROMPTS, 8)
     assert texts == SERVED.setdefault("texts", texts)
     first = [request.trajectory for request in running.recorded(name, len(PROMPTS)).requests]
@@ -121,40 +140,56 @@ def test_a_text_and_its_drafts_predict_every_round_of_every_policy(served: tuple
             # The text never depends on the policy, nor on who else is served.
             assert found == texts
             for request in running.recorded(name, len(PROMPTS)).requests:
-                rounds += check_rounds(request, known[tuple(request.trajectory.prompt_ids.tolist())], table)
+                rounds += check_rounds(
+                    request, known[tuple(request.trajectory.prompt_ids.tolist())], table
+                )
     print(f"{draft}: {rounds} rounds")
     assert rounds > 1000
-    look_around(running.store, pair, running.store.resolve_recording("latest"), Look((draft,), MOST))
+    look_around(
+        running.store, pair, running.store.resolve_recording("latest"), Look((draft,), MOST)
+    )
     assert sum(replayed_alike(running.store, draft, g) for g in (1, 4)) > 300
 
 
 @pytest.mark.parametrize("served", ["small", "head", "ngram"], indirect=True)
-def test_above_temperature_0_a_token_is_kept_iff_it_is_the_drafts_likeliest(served: tuple[str, Engine], pair: LoadedPair) -> None:
+def test_above_temperature_0_a_token_is_kept_iff_it_is_the_drafts_likeliest(
+    served: tuple[str, Engine], pair: LoadedPair
+) -> None:
     draft, running = served
     window = {"kind": "fixed", "gamma": 4}
-    table = table_of(parse_policy({"draft": draft, "window": window}), 1, draft=draft, most=MOST, max_num_seqs=8)
+    table = table_of(
+        parse_policy({"draft": draft, "window": window}), 1, draft=draft, most=MOST, max_num_seqs=8
+    )
     assert running.answered(running.publish(window, draft)) == ("applied", "")
     name, _ = running.run(PROMPTS, 8, temperature=0.8, top_p=0.9)
     requests = running.recorded(name, len(PROMPTS)).requests
-    assert {(r.trajectory.sampling, r.trajectory.verifier) for r in requests} == {(Sampling(0.8, 0, 0.9), "greedy")}
+    assert {(r.trajectory.sampling, r.trajectory.verifier) for r in requests} == {
+        (Sampling(0.8, 0, 0.9), "greedy")
+    }
     rounds = sum(check_rounds(r, ahead(pair, r.trajectory, draft), table) for r in requests)
     assert rounds > 100
     assert sum(s.accepted for r in requests for s in r.steps) > 50
 
 
 def replayed_alike(store: TraceStore, draft: str, gamma: int) -> int:
-    """Replays the whole recording under a window, and holds the rounds of those requests that ran under it against that."""
+    """Replays the whole recording under a window, and holds the rounds of those requests that ran
+    under it against that."""
     policy = parse_policy({"draft": draft, "window": {"kind": "fixed", "gamma": gamma}})
     found = simulate(store, "latest", policy, None, per_round=True).replay
     assert isinstance(found, Replay)
     count = 0
-    for request, steps in zip(store.load("latest", steps=True).requests, found.steps(), strict=True):
+    for request, steps in zip(
+        store.load("latest", steps=True).requests, found.steps(), strict=True
+    ):
         executed = request.steps[1:]
         if {s.policy for s in executed} == {policy.id}:
             # The first token is the prefill's: replay counts from the second on.
             rounds = [(s.start - 1, s.drafted, s.accepted) for s in executed[:-1]]
             assert rounds == [(s.start, s.drafted, s.accepted) for s in steps[:-1]]
-            assert (executed[-1].start - 1, executed[-1].drafted) == (steps[-1].start, steps[-1].drafted)
+            assert (executed[-1].start - 1, executed[-1].drafted) == (
+                steps[-1].start,
+                steps[-1].drafted,
+            )
             count += len(executed)
     return count
 
@@ -163,9 +198,14 @@ only_small = pytest.mark.parametrize("served", ["small"], indirect=True)
 
 
 @only_small
-def test_what_it_cannot_run_is_refused_and_the_last_policy_stays(served: tuple[str, Engine]) -> None:
+def test_what_it_cannot_run_is_refused_and_the_last_policy_stays(
+    served: tuple[str, Engine],
+) -> None:
     draft, running = served
-    assert running.answered(running.publish({"kind": "fixed", "gamma": 2}, draft)) == ("applied", "")
+    assert running.answered(running.publish({"kind": "fixed", "gamma": 2}, draft)) == (
+        "applied",
+        "",
+    )
     status, reason = running.answered(running.publish({"kind": "fsm"}, draft))
     assert status == "refused"
     assert "window of kind 'fsm'" in reason
@@ -174,7 +214,9 @@ def test_what_it_cannot_run_is_refused_and_the_last_policy_stays(served: tuple[s
 
 
 @only_small
-def test_200_publications_while_8_clients_are_served_change_no_text(served: tuple[str, Engine]) -> None:
+def test_200_publications_while_8_clients_are_served_change_no_text(
+    served: tuple[str, Engine],
+) -> None:
     draft, running = served
     _, expected = running.run(PROMPTS, 8)
     stop = threading.Event()
@@ -183,7 +225,9 @@ def test_200_publications_while_8_clients_are_served_change_no_text(served: tupl
     def publish() -> None:
         rng = np.random.default_rng(0)
         while not stop.is_set() and len(published) < 200:
-            published.append(running.publish({"kind": "fixed", "gamma": int(rng.integers(0, MOST + 1))}, draft))
+            published.append(
+                running.publish({"kind": "fixed", "gamma": int(rng.integers(0, MOST + 1))}, draft)
+            )
             time.sleep(0.02)
 
     thread = threading.Thread(target=publish)
@@ -216,4 +260,3 @@ def test_a_database_that_is_locked_stops_no_request(served: tuple[str, Engine]) 
         lock.close()
     assert found == expected
     eventually(lambda: len(running.recorded(name, 8).requests) == 8)
-

@@ -1,6 +1,8 @@
-"""On-the-fly adaptation's closed forms: what speculation yields if acceptance is a coin that falls with probability beta.
+"""On-the-fly adaptation's closed forms: what speculation yields if acceptance is a coin that falls
+with probability beta.
 
-gamma is the window, a_q the seconds of a draft step, b_p(gamma) those of verifying gamma tokens, rho tokens emitted per token drafted.
+gamma is the window, a_q the seconds of a draft step, b_p(gamma) those of verifying gamma tokens,
+rho tokens emitted per token drafted.
 """
 
 from __future__ import annotations
@@ -9,35 +11,49 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spectune.runtime.policies.on_the_fly import EVIDENCE_SCALE, EXACT, TABLE, even_betas, interpolated_beta, truncated_excess
+from spectune.runtime.policies.on_the_fly import (
+    EVIDENCE_SCALE,
+    EXACT,
+    TABLE,
+    even_betas,
+    interpolated_beta,
+    truncated_excess,
+)
 from spectune.runtime.policies.windows import WindowCosts
 
 
 def expected_emitted(beta: float, gamma: int) -> float:
-    """Equation 9, Omega = (1 - beta^(gamma+1)) / (1 - beta): tokens a round emits, the target's own included; gamma + 1 at beta = 1."""
+    """Equation 9, Omega = (1 - beta^(gamma+1)) / (1 - beta): tokens a round emits, the target's own
+    included; gamma + 1 at beta = 1."""
     return float(np.sum(beta ** np.arange(gamma + 1.0)))
 
 
 def optimal_window(beta: float, costs: WindowCosts, gamma_min: int = 0) -> int:
-    """Equation 1: the window with the most expected tokens per second; the smallest where several tie."""
+    """Equation 1: the window with the most expected tokens per second; the smallest where several
+    tie."""
     windows = range(gamma_min, len(costs.verify_s))
-    return max(windows, key=lambda g: expected_emitted(beta, g) / (g * costs.draft_step_s + costs.verify_s[g]))
+    return max(
+        windows,
+        key=lambda g: expected_emitted(beta, g) / (g * costs.draft_step_s + costs.verify_s[g]),
+    )
 
 
 def estimate_ratio(accepted: Sequence[int], drafted: Sequence[int]) -> float:
-    """Equation 2: the maximum-likelihood beta of rounds that drafted and accepted so many tokens, censored at their windows."""
+    """Equation 2: the maximum-likelihood beta of rounds that drafted and accepted so many tokens,
+    censored at their windows."""
     v, g = np.asarray(accepted), np.asarray(drafted)
     return float(v.sum() / (v.sum() + (v < g).sum()))
 
 
 def estimate_exact(accepted: Sequence[int], drafted: Sequence[int]) -> float:
-    """Equation 11, pooled over windows: the maximum-likelihood beta under equation 10, which conditions on y = accepted + 1 <= gamma + 1;
-    1 where it has no root below."""
+    """Equation 11, pooled over windows: the maximum-likelihood beta under equation 10, which
+    conditions on y = accepted + 1 <= gamma + 1; 1 where it has no root below."""
     return _interpolated(EXACT, accepted, drafted)
 
 
 def estimate_table(accepted: Sequence[int], drafted: Sequence[int]) -> float:
-    """:func:`estimate_exact` by equation 12, tabulated at even betas and inverted by linear interpolation."""
+    """:func:`estimate_exact` by equation 12, tabulated at even betas and inverted by linear
+    interpolation."""
     return _interpolated(TABLE, accepted, drafted)
 
 
@@ -49,14 +65,15 @@ def _interpolated(estimator: int, accepted: Sequence[int], drafted: Sequence[int
 
 
 def truncated_mean(beta: float, gamma: int) -> float:
-    """Equation 12 with its first term mended: the mean of y under equation 10. The paper prints gamma beta^(gamma+2) there, which
-    contradicts its equation 11 and diverges at beta = 1."""
+    """Equation 12 with its first term mended: the mean of y under equation 10. The paper prints
+    gamma beta^(gamma+2) there, which contradicts its equation 11 and diverges at beta = 1."""
     top = (gamma + 1) * beta ** (gamma + 2) - (gamma + 2) * beta ** (gamma + 1) + 1
     return top / (beta ** (gamma + 2) - beta ** (gamma + 1) - beta + 1)
 
 
 def acceptance_rate(beta: float, gamma: int) -> float:
-    """rho = Omega / gamma (section 5). The text says accepted per drafted; equations 3 and 8 hold for emitted per drafted."""
+    """rho = Omega / gamma (section 5). The text says accepted per drafted; equations 3 and 8 hold
+    for emitted per drafted."""
     return expected_emitted(beta, gamma) / gamma
 
 
@@ -65,7 +82,9 @@ def throughput(tokens: float, rounds: float, rho: float, draft_s: float, verify_
     return tokens / (verify_s * rounds + draft_s * tokens / rho)
 
 
-def larger_draft_condition(rounds_saved: float, cost_ratio_gain: float, rho_gain: float, tokens: float) -> bool:
-    """Equation 4 (theorem 3): delta n > (delta c / delta rho) L, c = a_q / b_p. Sufficient, not necessary: equation 3 gives
-    delta n > L (c_large / rho_large - c_small / rho_small)."""
+def larger_draft_condition(
+    rounds_saved: float, cost_ratio_gain: float, rho_gain: float, tokens: float
+) -> bool:
+    """Equation 4 (theorem 3): delta n > (delta c / delta rho) L, c = a_q / b_p. Sufficient, not
+    necessary: equation 3 gives delta n > L (c_large / rho_large - c_small / rho_small)."""
     return rho_gain > 0 and rounds_saved > cost_ratio_gain / rho_gain * tokens

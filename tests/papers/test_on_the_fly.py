@@ -1,4 +1,5 @@
-"""The papers' equations against simulated coin tosses and direct maximisation, and the runtime's estimators against them."""
+"""The papers' equations against simulated coin tosses and direct maximisation, and the runtime's
+estimators against them."""
 
 from __future__ import annotations
 
@@ -25,17 +26,21 @@ BETAS = [0.05, 0.3, 0.5, 0.7, 0.9, 0.97]
 
 
 def accepted_in_rounds(beta: float, gamma: int, rounds: int, seed: int = 0) -> np.ndarray:
-    """Accepted tokens of rounds whose every token is accepted with probability beta: censored at gamma."""
+    """Accepted tokens of rounds whose every token is accepted with probability beta: censored at
+    gamma."""
     return np.minimum(np.random.default_rng(seed).geometric(1 - beta, rounds) - 1, gamma)
 
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_equations_1_and_9_in_simulation(beta: float) -> None:
-    """Expected tokens within five standard errors of the mean; no window is faster than the chosen one by more than noise."""
+    """Expected tokens within five standard errors of the mean; no window is faster than the chosen
+    one by more than noise."""
     speeds = {}
     for gamma in range(17):
         emitted = accepted_in_rounds(beta, gamma, 100_000, seed=gamma) + 1
-        assert abs(expected_emitted(beta, gamma) - emitted.mean()) <= 5 * emitted.std() / 100_000**0.5
+        assert (
+            abs(expected_emitted(beta, gamma) - emitted.mean()) <= 5 * emitted.std() / 100_000**0.5
+        )
         speeds[gamma] = emitted.mean() / (gamma * COSTS.draft_step_s + COSTS.verify_s[gamma])
     assert speeds[optimal_window(beta, COSTS)] > 0.99 * max(speeds.values())
 
@@ -47,7 +52,9 @@ def test_thresholds_are_where_the_optimal_window_moves(gamma_min: int) -> None:
     assert (np.diff(steps) >= 0).all()
     for beta in np.linspace(0.001, 0.98, 300).tolist():
         chosen, best = gamma_min + int((beta > steps).sum()), optimal_window(beta, COSTS, gamma_min)
-        assert expected_emitted(beta, chosen) / seconds[chosen] == pytest.approx(expected_emitted(beta, best) / seconds[best])
+        assert expected_emitted(beta, chosen) / seconds[chosen] == pytest.approx(
+            expected_emitted(beta, best) / seconds[best]
+        )
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.7, 0.9])
@@ -60,7 +67,8 @@ def test_equation_2_finds_beta_and_equation_11_overestimates_it(beta: float) -> 
 
 @pytest.mark.parametrize("beta", [0.2, 0.5, 0.8])
 def test_equations_11_and_12_find_beta_under_equation_10(beta: float) -> None:
-    """Under equation 10 rounds are thrown away unless something was rejected within the window plus one."""
+    """Under equation 10 rounds are thrown away unless something was rejected within the window plus
+    one."""
     raw = np.random.default_rng(1).geometric(1 - beta, 300_000)
     accepted = (raw[raw <= 5] - 1).tolist()
     assert estimate_exact(accepted, [4] * len(accepted)) == pytest.approx(beta, abs=0.01)
@@ -88,7 +96,8 @@ def test_estimates_at_the_edges() -> None:
     for estimate in (estimate_ratio, estimate_exact, estimate_table):
         assert estimate([0, 0], [4, 0]) == pytest.approx(0.0, abs=1e-9)
         assert estimate([4, 4], [4, 4]) == pytest.approx(1.0)
-    # A mean of y at or past (gamma + 2) / 2 has no root below 1, against the paper's claim of exactly one.
+    # A mean of y at or past (gamma + 2) / 2 has no root below 1, against the paper's claim of
+    # exactly one.
     assert estimate_exact([2, 3], [4, 4]) == pytest.approx(1.0)
 
 
@@ -97,7 +106,9 @@ def test_equation_3_is_the_throughput_of_simulated_rounds() -> None:
     accepted = accepted_in_rounds(0.8, gamma, 50_000)
     tokens, rounds = float((accepted + 1).sum()), len(accepted)
     seconds = rounds * (gamma * a + b)
-    assert throughput(tokens, rounds, tokens / (rounds * gamma), a, b) == pytest.approx(tokens / seconds)
+    assert throughput(tokens, rounds, tokens / (rounds * gamma), a, b) == pytest.approx(
+        tokens / seconds
+    )
     assert tokens / (rounds * gamma) == pytest.approx(acceptance_rate(0.8, gamma), rel=0.01)
 
 

@@ -20,15 +20,19 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠")
 
 
 def export_rows(rows: Iterable[RequestRow], path: str | Path) -> int:
-    """Writes rows to a file, whole or not at all, in the format that its ending names; how many there were.
+    """Writes rows to a file, whole or not at all, in the format that its ending names; how many
+    there were.
 
-    JSON is a list of objects; CSV and Parquet have the columns of :class:`traces.store.query.RequestRow`. Raises
-    :class:`TraceError` when the ending names no format, the folder does not exist, or Parquet is asked for without pyarrow.
+    JSON is a list of objects; CSV and Parquet have the columns of
+    :class:`traces.store.query.RequestRow`. Raises :class:`TraceError` when the ending names no
+    format, the folder does not exist, or Parquet is asked for without pyarrow.
     """
     target = Path(path)
     ending = target.suffix.lower()
     if ending not in (".json", ".csv", ".parquet"):
-        raise TraceError(f"cannot tell the format of {target.name}: end it with .json, .csv or .parquet")
+        raise TraceError(
+            f"cannot tell the format of {target.name}: end it with .json, .csv or .parquet"
+        )
     try:
         with replacing(target) as file:
             if ending == ".parquet":
@@ -42,8 +46,8 @@ def export_rows(rows: Iterable[RequestRow], path: str | Path) -> int:
 def write_rows(rows: Iterable[RequestRow], out: IO[str], format: Literal["json", "csv"]) -> int:
     """Writes rows as JSON or CSV to an open text file; how many there were.
 
-    Both may be shown on a terminal: control characters are spelled out. Texts of a CSV that a spreadsheet would take for a formula begin
-    with an apostrophe, which it hides.
+    Both may be shown on a terminal: control characters are spelled out. Texts of a CSV that a
+    spreadsheet would take for a formula begin with an apostrophe, which it hides.
     """
     count = 0
     if format == "csv":
@@ -70,8 +74,12 @@ def _write_parquet(rows: Iterable[RequestRow], file: BinaryIO) -> int:
     pa, pq = pyarrow_modules()
     text, whole, real = pa.string(), pa.int64(), pa.float64()
     types: dict[str, Any] = dict.fromkeys(RequestRow.columns(), text)
-    types |= dict.fromkeys(("ordinal", "n_prompt", "n_output", "gamma_max", "rounds", "drafted", "accepted"), whole)
-    types |= dict.fromkeys(("acceptance", "tau", "seconds"), real) | {"recorded_at": pa.timestamp("us", tz="UTC")}
+    types |= dict.fromkeys(
+        ("ordinal", "n_prompt", "n_output", "gamma_max", "rounds", "drafted", "accepted"), whole
+    )
+    types |= dict.fromkeys(("acceptance", "tau", "seconds"), real) | {
+        "recorded_at": pa.timestamp("us", tz="UTC")
+    }
     schema = pa.schema(list(types.items()))
     count, left = 0, iter(rows)
     with pq.ParquetWriter(file, schema, compression="zstd") as writer:

@@ -1,7 +1,9 @@
-"""Rows of a file that somebody else may have made: refused unless they are what our own program writes.
+"""Rows of a file that somebody else may have made: refused unless they are what our own program
+writes.
 
-SQLite holds any value in any column, and a file that travels may have been edited. So the type of every value is looked at, ids that
-are hashes of content are computed again, and every chunk is unpacked and compared with the columns that summarise it.
+SQLite holds any value in any column, and a file that travels may have been edited. So the type of
+every value is looked at, ids that are hashes of content are computed again, and every chunk is
+unpacked and compared with the columns that summarise it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ from sqlalchemy import JSON, BigInteger, Double, Integer, LargeBinary, String, i
 from sqlalchemy.orm import DeclarativeBase
 
 from spectune.db import CorruptedChunkError
-from spectune.db.models import PairRow, PanoramaChunkRow, PolicyRow, RecordingRow, StepChunkRow, TrajectoryRow, WorkloadRow
+from spectune.db.models import (
+    PairRow,
+    PanoramaChunkRow,
+    PolicyRow,
+    RecordingRow,
+    StepChunkRow,
+    TrajectoryRow,
+    WorkloadRow,
+)
 from spectune.db.types import OutsideJson, UtcDateTime
 from spectune.traces.codec import CodecError
 from spectune.traces.errors import TraceError
@@ -32,7 +42,8 @@ _STATES = ("recording", "complete", "abandoned")
 
 
 def check_policy(row: PolicyRow) -> None:
-    """Raises :class:`TraceError` unless the row is a policy whose id is the hash of its document."""
+    """Raises :class:`TraceError` unless the row is a policy whose id is the hash of its
+    document."""
     check_values(row)
     _computed(row, policy_of)
 
@@ -44,56 +55,94 @@ def check_workload(row: WorkloadRow) -> None:
 
 
 def check_pair(row: PairRow) -> None:
-    """Raises :class:`TraceError` unless the row describes a pair. Its id is the fingerprint of checkpoints, which do not travel."""
+    """Raises :class:`TraceError` unless the row describes a pair. Its id is the fingerprint of
+    checkpoints, which do not travel."""
     check_values(row)
     named = row.document.get("drafts", {}) if isinstance(row.document, dict) else None
-    _demand(isinstance(named, dict) and all(isinstance(path, str) for path in named.values()), row, "describes no pair")
+    _demand(
+        isinstance(named, dict) and all(isinstance(path, str) for path in named.values()),
+        row,
+        "describes no pair",
+    )
 
 
 def check_recording(row: RecordingRow) -> None:
-    """Raises :class:`TraceError` unless the row is a recording that says by its hash what was asked of it."""
+    """Raises :class:`TraceError` unless the row is a recording that says by its hash what was asked
+    of it."""
     check_values(row)
     _demand(row.id != "latest" and _NAME.fullmatch(row.id) is not None, row, "has no id of ours")
-    _demand(row.state in _STATES and row.verifier in get_args(Verifier), row, "is in no state of ours")
+    _demand(
+        row.state in _STATES and row.verifier in get_args(Verifier), row, "is in no state of ours"
+    )
     _demand(isinstance(row.options, dict) and isinstance(row.progress, dict), row, "has no options")
     sampling, verifier = _sampling(row), next(v for v in get_args(Verifier) if v == row.verifier)
-    spec = spec_hash(row.pair_id, row.workload_id, sampling, row.max_new_tokens, verifier, row.options, row.source)
+    spec = spec_hash(
+        row.pair_id,
+        row.workload_id,
+        sampling,
+        row.max_new_tokens,
+        verifier,
+        row.options,
+        row.source,
+    )
     _demand(spec == row.spec_sha256, row, "is not what its hash (spec_sha256) says")
 
 
 def check_trajectory(row: TrajectoryRow) -> None:
-    """Raises :class:`TraceError`, or CorruptedChunkError for its chunk, unless the row is a decoded request."""
+    """Raises :class:`TraceError`, or CorruptedChunkError for its chunk, unless the row is a decoded
+    request."""
     check_values(row)
-    _demand(row.finish in get_args(Finish) and row.verifier in get_args(Verifier), row, "ended in no way of ours")
+    _demand(
+        row.finish in get_args(Finish) and row.verifier in get_args(Verifier),
+        row,
+        "ended in no way of ours",
+    )
     _demand(_all(row.stop_strings, str), row, "has no list of stop strings")
     _sampling(row)
     found = _unpacked(row, trajectory_of)
-    _demand((len(found.prompt_ids), len(found.output_ids)) == (row.n_prompt, row.n_output), row, "has another number of tokens")
+    _demand(
+        (len(found.prompt_ids), len(found.output_ids)) == (row.n_prompt, row.n_output),
+        row,
+        "has another number of tokens",
+    )
 
 
 def check_panorama(row: PanoramaChunkRow, positions: int) -> None:
-    """Raises :class:`TraceError`, or CorruptedChunkError for its chunk, unless the row fits a text of that many tokens."""
+    """Raises :class:`TraceError`, or CorruptedChunkError for its chunk, unless the row fits a text
+    of that many tokens."""
     check_values(row)
     _check_sums(row)
     _demand(_all(row.covers, str), row, "has no list of covers")
     if row.kind == CHAIN:
         chain = _unpacked(row, lambda r: unpack_chain(chunk_of(r)))
-        said, is_said = (chain.draft, chain.gamma_max, len(chain.agree)), (row.draft, row.gamma_max, positions)
+        said, is_said = (
+            (chain.draft, chain.gamma_max, len(chain.agree)),
+            (row.draft, row.gamma_max, positions),
+        )
         _demand(said == is_said, row, "is of another draft or text")
         return
     tree = _unpacked(row, lambda r: unpack_tree(chunk_of(r)))
     _demand(row.kind == TREE_KINDS[tree.proposals], row, "is of another kind")
     held = (tree.draft, tree.depth, tree.width, list(tree.covers), tree.positions)
-    _demand(held == (row.draft, row.gamma_max, row.width, row.covers, positions), row, "is of another draft or text")
+    _demand(
+        held == (row.draft, row.gamma_max, row.width, row.covers, positions),
+        row,
+        "is of another draft or text",
+    )
 
 
 def check_steps(row: StepChunkRow) -> None:
-    """Raises :class:`TraceError`, or CorruptedChunkError for its chunk, unless the row is the rounds of a recorded request."""
+    """Raises :class:`TraceError`, or CorruptedChunkError for its chunk, unless the row is the
+    rounds of a recorded request."""
     check_values(row)
     _check_sums(row)
     _demand(row.run_id is None, row, "belongs to a run as well")
     steps = _unpacked(row, lambda r: unpack_steps(chunk_of(r)))
-    _demand(row.policies == sorted({step.policy for step in steps}) and row.rounds == len(steps), row, "sums up other rounds")
+    _demand(
+        row.policies == sorted({step.policy for step in steps}) and row.rounds == len(steps),
+        row,
+        "sums up other rounds",
+    )
 
 
 def _shown(row: DeclarativeBase) -> str:
@@ -119,13 +168,19 @@ def _unpacked(row: Any, unpack: Callable[[Any], Any]) -> Any:
         return unpack(row)
     except CodecError as error:
         name = row.__tablename__.replace("_", " ")
-        raise CorruptedChunkError(f"request {row.ordinal}: its {name} is damaged ({error})") from None
+        raise CorruptedChunkError(
+            f"request {row.ordinal}: its {name} is damaged ({error})"
+        ) from None
 
 
 def _sampling(row: Any) -> Sampling:
     found = row.sampling
     known = {"temperature": (int, float), "top_k": (int,), "top_p": (int, float), "seed": (int,)}
-    sound = isinstance(found, dict) and found.keys() == known.keys() and all(type(found[k]) in types for k, types in known.items())
+    sound = (
+        isinstance(found, dict)
+        and found.keys() == known.keys()
+        and all(type(found[k]) in types for k, types in known.items())
+    )
     _demand(sound, row, "has no sampling parameters")
     return Sampling(**found)
 
@@ -137,11 +192,14 @@ def _check_sums(row: PanoramaChunkRow | StepChunkRow) -> None:
 
 
 def _all(values: Any, kind: type | tuple[type, ...]) -> bool:
-    return isinstance(values, list) and all(isinstance(value, kind) and not isinstance(value, bool) for value in values)
+    return isinstance(values, list) and all(
+        isinstance(value, kind) and not isinstance(value, bool) for value in values
+    )
 
 
 def check_values(row: DeclarativeBase) -> None:
-    """Raises :class:`TraceError` unless every value is of its column's type and can be stored in any database."""
+    """Raises :class:`TraceError` unless every value is of its column's type and can be stored in
+    any database."""
     for attribute in inspect(row).mapper.column_attrs:
         column, value = attribute.columns[0], getattr(row, attribute.key)
         if value is None:
@@ -155,7 +213,11 @@ def _fits(kind: Any, value: Any) -> bool:
     if isinstance(kind, UtcDateTime):
         return isinstance(value, datetime)
     if isinstance(kind, String):
-        return isinstance(value, str) and len(value) <= (kind.length or len(value)) and unstorable(value) is None
+        return (
+            isinstance(value, str)
+            and len(value) <= (kind.length or len(value))
+            and unstorable(value) is None
+        )
     if isinstance(kind, Integer):
         bits = 63 if isinstance(kind, BigInteger) else 31
         return type(value) is int and -(1 << bits) <= value < 1 << bits
@@ -165,7 +227,10 @@ def _fits(kind: Any, value: Any) -> bool:
         return isinstance(value, bytes)
     if not isinstance(kind, (JSON, OutsideJson)):
         raise TypeError(f"column type {kind!r} has no rule")
-    return all(unstorable(leaf) is None if isinstance(leaf, str) else math.isfinite(leaf) for leaf in _leaves(value))
+    return all(
+        unstorable(leaf) is None if isinstance(leaf, str) else math.isfinite(leaf)
+        for leaf in _leaves(value)
+    )
 
 
 def _leaves(value: Any) -> Iterator[str | float]:

@@ -29,10 +29,29 @@ from spectune.traces.text import shortened
 
 _COLUMNS: Final[Mapping[str, tuple[Any, ...]]] = {
     "recordings": (RecordingRow.id, RecordingRow.pair_id, RecordingRow.source, RecordingRow.state),
-    "profiles": (LatencyProfileRow.id, LatencyProfileRow.pair_id, LatencyProfileRow.device, LatencyProfileRow.dtype),
+    "profiles": (
+        LatencyProfileRow.id,
+        LatencyProfileRow.pair_id,
+        LatencyProfileRow.device,
+        LatencyProfileRow.dtype,
+    ),
     "artifacts": (ArtifactRow.id, ArtifactRow.kind, ArtifactRow.pair_id),
-    "studies": (StudyRow.id, StudyRow.pair_id, StudyRow.recording_id, StudyRow.sampler, StudyRow.n_trials),
-    "runs": (RunRow.id, RunRow.kind, RunRow.purpose, RunRow.pair_id, RunRow.policy_id, RunRow.recording_id, RunRow.device),
+    "studies": (
+        StudyRow.id,
+        StudyRow.pair_id,
+        StudyRow.recording_id,
+        StudyRow.sampler,
+        StudyRow.n_trials,
+    ),
+    "runs": (
+        RunRow.id,
+        RunRow.kind,
+        RunRow.purpose,
+        RunRow.pair_id,
+        RunRow.policy_id,
+        RunRow.recording_id,
+        RunRow.device,
+    ),
     "policies": (PolicyRow.id, PolicyRow.label),
     "pairs": (PairRow.id, PairRow.name),
     "workloads": (WorkloadRow.id, WorkloadRow.name, WorkloadRow.n_requests),
@@ -40,41 +59,61 @@ _COLUMNS: Final[Mapping[str, tuple[Any, ...]]] = {
 """What a list shows of each kind, its id first; when it was made follows."""
 KINDS: Final = tuple(_COLUMNS)
 EVIDENCE: Final = "tuning"
-"""The kind of artifact that belongs to a study: what its page draws (:mod:`optimizer.report.evidence`)."""
+"""The kind of artifact that belongs to a study: what its page draws
+(:mod:`optimizer.report.evidence`)."""
 PRUNED: Final = ("runs", "studies", "profiles", "artifacts")
-"""Kinds that :func:`prune_kinds` removes; recordings are :mod:`traces.store.prune`'s, the others hardly take room."""
+"""Kinds that :func:`prune_kinds` removes; recordings are :mod:`traces.store.prune`'s, the others
+hardly take room."""
 
 
 def counts(database: Database) -> dict[str, int]:
     """How many there are of each kind."""
     with database.read() as session:
-        found = {kind: session.scalar(select(func.count()).select_from(_table(kind))) for kind in KINDS}
+        found = {
+            kind: session.scalar(select(func.count()).select_from(_table(kind))) for kind in KINDS
+        }
     return {kind: int(count or 0) for kind, count in found.items()}
 
 
-def list_kind(database: Database, kind: str, *, limit: int | None = None) -> tuple[dict[str, Any], ...]:
-    """Column to value of everything of a kind, newest first, the moment in ISO 8601; nothing is unpacked."""
+def list_kind(
+    database: Database, kind: str, *, limit: int | None = None
+) -> tuple[dict[str, Any], ...]:
+    """Column to value of everything of a kind, newest first, the moment in ISO 8601; nothing is
+    unpacked."""
     row = _table(kind)
     query = select(*_COLUMNS[kind], row.created_at).order_by(*newest_first(row)).limit(limit)
     with database.read() as session:
-        return tuple({**row, "created_at": row["created_at"].isoformat()} for row in session.execute(query).mappings())
+        return tuple(
+            {**row, "created_at": row["created_at"].isoformat()}
+            for row in session.execute(query).mappings()
+        )
 
 
 def find(database: Database, text: str) -> tuple[str, str]:
-    """(kind, id) of the one thing whose id ``text`` is, or begins. Raises NotFoundError for none, or more than one."""
+    """(kind, id) of the one thing whose id ``text`` is, or begins. Raises NotFoundError for none,
+    or more than one."""
     near: list[tuple[str, str]] = []
     with database.read() as session:
         for kind in KINDS:
             column = _COLUMNS[kind][0]
             if session.scalar(select(column).where(column == text)) is not None:
                 return kind, text
-            begun = select(column).where(column.startswith(text, autoescape=True)).order_by(column).limit(3)
+            begun = (
+                select(column)
+                .where(column.startswith(text, autoescape=True))
+                .order_by(column)
+                .limit(3)
+            )
             near += [(kind, name) for name in session.scalars(begun)] if text else []
     if len(near) == 1:
         return near[0]
     if near:
-        raise NotFoundError(f"{shortened(text)} is ambiguous: {', '.join(name for _, name in near[:5])}...")
-    raise NotFoundError(f"nothing has the id {shortened(text)}; `db list` shows what there is ({', '.join(KINDS)})")
+        raise NotFoundError(
+            f"{shortened(text)} is ambiguous: {', '.join(name for _, name in near[:5])}..."
+        )
+    raise NotFoundError(
+        f"nothing has the id {shortened(text)}; `db list` shows what there is ({', '.join(KINDS)})"
+    )
 
 
 def prune_kinds(
@@ -85,24 +124,30 @@ def prune_kinds(
     keep_last: int | None = None,
     dry_run: bool = False,
 ) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Removes of each kind what was made ``before`` a moment and is not among the newest ``keep_last``; (removed, spared) by kind.
+    """Removes of each kind what was made ``before`` a moment and is not among the newest
+    ``keep_last``; (removed, spared) by kind.
 
-    What a tuning's page draws goes with its study, and not before. Spared is what anything that stays names: a publication, a
-    schedule or its jobs, a policy, a run, a study, an artifact; and of each pair, device and dtype the newest profile, which
-    everything is predicted by.
+    What a tuning's page draws goes with its study, and not before. Spared is what anything that
+    stays names: a publication, a schedule or its jobs, a policy, a run, a study, an artifact; and
+    of each pair, device and dtype the newest profile, which everything is predicted by.
     """
     with database.read() if dry_run else database.write(is_long=True) as session:
         chosen = {kind: _old(session, kind, before, keep_last) for kind in kinds}
         pages = _pages(session)
         doomed = {name for names in chosen.values() for name in names} - pages.keys()
         spared = _named_elsewhere(session, doomed) | _newest_profiles(session)
-        removed = {kind: [name for name in names if name in doomed - spared] for kind, names in chosen.items()}
+        removed = {
+            kind: [name for name in names if name in doomed - spared]
+            for kind, names in chosen.items()
+        }
         if gone := [page for page, study in pages.items() if study in removed.get("studies", ())]:
             removed["artifacts"] = [*removed.get("artifacts", ()), *gone]
         if not dry_run:
             for kind, names in removed.items():
                 session.execute(delete(_table(kind)).where(_COLUMNS[kind][0].in_(names)))
-    return removed, {kind: [n for n in chosen.get(kind, ()) if n not in names] for kind, names in removed.items()}
+    return removed, {
+        kind: [n for n in chosen.get(kind, ()) if n not in names] for kind, names in removed.items()
+    }
 
 
 def _table(kind: str) -> Any:
@@ -117,23 +162,34 @@ def _old(session: Session, kind: str, before: datetime | None, keep_last: int | 
 
 def _newest_profiles(session: Session) -> set[str]:
     row, newest = LatencyProfileRow, dict[tuple[str, str, str], str]()
-    for name, *of in session.execute(select(row.id, row.pair_id, row.device, row.dtype).order_by(row.created_at, row.id.desc())):
+    for name, *of in session.execute(
+        select(row.id, row.pair_id, row.device, row.dtype).order_by(row.created_at, row.id.desc())
+    ):
         newest[(of[0], of[1], of[2])] = name
     return set(newest.values())
 
 
 def _pages(session: Session) -> dict[str, str]:
     """The study, while it is stored, of each artifact that a tuning's page draws."""
-    rows = session.execute(select(ArtifactRow.id, ArtifactRow.provenance).where(ArtifactRow.kind == EVIDENCE))
-    origins, studies = {name: origin.get("study") for name, origin in rows}, set(session.scalars(select(StudyRow.id)))
+    rows = session.execute(
+        select(ArtifactRow.id, ArtifactRow.provenance).where(ArtifactRow.kind == EVIDENCE)
+    )
+    origins, studies = (
+        {name: origin.get("study") for name, origin in rows},
+        set(session.scalars(select(StudyRow.id))),
+    )
     return {name: study for name, study in origins.items() if study in studies}
 
 
 def _named_elsewhere(session: Session, doomed: set[str]) -> set[str]:
-    """Those that a row names which stays, also because another one names it. Artifacts may be named by the beginning of an id, or
-    as the latest."""
+    """Those that a row names which stays, also because another one names it. Artifacts may be named
+    by the beginning of an id, or as the latest."""
     stay: list[str] = []
-    told = [select(PublicationRow.policy_id, PublicationRow.evidence), select(ScheduleRow.payload), select(JobRow.result)]
+    told = [
+        select(PublicationRow.policy_id, PublicationRow.evidence),
+        select(ScheduleRow.payload),
+        select(JobRow.result),
+    ]
     told += [select(PolicyRow.document), select(RecordingRow.options)]
     for query in told:
         stay += [_as_text(row) for row in session.execute(query)]
@@ -141,13 +197,20 @@ def _named_elsewhere(session: Session, doomed: set[str]) -> set[str]:
     owners = {name: _as_text(said) for name, *said in session.execute(made)}
     run = (RunRow.id, RunRow.recording_id, RunRow.profile_id, RunRow.options)
     owners |= {name: _as_text(said) for name, *said in session.execute(select(*run))}
-    owners |= {name: _as_text(said) for name, *said in session.execute(select(StudyRow.id, StudyRow.document))}
+    owners |= {
+        name: _as_text(said)
+        for name, *said in session.execute(select(StudyRow.id, StudyRow.document))
+    }
     stay += [said for name, said in owners.items() if name not in doomed]
     latest = session.scalar(select(ArtifactRow.id).order_by(*newest_first(ArtifactRow)).limit(1))
     spared: set[str] = set()
     while stay:
         words = {word for text in stay for word in _WORD.findall(text)}
-        begun = {latest if name == "latest" else name for text in stay for name in _ARTIFACT.findall(text)}
+        begun = {
+            latest if name == "latest" else name
+            for text in stay
+            for name in _ARTIFACT.findall(text)
+        }
         begins = tuple(str(name) for name in begun if name)
         found = {name for name in doomed - spared if name in words or name.startswith(begins)}
         spared |= found

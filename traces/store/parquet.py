@@ -1,8 +1,8 @@
 """A recording as a Parquet file, for workers that share a disk and no database (docs/simulator.md).
 
-A row of the file is a row of the database: a text (``draft`` is empty) or a panorama, its chunk as it is stored, checksum and all. Rows
-are in the order of the requests, a few requests a row group, so that a part of a recording is read without the rest. Executed rounds
-stay behind.
+A row of the file is a row of the database: a text (``draft`` is empty) or a panorama, its chunk as
+it is stored, checksum and all. Rows are in the order of the requests, a few requests a row group,
+so that a part of a recording is read without the rest. Executed rounds stay behind.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ LEFT: Final = ("recording_id", "created_at")
 
 
 def write_recording(store: TraceStore, recording: str, path: str | Path) -> int:
-    """Writes a recording's texts and panoramas to a Parquet file, whole or not at all; how many chunks. Raises TraceError without pyarrow
-    and where the file cannot be written, NotFoundError for an unknown recording."""
+    """Writes a recording's texts and panoramas to a Parquet file, whole or not at all; how many
+    chunks. Raises TraceError without pyarrow and where the file cannot be written, NotFoundError
+    for an unknown recording."""
     pa, pq = pyarrow_modules()
     info = store.get_recording(recording)
     text, blob, whole = pa.string(), pa.binary(), pa.int64()
@@ -46,7 +47,10 @@ def write_recording(store: TraceStore, recording: str, path: str | Path) -> int:
         with replacing(path) as file, pq.ParquetWriter(file, schema, compression="none") as writer:
             for i in range(0, len(ordinals), BATCH):
                 found = store.rows_of(info.id, ordinals[i : i + BATCH], trees=True)
-                rows = sorted((_row(r) for r in (*found.texts, *found.panoramas)), key=lambda r: (r["ordinal"], r["draft"]))
+                rows = sorted(
+                    (_row(r) for r in (*found.texts, *found.panoramas)),
+                    key=lambda r: (r["ordinal"], r["draft"]),
+                )
                 writer.write_table(pa.Table.from_pylist(rows, schema))
                 chunks += len(rows)
     except OSError as error:
@@ -55,14 +59,17 @@ def write_recording(store: TraceStore, recording: str, path: str | Path) -> int:
 
 
 def _row(row: Any) -> dict[str, Any]:
-    values = {a.key: getattr(row, a.key) for a in inspect(row).mapper.column_attrs if a.key not in LEFT}
+    values = {
+        a.key: getattr(row, a.key) for a in inspect(row).mapper.column_attrs if a.key not in LEFT
+    }
     own = {name: values.pop(name, "") for name in COLUMNS}
     return {**own, "rest": json.dumps(values)}
 
 
 @dataclass(frozen=True)
 class RecordingFile(TraceStore):
-    """A store whose only recording is that of a Parquet file; all else is in the database, which reading the file does not take.
+    """A store whose only recording is that of a Parquet file; all else is in the database, which
+    reading the file does not take.
 
     Its methods raise TraceError where the file is none of :func:`write_recording`'s.
     """
@@ -75,7 +82,9 @@ class RecordingFile(TraceStore):
     def recorded_ordinals(self, recording: str = "", after: int = -1) -> frozenset[int]:
         with _understood(self.path):
             found = _file(self.path)[1].read(["ordinal", "draft"]).to_pylist()
-        return frozenset(row["ordinal"] for row in found if not row["draft"] and row["ordinal"] > after)
+        return frozenset(
+            row["ordinal"] for row in found if not row["draft"] and row["ordinal"] > after
+        )
 
     def rows_of(
         self,
@@ -114,7 +123,8 @@ def _stored(values: dict[str, Any], info: RecordingInfo) -> TrajectoryRow | Pano
 
 
 def _file(path: str) -> tuple[RecordingInfo, Any, Any, Any]:
-    """The recording of a file, the file, and the first and last request of each row group, int64; remembered until the file changes."""
+    """The recording of a file, the file, and the first and last request of each row group, int64;
+    remembered until the file changes."""
     with _understood(path):
         found = Path(path).stat()
     return _opened(path, (found.st_ino, found.st_size, found.st_mtime_ns))
@@ -126,17 +136,22 @@ def _opened(path: str, stamp: tuple[int, ...]) -> tuple[RecordingInfo, Any, Any,
     with _understood(path):
         file = pq.ParquetFile(path)
         info = RecordingInfo.from_json(json.loads((file.schema_arrow.metadata or {})[b"recording"]))
-        groups = (file.metadata.row_group(n).column(0).statistics for n in range(file.num_row_groups))
+        groups = (
+            file.metadata.row_group(n).column(0).statistics for n in range(file.num_row_groups)
+        )
         bounds = np.array([(s.min, s.max) for s in groups], dtype=np.int64).reshape(-1, 2)
     return info, file, bounds[:, 0], bounds[:, 1]
 
 
 @contextmanager
 def _understood(path: str) -> Iterator[None]:
-    """Raises TraceError for a file that is missing, damaged, or holds something else. (Arrow's errors are ValueErrors and OSErrors.)"""
+    """Raises TraceError for a file that is missing, damaged, or holds something else. (Arrow's
+    errors are ValueErrors and OSErrors.)"""
     try:
         yield
     except OSError as error:
         raise TraceError(f"{path}: cannot be read ({error.strerror or error})") from None
     except (TypeError, ValueError, KeyError, AttributeError):
-        raise TraceError(f"{path}: no recording; `traces export FILE.parquet --whole` writes one") from None
+        raise TraceError(
+            f"{path}: no recording; `traces export FILE.parquet --whole` writes one"
+        ) from None

@@ -12,13 +12,21 @@ from sqlalchemy import ColumnElement, delete, func, select
 from sqlalchemy.orm import Session
 
 from spectune.db import Database
-from spectune.db.models import PanoramaChunkRow, PublicationRow, RecordingRow, RunRow, StepChunkRow, TrajectoryRow
+from spectune.db.models import (
+    PanoramaChunkRow,
+    PublicationRow,
+    RecordingRow,
+    RunRow,
+    StepChunkRow,
+    TrajectoryRow,
+)
 from spectune.db.schedules import JobRow
 from spectune.traces.errors import TraceError
 from spectune.traces.store.rows import newest_first, resolve_all
 
 STILL_WRITTEN = timedelta(days=1)
-"""An unfinished recording whose last text is younger counts as being written: panoramas, which come after the texts, have no moment."""
+"""An unfinished recording whose last text is younger counts as being written: panoramas, which come
+after the texts, have no moment."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,8 @@ class Pruned:
 
 @dataclass(frozen=True)
 class PruneReport:
-    """What was removed, or would be with ``dry_run``; ``kept`` are ids spared because a publication's evidence refers to them."""
+    """What was removed, or would be with ``dry_run``; ``kept`` are ids spared because a
+    publication's evidence refers to them."""
 
     removed: tuple[Pruned, ...]
     kept: tuple[str, ...]
@@ -45,7 +54,9 @@ class PruneReport:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "removed": [{**asdict(p), "created_at": p.created_at.isoformat()} for p in self.removed],
+            "removed": [
+                {**asdict(p), "created_at": p.created_at.isoformat()} for p in self.removed
+            ],
             "kept": list(self.kept),
             "size_bytes": self.size_bytes,
             "dry_run": self.dry_run,
@@ -65,14 +76,17 @@ def prune(
 ) -> PruneReport:
     """Removes recordings with all they hold.
 
-    Chosen are those named in ``recordings`` (ids, beginnings, ``latest``) or else those made ``before`` a moment and not
-    among the newest ``keep_last``; ``pair`` narrows the latter. Of unfinished ones only ``before`` chooses, by their last text, and
-    only those that nobody writes to any more (:func:`_abandoned`). One that a publication's evidence names is spared unless
-    ``force``; naming it raises :class:`TraceError`. ``vacuum`` gives the room back to the file system (SQLite). Raises TraceError
-    when nothing says what to remove.
+    Chosen are those named in ``recordings`` (ids, beginnings, ``latest``) or else those made
+    ``before`` a moment and not among the newest ``keep_last``; ``pair`` narrows the latter. Of
+    unfinished ones only ``before`` chooses, by their last text, and only those that nobody writes
+    to any more (:func:`_abandoned`). One that a publication's evidence names is spared unless
+    ``force``; naming it raises :class:`TraceError`. ``vacuum`` gives the room back to the file
+    system (SQLite). Raises TraceError when nothing says what to remove.
     """
     if not recordings and before is None and keep_last is None:
-        raise TraceError("say what to prune: recordings by id, an age (before), or how many to keep (keep_last)")
+        raise TraceError(
+            "say what to prune: recordings by id, an age (before), or how many to keep (keep_last)"
+        )
     with database.read() if dry_run else database.write(is_long=True) as session:
         abandoned = None if before is None else min(before, database.now(session) - STILL_WRITTEN)
 
@@ -88,9 +102,16 @@ def prune(
         cited = set() if force else cited_recordings(session, chosen)
         if recordings and cited:
             name = sorted(cited)[0]
-            raise TraceError(f"recording {name} is evidence of a publication; use --force to remove it all the same")
+            raise TraceError(
+                f"recording {name} is evidence of a publication; use --force to remove it all "
+                "the same"
+            )
         doomed = [r for r in chosen if r not in cited]
-        report = PruneReport(tuple(_measure(session, r) for r in doomed), tuple(r for r in chosen if r in cited), dry_run)
+        report = PruneReport(
+            tuple(_measure(session, r) for r in doomed),
+            tuple(r for r in chosen if r in cited),
+            dry_run,
+        )
         if not dry_run:
             for row in (StepChunkRow, PanoramaChunkRow, TrajectoryRow):
                 session.execute(delete(row).where(row.recording_id.in_(doomed)))
@@ -101,32 +122,54 @@ def prune(
 
 
 def cited_recordings(session: Session, candidates: Iterable[str]) -> set[str]:
-    """Those of the candidates that the evidence of any publication names, itself or through a run that it names."""
-    evidence = [json.dumps(document) for document in session.scalars(select(PublicationRow.evidence))]
+    """Those of the candidates that the evidence of any publication names, itself or through a run
+    that it names."""
+    evidence = [
+        json.dumps(document) for document in session.scalars(select(PublicationRow.evidence))
+    ]
     cited = {name for name in candidates if any(name in text for text in evidence)}
-    for run, recording in session.execute(select(RunRow.id, RunRow.recording_id).where(RunRow.recording_id.is_not(None))):
+    for run, recording in session.execute(
+        select(RunRow.id, RunRow.recording_id).where(RunRow.recording_id.is_not(None))
+    ):
         if recording is not None and any(run in text for text in evidence):
             cited.add(recording)
     return cited & set(candidates)
 
 
 def _locked(session: Session, recordings: Sequence[str]) -> frozenset[str]:
-    """Those that are still there, locked. First of all: who appends holds this row, and would wait for others that are removed before."""
-    query = select(RecordingRow.id).where(RecordingRow.id.in_(recordings)).order_by(RecordingRow.id).with_for_update()
+    """Those that are still there, locked. First of all: who appends holds this row, and would wait
+    for others that are removed before."""
+    query = (
+        select(RecordingRow.id)
+        .where(RecordingRow.id.in_(recordings))
+        .order_by(RecordingRow.id)
+        .with_for_update()
+    )
     return frozenset(session.scalars(query))
 
 
-def _by_age(session: Session, before: datetime | None, keep_last: int | None, pair: str | None) -> list[str]:
+def _by_age(
+    session: Session, before: datetime | None, keep_last: int | None, pair: str | None
+) -> list[str]:
     finished = select(RecordingRow).where(RecordingRow.state != "recording", *_of(pair))
     rows = session.scalars(finished.order_by(*newest_first(RecordingRow))).all()[keep_last or 0 :]
     return [row.id for row in rows if before is None or row.created_at < before]
 
 
 def _abandoned(session: Session, before: datetime, pair: str | None) -> list[str]:
-    """Unfinished recordings whose last text (or beginning, without any) is from ``before`` a moment, but for those of a job that is not
-    finished, which its next attempt resumes, and served ones: a server that is asked nothing for long is silent, not gone."""
-    unfinished = set(session.scalars(select(JobRow.idempotency_key).where(JobRow.state.in_(("queued", "running")))))
-    last = select(func.max(TrajectoryRow.created_at)).where(TrajectoryRow.recording_id == RecordingRow.id).scalar_subquery()
+    """Unfinished recordings whose last text (or beginning, without any) is from ``before`` a
+    moment, but for those of a job that is not finished, which its next attempt resumes, and served
+    ones: a server that is asked nothing for long is silent, not gone."""
+    unfinished = set(
+        session.scalars(
+            select(JobRow.idempotency_key).where(JobRow.state.in_(("queued", "running")))
+        )
+    )
+    last = (
+        select(func.max(TrajectoryRow.created_at))
+        .where(TrajectoryRow.recording_id == RecordingRow.id)
+        .scalar_subquery()
+    )
     begun = select(RecordingRow).where(
         RecordingRow.state == "recording",
         RecordingRow.source != "serve",
@@ -134,7 +177,11 @@ def _abandoned(session: Session, before: datetime, pair: str | None) -> list[str
         *_of(pair),
     )
     rows = session.scalars(begun.order_by(*newest_first(RecordingRow)))
-    return [row.id for row in rows if unfinished.isdisjoint(row.options.get(name) for name in ("slot", "gathered"))]
+    return [
+        row.id
+        for row in rows
+        if unfinished.isdisjoint(row.options.get(name) for name in ("slot", "gathered"))
+    ]
 
 
 def _of(pair: str | None) -> list[ColumnElement[bool]]:
@@ -144,6 +191,20 @@ def _of(pair: str | None) -> list[ColumnElement[bool]]:
 def _measure(session: Session, recording: str) -> Pruned:
     size = 0
     for row in (TrajectoryRow, PanoramaChunkRow, StepChunkRow):
-        size += int(session.scalar(select(func.sum(func.length(row.data))).where(row.recording_id == recording)) or 0)
-    requests = session.scalar(select(func.count()).select_from(TrajectoryRow).where(TrajectoryRow.recording_id == recording)) or 0
-    return Pruned(recording, session.get_one(RecordingRow, recording).created_at, int(requests), size)
+        size += int(
+            session.scalar(
+                select(func.sum(func.length(row.data))).where(row.recording_id == recording)
+            )
+            or 0
+        )
+    requests = (
+        session.scalar(
+            select(func.count())
+            .select_from(TrajectoryRow)
+            .where(TrajectoryRow.recording_id == recording)
+        )
+        or 0
+    )
+    return Pruned(
+        recording, session.get_one(RecordingRow, recording).created_at, int(requests), size
+    )

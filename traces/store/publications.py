@@ -1,5 +1,5 @@
-"""Policies in force: an append-only list per deployment, pair and class of device, and what each node
-did with its entries."""
+"""Policies in force: an append-only list per deployment, pair and class of device, and what each
+node did with its entries."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ DEFAULT_DEPLOYMENT: Final = "default"
 @dataclass(frozen=True)
 class Publication:
     """A policy put in force. ``version`` grows; the largest of a deployment, pair and device is in
-    force. ``sampling`` is what it was tuned for (``temperature``, ``top_k``, ``top_p``, ``verifier``),
-    None where nobody knows.
+    force. ``sampling`` is what it was tuned for (``temperature``, ``top_k``, ``top_p``,
+    ``verifier``), None where nobody knows.
 
-    ``document`` is the policy's, whatever JSON value stands there, and None where it cannot be read; ``problem`` says why it is not to be
-    used: it cannot be read, or is not what the policy's id is the hash of. ``evidence`` is empty where it cannot be read.
+    ``document`` is the policy's, whatever JSON value stands there, and None where it cannot be
+    read; ``problem`` says why it is not to be used: it cannot be read, or is not what the policy's
+    id is the hash of. ``evidence`` is empty where it cannot be read.
     """
 
     version: int
@@ -59,7 +60,8 @@ class Acknowledgement:
 
 
 class Publications(Storage):
-    """Publishing and watching. Nothing here changes a row: a rollback publishes the older policy again."""
+    """Publishing and watching. Nothing here changes a row: a rollback publishes the older policy
+    again."""
 
     def publish(
         self,
@@ -78,19 +80,23 @@ class Publications(Storage):
     ) -> Publication:
         """Puts a stored policy in force in a deployment, for a pair on a device.
 
-        ``guard`` is called first, in the transaction that publishes; what it raises is passed on, and nothing is published. With an
-        ``idempotency_key`` seen before, the publication made then is returned and nothing is added, whatever else is
-        given. ``expected`` is the version the caller believes is in force (0: none); if another is, StaleVersionError is
-        raised. Raises NotFoundError for an unknown pair or policy.
+        ``guard`` is called first, in the transaction that publishes; what it raises is passed on,
+        and nothing is published. With an ``idempotency_key`` seen before, the publication made then
+        is returned and nothing is added, whatever else is given. ``expected`` is the version the
+        caller believes is in force (0: none); if another is, StaleVersionError is raised. Raises
+        NotFoundError for an unknown pair or policy.
         """
         with self.database.write() as session:
-            # On PostgreSQL writers run side by side: without the lock two of them could both find `expected` in force.
+            # On PostgreSQL writers run side by side: without the lock two of them could both find
+            # `expected` in force.
             self.database.lock(session, f"publish {deployment} {pair_id} {device}")
             if guard is not None:
                 guard(session)
             if idempotency_key is not None:
                 self.database.lock(session, f"key {idempotency_key}")
-                done = session.execute(_publications().where(PublicationRow.idempotency_key == idempotency_key)).first()
+                done = session.execute(
+                    _publications().where(PublicationRow.idempotency_key == idempotency_key)
+                ).first()
                 if done is not None:
                     return _publication(*done)
             require(session, PairRow, pair_id, "before publishing for it")
@@ -98,7 +104,8 @@ class Publications(Storage):
             current = _version(session, pair_id, device, deployment)
             if expected is not None and expected != current:
                 raise StaleVersionError(
-                    f"publication {current} is in force, not {expected} as expected; look at it and publish again"
+                    f"publication {current} is in force, not {expected} as expected; look at it "
+                    "and publish again"
                 )
             row = PublicationRow(
                 deployment=deployment,
@@ -134,7 +141,9 @@ class Publications(Storage):
     def published_under(self, idempotency_key: str) -> Publication | None:
         """The publication made under a key, or None."""
         with self.database.read() as session:
-            row = session.execute(_publications().where(PublicationRow.idempotency_key == idempotency_key)).first()
+            row = session.execute(
+                _publications().where(PublicationRow.idempotency_key == idempotency_key)
+            ).first()
             return None if row is None else _publication(*row)
 
     def list_publications(
@@ -147,9 +156,14 @@ class Publications(Storage):
     ) -> tuple[Publication, ...]:
         """Publications of a pair, device and deployment (each optional), newest first."""
         row = PublicationRow
-        query = _publications().where(*equal({row.pair_id: pair_id, row.device: device, row.deployment: deployment}))
+        query = _publications().where(
+            *equal({row.pair_id: pair_id, row.device: device, row.deployment: deployment})
+        )
         with self.database.read() as session:
-            return tuple(_publication(*row) for row in session.execute(query.order_by(PublicationRow.id.desc()).limit(limit)))
+            return tuple(
+                _publication(*row)
+                for row in session.execute(query.order_by(PublicationRow.id.desc()).limit(limit))
+            )
 
     def in_force(self) -> tuple[Publication, ...]:
         """What is in force in every deployment, for every pair and device, by their names."""
@@ -164,18 +178,29 @@ class Publications(Storage):
         with self.database.write() as session:
             if not is_stored(session, PublicationRow.id, version):
                 raise NotFoundError(f"there is no publication {version}")
-            session.add(AcknowledgementRow(publication_id=version, node=node, status=status, reason=reason, at=self.clock()))
+            session.add(
+                AcknowledgementRow(
+                    publication_id=version, node=node, status=status, reason=reason, at=self.clock()
+                )
+            )
 
-    def acknowledgements(self, version: int | None = None, node: str | None = None) -> tuple[Acknowledgement, ...]:
+    def acknowledgements(
+        self, version: int | None = None, node: str | None = None
+    ) -> tuple[Acknowledgement, ...]:
         """Acknowledgements of a publication and by a node (each optional), oldest first."""
         wanted = equal({AcknowledgementRow.publication_id: version, AcknowledgementRow.node: node})
         query = select(AcknowledgementRow).where(*wanted).order_by(AcknowledgementRow.id)
         with self.database.read() as session:
-            return tuple(value_of(Acknowledgement, row, version=row.publication_id) for row in session.scalars(query))
+            return tuple(
+                value_of(Acknowledgement, row, version=row.publication_id)
+                for row in session.scalars(query)
+            )
 
 
 def _publications() -> Any:  # Select's parameters differ between SQLAlchemy 2.0 and 2.1
-    return select(PublicationRow, PolicyRow).join(PolicyRow, PolicyRow.id == PublicationRow.policy_id)
+    return select(PublicationRow, PolicyRow).join(
+        PolicyRow, PolicyRow.id == PublicationRow.policy_id
+    )
 
 
 def _version(session: Session, pair_id: str, device: str, deployment: str) -> int:
@@ -187,7 +212,9 @@ def _version(session: Session, pair_id: str, device: str, deployment: str) -> in
 def _publication(row: PublicationRow, policy: PolicyRow) -> Publication:
     document, problem = readable(policy.document)
     if isinstance(document, dict) and policy_id(document) != policy.id:
-        problem = "has another content than the id of its policy says; restore the database from a backup"
+        problem = (
+            "has another content than the id of its policy says; restore the database from a backup"
+        )
     return value_of(
         Publication,
         row,

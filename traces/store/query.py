@@ -1,7 +1,8 @@
-"""Questions about recordings: which there are, what their requests were like, how far drafts survived.
+"""Questions about recordings: which there are, what their requests were like, how far drafts
+survived.
 
-These are the public calls behind ``cli.py traces list|show|stats|query|export``. Everything is answered from summary columns; no
-chunk is unpacked.
+These are the public calls behind ``cli.py traces list|show|stats|query|export``. Everything is
+answered from summary columns; no chunk is unpacked.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ GROUPS: tuple[GroupBy, ...] = ("draft", "category", "recording")
 class TraceFilter:
     """Which requests are meant; every field narrows, absent ones do not.
 
-    ``recordings`` are ids or beginnings of ids or ``latest``; ``pair`` an id or the beginning of one; ``since`` (inclusive)
-    and ``until`` (exclusive) bound the moment a request was recorded. ``min_acceptance`` and ``max_acceptance`` (inclusive)
-    bound the acceptance of the request's drafts, or of ``draft`` if it is given.
+    ``recordings`` are ids or beginnings of ids or ``latest``; ``pair`` an id or the beginning of
+    one; ``since`` (inclusive) and ``until`` (exclusive) bound the moment a request was recorded.
+    ``min_acceptance`` and ``max_acceptance`` (inclusive) bound the acceptance of the request's
+    drafts, or of ``draft`` if it is given.
     """
 
     recordings: tuple[str, ...] = ()
@@ -52,9 +54,9 @@ EVERYTHING = TraceFilter()
 class RequestRow:
     """One request and draft (or one request, ``draft`` None, if it has no panorama).
 
-    ``acceptance``: mean chance that a proposal of the draft is kept, over the positions of the text; ``tau``: mean accepted
-    length of drafting up to gamma_max from every start. ``rounds`` to ``seconds`` are of the rounds it was decoded by, 0 if
-    none were stored.
+    ``acceptance``: mean chance that a proposal of the draft is kept, over the positions of the
+    text; ``tau``: mean accepted length of drafting up to gamma_max from every start. ``rounds`` to
+    ``seconds`` are of the rounds it was decoded by, 0 if none were stored.
     """
 
     recording: str
@@ -76,7 +78,9 @@ class RequestRow:
 
     def to_json(self) -> dict[str, Any]:
         """Column to value, the moment in ISO 8601."""
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {"recorded_at": self.recorded_at.isoformat()}
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {
+            "recorded_at": self.recorded_at.isoformat()
+        }
 
     @classmethod
     def columns(cls) -> tuple[str, ...]:
@@ -85,7 +89,8 @@ class RequestRow:
 
 @dataclass(frozen=True)
 class AcceptanceStats:
-    """Acceptance of one group: over every start of its panoramas, or over executed rounds (``draft`` ``executed``)."""
+    """Acceptance of one group: over every start of its panoramas, or over executed rounds
+    (``draft`` ``executed``)."""
 
     group: tuple[tuple[str, str], ...]
     requests: int
@@ -93,39 +98,89 @@ class AcceptanceStats:
     survival: Survival
 
     def to_json(self) -> dict[str, Any]:
-        """The group's columns, then the figures; ``marginal``, ``conditional`` and ``histogram`` are lists over positions."""
-        return {**dict(self.group), "requests": self.requests, "acceptance": self.acceptance, **self.survival.to_json()}
+        """The group's columns, then the figures; ``marginal``, ``conditional`` and ``histogram``
+        are lists over positions."""
+        return {
+            **dict(self.group),
+            "requests": self.requests,
+            "acceptance": self.acceptance,
+            **self.survival.to_json(),
+        }
 
 
-def list_recordings(database: Database, only: TraceFilter = EVERYTHING) -> tuple[RecordingInfo, ...]:
-    """Recordings that hold a matching request (or, without request conditions, match themselves), newest first."""
+def list_recordings(
+    database: Database, only: TraceFilter = EVERYTHING
+) -> tuple[RecordingInfo, ...]:
+    """Recordings that hold a matching request (or, without request conditions, match themselves),
+    newest first."""
     with database.read() as session:
         query = select(RecordingRow).where(*_recording_conditions(session, only))
         narrowed = _request_conditions(only)
         if narrowed:
-            query = query.where(select(TrajectoryRow).where(TrajectoryRow.recording_id == RecordingRow.id, *narrowed).exists())
-        return tuple(infos(session, session.scalars(query.order_by(*newest_first(RecordingRow))).all()))
+            query = query.where(
+                select(TrajectoryRow)
+                .where(TrajectoryRow.recording_id == RecordingRow.id, *narrowed)
+                .exists()
+            )
+        return tuple(
+            infos(session, session.scalars(query.order_by(*newest_first(RecordingRow))).all())
+        )
 
 
 def request_rows(database: Database, only: TraceFilter = EVERYTHING) -> Iterator[RequestRow]:
-    """The matching requests, one row per draft, by recording, ordinal and draft; lazily, within one read transaction.
+    """The matching requests, one row per draft, by recording, ordinal and draft; lazily, within one
+    read transaction.
 
     A draft is one with a chain panorama; trees have no rows.
     """
     t, p = TrajectoryRow, PanoramaChunkRow
-    told = (t.recording_id, t.ordinal, t.request_id, t.category, t.created_at, t.finish, t.n_prompt, t.n_output)
-    columns = (*told, p.draft, p.gamma_max, p.acceptance, t.rounds, t.drafted, t.accepted, t.seconds, p.n, p.survived)
+    told = (
+        t.recording_id,
+        t.ordinal,
+        t.request_id,
+        t.category,
+        t.created_at,
+        t.finish,
+        t.n_prompt,
+        t.n_output,
+    )
+    columns = (
+        *told,
+        p.draft,
+        p.gamma_max,
+        p.acceptance,
+        t.rounds,
+        t.drafted,
+        t.accepted,
+        t.seconds,
+        p.n,
+        p.survived,
+    )
     with database.read() as session:
         joined = (p.recording_id == t.recording_id) & (p.ordinal == t.ordinal) & (p.kind == CHAIN)
         if only.draft is not None:
             joined &= p.draft == only.draft
-        query = select(*columns).join(RecordingRow, RecordingRow.id == t.recording_id).outerjoin(p, joined)
-        query = query.where(*_recording_conditions(session, only), *_request_conditions(only), *_acceptance_conditions(only))
+        query = (
+            select(*columns)
+            .join(RecordingRow, RecordingRow.id == t.recording_id)
+            .outerjoin(p, joined)
+        )
+        query = query.where(
+            *_recording_conditions(session, only),
+            *_request_conditions(only),
+            *_acceptance_conditions(only),
+        )
         if only.draft is not None:
             query = query.where(p.draft.is_not(None))
-        rows = session.execute(query.order_by(t.recording_id, t.ordinal, p.draft).execution_options(yield_per=500))
+        rows = session.execute(
+            query.order_by(t.recording_id, t.ordinal, p.draft).execution_options(yield_per=500)
+        )
         for *of_request, rounds, drafted, accepted, seconds, starts, survived in rows:
-            tau = None if starts is None else Survival(starts, (), tuple(survived)).mean_accepted_length
+            tau = (
+                None
+                if starts is None
+                else Survival(starts, (), tuple(survived)).mean_accepted_length
+            )
             values: list[Any] = [*of_request, tau, rounds, drafted, accepted, seconds]
             yield RequestRow(*values)
 
@@ -133,18 +188,32 @@ def request_rows(database: Database, only: TraceFilter = EVERYTHING) -> Iterator
 def acceptance_stats(
     database: Database, only: TraceFilter = EVERYTHING, by: Sequence[GroupBy] = ("draft",)
 ) -> tuple[AcceptanceStats, ...]:
-    """Acceptance by position, from every start of the panoramas of the matching requests, grouped and sorted by ``by``.
+    """Acceptance by position, from every start of the panoramas of the matching requests, grouped
+    and sorted by ``by``.
 
-    Without ``draft`` in ``by`` drafts are pooled. Mean accepted length = 1 + sum of the marginals, exactly.
+    Without ``draft`` in ``by`` drafts are pooled. Mean accepted length = 1 + sum of the marginals,
+    exactly.
     """
     t, p = TrajectoryRow, PanoramaChunkRow
     of: dict[GroupBy, Any] = {"draft": p.draft, "category": t.category, "recording": t.recording_id}
     with database.read() as session:
         query = (
-            select(*(of[g] for g in by), t.recording_id, t.ordinal, p.n, p.acceptance, p.at_risk, p.survived)
+            select(
+                *(of[g] for g in by),
+                t.recording_id,
+                t.ordinal,
+                p.n,
+                p.acceptance,
+                p.at_risk,
+                p.survived,
+            )
             .join(t, (t.recording_id == p.recording_id) & (t.ordinal == p.ordinal))
             .join(RecordingRow, RecordingRow.id == t.recording_id)
-            .where(*_recording_conditions(session, only), *_request_conditions(only), *_acceptance_conditions(only))
+            .where(
+                *_recording_conditions(session, only),
+                *_request_conditions(only),
+                *_acceptance_conditions(only),
+            )
             .where(p.kind == CHAIN)
         )
         if only.draft is not None:
@@ -153,11 +222,17 @@ def acceptance_stats(
 
 
 def executed_stats(
-    database: Database, only: TraceFilter = EVERYTHING, by: Sequence[GroupBy] = (), *, run: str | None = None
+    database: Database,
+    only: TraceFilter = EVERYTHING,
+    by: Sequence[GroupBy] = (),
+    *,
+    run: str | None = None,
 ) -> tuple[AcceptanceStats, ...]:
-    """The same from the rounds that the matching requests were really decoded by, or from the rounds of one run.
+    """The same from the rounds that the matching requests were really decoded by, or from the
+    rounds of one run.
 
-    ``acceptance`` is accepted over drafted tokens. ``draft`` cannot be grouped by here: a request may have used several.
+    ``acceptance`` is accepted over drafted tokens. ``draft`` cannot be grouped by here: a request
+    may have used several.
     """
     groups = [g for g in by if g != "draft"]
     s, t = StepChunkRow, TrajectoryRow
@@ -165,7 +240,9 @@ def executed_stats(
     with database.read() as session:
         if run is not None:
             of: dict[GroupBy, Any] = {"category": s.category, "recording": s.run_id}
-            query = select(*(of[g] for g in groups), s.run_id, s.ordinal, *n_acceptance).where(s.run_id == run)
+            query = select(*(of[g] for g in groups), s.run_id, s.ordinal, *n_acceptance).where(
+                s.run_id == run
+            )
         else:
             of = {"category": t.category, "recording": t.recording_id}
             query = (
@@ -181,14 +258,20 @@ def executed_stats(
         return _grouped(groups, rows, weighted=True)
 
 
-def _grouped(by: Sequence[GroupBy], rows: Any, *, weighted: bool = False) -> tuple[AcceptanceStats, ...]:
-    """Rows are (group..., owner, ordinal, starts, acceptance, at_risk, survived[, weight of the acceptance]), pooled by group."""
+def _grouped(
+    by: Sequence[GroupBy], rows: Any, *, weighted: bool = False
+) -> tuple[AcceptanceStats, ...]:
+    """Rows are (group..., owner, ordinal, starts, acceptance, at_risk, survived[, weight of the
+    acceptance]), pooled by group."""
     sums: dict[tuple[str, ...], Survival] = {}
     kept: dict[tuple[str, ...], list[float]] = {}
     requests: dict[tuple[str, ...], set[tuple[str, int]]] = {}
     for row in rows:
         weight = row[-1] if weighted else row[len(by) + 2]
-        key, (owner, ordinal, starts, acceptance, at_risk, survived) = tuple(row[: len(by)]), row[len(by) : len(by) + 6]
+        key, (owner, ordinal, starts, acceptance, at_risk, survived) = (
+            tuple(row[: len(by)]),
+            row[len(by) : len(by) + 6],
+        )
         sums[key] = sums.get(key, Survival()) + Survival(starts, tuple(at_risk), tuple(survived))
         total = kept.setdefault(key, [0.0, 0.0])
         total[0] += acceptance * weight
@@ -196,7 +279,10 @@ def _grouped(by: Sequence[GroupBy], rows: Any, *, weighted: bool = False) -> tup
         requests.setdefault(key, set()).add((owner, ordinal))
     return tuple(
         AcceptanceStats(
-            tuple(zip(by, key, strict=True)), len(requests[key]), kept[key][0] / kept[key][1] if kept[key][1] else 0.0, sums[key]
+            tuple(zip(by, key, strict=True)),
+            len(requests[key]),
+            kept[key][0] / kept[key][1] if kept[key][1] else 0.0,
+            sums[key],
         )
         for key in sorted(sums)
     )
@@ -224,7 +310,12 @@ def _request_conditions(only: TraceFilter) -> list[ColumnElement[bool]]:
         conditions.append(t.created_at < only.until)
     if only.draft is not None or only.min_acceptance is not None or only.max_acceptance is not None:
         p = PanoramaChunkRow
-        of = [p.recording_id == t.recording_id, p.ordinal == t.ordinal, p.kind == CHAIN, *_acceptance_conditions(only)]
+        of = [
+            p.recording_id == t.recording_id,
+            p.ordinal == t.ordinal,
+            p.kind == CHAIN,
+            *_acceptance_conditions(only),
+        ]
         if only.draft is not None:
             of.append(p.draft == only.draft)
         conditions.append(select(p.ordinal).where(*of).exists().correlate(t))

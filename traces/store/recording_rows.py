@@ -1,4 +1,5 @@
-"""A recording's rows and the values they hold: helpers of :mod:`traces.store.recordings`, which owns the transactions."""
+"""A recording's rows and the values they hold: helpers of :mod:`traces.store.recordings`, which
+owns the transactions."""
 
 from __future__ import annotations
 
@@ -114,15 +115,28 @@ def spec_hash(
     source: str,
 ) -> str:
     """SHA-256 of everything a recording was asked for, hex: equal questions, equal hash."""
-    spec = [pair_id, workload_id, asdict(sampling), max_new_tokens, verifier, dict(options or {}), source]
+    spec = [
+        pair_id,
+        workload_id,
+        asdict(sampling),
+        max_new_tokens,
+        verifier,
+        dict(options or {}),
+        source,
+    ]
     return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
 
 
 def recording_row(session: Session, recording: str, *, writing: bool = False) -> RecordingRow:
-    """Raises NotFoundError. With ``writing`` other writers of this recording, and its removal, wait until the transaction ends."""
-    row = session.get(RecordingRow, recording, with_for_update={"key_share": True} if writing else None)
+    """Raises NotFoundError. With ``writing`` other writers of this recording, and its removal, wait
+    until the transaction ends."""
+    row = session.get(
+        RecordingRow, recording, with_for_update={"key_share": True} if writing else None
+    )
     if row is None:
-        raise NotFoundError(f"there is no recording {recording!r}; `traces list` shows those there are")
+        raise NotFoundError(
+            f"there is no recording {recording!r}; `traces list` shows those there are"
+        )
     return row
 
 
@@ -133,7 +147,14 @@ def trajectory_of(row: TrajectoryRow) -> Trajectory:
         sampling, stop_strings = Sampling(**row.sampling), tuple(row.stop_strings)
     except TypeError:
         raise CodecError("its sampling parameters or stop strings are none") from None
-    return value_of(Trajectory, row, prompt_ids=prompt, output_ids=output, sampling=sampling, stop_strings=stop_strings)
+    return value_of(
+        Trajectory,
+        row,
+        prompt_ids=prompt,
+        output_ids=output,
+        sampling=sampling,
+        stop_strings=stop_strings,
+    )
 
 
 def infos(session: Session, rows: Sequence[RecordingRow]) -> list[RecordingInfo]:
@@ -151,7 +172,9 @@ def infos(session: Session, rows: Sequence[RecordingRow]) -> list[RecordingInfo]
     trees: dict[tuple[str, str], dict[str, TreeExtent]] = {}
     p = PanoramaChunkRow
     counted = (
-        select(p.recording_id, p.kind, p.draft, func.count(), func.min(p.width), func.min(p.gamma_max))
+        select(
+            p.recording_id, p.kind, p.draft, func.count(), func.min(p.width), func.min(p.gamma_max)
+        )
         .where(p.recording_id.in_(ids))
         .group_by(p.recording_id, p.kind, p.draft)
         .order_by(p.draft)
@@ -178,4 +201,7 @@ def infos(session: Session, rows: Sequence[RecordingRow]) -> list[RecordingInfo]
 
 def corrupted(recording: str, ordinal: int, what: str, error: CodecError) -> CorruptedChunkError:
     """The error that names a damaged chunk."""
-    return CorruptedChunkError(f"recording {recording}, request {ordinal}: {what} cannot be used ({error}); the others still can")
+    return CorruptedChunkError(
+        f"recording {recording}, request {ordinal}: {what} cannot be used ({error}); the others "
+        "still can"
+    )

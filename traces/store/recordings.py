@@ -11,10 +11,25 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from spectune.db import NotFoundError
-from spectune.db.models import PairRow, PanoramaChunkRow, RecordingRow, StepChunkRow, TrajectoryRow, WorkloadRow
+from spectune.db.models import (
+    PairRow,
+    PanoramaChunkRow,
+    RecordingRow,
+    StepChunkRow,
+    TrajectoryRow,
+    WorkloadRow,
+)
 from spectune.traces.codec import Chunk, CodecError
 from spectune.traces.errors import TraceError
-from spectune.traces.packing import pack_chain, pack_steps, pack_tokens, pack_tree, unpack_chain, unpack_steps, unpack_tree
+from spectune.traces.packing import (
+    pack_chain,
+    pack_steps,
+    pack_tokens,
+    pack_tree,
+    unpack_chain,
+    unpack_steps,
+    unpack_tree,
+)
 from spectune.traces.recording import RecordedRequest, Recording, RecordingInfo, Skipped
 from spectune.traces.schema import (
     ChainPanorama,
@@ -80,7 +95,8 @@ class Recordings(Storage):
         options: Mapping[str, Any] | None = None,
         source: str = "record",
     ) -> RecordingInfo:
-        """Begins a recording in state ``recording``. The pair and the workload must be stored already (NotFoundError)."""
+        """Begins a recording in state ``recording``. The pair and the workload must be stored
+        already (NotFoundError)."""
         values = {
             "pair_id": pair_id,
             "workload_id": workload_id,
@@ -91,7 +107,9 @@ class Recordings(Storage):
             "verifier": verifier,
             "options": dict(options or {}),
             "progress": {},
-            "spec_sha256": spec_hash(pair_id, workload_id, sampling, max_new_tokens, verifier, options, source),
+            "spec_sha256": spec_hash(
+                pair_id, workload_id, sampling, max_new_tokens, verifier, options, source
+            ),
             "created_at": self.clock(),
         }
         with self.database.write() as session:
@@ -115,7 +133,8 @@ class Recordings(Storage):
     ) -> RecordingInfo | None:
         """The newest recording begun with exactly these arguments that is in ``state``, or None.
 
-        One in state ``recording`` is what a killed ``record`` resumes; a ``complete`` one is what ``tune`` need not record again.
+        One in state ``recording`` is what a killed ``record`` resumes; a ``complete`` one is what
+        ``tune`` need not record again.
         """
         spec = spec_hash(pair_id, workload_id, sampling, max_new_tokens, verifier, options, source)
         with self.database.read() as session:
@@ -130,16 +149,21 @@ class Recordings(Storage):
     def list_recordings(
         self, pair_id: str | None = None, *, source: str | None = None, state: str | None = None
     ) -> tuple[RecordingInfo, ...]:
-        """Recordings of a pair, source and state (each optional), newest first; :mod:`traces.store.query` filters by more."""
-        wanted = equal({RecordingRow.pair_id: pair_id, RecordingRow.source: source, RecordingRow.state: state})
+        """Recordings of a pair, source and state (each optional), newest first;
+        :mod:`traces.store.query` filters by more."""
+        wanted = equal(
+            {RecordingRow.pair_id: pair_id, RecordingRow.source: source, RecordingRow.state: state}
+        )
         query = select(RecordingRow).where(*wanted).order_by(*newest_first(RecordingRow))
         with self.database.read() as session:
             return tuple(infos(session, session.scalars(query).all()))
 
     def recorded_since(self, pair_id: str, since: datetime) -> tuple[tuple[str, int], ...]:
-        """(recording, ordinal) of every request of a pair stored at ``since`` or later, oldest first.
+        """(recording, ordinal) of every request of a pair stored at ``since`` or later, oldest
+        first.
 
-        It goes by the request's moment and not the recording's: serving appends to one recording for days.
+        It goes by the request's moment and not the recording's: serving appends to one recording
+        for days.
         """
         query = (
             select(TrajectoryRow.recording_id, TrajectoryRow.ordinal)
@@ -148,15 +172,20 @@ class Recordings(Storage):
         )
         order = (TrajectoryRow.created_at, TrajectoryRow.recording_id, TrajectoryRow.ordinal)
         with self.database.read() as session:
-            return tuple((recording, ordinal) for recording, ordinal in session.execute(query.order_by(*order)))
+            return tuple(
+                (recording, ordinal)
+                for recording, ordinal in session.execute(query.order_by(*order))
+            )
 
     def resolve_recording(self, text: str) -> str:
-        """The id meant by an id, an unambiguous beginning of one, or ``latest``. Raises NotFoundError."""
+        """The id meant by an id, an unambiguous beginning of one, or ``latest``. Raises
+        NotFoundError."""
         with self.database.read() as session:
             return resolve(session, RecordingRow, text)
 
     def get_recording(self, text: str) -> RecordingInfo:
-        """The recording without its chunks, by id, an unambiguous beginning of one, or ``latest``. Raises NotFoundError."""
+        """The recording without its chunks, by id, an unambiguous beginning of one, or ``latest``.
+        Raises NotFoundError."""
         with self.database.read() as session:
             return infos(session, [named_row(session, RecordingRow, text)])[0]
 
@@ -166,18 +195,27 @@ class Recordings(Storage):
             row = recording_row(session, recording, writing=True)
             row.state, row.finished_at = "complete", self.clock()
 
-    def append_trajectory(self, recording: str, ordinal: int, trajectory: Trajectory, steps: Sequence[Step] = ()) -> bool:
+    def append_trajectory(
+        self, recording: str, ordinal: int, trajectory: Trajectory, steps: Sequence[Step] = ()
+    ) -> bool:
         """Stores one decoded request in one transaction; when this returns it survives a kill.
 
-        Returns False, changing nothing, when the same trajectory is there already, so that a resumed recording may append again.
-        Raises :class:`TraceError` when another trajectory has that ordinal, and NotFoundError for an unknown recording.
+        Returns False, changing nothing, when the same trajectory is there already, so that a
+        resumed recording may append again. Raises :class:`TraceError` when another trajectory has
+        that ordinal, and NotFoundError for an unknown recording.
         """
         return self.append_trajectories(recording, [(ordinal, trajectory, steps)]) == 1
 
     def append_trajectories(self, recording: str, items: Sequence[Appended]) -> int:
         """:meth:`append_trajectory` for several in one transaction; how many were new."""
-        packed = [(*item, pack_tokens(item[1].prompt_ids, item[1].output_ids), pack_steps(item[2])) for item in items]
-        rows = [self._trajectory_values(recording, ordinal, of, steps, tokens) for ordinal, of, steps, tokens, _ in packed]
+        packed = [
+            (*item, pack_tokens(item[1].prompt_ids, item[1].output_ids), pack_steps(item[2]))
+            for item in items
+        ]
+        rows = [
+            self._trajectory_values(recording, ordinal, of, steps, tokens)
+            for ordinal, of, steps, tokens, _ in packed
+        ]
         with self.database.write() as session:
             recording_row(session, recording, writing=True)
             added = insert_all_absent(session, TrajectoryRow, rows, "ordinal")
@@ -188,17 +226,33 @@ class Recordings(Storage):
                     there = session.get_one(TrajectoryRow, (recording, ordinal))
                     if there.sha256 != tokens.sha256 or there.request_id != name:
                         raise TraceError(
-                            f"recording {recording} already holds another trajectory at {ordinal}: request {there.request_id!r}, "
+                            f"recording {recording} already holds another trajectory at {ordinal}: "
+                            f"request {there.request_id!r}, "
                             f"not {name!r} as given"
                         )
                     continue
                 new.remove(ordinal)  # the same ordinal again in one batch is held against the first
                 if steps:
-                    session.add(step_row(recording, None, ordinal, name, trajectory.category, steps, chunk_values(rounds)))
+                    session.add(
+                        step_row(
+                            recording,
+                            None,
+                            ordinal,
+                            name,
+                            trajectory.category,
+                            steps,
+                            chunk_values(rounds),
+                        )
+                    )
         return len(added)
 
     def _trajectory_values(
-        self, recording: str, ordinal: int, trajectory: Trajectory, steps: Sequence[Step], tokens: Chunk
+        self,
+        recording: str,
+        ordinal: int,
+        trajectory: Trajectory,
+        steps: Sequence[Step],
+        tokens: Chunk,
     ) -> dict[str, Any]:
         sums = step_sums(steps)
         return {
@@ -220,27 +274,39 @@ class Recordings(Storage):
 
     def recorded_ordinals(self, recording: str, after: int = -1) -> frozenset[int]:
         """The ordinals above ``after`` that hold a trajectory."""
-        found = select(TrajectoryRow.ordinal).where(TrajectoryRow.recording_id == recording, TrajectoryRow.ordinal > after)
+        found = select(TrajectoryRow.ordinal).where(
+            TrajectoryRow.recording_id == recording, TrajectoryRow.ordinal > after
+        )
         with self.database.read() as session:
             return frozenset(session.scalars(found))
 
     def put_panoramas(self, recording: str, items: Sequence[tuple[int, ChainPanorama]]) -> int:
-        """Stores what a draft would propose along trajectories, in one transaction, each in the place of a shorter or equal one; how
-        many were stored.
+        """Stores what a draft would propose along trajectories, in one transaction, each in the
+        place of a shorter or equal one; how many were stored.
 
-        A longer one (larger gamma_max) is kept instead. Raises :class:`TraceError` when one does not fit its trajectory.
+        A longer one (larger gamma_max) is kept instead. Raises :class:`TraceError` when one does
+        not fit its trajectory.
         """
-        return self._put(recording, items, pack_chain, chain_values, lambda there, new: there.gamma_max > new.gamma_max)
+        return self._put(
+            recording,
+            items,
+            pack_chain,
+            chain_values,
+            lambda there, new: there.gamma_max > new.gamma_max,
+        )
 
     def missing_panoramas(self, recording: str, draft: str, gamma_max: int) -> tuple[int, ...]:
-        """Ordinals whose trajectory has no panorama of this draft with at least this gamma_max, in order."""
+        """Ordinals whose trajectory has no panorama of this draft with at least this gamma_max, in
+        order."""
         return self._missing(recording, draft, CHAIN, width=0, depth=gamma_max, covers=())
 
     def put_tree_panoramas(self, recording: str, items: Sequence[tuple[int, TreePanorama]]) -> int:
-        """Stores what a draft's trees would read along trajectories, in one transaction; how many were stored.
+        """Stores what a draft's trees would read along trajectories, in one transaction; how many
+        were stored.
 
-        Each replaces one that it holds all of; one that is wider, deeper or covers other growths is kept instead (:meth:`tree_limits`
-        says what to record so that it is not). Raises :class:`TraceError` when one does not fit its trajectory.
+        Each replaces one that it holds all of; one that is wider, deeper or covers other growths is
+        kept instead (:meth:`tree_limits` says what to record so that it is not). Raises
+        :class:`TraceError` when one does not fit its trajectory.
         """
 
         def keeps(there: PanoramaChunkRow, new: TreePanorama) -> bool:
@@ -257,8 +323,8 @@ class Recordings(Storage):
         values: Callable[[P, Verifier], dict[str, Any]],
         keeps: Callable[[PanoramaChunkRow, P], bool],
     ) -> int:
-        """Stores panoramas as rows of ``values`` in one transaction, each in the place of what is there unless that ``keeps`` it; how many
-        were stored."""
+        """Stores panoramas as rows of ``values`` in one transaction, each in the place of what is
+        there unless that ``keeps`` it; how many were stored."""
         packed = [(ordinal, panorama, chunk_values(pack(panorama))) for ordinal, panorama in items]
         stored = 0
         with self.database.write() as session:
@@ -266,13 +332,23 @@ class Recordings(Storage):
             for ordinal, panorama, chunk in packed:
                 verifier = self._fitting(session, recording, ordinal, panorama.positions).verifier
                 row = values(panorama, "rejection" if verifier == "rejection" else "coupled")
-                there = session.get(PanoramaChunkRow, (recording, ordinal, panorama.draft, row["kind"]))
+                there = session.get(
+                    PanoramaChunkRow, (recording, ordinal, panorama.draft, row["kind"])
+                )
                 if there is not None:
                     if keeps(there, panorama):
                         continue
                     session.delete(there)
                     session.flush()
-                session.add(PanoramaChunkRow(recording_id=recording, ordinal=ordinal, draft=panorama.draft, **row, **chunk))
+                session.add(
+                    PanoramaChunkRow(
+                        recording_id=recording,
+                        ordinal=ordinal,
+                        draft=panorama.draft,
+                        **row,
+                        **chunk,
+                    )
+                )
                 stored += 1
         return stored
 
@@ -286,23 +362,40 @@ class Recordings(Storage):
         proposals: Proposals = "coupled",
         covers: Collection[str] = (),
     ) -> tuple[int, ...]:
-        """Ordinals whose trajectory has no tree panorama of this draft with at least this width and depth and these covers, in order."""
-        return self._missing(recording, draft, TREE_KINDS[proposals], width=width, depth=depth, covers=covers)
+        """Ordinals whose trajectory has no tree panorama of this draft with at least this width and
+        depth and these covers, in order."""
+        return self._missing(
+            recording, draft, TREE_KINDS[proposals], width=width, depth=depth, covers=covers
+        )
 
     def _missing(
-        self, recording: str, draft: str, kind: str, *, width: int, depth: int, covers: Collection[str]
+        self,
+        recording: str,
+        draft: str,
+        kind: str,
+        *,
+        width: int,
+        depth: int,
+        covers: Collection[str],
     ) -> tuple[int, ...]:
         p, wanted = PanoramaChunkRow, set(covers)
-        stored = select(p.ordinal, p.covers).where(p.recording_id == recording, p.draft == draft, p.kind == kind)
+        stored = select(p.ordinal, p.covers).where(
+            p.recording_id == recording, p.draft == draft, p.kind == kind
+        )
         with self.database.read() as session:
             recording_row(session, recording)
             enough = stored.where(p.width >= width, p.gamma_max >= depth)
             have = {ordinal for ordinal, names in session.execute(enough) if wanted <= set(names)}
-            every = session.scalars(select(TrajectoryRow.ordinal).where(TrajectoryRow.recording_id == recording))
+            every = session.scalars(
+                select(TrajectoryRow.ordinal).where(TrajectoryRow.recording_id == recording)
+            )
             return tuple(sorted(set(every) - have))
 
-    def tree_limits(self, recording: str, draft: str, proposals: Proposals = "coupled") -> tuple[int, int, tuple[str, ...]]:
-        """(width, depth, covers): the most that any stored tree panorama of this draft holds; (0, 0, ()) where there is none."""
+    def tree_limits(
+        self, recording: str, draft: str, proposals: Proposals = "coupled"
+    ) -> tuple[int, int, tuple[str, ...]]:
+        """(width, depth, covers): the most that any stored tree panorama of this draft holds; (0,
+        0, ()) where there is none."""
         p = PanoramaChunkRow
         query = select(p.width, p.gamma_max, p.covers).where(
             p.recording_id == recording, p.draft == draft, p.kind == TREE_KINDS[proposals]
@@ -311,16 +404,24 @@ class Recordings(Storage):
             recording_row(session, recording)
             rows = session.execute(query).all()
         names = {name for _, _, covers in rows for name in covers}
-        return max((w for w, _, _ in rows), default=0), max((d for _, d, _ in rows), default=0), tuple(sorted(names))
+        return (
+            max((w for w, _, _ in rows), default=0),
+            max((d for _, d, _ in rows), default=0),
+            tuple(sorted(names)),
+        )
 
-    def _fitting(self, session: Session, recording: str, ordinal: int, positions: int) -> TrajectoryRow:
-        """The trajectory there. Raises NotFoundError when there is none, :class:`TraceError` when it has another number of tokens."""
+    def _fitting(
+        self, session: Session, recording: str, ordinal: int, positions: int
+    ) -> TrajectoryRow:
+        """The trajectory there. Raises NotFoundError when there is none, :class:`TraceError` when
+        it has another number of tokens."""
         trajectory = session.get(TrajectoryRow, (recording, ordinal))
         if trajectory is None:
             raise NotFoundError(f"recording {recording} has no trajectory {ordinal}")
         if trajectory.n_output != positions:
             raise TraceError(
-                f"a panorama of {positions} positions does not fit trajectory {ordinal} of {recording}, "
+                f"a panorama of {positions} positions does not fit trajectory {ordinal} of "
+                f"{recording}, "
                 f"which has {trajectory.n_output} tokens"
             )
         return trajectory
@@ -337,13 +438,18 @@ class Recordings(Storage):
     ) -> Recording:
         """A recording in memory, named as :meth:`get_recording` takes it.
 
-        It has the panoramas of ``drafts`` (all by default) and, if ``steps``, the executed rounds, if ``trees``, the trees of these drafts;
-        of ``ordinals`` alone where they are given.
-        A damaged chunk raises :class:`CorruptedChunkError` naming it; with ``skip_corrupted`` it is left out and listed in ``skipped``.
+        It has the panoramas of ``drafts`` (all by default) and, if ``steps``, the executed rounds,
+        if ``trees``, the trees of these drafts; of ``ordinals`` alone where they are given. A
+        damaged chunk raises :class:`CorruptedChunkError` naming it; with ``skip_corrupted`` it is
+        left out and listed in ``skipped``.
         """
         skipped: list[Skipped] | None = [] if skip_corrupted else None
         info = self.get_recording(text)
-        requests = tuple(self.iterate(info.id, drafts, steps=steps, trees=trees, ordinals=ordinals, skipped=skipped))
+        requests = tuple(
+            self.iterate(
+                info.id, drafts, steps=steps, trees=trees, ordinals=ordinals, skipped=skipped
+            )
+        )
         return Recording(info, requests, tuple(skipped or ()))
 
     def iterate(
@@ -356,7 +462,8 @@ class Recordings(Storage):
         ordinals: Collection[int] | None = None,
         skipped: list[Skipped] | None = None,
     ) -> Iterator[RecordedRequest]:
-        """The requests in order, a batch in memory at a time. Damaged chunks raise, or go to ``skipped`` if it is given."""
+        """The requests in order, a batch in memory at a time. Damaged chunks raise, or go to
+        ``skipped`` if it is given."""
         wanted = sorted(self.recorded_ordinals(recording) if ordinals is None else ordinals)
         for i in range(0, len(wanted), BATCH):
             yield from self._batch(recording, wanted[i : i + BATCH], drafts, steps, trees, skipped)
@@ -376,9 +483,15 @@ class Recordings(Storage):
         )
         if drafts is not None:
             chosen = chosen.where(PanoramaChunkRow.draft.in_(drafts))
-        chosen = chosen.where(PanoramaChunkRow.kind.in_((CHAIN, *TREE_KINDS.values()) if trees else (CHAIN,)))
-        rounds = select(StepChunkRow).where(StepChunkRow.recording_id == recording, StepChunkRow.ordinal.in_(ordinals))
-        texts = select(TrajectoryRow).where(TrajectoryRow.recording_id == recording, TrajectoryRow.ordinal.in_(ordinals))
+        chosen = chosen.where(
+            PanoramaChunkRow.kind.in_((CHAIN, *TREE_KINDS.values()) if trees else (CHAIN,))
+        )
+        rounds = select(StepChunkRow).where(
+            StepChunkRow.recording_id == recording, StepChunkRow.ordinal.in_(ordinals)
+        )
+        texts = select(TrajectoryRow).where(
+            TrajectoryRow.recording_id == recording, TrajectoryRow.ordinal.in_(ordinals)
+        )
         with self.database.read() as session:
             return Rows(
                 list(session.scalars(texts.order_by(TrajectoryRow.ordinal))),
@@ -401,7 +514,9 @@ class Recordings(Storage):
             panoramas.setdefault(chunk.ordinal, []).append(chunk)
         executed = {row.ordinal: row for row in found.steps}
 
-        def unpacked(unpack: Callable[[S], T], stored: S, ordinal: int, draft: str | None, what: str) -> T | None:
+        def unpacked(
+            unpack: Callable[[S], T], stored: S, ordinal: int, draft: str | None, what: str
+        ) -> T | None:
             try:
                 return unpack(stored)
             except CodecError as error:
@@ -416,12 +531,26 @@ class Recordings(Storage):
                 continue
             held: dict[str, dict[str, Any]] = {kind: {} for kind in (CHAIN, *TREE_KINDS.values())}
             for chunk in panoramas.get(row.ordinal, ()):
-                unpack, what = (unpack_chain, "panorama") if chunk.kind == CHAIN else (unpack_tree, "tree panorama")
-                value = unpacked(unpack, chunk_of(chunk), row.ordinal, chunk.draft, f"{what} of draft {chunk.draft!r}")
+                unpack, what = (
+                    (unpack_chain, "panorama")
+                    if chunk.kind == CHAIN
+                    else (unpack_tree, "tree panorama")
+                )
+                value = unpacked(
+                    unpack,
+                    chunk_of(chunk),
+                    row.ordinal,
+                    chunk.draft,
+                    f"{what} of draft {chunk.draft!r}",
+                )
                 if value is not None:
                     held[chunk.kind][chunk.draft] = value
             walked: tuple[Step, ...] | None = ()
             if row.ordinal in executed:
-                walked = unpacked(unpack_steps, chunk_of(executed[row.ordinal]), row.ordinal, None, "its steps")
+                walked = unpacked(
+                    unpack_steps, chunk_of(executed[row.ordinal]), row.ordinal, None, "its steps"
+                )
             chains, coupled, by_probability = held.values()
-            yield RecordedRequest(row.ordinal, trajectory, chains, walked or (), coupled, by_probability)
+            yield RecordedRequest(
+                row.ordinal, trajectory, chains, walked or (), coupled, by_probability
+            )

@@ -1,4 +1,5 @@
-"""What the storage modules share: new ids, inserts that tolerate their twin, and chunks to and from rows."""
+"""What the storage modules share: new ids, inserts that tolerate their twin, and chunks to and from
+rows."""
 
 from __future__ import annotations
 
@@ -20,8 +21,15 @@ from spectune.traces.codec import Chunk
 R = TypeVar("R", bound=DeclarativeBase)
 V = TypeVar("V")
 _TRIES = 20
-_HINTS = {"recording": "; `traces list` shows those there are", "latency profile": "; `profile` measures one and prints its id"}
-_MAKERS = {"recording": "; `record` makes one", "latency profile": "; `profile` measures one", "study": "; `tune` makes one"}
+_HINTS = {
+    "recording": "; `traces list` shows those there are",
+    "latency profile": "; `profile` measures one and prints its id",
+}
+_MAKERS = {
+    "recording": "; `record` makes one",
+    "latency profile": "; `profile` measures one",
+    "study": "; `tune` makes one",
+}
 """What to do, for messages, when nothing is found."""
 
 
@@ -33,7 +41,9 @@ class Storage:
     clock: Callable[[], datetime] = lambda: datetime.now(UTC)
     token: Callable[[], str] = lambda: secrets.token_hex(3)
 
-    def insert_new(self, session: Session, row: type[DeclarativeBase], prefix: str, values: Mapping[str, Any]) -> str:
+    def insert_new(
+        self, session: Session, row: type[DeclarativeBase], prefix: str, values: Mapping[str, Any]
+    ) -> str:
         """Inserts under a fresh id ``prefix-xxxxxx`` and returns it."""
         for _ in range(_TRIES):
             name = f"{prefix}-{self.token()}"
@@ -45,11 +55,19 @@ class Storage:
 def insert_absent(session: Session, row: type[DeclarativeBase], values: Mapping[str, Any]) -> bool:
     """INSERT ... ON CONFLICT DO NOTHING; whether a row was inserted."""
     # RETURNING and not the row count, which drivers do not promise for an INSERT.
-    return session.execute(_insert(session, row).values(**values).on_conflict_do_nothing().returning(literal(1))).first() is not None
+    return (
+        session.execute(
+            _insert(session, row).values(**values).on_conflict_do_nothing().returning(literal(1))
+        ).first()
+        is not None
+    )
 
 
-def insert_all_absent(session: Session, row: type[DeclarativeBase], values: Sequence[Mapping[str, Any]], key: str) -> set[Any]:
-    """:func:`insert_absent` of several rows in one statement; the ``key`` column of those that were inserted."""
+def insert_all_absent(
+    session: Session, row: type[DeclarativeBase], values: Sequence[Mapping[str, Any]], key: str
+) -> set[Any]:
+    """:func:`insert_absent` of several rows in one statement; the ``key`` column of those that were
+    inserted."""
     table = row.__table__
     statement = _insert(session, table).on_conflict_do_nothing().returning(table.c[key])
     return set(session.execute(statement, list(values)).scalars()) if values else set()
@@ -64,7 +82,8 @@ def _insert(session: Session, row: Any) -> Any:
 
 
 def resolve(session: Session, row: type[Any], text: str) -> str:
-    """The one id of a kind of row that ``text`` is, or begins, or ``latest``. Raises NotFoundError when there is none or more than one."""
+    """The one id of a kind of row that ``text`` is, or begins, or ``latest``. Raises NotFoundError
+    when there is none or more than one."""
     column: InstrumentedAttribute[str] = row.id
     what = row.__tablename__.replace("_", " ")
     if text == "latest":
@@ -74,7 +93,9 @@ def resolve(session: Session, row: type[Any], text: str) -> str:
         return found
     if is_stored(session, column, text):
         return text
-    near = session.scalars(select(column).where(column.startswith(text, autoescape=True)).limit(3)).all()
+    near = session.scalars(
+        select(column).where(column.startswith(text, autoescape=True)).limit(3)
+    ).all()
     if len(near) == 1 and text:
         return near[0]
     if near and text:
@@ -104,7 +125,9 @@ def equal(wanted: Mapping[InstrumentedAttribute[Any], Any]) -> list[ColumnElemen
 
 def value_of(kind: type[V], row: DeclarativeBase, **others: Any) -> V:
     """A dataclass whose fields are the row's columns of the same names, but for ``others``."""
-    return kind(**{f.name: getattr(row, f.name) for f in fields(kind) if f.name not in others}, **others)  # type: ignore[arg-type]
+    return kind(
+        **{f.name: getattr(row, f.name) for f in fields(kind) if f.name not in others}, **others
+    )  # type: ignore[arg-type]
 
 
 def is_stored(session: Session, column: InstrumentedAttribute[Any], value: Any) -> bool:
@@ -125,7 +148,12 @@ def readable(document: Any) -> tuple[Any, str]:
 
 def chunk_values(chunk: Chunk) -> dict[str, Any]:
     """A chunk as column values of a packed row."""
-    return {"schema_version": chunk.schema_version, "codec": chunk.codec, "sha256": chunk.sha256, "data": chunk.data}
+    return {
+        "schema_version": chunk.schema_version,
+        "codec": chunk.codec,
+        "sha256": chunk.sha256,
+        "data": chunk.data,
+    }
 
 
 def chunk_of(row: Packed) -> Chunk:

@@ -1,8 +1,10 @@
-"""Recording of served traffic beside the decode: a bounded queue, one thread, a transaction at most a second apart.
+"""Recording of served traffic beside the decode: a bounded queue, one thread, a transaction at most
+a second apart.
 
-Serving must never wait for a disk, so :meth:`TrafficWriter.put` only enqueues; packing, compression (which releases the
-interpreter) and the commit happen in the writer's thread. When the database cannot keep up, requests are dropped and counted; so are
-those that the database refuses for another reason than that it is away.
+Serving must never wait for a disk, so :meth:`TrafficWriter.put` only enqueues; packing, compression
+(which releases the interpreter) and the commit happen in the writer's thread. When the database
+cannot keep up, requests are dropped and counted; so are those that the database refuses for another
+reason than that it is away.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _RETRY_S = 0.5
 
 @dataclass(frozen=True)
 class WriterStatus:
-    """Requests handed over, by what became of them; ``pending`` are still queued. ``error`` is the last failure to write."""
+    """Requests handed over, by what became of them; ``pending`` are still queued. ``error`` is the
+    last failure to write."""
 
     written: int
     dropped: int
@@ -36,12 +39,21 @@ class WriterStatus:
 
 
 class TrafficWriter:
-    """Appends requests to one recording from a thread of its own. A recording has one writer, which numbers the requests.
+    """Appends requests to one recording from a thread of its own. A recording has one writer, which
+    numbers the requests.
 
-    What is in the queue when the process is killed is lost, at most ``flush_s`` seconds of traffic; what is written is safe.
+    What is in the queue when the process is killed is lost, at most ``flush_s`` seconds of traffic;
+    what is written is safe.
     """
 
-    def __init__(self, store: Recordings, recording: str, *, capacity: int = CAPACITY, flush_s: float = FLUSH_S) -> None:
+    def __init__(
+        self,
+        store: Recordings,
+        recording: str,
+        *,
+        capacity: int = CAPACITY,
+        flush_s: float = FLUSH_S,
+    ) -> None:
         self.recording = recording
         self._store, self._flush_s = store, flush_s
         self._queue: queue.Queue[Item] = queue.Queue(capacity)
@@ -54,7 +66,8 @@ class TrafficWriter:
         self._thread.start()
 
     def put(self, trajectory: Trajectory, steps: Sequence[Step] = ()) -> bool:
-        """Hands over one request without waiting; False, and counted, when the queue is full or closed."""
+        """Hands over one request without waiting; False, and counted, when the queue is full or
+        closed."""
         try:
             if self._closing.is_set():
                 raise queue.Full
@@ -67,13 +80,17 @@ class TrafficWriter:
     @property
     def status(self) -> WriterStatus:
         """What has been written, dropped and is pending."""
-        return WriterStatus(self._written, self._dropped, self._queue.qsize() + self._in_hand, self._error)
+        return WriterStatus(
+            self._written, self._dropped, self._queue.qsize() + self._in_hand, self._error
+        )
 
     def check(self) -> None:
         """Raises UnavailableError where requests were dropped."""
         if self._dropped:
             why = self._error or "they came faster than the database takes them"
-            raise UnavailableError(f"recording {self.recording} lacks {self._dropped} of the requests served: {why}")
+            raise UnavailableError(
+                f"recording {self.recording} lacks {self._dropped} of the requests served: {why}"
+            )
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Writes what is pending now; whether all of it was written in time."""
@@ -99,7 +116,12 @@ class TrafficWriter:
     def __enter__(self) -> TrafficWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _run(self) -> None:
@@ -116,7 +138,8 @@ class TrafficWriter:
                 self._hurry.set()
 
     def _write(self, batch: list[Item]) -> list[Item]:
-        """Appends the batch in one transaction, or if that is refused each request in its own, dropping what is refused again.
+        """Appends the batch in one transaction, or if that is refused each request in its own,
+        dropping what is refused again.
 
         Returns what is left to try again, once the database is back.
         """
@@ -127,8 +150,13 @@ class TrafficWriter:
             except UnavailableError as error:
                 self._error = str(error)
                 break
-            except Exception as error:  # what a request holds decides what is raised, and the traffic around it is to be kept
-                self._error = str(error) if isinstance(error, (DatabaseError, TraceError)) else f"{type(error).__name__}: {error}"
+            # what a request holds decides what is raised, and the traffic around it is to be kept
+            except Exception as error:
+                self._error = (
+                    str(error)
+                    if isinstance(error, (DatabaseError, TraceError))
+                    else f"{type(error).__name__}: {error}"
+                )
                 if size > 1:
                     size = 1
                     continue
@@ -140,7 +168,8 @@ class TrafficWriter:
         return batch
 
     def _append(self, items: Sequence[Item]) -> None:
-        """Raises whatever the store does; a single request never because somebody else appended to this recording."""
+        """Raises whatever the store does; a single request never because somebody else appended to
+        this recording."""
         numbered = [(self._next + i, *item) for i, item in enumerate(items)]
         try:
             self._store.append_trajectories(self.recording, numbered)

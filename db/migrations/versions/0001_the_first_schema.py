@@ -1,6 +1,7 @@
 """The first schema.
 
-Revision 0001, after nothing. Constraints and indexes without a name have that of :data:`db.base.NAMING`.
+Revision 0001, after nothing. Constraints and indexes without a name have that of
+:data:`db.base.NAMING`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def _packed() -> tuple[sa.Column[Any], ...]:
 
 def _of_trajectory(name: str) -> sa.ForeignKeyConstraint:
     columns = ["recording_id", "ordinal"]
-    return sa.ForeignKeyConstraint(columns, ["trajectory.recording_id", "trajectory.ordinal"], name=name, ondelete="CASCADE")
+    return sa.ForeignKeyConstraint(
+        columns, ["trajectory.recording_id", "trajectory.ordinal"], name=name, ondelete="CASCADE"
+    )
 
 
 def upgrade() -> None:
@@ -113,7 +116,9 @@ def upgrade() -> None:
     op.create_table(
         "recording",
         sa.Column("id", sa.String(length=32), primary_key=True),
-        sa.Column("pair_id", sa.String(length=64), sa.ForeignKey("pair.id"), nullable=False, index=True),
+        sa.Column(
+            "pair_id", sa.String(length=64), sa.ForeignKey("pair.id"), nullable=False, index=True
+        ),
         sa.Column("workload_id", sa.String(length=64), sa.ForeignKey("workload.id"), index=True),
         sa.Column("source", sa.String(length=16), nullable=False),
         sa.Column("state", sa.String(length=16), nullable=False),
@@ -130,8 +135,16 @@ def upgrade() -> None:
         "run",
         sa.Column("id", sa.String(length=32), primary_key=True),
         sa.Column("kind", sa.String(length=16), nullable=False),
-        sa.Column("pair_id", sa.String(length=64), sa.ForeignKey("pair.id"), nullable=False, index=True),
-        sa.Column("policy_id", sa.String(length=64), sa.ForeignKey("policy.id"), nullable=False, index=True),
+        sa.Column(
+            "pair_id", sa.String(length=64), sa.ForeignKey("pair.id"), nullable=False, index=True
+        ),
+        sa.Column(
+            "policy_id",
+            sa.String(length=64),
+            sa.ForeignKey("policy.id"),
+            nullable=False,
+            index=True,
+        ),
         sa.Column("workload_id", sa.String(length=64)),
         sa.Column("recording_id", sa.String(length=32)),
         sa.Column("profile_id", sa.String(length=32)),
@@ -144,16 +157,28 @@ def upgrade() -> None:
     )
     op.create_table(
         "schedule_fire",
-        sa.Column("schedule_id", sa.Integer(), sa.ForeignKey("schedule.id", ondelete="CASCADE"), primary_key=True),
+        sa.Column(
+            "schedule_id",
+            sa.Integer(),
+            sa.ForeignKey("schedule.id", ondelete="CASCADE"),
+            primary_key=True,
+        ),
         sa.Column("fire_at", sa.BigInteger(), primary_key=True),
         sa.Column("outcome", sa.String(length=16), nullable=False),
         sa.Column("noticed_at", sa.Double(), nullable=False),
-        sa.CheckConstraint("outcome IN ('enqueued', 'misfired', 'coalesced', 'skipped')", name="outcome"),
+        sa.CheckConstraint(
+            "outcome IN ('enqueued', 'misfired', 'coalesced', 'skipped')", name="outcome"
+        ),
     )
     op.create_table(
         "schedule_job",
         sa.Column("id", sa.Integer(), primary_key=True),
-        sa.Column("schedule_id", sa.Integer(), sa.ForeignKey("schedule.id", ondelete="CASCADE"), nullable=False),
+        sa.Column(
+            "schedule_id",
+            sa.Integer(),
+            sa.ForeignKey("schedule.id", ondelete="CASCADE"),
+            nullable=False,
+        ),
         sa.Column("fire_at", sa.BigInteger(), nullable=False),
         sa.Column("state", sa.String(length=16), nullable=False),
         sa.Column("attempt", sa.Integer(), nullable=False),
@@ -174,7 +199,9 @@ def upgrade() -> None:
     op.create_table(
         "study",
         sa.Column("id", sa.String(length=32), primary_key=True),
-        sa.Column("pair_id", sa.String(length=64), sa.ForeignKey("pair.id"), nullable=False, index=True),
+        sa.Column(
+            "pair_id", sa.String(length=64), sa.ForeignKey("pair.id"), nullable=False, index=True
+        ),
         sa.Column("recording_id", sa.String(length=32)),
         sa.Column("sampler", sa.Text(), nullable=False),
         sa.Column("seed", sa.BigInteger(), nullable=False),
@@ -186,7 +213,13 @@ def upgrade() -> None:
     op.create_table(
         "acknowledgement",
         sa.Column("id", sa.Integer(), primary_key=True),
-        sa.Column("publication_id", sa.Integer(), sa.ForeignKey("publication.id", ondelete="CASCADE"), nullable=False, index=True),
+        sa.Column(
+            "publication_id",
+            sa.Integer(),
+            sa.ForeignKey("publication.id", ondelete="CASCADE"),
+            nullable=False,
+            index=True,
+        ),
         sa.Column("node", sa.Text(), nullable=False),
         sa.Column("status", sa.String(length=16), nullable=False),
         sa.Column("reason", sa.Text(), nullable=False),
@@ -194,7 +227,12 @@ def upgrade() -> None:
     )
     op.create_table(
         "trajectory",
-        sa.Column("recording_id", sa.String(length=32), sa.ForeignKey("recording.id", ondelete="CASCADE"), primary_key=True),
+        sa.Column(
+            "recording_id",
+            sa.String(length=32),
+            sa.ForeignKey("recording.id", ondelete="CASCADE"),
+            primary_key=True,
+        ),
         sa.Column("ordinal", sa.Integer(), primary_key=True, autoincrement=False),
         sa.Column("request_id", sa.Text(), nullable=False),
         sa.Column("category", sa.Text(), nullable=False, index=True),
