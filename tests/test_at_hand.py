@@ -125,16 +125,17 @@ def test_whatever_loads_no_model_imports_no_model_library(folder: Path) -> None:
     "command",
     [
         "traces list", "traces stats", "schedule list", "schedule show x", "db list", "db show x",
-        "db check", "db prune "
-            "--keep-last 1",
-        "policies list", "policies export --pair demo", "policies rollback "
-            "--pair demo", "simulate --policy nope",
-        "--db a/b/c.db record --pair demo", "--db a/b/c.db schedule add x --pair demo "
-            "--every 6h", "record --resume latest",
-        "run --pair nope.json", "run --pair demo "
-            "--policy nope", "tune --pair demo --workload nope.jsonl", "traces import nope.db",
-        "schedule add x --pair demo --cron 99", "fit chooser "
-            "--pair demo", "policies activate nope --pair demo",
+        "db check",
+        "db prune --keep-last 1",
+        "policies list", "policies export --pair demo",
+        "policies rollback --pair demo", "simulate --policy nope",
+        "--db a/b/c.db record --pair demo",
+        "--db a/b/c.db schedule add x --pair demo --every 6h", "record --resume latest",
+        "run --pair nope.json",
+        "run --pair demo --policy nope", "tune --pair demo --workload nope.jsonl",
+        "traces import nope.db",
+        "schedule add x --pair demo --cron 99",
+        "fit chooser --pair demo", "policies activate nope --pair demo",
     ],
 )  # fmt: skip
 def test_a_command_that_fails_says_so_in_one_line_and_leaves_nothing_behind(
@@ -159,13 +160,12 @@ def test_every_advice_can_be_pasted(folder: Path) -> None:
     trees = '{"draft": "small", "growth": {"kind": "top_k", "width": 2}}'
     unknown = '{"draft": "small", "window": {"kind": "analytic"}}'
     refused = (
-        "simulate --device cuda --policy "
-        f"{shlex.quote(FIXED)}", f"simulate --policy "
-            f"{shlex.quote(trees)}", "simulate --policy nope",
-        "simulate --device cuda --policy "
-        f"{shlex.quote(unknown)}", "fit chooser --pair demo --recording latest",
-        "traces show --request nope", "db show nope", "policies rollback --pair demo --device cpu "
-            "--deployment canary",
+        f"simulate --device cuda --policy {shlex.quote(FIXED)}",
+        f"simulate --policy {shlex.quote(trees)}", "simulate --policy nope",
+        f"simulate --device cuda --policy {shlex.quote(unknown)}",
+        "fit chooser --pair demo --recording latest",
+        "traces show --request nope", "db show nope",
+        "policies rollback --pair demo --device cpu --deployment canary",
         "tune --pair demo --recording nope", "run --pair demo --policy nope",
     )  # fmt: skip
     for command in refused:

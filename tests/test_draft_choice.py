@@ -479,17 +479,17 @@ def without(mapping: dict[str, Any], *keys: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda d, a: (d, without(a, "weights.far")), "no weights for draft 'far' .it has: near, "
-            "ngram.*`fit chooser --recording ID`"),
-        (lambda d, a: (d | {"candidates": {}}, a), "no draft to choose; `fit chooser "
-            "--recording ID`"),
+        (lambda d, a: (d, without(a, "weights.far")),
+        "no weights for draft 'far' .it has: near, ngram.*`fit chooser --recording ID`"),
+        (lambda d, a: (d | {"candidates": {}}, a),
+        "no draft to choose; `fit chooser --recording ID`"),
         (lambda d, a: (d | {"rule": "coin"}, a), "rule 'coin' is not known"),
-        (lambda d, a: (d | {"scalars": ["length", "perplexity", "mood"]}, a), "without the prompt "
-            "feature 'mood' are not known"),
-        (lambda d, a: (d | {"scalars": ["length"]}, a), "without the prompt feature 'perplexity' "
-            "are not known"),
-        (lambda d, a: (without(d, "vocabulary"), a), "not a chooser of drafts: it lacks "
-            "'vocabulary'"),
+        (lambda d, a: (d | {"scalars": ["length", "perplexity", "mood"]}, a),
+        "without the prompt feature 'mood' are not known"),
+        (lambda d, a: (d | {"scalars": ["length"]}, a),
+        "without the prompt feature 'perplexity' are not known"),
+        (lambda d, a: (without(d, "vocabulary"), a),
+        "not a chooser of drafts: it lacks 'vocabulary'"),
         (lambda d, a: (d, a | {"idf": a["idf"][1:]}),
          "not a chooser of drafts: prompt features: idf has shape"),
         (lambda d, a: (d, a | {"weights.near": a["weights.near"][1:]}), "draft 'near' has weights"),
