@@ -422,9 +422,8 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     return {
         "holds": not verdict.failures,
         "summary": f"{len(run.faults)} faults, {len(history.publications)} publications, "
-        f"{verdict.judged['good']} times one was due: "
-        f"median {statistics.median(late):.3f} s, worst {max(late):.3f} s; {len(verdict.failures)} "
-        "failures",
+        f"{verdict.judged['good']} times one was due: median {statistics.median(late):.3f} s, "
+        f"worst {max(late):.3f} s; {len(verdict.failures)} failures",
         "faults": dict(sorted(Counter(f.kind for f in run.faults).items())),
         "texts": len(run.notes("text")),
         "jobs": dict(Counter(f"{j.schedule} {j.state}" for j in history.jobs)),

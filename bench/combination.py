@@ -100,8 +100,7 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
         "summary": f"all papers together over autoregression, on unseen requests: {joint}; over "
         f"the best single paper {together:.3f} "
         f"({together * math.exp(-spread):.3f}-{together * math.exp(spread):.3f}); slower than a "
-        f"single paper beyond noise in {behind} of "
-        f"{len(papers)} cases; {_claims(methods)}",
+        f"single paper beyond noise in {behind} of {len(papers)} cases; {_claims(methods)}",
         "rows": rows,
         "methods": methods,
     }

@@ -63,9 +63,8 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     return {
         "holds": differ == 0 and harmed == 0,
         "summary": f"share of the per-prompt oracle's gain: {shown} ({reached} of {len(rows)} at "
-        f"{SHARE}); "
-        f"{harmed} of {len(rows)} workloads slower than the best single draft by more than 1%; "
-        f"{differ} texts differ",
+        f"{SHARE}); {harmed} of {len(rows)} workloads slower than the best single draft by more "
+        f"than 1%; {differ} texts differ",
         "reaches_share": reached == len(rows),
         "rows": rows,
     }

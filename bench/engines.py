@@ -88,9 +88,8 @@ def _of_engine(name: str, concurrencies: Sequence[int], state: Path, quick: bool
     return {
         "holds": len(ties) == len(differ) <= ALLOWED * rounds,
         "summary": f"{running.engine.title} {running.version}: {rounds} rounds of {len(rows)} "
-        f"executions of {count} requests, "
-        f"predicted from one recording: {len(differ) - len(ties)} mismatches, {len(ties)} "
-        "near ties",
+        f"executions of {count} requests, predicted from one recording: {len(differ) - len(ties)} "
+        f"mismatches, {len(ties)} near ties",
         "rows": rows,
     }
 

@@ -72,9 +72,8 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
         and errors[1] <= max(0.06, again[1])
         and table <= 0.05,
         "summary": f"chains and trees: median {100 * errors[0]:.1f}%, 90th percentile "
-        f"{100 * errors[1]:.1f}% over {len(exact)} policies "
-        f"(measuring again: {100 * again[0]:.1f}%, {100 * again[1]:.1f}%), Kendall tau "
-        f"{tau['kendall_tau']:.2f} "
+        f"{100 * errors[1]:.1f}% over {len(exact)} policies (measuring again: "
+        f"{100 * again[0]:.1f}%, {100 * again[1]:.1f}%), Kendall tau {tau['kendall_tau']:.2f} "
         f"({tau['kendall_tau_measured_again']:.2f}); final tables of `tune`: "
         + ", ".join(f"{100 * t['median_error']:.1f}%" for t in tables),
         "median_error": errors[0],

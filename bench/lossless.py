@@ -39,8 +39,7 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     return {
         "holds": differences == outside == 0,
         "summary": f"{differences} differences in {texts} texts ({kinds} policies: chains, trees, "
-        "shortlists; 3 temperatures, 2 "
-        f"architectures); {outside} against transformers' generate",
+        f"shortlists; 3 temperatures, 2 architectures); {outside} against transformers' generate",
         "rows": rows,
         "differs_from_generate": outside,
     }

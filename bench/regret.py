@@ -46,9 +46,8 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
         )
         and not worthless["speculates"],
         "summary": f"winner at {100 * least:.1f}% or more of the best fixed gamma on {len(rows)} "
-        "workloads "
-        f"(95% intervals of +-{100 * widest:.1f}% or less); where speculation does not pay it "
-        f"published {worthless['published']}",
+        f"workloads (95% intervals of +-{100 * widest:.1f}% or less); where speculation does not "
+        f"pay it published {worthless['published']}",
         "rows": rows,
         "no_gain": worthless,
     }

@@ -377,8 +377,7 @@ def _load(d: Figures) -> list[str]:
     )
     about = (
         f"Each policy executed {d['passes']} times in turn; predicted from steps recorded in "
-        "between, in runs of their own. "
-        f"Kendall's tau {d['kendall_tau']['tau']:.2f} over the "
+        f"between, in runs of their own. Kendall's tau {d['kendall_tau']['tau']:.2f} over the "
         f"{d['kendall_tau']['pairs']} pairs of policies under one load whose executions do not "
         "overlap."
     )
@@ -472,10 +471,9 @@ def highlights() -> str:
     errors = found["tokens_per_s"]
     lines.append(
         f"- vLLM under load: tokens/s predicted {100 * errors['median_error']:.1f}% off in the "
-        "median (executing again differs by "
-        f"{100 * errors['median_repeat_error']:.1f}%); draft tokens by batch size, found by "
-        f"simulation, reach {min(shares):.2f} to "
-        f"{max(shares):.2f} times the tokens/s of every constant over 1 to 32 clients together"
+        f"median (executing again differs by {100 * errors['median_repeat_error']:.1f}%); draft "
+        f"tokens by batch size, found by simulation, reach {min(shares):.2f} to {max(shares):.2f} "
+        "times the tokens/s of every constant over 1 to 32 clients together"
     )
     return "\n".join(lines)
 

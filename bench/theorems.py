@@ -67,9 +67,8 @@ def check(fits: Fits, draft: str, quick: bool) -> dict[str, Any]:
         "violations": violations,
         "largest_deviation": largest,
         "summary": f"{violations} acceptances below theorem 5.1's bound beyond {ERRORS:g} standard "
-        f"errors ({len(contexts.p)} contexts, "
-        f"{len(rows)} shortlists); acceptance is the overlap to within {largest:.1f} "
-        "standard errors",
+        f"errors ({len(contexts.p)} contexts, {len(rows)} shortlists); acceptance is the overlap "
+        f"to within {largest:.1f} standard errors",
         "rows": rows,
     }
 

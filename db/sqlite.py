@@ -78,8 +78,7 @@ def _open_read_only(path: Path) -> sqlite3.Connection:
             if log.exists() and log.stat().st_size:
                 raise DatabaseError(
                     f"database file {path} is read-only and its last changes are in {log.name}, "
-                    "which cannot be read there; "
-                    "copy both to a folder that can be written"
+                    "which cannot be read there; copy both to a folder that can be written"
                 ) from error
         return _open(path, "mode=ro&immutable=1")
     return connection

@@ -223,8 +223,7 @@ _TEMPLATES = (
     "{x} runs {c} miles on each weekday and {d} miles on each day of the weekend. How many miles "
     "does {x} run in a week?",
     "Tickets for a play cost ${a} for adults and ${c} for children. {x}'s family buys {d} adult "
-    "tickets and "
-    "{e} children's tickets. How much do they pay?",
+    "tickets and {e} children's tickets. How much do they pay?",
     "{x} shares {p} {thing} equally among {b} friends. {y}, one of them, already had {a} {thing}. "
     "How many {thing} does {y} have now?",
     "A farmer has {c} rows of {b} tomato plants. Each plant gives {d} tomatoes. How many tomatoes "

@@ -95,8 +95,7 @@ class Engine:
             return
         raise PolicyError(
             f"{self.title} cannot run {what}, as in {policy.label()!r}; it runs {self.policies}, "
-            "and nearest is "
-            f"{nearest_chain(policy, self.windows).label()!r}"
+            f"and nearest is {nearest_chain(policy, self.windows).label()!r}"
         )
 
     def gammas(

@@ -140,6 +140,5 @@ def check_fits(prompts: Sequence[Prompt], max_new_tokens: int, max_len: int) -> 
         if len(prompt.ids) + max_new_tokens > max_len:
             raise WorkloadError(
                 f"request {prompt.id}: {len(prompt.ids)} prompt tokens + {max_new_tokens} new ones "
-                f"exceed the {max_len} that the "
-                "engine was started for"
+                f"exceed the {max_len} that the engine was started for"
             )

@@ -70,8 +70,7 @@ class Confirmation:
         value, low, high = self.ratio
         return (
             f"{value:.3f} times the incumbent's speed ({100 * LEVEL:.0f}% interval {low:.3f} to "
-            f"{high:.3f}) on {self.requests} "
-            "requests held out for it"
+            f"{high:.3f}) on {self.requests} requests held out for it"
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -99,6 +99,5 @@ def tunes_over(publication: Publication | None, now: Mapping[str, Any] | None) -
         return ""
     return (
         f"{_was(publication, changed)}; this tunes for {_said(now, changed)} and may take its "
-        "place: "
-        "`--deployment NAME` keeps both"
+        "place: `--deployment NAME` keeps both"
     )

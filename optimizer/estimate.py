@@ -82,8 +82,7 @@ class Course:
         if not self.known:
             return (
                 "no tuning of this pair is stored, so nobody knows yet how long recording it "
-                "takes; race and confirmation take "
-                f"{spoken(budget_s)} at most"
+                f"takes; race and confirmation take {spoken(budget_s)} at most"
             )
         parts: dict[str, float] = {}
         for name, seconds in self.stages:

@@ -148,7 +148,6 @@ def tree_size(
     if grown > POOL_LIMIT:
         raise TraceError(
             f"--tree-width {wide} --tree-depth {deep}: trees of {grown} candidates, more than any "
-            f"policy may grow ({POOL_LIMIT}); "
-            "lower one of them"
+            f"policy may grow ({POOL_LIMIT}); lower one of them"
         )
     return wide, deep

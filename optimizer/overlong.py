@@ -34,10 +34,9 @@ def made_to_fit(
     if overlong == "error" or room < 1:
         raise WorkloadError(
             f"request {beyond[0]}: {sizes[beyond[0]]} prompt tokens + {options.max_new_tokens} new "
-            "ones exceed the context of "
-            f"{pair.max_positions}, as in {counted}; lower --max-new-tokens, or leave them out or "
-            "cut them by --overlong skip or "
-            "--overlong truncate"
+            f"ones exceed the context of {pair.max_positions}, as in {counted}; lower "
+            "--max-new-tokens, or leave them out or cut them by --overlong skip or --overlong "
+            "truncate"
         )
     if overlong == "skip":
         kept = tuple(r for r in workload.requests if sizes[r.id] <= room)

@@ -446,8 +446,7 @@ def _search_chains(tuning: Tuning) -> None:
             continue
         tuning.left_out[f"trees of {draft}"] = (
             f"{'cannot win' if hopeless else 'not tried'}: at best {most:.0f} tokens/s, were every "
-            "token that they draft "
-            f"right; {fastest:.0f} is reached without trees"
+            f"token that they draft right; {fastest:.0f} is reached without trees"
         )
     tuning.grown = tuple(d for d in tuning.drafts if d in grown)
     for what, why in tuning.left_out.items():

@@ -272,8 +272,7 @@ class Decoder:
         if len(prompt_ids) + max_new_tokens > limit:
             raise WorkloadError(
                 f"request {item.id}: {len(prompt_ids)} prompt tokens + {max_new_tokens} new ones "
-                f"exceed the context of {limit}; "
-                "shorten the prompt or lower --max-new-tokens"
+                f"exceed the context of {limit}; shorten the prompt or lower --max-new-tokens"
             )
         check(self.pair.settings, greedy=sampling.greedy, verifier=self.verifier)
         return DecodeRequest(

@@ -125,8 +125,7 @@ def load_pair(
         if model.vocab_size != target.vocab_size:
             raise PairError(
                 f"draft {name!r} has a vocabulary of {model.vocab_size} tokens, the target one of "
-                f"{target.vocab_size}; "
-                "a draft must share the target's tokenizer"
+                f"{target.vocab_size}; a draft must share the target's tokenizer"
             )
         check_tokenizer(name, path, tokenizer)
         loaded[name] = model

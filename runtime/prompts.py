@@ -53,7 +53,6 @@ def read_prompt(pair: LoadedPair, ids: Sequence[int], reader: str) -> Prompt:
         known = ", ".join([*pair.drafts, TARGET])
         raise PolicyError(
             f"draft.artifact: the chooser reads prompts with draft {reader!r}, which this pair "
-            f"lacks (it has: {known}); fit one for it: "
-            "`fit chooser --recording ID`"
+            f"lacks (it has: {known}); fit one for it: `fit chooser --recording ID`"
         )
     return Prompt(pair.text(list(ids)), len(ids), log_perplexity(model, ids))

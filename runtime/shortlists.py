@@ -139,10 +139,9 @@ class Shortlists:
         if routing.clusters.vocab != self.output.rows or routing.router.inputs != wide:
             raise PolicyError(
                 f"shortlist.artifact: {rule.block.artifact} has clusters of "
-                f"{routing.clusters.vocab} tokens and a router of "
-                f"{routing.router.inputs} inputs, draft {rule.draft!r} an output head of "
-                f"{self.output.rows} rows and {wide} inputs; "
-                f"`fit router --recording ID --draft {rule.draft}` makes one"
+                f"{routing.clusters.vocab} tokens and a router of {routing.router.inputs} inputs, "
+                f"draft {rule.draft!r} an output head of {self.output.rows} rows and {wide} "
+                f"inputs; `fit router --recording ID --draft {rule.draft}` makes one"
             )
 
     def _order_rows(self, frequencies: Frequencies) -> None:
@@ -151,9 +150,8 @@ class Shortlists:
         if frequencies.vocab != self.model.vocab_size:
             raise PolicyError(
                 f"shortlist.artifact: {self.rule.block.artifact} orders a vocabulary of "
-                f"{frequencies.vocab} tokens, draft "
-                f"{self.rule.draft!r} has one of {self.model.vocab_size}; `fit frequencies` on a "
-                "recording of this pair makes one"
+                f"{frequencies.vocab} tokens, draft {self.rule.draft!r} has one of "
+                f"{self.model.vocab_size}; `fit frequencies` on a recording of this pair makes one"
             )
         rank = frequencies.rank[self.output.ids]
         self._order = rank.argsort(kind="stable")

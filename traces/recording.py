@@ -217,9 +217,8 @@ class Recording:
             have = ", ".join(self.drafts) or "none"
             raise TraceError(
                 f"recording {self.info.id} has {len(found)} panoramas of draft {draft!r} for "
-                f"{len(self.requests)} requests "
-                f"(complete drafts: {have}); `record --resume {self.info.id}` makes the "
-                "missing ones"
+                f"{len(self.requests)} requests (complete drafts: {have}); `record --resume "
+                f"{self.info.id}` makes the missing ones"
             )
         return found
 
@@ -244,9 +243,8 @@ class Recording:
             flag = "" if proposals == "coupled" else f" --tree-proposals {proposals}"
             raise TraceError(
                 f"recording {self.info.id} has {len(found)} tree panoramas of draft {draft!r} for "
-                f"{len(self.requests)} requests; "
-                f"`record --resume {self.info.id} --tree-width {TREE_WIDTH} --tree-depth "
-                f"{TREE_DEPTH}{flag}` makes the missing ones"
+                f"{len(self.requests)} requests; `record --resume {self.info.id} --tree-width "
+                f"{TREE_WIDTH} --tree-depth {TREE_DEPTH}{flag}` makes the missing ones"
             )
         return found
 

@@ -40,9 +40,8 @@ class Sanity:
         if self.repetitive > MANY * self.requests:
             said.append(
                 f"{self.repetitive} of {self.requests} texts end in a cycle that repeats itself, "
-                "which any draft guesses: "
-                "speeds will be higher than on texts that do not (another target, or a chat "
-                "template that is missing?)"
+                "which any draft guesses: speeds will be higher than on texts that do not (another "
+                "target, or a chat template that is missing?)"
             )
         if self.duplicates:
             said.append(

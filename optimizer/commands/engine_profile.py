@@ -144,8 +144,7 @@ def _view(data: dict[str, Any]) -> Any:
     check = data["costs"]
     tables.append(
         f"fitted to {check['steps']} served steps: {100 * check['median_error']:.1f}% off in the "
-        "median, "
-        f"{100 * check['p90_error']:.1f}% for nine of ten, "
+        f"median, {100 * check['p90_error']:.1f}% for nine of ten, "
         f"{100 * check['total_error']:+.1f}% in all"
     )
     return Group(*tables)

@@ -60,8 +60,7 @@ if TYPE_CHECKING:
 @click.option(
     "--recording",
     help="Measure trees on the texts of ID or latest, another engine on their prompts; default: "
-    "the pair's newest complete one, else "
-    "random tokens, or the demo's prompts.",
+    "the pair's newest complete one, else random tokens, or the demo's prompts.",
 )
 @with_json
 def profile(ctx: click.Context, as_json: bool, **kw: Any) -> None:

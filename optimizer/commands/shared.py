@@ -401,9 +401,8 @@ def say_former(store: TraceStore, spec: PairSpec) -> None:
     )
     say(
         f"pair {spec.name} was {former} by an earlier version, whose ids left out most of the "
-        f"weights, and is {spec.id} now: what is "
-        f"stored under {former} may be of other weights and is left alone; `tune` begins "
-        f"anew{again}",
+        f"weights, and is {spec.id} now: what is stored under {former} may be of other weights and "
+        f"is left alone; `tune` begins anew{again}",
         err=True,
     )
 
@@ -614,8 +613,7 @@ def policy_named(
     except NotFoundError as error:
         raise PolicyError(
             f"{option} {shortened(name)}: neither a file, a JSON document, 'active' nor "
-            f"'autoregressive', and {shortened(str(error))} "
-            "(see `policies list`)"
+            f"'autoregressive', and {shortened(str(error))} (see `policies list`)"
         ) from None
     return stored_policy(stored)
 

@@ -148,8 +148,7 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
             if info.state != "complete" and info.workload_id is not None:
                 say(
                     f"recording {recording} was never finished: tuning on the {info.n_requests} "
-                    "requests it holds "
-                    f"(`record --resume {recording}` makes the others)",
+                    f"requests it holds (`record --resume {recording}` makes the others)",
                     err=True,
                 )
         workload = workload and fit_to(pair, workload, options, kw["overlong"])

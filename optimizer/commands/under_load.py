@@ -205,8 +205,7 @@ def execute_found(
     passes, one_s = passes_of(those, float(parse_duration(ctx.params["budget"]))), pass_s(those)
     say(
         f"{len(those)} policies under {len(lab.loads)} loads, {passes} times each: about "
-        f"{passes * one_s:.0f} s, and the starts of the "
-        "engine",
+        f"{passes * one_s:.0f} s, and the starts of the engine",
         err=True,
     )
     with Meter() as meter:
@@ -360,8 +359,7 @@ def _say_costs(lab: UnderLoad) -> None:
     check = lab.costs.check
     say(
         f"costs fitted to {check['steps']} served steps: {100 * check['median_error']:.1f}% off in "
-        "the median, "
-        f"{100 * check['total_error']:+.1f}% in all",
+        f"the median, {100 * check['total_error']:+.1f}% in all",
         err=True,
     )
 

@@ -98,8 +98,7 @@ def count_tokens(texts: Iterable[npt.NDArray[np.integer]], vocab: int) -> IntArr
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
             raise TraceError(
                 f"text {number}: token ids {int(ids.min())} to {int(ids.max())} are not in a "
-                f"vocabulary of {vocab} tokens; "
-                "count texts that the pair's own tokenizer made"
+                f"vocabulary of {vocab} tokens; count texts that the pair's own tokenizer made"
             )
         counts += np.bincount(ids.astype(np.int64), minlength=vocab)
     return counts
@@ -134,8 +133,7 @@ def _tokens_of(pair: LoadedPair, name: str) -> list[int]:
     if (unknown := max(found)) >= pair.target.vocab_size:
         raise WorkloadError(
             f"--corpus {name}: the tokenizer makes {pair.tokenizer.decode([unknown])!r} token "
-            f"{unknown}, but the models know "
-            f"{pair.target.vocab_size} tokens; leave it out of the file, or give the tokenizer "
-            "that the models were trained with"
+            f"{unknown}, but the models know {pair.target.vocab_size} tokens; leave it out of the "
+            "file, or give the tokenizer that the models were trained with"
         )
     return found

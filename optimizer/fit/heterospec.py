@@ -115,10 +115,8 @@ def fit_heterospec(
     if not bins.thresholds:
         raise TraceError(
             f"recording {source.info.id}: ranks do not depend on entropy in the {bins.rounds} "
-            "rounds of "
-            f"draft {forest.draft!r}, so there is but one bin; record more requests, or fit "
-            "deeper trees "
-            "(--depth)"
+            f"rounds of draft {forest.draft!r}, so there is but one bin; record more requests, or "
+            "fit deeper trees (--depth)"
         )
     fitted = {"width": width, "top_n": top_n, "starts": len(rounds.phi), "seed": seed}
     document = source.document() | asdict(bins) | fitted

@@ -170,14 +170,12 @@ def tree_source(
             f"recording {info.id} has no trees of draft "
             f"{draft!r}{' by probability' if flag else ''} (it has: "
             f"{info.trees_shown() or 'none'}); `record --resume {info.id} --tree-width "
-            f"{TREE_WIDTH} --tree-depth {TREE_DEPTH}{flag}` "
-            "makes them"
+            f"{TREE_WIDTH} --tree-depth {TREE_DEPTH}{flag}` makes them"
         )
     if info.verifier == "rejection" and not info.sampling.greedy:
         raise TraceError(
             f"recording {info.id} was decoded by the rejection verifier, whose texts do not show "
-            "what trees would accept; record with the "
-            "coupled one"
+            "what trees would accept; record with the coupled one"
         )
     trace = open_trace(store, info.id, trees=[(draft, proposals)], skip_corrupted=True).trace
     trace = trace.select(search_part(trace.trajectories))

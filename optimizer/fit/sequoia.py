@@ -288,8 +288,7 @@ def _costs(source: TreeSource, profile: str | None) -> _Costs:
     if draft not in measured.tree_drafts:
         raise TraceError(
             f"profile {profile_id} has no costs of trees for draft {draft!r}: run `profile` again, "
-            "name another with --profile ID, "
-            f"{otherwise}"
+            f"name another with --profile ID, {otherwise}"
         )
     trace = source.trace
     lengths = np.diff(trace.offsets)[trace.order]

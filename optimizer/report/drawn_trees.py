@@ -102,8 +102,7 @@ def _line(number: int, round_: Round, tree: GrownTree) -> str:
     )
     return (
         f"round {number}: {len(tree.tokens)} nodes verified of {among}, depth "
-        f"{max(tree.depths, default=0)}{bin_}, "
-        f"{len(round_.path)} accepted"
+        f"{max(tree.depths, default=0)}{bin_}, {len(round_.path)} accepted"
     )
 
 

@@ -149,9 +149,8 @@ def _not_tried(tuned: Tuned) -> list[str]:
         return []
     return [
         f"{tuned.beyond['policies']} policies read distributions that were not recorded and were "
-        "not tried; of the most promising, "
-        f"{best['label']}, what is known says {best['value']:.1f} tokens/s (record more with "
-        "--cover)"
+        f"not tried; of the most promising, {best['label']}, what is known says "
+        f"{best['value']:.1f} tokens/s (record more with --cover)"
     ]
 
 
@@ -240,9 +239,8 @@ def classifier_table(fitted: Mapping[str, Any]) -> RenderableType:
         _row(table, point["epoch"], *(cell(point[k]) for k in ("loss", "recall", "positive_rate")))
     notes = (
         f"{fitted['hidden']} hidden units on {', '.join(metrics['features'])}; {fitted['nodes']} "
-        f"nodes of {fitted['starts']} trees, "
-        f"{fitted['accepted']} accepted; trained on {metrics['positives']} accepted and "
-        f"{metrics['negatives']} rejected ones; recall and "
+        f"nodes of {fitted['starts']} trees, {fitted['accepted']} accepted; trained on "
+        f"{metrics['positives']} accepted and {metrics['negatives']} rejected ones; recall and "
         f"positive rate at 0.5 on {metrics['held_out']} held-out nodes"
     )
     return Group(table, _note(notes))
@@ -262,10 +260,9 @@ def score_table(fitted: Mapping[str, Any]) -> RenderableType:
     loss = fitted["loss"]
     notes = (
         f"log loss of a child {loss['fitted']:.4f}, with the default sharpness "
-        f"{loss['default']:.4f}, by q {loss['probability']:.4f}, on "
-        f"{fitted['held_out']} held-out distributions, {100 * fitted['covered']:.0f}% of which "
-        "have the text's token among their children; "
-        f"fitted to {fitted['laws']} distributions"
+        f"{loss['default']:.4f}, by q {loss['probability']:.4f}, on {fitted['held_out']} held-out "
+        f"distributions, {100 * fitted['covered']:.0f}% of which have the text's token among their "
+        f"children; fitted to {fitted['laws']} distributions"
     )
     if fitted["at_border"]:
         notes += "; the sharpness is at the border of what was looked at"

@@ -63,11 +63,9 @@ def _ranks(r: TreeReport) -> Iterator[Figure]:
         "ranks",
         f"Terminal Confidence Rank among the N = {n} kept nodes",
         f"Of {profile.starts} starts {some} had a drafted token accepted; the deepest accepted "
-        "node was in the "
-        f"cheapest quarter of N in {profile.top_quarter:.1%} of them. Quartiles of the rank: "
-        f"{low}, {middle}, "
-        f"{high}. Ranks of at least {PROMINENT:.0%} of the starts in the second colour "
-        "(HeteroSpec, figure 1c).",
+        f"node was in the cheapest quarter of N in {profile.top_quarter:.1%} of them. Quartiles of "
+        f"the rank: {low}, {middle}, {high}. Ranks of at least {PROMINENT:.0%} of the starts in "
+        "the second colour (HeteroSpec, figure 1c).",
         by_rank(shares, "share of starts", ".1%"),
         _table(("rank", "starts", "share"), zip(range(n + 1), profile.count, shares, strict=True)),
     )
@@ -234,10 +232,8 @@ def _verified(r: TreeReport) -> Figure:
         "verified",
         "Tokens a round against verified tokens",
         "Every policy replayed here or tried before: higher and further left is better (C2T, "
-        "figure 4, over the "
-        "texts' length). Static trees are the best for these very texts. Hollow marks: a few of "
-        "the policy's "
-        "rounds read distributions that were not recorded.",
+        "figure 4, over the texts' length). Static trees are the best for these very texts. Hollow "
+        "marks: a few of the policy's rounds read distributions that were not recorded.",
         plot,
         numbers,
         [(name, colour) for name, colour, _, _ in given],
@@ -267,8 +263,7 @@ def _bins(r: TreeReport) -> Figure:
             plot.line([(low, tcr), (high, tcr)], "s2")
     caption = "Starts with a drafted token accepted, darker where there are more. " + (
         f"Dashed: the thresholds of bins {bins.artifact}; solid: the mean rank in each bin, over "
-        "these starts "
-        "(the bins are fitted to fully accepted rounds)."
+        "these starts (the bins are fitted to fully accepted rounds)."
         if bins.artifact
         else "There are no fitted bins of this draft in the database; `fit bins` makes them."
     )
@@ -327,8 +322,7 @@ def lead(r: TreeReport) -> str:
         children += ", with the target's noise above temperature 0"
     return (
         f"Trees of draft {r.draft}: width {r.width}, {r.depth} levels, N = {r.top_n} kept; "
-        f"children ranked {children}. "
-        f"Counted over {r.tokens} tokens; nothing here is timed."
+        f"children ranked {children}. Counted over {r.tokens} tokens; nothing here is timed."
     )
 
 

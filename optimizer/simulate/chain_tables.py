@@ -149,9 +149,8 @@ def check_reach(policy: Policy, chains: Chains) -> None:
     ):
         raise TraceError(
             f"policy drafts up to {policy.gamma_max} tokens with {policy.draft!r}, but the "
-            "recording holds chains of "
-            f"{chains.gamma_max}: `record --resume ID --gamma-max {policy.gamma_max}` widens it; "
-            "or lower the policy's window"
+            f"recording holds chains of {chains.gamma_max}: `record --resume ID --gamma-max "
+            f"{policy.gamma_max}` widens it; or lower the policy's window"
         )
 
 

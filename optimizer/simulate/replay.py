@@ -145,9 +145,8 @@ def _run_trees(
     if missing and not approximate and prepared.shortlist is None:
         raise TraceError(
             f"{missing} of {int(sums.counts[:, 0].sum())} rounds of {policy.label()} would read "
-            f"distributions of draft {policy.draft!r} "
-            f"that the recording does not hold (it holds width {forest.width}, depth "
-            f"{forest.depth}): `record --resume ID --cover POLICY` "
+            f"distributions of draft {policy.draft!r} that the recording does not hold (it holds "
+            f"width {forest.width}, depth {forest.depth}): `record --resume ID --cover POLICY` "
             "records them"
         )
     made = Replay(

@@ -226,8 +226,7 @@ class ReplayTrace:
         if self.chains[policy.draft].drawn.any():
             raise TraceError(
                 "shortlist: texts of the rejection verifier do not show what a draft would propose "
-                "from a part of the vocabulary; record "
-                "with the coupled one"
+                "from a part of the vocabulary; record with the coupled one"
             )
         forest, ranked = self._forest(policy, "coupled", 1), self._ranked(policy, rule)
         left, doubtful = restricted(

@@ -140,9 +140,8 @@ class ServedCosts:
             served = f"{least} to {most}" if least < most else f"{least}"
             raise PolicyError(
                 f"what steps cost that draft {', '.join(map(str, outside))} tokens with {draft!r} "
-                "is not known: those recorded drafted "
-                f"{served}; let the server draft so many for a while (`policies activate`), or "
-                "serve them by `profile --engine`"
+                f"is not known: those recorded drafted {served}; let the server draft so many for "
+                "a while (`policies activate`), or serve them by `profile --engine`"
             )
         return step_costs(self.profile, draft)
 

@@ -386,9 +386,8 @@ def serve(
     if full >= 0:
         raise TraceError(
             f"{full:.1f} s after the start the requests need more than the {rules.cache_tokens} "
-            "tokens of the engine's "
-            "cache, which then puts some of them back; that is not simulated: ask for fewer "
-            "requests at a time, or a lower rate"
+            "tokens of the engine's cache, which then puts some of them back; that is not "
+            "simulated: ask for fewer requests at a time, or a lower rate"
         )
     served = Served(arrived, found.first, found.finished, lengths[text])
     return Simulated(

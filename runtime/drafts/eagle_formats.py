@@ -297,15 +297,13 @@ def _shape(
     if eagle3 and fc.shape[-1] != fused:
         raise PairError(
             f"{name}: the head's fc takes {fc.shape[-1]} features, but {len(taps)} hidden states "
-            f"of the target have {fused}; "
-            "it was trained for another target"
+            f"of the target have {fused}; it was trained for another target"
         )
     vocab = int(config.get("vocab_size") or target.vocab_size)
     if vocab != target.vocab_size:
         raise PairError(
             f"{name}: the head has a vocabulary of {vocab} tokens, the target one of "
-            f"{target.vocab_size}; "
-            "a head must be trained for its target"
+            f"{target.vocab_size}; a head must be trained for its target"
         )
     draft_vocab = int(config.get("draft_vocab_size") or vocab)
     if not 0 < draft_vocab <= vocab:

@@ -56,8 +56,7 @@ def check_verifier(policy: Policy, verifier: Verifier, sampling: Sampling) -> No
     if verifier == "rejection" and not sampling.greedy and policy.is_tree:
         raise PolicyError(
             f"growth {policy.growth.kind}: the rejection verifier is for chains (it would need to "
-            "know how siblings were drawn); use the "
-            "coupled verifier"
+            "know how siblings were drawn); use the coupled verifier"
         )
     if (
         verifier == "rejection"
@@ -66,8 +65,7 @@ def check_verifier(policy: Policy, verifier: Verifier, sampling: Sampling) -> No
     ):
         raise PolicyError(
             "stop.keep_last false discards a sampled token because of its probability, which the "
-            "rejection verifier cannot make "
-            "lossless; use the coupled verifier or keep_last true"
+            "rejection verifier cannot make lossless; use the coupled verifier or keep_last true"
         )
 
 

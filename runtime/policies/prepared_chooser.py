@@ -83,9 +83,8 @@ class ChooserPlan:
         if found is None:
             raise TraceError(
                 "the chooser was fitted to another recording, and only the pair's models can tell "
-                "what it chooses for prompts of this one: "
-                "`fit chooser --recording ID` on this one, or execute the policy (`run --policy "
-                "POLICY`)"
+                "what it chooses for prompts of this one: `fit chooser --recording ID` on this "
+                "one, or execute the policy (`run --policy POLICY`)"
             )
         return self._decided(found[None], len(ids), new_tokens, sampling)
 

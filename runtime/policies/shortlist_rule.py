@@ -54,9 +54,8 @@ class ShortlistRule:
         if self.routing is not None and found != self.routing.head:
             raise PolicyError(
                 f"shortlist.artifact: {self.block.artifact} was fitted on another output head "
-                f"(hash {self.routing.head}) than draft "
-                f"{self.draft!r} has here (hash {found}); `fit router --recording ID --draft "
-                f"{self.draft}` makes one"
+                f"(hash {self.routing.head}) than draft {self.draft!r} has here (hash {found}); "
+                f"`fit router --recording ID --draft {self.draft}` makes one"
             )
 
 

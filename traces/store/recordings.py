@@ -227,8 +227,7 @@ class Recordings(Storage):
                     if there.sha256 != tokens.sha256 or there.request_id != name:
                         raise TraceError(
                             f"recording {recording} already holds another trajectory at {ordinal}: "
-                            f"request {there.request_id!r}, "
-                            f"not {name!r} as given"
+                            f"request {there.request_id!r}, not {name!r} as given"
                         )
                     continue
                 new.remove(ordinal)  # the same ordinal again in one batch is held against the first
@@ -421,8 +420,7 @@ class Recordings(Storage):
         if trajectory.n_output != positions:
             raise TraceError(
                 f"a panorama of {positions} positions does not fit trajectory {ordinal} of "
-                f"{recording}, "
-                f"which has {trajectory.n_output} tokens"
+                f"{recording}, which has {trajectory.n_output} tokens"
             )
         return trajectory
 
