@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,9 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
         "summary": f"chains and trees: median {100 * errors[0]:.1f}%, 90th percentile "
         f"{100 * errors[1]:.1f}% over {len(exact)} policies (measuring again: "
         f"{100 * again[0]:.1f}%, {100 * again[1]:.1f}%), Kendall tau {tau['kendall_tau']:.2f} "
-        f"({tau['kendall_tau_measured_again']:.2f}); final tables of `tune`: "
-        + ", ".join(f"{100 * t['median_error']:.1f}%" for t in tables),
+        f"({tau['kendall_tau_measured_again']:.2f}), beyond noise "
+        f"{tau['kendall_tau_beyond_noise'] or 0:.2f} ({tau['pairs_beyond_noise']} pairs); final "
+        "tables of `tune`: " + ", ".join(f"{100 * t['median_error']:.1f}%" for t in tables),
         "median_error": errors[0],
         "p90_error": errors[1],
         "median_repeat_error": again[0],
@@ -136,13 +138,22 @@ def _taus(trace: ReplayTrace, draft: str) -> list[float]:
 
 
 def _agreement(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Kendall's tau of prediction and execution, and of two measurements."""
+    """Kendall's tau of prediction and execution: over all pairs of policies, and over those whose
+    two measurements do not overlap; and of the two measurements."""
     predicted, measured, again = (
         [r[f"{name}_tokens_per_s"] for r in rows] for name in ("predicted", "measured", "repeated")
     )
+    signs = [
+        float(np.sign((predicted[i] - predicted[j]) * (measured[i] - measured[j])))
+        for i, j in combinations(range(len(rows)), 2)
+        if min(measured[i], again[i]) > max(measured[j], again[j])
+        or min(measured[j], again[j]) > max(measured[i], again[i])
+    ]
     return {
         "kendall_tau": float(kendalltau(predicted, measured).statistic),
         "kendall_tau_measured_again": float(kendalltau(measured, again).statistic),
+        "kendall_tau_beyond_noise": float(np.mean(signs)) if signs else None,
+        "pairs_beyond_noise": len(signs),
     }
 
 
