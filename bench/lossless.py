@@ -33,7 +33,7 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
             encoded = encode(lab.pair, workload, DecodeOptions(sampling, TOKENS))
             if sampling.greedy:
                 outside += unlike_generate(lab, encoded)
-            rows += texts_differ(lab, encoded, n, 1 if quick else 4)
+            rows += texts_differ(lab, encoded, n, 1 if quick else 2)
     differences, texts = (sum(r[key] for r in rows) for key in ("differ", "prompts"))
     kinds = len({r["policy"] for r in rows})
     return {

@@ -22,7 +22,7 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for turn, lab in enumerate(laboratories(state, quick)):
         trace, limit = lab.trace(), 2 if quick else 8 if lab.name == "demo" else 16
-        exact, rough = _policies(lab, turn, 1 if quick else 4)
+        exact, rough = _policies(lab, turn, 1 if quick else 2)
         rows += [compared(lab, trace, policy, limit, exact=True) for policy in exact]
         rows += [compared(lab, trace, policy, limit, exact=False) for policy in rough]
     exact_rows = [r for r in rows if r["exact"]]

@@ -145,6 +145,7 @@ def serve_design(
                 Load(clients),
                 options,
                 fresh=not recording,
+                timed=True,
             )
             recording = info.id
             progress(policy.label(), clients, design.clients)
