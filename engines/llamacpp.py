@@ -114,7 +114,24 @@ class LlamaCpp:
         except RuntimeError as error:
             models = f"{self._target}, {self._draft}" if gamma else str(self._target)
             raise EngineError(f"llama.cpp {self.version} cannot load {models}: {error}") from None
+        self._await()
         self._gamma = gamma
+
+    def _await(self) -> None:
+        """Until the server answers. One that is stopped before its thread accepts connections does
+        not hear of it, and its end is waited for in vain. Raises EngineError where it is dead."""
+        at = self._connection()
+        try:
+            at.request("GET", "/health")
+            at.getresponse().read()
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineError(f"llama.cpp died at its start: {error!r}") from None
+        finally:
+            at.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        address = urlsplit(self._server.listening_address).netloc
+        return http.client.HTTPConnection(address, timeout=ANSWER_S)
 
     def _serve(
         self,
@@ -163,9 +180,7 @@ class LlamaCpp:
             "return_tokens": True,
             "cache_prompt": False,
         }
-        at = http.client.HTTPConnection(
-            urlsplit(self._server.listening_address).netloc, timeout=ANSWER_S
-        )
+        at = self._connection()
         try:
             kind = {"Content-Type": "application/json"}
             at.request("POST", "/completion", json.dumps(asked), kind)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import xllamacpp
@@ -139,6 +142,30 @@ def test_what_it_cannot_run_is_refused_at_once(running: LlamaCpp, prompts: list[
         LlamaCpp(read_pair("demo"), Wanted("ngram"))
     with pytest.raises(EngineError, match="an EAGLE head has no form"):
         LlamaCpp(read_pair("demo"), Wanted("head"))
+
+
+def test_a_server_is_not_closed_before_it_accepts_connections(
+    spec: PairSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp's own would wait for ever for a thread that had not begun to listen."""
+    asked: list[str] = []
+
+    class Late(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Late) as http:
+        address = f"http://127.0.0.1:{http.server_address[1]}"
+        monkeypatch.setattr(
+            xllamacpp, "Server", lambda _: SimpleNamespace(listening_address=address)
+        )
+        listening = threading.Timer(0.2, http.serve_forever)
+        listening.start()
+        LlamaCpp(spec, Wanted("small", MOST, 1, 512)).close()
+        assert asked == ["/health"]
+        http.shutdown()
 
 
 def test_requests_come_at_their_moments(running: LlamaCpp, prompts: list[Prompt]) -> None:
