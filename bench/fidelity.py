@@ -67,7 +67,7 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
         for name in ("error", "repeat_error")
     )
     tables = [_tuned(state, name, quick) for name in (("gpt2",) if quick else ("demo", "gpt2"))]
-    table, tau = max(t["median_error"] for t in tables), _agreement(rows)
+    table, tau = max(t["median_error"] for t in tables), _agreement(exact)
     return {
         "holds": errors[0] <= max(0.03, again[0])
         and errors[1] <= max(0.06, again[1])

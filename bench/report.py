@@ -61,8 +61,12 @@ class Check(NamedTuple):
 
 def _regret(d: Figures) -> str:
     shares = (
-        f"{r['workload']} {r['share_of_best']:.3f}"
-        + (" (the winner is that window)" if r["winner"] == r["best_fixed"] else "")
+        f"{r['workload']} {r['share_of_best']:.3f} "
+        + (
+            "(the winner is that window)"
+            if r["winner"] == r["best_fixed"]
+            else "({:.3f}-{:.3f})".format(*r["share_interval"])
+        )
         for r in d["rows"]
     )
     return f"{'; '.join(shares)}; without a gain `tune` published {d['no_gain']['published']}"
