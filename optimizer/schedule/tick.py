@@ -176,12 +176,11 @@ def _advance(session: Session, schedule: ScheduleRow, following: int) -> bool:
 def _fire(
     session: Session, schedule: ScheduleRow, slots: Sequence[int], now: float, noticed_at: float
 ) -> list[Fire]:
+    limit = schedule.max_instances
     unfinished = select(func.count()).where(
         JobRow.schedule_id == schedule.id, JobRow.state.in_(("queued", "running"))
     )
-    is_full = (
-        schedule.max_instances is not None and session.scalar(unfinished) >= schedule.max_instances
-    )  # type: ignore[operator]
+    is_full = limit is not None and session.execute(unfinished).scalar_one() >= limit
     judged = judge(
         slots,
         now,

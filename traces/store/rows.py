@@ -125,9 +125,8 @@ def equal(wanted: Mapping[InstrumentedAttribute[Any], Any]) -> list[ColumnElemen
 
 def value_of(kind: type[V], row: DeclarativeBase, **others: Any) -> V:
     """A dataclass whose fields are the row's columns of the same names, but for ``others``."""
-    return kind(
-        **{f.name: getattr(row, f.name) for f in fields(kind) if f.name not in others}, **others
-    )  # type: ignore[arg-type]
+    names = [field.name for field in fields(kind) if field.name not in others]  # type: ignore[arg-type]
+    return kind(**{name: getattr(row, name) for name in names}, **others)
 
 
 def is_stored(session: Session, column: InstrumentedAttribute[Any], value: Any) -> bool:
