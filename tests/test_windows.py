@@ -15,7 +15,7 @@ import pytest
 from scipy.optimize import minimize_scalar
 
 from spectune.runtime.policies.document import Policy, Window, parse_policy
-from spectune.runtime.policies.on_the_fly import TABLE_KNOTS
+from spectune.runtime.policies.on_the_fly import BETAS, SHARES, TABLE_KNOTS
 from spectune.runtime.policies.windows import (
     WindowCosts,
     WindowState,
@@ -271,20 +271,17 @@ class Analytic:
         pairs = [(g, v) for g, v, _, _ in self.rounds if g > 0]
         if not pairs:
             return {self.w.first}
-        beta = min(
-            self.w.acc_max,
-            {"ratio": self.ratio, "exact": self.exact, "table": self.table}[self.w.estimator](
-                pairs
-            ),
+        beta = {"ratio": self.ratio, "exact": self.exact, "table": self.table}[self.w.estimator](
+            pairs
         )
-        if self.w.costs == "profile":
-            a, b = COSTS.draft_step_s, list(COSTS.verify_s)
-        else:
-            a = sum(d for g, _, d, _ in self.rounds if g) / sum(g for g, _ in pairs)
-            shape = sum(COSTS.verify_s[g] for g, *_ in self.rounds)
-            b = [v * sum(t for *_, t in self.rounds) / shape for v in COSTS.verify_s]
+        if self.w.costs == "recent":
+            return self.allowed_in_cells(beta, sum(g for g, _ in pairs))
+        return self.best(min(self.w.acc_max, beta), COSTS.draft_step_s, list(COSTS.verify_s))
+
+    def best(self, beta: float, a: float, b: list[float]) -> set[int]:
+        """Equation 1's windows."""
         value = {
-            g: (1 - beta ** (g + 1)) / ((1 - beta) * (g * a + b[g]))
+            g: sum(beta**i for i in range(g + 1)) / (g * a + b[g])
             for g in range(self.w.gamma_min, self.w.gamma_max + 1)
         }
         best = max(value.values())
@@ -292,6 +289,22 @@ class Analytic:
             1e-6 if self.w.estimator == "exact" else 1e-9
         )  # the reference maximises a likelihood numerically
         return {g for g, v in value.items() if v >= best * (1 - tolerance)}
+
+    def allowed_in_cells(self, beta: float, drafted: int) -> set[int]:
+        """Equation 1 in the middle of the cell that beta and the share of a_q lie in, or of its
+        neighbour where rounding may decide."""
+        a = sum(d for g, _, d, _ in self.rounds if g) / drafted
+        shape = sum(COSTS.verify_s[g] for g, *_ in self.rounds)
+        b = [v * sum(t for *_, t in self.rounds) / shape for v in COSTS.verify_s]
+        knots, found = [self.w.acc_max * k / (BETAS - 1) for k in range(BETAS)], set()
+        for near in (beta * (1 - 1e-6) - 1e-9, beta, beta * (1 + 1e-6)):
+            above = sum(near > knot for knot in knots)
+            low, high = knots[max(above - 1, 0)], knots[min(above, BETAS - 1)]
+            for share in (a / (a + b[0]) * (1 + e) for e in (-1e-9, 0.0, 1e-9)):
+                middle = (int(share * SHARES) + 0.5) / SHARES
+                costs = [(1 - middle) * v / COSTS.verify_s[0] for v in COSTS.verify_s]
+                found |= self.best((low + high) / 2, middle, costs)
+        return found
 
     @staticmethod
     def ratio(pairs: list[tuple[int, int]]) -> float:

@@ -50,6 +50,9 @@ PS: Final = 1e12
 """Picoseconds in a second."""
 EVIDENCE_SCALE: Final = 2**32
 """Expected acceptances are summed as whole multiples of 2^-32."""
+BETAS: Final = 33
+SHARES: Final = 64
+"""How finely ``recent`` costs tell beta and the share of a_q: a few rounds' history says less."""
 TABLE_KNOTS: Final = 33
 """Knots of the tabulated equation 12, evenly spaced over beta in [0, 1]."""
 
@@ -174,15 +177,15 @@ class AnalyticRule(NamedTuple):
     ``odds`` float64 [n]: the betas at which equation 1's argmax moves up, as beta / (1 - beta).
     ``expected`` int64 [gamma_max + 1, n]: the accepted tokens (:data:`EVIDENCE_SCALE`) that the
     estimator's distribution expects at these betas of a round that drafted so many. With ``recent``
-    costs the n betas are even over [0, 1], and ``verify_ps`` int64 [gamma_max + 1] is b_p up to a
-    factor."""
+    costs the n betas are even, ``verify_ps`` int64 [gamma_max + 1] is b_p up to a factor, and
+    ``windows`` int64 [shares, n + 1] are :func:`tabulated_windows`."""
 
     estimator: int
     recent: bool
-    acc_max: float
     odds: FloatArray
     expected: IntArray
     verify_ps: IntArray
+    windows: IntArray
 
 
 class History(NamedTuple):
@@ -219,9 +222,9 @@ def analytic(
 ) -> int:
     """Equation 1 at the beta of the last rounds.
 
-    With the profile's costs neither is computed: the argmax is a staircase in beta, and beta-hat
-    exceeds a step iff more tokens were accepted than the estimator's distribution expects at that
-    step, so the window is the number of steps exceeded."""
+    Beta-hat itself is not computed. It exceeds a beta iff more tokens were accepted than the
+    estimator's distribution expects there, and at given costs the argmax is a staircase in beta:
+    the window is the number of steps exceeded, or is looked up by it."""
     sums = history.sums[0]
     oldest = history.rounds[sums.slot]
     gone = int(oldest.drafted)
@@ -243,7 +246,16 @@ def analytic(
             above += int(accepted > history.evidence[k])
     if sums.drafting == 0:
         return limits.first
-    return _recent_window(rule, limits, history, above) if rule.recent else limits.gamma_min + above
+    if not rule.recent:
+        return limits.gamma_min + above
+    if sums.verify_ps <= 0:
+        return limits.first  # no clock ran: nothing to weigh
+    # a_q is the mean seconds of a drafted token, b_p(g) its known shape x its mean ratio to the
+    # clock.
+    drafting = float(sums.draft_ps) * sums.expected_ps
+    verifying = float(sums.verify_ps) * sums.drafted * rule.verify_ps[0]
+    share = drafting / (drafting + verifying)
+    return int(rule.windows[min(int(share * SHARES), SHARES - 1), above])
 
 
 @compiled(inline=True)
@@ -271,49 +283,19 @@ def _clock(
     oldest.draft_ps, oldest.verify_ps = draft_ps, verify_ps
 
 
-@compiled()
-def _recent_window(rule: AnalyticRule, limits: Limits, history: History, above: int) -> int:
-    """Equation 1 with a_q = mean draft time per drafted token and b_p(g) = known shape x its mean
-    ratio to the clock, recently; more was accepted than is expected at the ``above`` least betas.
-    """
-    sums = history.sums[0]
-    if sums.verify_ps <= 0:
-        return limits.first  # no clock ran: nothing to weigh
-    if rule.estimator == RATIO:
-        beta = sums.accepted / (sums.accepted + sums.rejections)
-    else:
-        accepted = sums.accepted * EVIDENCE_SCALE
-        beta = interpolated_beta(rule.estimator, history.evidence, accepted, above)
-    a_q = sums.draft_ps / sums.drafted
-    return best_window_scalar(
-        min(beta, rule.acc_max), a_q, rule.verify_ps, sums.verify_ps / sums.expected_ps, limits
-    )
+def even_betas(acc_max: float) -> FloatArray:
+    """The betas between which ``recent`` costs tell."""
+    return np.linspace(0.0, acc_max, BETAS)
 
 
-def even_betas(estimator: int, gamma_max: int) -> FloatArray:
-    """The betas between which :func:`interpolated_beta` finds another: a table's knots or, for
-    equation 11, as many as leave it within 1e-6 of the root."""
-    knots = TABLE_KNOTS if estimator == TABLE else 8 * max(gamma_max, 8) + 1
-    return np.linspace(0.0, 1.0, knots)
-
-
-@compiled()
-def interpolated_beta(estimator: int, evidence: IntArray, accepted: int, above: int) -> float:
-    """The beta that expects ``accepted``; 1 if there is none below. ``evidence`` is what
-    :func:`even_betas` expect; ``above`` of them expect less. Lagrange's polynomial through 2 of
-    them (a table), or 4."""
-    last, points = len(evidence) - 1, 2 if estimator == TABLE else 4
-    if above > last:
-        return 1.0
-    begin, beta = min(max(above - points // 2, 0), last + 1 - points), 0.0
-    for i in range(begin, begin + points):
-        top, bottom = i / last, 1.0
-        for j in range(begin, begin + points):
-            if j != i:
-                top *= accepted - evidence[j]
-                bottom *= evidence[i] - evidence[j]
-        beta += top / bottom
-    return beta
+def tabulated_windows(betas: FloatArray, verify_ps: IntArray, gamma_min: int) -> IntArray:
+    """Equation 1's window by a_q / (a_q + b_p(0)), in :data:`SHARES` parts of [0, 1], and by how
+    many of ``betas`` are exceeded; at the middle of both. int64 [SHARES, len(betas) + 1]."""
+    edges = np.concatenate([[0.0], betas, betas[-1:]])
+    middles, shape = 0.5 * (edges[:-1] + edges[1:]), verify_ps / verify_ps[0]
+    gammas, shares = np.arange(len(shape)), (np.arange(SHARES) + 0.5) / SHARES
+    rows = [best_window(middles, gammas * s + (1 - s) * shape, gamma_min) for s in shares]
+    return np.stack(rows)
 
 
 def truncated_excess(gamma_max: int, betas: FloatArray) -> FloatArray:
@@ -362,24 +344,6 @@ def best_window(betas: FloatArray, round_s: FloatArray, gamma_min: int = 0) -> I
     return np.asarray(
         gamma_min + np.argmax((omega / round_s)[:, gamma_min:], axis=1), dtype=np.int64
     )
-
-
-@compiled()
-def best_window_scalar(
-    beta: float, draft_s: float, verify_s: IntArray, scale: float, limits: Limits
-) -> int:
-    """Equation 1 for one beta: a_q = ``draft_s``, b_p(g) = ``scale * verify_s[g]``. Ties go to the
-    smallest window."""
-    omega, power = 0.0, 1.0
-    best, best_omega, best_cost = limits.gamma_min, -1.0, 1.0
-    for g in range(limits.gamma_max + 1):
-        omega += power
-        power *= beta
-        if g >= limits.gamma_min:
-            cost = g * draft_s + scale * verify_s[g]
-            if omega * best_cost > best_omega * cost:
-                best, best_omega, best_cost = g, omega, cost
-    return best
 
 
 # ----------------------------------------------------------------------------------------- method 4

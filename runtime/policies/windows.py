@@ -70,6 +70,7 @@ from spectune.runtime.policies.on_the_fly import (
     fsm,
     q_learning,
     tabulated_excess,
+    tabulated_windows,
     truncated_excess,
     window_thresholds,
 )
@@ -101,7 +102,12 @@ class WindowCosts:
 
 
 _NO_ANALYTIC: Final = AnalyticRule(
-    RATIO, False, 0.0, np.zeros(0), np.zeros((1, 0), np.int64), np.zeros(1, np.int64)
+    RATIO,
+    False,
+    np.zeros(0),
+    np.zeros((1, 0), np.int64),
+    np.zeros(1, np.int64),
+    np.zeros((1, 1), np.int64),
 )
 _NO_LEARNING: Final = QLearningRule(1, False, False, 0, 0.0, 0.0, 0.0, np.zeros(1))
 
@@ -249,9 +255,7 @@ def _need_costs(
 
 def _analytic_rule(window: AnalyticWindow, costs: WindowCosts | None) -> AnalyticRule:
     rule = _NO_ANALYTIC._replace(
-        estimator=_ESTIMATORS[window.estimator],
-        recent=window.costs == "recent",
-        acc_max=window.acc_max,
+        estimator=_ESTIMATORS[window.estimator], recent=window.costs == "recent"
     )
     excess = truncated_excess if rule.estimator == EXACT else tabulated_excess
     if rule.recent:
@@ -260,13 +264,13 @@ def _analytic_rule(window: AnalyticWindow, costs: WindowCosts | None) -> Analyti
         shape = np.ones(window.gamma_max + 1)
         if costs is not None:
             shape = np.round(_need_costs(costs, window)[1] * PS)
-        betas = even_betas(rule.estimator, window.gamma_max)
-        rule = rule._replace(verify_ps=shape.astype(np.int64))
+        betas, verify_ps = even_betas(window.acc_max), shape.astype(np.int64)
+        windows = tabulated_windows(betas, verify_ps, window.gamma_min)
+        rule = rule._replace(verify_ps=verify_ps, windows=windows)
     else:
         betas = window_thresholds(_need_costs(costs, window)[0], window.gamma_min, window.acc_max)
-        rule = rule._replace(odds=betas / (1.0 - betas))
     if rule.estimator == RATIO:
-        return rule
+        return rule._replace(odds=betas / (1.0 - betas))
     # beta-hat > beta_k iff more was accepted than the estimator's distribution expects at beta_k,
     # for it rises with beta.
     expected = np.round(excess(window.gamma_max, betas) * EVIDENCE_SCALE).astype(np.int64)

@@ -10,15 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.optimize import brentq
 
-from spectune.runtime.policies.on_the_fly import (
-    EVIDENCE_SCALE,
-    EXACT,
-    TABLE,
-    even_betas,
-    interpolated_beta,
-    truncated_excess,
-)
+from spectune.runtime.policies.on_the_fly import truncated_excess
 from spectune.runtime.policies.windows import WindowCosts
 
 
@@ -48,20 +42,14 @@ def estimate_ratio(accepted: Sequence[int], drafted: Sequence[int]) -> float:
 def estimate_exact(accepted: Sequence[int], drafted: Sequence[int]) -> float:
     """Equation 11, pooled over windows: the maximum-likelihood beta under equation 10, which
     conditions on y = accepted + 1 <= gamma + 1; 1 where it has no root below."""
-    return _interpolated(EXACT, accepted, drafted)
+    counts, total = np.bincount(drafted, minlength=2), int(np.sum(accepted))
 
+    def missing(beta: float) -> float:
+        return float((truncated_excess(len(counts) - 1, np.array([beta])) @ counts)[0]) - total
 
-def estimate_table(accepted: Sequence[int], drafted: Sequence[int]) -> float:
-    """:func:`estimate_exact` by equation 12, tabulated at even betas and inverted by linear
-    interpolation."""
-    return _interpolated(TABLE, accepted, drafted)
-
-
-def _interpolated(estimator: int, accepted: Sequence[int], drafted: Sequence[int]) -> float:
-    counts, total = np.bincount(drafted, minlength=2), int(np.sum(accepted)) * EVIDENCE_SCALE
-    expected = truncated_excess(len(counts) - 1, even_betas(estimator, len(counts) - 1)) @ counts
-    evidence = np.round(expected * EVIDENCE_SCALE).astype(np.int64)
-    return interpolated_beta(estimator, evidence, total, int((total > evidence).sum()))
+    if missing(1.0) <= 0:
+        return 1.0
+    return 0.0 if total == 0 else float(brentq(missing, 0.0, 1.0, xtol=1e-12))
 
 
 def truncated_mean(beta: float, gamma: int) -> float:
