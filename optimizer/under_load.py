@@ -7,11 +7,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby, pairwise
 from typing import Final
 
 from spectune.engines.abilities import Engine, engine_named
 from spectune.engines.protocol import Load
 from spectune.engines.rules import ServingRules, rules_of
+from spectune.optimizer.search import TIE
 from spectune.optimizer.simulate.load import Objective, Served, loads_of
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.served_costs import ServedCosts, costs_of_engine
@@ -170,7 +172,7 @@ class Search:
                 (s for s in constants if s.policy.draft == draft and s.policy.gamma_max),
                 key=self._worth_of_all,
             )
-            table = max(table, self._descended(first), key=self._worth_of_all)
+            table = max(table, self._simplest(self._descended(first)), key=self._worth_of_all)
         return Found(table, tuple(constants), best, self._relative(table), len(self._known))
 
     def scored(self, policy: Policy) -> Scored:
@@ -193,10 +195,33 @@ class Search:
                 _constant(draft, gamma) for gamma in range(max(1, least), most + 1) if draft
             )
 
+    @property
+    def _sizes(self) -> list[int]:
+        seats = self.lab.rules.max_num_seqs
+        return [1 << n for n in range(seats.bit_length()) if 1 << n <= seats]
+
+    def _simplest(self, best: Scored) -> Scored:
+        """A table of fewer entries, if under no load it loses more than a tie: costs of single
+        steps are not known better than that."""
+        sizes, found, reach = self._sizes, best, self._relative(best)
+        while isinstance(found.policy.window, ByBatchWindow):
+            runs = [list(run) for _, run in groupby(sizes, found.policy.window.at)]
+            fewer = []
+            for left, right in pairwise(runs):
+                for gone, stays in ((left, right), (right, left)):
+                    gammas = [
+                        found.policy.window.at(stays[0] if size in gone else size) for size in sizes
+                    ]
+                    fewer.append(self.scored(_by_batch(found.policy.draft, sizes, gammas)))
+            simpler = max(fewer, key=self._worth_of_all)
+            if any(r < reach[name] * (1 - TIE) for name, r in self._relative(simpler).items()):
+                break
+            found = simpler
+        return found
+
     def _descended(self, scored: Scored) -> Scored:
         """The best that is found by changing the tokens of one size at a time."""
-        draft, seats = scored.policy.draft, self.lab.rules.max_num_seqs
-        sizes = [1 << n for n in range(seats.bit_length()) if 1 << n <= seats]
+        draft, sizes = scored.policy.draft, self._sizes
         least, most = self.lab.costs.passes[draft]
         gammas = [scored.policy.gamma_max] * len(sizes)
         for sweep in range(SWEEPS):

@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from spectune.engines.rules import ServingRules, rules_of
 from spectune.optimizer import executed_load
 from spectune.optimizer.executed_load import Executed
 from spectune.optimizer.proven_load import proof_of
+from spectune.optimizer.search import TIE
 from spectune.optimizer.simulate.load import Objective, Served, loads_of
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.served_costs import (
@@ -32,10 +34,12 @@ from spectune.optimizer.simulate.served_costs import (
     served_steps,
 )
 from spectune.optimizer.simulate.serving import Simulated, serve
+from spectune.optimizer.under_load import Search, UnderLoad
 from spectune.runtime.costs import StepCosts, StepLoad, step_costs, step_seconds, step_terms
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.stops import compile_stop
+from spectune.runtime.progress import silent
 from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.latency import LatencyProfile
@@ -607,7 +611,7 @@ def test_a_table_is_found_for_several_loads(server: Door) -> None:
     found = server.json("tune", "--engine", "vllm", "--arrivals", "clients:1,3,8")
     shares = [load["relative"] for load in found["loads"]]
     assert min(shares) > 0.97
-    assert sum(shares) >= 3 - 1e-3  # at each load as good as its own best constant, or better
+    assert sum(shares) >= 3 * (1 - TIE) - 1e-3  # as good as each load's own best constant
     for gamma in {load["best"]["gamma"] for load in found["loads"]}:
         policy = json.dumps({"draft": "small", "window": {"kind": "fixed", "gamma": gamma}})
         constant = server.json("simulate", "--policy", policy, "--arrivals", "clients:1,3,8")[
@@ -616,7 +620,8 @@ def test_a_table_is_found_for_several_loads(server: Door) -> None:
         beside = zip(constant, found["loads"], strict=True)
         assert (
             sum(shares)
-            >= sum(c["tokens_per_s"] / f["best_constant"]["tokens_per_s"] for c, f in beside) - 1e-3
+            >= sum(c["tokens_per_s"] / f["best_constant"]["tokens_per_s"] for c, f in beside)
+            - 3 * TIE
         )
     table = parse_policy(found["policy"])
     assert isinstance(table, Policy)
@@ -631,6 +636,37 @@ def test_a_table_is_found_for_several_loads(server: Door) -> None:
         "needs --ttft or --tpot"
         in server.call(*tune, "--arrivals", "clients:1", "--objective", "goodput").output
     )
+
+
+@pytest.mark.parametrize(("dented", "table"), [(0.005, {1: 4, 4: 1}), (0.03, {1: 4, 2: 3, 4: 1})])
+def test_a_table_has_no_entry_that_its_costs_cannot_tell(
+    dented: float, table: dict[int, int]
+) -> None:
+    """Made-up speeds: 4 tokens are best alone, 1 from four on; at two, 3 are better by ``dented``,
+    of which less than 1% is left out."""
+    best = {1: 4, 2: 3, 4: 1, 8: 1}
+
+    def simulate(policy: Policy, load: Load) -> Simulated:
+        gammas, clients = tables(policy, RULES), int(load.clients or 0)
+        off = {c: abs(gammas[c] - best[c]) for c in best}
+        loss = 0.1 * off[clients] if clients != 2 else dented * min(off[2], 1) + 0.1 * (off[2] > 1)
+        done = np.array([1.0 / (1.0 - loss)])
+        served = Served(np.zeros(1), done / 2, done, np.array([100]))
+        return cast(Simulated, SimpleNamespace(served=served))
+
+    lab = SimpleNamespace(
+        loads={f"clients:{c}": Load(c) for c in best},
+        costs=SimpleNamespace(passes={"small": (1, 5)}),
+        rules=RULES,
+        engine=VLLM,
+        objective=Objective(),
+        loaded=lambda policy: "small",
+        simulate=simulate,
+    )
+    found = Search(cast(UnderLoad, lab), silent).run()
+    assert found.table.policy.window.model_dump()["gamma"] == {
+        str(size): gamma for size, gamma in table.items()
+    }
 
 
 class Simulating:
