@@ -171,10 +171,10 @@ def test_a_text_beyond_the_recorded_children_is_known(trace: ReplayTrace) -> Non
     """Where the text's token is none of the children, a shortlist may still propose it: ranks come
     from whole laws."""
     found = 0
-    for (draft, _), routed in trace.ranked.items():
-        forest = trace.forests[draft, "coupled"]
-        beyond = (routed.text_row >= 0) & (forest.text_slot == 255) & (routed.better > routed.own)
-        assert (routed.better[beyond] < M).all(), "a token that is best of all is a child"
+    for (draft, _), ranked in trace.ranked.items():
+        forest, ranks, row = trace.forests[draft, "coupled"], ranked.source, ranked.row
+        beyond = (forest.text_slot[forest.root] == 255) & (ranks.better[row] > ranks.own[row])
+        assert (ranks.better[row][beyond] < M).all(), "a token that is best of all is a child"
         found += int(beyond.sum())
     assert found > 0
 
@@ -184,8 +184,10 @@ def test_what_is_kept_of_a_budget(pair: LoadedPair, trace: ReplayTrace) -> None:
     kept budgets lie between theirs."""
     assert budget_grid(M) == (*range(1, 9), M)
     assert budget_grid(64)[-3:] == (32, 45, 64)
-    for routed in trace.ranked.values():
-        kept = routed.source.kept(routed.source.budgets)
+    for ranked in trace.ranked.values():
+        routed = ranked.source
+        assert isinstance(routed, ClusterRanks)
+        kept = routed.kept(routed.budgets)
         for name in ("true_tokens", "mass", "tokens"):
             values = [k[name] for k in kept]
             assert values == sorted(values)
