@@ -61,7 +61,8 @@ def test_a_planted_sharpness_is_found(sharpness: float) -> None:
     assert found.loss["fitted"] <= found.loss["default"] + 1e-4
     assert not found.at_border
     for rank in found.ranks:
-        assert rank.predicted == pytest.approx(rank.observed, abs=4 * math.sqrt(0.25 / rank.laws))
+        margin = 4 * math.sqrt(0.25 / rank["laws"])
+        assert rank["predicted"] == pytest.approx(rank["observed"], abs=margin)
 
 
 def test_what_no_child_covers_makes_it_flatter() -> None:

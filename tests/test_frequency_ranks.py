@@ -8,7 +8,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from recorded_texts import decoded_again, keep, plain_texts, store_of, trace_of
+from recorded_texts import (
+    by_frequency,
+    executed,
+    keep,
+    plain_texts,
+    store_of,
+    trace_of,
+    under_windows,
+)
 from test_lossless import PROMPTS
 from test_store import damage
 from test_tree_parity import shape
@@ -22,13 +30,10 @@ from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import FrequencyRanks, stored_ranks
 from spectune.runtime import near_ties
-from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.artifacts import FREQUENCIES, ROUTER
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.fr_spec import Frequencies
-from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.recording.trees import OFF_TEXT
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import Sampling
@@ -75,11 +80,8 @@ def recording(store: TraceStore, pair: LoadedPair) -> str:
 @pytest.fixture(scope="module")
 def order(store: TraceStore, pair: LoadedPair, recording: str) -> str:
     """The vocabulary by its frequency in half of the texts."""
-    texts = store.load(recording, []).trajectories[::2]
-    tokens = np.concatenate([t.output_ids for t in texts])
-    counts = np.bincount(tokens, minlength=pair.target.vocab_size)
-    order = np.argsort(-counts, kind="stable").astype(np.int64)
-    made = Frequencies(order, 2).to_document()
+    texts = store.load(recording, []).trajectories
+    made = by_frequency(texts, pair.target.vocab_size).to_document()
     return store.put_artifact(FREQUENCIES, *made, pair_id=pair.id, provenance={})
 
 
@@ -105,14 +107,7 @@ def policies(order: str, vocab: int) -> list[Policy]:
         {"kind": kind, name: size, "artifact": order if name == "size" else order[:8]}
         for kind, name, size in sizes
     ]
-    # Every shortlist under one window, and a third of them, in turn, under each of the others.
-    chosen = [
-        (w, s)
-        for i, w in enumerate(windows)
-        for j, s in enumerate(shortlists)
-        if i == 1 or (i + j) % 3 == 0
-    ]
-    return [parse_policy({"draft": DRAFT, "window": w, "shortlist": s}) for w, s in chosen]
+    return under_windows(DRAFT, windows, shortlists, every=3)
 
 
 def test_chains_replay_exactly_where_no_child_is_in_the_shortlist(
@@ -122,17 +117,15 @@ def test_chains_replay_exactly_where_no_child_is_in_the_shortlist(
     wrong."""
     find, doubts, unlike = fitted(store), 0, 0
     for policy in policies(order, pair.target.vocab_size):
-        decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, artifacts=find)))
         replayed, without = (
             run_replay(trace, policy, artifacts=find, per_round=True) for trace in traces
         )
         assert replayed.missing == 0
         doubts += without.missing
-        for text, rounds, guessed in zip(
-            traces[0].trajectories, replayed.steps(), without.steps(), strict=True
-        ):
-            done = [shape(s) for s in decoded_again(decoder, text).steps]
-            assert done == [shape(s) for s in rounds], (policy.label(), text.request_id)
+        runs = executed(pair, policy, traces[0].trajectories, find)
+        for run, rounds, guessed in zip(runs, replayed.steps(), without.steps(), strict=True):
+            done = [shape(s) for s in run.steps]
+            assert done == [shape(s) for s in rounds], (policy.label(), run.trajectory.request_id)
             unlike += done != [shape(s) for s in guessed]
     assert min(doubts, unlike) > 0
 
@@ -181,10 +174,10 @@ def test_stops_read_the_restricted_law(
         policy = parse_policy(
             {"draft": DRAFT, "window": window, "shortlist": shortlist, "stop": stop}
         )
-        decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, artifacts=find)))
         replayed = (run_replay(t, policy, artifacts=find, per_round=True).steps() for t in traces)
-        for text, *both in zip(traces[0].trajectories, *replayed, strict=True):
-            done = {(s.start, s.accepted) for s in decoded_again(decoder, text).steps}
+        runs = executed(pair, policy, traces[0].trajectories, find)
+        for run, *both in zip(runs, *replayed, strict=True):
+            done = {(s.start, s.accepted) for s in run.steps}
             rounds += len(done)
             unlike += [len(done - {(s.start, s.accepted) for s in steps}) for steps in both]
     assert unlike[0] <= 0.01 * rounds

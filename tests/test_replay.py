@@ -358,28 +358,31 @@ def test_sessions_continue_from_a_state() -> None:
     assert whole.state.learner.q.any()
 
 
-def test_what_was_not_recorded_is_refused_with_the_remedy() -> None:
+DEEP = {"draft": "toy", "window": {"kind": "fixed", "gamma": 12}, "stop": {"kind": "max_prob"}}
+WEIGHED = {"draft": "toy", "window": {"kind": "analytic", "gamma_max": 5}}
+RECENT = {"draft": "toy", "window": {"kind": "analytic", "costs": "recent"}}
+
+
+@pytest.mark.parametrize(
+    ("policy", "silence", "error", "message"),
+    [
+        (DEEP, 0.0, TraceError, r"up to 12 tokens.*chains of 7.*--gamma-max 12"),
+        ({**DEEP, "stop": {"kind": "none"}}, 0.2, TraceError, "--gamma-max 12"),
+        ({"draft": "small"}, 0.0, TraceError, r"no panorama of draft 'small' .it has: toy"),
+        (RECENT, 0.0, PolicyError, "latency profile"),
+        (WEIGHED, 0.0, PolicyError, "run `profile`"),
+    ],
+)
+def test_what_was_not_recorded_is_refused_with_the_remedy(
+    policy: dict[str, Any], silence: float, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        run_replay(toy_trace(Toy(2, 0.8, silence)), parse_policy(policy))
+
+
+def test_panoramas_and_profiles_that_do_not_fit_are_refused() -> None:
     toy = Toy(2, 0.8)
     trace = toy_trace(toy)
-    deep: dict[str, Any] = {
-        "draft": "toy",
-        "window": {"kind": "fixed", "gamma": 12},
-        "stop": {"kind": "max_prob"},
-    }
-    with pytest.raises(TraceError, match=r"up to 12 tokens.*chains of 7.*--gamma-max 12"):
-        run_replay(trace, parse_policy(deep))
-    with pytest.raises(TraceError, match=r"no panorama of draft 'small' .it has: toy"):
-        run_replay(trace, parse_policy({"draft": "small"}))
-    silent = toy_trace(Toy(2, 0.8, silence=0.2))
-    with pytest.raises(TraceError, match="--gamma-max 12"):
-        run_replay(silent, parse_policy({**deep, "stop": {"kind": "none"}}))
-    recent = parse_policy({"draft": "toy", "window": {"kind": "analytic", "costs": "recent"}})
-    with pytest.raises(PolicyError, match="latency profile"):
-        run_replay(trace, recent)
-    with pytest.raises(PolicyError, match="run `profile`"):
-        run_replay(
-            trace, parse_policy({"draft": "toy", "window": {"kind": "analytic", "gamma_max": 5}})
-        )
     with pytest.raises(TraceError, match="panoramas for 1 of 5"):
         ReplayTrace(trace.trajectories, {"toy": [toy.panorama(trace.trajectories[0])]})
     with pytest.raises(TraceError, match="positions"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recorded_texts import decoded_again, plain_texts
+from recorded_texts import by_frequency, executed, plain_texts, under_windows
 from synthetic import flat_profile, over_rows, with_heads, with_terms
 from test_lossless import PROMPTS
 from test_routing import WINDOWS
@@ -17,9 +17,7 @@ from test_tree_parity import plain_rounds, shape
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.shortlists import shortlist_ranks
-from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.artifacts import FREQUENCIES, Artifacts, Fitted
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.fr_spec import Frequencies
@@ -55,29 +53,9 @@ def trace(recorded: list[tuple[Trajectory, Any, Any]]) -> ReplayTrace:
 def artifacts(pair: LoadedPair, recorded: list[tuple[Trajectory, Any, Any]]) -> Artifacts:
     """The vocabulary by its frequency in the first half of the texts, so that the others hold
     tokens beyond a shortlist."""
-    texts = np.concatenate([t.output_ids for t, _, _ in recorded[::2]])
-    counts = np.bincount(texts, minlength=pair.target.vocab_size)
-    order = np.argsort(-counts, kind="stable").astype(np.int64)
-    found = Fitted(FREQUENCIES, *Frequencies(order, 2).to_document())
+    order = by_frequency([t for t, _, _ in recorded], pair.target.vocab_size)
+    found = Fitted(FREQUENCIES, *order.to_document())
     return lambda name: found
-
-
-def policies(vocab: int) -> list[Policy]:
-    shortlists = [
-        {"kind": "frequency", "size": size, "artifact": "a"} for size in (1, vocab // 4, vocab)
-    ]
-    shortlists += [
-        {"kind": "position_frequency", "k_max": size, "artifact": "a"} for size in (16, vocab // 2)
-    ]
-    # Every shortlist under a fixed window, and one or two of them, in turn, under each of the
-    # others.
-    chosen = [
-        (w, s)
-        for i, w in enumerate(WINDOWS[:6])
-        for j, s in enumerate(shortlists)
-        if i == 1 or (i + j) % 5 == 0
-    ]
-    return [parse_policy({"draft": "near", "window": w, "shortlist": s}) for w, s in chosen]
 
 
 def test_chains_under_shortlists_replay_exactly(
@@ -85,17 +63,18 @@ def test_chains_under_shortlists_replay_exactly(
 ) -> None:
     """Every round of every window at every budget, at temperatures 0 and 1; and shortlists do cost
     acceptance here."""
-    differ = set()
-    for policy in policies(pair.target.vocab_size):
-        plan = prepare(policy, pair.draft_names, artifacts=artifacts)
-        decoder = Decoder(pair, StaticSource(plan))
+    differ, vocab = set(), pair.target.vocab_size
+    sizes = [("frequency", "size", size) for size in (1, vocab // 4, vocab)]
+    sizes += [("position_frequency", "k_max", size) for size in (16, vocab // 2)]
+    shortlists = [{"kind": kind, name: size, "artifact": "a"} for kind, name, size in sizes]
+    for policy in under_windows("near", WINDOWS[:6], shortlists, every=5):
         replayed = run_replay(trace, policy, artifacts=artifacts, per_round=True)
         full = run_replay(trace, policy.model_copy(update={"shortlist": Policy().shortlist}))
-        for text, rounds in zip(trace.trajectories, replayed.steps(), strict=True):
-            done = [shape(s) for s in decoded_again(decoder, text).steps]
-            assert done == [shape(s) for s in rounds], policy.label()
+        runs = executed(pair, policy, trace.trajectories, artifacts)
+        for done, rounds in zip(runs, replayed.steps(), strict=True):
+            assert [shape(s) for s in done.steps] == [shape(s) for s in rounds], policy.label()
         differ.add(replayed.total.rounds != full.total.rounds)
-        if getattr(policy.shortlist, "size", 0) >= pair.target.vocab_size:
+        if getattr(policy.shortlist, "size", 0) >= vocab:
             assert replayed.total == full.total
     assert differ == {True, False}
 
@@ -115,8 +94,8 @@ def test_trees_under_shortlists_replay_nearly(
         shortlist = {"kind": "frequency", "size": size, "artifact": "a"}
         policy = parse_policy({"draft": "near", **growth, "shortlist": shortlist})
         plan = prepare(policy, pair.draft_names, artifacts=artifacts)
-        decoder = Decoder(pair, StaticSource(plan))
-        rounds = sum(len(decoded_again(decoder, text).steps) for text in trace.trajectories)
+        runs = executed(pair, policy, trace.trajectories, artifacts)
+        rounds = sum(len(done.steps) for done in runs)
         fast = run_replay(trace, policy, artifacts=artifacts, per_round=True)
         replayed = fast.total.rounds
         assert replayed == rounds if size == vocab else replayed == pytest.approx(rounds, rel=0.05)

@@ -116,7 +116,7 @@ def fit_router(
         made = fit_clusters(store, pair, draft, count=clusters, seed=seed, progress=progress)
         name = made.artifact
     shared.clusters, partition = name, stored_clusters(store, pair, draft, name)
-    read = contexts(pair, draft, texts, known=shared.texts, progress=progress)
+    read = contexts(pair, draft, texts, shared.texts, progress)
     output = pair.models[draft].output
     counts = count_tokens(token_ids(texts), pair.target.vocab_size)
     router, scores = train_router(
@@ -208,13 +208,11 @@ def contexts(
     pair: LoadedPair,
     draft: str,
     texts: Sequence[Trajectory],
-    *,
-    known: dict[tuple[bytes, bytes], tuple[torch.Tensor, ...]] | None = None,
-    progress: Progress = silent,
+    known: dict[tuple[bytes, bytes], tuple[torch.Tensor, ...]],
+    progress: Progress,
 ) -> Contexts:
     """What a draft says after every output token of texts, each read in one pass; a head reads the
     target's features. ``known`` remembers texts from call to call."""
-    known = {} if known is None else known
     parts, groups = [], []
     for n, text in enumerate(texts):
         first = max(len(text.prompt_ids) - 1, 1 if draft in pair.drafts else 2)

@@ -53,22 +53,13 @@ class Rounds:
 
 
 @dataclass(frozen=True)
-class Bin:
-    """One bin. Over the fitted rounds: ``count``, ``mean_tcr``, ``mean_phi`` in 1/16 nat. Over all
-    rounds: ``share`` that fall into it, and ``fully_accepted``, the share of those."""
-
-    count: int
-    mean_tcr: float
-    mean_phi: float
-    share: float
-    fully_accepted: float
-
-
-@dataclass(frozen=True)
 class Bins:
     """``thresholds`` in 1/16 nat, ascending, for Phi over ``depth`` distributions: the bin is the
     number of thresholds below Phi.
 
+    ``statistics`` of each bin: over the fitted rounds ``count``, ``mean_tcr``, ``mean_phi`` in 1/16
+    nat; over all rounds the ``share`` that falls into it, and ``fully_accepted``, the share of
+    those.
     ``within_variance``: the sum over bins of |D_j| / |D| times the variance of the rank in D_j.
     Equation 2 as printed multiplies |D_j| / |D| with a sum over D_j and so counts the size twice,
     which CART does not. ``explained`` is R^2, 0 where all ranks are equal. ``jaccard`` is
@@ -80,7 +71,7 @@ class Bins:
     depth: int
     tree_depth: int
     rounds: int
-    statistics: tuple[Bin, ...]
+    statistics: list[dict[str, float]]
     within_variance: float
     explained: float
     jaccard: tuple[float, ...]
@@ -182,17 +173,21 @@ def fit_bins(rounds: Rounds, depth: int, layers: int = LAYERS) -> Bins:
     phi, tcr = rounds.phi[which], rounds.tcr[which]
     thresholds = _thresholds(phi, tcr, layers)
     bins, everywhere = np.searchsorted(thresholds, phi), np.searchsorted(thresholds, rounds.phi)
-    statistics = tuple(
-        Bin(
-            count=int((bins == b).sum()),
-            mean_tcr=float(tcr[bins == b].mean()),
-            mean_phi=float(phi[bins == b].mean()),
-            share=float((everywhere == b).mean()),
-            fully_accepted=float(full[everywhere == b].mean()),
+    statistics: list[dict[str, float]] = []
+    within = 0.0
+    for b in range(len(thresholds) + 1):
+        mine, found = bins == b, everywhere == b
+        within += int(mine.sum()) * float(tcr[mine].var())
+        statistics.append(
+            {
+                "count": int(mine.sum()),
+                "mean_tcr": float(tcr[mine].mean()),
+                "mean_phi": float(phi[mine].mean()),
+                "share": float(found.mean()),
+                "fully_accepted": float(full[found].mean()),
+            }
         )
-        for b in range(len(thresholds) + 1)
-    )
-    within = sum(s.count * float(tcr[bins == b].var()) for b, s in enumerate(statistics)) / len(tcr)
+    within /= len(tcr)
     total = float(tcr.var())
     return Bins(
         thresholds=tuple(thresholds.tolist()),

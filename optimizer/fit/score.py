@@ -80,24 +80,10 @@ class ScoreExamples:
 
 
 @dataclass(frozen=True)
-class Rank:
-    """Acceptance of the children of one rank on the held-out distributions: how many there are
-    (``laws``), the share ``observed``, and mean estimates by the fitted sharpness (``predicted``),
-    the default one, and q (``probability``)."""
-
-    rank: int
-    laws: int
-    observed: float
-    predicted: float
-    default: float
-    probability: float
-
-
-@dataclass(frozen=True)
 class Score:
     """A fitted ``sharpness``, to two decimals. ``laws`` distributions were fitted to, ``held_out``
     others judged: ``loss`` there, in nats a child, by ``fitted``, ``default`` and ``probability``
-    (q itself); ``covered``: the share of them that has a child taken; ``ranks``: by rank.
+    (q itself); ``covered``: the share of them that has a child taken; ``ranks``: :func:`_ranks`.
     ``curve``: (sharpness, loss) of :data:`GRID` on those fitted to. ``at_border``: a sharpness
     beyond those looked at might be better."""
 
@@ -106,7 +92,7 @@ class Score:
     held_out: int
     covered: float
     loss: dict[str, float]
-    ranks: tuple[Rank, ...]
+    ranks: list[dict[str, float]]
     curve: tuple[tuple[float, float], ...]
     at_border: bool
 
@@ -268,11 +254,19 @@ def _least(loss: Callable[[float], float], known: dict[float, float]) -> float:
     return best({middle, *(n / 100 for n in range(round(100 * least), round(100 * most) + 1))})
 
 
-def _ranks(examples: ScoreExamples, sharpness: float) -> tuple[Rank, ...]:
-    columns = examples.hit, estimates(examples, sharpness), estimates(examples, DEFAULT), examples.q
-    there = [examples.count > rank for rank in range(examples.gap.shape[1])]
-    return tuple(
-        Rank(rank, int(some.sum()), *(float(x[some, rank].mean()) for x in columns))
-        for rank, some in enumerate(there)
-        if some.any()
-    )
+def _ranks(examples: ScoreExamples, sharpness: float) -> list[dict[str, float]]:
+    """Acceptance of the children of each rank: how many there are (``laws``), the share
+    ``observed``, and mean estimates by the fitted sharpness (``predicted``), the default one, and q
+    (``probability``)."""
+    columns = {
+        "observed": examples.hit,
+        "predicted": estimates(examples, sharpness),
+        "default": estimates(examples, DEFAULT),
+        "probability": examples.q,
+    }
+    found = []
+    for rank in range(examples.gap.shape[1]):
+        if (some := examples.count > rank).any():
+            means = {name: float(x[some, rank].mean()) for name, x in columns.items()}
+            found.append({"rank": rank, "laws": int(some.sum()), **means})
+    return found

@@ -46,7 +46,6 @@ class Forest:
     width: int
     depth: int
     shared: bool
-    covers: frozenset[str]
     full: bool
     root: npt.NDArray[np.int64]
     limit: npt.NDArray[np.int64]
@@ -75,8 +74,8 @@ def join_trees(
     """Joins one draft's tree panoramas, one per trajectory in the same order. Raises TraceError
     where they do not match.
 
-    Where they were recorded to different limits the smallest count, and a growth counts as covered
-    where all cover it. ``past`` tokens may be drafted beyond those that were asked for.
+    Where they were recorded to different limits the smallest count. ``past`` tokens may be drafted
+    beyond those that were asked for.
     """
     if not panoramas or len(panoramas) != len(trajectories):
         raise TraceError(
@@ -123,7 +122,6 @@ def join_trees(
         width=width,
         depth=min(p.depth for p in panoramas),
         shared=first.shared,
-        covers=frozenset.intersection(*(frozenset(p.covers) for p in panoramas)),
         full=all(unfiltered),
         root=np.concatenate(roots),
         limit=np.concatenate(limits),

@@ -65,18 +65,14 @@ def run_replay(
     have no children, and ``Replay.missing`` counts the rounds. It also counts those whose shortlist
     holds none of the children recorded, where the proposal is taken to be wrong.
     """
-    how: dict[str, Any] = {
-        "per_round": per_round,
-        "artifacts": artifacts,
-        "approximate": approximate,
-    }
     if isinstance(policy, ChooserPolicy):
         if state is not None:
             raise ValueError(
                 "a chooser's candidates begin with windows of their own: replay one of them to go "
                 "on from a state"
             )
-        return _run_chosen(trace, policy, profile, **how)
+        how = {"per_round": per_round, "approximate": approximate}
+        return _run_chosen(trace, policy, profile, artifacts, **how)
     if profile is None and not policy.replays_exactly:
         raise PolicyError(
             "window.costs 'recent' reads the clock, which a replay takes from a latency profile: "
@@ -129,7 +125,11 @@ def run_replay(
 
 
 def _run_chosen(
-    trace: ReplayTrace, policy: ChooserPolicy, profile: LatencyProfile | None, **how: Any
+    trace: ReplayTrace,
+    policy: ChooserPolicy,
+    profile: LatencyProfile | None,
+    artifacts: Artifacts | None,
+    **how: Any,
 ) -> Replay:
     """Each request under the candidate that the chooser takes for its prompt. A request's seconds
     include the pass that reads its prompt's perplexity.
@@ -139,9 +139,9 @@ def _run_chosen(
     TraceError for those where it chooses, PolicyError without a profile, and what replaying a
     candidate raises.
     """
-    chooser = stored_chooser(policy, how["artifacts"])[0]
+    chooser = stored_chooser(policy, artifacts)[0]
     drafts = [*chooser.drafts, chooser.features.reader]
-    ready = prepare_chooser(policy, drafts, profile=profile, artifacts=how["artifacts"])
+    ready = prepare_chooser(policy, drafts, profile=profile, artifacts=artifacts)
     texts = [trace.trajectories[r] for r in trace.order]
     picks = [
         ready.of_recorded(t.prompt_ids, t.max_new_tokens, t.sampling).policy.draft for t in texts
@@ -150,7 +150,8 @@ def _run_chosen(
     for draft in dict.fromkeys(picks):
         places = np.flatnonzero(np.array(picks) == draft)
         part = trace.select(trace.order[places])
-        parts.append((places, run_replay(part, chooser.candidates[draft], profile, **how)))
+        candidate = chooser.candidates[draft]
+        parts.append((places, run_replay(part, candidate, profile, artifacts=artifacts, **how)))
     made = replace(together(policy, parts), chosen=tuple(picks))
     if profile is None:
         return made

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -410,8 +410,8 @@ class Replay:
         for row, seconds in zip(self.rounds.tolist(), self.round_s.tolist(), strict=True):
             request, *counts, depth, bin_ = row
             policy = decoded_by[request]
-            row = (*counts, policy.draft, policy.id, *seconds, depth, bin_)
-            out[request].append(Step._make(row))
+            fields: list[Any] = [*counts, policy.draft, policy.id, *seconds, depth, bin_]
+            out[request].append(Step(*fields))
         return out
 
 

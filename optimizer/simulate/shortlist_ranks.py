@@ -150,7 +150,7 @@ class Ranks:
         fields: dict[str, Any] = {n: document[n] for n in ("draft", "proposals", cls.NUMBER)}
         fields |= {"fitted": document[cls.KEY], "artifact": artifact}
         fields |= {"budgets": tuple(document["budgets"]), "digests": tuple(document["requests"])}
-        made = cls(**fields, **{name: arrays[name] for name in cls.ARRAYS})
+        made = cls(**(fields | {name: arrays[name] for name in cls.ARRAYS}))
         for name, wanted in made._rows().items():
             if (rows := len(arrays[name])) != wanted:
                 raise ValueError(f"not {what}: {name} has {rows} rows, not {wanted}")
