@@ -8,16 +8,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from spectune.db import open_database
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.decoder import Decoded, Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, StaticSource
-from spectune.runtime.policies.document import AUTOREGRESSIVE
+from spectune.runtime.policies.artifacts import Artifacts
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.recording.chains import record_panorama
 from spectune.runtime.recording.trees import record_tree_panorama
-from spectune.traces.schema import Request, Sampling, Trajectory
+from spectune.traces.schema import LatencyProfile, Request, Sampling, Trajectory
 from spectune.traces.store import TraceStore
 
 
@@ -91,3 +95,37 @@ def trace_of(
         trees={(d, "coupled"): loaded.trees(d) for d in drafts},
         ranks=ranks,
     )
+
+
+def executed(
+    pair: LoadedPair,
+    policy: Policy,
+    texts: Sequence[Trajectory],
+    artifacts: Artifacts,
+    profile: LatencyProfile | None = None,
+) -> Iterator[Decoded]:
+    """The texts decoded again under a policy, by one decoder."""
+    prepared = prepare(policy, pair.draft_names, profile=profile, artifacts=artifacts)
+    decoder = Decoder(pair, StaticSource(prepared))
+    for text in texts:
+        yield decoded_again(decoder, text)
+
+
+def by_frequency(texts: Sequence[Trajectory], vocab: int) -> Frequencies:
+    """The vocabulary by its frequency in every second text, so that the others hold tokens beyond a
+    shortlist."""
+    counts = np.bincount(np.concatenate([t.output_ids for t in texts[::2]]), minlength=vocab)
+    return Frequencies(np.argsort(-counts, kind="stable").astype(np.int64), 2)
+
+
+def under_windows(
+    draft: str, windows: Sequence[Any], shortlists: Sequence[Any], every: int
+) -> list[Policy]:
+    """Every shortlist under the second window, and one in ``every`` of them, in turn, under each of
+    the others."""
+    return [
+        parse_policy({"draft": draft, "window": window, "shortlist": shortlist})
+        for i, window in enumerate(windows)
+        for j, shortlist in enumerate(shortlists)
+        if i == 1 or (i + j) % every == 0
+    ]

@@ -28,17 +28,12 @@ def drifting_text(
     )
     branches = int((~agree).sum()) + 1
     rows = rng.gamma(1.5, 120, (branches, gamma_max)).astype(np.uint16)
-    kinds, survival = (
-        np.where(agree, AGREE_YES, AGREE_NO).astype(np.uint8),
-        np.where(agree, 65535, 0).astype(np.uint16),
-    )
+    kinds = np.where(agree, AGREE_YES, AGREE_NO).astype(np.uint8)
+    survival = np.where(agree, 65535, 0).astype(np.uint16)
     ends = np.full(branches, gamma_max - 1, dtype=np.uint8)
-    panorama = ChainPanorama(
-        "small", gamma_max, kinds, logp, logp.copy(), survival, rows, rows.copy(), ends
-    )
-    return Trajectory(
-        f"r{seed}", "synthetic", prompt, output, Sampling(), length, "length"
-    ), panorama
+    columns = kinds, logp, logp.copy(), survival, rows, rows.copy(), ends
+    text = Trajectory(f"r{seed}", "synthetic", prompt, output, Sampling(), length, "length")
+    return text, ChainPanorama("small", gamma_max, *columns)
 
 
 def over_rows(rows: Sequence[float], seconds: Sequence[float]) -> CostTable:
@@ -48,9 +43,8 @@ def over_rows(rows: Sequence[float], seconds: Sequence[float]) -> CostTable:
 
 def with_terms(profile: LatencyProfile, terms: dict[str, CostTable | None]) -> LatencyProfile:
     """The profile with other terms in place of its own; None takes one away."""
-    return replace(
-        profile, terms={n: t for n, t in {**profile.terms, **terms}.items() if t is not None}
-    )
+    merged = {**profile.terms, **terms}
+    return replace(profile, terms={n: t for n, t in merged.items() if t is not None})
 
 
 def with_heads(
@@ -65,10 +59,9 @@ def with_heads(
     or gathered."""
     tables: dict[str, CostTable | None] = {}
     for draft in drafts:
-        tables[f"head/{draft}"] = over_rows((0, rows), (0.0, head_s * rows))
-        tables[f"gathered/{draft}"] = over_rows(
-            (0, rows), ((head_s - gathered_s) * rows, head_s * rows)
-        )
+        whole_s = head_s * rows
+        tables[f"head/{draft}"] = over_rows((0, rows), (0.0, whole_s))
+        tables[f"gathered/{draft}"] = over_rows((0, rows), (whole_s - gathered_s * rows, whole_s))
     return with_terms(profile, tables)
 
 
@@ -109,6 +102,5 @@ def flat_profile(pair_id: str, drafts: Iterable[str], heads: Iterable[str] = ())
                 for growth in ("top_k", "static", "classifier")
             }
             terms[f"tree phase/{draft}"] = CostTable((5e-4,))
-    return LatencyProfile(
-        pair_id, "cpu", "float32", terms, check={"accepted": True, "median_error": 0.0}
-    )
+    check = {"accepted": True, "median_error": 0.0}
+    return LatencyProfile(pair_id, "cpu", "float32", terms, check=check)

@@ -61,7 +61,8 @@ def test_a_planted_sharpness_is_found(sharpness: float) -> None:
     assert found.loss["fitted"] <= found.loss["default"] + 1e-4
     assert not found.at_border
     for rank in found.ranks:
-        assert rank.predicted == pytest.approx(rank.observed, abs=4 * math.sqrt(0.25 / rank.laws))
+        margin = 4 * math.sqrt(0.25 / rank["laws"])
+        assert rank["predicted"] == pytest.approx(rank["observed"], abs=margin)
 
 
 def test_what_no_child_covers_makes_it_flatter() -> None:
@@ -74,26 +75,16 @@ def test_what_no_child_covers_makes_it_flatter() -> None:
 
 def test_estimates_are_the_costs_before_rounding() -> None:
     laws = planted(1.0, n=300)
+    none, gap = np.zeros_like(laws.gap, np.uint8), laws.gap.astype(np.uint8)
+    flat = none[:, 0].copy()
+    count = laws.count.astype(np.uint8)  # a recording's dtypes, as compiled
+    codes = Codes(none.astype(np.int32), none, gap, flat, flat, count)
     for sharpness in (0.25, 1.5, 2.37, 8.0):
-        chance = estimates(laws, sharpness)
-        none, count = (
-            np.zeros_like(laws.gap, np.uint8),
-            laws.count.astype(np.uint8),
-        )  # a recording's dtypes, as compiled
-        growing = Growing(
-            TreeRule(width=6, frontier=6, coupled=True, sharpness=sharpness), 1, batch=300
-        )
-        codes = Codes(
-            none.astype(np.int32),
-            none,
-            laws.gap.astype(np.uint8),
-            none[:, 0].copy(),
-            none[:, 0].copy(),
-            count,
-        )
+        chance, there = estimates(laws, sharpness), laws.exists
+        rule = TreeRule(width=6, frontier=6, coupled=True, sharpness=sharpness)
+        growing = Growing(rule, 1, batch=300)
         growing.add_from(codes, np.arange(300)[:, None])
         cost = growing.trees.cost
-        there = laws.exists
         np.testing.assert_array_equal(cost[there], np.floor(-16 * np.log(chance[there]) + 0.5))
         assert not chance[~there].any()
         np.testing.assert_allclose(chance.sum(1), 1.0)
@@ -113,10 +104,8 @@ def test_losses_are_those_of_each_child() -> None:
         (p, coupled_loss(laws, 1.5)),
         ([0.6, 0.3, 0.1, 0.5, 0.2], probability_loss(laws)),
     ):
-        expected = (
-            -sum(math.log(x if y else 1 - x) for x, y in zip(chances, taken, strict=True)) / 5
-        )
-        assert loss == pytest.approx(expected, rel=1e-6)
+        right = (x if y else 1 - x for x, y in zip(chances, taken, strict=True))
+        assert loss == pytest.approx(-sum(map(math.log, right)) / 5, rel=1e-6)
     sure = laws_of([[0, 255]] * 2, [1, -1], q=[[1.0, 0.0]] * 2)
     assert math.isfinite(coupled_loss(sure, MOST))
     assert math.isfinite(probability_loss(sure))
@@ -127,11 +116,8 @@ def test_ties_keep_the_default() -> None:
     laws = laws_of(np.zeros((40, 3)), np.arange(40) % 3)
     found = fit_sharpness(laws, groups(laws, 4))
     assert found.sharpness == DEFAULT
-    assert (
-        found.loss["fitted"]
-        == found.loss["default"]
-        == pytest.approx(-(math.log(1 / 3) + 2 * math.log(2 / 3)) / 3)
-    )
+    even = -(math.log(1 / 3) + 2 * math.log(2 / 3)) / 3
+    assert found.loss["fitted"] == found.loss["default"] == pytest.approx(even)
 
 
 @pytest.mark.parametrize(("taken", "border"), [(0, MOST), (2, LEAST)])

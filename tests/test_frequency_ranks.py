@@ -8,7 +8,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from recorded_texts import decoded_again, keep, plain_texts, store_of, trace_of
+from recorded_texts import (
+    by_frequency,
+    executed,
+    keep,
+    plain_texts,
+    store_of,
+    trace_of,
+    under_windows,
+)
 from test_lossless import PROMPTS
 from test_store import damage
 from test_tree_parity import shape
@@ -22,13 +30,10 @@ from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import FrequencyRanks, stored_ranks
 from spectune.runtime import near_ties
-from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.artifacts import FREQUENCIES, ROUTER
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.fr_spec import Frequencies
-from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.recording.trees import OFF_TEXT
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import Sampling
@@ -58,10 +63,8 @@ def store(tmp_path_factory: pytest.TempPathFactory, pair: LoadedPair) -> Iterato
 def keep_texts(
     store: TraceStore, pair: LoadedPair, recording: str, sampling: Sampling, first: int
 ) -> None:
-    prompts = {
-        f"{n} {sampling.temperature} {sampling.top_p}": prompt
-        for n, prompt in enumerate(PROMPTS[:3])
-    }
+    ids = (f"{n} {sampling.temperature} {sampling.top_p}" for n in range(3))
+    prompts = dict(zip(ids, PROMPTS, strict=False))
     keep(store, pair, recording, plain_texts(pair, prompts, sampling, TOKENS), first, SIZE, DRAFT)
 
 
@@ -77,70 +80,54 @@ def recording(store: TraceStore, pair: LoadedPair) -> str:
 @pytest.fixture(scope="module")
 def order(store: TraceStore, pair: LoadedPair, recording: str) -> str:
     """The vocabulary by its frequency in half of the texts."""
-    texts = store.load(recording, []).trajectories[::2]
-    counts = np.bincount(
-        np.concatenate([t.output_ids for t in texts]), minlength=pair.target.vocab_size
-    )
-    document, arrays = Frequencies(
-        np.argsort(-counts, kind="stable").astype(np.int64), 2
-    ).to_document()
-    return store.put_artifact(FREQUENCIES, document, arrays, pair_id=pair.id, provenance={})
+    texts = store.load(recording, []).trajectories
+    made = by_frequency(texts, pair.target.vocab_size).to_document()
+    return store.put_artifact(FREQUENCIES, *made, pair_id=pair.id, provenance={})
+
+
+@pytest.fixture(scope="module")
+def traces(
+    store: TraceStore, pair: LoadedPair, recording: str, order: str
+) -> tuple[ReplayTrace, ReplayTrace]:
+    """With ranks, and from recorded children alone."""
+    ranks = frequency_ranks(store, pair, recording, DRAFT, order)
+    return traced(store, recording, ranks), traced(store, recording, None)
 
 
 def traced(store: TraceStore, recording: str, ranks: FrequencyRanks | None) -> ReplayTrace:
-    return trace_of(
-        store, recording, [DRAFT], None if ranks is None else {(DRAFT, ranks.fitted): ranks}
-    )
+    held = None if ranks is None else {(DRAFT, ranks.fitted): ranks}
+    return trace_of(store, recording, [DRAFT], held)
 
 
 def policies(order: str, vocab: int) -> list[Policy]:
-    windows = [
-        {"kind": "fixed", "gamma": 1},
-        {"kind": "fixed", "gamma": 5},
-        {"kind": "fsm", "gamma_max": 8},
-    ]
+    windows = [*({"kind": "fixed", "gamma": g} for g in (1, 5)), {"kind": "fsm", "gamma_max": 8}]
+    sizes = [("frequency", "size", size) for size in (3, 12, vocab // 4, vocab // 2)]
+    sizes += [("position_frequency", "k_max", size) for size in (16, vocab // 2)]
     shortlists = [
-        {"kind": "frequency", "size": size, "artifact": order}
-        for size in (3, 12, vocab // 4, vocab // 2)
+        {"kind": kind, name: size, "artifact": order if name == "size" else order[:8]}
+        for kind, name, size in sizes
     ]
-    shortlists += [
-        {"kind": "position_frequency", "k_max": size, "artifact": order[:8]}
-        for size in (16, vocab // 2)
-    ]
-    # Every shortlist under one window, and a third of them, in turn, under each of the others.
-    chosen = [
-        (w, s)
-        for i, w in enumerate(windows)
-        for j, s in enumerate(shortlists)
-        if i == 1 or (i + j) % 3 == 0
-    ]
-    return [parse_policy({"draft": DRAFT, "window": w, "shortlist": s}) for w, s in chosen]
+    return under_windows(DRAFT, windows, shortlists, every=3)
 
 
 def test_chains_replay_exactly_where_no_child_is_in_the_shortlist(
-    store: TraceStore, pair: LoadedPair, recording: str, order: str
+    store: TraceStore, pair: LoadedPair, traces: tuple[ReplayTrace, ReplayTrace], order: str
 ) -> None:
     """Every round as executed, none in doubt; from recorded children alone many are, and some are
     wrong."""
-    trace, bare = (
-        traced(store, recording, r)
-        for r in (frequency_ranks(store, pair, recording, DRAFT, order), None)
-    )
     find, doubts, unlike = fitted(store), 0, 0
     for policy in policies(order, pair.target.vocab_size):
-        decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, artifacts=find)))
-        replayed = run_replay(trace, policy, artifacts=find, per_round=True)
-        without = run_replay(bare, policy, artifacts=find, per_round=True)
+        replayed, without = (
+            run_replay(trace, policy, artifacts=find, per_round=True) for trace in traces
+        )
         assert replayed.missing == 0
         doubts += without.missing
-        for text, rounds, guessed in zip(
-            trace.trajectories, replayed.steps(), without.steps(), strict=True
-        ):
-            done = [shape(s) for s in decoded_again(decoder, text).steps]
-            assert done == [shape(s) for s in rounds], (policy.label(), text.request_id)
+        runs = executed(pair, policy, traces[0].trajectories, find)
+        for run, rounds, guessed in zip(runs, replayed.steps(), without.steps(), strict=True):
+            done = [shape(s) for s in run.steps]
+            assert done == [shape(s) for s in rounds], (policy.label(), run.trajectory.request_id)
             unlike += done != [shape(s) for s in guessed]
-    assert doubts > 0
-    assert unlike > 0
+    assert min(doubts, unlike) > 0
 
 
 def test_ranks_are_those_of_canonical_laws(
@@ -150,20 +137,17 @@ def test_ranks_are_those_of_canonical_laws(
     same; most of the text is no child."""
     found = []
     monkeypatch.setattr(ranking, "keep_ranks", lambda store, pair_id, recording, made: made)
-    monkeypatch.setattr(
-        ranking, "wanted_ranks", lambda *a, real=ranking.wanted_ranks: replace(real(*a), there={})
-    )
+    monkeypatch.setattr(ranking, "stored_ranks", lambda *a: None)
     for margin in (0.0, 1e9):
         monkeypatch.setattr(near_ties, "CHOICE", margin)
         found.append(frequency_ranks(store, pair, recording, DRAFT, order))
-    for name in ("own", "better", "open", "text_code", "mass_code", "entropy_code"):
-        np.testing.assert_array_equal(getattr(found[0], name), getattr(found[1], name))
-    slots = np.concatenate(
-        [p.text_slot[: p.positions] for p in store.load(recording, trees=True).trees(DRAFT)]
-    )
+    for name in FrequencyRanks.TEXTS:
+        np.testing.assert_array_equal(*(getattr(ranks, name) for ranks in found))
+    trees = store.load(recording, trees=True).trees(DRAFT)
+    slots = np.concatenate([p.text_slot[: p.positions] for p in trees])
     assert (slots == OFF_TEXT).sum() > 10
-    kept = found[0].kept([1, 16, pair.target.vocab_size])
-    assert kept[0]["true_tokens"] < kept[1]["true_tokens"] < kept[2]["true_tokens"] == 1.0
+    few, more, every = found[0].kept([1, 16, pair.target.vocab_size])
+    assert few["true_tokens"] < more["true_tokens"] < every["true_tokens"] == 1.0
 
 
 STOPS = [
@@ -175,37 +159,29 @@ STOPS = [
 
 @pytest.mark.parametrize("stop", STOPS, ids=lambda stop: stop["kind"])
 def test_stops_read_the_restricted_law(
-    store: TraceStore, pair: LoadedPair, recording: str, order: str, stop: dict[str, object]
+    store: TraceStore,
+    pair: LoadedPair,
+    traces: tuple[ReplayTrace, ReplayTrace],
+    order: str,
+    stop: dict[str, object],
 ) -> None:
     """At sizes whose mass is kept, rounds begin and accept as executed, but for codes that rounding
     moves; by whole laws many do not."""
-    trace, bare = (
-        traced(store, recording, r)
-        for r in (frequency_ranks(store, pair, recording, DRAFT, order), None)
-    )
-    find, unlike, guessed, rounds = fitted(store), 0, 0, 0
+    find, unlike, rounds = fitted(store), np.zeros(2), 0
     for size in (4, 16):
-        block = {"kind": "frequency", "size": size, "artifact": order}
+        shortlist = {"kind": "frequency", "size": size, "artifact": order}
+        window = {"kind": "fixed", "gamma": 6}
         policy = parse_policy(
-            {
-                "draft": DRAFT,
-                "window": {"kind": "fixed", "gamma": 6},
-                "shortlist": block,
-                "stop": stop,
-            }
+            {"draft": DRAFT, "window": window, "shortlist": shortlist, "stop": stop}
         )
-        decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, artifacts=find)))
-        for text, one, other in zip(
-            trace.trajectories,
-            *(run_replay(t, policy, artifacts=find, per_round=True).steps() for t in (trace, bare)),
-            strict=True,
-        ):
-            done = {(s.start, s.accepted) for s in decoded_again(decoder, text).steps}
+        replayed = (run_replay(t, policy, artifacts=find, per_round=True).steps() for t in traces)
+        runs = executed(pair, policy, traces[0].trajectories, find)
+        for run, *both in zip(runs, *replayed, strict=True):
+            done = {(s.start, s.accepted) for s in run.steps}
             rounds += len(done)
-            unlike += len(done - {(s.start, s.accepted) for s in one})
-            guessed += len(done - {(s.start, s.accepted) for s in other})
-    assert unlike <= 0.01 * rounds
-    assert guessed > 0.03 * rounds
+            unlike += [len(done - {(s.start, s.accepted) for s in steps}) for steps in both]
+    assert unlike[0] <= 0.01 * rounds
+    assert unlike[1] > 0.03 * rounds
 
 
 def test_filters_leave_what_is_no_child_unsaid(
@@ -213,10 +189,9 @@ def test_filters_leave_what_is_no_child_unsaid(
 ) -> None:
     """Under top-p the draft's order beyond its recorded children depends on the shortlist: such
     rounds are counted, as without ranks."""
-    name = store.create_recording(
-        pair.id, None, Sampling(1.0, top_p=0.5, seed=1), max_new_tokens=TOKENS
-    ).id
-    keep_texts(store, pair, name, Sampling(1.0, top_p=0.5, seed=1), 0)
+    sampling = Sampling(1.0, top_p=0.5, seed=1)
+    name = store.create_recording(pair.id, None, sampling, max_new_tokens=TOKENS).id
+    keep_texts(store, pair, name, sampling, 0)
     ranks = frequency_ranks(store, pair, name, DRAFT, order)
     assert ranks.open.any()
     for policy in policies(order, pair.target.vocab_size):
@@ -243,8 +218,7 @@ def test_stored_ranks_are_found_and_mended(
     assert frequency_ranks(store, pair, name, DRAFT, order).artifact == first.artifact
     keep_texts(store, pair, name, SAMPLINGS[1], 3)
     with pytest.raises(
-        TraceError,
-        match=r"no frequency ranks of it.*grown since.*`fit ranks --recording ID --frequencies",
+        TraceError, match=r"no frequency ranks of it.*`fit ranks --recording ID --fr"
     ):
         traced(store, name, first)
     grown = frequency_ranks(store, pair, name, DRAFT, order)
@@ -252,10 +226,7 @@ def test_stored_ranks_are_found_and_mended(
     np.testing.assert_array_equal(grown.better[: len(first.better)], first.better)
     for damaged in (first, grown):
         damage(store, ArtifactRow, damaged.artifact)
-    with pytest.raises(
-        CorruptedChunkError,
-        match=r"\(frequency_ranks\) cannot be used.*`fit ranks --recording \S+ --frequencies",
-    ):
+    with pytest.raises(CorruptedChunkError, match=r"cannot be used.*`fit ranks .* --frequencies"):
         stored_ranks(store, name, DRAFT, order)
     mended = frequency_ranks(store, pair, name, DRAFT, order)
     found = stored_ranks(store, name, DRAFT, order)
@@ -284,10 +255,7 @@ def test_what_is_no_order_is_refused(store: TraceStore, pair: LoadedPair, record
     with pytest.raises(ValueError, match="text_code has 1 rows, not 2"):
         FrequencyRanks.from_document(*ranks.to_document())
     document, arrays = replace(ranks, text_code=codes[:, 0]).to_document()
-    assert FrequencyRanks.from_document(document, arrays).kept([1]) == [
-        {"tokens": 1, "true_tokens": 1.0, "mass": 1.0}
-    ]
-    with pytest.raises(ValueError, match="better has 1 rows, not 2"):
-        FrequencyRanks.from_document(document, {**arrays, "better": np.zeros(1)})
+    kept = FrequencyRanks.from_document(document, arrays).kept([1])
+    assert kept == [{"tokens": 1, "true_tokens": 1.0, "mass": 1.0}]
     with pytest.raises(ValueError, match="own is missing"):
         FrequencyRanks.from_document(document, {k: v for k, v in arrays.items() if k != "own"})

@@ -3,13 +3,13 @@ and how cluster ranks are kept."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from recorded_texts import decoded_again, keep, plain_texts, request_of, store_of, trace_of
+from recorded_texts import executed, keep, plain_texts, request_of, store_of, trace_of
 from synthetic import flat_profile, with_heads, with_terms
 from test_lossless import PROMPTS
 from test_shortlists import M, routing
@@ -20,7 +20,7 @@ from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import ClusterRanks, budget_grid
-from spectune.runtime.decoder import Decoded, Decoder
+from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.artifacts import ROUTER
@@ -28,7 +28,7 @@ from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
 from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import LatencyProfile, Sampling, Trajectory
+from spectune.traces.schema import LatencyProfile, Sampling
 from spectune.traces.store import TraceStore
 
 TOKENS = 16
@@ -115,20 +115,6 @@ def policy_of(draft: str, router: str, budgets: tuple[int, int, int], **blocks: 
     return parse_policy({"draft": draft, "shortlist": shortlist, **blocks})
 
 
-def executed(
-    store: TraceStore,
-    pair: LoadedPair,
-    policy: Policy,
-    texts: Sequence[Trajectory],
-    profile: LatencyProfile | None = None,
-) -> Iterator[Decoded]:
-    """The texts decoded again under a policy, by one decoder."""
-    prepared = prepare(policy, pair.draft_names, profile=profile, artifacts=fitted(store))
-    decoder = Decoder(pair, StaticSource(prepared))
-    for text in texts:
-        yield decoded_again(decoder, text)
-
-
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_routed_chains_replay_exactly(
     store: TraceStore,
@@ -152,7 +138,7 @@ def test_routed_chains_replay_exactly(
     ]
     for policy in policies:
         replayed = run_replay(trace, policy, profile, artifacts=fitted(store), per_round=True)
-        runs = executed(store, pair, policy, trace.trajectories, profile)
+        runs = executed(pair, policy, trace.trajectories, fitted(store), profile)
         for done, rounds in zip(runs, replayed.steps(), strict=True):
             assert [shape(s) for s in done.steps] == [shape(s) for s in rounds], (
                 policy.label(),
@@ -171,10 +157,10 @@ def test_a_text_beyond_the_recorded_children_is_known(trace: ReplayTrace) -> Non
     """Where the text's token is none of the children, a shortlist may still propose it: ranks come
     from whole laws."""
     found = 0
-    for (draft, _), routed in trace.ranked.items():
-        forest = trace.forests[draft, "coupled"]
-        beyond = (routed.text_row >= 0) & (forest.text_slot == 255) & (routed.better > routed.own)
-        assert (routed.better[beyond] < M).all(), "a token that is best of all is a child"
+    for (draft, _), ranked in trace.ranked.items():
+        forest, ranks, row = trace.forests[draft, "coupled"], ranked.source, ranked.row
+        beyond = (forest.text_slot[forest.root] == 255) & (ranks.better[row] > ranks.own[row])
+        assert (ranks.better[row][beyond] < M).all(), "a token that is best of all is a child"
         found += int(beyond.sum())
     assert found > 0
 
@@ -184,8 +170,10 @@ def test_what_is_kept_of_a_budget(pair: LoadedPair, trace: ReplayTrace) -> None:
     kept budgets lie between theirs."""
     assert budget_grid(M) == (*range(1, 9), M)
     assert budget_grid(64)[-3:] == (32, 45, 64)
-    for routed in trace.ranked.values():
-        kept = routed.source.kept(routed.source.budgets)
+    for ranked in trace.ranked.values():
+        routed = ranked.source
+        assert isinstance(routed, ClusterRanks)
+        kept = routed.kept(routed.budgets)
         for name in ("true_tokens", "mass", "tokens"):
             values = [k[name] for k in kept]
             assert values == sorted(values)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recorded_texts import decoded_again, plain_texts
-from synthetic import flat_profile, with_heads, with_terms
+from recorded_texts import by_frequency, executed, plain_texts, under_windows
+from synthetic import flat_profile, over_rows, with_heads, with_terms
 from test_lossless import PROMPTS
 from test_routing import WINDOWS
 from test_tree_parity import plain_rounds, shape
@@ -17,16 +17,13 @@ from test_tree_parity import plain_rounds, shape
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.shortlists import shortlist_ranks
-from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.artifacts import FREQUENCIES, Artifacts, Fitted
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.recording.chains import record_panorama
 from spectune.runtime.recording.trees import record_tree_panorama
-from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import Sampling, Trajectory
 
@@ -37,99 +34,53 @@ SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
 @pytest.fixture(scope="module")
 def recorded(pair: LoadedPair) -> list[tuple[Trajectory, Any, Any]]:
     """Texts at temperature 0 and 1 with chain and tree panoramas of draft ``near``."""
-    prompts = {
-        s: {f"{n} {s.temperature}": prompt for n, prompt in enumerate(PROMPTS[:3])}
-        for s in SAMPLINGS
-    }
-    texts = [
-        text
-        for sampling in SAMPLINGS
-        for text in plain_texts(pair, prompts[sampling], sampling, TOKENS)
-    ]
-    return [
-        (
-            t,
-            record_panorama(pair, t, "near", GAMMA),
-            record_tree_panorama(pair, t, "near", WIDTH, DEPTH),
-        )
-        for t in texts
-    ]
+    found = []
+    for sampling in SAMPLINGS:
+        prompts = {f"{n} {sampling.temperature}": p for n, p in enumerate(PROMPTS[:3])}
+        for t in plain_texts(pair, prompts, sampling, TOKENS):
+            trees = record_tree_panorama(pair, t, "near", WIDTH, DEPTH)
+            found.append((t, record_panorama(pair, t, "near", GAMMA), trees))
+    return found
 
 
 @pytest.fixture(scope="module")
 def trace(recorded: list[tuple[Trajectory, Any, Any]]) -> ReplayTrace:
-    return ReplayTrace(
-        [t for t, _, _ in recorded],
-        {"near": [c for _, c, _ in recorded]},
-        trees={("near", "coupled"): [p for _, _, p in recorded]},
-    )
+    texts, chains, trees = zip(*recorded, strict=True)
+    return ReplayTrace(texts, {"near": chains}, trees={("near", "coupled"): trees})
 
 
 @pytest.fixture(scope="module")
 def artifacts(pair: LoadedPair, recorded: list[tuple[Trajectory, Any, Any]]) -> Artifacts:
     """The vocabulary by its frequency in the first half of the texts, so that the others hold
     tokens beyond a shortlist."""
-    vocab = pair.target.vocab_size
-    counts = np.bincount(
-        np.concatenate([t.output_ids for t, _, _ in recorded[::2]]), minlength=vocab
-    )
-    document, arrays = Frequencies(
-        np.argsort(-counts, kind="stable").astype(np.int64), 2
-    ).to_document()
-    found = Fitted(FREQUENCIES, document, arrays)
+    order = by_frequency([t for t, _, _ in recorded], pair.target.vocab_size)
+    found = Fitted(FREQUENCIES, *order.to_document())
     return lambda name: found
 
 
-def policies(vocab: int) -> list[Policy]:
-    shortlists = [
-        {"kind": "frequency", "size": size, "artifact": "a"} for size in (1, vocab // 4, vocab)
-    ]
-    shortlists += [
-        {"kind": "position_frequency", "k_max": size, "artifact": "a"} for size in (16, vocab // 2)
-    ]
-    # Every shortlist under a fixed window, and one or two of them, in turn, under each of the
-    # others.
-    chosen = [
-        (w, s)
-        for i, w in enumerate(WINDOWS[:6])
-        for j, s in enumerate(shortlists)
-        if i == 1 or (i + j) % 5 == 0
-    ]
-    return [parse_policy({"draft": "near", "window": w, "shortlist": s}) for w, s in chosen]
-
-
 def test_chains_under_shortlists_replay_exactly(
-    pair: LoadedPair,
-    recorded: list[tuple[Trajectory, Any, Any]],
-    trace: ReplayTrace,
-    artifacts: Artifacts,
+    pair: LoadedPair, trace: ReplayTrace, artifacts: Artifacts
 ) -> None:
     """Every round of every window at every budget, at temperatures 0 and 1; and shortlists do cost
     acceptance here."""
-    differ = set()
-    for policy in policies(pair.target.vocab_size):
-        decoder = Decoder(
-            pair, StaticSource(prepare(policy, pair.draft_names, artifacts=artifacts))
-        )
+    differ, vocab = set(), pair.target.vocab_size
+    sizes = [("frequency", "size", size) for size in (1, vocab // 4, vocab)]
+    sizes += [("position_frequency", "k_max", size) for size in (16, vocab // 2)]
+    shortlists = [{"kind": kind, name: size, "artifact": "a"} for kind, name, size in sizes]
+    for policy in under_windows("near", WINDOWS[:6], shortlists, every=5):
         replayed = run_replay(trace, policy, artifacts=artifacts, per_round=True)
-        full = run_replay(
-            trace, policy.model_copy(update={"shortlist": Policy().shortlist}), per_round=True
-        )
-        for (text, _, _), rounds in zip(recorded, replayed.steps(), strict=True):
-            assert [shape(s) for s in decoded_again(decoder, text).steps] == [
-                shape(s) for s in rounds
-            ], policy.label()
+        full = run_replay(trace, policy.model_copy(update={"shortlist": Policy().shortlist}))
+        runs = executed(pair, policy, trace.trajectories, artifacts)
+        for done, rounds in zip(runs, replayed.steps(), strict=True):
+            assert [shape(s) for s in done.steps] == [shape(s) for s in rounds], policy.label()
         differ.add(replayed.total.rounds != full.total.rounds)
-        if getattr(policy.shortlist, "size", 0) >= pair.target.vocab_size:
+        if getattr(policy.shortlist, "size", 0) >= vocab:
             assert replayed.total == full.total
     assert differ == {True, False}
 
 
 def test_trees_under_shortlists_replay_nearly(
-    pair: LoadedPair,
-    recorded: list[tuple[Trajectory, Any, Any]],
-    trace: ReplayTrace,
-    artifacts: Artifacts,
+    pair: LoadedPair, trace: ReplayTrace, artifacts: Artifacts
 ) -> None:
     """Tokens a round within a few percent of what is executed; exactly, where the shortlist holds
     everything."""
@@ -140,19 +91,13 @@ def test_trees_under_shortlists_replay_nearly(
         "select": {"top_n": 10},
     }
     for size in (vocab // 2, vocab):
-        policy = parse_policy(
-            {
-                "draft": "near",
-                **growth,
-                "shortlist": {"kind": "frequency", "size": size, "artifact": "a"},
-            }
-        )
-        decoder = Decoder(
-            pair, StaticSource(prepare(policy, pair.draft_names, artifacts=artifacts))
-        )
-        rounds = sum(len(decoded_again(decoder, text).steps) for text, _, _ in recorded)
+        shortlist = {"kind": "frequency", "size": size, "artifact": "a"}
+        policy = parse_policy({"draft": "near", **growth, "shortlist": shortlist})
+        plan = prepare(policy, pair.draft_names, artifacts=artifacts)
+        runs = executed(pair, policy, trace.trajectories, artifacts)
+        rounds = sum(len(done.steps) for done in runs)
         fast = run_replay(trace, policy, artifacts=artifacts, per_round=True)
-        replayed, plan = fast.total.rounds, prepare(policy, pair.draft_names, artifacts=artifacts)
+        replayed = fast.total.rounds
         assert replayed == rounds if size == vocab else replayed == pytest.approx(rounds, rel=0.05)
         assert plan.shortlist is not None
         held = shortlist_ranks(trace.forests["near", "coupled"], plan.shortlist, DEPTH)
@@ -190,15 +135,14 @@ def test_passes_are_charged_by_the_size_of_the_shortlist(
         policy = parse_policy(
             {"draft": "near", "window": window, "shortlist": {**block, "artifact": "a"}}
         )
-        replayed = run_replay(trace, policy, profile, artifacts=artifacts, per_round=True)
         whole = profile.terms["head/near"].seconds[-1]
-        dear = with_terms(
-            profile, {"head/near": CostTable((whole, whole), ("rows",), ((0.0, float(vocab)),))}
+        dear = with_terms(profile, {"head/near": over_rows((0, vocab), (whole, whole))})
+        cheap, full = (
+            chain(*run_replay(trace, policy, p, artifacts=artifacts, per_round=True).steps())
+            for p in (profile, dear)
         )
-        without = run_replay(trace, policy, dear, artifacts=artifacts, per_round=True)
-        for cheap, full in zip(chain(*replayed.steps()), chain(*without.steps()), strict=True):
-            assert full.draft_s - cheap.draft_s == pytest.approx(
-                1e-6 * sum(saved[: cheap.draft_steps])
-            )
+        for less, more in zip(cheap, full, strict=True):
+            expected = 1e-6 * sum(saved[: less.draft_steps])
+            assert more.draft_s - less.draft_s == pytest.approx(expected)
     with pytest.raises(PolicyError, match="no costs of shortlists for draft 'near'"):
         run_replay(trace, policy, plain, artifacts=artifacts)

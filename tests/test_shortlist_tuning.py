@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import optuna
@@ -19,7 +20,7 @@ from spectune.db import open_database
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
-from spectune.optimizer.fit.fr_spec import count_tokens
+from spectune.optimizer.fit.fr_spec import count_tokens, token_ids
 from spectune.optimizer.fit.on_the_fly import Gained
 from spectune.optimizer.fit.shared import search_texts
 from spectune.optimizer.fit.tuning import FOLDS, fit_shortlists, ranks_for
@@ -76,6 +77,10 @@ class Recorded:
         return search(self.trace, profile, ["near"], **{**given, **how})  # type: ignore[arg-type]
 
 
+def kinds_of(study: Study) -> set[str]:
+    return {t.policy.shortlist.kind for t in study.trials}
+
+
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
     """A tiny pair, texts with trees of ``near``, and what shortlists need."""
@@ -115,30 +120,11 @@ def test_shortlists_are_a_dimension_of_the_space(trees: dict[str, TreeLimit]) ->
         kinds.add(policy.shortlist.kind)
     assert kinds == set(SHORTLIST_ORDER)
     chain = {"draft": "near", "window": {"kind": "fixed", "gamma": 3}}
-    assert (
-        space.params(
-            parse_policy(
-                {**chain, "shortlist": {"kind": "frequency", "size": 20, "artifact": "other"}}
-            )
-        )
-        is None
-    )
-    routed = parse_policy(
-        {
-            **chain,
-            "shortlist": {
-                "kind": "clusters",
-                "k0": 4,
-                "k1": 2,
-                "k_min": 1,
-                "artifact": LIMIT.router,
-            },
-        }
-    )
-    assert (
-        Space(("near",), 8, trees=trees, shortlists={"near": LIMIT.only(["fixed"])}).params(routed)
-        is None
-    )
+    other = {"kind": "frequency", "size": 20, "artifact": "other"}
+    assert space.params(parse_policy({**chain, "shortlist": other})) is None
+    routed = {"kind": "clusters", "k0": 4, "k1": 2, "k_min": 1, "artifact": LIMIT.router}
+    fixed = Space(("near",), 8, trees=trees, shortlists={"near": LIMIT.only(["fixed"])})
+    assert fixed.params(parse_policy({**chain, "shortlist": routed})) is None
 
 
 def test_the_bound_is_what_the_smallest_shortlist_would_give() -> None:
@@ -163,33 +149,25 @@ def test_where_the_head_dominates_a_shortlist_wins(recorded: Recorded) -> None:
     best = study.best()
     assert best.policy.shortlisted
     assert best.value > max(t.value for t in study.trials if not t.policy.shortlisted) * (1 + TIE)
-    assert {t.policy.shortlist.kind for t in study.trials} == set(SHORTLIST_ORDER)
+    assert kinds_of(study) == set(SHORTLIST_ORDER)
     assert study.shortlists == {"near": ("frequency", "position_frequency", "clusters")}
     find, apart = fitted(recorded.store), recorded.limits["near"].apart
+    ids = recorded.trace.request_ids
     for trial in study.trials[::41]:
-        parts = [recorded.trace]
-        policies = [trial.policy]
+        judged = [(recorded.trace, trial.policy)]
         if trial.policy.shortlisted:
-            names = {
-                fit.frequencies if "frequency" in trial.policy.shortlist.kind else fit.router: fit
-                for fit in apart
-            }
-            blocks = [
-                trial.policy.shortlist.model_copy(update={"artifact": name}) for name in names
-            ]
-            policies = [trial.policy.model_copy(update={"shortlist": block}) for block in blocks]
-            ids = recorded.trace.request_ids
-            mine = [
-                [n for n, name in enumerate(ids) if name in fit.requests] for fit in names.values()
-            ]
-            parts = [
-                recorded.trace.select(m)
-                for m in (*mine, sorted(set(range(len(ids))).difference(*mine)))
-            ]
-            policies.append(trial.policy)
+            fixed, rest = "frequency" in trial.policy.shortlist.kind, set(range(len(ids)))
+            judged = []
+            for name, fit in {f.frequencies if fixed else f.router: f for f in apart}.items():
+                mine = [n for n, request in enumerate(ids) if request in fit.requests]
+                block = trial.policy.shortlist.model_copy(update={"artifact": name})
+                policy = trial.policy.model_copy(update={"shortlist": block})
+                judged.append((recorded.trace.select(mine), policy))
+                rest -= set(mine)
+            judged.append((recorded.trace.select(sorted(rest)), trial.policy))
         counts = [
             run_replay(part, policy, profile, artifacts=find, approximate=True).total
-            for part, policy in zip(parts, policies, strict=True)
+            for part, policy in judged
         ]
         assert sum(counts, Counts()).tokens_per_s == pytest.approx(trial.value)
     assert recorded.search(profile) == study
@@ -205,15 +183,9 @@ def test_where_no_shortlist_saves_anything_they_are_left_out(recorded: Recorded)
     said = study.on_shortlists()
     assert said["searched"] == {}
     assert max(said["most_gained"]["near"].values()) <= said["least_worth"]
-    assert {t.policy.shortlist.kind for t in recorded.search(dear, bounded=False).trials} == set(
-        SHORTLIST_ORDER
-    )
+    assert kinds_of(recorded.search(dear, bounded=False)) == set(SHORTLIST_ORDER)
     half = recorded.search(priced(flat_profile("p", ["near"]), rows, 0.9, -0.5))
-    assert {t.policy.shortlist.kind for t in half.trials} == {
-        "full",
-        "frequency",
-        "position_frequency",
-    }
+    assert kinds_of(half) == {"full", "frequency", "position_frequency"}
 
 
 def test_what_is_known_is_not_tried_again_and_kinds_are_kept_to(recorded: Recorded) -> None:
@@ -226,7 +198,7 @@ def test_what_is_known_is_not_tried_again_and_kinds_are_kept_to(recorded: Record
     kinds = Kinds(windows=("fixed", "fsm"), stops=("none",), shortlists=("full", "frequency"))
     kept = recorded.search(profile, kinds=kinds)
     assert all(kinds.hold(t.policy) for t in kept.trials)
-    assert {t.policy.shortlist.kind for t in kept.trials} == {"full", "frequency"}
+    assert kinds_of(kept) == {"full", "frequency"}
 
 
 def test_a_router_is_found_again(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,43 +224,25 @@ def test_shortlists_are_judged_by_texts_they_were_not_fitted_to(recorded: Record
     look better than it is."""
     store, limit = recorded.store, recorded.limits["near"]
     part = search_texts(store, recorded.recording, recorded.pair.id)
-    assert sorted(name for fold in limit.apart for name in fold.requests) == sorted(
-        t.request_id for t in part
-    )
+    ids = [t.request_id for t in part]
+    assert sorted(name for fold in limit.apart for name in fold.requests) == sorted(ids)
     assert len({fit.router for fit in (limit, *limit.apart)}) == 1 + FOLDS
     for fold in limit.apart:
-        counts = count_tokens(
-            [
-                np.concatenate([t.prompt_ids, t.output_ids])
-                for t in part
-                if t.request_id not in fold.requests
-            ],
-            recorded.pair.target.vocab_size,
-        )
+        others = token_ids([t for t in part if t.request_id not in fold.requests])
+        counts = count_tokens(others, recorded.pair.target.vocab_size)
         assert fold.frequencies is not None
         held = store.get_artifact(fold.frequencies)
         order = Frequencies.from_document(held.document, held.arrays)
         assert (np.diff(counts[order.order[order.always :]]) <= 0).all()
     profile = priced(flat_profile("p", ["near"]), limit.rows, 0.9, 0.8)
-    ids = [t.request_id for t in part]
-    seen = recorded.trace.select(
-        [n for n, name in enumerate(recorded.trace.request_ids) if name in ids]
-    )
+    places = [n for n, name in enumerate(recorded.trace.request_ids) if name in ids]
+    seen = replace(recorded, trace=recorded.trace.select(places))
     block = limit.block({"shortlist": "frequency", "size": 24})
     policy = parse_policy(
         {"draft": "near", "window": {"kind": "fixed", "gamma": 4}, "shortlist": block}
     )
-    whole = run_replay(seen, policy, profile, artifacts=fitted(store)).total
-    study = search(
-        seen,
-        profile,
-        ["near"],
-        gamma_max=GAMMA,
-        trials=0,
-        shortlists=recorded.limits,
-        artifacts=fitted(store),
-        incumbents=[policy],
-    )
+    whole = run_replay(seen.trace, policy, profile, artifacts=fitted(store)).total
+    study = seen.search(profile, trials=0, incumbents=[policy])
     (judged,) = (t for t in study.trials if t.policy.id == policy.id)
     assert judged.value < whole.tokens_per_s * 0.99
 
@@ -296,23 +250,15 @@ def test_shortlists_are_judged_by_texts_they_were_not_fitted_to(recorded: Record
 def test_no_shortlist_above_half_of_a_head_is_proposed() -> None:
     """Whatever size is drawn, of whichever kind, and of the papers' settings at any share."""
     limit = ShortlistLimit(rows=101, frequencies="f", router="r", clusters=9)
-    drawn = [
-        {"size": n, "k_max": n, "k0": n, "k1": n, "k_min": 1, "shortlist": kind}
-        for kind in limit.kinds
-        for n in (1, 50, 51, 101)
-    ]
-    blocks = [
-        *map(limit.block, drawn),
-        *(block for share in (1, 2, 4) for block in limit.papers(share)),
-    ]
+    names = ("size", "k_max", "k0", "k1")
+    blocks = [block for share in (1, 2, 4) for block in limit.papers(share)]
+    for kind in limit.kinds:
+        for n in (1, 50, 51, 101):
+            drawn = {"shortlist": kind, "k_min": 1, **dict.fromkeys(names, n)}
+            blocks.append(limit.block(drawn))
     most = {"frequency": ("size", 50), "position_frequency": ("k_max", 50), "clusters": ("k0", 4)}
-    seen: dict[str, int] = {}
-    for block in blocks:
-        assert block is not None
-        key, half = most[block["kind"]]
-        assert block[key] <= half
-        seen[block["kind"]] = max(block[key], seen.get(block["kind"], 0))
-    assert seen == {kind: half for kind, (_, half) in most.items()}
+    for kind, (name, half) in most.items():
+        assert max(block[name] for block in blocks if block and block["kind"] == kind) == half
 
 
 def test_a_longer_window_under_a_router_is_priced_to_its_end(recorded: Recorded) -> None:
@@ -337,6 +283,11 @@ def test_a_longer_window_under_a_router_is_priced_to_its_end(recorded: Recorded)
     assert seconds[0] == seconds[1]
 
 
+def tune_options(trials: int, **how: int) -> TuneOptions:
+    least: dict[str, Any] = {"rivals": 0, "passes": 1, "budget_s": 4, "publish": False, **how}
+    return TuneOptions(OPTIONS, ("near",), GAMMA, trials, **least)
+
+
 @pytest.mark.parametrize("saved", [0.9, -0.5], ids=["head dear", "head cheap"])
 def test_tune_fits_and_executes_shortlists_where_they_may_win(
     recorded: Recorded, tmp_path: Path, saved: float
@@ -349,19 +300,7 @@ def test_tune_fits_and_executes_shortlists_where_they_may_win(
         store = TraceStore(database)
         store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
         store.put_profile(priced(profile, recorded.limits["near"].rows, saved, saved))
-        wanted = TuneOptions(
-            OPTIONS,
-            ("near",),
-            GAMMA,
-            5,
-            finalists=2,
-            rivals=0,
-            passes=1,
-            budget_s=4,
-            tree_width=4,
-            tree_depth=3,
-            publish=False,
-        )
+        wanted = tune_options(5, finalists=2, tree_width=4, tree_depth=3)
         tuned = tune(store, pair, recorded.workload, wanted)
         document = store.get_study(tuned.study).document
         routers = store.list_artifacts(ROUTER)
@@ -396,19 +335,7 @@ def test_a_chooser_is_raced_where_it_is_predicted_to_gain(
     others = load_workload(
         [str(write_workload(tmp_path / "w.jsonl", 6, ("for i in", "Ann has 3 apples")))]
     )
-    wanted = TuneOptions(
-        OPTIONS,
-        ("near",),
-        GAMMA,
-        3,
-        finalists=1,
-        rivals=0,
-        passes=1,
-        budget_s=4,
-        tree_width=0,
-        publish=False,
-    )
-    tuned = tune(store, pair, others, wanted)
+    tuned = tune(store, pair, others, tune_options(3, finalists=1, tree_width=0))
     raced = {c.role: c for c in tuned.candidates if isinstance(c.policy, ChooserPolicy)}
     assert set(raced) == {"finalist 2", "incumbent"}
     assert raced["incumbent"].policy == incumbent

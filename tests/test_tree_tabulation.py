@@ -37,7 +37,7 @@ def random_forest(seed: int, *, width: int = 6, extra: int = 900) -> Forest:
     gap = np.sort(rng.integers(0, high, (nodes, width)), axis=1)
     codes = (rng.integers(0, high, (nodes, width)), gap - gap[:, :1])
     return Forest(
-        "near", width, 8, False, frozenset(), True, np.arange(STARTS), rng.integers(0, 9, STARTS),
+        "near", width, 8, False, True, np.arange(STARTS), rng.integers(0, 9, STARTS),
         child.reshape(nodes, width),
         np.where(
             rng.random(nodes) < 0.2, 255, np.minimum(rng.geometric(0.5, nodes) - 1, width)

@@ -10,7 +10,7 @@ trees are grown by, are the runtime's: :class:`runtime.policies.c2t.ClassifierWe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,9 +20,8 @@ import torch
 
 from spectune.optimizer.fit import perceptron
 from spectune.optimizer.fit.perceptron import Weights
-from spectune.optimizer.fit.recorded_trees import CHUNK, RecordedTrees, TreeSource, unusual
+from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource
 from spectune.optimizer.fit.shared import StoredFit, held_out, stored
-from spectune.optimizer.simulate.forest import Forest
 from spectune.runtime.policies.artifacts import CLASSIFIER
 from spectune.runtime.policies.c2t import WEIGHTS, ClassifierWeights, read_weights
 from spectune.runtime.policies.eagle2 import INFINITE
@@ -37,6 +36,8 @@ Flags = npt.NDArray[np.bool_]
 FEATURES: Final = ("probability", "entropy", "depth")
 STARTS: Final = 4000
 """Starts whose nodes a classifier is trained on; each has hundreds."""
+CHUNK: Final = 512
+"""Starts grown together."""
 HIDDEN: Final = 48
 """Section B.3's default; 12 to 48 do as well."""
 EPOCHS: Final = 10
@@ -99,11 +100,8 @@ class Classifier(ClassifierWeights):
     def to_document(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """(JSON-ready document, arrays) for an artifact, whose weights :func:`read_weights`
         reads."""
-        document = {
-            "hidden": self.hidden,
-            "features": list(FEATURES),
-            "metrics": dict(self.metrics),
-        }
+        document = {"hidden": self.hidden, "features": list(FEATURES)}
+        document["metrics"] = dict(self.metrics)
         return document, {name: getattr(self, name) for name in WEIGHTS}
 
 
@@ -133,47 +131,43 @@ def fit_c2t(
         raise PolicyError(
             "--from goes on with a classifier as it is: leave --hidden and --features out"
         )
-    forest = source.trees.forest
-    width, depth = width or forest.width, depth or forest.depth
-    examples = classifier_examples(
-        source.trees, width, depth, count=starts, seed=seed, progress=progress
-    )
-    nodes = (1 + NEGATIVES) * int(examples.accepted.sum()) * (1.0 if first is None else fraction)
-    enough = min(MOST_EPOCHS, max(EPOCHS, math.ceil(STEPS / max(1.0, nodes / BATCH))))
-    steps: dict[str, Any] = {
-        "seed": seed,
-        "epochs": enough if epochs is None else epochs,
-        "progress": progress,
-    }
+    trees = source.trees
+    width, depth = width or trees.forest.width, depth or trees.forest.depth
+    examples = classifier_examples(trees, width, depth, count=starts, seed=seed, progress=progress)
+    if epochs is None:
+        used = (1 + NEGATIVES) * int(examples.accepted.sum()) * (1.0 if first is None else fraction)
+        epochs = min(MOST_EPOCHS, max(EPOCHS, math.ceil(STEPS / max(1.0, used / BATCH))))
+    steps: dict[str, Any] = {"seed": seed, "epochs": epochs, "progress": progress}
     try:
         if first is None:
-            made = train(
-                examples, hidden=hidden or HIDDEN, features=tuple(features) or FEATURES, **steps
-            )
+            size: dict[str, Any] = {
+                "hidden": hidden or HIDDEN,
+                "features": tuple(features) or FEATURES,
+            }
+            made = train(examples, **size, **steps)
         else:
             made = fine_tune(first[1], examples, fraction, **steps)
     except ValueError as error:
         raise TraceError(f"recording {source.info.id}: {error}") from None
     described, arrays = made.to_document()
-    document = source.document() | described | {
+    fitted = described | {
         "depth": depth,
         "width": width,
         "starts": len(np.unique(examples.tree)),
         "nodes": len(examples),
         "accepted": int(examples.accepted.sum()),
         "seed": seed,
-    }  # fmt: skip
-    document |= {} if first is None else {"from": first[0], "fraction": fraction}
-    artifact = source.keep(CLASSIFIER, document, arrays, tuple(vars(examples).values()))
-    growth = {
-        "kind": "classifier",
-        "artifact": artifact,
-        "width": width,
-        "cap": width,
-        **unusual(source),
     }
-    policy = {"draft": forest.draft, "window": {"kind": "fixed", "gamma": depth}, "growth": growth}
-    return StoredFit(artifact, CLASSIFIER, document, policy)
+    fitted |= {} if first is None else {"from": first[0], "fraction": fraction}
+    growth = {"kind": "classifier", "width": width, "cap": width}
+    return source.keep(
+        CLASSIFIER,
+        fitted,
+        arrays,
+        tuple(vars(examples).values()),
+        depth,
+        lambda artifact: {"growth": {**growth, "artifact": artifact}},
+    )
 
 
 def classifier_examples(
@@ -189,56 +183,48 @@ def classifier_examples(
     trees, all children of expanded nodes, as far as the text goes on. A node is accepted if it lies
     on the text; ``tree`` is its start. Raises TraceError when too little was recorded."""
     starts = trees.pick(1, count, seed)
-    parts: list[tuple[npt.NDArray[Any], ...]] = []
+    parts: list[Examples] = []
     done = 0
     for is_sampled, rule in enumerate(trees.rules(width, depth)):
         chosen = starts[trees.sampled[starts] == bool(is_sampled)]
         for at in range(0, len(chosen), CHUNK):
             some = chosen[at : at + CHUNK]
-            for level, exists, joint, entropy, accepted in _grown(trees.forest, rule, some, depth):
-                take = exists & (trees.levels[some] >= level)[:, None]
-                tree = np.broadcast_to(some[:, None], take.shape)[take]
-                parts.append(
-                    (joint[take], entropy[take], np.full(len(tree), level), accepted[take], tree)
-                )
+            parts += _grown(trees, rule, some, depth)
             done += len(some)
             progress("trees", done, len(starts))
-    joint, entropy, levels, accepted, tree = (
-        np.concatenate(column) for column in zip(*parts, strict=True)
-    )
-    return Examples(
-        joint.astype(np.int32), entropy.astype(np.int32), levels.astype(np.int32), accepted, tree
-    )
+    columns = zip(*(vars(part).values() for part in parts), strict=True)
+    return Examples(*(np.concatenate(column) for column in columns))
 
 
-def _grown(
-    forest: Forest, rule: TreeRule, starts: Index, depth: int
-) -> Iterator[tuple[int, Flags, Index, Index, Flags]]:
-    """Of each level and its places, arrays [starts, places]: (level, exists, -log of the product of
-    q, entropy of the distribution it was drawn from, is on the text); codes in 1/16 nat."""
-    growing, codes, k = Growing(rule, depth, len(starts)), forest.codes, rule.width
-    trees = growing.trees
+def _grown(trees: RecordedTrees, rule: TreeRule, starts: Index, depth: int) -> Iterable[Examples]:
+    """The nodes of each level of the trees of some starts, as far as their texts go on."""
+    growing, forest, k = Growing(rule, depth, len(starts)), trees.forest, rule.width
+    grown = growing.trees
     front = forest.root[starts][:, None]
     on = forest.root[starts].copy()  # the node on the text, -1 once it is lost
     rows = np.arange(len(starts))
     for level in range(1, depth + 1):
-        growing.add_from(codes, front)
-        begin, end = trees.size[0, level - 1 : level + 1]
-        exists = trees.cost[:, begin:end] < INFINITE
+        growing.add_from(forest.codes, front)
+        begin, end = grown.size[0, level - 1 : level + 1]
         hit = (front == on[:, None]) & (on >= 0)[:, None]
         slot = forest.text_slot[np.maximum(on, 0)]
         found = hit.any(1) & (slot < k)
-        accepted = np.zeros(exists.shape, dtype=np.bool_)
+        accepted = np.zeros((len(starts), end - begin), dtype=np.bool_)
         accepted[rows[found], (hit.argmax(1) * k + slot)[found]] = True
-        entropy = forest.entropy[front].repeat(k, 1).astype(np.int64)
-        yield level, exists, trees.q_cost[:, begin:end], entropy, accepted & exists
-        on = np.where(
-            found, forest.child[np.maximum(on, 0), np.minimum(slot, forest.width - 1)], -1
-        ).astype(np.int64)
-        frontier = trees.frontier[0, level]
-        above, rank = trees.above[:, level, :frontier], trees.rank[:, level, :frontier]
+        known = (trees.levels[starts] >= level)[:, None]
+        take = (grown.cost[:, begin:end] < INFINITE) & known
+        yield Examples(
+            grown.q_cost[:, begin:end][take].astype(np.int32),
+            forest.entropy[front].repeat(k, 1)[take].astype(np.int32),
+            np.full(take.sum(), level, np.int32),
+            accepted[take],
+            np.broadcast_to(starts[:, None], take.shape)[take],
+        )
+        on = np.where(found, trees.along_text(np.maximum(on, 0)), -1)
+        frontier = grown.frontier[0, level]
+        above, rank = grown.above[:, level, :frontier], grown.rank[:, level, :frontier]
         parent = np.take_along_axis(front, above, 1)
-        there = (trees.place[:, level, :frontier] != NONE) & (parent >= 0)
+        there = (grown.place[:, level, :frontier] != NONE) & (parent >= 0)
         front = np.where(there, forest.child[np.maximum(parent, 0), rank], -1).astype(np.int64)
 
 
@@ -270,13 +256,8 @@ def train(
     """
     mask = np.array([name in features for name in FEATURES])
     held = held_out(examples.tree, HELD_OUT, seed)
-    chosen = _balanced(examples.take(~held), seed)
-    generator = torch.Generator().manual_seed(seed)
-    standard = perceptron.initial(len(FEATURES), hidden, 1, generator)
-    used = standard._replace(w1=standard.w1 * torch.from_numpy(mask))
-    start = used.on_raw(perceptron.Scale.of(chosen.features(mask)))
-    made = {"seed": seed, "fine_tuned": False}
-    return _descend(start, chosen, examples.take(held), mask, generator, made, **steps)
+    steps = {"hidden": hidden, "seed": seed, "fine_tuned": False, **steps}
+    return _descend(None, examples.take(~held), examples.take(held), mask, **steps)
 
 
 def fine_tune(
@@ -294,26 +275,23 @@ def fine_tune(
     Everything else as in :func:`train`; a feature the classifier was trained without stays out. The
     curve's epoch 0 is the classifier as it came. Raises ValueError as :func:`train` does.
     """
-    mask = (classifier.w1 != 0).any(axis=0)
+    mask, weights = (classifier.w1 != 0).any(axis=0), {n: getattr(classifier, n) for n in WEIGHTS}
     made = {"seed": seed, "fine_tuned": fraction > 0, "fraction": fraction}
     if fraction == 0:
         curve = [{"epoch": 0, "loss": None, **evaluate(classifier, examples)}]
-        metrics = _metrics(
-            curve, examples.take(np.zeros(len(examples), np.bool_)), examples, mask
-        ) | {"epochs": 0, **made}
-        return Classifier(classifier.w1, classifier.b1, classifier.w2, classifier.b2, metrics)
+        nothing = examples.take(np.zeros(len(examples), np.bool_))
+        metrics = _metrics(curve, nothing, examples, mask) | {"epochs": 0, **made}
+        return Classifier(**weights, metrics=metrics)
     held = held_out(examples.tree, HELD_OUT, seed)
     learning = examples.take(~held)
     trees = np.unique(learning.tree)
     count = min(len(trees), max(1, round(fraction * len(np.unique(examples.tree)))))
-    learning = learning.take(
-        np.isin(learning.tree, np.random.default_rng(seed).permutation(trees)[:count])
-    )
-    stored = classifier.w1, classifier.b1, classifier.w2[None], classifier.b2
-    start = Weights(*(torch.from_numpy(w) for w in stored))
-    generator = torch.Generator().manual_seed(seed)
-    chosen, steps = _balanced(learning, seed), {"learning_rate": FINE_TUNE_RATE, **steps}
-    return _descend(start, chosen, examples.take(held), mask, generator, made, **steps)
+    drawn = np.random.default_rng(seed).permutation(trees)[:count]
+    learning = learning.take(np.isin(learning.tree, drawn))
+    start = Weights(*map(torch.from_numpy, weights.values()))
+    start = start._replace(w2=start.w2[None])
+    steps = {"learning_rate": FINE_TUNE_RATE, **made, **steps}
+    return _descend(start, learning, examples.take(held), mask, **steps)
 
 
 def _metrics(
@@ -350,35 +328,37 @@ def _balanced(examples: Examples, seed: int) -> Examples:
 
 
 def _descend(
-    start: Weights,
+    start: Weights | None,
     examples: Examples,
     held: Examples,
     mask: Flags,
-    generator: torch.Generator,
-    made: Mapping[str, Any],
     *,
+    seed: int,
+    hidden: int = HIDDEN,
     epochs: int = EPOCHS,
     batch: int = BATCH,
     learning_rate: float = LEARNING_RATE,
     progress: Progress = silent,
+    **made: Any,
 ) -> Classifier:
-    """Adam from ``start`` on the features in the ``mask``; ``made`` is what the metrics say beside
-    the figures."""
+    """Adam from ``start``, or from random weights, on the features in the ``mask`` of balanced
+    ``examples``; ``made`` is what the metrics say beside the figures."""
 
     def classifier(weights: Weights, metrics: Mapping[str, Any] | None = None) -> Classifier:
         w1, b1, w2, b2 = (w.numpy() for w in weights)
         return Classifier(np.where(mask, w1, np.float32(0)), b1, w2[0], b2, metrics or {})
 
-    curve: list[dict[str, Any]] = [{"epoch": 0, "loss": None, **evaluate(classifier(start), held)}]
+    curve: list[dict[str, Any]] = []
 
-    def after(epoch: int, loss: float, weights: Weights) -> None:
+    def after(epoch: int, loss: float | None, weights: Weights) -> None:
         curve.append({"epoch": epoch, "loss": loss, **evaluate(classifier(weights), held)})
         progress("epochs", epoch, epochs)
 
-    x, y = examples.features(mask), torch.from_numpy(examples.accepted)[:, None]
+    used = _balanced(examples, seed)
+    x, y = used.features(mask), torch.from_numpy(used.accepted)[:, None]
     steps: dict[str, Any] = {"epochs": epochs, "batch": batch, "learning_rate": learning_rate}
-    last = perceptron.train(start, x, y, generator=generator, after=after, **steps)
-    return classifier(last, {**_metrics(curve, examples, held, mask), **steps, **made})
+    last = perceptron.train(x, y, start=start, hidden=hidden, seed=seed, after=after, **steps)
+    return classifier(last, {**_metrics(curve, used, held, mask), **steps, "seed": seed, **made})
 
 
 def _carried(source: TreeSource, name: str) -> tuple[str, ClassifierWeights]:

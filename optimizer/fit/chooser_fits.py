@@ -8,6 +8,7 @@ others. Like the fits of shortlists it needs the pair itself: its smallest draft
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -75,40 +76,35 @@ def fit_chooser_artifact(
     if candidates is None:
         tried = _tried(store, info, pair)
         chains = [Policy.model_validate({"draft": d}) for d in pair.draft_names if d in info.drafts]
-        trace = open_trace(
-            store,
-            info.id,
-            [*chains, *(p for found in tried.values() for p in found)],
-            skip_corrupted=True,
-        ).trace
+        wanted = [*chains, *(p for found in tried.values() for p in found)]
+        trace = open_trace(store, info.id, wanted, skip_corrupted=True).trace
         candidates = best_by_draft(store, trace, pair, tried, costs, progress=progress)
     else:
         unknown = sorted(candidates.keys() - {NO_DRAFT, *pair.draft_names})
         if unknown:
-            raise PolicyError(
-                f"draft: this pair has no draft {unknown[0]!r}; it has: "
-                f"{', '.join(sorted(pair.draft_names))}"
-            )
+            known = ", ".join(sorted(pair.draft_names))
+            raise PolicyError(f"draft: this pair has no draft {unknown[0]!r}; it has: {known}")
         trace = open_trace(store, info.id, candidates.values(), skip_corrupted=True).trace
     progress("reading prompts", 0, 1)
-    source = ChooserSource(
-        trace,
-        read_prompts(pair, trace.trajectories),
-        {
-            "recording": info.id,
-            "profile": profile_id,
-            "sampling": asdict(info.sampling),
-            "seed": seed,
-        },
-    )
-    progress("reading prompts", 1, 1)
-    how: dict[str, Any] = {
-        "reader": prompt_reader(pair),
-        "rule": rule,
+    about = {
+        "recording": info.id,
+        "profile": profile_id,
+        "sampling": asdict(info.sampling),
         "seed": seed,
-        "artifacts": fitted(store, pair.id),
     }
-    chooser = fit_chooser(trace, source.prompts, candidates, costs, guarded=True, **how)
+    source = ChooserSource(trace, read_prompts(pair, trace.trajectories), about)
+    progress("reading prompts", 1, 1)
+    chooser = fit_chooser(
+        trace,
+        source.prompts,
+        candidates,
+        costs,
+        reader=prompt_reader(pair),
+        rule=rule,
+        guarded=True,
+        seed=seed,
+        artifacts=fitted(store, pair.id),
+    )
     return keep_chooser(store, pair, source, chooser, costs)
 
 
@@ -147,15 +143,10 @@ def keep_chooser(
             for t, draft in zip(trace.trajectories, choices, strict=True)
         ],
     }
-    artifact = keep(
-        store,
-        DRAFT_CHOOSER,
-        document,
-        {**arrays, PREDICTED: predicted},
-        pair_id=pair.id,
-        fitted_to=[predicted],
-        recording=source.about.get("recording"),
-    )
+    evidence: dict[str, Any] = {"fitted_to": [predicted]}
+    evidence["recording"] = source.about.get("recording")
+    stored = {**arrays, PREDICTED: predicted}
+    artifact = keep(store, DRAFT_CHOOSER, document, stored, pair_id=pair.id, **evidence)
     for policy in chooser.candidates.values():  # rounds name the candidate that drafted
         store.put_policy(policy.id, policy.spelled_out(), policy.label())
     return StoredFit(artifact, DRAFT_CHOOSER, document, ChooserPolicy.of(artifact).spelled_out())
@@ -184,22 +175,16 @@ def best_by_draft(
     found = {NO_DRAFT: AUTOREGRESSIVE}
     drafts = dict.fromkeys([*trace.chains, *(draft for draft, _ in trace.forests)])
     for n, draft in enumerate(drafts):
-        chains = trace.chains.get(draft)
-        depth = (
-            chains.gamma_max
-            if chains is not None
-            else max(f.depth for (d, _), f in trace.forests.items() if d == draft)
-        )
+        if draft in trace.chains:
+            depth = trace.chains[draft].gamma_max
+        else:
+            depth = max(f.depth for (d, _), f in trace.forests.items() if d == draft)
+        chains = [p for p in enumerated((draft,), depth) if p.speculates]
         seconds: dict[str, tuple[float, Policy]] = {}
-        for policy in [
-            *(p for p in enumerated((draft,), depth) if p.speculates),
-            *tried.get(draft, ()),
-        ]:
-            try:
+        for policy in [*chains, *tried.get(draft, ())]:
+            with suppress(PolicyError, TraceError):
                 replayed = run_replay(trace, policy, profile, artifacts=find)
-            except (PolicyError, TraceError):
-                continue
-            seconds[policy.id] = float(replayed.seconds.sum()), policy
+                seconds[policy.id] = float(replayed.seconds.sum()), policy
         if seconds:
             found[draft] = min(seconds.values(), key=lambda s: (s[0], s[1].id))[1]
         progress("replaying drafts", n + 1, len(drafts))

@@ -70,11 +70,10 @@ def stored_clusters(store: TraceStore, pair: LoadedPair, draft: str, name: str) 
     """Stored clusters of a draft's head, or a router's. Raises PolicyError for anything else."""
     found = stored(store, "--clusters-from", name, CLUSTERS, ROUTER)
     head = pair.models[draft].output.hash
-    if found.document.get("head") != head:
+    if (other := found.document.get("head")) != head:
         raise PolicyError(
-            f"--clusters-from {name}: fitted on another output head (hash "
-            f"{found.document.get('head')}) than draft {draft!r} has (hash "
-            f"{head}); `fit clusters --draft {draft}` makes them"
+            f"--clusters-from {name}: fitted on another output head (hash {other}) than draft "
+            f"{draft!r} has (hash {head}); `fit clusters --draft {draft}` makes them"
         )
     return Clusters.from_document(found.document, found.arrays)
 
@@ -145,17 +144,17 @@ def _spherical(unit: FloatArray, count: int, seed: int) -> npt.NDArray[np.int64]
     from sklearn.cluster import KMeans, MiniBatchKMeans
     from sklearn.exceptions import ConvergenceWarning
 
-    large = unit.size * count > LARGE
+    large, model = (
+        unit.size * count > LARGE,
+        KMeans(count, random_state=seed, n_init=1, max_iter=20),
+    )
     if large:
         model = MiniBatchKMeans(
             count, random_state=seed, n_init=1, batch_size=max(1024, 4 * count), max_iter=10
         )
-    else:
-        model = KMeans(count, random_state=seed, n_init=1, max_iter=20)
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", ConvergenceWarning
-        )  # fewer distinct rows than clusters: some stay empty
+        # Fewer distinct rows than clusters: some stay empty.
+        warnings.simplefilter("ignore", ConvergenceWarning)
         centres = _unit_rows(model.fit(unit).cluster_centers_, unit[:1])
     of = _nearest(unit, centres)
     for _ in range(LARGE_ROUNDS if large else ROUNDS):

@@ -3,9 +3,9 @@ output matrix reads, and what it prefers to a text's next token where no recorde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,25 +24,11 @@ from spectune.runtime.sampling import Noise, filters, log_distribution, scaled
 from spectune.traces.schema import NAT_SCALE, Sampling, Trajectory, TreePanorama, request_seed
 
 
-class States(Protocol):
+class _LanguageModelStates(LanguageModelPasses):
     """A draft's states over one text and drafted nodes: what its output matrix reads."""
 
     def text_states(self) -> Tensor:
         """After every token of the text, [tokens, d]; zeros where the draft reads nothing."""
-
-    def node_states(self, nodes: Nodes) -> Tensor:
-        """After drafted nodes, [n, d]."""
-
-    def canonical_before(self, length: int) -> Tensor | None:
-        """After the first ``length`` - 1 tokens of the text, by a canonical pass, [1, d]; None
-        where the draft reads nothing there."""
-
-    def canonical(self, start: int, path: list[int]) -> Tensor:
-        """Float32 logits [vocab] after the first ``start`` output tokens and a drafted ``path``."""
-
-
-class _LanguageModelStates(LanguageModelPasses):
-    def text_states(self) -> Tensor:
         self._reserve(ROWS)
         ids = torch.tensor(self.text, device=self.device)
         return torch.cat(
@@ -50,13 +36,18 @@ class _LanguageModelStates(LanguageModelPasses):
         )
 
     def node_states(self, nodes: Nodes) -> Tensor:
+        """After drafted nodes, [n, d]."""
         return self.model.scattered_states(nodes.ids, *self._place(nodes))
 
     def canonical_before(self, length: int) -> Tensor | None:
+        """After the first ``length`` - 1 tokens of the text, by a canonical pass, [1, d]; None
+        where the draft reads nothing there."""
         return self.model.canonical_state(self.text[: length - 1]) if length > 1 else None
 
 
 class _HeadStates(HeadPasses):
+    """The same of a head."""
+
     def text_states(self) -> Tensor:
         head, ids = self.head, torch.tensor(self.text, device=self.device)
         self.target.reserve(len(ids))
@@ -80,7 +71,9 @@ class _HeadStates(HeadPasses):
         return self.head.state(self._canonical.output(length - 1, [])) if length > 2 else None
 
 
-def states_over(pair: LoadedPair, draft: str, text: list[int], prompt: int) -> States:
+def states_over(
+    pair: LoadedPair, draft: str, text: list[int], prompt: int
+) -> _LanguageModelStates | _HeadStates:
     """The states of a draft over a text whose first ``prompt`` tokens are its prompt. A head reads
     the target's features; its first row is zeros."""
     if draft in pair.heads:
@@ -124,19 +117,14 @@ class ReadText:
     @cached_property
     def _drafted(self) -> npt.NDArray[np.int64]:
         """Tokens of the drafted nodes."""
-        found: npt.NDArray[np.int64] = self.panorama.tokens[
-            self.panorama.parent, self.panorama.slot
-        ].astype(np.int64)
-        return found
+        p = self.panorama
+        return np.asarray(p.tokens[p.parent, p.slot], np.int64)
 
     def _before_drafted(self) -> Tensor:
         """The states before drafted nodes, that is after their parents, [M, d]. Nodes without
         children are not read."""
-        first, parent, device = (
-            self.roots,
-            self.panorama.parent.astype(np.int64),
-            self.states.device,
-        )
+        first, device = self.roots, self.states.device
+        parent = self.panorama.parent.astype(np.int64)
         inner = np.unique(parent[parent >= first]) - first
         start, depth = np.zeros((2, len(parent)), np.int64)
         for i, p in enumerate(parent.tolist()):
@@ -153,16 +141,11 @@ class ReadText:
                 for at in range(0, len(level_nodes), ROWS):
                     nodes = level_nodes[at : at + ROWS]
                     above = [[number[a] for a in _above(int(n), parent, first)] for n in nodes]
-                    where = torch.from_numpy(self.prompt - 1 + start[nodes] + depth[nodes]).to(
-                        device
-                    )
-                    ids = torch.from_numpy(self._drafted[nodes]).to(device)
-                    numbers = [number[int(n)] for n in nodes]
-                    parts.append(
-                        self.reader.node_states(
-                            Nodes(ids, where, numbers, above, start[nodes].tolist())
-                        )
-                    )
+                    where = torch.from_numpy(self.prompt - 1 + start[nodes] + depth[nodes])
+                    ids = torch.from_numpy(self._drafted[nodes])
+                    numbers, starts = [number[int(n)] for n in nodes], start[nodes].tolist()
+                    some = Nodes(ids.to(device), where.to(device), numbers, above, starts)
+                    parts.append(self.reader.node_states(some))
                     row[first + nodes] = known + np.arange(len(nodes))
                     known += len(nodes)
         return torch.cat(parts)[torch.from_numpy(row[parent]).to(device)]
@@ -177,28 +160,10 @@ def _above(node: int, parent: npt.NDArray[np.int64], first: int) -> list[int]:
     return found[::-1]
 
 
-class Codes(NamedTuple):
-    """``text_code``, ``mass_code`` and ``entropy_code`` of
-    :class:`optimizer.simulate.shortlist_ranks.TextRanks`."""
-
-    text: npt.NDArray[np.uint16]
-    mass: npt.NDArray[np.uint16]
-    entropy: npt.NDArray[np.uint16]
-
-
-Order = Callable[[Tensor], Tensor]
-Columns = Mapping[str, npt.NDArray[Any]]
-"""What ranks hold of one request: their columns by name."""
-
-
 def _code(nats: npt.NDArray[np.floating]) -> npt.NDArray[np.uint16]:
     """1/256 nat, as far as 16 bits hold."""
-    found: npt.NDArray[np.uint16] = (
-        np.rint(np.nan_to_num(nats * NAT_SCALE, posinf=UNKNOWN_CODE))
-        .clip(0, UNKNOWN_CODE)
-        .astype(np.uint16)
-    )
-    return found
+    codes = np.rint(np.nan_to_num(nats * NAT_SCALE, posinf=UNKNOWN_CODE))
+    return np.asarray(codes.clip(0, UNKNOWN_CODE), np.uint16)
 
 
 class WholeDistributions:
@@ -221,12 +186,13 @@ class WholeDistributions:
         sampling: Sampling,
         following: npt.NDArray[np.int64],
         columns: Sequence[int],
-        order: Order,
-    ) -> Codes:
-        """What stops read of distributions restricted to shortlists: of ``logits`` [n, rows], with
-        ``following`` int64 [n] the texts' next tokens (-1: none). ``order`` turns values of rows
-        [n, rows] into those of ranked tokens or clusters [n, most], best first; the first
-        ``columns`` + 1 of them are a shortlist."""
+        order: Callable[[Tensor], Tensor],
+    ) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint16], npt.NDArray[np.uint16]]:
+        """What stops read of distributions restricted to shortlists, ``text_code``, ``mass_code``
+        and ``entropy_code`` of :class:`optimizer.simulate.shortlist_ranks.Ranks`: of ``logits`` [n,
+        rows], with ``following`` int64 [n] the texts' next tokens (-1: none). ``order`` turns
+        values of rows [n, rows] into those of ranked tokens or clusters [n, most], best first; the
+        first ``columns`` + 1 of them are a shortlist."""
         log_q = log_distribution(logits, sampling)
         row = np.where(following >= 0, self.row[following], -1)
         own = log_q[np.arange(len(row)), np.maximum(row, 0)].cpu().numpy()
@@ -236,38 +202,33 @@ class WholeDistributions:
             for values in (log_q.exp(), torch.special.entr(log_q.exp()))
         )
         mass = mass.clamp_min(1e-30)
-        return Codes(
+        return (
             np.where(row >= 0, _code(-own), UNKNOWN_CODE).astype(np.uint16),
             _code(-mass.log().cpu().numpy()),
             _code((part / mass + mass.log()).cpu().numpy()),
         )
 
-    def better(
-        self,
-        reader: States,
-        logits: Tensor,
-        start: int,
-        trajectory: Trajectory,
-        panorama: TreePanorama,
-    ) -> npt.NDArray[np.bool_] | None:
+    def better(self, read: ReadText, logits: Tensor, start: int) -> npt.NDArray[np.bool_] | None:
         """Rows whose tokens are better than the text's next one after ``start`` output tokens,
         where that is none of the recorded children, bool [rows]; ``logits`` [rows]. All for a token
         that the head lacks. None, where filters or proposals by probability leave unsaid what the
         draft would propose."""
-        sampling, token = trajectory.sampling, int(trajectory.output_ids[start])
-        if panorama.proposals != "coupled" or filters(sampling, self.pair.target.vocab_size):
+        trajectory, sampling = read.trajectory, read.trajectory.sampling
+        vocab = self.pair.target.vocab_size
+        if read.panorama.proposals != "coupled" or filters(sampling, vocab):
             return None
+        token = int(trajectory.output_ids[start])
         row = int(self.row[token])
         if row < 0:
             return np.ones(len(self.ids), np.bool_)
         x = self._perturbed(logits, start, trajectory)
         if self.pair.exact and near_rival(x, row, sampling):
             ids = torch.from_numpy(self.ids).to(logits.device)
-            x = self._perturbed(reader.canonical(start, []).index_select(0, ids), start, trajectory)
+            logits = read.reader.canonical(start, []).index_select(0, ids)
+            x = self._perturbed(logits, start, trajectory)
         above = x > x[row]
         above[:row] |= x[:row] == x[row]
-        found: npt.NDArray[np.bool_] = above.cpu().numpy()
-        return found
+        return np.asarray(above.cpu().numpy())
 
     def _perturbed(self, logits: Tensor, start: int, trajectory: Trajectory) -> Tensor:
         """What proposals are ranked by, [rows]: log q + g but for a constant."""

@@ -24,7 +24,7 @@ from spectune.optimizer.fit.fr_spec import count_tokens, frequency_order, shown_
 from spectune.optimizer.fit.perceptron import Weights
 from spectune.optimizer.fit.ranks import recorded_ranks
 from spectune.optimizer.fit.shared import LeftOut, StoredFit, held_out, keep, search_texts, stored
-from spectune.optimizer.simulate.shortlist_ranks import ClusterRanks, budget_grid
+from spectune.optimizer.simulate.shortlist_ranks import ClusterRanks
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import FREQUENCIES, ROUTER
 from spectune.runtime.policies.dynaspec import Clusters
@@ -113,23 +113,22 @@ def fit_router(
     texts = search_texts(store, recording, pair.id, left_out)
     shared = Shared() if shared is None else shared
     if (name := clusters_from or shared.clusters) is None:
-        name = fit_clusters(
-            store, pair, draft, count=clusters, seed=seed, progress=progress
-        ).artifact
+        made = fit_clusters(store, pair, draft, count=clusters, seed=seed, progress=progress)
+        name = made.artifact
     shared.clusters, partition = name, stored_clusters(store, pair, draft, name)
-    read = contexts(pair, draft, texts, known=shared.texts, progress=progress)
-    steps: dict[str, Any] = {
-        "labels": labels,
-        "hidden": hidden,
-        "epochs": epochs,
-        "seed": seed,
-        "progress": progress,
-    }
+    read = contexts(pair, draft, texts, shared.texts, progress)
     output = pair.models[draft].output
-    frequencies = frequency_order(
-        count_tokens(token_ids(texts), pair.target.vocab_size)[output.ids]
-    )  # of the head's rows
-    router, scores = train_router(read, partition, frequencies, **steps)
+    counts = count_tokens(token_ids(texts), pair.target.vocab_size)
+    router, scores = train_router(
+        read,
+        partition,
+        frequency_order(counts[output.ids]),  # of the head's rows
+        labels=labels,
+        hidden=hidden,
+        epochs=epochs,
+        seed=seed,
+        progress=progress,
+    )
     described, arrays = Routing(router, partition, output.hash).to_document()
     document = {
         "recording": recording,
@@ -146,14 +145,12 @@ def fit_router(
         "cohesion": cohesion(output.weight.float().cpu().numpy(), partition),
         "scores": scores,
     }
-    fitted_to = read.top, read.group
-    artifact = keep(
-        store, ROUTER, document, arrays, pair_id=pair.id, fitted_to=fitted_to, recording=recording
-    )
+    evidence: dict[str, Any] = {"fitted_to": (read.top, read.group), "recording": recording}
+    artifact = keep(store, ROUTER, document, arrays, pair_id=pair.id, **evidence)
     ranks = None
     if ranked and draft in store.get_recording(recording).trees:
-        (made,) = recorded_ranks(store, pair, recording, draft, [artifact], progress=progress)
-        ranks = made.artifact
+        (found,) = recorded_ranks(store, pair, recording, draft, [artifact], progress=progress)
+        ranks = found.artifact
     first = max(1, round(SHARE * partition.count))
     sizes = {"k0": first, "k1": max(1, first // 2), "k_min": max(1, first // 4)}
     shortlist = {"kind": "clusters", **sizes, "artifact": artifact}
@@ -180,12 +177,6 @@ def fit_ranks(
     replay as trees, without.
     """
     check_draft(pair, draft)
-    document: dict[str, Any] = {
-        "recording": store.get_recording(recording).id,
-        "pair": pair.id,
-        "draft": draft,
-        "proposals": proposals,
-    }
     if (router is None) == (frequencies is None):
         raise PolicyError("fit ranks: name one order, --router ID or --frequencies ID")
     if router is not None:
@@ -197,20 +188,19 @@ def fit_ranks(
             f"--draft {draft}: chains of a head replay as trees, which need no frequency ranks; "
             "name a language-model draft"
         )
-    (ranks,) = recorded_ranks(
-        store, pair, recording, draft, [order.id], proposals=proposals, progress=progress
-    )
+    document: dict[str, Any] = {"recording": store.get_recording(recording).id, "pair": pair.id}
+    document |= {"draft": draft, "proposals": proposals}
+    how: dict[str, Any] = {"proposals": proposals, "progress": progress}
+    (ranks,) = recorded_ranks(store, pair, recording, draft, [order.id], **how)
     document |= {"requests": len(ranks.digests), ranks.KEY: ranks.fitted}
     if isinstance(ranks, ClusterRanks):
-        all_of = ranks.clusters
-        document |= {"clusters": all_of, "nodes": len(ranks.ranks)}
-        shown = [k for k in budget_grid(all_of) if k & (k - 1) == 0 or k == all_of]
+        document |= {"clusters": ranks.clusters, "nodes": len(ranks.ranks)}
+        shown = [k for k in ranks.budgets if k & (k - 1) == 0 or k == ranks.clusters]
     else:
         document["nodes"] = len(ranks.own)
-        shown = [k for k in shown_sizes(ranks.vocab) if k in ranks.budgets]
-    return StoredFit(
-        ranks.artifact, ranks.KIND, document | {"kept": ranks.kept(shown)}, {"draft": draft}
-    )
+        shown = [k for k in shown_sizes(ranks.budgets[-1]) if k in ranks.budgets]
+    document["kept"] = ranks.kept(shown)
+    return StoredFit(ranks.artifact, ranks.KIND, document, {"draft": draft})
 
 
 @torch.no_grad()
@@ -218,13 +208,11 @@ def contexts(
     pair: LoadedPair,
     draft: str,
     texts: Sequence[Trajectory],
-    *,
-    known: dict[tuple[bytes, bytes], tuple[torch.Tensor, ...]] | None = None,
-    progress: Progress = silent,
+    known: dict[tuple[bytes, bytes], tuple[torch.Tensor, ...]],
+    progress: Progress,
 ) -> Contexts:
     """What a draft says after every output token of texts, each read in one pass; a head reads the
     target's features. ``known`` remembers texts from call to call."""
-    known = {} if known is None else known
     parts, groups = [], []
     for n, text in enumerate(texts):
         first = max(len(text.prompt_ids) - 1, 1 if draft in pair.drafts else 2)
@@ -297,9 +285,6 @@ def train_router(
         torch.from_numpy(cluster_labels(part.top[:, :labels], clusters))
         for part in (learning, apart)
     )
-    generator = torch.Generator().manual_seed(seed)
-    standard = perceptron.initial(learning.inputs.shape[1], hidden, clusters.count, generator)
-    start = standard.on_raw(perceptron.Scale.of(learning.inputs))
     curve: list[dict[str, float | None]] = []
 
     def after(epoch: int, loss: float | None, weights: Weights) -> None:
@@ -307,11 +292,9 @@ def train_router(
         curve.append({"epoch": epoch, "loss": loss, "held_out_loss": apart_loss})
         progress("epochs", epoch, epochs)
 
-    after(0, None, start)
     steps: dict[str, Any] = {"epochs": epochs, "batch": BATCH, "learning_rate": learning_rate}
-    router = Router(
-        *perceptron.train(start, learning.inputs, y, generator=generator, after=after, **steps)
-    )
+    steps |= {"hidden": hidden, "seed": seed, "after": after}
+    router = Router(*perceptron.train(learning.inputs, y, **steps))
     scores = score_router(router, apart, clusters, frequencies, labels=labels, ks=ks)
     return router, {**scores, "curve": curve}
 

@@ -67,10 +67,9 @@ def fit_fr_spec(
             for size in shown_sizes(order.vocab)
         },
     }
-    origin = {key: source[key] for key in ("recording", "corpus") if key in source}
-    artifact = keep(
-        store, FREQUENCIES, document, arrays, pair_id=pair.id, fitted_to=(counts,), **origin
-    )
+    origin: dict[str, Any] = {k: source[k] for k in ("recording", "corpus") if k in source}
+    origin |= {"pair_id": pair.id, "fitted_to": (counts,)}
+    artifact = keep(store, FREQUENCIES, document, arrays, **origin)
     trees = store.get_recording(recording).trees if ranked and not corpus else ()
     document["ranks"] = {
         d: recorded_ranks(store, pair, recording, d, [artifact], progress=progress)[0].artifact

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from spectune.optimizer.fit.recorded_trees import CHUNK, RecordedTrees, TreeSource, unusual
+from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource
 from spectune.optimizer.fit.shared import StoredFit
 from spectune.optimizer.simulate.forest import tabulate_growth
 from spectune.optimizer.simulate.tree_tables import NEVER, GrowthTable
@@ -53,22 +53,13 @@ class Rounds:
 
 
 @dataclass(frozen=True)
-class Bin:
-    """One bin. Over the fitted rounds: ``count``, ``mean_tcr``, ``mean_phi`` in 1/16 nat. Over all
-    rounds: ``share`` that fall into it, and ``fully_accepted``, the share of those."""
-
-    count: int
-    mean_tcr: float
-    mean_phi: float
-    share: float
-    fully_accepted: float
-
-
-@dataclass(frozen=True)
 class Bins:
     """``thresholds`` in 1/16 nat, ascending, for Phi over ``depth`` distributions: the bin is the
     number of thresholds below Phi.
 
+    ``statistics`` of each bin: over the fitted rounds ``count``, ``mean_tcr``, ``mean_phi`` in 1/16
+    nat; over all rounds the ``share`` that falls into it, and ``fully_accepted``, the share of
+    those.
     ``within_variance``: the sum over bins of |D_j| / |D| times the variance of the rank in D_j.
     Equation 2 as printed multiplies |D_j| / |D| with a sum over D_j and so counts the size twice,
     which CART does not. ``explained`` is R^2, 0 where all ranks are equal. ``jaccard`` is
@@ -80,7 +71,7 @@ class Bins:
     depth: int
     tree_depth: int
     rounds: int
-    statistics: tuple[Bin, ...]
+    statistics: list[dict[str, float]]
     within_variance: float
     explained: float
     jaccard: tuple[float, ...]
@@ -108,9 +99,8 @@ def fit_heterospec(
     depth = depth or max(1, forest.depth - ALPHA)
     if not 1 <= top_n <= NODE_LIMIT:
         raise PolicyError(f"--top-n {top_n}: from 1 to {NODE_LIMIT} nodes can be kept")
-    rounds = bin_rounds(
-        source.trees, width, depth, top_n, count=starts, seed=seed, progress=progress
-    )
+    trees = source.trees
+    rounds = bin_rounds(trees, width, depth, top_n, count=starts, seed=seed, progress=progress)
     bins = fit_bins(rounds, depth)
     if not bins.thresholds:
         raise TraceError(
@@ -119,16 +109,18 @@ def fit_heterospec(
             "fit deeper trees (--depth)"
         )
     fitted = {"width": width, "top_n": top_n, "starts": len(rounds.phi), "seed": seed}
-    document = source.document() | asdict(bins) | fitted
-    artifact = source.keep(BINS, document, {}, (rounds.phi, rounds.tcr, rounds.fully_accepted))
-    policy = {
-        "draft": forest.draft,
-        "window": {"kind": "fixed", "gamma": depth},
-        "growth": {"kind": "top_k", "width": width, **unusual(source)},
-        "select": {"top_n": top_n},
-        "stratify": {"artifact": artifact, "alpha": max(0, min(ALPHA, forest.depth - depth))},
-    }
-    return StoredFit(artifact, BINS, document, policy)
+    return source.keep(
+        BINS,
+        asdict(bins) | fitted,
+        {},
+        (rounds.phi, rounds.tcr, rounds.fully_accepted),
+        depth,
+        lambda artifact: {
+            "growth": {"kind": "top_k", "width": width},
+            "select": {"top_n": top_n},
+            "stratify": {"artifact": artifact, "alpha": max(0, min(ALPHA, forest.depth - depth))},
+        },
+    )
 
 
 def terminal_ranks(table: GrowthTable, top_n: int) -> tuple[Index, Index]:
@@ -153,22 +145,17 @@ def bin_rounds(
     """The rounds of at most ``count`` starts under EAGLE-2's growth. Starts whose text ends within
     ``depth`` tokens are left out: what they would have accepted is not known. Raises TraceError
     when too little was recorded."""
-    greedy, sampled = trees.rules(width, depth)
-    starts = trees.pick(depth, count, seed)
-    parts = []
-    for at in range(0, len(starts), CHUNK):
-        some = starts[at : at + CHUNK]
-        part = replace(trees.forest, root=trees.forest.root[some], limit=trees.forest.limit[some])
-        is_sampled = trees.sampled[some]
-        rules = [(greedy, np.flatnonzero(~is_sampled)), (sampled, np.flatnonzero(is_sampled))]
-        table = tabulate_growth(part, rules, depth)
-        accepted, tcr = terminal_ranks(table, top_n)
-        known = (table.missing == NEVER) | (table.missing > depth)
-        parts.append(
-            (table.phi[known, depth - 1].astype(np.int64), tcr[known], accepted[known] == depth)
-        )
-        progress("trees", at + len(some), len(starts))
-    return Rounds(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    by_temperature, starts = trees.rules(width, depth), trees.pick(depth, count, seed)
+    progress("trees", 0, len(starts))
+    forest, sampled = trees.forest, trees.sampled[starts]
+    forest = replace(forest, root=forest.root[starts], limit=forest.limit[starts])
+    rules = [(rule, np.flatnonzero(sampled == hot)) for hot, rule in enumerate(by_temperature)]
+    table = tabulate_growth(forest, rules, depth)
+    accepted, tcr = terminal_ranks(table, top_n)
+    known = (table.missing == NEVER) | (table.missing > depth)
+    progress("trees", len(starts), len(starts))
+    phi = table.phi[known, depth - 1].astype(np.int64)
+    return Rounds(phi, tcr[known], accepted[known] == depth)
 
 
 def fit_bins(rounds: Rounds, depth: int, layers: int = LAYERS) -> Bins:
@@ -186,17 +173,21 @@ def fit_bins(rounds: Rounds, depth: int, layers: int = LAYERS) -> Bins:
     phi, tcr = rounds.phi[which], rounds.tcr[which]
     thresholds = _thresholds(phi, tcr, layers)
     bins, everywhere = np.searchsorted(thresholds, phi), np.searchsorted(thresholds, rounds.phi)
-    statistics = tuple(
-        Bin(
-            count=int((bins == b).sum()),
-            mean_tcr=float(tcr[bins == b].mean()),
-            mean_phi=float(phi[bins == b].mean()),
-            share=float((everywhere == b).mean()),
-            fully_accepted=float(full[everywhere == b].mean()),
+    statistics: list[dict[str, float]] = []
+    within = 0.0
+    for b in range(len(thresholds) + 1):
+        mine, found = bins == b, everywhere == b
+        within += int(mine.sum()) * float(tcr[mine].var())
+        statistics.append(
+            {
+                "count": int(mine.sum()),
+                "mean_tcr": float(tcr[mine].mean()),
+                "mean_phi": float(phi[mine].mean()),
+                "share": float(found.mean()),
+                "fully_accepted": float(full[found].mean()),
+            }
         )
-        for b in range(len(thresholds) + 1)
-    )
-    within = sum(s.count * float(tcr[bins == b].var()) for b, s in enumerate(statistics)) / len(tcr)
+    within /= len(tcr)
     total = float(tcr.var())
     return Bins(
         thresholds=tuple(thresholds.tolist()),

@@ -11,6 +11,7 @@ single draft and against an oracle that knows each request's best draft.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal
 
@@ -98,24 +99,21 @@ def agreement(trace: ReplayTrace, draft: str) -> FloatArray:
     return np.asarray(np.where(drawn, chance, chains.agree == AGREE_YES), dtype=np.float64)
 
 
-def accuracies(trace: ReplayTrace, drafts: Sequence[str]) -> FloatArray:
-    """The single-token accuracy alpha of each draft on each request of ``trace.order``: the mean of
-    :func:`agreement` over its positions, float64 [requests, drafts]. Raises TraceError as that
-    does, and for a request without output."""
-    lengths = np.diff(trace.offsets)
-    if (lengths[trace.order] == 0).any():
+def mean_agreement(trace: ReplayTrace, draft: str, begins: IntArray, ends: IntArray) -> FloatArray:
+    """The mean of :func:`agreement` from each begin up to its end; 0 of nothing."""
+    sums = np.concatenate([[0.0], np.cumsum(agreement(trace, draft))])
+    return np.asarray((sums[ends] - sums[begins]) / np.maximum(1, ends - begins))
+
+
+def accuracy(trace: ReplayTrace, draft: str) -> FloatArray:
+    """The single-token accuracy alpha of a draft on each request of ``trace.order``, float64
+    [requests]. Raises TraceError as :func:`agreement` does, and for a request without output."""
+    begins, ends = trace.offsets[trace.order], trace.offsets[trace.order + 1]
+    if (begins == ends).any():
         raise TraceError(
             "a request of the recording has no output, so no draft's accuracy on it; leave it out"
         )
-    columns = []
-    for draft in drafts:
-        sums = np.concatenate([[0.0], np.cumsum(agreement(trace, draft))])
-        columns.append(
-            ((sums[trace.offsets[1:]] - sums[trace.offsets[:-1]]) / np.maximum(1, lengths))[
-                trace.order
-            ]
-        )
-    return np.stack(columns, axis=1)
+    return mean_agreement(trace, draft, begins, ends)
 
 
 def level_accuracies(replayed: Replay) -> FloatArray:
@@ -123,13 +121,10 @@ def level_accuracies(replayed: Replay) -> FloatArray:
     [requests]: levels accepted over levels accepted and rejections; 0 where nothing was drafted.
     What stands for alpha where a chain's tokens do not say it: trees, shortlists, heads."""
     assert replayed.rounds is not None
-    request, accepted, emitted, depth = (
-        replayed.rounds[:, i].astype(np.int64) for i in (0, 4, 5, 8)
-    )
-    kept = np.bincount(request, weights=accepted, minlength=len(replayed.counts))
-    rejected = np.bincount(
-        request, weights=(accepted < depth) & (emitted > accepted), minlength=len(replayed.counts)
-    )
+    request, accepted, emitted, depth = replayed.rounds[:, [0, 4, 5, 8]].T.astype(np.int64)
+    stopped, requests = (accepted < depth) & (emitted > accepted), len(replayed.counts)
+    kept = np.bincount(request, weights=accepted, minlength=requests)
+    rejected = np.bincount(request, weights=stopped, minlength=requests)
     return np.asarray(kept / np.maximum(1.0, kept + rejected), dtype=np.float64)
 
 
@@ -147,12 +142,8 @@ def persistence(trace: ReplayTrace, drafts: Sequence[str]) -> dict[str, float | 
     halves = (begins + ends) // 2
     found: dict[str, float | None] = {}
     for draft in drafts:
-        sums = np.concatenate([[0.0], np.cumsum(agreement(trace, draft))])
-        first, second = sums[halves] - sums[begins], sums[ends] - sums[halves]
-        first, second = (
-            first / np.maximum(1, halves - begins),
-            second / np.maximum(1, ends - halves),
-        )
+        first = mean_agreement(trace, draft, begins, halves)
+        second = mean_agreement(trace, draft, halves, ends)
         varies = len(first) > 1 and first.std() > 0 and second.std() > 0
         found[draft] = float(np.corrcoef(first, second)[0, 1]) if varies else None
     return found
@@ -162,7 +153,7 @@ def persistence(trace: ReplayTrace, drafts: Sequence[str]) -> dict[str, float | 
 class Measured:
     """What replay knows of n requests and K drafts with their policies.
 
-    ``alphas`` [n, K] (:func:`accuracies` of chains, else :func:`level_accuracies`); ``seconds`` [n,
+    ``alphas`` [n, K] (:func:`accuracy` of chains, else :func:`level_accuracies`); ``seconds`` [n,
     K] in all, of which ``before`` [n, K] before the first round; ``prompt_tokens``, ``new_tokens``
     and ``budgets`` int64 [n]; ``sampled``: some were decoded above temperature 0.
     """
@@ -186,31 +177,21 @@ class Measured:
         artifacts: Artifacts | None = None,
     ) -> Measured:
         """Replays every policy on the requests of ``trace.order``. Raises TraceError as
-        :func:`accuracies` and replay do."""
-        order = trace.order
-        alphas, seconds, before = [], [], []
+        :func:`accuracy` and replay do."""
+        order, columns = trace.order, []
         for draft, policy in candidates.items():
-            plain = draft == NO_DRAFT or (
-                draft in trace.chains and not policy.is_tree and not policy.shortlisted
-            )
+            chain = not policy.is_tree and not policy.shortlisted
+            plain = draft == NO_DRAFT or (draft in trace.chains and chain)
             replayed = run_replay(
                 trace, policy, profile, per_round=not plain, artifacts=artifacts, approximate=True
             )
-            alphas.append(accuracies(trace, [draft])[:, 0] if plain else level_accuracies(replayed))
-            seconds.append(replayed.seconds)
-            before.append(
-                profile.request_seconds(draft if policy.speculates else None, trace.prompts)[order]
-            )
-        return cls(
-            tuple(candidates),
-            np.stack(alphas, axis=1),
-            np.stack(seconds, axis=1),
-            np.stack(before, axis=1),
-            trace.prompts[order],
-            np.diff(trace.offsets)[order],
-            trace.budgets[order],
-            bool(trace.sampled[order].any()),
-        )
+            alpha = accuracy(trace, draft) if plain else level_accuracies(replayed)
+            before = profile.request_seconds(draft if policy.speculates else None, trace.prompts)
+            columns.append((alpha, replayed.seconds, before[order]))
+        alphas, seconds, before = (np.stack(c, axis=1) for c in zip(*columns, strict=True))
+        lengths, sampled = np.diff(trace.offsets)[order], bool(trace.sampled[order].any())
+        requests = trace.prompts[order], lengths, trace.budgets[order], sampled
+        return cls(tuple(candidates), alphas, seconds, before, *requests)
 
     def take(self, rows: IntArray) -> Measured:
         """The same of some requests, by their rows."""
@@ -261,21 +242,18 @@ def fit_features(
     vectorizer = TfidfVectorizer(
         token_pattern=TOKEN_PATTERN, min_df=MIN_PROMPTS, max_features=MAX_TERMS, dtype=np.float64
     )
-    try:
+    with suppress(ValueError):  # no term occurs in enough of them
         counts = vectorizer.fit_transform(texts)
-    except ValueError:  # no term occurs in enough of them
-        pass
-    else:
         vocabulary = tuple(str(t) for t in vectorizer.get_feature_names_out())
         idf = np.asarray(vectorizer.idf_, dtype=np.float64)
+    if vocabulary:
         room = len(prompts) // PROMPTS_PER_FEATURE - 1 - len(SCALARS)
         wanted = max(0, min(COMPONENTS, room)) if components is None else components
         k = min(wanted, len(vocabulary) - 1, len(prompts) - 1)
         projection = np.zeros((0, len(vocabulary)))
         if k > 0:
-            with np.errstate(
-                invalid="ignore"
-            ):  # prompts that are all alike explain a share of no variance
+            # Prompts that are all alike explain a share of no variance.
+            with np.errstate(invalid="ignore"):
                 svd = TruncatedSVD(n_components=k, random_state=0).fit(counts)
             projection = np.asarray(svd.components_, dtype=np.float64)
     columns = len(SCALARS) + len(projection)
@@ -324,14 +302,14 @@ def _cross_validated(features: FloatArray, alpha: FloatArray) -> float:
 def calibrate(measured: Measured, options: Sequence[Option]) -> dict[str, float]:
     """:attr:`runtime.policies.draft_choice.Chooser.calibration`: replayed seconds of all rounds
     over those that equation 3 gives at the true accuracies."""
-    factors = {}
-    for k, option in enumerate(options):
-        alpha = np.clip(measured.alphas[:, k], 0.0, ACC_MAX)
-        rounds = (measured.seconds[:, k] - measured.before[:, k]).sum()
-        factors[option.draft] = float(
-            rounds / (option.token_seconds(alpha) * measured.new_tokens).sum()
+    alphas = np.clip(measured.alphas, 0.0, ACC_MAX)
+    rounds = measured.seconds - measured.before
+    return {
+        o.draft: float(
+            rounds[:, k].sum() / (o.token_seconds(alphas[:, k]) * measured.new_tokens).sum()
         )
-    return factors
+        for k, o in enumerate(options)
+    }
 
 
 def fit_chooser(
@@ -374,11 +352,14 @@ def fit_chooser(
         parts = of.search, sorted([*of.race, *of.confirm]) or of.search
     fit_part, test_part = parts
     measured = Measured.of(trace.select(fit_part), candidates, profile, artifacts=artifacts)
-    ready = {
-        d: compile_plan(p, [d], profile=profile, artifacts=artifacts) for d, p in candidates.items()
-    }
     options = tuple(
-        Option.of(d, p, profile, sampled=measured.sampled, ready=ready[d])
+        Option.of(
+            d,
+            p,
+            profile,
+            sampled=measured.sampled,
+            ready=compile_plan(p, [d], profile=profile, artifacts=artifacts),
+        )
         for d, p in candidates.items()
     )
     chosen = [prompts[r] for r in fit_part]
@@ -387,25 +368,22 @@ def fit_chooser(
         own, part = [chosen[r] for r in rows], measured.take(rows)
         features = fit_features(own, reader=reader)
         matrix = features.transform(own)
-        alphas = dict(zip(candidates, part.alphas.T, strict=True))
         weights = {
             d: least_squares(matrix, alpha, ridge="cv")
-            for d, alpha in alphas.items()
+            for d, alpha in zip(candidates, part.alphas.T, strict=True)
             if d != NO_DRAFT
         }
-        return Chooser(
-            features, weights, dict(candidates), calibrate(part, options), rule, single=part.single
-        )
+        factors = calibrate(part, options)
+        return Chooser(features, weights, dict(candidates), factors, rule, single=part.single)
 
     chooser = fitted_to(np.arange(len(chosen)))
+    chains = [d for d in candidates if d in trace.chains]
     metrics: dict[str, Any] = {
         "features": list(chooser.features.names),
         "fitted_prompts": max((w.prompts for w in chooser.accuracy.values()), default=0),
         "ridge": "cv",
         "single": chooser.single,
-        "persistence": persistence(
-            trace.select(fit_part), [d for d in candidates if d in trace.chains]
-        ),
+        "persistence": persistence(trace.select(fit_part), chains),
     }
     if guarded:
         gained = cross_validated(measured, chosen, fitted_to, options, profile, seed=seed)
@@ -413,10 +391,9 @@ def fit_chooser(
         chooser = replace(chooser, chooses=gained.holds, reason=gained.reason)
     metrics["fit"] = evaluate(chooser, measured, chosen, profile, options=options)
     if list(test_part) != list(fit_part):
+        others = [prompts[r] for r in test_part]
         held_out = Measured.of(trace.select(test_part), candidates, profile, artifacts=artifacts)
-        metrics["held_out"] = evaluate(
-            chooser, held_out, [prompts[r] for r in test_part], profile, options=options
-        )
+        metrics["held_out"] = evaluate(chooser, held_out, others, profile, options=options)
     return replace(chooser, metrics=metrics)
 
 
@@ -441,15 +418,11 @@ class Gained:
         """Why the chooser chooses, or does not."""
         if not self.folds:
             return f"{self.requests} requests are too few to tell whether choosing gains anything"
-        low, high = self.interval
-        shown = (
-            f"choosing gains {100 * self.gain:.1f}% ({100 * low:.1f} to {100 * high:.1f}) over one "
-            "draft for all"
-        )
-        judged = "beyond noise" if self.holds else "not beyond noise"
+        gain, low, high = (100 * x for x in (self.gain, *self.interval))
         return (
             f"by {self.folds}-fold cross-validation on the {self.requests} requests fitted to, "
-            f"{shown}: {judged}"
+            f"choosing gains {gain:.1f}% ({low:.1f} to {high:.1f}) over one draft for all: "
+            f"{'' if self.holds else 'not '}beyond noise"
         )
 
 
@@ -525,15 +498,13 @@ def evaluate(
         ("known", known, "throughput", choosing),
         ("guarded", predicted, None, chooser),
     )
+    prompt_tokens = measured.prompt_tokens
     for name, alphas, rule, by in rules:
-        picks = by.decide(alphas, options, measured.prompt_tokens, measured.budgets, rule)
-        more = (
-            0.0
-            if name == "known"
-            else by.reading_seconds(profile, measured.prompt_tokens, [drafts[k] for k in picks])
-        )
-        spent[name] = measured.seconds[rows, picks] + more
-        picked[name] = picks
+        picked[name] = picks = by.decide(alphas, options, prompt_tokens, measured.budgets, rule)
+        spent[name] = measured.seconds[rows, picks]
+        if name != "known":
+            chosen = [drafts[k] for k in picks]
+            spent[name] = spent[name] + by.reading_seconds(profile, prompt_tokens, chosen)
     others = ("oracle", *(name for name, *_ in rules))
     saved = {name: float(best.sum() - spent[name].sum()) for name in others}
     tokens = int(measured.new_tokens.sum())
@@ -573,7 +544,6 @@ def r_squared(true: FloatArray, predicted: FloatArray) -> float | None:
 def _interval(base: FloatArray, spent: FloatArray) -> list[float]:
     """The 95% bootstrap interval of sum(base) / sum(spent) - 1 over requests."""
     pick = np.random.default_rng(0).integers(0, len(base), (RESAMPLES, len(base)))
-    found: list[float] = np.quantile(
-        base[pick].sum(1) / spent[pick].sum(1) - 1.0, [0.025, 0.975]
-    ).tolist()
+    gains = base[pick].sum(1) / spent[pick].sum(1) - 1.0
+    found: list[float] = np.quantile(gains, [0.025, 0.975]).tolist()
     return found

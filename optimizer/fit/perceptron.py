@@ -49,18 +49,17 @@ class Scale(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> Scale:
-        mean = sum(part.double().sum(0) for part in torch.split(x, SCORED)) / len(x)
-        variance = sum(
-            (part.double() - mean).square().sum(0) for part in torch.split(x, SCORED)
-        ) / len(x)
-        deviation = torch.as_tensor(variance).sqrt()
-        return cls(torch.as_tensor(mean), torch.where(deviation > 1e-9, deviation, 1.0))
+        parts = torch.split(x, SCORED)
+        mean = torch.as_tensor(sum(p.double().sum(0) for p in parts)) / len(x)
+        squares = sum((p.double() - mean).square().sum(0) for p in parts)
+        deviation = (torch.as_tensor(squares) / len(x)).sqrt()
+        return cls(mean, torch.where(deviation > 1e-9, deviation, 1.0))
 
     def apply(self, x: Tensor) -> Tensor:
         return (x.float() - self.mean.float()) / self.deviation.float()
 
 
-def initial(inputs: int, hidden: int, outputs: int, generator: torch.Generator) -> Weights:
+def _initial(inputs: int, hidden: int, outputs: int, generator: torch.Generator) -> Weights:
     """torch's own initialisation of two linear layers: uniform within 1 / sqrt(inputs of the
     layer)."""
 
@@ -86,22 +85,26 @@ def mean_loss(weights: Weights, x: Tensor, y: Tensor) -> float:
 
 
 def train(
-    start: Weights,
     x: Tensor,
     y: Tensor,
     *,
+    start: Weights | None = None,
+    hidden: int = 0,
     epochs: int,
     batch: int,
     learning_rate: float,
-    generator: torch.Generator,
-    after: Callable[[int, float, Weights], None],
+    seed: int,
+    after: Callable[[int, float | None, Weights], None],
 ) -> Weights:
-    """Adam from ``start`` over ``epochs`` passes of inputs ``x`` [n, d] with labels ``y`` bool [n,
-    outputs], in batches drawn by ``generator``. Inputs are standardised meanwhile; the weights
-    given and returned act on raw ones. ``after`` is called with (epoch from 1, its mean loss, the
-    weights)."""
-    scale, last = Scale.of(x), start
-    weights = Weights(*(w.clone().requires_grad_() for w in start.on_standardised(scale)))
+    """Adam from ``start``, or from random weights of ``hidden`` units, over ``epochs`` passes of
+    inputs ``x`` [n, d] with labels ``y`` bool [n, outputs], in batches drawn by ``seed``. Inputs
+    are standardised meanwhile; the weights given and returned act on raw ones. ``after`` is called
+    with (epoch, its mean loss, the weights); before training with 0 and no loss."""
+    generator, scale = torch.Generator().manual_seed(seed), Scale.of(x)
+    if start is None:
+        start = _initial(x.shape[1], hidden, y.shape[1], generator).on_raw(scale)
+    after(0, None, start)
+    last, weights = start, Weights(*(w.requires_grad_() for w in start.on_standardised(scale)))
     adam = torch.optim.Adam(weights, lr=learning_rate)
     for epoch in range(1, epochs + 1):
         total = 0.0

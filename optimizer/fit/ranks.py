@@ -13,8 +13,8 @@ trees, whose replay under shortlists is approximate; their near ties stay.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -24,18 +24,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from spectune.db.errors import CorruptedChunkError
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.fit.draft_distributions import Columns, ReadText, WholeDistributions
+from spectune.optimizer.fit.draft_distributions import ReadText, WholeDistributions
+from spectune.optimizer.fit.shared import recording_of
 from spectune.optimizer.processes import on_every_core
 from spectune.optimizer.simulate.shortlist_ranks import (
+    RANKS_OF,
     UNKNOWN_CODE,
-    ClusterRanks,
-    FrequencyRanks,
+    Columns,
     Ranks,
-    Wanted,
     budget_grid,
-    keep_ranks,
-    wanted_ranks,
+    digest,
+    stored_ranks,
 )
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.near_ties import near_cluster_places
@@ -47,7 +48,8 @@ from spectune.runtime.policies.shortlist_rule import compile_shortlist
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.recording.trees import OFF_TEXT, ROWS
 from spectune.runtime.shortlists import Shortlists
-from spectune.traces.errors import PolicyError
+from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.recording import how_to_record_trees
 from spectune.traces.schema import Proposals, Trajectory, TreePanorama
 from spectune.traces.store import TraceStore
 
@@ -56,9 +58,18 @@ KEPT: Final = 16
 level add to its shortlist."""
 
 
+def _least_before(read: ReadText, ranks: npt.NDArray[np.int64], none: int) -> npt.NDArray[np.int64]:
+    """The least of the children's ``ranks`` [roots, k] before the text's own, where it is one of
+    them; else ``none``."""
+    slot, width = read.panorama.text_slot[: read.roots], read.panorama.width
+    before = np.where(slot < width, slot, 0)[:, None]
+    return np.asarray(np.where(np.arange(width) < before, ranks, none).min(axis=1))
+
+
 class FrequencyOrder:
-    """The frequency order of an artifact over one draft of a pair. Only chains of language models
-    ask for its ranks. Raises PolicyError for one of another vocabulary."""
+    """The frequency order of an artifact over one draft of a pair, and where it puts one request's
+    texts (:meth:`place`). Only chains of language models ask for its ranks. Raises PolicyError for
+    one of another vocabulary."""
 
     def __init__(self, pair: LoadedPair, draft: str, name: str, held: Fitted) -> None:
         order = Frequencies.from_document(held.document, held.arrays)
@@ -69,83 +80,48 @@ class FrequencyOrder:
                 "`fit frequencies` on a recording of this pair makes one"
             )
         distributions = WholeDistributions(pair, draft)
-        self.draft, self.vocab = draft, order.vocab
-        self.rank_of = np.where(distributions.row >= 0, order.rank, order.vocab)
-        self.of_rows = order.rank[distributions.ids]
+        self.vocab = order.vocab
         self.budgets = budget_grid(order.vocab)
+        self.about: dict[str, Any] = {"vocab": order.vocab}
+        # Of the target's tokens; of those that the draft's head lacks the vocabulary's size.
+        self.ranks = np.where(distributions.row >= 0, order.rank, order.vocab)
+        self.of_rows = order.rank[distributions.ids]
         # Rows of the head by rank, and how many of them the first k tokens are.
         by_rank = np.argsort(self.of_rows, kind="stable")
         self.by_rank = torch.from_numpy(by_rank).to(pair.device)
         inside = np.searchsorted(self.of_rows[by_rank], self.budgets)
         self.columns, self.none = np.maximum(inside - 1, 0).tolist(), inside == 0
 
-    def place(self, read: ReadText) -> _FrequencyPlaces:
-        """Where the order puts what a request's texts go on with and the recorded children before
-        that."""
-        panorama = read.panorama
-        slot = panorama.text_slot[: read.roots]
-        before = np.where(slot < panorama.width, slot, 0)[:, None]
-        children = self.ranks(panorama.tokens[: read.roots])
-        better = np.where(np.arange(panorama.width) < before, children, self.vocab).min(axis=1)
-        own = np.append(self.ranks(read.trajectory.output_ids), self.vocab).astype(np.uint32)
-        return _FrequencyPlaces(self, read, own, better)
-
-    def ranks(self, tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-        """Ranks of the target's tokens; of those that the draft's head lacks the vocabulary's
-        size."""
-        found: npt.NDArray[np.int64] = self.rank_of[tokens.astype(np.int64)]
-        return found
-
-    def joined(
-        self, name: str, proposals: Proposals, digests: Sequence[str], parts: Sequence[Columns]
-    ) -> FrequencyRanks:
-        """The rows of all requests as one value."""
-        columns: dict[str, Any] = {
-            column: np.concatenate([p[column] for p in parts]) for column in parts[0]
-        }
-        return FrequencyRanks(
-            draft=self.draft,
-            fitted=name,
-            proposals=proposals,
-            vocab=self.vocab,
-            budgets=self.budgets,
-            digests=tuple(digests),
-            text_offsets=np.cumsum([0, *(len(p["own"]) for p in parts)]),
-            **columns,
-        )
-
-
-@dataclass(eq=False)
-class _FrequencyPlaces:
-    """A frequency order over one request."""
-
-    order: FrequencyOrder
-    read: ReadText
-    own: npt.NDArray[np.uint32]
-    better: npt.NDArray[np.int64]
+    def place(self, read: ReadText) -> None:
+        """Ranks what a request's texts go on with and the recorded children before that."""
+        self.panorama = read.panorama
+        children = self.ranks[self.panorama.tokens[: read.roots]]
+        self.better = _least_before(read, children, self.vocab)
+        self.own = np.append(self.ranks[read.trajectory.output_ids], self.vocab)
 
     def by_order(self, rows: slice, values: Tensor) -> Tensor:
         """``values`` of the head's rows, best token first."""
-        return values.index_select(1, self.order.by_rank)
+        return values.index_select(1, self.by_rank)
 
     def least(self, start: int, better: npt.NDArray[np.bool_] | None) -> int:
         """The least rank of the rows that are ``better`` than the text's token; of the recorded
         children where that is not known."""
-        panorama = self.read.panorama
         if better is None:
-            ranks = self.order.ranks(panorama.tokens[start, : panorama.count[start]])
+            ranks = self.ranks[self.panorama.tokens[start, : self.panorama.count[start]]]
         else:
-            ranks = self.order.of_rows[better]
-        return int(ranks.min(initial=self.order.vocab))
+            ranks = self.of_rows[better]
+        return int(ranks.min(initial=self.vocab))
 
-    def finished(self, unsaid: npt.NDArray[np.bool_]) -> Columns:
-        """The columns; ``unsaid``: starts where nothing is known beyond the children."""
-        return {"own": self.own, "better": self.better.astype(np.uint32), "open": unsaid}
+    def placed(self, unsaid: npt.NDArray[np.bool_]) -> dict[str, npt.NDArray[Any]]:
+        """The request's columns; ``unsaid``: starts where nothing is known beyond the children."""
+        own, better = self.own.astype(np.uint32), self.better.astype(np.uint32)
+        return {"own": own, "better": better, "open": unsaid}
 
 
 class RouterOrder:
-    """The router of an artifact over one draft of a pair, as the runtime uses it. Raises
-    PolicyError where it is of another draft or head."""
+    """The router of an artifact over one draft of a pair, as the runtime uses it, and where it puts
+    one request's clusters (:meth:`place`). Raises PolicyError where it is of another draft or
+    head."""
 
     def __init__(self, pair: LoadedPair, draft: str, name: str, held: Fitted) -> None:
         policy = Policy(
@@ -153,113 +129,58 @@ class RouterOrder:
         )
         rule = compile_shortlist(policy, lambda _: held)
         assert rule is not None
-        shortlists = Shortlists(rule, pair.models[draft], pair.exact)
-        self.pair, self.shortlists, self.draft = pair, shortlists, draft
-        self.model, self.output, self.clusters = (
-            shortlists.model,
-            shortlists.output,
-            shortlists.clusters,
-        )
+        self.exact, self.shortlists = pair.exact, Shortlists(rule, pair.models[draft], pair.exact)
+        self.clusters, self.model = self.shortlists.clusters, self.shortlists.model
         self.count = self.clusters.count
         self.budgets = budget_grid(self.count)
-        self.columns, self.none = (
-            (np.array(self.budgets) - 1).tolist(),
-            np.zeros(len(self.budgets), np.bool_),
-        )
+        self.columns = (np.array(self.budgets) - 1).tolist()
+        self.none = np.zeros(len(self.budgets), np.bool_)
         self.of = np.full(pair.target.vocab_size, self.count, np.int64)
-        self.of[self.output.ids] = self.clusters.of
+        self.of[self.shortlists.output.ids] = self.clusters.of
         self.of_rows = torch.from_numpy(self.clusters.of).to(self.model.device)
+        of = self.of.astype(np.min_scalar_type(self.count))
+        self.about: dict[str, Any] = {"clusters": self.count, "of": of}
 
-    def place(self, read: ReadText) -> _RouterPlaces:
-        """Where the router puts the clusters of what a request's texts go on with, and of the
-        recorded children."""
+    def place(self, read: ReadText) -> None:
+        """Ranks the clusters of what a request's texts go on with, and of the recorded children."""
         panorama, roots = read.panorama, read.roots
         rows = [slice(at, at + ROWS) for at in range(0, len(read.tokens), ROWS)]
+        embedded = (self.model.embedded(read.tokens[at]) for at in rows)
         scores = torch.cat(
             [
-                self.shortlists.scores(self.model.embedded(read.tokens[at]), read.before[at])
-                for at in rows
+                self.shortlists.scores(x, read.before[at])
+                for x, at in zip(embedded, rows, strict=True)
             ]
         )
         following = np.append(self.of[read.following[:-1]], self.count)
         exists = np.arange(panorama.width) < panorama.count[:, None]
         children = np.where(exists, self.of[panorama.tokens], self.count)
-        if self.pair.exact:
+        if self.exact:
             self._decide(read, scores, np.concatenate([children[:roots], following[:, None]], 1))
-        order = top_clusters(scores, self.count)
-        place = functional.pad(order.argsort(-1), (0, 1), value=self.count).cpu().numpy()
-        ranks = np.take_along_axis(place, children, 1)
-        slot = np.where(panorama.text_slot[:roots] < panorama.width, panorama.text_slot[:roots], 0)[
-            :, None
-        ]
-        better = np.where(np.arange(panorama.width) < slot, ranks[:roots], self.count).min(1)
-        better[-1] = 0
-        return _RouterPlaces(
-            self, read, place[np.arange(roots), following], better, ranks, order, place
-        )
+        self.order = top_clusters(scores, self.count)
+        places = functional.pad(self.order.argsort(-1), (0, 1), value=self.count)
+        self.place_of = places.cpu().numpy()
+        self.own = self.place_of[np.arange(roots), following]
+        self.ranks = np.take_along_axis(self.place_of, children, 1)
+        self.better = _least_before(read, self.ranks[:roots], self.count)
+        self.better[-1] = 0
+        self.first = self.order[:roots].cpu().numpy()
 
     def _decide(self, read: ReadText, scores: Tensor, watched: npt.NDArray[np.int64]) -> None:
         """Replaces, in place, scores [N, M] of those text prefixes at which rounding could move one
         of the clusters ``watched`` int64 [T, K + 1] (M: none) in the order: by scores from
         canonical states, as the runtime does."""
-        by_cluster = functional.pad(
-            near_cluster_places(scores[: len(watched)], self.shortlists.margin), (0, 1)
-        )
+        places = near_cluster_places(scores[: len(watched)], self.shortlists.margin)
+        by_cluster = functional.pad(places, (0, 1))
         near = by_cluster.gather(1, torch.from_numpy(watched).to(scores.device)).any(1)
         for i in near.nonzero()[:, 0].tolist():
             state = read.reader.canonical_before(read.prompt + i)
-            scores[i] = self.shortlists.scores(self.model.embedded(read.tokens[i : i + 1]), state)[
-                0
-            ]
-
-    def joined(
-        self, name: str, proposals: Proposals, digests: Sequence[str], parts: Sequence[Columns]
-    ) -> ClusterRanks:
-        """The rows of all requests as one value."""
-        widest = max(p["ranks"].shape[1] for p in parts)
-        ranks = [
-            np.pad(
-                p["ranks"], ((0, 0), (0, widest - p["ranks"].shape[1])), constant_values=self.count
-            )
-            for p in parts
-        ]
-        columns: dict[str, Any] = {
-            column: np.concatenate([p[column] for p in parts])
-            for column in parts[0]
-            if column != "ranks"
-        }
-        return ClusterRanks(
-            draft=self.draft,
-            fitted=name,
-            proposals=proposals,
-            clusters=self.count,
-            budgets=self.budgets,
-            digests=tuple(digests),
-            node_offsets=np.cumsum([0, *(len(p["ranks"]) for p in parts)]),
-            text_offsets=np.cumsum([0, *(len(p["own"]) for p in parts)]),
-            of=self.of.astype(np.min_scalar_type(self.count)),
-            ranks=np.concatenate(ranks),
-            **columns,
-        )
-
-
-@dataclass(eq=False)
-class _RouterPlaces:
-    """A router's order over one request."""
-
-    router: RouterOrder
-    read: ReadText
-    own: npt.NDArray[np.int64]
-    better: npt.NDArray[np.int64]
-    ranks: npt.NDArray[np.int64]
-    order: Tensor
-    place: npt.NDArray[np.int64]
+            embedded = self.model.embedded(read.tokens[i : i + 1])
+            scores[i] = self.shortlists.scores(embedded, state)[0]
 
     def by_order(self, rows: slice, values: Tensor) -> Tensor:
         """``values`` of the head's rows summed by cluster, best cluster first."""
-        sums = values.new_zeros(len(values), self.router.count).index_add_(
-            1, self.router.of_rows, values
-        )
+        sums = values.new_zeros(len(values), self.count).index_add_(1, self.of_rows, values)
         return sums.gather(1, self.order[rows])
 
     def least(self, start: int, better: npt.NDArray[np.bool_] | None) -> int:
@@ -267,24 +188,26 @@ class _RouterPlaces:
         where that is not known."""
         if better is None:
             return 0
-        return int(
-            self.place[start][self.router.clusters.of[better]].min(initial=self.router.count)
-        )
+        return int(self.place_of[start][self.clusters.of[better]].min(initial=self.count))
 
-    def finished(self, _: npt.NDArray[np.bool_]) -> Columns:
-        """The columns."""
-        router, first = self.router, self.order[: self.read.roots].cpu().numpy()
-        small, wide = np.min_scalar_type(router.count), np.min_scalar_type(router.output.rows)
+    def placed(self, _: npt.NDArray[np.bool_]) -> dict[str, npt.NDArray[Any]]:
+        """The request's columns."""
+        small = np.min_scalar_type(self.count)
+        sizes = self.clusters.sizes[self.first].cumsum(1)[:, self.columns]
         return {
             "ranks": self.ranks.astype(small),
             "order": self.order[:, :KEPT].cpu().numpy().astype(small),
             "own": self.own.astype(small),
             "better": self.better.astype(small),
-            "sizes": router.clusters.sizes[first].cumsum(1)[:, router.columns].astype(wide),
+            "sizes": sizes.astype(np.min_scalar_type(self.shortlists.output.rows)),
         }
 
 
-Order = FrequencyOrder | RouterOrder
+def _order(pair: LoadedPair, draft: str, name: str, held: Fitted) -> FrequencyOrder | RouterOrder:
+    """The order of an artifact. Raises PolicyError where it is none of this draft, head and
+    vocabulary."""
+    made_by = FrequencyOrder if held.kind == FREQUENCIES else RouterOrder
+    return made_by(pair, draft, name, held)
 
 
 def recorded_ranks(
@@ -306,52 +229,88 @@ def recorded_ranks(
     where one of ``orders`` is none of this draft, head and vocabulary.
     """
     ids = [store.get_artifact(name).id for name in orders]
-    wanted = wanted_ranks(store, pair.id, recording, draft, ids, proposals)
+    info = recording_of(store, recording, pair.id)
+    loaded = store.load(info.id, [draft], trees=True, skip_corrupted=True)
+    loaded = loaded.having(trees=[draft], proposals=proposals)
+    if not loaded.requests:
+        raise TraceError(
+            f"recording {info.id} has no trees of draft {draft!r}, whose distributions a "
+            f"shortlist's ranks are of; " + how_to_record_trees(info.id, proposals=proposals)
+        )
+    items = list(zip(loaded.trajectories, loaded.trees(draft, proposals), strict=True))
+    digests = tuple(digest(*item) for item in items)
     find = fitted(store, pair.id)
-    made_by = {name: order_of(pair, draft, name, find(name)) for name in ids}
-    lacking = {name: find(name) for name in ids if not wanted.complete(name)}
-    whole = dict(wanted.there)
+    whole: dict[str, Ranks] = {}
+    made_by = {name: _order(pair, draft, name, find(name)) for name in ids}
+    for name in ids:
+        with suppress(CorruptedChunkError):
+            if (found := stored_ranks(store, info.id, draft, name, proposals)) is not None:
+                whole[name] = found
+    lacking = {
+        name: find(name)
+        for name in ids
+        if name not in whole or not set(digests) <= set(whole[name].digests)
+    }
     if lacking:
-        for name, parts in _parts(pair, draft, lacking, wanted, progress).items():
-            made = made_by[name].joined(name, proposals, wanted.digests, parts)
-            whole[name] = keep_ranks(store, pair.id, wanted.recording, made)
+        parts = _parts(pair, draft, lacking, items, digests, whole, progress)
+        for name, columns in parts.items():
+            made = RANKS_OF[lacking[name].kind].of_requests(
+                columns,
+                draft=draft,
+                fitted=name,
+                proposals=proposals,
+                digests=digests,
+                budgets=made_by[name].budgets,
+                **made_by[name].about,
+            )
+            whole[name] = keep_ranks(store, pair.id, info.id, made)
     return [whole[name] for name in ids]
 
 
-def order_of(pair: LoadedPair, draft: str, name: str, held: Fitted) -> Order:
-    """The order of an artifact. Raises PolicyError where it is none of this draft, head and
-    vocabulary."""
-    if held.kind == FREQUENCIES:
-        return FrequencyOrder(pair, draft, name, held)
-    return RouterOrder(pair, draft, name, held)
+def keep_ranks(store: TraceStore, pair_id: str, recording: str, made: Ranks) -> Ranks:
+    """Stores ranks of a recording; the same with the artifact's id."""
+    document, arrays = made.to_document()
+    origin = {key: document[key] for key in ("draft", made.KEY, "proposals")}
+    origin["recording"] = recording
+    document |= {**origin, "pair": pair_id}
+    while True:
+        name = store.put_artifact(made.KIND, document, arrays, pair_id=pair_id, provenance=origin)
+        try:
+            store.get_artifact(name)
+        except CorruptedChunkError:
+            # This very content was there, damaged. Ids are hashes of contents, so a new one needs
+            # another.
+            document["instead_of"] = name
+        else:
+            return replace(made, artifact=name)
 
 
 def _parts(
     pair: LoadedPair,
     draft: str,
     orders: Mapping[str, Fitted],
-    wanted: Wanted,
+    items: Sequence[tuple[Trajectory, TreePanorama]],
+    digests: Sequence[str],
+    there: Mapping[str, Ranks],
     progress: Progress,
 ) -> dict[str, list[Columns]]:
-    """By order, the rows of every request: those stored, or made on every core."""
-    there = {name: wanted.there[name] for name in orders if name in wanted.there}
-    known = {name: {d: n for n, d in enumerate(ranks.digests)} for name, ranks in there.items()}
-    new = [any(request not in known.get(name, ()) for name in orders) for request in wanted.digests]
-    items = [
-        (text, panorama)
-        for text, panorama, asked in zip(wanted.texts, wanted.trees, new, strict=True)
-        if asked
-    ]
+    """By order, the columns of every request: those stored, or made on every core."""
+    known = {
+        name: {d: n for n, d in enumerate(ranks.digests)}
+        for name, ranks in there.items()
+        if name in orders
+    }
+    asked = [any(request not in known.get(name, ()) for name in orders) for request in digests]
+    new = [item for item, is_new in zip(items, asked, strict=True) if is_new]
     parts: dict[str, list[Columns]] = {name: [] for name in orders}
-    with closing(
-        on_every_core(pair, partial(_rank, draft=draft, artifacts=orders), items, len(items))
-    ) as made:
-        for n, (request, asked) in enumerate(zip(wanted.digests, new, strict=True)):
-            fresh = dict(zip(orders, next(made), strict=True)) if asked else {}
-            for name, rows in parts.items():
+    rank = partial(_rank, draft=draft, artifacts=orders)
+    with closing(on_every_core(pair, rank, new, len(new))) as made:
+        for n, (request, is_new) in enumerate(zip(digests, asked, strict=True), 1):
+            fresh = dict(zip(orders, next(made), strict=True)) if is_new else {}
+            for name, columns in parts.items():
                 held = known.get(name, {}).get(request)
-                rows.append(fresh[name] if held is None else there[name].rows_of(held))
-            progress("ranks", n + 1, len(new))
+                columns.append(fresh[name] if held is None else there[name].rows_of(held))
+            progress("ranks", n, len(digests))
     return parts
 
 
@@ -362,36 +321,34 @@ def _rank(
     draft: str,
     artifacts: Mapping[str, Fitted],
 ) -> list[Columns]:
-    """The rows of one request under the orders of each of ``artifacts``."""
+    """The columns of one request under the orders of each of ``artifacts``."""
     trajectory, panorama = item
-    orders = [order_of(pair, draft, *one) for one in artifacts.items()]
+    orders = [_order(pair, draft, *one) for one in artifacts.items()]
     distributions = WholeDistributions(pair, draft)
     read = ReadText(pair, draft, trajectory, panorama)
-    placed = [order.place(read) for order in orders]
+    for order in orders:
+        order.place(read)
     codes: list[list[Any]] = [[] for _ in orders]
-    opened = np.zeros(read.roots, np.bool_)
+    unsaid = np.zeros(read.roots, np.bool_)
     slot = panorama.text_slot[: read.roots]
     for begin in range(0, read.roots, ROWS):
         rows = slice(begin, min(begin + ROWS, read.roots))
-        logits = distributions.logits(read.states[rows])
-        following = read.following[rows]
-        for order, one, found in zip(orders, placed, codes, strict=True):
-            by_order = partial(one.by_order, rows)
+        logits, following = distributions.logits(read.states[rows]), read.following[rows]
+        for order, found in zip(orders, codes, strict=True):
+            by_order = partial(order.by_order, rows)
             found.append(
                 distributions.codes(logits, trajectory.sampling, following, order.columns, by_order)
             )
         for i in (begin + np.flatnonzero(slot[rows] == OFF_TEXT)).tolist():
             if i < read.roots - 1:
-                better = distributions.better(
-                    read.reader, logits[i - begin], i, trajectory, panorama
-                )
-                opened[i] = better is None
-                for one in placed:
-                    one.better[i] = one.least(i, better)
+                better = distributions.better(read, logits[i - begin], i)
+                unsaid[i] = better is None
+                for order in orders:
+                    order.better[i] = order.least(i, better)
     made: list[Columns] = []
-    for order, one, found in zip(orders, placed, codes, strict=True):
+    for order, found in zip(orders, codes, strict=True):
         text, mass, entropy = (np.concatenate(parts) for parts in zip(*found, strict=True))
         mass[:, order.none] = UNKNOWN_CODE
         said = {"text_code": text, "mass_code": mass, "entropy_code": entropy}
-        made.append({**one.finished(opened), **said})
+        made.append({**order.placed(unsaid), **said})
     return made

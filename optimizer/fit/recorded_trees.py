@@ -4,13 +4,14 @@ trees are grown by the functions that decode with them, EAGLE-2's growth with it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from spectune.optimizer.fit.shared import Arrays, keep, search_part
+from spectune.optimizer.fit.shared import Arrays, StoredFit, keep, search_part
 from spectune.optimizer.simulate.forest import Forest
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
@@ -18,14 +19,11 @@ from spectune.runtime.policies.document import parse_plain_policy
 from spectune.runtime.trees.grow import TreeRule
 from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.recording import TREE_DEPTH, TREE_WIDTH
+from spectune.traces.recording import how_to_record_trees
 from spectune.traces.schema import TREE_SCALE, Proposals
 from spectune.traces.store import RecordingInfo, TraceStore
 
 Index = npt.NDArray[np.int64]
-
-CHUNK: Final = 512
-"""Starts grown together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,24 +122,27 @@ class TreeSource:
     def keep(
         self,
         kind: str,
-        document: dict[str, Any],
+        fitted: dict[str, Any],
         arrays: Arrays,
         fitted_to: tuple[npt.NDArray[Any], ...],
-    ) -> str:
-        """Stores an artifact (:func:`optimizer.fit.shared.keep`)."""
+        gamma: int,
+        blocks: Callable[[str], dict[str, Any]],
+    ) -> StoredFit:
+        """Stores what was ``fitted`` (:func:`optimizer.fit.shared.keep`). A policy with it has a
+        window of ``gamma`` and the ``blocks`` of the artifact."""
+        document = self.document() | fitted
         origin: dict[str, Any] = {
             "recording": self.info.id,
             "requests": list(self.trace.request_ids),
         }
-        return keep(
-            self.store,
-            kind,
-            document,
-            arrays,
-            pair_id=self.info.pair_id,
-            fitted_to=fitted_to,
-            **origin,
+        pair, draft = self.info.pair_id, self.trees.forest.draft
+        artifact = keep(
+            self.store, kind, document, arrays, pair_id=pair, fitted_to=fitted_to, **origin
         )
+        policy = {"draft": draft, "window": {"kind": "fixed", "gamma": gamma}, **blocks(artifact)}
+        if self.trees.proposals != "coupled":
+            policy["growth"]["proposals"] = self.trees.proposals
+        return StoredFit(artifact, kind, document, policy)
 
 
 def tree_source(
@@ -155,22 +156,17 @@ def tree_source(
             raise PolicyError(
                 "--draft ngram: it proposes one continuation and grows no trees; name another draft"
             )
-        known = {
-            *store.get_pair(info.pair_id).document.get("drafts", {}),
-            *info.drafts,
-            *info.trees,
-        } - {"ngram"}
+        drafts = store.get_pair(info.pair_id).document.get("drafts", {})
+        known = {*drafts, *info.drafts, *info.trees} - {"ngram"}
         if draft not in known:
             raise PolicyError(
                 f"--draft {draft}: the pair of recording {info.id} has no such draft; it has: "
                 f"{', '.join(sorted(known))}"
             )
-        flag = "" if proposals == "coupled" else f" --tree-proposals {proposals}"
+        by = "" if proposals == "coupled" else " by probability"
         raise TraceError(
-            f"recording {info.id} has no trees of draft "
-            f"{draft!r}{' by probability' if flag else ''} (it has: "
-            f"{info.trees_shown() or 'none'}); `record --resume {info.id} --tree-width "
-            f"{TREE_WIDTH} --tree-depth {TREE_DEPTH}{flag}` makes them"
+            f"recording {info.id} has no trees of draft {draft!r}{by} (it has: "
+            f"{info.trees_shown() or 'none'}); {how_to_record_trees(info.id, proposals=proposals)}"
         )
     if info.verifier == "rejection" and not info.sampling.greedy:
         raise TraceError(
@@ -180,11 +176,6 @@ def tree_source(
     trace = open_trace(store, info.id, trees=[(draft, proposals)], skip_corrupted=True).trace
     trace = trace.select(search_part(trace.trajectories))
     return TreeSource(store, info, trace, RecordedTrees.of(trace, draft, proposals))
-
-
-def unusual(source: TreeSource) -> dict[str, str]:
-    """What a growth says of proposals, where they are not the default."""
-    return {} if source.trees.proposals == "coupled" else {"proposals": source.trees.proposals}
 
 
 def child_probabilities(

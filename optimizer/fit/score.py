@@ -22,12 +22,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from spectune.optimizer.fit.recorded_trees import (
-    RecordedTrees,
-    TreeSource,
-    child_probabilities,
-    unusual,
-)
+from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource, child_probabilities
 from spectune.optimizer.fit.shared import StoredFit, held_out
 from spectune.runtime.policies.document import DEFAULT_TOP_N, TopKGrowth
 from spectune.runtime.progress import Progress, silent
@@ -85,24 +80,10 @@ class ScoreExamples:
 
 
 @dataclass(frozen=True)
-class Rank:
-    """Acceptance of the children of one rank on the held-out distributions: how many there are
-    (``laws``), the share ``observed``, and mean estimates by the fitted sharpness (``predicted``),
-    the default one, and q (``probability``)."""
-
-    rank: int
-    laws: int
-    observed: float
-    predicted: float
-    default: float
-    probability: float
-
-
-@dataclass(frozen=True)
 class Score:
     """A fitted ``sharpness``, to two decimals. ``laws`` distributions were fitted to, ``held_out``
     others judged: ``loss`` there, in nats a child, by ``fitted``, ``default`` and ``probability``
-    (q itself); ``covered``: the share of them that has a child taken; ``ranks``: by rank.
+    (q itself); ``covered``: the share of them that has a child taken; ``ranks``: :func:`_ranks`.
     ``curve``: (sharpness, loss) of :data:`GRID` on those fitted to. ``at_border``: a sharpness
     beyond those looked at might be better."""
 
@@ -111,7 +92,7 @@ class Score:
     held_out: int
     covered: float
     loss: dict[str, float]
-    ranks: tuple[Rank, ...]
+    ranks: list[dict[str, float]]
     curve: tuple[tuple[float, float], ...]
     at_border: bool
 
@@ -137,31 +118,18 @@ def fit_score(
     progress("distributions", 0, 1)
     examples = score_examples(source.trees, width, depth, count=starts, seed=seed)
     requests = np.searchsorted(source.trace.offsets, examples.start, side="right")
+    groups = requests if len(np.unique(requests)) > 1 else examples.start
     try:
-        score = fit_sharpness(
-            examples, requests if len(np.unique(requests)) > 1 else examples.start, seed=seed
-        )
+        score = fit_sharpness(examples, groups, seed=seed)
     except ValueError as error:
         raise TraceError(f"recording {source.info.id}: {error}") from None
     progress("distributions", 1, 1)
-    document = source.document() | asdict(score) | {"width": width, "depth": depth, "seed": seed}
-    document["starts"] = len(np.unique(examples.start))
-    artifact = source.keep(SCORE, document, {}, tuple(vars(examples).values()))
-    growth = {
-        "kind": "top_k",
-        "width": width,
-        "score": "coupled",
-        "sharpness": score.sharpness,
-        **unusual(source),
-    }
-    window = {"kind": "fixed", "gamma": depth}
-    policy = {
-        "draft": forest.draft,
-        "window": window,
-        "growth": growth,
-        "select": {"top_n": DEFAULT_TOP_N},
-    }
-    return StoredFit(artifact, SCORE, document, policy)
+    fitted = asdict(score) | {"width": width, "depth": depth, "seed": seed}
+    fitted["starts"] = len(np.unique(examples.start))
+    growth = {"kind": "top_k", "width": width, "score": "coupled", "sharpness": score.sharpness}
+    blocks: dict[str, Any] = {"growth": growth, "select": {"top_n": DEFAULT_TOP_N}}
+    evidence = tuple(vars(examples).values())
+    return source.keep(SCORE, fitted, {}, evidence, depth, lambda _: blocks)
 
 
 def score_examples(
@@ -279,22 +247,26 @@ def _least(loss: Callable[[float], float], known: dict[float, float]) -> float:
 
     at = GRID.index(best(set(GRID)))
     low, high = GRID[max(0, at - 1)], GRID[min(len(GRID) - 1, at + 1)]
-    middle = best(
-        {round(float(x), 2) for x in np.linspace(low, high, 21)}
-        | ({DEFAULT} if low <= DEFAULT <= high else set())
-    )
+    between = {round(float(x), 2) for x in np.linspace(low, high, 21)}
+    middle = best(between | ({DEFAULT} if low <= DEFAULT <= high else set()))
     step = (high - low) / 20
-    around = range(
-        round(100 * max(LEAST, middle - step)), round(100 * min(MOST, middle + step)) + 1
-    )
-    return best({middle, *(hundredth / 100 for hundredth in around)})
+    least, most = max(LEAST, middle - step), min(MOST, middle + step)
+    return best({middle, *(n / 100 for n in range(round(100 * least), round(100 * most) + 1))})
 
 
-def _ranks(examples: ScoreExamples, sharpness: float) -> tuple[Rank, ...]:
-    columns = examples.hit, estimates(examples, sharpness), estimates(examples, DEFAULT), examples.q
-    there = [examples.count > rank for rank in range(examples.gap.shape[1])]
-    return tuple(
-        Rank(rank, int(some.sum()), *(float(x[some, rank].mean()) for x in columns))
-        for rank, some in enumerate(there)
-        if some.any()
-    )
+def _ranks(examples: ScoreExamples, sharpness: float) -> list[dict[str, float]]:
+    """Acceptance of the children of each rank: how many there are (``laws``), the share
+    ``observed``, and mean estimates by the fitted sharpness (``predicted``), the default one, and q
+    (``probability``)."""
+    columns = {
+        "observed": examples.hit,
+        "predicted": estimates(examples, sharpness),
+        "default": estimates(examples, DEFAULT),
+        "probability": examples.q,
+    }
+    found = []
+    for rank in range(examples.gap.shape[1]):
+        if (some := examples.count > rank).any():
+            means = {name: float(x[some, rank].mean()) for name, x in columns.items()}
+            found.append({"rank": rank, "laws": int(some.sum()), **means})
+    return found

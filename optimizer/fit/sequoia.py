@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource, unusual
+from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource
 from spectune.optimizer.fit.shared import StoredFit, profile_of
 from spectune.runtime.costs import RoundKind, pass_seconds, round_costs
 from spectune.runtime.policies.artifacts import STATIC_TREE
@@ -60,20 +60,17 @@ def fit_sequoia(
         if value is not None and not 1 <= value <= limit:
             raise PolicyError(f"{flag} {value}: from 1 to {limit} is possible")
     forest = source.trees.forest
-    costs = (
-        _costs(source, profile) if profile is not None or nodes is None or depth is None else None
-    )
+    by_acceptance = profile is None and nodes is not None and depth is not None
+    costs = None if by_acceptance else _costs(source, profile)
     # Where a distribution is a function of the prefix, the text's own ranks say all, at any depth.
-    deepest, most = (
-        depth or (DEPTH if forest.shared and forest.full else forest.depth),
-        nodes or NODES,
-    )
+    deepest = depth or (DEPTH if forest.shared and forest.full else forest.depth)
+    most = nodes or NODES
     progress("acceptance", 0, 1)
     acceptance = rank_acceptance(source.trees, deepest)
     tree = _tree(acceptance, most, deepest, costs)
     progress("acceptance", 1, 1)
     levels = max(len(p) for p in tree.paths)
-    document = source.document() | {
+    fitted = {
         "paths": [list(path) for path in tree.paths],
         "nodes": len(tree.paths),
         "depth": levels,
@@ -84,10 +81,15 @@ def fit_sequoia(
         "acceptance": [[round(float(p), 6) for p in row] for row in acceptance.chance],
         "parents": acceptance.parents.tolist(),
     }
-    artifact = source.keep(STATIC_TREE, document, {}, (acceptance.chance, acceptance.parents))
-    growth = {"kind": "static", "artifact": artifact, **unusual(source)}
-    policy = {"draft": forest.draft, "window": {"kind": "fixed", "gamma": levels}, "growth": growth}
-    return StoredFit(artifact, STATIC_TREE, document, policy)
+    evidence = acceptance.chance, acceptance.parents
+    return source.keep(
+        STATIC_TREE,
+        fitted,
+        {},
+        evidence,
+        levels,
+        lambda artifact: {"growth": {"kind": "static", "artifact": artifact}},
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,9 +117,8 @@ def rank_acceptance(
         node, levels = node[alive], levels[alive]
         if len(node) < (least if chance else 1):
             break
-        chance.append(
-            np.bincount(forest.text_slot[node], minlength=256)[: forest.width] / len(node)
-        )
+        taken = np.bincount(forest.text_slot[node], minlength=256)[: forest.width]
+        chance.append(taken / len(node))
         parents.append(len(node))
         node = trees.along_text(node)
     if not chance:
@@ -272,19 +273,18 @@ class _Costs(NamedTuple):
     """A profile's costs of trees with one draft, in the middle of the recording's contexts, as
     :func:`choose` takes them; ``token_s`` is an emitted one's."""
 
-    profile_id: str
     draft_level_s: Callable[[int, int], float]
     verify_s: Callable[[int], float]
     overhead_s: float
     token_s: float
+    profile_id: str
 
 
 def _costs(source: TreeSource, profile: str | None) -> _Costs:
     otherwise = "or give --nodes N --depth D to choose by acceptance alone"
     device, draft = str(source.info.options.get("device", "cpu")), source.trees.forest.draft
-    measured, profile_id = profile_of(
-        source.store, source.info.pair_id, device, profile, f", {otherwise}"
-    )
+    pair_id, hint = source.info.pair_id, f", {otherwise}"
+    measured, profile_id = profile_of(source.store, pair_id, device, profile, hint)
     if draft not in measured.tree_drafts:
         raise TraceError(
             f"profile {profile_id} has no costs of trees for draft {draft!r}: run `profile` again, "
@@ -302,31 +302,25 @@ def _costs(source: TreeSource, profile: str | None) -> _Costs:
     def draft_level_s(level: int, width: int) -> float:
         """Of the pass that makes a level, from ``width`` nodes; beyond the widths measured as the
         last ones go on."""
-        return (
-            first_s
-            if level == 1
-            else float(level_s[min(width, WIDTH_LIMIT)] + max(0, width - WIDTH_LIMIT) * more_s)
-        )
+        if level == 1:
+            return first_s
+        beyond = max(0, width - WIDTH_LIMIT)
+        return float(level_s[min(width, WIDTH_LIMIT)] + beyond * more_s)
 
-    verify_s = costs.verify_s[sampled]
-    return _Costs(
-        profile_id,
-        draft_level_s,
-        lambda tokens: float(verify_s[tokens - 1]),
-        costs.rest_s,
-        float(costs.emitted_s[sampled]),
-    )
+    def verify_s(tokens: int) -> float:
+        return float(costs.verify_s[sampled][tokens - 1])
+
+    token_s = float(costs.emitted_s[sampled])
+    return _Costs(draft_level_s, verify_s, costs.rest_s, token_s, profile_id)
 
 
 def _tree(acceptance: RankAcceptance, nodes: int, depth: int, costs: _Costs | None) -> StaticTree:
     try:
         if costs is None:
             best = best_static_tree(acceptance.chance, max_nodes=nodes, max_depth=depth)
-            return StaticTree(
-                best.paths(nodes, depth), 1.0 + float(best.accepted[nodes, depth]), 0.0
-            )
-        seconds = costs.draft_level_s, costs.verify_s, costs.overhead_s
-        chosen = choose(acceptance.chance, *seconds, max_nodes=nodes, max_depth=depth)
+            expected = 1.0 + float(best.accepted[nodes, depth])
+            return StaticTree(best.paths(nodes, depth), expected, 0.0)
+        chosen = choose(acceptance.chance, *costs[:3], max_nodes=nodes, max_depth=depth)
     except ValueError as error:
         raise TraceError(f"no static tree: {error}") from None
     # Noise and near ties are paid for each token emitted, whatever the tree.

@@ -35,12 +35,8 @@ class StoredFit:
     policy: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "artifact": self.artifact,
-            "kind": self.kind,
-            **self.document,
-            "policy": self.policy,
-        }
+        found = {"artifact": self.artifact, "kind": self.kind}
+        return {**found, **self.document, "policy": self.policy}
 
 
 def search_part(texts: Sequence[Trajectory]) -> list[int]:

@@ -67,17 +67,14 @@ def _fit_draft(source: TreeSource, profile: str | None, seed: int) -> TreeLimit:
     width, depth = min(WIDTH, extent.width), max(1, extent.depth - ALPHA)
     bins = classifier = sharpness = None
     with suppress(TraceError):
-        bins = fit_heterospec(
-            source, depth=depth, width=width, top_n=FEWEST_TOP_N, seed=seed
-        ).artifact
+        found = fit_heterospec(source, depth=depth, width=width, top_n=FEWEST_TOP_N, seed=seed)
+        bins = found.artifact
     with suppress(TraceError):
         classifier = fit_c2t(source, width=width, seed=seed).artifact
     with suppress(TraceError):
         score = fit_score(source, width=width, seed=seed).document
-        if (
-            score["loss"]["fitted"] < score["loss"]["default"]
-            and score["sharpness"] not in SHARPNESSES
-        ):
+        better = score["loss"]["fitted"] < score["loss"]["default"]
+        if better and score["sharpness"] not in SHARPNESSES:
             sharpness = score["sharpness"]
     sizes: list[dict[str, Any]] = [
         {"nodes": nodes, "depth": min(levels, extent.depth)} for nodes, levels in STATIC_SIZES
@@ -132,8 +129,8 @@ def fit_shortlists(
     for n, draft in enumerate(usable):
         routers: list[str | None] = [None] * len(parts)
         if routed is None or draft in routed:
+            shared = Shared()
             with suppress(TraceError):  # texts too few: the shortlists that need no router remain
-                shared = Shared()
                 routers = [
                     _router(store, pair, recording, draft, len(texts), part, seed, shared, progress)
                     for part in parts
@@ -143,9 +140,8 @@ def fit_shortlists(
             for (i, of), *fits in zip(folds, orders[1:], routers[1:], strict=True)
         )
         rows = pair.models[draft].output.rows
-        found[draft] = ShortlistLimit(
-            rows, orders[0], routers[0], default_clusters(rows) if routers[0] else 0, tuple(apart)
-        )
+        clusters = default_clusters(rows) if routers[0] else 0
+        found[draft] = ShortlistLimit(rows, orders[0], routers[0], clusters, tuple(apart))
         progress("fit shortlists", n + 1, len(usable))
     return found
 
@@ -180,13 +176,10 @@ def _router(
         with suppress(CorruptedChunkError):
             if same.items() <= store.get_artifact(name).document.items():
                 return name
-    how: dict[str, Any] = {
-        "left_out": left_out,
-        "shared": shared,
-        "seed": seed,
-        "progress": progress,
-    }
-    return fit_router(store, recording, pair, draft, ranked=False, **how).artifact
+    how: dict[str, Any] = {"left_out": left_out, "shared": shared, "seed": seed}
+    return fit_router(
+        store, recording, pair, draft, ranked=False, progress=progress, **how
+    ).artifact
 
 
 def ranks_for(

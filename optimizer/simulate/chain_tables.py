@@ -98,10 +98,9 @@ def join_chains(trajectories: Sequence[Trajectory], panoramas: Sequence[ChainPan
                 f"{draft!r}"
             )
         if len(p.agree) != len(t.output_ids):
-            got, wanted = len(p.agree), len(t.output_ids)
             raise TraceError(
-                f"request {t.request_id!r}: the panorama of {draft!r} covers {got} positions, the "
-                f"text has {wanted}"
+                f"request {t.request_id!r}: the panorama of {draft!r} covers {len(p.agree)} "
+                f"positions, the text has {len(t.output_ids)}"
             )
         left = p.agree == AGREE_NO
         rows.append(offset + np.cumsum(left) - left)
@@ -110,6 +109,7 @@ def join_chains(trajectories: Sequence[Trajectory], panoramas: Sequence[ChainPan
     length = _joined([np.minimum(p.branch_len, reach) for p in panoramas], np.uint8)
     agree = _joined([p.agree for p in panoramas], np.uint8)
     keys = [request_seed(t.sampling.seed, t.request_id) for t in trajectories]
+    drawn = [t.verifier == "rejection" and not t.sampling.greedy for t in trajectories]
     return Chains(
         gamma_max=reach,
         agree=agree,
@@ -121,10 +121,7 @@ def join_chains(trajectories: Sequence[Trajectory], panoramas: Sequence[ChainPan
         branch_logp=_joined([p.branch_logp[:, :reach] for p in panoramas], np.uint16, reach),
         branch_entropy=_joined([p.branch_entropy[:, :reach] for p in panoramas], np.uint16, reach),
         branch_len=length,
-        drawn=np.array(
-            [t.verifier == "rejection" and not t.sampling.greedy for t in trajectories],
-            dtype=np.bool_,
-        ),
+        drawn=np.array(drawn, dtype=np.bool_),
         key=np.array(keys, dtype=np.int64),
         runs_out=bool((agree == AGREE_NONE).any() or (length < max(0, reach - 1)).any()),
     )
@@ -169,24 +166,16 @@ def tabulate(chains: Chains, offsets: Index, cached: Bytes, stop: CompiledStop, 
     return out
 
 
-def first_occurrences(trajectory: Trajectory) -> npt.NDArray[np.int32]:
-    """For each output position the first output position of its token, -1 if the prompt holds it;
-    int32 [L]."""
-    tokens = np.concatenate([trajectory.prompt_ids, trajectory.output_ids])
-    _, first, inverse = np.unique(tokens, return_index=True, return_inverse=True)
-    prompt = len(trajectory.prompt_ids)
-    return np.maximum(first[inverse][prompt:] - prompt, -1).astype(np.int32)
-
-
 def cached_from(offsets: Index, trajectories: Sequence[Trajectory]) -> Bytes:
     """For each start the offset of the first position whose token occurs in the prompt or in the
     output before the start, uint8 [positions]."""
+    first_seen = [np.zeros(0, np.int32)]  # -1: in the prompt
+    for t in trajectories:
+        tokens, prompt = np.concatenate([t.prompt_ids, t.output_ids]), len(t.prompt_ids)
+        _, first, inverse = np.unique(tokens, return_index=True, return_inverse=True)
+        first_seen.append(np.maximum(first[inverse][prompt:] - prompt, -1).astype(np.int32))
     found = np.full(offsets[-1], ENDLESS, np.uint8)
-    _cached_from(
-        offsets,
-        np.concatenate([np.zeros(0, np.int32), *map(first_occurrences, trajectories)]),
-        found,
-    )
+    _cached_from(offsets, np.concatenate(first_seen), found)
     return found
 
 
@@ -250,10 +239,8 @@ def _tabulate(
                             branch, entry = chains.row[p], 0
                     else:
                         missing = entry >= chains.branch_len[branch]
-                        logp_code, entropy_code = (
-                            int(chains.branch_logp[branch, entry]),
-                            int(chains.branch_entropy[branch, entry]),
-                        )
+                        logp_code = int(chains.branch_logp[branch, entry])
+                        entropy_code = int(chains.branch_entropy[branch, entry])
                         entry += 1
                     joint += logp_code
                     if missing or should_stop(stop, logp_code, joint, entropy_code):

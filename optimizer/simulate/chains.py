@@ -127,11 +127,8 @@ def replay_chains(
     for i in range(len(texts.order)):
         r = texts.order[i]
         begin, sampled = texts.offsets[r], texts.sampled[r]
-        length, budget, context = (
-            texts.offsets[r + 1] - begin,
-            texts.budgets[r],
-            texts.prompts[r] - 1,
-        )
+        length, budget = texts.offsets[r + 1] - begin, texts.budgets[r]
+        context = texts.prompts[r] - 1
         reset(window, state)
         start, lag, total = 0, 1, NOTHING
         while start < length:

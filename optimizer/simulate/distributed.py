@@ -13,9 +13,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -67,43 +68,43 @@ def connected(workers: str) -> Iterator[Client]:
         from distributed import Client, LocalCluster
     except ImportError:
         raise SpectuneError("--workers needs Dask: pip install 'spectune[dask]'") from None
-    if workers.isdecimal():
-        local = {
-            "threads_per_worker": 1,
-            "memory_limit": 0,
-            "dashboard_address": "127.0.0.1:0",
-            "silence_logs": "CRITICAL",
-        }
-        with (
-            LocalCluster(n_workers=int(workers), **local) as cluster,
-            Client(cluster) as client,
-            _said(),
-        ):
-            yield client
-        return
+    with ExitStack() as stack:
+        if workers.isdecimal():
+            cluster = LocalCluster(
+                n_workers=int(workers),
+                threads_per_worker=1,
+                memory_limit=0,
+                dashboard_address="127.0.0.1:0",
+                silence_logs="CRITICAL",
+            )
+            client = stack.enter_context(Client(stack.enter_context(cluster)))
+        else:
+            try:
+                client = stack.enter_context(Client(workers, timeout=PATIENCE_S))
+            except (OSError, ValueError) as error:
+                raise SpectuneError(
+                    f"--workers {workers}: no Dask scheduler answers there ({error}); `dask "
+                    "scheduler` starts one, --workers 4 needs none"
+                ) from None
+            _check_workers(client, workers)
+        stack.enter_context(_said())
+        yield client
+
+
+def _check_workers(client: Client, address: str) -> None:
+    """Raises SpectuneError where a scheduler has no workers, or they cannot run this code."""
     try:
-        client = Client(workers, timeout=PATIENCE_S)
-    except (OSError, ValueError) as error:
+        client.wait_for_workers(1, timeout=PATIENCE_S)
+        client.run(_carries, AUTOREGRESSIVE)
+    except TimeoutError:
         raise SpectuneError(
-            f"--workers {workers}: no Dask scheduler answers there ({error}); `dask scheduler` "
-            "starts one, --workers 4 needs none"
+            f"--workers {address}: the scheduler has no workers; `dask worker {address}` starts one"
         ) from None
-    with client:
-        try:
-            client.wait_for_workers(1, timeout=PATIENCE_S)
-            client.run(_carries, AUTOREGRESSIVE)
-        except TimeoutError:
-            raise SpectuneError(
-                f"--workers {workers}: the scheduler has no workers; `dask worker {workers}` "
-                "starts one"
-            ) from None
-        except Exception as error:  # a worker that lacks a module answers with this type
-            raise SpectuneError(
-                f"--workers {workers}: a worker cannot work for us ({error}); install the same "
-                "spectune there"
-            ) from None
-        with _said():
-            yield client
+    except Exception as error:  # a worker that lacks a module answers with this type
+        raise SpectuneError(
+            f"--workers {address}: a worker cannot work for us ({error}); install the same "
+            "spectune there"
+        ) from None
 
 
 @contextmanager
@@ -184,10 +185,8 @@ class Shard:
         """Its bytes, about: Dask then moves the work to the shard, and not the shard."""
         if self._trace is None:
             return 0
-        tables = [
-            *self._trace.chains.values(),
-            *(vars(forest).values() for forest in self._trace.forests.values()),
-        ]
+        forests = (vars(forest).values() for forest in self._trace.forests.values())
+        tables = [*self._trace.chains.values(), *forests]
         return sum(a.nbytes for table in tables for a in table if isinstance(a, np.ndarray))
 
     def about(self) -> About:
@@ -196,27 +195,13 @@ class Shard:
         full = all(f.full for f in self._trace.forests.values())
         return About(self._trace.names, self._skipped, full)
 
-    def replay(
-        self,
-        policy: AnyPolicy,
-        before: Replay | None,
-        take: int,
-        per_round: bool,
-        approximate: bool,
-    ) -> Replay:
+    def replay(self, policy: AnyPolicy, before: Replay | None, take: int, **how: bool) -> Replay:
         """Replays the first ``take`` requests, which the driver knows the names of; a window goes
         on from where ``before`` left it."""
         assert self._trace is not None
+        part, state = self._trace.select(range(take)), None if before is None else before.state
         with self._turn:
-            ran = run_replay(
-                self._trace.select(range(take)),
-                policy,
-                self._profile,
-                per_round=per_round,
-                state=None if before is None else before.state,
-                artifacts=self._find,
-                approximate=approximate,
-            )
+            ran = run_replay(part, policy, self._profile, state=state, artifacts=self._find, **how)
         return replace(ran, names=())
 
 
@@ -247,24 +232,17 @@ class Shards:
         from distributed import as_completed
 
         self._client = client
-        at = homes(client)
         self._shards = [
             client.submit(
-                Shard,
-                source,
-                profile,
-                pure=False,
-                workers=[at[n % len(at)]],
-                allow_other_workers=True,
+                Shard, source, profile, pure=False, workers=[home], allow_other_workers=True
             )
-            for n, source in enumerate(sources)
+            for source, home in zip(sources, cycle(homes(client)), strict=False)
         ]
         known = [client.submit(Shard.about, shard, pure=False) for shard in self._shards]
         for done, _ in enumerate(as_completed(known), 1):
             progress(done, len(known))
-        self._about: list[About] = [
-            shard.result() for shard in known
-        ]  # the first that failed raises
+        # The first that failed raises.
+        self._about: list[About] = [shard.result() for shard in known]
         self.names = tuple(name for about in self._about for name in about.names)
         """Ids and categories of the requests, in order."""
         self.request_ids = tuple(name for name, _ in self.names)
@@ -284,36 +262,35 @@ class Shards:
         """:func:`optimizer.simulate.replay.run_replay` of each policy, in order, over the first
         ``limit`` requests. Workers are at those that follow while one is taken."""
         ahead: deque[tuple[AnyPolicy, list[tuple[About, Future]]]] = deque()
+        how = {"per_round": per_round, "approximate": approximate}
         for policy in policies:
-            ahead.append((policy, list(self._begun(policy, limit, per_round, approximate))))
+            ahead.append((policy, list(self._begun(policy, limit, how))))
             if len(ahead) > 2 * len(self._shards):
                 yield self._joined(*ahead.popleft())
         while ahead:
             yield self._joined(*ahead.popleft())
 
     def _begun(
-        self, policy: AnyPolicy, limit: int | None, per_round: bool, approximate: bool
+        self, policy: AnyPolicy, limit: int | None, how: dict[str, bool]
     ) -> Iterator[tuple[About, Future]]:
-        carries = _carries(policy)
         before: Future | None = None
         left = len(self.names) if limit is None else limit
         for shard, about in zip(self._shards, self._about, strict=True):
             if take := min(left, len(about.names)):
-                asked = policy, before, take, per_round, approximate
-                begun = self._client.submit(Shard.replay, shard, *asked, pure=False)
-                before = begun if carries else None
+                asked = shard, policy, before, take
+                begun = self._client.submit(Shard.replay, *asked, **how, pure=False)
+                before = begun if _carries(policy) else None
                 yield about, begun
             left -= take
 
     def _joined(self, policy: AnyPolicy, begun: Sequence[tuple[About, Future]]) -> Replay:
         parts: list[tuple[Index, Replay]] = []
         first = 0
-        for (about, _), part in zip(
-            begun, self._client.gather([future for _, future in begun]), strict=True
-        ):
-            places = first + np.arange(len(part.counts))
-            parts.append((places, replace(part, names=about.names[: len(places)])))
-            first += len(places)
+        replayed = self._client.gather([future for _, future in begun])
+        for (about, _), part in zip(begun, replayed, strict=True):
+            count = len(part.counts)
+            parts.append((first + np.arange(count), replace(part, names=about.names[:count])))
+            first += count
         chosen = tuple(draft for _, part in parts for draft in part.chosen)
         return replace(together(policy, parts), chosen=chosen)
 
@@ -354,16 +331,14 @@ def simulate_on(
             "it without --workers"
         )
     check_ranked(store, info, policy, find)
-    sources = stored_shards(
-        store, info, [policy], len(homes(client)), skip_corrupted=skip_corrupted
-    )
+    count = len(homes(client))
+    sources = stored_shards(store, info, [policy], count, skip_corrupted=skip_corrupted)
     shards = Shards(client, sources, profile, progress)
     if not shards.names:
         raise NoRequestsError(f"recording {info.id} has no usable request")
     (replayed,) = shards.replay([policy], limit=limit, per_round=per_round)
-    return Simulated(
-        replayed, shards.skipped, why_approximate(info, replayed.missed, full=shards.full)
-    )
+    why = why_approximate(info, replayed.missed, full=shards.full)
+    return Simulated(replayed, shards.skipped, why)
 
 
 def stored_shards(
@@ -385,12 +360,6 @@ def stored_shards(
     if not parts:
         raise NoRequestsError(f"recording {info.id} has no usable request")
     path = str(Path(store.path).resolve()) if isinstance(store, RecordingFile) else None
-    whole = StoredShard(
-        url.render_as_string(hide_password=False),
-        info.id,
-        (),
-        tuple(policies),
-        skip_corrupted,
-        path,
-    )
+    address = url.render_as_string(hide_password=False)
+    whole = StoredShard(address, info.id, (), tuple(policies), skip_corrupted, path)
     return [replace(whole, ordinals=tuple(part.tolist())) for part in parts]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,6 @@ from spectune.optimizer.simulate.tree_tables import (
 from spectune.runtime.trees.grow import Codes, TreeMemory, TreeRule
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Trajectory, TreePanorama
-
-OFF_TEXT: Final = 255
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +46,6 @@ class Forest:
     width: int
     depth: int
     shared: bool
-    covers: frozenset[str]
     full: bool
     root: npt.NDArray[np.int64]
     limit: npt.NDArray[np.int64]
@@ -77,8 +74,8 @@ def join_trees(
     """Joins one draft's tree panoramas, one per trajectory in the same order. Raises TraceError
     where they do not match.
 
-    Where they were recorded to different limits the smallest count, and a growth counts as covered
-    where all cover it. ``past`` tokens may be drafted beyond those that were asked for.
+    Where they were recorded to different limits the smallest count. ``past`` tokens may be drafted
+    beyond those that were asked for.
     """
     if not panoramas or len(panoramas) != len(trajectories):
         raise TraceError(
@@ -89,7 +86,7 @@ def join_trees(
     width = min(p.width for p in panoramas)
     roots, limits, children, offset = [], [], [], 0
     for t, p in zip(trajectories, panoramas, strict=True):
-        if p.draft != first.draft or p.shared != first.shared or p.proposals != first.proposals:
+        if (p.draft, p.shared, p.proposals) != (first.draft, first.shared, first.proposals):
             raise TraceError(
                 f"request {t.request_id!r}: a tree panorama of another draft or kind among those "
                 f"of {first.draft!r}"
@@ -111,22 +108,21 @@ def join_trees(
         limits.append(t.max_new_tokens + past - np.arange(length, dtype=np.int64) - 1)
         offset += nodes
 
-    def joined(name: str) -> npt.NDArray[np.uint8]:
+    def joined(name: str) -> npt.NDArray[Any]:
         parts = [getattr(p, name) for p in panoramas]
-        return np.ascontiguousarray(
-            np.concatenate([x[:, :width] if x.ndim == 2 else x for x in parts])
-        )
+        cut = [x[:, :width] if x.ndim == 2 else x for x in parts]
+        return np.ascontiguousarray(np.concatenate(cut))
 
+    unfiltered = (
+        t.sampling.greedy or (t.sampling.top_k == 0 and t.sampling.top_p >= 1.0)
+        for t in trajectories
+    )
     return Forest(
         draft=first.draft,
         width=width,
         depth=min(p.depth for p in panoramas),
         shared=first.shared,
-        covers=frozenset.intersection(*(frozenset(p.covers) for p in panoramas)),
-        full=all(
-            t.sampling.greedy or (t.sampling.top_k == 0 and t.sampling.top_p >= 1.0)
-            for t in trajectories
-        ),
+        full=all(unfiltered),
         root=np.concatenate(roots),
         limit=np.concatenate(limits),
         child=np.concatenate(children),
@@ -136,7 +132,7 @@ def join_trees(
         count=np.minimum(joined("count"), width),
         entropy=joined("entropy"),
         top_entropy=joined("top_entropy"),
-        tokens=np.ascontiguousarray(np.concatenate([p.tokens[:, :width] for p in panoramas])),
+        tokens=joined("tokens"),
     )
 
 
@@ -161,30 +157,17 @@ def tabulate_growth(
             f"recording holds {forest.width}: "
             f"`record --resume ID --tree-width {rule.width}` widens it"
         )
-    count = len(forest.root)
     depth = min(depth, len(rule.static)) if rule.static else depth
-    table = GrowthTable.empty(
-        count, depth, routed=shortlist is not None and len(shortlist.union.order) > 0
-    )
+    routed = shortlist is not None and len(shortlist.union.order) > 0
+    table = GrowthTable.empty(len(forest.root), depth, routed=routed)
     if rule.static and forest.shared and forest.full and not rule.reads_stop and shortlist is None:
         _tabulate_static(forest, rule, table)
         return table
-    shortlist = NO_SHORTLIST if shortlist is None else shortlist
+    held, codes = NO_SHORTLIST if shortlist is None else shortlist, forest.codes
     for one, starts in rules:
-        tree, scratch = (
-            TreeMemory.empty(one, depth, 1).trees.one(0),
-            Scratch.of(forest.codes, one, shortlist, depth),
-        )
-        tabulate(
-            starts.astype(np.int64),
-            one.compiled,
-            forest.codes,
-            forest.trie,
-            shortlist,
-            tree,
-            scratch,
-            table,
-        )
+        tree = TreeMemory.empty(one, depth, 1).trees.one(0)
+        scratch, at = Scratch.of(codes, one, held, depth), starts.astype(np.int64)
+        tabulate(at, one.compiled, codes, forest.trie, held, tree, scratch, table)
     return table
 
 

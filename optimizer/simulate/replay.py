@@ -14,20 +14,17 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from spectune.optimizer.simulate.chains import ROUND_COLUMNS, Sums, replay_chains
-from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace, together
+from spectune.optimizer.simulate.replay_trace import ALL_KNOWN, Replay, ReplayTrace, together
 from spectune.optimizer.simulate.trees import TreeLimits, replay_trees
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import AnyPolicy, ChooserPolicy, Policy
-from spectune.runtime.policies.plan import Plan, compile_plan
+from spectune.runtime.policies.document import AnyPolicy, ChooserPolicy
+from spectune.runtime.policies.plan import compile_plan
 from spectune.runtime.policies.prepared_chooser import prepare_chooser, stored_chooser
 from spectune.runtime.policies.windows import WindowState, init_state
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import LatencyProfile, Outcome
-
-FloatArray = npt.NDArray[np.float64]
 
 
 def replay(
@@ -44,8 +41,9 @@ def replay(
     Raises TraceError if the recording or the profile does not hold what the policy needs,
     PolicyError if the policy needs costs and there is no profile.
     """
-    replayed = run_replay(trace, policy, profile, artifacts=artifacts, approximate=approximate)
-    return replayed.outcome()
+    return run_replay(
+        trace, policy, profile, artifacts=artifacts, approximate=approximate
+    ).outcome()
 
 
 def run_replay(
@@ -73,100 +71,65 @@ def run_replay(
                 "a chooser's candidates begin with windows of their own: replay one of them to go "
                 "on from a state"
             )
-        return _run_chosen(
-            trace,
-            policy,
-            profile,
-            per_round=per_round,
-            artifacts=artifacts,
-            approximate=approximate,
-        )
+        how = {"per_round": per_round, "approximate": approximate}
+        return _run_chosen(trace, policy, profile, artifacts, **how)
     if profile is None and not policy.replays_exactly:
         raise PolicyError(
             "window.costs 'recent' reads the clock, which a replay takes from a latency profile: "
             "give one"
         )
-    prepared = compile_plan(policy, [policy.draft], profile=profile, artifacts=artifacts)
-    state = init_state(prepared.window) if state is None else state.fork()
+    plan = compile_plan(policy, [policy.draft], profile=profile, artifacts=artifacts)
+    state = init_state(plan.window) if state is None else state.fork()
+    growth, doubtful = None, ALL_KNOWN
     if trace.uses_trees(policy):
-        return _run_trees(
-            trace, policy, prepared, state, profile, per_round=per_round, approximate=approximate
-        )
-    words, doubtful = trace.outcomes(policy, prepared.stop, prepared.shortlist)
-    costs, before = trace.costs(prepared, profile)
-    sums = _sums(trace, before, per_round=per_round or len(doubtful) > 0)
-    used = replay_chains(prepared.window, state, trace.texts, words, costs, sums)
-    rounds, round_s = sums.rounds[:used].copy(), sums.round_s[:used].copy()
-    known = (
-        doubtful[trace.offsets[trace.order[rounds[:, 0]]] + rounds[:, 1]]
-        if len(doubtful)
-        else rounds[:, 2]
-    )
-    missing = int((known < rounds[:, 2]).sum())
-    made = Replay(
-        policy, trace.names, sums.counts[:, :6], sums.seconds, state, ((policy, missing),)
-    )
-    return replace(made, rounds=rounds, round_s=round_s) if per_round else made
-
-
-def _sums(trace: ReplayTrace, before: FloatArray, *, per_round: bool) -> Sums:
-    size = trace.tokens if per_round else 0
-    rounds = np.zeros((size, len(ROUND_COLUMNS)), dtype=np.int32)
-    return Sums(
+        assert plan.rules is not None
+        growth = trace.growth(policy, plan.rules, plan.shortlist)
+    else:
+        words, doubtful = trace.outcomes(policy, plan.stop, plan.shortlist)
+    costs, before = trace.costs(plan, profile, growth)
+    size = trace.tokens if per_round or len(doubtful) else 0
+    sums = Sums(
         np.zeros((len(trace.order), 7), dtype=np.int64),
         before[trace.order],
-        per_round,
-        rounds,
+        size > 0,
+        np.zeros((size, len(ROUND_COLUMNS)), dtype=np.int32),
         np.zeros((size, 3)),
     )
-
-
-def _run_trees(
-    trace: ReplayTrace,
-    policy: Policy,
-    prepared: Plan,
-    state: WindowState,
-    profile: LatencyProfile | None,
-    *,
-    per_round: bool,
-    approximate: bool,
-) -> Replay:
-    assert prepared.rules is not None
-    growth = trace.growth(policy, prepared.rules, prepared.shortlist)
-    costs, before = trace.costs(prepared, profile, growth)
-    forest = trace.forests[policy.draft, getattr(policy.growth, "proposals", "coupled")]
-    stops = trace.stops(growth, prepared.rules)
-    limits = TreeLimits.of(prepared.rules[0], rereads=not forest.shared)
-    sums = _sums(trace, before, per_round=per_round)
-    used = replay_trees(
-        prepared.window, state, trace.texts, growth, stops, trace.cached_from, limits, costs, sums
-    )
-    missing = int(sums.counts[:, 6].sum())
-    if missing and not approximate and prepared.shortlist is None:
-        raise TraceError(
-            f"{missing} of {int(sums.counts[:, 0].sum())} rounds of {policy.label()} would read "
-            f"distributions of draft {policy.draft!r} that the recording does not hold (it holds "
-            f"width {forest.width}, depth {forest.depth}): `record --resume ID --cover POLICY` "
-            "records them"
-        )
+    if growth is None:
+        used = replay_chains(plan.window, state, trace.texts, words, costs, sums)
+        missing = 0
+        if len(doubtful):
+            rounds = sums.rounds[:used]
+            at = trace.offsets[trace.order[rounds[:, 0]]] + rounds[:, 1]
+            missing = int((doubtful[at] < rounds[:, 2]).sum())
+    else:
+        assert plan.rules is not None
+        forest, stops = trace.forest(policy), trace.stops(growth, plan.rules)
+        limits = TreeLimits.of(plan.rules[0], rereads=not forest.shared)
+        tables = growth, stops, trace.cached_from, limits
+        used = replay_trees(plan.window, state, trace.texts, *tables, costs, sums)
+        missing = int(sums.counts[:, 6].sum())
+        if missing and not approximate and plan.shortlist is None:
+            raise TraceError(
+                f"{missing} of {int(sums.counts[:, 0].sum())} rounds of {policy.label()} would "
+                f"read distributions of draft {policy.draft!r} that the recording does not hold "
+                f"(it holds width {forest.width}, depth {forest.depth}): `record --resume ID "
+                "--cover POLICY` records them"
+            )
     made = Replay(
         policy, trace.names, sums.counts[:, :6], sums.seconds, state, ((policy, missing),)
     )
-    return (
-        replace(made, rounds=sums.rounds[:used].copy(), round_s=sums.round_s[:used].copy())
-        if per_round
-        else made
-    )
+    if not per_round:
+        return made
+    return replace(made, rounds=sums.rounds[:used].copy(), round_s=sums.round_s[:used].copy())
 
 
 def _run_chosen(
     trace: ReplayTrace,
     policy: ChooserPolicy,
     profile: LatencyProfile | None,
-    *,
-    per_round: bool,
     artifacts: Artifacts | None,
-    approximate: bool,
+    **how: Any,
 ) -> Replay:
     """Each request under the candidate that the chooser takes for its prompt. A request's seconds
     include the pass that reads its prompt's perplexity.
@@ -177,33 +140,20 @@ def _run_chosen(
     candidate raises.
     """
     chooser = stored_chooser(policy, artifacts)[0]
-    ready = prepare_chooser(
-        policy, [*chooser.drafts, chooser.features.reader], profile=profile, artifacts=artifacts
-    )
+    drafts = [*chooser.drafts, chooser.features.reader]
+    ready = prepare_chooser(policy, drafts, profile=profile, artifacts=artifacts)
     texts = [trace.trajectories[r] for r in trace.order]
     picks = [
         ready.of_recorded(t.prompt_ids, t.max_new_tokens, t.sampling).policy.draft for t in texts
     ]
-    how: dict[str, Any] = {
-        "per_round": per_round,
-        "artifacts": artifacts,
-        "approximate": approximate,
-    }
     parts = []
     for draft in dict.fromkeys(picks):
         places = np.flatnonzero(np.array(picks) == draft)
-        parts.append(
-            (
-                places,
-                run_replay(
-                    trace.select(trace.order[places]), chooser.candidates[draft], profile, **how
-                ),
-            )
-        )
+        part = trace.select(trace.order[places])
+        candidate = chooser.candidates[draft]
+        parts.append((places, run_replay(part, candidate, profile, artifacts=artifacts, **how)))
     made = replace(together(policy, parts), chosen=tuple(picks))
     if profile is None:
         return made
-    return replace(
-        made,
-        seconds=made.seconds + chooser.reading_seconds(profile, trace.prompts[trace.order], picks),
-    )
+    reading = chooser.reading_seconds(profile, trace.prompts[trace.order], picks)
+    return replace(made, seconds=made.seconds + reading)

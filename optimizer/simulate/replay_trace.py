@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +22,9 @@ from spectune.optimizer.simulate.chain_tables import (
 )
 from spectune.optimizer.simulate.chains import Texts
 from spectune.optimizer.simulate.forest import Forest, join_trees, tabulate_growth
-from spectune.optimizer.simulate.shortlist_ranks import RanksByPolicy
+from spectune.optimizer.simulate.shortlist_ranks import Ranks
 from spectune.optimizer.simulate.shortlists import (
     RankedForest,
-    RoutedForest,
     chain_seconds,
     join_ranks,
     restricted,
@@ -94,6 +93,11 @@ class Memo(Generic[Made]):
         return self._kept[key]
 
 
+def proposals_of(policy: Policy) -> Proposals:
+    """How the trees that a policy is replayed from rank children."""
+    return getattr(policy.growth, "proposals", "coupled")
+
+
 class ReplayTrace:
     """Trajectories and panoramas as flat arrays, with what has been tabulated from them.
 
@@ -116,7 +120,7 @@ class ReplayTrace:
         *,
         seed: int = 0,
         trees: Mapping[tuple[str, str], Sequence[TreePanorama]] | None = None,
-        ranks: RanksByPolicy | None = None,
+        ranks: Mapping[tuple[str, str], Ranks] | None = None,
         copies: Mapping[str, Sequence[npt.NDArray[np.uint8]]] | None = None,
         past: int = 0,
     ) -> None:
@@ -200,9 +204,8 @@ class ReplayTrace:
             return np.zeros(int(self.offsets[-1]), np.uint32), ALL_KNOWN
         if policy.draft in self.copies:
             length, run = self.copies[policy.draft].astype(np.uint32)
-            return run | length << 8 | length << 16 | self.cached_from.astype(
-                np.uint32
-            ) << 24, ALL_KNOWN
+            cached = self.cached_from.astype(np.uint32)
+            return run | length << 8 | length << 16 | cached << 24, ALL_KNOWN
         chains = self.chains.get(policy.draft)
         if chains is None:
             known = ", ".join(sorted(self.chains)) or "none"
@@ -228,7 +231,7 @@ class ReplayTrace:
                 "shortlist: texts of the rejection verifier do not show what a draft would propose "
                 "from a part of the vocabulary; record with the coupled one"
             )
-        forest, ranked = self._forest(policy, "coupled", 1), self._ranked(policy, rule)
+        forest, ranked = self.forest(policy), self._ranked(policy, rule)
         left, doubtful = restricted(
             words, forest, shortlist_ranks(forest, rule, GAMMA_LIMIT, ranked), stop, ranked
         )
@@ -237,13 +240,14 @@ class ReplayTrace:
     def _ranked(self, policy: Policy, rule: ShortlistRule) -> RankedForest | None:
         """The ranks under a policy's shortlist, if they were given; its artifact may be
         abbreviated."""
-        proposals, name = getattr(policy.growth, "proposals", "coupled"), rule.block.artifact
-        known = (
-            v
-            for (draft, fitted), v in self.ranked.items()
-            if draft == policy.draft and fitted.startswith(name)
-        )
-        return next((v for v in known if v.source.proposals == proposals), None)
+        for (draft, fitted), ranked in self.ranked.items():
+            if (
+                draft == policy.draft
+                and fitted.startswith(rule.block.artifact)
+                and ranked.source.proposals == proposals_of(policy)
+            ):
+                return ranked
+        return None
 
     def uses_trees(self, policy: Policy) -> bool:
         """Whether a policy is replayed from tree panoramas: it grows trees, or its draft is a head
@@ -254,7 +258,10 @@ class ReplayTrace:
             and (policy.draft, "coupled") in self.forests
         )
 
-    def _forest(self, policy: Policy, proposals: Proposals, width: int) -> Forest:
+    def forest(self, policy: Policy, width: int = 1) -> Forest:
+        """The trees that a policy is replayed from. Raises TraceError, which says how to record
+        ``width`` children of a node, where there are none."""
+        proposals = proposals_of(policy)
         forest = self.forests.get((policy.draft, proposals))
         if forest is None:
             known = ", ".join(sorted({d for d, p in self.forests if p == proposals})) or "none"
@@ -275,14 +282,12 @@ class ReplayTrace:
 
         Raises TraceError if too little was recorded.
         """
-        proposals: Proposals = getattr(policy.growth, "proposals", "coupled")
-        forest = self._forest(policy, proposals, rules[0].width)
-        document = policy.growth.model_dump_json()
+        forest = self.forest(policy, rules[0].width)
         stops = policy.stop.kind != "none" and policy.growth.kind == "static"
-        depth = max(
-            policy.depth_max, forest.depth
-        )  # shallower policies share the deepest one's table
-        key = (policy.draft, proposals, document, depth, stops, policy.shortlist.model_dump_json())
+        # Shallower policies share the deepest one's table.
+        depth = max(policy.depth_max, forest.depth)
+        blocks = policy.growth.model_dump_json(), policy.shortlist.model_dump_json()
+        key = (policy.draft, *blocks, depth, stops)
 
         def make() -> GrowthTable:
             ranks = None
@@ -332,16 +337,15 @@ class ReplayTrace:
         """What the passes of a policy's drafts read at every start, where that differs, and what a
         shortlist makes of their seconds."""
         policy, rule = plan.policy, plan.shortlist
-        routed = None if rule is None else self._ranked(policy, rule)
+        ranked = None if rule is None else self._ranked(policy, rule)
         more = None
-        if rule is not None and isinstance(routed, RoutedForest) and growth is not None:
-            more = tree_seconds(growth, routed, rule, profile)
-        elif rule is not None and isinstance(routed, RoutedForest):
-            more = chain_seconds(
-                self._forest(policy, "coupled", 1), routed, rule, profile, policy.gamma_max
-            )
-        elif rule is not None:
+        if rule is not None and (ranked is None or ranked.children is None):
             more = shortlist_seconds(profile, rule)
+        elif rule is not None and growth is not None:
+            more = tree_seconds(growth, rule, profile)
+        elif rule is not None and ranked is not None:
+            forest = self.forest(policy)
+            more = chain_seconds(forest, ranked, rule, profile, policy.gamma_max)
         if growth is not None:
             rows = growth.width
         elif more is not None and more.ndim == 2:
@@ -401,23 +405,13 @@ class Replay:
         if self.rounds is None or self.round_s is None:
             raise ValueError("replayed without per_round")
         plain = {policy.draft: policy for policy, _ in self.missed}
-        decoded_by = [plain[draft] for draft in self.chosen] or [self.missed[0][0]] * len(
-            self.names
-        )
+        decoded_by = [plain[d] for d in self.chosen] or [self.missed[0][0]] * len(self.names)
         out: list[list[Step]] = [[] for _ in self.names]
-        for row, (draft_s, verify_s, round_s) in zip(
-            self.rounds.tolist(), self.round_s.tolist(), strict=True
-        ):
-            request, start, drafted, verified, accepted, emitted, draft_steps, lag, depth, bin_ = (
-                row
-            )
+        for row, seconds in zip(self.rounds.tolist(), self.round_s.tolist(), strict=True):
+            request, *counts, depth, bin_ = row
             policy = decoded_by[request]
-            out[request].append(
-                Step(
-                    start, drafted, verified, accepted, emitted, draft_steps, lag,
-                    policy.draft, policy.id, draft_s, verify_s, round_s, depth, bin_,
-                )
-            )  # fmt: skip
+            fields: list[Any] = [*counts, policy.draft, policy.id, *seconds, depth, bin_]
+            out[request].append(Step(*fields))
         return out
 
 

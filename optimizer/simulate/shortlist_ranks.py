@@ -4,42 +4,37 @@ budgets ask.
 A frequency order ranks tokens: :class:`FrequencyRanks`. A router ranks clusters, by hidden states
 that recordings do not hold: :class:`ClusterRanks`. What a shortlist leaves of a distribution also
 depends on tokens that are not among the recorded children. Both are read from whole distributions
-once (:mod:`optimizer.fit.ranks`) and kept as
-artifacts.
+once (:mod:`optimizer.fit.ranks`) and kept as artifacts.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from spectune.db.errors import CorruptedChunkError
 from spectune.runtime.policies.artifacts import FREQUENCIES, ROUTER
-from spectune.traces.errors import TraceError
-from spectune.traces.recording import how_to_record_trees
 from spectune.traces.schema import NAT_SCALE, Proposals, Trajectory, TreePanorama
 
 if TYPE_CHECKING:
     from spectune.traces.store import TraceStore
 
 Index = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+Columns = Mapping[str, npt.NDArray[Any]]
+"""What ranks hold of some requests: their columns by name."""
 
-CLUSTER_RANKS: Final = "cluster_ranks"
-"""Kind of the artifact that holds :class:`ClusterRanks`."""
-FREQUENCY_RANKS: Final = "frequency_ranks"
-"""Kind of the artifact that holds :class:`FrequencyRanks`."""
 UNKNOWN_CODE: Final = 65535
 """-log q of a token that has none."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class TextRanks:
+class Ranks:
     """Where an order of tokens, or of clusters, puts what recorded texts go on with, and what one
     draft says there: all that a replay of the draft's chains under any budget asks.
 
@@ -59,18 +54,16 @@ class TextRanks:
     """
 
     KIND: ClassVar[str]
+    """The kind of the artifact that holds them."""
     KEY: ClassVar[str]
     """What names the order in documents and commands."""
     NUMBER: ClassVar[str]
-    """What the ranks that stand for none are called."""
-    ARRAYS: ClassVar[tuple[str, ...]] = (
-        "text_offsets",
-        "own",
-        "better",
-        "text_code",
-        "mass_code",
-        "entropy_code",
-    )
+    """What the number of ranks is called, and :attr:`UNIT` what one is of."""
+    UNIT: ClassVar[str]
+    TEXTS: ClassVar[tuple[str, ...]] = ("own", "better", "text_code", "mass_code", "entropy_code")
+    """The columns over text prefixes, and :attr:`NODES` those over all nodes."""
+    NODES: ClassVar[tuple[str, ...]] = ()
+    ARRAYS: ClassVar[tuple[str, ...]]
 
     draft: str
     fitted: str
@@ -85,17 +78,40 @@ class TextRanks:
     entropy_code: npt.NDArray[np.uint16]
     artifact: str = field(default="", compare=False)
 
+    @classmethod
+    def of_requests(cls, parts: Sequence[Columns], **about: Any) -> Self:
+        """The columns of requests after one another; ``about``: all other fields."""
+        for name in cls.TEXTS + cls.NODES:
+            about[name] = _stacked([p[name] for p in parts], about[cls.NUMBER])
+        about["text_offsets"] = np.cumsum([0, *(len(p["own"]) for p in parts)])
+        if cls.NODES:
+            about["node_offsets"] = np.cumsum([0, *(len(p[cls.NODES[0]]) for p in parts)])
+        return cls(**about)
+
+    def rows_of(self, request: int) -> Columns:
+        """The columns of a request, by its place."""
+        rows = slice(*self.text_offsets[request : request + 2])
+        return {name: getattr(self, name)[rows] for name in self.TEXTS}
+
+    def at_budget(self, codes: npt.NDArray[np.uint16], budget: int) -> FloatArray:
+        """Codes [T, B] at a budget, float64 [T]: as kept, between the budgets kept linear in their
+        logarithm."""
+        return _between(np.log(self.budgets), codes, np.log(budget))
+
     def kept(self, budgets: Sequence[int]) -> list[dict[str, float]]:
-        """For budgets of :attr:`budgets`: the share of true tokens that are in and the mass of the
-        draft's distribution kept, means over the texts."""
+        """For budgets of :attr:`budgets`: the tokens or clusters taken, the share of true tokens
+        that are in and the mass of the draft's distribution kept, means over the texts."""
         some = self._followed
+        if not some.any():
+            return []
+        mass = np.exp(self.mass_code[some] / -NAT_SCALE)
         return [
             {
+                self.UNIT: k,
                 "true_tokens": float((self.own[some] < k).mean()),
-                "mass": float(np.exp(self.mass_code[some, c] / -NAT_SCALE).mean()),
+                "mass": float(mass[:, self.budgets.index(k)].mean()),
             }
-            for k, c in zip(budgets, [self.budgets.index(k) for k in budgets], strict=True)
-            if some.any()
+            for k in budgets
         ]
 
     @property
@@ -113,59 +129,42 @@ class TextRanks:
             self.KEY: self.fitted,
             "proposals": self.proposals,
             self.NUMBER: getattr(self, self.NUMBER),
+            "budgets": list(self.budgets),
+            "requests": list(self.digests),
         }
-        document |= {"budgets": list(self.budgets), "requests": list(self.digests)}
         return document, {name: getattr(self, name) for name in self.ARRAYS}
 
     @classmethod
     def from_document(
-        cls, document: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]], artifact: str = ""
+        cls, document: Mapping[str, Any], arrays: Columns, artifact: str = ""
     ) -> Self:
         """The ranks of :meth:`to_document`. Raises ValueError for anything else."""
         what = cls.KIND.replace("_", " ")
-        missing = [
-            n
-            for n in ("draft", cls.KEY, "proposals", cls.NUMBER, "budgets", "requests")
-            if n not in document
-        ]
-        missing += [n for n in cls.ARRAYS if n not in arrays]
-        if missing:
-            raise ValueError(f"not {what}: {missing[0]} is missing")
-        made = cls(
-            draft=document["draft"],
-            fitted=document[cls.KEY],
-            proposals=cast(Proposals, document["proposals"]),
-            budgets=tuple(document["budgets"]),
-            digests=tuple(document["requests"]),
-            **{cls.NUMBER: document[cls.NUMBER]},
-            **{name: arrays[name] for name in cls.ARRAYS},
-            artifact=artifact,
-        )
+        for where, names in (
+            (document, ("draft", cls.KEY, "proposals", cls.NUMBER, "budgets", "requests")),
+            (arrays, cls.ARRAYS),
+        ):
+            for name in names:
+                if name not in where:
+                    raise ValueError(f"not {what}: {name} is missing")
+        fields: dict[str, Any] = {n: document[n] for n in ("draft", "proposals", cls.NUMBER)}
+        fields |= {"fitted": document[cls.KEY], "artifact": artifact}
+        fields |= {"budgets": tuple(document["budgets"]), "digests": tuple(document["requests"])}
+        made = cls(**(fields | {name: arrays[name] for name in cls.ARRAYS}))
         for name, wanted in made._rows().items():
-            if len(getattr(made, name)) != wanted:
-                raise ValueError(
-                    f"not {what}: {name} has {len(getattr(made, name))} rows, not {wanted}"
-                )
+            if (rows := len(arrays[name])) != wanted:
+                raise ValueError(f"not {what}: {name} has {rows} rows, not {wanted}")
         return made
-
-    def rows_of(self, request: int) -> dict[str, npt.NDArray[Any]]:
-        """What is held of a request, by its place: columns by name."""
-        rows = slice(*self.text_offsets[request : request + 2])
-        return {
-            name: getattr(self, name)[rows] for name in self._rows() if not name.endswith("offsets")
-        }
 
     def _rows(self) -> dict[str, int]:
         """How many rows arrays must have."""
-        texts = int(self.text_offsets[-1])
-        rows = dict.fromkeys(("own", "better", "text_code", "mass_code", "entropy_code"), texts)
-        return {"text_offsets": len(self.digests) + 1, **rows}
+        texts = dict.fromkeys(self.TEXTS, int(self.text_offsets[-1]))
+        return {"text_offsets": len(self.digests) + 1, **texts}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ClusterRanks(TextRanks):
-    """Where a router puts the clusters of what was recorded of one draft: all that a replay under
-    any of its budgets asks.
+class ClusterRanks(Ranks):
+    """Where a router puts the clusters of what was recorded of one draft.
 
     There are N nodes in all (those of the requests' tree panoramas, in order, delimited by
     ``node_offsets`` int64 [R + 1]). A *rank* is a cluster's place in the router's order at a node;
@@ -180,10 +179,10 @@ class ClusterRanks(TextRanks):
     Arrays of ranks and sizes are unsigned integers of the smallest fitting size.
     """
 
-    KIND = CLUSTER_RANKS
-    KEY = "router"
-    NUMBER = "clusters"
-    ARRAYS = (*TextRanks.ARRAYS, "node_offsets", "of", "ranks", "order", "sizes")
+    KIND, KEY, NUMBER, UNIT = "cluster_ranks", "router", "clusters", "clusters"
+    TEXTS = (*Ranks.TEXTS, "sizes")
+    NODES = ("ranks", "order")
+    ARRAYS = ("text_offsets", *TEXTS, "node_offsets", "of", *NODES)
 
     clusters: int
     node_offsets: Index
@@ -192,63 +191,66 @@ class ClusterRanks(TextRanks):
     order: npt.NDArray[Any]
     sizes: npt.NDArray[Any]
 
-    @property
-    def router(self) -> str:
-        """The router's artifact."""
-        return self.fitted
+    def tokens(self, budget: int) -> FloatArray:
+        """Tokens of the first ``budget`` clusters at every text prefix, float64 [T]: exact at the
+        budgets kept, linear between them."""
+        return _between(np.array(self.budgets), self.sizes, budget)
 
     def kept(self, budgets: Sequence[int]) -> list[dict[str, float]]:
-        """The same, with the clusters taken and their tokens."""
-        columns = [self.budgets.index(k) for k in budgets]
+        """The same, with the clusters' tokens."""
+        sizes = self.sizes[self._followed]
         return [
-            {"clusters": k, **row, "tokens": float(self.sizes[self._followed, c].mean())}
-            for k, c, row in zip(budgets, columns, super().kept(budgets), strict=False)
+            {**row, "tokens": float(sizes[:, self.budgets.index(k)].mean())}
+            for k, row in zip(budgets, super().kept(budgets), strict=False)
         ]
 
-    def rows_of(self, request: int) -> dict[str, npt.NDArray[Any]]:
+    def rows_of(self, request: int) -> Columns:
         """The same."""
         nodes = slice(*self.node_offsets[request : request + 2])
-        return {**super().rows_of(request), "ranks": self.ranks[nodes], "order": self.order[nodes]}
+        return {**super().rows_of(request), **{n: getattr(self, n)[nodes] for n in self.NODES}}
 
     def _rows(self) -> dict[str, int]:
-        nodes = int(self.node_offsets[-1])
-        more = {
-            "node_offsets": len(self.digests) + 1,
-            "ranks": nodes,
-            "order": nodes,
-            "sizes": int(self.text_offsets[-1]),
-        }
-        return {**super()._rows(), **more}
+        nodes = dict.fromkeys(self.NODES, int(self.node_offsets[-1]))
+        return {**super()._rows(), "node_offsets": len(self.digests) + 1, **nodes}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class FrequencyRanks(TextRanks):
+class FrequencyRanks(Ranks):
     """Where a frequency order of ``vocab`` tokens puts what recorded texts go on with. Where
     ``open`` bool [T], the draft's order is not known beyond the recorded children (filters hide
     it), and ``better`` is theirs."""
 
-    KIND = FREQUENCY_RANKS
-    KEY = "frequencies"
-    NUMBER = "vocab"
-    ARRAYS = (*TextRanks.ARRAYS, "open")
+    KIND, KEY, NUMBER, UNIT = "frequency_ranks", "frequencies", "vocab", "tokens"
+    TEXTS = (*Ranks.TEXTS, "open")
+    ARRAYS = ("text_offsets", *TEXTS)
 
     vocab: int
     open: npt.NDArray[np.bool_]
 
-    def kept(self, budgets: Sequence[int]) -> list[dict[str, float]]:
-        """The same, with the tokens taken."""
-        return [
-            {"tokens": k, **row} for k, row in zip(budgets, super().kept(budgets), strict=False)
-        ]
 
-    def _rows(self) -> dict[str, int]:
-        return {**super()._rows(), "open": int(self.text_offsets[-1])}
+RANKS_OF: Final[Mapping[str, type[Ranks]]] = {ROUTER: ClusterRanks, FREQUENCIES: FrequencyRanks}
+"""The ranks of each kind of artifact that orders."""
 
 
-Ranks = ClusterRanks | FrequencyRanks
-RanksByPolicy = Mapping[tuple[str, str], Ranks]
-"""What shortlists are replayed from, by draft and the shortlist's artifact
-(:class:`optimizer.simulate.replay_trace.ReplayTrace`)."""
+def _between(budgets: npt.NDArray[Any], columns: npt.NDArray[Any], budget: float) -> FloatArray:
+    """Columns [T, B] kept at ``budgets`` [B], ascending, at another one, float64 [T]: linear
+    between its neighbours, the last one's beyond it."""
+    above = min(int(np.searchsorted(budgets, budget)), len(budgets) - 1)
+    found = columns[:, above].astype(np.float64)
+    if budget < budgets[above]:
+        share = (budgets[above] - budget) / (budgets[above] - budgets[above - 1])
+        found += share * (columns[:, above - 1] - found)
+    return found
+
+
+def _stacked(parts: Sequence[npt.NDArray[Any]], none: int) -> npt.NDArray[Any]:
+    """Requests' rows after one another; where trees are of different widths, ``none`` fills up."""
+    if parts[0].ndim == 1:
+        return np.concatenate(parts)
+    widest = max(p.shape[1] for p in parts)
+    return np.concatenate(
+        [np.pad(p, ((0, 0), (0, widest - p.shape[1])), constant_values=none) for p in parts]
+    )
 
 
 def budget_grid(most: int) -> tuple[int, ...]:
@@ -261,17 +263,9 @@ def budget_grid(most: int) -> tuple[int, ...]:
 def digest(trajectory: Trajectory, panorama: TreePanorama) -> str:
     """16 hexadecimal digits of all that a request's rows of ranks depend on beside the draft and
     the order."""
-    h = hashlib.sha256(
-        f"{trajectory.request_id}\0{trajectory.sampling}\0{panorama.proposals}\0{panorama.shared}".encode()
-    )
-    for array in (
-        trajectory.prompt_ids,
-        trajectory.output_ids,
-        panorama.parent,
-        panorama.slot,
-        panorama.tokens,
-        panorama.count,
-    ):
+    t, p = trajectory, panorama
+    h = hashlib.sha256(f"{t.request_id}\0{t.sampling}\0{p.proposals}\0{p.shared}".encode())
+    for array in (t.prompt_ids, t.output_ids, p.parent, p.slot, p.tokens, p.count):
         h.update(f"{array.shape}".encode())
         h.update(np.ascontiguousarray(array).tobytes())
     return h.hexdigest()[:16]
@@ -288,106 +282,23 @@ def stored_ranks(
     all that are there are damaged, NotFoundError for an unknown recording or artifact.
     """
     info, order = store.get_recording(recording), store.get_artifact(fitted)
-    made_of = RANKS_OF.get(order.kind, ClusterRanks)
-    kind, wanted = (
-        made_of.KIND,
-        {"recording": info.id, "draft": draft, made_of.KEY: order.id, "proposals": proposals},
-    )
+    ranks = RANKS_OF.get(order.kind, ClusterRanks)
+    kind, wanted = ranks.KIND, {"recording": info.id, "draft": draft, "proposals": proposals}
+    wanted[ranks.KEY] = order.id
     damaged: CorruptedChunkError | None = None
     for name, origin in store.artifact_origins(kind, info.pair_id):
         if wanted.items() <= origin.items():
             try:
                 found = store.get_artifact(name)
-                return made_of.from_document(found.document, found.arrays, name)
+                return ranks.from_document(found.document, found.arrays, name)
             except CorruptedChunkError as error:
                 damaged = error
             except ValueError as error:
                 damaged = CorruptedChunkError(f"artifact {name} ({kind}) cannot be used ({error})")
     if damaged is not None:
-        raise CorruptedChunkError(
-            f"{damaged}; {how_to_rank(info.id, order.id, draft, proposals, made_of.KEY)}"
-        ) from damaged
+        remedy = how_to_rank(info.id, order.id, draft, proposals, ranks.KEY)
+        raise CorruptedChunkError(f"{damaged}; {remedy}") from damaged
     return None
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What ranks are made of: the requests of a recording that hold trees of a draft, by
-    ``digests``, and those ranks that are stored of them already, by order."""
-
-    recording: str
-    texts: Sequence[Trajectory]
-    trees: Sequence[TreePanorama]
-    digests: tuple[str, ...]
-    there: Mapping[str, Ranks]
-
-    def complete(self, order: str) -> bool:
-        """Whether every request is in what is stored of an order."""
-        return order in self.there and set(self.digests) <= set(self.there[order].digests)
-
-
-def wanted_ranks(
-    store: TraceStore,
-    pair_id: str,
-    recording: str,
-    draft: str,
-    orders: Sequence[str],
-    proposals: Proposals = "coupled",
-) -> Wanted:
-    """What the ranks of a recording under routers and frequency orders are made of.
-    Raises TraceError for a recording of another pair or without trees of the draft."""
-    info = store.get_recording(recording)
-    if info.pair_id != pair_id:
-        raise TraceError(
-            f"recording {info.id} is of pair {info.pair_id}, this is pair {pair_id}; name one of "
-            "this pair"
-        )
-    loaded = store.load(info.id, [draft], trees=True, skip_corrupted=True).having(
-        trees=[draft], proposals=proposals
-    )
-    if not loaded.requests:
-        raise TraceError(
-            f"recording {info.id} has no trees of draft {draft!r}, whose distributions a "
-            f"shortlist's ranks are of; " + how_to_record_trees(info.id, proposals=proposals)
-        )
-    there: dict[str, Ranks] = {}
-    for name in orders:
-        with suppress(CorruptedChunkError):
-            if (found := stored_ranks(store, info.id, draft, name, proposals)) is not None:
-                there[name] = found
-    texts, trees = loaded.trajectories, loaded.trees(draft, proposals)
-    return Wanted(
-        info.id, texts, trees, tuple(digest(t, p) for t, p in zip(texts, trees, strict=True)), there
-    )
-
-
-def keep_ranks(store: TraceStore, pair_id: str, recording: str, made: Ranks) -> Ranks:
-    """Stores ranks of a recording; the same with the artifact's id."""
-    document, arrays = made.to_document()
-    origin = {
-        "recording": recording,
-        "draft": made.draft,
-        made.KEY: made.fitted,
-        "proposals": made.proposals,
-    }
-    document |= {**origin, "pair": pair_id}
-    while True:
-        name = store.put_artifact(made.KIND, document, arrays, pair_id=pair_id, provenance=origin)
-        try:
-            store.get_artifact(name)
-        # this very content was there, damaged; ids are hashes of contents, so a new one needs
-        # another
-        except CorruptedChunkError:
-            document["instead_of"] = name
-        else:
-            return replace(made, artifact=name)
-
-
-RANKS_OF: Final[Mapping[str, type[ClusterRanks] | type[FrequencyRanks]]] = {
-    ROUTER: ClusterRanks,
-    FREQUENCIES: FrequencyRanks,
-}
-"""The ranks of each kind of artifact that orders."""
 
 
 def how_to_rank(

@@ -17,15 +17,14 @@ recorded children alone, too; then a round is not known where the shortlist hold
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from spectune.optimizer.simulate.chain_tables import ENDLESS
-from spectune.optimizer.simulate.forest import OFF_TEXT, Forest
+from spectune.optimizer.simulate.chain_tables import ENDLESS, Words
+from spectune.optimizer.simulate.forest import Forest
 from spectune.optimizer.simulate.shortlist_ranks import (
     ClusterRanks,
     FrequencyRanks,
@@ -42,60 +41,19 @@ from spectune.runtime.policies.stops import STOP_NONE, CompiledStop
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import LatencyProfile, Trajectory, TreePanorama
 
-Words = npt.NDArray[np.uint32]
 FloatArray = npt.NDArray[np.float64]
 
 NEVER_IN: Final = np.iinfo(np.int32).max
 """Rank of a token that no budget holds."""
 
 
-@dataclass(frozen=True, eq=False)
-class RankedForest:
-    """The ranks of texts' prefixes over a forest, row for row: ``own`` and ``better`` int32 [nodes]
-    (0 off the texts), ``open`` bool [nodes] where ``better`` is of the recorded children alone, and
-    the places of prefixes among all, ``text_row`` int64 [nodes] (-1 off the texts). Of the prefixes
-    ``text_code`` [T], ``mass_code`` and ``entropy_code`` [T, B]."""
+class RankedForest(NamedTuple):
+    """Ranks over a forest: ``row`` int64 [positions] is the text prefix of each start among those
+    of ``source``, ``children`` its nodes' where a router ranks them (at all budgets)."""
 
     source: Ranks
-    own: npt.NDArray[np.int32]
-    better: npt.NDArray[np.int32]
-    open: npt.NDArray[np.bool_]
-    text_row: Index
-    text_code: npt.NDArray[np.uint16]
-    mass_code: npt.NDArray[np.uint16]
-    entropy_code: npt.NDArray[np.uint16]
-
-    def at_budget(self, codes: npt.NDArray[np.uint16], budget: int) -> FloatArray:
-        """Codes [T, B] at a budget, float64 [T]: as kept, between the budgets kept linear in their
-        logarithm."""
-        return _between(np.log(self.source.budgets), codes, np.log(budget))
-
-
-@dataclass(frozen=True, eq=False)
-class RoutedForest(RankedForest):
-    """:class:`ClusterRanks` over a forest: of every node ``ranks`` int32 [nodes, K], and ``union``
-    for levels of trees; ``sizes`` [T, B] of the texts' prefixes."""
-
-    source: ClusterRanks
-    ranks: npt.NDArray[np.int32]
-    union: ClusterUnion
-    sizes: npt.NDArray[Any]
-
-    def tokens(self, budget: int) -> FloatArray:
-        """Tokens of the first ``budget`` clusters at every text prefix, float64 [T]: exact at the
-        budgets kept, linear between them."""
-        return _between(np.array(self.source.budgets), self.sizes, budget)
-
-
-def _between(budgets: npt.NDArray[Any], columns: npt.NDArray[Any], budget: float) -> FloatArray:
-    """Columns [T, B] kept at ``budgets`` [B], ascending, at another one, float64 [T]: linear
-    between its neighbours, the last one's beyond it."""
-    above = min(int(np.searchsorted(budgets, budget)), len(budgets) - 1)
-    found = columns[:, above].astype(np.float64)
-    if budget < budgets[above]:
-        share = (budgets[above] - budget) / (budgets[above] - budgets[above - 1])
-        found += share * (columns[:, above - 1] - found)
-    return found
+    row: Index
+    children: ShortlistRanks | None
 
 
 def join_ranks(
@@ -109,7 +67,7 @@ def join_ranks(
     what, key = source.KIND.replace("_", " "), source.KEY
     if source.draft != forest.draft:
         raise TraceError(f"{what} of draft {source.draft!r} given for draft {forest.draft!r}")
-    known, places, rows, offset = {name: n for n, name in enumerate(source.digests)}, [], [], 0
+    known, places = {name: n for n, name in enumerate(source.digests)}, []
     for t, p in zip(trajectories, panoramas, strict=True):
         place = known.get(digest(t, p))
         if place is None:
@@ -119,46 +77,24 @@ def join_ranks(
                 + how_to_rank("ID", source.fitted, source.draft, key=key)
             )
         places.append(place)
-        count = int(np.diff(source.text_offsets[place : place + 2])[0])
-        row = np.full(len(p.text_slot), -1, np.int64)
-        row[:count] = np.arange(count) + offset
-        rows.append(row)
-        offset += count
-    text, text_row = (
-        _rows_of(source.text_offsets, places),
-        np.concatenate([np.zeros(0, np.int64), *rows]),
-    )
-    on = text_row >= 0
-    own, better = np.zeros((2, len(text_row)), np.int32)
-    own[on], better[on] = source.own[text], source.better[text]
-    unsaid = np.zeros(len(text_row), np.bool_)
-    shared = (
-        own,
-        better,
-        unsaid,
-        text_row,
-        source.text_code[text],
-        source.mass_code[text],
-        source.entropy_code[text],
-    )
-    if isinstance(source, FrequencyRanks):
-        unsaid[on] = source.open[text]
-        return RankedForest(source, *shared)
-    at = _rows_of(source.node_offsets, places)
+    begins = source.text_offsets[places]
+    row = _runs(begins, begins + np.array([len(t.output_ids) for t in trajectories], np.int64))
+    if not isinstance(source, ClusterRanks):
+        return RankedForest(source, row, None)
+    at = _runs(source.node_offsets[places], source.node_offsets[np.array(places, np.int64) + 1])
     union = ClusterUnion(
         source.of[forest.tokens].astype(np.uint16),
         np.ascontiguousarray(source.order[at].astype(np.uint16)),
         np.append(np.bincount(source.of, minlength=source.clusters)[: source.clusters], 0),
     )
     ranks = np.ascontiguousarray(source.ranks[at, : forest.width].astype(np.int32))
-    return RoutedForest(source, *shared, ranks, union, source.sizes[text])
+    return RankedForest(source, row, ShortlistRanks(ranks, np.array([source.clusters]), union))
 
 
-def _rows_of(offsets: Index, places: Sequence[int]) -> Index:
-    """The rows of requests by their places."""
-    return np.concatenate(
-        [np.zeros(0, np.int64), *(np.arange(*offsets[place : place + 2]) for place in places)]
-    )
+def _runs(begins: Index, ends: Index) -> Index:
+    """The numbers from each begin up to its end, after one another."""
+    runs = (np.arange(begin, end) for begin, end in zip(begins, ends, strict=True))
+    return np.concatenate([np.zeros(0, np.int64), *runs])
 
 
 def shortlist_ranks(
@@ -171,15 +107,14 @@ def shortlist_ranks(
     """
     budgets = [rule.budget(step) for step in range(depth)]
     if rule.frequencies is None:
-        if not isinstance(ranked, RoutedForest):
+        if ranked is None or ranked.children is None:
             raise TraceError(
                 f"shortlist {rule.block.kind!r} of draft {forest.draft!r} follows the draft's "
-                "hidden states, and there are no cluster "
-                f"ranks of router {rule.block.artifact} over these texts; "
-                + how_to_rank("ID", rule.block.artifact, forest.draft)
+                f"hidden states, and there are no cluster ranks of router {rule.block.artifact} "
+                f"over these texts; {how_to_rank('ID', rule.block.artifact, forest.draft)}"
             )
-        within = np.minimum(budgets, ranked.source.clusters).astype(np.int64)
-        return ShortlistRanks(ranked.ranks, within, ranked.union)
+        every = ranked.children.budgets[0]
+        return ranked.children._replace(budgets=np.minimum(budgets, every).astype(np.int64))
     frequencies = rule.frequencies
     if forest.tokens.size and int(forest.tokens.max()) >= frequencies.vocab:
         raise TraceError(
@@ -205,30 +140,28 @@ def agreeing_steps(
 
     The forest's distributions must be functions of the prefix (``shared``).
     """
-    slot = forest.text_slot.astype(np.int64)
-    last = len(slot) - 1
     if ranked is not None:
-        own, better = ranked.own.astype(np.int64), ranked.better.astype(np.int64)
-        on_text = ranked.text_row >= 0
-        known = on_text & ~ranked.open
+        source, first = ranked.source, ranked.row
+        own, better = source.own.astype(np.int64), source.better.astype(np.int64)
+        known = ~source.open if isinstance(source, FrequencyRanks) else np.ones(len(own), np.bool_)
     else:
-        known = slot < forest.width
-        rows = np.arange(len(slot))
-        there = np.arange(forest.width) < forest.count[:, None]
+        first, slot = forest.root, forest.text_slot.astype(np.int64)
+        known, column = slot < forest.width, np.arange(forest.width)
+        there = column < forest.count[:, None]
         ranks = np.where(there, shortlist.ranks, NEVER_IN).astype(np.int64)
-        own = np.where(known, ranks[rows, np.minimum(slot, forest.width - 1)], NEVER_IN)
-        better = np.where(
-            np.arange(forest.width) < np.where(known, slot, forest.width)[:, None], ranks, NEVER_IN
-        ).min(axis=1)
-        on_text = slot != OFF_TEXT
-    steps = np.zeros(len(forest.root), dtype=np.int64)
-    doubtful = np.full(len(forest.root), len(shortlist.budgets), dtype=np.int64)
-    alive = np.ones(len(forest.root), dtype=np.bool_)
+        at = np.minimum(slot, forest.width - 1)
+        own = np.where(known, np.take_along_axis(ranks, at[:, None], 1)[:, 0], NEVER_IN)
+        before = column < np.where(known, slot, forest.width)[:, None]
+        better = np.where(before, ranks, NEVER_IN).min(axis=1)
+    last = len(own) - 1
+    steps = np.zeros(len(first), dtype=np.int64)
+    doubtful = np.full(len(first), len(shortlist.budgets), dtype=np.int64)
+    alive = np.ones(len(first), dtype=np.bool_)
     for step, budget in enumerate(shortlist.budgets.tolist()):
-        node = np.minimum(forest.root + step, last)
-        agrees = on_text[node] & known[node] & (own[node] < budget) & (better[node] >= budget)
-        doubtful[alive & ~known[node] & (better[node] >= budget) & (node < last)] = step
-        alive &= agrees
+        at = np.minimum(first + step, last)
+        unbeaten = better[at] >= budget
+        doubtful[alive & ~known[at] & unbeaten & (at < last)] = step
+        alive &= known[at] & (own[at] < budget) & unbeaten
         if not alive.any():
             break
         steps += alive
@@ -236,7 +169,7 @@ def agreeing_steps(
 
 
 def chain_seconds(
-    forest: Forest, routed: RoutedForest, rule: ShortlistRule, profile: LatencyProfile, gamma: int
+    forest: Forest, ranked: RankedForest, rule: ShortlistRule, profile: LatencyProfile, gamma: int
 ) -> FloatArray:
     """What the first 0 .. ``gamma`` passes of chains over a routed shortlist take more than with
     the whole head, seconds float64 [positions, gamma + 1].
@@ -245,38 +178,32 @@ def chain_seconds(
     after it left the text is charged the mean over the text. Raises PolicyError when the profile
     has no costs of the draft's shortlists.
     """
-    steps, _ = agreeing_steps(forest, shortlist_ranks(forest, rule, gamma, routed), routed)
-    row, last = routed.text_row[forest.root], len(routed.sizes) - 1
-    priced = _prices(profile, rule, routed)
-    by_budget = {k: priced(routed.tokens(k)) for k in {rule.budget(t) for t in range(gamma)}}
-    more = np.zeros((len(row), gamma + 1))
+    assert isinstance(ranked.source, ClusterRanks)
+    steps, _ = agreeing_steps(forest, shortlist_ranks(forest, rule, gamma, ranked), ranked)
+    by_budget = {
+        k: _pass_seconds(profile, rule, ranked.source.tokens(k))
+        for k in {rule.budget(t) for t in range(gamma)}
+    }
+    more, last = np.zeros((len(steps), gamma + 1)), len(ranked.source.sizes) - 1
     for t in range(gamma):
         seconds = by_budget[rule.budget(t)]
-        more[:, t + 1] = more[:, t] + np.where(
-            t <= steps, seconds[np.minimum(row + t, last)], seconds.mean()
-        )
+        on_text = seconds[np.minimum(ranked.row + t, last)]
+        more[:, t + 1] = more[:, t] + np.where(t <= steps, on_text, seconds.mean())
     return more
 
 
-def tree_seconds(
-    growth: GrowthTable, routed: RoutedForest, rule: ShortlistRule, profile: LatencyProfile
-) -> FloatArray:
+def tree_seconds(growth: GrowthTable, rule: ShortlistRule, profile: LatencyProfile) -> FloatArray:
     """:func:`chain_seconds` of trees, by the sizes of each level's union, [positions, depth +
     1]."""
-    more = np.zeros((len(growth.size), growth.depth + 1))
-    np.cumsum(
-        _prices(profile, rule, routed)(growth.size.astype(np.float64)), axis=1, out=more[:, 1:]
-    )
-    return more
+    seconds = _pass_seconds(profile, rule, growth.size.astype(np.float64))
+    return np.pad(np.cumsum(seconds, axis=1), ((0, 0), (1, 0)))
 
 
-def _prices(
-    profile: LatencyProfile, rule: ShortlistRule, routed: RoutedForest
-) -> Callable[[FloatArray], FloatArray]:
+def _pass_seconds(profile: LatencyProfile, rule: ShortlistRule, tokens: FloatArray) -> FloatArray:
     """Seconds of a pass over routed shortlists of so many tokens more than with the whole head (a
     line between measured sizes)."""
     check_shortlists(profile, rule.draft)
-    return lambda tokens: profile.shortlist_seconds(rule.draft, tokens, routed=True)
+    return profile.shortlist_seconds(rule.draft, tokens, routed=True)
 
 
 def restricted(
@@ -315,7 +242,7 @@ def _stopped(
     that no stop ended by then goes on for a token at least."""
     cap, passes = ((words >> np.uint32(shift)) & np.uint32(255) for shift in (8, 16))
     cap, passes = np.maximum(cap, steps + 1), np.maximum(passes, steps + 1)
-    last = len(ranked.text_code) - 1
+    source, last = ranked.source, len(ranked.source.text_code) - 1
     joint, open_ = np.zeros(len(steps)), np.ones(len(steps), np.bool_)
     codes: dict[int, tuple[FloatArray, FloatArray]] = {}
     for step, budget in enumerate(shortlist.budgets.tolist()):
@@ -323,11 +250,10 @@ def _stopped(
         if not open_.any():
             break
         if budget not in codes:
-            own = np.maximum(
-                0.0, np.rint(ranked.text_code - ranked.at_budget(ranked.mass_code, budget))
-            )
-            codes[budget] = own, np.rint(ranked.at_budget(ranked.entropy_code, budget))
-        row = np.minimum(ranked.text_row[forest.root] + step, last)
+            own = np.rint(source.text_code - source.at_budget(source.mass_code, budget))
+            entropy = np.rint(source.at_budget(source.entropy_code, budget))
+            codes[budget] = np.maximum(0.0, own), entropy
+        row = np.minimum(ranked.row + step, last)
         own, entropy = (found[row] for found in codes[budget])
         joint += own
         ends = open_ & (

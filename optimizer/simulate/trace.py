@@ -3,7 +3,7 @@ put together."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from spectune.engines.vllm.prompt_lookup import LEAST, MOST, copied
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.simulate.counted import INSTEAD, holds_counts
 from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
+from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace, proposals_of
 from spectune.optimizer.simulate.shortlist_ranks import Ranks, how_to_rank, stored_ranks
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.artifacts import Artifacts
@@ -25,8 +25,8 @@ from spectune.runtime.policies.document import GAMMA_LIMIT, AnyPolicy, FullShort
 from spectune.runtime.policies.prepared_chooser import plain_policies
 from spectune.runtime.policies.shortlist_rule import compile_shortlist
 from spectune.traces.errors import PairError, PolicyError, TraceError
-from spectune.traces.recording import TREE_DEPTH, Skipped, how_to_record_trees
-from spectune.traces.schema import LatencyProfile, Proposals, Trajectory, TreePanorama
+from spectune.traces.recording import TREE_DEPTH, Skipped, TreeExtent, how_to_record_trees
+from spectune.traces.schema import LatencyProfile, Proposals, Trajectory
 from spectune.traces.store import RecordingInfo, TraceStore
 
 Grown = tuple[str, Proposals]
@@ -74,13 +74,15 @@ def open_trace(
     engine = engine_named(info.engine)
     served = engine.prefill_emits
     wanted_chains, grown, found = set(chains), set(trees), dict(ranks or {})
-    for policy in _candidates(store, info, policies):
-        own = proposals_of(policy)
+    plain = (p for policy in policies for p in plain_policies(policy, fitted(store, info.pair_id)))
+    for policy in plain:
+        if not policy.speculates:
+            continue
         as_tree = replayed_as_tree(policy, info)
         if policy.draft != "ngram" or not served:
             _check_recorded(store, policy, info, as_tree)
         if as_tree or policy.shortlisted:
-            grown.add((policy.draft, own))
+            grown.add((policy.draft, proposals_of(policy)))
         if not as_tree:
             wanted_chains.add(policy.draft)
         if (ranked := ranks_of(store, info.id, policy)) is not None:
@@ -99,14 +101,13 @@ def open_trace(
         raise NoRequestsError(f"recording {info.id} has no usable request")
     if served:
         whole = replace(whole, requests=tuple(r.after_first() for r in whole.requests))
-    copies = {"ngram": _copied(whole.trajectories, info)} if looked_up else None
-    panoramas = {draft: whole.panoramas(draft) for draft in sorted(wanted_chains)}
-    forests: dict[tuple[str, str], Sequence[TreePanorama]] = {
-        key: whole.trees(*key) for key in sorted(grown)
-    }
-    past = GAMMA_LIMIT * engine.past_end
     trace = ReplayTrace(
-        whole.trajectories, panoramas, trees=forests, ranks=found or None, copies=copies, past=past
+        whole.trajectories,
+        {draft: whole.panoramas(draft) for draft in sorted(wanted_chains)},
+        trees={key: whole.trees(*key) for key in sorted(grown)},
+        ranks=found,
+        copies={"ngram": _copied(whole.trajectories, info)} if looked_up else None,
+        past=GAMMA_LIMIT * engine.past_end,
     )
     return Opened(trace, info, loaded.skipped, tuple(request.ordinal for request in whole.requests))
 
@@ -123,60 +124,44 @@ def _copied(trajectories: Iterable[Trajectory], info: RecordingInfo) -> list[npt
     return [copied(t, least, most) for t in trajectories]
 
 
-def _candidates(
-    store: TraceStore, info: RecordingInfo, policies: Iterable[AnyPolicy]
-) -> Iterable[Policy]:
-    """The policies that draft, a chooser replaced by those it chooses from."""
-    for policy in policies:
-        plain = plain_policies(policy, fitted(store, info.pair_id))
-        yield from (p for p in plain if p.speculates)
-
-
-def proposals_of(policy: Policy) -> Proposals:
-    """How the trees that a policy is replayed from rank children."""
-    return getattr(policy.growth, "proposals", "coupled")
-
-
 def replayed_as_tree(policy: Policy, info: RecordingInfo) -> bool:
     """Whether a policy is replayed from trees: where it grows them, or its draft is a head, whose
     chains are recorded so."""
-    grown = info.trees if proposals_of(policy) == "coupled" else info.trees_q
+    grown = _grown_in(info, proposals_of(policy))
     return policy.is_tree or (policy.draft in grown and policy.draft not in info.drafts)
+
+
+def _grown_in(info: RecordingInfo, proposals: Proposals) -> Mapping[str, TreeExtent]:
+    return info.trees if proposals == "coupled" else info.trees_q
 
 
 def _check_recorded(store: TraceStore, policy: Policy, info: RecordingInfo, as_tree: bool) -> None:
     """Raises PolicyError where the recording has not what the policy is replayed from."""
-    proposals = proposals_of(policy)
-    grown = info.trees if proposals == "coupled" else info.trees_q
-    lacks_trees = (
-        as_tree or policy.shortlisted
-    ) and policy.draft not in grown  # a shortlist looks at the draft's distributions
-    lacks_chains = not as_tree and policy.draft not in info.drafts
-    if lacks_trees or lacks_chains:
-        with suppress(NotFoundError, PairError):
-            drafts = PairSpec.from_json(
-                store.get_pair(info.pair_id).document, where=info.pair_id
-            ).draft_names
-            if policy.draft not in (*drafts, *info.drafts):
-                known = ", ".join(sorted(drafts))
-                raise PolicyError(
-                    f"draft: the pair of recording {info.id} has no draft {policy.draft!r}; it "
-                    f"has: {known}"
-                )
-    if lacks_trees:
-        raise PolicyError(
-            f"draft: recording {info.id} has no trees of draft {policy.draft!r} (it has: "
-            f"{info.trees_shown() or 'none'}); "
-            + how_to_record_trees(
-                info.id, depth=max(TREE_DEPTH, policy.depth_max), proposals=proposals
+    draft, proposals = policy.draft, proposals_of(policy)
+    # A shortlist looks at the draft's distributions.
+    needs_trees = as_tree or policy.shortlisted
+    lacks_trees = needs_trees and draft not in _grown_in(info, proposals)
+    if not lacks_trees and (as_tree or draft in info.drafts):
+        return
+    with suppress(NotFoundError, PairError):
+        spec = PairSpec.from_json(store.get_pair(info.pair_id).document, where=info.pair_id)
+        if draft not in (*spec.draft_names, *info.drafts):
+            raise PolicyError(
+                f"draft: the pair of recording {info.id} has no draft {draft!r}; it has: "
+                f"{', '.join(sorted(spec.draft_names))}"
             )
-        )
-    if lacks_chains:
+    if lacks_trees:
+        depth = max(TREE_DEPTH, policy.depth_max)
         raise PolicyError(
-            f"draft: recording {info.id} has no panorama of draft {policy.draft!r}; it has: "
-            f"{', '.join(sorted(info.drafts)) or 'none'}; `record --resume {info.id}` makes those "
-            "of every draft of its pair"
+            f"draft: recording {info.id} has no trees of draft {draft!r} (it has: "
+            f"{info.trees_shown() or 'none'}); "
+            + how_to_record_trees(info.id, depth=depth, proposals=proposals)
         )
+    raise PolicyError(
+        f"draft: recording {info.id} has no panorama of draft {draft!r}; it has: "
+        f"{', '.join(sorted(info.drafts)) or 'none'}; `record --resume {info.id}` makes those "
+        "of every draft of its pair"
+    )
 
 
 def ranks_of(store: TraceStore, recording: str, policy: Policy) -> Ranks | None:
@@ -247,10 +232,10 @@ def why_approximate(
                 "(docs/shortlists.md)"
             )
         if rounds:
-            artifact = getattr(policy.shortlist, "artifact", "ID")
-            rank = how_to_rank(info.id, artifact, policy.draft, proposals_of(policy), "frequencies")
+            order, proposals = getattr(policy.shortlist, "artifact", "ID"), proposals_of(policy)
             return (
-                f"in {rounds} rounds the shortlist holds none of the recorded children; {rank}, "
+                f"in {rounds} rounds the shortlist holds none of the recorded children; "
+                f"{how_to_rank(info.id, order, policy.draft, proposals, 'frequencies')}, "
                 "with which it is exact"
             )
     return ""

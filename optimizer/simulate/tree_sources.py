@@ -3,8 +3,9 @@ and the policies tried on it before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
 
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.inputs import stored_policy
@@ -21,7 +22,7 @@ from spectune.optimizer.simulate.trace import open_trace
 from spectune.runtime.policies.artifacts import BINS, CLASSIFIER, STATIC_TREE
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.recording import how_to_record_trees
+from spectune.traces.recording import TreeExtent, how_to_record_trees
 from spectune.traces.schema import Proposals
 from spectune.traces.store import RecordingInfo, TraceStore
 
@@ -80,21 +81,24 @@ def report_of(
 def _draft(info: RecordingInfo, wanted: str | None) -> tuple[str, Proposals]:
     """The draft meant and how its children are ranked: coupled trees before those by
     probability."""
-    whole: list[tuple[str, Proposals]] = []
-    for kind, extents in (("coupled", info.trees), ("probability", info.trees_q)):
-        whole += [
-            (name, cast(Proposals, kind))
-            for name, extent in sorted(extents.items())
-            if extent.count >= info.n_requests > 0
-        ]
-    found = next((w for w in whole if wanted in (None, w[0])), None)
-    if found is not None:
-        return found
+    kinds: dict[Proposals, Mapping[str, TreeExtent]] = {
+        "coupled": info.trees,
+        "probability": info.trees_q,
+    }
+    whole = [
+        (name, proposals)
+        for proposals, extents in kinds.items()
+        for name, extent in sorted(extents.items())
+        if extent.count >= info.n_requests > 0
+    ]
+    for found in whole:
+        if wanted in (None, found[0]):
+            return found
     of = "no trees" if wanted is None else f"no trees of draft {wanted!r}"
-    have = ", ".join(sorted({n for n, _ in whole}))
+    have = ", ".join(sorted({name for name, _ in whole}))
     raise TraceError(
-        f"recording {info.id} has {of} of all its "
-        f"requests{f' (it has those of: {have})' if have else ''}; " + how_to_record_trees(info.id)
+        f"recording {info.id} has {of} of all its requests"
+        f"{f' (it has those of: {have})' if have else ''}; {how_to_record_trees(info.id)}"
     )
 
 
@@ -123,20 +127,16 @@ def tried_on(store: TraceStore, info: RecordingInfo, draft: str) -> list[tuple[P
     documents: list[tuple[float, dict[str, Any]]] = []
     for name, *_ in store.list_studies(info.pair_id):
         study = store.get_study(name)
-        if study.recording_id != info.id:
-            continue
-        for trial in study.trials:
+        for trial in study.trials if study.recording_id == info.id else ():
             document = trial.get("policy")
             if isinstance(document, dict) and document.get("draft") == draft:
                 documents.append((float(trial.get("value") or 0.0), document))
     found: dict[str, Policy] = {}
     for _, document in sorted(documents, key=lambda d: -d[0]):
-        try:
+        with suppress(PolicyError):
             policy = parse_policy(document)
-        except PolicyError:
-            continue
-        if isinstance(policy, Policy) and policy.speculates and policy.replays_exactly:
-            found.setdefault(policy.id, policy)
+            if isinstance(policy, Policy) and policy.speculates and policy.replays_exactly:
+                found.setdefault(policy.id, policy)
         if len(found) == TRIED:
             break
     return [(policy, "study") for policy in found.values()]
@@ -152,28 +152,22 @@ def ran_on(store: TraceStore, info: RecordingInfo, draft: str) -> Iterator[Point
         if run.recording_id != info.id or key in seen or not counts.rounds:
             continue
         seen.add(key)
-        try:
+        with suppress(PolicyError):
             policy = stored_policy(store.get_policy(run.policy_id))
-        except PolicyError:
-            continue
-        if isinstance(policy, Policy) and policy.draft == draft and policy.speculates:
-            yield point_of(policy, counts, "run")
+            if isinstance(policy, Policy) and policy.draft == draft and policy.speculates:
+                yield point_of(policy, counts, "run")
 
 
 def _about(store: TraceStore, info: RecordingInfo) -> list[tuple[str, str]]:
     """The head of the page."""
+    texts = f"{info.n_requests}, {info.n_output_tokens} tokens, at most {info.max_new_tokens} each"
+    options = {"device": "cpu", "dtype": "float32", **info.options}
     return [
         ("recording", f"{info.id} ({info.state})"),
         ("pair", f"{store.get_pair(info.pair_id).name} ({info.pair_id})"),
         ("sampling", f"{sampling_in_words(info.sampling)}, {info.verifier} verifier"),
-        (
-            "requests",
-            f"{info.n_requests}, {info.n_output_tokens} tokens, at most {info.max_new_tokens} each",
-        ),
+        ("requests", texts),
         ("trees", info.trees_shown()),
         ("recorded", f"{info.created_at:%Y-%m-%d %H:%M} UTC"),
-        (
-            "decoded on",
-            f"{info.options.get('device', 'cpu')}, {info.options.get('dtype', 'float32')}",
-        ),
+        ("decoded on", f"{options['device']}, {options['dtype']}"),
     ]

@@ -126,21 +126,10 @@ class Scratch(NamedTuple):
     @classmethod
     def of(cls, codes: Codes, rule: TreeRule, shortlist: ShortlistRanks, depth: int) -> Scratch:
         widest = max(1, rule.frontier)
-
-        def zeros(*size: int) -> Index:
-            return np.zeros(size, np.int64)
-
+        sizes = widest, widest, (widest, rule.width), len(shortlist.union.sizes), depth
+        front, following, slots, added, text = (np.zeros(size, np.int64) for size in sizes)
         few = Codes(*(np.zeros((widest, rule.width)[: x.ndim], x.dtype) for x in codes))
-        slots = zeros(widest, rule.width)
-        return cls(
-            zeros(widest),
-            zeros(widest),
-            few,
-            zeros(widest),
-            slots,
-            zeros(len(shortlist.union.sizes)),
-            zeros(depth),
-        )
+        return cls(front, following, few, np.zeros(widest, np.int64), slots, added, text)
 
 
 @compiled(trees)
@@ -164,9 +153,8 @@ def tabulate(
         for level in range(1, depth + 1):
             if shortlist.budgets.shape[0] > 0:
                 stamp = i * depth + level
-                size = _restrict(
-                    rule, codes, shortlist, tree.frontier[level - 1], stamp, level, scratch
-                )
+                width = tree.frontier[level - 1]
+                size = _restrict(rule, codes, shortlist, width, stamp, level, scratch)
                 if table.size.shape[0] > 0:
                     table.size[s, level - 1] = size
                 grow_level(rule, scratch.codes, scratch.rows, level, tree)
@@ -306,10 +294,8 @@ def _restrict(
                 reach > 0 and scratch.added[union.cluster[node, slot]] == stamp
             ):
                 scratch.slots[f, there] = slot
-                few.tokens[f, there], few.logp[f, there] = (
-                    codes.tokens[node, slot],
-                    codes.logp[node, slot],
-                )
+                few.tokens[f, there] = codes.tokens[node, slot]
+                few.logp[f, there] = codes.logp[node, slot]
                 few.gap[f, there] = codes.gap[node, slot] - codes.gap[node, scratch.slots[f, 0]]
                 there += 1
         few.count[f] = there

@@ -13,14 +13,7 @@ import spectune.optimizer.simulate.chains as chain_replay
 import spectune.optimizer.simulate.tree_tables as tree_tabulation
 import spectune.runtime.policies.heterospec as heterospec
 import spectune.traces.schema as schema
-from spectune.optimizer.simulate.chains import (
-    NOTHING,
-    Round,
-    Sums,
-    Texts,
-    add_request,
-    add_round,
-)
+from spectune.optimizer.simulate.chains import NOTHING, Round, Sums, Texts, add_request, add_round
 from spectune.optimizer.simulate.tree_tables import ABSENT, NEVER, GrowthTable
 from spectune.runtime.costs import RoundCosts, round_seconds
 from spectune.runtime.policies.heterospec import bin_of
@@ -98,11 +91,8 @@ def replay_trees(
     for i in range(len(texts.order)):
         r = texts.order[i]
         begin, sampled = texts.offsets[r], texts.sampled[r]
-        length, budget, context = (
-            texts.offsets[r + 1] - begin,
-            texts.budgets[r],
-            texts.prompts[r] - 1,
-        )
+        length, budget = texts.offsets[r + 1] - begin, texts.budgets[r]
+        context = texts.prompts[r] - 1
         reset(window, state)
         start, lag, total = 0, 1, NOTHING
         while start < length:
