@@ -157,6 +157,12 @@ class TreeGrowth(Block):
     sharpness: Annotated[float, Field(gt=0.0, le=16.0)] = 1.5
     proposals: Literal["coupled", "probability"] = "coupled"
 
+    def is_coupled(self, *, sampled: bool) -> bool:
+        """Whether nodes are ranked by the coupled score; ``sampled``: the temperature is above
+        0."""
+        auto = sampled and self.proposals == "coupled"
+        return self.score == "coupled" or (self.score == "auto" and auto)
+
 
 class FullShortlist(Block):
     """The draft evaluates its whole output head."""

@@ -10,7 +10,7 @@ Everything else may stay open: whichever codes are the true ones, the tree is th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -62,13 +62,11 @@ def open_codes(rows: DistributionRows, *, perturbed: bool, filtered: bool) -> Op
     (``perturbed``). A distribution whose children are all marked may, if the sampling leaves tokens
     out (``filtered``), have other children, and any codes.
     """
-    logp, gap, entropy, top_entropy, count = (x.astype(np.int64) for x in rows.codes()[1:])
+    logp, gap, entropy, top_entropy, count = (x.astype(np.int64) for x in rows.codes[1:])
     n, k = logp.shape
-    near = np.zeros((n, k), dtype=np.bool_) if rows.unsure is None else rows.unsure.cpu().numpy()
-    near_entropy = (
-        np.zeros(n, dtype=np.bool_)
-        if rows.unsure_entropy is None
-        else rows.unsure_entropy.cpu().numpy()
+    near, near_entropy = (
+        np.zeros(shape, dtype=np.bool_) if marks is None else marks
+        for marks, shape in ((rows.unsure, (n, k)), (rows.unsure_entropy, n))
     )
     exists = np.arange(k) < count[:, None]
     anything = np.asarray(near.any(1) & (near | ~exists).all(1) & filtered)[:, None]
@@ -100,7 +98,7 @@ def open_codes(rows: DistributionRows, *, perturbed: bool, filtered: bool) -> Op
 
 def undecided_nodes(
     rule: TreeRule,
-    grown: Callable[[], Tree],
+    tree: Tree,
     rows: Sequence[DistributionRows],
     *,
     perturbed: bool,
@@ -108,15 +106,15 @@ def undecided_nodes(
     reads_phi: bool,
 ) -> list[tuple[int, int]]:
     """The distributions, each as (level from 0, place in the frontier) and the upper levels first,
-    that have to be decided before the tree (``grown`` tells it) may go on; ``rows``: of each level
-    so far. ``reads_phi``: Phi is read now.
+    that have to be decided before the tree may go on; ``rows``: of each level so far.
+    ``reads_phi``: Phi is read now.
 
     It named none for the levels above, so what is open there can be read by Phi or by a static
     tree's stop alone.
     """
-    if not any(map(_has_near_tie, rows if reads_phi or rule.static else rows[-1:])):
+    level = len(rows)
+    if not any(x.has_near_tie for x in (rows if reads_phi or rule.static else rows[-1:])):
         return []
-    tree, level = grown(), len(rows)
     codes = [open_codes(x, perturbed=perturbed, filtered=filtered) for x in rows]
     chosen = _open_choices(rule, tree, level, codes[-1])
     if chosen.any():
@@ -125,10 +123,6 @@ def undecided_nodes(
     if reads_phi and not rule.stops(tree.stop[level]):
         found |= _open_phi(tree, level, codes)
     return sorted(found)
-
-
-def _has_near_tie(rows: DistributionRows) -> bool:
-    return any(x is not None and bool(x.any()) for x in (rows.unsure, rows.unsure_entropy))
 
 
 def _open_choices(rule: TreeRule, tree: Tree, level: int, codes: OpenCodes) -> BoolArray:
