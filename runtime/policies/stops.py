@@ -97,18 +97,17 @@ def compile_stop(stop: Stop, *, scale: int = NAT_SCALE) -> CompiledStop:
     """
     if isinstance(stop, NoStop):
         return CompiledStop(STOP_NONE)
-    limit = NEVER
-    if isinstance(stop, EntropyStop):
-        if stop.threshold > 0.0:
-            limit = min(
-                NEVER, math.floor((1.0 - stop.threshold) ** 2 / stop.scale * scale + _SLACK)
-            )
-        return CompiledStop(STOP_ENTROPY, max_entropy_code=limit, keep_last=stop.keep_last)
-    if stop.threshold > 0.0:
-        limit = math.floor(-math.log(stop.threshold) * scale + _SLACK)
-    if isinstance(stop, MaxProbStop):
-        return CompiledStop(STOP_MAX_PROB, max_logp_code=limit, keep_last=stop.keep_last)
-    return CompiledStop(STOP_JOINT_PROB, max_joint_code=limit, keep_last=stop.keep_last)
+    limit, threshold = NEVER, stop.threshold
+    if threshold > 0.0:
+        by_entropy = isinstance(stop, EntropyStop)
+        nats = (1.0 - threshold) ** 2 / stop.scale if by_entropy else -math.log(threshold)
+        limit = min(NEVER, math.floor(nats * scale + _SLACK))
+    kind, name = {
+        "max_prob": (STOP_MAX_PROB, "max_logp_code"),
+        "joint_prob": (STOP_JOINT_PROB, "max_joint_code"),
+        "entropy": (STOP_ENTROPY, "max_entropy_code"),
+    }[stop.kind]
+    return CompiledStop(kind, keep_last=stop.keep_last)._replace(**{name: limit})
 
 
 @compiled()
