@@ -108,9 +108,10 @@ class Policy(Document):
         growth = data.get("growth")
         if data.get("draft", "none") == "none" and "window" not in data and growth is None:
             return {**data, "window": {"kind": "fixed", "gamma": 0}}
-        kind = growth.get("kind") if isinstance(growth, Mapping) else None
-        if kind == "static" and "window" not in data and isinstance(growth.get("paths"), Sequence):
-            depth = max((len(p) for p in growth["paths"] if isinstance(p, Sequence)), default=0)
+        block = growth if isinstance(growth, Mapping) else {}
+        kind, paths = block.get("kind"), block.get("paths")
+        if kind == "static" and "window" not in data and isinstance(paths, Sequence):
+            depth = max((len(p) for p in paths if isinstance(p, Sequence)), default=0)
             if depth:
                 return {**data, "window": {"kind": "fixed", "gamma": depth}}
         if kind == "top_k" and data.get("select") in (None, {}):

@@ -380,12 +380,12 @@ class Chooser:
                     "here"
                 )
             calibration = {str(k): float(v) for k, v in document["calibration"].items()}
-            vocabulary, reader = document["vocabulary"], str(document["reader"])
-            features = PromptFeatures(
-                tuple(str(term) for term in vocabulary), *map(numbers, _FEATURES), reader=reader
-            )
-            scales = [*features.scale.tolist(), *calibration.values()]
-            if not all(0 < scale < math.inf for scale in scales):
+            vocabulary = tuple(str(term) for term in document["vocabulary"])
+            idf, components, center, scale = map(numbers, _FEATURES)
+            reader = str(document["reader"])
+            features = PromptFeatures(vocabulary, idf, components, center, scale, reader)
+            scales = [*scale.tolist(), *calibration.values()]
+            if not all(0 < factor < math.inf for factor in scales):
                 raise ValueError("scale and calibration must be finite numbers above 0")
             accuracy = {
                 name: LinearAccuracy(numbers(f"weights.{name}"), int(document["prompts"][name]))

@@ -37,17 +37,17 @@ class Router:
     b2: torch.Tensor
 
     def __post_init__(self) -> None:
-        weights = {name: getattr(self, name) for name in ROUTER_WEIGHTS}
         hidden, count = self.b1.shape[:1].numel(), self.b2.shape[:1].numel()
-        shapes = {name: list(w.shape) for name, w in weights.items()}
-        inputs = shapes["w1"][-1] if shapes["w1"] else 0
-        wanted = {"w1": [hidden, inputs], "b1": [hidden], "w2": [count, hidden], "b2": [count]}
+        shapes = [list(getattr(self, name).shape) for name in ROUTER_WEIGHTS]
+        inputs = (shapes[0] or [0])[-1]
+        wanted = [[hidden, inputs], [hidden], [count, hidden], [count]]
         if shapes != wanted or min(hidden, count, inputs) < 1:
             raise ValueError(
                 "router weights must be w1 [hidden, d_r], b1 [hidden], w2 [M, hidden] and b2 [M], "
                 f"not {shapes}"
             )
-        for name, w in weights.items():
+        for name in ROUTER_WEIGHTS:
+            w = getattr(self, name)
             if w.dtype != torch.float32 or not bool(torch.isfinite(w).all()):
                 raise ValueError(
                     f"router weights must be finite float32 numbers; {name} is not ({w.dtype})"

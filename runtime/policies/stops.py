@@ -99,15 +99,16 @@ def compile_stop(stop: Stop, *, scale: int = NAT_SCALE) -> CompiledStop:
         return CompiledStop(STOP_NONE)
     limit, threshold = NEVER, stop.threshold
     if threshold > 0.0:
-        by_entropy = isinstance(stop, EntropyStop)
-        nats = (1.0 - threshold) ** 2 / stop.scale if by_entropy else -math.log(threshold)
+        nats = -math.log(threshold)
+        if isinstance(stop, EntropyStop):
+            nats = (1.0 - threshold) ** 2 / stop.scale
         limit = min(NEVER, math.floor(nats * scale + _SLACK))
-    kind, name = {
-        "max_prob": (STOP_MAX_PROB, "max_logp_code"),
-        "joint_prob": (STOP_JOINT_PROB, "max_joint_code"),
-        "entropy": (STOP_ENTROPY, "max_entropy_code"),
-    }[stop.kind]
-    return CompiledStop(kind, keep_last=stop.keep_last)._replace(**{name: limit})
+    compiled_as = {
+        "max_prob": (STOP_MAX_PROB, limit, NEVER, NEVER),
+        "joint_prob": (STOP_JOINT_PROB, NEVER, limit, NEVER),
+        "entropy": (STOP_ENTROPY, NEVER, NEVER, limit),
+    }
+    return CompiledStop(*compiled_as[stop.kind], stop.keep_last)
 
 
 @compiled()

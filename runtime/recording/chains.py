@@ -47,16 +47,13 @@ def record_panorama(
     return _Pass(pair, trajectory, draft, gamma_max).run()
 
 
-class _Pass:
+class _Pass(RecordedText):
     def __init__(
         self, pair: LoadedPair, trajectory: Trajectory, draft: str, gamma_max: int
     ) -> None:
+        super().__init__(pair, trajectory, draft)
         self.pair, self.draft, self.gamma_max = pair, draft, gamma_max
         self.model: CausalModel = pair.drafts[draft]
-        read = RecordedText(pair, trajectory, draft)
-        self.text, self.prompt, self.output = read.text, read.prompt, read.output
-        self.passes, self.exact = read.passes, read.exact
-        self.sampling, self.noise = read.sampling, read.noise
 
     def run(self) -> ChainPanorama:
         count = len(self.output)

@@ -103,18 +103,17 @@ def record_tree_panorama(
     """The distributions of one draft over one trajectory: for EAGLE-2's growth at every width up to
     ``width`` and ``depth`` levels, for the growths of ``covers`` besides, and for chains of
     ``chain_depth``."""
-    text = RecordedText(pair, trajectory, draft)
+    text = _Recorder(pair, trajectory, draft, width, proposals == "probability")
     sampled = not text.sampling.greedy
     base = base_covers(width, depth, sampled=sampled, proposals=proposals, chain_depth=chain_depth)
     covers = [*base, *covers]
-    recorder = _Recorder(text, width, proposals == "probability")
-    recorder.read_roots()
+    text.read_roots()
     # Starts that share no nodes are taken a few at a time, so that what a pass sees stays short.
     starts, group = np.arange(len(text.output)), len(text.output) if text.shared else GROUP
     budgets = min(trajectory.max_new_tokens - 1, pair.max_positions - text.prompt) - starts
     for at in range(0, len(starts), max(1, group)):
-        recorder.grow(covers, starts[at : at + group], budgets[at : at + group])
-    n, roots, columns = recorder.n, recorder.roots, recorder.columns
+        text.grow(covers, starts[at : at + group], budgets[at : at + group])
+    n, roots, columns = text.n, text.roots, text.columns
     return TreePanorama(
         draft=draft,
         width=width,
@@ -127,14 +126,16 @@ def record_tree_panorama(
     )
 
 
-class _Recorder:
+class _Recorder(RecordedText):
     """The distributions read so far of one text, a node each, in columns; the first ``roots`` nodes
     are the text's own prefixes. ``child`` [n, k] numbers the nodes below, -1: not read."""
 
-    def __init__(self, text: RecordedText, width: int, by_probability: bool) -> None:
-        self.text, self.passes, self.width = text, text.passes, width
-        self.by_probability = by_probability
-        self.roots = self.n = self._first = len(text.output) + 1
+    def __init__(
+        self, pair: LoadedPair, trajectory: Trajectory, draft: str, width: int, by_q: bool
+    ) -> None:
+        super().__init__(pair, trajectory, draft)
+        self.width, self.by_probability = width, by_q
+        self.roots = self.n = self._first = len(self.output) + 1
         words, wide = {"tokens", "parent", "position", "child"}, {"tokens", "logp", "gap", "child"}
         shapes = (16 * self.roots, width), 16 * self.roots
         self.columns: dict[str, np.ndarray] = {
@@ -154,7 +155,7 @@ class _Recorder:
             at += len(part)
             c["position"][numbers] = numbers
             self._store(numbers, part, np.ones(len(numbers), bool))
-        if self.text.shared:
+        if self.shared:
             rows = np.flatnonzero(c["text_slot"][: self.roots - 1] != OFF_TEXT)
             c["child"][rows, c["text_slot"][rows]] = rows + 1
 
@@ -210,7 +211,7 @@ class _Recorder:
         paths, starts = zip(*(self._path(number) for number in numbers.tolist()), strict=True)
         ids, positions = (
             torch.from_numpy(x.astype(np.int64)).to(self.passes.device)
-            for x in (c["tokens"][parents, slots], c["position"][numbers] + self.text.prompt - 1)
+            for x in (c["tokens"][parents, slots], c["position"][numbers] + self.prompt - 1)
         )
         above = [[node - self._first for node in path[:-1]] for path in paths]
         nodes = Nodes(ids, positions, (numbers - self._first).tolist(), above, list(starts))
@@ -229,17 +230,17 @@ class _Recorder:
         codes = self._distributions(logits, numbers)
         for name, values in codes._asdict().items():
             c[name][numbers] = values
-        following = np.append(self.text.output, -1)[np.where(on_text, position, -1)]
+        following = np.append(self.output, -1)[np.where(on_text, position, -1)]
         exists = np.arange(self.width) < codes.count[:, None]
         hit = (codes.tokens == following[:, None]) & exists
         c["text_slot"][numbers] = np.where(hit.any(1), hit.argmax(1), OFF_TEXT)
 
     def _distributions(self, logits: torch.Tensor, numbers: np.ndarray) -> Codes:
-        noise, positions = None, (self.columns["position"][numbers] + self.text.prompt).tolist()
-        if self.text.noise is not None:
-            known = {p: self.text.noise.row(p) for p in set(positions)}
+        noise, positions = None, (self.columns["position"][numbers] + self.prompt).tolist()
+        if self.noise is not None:
+            known = {p: self.noise.row(p) for p in set(positions)}
             noise = torch.stack([known[p] for p in positions])
-        rows = self._rows(logits, noise, self.text.exact)
+        rows = self._rows(logits, noise, self.exact)
         if rows.unsure is not None and rows.unsure_entropy is not None:
             for i in (rows.unsure.any(1) | rows.unsure_entropy).nonzero()[0].tolist():
                 path, start = self._path(int(numbers[i]))
@@ -254,7 +255,7 @@ class _Recorder:
     ) -> DistributionRows:
         return read_distributions(
             logits,
-            self.text.sampling,
+            self.sampling,
             noise,
             self.width,
             by_probability=self.by_probability,
