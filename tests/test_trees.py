@@ -78,12 +78,45 @@ class Case:
         )
 
 
-def random_case(rng: random.Random, kind: str) -> Case:
-    width = 1 if kind == "chain" else rng.choice([1, 2, 2, 3, 3, 4, 5, 8])
-    vocab = width + rng.randint(0, 8)
+def random_growth(
+    rng: random.Random, kind: str, width: int, **stopping: Any
+) -> tuple[reference.Growth, TreeRule]:
+    """A growth of the reference, and the rule that means the same."""
     coupled = kind != "static" and rng.random() < 0.5
     score: reference.Score = "coupled" if coupled else "probability"
     sharpness = rng.choice([0.5, 1.0, 1.5, 4.0])
+    if kind == "static":
+        paths = [
+            tuple(rng.randrange(width) for _ in range(rng.randint(1, 5)))
+            for _ in range(rng.randint(1, 12))
+        ]
+        static = reference.Static(tuple(sorted(reference.prefixes(paths))))
+        width, levels = static_levels(static.paths)
+        frontier = max(len(level.expanded) for level in levels)
+        return static, TreeRule(width, frontier, static=levels, **stopping)
+    if kind == "classifier":
+        cap, most = rng.randint(1, 9), rng.choice([3, 65535])
+        shape = (rng.randint(1, 5), rng.randint(1, 40), rng.randint(1, 120))
+        beta = rng.randint(0, most) // rng.choice([1, 2, 1000])
+        drawn = np.random.default_rng(rng.getrandbits(32))
+        table = drawn.integers(0, most + 1, shape, dtype=np.int32)
+
+        def confidence(joint: int, entropy: int, depth: int) -> int:
+            at = (min(i, n - 1) for i, n in zip((depth - 1, entropy, joint), shape, strict=True))
+            return int(table[tuple(at)])
+
+        stopping |= {"confidence": table, "beta_code": beta}
+        by_classifier = reference.Classifier(width, cap, beta, confidence, score, sharpness)
+        return by_classifier, TreeRule(width, cap, coupled, sharpness, **stopping)
+    rule = TreeRule(width, width, coupled, sharpness, **stopping)
+    if kind == "chain":
+        return reference.Chain(score, sharpness), rule
+    return reference.TopK(width, score, sharpness), rule
+
+
+def random_case(rng: random.Random, kind: str) -> Case:
+    width = 1 if kind == "chain" else rng.choice([1, 2, 2, 3, 3, 4, 5, 8])
+    vocab = width + rng.randint(0, 8)
     gamma = rng.randint(0, 4 if width > 4 else 6)
     stop, stopping = None, {}
     if rng.random() < 0.4:
@@ -91,40 +124,8 @@ def random_case(rng: random.Random, kind: str) -> Case:
         stop = reference.Stop(rng.choice(list(names)), rng.randint(0, 150), rng.random() < 0.5)
         limits = dict.fromkeys(names.values(), INFINITE) | {names[stop.kind]: stop.limit}
         stopping = {"reads_stop": True, "keep_last": stop.keep_last, **limits}
-    growth: reference.Growth
-    if kind == "static":
-        paths = [
-            tuple(rng.randrange(width) for _ in range(rng.randint(1, 5)))
-            for _ in range(rng.randint(1, 12))
-        ]
-        growth = reference.Static(tuple(sorted(reference.prefixes(paths))))
-        width, levels = static_levels(growth.paths)
-        frontier = max(len(level.expanded) for level in levels)
-        rule = TreeRule(width=width, frontier=frontier, static=levels, **stopping)
-    elif kind == "classifier":
-        cap = rng.randint(1, 9)
-        shape = (rng.randint(1, 5), rng.randint(1, 40), rng.randint(1, 120))
-        most = rng.choice([3, 65535])
-        beta = rng.randint(0, most) // rng.choice([1, 2, 1000])
-        table = np.random.default_rng(rng.getrandbits(32)).integers(
-            0, most + 1, shape, dtype=np.int32
-        )
-
-        def confidence(joint: int, entropy: int, depth: int) -> int:
-            at = (min(i, n - 1) for i, n in zip((depth - 1, entropy, joint), shape, strict=True))
-            return int(table[tuple(at)])
-
-        growth = reference.Classifier(width, cap, beta, confidence, score, sharpness)
-        rule = TreeRule(
-            width, cap, coupled, sharpness, confidence=table, beta_code=beta, **stopping
-        )
-    else:
-        growth = (
-            reference.Chain(score, sharpness)
-            if kind == "chain"
-            else reference.TopK(width, score, sharpness)
-        )
-        rule = TreeRule(width, width, coupled, sharpness, **stopping)
+    growth, rule = random_growth(rng, kind, width, **stopping)
+    width = rule.width
     strata, wanted = None, None
     if kind in ("top_k", "classifier"):
         wanted = rng.choice([None, rng.randint(1, 30), rng.randint(1, 30)])
