@@ -412,6 +412,9 @@ def test_the_guard_chooses_only_where_choosing_gains() -> None:
     assert mute.reason.endswith("not beyond noise")
     assert mute.reader is None
     held = mute.metrics["held_out"]
+    assert max(held["r2"].values()) < 0.2
+    assert held["gain"]["oracle"] > 0.1  # though no prompt tells of it
+    assert held["share"]["throughput"] < 0.35
     assert held["tokens_per_s"]["guarded"] == held["tokens_per_s"][mute.single]
     assert held["picks"]["guarded"] == {d: 45 * (d == mute.single) for d in CANDIDATES}
     few = fit_chooser(*planted_trace(9), CANDIDATES, PROFILE, reader="near", guarded=True)

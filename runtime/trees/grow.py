@@ -421,6 +421,8 @@ class Growing:
     def __init__(self, rule: TreeRule, depth: int, batch: int = 1) -> None:
         self.rule, self.memory = rule, TreeMemory.empty(rule, depth, batch)
         self.trees = self.memory.trees
+        self.tree = self.trees.one(0)
+        """The first, as it stands, levels forgotten last included."""
         self.depth = 0
         """Levels so far."""
 
@@ -440,26 +442,21 @@ class Growing:
         self.depth -= 1
 
     @property
-    def tree(self) -> Tree:
-        """The tree as it stands, levels forgotten last included."""
-        return self.trees.one(0)
-
-    @property
     def width(self) -> int:
         """Nodes that the next pass reads; a static tree reads its places, whether or not there is a
         node."""
-        return int(self.trees.width[0, self.depth])
+        return int(self.tree.width[self.depth])
 
     @property
     def stops(self) -> bool:
         """Whether the last level triggers the rule's stop."""
-        return bool(self.rule.stops(self.trees.stop[0, self.depth]))
+        return bool(self.rule.stops(self.tree.stop[self.depth]))
 
     @property
     def phi(self) -> int:
         """Phi of the path with the highest final-token confidence after the last level (HeteroSpec,
         section 4.1), in 1/16 nat."""
-        return int(self.trees.level_phi[0, self.depth])
+        return int(self.tree.level_phi[self.depth])
 
 
 def select(
