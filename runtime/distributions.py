@@ -13,7 +13,7 @@ import torch
 from spectune.runtime import near_ties
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.sampling import kept, scaled
-from spectune.runtime.trees.grow import DistributionRows
+from spectune.runtime.trees.grow import Codes, DistributionRows
 from spectune.traces.schema import TOP_ENTROPY, TREE_CODE_MAX, TREE_SCALE, Sampling
 
 _BLOCK: Final = 64
@@ -113,7 +113,11 @@ def read_distributions(
         near = (near_filter[:, None] | near) & (torch.arange(width, device=device) < count[:, None])
     logp, gap = (torch.zeros_like(tokens) if code is None else code for code in (logp, gap))
     children = tokens if ids is None else ids[tokens]
-    return DistributionRows(children, logp, gap, of_entropy, of_top, count, near, near_entropy)
+    codes = (children, logp, gap, of_entropy, of_top, count)
+    return DistributionRows(
+        Codes.of(*(x.cpu().numpy() for x in codes)),
+        *(None if x is None else x.cpu().numpy() for x in (near, near_entropy)),
+    )
 
 
 def _entropy_code(

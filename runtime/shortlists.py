@@ -162,10 +162,6 @@ class Shortlists:
         """Whether the shortlist depends on the context."""
         return self.rule.routed
 
-    def least(self, step: int) -> int:
-        """Tokens that a shortlist of a draft step has at least."""
-        return 1 if self.routed else self._size(step)
-
     def _size(self, step: int) -> int:
         return min(max(self.rule.budget(step), self._always, 1), self.output.rows)
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from spectune.optimizer.simulate.forest import Forest
 from spectune.optimizer.simulate.tree_tables import ShortlistRanks
@@ -17,8 +16,8 @@ from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.prepared_chooser import AnyPlan, ChooserPlan
 from spectune.runtime.policies.stops import STOP_NONE, should_stop
 from spectune.runtime.session import Sessions
-from spectune.runtime.trees.draft import AnyGrowing, grow
-from spectune.runtime.trees.grow import DistributionRows
+from spectune.runtime.trees.draft import grow
+from spectune.runtime.trees.grow import Codes, DistributionRows, Growing
 from spectune.runtime.verification import walk
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import (
@@ -51,8 +50,8 @@ class _RecordedTree:
     def root(self) -> DistributionRows:
         return self._rows()
 
-    def expand(self, growing: AnyGrowing, width: int) -> DistributionRows:
-        tree, level, nodes = growing.tree(), growing.depth, []
+    def expand(self, growing: Growing, width: int) -> DistributionRows:
+        tree, level, nodes = growing.tree, growing.depth, []
         for place, above, rank in zip(
             *(x[level, :width].tolist() for x in (tree.place, tree.above, tree.rank)), strict=True
         ):
@@ -70,7 +69,7 @@ class _RecordedTree:
         self.nodes = nodes
         return self._rows()
 
-    def decide_near_ties(self, growing: AnyGrowing, *, reads_phi: bool) -> None:
+    def decide_near_ties(self, growing: Growing, *, reads_phi: bool) -> None:
         """Recorded codes have no near ties left."""
 
     def _held(self, node: int) -> list[int]:
@@ -110,9 +109,7 @@ class _RecordedTree:
                     gap - gap[0],
                 )
                 of_nodes[:, row] = f.entropy[node], f.top_entropy[node], len(slots)
-        tokens, logp, gaps = torch.from_numpy(codes)
-        entropy, top_entropy, count = torch.from_numpy(of_nodes)
-        return DistributionRows(tokens, logp, gaps, entropy, top_entropy, count, None, None)
+        return DistributionRows(Codes.of(*codes, *of_nodes))
 
 
 class TraceBackend:
@@ -183,7 +180,7 @@ class TraceBackend:
     def draft(self, prepared: Plan, gamma: int, limit: int) -> Drafted:
         if self.trees is not None:
             source = _RecordedTree(self.trees, self._at)
-            tree = grow(prepared.rule(self._sampling), gamma, limit, source, torch.device("cpu"))
+            tree = grow(prepared.rule(self._sampling), gamma, limit, source)
             return Drafted(len(tree.tokens), tree.steps, self._lag, tree.tokens, tree)
         if self.panorama is None or self.panorama.draft != prepared.policy.draft:
             raise TraceError(f"this recording has no panorama of draft {prepared.policy.draft!r}")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doors import Door, write_workload
+from recorded_texts import trace_of
 from synthetic import flat_profile
 from trace_values import a_tree
 
@@ -32,20 +33,16 @@ from spectune.traces.schema import Proposals, Trajectory, TreePanorama
 from spectune.traces.store import TraceStore
 
 SHORT = ("--max-new-tokens", 8, "--gamma-max", 4)
-STATIC = {
-    "draft": "near",
-    "growth": {"kind": "static", "paths": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]},
-}
+GROWTH = {"kind": "static", "paths": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]}
+STATIC = {"draft": "near", "growth": GROWTH}
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Path:
     """A database with one recording of three requests, no trees."""
     folder = tmp_path_factory.mktemp("trees")
-    door = Door(str(folder / "spectune.db"))
-    door.json(
-        "record", "--pair", tiny_pair, "--workload", write_workload(folder / "w.jsonl", 3), *SHORT
-    )
+    door, workload = Door(str(folder / "spectune.db")), write_workload(folder / "w.jsonl", 3)
+    door.json("record", "--pair", tiny_pair, "--workload", workload, *SHORT)
     return folder / "spectune.db"
 
 
@@ -74,31 +71,15 @@ def extent(count: int, width: int, depth: int) -> dict[str, int]:
 def test_trees_are_recorded_with_the_texts(tmp_path: Path, tiny_pair: Path) -> None:
     door = Door(str(tmp_path / "spectune.db"), str(tiny_pair))
     workload = write_workload(tmp_path / "w.jsonl", 2)
-    command = (
-        "record",
-        "--pair",
-        door.pair,
-        "--workload",
-        workload,
-        *SHORT,
-        "--temperature",
-        0.8,
-        "--tree-width",
-        3,
-    )
-    made = door.json(*command, "--tree-depth", 2)
+    trees = ("--temperature", 0.8, "--tree-width", 3, "--tree-depth", 2)
+    made = door.json("record", "--pair", door.pair, "--workload", workload, *SHORT, *trees)
     assert made["trees"] == {"near": extent(2, 3, 2), "far": extent(2, 3, 2)}
     assert made["drafts"] == {"near": 2, "far": 2, "ngram": 2}
     with open_database(door.db) as database:
         loaded = TraceStore(database).load(made["recording"], trees=True)
     for panorama, trajectory in zip(loaded.trees("near"), loaded.trajectories, strict=True):
         assert panorama.positions == len(trajectory.output_ids)
-        assert (
-            json.dumps(
-                {"kind": "top_k", "score": "coupled(1.5)", "width": 3}, separators=(",", ":")
-            )
-            in panorama.covers
-        )
+        assert '{"kind":"top_k","score":"coupled(1.5)","width":3}' in panorama.covers
     listed = door.json("traces", "list")["recordings"][0]
     shown = door.json("traces", "show", "latest")
     assert listed["trees"] == shown["trees"] == made["trees"]
@@ -117,9 +98,8 @@ def test_resume_finishes_what_was_begun(door: Door, store: TraceStore) -> None:
         return store.create_recording(whole.pair_id, whole.workload_id, whole.sampling, **kept).id
 
     begun, newer, other = begin(), begin(), begin(dtype="bfloat16")
-    found = door.json(
-        "record", "--pair", door.pair, "--resume", begun, "--gamma-max", 4, "--max-new-tokens", 99
-    )
+    again = ("record", "--pair", door.pair, "--gamma-max", 4, "--resume")
+    found = door.json(*again, begun, "--max-new-tokens", 99)
     assert (found["recording"], found["state"], found["drafts"]) == (
         begun,
         "complete",
@@ -131,9 +111,7 @@ def test_resume_finishes_what_was_begun(door: Door, store: TraceStore) -> None:
     assert texts[0] == texts[1]
     assert len(texts[0]) == 3
     assert store.get_recording(newer).n_requests == 0
-    line = door.refused(
-        "record", "--pair", door.pair, "--resume", other, "--dtype", "float32", "--gamma-max", 4
-    )
+    line = door.refused(*again, other, "--dtype", "float32")
     assert f"recording {other} is unfinished and was begun on cpu in bfloat16" in line
     assert "--device cpu --dtype bfloat16" in line
 
@@ -145,11 +123,9 @@ def test_trees_are_widened_and_never_narrowed(door: Door, store: TraceStore) -> 
     assert resumed(door, "--tree-width", 2, "--tree-depth", 4)["trees"]["near"] == extent(3, 3, 4)
     wide = store.load("latest", trees=True).trees("near")
     for old, new in zip(narrow, wide, strict=True):
-        roots = old.positions + 1
-        assert all(
-            np.array_equal(getattr(old, n)[:roots], getattr(new, n)[:roots])
-            for n in old.columns()[2:]
-        )
+        for name in old.columns()[2:]:
+            roots = slice(old.positions + 1)
+            assert np.array_equal(getattr(old, name)[roots], getattr(new, name)[roots])
         assert len(new.parent) > len(old.parent)
     assert resumed(door, "--tree-width", 2, "--tree-depth", 2)["trees"]["near"] == extent(3, 3, 4)
     assert store.load("latest", trees=True).trees("near") == wide
@@ -168,37 +144,20 @@ def test_one_limit_alone_or_a_cover_takes_the_default_of_the_other(door: Door) -
 def test_covers_are_kept_when_trees_are_widened(
     door: Door, store: TraceStore, tmp_path: Path
 ) -> None:
-    (tmp_path / "sharp.json").write_text(
-        json.dumps(
-            {
-                "draft": "near",
-                "growth": {"kind": "top_k", "width": 2, "score": "coupled", "sharpness": 2.0},
-            }
-        )
-    )
+    sharp = {"kind": "top_k", "width": 2, "score": "coupled", "sharpness": 2.0}
+    (tmp_path / "sharp.json").write_text(json.dumps({"draft": "near", "growth": sharp}))
     # A top_k policy's window is 4 by default; a static tree is as deep as its paths, but all is
     # recorded to one depth.
-    resumed(
-        door,
-        "--tree-width",
-        2,
-        "--tree-depth",
-        4,
-        "--cover",
-        tmp_path / "sharp.json",
-        "--cover",
-        json.dumps(STATIC),
-    )
+    covers = ("--cover", tmp_path / "sharp.json", "--cover", json.dumps(STATIC))
+    resumed(door, "--tree-width", 2, "--tree-depth", 4, *covers)
     named = {
         '{"kind":"top_k","score":"coupled(2)","width":2}',
         cover_name(parse_policy(STATIC).growth, sampled=False),
     }
-    limits = {
-        draft: store.tree_limits(store.resolve_recording("latest"), draft)
-        for draft in ("near", "far")
-    }
-    assert named <= set(limits["near"][2])
-    assert not named & set(limits["far"][2])  # a policy's growth is covered for its draft
+    recording = store.resolve_recording("latest")
+    near, far = (set(store.tree_limits(recording, draft)[2]) for draft in ("near", "far"))
+    assert named <= near
+    assert not named & far  # a policy's growth is covered for its draft
     before = store.load("latest", trees=True).trees("near")
     resumed(door, "--tree-width", 3, "--tree-depth", 3)
     for old, new in zip(before, store.load("latest", trees=True).trees("near"), strict=True):
@@ -226,62 +185,28 @@ def test_tune_covers_what_promises_more_than_the_recording_can_tell(
     beats all that was tried."""
     resumed(door, "--tree-width", 2, "--tree-depth", 3)
     recording = store.resolve_recording("latest")
-    grower = {
-        "kind": "classifier",
-        "width": 2,
-        "cap": 8,
-        "beta": 0.3,
-        "artifact": classifier(store),
-    }
-    wide = parse_policy(
-        {"draft": "near", "growth": grower, "window": {"kind": "fixed", "gamma": 3}}
-    )
+    grower = {"kind": "classifier", "width": 2, "cap": 8, "beta": 0.3}
+    grower["artifact"], window = classifier(store), {"kind": "fixed", "gamma": 3}
+    wide = parse_policy({"draft": "near", "growth": grower, "window": window})
 
     def trace() -> ReplayTrace:
-        loaded = store.load(recording, ["near"], trees=True)
-        chains = {"near": loaded.panoramas("near")}
-        return ReplayTrace(
-            loaded.trajectories, chains, trees={("near", "coupled"): loaded.trees("near")}
-        )
+        return trace_of(store, recording, ["near"])
 
-    find = fitted(store)
-    profile = flat_profile(pair.id, pair.drafts)
-    study = search(
-        trace(), profile, ["near"], gamma_max=2, trials=0, incumbents=[wide], artifacts=find
-    )
+    find, profile = fitted(store), flat_profile(pair.id, pair.drafts)
+    how: dict[str, Any] = {"gamma_max": 2, "trials": 0, "incumbents": [wide], "artifacts": find}
+    study = search(trace(), profile, ["near"], **how)
     (beyond,) = study.beyond
     assert (beyond.policy, study.left_out()["policies"]) == (wide, 1)
     assert wide not in [t.policy for t in study.trials]
     known = replace(study, beyond=(replace(beyond, value=-1.0),))
-    assert (
-        search(
-            trace(),
-            profile,
-            ["near"],
-            gamma_max=2,
-            trials=0,
-            incumbents=[wide],
-            artifacts=find,
-            known=known,
-        )
-        == known
-    )
+    assert search(trace(), profile, ["near"], known=known, **how) == known
     wanted = TuneOptions(tree_width=2, tree_depth=3, gamma_max=4)
     better = replace(study, trials=(replace(beyond, value=beyond.value * 1.01),))
     assert record_beyond(store, pair, recording, better, wanted, find, lambda *_: None) == []
     worse = replace(study, trials=(replace(beyond, value=beyond.value * 0.99),))
     assert record_beyond(store, pair, recording, worse, wanted, find, lambda *_: None) == ["near"]
     assert run_replay(trace(), wide, profile, artifacts=find).missing == 0
-    again = search(
-        trace(),
-        profile,
-        ["near"],
-        gamma_max=2,
-        trials=0,
-        incumbents=[wide],
-        artifacts=find,
-        known=replace(study, beyond=()),
-    )
+    again = search(trace(), profile, ["near"], known=replace(study, beyond=()), **how)
     assert not again.beyond
     assert wide in [t.policy for t in again.trials]
 
@@ -307,10 +232,8 @@ def retraced(store: TraceStore, pair: LoadedPair, monkeypatch: pytest.MonkeyPatc
         _pair: LoadedPair, text: Trajectory, draft: str, width: int, depth: int, **how: Any
     ) -> TreePanorama:
         calls.add((draft, width, depth, how["chain_depth"]))
-        covers = tuple(c.name for c in how["covers"])
-        return a_tree(
-            text, draft, width=width, depth=depth, proposals=how["proposals"], covers=covers
-        )
+        how = {"proposals": how["proposals"], "covers": tuple(c.name for c in how["covers"])}
+        return a_tree(text, draft, width=width, depth=depth, **how)
 
     monkeypatch.setattr(recorder, "record_tree_panorama", fake)
     headed = replace(pair, heads={"head": object()})  # type: ignore[dict-item]  # only its name is looked at
@@ -342,43 +265,30 @@ def test_heads_get_their_chains_as_trees(retraced: Retrace) -> None:
 # --- mistakes
 
 
+def cover(**changes: object) -> tuple[str, str]:
+    return "--cover", json.dumps(STATIC | changes)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (("--tree-width", 0), "--tree-width 0: from 1 to 32 is possible"),
-        (("--tree-width", 33), "--tree-width 33: from 1 to 32 is possible"),
         (("--tree-depth", 65), "--tree-depth 65: from 1 to 64 is possible"),
         (("--tree-width", 32, "--tree-depth", 64), "more than any policy may grow"),
         (("--cover", "nothing"), "--cover nothing: neither a file"),
         (("--cover", '{"draft": "near"}'), "drafts a chain; every recording covers those"),
-        (
-            ("--cover", json.dumps(STATIC | {"draft": "other"})),
-            "the pair has no draft 'other' (it has: near, far, ngram)",
-        ),
-        (
-            ("--cover", json.dumps(STATIC), "--tree-width", 1),
-            "its trees are 2 wide; give --tree-width 2 instead of 1",
-        ),
-        (
-            ("--cover", json.dumps(STATIC), "--tree-depth", 2),
-            "its trees are 3 deep; give --tree-depth 3 instead of 2",
-        ),
-        (("--cover", json.dumps(STATIC), "--tree-proposals", "probability"), "record those apart"),
-        (
-            ("--cover", '{"draft": "near", "growth": {"kind": "static", "artifact": "0123"}}'),
-            "there is no artifact '0123'",
-        ),
+        ((*cover(draft="other"),), "the pair has no draft 'other' (it has: near, far, ngram)"),
+        ((*cover(), "--tree-width", 1), "its trees are 2 wide; give --tree-width 2 instead of 1"),
+        ((*cover(), "--tree-depth", 2), "its trees are 3 deep; give --tree-depth 3 instead of 2"),
+        ((*cover(), "--tree-proposals", "probability"), "record those apart"),
+        (cover(growth={"kind": "static", "artifact": "0123"}), "there is no artifact '0123'"),
     ],
 )
-@pytest.mark.parametrize("resume", [True, False])
 def test_mistakes_cost_one_line(
-    door: Door, tmp_path: Path, arguments: tuple[object, ...], says: str, resume: bool
+    door: Door, tmp_path: Path, arguments: tuple[object, ...], says: str
 ) -> None:
-    what = (
-        ("--resume", "latest")
-        if resume
-        else ("--workload", write_workload(tmp_path / "w.jsonl", 3))
-    )
-    assert says in door.refused("record", "--pair", door.pair, *what, *SHORT, *arguments)
+    workload = write_workload(tmp_path / "w.jsonl", 3)
+    for what in (("--resume", "latest"), ("--workload", workload)):
+        assert says in door.refused("record", "--pair", door.pair, *what, *SHORT, *arguments)
     listed = door.json("traces", "list")["recordings"]
     assert [(r["n_requests"], r["trees"]) for r in listed] == [(3, {})]

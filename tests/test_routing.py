@@ -3,6 +3,7 @@ and how cluster ranks are kept."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -71,15 +72,8 @@ def recording(store: TraceStore, pair: LoadedPair) -> str:
     info = store.create_recording(pair.id, None, SAMPLINGS[0], max_new_tokens=TOKENS)
     for n, sampling in enumerate(SAMPLINGS):
         prompts = {f"{i} {sampling.temperature}": prompt for i, prompt in enumerate(PROMPTS[1:5])}
-        keep(
-            store,
-            pair,
-            info.id,
-            plain_texts(pair, prompts, sampling, TOKENS),
-            4 * n,
-            (10, 4, 4),
-            *DRAFTS,
-        )
+        texts = plain_texts(pair, prompts, sampling, TOKENS)
+        keep(store, pair, info.id, texts, 4 * n, (10, 4, 4), *DRAFTS)
     return info.id
 
 
@@ -95,12 +89,8 @@ def cluster_ranks(
 def trace(
     store: TraceStore, pair: LoadedPair, recording: str, routers: dict[str, str]
 ) -> ReplayTrace:
-    return trace_of(
-        store,
-        recording,
-        DRAFTS,
-        {(d, r): cluster_ranks(store, pair, recording, d, r) for d, r in routers.items()},
-    )
+    ranks = {(d, r): cluster_ranks(store, pair, recording, d, r) for d, r in routers.items()}
+    return trace_of(store, recording, DRAFTS, ranks)
 
 
 @pytest.fixture(scope="module")
@@ -127,15 +117,11 @@ def test_routed_chains_replay_exactly(
     """Every round of every window at every budget, at temperatures 0 and 1; routed shortlists do
     cost acceptance here."""
     differ = set()
-    mine = [
-        (w, b)
-        for n, w in enumerate(WINDOWS)
-        for m, b in enumerate(BUDGETS[:3])
-        if (n + m) % 3 == (draft == "near")
-    ]
-    policies = [
-        policy_of(draft, routers[draft], b, window=w) for w, b in [*mine, (WINDOWS[1], BUDGETS[3])]
-    ]
+    mine = [(WINDOWS[1], BUDGETS[3])]
+    for (n, window), (m, budgets) in itertools.product(enumerate(WINDOWS), enumerate(BUDGETS[:3])):
+        if (n + m) % 3 == (draft == "near"):
+            mine.append((window, budgets))
+    policies = [policy_of(draft, routers[draft], b, window=w) for w, b in mine]
     for policy in policies:
         replayed = run_replay(trace, policy, profile, artifacts=fitted(store), per_round=True)
         runs = executed(pair, policy, trace.trajectories, fitted(store), profile)
@@ -144,10 +130,9 @@ def test_routed_chains_replay_exactly(
                 policy.label(),
                 done.trajectory.request_id,
             )
-        full = run_replay(
-            trace, policy.model_copy(update={"shortlist": Policy().shortlist}), profile
-        )
-        if policy is policies[-1]:  # all clusters
+        whole = policy.model_copy(update={"shortlist": Policy().shortlist})
+        full = run_replay(trace, whole, profile)
+        if policy is policies[0]:  # all clusters
             assert replayed.total == full.total
         differ.add(replayed.total.rounds != full.total.rounds)
     assert differ == {True, False}
@@ -193,36 +178,29 @@ def test_passes_are_charged_by_the_sizes_of_their_shortlists(
     """While a chain is on the text, what its passes save is the tokens that the runtime's
     shortlists of that round left out."""
     policy = policy_of("near", routers["near"], (7, 5, 3), window={"kind": "fixed", "gamma": 2})
-    flat = with_terms(
-        profile,
-        {
-            "gathered/near": CostTable(
-                profile.terms["head/near"].seconds[-1:] * 2, ("rows",), ((0.0, 1.0),)
-            )
-        },
+    per_row = profile.terms["head/near"].seconds[-1:] * 2
+    flat = with_terms(profile, {"gathered/near": CostTable(per_row, ("rows",), ((0.0, 1.0),))})
+    find = fitted(store)
+    cheap, dear = (
+        run_replay(trace, policy, p, artifacts=find, per_round=True).steps()
+        for p in (profile, flat)
     )
-    cheap = run_replay(trace, policy, profile, artifacts=fitted(store), per_round=True).steps()
-    dear = run_replay(trace, policy, flat, artifacts=fitted(store), per_round=True).steps()
     prepared = prepare(policy, pair.draft_names, artifacts=fitted(store))
     checked = 0
     for text, ours, full in zip(trace.trajectories, cheap, dear, strict=True):
         decoder = Decoder(pair, StaticSource(prepared))
-        for item, here, whole in zip(
-            decoder.rounds(request_of(decoder, text)), ours, full, strict=True
-        ):
+        rounds = decoder.rounds(request_of(decoder, text))
+        for item, here, whole in zip(rounds, ours, full, strict=True):
             shortlists = decoder.backend.shortlists(prepared)
             if item.step.draft_steps and item.step.accepted >= item.step.draft_steps - 1:
-                saved = sum(
-                    pair.target.vocab_size - len(s.ids)
-                    for s in shortlists.chosen[: item.step.draft_steps]
-                )
+                used = shortlists.chosen[: item.step.draft_steps]
+                saved = sum(pair.target.vocab_size - len(s.ids) for s in used)
                 assert whole.draft_s - here.draft_s == pytest.approx(1e-6 * saved)
                 checked += 1
     assert checked > 20
+    none = with_terms(profile, {"gathered/near": None})
     with pytest.raises(PolicyError, match="no costs of shortlists for draft 'near'"):
-        run_replay(
-            trace, policy, with_terms(profile, {"gathered/near": None}), artifacts=fitted(store)
-        )
+        run_replay(trace, policy, none, artifacts=find)
 
 
 def test_what_cannot_be_ranked_or_replayed_is_said(
@@ -232,10 +210,8 @@ def test_what_cannot_be_ranked_or_replayed_is_said(
     verifier. A selection keeps in step."""
     bare = trace_of(store, recording, DRAFTS)
     policy = policy_of("near", routers["near"], (3, 2, 1))
-    with pytest.raises(
-        TraceError,
-        match=rf"hidden states.*no cluster ranks of router {routers['near']}.*`fit ranks",
-    ):
+    said = rf"hidden states.*no cluster ranks of router {routers['near']}.*`fit ranks"
+    with pytest.raises(TraceError, match=said):
         run_replay(bare, policy, artifacts=fitted(store))
     with pytest.raises(PolicyError, match="was fitted on draft 'far'"):
         cluster_ranks(store, pair, recording, "near", routers["far"])
@@ -244,12 +220,8 @@ def test_what_cannot_be_ranked_or_replayed_is_said(
         ReplayTrace(trace.trajectories, {}, ranks={key: routed.source})
     loaded = store.load(recording, ["near"], trees=True)
     drawn = [replace(t, verifier="rejection") for t in loaded.trajectories]
-    other = ReplayTrace(
-        drawn,
-        {"near": loaded.panoramas("near")},
-        trees={("near", "coupled"): loaded.trees("near")},
-        ranks={key: routed.source},
-    )
+    chains, trees = {"near": loaded.panoramas("near")}, {("near", "coupled"): loaded.trees("near")}
+    other = ReplayTrace(drawn, chains, trees=trees, ranks={key: routed.source})
     with pytest.raises(TraceError, match="rejection verifier"):
         run_replay(other, policy, artifacts=fitted(store))
     whole = run_replay(trace, policy, artifacts=fitted(store))

@@ -3,9 +3,10 @@ apart: sets, router, laws and stops."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,17 +52,9 @@ M = 9
 FREQUENT = {"kind": "frequency", "size": 60, "artifact": "order"}
 BY_POSITION = {"kind": "position_frequency", "k_max": 120, "artifact": "order"}
 CHAIN = {"window": {"kind": "fixed", "gamma": 4}}
-TREE = {
-    "growth": {"kind": "top_k", "width": 4},
-    "window": {"kind": "fixed", "gamma": 4},
-    "select": {"top_n": 64},
-}
-STATIC = {
-    "growth": {
-        "kind": "static",
-        "paths": [[0], [1], [3], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 2], [1, 0, 0]],
-    }
-}
+TREE = {**CHAIN, "growth": {"kind": "top_k", "width": 4}, "select": {"top_n": 64}}
+PATHS = [[0], [1], [3], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 2], [1, 0, 0]]
+STATIC = {"growth": {"kind": "static", "paths": PATHS}}
 
 
 def by_router(draft: str, k0: int = 3, k1: int = 2, k_min: int = 1) -> dict[str, Any]:
@@ -92,13 +85,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
     return load_pair(read_pair(str(folder / "pair.json")), device="cpu")
 
 
-def counts(vocab: int) -> np.ndarray:
-    return np.random.default_rng(5).geometric(0.05, vocab)
-
-
 def order(vocab: int) -> list[int]:
     """Token 0 (EOS) first, then by frequency, ties by id."""
-    seen = counts(vocab)
+    seen = np.random.default_rng(5).geometric(0.05, vocab)
     return [0, *sorted(range(1, vocab), key=lambda t: (-seen[t], t))]
 
 
@@ -109,12 +98,8 @@ def routing(pair: LoadedPair, draft: str, seed: int = 0) -> Routing:
     rng = torch.Generator().manual_seed(seed)
     w1 = torch.randn(16, wide + model.hidden_size, generator=rng)
     w1[:, :wide] *= 8 / float(model.embedded(torch.arange(50)).std())
-    router = Router(
-        w1 / 8,
-        torch.randn(16, generator=rng),
-        torch.randn(M, 16, generator=rng),
-        torch.randn(M, generator=rng),
-    )
+    rest = (torch.randn(*shape, generator=rng) for shape in ((16,), (M, 16), (M,)))
+    router = Router(w1 / 8, *rest)
     of = torch.randint(M - 1, (model.output.rows,), generator=rng).numpy()
     return Routing(router, Clusters.of_assignment(of, M), model.output.hash)
 
@@ -132,8 +117,9 @@ def artifacts(pair: LoadedPair) -> Artifacts:
     return lambda name: found[name]
 
 
-def ready(pair: LoadedPair, document: dict[str, Any]) -> Plan:
-    return prepare(parse_policy(document), pair.draft_names, artifacts=artifacts(pair))
+def ready(pair: LoadedPair, draft: str = "none", **blocks: Any) -> Plan:
+    policy = parse_policy({"draft": draft, **blocks})
+    return prepare(policy, pair.draft_names, artifacts=artifacts(pair))
 
 
 def requests(
@@ -150,12 +136,18 @@ def texts(
 ) -> tuple[list[list[int]], list[Step]]:
     """Output ids of all prompts, and all steps."""
     decoder = Decoder(pair, StaticSource(prepared))
-    found, steps = [], []
-    for request in requests(pair, decoder, sampling, tokens):
-        done = decoder.decode(request)
-        found.append(done.trajectory.output_ids.tolist())
-        steps += done.steps
-    return found, steps
+    done = [decoder.decode(r) for r in requests(pair, decoder, sampling, tokens)]
+    return [d.trajectory.output_ids.tolist() for d in done], [s for d in done for s in d.steps]
+
+
+def check_texts(pair: LoadedPair, sampling: Sampling, policies: list[dict[str, Any]]) -> int:
+    """Each policy writes what the target alone writes; how many drafted tokens were accepted."""
+    plain, accepted = texts(pair, ready(pair), sampling)[0], 0
+    for blocks in policies:
+        found, steps = texts(pair, ready(pair, **blocks), sampling)
+        assert found == plain, blocks
+        accepted += sum(s.accepted for s in steps)
+    return accepted
 
 
 # ------------------------------------------------------------------------------ texts do not change
@@ -166,59 +158,34 @@ def texts(
 def test_text_is_autoregressions(pair: LoadedPair, sampling: Sampling, draft: str) -> None:
     """Every kind, chains and trees, with stops, bins and adaptive windows: token ids are those of
     the target alone."""
-    plain, _ = texts(pair, ready(pair, {}), sampling)
-    accepted = 0
-    for shortlist in shortlists_of(draft):
-        for more in (CHAIN, TREE):
-            found, steps = texts(
-                pair, ready(pair, {"draft": draft, "shortlist": shortlist, **more}), sampling
-            )
-            assert found == plain, (shortlist, more)
-            accepted += sum(s.accepted for s in steps)
-    mixed: list[dict[str, Any]] = [
-        {
-            "shortlist": by_router(draft),
-            "window": {"kind": "fsm", "gamma_max": 6},
-            "stop": {"kind": "max_prob", "threshold": 0.3},
-        },
-        {"shortlist": by_router(draft), **STATIC},
-        {
-            "shortlist": by_router(draft),
-            **TREE,
-            "select": {"top_n": 9},
-            "stratify": {"artifact": "bins", "alpha": 2},
-        },
-        {
-            "shortlist": BY_POSITION | {"k_max": 8},
-            **TREE,
-            "stop": {"kind": "entropy", "threshold": 0.2},
-        },
+    base: list[dict[str, Any]] = [
+        {"draft": draft, "shortlist": shortlist, **more}
+        for shortlist in shortlists_of(draft)
+        for more in (CHAIN, TREE)
     ]
-    for document in mixed if sampling is HOT else []:
-        assert texts(pair, ready(pair, {"draft": draft, **document}), sampling)[0] == plain, (
-            document
-        )
+    accepted = check_texts(pair, sampling, base)
     assert accepted > 10 or draft != "near"  # heads at random; the demo pair's agrees
+    routed = {"draft": draft, "shortlist": by_router(draft)}
+    falling = {"draft": draft, "shortlist": BY_POSITION | {"k_max": 8}}
+    adaptive = {"window": {"kind": "fsm", "gamma_max": 6}}
+    mixed: list[dict[str, Any]] = [
+        routed | adaptive | {"stop": {"kind": "max_prob", "threshold": 0.3}},
+        routed | STATIC,
+        routed | TREE | {"select": {"top_n": 9}, "stratify": {"artifact": "bins", "alpha": 2}},
+        falling | TREE | {"stop": {"kind": "entropy", "threshold": 0.2}},
+    ]
+    check_texts(pair, sampling, mixed if sampling is HOT else [])
 
 
-def test_text_is_autoregressions_under_filters(pair: LoadedPair) -> None:
+@pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_k": 3}], ids=str)
+def test_text_is_autoregressions_under_filters(pair: LoadedPair, filters: dict[str, Any]) -> None:
     """Top-k and top-p act on the shortlist's law in the draft, on the whole law in the target."""
-    for sampling in (
-        Sampling(temperature=0.7, top_p=0.9, seed=3),
-        Sampling(temperature=1.0, top_k=3, seed=4),
-    ):
-        plain, _ = texts(pair, ready(pair, {}), sampling)
-        for shortlist, more in (
-            (FREQUENT | {"size": 3}, TREE),
-            (by_router("near"), STATIC),
-            (by_router("near"), CHAIN),
-        ):
-            assert (
-                texts(
-                    pair, ready(pair, {"draft": "near", "shortlist": shortlist, **more}), sampling
-                )[0]
-                == plain
-            )
+    policies = [
+        {"draft": "near", "shortlist": FREQUENT | {"size": 3}, **TREE},
+        {"draft": "near", "shortlist": by_router("near"), **STATIC},
+        {"draft": "near", "shortlist": by_router("near"), **CHAIN},
+    ]
+    check_texts(pair, Sampling(temperature=0.8, seed=3, **filters), policies)
 
 
 @pytest.mark.parametrize("sampling", [COLD, HOT], ids=lambda s: f"T{s.temperature}")
@@ -235,15 +202,11 @@ def test_policies_are_swapped_in_the_middle_of_a_text(pair: LoadedPair, sampling
         {"draft": "near", "shortlist": by_router("near"), **TREE},
         {"draft": "own", "shortlist": by_router("own"), **CHAIN},
     ]
-    plain = Decoder(pair, StaticSource(ready(pair, {})))
-    decoder = Decoder(pair, Alternating([ready(pair, d) for d in documents]))
-    used = set()
+    plain, used = Decoder(pair, StaticSource(ready(pair))), set()
+    decoder = Decoder(pair, Alternating([ready(pair, **d) for d in documents]))
     for request in requests(pair, plain, sampling, 40):
-        done = decoder.decode(request)
-        assert (
-            done.trajectory.output_ids.tolist()
-            == plain.decode(request).trajectory.output_ids.tolist()
-        )
+        done, alone = decoder.decode(request), plain.decode(request)
+        assert done.trajectory.output_ids.tolist() == alone.trajectory.output_ids.tolist()
         used |= {s.policy for s in done.steps}
     assert used == {parse_policy(d).id for d in documents}
 
@@ -271,23 +234,20 @@ class Reference:
         times."""
         key = tuple(text), tuple(path)
         if key not in self.known:
-            self.known[key] = self._state(text, path)
+            self.known[key] = np.asarray(self._state(text, path).double().numpy())
         return self.known[key]
 
-    def _state(self, text: list[int], path: list[int]) -> np.ndarray:
+    def _state(self, text: list[int], path: list[int]) -> torch.Tensor:
         if self.draft in self.pair.drafts:
             with torch.no_grad():
-                out = self.model.model(torch.tensor([text + path])).last_hidden_state[0, -1]
-            return np.asarray(out.numpy())
+                return self.model.model(torch.tensor([text + path])).last_hidden_state[0, -1]
         head = self.pair.heads[self.draft]
         features = self.pair.target.canonical_features(text[:-1], head.taps)
         out = head.canonical_output(text, features, path)[0]
-        if self.draft == "head":
-            return np.asarray(out.double().numpy())
         norm = head.net.norm
-        return np.asarray(
-            (out / (out.pow(2).mean() + norm.eps).sqrt() * norm.weight).double().numpy()
-        )
+        if self.draft == "own":
+            out = out / (out.pow(2).mean() + norm.eps).sqrt() * norm.weight
+        return out
 
     def logits(self, text: list[int], path: list[int]) -> dict[int, float]:
         """Of every token that the draft has."""
@@ -299,9 +259,8 @@ class Reference:
         """The router's, for the last token: its embedding and the state before it."""
         whole = text + path
         w1, b1, w2, b2 = self.weights
-        embedding = (
-            self.pair.models[self.draft].embedded(torch.tensor(whole[-1:]))[0].double().numpy()
-        )
+        model = self.pair.models[self.draft]
+        embedding = model.embedded(torch.tensor(whole[-1:]))[0].double().numpy()
         width = w1.shape[1] - len(embedding)
         first = 1 if self.draft in self.pair.drafts else 2
         if path:
@@ -320,18 +279,12 @@ class Reference:
         """S_t for the paths of a beam."""
         head = self.pair.models[self.draft].output.ids.tolist()
         if shortlist["kind"] == "clusters":
-            k = (
-                (shortlist["k0"], shortlist["k1"])[step]
-                if step < 2
-                else (shortlist["k1"] + step) // (2 * step)
-            )
-            kept = set().union(
-                *(self.clusters(text, path, max(k, shortlist["k_min"])) for path in beam)
-            )
+            first = shortlist["k0"], shortlist["k1"]
+            k = first[step] if step < 2 else (first[1] + step) // (2 * step)
+            of_paths = (self.clusters(text, path, max(k, shortlist["k_min"])) for path in beam)
+            kept = set().union(*of_paths)
             return {head[row] for row, m in enumerate(self.cluster_of) if m in kept}
-        size = shortlist.get("size", 0)
-        if not size:
-            size = shortlist["k_max"] if step < 2 else shortlist["k_max"] // (step + 1)
+        size = shortlist.get("size") or shortlist["k_max"] // (1 if step < 2 else step + 1)
         known = set(head)
         return set([t for t in order(self.vocab) if t in known][:size])
 
@@ -344,6 +297,11 @@ class Reference:
         total = math.log(sum(math.exp(v) for v in scaled.values()))
         return {t: v - total for t, v in scaled.items()}
 
+    def best(self, law: dict[int, float], noise: Noise | None, position: int) -> list[int]:
+        """The tokens by log q_S + g, best first."""
+        row = np.zeros(self.vocab) if noise is None else noise.row(position).double().numpy()
+        return sorted(law, key=lambda t: -(law[t] + row[t]))
+
 
 def followed(
     pair: LoadedPair, prepared: Plan, sampling: Sampling, tokens: int = SHORT
@@ -353,14 +311,11 @@ def followed(
     decoder = Decoder(pair, StaticSource(prepared))
     for request in requests(pair, decoder, sampling, tokens):
         text = list(request.prompt_ids)
-        noise = (
-            None
-            if sampling.greedy
-            else Noise(request.seed, pair.target.vocab_size, torch.device("cpu"))
-        )
+        noise = Noise(request.seed, pair.target.vocab_size, torch.device("cpu"))
         for item in decoder.rounds(request):
             chosen = decoder.backend.shortlists(prepared)
-            yield list(text), item, noise, [set(s.ids.tolist()) for s in chosen.chosen]
+            used = None if sampling.greedy else noise
+            yield list(text), item, used, [set(s.ids.tolist()) for s in chosen.chosen]
             text += item.tokens
 
 
@@ -376,13 +331,9 @@ def test_chains_propose_from_the_shortlist_and_stop_by_its_law(
     for at, shortlist in enumerate(shortlists_of("near")):
         # Every kind of shortlist with every kind of stop, one at each temperature.
         stop, threshold = kinds[(at + SAMPLINGS.index(sampling)) % 3]
-        document = {
-            "draft": "near",
-            "shortlist": shortlist,
-            **CHAIN,
-            "stop": {"kind": stop, "threshold": threshold},
-        }
-        for text, item, noise, chosen in followed(pair, ready(pair, document), sampling):
+        stopping = {"kind": stop, "threshold": threshold}
+        prepared = ready(pair, "near", shortlist=shortlist, **CHAIN, stop=stopping)
+        for text, item, noise, chosen in followed(pair, prepared, sampling):
             joint = whole_joint = 0
             ended = whole_ended = False
             for j, token in enumerate(item.drafted):
@@ -391,17 +342,10 @@ def test_chains_propose_from_the_shortlist_and_stop_by_its_law(
                 support = reference.tokens(shortlist, j, text, [path])
                 assert chosen[j] == support
                 law = reference.law(text, path, support, sampling)
-                row = (
-                    np.zeros(reference.vocab)
-                    if noise is None
-                    else noise.row(len(text) + j).double().numpy()
-                )
-                assert token == max(law, key=lambda t: law[t] + row[t])
+                assert token == reference.best(law, noise, len(text) + j)[0]
                 whole = reference.law(text, path, set(range(reference.vocab)), sampling)
-                joint, whole_joint = (
-                    joint + nat_code(law[token]),
-                    whole_joint + nat_code(whole[token]),
-                )
+                joint += nat_code(law[token])
+                whole_joint += nat_code(whole[token])
                 ended = stops(stop, threshold, law, token, joint)
                 whole_ended = stops(stop, threshold, whole, token, whole_joint)
                 differs += ended != whole_ended
@@ -438,7 +382,7 @@ def test_trees_grow_from_the_union_over_their_beam(
     unions = children = 0
     for shortlist in shortlists_of(draft):
         for more in (TREE, STATIC):
-            prepared = ready(pair, {"draft": draft, "shortlist": shortlist, **more})
+            prepared = ready(pair, draft, shortlist=shortlist, **more)
             for text, item, noise, chosen in followed(pair, prepared, sampling, 4):
                 tree = item.tree
                 if tree is None or not tree.steps:
@@ -446,45 +390,33 @@ def test_trees_grow_from_the_union_over_their_beam(
                 paths: list[list[int]] = []
                 for token, parent in zip(tree.tokens, tree.parents, strict=True):
                     paths.append([*(paths[parent] if parent >= 0 else []), token])
-                expanded = [
-                    path for path, place in zip(paths, tree.expanded, strict=True) if place >= 0
-                ]
+                read = zip(paths, tree.expanded, strict=True)
+                expanded = [path for path, place in read if place >= 0]
                 assert len(chosen) == tree.steps
                 for step in range(tree.steps):
                     beam = [path for path in [[], *expanded] if len(path) == step]
                     support = reference.tokens(shortlist, step, text, beam)
                     assert chosen[step] == support
-                    unions += len(beam) > 1 and len(support) > max(
-                        len(reference.tokens(shortlist, step, text, [b])) for b in beam
-                    )
+                    alone = [len(reference.tokens(shortlist, step, text, [b])) for b in beam]
+                    unions += len(support) > max(alone, default=0)
                     for path in beam:
                         law = reference.law(text, path, support, sampling)
-                        row = (
-                            np.zeros(reference.vocab)
-                            if noise is None
-                            else noise.row(len(text) + step).double().numpy()
-                        )
-                        best = sorted(law, key=lambda t: -(law[t] + row[t]))[:4]
+                        best = reference.best(law, noise, len(text) + step)[:4]
                         mine = [p[-1] for p in paths if p[:-1] == path and len(p) == step + 1]
-                        ranks = (
-                            range(4)
-                            if more is TREE
-                            else [p[-1] for p in STATIC_PATHS if p[:-1] == ranks_of(paths, path)]
-                        )
+                        ranks: Sequence[int] = range(4)
+                        if more is STATIC:
+                            ranks = [p[-1] for p in PATHS if p[:-1] == ranks_of(paths, path)]
                         assert mine == [best[r] for r in ranks if r < len(best)]
                         children += len(mine)
     assert children > 100
     assert unions > 0
 
 
-STATIC_PATHS: list[list[int]] = STATIC["growth"]["paths"]
-
-
 def ranks_of(paths: list[list[int]], path: list[int]) -> list[int]:
     """Which child of which a node of the static tree is, from the creation order of what was
     drafted."""
     known: dict[tuple[int, ...], list[int]] = {(): []}
-    created = [p for depth in range(4) for p in STATIC_PATHS if len(p) == depth]
+    created = [p for depth in range(4) for p in PATHS if len(p) == depth]
     for ranks, tokens in zip(created, paths, strict=False):
         known[tuple(tokens)] = ranks
     return known[tuple(path)]
@@ -495,29 +427,19 @@ def test_a_proposal_depends_on_the_prefix_alone(pair: LoadedPair) -> None:
     that reads the text anew."""
     again = load_pair(pair.spec, device="cpu", drafts=["near"]).drafts["near"]
     fresh, rounds, lags = LanguageModelDraft(again), 0, set()
-    for sampling, shortlist in (
-        (COLD, by_router("near")),
-        (HOT, by_router("near")),
-        (HOT, BY_POSITION),
-    ):
-        prepared = ready(
-            pair,
-            {"draft": "near", "shortlist": shortlist, "window": {"kind": "fsm", "gamma_max": 5}},
-        )
+    window = {"kind": "fsm", "gamma_max": 5}
+    routed = by_router("near")
+    for sampling, shortlist in ((COLD, routed), (HOT, routed), (HOT, BY_POSITION)):
+        prepared = ready(pair, "near", shortlist=shortlist, window=window)
         assert prepared.shortlist is not None
         for text, item, noise, chosen in followed(pair, prepared, sampling):
             if not item.drafted:
                 continue
-            for exact in (
-                True,
-                False,
-            ):  # without near ties a draft that does not look for any proposes the same
-                shortlists = Shortlists(prepared.shortlist, again, exact)
+            # Without near ties a draft that does not look for any proposes the same.
+            for exact in (True, False):
+                shortlists, depth = Shortlists(prepared.shortlist, again, exact), len(item.drafted)
+                context = DraftContext(prepared, sampling, noise, exact, shortlists)
                 fresh.begin(text, 512)
-                context, depth = (
-                    DraftContext(prepared, sampling, noise, exact, shortlists),
-                    len(item.drafted),
-                )
                 assert fresh.propose(text, depth, depth, context).tokens == item.drafted
                 assert [set(s.ids.tolist()) for s in shortlists.chosen] == chosen
             rounds, lags = rounds + 1, lags | {item.step.lag}
@@ -537,7 +459,7 @@ def test_near_ties_of_the_router_are_settled_by_canonical_states(
         plain = getattr(model, method)
         monkeypatch.setattr(model, method, lambda *args, f=plain: asked.append(args) or f(*args))
         for more in (CHAIN, TREE):
-            prepared = ready(pair, {"draft": name, "shortlist": by_router(name), **more})
+            prepared = ready(pair, name, shortlist=by_router(name), **more)
             seen = []
             for margin in (0.0, 1e9):
                 monkeypatch.setattr(near_ties, "ROUTER", margin)
@@ -574,13 +496,9 @@ def rejection_p_value(shortlist: dict[str, Any], seed: int) -> tuple[float, floa
     pair = tiny_pair(seed)
     first = pair.target.canonical([1, 2]).double().softmax(-1)
     least = first.argsort().tolist()  # the least likely first
+    w2, b2 = torch.tensor([[1.0, 0], [0, -1], [0.5, 0.5]]), torch.tensor([0.0, 0.1, 0.2])
     routed = Routing(
-        Router(
-            torch.ones(2, 32),
-            torch.zeros(2),
-            torch.tensor([[1.0, 0], [0, -1], [0.5, 0.5]]),
-            torch.tensor([0.0, 0.1, 0.2]),
-        ),
+        Router(torch.ones(2, 32), torch.zeros(2), w2, b2),
         Clusters.of_assignment([0, 1, 2, 2, 1], 3),
         head_hash(pair.drafts["draft"].output.weight),
     )
@@ -642,19 +560,16 @@ def test_the_draft_law_before_the_shortlist_fails_the_same_test(
 def test_one_token_and_the_first_tokens_of_a_text(pair: LoadedPair) -> None:
     """Shortlists of one token, prompts of one and two tokens (nothing precedes), and a router whose
     clusters are all but empty."""
-    one = [FREQUENT | {"size": 1}, BY_POSITION | {"k_max": 2}, by_router("near", 1, 1, 1)]
-    plain = Decoder(pair, StaticSource(ready(pair, {})))
+    plain = Decoder(pair, StaticSource(ready(pair)))
+    stopping = CHAIN | {"stop": {"kind": "joint_prob", "threshold": 0.1}}
     for draft in ("near", "head", "own"):
-        for shortlist in (*one[:2], by_router(draft, 1, 1, 1)):
-            for more in (CHAIN | {"stop": {"kind": "joint_prob", "threshold": 0.1}}, TREE):
-                decoder = Decoder(
-                    pair,
-                    StaticSource(ready(pair, {"draft": draft, "shortlist": shortlist, **more})),
-                )
-                for prompt in ([70], [70, 71]):
-                    request = decoder.request(Request("e", "c", ("",)), prompt, HOT, 6)
-                    got = decoder.decode(request).trajectory.output_ids.tolist()
-                    assert got == plain.decode(request).trajectory.output_ids.tolist()
+        one = FREQUENT | {"size": 1}, BY_POSITION | {"k_max": 2}, by_router(draft, 1, 1, 1)
+        for shortlist, more in itertools.product(one, (stopping, TREE)):
+            decoder = Decoder(pair, StaticSource(ready(pair, draft, shortlist=shortlist, **more)))
+            for prompt in ([70], [70, 71]):
+                request = decoder.request(Request("e", "c", ("",)), prompt, HOT, 6)
+                got, wanted = decoder.decode(request), plain.decode(request)
+                assert got.trajectory.output_ids.tolist() == wanted.trajectory.output_ids.tolist()
 
 
 def test_lower_precision_drafts_from_shortlists(pair: LoadedPair) -> None:
@@ -662,71 +577,46 @@ def test_lower_precision_drafts_from_shortlists(pair: LoadedPair) -> None:
     routers are those of the same heads."""
     low = load_pair(pair.spec, device="cpu", dtype="bfloat16")
     for draft in ("near", "own"):
-        for shortlist in (FREQUENT, by_router(draft)):
-            for more in (CHAIN, TREE):
-                prepared = prepare(
-                    parse_policy({"draft": draft, "shortlist": shortlist, **more}),
-                    low.draft_names,
-                    artifacts=artifacts(low),
-                )
-                for _, item, _, chosen in followed(low, prepared, HOT, 5):
-                    depths = item.tree.depths if item.tree else range(1, 1 + len(item.drafted))
-                    assert all(
-                        t in chosen[d - 1] for t, d in zip(item.drafted, depths, strict=True)
-                    )
-                    assert len(item.drafted) > 0 or item.finish
+        for shortlist, more in itertools.product((FREQUENT, by_router(draft)), (CHAIN, TREE)):
+            prepared = ready(low, draft, shortlist=shortlist, **more)
+            for _, item, _, chosen in followed(low, prepared, HOT, 5):
+                depths = item.tree.depths if item.tree else range(1, 1 + len(item.drafted))
+                drafted = zip(item.drafted, depths, strict=True)
+                assert all(token in chosen[depth - 1] for token, depth in drafted)
+                assert len(item.drafted) > 0 or item.finish
 
 
 # ---------------------------------------------------------------------------------- what is refused
 
 
 def test_artifacts_that_do_not_fit_are_refused_in_one_line(pair: LoadedPair) -> None:
-    """Of another kind, draft, head or vocabulary, malformed, or not to be had: told when the policy
-    is made ready."""
-    find = artifacts(pair)
+    """Another head or vocabulary, or malformed: told when the policy is made ready, or by a decoder
+    before its first token. Those of another kind or draft: test_policies."""
     near, vocab = routing(pair, "near"), pair.target.vocab_size
-    other = Routing(near.router, near.clusters, "0" * 16).to_document()
     narrow = Router(near.router.w1[:, 1:], near.router.b1, near.router.w2, near.router.b2)
-    wrong = {
-        "other head": Fitted("router", *other),
-        "narrow": Fitted("router", *Routing(narrow, near.clusters, near.head).to_document()),
-        "short": Fitted("frequencies", *Frequencies(np.arange(vocab - 1)).to_document()),
-        "torn": Fitted(
-            "frequencies", {"vocab": vocab, "always": 0}, {"order": np.zeros(vocab, dtype=np.int64)}
-        ),
-        "elsewhere": Fitted("frequencies", {"draft": "own"}, {}),
-    }
 
-    def say(shortlist: dict[str, Any], decodes: bool = False, **given: Any) -> str:
-        look = {"artifacts": lambda name: wrong.get(name) or find(name)} | given
+    def say(found: Fitted, decodes: bool) -> str:
+        shortlist = by_router("near") if found.kind == "router" else FREQUENT
         policy = parse_policy({"draft": "near", "shortlist": shortlist, **CHAIN})
+        look = {"artifacts": lambda _: found}
         if decodes:
             decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, **look)))
-            request = requests(pair, decoder, Sampling())[0]
+            request = requests(pair, decoder, COLD)[0]
         with pytest.raises(PolicyError) as error:
             next(decoder.rounds(request)) if decodes else prepare_for(pair, policy, **look)
         return str(error.value)
 
-    clusters = by_router("near")
-    assert "'router-near' cannot be looked up here" in say(clusters, artifacts=None)
-    assert "artifact order is a frequencies, not a router; `fit router" in say(
-        clusters | {"artifact": "order"}
-    )
-    assert "is a router, not a frequencies" in say(FREQUENT | {"artifact": "router-near"})
-    assert (
-        "was fitted on draft 'own', this policy drafts with 'near'; `fit router --recording ID "
-        "--draft near`" in say(clusters | {"artifact": "router-own"})
-    )
-    assert "fitted on draft 'own'" in say(FREQUENT | {"artifact": "elsewhere"})
+    other = Fitted("router", *Routing(near.router, near.clusters, "0" * 16).to_document())
     for decodes in (False, True):
-        said = say(clusters | {"artifact": "other head"}, decodes)
+        said = say(other, decodes)
         assert "was fitted on another output head" in said
         assert "`fit router --recording ID --draft near`" in said
-    assert "a router of" in say(clusters | {"artifact": "narrow"}, True)
-    assert f"orders a vocabulary of {vocab - 1} tokens" in say(
-        FREQUENT | {"artifact": "short"}, True
-    )
-    assert "every token id once" in say(FREQUENT | {"artifact": "torn"})
+    slim = Fitted("router", *Routing(narrow, near.clusters, near.head).to_document())
+    assert "a router of" in say(slim, True)
+    short = Fitted("frequencies", *Frequencies(np.arange(vocab - 1)).to_document())
+    assert f"orders a vocabulary of {vocab - 1} tokens" in say(short, True)
+    torn = Fitted("frequencies", {"always": 0}, {"order": np.zeros(vocab, dtype=np.int64)})
+    assert "every token id once" in say(torn, False)
 
 
 def test_ids_and_labels(pair: LoadedPair) -> None:
@@ -736,13 +626,10 @@ def test_ids_and_labels(pair: LoadedPair) -> None:
     assert parse_policy({"draft": "near", "shortlist": {"kind": "full"}, **CHAIN}).id == plain.id
     assert "shortlist" not in plain.canonical()
     assert parse_policy({"draft": "small", "window": {"kind": "fixed", "gamma": 4}}).id == KNOWN_ID
-    for shortlist, label in (
-        (FREQUENT, "near fixed(gamma=4) frequency(60)"),
-        (BY_POSITION, "near fixed(gamma=4) position_frequency(120)"),
-        (by_router("near"), "near fixed(gamma=4) clusters(3/2/1)"),
-    ):
+    labels = "frequency(60)", "position_frequency(120)", "clusters(3/2/1)"
+    for shortlist, label in zip(shortlists_of("near"), labels, strict=True):
         policy = parse_policy({"draft": "near", "shortlist": shortlist, **CHAIN})
-        assert policy.label() == label
+        assert policy.label() == f"near fixed(gamma=4) {label}"
         assert policy.id != plain.id
         assert policy.artifacts == (shortlist["artifact"],)
         assert parse_policy(policy.spelled_out()) == policy

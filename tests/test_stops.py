@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spectune.runtime.policies.document import parse_policy
@@ -28,6 +27,7 @@ def code(nats: float) -> int:
     return min(NAT_CODE_MAX, int(nats * NAT_SCALE))
 
 
+@settings(deadline=None)  # the first call compiles
 @given(st.floats(1e-6, 1.0), st.floats(1e-6, 1.0))
 def test_max_prob_stops_below_the_threshold(threshold: float, q: float) -> None:
     triggered = triggers(stop("max_prob", threshold=threshold), code(-math.log(q)), 0, 0)
@@ -37,6 +37,7 @@ def test_max_prob_stops_below_the_threshold(threshold: float, q: float) -> None:
         assert triggered == (q < threshold)
 
 
+@settings(deadline=None)
 @given(st.floats(1e-6, 1.0), st.lists(st.floats(0.01, 1.0), min_size=1, max_size=12))
 def test_joint_prob_stops_when_the_product_falls_below(
     threshold: float, probs: list[float]
@@ -49,6 +50,7 @@ def test_joint_prob_stops_when_the_product_falls_below(
             assert triggers(compiled, 0, joint, 0) == (product < threshold)
 
 
+@settings(deadline=None)
 @given(st.floats(0.001, 1.0), st.floats(0.01, 5.0), st.floats(0.0, 20.0))
 def test_entropy_stops_when_adaedls_bound_falls_below(
     threshold: float, scale: float, entropy: float
@@ -67,13 +69,6 @@ def test_a_limit_reached_exactly_does_not_stop() -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "max_prob", "joint_prob", "entropy"])
-def test_any_code_above_its_limit_stops(kind: str) -> None:
-    rng = np.random.default_rng(0)
-    for threshold in (0.0, 0.2, 0.6, 1.0):
-        s = stop(kind) if kind == "none" else stop(kind, threshold=threshold)
-        for _ in range(50):
-            codes = [int(c) for c in rng.integers(0, 600, 3)]
-            limits = s.max_logp_code, s.max_joint_code, s.max_entropy_code
-            assert triggers(s, *codes) == any(
-                code > limit for code, limit in zip(codes, limits, strict=True)
-            )
+def test_threshold_0_never_stops(kind: str) -> None:
+    never = stop(kind) if kind == "none" else stop(kind, threshold=0.0)
+    assert not triggers(never, NAT_CODE_MAX, 64 * NAT_CODE_MAX, NAT_CODE_MAX)

@@ -4,30 +4,32 @@ the tree is that of the true codes; and few laws are settled."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from test_trees import CPU, PathReader
+from tree_reference import Path, prefixes
 
-import spectune.runtime.trees.draft
 from spectune.runtime.policies.c2t import ClassifierWeights
 from spectune.runtime.policies.heterospec import kept_nodes
 from spectune.runtime.policies.sequoia import static_levels
 from spectune.runtime.sampling import Noise
-from spectune.runtime.trees import near_ties as near_tie_trees
-from spectune.runtime.trees.device import DeviceGrowing
+from spectune.runtime.trees import near_ties
 from spectune.runtime.trees.draft import GrownTree, ModelDistributions, grow
-from spectune.runtime.trees.grow import INFINITE, DistributionRows, Tree, TreeRule
-from spectune.runtime.trees.near_ties import OpenCodes
+from spectune.runtime.trees.grow import INFINITE, Codes, DistributionRows, TreeRule
 from spectune.traces.schema import TREE_CODE_MAX, Sampling
 
-CPU = torch.device("cpu")
-Path = tuple[int, ...]
 KINDS = ["top_k", "stratified", "classifier", "classifier, stratified", "static"]
-STOPS = [None, "max_logp", "max_joint", "max_entropy"]
+STOPS = {
+    None: (0, 0),
+    "max_logp": (0, 5),
+    "max_joint": (0, 15),
+    "max_entropy": (17, 23),
+}
+"""What each stop's limit is drawn from."""
 
 
 @lru_cache(maxsize=4)
@@ -45,29 +47,22 @@ def confidences(step: int) -> np.ndarray:
 def random_rule(rng: random.Random, kind: str, stop: str | None) -> TreeRule:
     common: dict[str, Any] = {"sharpness": rng.choice([0.5, 1.5, 3.0])}
     if stop is not None:
-        limits = {"max_logp": INFINITE, "max_joint": INFINITE, "max_entropy": INFINITE}
-        common |= limits | {"reads_stop": True, "keep_last": rng.random() < 0.5}
-        common[stop] = {
-            "max_logp": rng.randint(0, 5),
-            "max_joint": rng.randint(0, 15),
-            "max_entropy": rng.randint(17, 23),
-        }[stop]
+        common |= dict.fromkeys(("max_logp", "max_joint", "max_entropy"), INFINITE)
+        common |= {"reads_stop": True, "keep_last": rng.random() < 0.5}
+        common[stop] = rng.randint(*STOPS[stop])
     if kind == "static":
-        paths = {
+        paths = [
             tuple(rng.randrange(rng.choice([2, 4])) for _ in range(rng.randint(1, 4)))
             for _ in range(rng.randint(2, 7))
-        }
-        width, levels = static_levels(sorted({p[:n] for p in paths for n in range(1, len(p) + 1)}))
+        ]
+        width, levels = static_levels(sorted(prefixes(paths)))
         return TreeRule(width, max(len(x.expanded) for x in levels), static=levels, **common)
     width, top_n = rng.randint(1, 6), rng.randint(1, 15)
     common |= {"coupled": rng.random() < 0.5, "top_n": top_n}
     if "stratified" in kind:
         fractions, alpha = [0.3, 0.6, 1.0][: rng.randint(1, 3)], rng.randint(0, 2)
-        common |= {
-            "thresholds": tuple(sorted(rng.sample(range(30, 75), 4))),
-            "fitted_depth": 3,
-            "alpha": alpha,
-        }
+        thresholds = tuple(sorted(rng.sample(range(30, 75), 4)))
+        common |= {"thresholds": thresholds, "fitted_depth": 3, "alpha": alpha}
         common["kept"] = kept_nodes(top_n, fractions, alpha)
     if "classifier" not in kind:
         return TreeRule(width, width, **common)
@@ -103,22 +98,13 @@ class Draft:
     children that tie have changed places."""
 
     def __init__(self, seed: int, k: int, perturbed: bool, filtered: bool, rate: float) -> None:
-        self.seed, self.k, self.perturbed, self.filtered, self.rate = (
-            seed,
-            k,
-            perturbed,
-            filtered,
-            rate,
-        )
+        self.seed, self.k, self.rate = seed, k, rate
+        self.perturbed, self.filtered = perturbed, filtered
 
     def _drawn(self, path: Path) -> tuple[Law, random.Random]:
         rng = random.Random(f"{self.seed} {path}")
-        law = Law(
-            rng,
-            self.k,
-            self.perturbed,
-            rng.randint(1, self.k) if self.filtered and rng.random() < 0.3 else self.k,
-        )
+        count = rng.randint(1, self.k) if self.filtered and rng.random() < 0.3 else self.k
+        law = Law(rng, self.k, self.perturbed, count)
         for j in range(law.count - 1):  # ties in the score
             if rng.random() < self.rate / 2 and not law.marks[j]:
                 law.marks[j : j + 2] = True
@@ -133,12 +119,8 @@ class Draft:
     def said(self, path: Path, variant: int) -> Law:
         law, rng = self._drawn(path)
         if self.filtered and rng.random() < self.rate / 3:  # the filter's border is open
-            law = Law(
-                random.Random(f"{self.seed} {path} {variant}"),
-                self.k,
-                self.perturbed,
-                1 + rng.randrange(self.k),
-            )
+            other = random.Random(f"{self.seed} {path} {variant}")
+            law = Law(other, self.k, self.perturbed, 1 + rng.randrange(self.k))
             law.marks[: law.count] = True
             return law
         tied = [
@@ -175,37 +157,21 @@ class Draft:
         return law
 
 
-class Numbered:
+class Numbered(PathReader):
     """A reader whose logits are a path's number."""
 
+    length = 1
+
     def __init__(self) -> None:
-        self.device, self.length, self.ids = CPU, 1, None
-        self.paths: list[Path] = [()]
+        super().__init__()
         self.known: list[Path] = []
 
-    def _numbers(self, paths: list[Path]) -> torch.Tensor:
+    def of_paths(self, paths: list[Path]) -> torch.Tensor:
         self.known += paths
         return torch.arange(len(self.known) - len(paths), len(self.known))
 
-    def root(self) -> torch.Tensor:
-        self.paths = [()]
-        return self._numbers(self.paths)
-
-    def level(
-        self,
-        tokens: torch.Tensor,
-        parents: torch.Tensor | None,
-        depth: int,
-        exists: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        above = [0] * len(tokens) if parents is None else parents.tolist()
-        self.paths = [
-            (*self.paths[p], token) for p, token in zip(above, tokens.tolist(), strict=True)
-        ]
-        return self._numbers(self.paths)
-
     def canonical(self, path: list[int]) -> torch.Tensor:
-        return self._numbers([tuple(path)])[0]
+        return self.of_paths([tuple(path)])[0]
 
 
 class Drawn(ModelDistributions):
@@ -213,9 +179,7 @@ class Drawn(ModelDistributions):
 
     def __init__(self, rule: TreeRule, draft: Draft, variant: int | None) -> None:
         noise = Noise(0, 8, CPU) if draft.perturbed else None
-        sampling = (
-            Sampling(temperature=1.0, top_p=0.9) if draft.filtered else Sampling(temperature=1.0)
-        )
+        sampling = Sampling(temperature=1.0, top_p=0.9 if draft.filtered else 1.0)
         self.numbered = Numbered()
         super().__init__(rule, self.numbered, sampling, noise, variant is not None)
         self.draft, self.variant = draft, variant
@@ -223,65 +187,44 @@ class Drawn(ModelDistributions):
 
     def _distributions(self, logits: torch.Tensor, depth: int, exact: bool) -> DistributionRows:
         paths = [self.numbered.known[int(i)] for i in logits]
-        laws = [
-            self.draft.said(p, self.variant)
-            if exact and self.variant is not None
-            else self.draft.true(p)
-            for p in paths
-        ]
-        if exact:
-            self.unsure_laws += sum(bool(law.marks.any()) or law.law_mark for law in laws)
-        else:
-            self.settled_laws += self.variant is not None
-        columns = [
-            torch.from_numpy(np.array(column, dtype=np.int64))
-            for column in zip(*(law.codes() for law in laws), strict=True)
-        ]
         if not exact:
-            return DistributionRows(*columns, None, None)
-        marks = torch.from_numpy(np.stack([law.marks for law in laws]))
-        return DistributionRows(
-            *columns,
-            marks if bool(marks.any()) else None,
-            torch.tensor([law.law_mark for law in laws]),
-        )
+            self.settled_laws += self.variant is not None
+            laws = [self.draft.true(path) for path in paths]
+        else:
+            laws = [self.draft.said(path, self.variant or 0) for path in paths]
+            self.unsure_laws += sum(bool(law.marks.any()) or law.law_mark for law in laws)
+        codes = Codes.of(*zip(*(law.codes() for law in laws), strict=True))
+        if not exact:
+            return DistributionRows(codes)
+        marks = np.stack([law.marks for law in laws])
+        return DistributionRows(codes, marks, np.array([law.law_mark for law in laws]))
 
 
 class Grown:
     """Trees of one kind grown from true laws and from what passes say."""
 
-    def __init__(self, kind: str, stop: str | None) -> None:
-        self.kind, self.stop = kind, stop
+    def __init__(self, kind: str, stop: str | None, trials: int, until_differing: bool) -> None:
         self.settled = self.unsure = self.differing = 0
-
-    def run(self, trials: int, *, until_differing: bool = False) -> None:
         for trial in range(trials):
             if until_differing and self.differing:
                 return
-            rng = random.Random(f"{self.kind} {self.stop} {trial}")
-            rule = random_rule(rng, self.kind, self.stop)
-            depth = rng.randint(1, 4)
-            draft = Draft(
-                trial,
-                rule.width,
-                rng.random() < 0.5,
-                rng.random() < 0.3,
-                rng.choice([0.03, 0.1, 0.2]),
-            )
-            whole = not draft.filtered and rng.random() < 0.5
-            expected, _ = self.grown(rule, depth, draft, None, whole)
+            rng = random.Random(f"{kind} {stop} {trial}")
+            rule, depth = random_rule(rng, kind, stop), rng.randint(1, 4)
+            perturbed, filtered = rng.random() < 0.5, rng.random() < 0.3
+            draft = Draft(trial, rule.width, perturbed, filtered, rng.choice([0.03, 0.1, 0.2]))
+            expected, _ = self.grown(rule, depth, draft, None)
             for variant in range(4):
-                tree, laws = self.grown(rule, depth, draft, variant, whole)
+                tree, laws = self.grown(rule, depth, draft, variant)
                 self.differing += tree != expected
                 self.settled += laws.settled_laws
                 self.unsure += laws.unsure_laws
 
     @staticmethod
     def grown(
-        rule: TreeRule, depth: int, draft: Draft, variant: int | None, whole: bool
+        rule: TreeRule, depth: int, draft: Draft, variant: int | None
     ) -> tuple[GrownTree, Drawn]:
         laws = Drawn(rule, draft, variant)
-        return grow(rule, depth, depth + 2, laws, CPU, whole=whole), laws
+        return grow(rule, depth, depth + 2, laws), laws
 
 
 @pytest.mark.parametrize("stop", STOPS)
@@ -290,81 +233,26 @@ def test_what_is_left_undecided_changes_no_tree(kind: str, stop: str | None) -> 
     """Tokens, parents, depths, places, levels, passes, their widths, Phi and bin are those of the
     true laws, in every variant of what rounding could have made of them; and most undecided laws
     are left alone."""
-    found = Grown(kind, stop)
-    found.run(40)
+    found = Grown(kind, stop, 40, until_differing=False)
     assert found.differing == 0
     assert 0 < found.settled < (0.7 if kind == "static" else 0.85) * found.unsure
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_tensor_operations_settle_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same where trees grow by tensor operations, not by compiled loops."""
-    monkeypatch.setattr(
-        spectune.runtime.trees.draft,
-        "growing_on",
-        lambda device, rule, depth, complete: DeviceGrowing(rule, device, complete),
-    )
-    found = Grown(kind, None)
-    found.run(20)
-    assert found.differing == 0
-    assert found.settled > 0
-
-
-def nothing(*_: Any) -> set[tuple[int, int]]:
-    return set()
-
-
-def nowhere(rule: TreeRule, tree: Tree, level: int, codes: OpenCodes) -> np.ndarray:
+def nothing(rule: TreeRule, tree: object, level: int, codes: near_ties.OpenCodes) -> np.ndarray:
     return np.zeros(len(codes.near), dtype=bool)
-
-
-def narrow(rows: DistributionRows, *, perturbed: bool, filtered: bool) -> OpenCodes:
-    """Codes that are not open, and only the marks for what they are."""
-    found = OPEN_CODES(rows, perturbed=perturbed, filtered=filtered)
-    sure = OPEN_CODES(
-        rows._replace(unsure=None, unsure_entropy=None), perturbed=perturbed, filtered=filtered
-    )
-    return sure._replace(near=found.near, swapped=found.swapped)
-
-
-def steady(rows: DistributionRows, *, perturbed: bool, filtered: bool) -> OpenCodes:
-    """Codes that may be a unit off, without children that change places or come and go."""
-    found = OPEN_CODES(rows, perturbed=False, filtered=False)
-    return found._replace(swapped=np.zeros_like(found.swapped))
-
-
-OPEN_CODES = near_tie_trees.open_codes
 
 
 @pytest.mark.parametrize(
     ("kind", "stop", "name", "instead"),
     [
-        ("top_k", None, "_open_choices", nowhere),
-        ("stratified", None, "_open_choices", nowhere),
-        ("stratified", None, "_open_phi", nothing),
-        ("classifier", None, "_open_choices", nowhere),
-        ("classifier, stratified", None, "_open_phi", nothing),
-        ("static", None, "_open_choices", nowhere),
-        ("static", "max_logp", "_open_stop", nothing),
-        ("static", "max_joint", "_open_stop", nothing),
-        ("static", "max_entropy", "_open_stop", nothing),
-        ("top_k", "max_entropy", "_open_stop", nothing),
-        ("classifier", "max_entropy", "_open_stop", nothing),
-        ("top_k", None, "open_codes", narrow),
-        ("classifier", None, "open_codes", narrow),
-        ("classifier", None, "open_codes", steady),
-        ("static", None, "open_codes", steady),
+        *((kind, None, "_open_choices", nothing) for kind in ("top_k", "classifier", "static")),
+        *((kind, "max_entropy", "_open_stop", lambda *_: set()) for kind in ("top_k", "static")),
+        *((kind, None, "_open_phi", lambda *_: set()) for kind in KINDS if "stratified" in kind),
     ],
 )
 def test_settling_less_would_be_seen(
-    kind: str,
-    stop: str | None,
-    name: str,
-    instead: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, stop: str | None, name: str, instead: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison above fails where one of the reasons to settle is left out."""
-    monkeypatch.setattr(near_tie_trees, name, instead)
-    found = Grown(kind, stop)
-    found.run(600, until_differing=True)
-    assert found.differing > 0
+    monkeypatch.setattr(near_ties, name, instead)
+    assert Grown(kind, stop, 600, until_differing=True).differing > 0

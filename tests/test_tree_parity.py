@@ -51,10 +51,9 @@ def artifacts(draft: str) -> Artifacts:
         "w2": np.array([1.2, 0.8], np.float32),
         "b2": np.array([-2.0], np.float32),
     }
+    bins = {"thresholds": [30, 70, 100, 140, 200], "depth": 4, "draft": draft}
     found = {
-        "bins": Fitted(
-            "bins", {"thresholds": [30, 70, 100, 140, 200], "depth": 4, "draft": draft}, {}
-        ),
+        "bins": Fitted("bins", bins, {}),
         "grower": Fitted("classifier", {"draft": draft}, weights),
     }
     return lambda name: found[name]
@@ -68,76 +67,48 @@ def shape(step: Step) -> tuple[int, ...]:
     )  # fmt: skip
 
 
+def top_k(width: int) -> dict[str, Any]:
+    return {"kind": "top_k", "width": width}
+
+
+def grower(width: int, cap: int, beta: float) -> dict[str, Any]:
+    return {"kind": "classifier", "width": width, "cap": cap, "beta": beta, "artifact": "grower"}
+
+
+def fixed(gamma: int) -> dict[str, Any]:
+    return {"kind": "fixed", "gamma": gamma}
+
+
 def tree_policies(draft: str, count: int, seed: int) -> list[Policy]:
     """Policies of every growth, then random compositions of growth, window, stop, selection and
     bins."""
+    static, bins = {"kind": "static", "paths": STATIC}, {"artifact": "bins", "alpha": 3}
     found: list[dict[str, Any]] = [
-        {
-            "growth": {"kind": "top_k", "width": 6},
-            "window": {"kind": "fixed", "gamma": 5},
-            "select": {"top_n": 20},
-        },
-        {
-            "growth": {"kind": "top_k", "width": 1},
-            "window": {"kind": "fixed", "gamma": 6},
-            "select": {"top_n": 6},
-        },
-        {"growth": {"kind": "static", "paths": STATIC}},
-        {"growth": {"kind": "static", "paths": STATIC}, "window": {"kind": "fsm", "gamma_max": 4}},
-        {
-            "growth": {"kind": "top_k", "width": 4},
-            "window": {"kind": "fixed", "gamma": 4},
-            "select": {"top_n": 12},
-            "stratify": {"artifact": "bins", "alpha": 3, "fractions": [0.3, 0.6, 1.0]},
-        },
-        {
-            "growth": {
-                "kind": "classifier",
-                "width": 5,
-                "cap": 5,
-                "beta": 0.5,
-                "artifact": "grower",
-            },
-            "window": {"kind": "fixed", "gamma": 6},
-        },
-        {
-            "growth": {
-                "kind": "classifier",
-                "width": 1,
-                "cap": 1,
-                "beta": 0.6,
-                "artifact": "grower",
-            },
-            "window": {"kind": "fixed", "gamma": 6},
-        },
+        {"growth": top_k(6), "window": fixed(5), "select": {"top_n": 20}},
+        {"growth": top_k(1), "window": fixed(6), "select": {"top_n": 6}},
+        {"growth": static},
+        {"growth": static, "window": {"kind": "fsm", "gamma_max": 4}},
+        {"growth": top_k(4), "window": fixed(4), "select": {"top_n": 12}, "stratify": bins},
+        {"growth": grower(5, 5, 0.5), "window": fixed(6)},
+        {"growth": grower(1, 1, 0.6), "window": fixed(6)},
     ]
     rng = np.random.default_rng(seed)
     while len(found) < count:
         kind = str(rng.choice(["fixed", "fsm", "cache_fsm", "q_learning", "heuristic"]))
-        gamma = int(rng.integers(1, DEPTH - 2))
-        window = {"kind": kind, **({"gamma": gamma} if kind == "fixed" else {"gamma_max": gamma})}
-        growth: dict[str, Any] = {
-            "kind": str(rng.choice(["top_k", "top_k", "classifier", "static"]))
-        }
-        document: dict[str, Any] = {"growth": growth, "window": window}
-        if growth["kind"] == "static":
-            growth["paths"] = STATIC
-        else:
-            growth["width"] = int(rng.integers(1, WIDTH + 1))
-            if growth["kind"] == "classifier":
-                growth |= {
-                    "cap": int(rng.integers(1, WIDTH + 1)),
-                    "beta": round(float(rng.uniform(0.2, 0.8)), 2),
-                    "artifact": "grower",
-                }
-            if growth["kind"] == "top_k" or rng.integers(2):
-                document["select"] = {"top_n": int(rng.integers(1, 40))}
-                if rng.integers(2):
-                    document["stratify"] = {
-                        "artifact": "bins",
-                        "alpha": int(rng.integers(0, 3)),
-                        "fractions": [0.4, 0.7],
-                    }
+        gamma, width = (int(rng.integers(1, most)) for most in (DEPTH - 2, WIDTH + 1))
+        window = fixed(gamma) if kind == "fixed" else {"kind": kind, "gamma_max": gamma}
+        document: dict[str, Any] = {"growth": static, "window": window}
+        growth = str(rng.choice(["top_k", "top_k", "classifier", "static"]))
+        if growth == "top_k":
+            document["growth"] = top_k(width)
+        elif growth == "classifier":
+            beta = round(float(rng.uniform(0.2, 0.8)), 2)
+            document["growth"] = grower(width, int(rng.integers(1, WIDTH + 1)), beta)
+        if growth == "top_k" or (growth == "classifier" and rng.integers(2)):
+            document["select"] = {"top_n": int(rng.integers(1, 40))}
+            if rng.integers(2):
+                alpha, fractions = int(rng.integers(0, 3)), [0.4, 0.7]
+                document["stratify"] = {"artifact": "bins", "alpha": alpha, "fractions": fractions}
         stop = str(rng.choice(["none", "none", "max_prob", "joint_prob", "entropy"]))
         if stop != "none":
             document["stop"] = {
@@ -161,15 +132,13 @@ def decode(
     find: Artifacts | None = None,
     profile: LatencyProfile | None = None,
 ) -> list[Any]:
-    decoder = Decoder(
-        pair, StaticSource(prepare(policy, pair.draft_names, artifacts=find, profile=profile))
-    )
-    return [
-        decoder.decode(
-            decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt), sampling, TOKENS)
-        )
-        for i, prompt in enumerate(PROMPTS[1:3])
-    ]
+    ready = prepare(policy, pair.draft_names, artifacts=find, profile=profile)
+    decoder, done = Decoder(pair, StaticSource(ready)), []
+    for i, prompt in enumerate(PROMPTS[1:3]):
+        asked = Request(str(i), "c", (prompt,))
+        request = decoder.request(asked, pair.encode(prompt), sampling, TOKENS)
+        done.append(decoder.decode(request))
+    return done
 
 
 def covers(policies: list[Policy], sampling: Sampling, find: Artifacts) -> list[Cover]:
@@ -215,43 +184,32 @@ def plain_rounds(
 ) -> list[list[tuple[int, ...]]]:
     """Every round by the plain loop over the recorded trees."""
     assert policy.draft is not None
-    plan, sessions, forest = (
-        prepare(policy, [policy.draft], artifacts=find),
-        Sessions(),
-        trace.forests[policy.draft, "coupled"],
-    )
-    return [
-        [
-            shape(r.step)
-            for r in replay_rounds(
-                t, None, plan, sessions, RecordedTrees(forest, int(trace.offsets[i]), shortlist)
-            )
-        ]
-        for i, t in enumerate(trace.trajectories)
-    ]
+    plan, sessions = prepare(policy, [policy.draft], artifacts=find), Sessions()
+    forest, found = trace.forests[policy.draft, "coupled"], []
+    for text, offset in zip(trace.trajectories, trace.offsets.tolist(), strict=False):
+        trees = RecordedTrees(forest, offset, shortlist)
+        rounds = replay_rounds(text, None, plan, sessions, trees)
+        found.append([shape(r.step) for r in rounds])
+    return found
 
 
 ANALYTIC: list[dict[str, Any]] = [
     {
-        "growth": {"kind": "top_k", "width": 5},
+        "growth": top_k(5),
         "window": {"kind": "analytic", "gamma_max": 6, "gamma_min": 1, "history": 4},
         "select": {"top_n": 15},
     },
     {
-        "growth": {"kind": "top_k", "width": 3},
+        "growth": top_k(3),
         "window": {"kind": "analytic", "gamma_max": 5, "estimator": "exact"},
         "select": {"top_n": 8},
     },
+    *(
+        {"growth": growth, "window": {"kind": "analytic", "gamma_max": 6, "history": 3}}
+        for growth in ({"kind": "static", "paths": STATIC}, grower(5, 3, 0.3))
+    ),
     {
-        "growth": {"kind": "static", "paths": STATIC},
-        "window": {"kind": "analytic", "gamma_max": 6, "history": 3},
-    },
-    {
-        "growth": {"kind": "classifier", "width": 5, "cap": 3, "beta": 0.3, "artifact": "grower"},
-        "window": {"kind": "analytic", "gamma_max": 6, "history": 3},
-    },
-    {
-        "growth": {"kind": "top_k", "width": 4},
+        "growth": top_k(4),
         "window": {"kind": "q_learning", "gamma_max": 4, "reward": "speed", "epsilon": 0.3},
         "select": {"top_n": 12},
     },
@@ -280,25 +238,16 @@ def test_windows_that_weigh_costs_replay_exactly(pair: LoadedPair, sampling: Sam
             assert [shape(s) for s in ran.steps] == [shape(s) for s in steps], policy.label()
             depths |= {s.depth for s in steps}
     assert len(depths) > 3
+    none = with_terms(profile, {"top_k/near": None, "top_k/head": None})
     with pytest.raises(PolicyError, match="no costs of trees for draft"):
-        run_replay(
-            trace,
-            policies[0],
-            with_terms(profile, {"top_k/near": None, "top_k/head": None}),
-            artifacts=find,
-        )
+        run_replay(trace, policies[0], none, artifacts=find)
 
 
 def test_children_by_probability_replay_exactly(pair: LoadedPair) -> None:
     draft, sampling = next(iter(pair.drafts)), SAMPLINGS[2]
-    policy = parse_policy(
-        {
-            "draft": draft,
-            "growth": {"kind": "top_k", "width": 5, "proposals": "probability"},
-            "window": {"kind": "fixed", "gamma": 4},
-            "select": {"top_n": 16},
-        }
-    )
+    growth = top_k(5) | {"proposals": "probability"}
+    blocks = {"growth": growth, "window": fixed(4), "select": {"top_n": 16}}
+    policy = parse_policy({"draft": draft, **blocks})
     plain = [d.trajectory for d in decode(pair, Policy(), sampling)]
     trees = [record_tree_panorama(pair, t, draft, WIDTH, 5, proposals="probability") for t in plain]
     replayed = run_replay(
@@ -314,22 +263,12 @@ def test_children_by_probability_replay_exactly(pair: LoadedPair) -> None:
 def test_what_was_not_recorded_is_refused(pair: LoadedPair) -> None:
     draft, sampling = next(iter(pair.drafts)), Sampling()
     plain: list[Trajectory] = [d.trajectory for d in decode(pair, Policy(), sampling)]
-    trace = ReplayTrace(
-        plain,
-        {},
-        trees={(draft, "coupled"): [record_tree_panorama(pair, t, draft, 3, 3) for t in plain]},
-    )
+    trees = [record_tree_panorama(pair, t, draft, 3, 3) for t in plain]
+    trace = ReplayTrace(plain, {}, trees={(draft, "coupled"): trees})
 
     def policy(width: int, gamma: int) -> Policy:
-        growth = {"kind": "top_k", "width": width}
-        return parse_policy(
-            {
-                "draft": draft,
-                "growth": growth,
-                "window": {"kind": "fixed", "gamma": gamma},
-                "select": {"top_n": 9},
-            }
-        )
+        blocks = {"growth": top_k(width), "window": fixed(gamma), "select": {"top_n": 9}}
+        return parse_policy({"draft": draft, **blocks})
 
     assert run_replay(trace, policy(3, 3)).missing == 0
     with pytest.raises(TraceError, match="--tree-width 4"):

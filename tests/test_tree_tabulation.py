@@ -3,11 +3,12 @@ tries of distributions."""
 
 from __future__ import annotations
 
-from typing import Any
+import random
 
 import numpy as np
 import pytest
 import tree_reference as reference
+from test_trees import random_growth
 
 from spectune.optimizer.simulate.forest import Forest, tabulate_growth
 from spectune.optimizer.simulate.tree_tables import (
@@ -17,7 +18,6 @@ from spectune.optimizer.simulate.tree_tables import (
     GrowthTable,
     ShortlistRanks,
 )
-from spectune.runtime.policies.sequoia import static_levels
 from spectune.runtime.trees.grow import TreeRule
 
 STARTS = 60
@@ -51,30 +51,6 @@ def random_forest(seed: int, *, width: int = 6, extra: int = 900) -> Forest:
     )  # fmt: skip
 
 
-def random_rule(rng: np.random.Generator, kind: str) -> tuple[TreeRule, reference.Growth]:
-    """A rule and what means the same to the reference."""
-    width, coupled = int(rng.integers(1, 7)), bool(rng.integers(2))
-    score: reference.Score = "coupled" if coupled else "probability"
-    if kind == "top_k":
-        return TreeRule(width, width, coupled), reference.TopK(width, score, 1.5)
-    if kind == "static":
-        paths = [tuple(rng.integers(0, 4, rng.integers(1, 5)).tolist()) for _ in range(9)]
-        growth = reference.Static(tuple(sorted(reference.prefixes(paths))))
-        width, levels = static_levels(growth.paths)
-        return TreeRule(width, max(len(x.expanded) for x in levels), static=levels), growth
-    cap, table, beta = (
-        int(rng.integers(1, 7)),
-        rng.integers(0, 65536, (4, 200, 300)).astype(np.int32),
-        int(rng.integers(20000, 50000)),
-    )
-
-    def confidence(joint: int, entropy: int, depth: int) -> int:
-        return int(table[min(depth, 4) - 1, min(entropy, 199), min(joint, 299)])
-
-    rule = TreeRule(width, cap, coupled, confidence=table, beta_code=beta)
-    return rule, reference.Classifier(width, cap, beta, confidence, score, 1.5)
-
-
 class Recorded:
     """A forest as the reference reads it: a path is that of the children's slots. ``shortlist``
     leaves children out, one level's frontier at a time, in creation order."""
@@ -101,17 +77,12 @@ class Recorded:
             return list(slots)
         budget, union, added = shortlist.budgets[len(path)], shortlist.union, set()
         if self.levels is not None and len(union.order):
-            for other in self.levels[len(path)]:
-                added |= (
-                    set(union.order[self.node(other)][:budget].tolist())
-                    if self.node(other) >= 0
-                    else set()
-                )
+            read = (self.node(other) for other in self.levels[len(path)])
+            added = {c for n in read if n >= 0 for c in union.order[n, :budget].tolist()}
         return [
             s
             for s in slots
-            if shortlist.ranks[node, s] < budget
-            or (len(union.order) and int(union.cluster[node, s]) in added)
+            if shortlist.ranks[node, s] < budget or (added and int(union.cluster[node, s]) in added)
         ]
 
     def __call__(self, path: tuple[int, ...]) -> reference.Law:
@@ -119,21 +90,16 @@ class Recorded:
         if node < 0:
             return reference.Law([], [], [], 0, 0)
         slots = self.held(path, node)
-        gap = [int(f.gap[node, s]) - int(f.gap[node, slots[0]]) for s in slots]
-        return reference.Law(
-            slots, f.logp[node, slots].tolist(), gap, int(f.entropy[node]), int(f.top_entropy[node])
-        )
+        logp, gap = f.logp[node, slots].tolist(), f.gap[node, slots].astype(int)
+        gap = (gap - gap[:1]).tolist()
+        return reference.Law(slots, logp, gap, int(f.entropy[node]), int(f.top_entropy[node]))
 
 
 def read_levels(tree: reference.Tree) -> list[set[tuple[int, ...]]]:
     """The paths that each pass read, the root's first."""
-    found: list[set[tuple[int, ...]]] = [{()}]
-    for node in tree.candidates:
-        if node.expanded:
-            while len(found) <= node.depth:
-                found.append(set())
-            found[node.depth].add(node.path)
-    return found
+    read = [node for node in tree.candidates if node.expanded]
+    depth = max((node.depth for node in read), default=0)
+    return [{()}, *({n.path for n in read if n.depth == d} for d in range(1, depth + 1))]
 
 
 def check(
@@ -150,26 +116,21 @@ def check(
         draft = Recorded(forest, start, levels, shortlist)
         tree = reference.build(draft, growth, gamma=gamma)
         text: list[int] = []
-        while (
-            len(text) < gamma
-            and (node := draft.node(tuple(text))) >= 0
-            and forest.text_slot[node] < forest.width
-        ):
+        for _ in range(gamma):
+            node = draft.node(tuple(text))
+            if node < 0 or forest.text_slot[node] >= forest.width:
+                break
             text.append(int(forest.text_slot[node]))
         ranks = [ABSENT] * gamma
         for rank, one in enumerate(reference.cheapest_first(tree.candidates)):
             if one.path == tuple(text[: one.depth]):
                 ranks[one.depth - 1] = rank
-                assert made.read[start, one.depth - 1] == (
-                    one in growing_next(tree, one.depth, growth, rule)
-                )
-        if rule.static:
-            ranks = [r if r == ABSENT else 0 for r in ranks]
-            assert [int(r) == ABSENT for r in made.rank[start, gamma - 1, :gamma]] == [
-                r == ABSENT for r in ranks
-            ]
-        else:
-            assert made.rank[start, gamma - 1, :gamma].tolist() == ranks
+                grows = one in growing_next(tree, one.depth, growth, rule)
+                assert made.read[start, one.depth - 1] == grows
+        found = made.rank[start, gamma - 1, :gamma].tolist()
+        if rule.static:  # whose nodes have no order
+            found, ranks = ([rank == ABSENT for rank in x] for x in (found, ranks))
+        assert found == ranks
         assert made.pool[start, gamma - 1] == len(tree.candidates)
         if tree.ended == "classifier":
             assert made.end[start] == tree.depth + 1
@@ -178,17 +139,12 @@ def check(
         last = [node for node in tree.candidates if node.depth == gamma]
         if last:
             first = last[0] if rule.static else reference.cheapest_first(last)[0]
-            assert made.best[start, gamma - 1].tolist() == [
-                first.logp,
-                first.q_joint,
-                first.entropy,
-            ]
-        levels = [
-            *read_levels(tree),
-            {node.path for node in growing_next(tree, gamma, growth, rule)},
-        ][: gamma + 1]
+            best = [first.logp, first.q_joint, first.entropy]
+            assert made.best[start, gamma - 1].tolist() == best
+        following = growing_next(tree, gamma, growth, rule)
+        levels = [*read_levels(tree), {node.path for node in following}][: gamma + 1]
         if not rule.static:
-            assert made.width[start, gamma - 1] == len(growing_next(tree, gamma, growth, rule))
+            assert made.width[start, gamma - 1] == len(following)
 
 
 def growing_next(
@@ -197,31 +153,11 @@ def growing_next(
     """The nodes of a level that the next pass would read."""
     level = [node for node in tree.candidates if node.depth == depth]
     if isinstance(growth, reference.Static):
-        return [
-            n for n in level if any(p[:depth] == n.ranks for p in growth.paths if len(p) > depth)
-        ]
-    return (
-        level
-        if isinstance(growth, reference.Classifier)
-        else reference.cheapest_first(level)[: rule.frontier]
-    )
-
-
-@pytest.fixture(autouse=True)
-def short_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was not recorded has no children, which the reference otherwise refuses."""
-
-    def read_frontier(self: Any) -> None:
-        for node in self.frontier:
-            law = self.draft(() if node is None else node.path)
-            if node is None:
-                self.root_law = law
-            else:
-                node.law, node.expanded = law, True
-        self.widths.append(len(self.frontier))
-        self.read = self.frontier
-
-    monkeypatch.setattr(reference._Builder, "read_frontier", read_frontier)
+        inner = {path[:depth] for path in growth.paths if len(path) > depth}
+        return [node for node in level if node.ranks in inner]
+    if isinstance(growth, reference.Classifier):
+        return level
+    return reference.cheapest_first(level)[: rule.frontier]
 
 
 CASES = [
@@ -238,26 +174,23 @@ def test_a_table_holds_what_each_start_grows(kind: str, shortlisted: str) -> Non
     missing, on_text = set(), 0
     for seed in range(4):
         forest, rng = random_forest(seed), np.random.default_rng(seed)
-        rule, growth = random_rule(rng, kind)
-        shortlist = {"all": None, "frequency": by_frequency(forest), "routed": routed(forest, rng)}[
-            shortlisted
-        ]
+        drawn = random.Random(f"{kind} {seed}")
+        width = 4 if kind == "static" else drawn.randint(1, 6)
+        growth, rule = random_growth(drawn, kind, width)
+        made_of = {"all": None, "frequency": by_frequency(forest), "routed": routed(forest, rng)}
+        shortlist = made_of[shortlisted]
         depth = min(5, len(rule.static)) if rule.static else 5
-        made = tabulate_growth(forest, [(rule, np.arange(STARTS))], depth, shortlist)
+        rules = [(rule, np.arange(STARTS))]
+        made = tabulate_growth(forest, rules, depth, shortlist)
         for start in range(0, STARTS, 3):
             check(made, forest, rule, growth, start, shortlist)
         missing |= set(made.missing.tolist())
         on_text += int((made.rank != ABSENT).sum())
         if shortlisted == "routed" and shortlist is not None:
             assert 0 < made.size.max() <= shortlist.union.sizes.sum()
-            alone = tabulate_growth(
-                forest, [(rule, np.arange(STARTS))], depth, shortlist._replace(union=NO_UNION)
-            )
-            assert (
-                kind != "top_k"
-                or rule.width == 1
-                or made.pool.sum(dtype=np.int64) > alone.pool.sum(dtype=np.int64)
-            )
+            alone = tabulate_growth(forest, rules, depth, shortlist._replace(union=NO_UNION))
+            if kind == "top_k" and rule.width > 1:
+                assert made.pool.sum(dtype=np.int64) > alone.pool.sum(dtype=np.int64)
     assert len(missing) > 2, "no hole of the trie was met"
     assert on_text > 100
 

@@ -4,8 +4,6 @@ EAGLE-2's expansion and reranking and HeteroSpec's strata are written from Heter
 and 4), the classifier's levels from C2T (section 4.2), the whole numbers from docs/trees.md.
 Nothing of the project is imported. A tree is a list of `Node`s; the root is the empty path and has
 no node.
-
-`python tests/tree_reference.py` runs the checks at the end.
 """
 
 import math
@@ -57,9 +55,6 @@ class TopK:
 class Classifier:
     """A node passes iff its confidence code is above `beta_code`. `confidence` gets (joint q code,
     entropy code, depth).
-
-    `stop_reads`: whether a stop looks at the level's cheapest candidate ("passed": it passed and
-    survived the cap) or at the cheapest of all nodes drawn ("drawn").
     """
 
     width: int
@@ -68,7 +63,6 @@ class Classifier:
     confidence: Confidence
     score: Score = "probability"
     sharpness: float = 1.0
-    stop_reads: Literal["passed", "drawn"] = "passed"
 
 
 @dataclass(frozen=True)
@@ -110,7 +104,6 @@ class Node:
     ranks: Path
     """The rank of each of them among its siblings."""
     depth: int
-    local_cost: int
     joint_cost: int
     logp: int
     q_joint: int
@@ -121,7 +114,6 @@ class Node:
     creation: int
     """Position in the list of all nodes created, those a classifier refused and those of a dropped
     level included."""
-    confidence: int | None = None
     expanded: bool = False
     """The draft has read it."""
     law: Law | None = None
@@ -153,8 +145,6 @@ class Tree:
     """How many candidates were asked for; None: all."""
     goal: int = 0
     """The depth growth was allowed to reach: gamma, or more in a stratum's extension."""
-    meta_path: Path | None = None
-    """HeteroSpec's candidate path (tokens), without its final token."""
     dropped: list[Node] = field(default_factory=list)
     """In creation order; the nodes of the level that a stop did not keep."""
 
@@ -167,26 +157,16 @@ def local_costs(law: Law, width: int, score: Score, sharpness: float) -> list[in
     """
     if score == "probability":
         return list(law.logp[:width])
-    weights = []
-    for gap in law.gap[:width]:
-        weights.append(max(1, math.floor(WEIGHT_ONE * math.exp(-sharpness * gap / 16) + 0.5)))
+    weights = [
+        max(1, math.floor(WEIGHT_ONE * math.exp(-sharpness * gap / 16) + 0.5))
+        for gap in law.gap[:width]
+    ]
     total = sum(weights)
-    costs = []
-    for weight in weights:
-        costs.append(max(0, math.floor(16 * (math.log(total) - math.log(weight)) + 0.5)))
-    return costs
+    return [max(0, math.floor(16 * (math.log(total) - math.log(w)) + 0.5)) for w in weights]
 
 
 def cheapest_first(nodes: Sequence[Node]) -> list[Node]:
     return sorted(nodes, key=lambda node: (node.joint_cost, node.creation))
-
-
-def most_confident_first(nodes: Sequence[Node]) -> list[Node]:
-    def key(node: Node) -> tuple[int, int]:
-        assert node.confidence is not None
-        return -node.confidence, node.creation
-
-    return sorted(nodes, key=key)
 
 
 def prefixes(paths: Sequence[Path]) -> set[Path]:
@@ -217,9 +197,7 @@ def stops(stop: Stop, level: Sequence[Node], growth: Growth) -> bool:
 
 
 def stratum(stratify: Stratify, phi: int, gamma: int) -> int:
-    return len(
-        [threshold for threshold in stratify.thresholds if phi * stratify.d_fit > threshold * gamma]
-    )
+    return sum(phi * stratify.d_fit > threshold * gamma for threshold in stratify.thresholds)
 
 
 @dataclass
@@ -255,7 +233,6 @@ class _Builder:
             else:
                 node.law = self.draft(node.path)
                 node.expanded = True
-            assert self.law_after(node).tokens
         width = len(self.frontier)
         if isinstance(self.growth, Static) and self.depth:
             width = len({path[: self.depth] for path in self.listed if len(path) > self.depth})
@@ -266,7 +243,7 @@ class _Builder:
         law = self.law_after(parent)
         width = children_read(self.growth)
         if isinstance(self.growth, Static):
-            costs = local_costs(law, width, "probability", 1.0)  # for show: no score is read
+            costs = law.logp  # for show: no score is read
         else:
             costs = local_costs(law, width, self.growth.score, self.growth.sharpness)
         nodes = []
@@ -279,7 +256,6 @@ class _Builder:
                     path=(parent.path if parent else ()) + (law.tokens[rank],),
                     ranks=ranks,
                     depth=len(ranks),
-                    local_cost=costs[rank],
                     joint_cost=(parent.joint_cost if parent else 0) + costs[rank],
                     logp=law.logp[rank],
                     q_joint=(parent.q_joint if parent else 0) + law.logp[rank],
@@ -299,21 +275,13 @@ class _Builder:
         if isinstance(self.growth, TopK):
             return cheapest_first(level)[: self.growth.width]
         if isinstance(self.growth, Classifier):
+            confidence, growth = {}, self.growth
             for node in level:
-                node.confidence = self.growth.confidence(node.q_joint, node.entropy, node.depth)
-            passed = [
-                node
-                for node in level
-                if node.confidence is not None and node.confidence > self.growth.beta_code
-            ]
-            return most_confident_first(passed)[: self.growth.cap]
-        return [
-            node
-            for node in level
-            if any(
-                path[: node.depth] == node.ranks for path in self.listed if len(path) > node.depth
-            )
-        ]
+                confidence[node] = growth.confidence(node.q_joint, node.entropy, node.depth)
+            passed = [node for node in level if confidence[node] > growth.beta_code]
+            return sorted(passed, key=lambda n: (-confidence[n], n.creation))[: growth.cap]
+        longer = [path for path in self.listed if len(path) > level[0].depth] if level else []
+        return [node for node in level if any(p[: node.depth] == node.ranks for p in longer)]
 
     def grow(self, goal: int) -> bool:
         """Builds levels until there are `goal` of them; False if growth ended before, or at the
@@ -326,19 +294,13 @@ class _Builder:
                 return False
             self.read_frontier()
             level = [child for parent in self.frontier for child in self.children(parent)]
-            drawn = level
             frontier = self.next_frontier(level)
             if isinstance(self.growth, Classifier):
                 level = sorted(frontier, key=lambda node: node.creation)
-            if not level and isinstance(self.growth, Classifier):
-                self.ended = "classifier"
-                return False
-            looked_at = (
-                drawn
-                if isinstance(self.growth, Classifier) and self.growth.stop_reads == "drawn"
-                else level
-            )
-            stopped = self.stop is not None and stops(self.stop, looked_at, self.growth)
+                if not level:
+                    self.ended = "classifier"
+                    return False
+            stopped = self.stop is not None and stops(self.stop, level, self.growth)
             if stopped and self.stop is not None and not self.stop.keep_last:
                 self.ended, self.dropped = "stop", level
                 return False
@@ -385,12 +347,9 @@ def build(
     goal, wanted = gamma, select_n
     phi: int | None = None
     number: int | None = None
-    meta: Path | None = None
     if builder.grow(gamma) and stratify is not None and builder.read:
-        best = builder.most_predictable()
-        laws = builder.top_entropies(best)
+        laws = builder.top_entropies(builder.most_predictable())
         assert len(laws) == gamma
-        meta = best.path if best else ()
         phi = sum(laws)
         number = stratum(stratify, phi, gamma)
         if number < len(stratify.fractions):
@@ -413,7 +372,6 @@ def build(
         bin=number,
         n=None if isinstance(growth, Static) else wanted,
         goal=goal,
-        meta_path=meta,
         dropped=builder.dropped,
     )
 
@@ -515,51 +473,31 @@ def check_by_hand() -> None:
     assert (tree.widths, tree.depth, tree.ended) == ([1, 2], 2, "depth")
     strata = Stratify(thresholds=(6, 12, 13), d_fit=2, alpha=0, fractions=(0.3, 0.6, 0.5))
     tree = build(laws.__getitem__, TopK(2), gamma=2, select_n=5, stratify=strata)
-    assert (tree.phi, tree.bin, tree.meta_path) == (
-        12,
-        1,
-        (6,),
-    )  # (6,) has the surest child, 12 > 12 is false
-    assert (tree.n, tree.goal) == (3, 2)
-    assert [node.path for node in tree.kept] == [
-        (5,),
-        (6,),
-        (5, 1),
-    ]  # three of joint cost 8: the earliest two
+    # The node (6,) has the surest child, and 12 > 12 is false; of three joint costs of 8 the
+    # earliest two.
+    assert (tree.phi, tree.bin, tree.n, tree.goal) == (12, 1, 3, 2)
+    assert [node.path for node in tree.kept] == [(5,), (6,), (5, 1)]
     accepted, bonus = verify(tree.kept, {(): 5, (5,): 1, (5, 1): 9}.__getitem__)
     assert ([node.path for node in accepted], bonus) == ([(5,), (5, 1)], 9)
     assert reread(accepted, 3) == 2  # (5, 1), never read by the draft, and the bonus
     accepted, bonus = verify(tree.kept, {(): 6, (6,): 3}.__getitem__)  # 3 was drafted, not kept
     assert ([node.path for node in accepted], bonus, reread(accepted, 2)) == ([(6,)], 3, 1)
     strata = Stratify(thresholds=(99,), d_fit=1, alpha=1, fractions=(0.5,))
-    tree = build(laws.__getitem__, TopK(2), gamma=1, select_n=5, stratify=strata)
-    assert (tree.phi, tree.bin, tree.goal, tree.depth, tree.n, tree.widths) == (
-        7,
-        0,
-        2,
-        2,
-        4,
-        [1, 2],
-    )
-    tree = build(laws.__getitem__, TopK(2), gamma=1, select_n=5, stratify=strata, limit=1)
-    assert (tree.phi, tree.bin, tree.goal, tree.depth, tree.n, tree.widths) == (7, 0, 1, 1, 4, [1])
-    for fraction, n in (
-        (0.3, 2),
-        (0.1, 1),
-        (0.01, 1),
-        (0.28, 1),
-        (1.0, 5),
-    ):  # 1.5 rounds to 2, at least one remains
+    for limit, depth in ((None, 2), (1, 1)):
+        tree = build(laws.__getitem__, TopK(2), gamma=1, select_n=5, stratify=strata, limit=limit)
+        assert (tree.phi, tree.bin, tree.n, tree.goal, tree.depth) == (7, 0, 4, depth, depth)
+        assert tree.widths == [1, 2][:depth]
+    # 1.5 rounds to 2, at least one remains
+    for fraction, n in ((0.3, 2), (0.1, 1), (0.01, 1), (0.28, 1), (1.0, 5)):
         strata = Stratify(thresholds=(), d_fit=5, alpha=0, fractions=(fraction,))
         assert build(laws.__getitem__, TopK(2), gamma=1, select_n=5, stratify=strata).n == n
     # exp(-1) and 1 of a width of 2: -16 log(1/(1+e^-1)) = 5.01, and 16 more
     assert local_costs(laws[(5,)], 2, "coupled", 1.0) == [5, 21]
     assert local_costs(laws[(5,)], 1, "coupled", 1.0) == [0]
     # a stop without keep_last drops the level, not its pass, and what the pass read stays read
-    tree = build(laws.__getitem__, TopK(2), gamma=2, stop=Stop("entropy", 10, False))
-    assert (tree.depth, tree.passes, tree.widths, tree.ended) == (1, 2, [1, 2], "stop")
-    assert all(node.expanded for node in tree.candidates)
-    tree = build(
-        laws.__getitem__, TopK(2), gamma=2, stop=Stop("entropy", 10, True), stratify=strata
-    )
-    assert (tree.depth, tree.passes, tree.ended, tree.phi) == (2, 2, "stop", None)
+    for keep_last, depth in ((False, 1), (True, 2)):
+        stop = Stop("entropy", 10, keep_last)
+        tree = build(laws.__getitem__, TopK(2), gamma=2, stop=stop, stratify=strata)
+        assert (tree.depth, tree.passes, tree.widths, tree.ended) == (depth, 2, [1, 2], "stop")
+        assert all(node.expanded for node in tree.candidates if node.depth == 1)
+        assert tree.phi is None

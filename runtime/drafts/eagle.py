@@ -94,7 +94,7 @@ class EagleDraft:
         if routed and self._read == len(text) - 1 > 1 and self._states.at(len(text) - 2) is None:
             self._read -= 1  # rounds without a router do not keep states: that token is read again
         reader, lag = EagleReader(self, text, context.shortlists), len(text) - self._read
-        return propose_tree(reader, depth, limit, lag, context, self.head.vocab_size)
+        return propose_tree(reader, depth, limit, lag, context)
 
     def commit(self, length: int, drafted: Drafted, path: list[int]) -> None:
         self._read = min(self._read, length)

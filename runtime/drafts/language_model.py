@@ -59,7 +59,7 @@ class LanguageModelDraft:
         if not context.plan.policy.is_tree:
             return self._propose_chain(text, depth, context)
         reader, lag = LanguageModelReader(self, text, context.shortlists), len(text) - self._read
-        return propose_tree(reader, depth, limit, lag, context, self.model.vocab_size)
+        return propose_tree(reader, depth, limit, lag, context)
 
     def commit(self, length: int, drafted: Drafted, path: list[int]) -> None:
         if drafted.tree is None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from spectune.runtime.cache import SlotCache, view_of
 from spectune.runtime.drafts.protocol import DraftContext, Drafted
-from spectune.runtime.sampling import filters
 from spectune.runtime.shortlists import Beam, Shortlists, Support
 from spectune.runtime.trees.draft import ModelDistributions, grow
 
@@ -108,17 +107,12 @@ class TreeReader(ABC):
 
 
 def propose_tree(
-    reader: TreeReader, depth: int, limit: int, lag: int, context: DraftContext, vocab_size: int
+    reader: TreeReader, depth: int, limit: int, lag: int, context: DraftContext
 ) -> Drafted:
     """Grows a tree by a draft's passes, as the policy says."""
-    rule, shortlists = context.plan.rule(context.sampling), context.shortlists
-    whole = not filters(context.sampling, vocab_size) and (
-        shortlists is None or shortlists.least(limit) >= rule.width
-    )
+    rule = context.plan.rule(context.sampling)
     source = ModelDistributions(rule, reader, context.sampling, context.noise, context.exact)
-    tree = grow(
-        rule, depth, limit, source, reader.device, whole=whole, keep_pruned=context.keeps_pruned
-    )
+    tree = grow(rule, depth, limit, source, keep_pruned=context.keeps_pruned)
     return Drafted(len(tree.tokens), tree.steps, lag, tree.tokens, tree)
 
 

@@ -61,23 +61,23 @@ def read_artifact(
     Raises PolicyError when it is missing, of another kind, was fitted on another draft, or ``read``
     finds it malformed.
     """
-    name = getattr(policy, block).artifact
+    name, where = getattr(policy, block).artifact, f"{block}.artifact: "
     if artifacts is None:
         raise PolicyError(
-            f"{block}.artifact: {name!r} cannot be looked up here; give a database that holds it"
+            f"{where}{name!r} cannot be looked up here; give a database that holds it"
         )
     try:
         found = artifacts(name)
     except PolicyError as error:
-        raise PolicyError(f"{block}.artifact: {error}") from None
+        raise PolicyError(f"{where}{error}") from None
     if problem := _misfit(policy, name, kind, found):
-        raise PolicyError(f"{block}.artifact: {problem}")
+        raise PolicyError(f"{where}{problem}")
     try:
         return read(found.document, found.arrays)
     except (PolicyError, *MALFORMED) as error:
-        said = str(error).removeprefix(f"{block}.artifact: ")
-        problem = f"it lacks {error}" if isinstance(error, KeyError) else said
-        raise PolicyError(f"{block}.artifact: {name}: {one_line(problem, MESSAGE_LIMIT)}") from None
+        problem = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        said = one_line(problem.removeprefix(where), MESSAGE_LIMIT)
+        raise PolicyError(f"{where}{name}: {said}") from None
 
 
 def _misfit(policy: AnyPolicy, name: str, kind: str, found: Fitted) -> str:
@@ -89,21 +89,14 @@ def _misfit(policy: AnyPolicy, name: str, kind: str, found: Fitted) -> str:
         return ""
     draft, proposals = found.document.get("draft"), found.document.get("proposals")
     if draft not in (None, policy.draft):
-        carried = (
-            f" (a classifier may be carried over: `fit classifier --from {name}`)"
-            if kind == CLASSIFIER
-            else ""
-        )
-        return (
+        said = (
             f"{name} was fitted on draft {draft!r}, this policy drafts with {policy.draft!r}; "
-            f"`{command} --draft {policy.draft}` makes one{carried}"
+            f"`{command} --draft {policy.draft}` makes one"
         )
-    own = getattr(policy.growth, "proposals", None)
-    if (
-        kind in (BINS, CLASSIFIER, STATIC_TREE)
-        and None not in (proposals, own)
-        and proposals != own
-    ):
+        carry = f" (a classifier may be carried over: `fit classifier --from {name}`)"
+        return said + carry if kind == CLASSIFIER else said
+    own = getattr(policy.growth, "proposals", proposals)
+    if kind in (BINS, CLASSIFIER, STATIC_TREE) and proposals not in (None, own):
         return (
             f"{name} was fitted to trees of proposals {proposals!r}, this policy's growth has "
             f"{own!r}; set "

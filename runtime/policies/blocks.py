@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -79,12 +80,7 @@ class ByBatchWindow(Block):
         if not isinstance(value, Mapping):
             raise ValueError('maps least batch sizes to windows, as {"1": 5, "4": 3, "16": 0}')
         for size, gamma in value.items():
-            if not (
-                isinstance(size, str)
-                and size.isascii()
-                and size.isdigit()
-                and size == str(int(size[:9]))
-            ):
+            if not (isinstance(size, str) and re.fullmatch("0|[1-9][0-9]{0,8}", size)):
                 raise ValueError(
                     f'{size!r} is no batch size; write whole numbers from 1, as {{"1": 5, "4": 3}}'
                 )
@@ -156,6 +152,12 @@ class TreeGrowth(Block):
     score: Literal["auto", "probability", "coupled"] = "auto"
     sharpness: Annotated[float, Field(gt=0.0, le=16.0)] = 1.5
     proposals: Literal["coupled", "probability"] = "coupled"
+
+    def is_coupled(self, *, sampled: bool) -> bool:
+        """Whether nodes are ranked by the coupled score; ``sampled``: the temperature is above
+        0."""
+        auto = sampled and self.proposals == "coupled"
+        return self.score == "coupled" or (self.score == "auto" and auto)
 
 
 class FullShortlist(Block):

@@ -21,6 +21,7 @@ from pydantic import Field
 
 from spectune.runtime.policies.blocks import WIDTH_LIMIT, TreeGrowth, Width
 from spectune.runtime.policies.jit import compiled
+from spectune.runtime.policies.refusals import stored_numbers
 from spectune.traces.schema import TREE_SCALE
 
 FloatArray = npt.NDArray[np.float64]
@@ -38,8 +39,6 @@ CONFIDENCE_SCALE: Final = 65535
 WEIGHTS: Final = ("w1", "b1", "w2", "b2")
 HIDDEN_LIMIT: Final = 1024
 """Most hidden units; a table takes 2 million evaluations of each."""
-_ROWS = 16
-"""Rows of a table evaluated together: they stay in the processor's cache."""
 
 
 class ClassifierGrowth(TreeGrowth):
@@ -118,34 +117,23 @@ class ClassifierWeights:
         Depths and codes beyond it take the last entries (:func:`confidence_code`).
         """
         out = np.empty((depths, entropies, joints), dtype=np.uint16)
+        joint, entropy = np.arange(joints), np.arange(entropies)[:, None]
         for level in range(depths):
-            for first in range(0, entropies, _ROWS):
-                rows = np.arange(first, min(first + _ROWS, entropies))
-                confidence = self.confidence(np.arange(joints), rows[:, None], level + 1)
-                out[level, rows] = np.floor(confidence * CONFIDENCE_SCALE)
+            out[level] = np.floor(self.confidence(joint, entropy, level + 1) * CONFIDENCE_SCALE)
         return out
 
 
 def read_weights(arrays: Mapping[str, npt.NDArray[Any]]) -> ClassifierWeights:
     """The weights in an artifact's arrays. Raises ValueError where they are none."""
-    missing = [name for name in WEIGHTS if name not in arrays]
-    if missing:
-        raise ValueError(f"not a classifier: it lacks {', '.join(missing)}")
-    for name in WEIGHTS:
-        if (
-            arrays[name].dtype.kind != "f"
-            or not (np.abs(arrays[name]) <= np.finfo(np.float32).max).all()
-        ):
-            raise ValueError(f"not a classifier: {name} must be finite float32 numbers")
-    return ClassifierWeights(*(np.asarray(arrays[name], dtype=np.float32) for name in WEIGHTS))
+    return ClassifierWeights(
+        *(stored_numbers(arrays, name, "f").astype(np.float32) for name in WEIGHTS)
+    )
 
 
 def confidence_table(weights: ClassifierWeights) -> TableArray:
     """:meth:`ClassifierWeights.table`, remembered by content: a search prepares many policies with
     one classifier."""
-    return _table(
-        *(w.astype(np.float32).tobytes() for w in (weights.w1, weights.b1, weights.w2, weights.b2))
-    )
+    return _table(*(getattr(weights, name).astype(np.float32).tobytes() for name in WEIGHTS))
 
 
 @lru_cache(maxsize=16)

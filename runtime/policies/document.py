@@ -7,7 +7,7 @@ keys are errors, and the message names the nearest known key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
@@ -57,16 +57,11 @@ __all__ = [  # the blocks come with the document
 
 Window = Annotated[
     Union[
-        FixedWindow,
-        AnalyticWindow,
-        FsmWindow,
-        CacheFsmWindow,
-        QLearningWindow,
-        HeuristicWindow,
+        FixedWindow, AnalyticWindow, FsmWindow, CacheFsmWindow, QLearningWindow, HeuristicWindow,
         ByBatchWindow,
     ],
     Field(discriminator="kind"),
-]
+]  # fmt: skip
 Growth = Annotated[
     Union[ChainGrowth, TopKGrowth, ClassifierGrowth, StaticGrowth], Field(discriminator="kind")
 ]
@@ -113,19 +108,14 @@ class Policy(Document):
         growth = data.get("growth")
         if data.get("draft", "none") == "none" and "window" not in data and growth is None:
             return {**data, "window": {"kind": "fixed", "gamma": 0}}
-        if isinstance(growth, Mapping) and growth.get("kind") == "static" and "window" not in data:
-            paths = growth.get("paths")
-            depth = (
-                max((len(p) for p in paths if isinstance(p, (list, tuple))), default=0)
-                if isinstance(paths, (list, tuple))
-                else 0
-            )
+        block = growth if isinstance(growth, Mapping) else {}
+        kind, paths = block.get("kind"), block.get("paths")
+        if kind == "static" and "window" not in data and isinstance(paths, Sequence):
+            depth = max((len(p) for p in paths if isinstance(p, Sequence)), default=0)
             if depth:
-                data = {**data, "window": {"kind": "fixed", "gamma": depth}}
-        if isinstance(growth, Mapping) and growth.get("kind") == "top_k":
-            select = data.get("select")
-            if select is None or (isinstance(select, Mapping) and not select):
-                data = {**data, "select": {"top_n": DEFAULT_TOP_N}}
+                return {**data, "window": {"kind": "fixed", "gamma": depth}}
+        if kind == "top_k" and data.get("select") in (None, {}):
+            return {**data, "select": {"top_n": DEFAULT_TOP_N}}
         return data
 
     @model_validator(mode="after")
@@ -147,23 +137,22 @@ class Policy(Document):
                 f'"{self.draft}" has none; use another '
                 'draft, or shortlist {"kind": "full"}'
             )
-        if not isinstance(self.growth, (TopKGrowth, ClassifierGrowth)):
-            if self.select.top_n is not None:
-                raise ValueError(
-                    f'select.top_n chooses among grown nodes; growth "{self.growth.kind}" keeps '
-                    "all it grows"
-                )
-            if self.stratify is not None:
-                raise ValueError(
-                    f'stratify needs a tree that can grow: growth "top_k" or "classifier", not '
-                    f'"{self.growth.kind}"'
-                )
-        else:
-            if isinstance(self.growth, TopKGrowth) and self.select.top_n is None:
+        growth, top_n = self.growth, self.select.top_n
+        if isinstance(growth, (TopKGrowth, ClassifierGrowth)):
+            if isinstance(growth, TopKGrowth) and top_n is None:
                 raise ValueError("growth top_k keeps select.top_n nodes: give a number")
-            if self.stratify is not None and self.select.top_n is None:
+            if self.stratify is not None and top_n is None:
                 raise ValueError("stratify scales select.top_n: give a number")
-            self._within_limits(self.growth)
+            self._within_limits(growth, top_n)
+        elif top_n is not None:
+            raise ValueError(
+                f'select.top_n chooses among grown nodes; growth "{growth.kind}" keeps all it grows'
+            )
+        elif self.stratify is not None:
+            raise ValueError(
+                'stratify needs a tree that can grow: growth "top_k" or "classifier", not '
+                f'"{growth.kind}"'
+            )
         if self.depth_max > GAMMA_LIMIT:
             raise ValueError(
                 f"window and stratify.alpha together reach depth {self.depth_max}, beyond the "
@@ -171,32 +160,26 @@ class Policy(Document):
             )
         return self
 
-    def _within_limits(self, growth: TopKGrowth | ClassifierGrowth) -> None:
+    def _within_limits(self, growth: TopKGrowth | ClassifierGrowth, top_n: int | None) -> None:
         """Raises ValueError for trees that could outgrow what the runtime holds of one."""
         width, depth, frontier = growth.width, self.depth_max, growth.frontier
         levels = [min(frontier, width**level) for level in range(1, depth + 1)]
-        capped = isinstance(growth, ClassifierGrowth)
-        lower = (
-            "lower the width, the cap or the window" if capped else "lower the width or the window"
-        )
+        capped = ", the cap" if isinstance(growth, ClassifierGrowth) else ""
+        lower = f"lower the width{capped} or the window"
+        expanded, nodes = sum(levels[:-1]), sum(levels)
         pool = width + max(0, depth - 1) * frontier * width
-        if pool > POOL_LIMIT:
-            raise ValueError(
-                f"width {width} and depth {depth} grow {pool} candidates, more than {POOL_LIMIT}; "
-                f"{lower}"
-            )
-        if sum(levels[:-1]) > EXPANDED_LIMIT:
-            raise ValueError(
-                f"width {width} and depth {depth} expand up to {sum(levels[:-1])} nodes, more than "
-                f"{EXPANDED_LIMIT}; {lower}"
-            )
-        if self.select.top_n is None and sum(levels) > NODE_LIMIT:
-            raise ValueError(
-                f"width {width} and depth {depth} verify up to {sum(levels)} nodes, more than "
-                f"{NODE_LIMIT}; give select.top_n, or {lower}"
-            )
-        if self.stratify is not None and self.select.top_n is not None:
-            most = max(kept_nodes(self.select.top_n, self.stratify.fractions, self.stratify.alpha))
+        for count, limit, said, remedy in (
+            (pool, POOL_LIMIT, f"grow {pool} candidates", lower),
+            (expanded, EXPANDED_LIMIT, f"expand up to {expanded} nodes", lower),
+            (nodes * (top_n is None), NODE_LIMIT, f"verify up to {nodes} nodes",
+             f"give select.top_n, or {lower}"),
+        ):  # fmt: skip
+            if count > limit:
+                raise ValueError(
+                    f"width {width} and depth {depth} {said}, more than {limit}; {remedy}"
+                )
+        if self.stratify is not None and top_n is not None:
+            most = max(kept_nodes(top_n, self.stratify.fractions, self.stratify.alpha))
             if most > NODE_LIMIT:
                 raise ValueError(
                     f"a low bin keeps {most} nodes, more than {NODE_LIMIT}; lower select.top_n or "
@@ -255,22 +238,17 @@ class Policy(Document):
         """A short name for tables, e.g. ``small fixed(gamma=4) max_prob(0.4)``."""
         if not self.speculates:
             return "autoregressive" if self.draft == "none" else f"{self.draft} fixed(gamma=0)"
+        stop = self.stop
+        shown = "" if isinstance(stop, NoStop) else f" {stop.kind}({stop.threshold:.4g})"
         window = self._window_label()
-        stop = (
-            "" if isinstance(self.stop, NoStop) else f" {self.stop.kind}({self.stop.threshold:.4g})"
-        )
-        return f"{self.draft} {window}{stop}{self._tree_label()}{self._shortlist_label()}"
+        return f"{self.draft} {window}{shown}{self._tree_label()}{self._shortlist_label()}"
 
     def _window_label(self) -> str:
         window = self.window
         if isinstance(window, ByBatchWindow):
             return f"by_batch({', '.join(f'{size}: {gamma}' for size, gamma in window.gamma)})"
         shown = window.model_dump(exclude={"kind"}, exclude_defaults=True)
-        shown.update(
-            {"gamma": window.gamma}
-            if isinstance(window, FixedWindow)
-            else {"gamma_max": self.gamma_max}
-        )
+        shown["gamma" if isinstance(window, FixedWindow) else "gamma_max"] = self.gamma_max
         said = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in shown.items())
         return f"{window.kind}({', '.join(said)})"
 
@@ -287,21 +265,14 @@ class Policy(Document):
     def _tree_label(self) -> str:
         growth, parts = self.growth, []
         if isinstance(growth, StaticGrowth):
-            parts.append(
-                f"static({len(growth.paths)} nodes)"
-                if growth.paths
-                else f"static({growth.artifact})"
-            )
+            known = f"{len(growth.paths)} nodes" if growth.paths else growth.artifact
+            parts.append(f"static({known})")
         elif isinstance(growth, (TopKGrowth, ClassifierGrowth)):
             shown = [f"k={growth.width}"]
             if isinstance(growth, ClassifierGrowth):
-                shown += [f"beta={growth.beta:.4g}"] + (
-                    []
-                    if growth.cap == growth.width
-                    else ["no cap"]
-                    if growth.cap is None
-                    else [f"cap={growth.cap}"]
-                )
+                shown.append(f"beta={growth.beta:.4g}")
+                if growth.cap != growth.width:
+                    shown.append("no cap" if growth.cap is None else f"cap={growth.cap}")
             if growth.score != "auto":
                 shown.append(growth.score)
             if growth.sharpness != 1.5:
@@ -360,12 +331,12 @@ def parse_policy(data: Any, *, where: str = "policy") -> AnyPolicy:
     with one line: what is wrong, where, and what to write instead."""
     try:
         refuse_excess(data)
-        try:
-            return _parsed(data)
-        except ValidationError as error:
-            raise ValueError(explain(error, Policy, _BLOCKS)) from None
+        return _parsed(data)
+    except ValidationError as error:
+        said = explain(error, Policy, _BLOCKS)
     except MALFORMED as error:
-        raise PolicyError(f"{where}: {one_line(str(error), MESSAGE_LIMIT)}") from None
+        said = str(error)
+    raise PolicyError(f"{where}: {one_line(said, MESSAGE_LIMIT)}")
 
 
 def parse_plain_policy(data: Any, *, where: str = "policy") -> Policy:
@@ -403,15 +374,12 @@ def differences(left: AnyPolicy, right: AnyPolicy) -> list[dict[str, Any]]:
     def flat(value: Any, path: str = "") -> dict[str, Any]:
         if not isinstance(value, Mapping):
             return {path: value}
-        found: dict[str, Any] = {}
-        for key, inner in value.items():
-            found |= flat(inner, f"{path}.{key}" if path else key)
-        return found
+        below = (flat(inner, f"{path}.{key}" if path else key) for key, inner in value.items())
+        return {key: inner for part in below for key, inner in part.items()}
 
     a, b = flat(left.spelled_out()), flat(right.spelled_out())
-    return [
-        {"key": k, "left": a.get(k), "right": b.get(k)} for k in {**a, **b} if a.get(k) != b.get(k)
-    ]
+    keys = [k for k in {**a, **b} if a.get(k) != b.get(k)]
+    return [{"key": k, "left": a.get(k), "right": b.get(k)} for k in keys]
 
 
 def _kinds(union: Any) -> dict[str, type[BaseModel]]:
@@ -427,8 +395,4 @@ _KINDS: dict[str, dict[str, type[BaseModel]]] = {
     "shortlist": _kinds(Shortlist),
 }
 _PLAIN: dict[str, type[BaseModel]] = {"select": Select, "stratify": Stratify}
-_BLOCKS: dict[str, dict[str, type[BaseModel]]] = {
-    **_KINDS,
-    "draft": {"": OlsDraft},
-    **{key: {"": block} for key, block in _PLAIN.items()},
-}
+_BLOCKS = {**_KINDS, **{key: {"": block} for key, block in _PLAIN.items()}}

@@ -31,7 +31,7 @@ from spectune.runtime.policies.document import (
 from spectune.runtime.policies.on_the_fly import best_window
 from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.prompt_features import SCALARS, TOKEN_PATTERN, PromptFeatures
-from spectune.runtime.policies.refusals import MALFORMED
+from spectune.runtime.policies.refusals import MALFORMED, stored_numbers
 from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import LatencyProfile
@@ -50,6 +50,10 @@ ACC_MAX: Final = 0.98
 """Predicted accuracies are cut to 0 .. this (Acc_max, section 4.1); a linear model knows no
 bounds.
 """
+
+
+_MEND: Final = "`fit chooser --recording ID` fits one"
+_FEATURES: Final = ("idf", "components", "center", "scale")
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,23 +128,20 @@ class Option:
         """Omega = (1 - alpha^(d+1)) / (1 - alpha) (equation 9) at the best window d: tokens per
         round, float64 [n]."""
         powers = np.asarray(alpha, dtype=np.float64)[:, None] ** np.arange(len(self.round_s))
-        return np.asarray(
-            np.cumsum(powers, axis=1)[np.arange(len(powers)), self.window(alpha)], dtype=np.float64
-        )
+        omega = powers.cumsum(axis=1)
+        return np.asarray(omega[np.arange(len(omega)), self.window(alpha)], dtype=np.float64)
 
     def acceptance_rate(self, alpha: FloatArray) -> FloatArray:
         """rho = Omega / d (section 5): tokens emitted per token drafted, float64 [n]; infinite
         where the best window is 0."""
         drafted = self.window(alpha)
-        rate = self.emitted(alpha) / np.maximum(drafted, 1)
-        return np.where(drafted > 0, rate, np.inf)
+        return np.where(drafted > 0, self.emitted(alpha) / np.maximum(drafted, 1), np.inf)
 
     def token_seconds(self, alpha: FloatArray) -> FloatArray:
         """Expected seconds per token at the best window, (d a_q + b_p(d)) / Omega: one over
         equation 3's R, float64 [n]."""
-        return np.asarray(
-            self.round_s[self.window(alpha)] / self.emitted(alpha) + self.token_s, dtype=np.float64
-        )
+        seconds = self.round_s[self.window(alpha)] / self.emitted(alpha) + self.token_s
+        return np.asarray(seconds, dtype=np.float64)
 
     def prefill_seconds(self, tokens: npt.ArrayLike) -> FloatArray:
         """Seconds of the draft's own prefill of prompts of so many tokens, float64 [n]."""
@@ -227,18 +228,16 @@ class Chooser:
     def __post_init__(self) -> None:
         if not self.candidates:
             raise PolicyError(f"draft.artifact: the chooser has no draft to choose; {_MEND}")
-        for name in self.candidates:
-            if name != NO_DRAFT and name not in self.accuracy:
-                known = ", ".join(sorted(self.accuracy)) or "none"
-                raise PolicyError(
-                    f"draft.artifact: the chooser has no weights for draft {name!r} (it has: "
-                    f"{known}); fit them: "
-                    "`fit chooser --recording ID` with a recording that has panoramas of it"
-                )
+        for name in sorted(self.candidates.keys() - self.accuracy.keys() - {NO_DRAFT}):
+            known = ", ".join(sorted(self.accuracy)) or "none"
+            raise PolicyError(
+                f"draft.artifact: the chooser has no weights for draft {name!r} (it has: {known}); "
+                "fit them: `fit chooser --recording ID` with a recording that has panoramas of it"
+            )
         if not self.chooses and self.single not in self.candidates:
             raise ValueError(f"it keeps to draft {self.single!r}, which is none of its candidates")
+        r = self.features.dimension
         for name, fitted in self.accuracy.items():
-            r = self.features.dimension
             if fitted.weights.shape != (r,):
                 raise ValueError(
                     f"draft {name!r} has weights {fitted.weights.shape}, the features have {r} "
@@ -253,9 +252,7 @@ class Chooser:
     @property
     def used(self) -> dict[str, Policy]:
         """The candidates that may decode: all, or the single draft's."""
-        return (
-            dict(self.candidates) if self.chooses else {self.single: self.candidates[self.single]}
-        )
+        return {d: p for d, p in self.candidates.items() if self.chooses or d == self.single}
 
     @property
     def reader(self) -> str | None:
@@ -271,9 +268,8 @@ class Chooser:
     ) -> tuple[Option, ...]:
         """The drafts with their costs on a device, in the order of :attr:`drafts`. Raises
         PolicyError as :meth:`Option.of`."""
-        known = ready or {}
         return tuple(
-            Option.of(d, policy, profile, sampled=sampled, ready=known.get(d))
+            Option.of(d, policy, profile, sampled=sampled, ready=(ready or {}).get(d))
             for d, policy in self.candidates.items()
         )
 
@@ -293,13 +289,12 @@ class Chooser:
     def accuracies(self, features: FloatArray) -> FloatArray:
         """Predicted alpha of each prompt and draft, float64 [n, drafts], cut to 0 ..
         :data:`ACC_MAX`; 0 for ``none``."""
+        none = np.zeros(len(features))
         columns = [
-            np.clip(self.accuracy[name].predict(features), 0.0, ACC_MAX)
-            if name != NO_DRAFT
-            else np.zeros(len(features))
+            none if name == NO_DRAFT else self.accuracy[name].predict(features)
             for name in self.candidates
         ]
-        return np.stack(columns, axis=1)
+        return np.clip(np.stack(columns, axis=1), 0.0, ACC_MAX)
 
     def expected_seconds(
         self,
@@ -311,13 +306,11 @@ class Chooser:
         """Expected seconds of answers of ``new_tokens`` [n] tokens to prompts of ``tokens`` [n],
         float64 [n, drafts]: equation 3 with the calibration, and the draft's prefill; what all
         drafts share (the target's prefill) is left out."""
-        factors = [self.calibration.get(o.draft, 1.0) for o in options]
         count = np.broadcast_to(np.asarray(new_tokens, dtype=np.float64), (len(alphas),))
-        columns = [
-            f * o.token_seconds(np.ascontiguousarray(alphas[:, k])) * count
-            + o.prefill_seconds(tokens)
-            for k, (o, f) in enumerate(zip(options, factors, strict=True))
-        ]
+        columns = []
+        for option, alpha in zip(options, np.ascontiguousarray(alphas.T), strict=True):
+            decoding = self.calibration.get(option.draft, 1.0) * option.token_seconds(alpha)
+            columns.append(decoding * count + option.prefill_seconds(tokens))
         return np.stack(columns, axis=1)
 
     def decide(
@@ -337,18 +330,17 @@ class Chooser:
             return np.full(len(alphas), self.drafts.index(self.single), dtype=np.int64)
         if (rule or self.rule) == "theorem_3":
             return theorem_3(alphas, options)
-        return np.asarray(
-            np.argmin(self.expected_seconds(alphas, options, tokens, new_tokens), axis=1),
-            dtype=np.int64,
-        )
+        seconds = self.expected_seconds(alphas, options, tokens, new_tokens)
+        return np.asarray(seconds.argmin(axis=1), dtype=np.int64)
 
     def to_document(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """(JSON-ready document, arrays) for an artifact; :meth:`from_document` reads them."""
+        f = self.features
         document = {
-            "reader": self.features.reader,
+            "reader": f.reader,
             "scalars": list(SCALARS),
             "token_pattern": TOKEN_PATTERN,
-            "vocabulary": list(self.features.vocabulary),
+            "vocabulary": list(f.vocabulary),
             "rule": self.rule,
             "single": self.single,
             "chooses": self.chooses,
@@ -358,15 +350,8 @@ class Chooser:
             "prompts": {name: fitted.prompts for name, fitted in self.accuracy.items()},
             "metrics": dict(self.metrics),
         }
-        f = self.features
-        arrays: dict[str, npt.NDArray[Any]] = {
-            "idf": f.idf,
-            "components": f.components,
-            "center": f.center,
-            "scale": f.scale,
-        }
-        arrays |= {f"weights.{name}": fitted.weights for name, fitted in self.accuracy.items()}
-        return document, arrays
+        arrays = {name: getattr(f, name) for name in _FEATURES}
+        return document, arrays | {f"weights.{d}": x.weights for d, x in self.accuracy.items()}
 
     @classmethod
     def from_document(
@@ -377,38 +362,33 @@ class Chooser:
         Raises PolicyError naming the draft whose weights are missing, and for anything that is no
         chooser.
         """
+
+        def numbers(name: str) -> FloatArray:
+            return stored_numbers(arrays, name).astype(np.float64)
+
         try:
-            candidates = {
-                str(name): checked_candidate(
-                    name, parse_policy(policy, where=f"draft.artifact: candidate {name!r}")
-                )
-                for name, policy in document["candidates"].items()
-            }
-            if document["rule"] not in get_args(Rule) or document["token_pattern"] != TOKEN_PATTERN:
-                raise PolicyError(
-                    f"draft.artifact: a chooser by rule {document['rule']!r} is not known here; "
-                    f"{_MEND}"
-                )
-            unknown = sorted(set(document["scalars"]) ^ set(SCALARS))
+            candidates = {}
+            for name, data in document["candidates"].items():
+                policy = parse_policy(data, where=f"draft.artifact: candidate {name!r}")
+                candidates[str(name)] = checked_candidate(name, policy)
+            rule, unknown = document["rule"], set(document["scalars"]) ^ set(SCALARS)
+            if rule not in get_args(Rule) or document["token_pattern"] != TOKEN_PATTERN:
+                raise ValueError(f"a chooser by rule {rule!r} is not known here")
             if unknown:
-                raise PolicyError(
-                    f"draft.artifact: choosers with or without the prompt feature {unknown[0]!r} "
-                    f"are not known here; {_MEND}"
+                raise ValueError(
+                    f"choosers with or without the prompt feature {min(unknown)!r} are not known "
+                    "here"
                 )
-            idf, components, center, scale = (
-                finite_array(arrays, name) for name in ("idf", "components", "center", "scale")
-            )
             calibration = {str(k): float(v) for k, v in document["calibration"].items()}
-            if not ((scale > 0).all() and all(0 < v < math.inf for v in calibration.values())):
+            vocabulary = tuple(str(term) for term in document["vocabulary"])
+            idf, components, center, scale = map(numbers, _FEATURES)
+            reader = str(document["reader"])
+            features = PromptFeatures(vocabulary, idf, components, center, scale, reader)
+            scales = [*scale.tolist(), *calibration.values()]
+            if not all(0 < factor < math.inf for factor in scales):
                 raise ValueError("scale and calibration must be finite numbers above 0")
-            vocabulary = tuple(str(t) for t in document["vocabulary"])
-            features = PromptFeatures(
-                vocabulary, idf, components, center, scale, str(document["reader"])
-            )
             accuracy = {
-                name: LinearAccuracy(
-                    finite_array(arrays, f"weights.{name}"), int(document["prompts"][name])
-                )
+                name: LinearAccuracy(numbers(f"weights.{name}"), int(document["prompts"][name]))
                 for name in candidates
                 if f"weights.{name}" in arrays
             }
@@ -417,7 +397,7 @@ class Chooser:
                 accuracy,
                 candidates,
                 calibration,
-                document["rule"],
+                rule,
                 dict(document["metrics"]),
                 str(document["single"]),
                 bool(document["chooses"]),
@@ -432,15 +412,3 @@ def keeps_reading(policy: Policy, reader: str | None) -> bool:
     """Whether the pass that read a prompt's perplexity is the prefill of the draft that then
     decodes. A router needs states that it does not keep."""
     return policy.draft == reader and not policy.shortlisted
-
-
-_MEND: Final = "`fit chooser --recording ID` fits one"
-
-
-def finite_array(arrays: Mapping[str, npt.NDArray[Any]], name: str) -> FloatArray:
-    """An artifact's array as float64. Raises KeyError where it is missing, and ValueError for
-    anything but finite numbers."""
-    array = arrays[name]
-    if array.dtype.kind not in "fiu" or not np.isfinite(array).all():
-        raise ValueError(f"{name} must hold finite numbers")
-    return np.asarray(array, dtype=np.float64)

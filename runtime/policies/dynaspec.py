@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -14,14 +15,9 @@ import numpy.typing as npt
 from pydantic import model_validator
 
 from spectune.runtime.policies.blocks import Artifact, Block, Budget
-from spectune.runtime.policies.stored import (
-    Arrays,
-    Document,
-    IntArray,
-    check_sizes,
-    stored_count,
-    stored_integers,
-)
+from spectune.runtime.policies.refusals import stored_numbers
+
+IntArray = npt.NDArray[np.int64]
 
 
 class ClustersShortlist(Block):
@@ -114,7 +110,7 @@ class Clusters:
         kept[chosen] = True
         return np.flatnonzero(kept[self.of])
 
-    def to_document(self) -> tuple[Document, Arrays]:
+    def to_document(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """(JSON-ready document, arrays); :meth:`from_document` reads them."""
         return {"vocab": self.vocab, "clusters": self.count}, {"of": self.of}
 
@@ -122,15 +118,9 @@ class Clusters:
     def from_document(
         cls, document: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
     ) -> Clusters:
-        """The clusters of :meth:`to_document`. Raises ValueError for anything else."""
-        of, count = (
-            stored_integers("clusters", arrays, "of"),
-            stored_count("clusters", document, "clusters"),
-        )
+        """The clusters of :meth:`to_document`. Raises one of :data:`refusals.MALFORMED` for
+        anything else."""
+        of, count = stored_numbers(arrays, "of", "iu"), index(document["clusters"])
         if count > of.size:
-            raise ValueError(
-                f"not clusters: its document says {count} of them, its arrays have {of.size} tokens"
-            )
-        made = cls.of_assignment(of, count)
-        check_sizes("clusters", document, vocab=made.vocab)
-        return made
+            raise ValueError(f"{count} clusters are too many for {of.size} tokens")
+        return cls.of_assignment(of, count)

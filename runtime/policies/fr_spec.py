@@ -11,20 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from spectune.runtime.policies.blocks import Artifact, Block, Budget
-from spectune.runtime.policies.stored import (
-    Arrays,
-    Document,
-    IntArray,
-    check_sizes,
-    stored_count,
-    stored_integers,
-)
+from spectune.runtime.policies.refusals import stored_numbers
+
+IntArray = npt.NDArray[np.int64]
 
 
 class FrequencyShortlist(Block):
@@ -69,12 +65,8 @@ class Frequencies:
 
     def __post_init__(self) -> None:
         order = self.order
-        if (
-            order.ndim != 1
-            or order.dtype != np.int64
-            or not len(order)
-            or (np.sort(order) != np.arange(len(order))).any()
-        ):
+        of_tokens = order.ndim == 1 and order.dtype == np.int64 and len(order)
+        if not of_tokens or (np.sort(order) != np.arange(len(order))).any():
             raise ValueError(
                 "a frequency order must hold every token id once, as int64 [vocab]; this is "
                 f"{order.dtype} {list(order.shape)}"
@@ -104,7 +96,7 @@ class Frequencies:
         """The shortlist of ``size`` tokens, ids ascending, int64 [self.size(size)]."""
         return np.sort(self.order[: self.size(size)])
 
-    def to_document(self) -> tuple[Document, Arrays]:
+    def to_document(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """(JSON-ready document, arrays) for an artifact of kind :data:`FREQUENCIES`;
         :meth:`from_document` reads them."""
         return {"vocab": self.vocab, "always": self.always}, {"order": self.order}
@@ -113,8 +105,7 @@ class Frequencies:
     def from_document(
         cls, document: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
     ) -> Frequencies:
-        """The frequencies of :meth:`to_document`. Raises ValueError for anything else."""
-        what = "frequencies"
-        made = cls(stored_integers(what, arrays, "order"), stored_count(what, document, "always"))
-        check_sizes(what, document, vocab=made.vocab)
-        return made
+        """The frequencies of :meth:`to_document`. Raises one of :data:`refusals.MALFORMED` for
+        anything else."""
+        order = stored_numbers(arrays, "order", "iu").astype(np.int64)
+        return cls(order, index(document["always"]))

@@ -34,10 +34,9 @@ def compiled(*depends_on: ModuleType, inline: bool = False) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         source = function.__code__.co_filename
-        _depends.setdefault(source, {__file__}).update(
-            m.__file__ for m in depends_on if m.__file__ is not None
-        )
-        stamps = tuple(_stamp(path) for path in (source, *sorted(_closure(source))))
+        used = {m.__file__ for m in depends_on if m.__file__ is not None}
+        _depends.setdefault(source, {__file__}).update(used)
+        stamps = tuple(_stamp(path) for path in (source, *sorted(_closure(source) - {source})))
         return cast(F, Compiled(function, stamps, inline))
 
     return decorate
@@ -79,11 +78,10 @@ class Compiled:
         options = {"nogil": True, "error_model": "numpy", "forceinline": self._inline}
         try:
             # Counting references to arrays passed between functions takes longer than a whole
-            # round; nothing here allocates.
+            # round; nothing here allocates. numba has no public way to say what a function
+            # depends on.
             made = numba.njit(cache=True, _nrt=False, **options)(self._function)
-            index = (
-                made._cache._cache_file
-            )  # numba has no public way to say what a function depends on
+            index = made._cache._cache_file
             index._source_stamp = (index._source_stamp, *self._stamps)
         except (RuntimeError, AttributeError, KeyError):
             made = numba.njit(**options)(self._function)
@@ -91,17 +89,13 @@ class Compiled:
 
 
 def _closure(source: str) -> set[str]:
-    found: set[str] = set()
-    waiting = {source}
+    found, waiting = set[str](), {source}
     while waiting:
-        path = waiting.pop()
-        found.add(path)
-        waiting |= _depends.get(path, set()) - found
-    return found - {source}
+        found |= waiting
+        waiting = {used for path in waiting for used in _depends.get(path, ())} - found
+    return found
 
 
 def _stamp(path: str) -> tuple[str, float, int]:
-    if not os.path.exists(path):
-        return (path, 0.0, 0)
-    found = os.stat(path)
-    return (path, found.st_mtime, found.st_size)
+    found = os.stat(path) if os.path.exists(path) else None
+    return (path, found.st_mtime, found.st_size) if found else (path, 0.0, 0)

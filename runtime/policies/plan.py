@@ -53,16 +53,14 @@ class Plan:
 
 def check_verifier(policy: Policy, verifier: Verifier, sampling: Sampling) -> None:
     """Raises PolicyError where a policy and a verifier would bias the text."""
-    if verifier == "rejection" and not sampling.greedy and policy.is_tree:
+    if verifier != "rejection" or sampling.greedy:
+        return
+    if policy.is_tree:
         raise PolicyError(
             f"growth {policy.growth.kind}: the rejection verifier is for chains (it would need to "
             "know how siblings were drawn); use the coupled verifier"
         )
-    if (
-        verifier == "rejection"
-        and not sampling.greedy
-        and not getattr(policy.stop, "keep_last", True)
-    ):
+    if not getattr(policy.stop, "keep_last", True):
         raise PolicyError(
             "stop.keep_last false discards a sampled token because of its probability, which the "
             "rejection verifier cannot make lossless; use the coupled verifier or keep_last true"
@@ -81,26 +79,15 @@ def compile_plan(
     if policy.draft != "none" and policy.draft not in drafts:
         known = ", ".join(sorted(drafts))
         raise PolicyError(f"draft: this pair has no draft {policy.draft!r}; it has: {known}")
-    rules = None
+    rules = shortlist = costs = q_table = None
     if policy.speculates:
         rules = (
             compile_tree(policy, sampled=False, artifacts=artifacts),
             compile_tree(policy, sampled=True, artifacts=artifacts),
         )
-    shortlist = (
-        compile_shortlist(policy, artifacts) if policy.shortlisted and policy.speculates else None
-    )
-    costs = (
-        window_costs(profile, policy, rules, shortlist)
-        if policy.needs_profile and profile is not None
-        else None
-    )
-    if policy.needs_profile and costs is None:
-        raise PolicyError(
-            f"window.{policy.window.kind} needs measured costs: run `profile` for this pair and "
-            "device first"
-        )
-    q_table = None
+        shortlist = compile_shortlist(policy, artifacts)
+    if policy.needs_profile and profile is not None:
+        costs = window_costs(profile, policy, rules, shortlist)
     if getattr(policy.window, "artifact", None) is not None:
         q_table = read_artifact(
             policy, "window", Q_TABLE, artifacts, lambda _, arrays: arrays["values"]

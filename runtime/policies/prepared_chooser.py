@@ -17,9 +17,10 @@ import numpy.typing as npt
 
 from spectune.runtime.policies.artifacts import DRAFT_CHOOSER, Artifacts, read_artifact
 from spectune.runtime.policies.document import AnyPolicy, ChooserPolicy, Policy
-from spectune.runtime.policies.draft_choice import TARGET, Chooser, Option, finite_array
+from spectune.runtime.policies.draft_choice import TARGET, Chooser, Option
 from spectune.runtime.policies.plan import Plan, compile_plan
 from spectune.runtime.policies.prompt_features import Prompt
+from spectune.runtime.policies.refusals import stored_numbers
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import LatencyProfile, Sampling
 
@@ -65,12 +66,8 @@ class ChooserPlan:
 
     def of_prompt(self, prompt: Prompt, new_tokens: int, sampling: Sampling) -> Plan:
         """The plan for a prompt that is to be answered with up to ``new_tokens`` tokens."""
-        return self._decided(
-            self.chooser.accuracies(self.chooser.features.transform([prompt])),
-            prompt.tokens,
-            new_tokens,
-            sampling,
-        )
+        alphas = self.chooser.accuracies(self.chooser.features.transform([prompt]))
+        return self._decided(alphas, prompt.tokens, new_tokens, sampling)
 
     def of_recorded(
         self, ids: Sequence[int] | npt.NDArray[np.integer], new_tokens: int, sampling: Sampling
@@ -92,11 +89,8 @@ class ChooserPlan:
         self, alphas: npt.NDArray[np.float64], tokens: int, new_tokens: int, sampling: Sampling
     ) -> Plan:
         options = self.options[int(not sampling.greedy)]
-        return self.plans[
-            self.chooser.drafts[
-                int(self.chooser.decide(alphas, options, [tokens], [new_tokens])[0])
-            ]
-        ]
+        (chosen,) = self.chooser.decide(alphas, options, [tokens], [new_tokens])
+        return self.plans[self.chooser.drafts[chosen]]
 
 
 AnyPlan = Plan | ChooserPlan
@@ -127,9 +121,8 @@ def _read_chooser(
 ) -> tuple[Chooser, dict[str, npt.NDArray[np.float64]]]:
     chooser = Chooser.from_document(document, arrays)
     names = [str(row["prompt"]) for row in document.get(PREDICTED, ())]
-    predicted = np.zeros((0, len(chooser.drafts)))
-    if PREDICTED in arrays:
-        predicted = finite_array(arrays, PREDICTED)
+    none = {PREDICTED: np.zeros((0, len(chooser.drafts)))}
+    predicted = stored_numbers({**none, **arrays}, PREDICTED).astype(np.float64)
     if predicted.shape != (len(names), len(chooser.drafts)):
         raise ValueError(
             f"{len(names)} recorded prompts and predictions of shape {predicted.shape} do not go "
@@ -156,8 +149,8 @@ def prepare_chooser(
     if chooser.reader not in (None, TARGET, *drafts):
         raise PolicyError(
             f"draft.artifact: the chooser reads prompts with draft {chooser.reader!r}, which this "
-            "pair lacks (it has: "
-            f"{', '.join(sorted(drafts))}); fit one for it: `fit chooser --recording ID`"
+            f"pair lacks (it has: {', '.join(sorted(drafts))}); fit one for it: "
+            "`fit chooser --recording ID`"
         )
     if chooser.chooses and profile is None:
         raise PolicyError(
@@ -173,9 +166,6 @@ def prepare_chooser(
         except PolicyError as error:
             raise PolicyError(f"draft.artifact: candidate {name!r}: {error}") from None
     options: tuple[tuple[Option, ...], ...] = ()
-    if chooser.chooses:
-        assert profile is not None
-        options = tuple(
-            chooser.options(profile, sampled=sampled, ready=ready) for sampled in (False, True)
-        )
+    if chooser.chooses and profile is not None:
+        options = tuple(chooser.options(profile, sampled=hot, ready=ready) for hot in (False, True))
     return ChooserPlan(policy, chooser, ready, options, predicted, version)

@@ -61,13 +61,8 @@ class PromptFeatures:
     reader: str
 
     def __post_init__(self) -> None:
-        terms, size = len(self.vocabulary), self.dimension - 1
-        wanted = {
-            "idf": (terms,),
-            "components": (len(self.components), terms),
-            "center": (size,),
-            "scale": (size,),
-        }
+        k, terms, size = len(self.components), len(self.vocabulary), self.dimension - 1
+        wanted = {"idf": (terms,), "components": (k, terms), "center": (size,), "scale": (size,)}
         for name, shape in wanted.items():
             got = getattr(self, name).shape
             if got != shape:
@@ -94,9 +89,8 @@ class PromptFeatures:
         out = np.zeros((len(texts), len(self.vocabulary)))
         for row, text in zip(out, texts, strict=True):
             for term, count in Counter(re.findall(TOKEN_PATTERN, text.lower())).items():
-                column = self._column.get(term)
-                if column is not None:
-                    row[column] = count * self.idf[column]
+                if term in self._column:
+                    row[self._column[term]] = count * self.idf[self._column[term]]
         lengths = np.sqrt((out * out).sum(1, keepdims=True))
         return np.asarray(out / np.where(lengths > 0, lengths, 1.0), dtype=np.float64)
 
@@ -108,9 +102,8 @@ class PromptFeatures:
     def transform(self, prompts: Sequence[Prompt]) -> FloatArray:
         """The vectors u, float64 [n, r]. What is not known of a prompt (a perplexity of NaN) is
         taken to be the fitted mean."""
-        raw = np.concatenate(
-            [raw_scalars(prompts), self.projected([p.text for p in prompts])], axis=1
-        )
+        texts = [p.text for p in prompts]
+        raw = np.concatenate([raw_scalars(prompts), self.projected(texts)], axis=1)
         scaled = (np.where(np.isnan(raw), self.center, raw) - self.center) / self.scale
         return np.concatenate([np.ones((len(prompts), 1)), scaled], axis=1)
 

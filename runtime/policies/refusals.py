@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ValidationError
 
 VALUES_LIMIT = 30_000
@@ -34,57 +36,63 @@ def refuse_excess(data: Any) -> None:
             raise ValueError(f"more than {VALUES_LIMIT} values are no policy")
         inner: list[Any] = []
         for value in level:
-            _refuse_excess_of(value)
             if isinstance(value, Mapping):
                 inner += [*value.keys(), *value.values()]
             elif isinstance(value, (list, tuple)):
                 inner += value
+            elif isinstance(value, str) and len(value) > TEXT_LIMIT:
+                raise ValueError(
+                    f"a text of {len(value)} characters is too long; the limit is {TEXT_LIMIT} (it "
+                    f"begins {value[:20]!r})"
+                )
+            elif isinstance(value, str) and not value.isprintable():
+                raise ValueError(f"the text {value!a} has characters that cannot be printed")
+            elif isinstance(value, int) and abs(value) >= NUMBER_LIMIT:
+                raise ValueError(f"a whole number of {value.bit_length()} bits is too large")
         if not inner:
             return
         level = inner
     raise ValueError(f"values nested more than {NESTING_LIMIT} deep are no policy")
 
 
-def _refuse_excess_of(value: Any) -> None:
-    if isinstance(value, str):
-        if len(value) > TEXT_LIMIT:
-            raise ValueError(
-                f"a text of {len(value)} characters is too long; the limit is {TEXT_LIMIT} (it "
-                f"begins {value[:20]!r})"
-            )
-        if not value.isprintable():
-            raise ValueError(f"the text {value!a} has characters that cannot be printed")
-    elif isinstance(value, int) and abs(value) >= NUMBER_LIMIT:
-        raise ValueError(f"a whole number of {value.bit_length()} bits is too large")
-
-
 Blocks = Mapping[str, Mapping[str, type[BaseModel]]]
-"""The blocks that each key of a document may hold, by kind; under "" where a key has but one."""
+"""The blocks that each key of a document may hold, by kind."""
 
 
 def explain(error: ValidationError, root: type[BaseModel], blocks: Blocks) -> str:
     """The first problem of a document of type ``root``."""
     first = error.errors()[0]
     path = [str(p) for p in first["loc"]]
-    block = root
-    for key, part in zip(["", *path], path[:-1], strict=False):
-        block = blocks.get(part, {}).get("", blocks.get(key, {}).get(part, block))
-    shown = ".".join(
-        p for key, p in zip(["", *path], path, strict=False) if p not in blocks.get(key, {})
-    )
+    block, kinds = root, blocks.get(path[0], {}) if path else {}
+    if len(path) > 1 and len(kinds) == 1:
+        (block,) = kinds.values()
+    elif len(path) > 1 and path[1] in kinds:  # pydantic names the kind beside the key
+        block = kinds[path.pop(1)]
+    shown = ".".join(path)
     if first["type"] == "extra_forbidden":
         known = sorted(block.model_fields)
         near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
         return f"unknown key {shown!r}; {hint}"
     if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        return f"{shown}.kind must be one of: {', '.join(blocks.get(path[-1], {}))}"
-    message = first["msg"].removeprefix("Value error, ")
-    value = first.get("input")
-    given = f" (given: {_shown(value)})" if not isinstance(value, Mapping) else ""
-    return f"{shown}: {message}{given}" if shown else f"{message}"
-
-
-def _shown(value: Any) -> str:
+        return f"{shown}.kind must be one of: {', '.join(kinds)}"
+    message, value = first["msg"].removeprefix("Value error, "), first.get("input")
+    if not shown:
+        return message
     text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    text = text if len(text) <= 80 else f"{text[:77]}..."
+    return f"{shown}: {message}" + ("" if isinstance(value, Mapping) else f" (given: {text})")
+
+
+def stored_numbers(
+    arrays: Mapping[str, npt.NDArray[Any]], name: str, kinds: str = "fiu"
+) -> npt.NDArray[Any]:
+    """An artifact's array, which anybody may have written. Raises ValueError where it is missing,
+    of another kind than ``kinds`` (numpy's letters), or not of finite numbers."""
+    if name not in arrays:
+        raise ValueError(f"it lacks {name}")
+    array = np.asarray(arrays[name])
+    if array.dtype.kind not in kinds or not (np.abs(array) <= np.finfo(np.float32).max).all():
+        wanted = "finite" if "f" in kinds else "whole"
+        raise ValueError(f"{name} must hold {wanted} numbers, not these of {array.dtype}")
+    return array

@@ -12,8 +12,10 @@ import numpy.typing as npt
 import torch
 
 from spectune.runtime.policies.dynaspec import Clusters
-from spectune.runtime.policies.stored import Arrays, Document, check_sizes, stored_array
+from spectune.runtime.policies.refusals import stored_numbers
 
+Document = dict[str, Any]
+Arrays = dict[str, npt.NDArray[Any]]
 ROUTER_WEIGHTS: Final = ("w1", "b1", "w2", "b2")
 HASH_DIGITS: Final = 16
 
@@ -35,17 +37,17 @@ class Router:
     b2: torch.Tensor
 
     def __post_init__(self) -> None:
-        weights = {name: getattr(self, name) for name in ROUTER_WEIGHTS}
         hidden, count = self.b1.shape[:1].numel(), self.b2.shape[:1].numel()
-        shapes = {name: list(w.shape) for name, w in weights.items()}
-        inputs = shapes["w1"][-1] if shapes["w1"] else 0
-        wanted = {"w1": [hidden, inputs], "b1": [hidden], "w2": [count, hidden], "b2": [count]}
+        shapes = [list(getattr(self, name).shape) for name in ROUTER_WEIGHTS]
+        inputs = (shapes[0] or [0])[-1]
+        wanted = [[hidden, inputs], [hidden], [count, hidden], [count]]
         if shapes != wanted or min(hidden, count, inputs) < 1:
             raise ValueError(
                 "router weights must be w1 [hidden, d_r], b1 [hidden], w2 [M, hidden] and b2 [M], "
                 f"not {shapes}"
             )
-        for name, w in weights.items():
+        for name in ROUTER_WEIGHTS:
+            w = getattr(self, name)
             if w.dtype != torch.float32 or not bool(torch.isfinite(w).all()):
                 raise ValueError(
                     f"router weights must be finite float32 numbers; {name} is not ({w.dtype})"
@@ -88,23 +90,10 @@ class Router:
         return sizes, {name: getattr(self, name).cpu().numpy() for name in ROUTER_WEIGHTS}
 
     @classmethod
-    def from_document(
-        cls, document: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
-    ) -> Router:
+    def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> Router:
         """The router of :meth:`to_document`, on the CPU. Raises ValueError for anything else."""
-        weights = []
-        for name in ROUTER_WEIGHTS:
-            array = stored_array("router", arrays, name)
-            if array.dtype.kind != "f":
-                raise ValueError(
-                    f"not a router: {name} must be floating-point numbers, not {array.dtype}"
-                )
-            weights.append(torch.from_numpy(array.astype(np.float32)))
-        made = cls(*weights)
-        check_sizes(
-            "router", document, inputs=made.inputs, hidden=made.hidden, clusters=made.clusters
-        )
-        return made
+        weights = (stored_numbers(arrays, name, "f") for name in ROUTER_WEIGHTS)
+        return cls(*(torch.from_numpy(w.astype(np.float32)) for w in weights))
 
 
 def top_clusters(scores: torch.Tensor, k: int) -> torch.Tensor:
@@ -141,17 +130,12 @@ class Routing:
     def from_document(
         cls, document: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
     ) -> Routing:
-        """The routing of :meth:`to_document`, weights on the CPU. Raises ValueError for anything
-        else."""
-        head = document.get("head")
+        """The routing of :meth:`to_document`, weights on the CPU. Raises one of
+        :data:`refusals.MALFORMED` for anything else."""
+        head = document["head"]
         if not isinstance(head, str):
-            raise ValueError(
-                "not a router: its document lacks head, the hash of the output head that its "
-                "clusters were fitted on"
-            )
-        return cls(
-            Router.from_document(document, arrays), Clusters.from_document(document, arrays), head
-        )
+            raise ValueError("head must be the hash of an output head")
+        return cls(Router.from_arrays(arrays), Clusters.from_document(document, arrays), head)
 
 
 def head_hash(weight: torch.Tensor) -> str:
@@ -161,12 +145,5 @@ def head_hash(weight: torch.Tensor) -> str:
     The values are rounded to bfloat16 first, so that a checkpoint has one hash whether it is loaded
     in float32 or in bfloat16.
     """
-    values = (
-        weight.detach()
-        .to("cpu", torch.bfloat16)
-        .float()
-        .contiguous()
-        .numpy()
-        .astype("<f4", copy=False)
-    )
-    return hashlib.sha256(values.tobytes()).hexdigest()[:HASH_DIGITS]
+    values = weight.detach().to("cpu", torch.bfloat16).float().numpy()
+    return hashlib.sha256(values.astype("<f4").tobytes()).hexdigest()[:HASH_DIGITS]

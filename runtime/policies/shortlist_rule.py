@@ -68,15 +68,12 @@ def compile_shortlist(policy: Policy, artifacts: Artifacts | None) -> ShortlistR
     block = policy.shortlist
     if isinstance(block, FullShortlist):
         return None
-    if isinstance(block, ClustersShortlist):
-        from spectune.runtime.policies.router import Routing
-
-        return ShortlistRule(
-            block,
-            policy.draft,
-            routing=read_artifact(policy, "shortlist", ROUTER, artifacts, Routing.from_document),
+    if not isinstance(block, ClustersShortlist):
+        order = read_artifact(
+            policy, "shortlist", FREQUENCIES, artifacts, Frequencies.from_document
         )
-    frequencies = read_artifact(
-        policy, "shortlist", FREQUENCIES, artifacts, Frequencies.from_document
-    )
-    return ShortlistRule(block, policy.draft, frequencies=frequencies)
+        return ShortlistRule(block, policy.draft, frequencies=order)
+    from spectune.runtime.policies.router import Routing
+
+    routing = read_artifact(policy, "shortlist", ROUTER, artifacts, Routing.from_document)
+    return ShortlistRule(block, policy.draft, routing=routing)

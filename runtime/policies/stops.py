@@ -97,18 +97,18 @@ def compile_stop(stop: Stop, *, scale: int = NAT_SCALE) -> CompiledStop:
     """
     if isinstance(stop, NoStop):
         return CompiledStop(STOP_NONE)
-    limit = NEVER
-    if isinstance(stop, EntropyStop):
-        if stop.threshold > 0.0:
-            limit = min(
-                NEVER, math.floor((1.0 - stop.threshold) ** 2 / stop.scale * scale + _SLACK)
-            )
-        return CompiledStop(STOP_ENTROPY, max_entropy_code=limit, keep_last=stop.keep_last)
-    if stop.threshold > 0.0:
-        limit = math.floor(-math.log(stop.threshold) * scale + _SLACK)
-    if isinstance(stop, MaxProbStop):
-        return CompiledStop(STOP_MAX_PROB, max_logp_code=limit, keep_last=stop.keep_last)
-    return CompiledStop(STOP_JOINT_PROB, max_joint_code=limit, keep_last=stop.keep_last)
+    limit, threshold = NEVER, stop.threshold
+    if threshold > 0.0:
+        nats = -math.log(threshold)
+        if isinstance(stop, EntropyStop):
+            nats = (1.0 - threshold) ** 2 / stop.scale
+        limit = min(NEVER, math.floor(nats * scale + _SLACK))
+    compiled_as = {
+        "max_prob": (STOP_MAX_PROB, limit, NEVER, NEVER),
+        "joint_prob": (STOP_JOINT_PROB, NEVER, limit, NEVER),
+        "entropy": (STOP_ENTROPY, NEVER, NEVER, limit),
+    }
+    return CompiledStop(*compiled_as[stop.kind], stop.keep_last)
 
 
 @compiled()

@@ -17,8 +17,8 @@ from spectune.runtime.drafts.ngram import NgramIndex
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.models import CHUNK, CausalModel
 from spectune.runtime.near_ties import choose, near_code
-from spectune.runtime.recording.passes import LanguageModelPasses, Nodes
-from spectune.runtime.sampling import Noise, entropy_of, log_distribution
+from spectune.runtime.recording.passes import Nodes, RecordedText
+from spectune.runtime.sampling import entropy_of, log_distribution
 from spectune.traces.schema import (
     AGREE_NO,
     AGREE_NONE,
@@ -27,9 +27,7 @@ from spectune.traces.schema import (
     NAT_SCALE,
     PROB_SCALE,
     ChainPanorama,
-    Sampling,
     Trajectory,
-    request_seed,
 )
 
 BRANCHES = 128
@@ -49,44 +47,27 @@ def record_panorama(
     return _Pass(pair, trajectory, draft, gamma_max).run()
 
 
-class _Pass:
+class _Pass(RecordedText):
     def __init__(
         self, pair: LoadedPair, trajectory: Trajectory, draft: str, gamma_max: int
     ) -> None:
-        self.pair = pair
+        super().__init__(pair, trajectory, draft)
+        self.pair, self.draft, self.gamma_max = pair, draft, gamma_max
         self.model: CausalModel = pair.drafts[draft]
-        self.draft, self.gamma_max, self.exact = draft, gamma_max, pair.exact
-        self.trajectory = trajectory
-        self.sampling = Sampling() if trajectory.verifier == "greedy" else trajectory.sampling
-        self.output = trajectory.output_ids.tolist()
-        self.text: list[int] = [*trajectory.prompt_ids.tolist(), *self.output]
-        self.prompt = len(trajectory.prompt_ids)
-        self.passes = LanguageModelPasses(self.model, self.text, self.prompt)
-        seed = request_seed(self.sampling.seed, trajectory.request_id)
-        self.noise = (
-            None if self.sampling.greedy else Noise(seed, self.model.vocab_size, self.model.device)
-        )
 
     def run(self) -> ChainPanorama:
         count = len(self.output)
         proposals, logp, entropy, log_q_text = self._on_text()
         agree = proposals[:count] == np.array(self.output)
-        starts = np.append(
-            np.flatnonzero(~agree), count
-        )  # where the draft leaves the text, and behind its end
+        # Where the draft leaves the text, and behind its end.
+        starts = np.append(np.flatnonzero(~agree), count)
         rows_logp = np.zeros((len(starts), self.gamma_max), dtype=np.uint16)
         rows_entropy = np.zeros_like(rows_logp)
         lengths = np.zeros(len(starts), dtype=np.uint8)
         for first in range(0, len(starts), BRANCHES):
             rows = slice(first, first + BRANCHES)
-            some = starts[rows]
-            self._continue(
-                some.tolist(),
-                proposals[some].tolist(),
-                rows_logp[rows],
-                rows_entropy[rows],
-                lengths[rows],
-            )
+            some, codes = starts[rows], (rows_logp[rows], rows_entropy[rows], lengths[rows])
+            self._continue(some.tolist(), proposals[some].tolist(), *codes)
         # The last row's first entry is the proposal right after the text; its continuation follows.
         rows_logp[-1, 1:] = rows_logp[-1, :-1]
         rows_entropy[-1, 1:] = rows_entropy[-1, :-1]
@@ -108,22 +89,16 @@ class _Pass:
         """Proposals [L + 1], codes of them and of the entropies [L + 1], and log q of the text's
         tokens [L]."""
         ids, read = torch.tensor(self.text, device=self.model.device), self.prompt
-        proposals, logp, entropy, of_text = [], [], [], []
+        parts, of_text = [], []
         for logits in self.passes.roots():
             prefixes = [self.text[: read + i] for i in range(len(logits))]
-            tokens, log_q, codes_p, codes_h = self._decide(logits, prefixes)
-            proposals.append(tokens)
-            logp.append(codes_p)
-            entropy.append(codes_h)
+            tokens, log_q, *codes = self._decide(logits, prefixes)
+            parts.append((tokens.cpu().numpy(), *codes))
             following = ids[read : read + len(logits)]
             of_text.append(log_q[: len(following)].gather(-1, following[:, None])[:, 0])
             read += len(logits)
-        return (
-            torch.cat(proposals).cpu().numpy(),
-            np.concatenate(logp),
-            np.concatenate(entropy),
-            torch.cat(of_text),
-        )
+        proposals, logp, entropy = map(np.concatenate, zip(*parts, strict=True))
+        return proposals, logp, entropy, torch.cat(of_text)
 
     def _decide(
         self, logits: torch.Tensor, prefixes: list[list[int]]
@@ -140,12 +115,10 @@ class _Pass:
         entropy = entropy_of(log_q)
         codes_p, codes_h = _codes(nats), _codes(entropy)
         if self.exact:
-            for row in (
-                (near_code(nats, sampling) | near_code(entropy, sampling)).nonzero()[:, 0].tolist()
-            ):
-                codes_p[row], codes_h[row] = canonical_codes(
-                    model, prefixes[row], int(tokens[row]), sampling
-                )
+            near = near_code(nats, sampling) | near_code(entropy, sampling)
+            for row in near.nonzero()[:, 0].tolist():
+                decided = canonical_codes(model, prefixes[row], int(tokens[row]), sampling)
+                codes_p[row], codes_h[row] = decided
         return tokens, log_q, codes_p, codes_h
 
     def _continue(

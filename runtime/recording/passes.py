@@ -11,7 +11,10 @@ import torch
 from spectune.runtime.cache import view_of
 from spectune.runtime.drafts.eagle import CanonicalPasses, columns
 from spectune.runtime.drafts.eagle_head import EagleHead
+from spectune.runtime.loading import LoadedPair
 from spectune.runtime.models import CHUNK, CausalModel
+from spectune.runtime.sampling import Noise
+from spectune.traces.schema import Sampling, Trajectory, request_seed
 
 ROOM: Final = 2048
 """Off-text nodes that there is room for before more is made."""
@@ -167,3 +170,23 @@ class HeadPasses(Passes):
 
     def canonical(self, start: int, path: list[int]) -> torch.Tensor:
         return self._canonical.distribution(self.prompt + start, path)
+
+
+class RecordedText:
+    """One recorded text as a panorama pass reads it: ``output`` follows the first ``prompt`` tokens
+    of ``text``, ``noise`` is the target's (None: greedy), ``passes`` are the draft's."""
+
+    def __init__(self, pair: LoadedPair, trajectory: Trajectory, draft: str) -> None:
+        self.sampling = Sampling() if trajectory.verifier == "greedy" else trajectory.sampling
+        self.output: list[int] = trajectory.output_ids.tolist()
+        self.text = [*trajectory.prompt_ids.tolist(), *self.output]
+        self.prompt, self.exact = len(trajectory.prompt_ids), pair.exact
+        self.passes: Passes
+        if draft in pair.heads:
+            self.passes = HeadPasses(pair.target, pair.heads[draft], self.text, self.prompt)
+        else:
+            self.passes = LanguageModelPasses(pair.drafts[draft], self.text, self.prompt)
+        self.shared = self.passes.shared
+        seed = request_seed(self.sampling.seed, trajectory.request_id)
+        vocab, device = pair.target.vocab_size, pair.target.device
+        self.noise = None if self.sampling.greedy else Noise(seed, vocab, device)

@@ -26,10 +26,9 @@ from spectune.runtime.policies.document import (
     StaticGrowth,
     TopKGrowth,
 )
-from spectune.runtime.recording.passes import HeadPasses, LanguageModelPasses, Nodes, Passes
-from spectune.runtime.sampling import Noise
+from spectune.runtime.recording.passes import Nodes, RecordedText
 from spectune.runtime.trees.grow import NONE, Codes, DistributionRows, Growing, TreeRule
-from spectune.traces.schema import Proposals, Sampling, Trajectory, TreePanorama, request_seed
+from spectune.traces.schema import Proposals, Trajectory, TreePanorama
 
 GROUP = 8
 """Starts of a head grown together."""
@@ -38,6 +37,8 @@ ROWS = 256
 OFF_TEXT = 255
 SHARPNESSES = (1.5, 3.0)
 """Sharpnesses of the coupled score that every recording covers."""
+_UNREAD = {"text_slot": OFF_TEXT, "parent": -1, "child": -1}
+"""What columns hold of a node that was not read, where not 0."""
 
 
 class Cover(NamedTuple):
@@ -51,30 +52,18 @@ class Cover(NamedTuple):
 def cover_name(growth: Growth, *, sampled: bool) -> str:
     """What tells one covered growth from another: everything that decides which distributions it
     reads."""
-    data: dict[str, Any] = {"kind": growth.kind}
-    if isinstance(growth, ChainGrowth):
+    data: dict[str, Any]
+    if isinstance(growth, StaticGrowth):
+        data = {"kind": "static", "paths": growth.paths or growth.artifact}
+    elif isinstance(growth, ClassifierGrowth):
+        # Its expansion follows the classifier alone; the score only selects.
+        data = growth.model_dump(include={"kind", "width", "cap", "artifact", "beta"})
+    elif isinstance(growth, ChainGrowth) or growth.width == 1:
         data = {"kind": "top_k", "width": 1}
-    elif isinstance(growth, StaticGrowth):
-        data["paths"] = [list(p) for p in growth.paths] or growth.artifact
     else:
-        coupled = growth.score == "coupled" or (
-            growth.score == "auto" and sampled and growth.proposals == "coupled"
-        )
-        data["width"] = growth.width
-        data["score"] = (
-            f"coupled({growth.sharpness:g})" if coupled and growth.width > 1 else "probability"
-        )
-        if isinstance(growth, ClassifierGrowth):
-            # Its expansion follows the classifier alone; the score only selects.
-            data = {
-                "kind": "classifier",
-                "width": growth.width,
-                "cap": growth.cap,
-                "artifact": growth.artifact,
-                "beta": growth.beta,
-            }
-        elif growth.width == 1:
-            data = {"kind": "top_k", "width": 1}
+        coupled = growth.is_coupled(sampled=sampled)
+        score = f"coupled({growth.sharpness:g})" if coupled else "probability"
+        data = {"kind": "top_k", "width": growth.width, "score": score}
     return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
 
@@ -85,22 +74,17 @@ def base_covers(
     default score, and by the coupled score at each of ``SHARPNESSES``; chains to ``chain_depth`` if
     that is deeper."""
     by_probability = proposals == "probability"
-    growth, rule = (
-        TopKGrowth(width=1, proposals=proposals),
-        TreeRule(width=1, frontier=1, by_probability=by_probability),
-    )
-    found = [Cover(cover_name(growth, sampled=sampled), rule, max(depth, chain_depth))]
     scores: list[tuple[Literal["probability", "coupled"], float]] = []
     if by_probability or not sampled:
         scores.append(("probability", SHARPNESSES[0]))
     if not by_probability:
         scores += [("coupled", sharpness) for sharpness in SHARPNESSES]
+    chain = TreeRule(1, 1, by_probability=by_probability)
+    found = [Cover(cover_name(ChainGrowth(), sampled=sampled), chain, max(depth, chain_depth))]
     for w in range(2, width + 1):
         for score, sharpness in scores:
             growth = TopKGrowth(width=w, score=score, sharpness=sharpness, proposals=proposals)
-            rule = TreeRule(
-                w, w, coupled=score == "coupled", sharpness=sharpness, by_probability=by_probability
-            )
+            rule = TreeRule(w, w, score == "coupled", sharpness, by_probability)
             found.append(Cover(cover_name(growth, sampled=sampled), rule, depth))
     return found
 
@@ -119,214 +103,152 @@ def record_tree_panorama(
     """The distributions of one draft over one trajectory: for EAGLE-2's growth at every width up to
     ``width`` and ``depth`` levels, for the growths of ``covers`` besides, and for chains of
     ``chain_depth``."""
-    return _Recorder(pair, trajectory, draft, width, depth, proposals, covers, chain_depth).run()
+    text = _Recorder(pair, trajectory, draft, width, proposals == "probability")
+    sampled = not text.sampling.greedy
+    base = base_covers(width, depth, sampled=sampled, proposals=proposals, chain_depth=chain_depth)
+    covers = [*base, *covers]
+    text.read_roots()
+    # Starts that share no nodes are taken a few at a time, so that what a pass sees stays short.
+    starts, group = np.arange(len(text.output)), len(text.output) if text.shared else GROUP
+    budgets = min(trajectory.max_new_tokens - 1, pair.max_positions - text.prompt) - starts
+    for at in range(0, len(starts), max(1, group)):
+        text.grow(covers, starts[at : at + group], budgets[at : at + group])
+    n, roots, columns = text.n, text.roots, text.columns
+    return TreePanorama(
+        draft=draft,
+        width=width,
+        depth=depth,
+        proposals=proposals,
+        shared=text.shared,
+        covers=tuple(sorted({cover.name for cover in covers})),
+        **{name: columns[name][roots:n].copy() for name in ("parent", "slot")},
+        **{name: columns[name][:n].copy() for name in (*Codes._fields, "text_slot")},
+    )
 
 
-class _Recorder:
+class _Recorder(RecordedText):
+    """The distributions read so far of one text, a node each, in columns; the first ``roots`` nodes
+    are the text's own prefixes. ``child`` [n, k] numbers the nodes below, -1: not read."""
+
     def __init__(
-        self,
-        pair: LoadedPair,
-        trajectory: Trajectory,
-        draft: str,
-        width: int,
-        depth: int,
-        proposals: Proposals,
-        covers: Sequence[Cover],
-        chain_depth: int,
+        self, pair: LoadedPair, trajectory: Trajectory, draft: str, width: int, by_q: bool
     ) -> None:
-        self.trajectory, self.draft, self.width, self.depth, self.proposals = (
-            trajectory,
-            draft,
-            width,
-            depth,
-            proposals,
-        )
-        self.sampling = Sampling() if trajectory.verifier == "greedy" else trajectory.sampling
-        self.output = trajectory.output_ids.tolist()
-        self.prompt = len(trajectory.prompt_ids)
-        self.exact = pair.exact
-        text = [*trajectory.prompt_ids.tolist(), *self.output]
-        self.passes: Passes
-        if draft in pair.heads:
-            self.passes = HeadPasses(pair.target, pair.heads[draft], text, self.prompt)
-        else:
-            self.passes = LanguageModelPasses(pair.drafts[draft], text, self.prompt)
-        sampled = not self.sampling.greedy
-        target = pair.target
-        self.noise = (
-            Noise(
-                request_seed(self.sampling.seed, trajectory.request_id),
-                target.vocab_size,
-                target.device,
+        super().__init__(pair, trajectory, draft)
+        self.width, self.by_probability = width, by_q
+        self.roots = self.n = self._first = len(self.output) + 1
+        words, wide = {"tokens", "parent", "position", "child"}, {"tokens", "logp", "gap", "child"}
+        shapes = (16 * self.roots, width), 16 * self.roots
+        self.columns: dict[str, np.ndarray] = {
+            name: np.full(
+                shapes[name not in wide],
+                _UNREAD.get(name, 0),
+                np.int32 if name in words else np.uint8,
             )
-            if sampled
-            else None
-        )
-        self.covers = [
-            *base_covers(
-                width, depth, sampled=sampled, proposals=proposals, chain_depth=chain_depth
-            ),
-            *covers,
-        ]
-        self.limit = pair.max_positions
-        self.roots = len(self.output) + 1
-        capacity = self.roots * 16
-        self.n = self._first = self.roots
-        k = width
-        self.cols: dict[str, np.ndarray] = {
-            "tokens": np.zeros((capacity, k), np.int32),
-            "logp": np.zeros((capacity, k), np.uint8),
-            "gap": np.zeros((capacity, k), np.uint8),
-            "count": np.zeros(capacity, np.uint8),
-            "entropy": np.zeros(capacity, np.uint8),
-            "top_entropy": np.zeros(capacity, np.uint8),
-            "text_slot": np.full(capacity, OFF_TEXT, np.uint8),
-            "parent": np.full(capacity, -1, np.int32),
-            "slot": np.zeros(capacity, np.uint8),
-            "position": np.zeros(capacity, np.int32),
-            "child": np.full((capacity, k), -1, np.int32),
+            for name in (*Codes._fields, "text_slot", "parent", "slot", "position", "child")
         }
 
-    def run(self) -> TreePanorama:
-        at = 0
+    def read_roots(self) -> None:
+        """Reads the distributions after every prefix of the text."""
+        c, at = self.columns, 0
         for part in (rows for logits in self.passes.roots() for rows in torch.split(logits, ROWS)):
             numbers = np.arange(at, at + len(part))
             at += len(part)
-            self.cols["position"][numbers] = numbers
-            self._store(
-                numbers, self._distributions(part, numbers), on_text=np.ones(len(numbers), bool)
-            )
-        if self.passes.shared:
-            rows = np.flatnonzero(self.cols["text_slot"][: self.roots - 1] != OFF_TEXT)
-            self.cols["child"][rows, self.cols["text_slot"][rows]] = rows + 1
-        # Starts that share no nodes are taken a few at a time, so that what a pass sees stays
-        # short.
-        starts = np.arange(len(self.output))
-        group = max(1, len(starts)) if self.passes.shared else GROUP
-        for at in range(0, len(starts), group):
-            self._first = self.n
-            self._grow(starts[at : at + group])
-        n, c = self.n, self.cols
-        off = slice(self.roots, n)
-        return TreePanorama(
-            draft=self.draft,
-            width=self.width,
-            depth=self.depth,
-            proposals=self.proposals,
-            shared=self.passes.shared,
-            covers=tuple(sorted({x.name for x in self.covers})),
-            parent=c["parent"][off].copy(),
-            slot=c["slot"][off].copy(),
-            **{
-                name: c[name][:n].copy()
-                for name in (
-                    "tokens",
-                    "logp",
-                    "gap",
-                    "count",
-                    "entropy",
-                    "top_entropy",
-                    "text_slot",
-                )
-            },
-        )
+            c["position"][numbers] = numbers
+            self._store(numbers, part, np.ones(len(numbers), bool))
+        if self.shared:
+            rows = np.flatnonzero(c["text_slot"][: self.roots - 1] != OFF_TEXT)
+            c["child"][rows, c["text_slot"][rows]] = rows + 1
 
-    def _grow(self, starts: np.ndarray) -> None:
-        """Runs every cover over some starts, level by level, reading what none has read."""
-        budget = np.minimum(
-            self.trajectory.max_new_tokens - starts - 1, self.limit - self.prompt - starts
-        )
-        growing = [(c, Growing(c.rule, c.depth, len(starts))) for c in self.covers]
-        fronts = [starts[:, None]] * len(growing)
-        codes = ("tokens", "logp", "gap", "entropy", "top_entropy", "count")
-        for level in range(1, 1 + max(c.depth for c in self.covers)):
+    def grow(self, covers: Sequence[Cover], starts: np.ndarray, budgets: np.ndarray) -> None:
+        """Runs every cover over some starts, level by level, reading what none has read;
+        ``budgets``: tokens that a round may draft from each."""
+        self._first = self.n
+        growing = [Growing(cover.rule, cover.depth, len(starts)) for cover in covers]
+        fronts = [starts[:, None]] * len(covers)
+        for level in range(1, 1 + max(cover.depth for cover in covers)):
             keys: dict[int, np.ndarray] = {}
-            for i, (cover, grown) in enumerate(growing):
+            for i, (cover, grown) in enumerate(zip(covers, growing, strict=True)):
                 if level > cover.depth or (cover.rule.static and level > len(cover.rule.static)):
                     continue
-                grown.add_from(Codes(*(self.cols[name] for name in codes)), fronts[i])
-                trees, places = grown.trees, grown.trees.frontier[0, level]
+                grown.add_from(Codes(*(self.columns[x] for x in Codes._fields)), fronts[i])
+                trees = grown.trees
                 place, above, rank = (
-                    x[:, level, :places] for x in (trees.place, trees.above, trees.rank)
+                    x[:, level, : trees.frontier[0, level]]
+                    for x in (trees.place, trees.above, trees.rank)
                 )
                 # The distributions of this frontier are read only if another level follows within
                 # the cover and the token budget.
-                live = (place != NONE) & (budget > level)[:, None] & (level < cover.depth)
-                keys[i] = np.where(
-                    live, np.take_along_axis(fronts[i], above, 1) * self.width + rank, -1
-                )
+                live = (place != NONE) & (budgets > level)[:, None] & (level < cover.depth)
+                parent = np.take_along_axis(fronts[i], above, 1)
+                keys[i] = np.where(live, parent * self.width + rank, -1)
             if keys:
                 wanted = np.unique(np.concatenate([k.ravel() for k in keys.values()]))
-                self._read(wanted[wanted >= 0])
+                self._read(*np.divmod(wanted[wanted >= 0], self.width))
             for i, key in keys.items():
-                fronts[i] = np.where(
-                    key >= 0, self.cols["child"][key // self.width, key % self.width], -1
-                ).astype(np.int64)
+                child = self.columns["child"][np.divmod(key, self.width)]
+                fronts[i] = np.where(key >= 0, child, -1).astype(np.int64)
 
-    def _read(self, keys: np.ndarray) -> None:
-        """Reads the nodes (parent * width + slot) that have not been read."""
-        parents, slots = keys // self.width, keys % self.width
-        new = self.cols["child"][parents, slots] < 0
+    def _read(self, parents: np.ndarray, slots: np.ndarray) -> None:
+        """Reads the nodes below ``parents`` in ``slots`` that have not been read."""
+        new = self.columns["child"][parents, slots] < 0
         parents, slots = parents[new], slots[new]
         for at in range(0, len(parents), ROWS):
             self._read_batch(parents[at : at + ROWS], slots[at : at + ROWS])
 
     def _read_batch(self, parents: np.ndarray, slots: np.ndarray) -> None:
-        count = len(parents)
-        self._ensure(self.n + count)
-        c = self.cols
-        numbers = np.arange(self.n, self.n + count)
-        tokens = c["tokens"][parents, slots]
+        numbers = np.arange(self.n, self.n + len(parents))
+        self.n += len(parents)
+        while self.n > len(self.columns["count"]):
+            self.columns = {
+                name: np.concatenate([x, np.full_like(x, _UNREAD.get(name, 0))])
+                for name, x in self.columns.items()
+            }
+        c = self.columns
         c["parent"][numbers], c["slot"][numbers] = parents, slots
         c["position"][numbers] = c["position"][parents] + 1
         c["child"][parents, slots] = numbers
         on_text = (c["text_slot"][parents] == slots) & (c["text_slot"][parents] != OFF_TEXT)
-        above, starts = [], []
-        for number in numbers.tolist():
-            path, start = self._path(number)
-            above.append([x - self._first for x in path[:-1]])
-            starts.append(start)
-        device = self.passes.device
-        positions = torch.from_numpy(c["position"][numbers].astype(np.int64) + self.prompt - 1).to(
-            device
+        paths, starts = zip(*(self._path(number) for number in numbers.tolist()), strict=True)
+        ids, positions = (
+            torch.from_numpy(x.astype(np.int64)).to(self.passes.device)
+            for x in (c["tokens"][parents, slots], c["position"][numbers] + self.prompt - 1)
         )
-        ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
-        self.n += count
-        logits = self.passes.nodes(
-            Nodes(ids, positions, (numbers - self._first).tolist(), above, starts)
-        )
-        self._store(numbers, self._distributions(logits, numbers), on_text)
+        above = [[node - self._first for node in path[:-1]] for path in paths]
+        nodes = Nodes(ids, positions, (numbers - self._first).tolist(), above, list(starts))
+        self._store(numbers, self.passes.nodes(nodes), on_text)
 
     def _path(self, node: int) -> tuple[list[int], int]:
         """The drafted nodes down to a node, itself included, and the start they hang from."""
         path: list[int] = []
         while node >= self.roots:
             path.append(node)
-            node = int(self.cols["parent"][node])
+            node = int(self.columns["parent"][node])
         return path[::-1], node
 
-    def _distributions(self, logits: torch.Tensor, numbers: np.ndarray) -> DistributionRows:
-        noise = None
-        positions = (self.cols["position"][numbers] + self.prompt).tolist()
+    def _store(self, numbers: np.ndarray, logits: torch.Tensor, on_text: np.ndarray) -> None:
+        c, position = self.columns, self.columns["position"][numbers]
+        codes = self._distributions(logits, numbers)
+        for name, values in codes._asdict().items():
+            c[name][numbers] = values
+        following = np.append(self.output, -1)[np.where(on_text, position, -1)]
+        exists = np.arange(self.width) < codes.count[:, None]
+        hit = (codes.tokens == following[:, None]) & exists
+        c["text_slot"][numbers] = np.where(hit.any(1), hit.argmax(1), OFF_TEXT)
+
+    def _distributions(self, logits: torch.Tensor, numbers: np.ndarray) -> Codes:
+        noise, positions = None, (self.columns["position"][numbers] + self.prompt).tolist()
         if self.noise is not None:
             known = {p: self.noise.row(p) for p in set(positions)}
             noise = torch.stack([known[p] for p in positions])
         rows = self._rows(logits, noise, self.exact)
-        if rows.unsure is None or rows.unsure_entropy is None:
-            return rows
-        for i in (rows.unsure.any(1) | rows.unsure_entropy).nonzero()[:, 0].tolist():
-            path, start = self._path(int(numbers[i]))
-            tokens = self.cols["tokens"][
-                self.cols["parent"][path], self.cols["slot"][path]
-            ].tolist()
-            one = self._rows(
-                self.passes.canonical(start, tokens)[None],
-                None if noise is None else noise[i],
-                False,
-            )
-            for name in ("tokens", "logp", "gap", "entropy", "top_entropy", "count"):
-                getattr(rows, name)[i] = getattr(one, name)[0]
-        return rows
+        if rows.unsure is not None and rows.unsure_entropy is not None:
+            for i in (rows.unsure.any(1) | rows.unsure_entropy).nonzero()[0].tolist():
+                path, start = self._path(int(numbers[i]))
+                parent, slot = (self.columns[name][path] for name in ("parent", "slot"))
+                tokens = self.columns["tokens"][parent, slot].tolist()
+                row = self.passes.canonical(start, tokens)[None]
+                rows.decide(i, self._rows(row, None if noise is None else noise[i], False).codes)
+        return rows.codes
 
     def _rows(
         self, logits: torch.Tensor, noise: torch.Tensor | None, exact: bool
@@ -336,36 +258,8 @@ class _Recorder:
             self.sampling,
             noise,
             self.width,
-            by_probability=self.proposals == "probability",
+            by_probability=self.by_probability,
             entropy=True,
             top_entropy=True,
             exact=exact,
         )
-
-    def _store(self, numbers: np.ndarray, rows: DistributionRows, on_text: np.ndarray) -> None:
-        c = self.cols
-        for name in ("tokens", "logp", "gap", "count", "entropy", "top_entropy"):
-            c[name][numbers] = getattr(rows, name).cpu().numpy()
-        position = c["position"][numbers]
-        follows = on_text & (position < len(self.output))
-        following = np.array(
-            [
-                self.output[p] if f else -1
-                for p, f in zip(position.tolist(), follows.tolist(), strict=True)
-            ]
-        )
-        hit = (c["tokens"][numbers] == following[:, None]) & (
-            np.arange(self.width) < c["count"][numbers][:, None]
-        )
-        c["text_slot"][numbers] = np.where(hit.any(1), hit.argmax(1), OFF_TEXT)
-
-    def _ensure(self, wanted: int) -> None:
-        size = len(self.cols["count"])
-        if wanted <= size:
-            return
-        more = max(wanted, 2 * size) - size
-        for name, column in self.cols.items():
-            fill = {"text_slot": OFF_TEXT, "parent": -1, "child": -1}.get(name, 0)
-            self.cols[name] = np.concatenate(
-                [column, np.full((more, *column.shape[1:]), fill, column.dtype)]
-            )

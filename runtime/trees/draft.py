@@ -19,16 +19,21 @@ from spectune.runtime.distributions import read_distributions
 from spectune.runtime.policies.eagle2 import INFINITE
 from spectune.runtime.policies.heterospec import bin_of
 from spectune.runtime.sampling import Noise
-from spectune.runtime.trees.device import DeviceGrowing, growing_on
-from spectune.runtime.trees.grow import ROOT, DistributionRows, Growing, Tree, TreeRule, select
+from spectune.runtime.trees.grow import (
+    NONE,
+    ROOT,
+    Codes,
+    DistributionRows,
+    Growing,
+    Tree,
+    TreeRule,
+    select,
+)
 from spectune.runtime.trees.near_ties import undecided_nodes
 from spectune.traces.schema import NO_BIN, Sampling
 
 if TYPE_CHECKING:
     from spectune.runtime.drafts.passes import TreeReader
-
-AnyGrowing = Growing | DeviceGrowing
-"""A tree while it grows, compiled or by tensor operations."""
 
 
 class DistributionSource(Protocol):
@@ -37,10 +42,10 @@ class DistributionSource(Protocol):
     def root(self) -> DistributionRows:
         """The distribution after the text, one row."""
 
-    def expand(self, growing: AnyGrowing, width: int) -> DistributionRows:
+    def expand(self, growing: Growing, width: int) -> DistributionRows:
         """The distributions after the last frontier's first ``width`` nodes, [width, k]."""
 
-    def decide_near_ties(self, growing: AnyGrowing, *, reads_phi: bool) -> None:
+    def decide_near_ties(self, growing: Growing, *, reads_phi: bool) -> None:
         """Decides near ties of the level just added; ``reads_phi``: Phi is read of it."""
 
 
@@ -86,25 +91,21 @@ def grow(
     depth: int,
     limit: int,
     source: DistributionSource,
-    device: torch.device,
     *,
-    whole: bool = False,
     keep_pruned: bool = False,
 ) -> GrownTree:
     """Grows one tree of at most ``depth`` levels (the window's; HeteroSpec may extend it up to
-    ``limit``) and selects its nodes.
-
-    ``whole`` promises that every distribution has ``rule.width`` children (nothing is filtered).
-    ``keep_pruned``: what was drafted and not selected is read out too.
+    ``limit``) and selects its nodes. ``keep_pruned``: what was drafted and not selected is read out
+    too.
     """
-    growing = growing_on(device, rule, limit if rule.stratified else depth, whole)
+    growing = Growing(rule, limit if rule.stratified else depth)
     grown = GrownTree()
     wanted = min(depth, len(rule.static)) if rule.static else depth
     width, dropped = 1, 0
     while growing.depth < wanted:
         rows = source.expand(growing, width) if growing.depth else source.root()
         grown.widths.append(width)
-        growing.add(rows)
+        growing.add(rows.codes)
         reads_phi = rule.stratified and growing.depth == depth
         source.decide_near_ties(growing, reads_phi=reads_phi)
         width = growing.width
@@ -117,26 +118,17 @@ def grow(
                 dropped = 1
             break
         if reads_phi:
+            thresholds = np.array(rule.thresholds, dtype=np.int64)
             grown.phi = growing.phi
-            grown.bin = bin_of(
-                grown.phi, depth, np.array(rule.thresholds, dtype=np.int64), rule.fitted_depth
-            )
+            grown.bin = bin_of(grown.phi, depth, thresholds, rule.fitted_depth)
             wanted = min(limit, depth + rule.extension(grown.bin))
-    grown.levels, grown.steps = growing.depth, len(grown.widths)
-    if growing.depth or dropped:
-        tree = growing.tree()
-        grown.pool = int(tree.size[grown.levels])
-        kept = select(tree, grown.levels, grown.steps, rule.top_n_of(grown.bin))
-        grown.tokens, grown.parents, grown.depths, grown.expanded = (
-            kept.tokens,
-            kept.parents,
-            kept.depths,
-            kept.read,
-        )
-        if keep_pruned:
-            grown.pruned = _pruned(tree, grown.levels + dropped, kept.places)
-    elif keep_pruned:
-        grown.pruned = Pruned([], [], [])
+    tree, grown.levels, grown.steps = growing.tree, growing.depth, len(grown.widths)
+    grown.pool = int(tree.size[grown.levels])
+    top_n = rule.top_n_of(grown.bin)
+    chosen = select(tree, grown.levels, grown.steps, top_n)
+    grown.tokens, grown.parents, grown.depths, grown.expanded, places = chosen
+    if keep_pruned:
+        grown.pruned = _pruned(tree, grown.levels + dropped, places)
     return grown
 
 
@@ -158,23 +150,19 @@ def _pruned(tree: Tree, levels: int, kept: list[int]) -> Pruned:
 def ancestors(tree: GrownTree) -> npt.NDArray[np.bool_]:
     """Which of the root (0) and the kept nodes (from 1) are each one's ancestors, itself included:
     bool [1 + nodes, 1 + nodes]."""
-    n = len(tree.tokens)
+    n, begin = len(tree.tokens), 0
     found = np.eye(n + 1, dtype=np.bool_)
     found[:, 0] = True
     parents = np.array(tree.parents, dtype=np.int64) + 1
-    begin = 0
-    for width in (
-        np.bincount(tree.depths)[1:].tolist() if n else []
-    ):  # creation order is level by level
-        level = slice(begin, begin + width)
-        found[begin + 1 : begin + width + 1] |= found[parents[level]]
+    for width in np.bincount(tree.depths)[1:].tolist() if n else []:  # nodes come level by level
+        found[begin + 1 : begin + width + 1] |= found[parents[begin : begin + width]]
         begin += width
     return found
 
 
 class ModelDistributions:
     """Distributions from a draft's passes; near ties that could change what is drafted are decided
-    by the canonical pass."""
+    by the canonical pass, where ``exact``."""
 
     def __init__(
         self,
@@ -184,56 +172,50 @@ class ModelDistributions:
         noise: Noise | None,
         exact: bool,
     ) -> None:
-        self.rule, self.reader, self.sampling, self.noise, self.exact = (
-            rule,
-            reader,
-            sampling,
-            noise,
-            exact,
-        )
+        self.rule, self.reader, self.sampling, self.noise = rule, reader, sampling, noise
+        self.exact = exact
         self.rows: list[DistributionRows] = []
         self._ids: list[torch.Tensor | None] = []
         reader.ids = None  # no pass was made
-        self._reading = {
-            "by_probability": rule.by_probability,
-            "entropy": rule.reads_entropy,
-            "top_entropy": rule.stratified,
-            "reads_logp": not rule.coupled or rule.reads_q,
-            "reads_gap": rule.coupled,
-        }
-
-    def _distributions(self, logits: torch.Tensor, depth: int, exact: bool) -> DistributionRows:
-        """Codes of distributions whose children stand at ``depth``."""
-        noise = None if self.noise is None else self.noise.row(self.reader.length + depth - 1)
-        return read_distributions(
-            logits,
-            self.sampling,
-            noise,
-            self.rule.width,
-            exact=exact,
-            ids=self.reader.ids,
-            **self._reading,
-        )
 
     def root(self) -> DistributionRows:
-        self.rows = [self._distributions(self.reader.root(), 1, self.exact)]
-        self._ids = [self.reader.ids]
-        return self.rows[0]
+        return self._read(self.reader.root(), 1)
 
-    def expand(self, growing: AnyGrowing, width: int) -> DistributionRows:
-        depth = growing.depth
-        tokens, parents, exists = growing.following(width)
+    def expand(self, growing: Growing, width: int) -> DistributionRows:
+        tree, level, device = growing.tree, growing.depth, self.reader.device
+        place = tree.place[level, :width]
+        tokens = torch.from_numpy(tree.token[np.maximum(place, 0)]).to(device)
+        above = None if level == 1 else torch.from_numpy(tree.above[level, :width]).to(device)
         # A static tree reads its places whether or not there is a node; shortlists are for nodes.
-        logits = self.reader.level(tokens, parents, depth, exists if self.rule.static else None)
-        self.rows.append(self._distributions(logits, depth + 1, self.exact))
+        exists = torch.from_numpy(place != NONE).to(device) if self.rule.static else None
+        return self._read(self.reader.level(tokens, above, level, exists), level + 1)
+
+    def _read(self, logits: torch.Tensor, depth: int) -> DistributionRows:
+        self.rows.append(self._distributions(logits, depth, self.exact))
         self._ids.append(self.reader.ids)
         return self.rows[-1]
 
-    def decide_near_ties(self, growing: AnyGrowing, *, reads_phi: bool) -> None:
-        perturbed = self.noise is not None and not self.rule.by_probability
-        filtered = not self.sampling.greedy and (
-            self.sampling.top_p < 1.0 or self.sampling.top_k > 0
+    def _distributions(self, logits: torch.Tensor, depth: int, exact: bool) -> DistributionRows:
+        """Codes of distributions whose children stand at ``depth``."""
+        rule, reader = self.rule, self.reader
+        return read_distributions(
+            logits,
+            self.sampling,
+            None if self.noise is None else self.noise.row(reader.length + depth - 1),
+            rule.width,
+            by_probability=rule.by_probability,
+            entropy=rule.reads_entropy,
+            top_entropy=rule.stratified,
+            exact=exact,
+            reads_logp=not rule.coupled or rule.reads_q,
+            reads_gap=rule.coupled,
+            ids=reader.ids,
         )
+
+    def decide_near_ties(self, growing: Growing, *, reads_phi: bool) -> None:
+        sampling = self.sampling
+        perturbed = self.noise is not None and not self.rule.by_probability
+        filtered = not sampling.greedy and (sampling.top_p < 1.0 or sampling.top_k > 0)
         while nodes := undecided_nodes(
             self.rule,
             growing.tree,
@@ -242,36 +224,23 @@ class ModelDistributions:
             filtered=filtered,
             reads_phi=reads_phi,
         ):
-            tree = growing.tree()
             for level, node in nodes:
-                self.rows[level] = self._decided(tree, level, node)
+                self.rows[level].decide(node, self._canonical(growing.tree, level, node))
             while growing.depth > nodes[0][0]:
                 growing.undo()
             for rows in self.rows[growing.depth :]:
-                growing.add(rows)
+                growing.add(rows.codes)
 
-    def _decided(self, tree: Tree, level: int, node: int) -> DistributionRows:
-        """The rows of ``level`` (from 0) with one node's distribution taken from the canonical
-        pass."""
+    def _canonical(self, tree: Tree, level: int, node: int) -> Codes:
+        """The distribution after a node of a frontier (``level`` from 0) by the canonical pass."""
         path: list[int] = []
         place = int(tree.place[level, node])
         while place != ROOT:
             path.append(int(tree.token[place]))
             place = int(tree.parent[place])
-        one = self._canonical(path[::-1])
-        fields: list[torch.Tensor | None] = []
-        for name, old in self.rows[level]._asdict().items():
-            new = None if old is None else old.clone()
-            if new is not None:
-                new[node] = False if name in ("unsure", "unsure_entropy") else getattr(one, name)[0]
-            fields.append(new)
-        return DistributionRows(*fields)  # type: ignore[arg-type]  # None only where the field may be
-
-    def _canonical(self, path: list[int]) -> DistributionRows:
-        """The distribution after a drafted ``path`` by the canonical pass."""
         reader, last = self.reader, self.reader.ids
-        reader.ids = self._ids[len(path)]
-        logits = reader.canonical(path)[None]
-        rows = self._distributions(logits, len(path) + 1, False)
+        reader.ids = self._ids[level]
+        logits = reader.canonical(path[::-1])[None]
+        codes = self._distributions(logits, level + 1, False).codes
         reader.ids = last
-        return rows
+        return codes

@@ -1,10 +1,10 @@
 """Growing draft trees on whole numbers: one level at a time, and the choice of what is verified.
 
-:func:`grow_level` is the one place where candidates are made: while decoding on a CPU, while
-recording panoramas and in replay. Its rules are the papers': EAGLE-2's expansion and rerank
+:func:`grow_level` is the one place where candidates are made: while decoding, while recording
+panoramas and in replay. Its rules are the papers': EAGLE-2's expansion and rerank
 (:mod:`runtime.policies.eagle2`), C2T's classifier (:mod:`runtime.policies.c2t`), static trees
-(:mod:`runtime.policies.sequoia`), HeteroSpec's Phi (:mod:`runtime.policies.heterospec`). Other
-devices grow alike by :mod:`runtime.trees.device`. docs/trees.md defines codes and costs.
+(:mod:`runtime.policies.sequoia`), HeteroSpec's Phi (:mod:`runtime.policies.heterospec`).
+docs/trees.md defines codes and costs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +25,6 @@ from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.sequoia import StaticLevel
 from spectune.traces.schema import TREE_CODE_MAX, TREE_SCALE
 
-if TYPE_CHECKING:  # replay grows trees without tensors
-    import torch
-
 Index = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
@@ -35,7 +32,6 @@ ROOT: Final = -1
 """The parent of a candidate of the first level."""
 NONE: Final = -2
 """A place of a frontier without a node."""
-_WEIGHT_BITS = 24
 
 
 class Codes(NamedTuple):
@@ -50,30 +46,31 @@ class Codes(NamedTuple):
     top_entropy: npt.NDArray[Any]
     count: npt.NDArray[Any]  # type: ignore[assignment]  # hides tuple.count
 
+    @classmethod
+    def of(cls, tokens: npt.ArrayLike, *codes: npt.ArrayLike) -> Codes:
+        """In the dtypes of a recording, for which functions are compiled then already."""
+        return cls(np.array(tokens, np.int32), *(np.array(x, np.uint8) for x in codes))
+
 
 class DistributionRows(NamedTuple):
-    """:class:`Codes` as a draft's pass gives them, int64 tensors on its device, and their near
-    ties: ``unsure`` bool [n, k] by child, ``unsure_entropy`` bool [n]; None: not asked for, or
-    none."""
+    """n distributions as a draft's pass gives them, and their near ties: ``unsure`` bool [n, k] by
+    child, ``unsure_entropy`` bool [n]; None: not asked for, or none."""
 
-    tokens: torch.Tensor
-    logp: torch.Tensor
-    gap: torch.Tensor
-    entropy: torch.Tensor
-    top_entropy: torch.Tensor
-    count: torch.Tensor  # type: ignore[assignment]  # hides tuple.count
-    unsure: torch.Tensor | None
-    unsure_entropy: torch.Tensor | None
+    codes: Codes
+    unsure: npt.NDArray[np.bool_] | None = None
+    unsure_entropy: npt.NDArray[np.bool_] | None = None
 
-    def codes(self) -> Codes:
-        """In the dtypes of a recording, for which functions are compiled then already."""
-        return Codes(
-            *(
-                np.ascontiguousarray(x.cpu().numpy(), np.int32 if x is self.tokens else np.uint8)
-                for x in self[:6]
-                if x is not None
-            )
-        )
+    @property
+    def has_near_tie(self) -> bool:
+        return any(x is not None and x.any() for x in self[1:])
+
+    def decide(self, row: int, canonical: Codes) -> None:
+        """Takes one distribution, in place, from the canonical pass's."""
+        for mine, decided in zip(self.codes, canonical, strict=True):
+            mine[row] = decided[0]
+        for near in self[1:]:
+            if near is not None:
+                near[row] = False
 
 
 class LevelRule(NamedTuple):
@@ -140,25 +137,16 @@ class TreeRule:
 
     @cached_property
     def compiled(self) -> LevelRule:
-        weights, logs = gap_weights(self.sharpness)
-        table = (
-            np.zeros((0, 0, 0), np.int32)
-            if self.confidence is None
-            else np.ascontiguousarray(self.confidence, np.int32)
-        )
-        listed, expanded = (
-            _padded([getattr(x, name) for x in self.static]) for name in ("places", "expanded")
-        )
+        table = np.zeros((0, 0, 0)) if self.confidence is None else self.confidence
         return LevelRule(
             self.width,
             self.frontier,
             self.coupled,
-            weights,
-            logs,
-            table,
+            *gap_weights(self.sharpness),
+            np.ascontiguousarray(table, np.int32),
             self.beta_code,
-            listed,
-            expanded,
+            _padded([x.places for x in self.static]),
+            _padded([x.expanded for x in self.static]),
         )
 
     def places(self, level: int) -> int:
@@ -174,12 +162,9 @@ class TreeRule:
     def verified(self, depth: int) -> int:
         """Nodes of ``depth`` levels that are verified where all of them exist and N leaves none
         out; of a classifier those expanded."""
-        places = [self.places(level) for level in range(1, depth + 1)]
-        return (
-            sum(places)
-            if self.confidence is None
-            else sum(min(count, self.frontier) for count in places)
-        )
+        if self.confidence is None:
+            return self.pool(depth)
+        return sum(min(self.places(level), self.frontier) for level in range(1, depth + 1))
 
     def step_width(self, level: int) -> int:
         """Nodes that the pass for a level reads (beside the lag for level 1, where it is 1)."""
@@ -192,9 +177,8 @@ class TreeRule:
     def stops(self, read: npt.NDArray[Any]) -> Any:
         """Whether the stop triggers where it reads these codes int [..., 3] (:attr:`Tree.stop`),
         bool [...]."""
-        return (read > np.array([self.max_logp, self.max_joint, self.max_entropy])).any(
-            -1
-        ) & self.reads_stop
+        limits = np.array([self.max_logp, self.max_joint, self.max_entropy])
+        return (read > limits).any(-1) & self.reads_stop
 
     def extension(self, bin_: int) -> int:
         """HeteroSpec's alpha - i, 0 outside the low bins."""
@@ -216,10 +200,8 @@ def _padded(rows: list[tuple[int, ...]]) -> Index:
 def gap_weights(sharpness: float) -> tuple[Index, FloatArray]:
     """Whole weights 2**24 exp(-sharpness gap) of each gap code, int64 [256], and their logarithms,
     float64 [256]."""
-    whole = [
-        max(1, math.floor(2**_WEIGHT_BITS * math.exp(-sharpness * g / TREE_SCALE) + 0.5))
-        for g in range(TREE_CODE_MAX + 1)
-    ]
+    shares = [math.exp(-sharpness * gap / TREE_SCALE) for gap in range(TREE_CODE_MAX + 1)]
+    whole = [max(1, math.floor(2**24 * share + 0.5)) for share in shares]
     return np.array(whole), np.array([math.log(w) for w in whole])
 
 
@@ -271,22 +253,13 @@ class TreeMemory(NamedTuple):
     @classmethod
     def empty(cls, rule: TreeRule, depth: int, batch: int) -> TreeMemory:
         """``batch`` trees of no level, with room for ``depth``."""
-        level = batch, depth + 1
-        shapes = (
-            (5, batch, rule.pool(depth)),
-            (4, *level, max(1, rule.frontier)),
-            (4, *level),
-            (*level, 3),
-        )
+        pool, level, place = rule.pool(depth), (batch, depth + 1), max(1, rule.frontier)
+        shapes = (5, batch, pool), (4, *level, place), (4, *level), (*level, 3)
         memory = cls(*(np.empty(shape, np.int64) for shape in shapes))
         tree = memory.trees
-        (
-            tree.place[:, 0, 0],
-            tree.phi[:, 0, 0],
-            tree.size[:, 0],
-            tree.frontier[:, 0],
-            tree.width[:, 0],
-        ) = ROOT, 0, 0, 1, 1
+        tree.place[:, 0, 0] = ROOT
+        tree.phi[:, 0, 0] = tree.size[:, 0] = 0
+        tree.frontier[:, 0] = tree.width[:, 0] = 1
         return memory
 
     @property
@@ -332,12 +305,8 @@ def grow_level(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tr
             at += 1
         for rank in range(there, k):
             if not static or listed[level - 1, at - begin] == f * k + rank:
-                tree.token[at], tree.cost[at], tree.q_cost[at], tree.parent[at] = (
-                    0,
-                    INFINITE,
-                    INFINITE,
-                    above,
-                )
+                tree.token[at], tree.parent[at] = 0, above
+                tree.cost[at] = tree.q_cost[at] = INFINITE
                 at += 1
     tree.size[level] = at
     _expand(rule, codes, front, level, tree)
@@ -411,11 +380,9 @@ def _classify(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tre
 def _read_stop(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tree) -> None:
     """Writes what a stop reads of a level; zeros where it has no node, which trigger none."""
     begin, static = tree.size[level - 1], rule.listed.shape[0] > 0
-    first = (
-        np.int64(NONE)
-        if static or rule.confidence.size > 0 or tree.frontier[level] == 0
-        else tree.place[level, 0]
-    )
+    first = np.int64(NONE)
+    if not static and rule.confidence.size == 0 and tree.frontier[level] > 0:
+        first = tree.place[level, 0]
     if first == NONE:
         for at in range(begin, tree.size[level]):
             if tree.cost[at] < INFINITE and (
@@ -448,12 +415,14 @@ def _grow_levels(
 
 
 class Growing:
-    """Trees while they grow on a CPU, level by level, of ``depth`` levels at most. The other
-    members are for one tree alone."""
+    """Trees while they grow, level by level, of ``depth`` levels at most. The other members are for
+    one tree alone."""
 
     def __init__(self, rule: TreeRule, depth: int, batch: int = 1) -> None:
         self.rule, self.memory = rule, TreeMemory.empty(rule, depth, batch)
         self.trees = self.memory.trees
+        self.tree = self.trees.one(0)
+        """The first, as it stands, levels forgotten last included."""
         self.depth = 0
         """Levels so far."""
 
@@ -463,10 +432,10 @@ class Growing:
         self.depth += 1
         _grow_levels(self.rule.compiled, codes, front, self.depth, self.memory)
 
-    def add(self, rows: DistributionRows) -> None:
+    def add(self, codes: Codes) -> None:
         """Makes the next level from the distributions after the frontier's first nodes, in
         order."""
-        self.add_from(rows.codes(), np.arange(max(1, self.rule.frontier), dtype=np.int64)[None])
+        self.add_from(codes, np.arange(max(1, self.rule.frontier), dtype=np.int64)[None])
 
     def undo(self) -> None:
         """Forgets the last level."""
@@ -476,67 +445,43 @@ class Growing:
     def width(self) -> int:
         """Nodes that the next pass reads; a static tree reads its places, whether or not there is a
         node."""
-        return int(self.trees.width[0, self.depth])
+        return int(self.tree.width[self.depth])
 
     @property
     def stops(self) -> bool:
         """Whether the last level triggers the rule's stop."""
-        return bool(self.rule.stops(self.trees.stop[0, self.depth]))
+        return bool(self.rule.stops(self.tree.stop[self.depth]))
 
     @property
     def phi(self) -> int:
         """Phi of the path with the highest final-token confidence after the last level (HeteroSpec,
         section 4.1), in 1/16 nat."""
-        return int(self.trees.level_phi[0, self.depth])
-
-    def following(self, width: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Of the first ``width`` nodes to expand: tokens int64 [width], places of their parents in
-        the frontier above int64 [width] (None: the root), and which are nodes, bool [width]."""
-        import torch
-
-        place = self.trees.place[0, self.depth, :width]
-        above = (
-            None if self.depth == 1 else torch.from_numpy(self.trees.above[0, self.depth, :width])
-        )
-        return (
-            torch.from_numpy(self.trees.token[0].take(np.maximum(place, 0))),
-            above,
-            torch.from_numpy(place != NONE),
-        )
-
-    def tree(self) -> Tree:
-        """The tree as it stands, levels forgotten last included."""
-        return self.trees.one(0)
+        return int(self.tree.level_phi[self.depth])
 
 
-class Selection(NamedTuple):
-    """The nodes that are verified, in creation order: ``tokens``, ``parents`` (among them, -1: the
-    root), ``depths`` (from 1), ``places`` (among the candidates), and ``read``: which of the nodes
-    that the draft's passes read it is, -1: none read it."""
-
-    tokens: list[int]
-    parents: list[int]
-    depths: list[int]
-    places: list[int]
-    read: list[int]
-
-
-def select(tree: Tree, levels: int, passes: int, top_n: int | None) -> Selection:
+def select(
+    tree: Tree, levels: int, passes: int, top_n: int | None
+) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
     """The ``top_n`` cheapest candidates of the first ``levels`` (EAGLE-2, section 4.2; None: all),
-    after so many passes."""
+    after so many passes.
+
+    Lists in creation order: tokens, parents (among the chosen, -1: the root), depths (from 1),
+    which of the nodes that the passes read each is (-1: none), and its place among the candidates.
+    """
     size = int(tree.size[levels])
     chosen = np.empty(size if top_n is None else min(size, top_n), dtype=np.int64)
     number, found = np.empty(size, dtype=np.int64), np.empty((5, len(chosen)), dtype=np.int64)
     count = _select(tree, levels, passes, chosen, number, found)
-    return Selection(*found[:, :count].tolist())
+    tokens, parents, depths, read, places = found[:, :count].tolist()
+    return tokens, parents, depths, read, places
 
 
 @compiled(eagle2)
 def _select(
     tree: Tree, levels: int, passes: int, chosen: Index, number: Index, found: Index
 ) -> int:
-    """Writes the fields of :class:`Selection` into ``found`` [5, n]; how many nodes. Scratch:
-    ``chosen`` [n], ``number`` [size]."""
+    """Writes what :func:`select` lists into ``found`` [5, n]; how many nodes. Scratch: ``chosen``
+    [n], ``number`` [size]."""
     size, count = tree.size[levels], chosen.shape[0]
     if count < size:
         number[:] = -1
@@ -554,13 +499,13 @@ def _select(
         number[at] = count
         found[0, count] = tree.token[at]
         found[1, count] = ROOT if tree.parent[at] == ROOT else number[tree.parent[at]]
-        found[2, count], found[3, count], found[4, count] = level, at, -1
+        found[2, count], found[3, count], found[4, count] = level, -1, at
         count += 1
     read = 0
     for above in range(1, min(levels, passes - 1) + 1):
         for j in range(tree.width[above]):
             at = tree.place[above, j]
             if at != NONE and number[at] >= 0:
-                found[4, number[at]] = read + j
+                found[3, number[at]] = read + j
         read += tree.width[above]
     return count

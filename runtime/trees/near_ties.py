@@ -10,7 +10,7 @@ Everything else may stay open: whichever codes are the true ones, the tree is th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,59 +40,48 @@ class Interval(NamedTuple):
 
 class OpenCodes(NamedTuple):
     """What is known of a level's n distributions: intervals of ``logp`` and ``gap`` [n, k],
-    ``entropy`` and ``top_entropy`` [n]; which children may and which certainly exist, bool [n, k];
-    which are ``near``: a code or the token is open; and which may be another token (``swapped``).
+    ``entropy`` and ``top_entropy`` [n]; of children, bool [n, k], which exist, which are ``near``
+    (a code or the token is open), and which may be another token (``swapped``).
     """
 
     logp: Interval
     gap: Interval
     entropy: Interval
     top_entropy: Interval
-    possible: BoolArray
-    certain: BoolArray
+    exists: BoolArray
     near: BoolArray
     swapped: BoolArray
 
 
-def open_codes(rows: DistributionRows, *, perturbed: bool, filtered: bool) -> OpenCodes:
+def open_codes(rows: DistributionRows, *, perturbed: bool) -> OpenCodes:
     """What :func:`runtime.distributions.read_distributions` leaves open of the codes it marks.
 
     A marked code may be one unit off. A marked child beside another one, or last, may change places
     with a neighbour of nearly its score; then q may be any where the score holds noise
-    (``perturbed``). A distribution whose children are all marked may, if the sampling leaves tokens
-    out (``filtered``), have other children, and any codes.
+    (``perturbed``).
     """
-    logp, gap, entropy, top_entropy, count = (x.astype(np.int64) for x in rows.codes()[1:])
+    logp, gap, entropy, top_entropy, count = (x.astype(np.int64) for x in rows.codes[1:])
     n, k = logp.shape
-    near = np.zeros((n, k), dtype=np.bool_) if rows.unsure is None else rows.unsure.cpu().numpy()
-    near_entropy = (
-        np.zeros(n, dtype=np.bool_)
-        if rows.unsure_entropy is None
-        else rows.unsure_entropy.cpu().numpy()
+    near, near_entropy = (
+        np.zeros(shape, dtype=np.bool_) if marks is None else marks
+        for marks, shape in ((rows.unsure, (n, k)), (rows.unsure_entropy, n))
     )
-    exists = np.arange(k) < count[:, None]
-    anything = np.asarray(near.any(1) & (near | ~exists).all(1) & filtered)[:, None]
-    near = near | anything
-    tied = (
-        near[:, :-1]
-        & near[:, 1:]
-        & (np.abs(np.diff(gap)) <= 1)
-        & (perturbed | (np.abs(np.diff(logp)) <= 1))
-    )
+    close = [np.abs(np.diff(code)) <= 1 for code in (gap, logp)]
+    tied = near[:, :-1] & near[:, 1:] & close[0] & (perturbed | close[1])
     beside = np.pad(tied, ((0, 0), (1, 1)), constant_values=((False, False), (False, True)))
-    swapped = anything | (near & (beside[:, :-1] | beside[:, 1:]))
+    swapped = near & (beside[:, :-1] | beside[:, 1:])
 
-    def interval(code: IntArray, by_one: BoolArray, any_: BoolArray) -> Interval:
-        low, high = np.maximum(code - by_one, 0), np.minimum(code + by_one, TREE_CODE_MAX)
-        return Interval(np.where(any_, 0, low), np.where(any_, TREE_CODE_MAX, high))
+    def by_one(code: IntArray, near: BoolArray) -> Interval:
+        return Interval(np.maximum(code - near, 0), np.minimum(code + near, TREE_CODE_MAX))
 
+    low, high = by_one(logp, near)
+    anything = swapped & perturbed
     return OpenCodes(
-        interval(logp, near, swapped & (perturbed | anything)),
-        interval(gap, near & (np.arange(k) > 0), anything),
-        interval(entropy, near_entropy, anything[:, 0]),
-        interval(top_entropy, near_entropy, anything[:, 0]),
-        exists | anything,
-        exists & ~anything,
+        Interval(np.where(anything, 0, low), np.where(anything, TREE_CODE_MAX, high)),
+        by_one(gap, near & (np.arange(k) > 0)),
+        by_one(entropy, near_entropy),
+        by_one(top_entropy, near_entropy),
+        np.arange(k) < count[:, None],
         near,
         swapped,
     )
@@ -100,7 +89,7 @@ def open_codes(rows: DistributionRows, *, perturbed: bool, filtered: bool) -> Op
 
 def undecided_nodes(
     rule: TreeRule,
-    grown: Callable[[], Tree],
+    tree: Tree,
     rows: Sequence[DistributionRows],
     *,
     perturbed: bool,
@@ -108,27 +97,27 @@ def undecided_nodes(
     reads_phi: bool,
 ) -> list[tuple[int, int]]:
     """The distributions, each as (level from 0, place in the frontier) and the upper levels first,
-    that have to be decided before the tree (``grown`` tells it) may go on; ``rows``: of each level
-    so far. ``reads_phi``: Phi is read now.
+    that have to be decided before the tree may go on; ``rows``: of each level so far.
+    ``reads_phi``: Phi is read now.
 
     It named none for the levels above, so what is open there can be read by Phi or by a static
-    tree's stop alone.
+    tree's stop alone. Where the border of a filter is open (``filtered``: the sampling leaves
+    tokens out), all children of a distribution are marked: it may have others, and any codes.
     """
-    if not any(map(_has_near_tie, rows if reads_phi or rule.static else rows[-1:])):
+    level = len(rows)
+    if not any(x.has_near_tie for x in (rows if reads_phi or rule.static else rows[-1:])):
         return []
-    tree, level = grown(), len(rows)
-    codes = [open_codes(x, perturbed=perturbed, filtered=filtered) for x in rows]
-    chosen = _open_choices(rule, tree, level, codes[-1])
+    codes = [open_codes(x, perturbed=perturbed) for x in rows]
+    near, exists = codes[-1].near, codes[-1].exists
+    nodes = tree.place[level - 1, : len(near)] != NONE
+    border = filtered & nodes & near.any(1) & (near | ~exists).all(1)
+    chosen = border | _open_choices(rule, tree, level, codes[-1])
     if chosen.any():
         return [(level - 1, int(node)) for node in chosen.nonzero()[0]]
     found = _open_stop(rule, tree, level, codes) if rule.reads_stop else set()
     if reads_phi and not rule.stops(tree.stop[level]):
         found |= _open_phi(tree, level, codes)
     return sorted(found)
-
-
-def _has_near_tie(rows: DistributionRows) -> bool:
-    return any(x is not None and bool(x.any()) for x in (rows.unsure, rows.unsure_entropy))
 
 
 def _open_choices(rule: TreeRule, tree: Tree, level: int, codes: OpenCodes) -> BoolArray:
@@ -142,37 +131,27 @@ def _open_choices(rule: TreeRule, tree: Tree, level: int, codes: OpenCodes) -> B
         return np.asarray((codes.swapped & listed).any(1) & (above != NONE))
     cost = _costs(rule, codes, np.where(above < 0, 0, tree.cost[above])[:, None])
     if rule.confidence is None:
-        keys = _keys(cost, codes)
+        keys, is_open = _keys(cost, codes), cost.open
+        size = int(tree.size[level - 1])
+        pool = (tree.cost[:size] << _ORDER) + np.arange(size)
+        every = Interval(*(np.concatenate([pool, (x + size).ravel()]) for x in keys))
+        most = every.low.size if rule.top_n is None else max(rule.top_n, *rule.kept, 0)
         chosen = _may_be_chosen(keys, rule.frontier)
-        pool = tree.cost[: tree.size[level - 1]]
-        pool = (pool << _ORDER) + np.arange(len(pool))
-        every = Interval(*(np.concatenate([pool, (x + len(pool)).ravel()]) for x in keys))
-        chosen |= _may_be_chosen(every, _verified(rule, every.low.size))[len(pool) :].reshape(n, k)
-        is_open = codes.near | cost.open
+        chosen |= _may_be_chosen(every, most)[size:].reshape(n, k)
     else:
-        keys = _keys(
-            _unconfident(rule, codes, level, np.where(above < 0, 0, tree.q_cost[above])[:, None]),
-            codes,
-        )
+        q_cost = np.where(above < 0, 0, tree.q_cost[above])[:, None]
+        keys = _keys(_unconfident(rule, codes, level, q_cost), codes)
         chosen = _may_be_chosen(keys, rule.frontier)
-        is_open = codes.near | keys.open | (cost.open if rule.coupled else False)
-    found = (chosen & is_open & (keys.low < INFINITE << _ORDER)).any(1)
+        is_open = keys.open | (cost.open & rule.coupled)
+    found = (chosen & (codes.near | is_open) & (keys.low < INFINITE << _ORDER)).any(1)
     return np.asarray(found & (codes.near.any(1) | codes.entropy.open))
 
 
-def _verified(rule: TreeRule, size: int) -> int:
-    return size if rule.top_n is None else max(rule.top_n, *rule.kept, 0)
-
-
 def _keys(cost: Interval, codes: OpenCodes) -> Interval:
-    """Sort keys of the last level's candidates, ties by place: INFINITE where one may not, or does
-    not, exist."""
-    low, high = (
-        np.where(codes.possible, cost.low, INFINITE),
-        np.where(codes.certain, cost.high, INFINITE),
-    )
-    place = np.arange(low.size).reshape(low.shape)
-    return Interval((low << _ORDER) + place, (high << _ORDER) + place)
+    """Sort keys of the last level's candidates, ties by place: INFINITE where one does not
+    exist."""
+    place = np.arange(cost.low.size).reshape(cost.low.shape)
+    return Interval(*((np.where(codes.exists, end, INFINITE) << _ORDER) + place for end in cost))
 
 
 def _may_be_chosen(keys: Interval, count: int) -> BoolArray:
@@ -189,19 +168,16 @@ def _costs(rule: TreeRule, codes: OpenCodes, above: IntArray) -> Interval:
     # A cost rises with its own gap and falls with the siblings'. The last bit of a logarithm may
     # differ from the builder's.
     weights, logs = rule.compiled.weights, rule.compiled.logs
-    heavy, light = (np.where(codes.possible, weights[gap], 0) for gap in codes.gap)
-    light = np.where(codes.certain, light, 0)
+    heavy, light = (np.where(codes.exists, weights[gap], 0) for gap in codes.gap)
 
-    def cost(total: IntArray, gap: IntArray, slack: float) -> IntArray:
-        found = np.floor(
-            (np.log(np.maximum(total, 1)) - logs[gap]) * TREE_SCALE + 0.5 + slack
-        ).astype(np.int64)
+    def cost(own: IntArray, siblings: IntArray, gap: IntArray, slack: float) -> IntArray:
+        total = siblings.sum(1, keepdims=True) - siblings + own
+        nats = np.log(np.maximum(total, 1)) - logs[gap]
+        found = np.floor(nats * TREE_SCALE + 0.5 + slack).astype(np.int64)
         return np.asarray(above + np.maximum(found, 0))
 
-    own_heavy, own_light = weights[codes.gap.low], weights[codes.gap.high]
-    low = cost(light.sum(1, keepdims=True) - light + own_heavy, codes.gap.low, -1e-9)
     return Interval(
-        low, cost(heavy.sum(1, keepdims=True) - heavy + own_light, codes.gap.high, 1e-9)
+        cost(heavy, light, codes.gap.low, -1e-9), cost(light, heavy, codes.gap.high, 1e-9)
     )
 
 
@@ -213,10 +189,9 @@ def _unconfident(rule: TreeRule, codes: OpenCodes, level: int, above: IntArray) 
     depths, entropies, joints = table.shape
 
     def key(entropy: IntArray, logp: IntArray) -> IntArray:
-        rows = table[min(level, depths) - 1]
-        found = rows[
-            np.minimum(entropy, entropies - 1)[:, None], np.minimum(above + logp, joints - 1)
-        ].astype(np.int64)
+        rows = table[min(level, depths) - 1, np.minimum(entropy, entropies - 1)]
+        joint = np.minimum(above + logp, joints - 1)
+        found = np.take_along_axis(rows, joint, axis=1).astype(np.int64)
         return np.where(found > rule.beta_code, CONFIDENCE_SCALE - found, INFINITE)
 
     of_entropy, of_logp = (
@@ -253,15 +228,11 @@ def _open_stop(
     first = int((cost < INFINITE).argmax() if rule.static else cost.argmin())
     own = rule.static[level - 1].places[first] if rule.static else first
     node, rank = divmod(own, rule.width)
-    path = [
-        (level - 1, node, rank),
-        *(_path(tree, level - 1, node) if rule.max_joint < INFINITE else []),
-    ]
-    found = (
-        {(i, at) for i, at, r in path if codes[i].near[at, r]}
-        if min(rule.max_logp, rule.max_joint) < INFINITE
-        else set()
-    )
+    path = [(level - 1, node, rank)]
+    if rule.max_joint < INFINITE:
+        path += _path(tree, level - 1, node)
+    reads_q = min(rule.max_logp, rule.max_joint) < INFINITE
+    found = {(i, at) for i, at, r in path if reads_q and codes[i].near[at, r]}
     if rule.max_entropy < INFINITE and codes[-1].entropy.open[node]:
         found.add((level - 1, node))
     return found
@@ -270,21 +241,12 @@ def _open_stop(
 def _open_phi(tree: Tree, level: int, codes: Sequence[OpenCodes]) -> set[tuple[int, int]]:
     """The distributions of which Phi reads an open code: those that may have the most confident
     child, while it is open which has, then those on its path."""
-    last = codes[-1]
-    n = len(last.near)
-    nodes = tree.place[level - 1, :n] != NONE
-    keys = Interval(
-        *(
-            (np.where(nodes, np.where(there, logp, INFINITE).min(1), INFINITE) << _ORDER)
-            + np.arange(n)
-            for there, logp in ((last.possible, last.logp.low), (last.certain, last.logp.high))
-        )
-    )
-    nearest = _may_be_chosen(keys, 1).nonzero()[0]
+    last, n = codes[-1], len(codes[-1].near)
+    nodes = (tree.place[level - 1, :n] != NONE)[:, None] & last.exists
+    best = (np.where(nodes, end, INFINITE).min(1) for end in last.logp)
+    keys = Interval(*((end << _ORDER) + np.arange(n) for end in best))
+    nearest = _may_be_chosen(keys, 1).nonzero()[0].tolist()
     if len(nearest) > 1:
-        return {(level - 1, int(i)) for i in nearest if keys.open[i]}
-    path = [
-        (level - 1, int(nearest[0])),
-        *((i, at) for i, at, _ in _path(tree, level - 1, int(nearest[0]))),
-    ]
-    return {(i, at) for i, at in path if codes[i].top_entropy.open[at]}
+        return {(level - 1, i) for i in nearest if keys.open[i]}
+    path = [(level - 1, nearest[0], 0), *_path(tree, level - 1, nearest[0])]
+    return {(i, at) for i, at, _ in path if codes[i].top_entropy.open[at]}

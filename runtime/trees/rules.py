@@ -20,17 +20,14 @@ from spectune.runtime.policies.document import (
     GAMMA_LIMIT,
     ChainGrowth,
     ClassifierGrowth,
-    EntropyStop,
-    NoStop,
     Policy,
     StaticGrowth,
-    TopKGrowth,
     parse_plain_policy,
 )
 from spectune.runtime.policies.eagle2 import INFINITE
 from spectune.runtime.policies.heterospec import kept_nodes
 from spectune.runtime.policies.sequoia import static_levels
-from spectune.runtime.policies.stops import compile_stop
+from spectune.runtime.policies.stops import STOP_NONE, compile_stop
 from spectune.runtime.trees.grow import TreeRule
 from spectune.traces.schema import TREE_SCALE
 
@@ -44,16 +41,13 @@ def compile_tree(policy: Policy, *, sampled: bool, artifacts: Artifacts | None =
 
     Raises PolicyError when an artifact is missing, of another kind, or was fitted on another draft.
     """
-    growth = policy.growth
-    stop = compile_stop(policy.stop, scale=TREE_SCALE)
+    growth, stop = policy.growth, compile_stop(policy.stop, scale=TREE_SCALE)
     common: dict[str, Any] = {
         "top_n": policy.select.top_n,
-        "reads_stop": not isinstance(policy.stop, NoStop),
+        "reads_stop": stop.kind != STOP_NONE,
         "max_logp": min(stop.max_logp_code, INFINITE),
         "max_joint": min(stop.max_joint_code, INFINITE),
-        "max_entropy": min(stop.max_entropy_code, INFINITE)
-        if isinstance(policy.stop, EntropyStop)
-        else INFINITE,
+        "max_entropy": min(stop.max_entropy_code, INFINITE),
         "keep_last": stop.keep_last,
     }
     if isinstance(growth, ChainGrowth):
@@ -62,36 +56,23 @@ def compile_tree(policy: Policy, *, sampled: bool, artifacts: Artifacts | None =
     if isinstance(growth, StaticGrowth):
         paths = growth.paths or read_artifact(policy, "growth", STATIC_TREE, artifacts, read_paths)
         width, levels = static_levels(paths)
-        return TreeRule(
-            width=width, frontier=max(len(x.expanded) for x in levels), static=levels, **common
-        )
-    common["coupled"] = growth.score == "coupled" or (
-        growth.score == "auto" and sampled and growth.proposals == "coupled"
-    )
+        return TreeRule(width, max(len(x.expanded) for x in levels), static=levels, **common)
+    common["coupled"] = growth.is_coupled(sampled=sampled)
     common["sharpness"] = growth.sharpness
     if policy.stratify is not None:
         assert policy.select.top_n is not None
-        common["thresholds"], common["fitted_depth"] = read_artifact(
-            policy, "stratify", BINS, artifacts, lambda document, _: read_bins(document)
-        )
-        common["alpha"] = policy.stratify.alpha
+        alpha, fractions = policy.stratify.alpha, policy.stratify.fractions
+        thresholds, depth = read_artifact(policy, "stratify", BINS, artifacts, read_bins)
         # The bin of the highest entropy is never a low one, however few the bins are.
-        kept = kept_nodes(policy.select.top_n, policy.stratify.fractions, policy.stratify.alpha)
-        common["kept"] = kept[: len(common["thresholds"])]
-    if isinstance(growth, TopKGrowth):
-        return TreeRule(width=growth.width, frontier=growth.frontier, **common)
-    assert isinstance(growth, ClassifierGrowth)
-    weights = read_artifact(
-        policy, "growth", CLASSIFIER, artifacts, lambda _, arrays: read_weights(arrays)
-    )
-    table = confidence_table(weights).astype(np.int32)
-    return TreeRule(
-        width=growth.width,
-        frontier=growth.frontier,
-        confidence=table,
-        beta_code=beta_code(growth.beta),
-        **common,
-    )
+        kept = kept_nodes(policy.select.top_n, fractions, alpha)[: len(thresholds)]
+        common |= {"thresholds": thresholds, "fitted_depth": depth, "alpha": alpha, "kept": kept}
+    if isinstance(growth, ClassifierGrowth):
+        weights = read_artifact(
+            policy, "growth", CLASSIFIER, artifacts, lambda _, arrays: read_weights(arrays)
+        )
+        common["confidence"] = confidence_table(weights).astype(np.int32)
+        common["beta_code"] = beta_code(growth.beta)
+    return TreeRule(growth.width, growth.frontier, **common)
 
 
 def read_paths(document: Mapping[str, Any], _: object) -> tuple[tuple[int, ...], ...]:
@@ -104,22 +85,18 @@ def read_paths(document: Mapping[str, Any], _: object) -> tuple[tuple[int, ...],
     return static.paths
 
 
-def read_bins(document: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
+def read_bins(document: Mapping[str, Any], _: object) -> tuple[tuple[int, ...], int]:
     """(thresholds in 1/16 nat, ascending; the depth that they were fitted to) of an artifact of
-    kind :data:`BINS`. Raises ValueError."""
-    thresholds, depth = document.get("thresholds"), document.get("depth")
-    if not isinstance(thresholds, (list, tuple)) or len(thresholds) > BINS_LIMIT:
-        raise ValueError(
-            f"not bins: its document lacks thresholds, a list of at most {BINS_LIMIT} whole numbers"
-        )
-    if not all(type(t) is int and 0 <= t < 2**31 for t in thresholds) or sorted(thresholds) != list(
-        thresholds
+    kind :data:`BINS`. Raises one of :data:`refusals.MALFORMED`."""
+    thresholds, depth = list(document["thresholds"]), document["depth"]
+    if len(thresholds) > BINS_LIMIT or not all(
+        type(t) is int and least <= t < 2**31
+        for least, t in zip([0, *thresholds], thresholds, strict=False)
     ):
         raise ValueError(
-            f"not bins: the thresholds must be whole numbers from 0 on, ascending, not {thresholds}"
+            f"thresholds must be at most {BINS_LIMIT} whole numbers from 0 on, ascending, not "
+            f"{thresholds}"
         )
     if type(depth) is not int or not 1 <= depth <= GAMMA_LIMIT:
-        raise ValueError(
-            f"not bins: depth must be a whole number within 1..{GAMMA_LIMIT}, not {depth!r}"
-        )
+        raise ValueError(f"depth must be a whole number within 1..{GAMMA_LIMIT}, not {depth!r}")
     return tuple(thresholds), depth
