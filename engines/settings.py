@@ -19,7 +19,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from spectune.engines.vllm.tables import schedule_of
+from spectune.engines.vllm.command import schedule_of
 from spectune.runtime.policies.blocks import BATCH_LIMIT, ByBatchWindow, FixedWindow
 
 Positive = Annotated[int, Field(ge=1)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 from waiting import eventually
 
-from spectune.engines.abilities import ENGINES, engine_named
-from spectune.engines.serving import RECORDINGS_LIMIT, Place, Served
-from spectune.engines.vllm.command import server_command
+from spectune.engines.abilities import ENGINES, VLLM, engine_named
+from spectune.engines.serving import RECORDINGS_LIMIT, Place, Served, Table
+from spectune.engines.vllm.command import every_gamma, line_of, schedule_of, server_arguments
 from spectune.engines.vllm.prompt_lookup import copied
-from spectune.engines.vllm.tables import Table, every_gamma, schedule_of, table_of
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace, simulate
@@ -38,6 +37,7 @@ from spectune.traces.errors import PairError, PolicyError, TraceError
 from spectune.traces.recording import RecordedRequest
 from spectune.traces.schema import Proposals, Sampling, Step, Trajectory, TreePanorama
 from spectune.traces.store import TraceStore
+from spectune.traces.store.traffic import CAPACITY
 
 
 def by_batch(**gamma: int) -> dict[str, Any]:
@@ -48,8 +48,8 @@ def policy(window: dict[str, Any], draft: str = "small", **blocks: Any) -> AnyPo
     return parse_policy({"draft": draft, "window": window, **blocks})
 
 
-def table(of: AnyPolicy, most: int = 6) -> Table:
-    return table_of(of, 3, draft="small", most=most, max_num_seqs=8)
+def gammas(of: AnyPolicy) -> tuple[int, ...]:
+    return VLLM.gammas(of, draft="small", most=6, max_num_seqs=8)
 
 
 def test_windows_by_batch_say_what_is_drafted_from_each_size_on() -> None:
@@ -80,11 +80,9 @@ def test_malformed_windows_by_batch_are_refused_with_what_to_write(gamma: Any, s
 
 
 def test_a_table_has_the_policys_tokens_for_every_batch_size() -> None:
-    assert table(policy({"kind": "fixed", "gamma": 4})).gammas == (0, *[4] * 8)
-    found = table(policy(by_batch(at1=6, at3=2, at8=0)))
-    assert found.gammas == (0, 6, 6, 2, 2, 2, 2, 2, 0)
-    assert (found.policy, found.version) == (policy(by_batch(at1=6, at3=2, at8=0)).id, 3)
-    assert table(AUTOREGRESSIVE).gammas == (0,) * 9
+    assert gammas(policy({"kind": "fixed", "gamma": 4})) == (0, *[4] * 8)
+    assert gammas(policy(by_batch(at1=6, at3=2, at8=0))) == (0, 6, 6, 2, 2, 2, 2, 2, 0)
+    assert gammas(AUTOREGRESSIVE) == (0,) * 9
 
 
 @pytest.mark.parametrize(
@@ -110,7 +108,7 @@ def test_a_table_has_the_policys_tokens_for_every_batch_size() -> None:
 )
 def test_what_vllm_cannot_run_is_refused_with_what_it_can(refused: AnyPolicy, said: str) -> None:
     with pytest.raises(PolicyError, match=said):
-        table(refused)
+        gammas(refused)
 
 
 def test_every_number_of_tokens_is_named_to_the_server() -> None:
@@ -127,18 +125,16 @@ def test_every_number_of_tokens_is_named_to_the_server() -> None:
 
 def test_the_printed_command_serves_the_pair_with_its_draft(tiny_pair: Path) -> None:
     spec = read_pair(str(tiny_pair))
-    made = server_command(spec, {"SPECTUNE_DB": "/a b/x.db"}, draft="far", most=4, max_num_seqs=16)
-    words = shlex.split(made.line())
+    made = server_arguments(spec, draft="far", most=4, max_num_seqs=16)
+    words = shlex.split(line_of({"SPECTUNE_DB": "/a b/x.db"}, made))
     assert words[:4] == ["SPECTUNE_DB=/a b/x.db", "vllm", "serve", spec.target]
     config = json.loads(words[words.index("--speculative-config") + 1])
-    assert config["model"] == dict(spec.drafts)["far"]
-    assert config["num_speculative_tokens"] == 4
+    assert (config["model"], config["num_speculative_tokens"]) == (dict(spec.drafts)["far"], 4)
     assert words[words.index("--scheduler-cls") + 1] == "spectune.engines.vllm.Scheduler"
-    assert "prompt_lookup_max" in json.loads(
-        server_command(spec, {}, draft="ngram", most=4, max_num_seqs=16).arguments[6]
-    )
+    lookup = server_arguments(spec, draft="ngram", most=4, max_num_seqs=16)
+    assert "prompt_lookup_max" in json.loads(lookup[6])
     with pytest.raises(PairError, match="no such draft; it has: near, far, ngram"):
-        server_command(spec, {}, draft="x", most=4, max_num_seqs=16)
+        server_arguments(spec, draft="x", most=4, max_num_seqs=16)
 
 
 def test_an_engine_that_is_not_known_is_named() -> None:
@@ -240,29 +236,31 @@ def served_request(
     return Trajectory(name, "serve", tokens[:3], tokens[3:], sampling, 9, "length"), steps
 
 
-class Server:
+def served(
+    url: str, pair: Callable[[], PairSpec], said: list[str], capacity: int = CAPACITY
+) -> Served:
     """A server's side without the engine."""
+    about = {"engine": "vllm", "engine_version": "0.32.0"}
 
-    def __init__(self, url: str, spec: PairSpec, **options: Any) -> None:
-        self.said: list[str] = []
-        place = Place(
-            url, "cpu", "node", {"engine": "vllm", "engine_version": "0.32.0"}, 512, "vllm"
-        )
-        options = {"interval_s": 0.02, **options}
-        self.served: Served[Table] = Served(
-            place, lambda: spec, Table((0, 6, 6)), self._ready, self.said.append, **options
-        )
+    def gammas(of: AnyPolicy) -> tuple[int, ...]:
+        return VLLM.gammas(of, draft="near", most=6, max_num_seqs=2)
 
-    @staticmethod
-    def _ready(found: AnyPolicy, version: int) -> Table:
-        return table_of(found, version, draft="near", most=6, max_num_seqs=2)
+    return Served(
+        Place(url, "cpu", "node", about, 512, "vllm"), pair, Table((0, 6, 6)), gammas, said.append,
+        interval_s=0.02, capacity=capacity,
+    )  # fmt: skip
 
 
 @pytest.fixture
-def server(url: str, tiny_pair: Path) -> Iterator[Server]:
-    made = Server(url, read_pair(str(tiny_pair)))
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def server(url: str, tiny_pair: Path, said: list[str]) -> Iterator[Served]:
+    made = served(url, lambda: read_pair(str(tiny_pair)), said)
     yield made
-    made.served.close()
+    made.close()
 
 
 def publish(store: TraceStore, pair_id: str, wanted: AnyPolicy) -> int:
@@ -272,29 +270,30 @@ def publish(store: TraceStore, pair_id: str, wanted: AnyPolicy) -> int:
 
 
 def test_a_server_follows_its_deployment_and_refuses_what_it_cannot_run(
-    server: Server, store: TraceStore
+    server: Served, store: TraceStore, said: list[str]
 ) -> None:
     eventually(lambda: bool(store.list_pairs()))
     pair_id = store.list_pairs()[0].id
-    good = publish(store, pair_id, policy(by_batch(at1=4, at2=1), draft="near"))
-    eventually(lambda: server.served.status.version == good)
-    assert server.served.current().gammas == (0, 4, 1)
+    wanted = policy(by_batch(at1=4, at2=1), draft="near")
+    good = publish(store, pair_id, wanted)
+    eventually(lambda: server.status.version == good)
+    assert server.current() == Table((0, 4, 1), wanted.id, good)
     bad = publish(store, pair_id, policy({"kind": "fsm"}, draft="near"))
     eventually(lambda: bool(store.acknowledgements(bad)))
-    assert server.served.status.version == good
+    assert server.status.version == good
     (refused,), (applied,) = store.acknowledgements(bad), store.acknowledgements(good)
     assert (refused.node, refused.status, applied.status) == ("node", "refused", "applied")
     assert "vLLM cannot run a window of kind 'fsm'" in refused.reason
-    assert any(f"publication {good} is in force" in line for line in server.said)
+    assert any(f"publication {good} is in force" in line for line in said)
 
 
 def test_served_requests_are_recorded_apart_by_their_sampling(
-    server: Server, store: TraceStore
+    server: Served, store: TraceStore
 ) -> None:
     for i in range(3):
-        server.served.put(*served_request(f"r{i}"))
-    server.served.put(*served_request("warm", Sampling(0.7)))
-    done = server.served.close()
+        server.put(*served_request(f"r{i}"))
+    server.put(*served_request("warm", Sampling(0.7)))
+    done = server.close()
     assert (done.written, done.dropped, done.pending) == (4, 0, 0)
     found = {info.sampling.temperature: info for info in store.list_recordings(source="serve")}
     assert {t: (i.n_requests, i.state, i.engine) for t, i in found.items()} == {
@@ -306,11 +305,11 @@ def test_served_requests_are_recorded_apart_by_their_sampling(
 
 
 def test_a_recording_of_an_engine_is_replayed_from_its_second_token_on(
-    server: Server, store: TraceStore, pair: LoadedPair
+    server: Served, store: TraceStore, pair: LoadedPair
 ) -> None:
     request, steps = served_request()
-    server.served.put(request, steps)
-    server.served.close()
+    server.put(request, steps)
+    server.close()
     info = store.list_recordings()[0]
     store.put_panoramas(info.id, [(0, record_panorama(pair, request, "near", 4))])
     fixed = policy({"kind": "fixed", "gamma": 4}, draft="near")
@@ -320,13 +319,13 @@ def test_a_recording_of_an_engine_is_replayed_from_its_second_token_on(
 
 
 def test_prompt_lookup_of_a_recording_is_replayed_by_the_engines_own_rule(
-    server: Server, store: TraceStore
+    server: Served, store: TraceStore
 ) -> None:
     text = np.array([7, 8, 9, 1, 7, 8, 4, 7, 8, 9, 1, 7, 8, 5], dtype=np.int32)
-    server.served.put(
+    server.put(
         Trajectory("r", "serve", text[:6], text[6:], Sampling(), 20, "length"), served_request()[1]
     )
-    server.served.close()
+    server.close()
     lookup = policy({"kind": "fixed", "gamma": 4}, draft="ngram")
     replayed = simulate(store, "latest", lookup, None, per_round=True).replay
     assert isinstance(replayed, Replay)
@@ -337,25 +336,25 @@ def test_prompt_lookup_of_a_recording_is_replayed_by_the_engines_own_rule(
 
 
 def test_a_database_that_comes_late_costs_nothing_but_what_does_not_fit(
-    tmp_path: Path, tiny_pair: Path
+    tmp_path: Path, tiny_pair: Path, said: list[str]
 ) -> None:
     folder = tmp_path / "later"
-    made = Server(f"sqlite:///{folder / 'x.db'}", read_pair(str(tiny_pair)), capacity=4)
-    eventually(lambda: bool(made.said))
-    assert made.said[0].endswith("serving goes on")
+    made = served(f"sqlite:///{folder / 'x.db'}", lambda: read_pair(str(tiny_pair)), said, 4)
+    eventually(lambda: said)
+    assert said[0].endswith("serving goes on")
     for i in range(6):
-        made.served.put(*served_request(f"r{i}"))
-    assert made.served.status.dropped == 2
+        made.put(*served_request(f"r{i}"))
+    assert made.status.dropped == 2
     folder.mkdir()
-    eventually(lambda: made.served.status.written == 4)
-    assert len([line for line in made.said if "serving goes on" in line]) == 1
-    made.served.close()
+    eventually(lambda: made.status.written == 4)
+    assert len([line for line in said if "serving goes on" in line]) == 1
+    made.close()
 
 
-def test_more_kinds_of_sampling_than_recordings_are_dropped_and_counted(server: Server) -> None:
+def test_more_kinds_of_sampling_than_recordings_are_dropped_and_counted(server: Served) -> None:
     for i in range(RECORDINGS_LIMIT + 3):
-        server.served.put(*served_request(f"r{i}", Sampling(0.1 + i)))
-    done = server.served.close()
+        server.put(*served_request(f"r{i}", Sampling(0.1 + i)))
+    done = server.close()
     assert (done.written, done.dropped) == (RECORDINGS_LIMIT, 3)
 
 
@@ -367,18 +366,14 @@ def test_more_kinds_of_sampling_than_recordings_are_dropped_and_counted(server: 
     ],
 )
 def test_a_pair_that_cannot_be_told_is_said_and_nothing_recorded(
-    tmp_path: Path, error: Exception, reason: str
+    tmp_path: Path, error: Exception, reason: str, said: list[str]
 ) -> None:
     def none() -> PairSpec:
         raise error
 
-    said: list[str] = []
-    place = Place(f"sqlite:///{tmp_path / 'x.db'}", "cpu", "node", {"engine": "vllm"}, 512, "vllm")
-    served: Served[Table] = Served(
-        place, none, Table((0, 6)), lambda p, v: Table((0,)), said.append
-    )
-    eventually(lambda: bool(said))
+    made = served(f"sqlite:///{tmp_path / 'x.db'}", none, said)
+    eventually(lambda: said)
     assert said == [f"nothing is recorded or followed: {reason}"]
-    served.put(*served_request())
-    assert served.close().dropped == 1
+    made.put(*served_request())
+    assert made.close().dropped == 1
     assert not (tmp_path / "x.db").exists()

@@ -18,7 +18,6 @@ from waiting import eventually
 from spectune.db import open_database
 from spectune.engines.serving import Place, Served
 from spectune.engines.sglang import plugin
-from spectune.engines.vllm.tables import Table
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AnyPolicy
 from spectune.traces.schema import Sampling
@@ -167,7 +166,7 @@ class Scheduler:
         found.served.close()
 
 
-class ThreadFirst(Served[Table]):
+class ThreadFirst(Served):
     """Its thread asks for the pair before its maker goes on, as it may at any time."""
 
     def __init__(self, place: Place, pair: Callable[[], PairSpec], *others: Any) -> None:

@@ -18,9 +18,9 @@ from vllm.v1.spec_decode.ngram_proposer import (
 )
 
 from spectune.demo.prompts import demo_workload
+from spectune.engines.abilities import VLLM
 from spectune.engines.vllm.prompt_lookup import LEAST
 from spectune.engines.vllm.prompt_lookup import MOST as LONGEST
-from spectune.engines.vllm.tables import Table, table_of
 from spectune.optimizer.record import Look, look_around
 from spectune.optimizer.simulate.replay_trace import Replay
 from spectune.optimizer.simulate.trace import simulate
@@ -97,7 +97,7 @@ def _grown(grown: TreePanorama, at: int) -> int:
     return found
 
 
-def check_rounds(request: RecordedRequest, known: list[Ahead], table: Table) -> int:
+def check_rounds(request: RecordedRequest, known: list[Ahead], gammas: tuple[int, ...]) -> int:
     """Holds each round against what the draft alone says; how many there were.
 
     What a step drafts was decided in the one before, by the requests that it had. The last round of
@@ -109,7 +109,7 @@ def check_rounds(request: RecordedRequest, known: list[Ahead], table: Table) -> 
         name = request.trajectory.request_id
         left = len(request.trajectory.output_ids) - step.start
         assert before.start + before.emitted == step.start
-        assert step.drafted == min(table.gammas[before.batch], known[step.start].length), (
+        assert step.drafted == min(gammas[before.batch], known[step.start].length), (
             name,
             before,
             step,
@@ -133,16 +133,15 @@ def test_a_text_and_its_drafts_predict_every_round_of_every_policy(
     rounds = 0
     for window in WINDOWS if draft != "medium" else WINDOWS[::3]:
         policy = parse_policy({"draft": draft, "window": window})
-        table = table_of(policy, 1, draft=draft, most=MOST, max_num_seqs=8)
+        gammas = VLLM.gammas(policy, draft=draft, most=MOST, max_num_seqs=8)
         assert running.answered(running.publish(window, draft)) == ("applied", "")
         for clients in (1, 8):
             name, found = running.run(PROMPTS, clients)
             # The text never depends on the policy, nor on who else is served.
             assert found == texts
             for request in running.recorded(name, len(PROMPTS)).requests:
-                rounds += check_rounds(
-                    request, known[tuple(request.trajectory.prompt_ids.tolist())], table
-                )
+                ids = tuple(request.trajectory.prompt_ids.tolist())
+                rounds += check_rounds(request, known[ids], gammas)
     print(f"{draft}: {rounds} rounds")
     assert rounds > 1000
     look_around(
@@ -157,16 +156,15 @@ def test_above_temperature_0_a_token_is_kept_iff_it_is_the_drafts_likeliest(
 ) -> None:
     draft, running = served
     window = {"kind": "fixed", "gamma": 4}
-    table = table_of(
-        parse_policy({"draft": draft, "window": window}), 1, draft=draft, most=MOST, max_num_seqs=8
-    )
+    policy = parse_policy({"draft": draft, "window": window})
+    gammas = VLLM.gammas(policy, draft=draft, most=MOST, max_num_seqs=8)
     assert running.answered(running.publish(window, draft)) == ("applied", "")
     name, _ = running.run(PROMPTS, 8, temperature=0.8, top_p=0.9)
     requests = running.recorded(name, len(PROMPTS)).requests
     assert {(r.trajectory.sampling, r.trajectory.verifier) for r in requests} == {
         (Sampling(0.8, 0, 0.9), "greedy")
     }
-    rounds = sum(check_rounds(r, ahead(pair, r.trajectory, draft), table) for r in requests)
+    rounds = sum(check_rounds(r, ahead(pair, r.trajectory, draft), gammas) for r in requests)
     assert rounds > 100
     assert sum(s.accepted for r in requests for s in r.steps) > 50
 
