@@ -22,9 +22,7 @@ from spectune.db.errors import DatabaseError, UnavailableError
 from spectune.db.schedules import FireRow, JobRow, ScheduleRow
 from spectune.optimizer import schedule as schedules
 from spectune.optimizer.schedule import Fire, Job, JobContext, LeaseLostError, ScheduleError, claims
-from spectune.optimizer.schedule.claims import LONGEST_LEASE_S, RETRY_S
-from spectune.optimizer.schedule.lease import Heartbeat
-from spectune.optimizer.schedule.tick import judge
+from spectune.optimizer.schedule.claims import LONGEST_LEASE_S, RETRY_S, Heartbeat
 from spectune.optimizer.schedule.worker import Ended
 
 T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
@@ -241,23 +239,20 @@ def test_misfires_and_coalescing_by_table(database: Database) -> None:
         schedules.remove_schedule(database, "nightly")
 
 
-def test_judge_skips_before_it_misfires_as_apscheduler_does() -> None:
-    assert judge([0, 10], 100.0, misfire_grace_s=5, coalesce=False, is_full=True) == (
-        (0, "skipped"),
-        (10, "skipped"),
-    )
-    assert judge([0, 10], 100.0, misfire_grace_s=5, coalesce=True, is_full=True) == (
-        (0, "coalesced"),
-        (10, "skipped"),
-    )
-
-
 def test_slots_are_skipped_while_max_instances_are_unfinished(database: Database) -> None:
-    hourly(database, max_instances=1)
-    assert [f.outcome for f in schedules.tick(database, T0 + HOUR)] == ["enqueued"]
-    assert [f.outcome for f in schedules.tick(database, T0 + 2 * HOUR)] == ["skipped"]
-    assert schedules.run_once(database, answer, clock=lambda: T0 + 2 * HOUR).ended["done"] == 1
-    assert [f.outcome for f in schedules.tick(database, T0 + 3 * HOUR)] == ["enqueued"]
+    """Skipped before they are too late, and coalesced before they are skipped, as APScheduler
+    does."""
+    hourly(database, "x", max_instances=1, misfire_grace=0, coalesce=False)
+    hourly(database, "y", max_instances=1, misfire_grace=0)
+
+    def outcomes(hours: float) -> dict[str, list[str]]:
+        fires = schedules.tick(database, T0 + hours * HOUR)
+        return {name: [f.outcome for f in fires if f.schedule == name] for name in "xy"}
+
+    assert outcomes(1) == {"x": ["enqueued"], "y": ["enqueued"]}
+    assert outcomes(3.5) == {"x": ["skipped", "skipped"], "y": ["coalesced", "skipped"]}
+    assert schedules.run_once(database, answer, clock=lambda: T0 + 3 * HOUR).ended["done"] == 2
+    assert outcomes(4) == {"x": ["enqueued"], "y": ["enqueued"]}
 
 
 def test_a_slot_that_has_a_row_never_fires_again(database: Database) -> None:
