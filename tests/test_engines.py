@@ -48,6 +48,9 @@ def policy(window: dict[str, Any], draft: str = "small", **blocks: Any) -> AnyPo
     return parse_policy({"draft": draft, "window": window, **blocks})
 
 
+FOUR = {"kind": "fixed", "gamma": 4}
+
+
 def gammas(of: AnyPolicy) -> tuple[int, ...]:
     return VLLM.gammas(of, draft="small", most=6, max_num_seqs=8)
 
@@ -80,7 +83,7 @@ def test_malformed_windows_by_batch_are_refused_with_what_to_write(gamma: Any, s
 
 
 def test_a_table_has_the_policys_tokens_for_every_batch_size() -> None:
-    assert gammas(policy({"kind": "fixed", "gamma": 4})) == (0, *[4] * 8)
+    assert gammas(policy(FOUR)) == (0, *[4] * 8)
     assert gammas(policy(by_batch(at1=6, at3=2, at8=0))) == (0, 6, 6, 2, 2, 2, 2, 2, 0)
     assert gammas(AUTOREGRESSIVE) == (0,) * 9
 
@@ -88,21 +91,14 @@ def test_a_table_has_the_policys_tokens_for_every_batch_size() -> None:
 @pytest.mark.parametrize(
     ("refused", "said"),
     [
-        (
-            policy({"kind": "fixed", "gamma": 4}, draft="medium"),
-            "loaded the draft 'small', not 'medium'",
-        ),
+        (policy(FOUR, draft="medium"), "loaded the draft 'small', not 'medium'"),
         (policy({"kind": "fixed", "gamma": 7}), "at most 6 tokens"),
         (
             policy({"kind": "fsm"}),
-            r"runs chains with a fixed or by_batch window, "
-            r"and nearest is 'small fixed\(gamma=\d+\)'",
+            r"with a fixed or by_batch window, and nearest is 'small fixed\(gamma=\d+\)'",
         ),
-        (
-            policy({"kind": "fixed", "gamma": 4}, stop={"kind": "max_prob", "threshold": 0.4}),
-            "a stop or a shortlist",
-        ),
-        (policy({"kind": "fixed", "gamma": 4}, growth={"kind": "top_k"}), "cannot run trees"),
+        (policy(FOUR, stop={"kind": "max_prob", "threshold": 0.4}), "a stop or a shortlist"),
+        (policy(FOUR, growth={"kind": "top_k"}), "cannot run trees"),
         (ChooserPolicy.of("a1b2"), "one of the candidates"),
     ],
 )
@@ -150,12 +146,10 @@ def test_after_the_first_token_panoramas_are_those_of_a_longer_prompt(
     rng = np.random.default_rng(3)
     text = rng.integers(0, 300, 24).astype(np.int32)
     for start in range(8):  # the draft is wrong about the first token here, right there
-        whole = Trajectory(
-            "r", "c", text[start : start + 6], text[start + 6 :], Sampling(), 40, "length"
-        )
-        cut = RecordedRequest(
-            0, whole, {draft: record_panorama(pair, whole, draft, 5)}
-        ).after_first()
+        ids = text[start : start + 6], text[start + 6 :]
+        whole = Trajectory("r", "c", *ids, Sampling(), 40, "length")
+        panoramas = {draft: record_panorama(pair, whole, draft, 5)}
+        cut = RecordedRequest(0, whole, panoramas).after_first()
         assert cut.trajectory.prompt_ids.tolist() == text[start : start + 7].tolist()
         assert cut.trajectory.max_new_tokens == 39
         assert cut.panoramas[draft] == record_panorama(pair, cut.trajectory, draft, 5)
@@ -175,15 +169,12 @@ def test_after_the_first_token_trees_replay_as_those_of_a_longer_prompt(
         return record_tree_panorama(pair, of, "near", 2, 3, proposals=proposals)
 
     cut = RecordedRequest(0, whole, **{kind: {"near": trees(whole)}}).after_first()
-    wanted, found = (
-        run_replay(
-            ReplayTrace([cut.trajectory], {}, trees={("near", proposals): [each]}),
-            grown,
-            per_round=True,
-        ).steps()
-        for each in (trees(cut.trajectory), getattr(cut, kind)["near"])
-    )
-    assert found == wanted
+
+    def replayed(each: TreePanorama) -> object:
+        trace = ReplayTrace([cut.trajectory], {}, trees={("near", proposals): [each]})
+        return run_replay(trace, grown, per_round=True).steps()
+
+    assert replayed(getattr(cut, kind)["near"]) == replayed(trees(cut.trajectory))
 
 
 def looked_up(text: list[int], most: int, least: int) -> int | None:
@@ -209,10 +200,7 @@ def test_prompt_lookup_copies_from_the_earliest_place_after_the_longest_suffix(
         for at in range(prompt, len(text)):
             place = looked_up(text[:at], most, least)
             ahead = text[place:at] if place is not None else []
-            same = next(
-                (i for i, x in enumerate(ahead) if text[at : at + i + 1] != ahead[: i + 1]),
-                len(ahead),
-            )
+            same = [*(a == b for a, b in zip(ahead, text[at:], strict=False)), False].index(False)
             assert (length[at - prompt], agree[at - prompt]) == (len(ahead), same)
 
 
@@ -220,9 +208,8 @@ def test_engines_drafts_propose_their_likeliest_token_at_every_temperature(
     pair: LoadedPair,
 ) -> None:
     text = np.random.default_rng(5).integers(0, 300, 24).astype(np.int32)
-    sampled = Trajectory(
-        "r", "c", text[:6], text[6:], Sampling(0.8, seed=1), 40, "length", "greedy"
-    )
+    asked = Sampling(0.8, seed=1), 40, "length", "greedy"
+    sampled = Trajectory("r", "c", text[:6], text[6:], *asked)
     greedy = replace(sampled, sampling=Sampling(), verifier="coupled")
     assert record_panorama(pair, sampled, "near", 4) == record_panorama(pair, greedy, "near", 4)
 
@@ -296,10 +283,8 @@ def test_served_requests_are_recorded_apart_by_their_sampling(
     done = server.close()
     assert (done.written, done.dropped, done.pending) == (4, 0, 0)
     found = {info.sampling.temperature: info for info in store.list_recordings(source="serve")}
-    assert {t: (i.n_requests, i.state, i.engine) for t, i in found.items()} == {
-        0.0: (3, "complete", "vllm"),
-        0.7: (1, "complete", "vllm"),
-    }
+    told = {t: (i.n_requests, i.state, i.engine) for t, i in found.items()}
+    assert told == {0.0: (3, "complete", "vllm"), 0.7: (1, "complete", "vllm")}
     kept = store.load(found[0.7].id, steps=True).requests[0]
     assert (kept.trajectory, list(kept.steps)) == served_request("warm", Sampling(0.7))
 
@@ -312,7 +297,7 @@ def test_a_recording_of_an_engine_is_replayed_from_its_second_token_on(
     server.close()
     info = store.list_recordings()[0]
     store.put_panoramas(info.id, [(0, record_panorama(pair, request, "near", 4))])
-    fixed = policy({"kind": "fixed", "gamma": 4}, draft="near")
+    fixed = policy(FOUR, draft="near")
     trace = open_trace(store, info.id, [fixed]).trace
     assert [t.prompt_ids.tolist() for t in trace.trajectories] == [[0, 1, 2, 3]]
     assert trace.tokens == len(request.output_ids) - 1
@@ -322,11 +307,10 @@ def test_prompt_lookup_of_a_recording_is_replayed_by_the_engines_own_rule(
     server: Served, store: TraceStore
 ) -> None:
     text = np.array([7, 8, 9, 1, 7, 8, 4, 7, 8, 9, 1, 7, 8, 5], dtype=np.int32)
-    server.put(
-        Trajectory("r", "serve", text[:6], text[6:], Sampling(), 20, "length"), served_request()[1]
-    )
+    request = Trajectory("r", "serve", text[:6], text[6:], Sampling(), 20, "length")
+    server.put(request, served_request()[1])
     server.close()
-    lookup = policy({"kind": "fixed", "gamma": 4}, draft="ngram")
+    lookup = policy(FOUR, draft="ngram")
     replayed = simulate(store, "latest", lookup, None, per_round=True).replay
     assert isinstance(replayed, Replay)
     # After "7 8 9 1 7 8 4" nothing is known; after "... 7" the first 8 9 1 7 is copied, and then

@@ -220,9 +220,7 @@ def test_rounds_are_recorded_and_a_published_table_decides(
     running.step([one, two], [[8], [7]], 4)  # a finished request comes once more
     with open_database(str(tmp_path / "x.db")) as database:
         store = TraceStore(database)
-        eventually(
-            lambda: bool(store.list_recordings()) and store.list_recordings()[0].n_requests == 1
-        )
+        eventually(lambda: [r for r in store.list_recordings() if r.n_requests == 1])
         kept = store.load("latest", steps=True).requests[0]
         assert kept.trajectory.output_ids.tolist() == [9, 1, 2, 3, 1, 2]
         assert (kept.trajectory.finish, kept.trajectory.sampling) == ("length", Sampling())
@@ -284,9 +282,8 @@ def test_the_contract_holds_with_the_sources(
     if installed is not None and installed.origin is not None:
         assert plugin.lacks(Path(installed.origin).parent) == []
     file = sources / "srt/speculative/adaptive_spec_params.py"
-    file.write_text(
-        file.read_text().replace("batch_size):\n        return", "size):\n        return")
-    )
+    other = file.read_text().replace("batch_size):\n        return", "size):\n        return")
+    file.write_text(other)
     assert plugin.lacks(sources) == [
         "srt/speculative/adaptive_spec_params.py: AdaptiveSpeculativeParams.get_steps_for_batch"
     ]
