@@ -4,8 +4,9 @@ number of times, closed."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -165,6 +166,12 @@ class Running(ABC):
         """Ends it. Harmless when it has ended."""
 
 
+def numbered(prompts: Iterable[Prompt], count: int) -> tuple[Prompt, ...]:
+    """So many requests of these prompts in order, from the first again where there are fewer."""
+    again = enumerate(islice(cycle(prompts), count))
+    return tuple(Prompt(f"{n}", prompt.category, prompt.ids) for n, prompt in again)
+
+
 def draft_of(engine: Engine, spec: PairSpec, wanted: Wanted) -> str | None:
     """The path of the draft that is to be loaded, None for ``none``. Raises PairError for one that
     the pair has not."""
@@ -181,8 +188,8 @@ def chain_round(
     start: int, drafted: int, accepted: int, emitted: int, draft: str, policy: str, **when: Any
 ) -> Step:
     """A round that drafted a chain. ``when``: its batch and times, by :class:`Step`'s names."""
-    found = Step(start, drafted, drafted + 1, accepted, emitted, drafted, policy=policy, **when)
-    return found._replace(draft=draft if drafted else "", depth=drafted)
+    own = start, drafted, drafted + 1, accepted, emitted, drafted
+    return Step(*own, draft=draft if drafted else "", policy=policy, depth=drafted, **when)
 
 
 def text_of(

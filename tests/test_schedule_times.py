@@ -45,11 +45,6 @@ Europe/Berlin | 30 2 * * * | 2026-10-25T01:10 | 10-26T01:30
 Europe/Berlin | 0 * * * * | 2026-03-28T23:30 | 03-29T00:00 03-29T01:00 03-29T02:00
 Europe/Berlin | 0 * * * * | 2026-10-24T23:30 | 10-25T00:00 10-25T01:00 10-25T02:00
 America/New_York | 0 * * * * | 2026-11-01T04:30 | 11-01T05:00 11-01T06:00 11-01T07:00
-# A stepped minute in a range of hours: local 1 and 3 o'clock when 2 is skipped, and 1, 2, 2, 3
-# when it is repeated.
-Europe/Berlin | */30 1-3 * * * | 2026-03-28T12:00 | 03-29T00:00 03-29T00:30 03-29T01:00 03-29T01:30
-Europe/Berlin | */30 1-2 * * * | 2026-10-25T00:10 | 10-25T00:30 10-25T01:00 10-25T01:30 10-26T00:00
-America/New_York | */30 1-3 * * * | 2026-11-01T05:40 | 11-01T06:00 11-01T06:30 11-01T07:00
 # Several fixed times in the gap are one run at its end, which may be a slot of its own.
 Europe/Berlin | 0,15,30 2-3 * * * | 2026-03-28T12:00 | 03-29T01:00 03-29T01:15 03-29T01:30
 Europe/Berlin | 15 1-3 * * * | 2026-10-24T12:00 | 10-24T23:15 10-25T00:15 10-25T02:15 10-26T00:15
@@ -62,6 +57,22 @@ Europe/Berlin | 0 9 * * MON-FRI | 2026-03-27T12:00 | 03-30T07:00 03-31T07:00
 
 
 ROWS = [row.split(" | ") for row in DAYLIGHT_SAVING.splitlines() if row and row[0] != "#"]
+
+
+def stepped(day: str, hours: Sequence[int], step: int = 15) -> str:
+    return " ".join(f"{day}T{h:02}:{m:02}" for h in hours for m in range(0, 60, step))
+
+
+# A stepped minute in a range of hours: local 1 and 3 o'clock when 2 is skipped, and 1, 2, 2, 3 when
+# it is repeated.
+BERLIN, NEW_YORK = ("Europe/Berlin", "*/15 1-3 * * *"), ("America/New_York", "*/30 1-3 * * *")
+SKIPPED = f"{stepped('03-29', (0, 1))} 03-29T23:00"
+REPEATED = f"{stepped('10-24', (23,))} {stepped('10-25', (0, 1, 2))} 10-26T00:00"
+ROWS += [
+    [*BERLIN, "2026-03-28T12:00", SKIPPED],
+    [*BERLIN, "2026-10-24T12:00", REPEATED],
+    [*NEW_YORK, "2026-11-01T00:00", f"{stepped('11-01', (5, 6, 7, 8), 30)} 11-02T06:00"],
+]
 
 
 @pytest.mark.parametrize(("tz", "expression", "after", "slots"), ROWS)

@@ -196,7 +196,9 @@ class Scheduler(AsyncScheduler):
         seconds = now - max(at, self._updated_at)
         self._updated_at = now
         for request, start, drafted, accepted in before:
-            served = self._decoding.setdefault(request.request_id, _Served())
+            served = self._decoding.get(request.request_id)
+            if served is None:
+                served = self._decoding[request.request_id] = _Served()
             emitted = request.num_output_tokens - start
             if not emitted:  # a part of its prompt was read
                 served.unspent_s += seconds

@@ -45,11 +45,10 @@ def tick(database: Database, now: datetime | None = None) -> tuple[Fire, ...]:
         # After the rows, so that no slot that another node has just moved on to seems to be of the
         # future.
         moment = (now or database.now(session)).timestamp()
-        unreadable = {row.id: reason for row in schedules if (reason := _unreadable(row, moment))}
     noticed: list[Fire] = []
     for schedule in schedules:
-        if schedule.id in unreadable:
-            _park(database, schedule, unreadable[schedule.id])
+        if reason := _unreadable(schedule, moment):
+            _park(database, schedule, reason)
         else:
             noticed += _notice(database, schedule, moment, is_own_clock=now is not None)
     return tuple(noticed)

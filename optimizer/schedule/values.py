@@ -163,9 +163,8 @@ def schedule_of(row: ScheduleRow) -> Schedule:
 
 
 def job_of(row: JobRow, schedule: ScheduleRow) -> Job:
-    shown = schedule_of(schedule)
-    of_schedule = {"payload": shown.payload, "budget_s": shown.budget_s}
-    return Job(schedule=shown.name, **_columns(row, Job), **of_schedule)
+    of, own = schedule_of(schedule), _columns(row, Job)
+    return Job(schedule=of.name, payload=of.payload, budget_s=of.budget_s, **own)
 
 
 def fire_of(row: FireRow, schedule: ScheduleRow, job: JobRow | None) -> Fire:
