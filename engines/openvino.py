@@ -175,6 +175,7 @@ class OpenVino(Running):
             pipeline.step()
         now, seconds = time.perf_counter() - began, time.perf_counter() - start
         batch, ended = pipeline.get_metrics().scheduled_requests, []
+        draft, policy = self.wanted.draft, asked.policy.id
         for number, request in running.items():
             if not request.handle.can_read():
                 continue
@@ -182,11 +183,11 @@ class OpenVino(Running):
             new, before = list(output.generated_ids), len(request.tokens)
             # The prompt's pass drafts nothing, and no round drafts what could not be kept.
             drafted = min(asked.gamma, asked.max_new_tokens - before - 1) if before else 0
-            accepted, names = min(drafted, len(new) - 1), (self.wanted.draft, asked.policy.id)
+            accepted, emitted = min(drafted, len(new) - 1), len(new)
             times = {"round_s": seconds, "arrived_s": request.arrived_s, "ended_s": now}
             request.tokens += new
             request.steps.append(
-                chain_round(before, drafted, accepted, len(new), *names, batch=batch, **times)
+                chain_round(before, drafted, accepted, emitted, draft, policy, batch=batch, **times)
             )
             if output.finish_reason.name != "NONE":
                 ended.append(number)

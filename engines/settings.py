@@ -19,7 +19,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from spectune.engines.vllm.command import schedule_of
+from spectune.engines.vllm.prompt_lookup import LEAST, MOST
+from spectune.runtime.pair import head_algorithm, is_head
 from spectune.runtime.policies.blocks import BATCH_LIMIT, ByBatchWindow, FixedWindow
 
 Positive = Annotated[int, Field(ge=1)]
@@ -55,12 +56,28 @@ class Drafting:
         return self.window.gamma if isinstance(self.window, FixedWindow) else self.window.gamma_max
 
 
-def windowed(gammas: Mapping[int, int] | None, otherwise: int) -> Window:
-    """A window of tokens by least batch size, or of one number."""
-    if gammas is None:
-        return FixedWindow(gamma=otherwise)
+def algorithm_of(path: str | None) -> Algorithm:
+    """Of the head there; empty for a language model, and for none."""
+    return ALGORITHMS[head_algorithm(path)] if path is not None and is_head(path) else ""
+
+
+def by_batch(gammas: Mapping[int, int]) -> ByBatchWindow:
+    """A window of tokens by least batch size."""
     by_size = {str(size): gamma for size, gamma in gammas.items()}
     return ByBatchWindow.model_validate({"kind": "by_batch", "gamma": by_size})
+
+
+def windowed(gammas: Mapping[int, int] | None, otherwise: int) -> Window:
+    """A window by batch size, or of one number."""
+    return FixedWindow(gamma=otherwise) if gammas is None else by_batch(gammas)
+
+
+def schedule_of(window: ByBatchWindow) -> list[list[int]]:
+    """A window as ``num_speculative_tokens_per_batch_size``: ``[first size, last size, tokens]``,
+    the last of them without an end."""
+    sizes = [size for size, _ in window.gamma]
+    ends = [*(size - 1 for size in sizes[1:]), max(BATCH_LIMIT, sizes[-1])]
+    return [[size, end, gamma] for (size, gamma), end in zip(window.gamma, ends, strict=True)]
 
 
 class Settings(BaseModel, ABC):
@@ -127,16 +144,17 @@ class VllmSettings(Settings):
     def of(cls, drafting: Drafting, version: str | None) -> Self:
         if drafting.width is not None:
             raise ValueError("vLLM has no trees")
-        lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1} if drafting.model is None else {}
-        window = drafting.window
+        window, looks_up = drafting.window, drafting.model is None
         schedule = schedule_of(window) if isinstance(window, ByBatchWindow) else None
         said = {
-            "method": "ngram" if drafting.model is None else drafting.algorithm or "draft_model",
+            "method": "ngram" if looks_up else drafting.algorithm or "draft_model",
             "model": drafting.model,
             "num_speculative_tokens": drafting.gamma_max,
             "num_speculative_tokens_per_batch_size": schedule,
+            "prompt_lookup_max": MOST if looks_up else None,
+            "prompt_lookup_min": LEAST if looks_up else None,
         }
-        return cls.model_validate({**said, **lookup})
+        return cls.model_validate(said)
 
     def drafting(self, version: str | None) -> Drafting:
         ranges = self.num_speculative_tokens_per_batch_size

@@ -16,7 +16,8 @@ from waiting import eventually
 
 from spectune.engines.abilities import ENGINES, VLLM, engine_named
 from spectune.engines.serving import RECORDINGS_LIMIT, Place, Served, Table
-from spectune.engines.vllm.command import every_gamma, line_of, schedule_of, server_arguments
+from spectune.engines.settings import schedule_of
+from spectune.engines.vllm.command import every_gamma, line_of, server_arguments
 from spectune.engines.vllm.prompt_lookup import copied
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace

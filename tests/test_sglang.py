@@ -25,8 +25,6 @@ from spectune.traces.store import TraceStore
 
 SOURCES = {
     "__init__.py": "",
-    "srt/__init__.py": "",
-    "srt/plugins/__init__.py": "",
     "srt/plugins/hook_registry.py": """
 from enum import Enum
 
@@ -50,7 +48,6 @@ def get_server_args():
 def get_parallel():
     return parallel
 """,
-    "srt/speculative/__init__.py": "",
     "srt/speculative/adaptive_spec_params.py": """
 import json
 from functools import cached_property
@@ -77,7 +74,6 @@ class AdaptiveSpeculativeParams:
     def cuda_graph_bs_for_step(self, step):
         return []
 """,
-    "srt/managers/__init__.py": "",
     "srt/managers/schedule_batch.py": """
 class FINISH_LENGTH: ...
 
@@ -93,7 +89,6 @@ class Req:
     def finished(self):
         return self.finished_reason is not None
 """,
-    "srt/managers/scheduler_components/__init__.py": "",
     "srt/managers/scheduler_components/batch_result_processor.py": """
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 

@@ -143,9 +143,9 @@ class Server:
         if asked.top_k != GREEDY_TOP_K:
             top_k = 0 if asked.top_k >= EVERY_TOKEN else int(asked.top_k)
             sampling = Sampling(float(asked.temperature), top_k, float(asked.top_p))
-        tokens = list(request.origin_input_ids), list(request.output_ids_through_stop)
+        prompt, output = list(request.origin_input_ids), list(request.output_ids_through_stop)
         limits = sampling, int(asked.max_new_tokens), finish
-        self.served.put(text_of(request.rid, "serve", *tokens, *limits), steps)
+        self.served.put(text_of(request.rid, "serve", prompt, output, *limits), steps)
 
 
 _server: Server | None = None

@@ -257,10 +257,7 @@ def body_of(name: str, prompt: Prompt, sampling: Sampling, max_new_tokens: int) 
 
 
 def _answered(request: RecordedRequest, prompt: Prompt, of: Execution, began: float) -> Answered:
-    text, steps = request.trajectory, request.steps
-    limits = {"sampling": of.sampling, "max_new_tokens": of.max_new_tokens}
-    text = replace(text, request_id=prompt.id, category=prompt.category, **limits)
-    return Answered(
-        text,
-        tuple(s._replace(arrived_s=s.arrived_s - began, ended_s=s.ended_s - began) for s in steps),
-    )
+    named = replace(request.trajectory, request_id=prompt.id, category=prompt.category)
+    text = replace(named, sampling=of.sampling, max_new_tokens=of.max_new_tokens)
+    moments = ((s, s.arrived_s - began, s.ended_s - began) for s in request.steps)
+    return Answered(text, tuple(s._replace(arrived_s=a, ended_s=e) for s, a, e in moments))

@@ -195,7 +195,7 @@ def _arguments(spec: PairSpec, wanted: Wanted, *, cpu: bool) -> list[str]:
         found += ["--dtype", "float32", "--enforce-eager"]
     if wanted.draft != "none":
         path = dict(spec.drafts).get(wanted.draft)
-        config = speculative_config(wanted.draft, path, wanted.most, wanted.max_num_seqs)
+        config = speculative_config(path, wanted.most, wanted.max_num_seqs)
         found += ["--speculative-config", json.dumps(config)]
     return found
 

@@ -310,4 +310,5 @@ def _fresh(count: int, rules: ServingRules) -> State:
     slots, seats = rules.ahead + 1, rules.max_num_seqs
     running, queue = np.zeros(seats, np.int64), np.zeros((slots, seats, 2), np.int64)
     sizes, ends = np.zeros(slots, np.int64), np.zeros(slots)
-    return State(*np.zeros((5, count), np.int64), running, queue, sizes, ends)
+    read, out, gamma, flying, flown = np.zeros((5, count), np.int64)
+    return State(read, out, gamma, flying, flown, running, queue, sizes, ends)

@@ -112,7 +112,7 @@ def engine(folder: Path, draft: str) -> Iterator[Engine]:
         max_num_seqs=SEATS,
         enforce_eager=True,
         enable_prefix_caching=False,
-        speculative_config=speculative_config(draft, dict(spec.drafts).get(draft), MOST, SEATS),
+        speculative_config=speculative_config(dict(spec.drafts).get(draft), MOST, SEATS),
         scheduler_cls=SCHEDULER,
     )
     with open_database(url) as database:

@@ -61,9 +61,7 @@ class Stepped:
                 model=spec.target, dtype="float32", max_model_len=MAX_LEN, max_num_seqs=SEATS,
                 enforce_eager=True,
                 enable_prefix_caching=False, max_num_batched_tokens=budget, scheduler_cls=SCHEDULER,
-                speculative_config=speculative_config(
-                    "small", dict(spec.drafts)["small"], MOST, SEATS,
-                ),
+                speculative_config=speculative_config(dict(spec.drafts)["small"], MOST, SEATS),
             )
         )  # fmt: skip
         self.scheduler: Any = self.llm.engine_core.engine_core.scheduler
