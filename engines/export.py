@@ -10,14 +10,14 @@ from pydantic import ValidationError
 
 from spectune.engines.abilities import nearest_chain
 from spectune.engines.settings import (
-    ALGORITHMS,
     ENGINE_SETTINGS,
     Drafting,
     Settings,
     VersionError,
+    algorithm_of,
     gguf_of,
 )
-from spectune.runtime.pair import PairSpec, head_algorithm, is_head
+from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import (
     AUTOREGRESSIVE,
     AnyPolicy,
@@ -110,7 +110,7 @@ def _drafting(policy: Policy, pair: PairSpec) -> Drafting:
     if policy.shortlisted:
         raise ValueError("it has no shortlist of this kind")
     path = dict(pair.drafts).get(policy.draft)
-    algorithm = ALGORITHMS[head_algorithm(path)] if path is not None and is_head(path) else ""
+    algorithm = algorithm_of(path)
     if not policy.is_tree:
         return Drafting(path, algorithm, window)
     if (

@@ -9,12 +9,11 @@ have kept more.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from spectune.engines.protocol import text_of
 from spectune.runtime.pair import PairSpec
 from spectune.traces.errors import TraceError
 from spectune.traces.files import parse_json, read_text
@@ -122,22 +121,21 @@ def _rounds(response: Mapping[str, Any]) -> tuple[str, list[Round]]:
     told = (response.get("metrics") or {}).get("speculative_decoding")
     if told is None:
         return "", []
-    pairs: Iterable[Round]
     if "per_step_drafted" in told:
-        pairs = zip(told["per_step_drafted"], told["per_step_accepted"], strict=True)
-    elif "acceptance_histogram_by_draft_length" in told:
-        pairs = _spread(told["acceptance_histogram_by_draft_length"])
-    else:
+        pairs = list(zip(told["per_step_drafted"], told["per_step_accepted"], strict=True))
+    elif (histograms := told.get("acceptance_histogram_by_draft_length")) is None:
         return "", []
+    else:
+        pairs = [
+            (int(drafted), kept)
+            for drafted, histogram in histograms.items()
+            for kept, times in enumerate(histogram)
+            for _ in range(_whole(times))
+        ]
     found = [(_whole(drafted), _whole(kept)) for drafted, kept in pairs]
     if any(kept > drafted for drafted, kept in found):
         raise ValueError("a round keeps more than it drafted")
     return "vllm", found
-
-
-def _spread(histograms: Mapping[str, Sequence[int]]) -> Iterator[Round]:
-    for drafted, kept in histograms.items():
-        yield from ((int(drafted), i) for i, times in enumerate(kept) for _ in range(_whole(times)))
 
 
 def _whole(value: Any) -> int:
@@ -159,16 +157,9 @@ def _trajectory(response: Mapping[str, Any], name: str, sampling: Sampling) -> T
     finish: Finish = "length"
     if choice["finish_reason"] == "stop":
         finish = "eos" if choice.get("stop_reason") is None else "stop"
-    return Trajectory(
-        str(response.get("id") or name),
-        "serve",
-        np.array([_whole(t) for t in prompt], dtype=np.int32),
-        np.array([_whole(t) for t in tokens], dtype=np.int32),
-        sampling,
-        len(tokens),
-        finish,
-        "coupled" if sampling.greedy else "greedy",
-    )
+    ids = [_whole(t) for t in prompt], [_whole(t) for t in tokens]
+    name = str(response.get("id") or name)
+    return text_of(name, "serve", *ids, sampling, len(tokens), finish)
 
 
 def _steps(rounds: Sequence[Round], text: Trajectory, draft: str) -> tuple[Step, ...]:

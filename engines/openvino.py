@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,19 +20,29 @@ from typing import Any, Final
 
 import numpy as np
 
-from spectune.engines.abilities import FLOAT32_ON_CPU, OPENVINO
+from spectune.engines.abilities import OPENVINO
 from spectune.engines.gguf import gguf_file, kept
-from spectune.engines.protocol import Answered, Load, Prompt, Wanted, check_fits, draft_of
+from spectune.engines.protocol import (
+    Answered,
+    Execution,
+    Prompt,
+    Running,
+    Wanted,
+    chain_round,
+    draft_of,
+)
 from spectune.runtime.pair import PairSpec, identity
-from spectune.runtime.policies.document import AnyPolicy
 from spectune.runtime.words import eos_of
 from spectune.traces.errors import EngineError, PolicyError
-from spectune.traces.schema import Finish, Sampling, Step, Trajectory
+from spectune.traces.schema import Finish, Step
 from spectune.traces.text import one_line
 
 PRECISION: Final = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 """Its defaults (bfloat16 where the processor has it, a cache of 8 bits) change texts."""
 MODEL: Final = "openvino_model.xml"
+CACHE_GB: Final = 1
+STEP_TOKENS: Final = 2048
+"""Least tokens that a step may hold, so that a prompt of ordinary length is read in one."""
 
 
 @dataclass
@@ -46,65 +56,28 @@ class _Request:
     steps: list[Step] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What an execution's requests have in common."""
+class OpenVino(Running):
+    """A pair in OpenVINO GenAI. Moments leave out what the caller does between two answers."""
 
-    gamma: int
-    draft: str
-    policy: str
-    max_new_tokens: int
-    sampling: Sampling
-
-
-class OpenVino:
-    """A pair in OpenVINO GenAI, as :class:`engines.protocol.Running` has it. Raises EngineError for
-    what it cannot load."""
-
-    engine, runs_on = OPENVINO, FLOAT32_ON_CPU
+    engine = OPENVINO
 
     def __init__(self, spec: PairSpec, wanted: Wanted) -> None:
-        self.version = OPENVINO.require()
-        self.wanted = wanted
+        self.version, self.wanted = OPENVINO.require(), wanted
         draft = draft_of(OPENVINO, spec, wanted)
         self._target = model_folder(spec.target, self.version)
         self._draft = None if draft is None else model_folder(draft, self.version)
-        self._eos = sorted(eos_of(spec.target))
+        self._eos = set(eos_of(spec.target))
         self._pipelines: dict[bool, Any] = {}
         self._sent = 0
 
     @property
     def serving(self) -> dict[str, Any]:
-        """How it fills its steps, by the names of :class:`engines.rules.ServingRules`."""
-        wanted = self.wanted
         return {
-            "max_num_seqs": wanted.max_num_seqs,
+            "max_num_seqs": self.wanted.max_num_seqs,
             "max_batched_tokens": self._scheduler().max_num_batched_tokens,
-            "max_len": wanted.max_len,
+            "max_len": self.wanted.max_len,
             "drafts_after": False,
         }
-
-    def execute(
-        self,
-        prompts: Sequence[Prompt],
-        policy: AnyPolicy,
-        load: Load,
-        *,
-        sampling: Sampling,
-        max_new_tokens: int,
-    ) -> Generator[Answered, None, None]:
-        """As :meth:`engines.protocol.Running.execute`. Moments leave out what the caller does
-        between two answers."""
-        wanted = self.wanted
-        gamma = OPENVINO.gammas(policy, draft=wanted.draft, most=wanted.most, max_num_seqs=1)[1]
-        if not sampling.greedy:
-            raise PolicyError(
-                f"{OPENVINO.title} is run at temperature 0 alone: above, its way of keeping "
-                "drafted tokens was not tested"
-            )
-        check_fits(prompts, max_new_tokens, wanted.max_len)
-        job = _Job(gamma, wanted.draft if gamma else "", policy.id, max_new_tokens, sampling)
-        return self._serve(self._pipeline(drafts=gamma > 0), prompts, load, job)
 
     def close(self) -> None:
         self._pipelines.clear()
@@ -113,19 +86,15 @@ class OpenVino:
         if drafts not in self._pipelines:
             import openvino_genai as genai
 
-            threads = self.wanted.threads
-            with_all = {
-                **PRECISION,
-                **({} if threads is None else {"INFERENCE_NUM_THREADS": threads}),
-            }
-            more = (
-                {"draft_model": genai.draft_model(str(self._draft), "CPU", **with_all)}
-                if drafts
-                else {}
-            )
+            how: dict[str, Any] = dict(PRECISION)
+            if self.wanted.threads is not None:
+                how["INFERENCE_NUM_THREADS"] = self.wanted.threads
+            loaded = dict(how)
+            if drafts:
+                loaded["draft_model"] = genai.draft_model(str(self._draft), "CPU", **how)
             with _translated("the pair cannot be loaded"):
                 self._pipelines[drafts] = genai.ContinuousBatchingPipeline(
-                    str(self._target), self._scheduler(), "CPU", {**with_all, **more}
+                    str(self._target), self._scheduler(), "CPU", loaded
                 )
         return self._pipelines[drafts]
 
@@ -139,11 +108,17 @@ class OpenVino:
         config.enable_prefix_caching = False
         return config
 
-    def _serve(
-        self, pipeline: Any, prompts: Sequence[Prompt], load: Load, job: _Job
-    ) -> Generator[Answered, None, None]:
-        waiting, running = deque(prompts), dict[int, _Request]()
-        config = self._config(job)
+    def _serve(self, asked: Execution) -> Generator[Answered, None, None]:
+        if not asked.sampling.greedy:
+            raise PolicyError(
+                f"{OPENVINO.title} is run at temperature 0 alone: above, its way of keeping "
+                "drafted tokens was not tested"
+            )
+        return self._answers(self._pipeline(drafts=asked.gamma > 0), asked)
+
+    def _answers(self, pipeline: Any, asked: Execution) -> Generator[Answered, None, None]:
+        waiting, running = deque(asked.prompts), dict[int, _Request]()
+        load, config = asked.load, self._config(asked)
         began, sent = time.perf_counter(), 0
         try:
             while waiting or running:
@@ -155,9 +130,12 @@ class OpenVino:
                 if not running:
                     time.sleep(max(0.0, load.arrivals[sent] - now))
                     continue
-                done = _step(pipeline, running, job, began)
+                ended = self._step(pipeline, running, asked, began)
                 paused = time.perf_counter()
-                yield from (_answered(running.pop(number), job) for number in done)
+                for request in (running.pop(number) for number in ended):
+                    is_whole = len(request.tokens) >= asked.max_new_tokens
+                    finish: Finish = "length" if is_whole else "eos"
+                    yield asked.answered(request.prompt, request.tokens, finish, request.steps)
                 began += time.perf_counter() - paused
         finally:
             for request in running.values():
@@ -175,65 +153,45 @@ class OpenVino:
             )
         return _Request(prompt, handle, arrived_s)
 
-    def _config(self, job: _Job) -> Any:
+    def _config(self, asked: Execution) -> Any:
         import openvino_genai as genai
 
         config = genai.GenerationConfig()
-        config.max_new_tokens = job.max_new_tokens
+        config.max_new_tokens = asked.max_new_tokens
         config.do_sample = False
         config.apply_chat_template = False
-        config.stop_token_ids = set(self._eos)
-        if job.gamma:
-            config.num_assistant_tokens = job.gamma
+        config.stop_token_ids = self._eos
+        if asked.gamma:
+            config.num_assistant_tokens = asked.gamma
         return config
 
-
-CACHE_GB: Final = 1
-STEP_TOKENS: Final = 2048
-"""Least tokens that a step may hold, so that a prompt of ordinary length is read in one."""
-
-
-def _step(pipeline: Any, running: dict[int, _Request], job: _Job, began: float) -> list[int]:
-    """One step of the engine, noted in each request that it gave tokens to; those that ended."""
-    start = time.perf_counter()
-    with _translated("it failed while it served"):
-        pipeline.step()
-    now, seconds = time.perf_counter() - began, time.perf_counter() - start
-    batch, done = pipeline.get_metrics().scheduled_requests, []
-    for number, request in running.items():
-        if not request.handle.can_read():
-            continue
-        (output,) = request.handle.read().values()
-        new, before = list(output.generated_ids), len(request.tokens)
-        # The prompt's pass drafts nothing, and no round drafts what could not be kept.
-        drafted = min(job.gamma, job.max_new_tokens - before - 1) if before else 0
-        request.tokens += new
-        request.steps.append(
-            Step(
-                before, drafted, drafted + 1, min(drafted, len(new) - 1), len(new), drafted,
-                draft=job.draft if drafted else "", policy=job.policy, round_s=seconds,
-                depth=drafted,
-                batch=batch, arrived_s=request.arrived_s, ended_s=now,
+    def _step(
+        self, pipeline: Any, running: dict[int, _Request], asked: Execution, began: float
+    ) -> list[int]:
+        """One step of the engine, noted in each request that it gave tokens to; those that
+        ended."""
+        start = time.perf_counter()
+        with _translated("it failed while it served"):
+            pipeline.step()
+        now, seconds = time.perf_counter() - began, time.perf_counter() - start
+        batch, ended = pipeline.get_metrics().scheduled_requests, []
+        draft, policy = self.wanted.draft, asked.policy.id
+        for number, request in running.items():
+            if not request.handle.can_read():
+                continue
+            (output,) = request.handle.read().values()
+            new, before = list(output.generated_ids), len(request.tokens)
+            # The prompt's pass drafts nothing, and no round drafts what could not be kept.
+            drafted = min(asked.gamma, asked.max_new_tokens - before - 1) if before else 0
+            accepted, emitted = min(drafted, len(new) - 1), len(new)
+            times = {"round_s": seconds, "arrived_s": request.arrived_s, "ended_s": now}
+            request.tokens += new
+            request.steps.append(
+                chain_round(before, drafted, accepted, emitted, draft, policy, batch=batch, **times)
             )
-        )  # fmt: skip
-        if output.finish_reason.name != "NONE":
-            done.append(number)
-    return done
-
-
-def _answered(request: _Request, job: _Job) -> Answered:
-    prompt = request.prompt
-    finish: Finish = "length" if len(request.tokens) >= job.max_new_tokens else "eos"
-    trajectory = Trajectory(
-        prompt.id,
-        prompt.category,
-        np.array(prompt.ids, dtype=np.int32),
-        np.array(request.tokens, dtype=np.int32),
-        job.sampling,
-        job.max_new_tokens,
-        finish,
-    )
-    return Answered(trajectory, tuple(request.steps))
+            if output.finish_reason.name != "NONE":
+                ended.append(number)
+        return ended
 
 
 def model_folder(path: str, version: str) -> Path:

@@ -3,15 +3,21 @@ number of times, closed."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import cycle, islice
+from typing import Any, ClassVar, Final
+
+import numpy as np
 
 from spectune.engines.abilities import Engine
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AnyPolicy
 from spectune.traces.errors import PairError, TraceError, WorkloadError
-from spectune.traces.schema import Sampling, Step, Trajectory
+from spectune.traces.schema import Finish, Sampling, Step, Trajectory, Verifier
+
+FLOAT32_ON_CPU: Final = {"device": "cpu", "dtype": "float32"}
 
 
 @dataclass(frozen=True)
@@ -86,22 +92,46 @@ class Wanted:
     threads: int | None = None
 
 
-class Running(Protocol):
-    """An engine that serves a pair."""
+@dataclass(frozen=True)
+class Execution:
+    """Requests that an engine was found able to serve, under a policy that drafts ``gamma`` tokens
+    for a lone one."""
+
+    prompts: Sequence[Prompt]
+    policy: AnyPolicy
+    gamma: int
+    load: Load
+    sampling: Sampling
+    max_new_tokens: int
+
+    def answered(
+        self, prompt: Prompt, tokens: Sequence[int], finish: Finish, steps: Sequence[Step]
+    ) -> Answered:
+        asked = self.sampling, self.max_new_tokens
+        text = text_of(prompt.id, prompt.category, prompt.ids, tokens, *asked, finish)
+        return Answered(text, tuple(steps))
+
+
+class Running(ABC):
+    """A pair in an engine.
+
+    ``version`` is the engine's. Raises, as it is made, EngineError where the engine is not
+    installed or cannot load a checkpoint, PairError for a draft that the pair has not.
+    """
+
+    engine: ClassVar[Engine]
+    version: str
+    wanted: Wanted
 
     @property
-    def engine(self) -> Engine: ...
-
-    @property
-    def version(self) -> str: ...
-
-    @property
+    @abstractmethod
     def serving(self) -> Mapping[str, Any]:
         """How it fills its steps, by the names of :class:`engines.rules.ServingRules`."""
 
     @property
     def runs_on(self) -> Mapping[str, str]:
         """Its ``device`` and ``dtype``, as recordings have them."""
+        return FLOAT32_ON_CPU
 
     def execute(
         self,
@@ -113,10 +143,33 @@ class Running(Protocol):
         max_new_tokens: int,
     ) -> Generator[Answered, None, None]:
         """Serves every request, and yields each as it ends. Raises PolicyError at once for a policy
-        that it cannot run, and EngineError where the engine fails."""
+        that it cannot run, WorkloadError for a request that is empty or longer than it was started
+        for, and EngineError where the engine fails."""
+        own, longest = self.wanted, self.wanted.max_len
+        _, gamma = self.engine.gammas(policy, draft=own.draft, most=own.most, max_num_seqs=1)
+        for prompt in prompts:
+            if not prompt.ids:
+                raise WorkloadError(f"request {prompt.id}: the prompt has no tokens")
+            if len(prompt.ids) + max_new_tokens > longest:
+                raise WorkloadError(
+                    f"request {prompt.id}: {len(prompt.ids)} prompt tokens + {max_new_tokens} new "
+                    f"ones exceed the {longest} that the engine was started for"
+                )
+        return self._serve(Execution(prompts, policy, gamma, load, sampling, max_new_tokens))
 
+    @abstractmethod
+    def _serve(self, asked: Execution) -> Generator[Answered, None, None]:
+        """Raises at once for what else it cannot do."""
+
+    @abstractmethod
     def close(self) -> None:
         """Ends it. Harmless when it has ended."""
+
+
+def numbered(prompts: Iterable[Prompt], count: int) -> tuple[Prompt, ...]:
+    """So many requests of these prompts in order, from the first again where there are fewer."""
+    again = enumerate(islice(cycle(prompts), count))
+    return tuple(Prompt(f"{n}", prompt.category, prompt.ids) for n, prompt in again)
 
 
 def draft_of(engine: Engine, spec: PairSpec, wanted: Wanted) -> str | None:
@@ -131,14 +184,28 @@ def draft_of(engine: Engine, spec: PairSpec, wanted: Wanted) -> str | None:
     return drafts.get(wanted.draft)
 
 
-def check_fits(prompts: Sequence[Prompt], max_new_tokens: int, max_len: int) -> None:
-    """Raises WorkloadError for the first request that is empty or longer than an engine was started
-    for."""
-    for prompt in prompts:
-        if not prompt.ids:
-            raise WorkloadError(f"request {prompt.id}: the prompt has no tokens")
-        if len(prompt.ids) + max_new_tokens > max_len:
-            raise WorkloadError(
-                f"request {prompt.id}: {len(prompt.ids)} prompt tokens + {max_new_tokens} new ones "
-                f"exceed the {max_len} that the engine was started for"
-            )
+def chain_round(
+    start: int, drafted: int, accepted: int, emitted: int, draft: str, policy: str, **when: Any
+) -> Step:
+    """A round that drafted a chain. ``when``: its batch and times, by :class:`Step`'s names."""
+    own = start, drafted, drafted + 1, accepted, emitted, drafted
+    return Step(*own, draft=draft if drafted else "", policy=policy, depth=drafted, **when)
+
+
+def text_of(
+    name: str,
+    category: str,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    sampling: Sampling,
+    max_new_tokens: int,
+    finish: Finish,
+    above_zero: Verifier = "greedy",
+    stop: tuple[str, ...] = (),
+) -> Trajectory:
+    """A text of an engine. ``above_zero``: how it keeps drafted tokens above temperature 0, most
+    where they are the draft's likeliest and the target draws them."""
+    ids, tokens = np.array(prompt, dtype=np.int32), np.array(output, dtype=np.int32)
+    verifier: Verifier = "coupled" if sampling.greedy else above_zero
+    limits = sampling, max_new_tokens, finish
+    return Trajectory(name, category, ids, tokens, *limits, verifier, stop)

@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any
 
 from spectune.db.database import open_database
 from spectune.db.errors import DatabaseError, NotFoundError
 from spectune.runtime.pair import PairSpec, identity, read_pair
 from spectune.runtime.policies.document import AnyPolicy, parse_policy
-from spectune.runtime.reload import P, Published, Status, WatchedSource, reason_of
+from spectune.runtime.reload import Published, Status, WatchedSource, reason_of
 from spectune.traces.errors import PairError, PolicyError
 from spectune.traces.schema import Sampling, Step, Trajectory, Verifier
 from spectune.traces.store import TraceStore
@@ -74,6 +74,24 @@ class Place:
     max_len: int
     deployment: str = DEFAULT_DEPLOYMENT
 
+    @classmethod
+    def here(cls, device: str, about: Mapping[str, Any], max_len: int) -> Place:
+        """That of an engine in this process, as the environment says."""
+        engine, environment = str(about["engine"]), os.environ
+        deployment = environment.get("SPECTUNE_DEPLOYMENT") or engine
+        node = f"{engine}:{os.uname().nodename}:{os.getpid()}"
+        return cls(environment["SPECTUNE_DB"], device, node, about, max_len, deployment)
+
+
+@dataclass(frozen=True)
+class Table:
+    """``gammas[n]`` is the number of tokens drafted after a step of n requests; ``gammas[0]`` is
+    never read. ``policy`` and ``version`` say whose it is: empty and 0 for the server's own."""
+
+    gammas: tuple[int, ...]
+    policy: str = ""
+    version: int = 0
+
 
 @dataclass(frozen=True)
 class ServedStatus:
@@ -85,21 +103,21 @@ class ServedStatus:
     version: int
 
 
-class Served(Generic[P]):
+class Served:
     """Follows the publications for a pair and records what is served of it.
 
     ``pair`` names it, and is called in the thread of ours, as it may have to read whole weights;
     what it raises is said, and nothing is recorded or followed then. ``initial`` is in force until
-    a publication that ``ready`` makes runnable; one that it raises for is refused with that reason.
-    ``say`` gets a line whenever something changed.
+    a publication whose draft tokens by batch size ``gammas`` knows; one that it raises for is
+    refused with that reason. ``say`` gets a line whenever something changed.
     """
 
     def __init__(
         self,
         place: Place,
         pair: Callable[[], PairSpec],
-        initial: P,
-        ready: Callable[[AnyPolicy, int], P],
+        initial: Table,
+        gammas: Callable[[AnyPolicy], tuple[int, ...]],
         say: Callable[[str], None],
         *,
         interval_s: float = 1.0,
@@ -113,18 +131,17 @@ class Served(Generic[P]):
         self._writers: dict[tuple[Sampling, Verifier], TrafficWriter] = {}
         self._dropped, self._trouble = 0, ""
         self._stop = threading.Event()
-        self._source: WatchedSource[P] = WatchedSource(
+        self._source = WatchedSource(
             initial,
             self._fetch,
-            ready,
+            lambda policy, version: Table(gammas(policy), policy.id, version),
             self._acknowledge,
-            interval_s=interval_s,
             retry=(DatabaseError,),
         )
         self._thread = threading.Thread(target=self._run, name="spectune", daemon=True)
         self._thread.start()
 
-    def current(self) -> P:
+    def current(self) -> Table:
         """What is in force. Never waits."""
         return self._source.current()
 
@@ -184,10 +201,8 @@ class Served(Generic[P]):
         next turn."""
         try:
             act()
-        except (
-            Exception
-        ) as error:  # whatever a database or a publication raises: the engine serves on
-            trouble = reason_of(error) if not isinstance(error, DatabaseError) else str(error)
+        except Exception as error:  # whatever a database or a publication raises: it serves on
+            trouble = str(error) if isinstance(error, DatabaseError) else reason_of(error)
             if trouble != self._trouble:
                 self._say(f"{trouble}; serving goes on")
             self._trouble = trouble
@@ -207,31 +222,25 @@ class Served(Generic[P]):
         before = self._source.seen
         changed = self._source.poll()
         if self._source.seen != before:
-            refused = self._source.last_error
-            self._say(
-                f"publication {self._source.seen} is "
-                + ("in force" if changed else f"refused: {refused}")
-            )
+            what = "in force" if changed else f"refused: {self._source.last_error}"
+            self._say(f"publication {self._source.seen} is {what}")
         if self._trouble:
             self._say("the database answers again")
         self._trouble = ""
 
     def _fetch(self) -> Published | None:
         assert self._store is not None
-        place = self.place
-        if (
-            self._store.active_version(self._pair_id, place.device, place.deployment)
-            == self._source.seen
-        ):
+        where = self._pair_id, self.place.device, self.place.deployment
+        if self._store.active_version(*where) == self._source.seen:
             return None
-        found = self._store.active_publication(self._pair_id, place.device, place.deployment)
+        found = self._store.active_publication(*where)
         if found is None:
             return None
-        where = f"publication {found.version}"
+        name = f"publication {found.version}"
         if found.problem:
-            return Published(found.version, None, f"{where}: the document {found.problem}")
+            return Published(found.version, None, f"{name}: the document {found.problem}")
         try:
-            return Published(found.version, parse_policy(found.document, where=where))
+            return Published(found.version, parse_policy(found.document, where=name))
         except PolicyError as error:
             return Published(found.version, None, str(error))
 
@@ -243,9 +252,7 @@ class Served(Generic[P]):
     def _dispatch(self) -> None:
         while self._store is not None and not self._queue.empty():
             trajectory = self._queue.queue[0][0]
-            writer = self._writer(
-                self._store, trajectory
-            )  # may fail: then the request is still there
+            writer = self._writer(self._store, trajectory)  # may fail: then it is still there
             item = self._queue.get_nowait()
             if writer is None:
                 self._dropped += 1

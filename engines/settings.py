@@ -19,11 +19,15 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from spectune.engines.vllm.tables import schedule_of
+from spectune.engines.vllm.prompt_lookup import LEAST, MOST
+from spectune.runtime.pair import head_algorithm, is_head
 from spectune.runtime.policies.blocks import BATCH_LIMIT, ByBatchWindow, FixedWindow
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+Size = Annotated[str, Field(pattern="^[1-9][0-9]*$")]
+Range = tuple[Positive, Positive, Count]
+Window = FixedWindow | ByBatchWindow
 Algorithm = Literal["", "eagle", "eagle3"]
 ALGORITHMS: dict[str, Algorithm] = {"eagle": "eagle", "eagle3": "eagle3"}
 
@@ -43,7 +47,7 @@ class Drafting:
 
     model: str | None
     algorithm: Algorithm
-    window: FixedWindow | ByBatchWindow
+    window: Window
     width: int | None = None
     top_n: int | None = None
 
@@ -52,11 +56,28 @@ class Drafting:
         return self.window.gamma if isinstance(self.window, FixedWindow) else self.window.gamma_max
 
 
-def windowed(gammas: dict[int, int]) -> ByBatchWindow:
+def algorithm_of(path: str | None) -> Algorithm:
+    """Of the head there; empty for a language model, and for none."""
+    return ALGORITHMS[head_algorithm(path)] if path is not None and is_head(path) else ""
+
+
+def by_batch(gammas: Mapping[int, int]) -> ByBatchWindow:
     """A window of tokens by least batch size."""
-    return ByBatchWindow.model_validate(
-        {"kind": "by_batch", "gamma": {str(size): gamma for size, gamma in gammas.items()}}
-    )
+    by_size = {str(size): gamma for size, gamma in gammas.items()}
+    return ByBatchWindow.model_validate({"kind": "by_batch", "gamma": by_size})
+
+
+def windowed(gammas: Mapping[int, int] | None, otherwise: int) -> Window:
+    """A window by batch size, or of one number."""
+    return FixedWindow(gamma=otherwise) if gammas is None else by_batch(gammas)
+
+
+def schedule_of(window: ByBatchWindow) -> list[list[int]]:
+    """A window as ``num_speculative_tokens_per_batch_size``: ``[first size, last size, tokens]``,
+    the last of them without an end."""
+    sizes = [size for size, _ in window.gamma]
+    ends = [*(size - 1 for size in sizes[1:]), max(BATCH_LIMIT, sizes[-1])]
+    return [[size, end, gamma] for (size, gamma), end in zip(window.gamma, ends, strict=True)]
 
 
 class Settings(BaseModel, ABC):
@@ -88,6 +109,9 @@ class Settings(BaseModel, ABC):
         """As JSON has it; what is not set is left out."""
         return self.model_dump(mode="json", exclude_none=True)
 
+    def quoted(self) -> str:
+        return shlex.quote(json.dumps(self.document()))
+
 
 class VllmSettings(Settings):
     """vLLM's ``--speculative-config``."""
@@ -96,9 +120,7 @@ class VllmSettings(Settings):
     method: Literal["draft_model", "eagle", "eagle3", "ngram"]
     model: str | None = None
     num_speculative_tokens: Positive
-    num_speculative_tokens_per_batch_size: tuple[tuple[Positive, Positive, Count], ...] | None = (
-        None
-    )
+    num_speculative_tokens_per_batch_size: tuple[Range, ...] | None = None
     prompt_lookup_max: Positive | None = None
     prompt_lookup_min: Positive | None = None
 
@@ -108,11 +130,8 @@ class VllmSettings(Settings):
             raise ValueError('"model" names the draft, and is left out for method "ngram"')
         ranges = self.num_speculative_tokens_per_batch_size
         if ranges is not None:
-            if (
-                not ranges
-                or ranges[0][0] != 1
-                or any(b[0] != a[1] + 1 for a, b in pairwise(ranges))
-            ):
+            follow = all(b[0] == a[1] + 1 for a, b in pairwise(ranges))
+            if not ranges or ranges[0][0] != 1 or not follow:
                 raise ValueError(
                     "num_speculative_tokens_per_batch_size begins at 1 and leaves no batch size out"
                 )
@@ -125,32 +144,28 @@ class VllmSettings(Settings):
     def of(cls, drafting: Drafting, version: str | None) -> Self:
         if drafting.width is not None:
             raise ValueError("vLLM has no trees")
-        lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1} if drafting.model is None else {}
-        window = drafting.window
+        window, looks_up = drafting.window, drafting.model is None
         schedule = schedule_of(window) if isinstance(window, ByBatchWindow) else None
         said = {
-            "method": "ngram" if drafting.model is None else drafting.algorithm or "draft_model",
+            "method": "ngram" if looks_up else drafting.algorithm or "draft_model",
             "model": drafting.model,
             "num_speculative_tokens": drafting.gamma_max,
             "num_speculative_tokens_per_batch_size": schedule,
+            "prompt_lookup_max": MOST if looks_up else None,
+            "prompt_lookup_min": LEAST if looks_up else None,
         }
-        return cls.model_validate({**said, **lookup})
+        return cls.model_validate(said)
 
     def drafting(self, version: str | None) -> Drafting:
         ranges = self.num_speculative_tokens_per_batch_size
-        window: FixedWindow | ByBatchWindow = FixedWindow(gamma=self.num_speculative_tokens)
-        if ranges is not None:
-            window = windowed({first: gamma for first, _, gamma in ranges})
+        gammas = None if ranges is None else {first: gamma for first, _, gamma in ranges}
+        window = windowed(gammas, self.num_speculative_tokens)
         return Drafting(self.model, ALGORITHMS.get(self.method, ""), window)
 
     @classmethod
     def line(cls, settings: Self | None, target: str) -> str:
         start = f"vllm serve {shlex.quote(target)}"
-        return (
-            start
-            if settings is None
-            else f"{start} --speculative-config {shlex.quote(json.dumps(settings.document()))}"
-        )
+        return start if settings is None else f"{start} --speculative-config {settings.quoted()}"
 
 
 class SglangSlot(BaseModel):
@@ -175,25 +190,17 @@ class SglangSettings(Settings):
     speculative_num_draft_tokens: Annotated[int, Field(ge=2)]
     speculative_ngram_max_bfs_breadth: Positive | None = None
     speculative_adaptive: Literal[True] | None = None
-    speculative_adaptive_config: (
-        dict[Annotated[str, Field(pattern="^[1-9][0-9]*$")], SglangSlot] | None
-    ) = None
+    speculative_adaptive_config: dict[Size, SglangSlot] | None = None
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
-        steps, width, slots = (
-            self.speculative_num_steps,
-            self.speculative_eagle_topk,
-            self.speculative_adaptive_config,
-        )
+        steps, width = self.speculative_num_steps, self.speculative_eagle_topk
+        path, slots = self.speculative_draft_model_path, self.speculative_adaptive_config
         if self.speculative_algorithm == "NGRAM":
-            if self.speculative_draft_model_path or steps or width or slots:
+            if path or steps or width or slots:
                 raise ValueError("NGRAM has a number of draft tokens and a breadth alone")
             return self
-        if (
-            not (self.speculative_draft_model_path and steps and width)
-            or self.speculative_ngram_max_bfs_breadth
-        ):
+        if not (path and steps and width) or self.speculative_ngram_max_bfs_breadth:
             raise ValueError("a draft has a path, steps and a top-k")
         most = steps if width == 1 else width + (steps - 1) * width * width
         if not steps <= self.speculative_num_draft_tokens - 1 <= most:
@@ -228,24 +235,20 @@ class SglangSettings(Settings):
         return cls.model_validate(said)
 
     def drafting(self, version: str | None) -> Drafting:
-        tokens, width, slots = (
-            self.speculative_num_draft_tokens - 1,
-            self.speculative_eagle_topk,
-            self.speculative_adaptive_config,
-        )
+        path, width = self.speculative_draft_model_path, self.speculative_eagle_topk
+        tokens, slots = self.speculative_num_draft_tokens - 1, self.speculative_adaptive_config
         if self.speculative_algorithm == "NGRAM":
             if self.speculative_ngram_max_bfs_breadth != 1:
                 raise ValueError("NGRAM drafts trees; set speculative_ngram_max_bfs_breadth to 1")
             return Drafting(None, "", FixedWindow(gamma=tokens))
         algorithm = ALGORITHMS.get(self.speculative_algorithm.lower(), "")
-        window: FixedWindow | ByBatchWindow = FixedWindow(gamma=self.speculative_num_steps or 0)
+        gammas = None
         if slots is not None:
             if any(len(slot.candidate_steps) > 1 for slot in slots.values()):
                 raise ValueError("with several candidate_steps it adapts by its own rule; give one")
-            window = windowed({int(size): slot.candidate_steps[0] for size, slot in slots.items()})
-        if width == 1:
-            return Drafting(self.speculative_draft_model_path, algorithm, window)
-        return Drafting(self.speculative_draft_model_path, algorithm, window, width, tokens)
+            gammas = {int(size): slot.candidate_steps[0] for size, slot in slots.items()}
+        window = windowed(gammas, self.speculative_num_steps or 0)
+        return Drafting(path, algorithm, window, *((None, None) if width == 1 else (width, tokens)))
 
     @classmethod
     def line(cls, settings: Self | None, target: str) -> str:
@@ -278,11 +281,8 @@ class TensorRTSettings(Settings):
     def _rules(self) -> Self:
         if (self.decoding_type == "NGram") != (self.speculative_model is None):
             raise ValueError('"speculative_model" names the draft, and is left out for NGram')
-        schedule, width, nodes = (
-            self.draft_len_schedule,
-            self.dynamic_tree_max_topK,
-            self.max_total_draft_tokens,
-        )
+        schedule, width = self.draft_len_schedule, self.dynamic_tree_max_topK
+        nodes = self.max_total_draft_tokens
         if schedule is not None and (not schedule or schedule[min(schedule)] != self.max_draft_len):
             raise ValueError("draft_len_schedule begins with max_draft_len")
         if schedule is not None and max(schedule.values()) > self.max_draft_len:
@@ -315,48 +315,32 @@ class TensorRTSettings(Settings):
         return cls.model_validate(said)
 
     def drafting(self, version: str | None) -> Drafting:
-        schedule, algorithm = (
-            self.draft_len_schedule,
-            ALGORITHMS.get(self.decoding_type.lower(), ""),
-        )
-        window: FixedWindow | ByBatchWindow = FixedWindow(gamma=self.max_draft_len)
-        if schedule is not None and self._by_largest(version):
-            sizes = [1, *(size + 1 for size in sorted(schedule))]
-            gammas = [*(schedule[size] for size in sorted(schedule)), 0]
-            window = windowed(
-                {
-                    size: gamma
-                    for size, gamma in zip(sizes, gammas, strict=True)
-                    if size <= BATCH_LIMIT
-                }
-            )
-        elif schedule is not None:
-            window = windowed(schedule)
-        return Drafting(
-            self.speculative_model,
-            algorithm,
-            window,
-            self.dynamic_tree_max_topK,
-            self.max_total_draft_tokens,
-        )
+        gammas = self.draft_len_schedule
+        if gammas is not None and self._by_largest(version):
+            lasts = sorted(gammas)
+            ends = zip([0, *lasts], [*(gammas[last] for last in lasts), 0], strict=True)
+            gammas = {last + 1: gamma for last, gamma in ends if last < BATCH_LIMIT}
+        algorithm = ALGORITHMS.get(self.decoding_type.lower(), "")
+        tree = self.dynamic_tree_max_topK, self.max_total_draft_tokens
+        window = windowed(gammas, self.max_draft_len)
+        return Drafting(self.speculative_model, algorithm, window, *tree)
 
     @classmethod
     def _by_largest(cls, version: str | None) -> bool:
         """Whether its schedules have largest batch sizes. Raises VersionError for None."""
         if version is None:
-            before = (
-                f"TensorRT-LLM reads draft_len_schedule by least batch sizes before {UPPER_BOUNDS}"
+            raise VersionError(
+                "TensorRT-LLM reads draft_len_schedule by least batch sizes before "
+                f"{UPPER_BOUNDS}, by largest ones from it on; say --engine-version"
             )
-            raise VersionError(f"{before}, by largest ones from it on; say --engine-version")
         return _numbers(version) >= _numbers(UPPER_BOUNDS)
 
     @classmethod
     def line(cls, settings: Self | None, target: str) -> str:
         if settings is None:
             return f"trtllm-serve {shlex.quote(target)}"
-        written = shlex.quote(
-            json.dumps({"speculative_config": settings.document()})
-        )  # JSON is YAML
+        said = {"speculative_config": settings.document()}
+        written = shlex.quote(json.dumps(said))  # JSON is YAML
         serve = f"trtllm-serve {shlex.quote(target)} --extra_llm_api_options speculative.yaml"
         return f"echo {written} > speculative.yaml && {serve}"
 
@@ -381,13 +365,8 @@ def _numbers(version: str) -> tuple[int, ...]:
     found = re.fullmatch(r"[vb]?(\d+)(?:\.(\d+))?(?:\.(\d+))?(?:rc(\d+))?(?:\.post\d+)?", version)
     if found is None:
         raise VersionError(f"{version!r} is no version; write it as {UPPER_BOUNDS}")
-    major, minor, patch, candidate = found.groups()
-    return (
-        int(major),
-        int(minor or 0),
-        int(patch or 0),
-        1 << 30 if candidate is None else int(candidate),
-    )
+    *parts, candidate = found.groups()
+    return *(int(part or 0) for part in parts), 1 << 30 if candidate is None else int(candidate)
 
 
 class LlamaCppSettings(Settings):
@@ -418,11 +397,8 @@ class LlamaCppSettings(Settings):
 
     def drafting(self, version: str | None) -> Drafting:
         algorithm: Algorithm = "eagle3" if self.spec_type == "draft-eagle3" else ""
-        return Drafting(
-            self.spec_draft_model.removesuffix(".gguf"),
-            algorithm,
-            FixedWindow(gamma=self.spec_draft_n_max),
-        )
+        window = FixedWindow(gamma=self.spec_draft_n_max)
+        return Drafting(self.spec_draft_model.removesuffix(".gguf"), algorithm, window)
 
     @classmethod
     def line(cls, settings: Self | None, target: str) -> str:

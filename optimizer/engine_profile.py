@@ -6,20 +6,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import cycle, islice
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from spectune.engines.abilities import Engine
-from spectune.engines.protocol import Load, Prompt, Running, Wanted
+from spectune.engines.protocol import Load, Prompt, Running, Wanted, numbered
 from spectune.engines.start import start
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.on_engine import record_on
 from spectune.optimizer.simulate.served_costs import ServedCosts
 from spectune.runtime.costs import step_seconds
 from spectune.runtime.pair import PairSpec
-from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_plain_policy
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import EngineError, PairError
 from spectune.traces.store import TraceStore
@@ -53,13 +52,7 @@ class Design:
         done = 0
         for clients in doubled(self.clients):
             done += max(LEAST_REQUESTS, 2 * clients)
-            prompts = islice(cycle(self.prompts), done)
-            yield (
-                clients,
-                tuple(
-                    Prompt(f"{n}", prompt.category, prompt.ids) for n, prompt in enumerate(prompts)
-                ),
-            )
+            yield clients, numbered(self.prompts, done)
 
     def policies(self, engine: Engine, draft: str) -> list[Policy]:
         """What is in force while they are served; of an engine that can, also no tokens with the
@@ -71,8 +64,7 @@ class Design:
         ]
         if engine.by_batch and self.clients > 1:
             windows.append({"kind": "by_batch", "gamma": {"1": min(2, self.most), "2": 0}})
-        found = [parse_policy({"draft": draft, "window": window}) for window in windows]
-        return [policy for policy in found if isinstance(policy, Policy)]
+        return [parse_plain_policy({"draft": draft, "window": window}) for window in windows]
 
 
 def doubled(most: int) -> tuple[int, ...]:
@@ -135,18 +127,8 @@ def serve_design(
     for policy in design.policies(running.engine, draft):
         recording = ""
         for clients, prompts in design.loads():  # what is not recorded yet is served to so many
-            info = record_on(
-                store,
-                spec,
-                running,
-                None,
-                prompts,
-                policy,
-                Load(clients),
-                options,
-                fresh=not recording,
-                timed=True,
-            )
+            asked = running, None, prompts, policy, Load(clients), options
+            info = record_on(store, spec, *asked, fresh=not recording, timed=True)
             recording = info.id
             progress(policy.label(), clients, design.clients)
         store.finish_recording(recording)
@@ -161,15 +143,14 @@ def step_table(
     text, of those that were served with the draft ("": without one). 0 is told where the engine
     keeps it loaded then."""
     least, most = costs.passes[draft]
-    off = (0,) if not draft or engine.by_batch else ()
+    gammas = [0] if not draft or engine.by_batch else []
+    gammas += [gamma for gamma in doubled(design.most) if draft]
     rows = []
     for batch in doubled(design.clients):
         row: dict[str, Any] = {"batch": batch}
-        for gamma in (*off, *doubled(design.most)) if draft else off:
-            if least <= gamma <= most:
-                step = costs.of(draft, [gamma])
-                row[str(gamma)] = 1000 * step_seconds(
-                    step, batch * (1 + gamma), 0, batch, batch * design.context, gamma
-                )
+        context = batch * design.context
+        for gamma in (gamma for gamma in gammas if least <= gamma <= most):
+            of = costs.of(draft, [gamma])
+            row[str(gamma)] = 1000 * step_seconds(of, batch * (1 + gamma), 0, batch, context, gamma)
         rows.append(row)
     return rows

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
+from itertools import product
 from typing import Any, Final
 
 import numpy as np
 
-from spectune.engines.protocol import Answered, Prompt, Wanted
+from spectune.engines.protocol import Answered, Prompt, Wanted, numbered
 from spectune.engines.start import start
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.on_engine import execute
@@ -85,11 +85,7 @@ def finalists(found: Found, lab: UnderLoad, incumbent: Policy) -> list[Scored]:
 def pass_s(those: Sequence[Scored]) -> float:
     """The seconds that executing all once takes, as predicted, starts left out; of whom nothing is
     predicted as the others."""
-    known = [
-        sum(served.seconds for served in scored.served.values())
-        for scored in those
-        if scored.served
-    ]
+    known = [sum(served.seconds for served in s.served.values()) for s in those if s.served]
     return sum(known) / len(known) * len(those)
 
 
@@ -99,96 +95,70 @@ def passes_of(those: Sequence[Scored], budget_s: float) -> int:
     return max(1, min(MOST_PASSES, int(budget_s / one) if one > 0 else MOST_PASSES))
 
 
-class Execution:
-    """Executes finalists on the engine that was recorded. Raises TraceError for texts that cannot
-    be served again as they were."""
-
-    def __init__(self, lab: UnderLoad, spec: PairSpec, progress: Progress) -> None:
-        texts = [_whole(lab.trace.trajectories[r]) for r in lab.trace.order]
-        asked = {text.max_new_tokens for text in texts}
-        if len(asked) > 1 or any(text.finish == "stop" for text in texts):
-            why = "for different numbers of tokens" if len(asked) > 1 else "to end at a stop string"
-            raise TraceError(
-                f"recording {lab.info.id}: its requests asked {why}, which an execution is not "
-                "told; leave --execute out"
-            )
-        self._lab, self._spec, self._texts, self._progress = lab, spec, texts, progress
-        self._options = DecodeOptions(lab.info.sampling, texts[0].max_new_tokens)
-
-    def run(self, those: Sequence[Scored], passes: int) -> list[Executed]:
-        """Every policy under every load, ``passes`` times in turn: an engine is started for each
-        draft of each pass, so that what the machine does meanwhile falls on all alike. Raises
-        EngineError where the engine fails."""
-        lab, groups = self._lab, dict[str, list[Scored]]()
-        for scored in those:
-            groups.setdefault(lab.loaded(scored.policy) or "none", []).append(scored)
-        served: dict[tuple[str, str], list[Served]] = {
-            (s.policy.id, name): [] for s in those for name in lab.loads
-        }
-        differ = dict.fromkeys((s.policy.id for s in those), 0)
-        total = passes * len(served)
-        for _ in range(passes):
-            for draft, group in groups.items():
-                with closing(
-                    start(lab.engine.name, self._spec, self._wanted(draft, group))
-                ) as running:
-                    for scored in group:
-                        for name, load in lab.loads.items():
-                            prompts = self._prompts(len(load.arrivals) or lab.count)
-                            answered = list(
-                                execute(running, prompts, scored.policy, load, self._options)
-                            )
-                            served[scored.policy.id, name].append(served_of(answered))
-                            differ[scored.policy.id] += self._differ(answered)
-                            self._progress("execute", sum(map(len, served.values())), total)
-        return [
-            Executed(
-                s.policy,
-                s.served,
-                {name: tuple(served[s.policy.id, name]) for name in lab.loads},
-                differ[s.policy.id],
-            )
-            for s in those
-        ]
-
-    def _wanted(self, draft: str, group: Sequence[Scored]) -> Wanted:
-        longest = max(len(text.prompt_ids) for text in self._texts) + self._options.max_new_tokens
-        return Wanted(
-            draft,
-            max(1, *(s.policy.gamma_max for s in group)),
-            self._lab.rules.max_num_seqs,
-            longest,
+def execute_all(
+    lab: UnderLoad, spec: PairSpec, those: Sequence[Scored], passes: int, progress: Progress
+) -> list[Executed]:
+    """Every policy under every load, ``passes`` times in turn, on the engine that was recorded: it
+    is started for each draft of each pass, so that what the machine does meanwhile falls on all
+    alike. Raises TraceError for texts that cannot be served again as they were, EngineError where
+    the engine fails."""
+    texts = _texts(lab)
+    options = DecodeOptions(lab.info.sampling, texts[0].max_new_tokens)
+    recorded = [Prompt("", text.category, tuple(text.prompt_ids.tolist())) for text in texts]
+    longest = max(len(prompt.ids) for prompt in recorded) + options.max_new_tokens
+    groups = dict[str, list[Scored]]()
+    for scored in those:
+        groups.setdefault(lab.loaded(scored.policy) or "none", []).append(scored)
+    served: dict[tuple[str, str], list[Served]] = {
+        (s.policy.id, name): [] for s in those for name in lab.loads
+    }
+    differ = dict.fromkeys((s.policy.id for s in those), 0)
+    for draft, group in passes * list(groups.items()):
+        most = max(1, *(s.policy.gamma_max for s in group))
+        wanted = Wanted(draft, most, lab.rules.max_num_seqs, longest)
+        with closing(start(lab.engine.name, spec, wanted)) as running:
+            for policy, (name, load) in product((s.policy for s in group), lab.loads.items()):
+                prompts = numbered(recorded, len(load.arrivals) or lab.count)
+                answered = list(execute(running, prompts, policy, load, options))
+                served[policy.id, name].append(served_of(answered))
+                if options.sampling.greedy:
+                    differ[policy.id] += sum(_differs(done, texts) for done in answered)
+                progress("execute", sum(map(len, served.values())), passes * len(served))
+    return [
+        Executed(
+            s.policy,
+            s.served,
+            {name: tuple(served[s.policy.id, name]) for name in lab.loads},
+            differ[s.policy.id],
         )
+        for s in those
+    ]
 
-    def _prompts(self, count: int) -> tuple[Prompt, ...]:
-        """The recorded prompts in order, from the first again where there are fewer."""
-        again = islice(cycle(self._texts), count)
-        return tuple(
-            Prompt(f"{n}", text.category, tuple(text.prompt_ids.tolist()))
-            for n, text in enumerate(again)
-        )
 
-    def _differ(self, answered: Sequence[Answered]) -> int:
-        """Greedy texts that are others than the recorded."""
-        if not self._options.sampling.greedy:
-            return 0
-        recorded = self._texts
-        return sum(
-            not np.array_equal(
-                recorded[int(done.trajectory.request_id) % len(recorded)].output_ids,
-                done.trajectory.output_ids,
-            )
-            for done in answered
+def _texts(lab: UnderLoad) -> list[Trajectory]:
+    """Those that were recorded. Raises TraceError where an execution is not told what they
+    asked."""
+    texts = [_whole(lab.trace.trajectories[r]) for r in lab.trace.order]
+    is_mixed = len({text.max_new_tokens for text in texts}) > 1
+    if is_mixed or any(text.finish == "stop" for text in texts):
+        why = "for different numbers of tokens" if is_mixed else "to end at a stop string"
+        raise TraceError(
+            f"recording {lab.info.id}: its requests asked {why}, which an execution is not told; "
+            "leave --execute out"
         )
+    return texts
+
+
+def _differs(done: Answered, texts: Sequence[Trajectory]) -> bool:
+    """Whether a numbered request's text is another than the recorded."""
+    recorded = texts[int(done.trajectory.request_id) % len(texts)]
+    return not np.array_equal(recorded.output_ids, done.trajectory.output_ids)
 
 
 def _whole(rest: Trajectory) -> Trajectory:
     """A text of the trace with its first token, which the trace counts to the prompt."""
-    before, first = rest.prompt_ids[:-1], rest.prompt_ids[-1:]
-    output = np.concatenate((first, rest.output_ids))
-    return replace(
-        rest, prompt_ids=before, output_ids=output, max_new_tokens=rest.max_new_tokens + 1
-    )
+    output, most = np.concatenate((rest.prompt_ids[-1:], rest.output_ids)), rest.max_new_tokens + 1
+    return replace(rest, prompt_ids=rest.prompt_ids[:-1], output_ids=output, max_new_tokens=most)
 
 
 def served_of(answered: Sequence[Answered]) -> Served:

@@ -18,6 +18,8 @@ from spectune.traces.errors import EngineError
 from spectune.traces.schema import Outcome, RequestOutcome, Verifier, Workload, latency_json
 from spectune.traces.store import RecordingInfo, TraceStore
 
+WARM_TOKENS = 8
+
 
 def prompts_of(words: Texts, workload: Workload, options: DecodeOptions) -> tuple[Prompt, ...]:
     """A workload's requests as token ids."""
@@ -43,16 +45,10 @@ def execute(
 ) -> Generator[Answered, None, None]:
     """Serves the prompts, the first of them twice: once before, for a few tokens, so that no figure
     is the first touch."""
-    few = min(WARM_TOKENS, options.max_new_tokens)
-    list(
-        running.execute(prompts[:1], policy, Load(), sampling=options.sampling, max_new_tokens=few)
-    )
-    return running.execute(
-        prompts, policy, load, sampling=options.sampling, max_new_tokens=options.max_new_tokens
-    )
-
-
-WARM_TOKENS = 8
+    most, sampling = options.max_new_tokens, options.sampling
+    few = min(WARM_TOKENS, most)
+    list(running.execute(prompts[:1], policy, Load(), sampling=sampling, max_new_tokens=few))
+    return running.execute(prompts, policy, load, sampling=sampling, max_new_tokens=most)
 
 
 def about_recording(running: Running, options: DecodeOptions) -> dict[str, Any]:
@@ -100,11 +96,9 @@ def record_on(
         "verifier": verifier_of(options),
         "options": about_recording(running, options),
     }
-    found = (
-        None
-        if fresh
-        else store.find_recording(name, digest, options.sampling, **asked, state="recording")
-    )
+    found = None
+    if not fresh:
+        found = store.find_recording(name, digest, options.sampling, **asked, state="recording")
     info = found or store.create_recording(name, digest, options.sampling, **asked)
     have = store.recorded_ordinals(info.id)
     missing = {p.id: n for n, p in enumerate(prompts) if n not in have}
@@ -124,25 +118,17 @@ def outcome_on(policy: str, answered: Iterable[Answered]) -> Outcome:
     all together are the engine's own, and tokens per second what it served."""
     rows = []
     for done in answered:
-        seconds = sum(step.round_s / step.batch for step in done.steps)
-        rows.append(
-            RequestOutcome(
-                done.trajectory.request_id, done.trajectory.category, counts_of(done.steps, seconds)
-            )
-        )
+        seconds, text = sum(step.round_s / step.batch for step in done.steps), done.trajectory
+        counts = counts_of(done.steps, seconds)
+        rows.append(RequestOutcome(text.request_id, text.category, counts))
     return Outcome(policy, "executed", tuple(sorted(rows, key=lambda row: row.request_id)))
 
 
 def latency_on(answered: Iterable[Answered]) -> dict[str, Any] | None:
     """What a user waited for, waiting to be admitted included
     (:func:`traces.schema.latency_json`)."""
-    return latency_json(
-        [
-            (
-                a.first_token_s - a.arrived_s,
-                a.finished_s - a.arrived_s,
-                len(a.trajectory.output_ids),
-            )
-            for a in answered
-        ]
-    )
+    timed = []
+    for a in answered:
+        waited = a.first_token_s - a.arrived_s, a.finished_s - a.arrived_s
+        timed.append((*waited, len(a.trajectory.output_ids)))
+    return latency_json(timed)

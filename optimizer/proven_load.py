@@ -39,11 +39,8 @@ def to_beat(lab: UnderLoad, active: Publication | None) -> tuple[Policy, str]:
         lab.engine.runs(policy)
     except PolicyError as error:
         said = str(error).removeprefix(f"publication {active.version}: ")
-        return (
-            AUTOREGRESSIVE,
-            f"publication {active.version} cannot run ({said}), so what is to be beaten is no "
-            "speculation",
-        )
+        why = f"publication {active.version} cannot run ({said}), so what is to be beaten is no"
+        return AUTOREGRESSIVE, f"{why} speculation"
     assert isinstance(policy, Policy)  # no engine runs a chooser
     return policy, ""
 
@@ -77,25 +74,19 @@ class Proof:
     @property
     def wants(self) -> int:
         """Passes with which it may be proved; 0 where more would not help."""
-        return (
-            0
-            if self.winner.id == self.incumbent.id or self.passes == MOST_PASSES
-            else min(MOST_PASSES, max(ENOUGH, self.passes + 2))
-        )
+        if self.winner.id == self.incumbent.id or self.passes == MOST_PASSES:
+            return 0
+        return min(MOST_PASSES, max(ENOUGH, self.passes + 2))
 
     def __str__(self) -> str:
-        value, low, high = self.ratio
         if self.winner.id == self.incumbent.id:
             return ""
-        spread = (
-            ""
-            if self.passes < 2
-            else f" ({100 * LEVEL:.0f}% interval {low:.3f} to {high:.3f}, {self.passes} passes)"
-        )
-        return (
-            f"{self.winner.label()} was {value:.3f} times as good as "
-            f"{self.incumbent.label()}{spread}"
-        )
+        (value, low, high), names = self.ratio, (self.winner.label(), self.incumbent.label())
+        said = f"{names[0]} was {value:.3f} times as good as {names[1]}"
+        if self.passes < 2:
+            return said
+        spread = f"{100 * LEVEL:.0f}% interval {low:.3f} to {high:.3f}"
+        return f"{said} ({spread}, {self.passes} passes)"
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready; an interval's end that is not known is None."""
@@ -117,12 +108,8 @@ def proof_of(executed: Sequence[Executed], incumbent: Policy, objective: Objecti
     mean, passes, half = float(apart.mean()), len(apart), math.inf
     if passes > 1:
         half = float(stdtrit(passes - 1, (1 + LEVEL) / 2) * apart.std(ddof=1) / math.sqrt(passes))
-    return Proof(
-        best.policy,
-        incumbent,
-        (math.exp(mean), math.exp(mean - half), math.exp(mean + half)),
-        passes,
-    )
+    ratio = math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+    return Proof(best.policy, incumbent, ratio, passes)
 
 
 def _logs(one: Executed, objective: Objective) -> FloatArray:

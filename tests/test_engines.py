@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from waiting import eventually
 
-from spectune.engines.abilities import ENGINES, engine_named
-from spectune.engines.serving import RECORDINGS_LIMIT, Place, Served
-from spectune.engines.vllm.command import server_command
+from spectune.engines.abilities import ENGINES, VLLM, engine_named
+from spectune.engines.serving import RECORDINGS_LIMIT, Place, Served, Table
+from spectune.engines.settings import schedule_of
+from spectune.engines.vllm.command import every_gamma, line_of, server_arguments
 from spectune.engines.vllm.prompt_lookup import copied
-from spectune.engines.vllm.tables import Table, every_gamma, schedule_of, table_of
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace, simulate
@@ -38,6 +38,7 @@ from spectune.traces.errors import PairError, PolicyError, TraceError
 from spectune.traces.recording import RecordedRequest
 from spectune.traces.schema import Proposals, Sampling, Step, Trajectory, TreePanorama
 from spectune.traces.store import TraceStore
+from spectune.traces.store.traffic import CAPACITY
 
 
 def by_batch(**gamma: int) -> dict[str, Any]:
@@ -48,8 +49,11 @@ def policy(window: dict[str, Any], draft: str = "small", **blocks: Any) -> AnyPo
     return parse_policy({"draft": draft, "window": window, **blocks})
 
 
-def table(of: AnyPolicy, most: int = 6) -> Table:
-    return table_of(of, 3, draft="small", most=most, max_num_seqs=8)
+FOUR = {"kind": "fixed", "gamma": 4}
+
+
+def gammas(of: AnyPolicy) -> tuple[int, ...]:
+    return VLLM.gammas(of, draft="small", most=6, max_num_seqs=8)
 
 
 def test_windows_by_batch_say_what_is_drafted_from_each_size_on() -> None:
@@ -80,37 +84,28 @@ def test_malformed_windows_by_batch_are_refused_with_what_to_write(gamma: Any, s
 
 
 def test_a_table_has_the_policys_tokens_for_every_batch_size() -> None:
-    assert table(policy({"kind": "fixed", "gamma": 4})).gammas == (0, *[4] * 8)
-    found = table(policy(by_batch(at1=6, at3=2, at8=0)))
-    assert found.gammas == (0, 6, 6, 2, 2, 2, 2, 2, 0)
-    assert (found.policy, found.version) == (policy(by_batch(at1=6, at3=2, at8=0)).id, 3)
-    assert table(AUTOREGRESSIVE).gammas == (0,) * 9
+    assert gammas(policy(FOUR)) == (0, *[4] * 8)
+    assert gammas(policy(by_batch(at1=6, at3=2, at8=0))) == (0, 6, 6, 2, 2, 2, 2, 2, 0)
+    assert gammas(AUTOREGRESSIVE) == (0,) * 9
 
 
 @pytest.mark.parametrize(
     ("refused", "said"),
     [
-        (
-            policy({"kind": "fixed", "gamma": 4}, draft="medium"),
-            "loaded the draft 'small', not 'medium'",
-        ),
+        (policy(FOUR, draft="medium"), "loaded the draft 'small', not 'medium'"),
         (policy({"kind": "fixed", "gamma": 7}), "at most 6 tokens"),
         (
             policy({"kind": "fsm"}),
-            r"runs chains with a fixed or by_batch window, "
-            r"and nearest is 'small fixed\(gamma=\d+\)'",
+            r"with a fixed or by_batch window, and nearest is 'small fixed\(gamma=\d+\)'",
         ),
-        (
-            policy({"kind": "fixed", "gamma": 4}, stop={"kind": "max_prob", "threshold": 0.4}),
-            "a stop or a shortlist",
-        ),
-        (policy({"kind": "fixed", "gamma": 4}, growth={"kind": "top_k"}), "cannot run trees"),
+        (policy(FOUR, stop={"kind": "max_prob", "threshold": 0.4}), "a stop or a shortlist"),
+        (policy(FOUR, growth={"kind": "top_k"}), "cannot run trees"),
         (ChooserPolicy.of("a1b2"), "one of the candidates"),
     ],
 )
 def test_what_vllm_cannot_run_is_refused_with_what_it_can(refused: AnyPolicy, said: str) -> None:
     with pytest.raises(PolicyError, match=said):
-        table(refused)
+        gammas(refused)
 
 
 def test_every_number_of_tokens_is_named_to_the_server() -> None:
@@ -127,18 +122,16 @@ def test_every_number_of_tokens_is_named_to_the_server() -> None:
 
 def test_the_printed_command_serves_the_pair_with_its_draft(tiny_pair: Path) -> None:
     spec = read_pair(str(tiny_pair))
-    made = server_command(spec, {"SPECTUNE_DB": "/a b/x.db"}, draft="far", most=4, max_num_seqs=16)
-    words = shlex.split(made.line())
+    made = server_arguments(spec, draft="far", most=4, max_num_seqs=16)
+    words = shlex.split(line_of({"SPECTUNE_DB": "/a b/x.db"}, made))
     assert words[:4] == ["SPECTUNE_DB=/a b/x.db", "vllm", "serve", spec.target]
     config = json.loads(words[words.index("--speculative-config") + 1])
-    assert config["model"] == dict(spec.drafts)["far"]
-    assert config["num_speculative_tokens"] == 4
+    assert (config["model"], config["num_speculative_tokens"]) == (dict(spec.drafts)["far"], 4)
     assert words[words.index("--scheduler-cls") + 1] == "spectune.engines.vllm.Scheduler"
-    assert "prompt_lookup_max" in json.loads(
-        server_command(spec, {}, draft="ngram", most=4, max_num_seqs=16).arguments[6]
-    )
+    lookup = server_arguments(spec, draft="ngram", most=4, max_num_seqs=16)
+    assert "prompt_lookup_max" in json.loads(lookup[6])
     with pytest.raises(PairError, match="no such draft; it has: near, far, ngram"):
-        server_command(spec, {}, draft="x", most=4, max_num_seqs=16)
+        server_arguments(spec, draft="x", most=4, max_num_seqs=16)
 
 
 def test_an_engine_that_is_not_known_is_named() -> None:
@@ -154,12 +147,10 @@ def test_after_the_first_token_panoramas_are_those_of_a_longer_prompt(
     rng = np.random.default_rng(3)
     text = rng.integers(0, 300, 24).astype(np.int32)
     for start in range(8):  # the draft is wrong about the first token here, right there
-        whole = Trajectory(
-            "r", "c", text[start : start + 6], text[start + 6 :], Sampling(), 40, "length"
-        )
-        cut = RecordedRequest(
-            0, whole, {draft: record_panorama(pair, whole, draft, 5)}
-        ).after_first()
+        ids = text[start : start + 6], text[start + 6 :]
+        whole = Trajectory("r", "c", *ids, Sampling(), 40, "length")
+        panoramas = {draft: record_panorama(pair, whole, draft, 5)}
+        cut = RecordedRequest(0, whole, panoramas).after_first()
         assert cut.trajectory.prompt_ids.tolist() == text[start : start + 7].tolist()
         assert cut.trajectory.max_new_tokens == 39
         assert cut.panoramas[draft] == record_panorama(pair, cut.trajectory, draft, 5)
@@ -179,15 +170,12 @@ def test_after_the_first_token_trees_replay_as_those_of_a_longer_prompt(
         return record_tree_panorama(pair, of, "near", 2, 3, proposals=proposals)
 
     cut = RecordedRequest(0, whole, **{kind: {"near": trees(whole)}}).after_first()
-    wanted, found = (
-        run_replay(
-            ReplayTrace([cut.trajectory], {}, trees={("near", proposals): [each]}),
-            grown,
-            per_round=True,
-        ).steps()
-        for each in (trees(cut.trajectory), getattr(cut, kind)["near"])
-    )
-    assert found == wanted
+
+    def replayed(each: TreePanorama) -> object:
+        trace = ReplayTrace([cut.trajectory], {}, trees={("near", proposals): [each]})
+        return run_replay(trace, grown, per_round=True).steps()
+
+    assert replayed(getattr(cut, kind)["near"]) == replayed(trees(cut.trajectory))
 
 
 def looked_up(text: list[int], most: int, least: int) -> int | None:
@@ -213,10 +201,7 @@ def test_prompt_lookup_copies_from_the_earliest_place_after_the_longest_suffix(
         for at in range(prompt, len(text)):
             place = looked_up(text[:at], most, least)
             ahead = text[place:at] if place is not None else []
-            same = next(
-                (i for i, x in enumerate(ahead) if text[at : at + i + 1] != ahead[: i + 1]),
-                len(ahead),
-            )
+            same = [*(a == b for a, b in zip(ahead, text[at:], strict=False)), False].index(False)
             assert (length[at - prompt], agree[at - prompt]) == (len(ahead), same)
 
 
@@ -224,9 +209,8 @@ def test_engines_drafts_propose_their_likeliest_token_at_every_temperature(
     pair: LoadedPair,
 ) -> None:
     text = np.random.default_rng(5).integers(0, 300, 24).astype(np.int32)
-    sampled = Trajectory(
-        "r", "c", text[:6], text[6:], Sampling(0.8, seed=1), 40, "length", "greedy"
-    )
+    asked = Sampling(0.8, seed=1), 40, "length", "greedy"
+    sampled = Trajectory("r", "c", text[:6], text[6:], *asked)
     greedy = replace(sampled, sampling=Sampling(), verifier="coupled")
     assert record_panorama(pair, sampled, "near", 4) == record_panorama(pair, greedy, "near", 4)
 
@@ -240,29 +224,31 @@ def served_request(
     return Trajectory(name, "serve", tokens[:3], tokens[3:], sampling, 9, "length"), steps
 
 
-class Server:
+def served(
+    url: str, pair: Callable[[], PairSpec], said: list[str], capacity: int = CAPACITY
+) -> Served:
     """A server's side without the engine."""
+    about = {"engine": "vllm", "engine_version": "0.32.0"}
 
-    def __init__(self, url: str, spec: PairSpec, **options: Any) -> None:
-        self.said: list[str] = []
-        place = Place(
-            url, "cpu", "node", {"engine": "vllm", "engine_version": "0.32.0"}, 512, "vllm"
-        )
-        options = {"interval_s": 0.02, **options}
-        self.served: Served[Table] = Served(
-            place, lambda: spec, Table((0, 6, 6)), self._ready, self.said.append, **options
-        )
+    def gammas(of: AnyPolicy) -> tuple[int, ...]:
+        return VLLM.gammas(of, draft="near", most=6, max_num_seqs=2)
 
-    @staticmethod
-    def _ready(found: AnyPolicy, version: int) -> Table:
-        return table_of(found, version, draft="near", most=6, max_num_seqs=2)
+    return Served(
+        Place(url, "cpu", "node", about, 512, "vllm"), pair, Table((0, 6, 6)), gammas, said.append,
+        interval_s=0.02, capacity=capacity,
+    )  # fmt: skip
 
 
 @pytest.fixture
-def server(url: str, tiny_pair: Path) -> Iterator[Server]:
-    made = Server(url, read_pair(str(tiny_pair)))
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def server(url: str, tiny_pair: Path, said: list[str]) -> Iterator[Served]:
+    made = served(url, lambda: read_pair(str(tiny_pair)), said)
     yield made
-    made.served.close()
+    made.close()
 
 
 def publish(store: TraceStore, pair_id: str, wanted: AnyPolicy) -> int:
@@ -272,62 +258,60 @@ def publish(store: TraceStore, pair_id: str, wanted: AnyPolicy) -> int:
 
 
 def test_a_server_follows_its_deployment_and_refuses_what_it_cannot_run(
-    server: Server, store: TraceStore
+    server: Served, store: TraceStore, said: list[str]
 ) -> None:
     eventually(lambda: bool(store.list_pairs()))
     pair_id = store.list_pairs()[0].id
-    good = publish(store, pair_id, policy(by_batch(at1=4, at2=1), draft="near"))
-    eventually(lambda: server.served.status.version == good)
-    assert server.served.current().gammas == (0, 4, 1)
+    wanted = policy(by_batch(at1=4, at2=1), draft="near")
+    good = publish(store, pair_id, wanted)
+    eventually(lambda: server.status.version == good)
+    assert server.current() == Table((0, 4, 1), wanted.id, good)
     bad = publish(store, pair_id, policy({"kind": "fsm"}, draft="near"))
     eventually(lambda: bool(store.acknowledgements(bad)))
-    assert server.served.status.version == good
+    assert server.status.version == good
     (refused,), (applied,) = store.acknowledgements(bad), store.acknowledgements(good)
     assert (refused.node, refused.status, applied.status) == ("node", "refused", "applied")
     assert "vLLM cannot run a window of kind 'fsm'" in refused.reason
-    assert any(f"publication {good} is in force" in line for line in server.said)
+    assert any(f"publication {good} is in force" in line for line in said)
 
 
 def test_served_requests_are_recorded_apart_by_their_sampling(
-    server: Server, store: TraceStore
+    server: Served, store: TraceStore
 ) -> None:
     for i in range(3):
-        server.served.put(*served_request(f"r{i}"))
-    server.served.put(*served_request("warm", Sampling(0.7)))
-    done = server.served.close()
+        server.put(*served_request(f"r{i}"))
+    server.put(*served_request("warm", Sampling(0.7)))
+    done = server.close()
     assert (done.written, done.dropped, done.pending) == (4, 0, 0)
     found = {info.sampling.temperature: info for info in store.list_recordings(source="serve")}
-    assert {t: (i.n_requests, i.state, i.engine) for t, i in found.items()} == {
-        0.0: (3, "complete", "vllm"),
-        0.7: (1, "complete", "vllm"),
-    }
+    told = {t: (i.n_requests, i.state, i.engine) for t, i in found.items()}
+    assert told == {0.0: (3, "complete", "vllm"), 0.7: (1, "complete", "vllm")}
     kept = store.load(found[0.7].id, steps=True).requests[0]
     assert (kept.trajectory, list(kept.steps)) == served_request("warm", Sampling(0.7))
 
 
 def test_a_recording_of_an_engine_is_replayed_from_its_second_token_on(
-    server: Server, store: TraceStore, pair: LoadedPair
+    server: Served, store: TraceStore, pair: LoadedPair
 ) -> None:
     request, steps = served_request()
-    server.served.put(request, steps)
-    server.served.close()
+    server.put(request, steps)
+    server.close()
     info = store.list_recordings()[0]
     store.put_panoramas(info.id, [(0, record_panorama(pair, request, "near", 4))])
-    fixed = policy({"kind": "fixed", "gamma": 4}, draft="near")
+    fixed = policy(FOUR, draft="near")
     trace = open_trace(store, info.id, [fixed]).trace
     assert [t.prompt_ids.tolist() for t in trace.trajectories] == [[0, 1, 2, 3]]
     assert trace.tokens == len(request.output_ids) - 1
 
 
 def test_prompt_lookup_of_a_recording_is_replayed_by_the_engines_own_rule(
-    server: Server, store: TraceStore
+    server: Served, store: TraceStore
 ) -> None:
     text = np.array([7, 8, 9, 1, 7, 8, 4, 7, 8, 9, 1, 7, 8, 5], dtype=np.int32)
-    server.served.put(
-        Trajectory("r", "serve", text[:6], text[6:], Sampling(), 20, "length"), served_request()[1]
-    )
-    server.served.close()
-    lookup = policy({"kind": "fixed", "gamma": 4}, draft="ngram")
+    request = Trajectory("r", "serve", text[:6], text[6:], Sampling(), 20, "length")
+    server.put(request, served_request()[1])
+    server.close()
+    lookup = policy(FOUR, draft="ngram")
     replayed = simulate(store, "latest", lookup, None, per_round=True).replay
     assert isinstance(replayed, Replay)
     # After "7 8 9 1 7 8 4" nothing is known; after "... 7" the first 8 9 1 7 is copied, and then
@@ -337,25 +321,25 @@ def test_prompt_lookup_of_a_recording_is_replayed_by_the_engines_own_rule(
 
 
 def test_a_database_that_comes_late_costs_nothing_but_what_does_not_fit(
-    tmp_path: Path, tiny_pair: Path
+    tmp_path: Path, tiny_pair: Path, said: list[str]
 ) -> None:
     folder = tmp_path / "later"
-    made = Server(f"sqlite:///{folder / 'x.db'}", read_pair(str(tiny_pair)), capacity=4)
-    eventually(lambda: bool(made.said))
-    assert made.said[0].endswith("serving goes on")
+    made = served(f"sqlite:///{folder / 'x.db'}", lambda: read_pair(str(tiny_pair)), said, 4)
+    eventually(lambda: said)
+    assert said[0].endswith("serving goes on")
     for i in range(6):
-        made.served.put(*served_request(f"r{i}"))
-    assert made.served.status.dropped == 2
+        made.put(*served_request(f"r{i}"))
+    assert made.status.dropped == 2
     folder.mkdir()
-    eventually(lambda: made.served.status.written == 4)
-    assert len([line for line in made.said if "serving goes on" in line]) == 1
-    made.served.close()
+    eventually(lambda: made.status.written == 4)
+    assert len([line for line in said if "serving goes on" in line]) == 1
+    made.close()
 
 
-def test_more_kinds_of_sampling_than_recordings_are_dropped_and_counted(server: Server) -> None:
+def test_more_kinds_of_sampling_than_recordings_are_dropped_and_counted(server: Served) -> None:
     for i in range(RECORDINGS_LIMIT + 3):
-        server.served.put(*served_request(f"r{i}", Sampling(0.1 + i)))
-    done = server.served.close()
+        server.put(*served_request(f"r{i}", Sampling(0.1 + i)))
+    done = server.close()
     assert (done.written, done.dropped) == (RECORDINGS_LIMIT, 3)
 
 
@@ -367,18 +351,14 @@ def test_more_kinds_of_sampling_than_recordings_are_dropped_and_counted(server: 
     ],
 )
 def test_a_pair_that_cannot_be_told_is_said_and_nothing_recorded(
-    tmp_path: Path, error: Exception, reason: str
+    tmp_path: Path, error: Exception, reason: str, said: list[str]
 ) -> None:
     def none() -> PairSpec:
         raise error
 
-    said: list[str] = []
-    place = Place(f"sqlite:///{tmp_path / 'x.db'}", "cpu", "node", {"engine": "vllm"}, 512, "vllm")
-    served: Served[Table] = Served(
-        place, none, Table((0, 6)), lambda p, v: Table((0,)), said.append
-    )
-    eventually(lambda: bool(said))
+    made = served(f"sqlite:///{tmp_path / 'x.db'}", none, said)
+    eventually(lambda: said)
     assert said == [f"nothing is recorded or followed: {reason}"]
-    served.put(*served_request())
-    assert served.close().dropped == 1
+    made.put(*served_request())
+    assert made.close().dropped == 1
     assert not (tmp_path / "x.db").exists()

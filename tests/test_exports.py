@@ -36,6 +36,9 @@ TREE = {
     "window": {"kind": "fixed", "gamma": 4},
     "select": {"top_n": 12},
 }
+FOUR, BY = {"window": FIXED[1]}, {"window": BY_BATCH[1]}
+RISING = {"kind": "by_batch", "gamma": {"1": 2, "4": 3}}
+SHORT = {"kind": "frequency", "artifact": "a"}
 
 
 def policy(window: dict[str, Any], draft: str = "small", **blocks: Any) -> Policy:
@@ -90,60 +93,49 @@ def test_a_window_by_batch_says_the_same_for_every_size(
     firsts = [max(int(s) for s in slots if int(s) <= n) for n in range(1, 40)]
     assert [slots[str(first)]["candidate_steps"] for first in firsts] == [[k] for k in expected]
     for version in (OLD, NEW):
-        schedule = engine_settings(policy(window), demo, "tensorrt-llm", version)[
-            "draft_len_schedule"
-        ]
-        assert rolled_out(schedule, version == NEW, 40) == expected
+        told = engine_settings(policy(window), demo, "tensorrt-llm", version)
+        assert rolled_out(told["draft_len_schedule"], version == NEW, 40) == expected
 
 
 @pytest.mark.parametrize(
     ("engine", "version", "document", "said"),
     [
-        (
-            "sglang",
-            None,
-            {"window": BY_BATCH[1]},
-            'a chain of an EAGLE head alone; the nearest.*"gamma": 5',
-        ),
-        (
-            "tensorrt-llm",
-            NEW,
-            {"window": {"kind": "by_batch", "gamma": {"1": 2, "4": 3}}},
-            "begins with max_draft_len",
-        ),
-        (
-            "tensorrt-llm",
-            None,
-            {"window": BY_BATCH[1]},
-            "before 1.3.0rc8, by largest ones from it on; say --engine-version",
-        ),
-        ("tensorrt-llm", "1.2.0rc5", {"window": FIXED[0]}, "known from 1.2 on, not for 1.2.0rc5"),
-        ("tensorrt-llm", "new", {"window": FIXED[0]}, "'new' is no version"),
+        ("sglang", "", BY, 'a chain of an EAGLE head alone; the nearest.*"gamma": 5'),
+        ("tensorrt-llm", NEW, {"window": RISING}, "begins with max_draft_len"),
+        ("tensorrt-llm", "", BY, "before 1.3.0rc8, by largest ones from it on; say --engine-ver"),
+        ("tensorrt-llm", "1.2.0rc5", FOUR, "known from 1.2 on, not for 1.2.0rc5"),
+        ("tensorrt-llm", "new", FOUR, "'new' is no version"),
         ("tensorrt-llm", NEW, {**TREE, "select": {"top_n": 30}}, "have 4 to 16 tokens, not 30"),
-        ("sglang", None, {**TREE, "select": {"top_n": 60}}, "draft 4 to 52 tokens"),
-        ("llamacpp", None, {"window": BY_BATCH[1]}, "as many tokens at every batch size"),
-        (
-            "llamacpp",
-            None,
-            {"draft": "ngram", "window": FIXED[1]},
-            "by rules of its own; the nearest is a chain of another draft",
-        ),
-        ("vllm", None, TREE, 'vLLM has no trees; the nearest that it can is {"draft": "head"'),
-        ("vllm", None, {"window": {"kind": "fsm"}}, "no rule that adapts"),
-        ("vllm", None, {"window": FIXED[1], "stop": {"kind": "entropy"}}, "no stop of this kind"),
-        (
-            "vllm",
-            None,
-            {"window": FIXED[1], "shortlist": {"kind": "frequency", "artifact": "a"}},
-            "no shortlist",
-        ),
+        ("sglang", "", {**TREE, "select": {"top_n": 60}}, "draft 4 to 52 tokens"),
+        ("llamacpp", "", BY, "as many tokens at every batch size"),
+        ("llamacpp", "", {**FOUR, "draft": "ngram"}, "by rules of its own; the nearest is a chain"),
+        ("vllm", "", TREE, 'vLLM has no trees; the nearest that it can is {"draft": "head"'),
+        ("vllm", "", {"window": {"kind": "fsm"}}, "no rule that adapts"),
+        ("vllm", "", {**FOUR, "stop": {"kind": "entropy"}}, "no stop of this kind"),
+        ("vllm", "", {**FOUR, "shortlist": SHORT}, "no shortlist"),
     ],
 )
 def test_what_an_engine_cannot_say_is_refused_with_the_nearest(
-    engine: str, version: str | None, document: dict[str, Any], said: str, demo: PairSpec
+    engine: str, version: str, document: dict[str, Any], said: str, demo: PairSpec
 ) -> None:
+    wanted = parse_policy({"draft": "small", **document})
     with pytest.raises(PolicyError, match=said):
-        engine_settings(parse_policy({"draft": "small", **document}), demo, engine, version)
+        engine_settings(wanted, demo, engine, version or None)
+
+
+VLLM = {"num_speculative_tokens": 2}
+WITH_A_GAP = {"num_speculative_tokens_per_batch_size": [[1, 2, 2], [5, 8, 1]]}
+LOOKUP = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
+ADAPTIVE = {
+    "speculative_algorithm": "EAGLE3",
+    "speculative_draft_model_path": "h",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+    "speculative_adaptive": True,
+    "speculative_adaptive_config": {"1": {"candidate_steps": [1, 3]}},
+}
+GGUF = {"spec_type": "draft-simple", "spec_draft_model": "x.gguf", "spec_draft_n_max": 4}
 
 
 @pytest.mark.parametrize(
@@ -151,53 +143,16 @@ def test_what_an_engine_cannot_say_is_refused_with_the_nearest(
     [
         (
             "vllm",
-            {"method": "draft_model", "model": "elsewhere", "num_speculative_tokens": 3},
-            "no draft of pair demo is elsewhere",
+            {"method": "draft_model", "model": "else", **VLLM},
+            "no draft of pair demo is els",
         ),
-        ("vllm", {"method": "draft_model", "num_speculative_tokens": 3}, '"model" names the draft'),
-        (
-            "vllm",
-            {"method": "ngram", "num_speculative_tokens": 0},
-            "num_speculative_tokens: Input should be greater",
-        ),
-        ("vllm", {"method": "mtp", "num_speculative_tokens": 2}, "method: Input should be"),
-        (
-            "vllm",
-            {
-                "method": "ngram",
-                "num_speculative_tokens": 2,
-                "num_speculative_tokens_per_batch_size": [[1, 2, 2], [5, 8, 1]],
-            },
-            "leaves no batch size out",
-        ),
-        (
-            "sglang",
-            {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4},
-            "drafts trees",
-        ),
-        (
-            "sglang",
-            {
-                "speculative_algorithm": "EAGLE3",
-                "speculative_draft_model_path": "h",
-                "speculative_num_steps": 3,
-                "speculative_eagle_topk": 1,
-                "speculative_num_draft_tokens": 4,
-                "speculative_adaptive": True,
-                "speculative_adaptive_config": {"1": {"candidate_steps": [1, 3]}},
-            },
-            "adapts by its own rule",
-        ),
-        (
-            "llamacpp",
-            {
-                "spec_type": "draft-simple",
-                "spec_draft_model": "x.gguf",
-                "spec_draft_n_max": 4,
-                "spec_draft_p_min": 0.5,
-            },
-            "spec_draft_p_min: Input should be 0",
-        ),
+        ("vllm", {"method": "draft_model", **VLLM}, '"model" names the draft'),
+        ("vllm", {"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens: Input"),
+        ("vllm", {"method": "mtp", **VLLM}, "method: Input should be"),
+        ("vllm", {"method": "ngram", **VLLM, **WITH_A_GAP}, "leaves no batch size out"),
+        ("sglang", LOOKUP, "drafts trees"),
+        ("sglang", ADAPTIVE, "adapts by its own rule"),
+        ("llamacpp", {**GGUF, "spec_draft_p_min": 0.5}, "spec_draft_p_min: Input should be 0"),
     ],
 )
 def test_settings_that_are_no_policy_are_refused(
@@ -208,40 +163,26 @@ def test_settings_that_are_no_policy_are_refused(
 
 
 def test_the_printed_lines_hold_the_settings(demo: PairSpec) -> None:
-    lines = {
-        engine: engine_line(
-            engine_settings(policy(BY_BATCH[1], "head"), demo, engine, NEW), demo, engine
-        )
-        for engine in ("sglang", "tensorrt-llm")
-    }
-    words = shlex.split(lines["sglang"])
-    assert words[0] == "echo"
-    assert json.loads(words[1])["4"] == {"candidate_steps": [3]}
-    assert words[2:5] == [">", "adaptive.json", "&&"]
-    assert words[-3:] == [
-        "--speculative-adaptive",
-        "--speculative-adaptive-config",
-        "adaptive.json",
-    ]
-    assert words[words.index("--speculative-num-steps") + 1] == "5"
-    assert json.loads(shlex.split(lines["tensorrt-llm"])[1])["speculative_config"][
-        "draft_len_schedule"
-    ] == {"3": 5, "15": 3}
+    def words(wanted: Policy, engine: str) -> list[str]:
+        settings = engine_settings(wanted, demo, engine, NEW if engine == "tensorrt-llm" else None)
+        return shlex.split(engine_line(settings, demo, engine))
+
+    by_batch = policy(BY_BATCH[1], "head")
+    found = words(by_batch, "sglang")
+    assert found[0] == "echo"
+    assert json.loads(found[1])["4"] == {"candidate_steps": [3]}
+    assert found[2:5] == [">", "adaptive.json", "&&"]
+    adaptive = "--speculative-adaptive --speculative-adaptive-config adaptive.json"
+    assert " ".join(found[-3:]) == adaptive
+    assert found[found.index("--speculative-num-steps") + 1] == "5"
+    config = json.loads(words(by_batch, "tensorrt-llm")[1])["speculative_config"]
+    assert config["draft_len_schedule"] == {"3": 5, "15": 3}
     small = dict(demo.drafts)["small"]
-    settings = engine_settings(policy(FIXED[1]), demo, "llamacpp")
-    assert shlex.split(engine_line(settings, demo, "llamacpp")) == [
-        *("llama-server", "--model", f"{demo.target}.gguf", "--spec-type", "draft-simple"),
-        *(
-            "--spec-draft-model",
-            f"{small}.gguf",
-            "--spec-draft-n-max",
-            "4",
-            "--spec-draft-n-min",
-            "0",
-            "--spec-draft-p-min",
-            "0",
-        ),
-    ]
+    assert " ".join(words(policy(FIXED[1]), "llamacpp")) == (
+        f"llama-server --model {demo.target}.gguf --spec-type draft-simple "
+        f"--spec-draft-model {small}.gguf --spec-draft-n-max 4 --spec-draft-n-min 0 "
+        "--spec-draft-p-min 0"
+    )
     assert engine_line({}, demo, "llamacpp") == f"llama-server --model {demo.target}.gguf"
 
 
@@ -250,7 +191,5 @@ def test_the_command_asks_for_the_version_where_it_matters(tmp_path: Path, tiny_
     wanted = json.dumps({"draft": "near", "window": BY_BATCH[1]})
     export = ("policies", "export", wanted, "--pair", tiny_pair, "--for", "tensorrt-llm")
     assert "say --engine-version" in door.refused(*export)
-    assert door.json(*export, "--engine-version", "1.3.0")["draft_len_schedule"] == {
-        "3": 5,
-        "15": 3,
-    }
+    told = door.json(*export, "--engine-version", "1.3.0")
+    assert told["draft_len_schedule"] == {"3": 5, "15": 3}

@@ -38,12 +38,8 @@ def rounds_of(agrees: Any, gamma: int) -> list[tuple[int, int]]:
 def vllm(rounds: Iterable[tuple[int, int]], **more: Any) -> dict[str, Any]:
     drafted, kept = (list(column) for column in zip(*rounds, strict=True))
     told = {"num_spec_tokens": GAMMA, "per_step_drafted": drafted, "per_step_accepted": kept}
-    return {
-        "id": "cmpl-1",
-        "choices": [{"finish_reason": "stop"}],
-        "metrics": {"speculative_decoding": told},
-        **more,
-    }
+    choices = [{"finish_reason": "stop"}]
+    return {"id": "x", "choices": choices, "metrics": {"speculative_decoding": told}, **more}
 
 
 def sglang(rounds: list[tuple[int, int]], gamma: int) -> dict[str, Any]:
@@ -65,9 +61,8 @@ def door(tmp_path: Path) -> Door:
 
 
 def window(gamma: int, draft: str = "near", kind: str = "fixed") -> str:
-    return json.dumps(
-        {"draft": draft, "window": {"kind": kind, **({"gamma": gamma} if kind == "fixed" else {})}}
-    )
+    size = {"gamma": gamma} if kind == "fixed" else {}
+    return json.dumps({"draft": draft, "window": {"kind": kind, **size}})
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -78,10 +73,8 @@ def test_counts_say_what_shorter_windows_would_keep_and_refuse_longer_ones(
     path = file_of(tmp_path, (vllm(r) if engine == "vllm" else sglang(r, GAMMA) for r in served))
     said = door.json("traces", "ingest", path, "--pair", tiny_pair, "--draft-name", "near")
     assert (said["engine"], said["requests"], said["responses"]) == (engine, 0, 24)
-    drafted = {
-        gamma: sum(len(rounds_of(agrees, gamma)) for agrees in AGREES) for gamma in range(GAMMA + 1)
-    }
-    for gamma, rounds in drafted.items():
+    for gamma in range(GAMMA + 1):
+        rounds = sum(len(rounds_of(agrees, gamma)) for agrees in AGREES)
         found = door.json("simulate", "--policy", window(gamma))
         if gamma == GAMMA:
             assert "approximate" not in found
@@ -114,13 +107,8 @@ def test_texts_that_come_with_token_ids_are_recorded_and_replayed_under_any_wind
     with open_database(door.db) as database:
         kept = TraceStore(database).load("latest", steps=True).requests
     assert [len(r.steps) for r in kept] == [0, 6, 6]
-    assert [(s.start, s.accepted, s.emitted) for s in kept[1].steps[1:]] == [
-        (1, 3, 4),
-        (5, 2, 3),
-        (8, 0, 1),
-        (9, 4, 5),
-        (14, 2, 3),
-    ]
+    rounds = [(s.start, s.accepted, s.emitted) for s in kept[1].steps[1:]]
+    assert rounds == [(1, 3, 4), (5, 2, 3), (8, 0, 1), (9, 4, 5), (14, 2, 3)]
     door.json("record", "--resume", "latest")
     found = door.json("simulate", "--policy", window(8))
     assert found["emitted_tokens"] == 3 * 16
@@ -142,10 +130,7 @@ def test_censored_rounds_count_as_far_as_they_drafted() -> None:
         (json.dumps(sglang([(6, 2), (6, 3)], 1)), "does not fit one number of draft tokens"),
         (json.dumps(vllm([(2, 3)])), "keeps more than it drafted"),
         (json.dumps(vllm([(2, -1)])), "-1 is no count"),
-        (
-            json.dumps({"metrics": {"speculative_decoding": {"per_step_drafted": [1]}}}),
-            "per_step_accepted",
-        ),
+        ('{"metrics": {"speculative_decoding": {"per_step_drafted": [1]}}}', "per_step_accepted"),
         (json.dumps(sglang([(6, 2)], 6)), "responses of sglang and vllm; give each its file"),
     ],
 )
@@ -157,8 +142,7 @@ def test_what_is_no_response_is_said_with_its_line(line: str, said: str, tmp_pat
 
 
 def test_a_file_that_says_nothing_of_rounds_says_how_to_get_them(tmp_path: Path) -> None:
-    path = file_of(
-        tmp_path, [{"choices": [{"text": "a"}], "metrics": {"speculative_decoding": None}}]
-    )
+    silent = {"choices": [{"text": "a"}], "metrics": {"speculative_decoding": None}}
+    path = file_of(tmp_path, [silent])
     with pytest.raises(TraceError, match="--per-request-spec-decode-metrics detailed"):
         read_responses(str(path), "near", Sampling())

@@ -16,19 +16,19 @@ from typing import Any, ClassVar
 import pytest
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
+from waiting import eventually
 
 from spectune.db.database import Database
 from spectune.db.errors import DatabaseError, UnavailableError
 from spectune.db.schedules import FireRow, JobRow, ScheduleRow
 from spectune.optimizer import schedule as schedules
-from spectune.optimizer.schedule import Fire, Job, JobContext, LeaseLostError, ScheduleError, claims
-from spectune.optimizer.schedule.claims import LONGEST_LEASE_S, RETRY_S
-from spectune.optimizer.schedule.lease import Heartbeat
-from spectune.optimizer.schedule.tick import judge
+from spectune.optimizer.schedule import Fire, Job, JobContext, ScheduleError, claims
+from spectune.optimizer.schedule.claims import LONGEST_LEASE_S, RETRY_S, Heartbeat
 from spectune.optimizer.schedule.worker import Ended
 
 T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
 HOUR = timedelta(hours=1)
+EVERY_SLOT: dict[str, Any] = {"coalesce": False, "misfire_grace": None, "max_instances": None}
 
 
 def hourly(database: Database, name: str = "nightly", **options: Any) -> schedules.Schedule:
@@ -54,30 +54,13 @@ def answer(job: Job, _context: JobContext) -> Mapping[str, Any]:
 
 
 def test_added_schedules_are_shown_as_they_were_given(database: Database) -> None:
-    payload = {
-        "pair": "demo",
-        "workload": {"recorded_in_last": "24h"},
-        "trials": 200,
-        "device": "auto",
-    }
-    added = schedules.add_schedule(
-        database,
-        "nightly",
-        cron="0  3 * * *",
-        tz="Europe/Berlin",
-        payload=payload,
-        budget="10m",
-        misfire_grace="2h",
-        now=T0,
-    )
+    payload = {"pair": "demo", "workload": {"recorded_in_last": "24h"}, "trials": 200}
+    asked = {"payload": payload, "budget": "10m", "misfire_grace": "2h", "tz": "Europe/Berlin"}
+    added = schedules.add_schedule(database, "nightly", cron="0  3 * * *", now=T0, **asked)
     assert schedules.get_schedule(database, "nightly") == added
     assert added.next_fire_at == datetime(2026, 5, 5, 1, 0, tzinfo=UTC)
-    assert (added.cron, added.tz, added.budget_s, added.misfire_grace_s) == (
-        "0 3 * * *",
-        "Europe/Berlin",
-        600.0,
-        7200,
-    )
+    assert (added.cron, added.tz) == ("0 3 * * *", "Europe/Berlin")
+    assert (added.budget_s, added.misfire_grace_s) == (600.0, 7200)
     assert (added.coalesce, added.max_instances, added.enabled) == (True, 1, True)
     assert added.payload == payload
     assert added.when == "0 3 * * * (Europe/Berlin)"
@@ -93,44 +76,37 @@ def test_time_is_the_databases_unless_given(database: Database) -> None:
     assert schedules.tick(database) == ()
 
 
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"name": "nightly", "every": "1h"}, "there is a schedule 'nightly' already"),
-    ({"name": "a b", "every": "1h"}, "'a b' cannot name a schedule"),
-    ({"name": "x" * 101, "every": "1h"}, "cannot name a schedule"),
-    ({"name": "x", "every": "1h", "max_instances": 0}, "max_instances of schedule 'x' is 0"),
-    ({"name": "x", "every": "1h", "max_attempts": 0}, "max_attempts of schedule 'x' is 0"),
-    ({"name": "x", "every": "1h", "budget": -5}, "budget of schedule 'x' is -5"),
-    ({"name": "x", "every": "1h", "budget": "lots"}, "'lots' is not a duration"),
-    ({"name": "x", "every": "1h", "misfire_grace": -1}, "misfire grace of schedule 'x' is -1"),
-    ({"name": "x", "every": "1h", "payload": {"a": {1, 2}}}, "payload of schedule 'x' is not JSON"),
-    (
-        {"name": "x", "every": "1h", "payload": {"a": float("nan")}},
-        "payload of schedule 'x' is not JSON",
-    ),
-    ({"name": "x", "cron": "99 * * * *"}, "bad minute"),
-    ({"name": "x", "cron": "0 3 * * *", "tz": "Mars/Olympus"}, "unknown time zone"),
-    ({"name": "x"}, "either a cron expression"),
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("nightly", {}, "there is a schedule 'nightly' already"),
+    ("a b", {}, "'a b' cannot name a schedule"),
+    ("x" * 101, {}, "cannot name a schedule"),
+    ("x", {"max_instances": 0}, "max_instances of schedule 'x' is 0"),
+    ("x", {"max_attempts": 0}, "max_attempts of schedule 'x' is 0"),
+    ("x", {"budget": -5}, "budget of schedule 'x' is -5"),
+    ("x", {"budget": 1e300}, r"budget of schedule 'x' is 1e\+300"),
+    ("x", {"budget": "lots"}, "'lots' is not a duration"),
+    ("x", {"misfire_grace": -1}, "misfire grace of schedule 'x' is -1"),
+    ("x", {"payload": {"a": {1, 2}}}, "payload of schedule 'x' is not JSON"),
+    ("x", {"payload": {"a": float("nan")}}, "payload of schedule 'x' is not JSON"),
+    ("x", {"every": None, "cron": "99 * * * *"}, "bad minute"),
+    ("x", {"tz": "Mars/Olympus"}, "unknown time zone"),
+    ("x", {"every": None}, "either a cron expression"),
 ]
 
 
 def test_bad_schedules_are_refused_and_leave_nothing(database: Database) -> None:
     hourly(database)
-    for options, message in BAD:
+    for name, options, message in BAD:
         with pytest.raises(ScheduleError, match=message):
-            schedules.add_schedule(database, **options)
+            schedules.add_schedule(database, name, **{"every": "1h", **options})
     assert [s.name for s in schedules.list_schedules(database)] == ["nightly"]
 
 
 def test_unknown_names_are_refused_with_the_nearest(database: Database) -> None:
     hourly(database)
-    for call in (
-        schedules.get_schedule,
-        schedules.pause_schedule,
-        schedules.resume_schedule,
-        schedules.remove_schedule,
-    ):
+    for verb in ("get", "pause", "resume", "remove"):
         with pytest.raises(ScheduleError, match="no schedule 'nightli'; did you mean 'nightly'"):
-            call(database, "nightli")
+            getattr(schedules, f"{verb}_schedule")(database, "nightli")
     with pytest.raises(ScheduleError, match="no schedule 'zzz'; `schedule list`"):
         schedules.history(database, "zzz")
     with pytest.raises(ScheduleError, match="no job 77"):
@@ -138,18 +114,15 @@ def test_unknown_names_are_refused_with_the_nearest(database: Database) -> None:
 
 
 def test_slots_that_pass_while_paused_are_not_made_up_for(database: Database) -> None:
-    hourly(database, coalesce=False, misfire_grace=None, max_instances=None)
+    hourly(database, **EVERY_SLOT)
     assert not schedules.pause_schedule(database, "nightly").enabled
     assert schedules.tick(database, T0 + 3 * HOUR) == ()
     resumed = schedules.resume_schedule(database, "nightly", now=T0 + 3.5 * HOUR)
     assert (resumed.enabled, resumed.next_fire_at) == (True, T0 + 4 * HOUR)
-    assert schedules.resume_schedule(database, "nightly", now=T0 + 9 * HOUR) == resumed, (
-        "resuming what runs changes nothing"
-    )
-    assert [f.fire_at for f in schedules.tick(database, T0 + 5 * HOUR)] == [
-        T0 + 4 * HOUR,
-        T0 + 5 * HOUR,
-    ]
+    # Resuming what runs changes nothing.
+    assert schedules.resume_schedule(database, "nightly", now=T0 + 9 * HOUR) == resumed
+    fires = schedules.tick(database, T0 + 5 * HOUR)
+    assert [f.fire_at for f in fires] == [T0 + 4 * HOUR, T0 + 5 * HOUR]
 
 
 def test_removal_takes_jobs_and_history_along_and_its_worker_notices(database: Database) -> None:
@@ -159,11 +132,7 @@ def test_removal_takes_jobs_and_history_along_and_its_worker_notices(database: D
     job = claims.claim(database, "a", lease_s=60)
     assert job.schedule == "nightly"
     schedules.remove_schedule(database, "nightly")
-    assert (count(database, FireRow), count(database, JobRow), count(database, ScheduleRow)) == (
-        1,
-        1,
-        1,
-    )
+    assert [count(database, table) for table in (FireRow, JobRow, ScheduleRow)] == [1, 1, 1]
     assert not claims.renew(database, job, lease_s=60)
     assert not claims.owns(database, job)
     assert not claims.complete(database, job, {})
@@ -174,8 +143,7 @@ def test_removal_takes_jobs_and_history_along_and_its_worker_notices(database: D
     assert fire.outcome == "enqueued"
     other, new = claims.claim(database, "a", lease_s=60), claims.claim(database, "a", lease_s=60)
     assert other is not None
-    assert new.fire_at == job.fire_at
-    assert new.id > job.id
+    assert (new.fire_at, new.id > job.id) == (job.fire_at, True)
     assert new.idempotency_key != job.idempotency_key
 
 
@@ -199,65 +167,50 @@ def test_history_shows_slots_newest_first_with_their_jobs(database: Database) ->
 
 # --- ticking: APScheduler 3's decisions, by table
 
-LATE: list[tuple[int | None, bool, int, list[str]]] = [
+LATE: list[tuple[int | None, bool, int, str]] = [
     # grace, coalesce, now in minutes after the first of four hourly slots, outcome of each due
-    # slot, oldest first
-    (None, False, 180, ["enqueued", "enqueued", "enqueued", "enqueued"]),
-    (None, True, 180, ["coalesced", "coalesced", "coalesced", "enqueued"]),
-    (
-        3600,
-        False,
-        180,
-        ["misfired", "misfired", "enqueued", "enqueued"],
-    ),  # exactly the grace late is in time
-    (3600, False, 181, ["misfired", "misfired", "misfired", "enqueued"]),
-    (3600, True, 181, ["coalesced", "coalesced", "coalesced", "enqueued"]),
-    (30, False, 181, ["misfired", "misfired", "misfired", "misfired"]),
-    (
-        30,
-        True,
-        181,
-        ["coalesced", "coalesced", "coalesced", "misfired"],
-    ),  # only the latest is kept, and it is too late
-    (0, False, 0, ["enqueued"]),
-    (0, False, 60, ["misfired", "enqueued"]),
-    (30, True, 0, ["enqueued"]),
-    (30, True, 1, ["misfired"]),
+    # slot, oldest first: e(nqueued), m(isfired) or c(oalesced)
+    (None, False, 180, "eeee"),
+    (None, True, 180, "ccce"),
+    (3600, False, 180, "mmee"),  # exactly the grace late is in time
+    (3600, False, 181, "mmme"),
+    (3600, True, 181, "ccce"),
+    (30, False, 181, "mmmm"),
+    (30, True, 181, "cccm"),  # only the latest is kept, and it is too late
+    (0, False, 0, "e"),
+    (0, False, 60, "me"),
+    (30, True, 0, "e"),
+    (30, True, 1, "m"),
 ]
 
 
 def test_misfires_and_coalescing_by_table(database: Database) -> None:
     for grace_s, coalesce, minutes, expected in LATE:
         hourly(database, misfire_grace=grace_s, coalesce=coalesce, max_instances=None)
-        now = T0 + HOUR + timedelta(minutes=minutes)
+        now, due = T0 + HOUR + timedelta(minutes=minutes), len(expected)
         fires = schedules.tick(database, now)
-        assert [f.outcome for f in fires] == expected
-        assert [f.fire_at for f in fires] == [T0 + HOUR * (i + 1) for i in range(len(expected))]
-        assert count(database, JobRow) == expected.count("enqueued")
-        assert schedules.get_schedule(database, "nightly").next_fire_at == T0 + HOUR * (
-            len(expected) + 1
-        )
+        assert "".join(f.outcome[0] for f in fires) == expected
+        assert [f.fire_at for f in fires] == [T0 + HOUR * (i + 1) for i in range(due)]
+        assert count(database, JobRow) == expected.count("e")
+        assert schedules.get_schedule(database, "nightly").next_fire_at == T0 + HOUR * (due + 1)
         assert schedules.tick(database, now) == (), "a slot is noticed once"
         schedules.remove_schedule(database, "nightly")
 
 
-def test_judge_skips_before_it_misfires_as_apscheduler_does() -> None:
-    assert judge([0, 10], 100.0, misfire_grace_s=5, coalesce=False, is_full=True) == (
-        (0, "skipped"),
-        (10, "skipped"),
-    )
-    assert judge([0, 10], 100.0, misfire_grace_s=5, coalesce=True, is_full=True) == (
-        (0, "coalesced"),
-        (10, "skipped"),
-    )
-
-
 def test_slots_are_skipped_while_max_instances_are_unfinished(database: Database) -> None:
-    hourly(database, max_instances=1)
-    assert [f.outcome for f in schedules.tick(database, T0 + HOUR)] == ["enqueued"]
-    assert [f.outcome for f in schedules.tick(database, T0 + 2 * HOUR)] == ["skipped"]
-    assert schedules.run_once(database, answer, clock=lambda: T0 + 2 * HOUR).ended["done"] == 1
-    assert [f.outcome for f in schedules.tick(database, T0 + 3 * HOUR)] == ["enqueued"]
+    """Skipped before they are too late, and coalesced before they are skipped, as APScheduler
+    does."""
+    hourly(database, "x", max_instances=1, misfire_grace=0, coalesce=False)
+    hourly(database, "y", max_instances=1, misfire_grace=0)
+
+    def outcomes(hours: float) -> dict[str, list[str]]:
+        fires = schedules.tick(database, T0 + hours * HOUR)
+        return {name: [f.outcome for f in fires if f.schedule == name] for name in "xy"}
+
+    assert outcomes(1) == {"x": ["enqueued"], "y": ["enqueued"]}
+    assert outcomes(3.5) == {"x": ["skipped", "skipped"], "y": ["coalesced", "skipped"]}
+    assert schedules.run_once(database, answer, clock=lambda: T0 + 3 * HOUR).ended["done"] == 2
+    assert outcomes(4) == {"x": ["enqueued"], "y": ["enqueued"]}
 
 
 def test_a_slot_that_has_a_row_never_fires_again(database: Database) -> None:
@@ -291,17 +244,13 @@ def test_a_job_is_one_workers_until_its_lease_runs_out(database: Database) -> No
     assert claims.claim(database, "b", lease_s=60) is None
     assert claims.owns(database, first)
     expire(database, first)
-    assert not claims.owns(database, first), (
-        "an expired lease is no claim, even before somebody takes it"
-    )
+    # An expired lease is no claim, even before somebody takes it.
+    assert not claims.owns(database, first)
     assert claims.renew(database, first, lease_s=60), "but its worker may renew it until then"
     expire(database, first)
     second = claims.claim(database, "b", lease_s=60)
-    assert (second.id, second.attempt, second.idempotency_key) == (
-        first.id,
-        2,
-        first.idempotency_key,
-    )
+    assert (second.id, second.attempt) == (first.id, 2)
+    assert second.idempotency_key == first.idempotency_key
     # The first worker wakes: whatever it writes, nothing changes.
     assert not claims.renew(database, first, lease_s=60)
     assert not claims.complete(database, first, {"from": "a"})
@@ -319,12 +268,9 @@ def test_a_job_whose_last_worker_vanished_fails(database: Database) -> None:
     hourly(database, max_attempts=2)
     hourly(database, "other")
     schedules.tick(database, T0 + HOUR)
-    first = claims.claim(database, "a", lease_s=60)
-    assert first is not None
-    expire(database, first)
-    second = claims.claim(database, "a", lease_s=60)
-    assert second is not None
-    expire(database, second)
+    for _ in range(2):
+        first = claims.claim(database, "a", lease_s=60)
+        expire(database, first)
     following = claims.claim(database, "b", lease_s=60)
     assert following.schedule == "other", "the claim goes on to the next job"
     failed = schedules.get_job(database, first.id)
@@ -335,45 +281,29 @@ def test_a_job_whose_last_worker_vanished_fails(database: Database) -> None:
 
 
 def test_run_once_runs_all_that_is_due_and_tells_of_it(database: Database) -> None:
-    hourly(
-        database,
-        coalesce=False,
-        misfire_grace=None,
-        max_instances=None,
-        budget="10m",
-        payload={"pair": "demo"},
-    )
+    hourly(database, budget="10m", payload={"pair": "demo"}, **EVERY_SLOT)
     seen: list[Fire | Ended] = []
-    contexts: list[tuple[str, datetime | None, float, bool, Any]] = []
+    told: list[tuple[Any, ...]] = []
 
     def execute(job: Job, context: JobContext) -> Mapping[str, Any]:
         context.check()
-        contexts.append(
-            (
-                context.idempotency_key,
-                context.deadline,
-                context.remaining_s(),
-                context.still_owner(),
-                job.payload["pair"],
-            )
-        )
-        return {"n": len(contexts)}
+        times = context.deadline, context.remaining_s()
+        told.append((context.idempotency_key, *times, context.still_owner(), job.payload["pair"]))
+        return {"n": len(told)}
 
     now = T0 + 3 * HOUR
     report = schedules.run_once(database, execute, owner="me", clock=lambda: now, watch=seen.append)
     assert report.to_json() == {"noticed": 3, "done": 3, "failed": 0, "lost": 0, "released": 0}
     number = schedules.get_schedule(database, "nightly").id
-    keys = [f"nightly#{number}@2026-05-04T{h}:00:00Z" for h in (13, 14, 15)]
-    assert contexts == [(key, now + timedelta(minutes=10), 600.0, True, "demo") for key in keys], (
-        "oldest slot first"
-    )
+    keys = [f"nightly#{number}@2026-05-04T{h}:00:00Z" for h in (13, 14, 15)]  # the oldest first
+    assert told == [(key, now + timedelta(minutes=10), 600.0, True, "demo") for key in keys]
     assert [type(event) for event in seen] == [Fire] * 3 + [Ended] * 3
     assert [f.job and f.job.lease_owner for f in schedules.history(database)] == ["me"] * 3
     assert schedules.run_once(database, execute, clock=lambda: now).to_json()["done"] == 0
 
 
 def test_a_job_that_raises_fails_with_its_reason_and_the_next_goes_on(database: Database) -> None:
-    hourly(database, coalesce=False, misfire_grace=None, max_instances=None)
+    hourly(database, **EVERY_SLOT)
 
     def execute(job: Job, _context: JobContext) -> Mapping[str, Any]:
         match job.fire_at.hour:
@@ -406,9 +336,7 @@ def test_the_heartbeat_keeps_a_lease_alive_and_notices_its_loss(database: Databa
         assert claims.claim(database, "other", lease_s=60) is None
         context.check()
         with database.write() as session:
-            session.execute(
-                update(JobRow).where(JobRow.id == job.id).values(attempt=JobRow.attempt + 1)
-            )
+            session.execute(update(JobRow).values(attempt=JobRow.attempt + 1))
         for _ in range(200):
             context.check()
             waited.wait(0.01)
@@ -416,7 +344,6 @@ def test_the_heartbeat_keeps_a_lease_alive_and_notices_its_loss(database: Databa
 
     report = schedules.run_once(database, slow, lease_s=0.6, clock=lambda: T0 + HOUR)
     assert report.ended["lost"] == 1
-    assert issubclass(LeaseLostError, Exception)
 
 
 def test_an_interrupt_that_is_not_ours_hands_back_and_goes_on(database: Database) -> None:
@@ -474,17 +401,10 @@ def test_a_job_that_no_worker_can_begin_fails_and_the_next_goes_on(database: Dat
     hourly(database, "other")
     schedules.tick(database, T0 + HOUR)
     with database.write() as session:
-        session.execute(
-            update(ScheduleRow).where(ScheduleRow.name == "nightly").values(budget_s=1e300)
-        )
-    assert schedules.run_once(database, answer, clock=lambda: T0 + HOUR).ended == {
-        "done": 1,
-        "failed": 1,
-        "lost": 0,
-        "released": 0,
-    }
-    with pytest.raises(ScheduleError, match="budget of schedule 'x' is 1e\\+300"):
-        hourly(database, "x", budget=1e300)
+        spoilt = update(ScheduleRow).where(ScheduleRow.name == "nightly").values(budget_s=1e300)
+        session.execute(spoilt)
+    ended = schedules.run_once(database, answer, clock=lambda: T0 + HOUR).ended
+    assert ended == {"done": 1, "failed": 1, "lost": 0, "released": 0}
 
 
 class Flaky(Database):
@@ -508,11 +428,7 @@ def test_a_worker_waits_for_a_database_that_goes_away(
     stop, moments = threading.Event(), iter([T0])
     flaky = Flaky(database.url)
     with flaky:
-        flaky.absences[:] = [
-            False,
-            True,
-            True,
-        ]  # the first look finds nothing due; then two writes fail
+        flaky.absences[:] = [False, True, True]  # nothing is due at first; then two writes fail
         report = schedules.run_worker(
             flaky,
             answer,
@@ -522,9 +438,7 @@ def test_a_worker_waits_for_a_database_that_goes_away(
             watch=lambda event: stop.set() if isinstance(event, Ended) else None,
         )
         assert report.ended["done"] == 1
-        assert caplog.text.count("cannot reach database; trying again") == 1, (
-            "once, however often it is tried"
-        )
+        assert caplog.text.count("cannot reach database; trying again") == 1
         assert caplog.text.count("the database is back") == 1
         flaky.absences[:] = [True]
         with pytest.raises(DatabaseError):  # one that was never there is not waited for
@@ -546,13 +460,7 @@ def test_a_heartbeat_goes_on_after_any_error_of_the_database(
         def execute(job: Job, context: JobContext) -> Mapping[str, Any]:
             before = schedules.get_job(database, job.id).lease_until
             broken.absences[:] = [True, True]
-            for _ in range(1000):
-                if (
-                    not broken.absences
-                    and schedules.get_job(database, job.id).lease_until != before
-                ):
-                    break
-                time.sleep(0.01)
+            eventually(lambda: schedules.get_job(database, job.id).lease_until != before)
             assert not broken.absences, "it tried again, and again"
             context.check()
             return {}

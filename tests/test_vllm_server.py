@@ -83,9 +83,8 @@ def living(within_s: float) -> bool:
 
 
 def test_so_many_clients_send_so_many_requests_at_a_time(slow: Slow) -> None:
-    with Sending(
-        slow.server_address[:2], bodies(9), Load(clients=3), time.perf_counter()
-    ) as sending:
+    began = time.perf_counter()
+    with Sending(slow.server_address[:2], bodies(9), Load(clients=3), began) as sending:
         eventually(lambda: len(sending.answered) == 9)
         sending.check(SimpleNamespace(ended=living))
     assert sending.answered == set(range(9))
@@ -108,10 +107,7 @@ def test_what_a_server_refuses_and_one_that_does_not_answer_are_said_in_one_line
         eventually(lambda: sending.check(SimpleNamespace(ended=living)) is not None)
 
     refused = Sending(slow.server_address[:2], bodies(1, token=4), Load(), time.perf_counter())
-    with (
-        pytest.raises(EngineError, match=r"^vLLM refused a request: the prompt.*too long$"),
-        refused,
-    ):
+    with pytest.raises(EngineError, match=r"^vLLM refused a request: the.*too long$"), refused:
         trouble(refused)
     silent = Sending(("127.0.0.1", 9), bodies(1), Load(), time.perf_counter())
     with pytest.raises(EngineError, match="vLLM does not answer: ConnectionRefusedError"), silent:
@@ -121,10 +117,8 @@ def test_what_a_server_refuses_and_one_that_does_not_answer_are_said_in_one_line
 def test_the_reason_is_the_first_error_of_its_own_in_the_log() -> None:
     assert reason_in(LOG) == "ValueError: Head size 24 is not supported by this backend."
     assert reason_in(LOG.splitlines()[0]) == "Resolved architecture: LlamaForCausalLM"
-    wrong = (
-        "(A pid=7) pydantic_core.ValidationError: 1 validation error for ModelConfig\n(A pid=7)   "
-        "Value error, no such model [type=x]"
-    )
+    first = "(A pid=7) pydantic_core.ValidationError: 1 validation error for ModelConfig"
+    wrong = f"{first}\n(A pid=7)   Value error, no such model [type=x]"
     assert reason_in(wrong) == "Value error, no such model"
     assert reason_in("") == "it wrote nothing"
 
@@ -134,16 +128,10 @@ def test_a_users_own_arguments_come_last(
 ) -> None:
     spec, found = read_pair(str(tiny_pair)), Installed("python", "0.32.0", cpu=True)
     monkeypatch.setenv("SPECTUNE_VLLM_ARGS", "--max-num-seqs 3 --served-model-name 'a b'")
-    assert Server(found, tmp_path, spec, Wanted("none")).arguments[-4:] == [
-        "--max-num-seqs",
-        "3",
-        "--served-model-name",
-        "a b",
-    ]
+    own = Server(found, tmp_path, spec, Wanted("none")).arguments[-4:]
+    assert own == ["--max-num-seqs", "3", "--served-model-name", "a b"]
     monkeypatch.setenv("SPECTUNE_VLLM_ARGS", "--served-model-name 'a b")
-    with pytest.raises(
-        EngineError, match=r"^SPECTUNE_VLLM_ARGS=--served-model-name 'a b: no closing quotation$"
-    ):
+    with pytest.raises(EngineError, match=r"^SPECTUNE_VLLM_ARGS=.* 'a b: no closing quotation$"):
         Server(found, tmp_path, spec, Wanted("none"))
 
 
@@ -151,10 +139,7 @@ def test_a_python_without_vllm_is_said_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tiny_pair: Path
 ) -> None:
     monkeypatch.delenv("SPECTUNE_VLLM_PYTHON", raising=False)
-    with pytest.raises(
-        EngineError,
-        match="vLLM is not installed here; `pip install vllm` installs it, or SPECTUNE_VLLM_PYTHON",
-    ):
+    with pytest.raises(EngineError, match="not installed here; `pip install vllm` installs it, or"):
         installed()
     monkeypatch.setenv("SPECTUNE_VLLM_PYTHON", str(tiny_pair / "python"))
     with pytest.raises(EngineError, match="this is no Python that runs"):

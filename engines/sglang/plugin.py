@@ -17,15 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from spectune.engines.abilities import SGLANG
-from spectune.engines.serving import Place, Served, served_pair
-from spectune.engines.vllm.tables import Table
+from spectune.engines.protocol import chain_round, text_of
+from spectune.engines.serving import Place, Served, Table, served_pair
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AnyPolicy
 from spectune.traces.errors import PolicyError
-from spectune.traces.schema import Finish, Sampling, Step, Trajectory
+from spectune.traces.schema import Finish, Sampling, Step
 
 logger = logging.getLogger("sglang.spectune")  # below "sglang" it has SGLang's format
 
@@ -104,10 +102,10 @@ def register() -> None:
 
 @dataclass
 class Server:
-    """A scheduler process. ``candidates``: steps that can be put in force, none where SGLang was
-    started without ``--speculative-adaptive``."""
+    """A scheduler process: the draft that it loaded, the rounds of requests that it decodes, and
+    what was last said to go wrong."""
 
-    served: Served[Table] = field(init=False)
+    served: Served = field(init=False)
     draft: str = ""
     decoding: dict[str, list[Step]] = field(default_factory=dict)
     trouble: str = ""
@@ -126,19 +124,10 @@ class Server:
             if emitted <= 0:  # it gave its place up, and comes again
                 continue
             kept = result.num_correct_drafts_per_req_cpu[place] if drafted else 0
+            policy = table.policy if own else ""
+            names = self.draft, policy
             steps.append(
-                Step(
-                    had,
-                    drafted,
-                    drafted + 1,
-                    min(kept, emitted),
-                    emitted,
-                    drafted,
-                    draft=self.draft if drafted else "",
-                    policy=table.policy if own else "",
-                    depth=drafted,
-                    batch=batch,
-                )
+                chain_round(had, drafted, min(kept, emitted), emitted, *names, batch=batch)
             )
             if request.finished():
                 self._ended(request, self.decoding.pop(request.rid))
@@ -154,22 +143,15 @@ class Server:
         if asked.top_k != GREEDY_TOP_K:
             top_k = 0 if asked.top_k >= EVERY_TOKEN else int(asked.top_k)
             sampling = Sampling(float(asked.temperature), top_k, float(asked.top_p))
-        trajectory = Trajectory(
-            request.rid,
-            "serve",
-            np.array(list(request.origin_input_ids), dtype=np.int32),
-            np.array(list(request.output_ids_through_stop), dtype=np.int32),
-            sampling,
-            int(asked.max_new_tokens),
-            finish,
-            "coupled" if sampling.greedy else "greedy",
-        )
-        self.served.put(trajectory, steps)
+        prompt, output = list(request.origin_input_ids), list(request.output_ids_through_stop)
+        limits = sampling, int(asked.max_new_tokens), finish
+        self.served.put(text_of(request.rid, "serve", prompt, output, *limits), steps)
 
 
 _server: Server | None = None
 _failed = False
 _candidates: tuple[int, ...] = ()
+"""Steps that can be put in force; none without ``--speculative-adaptive``."""
 
 
 def server() -> Server | None:
@@ -190,16 +172,14 @@ def server() -> Server | None:
 
 def _begun(asked: Any) -> Server:
     """Follows and records what a server with these arguments serves."""
-    place = Place(
-        os.environ["SPECTUNE_DB"],
-        str(asked.device or "cuda"),
-        f"sglang:{os.uname().nodename}:{os.getpid()}",
-        {"engine": "sglang", "engine_version": SGLANG.installed or "", "dtype": str(asked.dtype)},
-        int(asked.context_length or 0) or 1 << 20,
-        os.environ.get("SPECTUNE_DEPLOYMENT") or "sglang",
-    )
+    about = {
+        "engine": "sglang",
+        "engine_version": SGLANG.installed or "",
+        "dtype": str(asked.dtype),
+    }
+    length = int(asked.context_length or 0) or 1 << 20
+    place = Place.here(str(asked.device or "cuda"), about, length)
     ranks = int(asked.tp_size) * int(asked.pp_size)
-
     made = Server()  # there before the thread of ours, which says its draft
 
     def pair() -> PairSpec:
@@ -207,25 +187,25 @@ def _begun(asked: Any) -> Server:
         spec, made.draft = served_pair(asked.model_path, asked.speculative_draft_model_path, lookup)
         return spec
 
-    def ready(policy: AnyPolicy, version: int) -> Table:
-        most = max(_candidates, default=0)
+    def gammas(policy: AnyPolicy) -> tuple[int, ...]:
         if not _candidates or ranks > 1:
             why = f"it runs on {ranks} ranks" if ranks > 1 else "it was started without it"
             raise PolicyError(
                 f"SGLang changes steps with --speculative-adaptive on one rank: {why}"
             )
-        gammas = SGLANG.gammas(policy, draft=made.draft, most=most, max_num_seqs=MOST_SEATS)
-        if other := set(gammas[1:]) - set(_candidates):
+        most = max(_candidates)
+        found = SGLANG.gammas(policy, draft=made.draft, most=most, max_num_seqs=MOST_SEATS)
+        if other := set(found[1:]) - set(_candidates):
             raise PolicyError(
                 f"this server prepared {', '.join(map(str, _candidates))} steps, not {min(other)}; "
                 "name it among the candidate_steps of its --speculative-adaptive-config"
             )
-        return Table(gammas, policy.id, version)
+        return found
 
     def say(line: str) -> None:
         logger.info("spectune: %s", line)
 
-    made.served = Served(place, pair, Table((0,) * (MOST_SEATS + 1)), ready, say)
+    made.served = Served(place, pair, Table((0,) * (MOST_SEATS + 1)), gammas, say)
     return made
 
 

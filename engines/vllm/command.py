@@ -1,54 +1,38 @@
-"""The command line that starts a vLLM server which spectune records and steers."""
+"""The command line that starts a vLLM server which spectune records and steers, and the numbers of
+draft tokens that are named in it."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
-from spectune.engines.vllm.prompt_lookup import LEAST, MOST
-from spectune.engines.vllm.tables import every_gamma, schedule_of
-from spectune.runtime.pair import PairSpec, head_algorithm, is_head
+from spectune.engines.settings import Drafting, VllmSettings, algorithm_of, by_batch
+from spectune.runtime.pair import PairSpec
+from spectune.runtime.policies.blocks import ByBatchWindow
 from spectune.traces.errors import PairError
 
 SCHEDULER = "spectune.engines.vllm.Scheduler"
 
 
-@dataclass(frozen=True)
-class ServerCommand:
-    """``environment`` and ``arguments`` of the process to start."""
-
-    environment: dict[str, str]
-    arguments: tuple[str, ...]
-
-    def line(self) -> str:
-        """One line to paste."""
-        set_first = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        return " ".join([*set_first, *(shlex.quote(a) for a in self.arguments)])
+def every_gamma(most: int, max_num_seqs: int) -> ByBatchWindow:
+    """A window that names every number of tokens from 0 to ``most``, which is what vLLM captures
+    GPU graphs for: ``most`` but for the largest batches, which draft less and less."""
+    fewer = range(1, min(most, max_num_seqs - 1) + 1)
+    later = {max_num_seqs - len(fewer) + less: most - less for less in fewer}
+    return by_batch({1: most, **later})
 
 
-def speculative_config(
-    draft: str, path: str | None, most: int, max_num_seqs: int
-) -> dict[str, object]:
-    """vLLM's ``--speculative-config``: up to ``most`` tokens of a draft (``ngram`` has no path),
+def speculative_config(path: str | None, most: int, max_num_seqs: int) -> dict[str, object]:
+    """vLLM's ``--speculative-config``: up to ``most`` tokens of a draft (None: prompt lookup),
     every number named, so that graphs are captured for each."""
-    schedule = schedule_of(every_gamma(most, max_num_seqs))
-    about: dict[str, object] = {
-        "num_speculative_tokens": most,
-        "num_speculative_tokens_per_batch_size": schedule,
-    }
-    if path is None:
-        return {"method": "ngram", "prompt_lookup_max": MOST, "prompt_lookup_min": LEAST, **about}
-    return {
-        "method": head_algorithm(path) if is_head(path) else "draft_model",
-        "model": path,
-        **about,
-    }
+    window = every_gamma(most, max_num_seqs)
+    return VllmSettings.of(Drafting(path, algorithm_of(path), window), None).document()
 
 
-def server_command(
-    spec: PairSpec, environment: dict[str, str], *, draft: str | None, most: int, max_num_seqs: int
-) -> ServerCommand:
+def server_arguments(
+    spec: PairSpec, *, draft: str | None, most: int, max_num_seqs: int
+) -> tuple[str, ...]:
     """How to serve a pair with one of its drafts, by default its first, drafting at most ``most``
     tokens; ``max_num_seqs`` is at least 2.
 
@@ -57,13 +41,14 @@ def server_command(
     drafts = dict(spec.drafts)
     name = draft or next(iter(drafts), "ngram")
     if name != "ngram" and name not in drafts:
-        raise PairError(
-            f"--draft-name {name}: pair {spec.name} has no such draft; it has: "
-            f"{', '.join(spec.draft_names)}"
-        )
-    config = speculative_config(name, drafts.get(name), most, max_num_seqs)
-    arguments = ("vllm", "serve", spec.target, "--max-num-seqs", str(max_num_seqs))
-    return ServerCommand(
-        environment,
-        (*arguments, "--speculative-config", json.dumps(config), "--scheduler-cls", SCHEDULER),
-    )
+        has = ", ".join(spec.draft_names)
+        raise PairError(f"--draft-name {name}: pair {spec.name} has no such draft; it has: {has}")
+    config = json.dumps(speculative_config(drafts.get(name), most, max_num_seqs))
+    serve = ("vllm", "serve", spec.target, "--max-num-seqs", str(max_num_seqs))
+    return *serve, "--speculative-config", config, "--scheduler-cls", SCHEDULER
+
+
+def line_of(environment: Mapping[str, str], arguments: Sequence[str]) -> str:
+    """One line to paste."""
+    set_first = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+    return " ".join([*set_first, *map(shlex.quote, arguments)])

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from http.client import HTTPConnection, HTTPException
@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from spectune.db.database import open_database
 from spectune.engines.abilities import VLLM
-from spectune.engines.protocol import Answered, Load, Prompt, Wanted, check_fits
+from spectune.engines.protocol import Answered, Execution, Load, Prompt, Running, Wanted
 from spectune.engines.vllm.server import DEPLOYMENT, Server, installed
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AnyPolicy
@@ -50,15 +50,10 @@ def _to_stderr(line: str) -> None:
     print(printable(line), file=sys.stderr)
 
 
-class Vllm:
-    """A pair in vLLM, as :class:`engines.protocol.Running` has it, by the Python that
-    ``SPECTUNE_VLLM_PYTHON`` names, by default this one. A server that dies is started again once,
-    and asked again what it had not answered; what it had recorded is kept.
-
-    ``say`` gets a line then, and for a version that was not tested. Raises EngineError for a Python
-    without vLLM, and with vLLM's own reason where it cannot serve the pair; PairError for a draft
-    that the pair has not.
-    """
+class Vllm(Running):
+    """A pair in vLLM, by the Python that ``SPECTUNE_VLLM_PYTHON`` names, by default this one. A
+    server that dies is started again once, and asked again what it had not answered; what it had
+    recorded is kept. ``say`` gets a line then, and for a version that was not tested."""
 
     engine = VLLM
 
@@ -66,10 +61,8 @@ class Vllm:
         self, spec: PairSpec, wanted: Wanted, say: Callable[[str], None] = _to_stderr
     ) -> None:
         if wanted.draft not in ("none", *spec.draft_names):
-            raise PairError(
-                f"pair {spec.name} has no draft {wanted.draft!r}; it has: "
-                f"{', '.join(spec.draft_names)}"
-            )
+            has = ", ".join(spec.draft_names)
+            raise PairError(f"pair {spec.name} has no draft {wanted.draft!r}; it has: {has}")
         found = installed()
         if not VLLM.tested(found.version):
             say(f"vLLM {found.version} was not tested; tested: {', '.join(VLLM.versions)}")
@@ -90,33 +83,19 @@ class Vllm:
             raise
 
     @property
+    def _options(self) -> Mapping[str, Any]:
+        """What its recordings say of it."""
+        return self._store.list_recordings()[0].options
+
+    @property
     def serving(self) -> dict[str, Any]:
-        """How it fills its steps, by the names of :class:`engines.rules.ServingRules`."""
-        return dict(self._store.list_recordings()[0].options["serving"])
+        return dict(self._options["serving"])
 
     @property
     def runs_on(self) -> dict[str, str]:
-        """Its device and dtype, as its recordings say them."""
-        options = self._store.list_recordings()[0].options
-        return {"device": str(options["device"]), "dtype": str(options["dtype"])}
-
-    def execute(
-        self,
-        prompts: Sequence[Prompt],
-        policy: AnyPolicy,
-        load: Load,
-        *,
-        sampling: Sampling,
-        max_new_tokens: int,
-    ) -> Generator[Answered, None, None]:
-        """As :meth:`engines.protocol.Running.execute`."""
-        wanted = self.wanted
-        VLLM.gammas(policy, draft=wanted.draft, most=wanted.most, max_num_seqs=wanted.max_num_seqs)
-        check_fits(prompts, max_new_tokens, wanted.max_len)
-        return self._execute(prompts, policy, load, sampling, max_new_tokens)
+        return {name: str(self._options[name]) for name in ("device", "dtype")}
 
     def close(self) -> None:
-        """Ends the server. Harmless when it has ended."""
         self.server.close()
         self._database.close()
         self._folder.cleanup()
@@ -128,35 +107,25 @@ class Vllm:
             if not next(self._answers(sending), None):
                 raise EngineError(f"vLLM died at its first request: {self.server.reason()}")
 
-    def _execute(
-        self,
-        prompts: Sequence[Prompt],
-        policy: AnyPolicy,
-        load: Load,
-        sampling: Sampling,
-        max_new_tokens: int,
-    ) -> Generator[Answered, None, None]:
-        self._put_in_force(policy)
+    def _serve(self, asked: Execution) -> Generator[Answered, None, None]:
+        self._put_in_force(asked.policy)
         self._executions += 1
-        waiting = dict(enumerate(prompts))
+        waiting, load = dict(enumerate(asked.prompts)), asked.load
         began = time.perf_counter()
         while waiting:
             bodies = {
-                i: body_of(f"{self._executions}.{i}", p, sampling, max_new_tokens)
-                for i, p in waiting.items()
+                i: body_of(f"{self._executions}.{i}", prompt, asked.sampling, asked.max_new_tokens)
+                for i, prompt in waiting.items()
             }
-            rest = (
-                replace(load, arrivals=tuple(load.arrivals[i] for i in waiting))
-                if load.arrivals
-                else load
-            )
+            moments = tuple(load.arrivals[i] for i in waiting) if load.arrivals else ()
+            rest = replace(load, arrivals=moments)
             with Sending(self.server.address, bodies, rest, began) as sending:
                 for i, request in self._answers(sending):
-                    yield _answered(request, waiting.pop(i), sampling, max_new_tokens, began)
+                    yield _answered(request, waiting.pop(i), asked, began)
                     if not waiting:
                         return
             self._start_again()
-            self._put_in_force(policy)
+            self._put_in_force(asked.policy)
 
     def _answers(self, sending: Sending) -> Iterator[tuple[int, RecordedRequest]]:
         """Requests of this execution that were answered and recorded, each with its number, until
@@ -176,10 +145,9 @@ class Vllm:
     def _new(self) -> Iterator[tuple[int, RecordedRequest]]:
         """What was recorded of this execution since the last look."""
         for info in self._store.list_recordings():
-            new = sorted(
-                self._store.recorded_ordinals(info.id, after=self._read.get(info.id, -1))
-            )  # numbered by one writer, in order
-            self._read[info.id] = max(new, default=self._read.get(info.id, -1))
+            last = self._read.get(info.id, -1)
+            new = sorted(self._store.recorded_ordinals(info.id, after=last))
+            self._read[info.id] = max(new, default=last)  # numbered by one writer, in order
             for request in self._store.iterate(info.id, (), steps=True, ordinals=new):
                 run, number = NAME.findall(request.trajectory.request_id)[0]
                 if int(run) == self._executions:
@@ -219,15 +187,15 @@ class Sending:
         self, address: tuple[str, int], bodies: Mapping[int, str], load: Load, began: float
     ) -> None:
         self.answered: set[int] = set()
-        self._address, self._stop = address, threading.Event()
-        self._bodies: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
+        self._address, self._began, self._stop = address, began, threading.Event()
+        self._waiting: queue.SimpleQueue[tuple[int, str, float]] = queue.SimpleQueue()
+        moments = load.arrivals or (0.0,) * len(bodies)
+        for (number, body), moment in zip(bodies.items(), moments, strict=True):
+            self._waiting.put((number, body, moment))
         self._refused, self._broken = "", ""
         self._open: set[HTTPConnection] = set()
         count = min(len(bodies), MOST_SENDERS if load.arrivals else load.clients)
         self._threads = [threading.Thread(target=self._send, daemon=True) for _ in range(count)]
-        self._threads.append(
-            threading.Thread(target=self._feed, args=(bodies, load, began, count), daemon=True)
-        )
 
     def __enter__(self) -> Sending:
         for thread in self._threads:
@@ -248,36 +216,37 @@ class Sending:
         if self._broken and not server.ended(DYING_S):
             raise EngineError(f"vLLM does not answer: {self._broken}")
 
-    def _feed(self, bodies: Mapping[int, str], load: Load, began: float, count: int) -> None:
-        for body, moment in zip(bodies.items(), load.arrivals or [0.0] * len(bodies), strict=True):
-            if self._stop.wait(max(0.0, began + moment - time.perf_counter())):
-                break
-            self._bodies.put(body)
-        for _ in range(count):
-            self._bodies.put(None)
-
     def _send(self) -> None:
-        while (body := self._bodies.get()) is not None and not self._stop.is_set():
-            connection = HTTPConnection(*self._address, timeout=ANSWER_S)
-            self._open.add(connection)
-            try:
-                connection.request(
-                    "POST", "/v1/completions", body[1], {"Content-Type": "application/json"}
-                )
-                response = connection.getresponse()
-                said = response.read().decode(errors="replace")
-            except (OSError, HTTPException) as error:
-                self._broken = f"{type(error).__name__}: {error}"
-                return
-            finally:
-                self._open.discard(connection)
-                connection.close()
-            if response.status >= 500:
-                self._broken = f"status {response.status}"
-            elif response.status >= 400:
-                self._refused = " ".join(said.split())[:300]
-            else:
-                self.answered.add(body[0])
+        """A thread: sends the next that waits, at its moment, until none does."""
+        with suppress(queue.Empty):
+            while True:
+                number, body, moment = self._waiting.get_nowait()
+                if self._stop.wait(max(0.0, self._began + moment - time.perf_counter())):
+                    return
+                try:
+                    status, said = self._post(body)
+                except (OSError, HTTPException) as error:
+                    self._broken = f"{type(error).__name__}: {error}"
+                    return
+                if status >= 500:
+                    self._broken = f"status {status}"
+                elif status >= 400:
+                    self._refused = " ".join(said.split())[:300]
+                else:
+                    self.answered.add(number)
+
+    def _post(self, body: str) -> tuple[int, str]:
+        """The status and text of an answer."""
+        connection = HTTPConnection(*self._address, timeout=ANSWER_S)
+        self._open.add(connection)
+        try:
+            kind = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/completions", body, kind)
+            response = connection.getresponse()
+            return response.status, response.read().decode(errors="replace")
+        finally:
+            self._open.discard(connection)
+            connection.close()
 
 
 def body_of(name: str, prompt: Prompt, sampling: Sampling, max_new_tokens: int) -> str:
@@ -287,17 +256,8 @@ def body_of(name: str, prompt: Prompt, sampling: Sampling, max_new_tokens: int) 
     )
 
 
-def _answered(
-    request: RecordedRequest, prompt: Prompt, sampling: Sampling, max_new_tokens: int, began: float
-) -> Answered:
-    trajectory = replace(
-        request.trajectory,
-        request_id=prompt.id,
-        category=prompt.category,
-        sampling=sampling,
-        max_new_tokens=max_new_tokens,
-    )
-    steps = (
-        s._replace(arrived_s=s.arrived_s - began, ended_s=s.ended_s - began) for s in request.steps
-    )
-    return Answered(trajectory, tuple(steps))
+def _answered(request: RecordedRequest, prompt: Prompt, of: Execution, began: float) -> Answered:
+    named = replace(request.trajectory, request_id=prompt.id, category=prompt.category)
+    text = replace(named, sampling=of.sampling, max_new_tokens=of.max_new_tokens)
+    moments = ((s, s.arrived_s - began, s.ended_s - began) for s in request.steps)
+    return Answered(text, tuple(s._replace(arrived_s=a, ended_s=e) for s, a, e in moments))

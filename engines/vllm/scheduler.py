@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import vllm
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -23,10 +21,11 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from spectune.engines.abilities import VLLM
-from spectune.engines.serving import Place, Served, served_pair
-from spectune.engines.vllm.tables import Table, table_of
+from spectune.engines.protocol import chain_round, text_of
+from spectune.engines.serving import Place, Served, Table, served_pair
 from spectune.runtime.pair import PairSpec
-from spectune.traces.schema import Finish, Sampling, Step, Trajectory, Verifier
+from spectune.runtime.policies.document import AnyPolicy
+from spectune.traces.schema import Finish, Sampling, Step, Verifier
 
 logger = init_logger(f"vllm.{__name__}")  # below "vllm" it has vLLM's handlers and format
 
@@ -41,13 +40,6 @@ class _Served:
 
     steps: list[Step] = field(default_factory=list)
     unspent_s: float = 0.0
-
-
-class _Scheduled(NamedTuple):
-    """A step that was scheduled: when, and by whose policy."""
-
-    at: float
-    policy: str
 
 
 class _Before(NamedTuple):
@@ -70,28 +62,22 @@ class Scheduler(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.dynamic_sd_lookup: list[int] | None
-        self._spectune: Served[Table] | None = None
-        self._scheduled: dict[int, _Scheduled] = {}
+        self._spectune: Served | None = None
+        self._scheduled: dict[int, tuple[float, str]] = {}  # when it was, and by whose policy
         self._decoding: dict[str, _Served] = {}
         self._updated_at = 0.0
         self._clock = time.perf_counter() - time.time()  # arrivals are told by the other one
-        self._sampling: dict[tuple[float, int, float], Sampling] = {}
-        url = os.environ.get("SPECTUNE_DB", "")
-        if not url:
+        if not os.environ.get("SPECTUNE_DB"):
             logger.warning(
                 "spectune: SPECTUNE_DB is not set, so nothing is recorded and no policy followed"
             )
             return
-        if not VLLM.tested(vllm.__version__):
-            logger.warning(
-                "spectune: vLLM %s was not tested; tested: %s",
-                vllm.__version__,
-                ", ".join(VLLM.versions),
-            )
+        found, tested = vllm.__version__, ", ".join(VLLM.versions)
+        if not VLLM.tested(found):
+            logger.warning("spectune: vLLM %s was not tested; tested: %s", found, tested)
         if not hasattr(self, "dynamic_sd_lookup"):
             raise RuntimeError(
-                f"spectune cannot set the draft tokens of vLLM {vllm.__version__}; tested: "
-                f"{', '.join(VLLM.versions)}"
+                f"spectune cannot set the draft tokens of vLLM {found}; tested: {tested}"
             )
         config = self.vllm_config
         speculative = config.speculative_config
@@ -102,7 +88,7 @@ class Scheduler(AsyncScheduler):
             self.dynamic_sd_lookup = list(table.gammas)
         about: dict[str, Any] = {
             "engine": "vllm",
-            "engine_version": vllm.__version__,
+            "engine_version": found,
             "device": str(config.device_config.device_type),
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "serving": self._rules(),
@@ -111,16 +97,9 @@ class Scheduler(AsyncScheduler):
             about["prompt_lookup"] = [speculative.prompt_lookup_min, speculative.prompt_lookup_max]
         probabilistic = getattr(speculative, "draft_sample_method", "greedy") != "greedy"
         self._above_zero: Verifier = "rejection" if probabilistic else "greedy"
-        place = Place(
-            url,
-            str(about["device"]),
-            f"vllm:{os.uname().nodename}:{os.getpid()}",
-            about,
-            config.model_config.max_model_len,
-            os.environ.get("SPECTUNE_DEPLOYMENT") or "vllm",
-        )
+        place = Place.here(about["device"], about, config.model_config.max_model_len)
         self._spectune = Served(
-            place, self._pair, table, self._ready, lambda line: logger.info("spectune: %s", line)
+            place, self._pair, table, self._gammas, lambda line: logger.info("spectune: %s", line)
         )
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -133,7 +112,7 @@ class Scheduler(AsyncScheduler):
             self._in_force = table
         began = time.perf_counter()
         output = super().schedule(*args, **kwargs)
-        self._scheduled[id(output)] = _Scheduled(began, table.policy)
+        self._scheduled[id(output)] = began, table.policy
         if len(self._scheduled) > IN_FLIGHT:
             del self._scheduled[next(iter(self._scheduled))]
         return output
@@ -180,12 +159,8 @@ class Scheduler(AsyncScheduler):
 
     def _own_table(self) -> Table:
         """What the server was started with."""
-        found = self.dynamic_sd_lookup
-        return Table(
-            tuple(found)
-            if found
-            else (0, *[self.num_spec_tokens] * self.scheduler_config.max_num_seqs)
-        )
+        fixed = (0, *[self.num_spec_tokens] * self.scheduler_config.max_num_seqs)
+        return Table(tuple(self.dynamic_sd_lookup or fixed))
 
     def _pair(self) -> PairSpec:
         """The pair that is served. Raises PairError where ``SPECTUNE_PAIR`` is another."""
@@ -196,53 +171,42 @@ class Scheduler(AsyncScheduler):
         spec, self._draft = served_pair(target, loaded, "none" if method is None else "ngram")
         return spec
 
-    def _ready(self, policy: Any, version: int) -> Table:
-        return table_of(
-            policy,
-            version,
-            draft=self._draft,
-            most=self.num_spec_tokens,
-            max_num_seqs=self.scheduler_config.max_num_seqs,
-        )
+    def _gammas(self, policy: AnyPolicy) -> tuple[int, ...]:
+        most, seats = self.num_spec_tokens, self.scheduler_config.max_num_seqs
+        return VLLM.gammas(policy, draft=self._draft, most=most, max_num_seqs=seats)
 
     def _before(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[_Before]:
         """The step's requests; vLLM cuts the lists of sampled tokens while it reads them."""
-        sampled, index, invalid = (
-            result.sampled_token_ids,
-            result.req_id_to_index,
-            scheduled.num_invalid_spec_tokens or {},
-        )
+        sampled, index = result.sampled_token_ids, result.req_id_to_index
+        invalid = scheduled.num_invalid_spec_tokens or {}
         found = []
         for name in scheduled.num_scheduled_tokens:
             request = self.requests.get(name)
             if request is None or request.is_finished():
                 continue
             tokens = len(sampled[index[name]]) if sampled and name in index else 0
-            drafted = len(scheduled.scheduled_spec_decode_tokens.get(name) or ()) - invalid.get(
-                name, 0
-            )
+            drafted = len(scheduled.scheduled_spec_decode_tokens.get(name) or ())
+            drafted -= invalid.get(name, 0)
             found.append(_Before(request, request.num_output_tokens, drafted, max(0, tokens - 1)))
         return found
 
     def _note(self, scheduled: SchedulerOutput, before: list[_Before]) -> None:
-        now, by = time.perf_counter(), self._scheduled.pop(id(scheduled), None)
-        seconds = 0.0 if by is None else now - max(by.at, self._updated_at)
+        now = time.perf_counter()
+        at, policy = self._scheduled.pop(id(scheduled), (now, ""))
+        seconds = now - max(at, self._updated_at)
         self._updated_at = now
-        batch, policy = len(scheduled.num_scheduled_tokens), "" if by is None else by.policy
-        for was in before:
-            request = was.request
+        for request, start, drafted, accepted in before:
             served = self._decoding.get(request.request_id)
             if served is None:
                 served = self._decoding[request.request_id] = _Served()
-            emitted = request.num_output_tokens - was.start
+            emitted = request.num_output_tokens - start
             if not emitted:  # a part of its prompt was read
                 served.unspent_s += seconds
                 continue
             served.steps.append(
-                Step(
-                    was.start, was.drafted, was.drafted + 1, was.accepted, emitted, was.drafted,
-                    draft=self._draft if was.drafted else "", policy=policy,
-                    round_s=seconds + served.unspent_s, depth=was.drafted, batch=batch,
+                chain_round(
+                    start, drafted, accepted, emitted, self._draft, policy,
+                    round_s=seconds + served.unspent_s, batch=len(scheduled.num_scheduled_tokens),
                     arrived_s=self._clock + request.arrival_time, ended_s=now,
                 )
             )  # fmt: skip
@@ -255,43 +219,20 @@ class Scheduler(AsyncScheduler):
         params, prompt = request.sampling_params, request.prompt_token_ids
         if self._spectune is None or served is None or not served.steps or params is None:
             return
-        if (
-            not prompt or request.lora_request is not None
-        ):  # embeddings in the place of tokens; another model
+        if not prompt or request.lora_request is not None:  # embeddings for tokens; another model
             return
-        self._spectune.put(
-            Trajectory(
-                request.request_id,
-                "serve",
-                np.array(prompt, dtype=np.int32),
-                np.array(list(request.output_token_ids), dtype=np.int32),
-                (sampling := self._sampling_of(params)),
-                request.max_tokens,
-                _finish(request),
-                "coupled" if sampling.greedy else self._above_zero,
-                _texts(params.stop),
-            ),
-            served.steps,
-        )
-
-    def _sampling_of(self, params: Any) -> Sampling:
-        key = float(params.temperature), max(0, int(params.top_k)), float(params.top_p)
-        if key[0] == 0:
-            key = 0.0, 0, 1.0
-        if key not in self._sampling and len(self._sampling) < 1024:
-            self._sampling[key] = Sampling(*key)
-        return self._sampling.get(key) or Sampling(*key)
+        sampling = Sampling()
+        if params.temperature != 0:
+            top_k = max(0, int(params.top_k))
+            sampling = Sampling(float(params.temperature), top_k, float(params.top_p))
+        texts = request.request_id, "serve", prompt, list(request.output_token_ids)
+        stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
+        limits = sampling, request.max_tokens, _finish(request)
+        self._spectune.put(text_of(*texts, *limits, self._above_zero, stop), served.steps)
 
 
 def _finish(request: Request) -> Finish:
     if request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
         return "length"
-    return (
-        "eos"
-        if request.status == RequestStatus.FINISHED_STOPPED and request.stop_reason is None
-        else "stop"
-    )
-
-
-def _texts(stop: str | Iterable[str] | None) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+    is_end = request.status == RequestStatus.FINISHED_STOPPED and request.stop_reason is None
+    return "eos" if is_end else "stop"

@@ -88,20 +88,13 @@ class Server:
         self.database, self.log = str(folder / "served.db"), folder / "server.log"
         (folder / "pair.json").write_text(json.dumps(spec.to_json()))
         module = "vllm.entrypoints.openai.api_server"  # wheels for CPUs have no command that works
-        self.arguments = [
-            found.python,
-            "-m",
-            module,
-            *_arguments(spec, wanted, cpu=found.cpu),
-            *_asked(),
-        ]
+        own = _arguments(spec, wanted, cpu=found.cpu)
+        self.arguments = [found.python, "-m", module, *own, *_asked()]
         self.environment = {
             **os.environ,
-            **{
-                "SPECTUNE_DB": self.database,
-                "SPECTUNE_PAIR": str(folder / "pair.json"),
-                "SPECTUNE_DEPLOYMENT": DEPLOYMENT,
-            },
+            "SPECTUNE_DB": self.database,
+            "SPECTUNE_PAIR": str(folder / "pair.json"),
+            "SPECTUNE_DEPLOYMENT": DEPLOYMENT,
             "VLLM_NO_USAGE_STATS": "1",
         }
         if found.cpu:
@@ -193,27 +186,16 @@ def reason_in(log: str) -> str:
 
 
 def _arguments(spec: PairSpec, wanted: Wanted, *, cpu: bool) -> list[str]:
-    found = [
-        "--model",
-        spec.target,
-        "--scheduler-cls",
-        SCHEDULER,
-        "--max-num-seqs",
-        str(wanted.max_num_seqs),
-    ]
-    found += [
-        "--max-model-len",
-        str(_length(spec, wanted)),
-        "--no-enable-prefix-caching",
-        "--disable-uvicorn-access-log",
-    ]
+    seats, length = str(wanted.max_num_seqs), str(_length(spec, wanted))
+    found = ["--model", spec.target, "--scheduler-cls", SCHEDULER]
+    found += ["--max-num-seqs", seats, "--max-model-len", length]
+    found += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
     found += ["--generation-config", "vllm"]  # sampling is what requests say
     if cpu:  # in the precision of our own decoder there; compiling takes minutes and gains little
         found += ["--dtype", "float32", "--enforce-eager"]
     if wanted.draft != "none":
-        config = speculative_config(
-            wanted.draft, dict(spec.drafts).get(wanted.draft), wanted.most, wanted.max_num_seqs
-        )
+        path = dict(spec.drafts).get(wanted.draft)
+        config = speculative_config(path, wanted.most, wanted.max_num_seqs)
         found += ["--speculative-config", json.dumps(config)]
     return found
 

@@ -90,7 +90,7 @@ def command(ctx: click.Context, as_json: bool, draft: str | None, **kw: Any) -> 
     \b
     Example:  cli.py engines vllm command --pair pair.json --draft-name small
     """
-    from spectune.engines.vllm.command import server_command
+    from spectune.engines.vllm.command import line_of, server_arguments
     from spectune.optimizer.deployment import check_deployment
     from spectune.traces.errors import PairError
 
@@ -108,13 +108,9 @@ def command(ctx: click.Context, as_json: bool, draft: str | None, **kw: Any) -> 
     }
     if root.get_parameter_source("db_url") is ParameterSource.ENVIRONMENT:
         del environment["SPECTUNE_DB"]  # it is there, and may hold a password
-    made = server_command(
-        spec, environment, draft=draft, most=kw["gamma_max"], max_num_seqs=kw["max_num_seqs"]
+    arguments = server_arguments(
+        spec, draft=draft, most=kw["gamma_max"], max_num_seqs=kw["max_num_seqs"]
     )
-    data = {
-        "pair": spec.id,
-        "environment": made.environment,
-        "arguments": list(made.arguments),
-        "line": made.line(),
-    }
-    emit(as_json, data, made.line())
+    line = line_of(environment, arguments)
+    made = {"pair": spec.id, "environment": environment, "arguments": list(arguments)}
+    emit(as_json, {**made, "line": line}, line)

@@ -195,7 +195,7 @@ def execute_found(
 ) -> Proved:
     """Serves what a search found on its engine, beside what is in force, for about --budget;
     publishes the best where that is proved better, unless --no-publish."""
-    from spectune.optimizer.executed_load import Execution, finalists, pass_s, passes_of
+    from spectune.optimizer.executed_load import execute_all, finalists, pass_s, passes_of
     from spectune.optimizer.proven_load import proof_of, publish_proven, to_beat
     from spectune.optimizer.schedule.times import parse_duration
 
@@ -209,7 +209,7 @@ def execute_found(
         err=True,
     )
     with Meter() as meter:
-        executed = Execution(lab, spec, meter).run(those, passes)
+        executed = execute_all(lab, spec, those, passes, meter)
     proof = proof_of(executed, incumbent, lab.objective)
     against = proof.against or ("--no-publish" if ctx.params["no_publish"] else "")
     more = (

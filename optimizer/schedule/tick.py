@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import datetime
+from typing import Any
 
-from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy import ColumnElement, delete, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from spectune.db.database import Database
 from spectune.db.schedules import FireRow, JobRow, ScheduleRow
-from spectune.optimizer.schedule.times import ScheduleError, Timing, utc
+from spectune.optimizer.schedule.times import ScheduleError, utc
 from spectune.optimizer.schedule.values import LATEST, Fire, Outcome, payload_of, timing_of
 
 CLOCK_STEP_S = 120
@@ -33,7 +33,7 @@ def tick(database: Database, now: datetime | None = None) -> tuple[Fire, ...]:
     """Notices every slot that is due at ``now`` (database time by default), and returns those that
     this call has noticed.
 
-    Slots of one schedule are judged together, as APScheduler 3 does (:func:`judge`). A schedule
+    Slots of one schedule are judged together, as APScheduler 3 does (:func:`_judged`). A schedule
     that cannot be read is parked: disabled, with its reason, and the others go on. By database
     time, one whose next slot is later than the first slot after now goes on with that: the clock
     was set back. A ``now`` that is given is a clock of the caller's, and may be behind another's.
@@ -45,11 +45,10 @@ def tick(database: Database, now: datetime | None = None) -> tuple[Fire, ...]:
         # After the rows, so that no slot that another node has just moved on to seems to be of the
         # future.
         moment = (now or database.now(session)).timestamp()
-        unreadable = {row.id: reason for row in schedules if (reason := _unreadable(row, moment))}
     noticed: list[Fire] = []
     for schedule in schedules:
-        if schedule.id in unreadable:
-            _park(database, schedule, unreadable[schedule.id])
+        if reason := _unreadable(schedule, moment):
+            _park(database, schedule, reason)
         else:
             noticed += _notice(database, schedule, moment, is_own_clock=now is not None)
     return tuple(noticed)
@@ -67,15 +66,29 @@ def _unreadable(schedule: ScheduleRow, now: float) -> str | None:
     return None
 
 
+def _is_instant(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value <= LATEST
+
+
 def _park(database: Database, schedule: ScheduleRow, reason: str) -> None:
     with database.write() as session:
-        parked = update(ScheduleRow).where(ScheduleRow.id == schedule.id, ScheduleRow.enabled)
-        is_ours = (
-            session.scalar(parked.values(enabled=False, parked=reason).returning(ScheduleRow.id))
-            is not None
-        )
+        is_ours = _set(session, schedule, enabled=False, parked=reason)
     if is_ours:
         log.warning("schedule %s is parked: %s", schedule.name, reason)
+
+
+def _set(session: Session, schedule: ScheduleRow, *swapped: ColumnElement[bool], **to: Any) -> bool:
+    """Sets columns of a schedule that was not paused, where what is ``swapped`` stands as it was
+    read. Holds the row until commit."""
+    where = ScheduleRow.id == schedule.id, ScheduleRow.enabled, *swapped
+    swap = update(ScheduleRow).where(*where).values(**to).returning(ScheduleRow.id)
+    return session.scalar(swap) is not None
+
+
+def _advance(session: Session, schedule: ScheduleRow, following: int) -> bool:
+    """Moves ``next_fire_at`` on if it stands where it was read."""
+    stands = ScheduleRow.next_fire_at == schedule.next_fire_at
+    return _set(session, schedule, stands, next_fire_at=following)
 
 
 def _notice(
@@ -83,7 +96,7 @@ def _notice(
 ) -> list[Fire]:
     timing, following = timing_of(schedule), schedule.next_fire_at
     if not is_own_clock:
-        timing = _begun(timing, now)
+        timing = timing.begun(now)
     latest = LATEST if is_own_clock else timing.next(int(now) + CLOCK_STEP_S)
     if not _is_instant(following) or following > latest:
         _set_back(database, schedule, timing.next(int(now)), now)
@@ -99,30 +112,14 @@ def _notice(
         return _fire(session, schedule, slots, now, database.now(session).timestamp())
 
 
-def _begun(timing: Timing, now: float) -> Timing:
-    """The timing, of the same slots, if it was to begin later than ``now``: the schedule was added
-    by a clock that was ahead."""
-    if timing.interval_s is None or timing.anchor <= now:
-        return timing
-    return replace(
-        timing,
-        anchor=timing.anchor
-        - (int(timing.anchor - now) // timing.interval_s + 1) * timing.interval_s,
-    )
-
-
 def _set_back(database: Database, schedule: ScheduleRow, following: int, now: float) -> None:
     """Goes on with the slot ``following``. What the clock noticed ahead of ``now`` and made no job
     of is to be judged when it is due."""
+    ahead = FireRow.schedule_id == schedule.id, FireRow.fire_at > now
     with database.write() as session:
         if not _advance(session, schedule, following):
             return
-        ahead = (
-            FireRow.schedule_id == schedule.id,
-            FireRow.fire_at > now,
-            FireRow.outcome != "enqueued",
-        )
-        session.execute(delete(FireRow).where(*ahead))
+        session.execute(delete(FireRow).where(*ahead, FireRow.outcome != "enqueued"))
     stood = schedule.next_fire_at
     log.warning(
         "schedule %s: the clock was set back: its next slot is %s, and not %s",
@@ -130,13 +127,9 @@ def _set_back(database: Database, schedule: ScheduleRow, following: int, now: fl
     )  # fmt: skip
 
 
-def _is_instant(value: object) -> bool:
-    return isinstance(value, int) and 0 <= value <= LATEST
-
-
-def judge(
-    slots: Sequence[int], now: float, *, misfire_grace_s: int | None, coalesce: bool, is_full: bool
-) -> tuple[tuple[int, Outcome], ...]:
+def _judged(
+    schedule: ScheduleRow, slots: Sequence[int], now: float, *, is_full: bool
+) -> list[tuple[int, Outcome]]:
     """What becomes of slots (in order) that are noticed together at ``now``, in APScheduler 3's
     order of decisions:
 
@@ -144,33 +137,16 @@ def judge(
     unfinished) those kept are skipped; of the rest, those later than the grace are misfired
     (exactly the grace late is in time); what is left is enqueued.
     """
+    grace_s = schedule.misfire_grace_s
 
     def outcome(slot: int) -> Outcome:
-        if coalesce and slot != slots[-1]:
+        if schedule.coalesce and slot != slots[-1]:
             return "coalesced"
         if is_full:
             return "skipped"
-        if misfire_grace_s is not None and now - slot > misfire_grace_s:
-            return "misfired"
-        return "enqueued"
+        return "misfired" if grace_s is not None and now - slot > grace_s else "enqueued"
 
-    return tuple((slot, outcome(slot)) for slot in slots)
-
-
-def _advance(session: Session, schedule: ScheduleRow, following: int) -> bool:
-    """Moves ``next_fire_at`` on if it stands where it was read and the schedule was not paused.
-    Holds the row until commit."""
-    swap = (
-        update(ScheduleRow)
-        .where(
-            ScheduleRow.id == schedule.id,
-            ScheduleRow.next_fire_at == schedule.next_fire_at,
-            ScheduleRow.enabled,
-        )
-        .values(next_fire_at=following)
-        .returning(ScheduleRow.id)
-    )
-    return session.scalar(swap) is not None
+    return [(slot, outcome(slot)) for slot in slots]
 
 
 def _fire(
@@ -181,25 +157,16 @@ def _fire(
         JobRow.schedule_id == schedule.id, JobRow.state.in_(("queued", "running"))
     )
     is_full = limit is not None and session.execute(unfinished).scalar_one() >= limit
-    judged = judge(
-        slots,
-        now,
-        misfire_grace_s=schedule.misfire_grace_s,
-        coalesce=schedule.coalesce,
-        is_full=is_full,
-    )
-    dialect_insert = (
-        postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
-    )
+    judged = _judged(schedule, slots, now, is_full=is_full)
+    is_postgresql = session.get_bind().dialect.name == "postgresql"
+    inserted = (postgresql.insert if is_postgresql else sqlite.insert)(FireRow)
     rows = [
         {"schedule_id": schedule.id, "fire_at": s, "outcome": o, "noticed_at": noticed_at}
         for s, o in judged
     ]
-    won = set(
-        session.scalars(
-            dialect_insert(FireRow).on_conflict_do_nothing().returning(FireRow.fire_at), rows
-        )
-    )
+    once = inserted.on_conflict_do_nothing().returning(FireRow.fire_at)
+    won = set(session.scalars(once, rows))
+    fired = [(slot, outcome) for slot, outcome in judged if slot in won]
     jobs = [
         {
             "schedule_id": schedule.id,
@@ -211,13 +178,9 @@ def _fire(
             "idempotency_key": f"{schedule.name}#{schedule.id}@{utc(slot):%Y-%m-%dT%H:%M:%SZ}",
             "queued_at": noticed_at,
         }
-        for slot, outcome in judged
-        if slot in won and outcome == "enqueued"
+        for slot, outcome in fired
+        if outcome == "enqueued"
     ]
     if jobs:
         session.execute(insert(JobRow), jobs)
-    return [
-        Fire(schedule.name, utc(slot), outcome, utc(noticed_at))
-        for slot, outcome in judged
-        if slot in won
-    ]
+    return [Fire(schedule.name, utc(slot), outcome, utc(noticed_at)) for slot, outcome in fired]

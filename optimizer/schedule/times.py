@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta, tzinfo
 from difflib import get_close_matches
 from zoneinfo import ZoneInfo, available_timezones
@@ -142,6 +142,14 @@ class Timing:
                 yield slot
                 after = slot
 
+    def begun(self, now: float) -> Timing:
+        """The timing, of the same slots, if it was to begin later than ``now``: the schedule was
+        added by a clock that was ahead."""
+        if self.interval_s is None or self.anchor <= now:
+            return self
+        steps = int(self.anchor - now) // self.interval_s + 1
+        return replace(self, anchor=self.anchor - steps * self.interval_s)
+
     def due(self, first: int, now: float) -> tuple[tuple[int, ...], int]:
         """The slots from ``first`` (itself one) to ``now`` inclusive, and the slot after them.
 
@@ -152,10 +160,8 @@ class Timing:
             return (), first
         past: deque[int] = deque([first], maxlen=MAX_BACKLOG)
         if self.interval_s is not None:
-            first = max(
-                first,
-                first + (int((now - first) // self.interval_s) - MAX_BACKLOG) * self.interval_s,
-            )
+            behind = int((now - first) // self.interval_s)
+            first += max(0, behind - MAX_BACKLOG) * self.interval_s
         for slot in self.slots(first):
             if slot > now:
                 return tuple(past), slot

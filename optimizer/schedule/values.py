@@ -63,9 +63,9 @@ class Schedule(_Value):
     @property
     def when(self) -> str:
         """The timing for a person: ``0 3 * * * (Europe/Berlin)`` or ``every 6h``."""
+        given = self.interval_s
         if self.cron is not None:
             return f"{self.cron} ({self.tz})"
-        given = self.interval_s
         return f"every {format_duration(given) if isinstance(given, int) else given}"
 
 
@@ -107,26 +107,27 @@ class Fire(_Value):
     job: Job | None = None
 
 
+_WITHIN = {
+    "anchor_at": (0, LATEST),
+    "max_attempts": (1, 2**31),
+    "max_instances": (1, 2**31),
+    "misfire_grace_s": (0, 2**63),
+    "budget_s": (0, LONGEST_S),
+}
+"""The least and the most of a schedule's columns of numbers; whole ones but for the budget."""
+
+
 def timing_of(row: ScheduleRow) -> Timing:
     """Raises ScheduleError, saying what it is, where something in the row cannot be used: a hand
     was there, or a zone is gone."""
-    _within(row, "anchor_at", 0, LATEST, is_whole=True)
-    _within(row, "max_attempts", 1, 2**31, is_whole=True)
-    _within(row, "max_instances", 1, 2**31, is_whole=True)
-    _within(row, "misfire_grace_s", 0, 2**63, is_whole=True)
-    _within(row, "budget_s", 0, LONGEST_S, is_whole=False)
+    for column, (least, most) in _WITHIN.items():
+        value, kinds = getattr(row, column), (int, float) if column == "budget_s" else (int,)
+        if value is not None and not (isinstance(value, kinds) and least <= value <= most):
+            raise ScheduleError(f"{column} is {value!r}")
     try:
         return Timing.parse(cron=row.cron, every=row.interval_s, tz=row.tz, anchor=row.anchor_at)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ScheduleError(f"its timing cannot be used ({error})") from error
-
-
-def _within(row: ScheduleRow, column: str, least: int, most: int, *, is_whole: bool) -> None:
-    value = getattr(row, column)
-    if value is not None and not (
-        isinstance(value, int if is_whole else (int, float)) and least <= value <= most
-    ):
-        raise ScheduleError(f"{column} is {value!r}")
 
 
 def payload_of(row: ScheduleRow) -> Mapping[str, Any]:
@@ -134,13 +135,6 @@ def payload_of(row: ScheduleRow) -> Mapping[str, Any]:
     if not isinstance(row.payload, dict):
         raise ScheduleError("the payload is no JSON object")
     return row.payload
-
-
-def _shown_payload(row: ScheduleRow) -> Mapping[str, Any]:
-    try:
-        return payload_of(row)
-    except ScheduleError:
-        return {}
 
 
 def shown_moment(instant: Any) -> datetime:
@@ -151,35 +145,28 @@ def shown_moment(instant: Any) -> datetime:
         return utc(0)
 
 
-def _columns(row: ScheduleRow | JobRow, value: type[_Value]) -> dict[str, Any]:
-    """What a value takes of a row, by name: moments to be shown, all else as it stands."""
-    found = {
-        field.name: getattr(row, field.name) for field in fields(value) if hasattr(row, field.name)
-    }
-    return {
-        name: shown_moment(v) if name.endswith("_at") and v is not None else v
-        for name, v in found.items()
-    }
+def _columns(row: ScheduleRow | JobRow | FireRow, value: type[_Value]) -> dict[str, Any]:
+    """What a value takes of a row, by name, as far as it can be shown."""
+    found = {}
+    for name in (field.name for field in fields(value) if hasattr(row, field.name)):
+        held = getattr(row, name)
+        if name.endswith(("_at", "_until")) and held is not None:
+            held = shown_moment(held)
+        elif name in ("payload", "result") and not isinstance(held, dict):
+            held = {} if name == "payload" else None
+        found[name] = held
+    return found
 
 
 def schedule_of(row: ScheduleRow) -> Schedule:
-    return Schedule(**_columns(row, Schedule) | {"payload": _shown_payload(row)})
+    return Schedule(**_columns(row, Schedule))
 
 
 def job_of(row: JobRow, schedule: ScheduleRow) -> Job:
-    of_schedule = {
-        "schedule": schedule.name,
-        "payload": _shown_payload(schedule),
-        "budget_s": schedule.budget_s,
-    }
-    leased = None if row.lease_until is None else shown_moment(row.lease_until)
-    result = row.result if isinstance(row.result, dict) else None
-    return Job(**_columns(row, Job) | of_schedule | {"lease_until": leased, "result": result})
+    of, own = schedule_of(schedule), _columns(row, Job)
+    return Job(schedule=of.name, payload=of.payload, budget_s=of.budget_s, **own)
 
 
 def fire_of(row: FireRow, schedule: ScheduleRow, job: JobRow | None) -> Fire:
-    outcome: Any = row.outcome
     made = job_of(job, schedule) if job else None
-    return Fire(
-        schedule.name, shown_moment(row.fire_at), outcome, shown_moment(row.noticed_at), made
-    )
+    return Fire(schedule=schedule.name, job=made, **_columns(row, Fire))

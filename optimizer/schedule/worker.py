@@ -21,13 +21,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from spectune.db.database import Database
 from spectune.db.errors import DatabaseError, UnavailableError
-from spectune.optimizer.schedule.claims import claim, complete, fail, release, retry
-from spectune.optimizer.schedule.lease import Clock, Heartbeat, JobContext, LeaseLostError
+from spectune.optimizer.schedule.claims import (
+    Clock,
+    Heartbeat,
+    JobContext,
+    LeaseLostError,
+    claim,
+    complete,
+    fail,
+    release,
+    retry,
+)
 from spectune.optimizer.schedule.tick import tick
 from spectune.optimizer.schedule.values import Fire, Job
 from spectune.traces.errors import SpectuneError
@@ -36,6 +44,8 @@ POLL_S = 5.0
 LEASE_S = 60.0
 LONGEST_PAUSE_S = 60.0
 """A database that is away is looked for at least so often."""
+AWAY_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
+"""Pauses before it is tried again to write how a job ended: the work of hours hangs on it."""
 
 Execute = Callable[[Job, JobContext], Mapping[str, Any]]
 """A job function. Its result must be JSON. An exception fails the job, and its next slot is its
@@ -67,9 +77,7 @@ class WorkReport:
     """What a worker did, by counts: slots it noticed, jobs by how they ended."""
 
     noticed: int = 0
-    ended: dict[str, int] = field(
-        default_factory=lambda: {"done": 0, "failed": 0, "lost": 0, "released": 0}
-    )
+    ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(Ending), 0))
 
     def to_json(self) -> dict[str, int]:
         return {"noticed": self.noticed, **self.ended}
@@ -78,50 +86,6 @@ class WorkReport:
 class HandBack(KeyboardInterrupt):
     """Raised in a job function to end it at once and queue the job again. Not an Exception, so that
     no handler swallows it."""
-
-
-class Stopper:
-    """Turns SIGINT and SIGTERM into a clean stop: the first lets the job at hand finish, the next
-    hands it back at once."""
-
-    def __init__(self, event: threading.Event | None = None) -> None:
-        self.event = event or threading.Event()
-        self._is_busy = False
-
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Marks the part that a second signal may interrupt."""
-        self._is_busy = True
-        try:
-            yield
-        finally:
-            self._is_busy = False
-
-    @contextmanager
-    def listening(self) -> Iterator[Stopper]:
-        """Listens to signals, if in the main thread; handlers are put back at the end."""
-        if threading.current_thread() is not threading.main_thread():
-            yield self
-            return
-        before = {
-            number: signal.signal(number, self._on_signal)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self._is_busy and self.event.is_set():
-            raise HandBack
-        self.event.set()
-        if self._is_busy:
-            log.warning(
-                "%s: finishing the job at hand; once more to hand it back",
-                signal.Signals(number).name,
-            )
 
 
 def run_worker(
@@ -142,27 +106,28 @@ def run_worker(
     is made up by default. A database that goes away later is waited for, a little longer each time;
     if it cannot be used at the start, DatabaseError is raised.
     """
-    shift = _Shift(database, execute, owner or _made_up(), lease_s, clock, watch, Stopper(stop))
-    with shift.stopper.listening():
+    stop = stop or threading.Event()
+    worker = _Worker(database, execute, owner or _made_up(), lease_s, clock, watch, stop)
+    with worker.listening():
         has_begun, failures = False, 0
-        while not shift.stopper.event.is_set():
+        while not stop.is_set():
             try:
-                shift.notice()
-                is_idle = not shift.run_next()
+                worker.notice()
+                is_idle = not worker.run_next()
             except DatabaseError as error:
                 if not has_begun:
                     raise
                 if not failures:
                     log.warning("%s; trying again until it can be used", error)
                 failures += 1
-                shift.stopper.event.wait(min(LONGEST_PAUSE_S, poll_s * 2 ** min(failures - 1, 10)))
+                stop.wait(min(LONGEST_PAUSE_S, poll_s * 2 ** min(failures - 1, 10)))
                 continue
             if failures:
                 log.warning("the database is back after %d failures", failures)
             has_begun, failures = True, 0
             if is_idle:
-                shift.stopper.event.wait(poll_s)
-    return shift.report
+                stop.wait(poll_s)
+    return worker.report
 
 
 def run_once(
@@ -178,12 +143,13 @@ def run_once(
 
     SIGINT and SIGTERM end it early, as they do :func:`run_worker`.
     """
-    shift = _Shift(database, execute, owner or _made_up(), lease_s, clock, watch, Stopper())
-    with shift.stopper.listening():
-        shift.notice()
-        while not shift.stopper.event.is_set() and shift.run_next():
+    stop = threading.Event()
+    worker = _Worker(database, execute, owner or _made_up(), lease_s, clock, watch, stop)
+    with worker.listening():
+        worker.notice()
+        while not stop.is_set() and worker.run_next():
             pass
-    return shift.report
+    return worker.report
 
 
 def _made_up() -> str:
@@ -193,15 +159,38 @@ def _made_up() -> str:
 
 
 @dataclass
-class _Shift:
+class _Worker:
     database: Database
     execute: Execute
     owner: str
     lease_s: float
     clock: Clock | None
     watch: Watch | None
-    stopper: Stopper
+    stop: threading.Event
+    is_busy: bool = False
+    """Whether a job function runs, which a second signal may interrupt."""
     report: WorkReport = field(default_factory=WorkReport)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Turns SIGINT and SIGTERM into a clean stop, if in the main thread: the first lets the job
+        at hand finish, the next hands it back at once. Handlers are put back at the end."""
+        is_main = threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        if self.is_busy and self.stop.is_set():
+            raise HandBack
+        self.stop.set()
+        if self.is_busy:
+            name = signal.Signals(number).name
+            log.warning("%s: finishing the job at hand; once more to hand it back", name)
 
     def notice(self) -> None:
         for fire in tick(self.database, self.clock() if self.clock else None):
@@ -224,53 +213,56 @@ class _Shift:
 
     def _run(self, job: Job) -> Ended:
         with Heartbeat(self.database, job, self.lease_s) as beat:
-            clock = self.clock or (lambda: datetime.now(UTC))
             try:
-                context = JobContext(self.database, job, beat, self.stopper.event, clock)
-                with self.stopper.busy():
-                    result = json.loads(
-                        json.dumps(dict(self.execute(job, context)), allow_nan=False)
-                    )
+                result = self._result(job, beat)
             except LeaseLostError:
                 return Ended(job, "lost")
-            except UnavailableError as error:
-                message = str(error)
-                if job.attempt < job.max_attempts:
-                    return _recorded(
-                        Ended(job, "released", error=message),
-                        lambda: retry(self.database, job, message),
-                    )
             except (SpectuneError, DatabaseError) as error:
-                message = str(error)
+                is_away = isinstance(error, UnavailableError)
+                if is_away and job.attempt < job.max_attempts:
+                    return self._recorded(Ended(job, "released", error=str(error)))
+                return self._recorded(Ended(job, "failed", error=str(error)))
             except Exception as error:
-                message = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+                said = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+                return self._recorded(Ended(job, "failed", error=said))
             except BaseException as error:
-                ended = _recorded(Ended(job, "released"), lambda: release(self.database, job))
+                ended = self._recorded(Ended(job, "released"))
                 if not isinstance(error, HandBack):
                     raise
-                self.stopper.event.set()
+                self.stop.set()
                 return ended
-            else:
-                return _recorded(
-                    Ended(job, "done", result=result), lambda: complete(self.database, job, result)
-                )
-            return _recorded(
-                Ended(job, "failed", error=message), lambda: fail(self.database, job, message)
-            )
+            return self._recorded(Ended(job, "done", result=result))
 
-
-def _recorded(ended: Ended, write: Callable[[], bool]) -> Ended:
-    """How a job ended, once that is written; lost where the job is another's by now."""
-    return ended if _persisted(write) else Ended(ended.job, "lost")
-
-
-def _persisted(write: Callable[[], bool]) -> bool:
-    # The work of hours hangs on this write: outlive a short absence of the database (the heartbeat
-    # goes on meanwhile).
-    for pause_s in (0.5, 1.0, 2.0, 4.0, 8.0, 15.0):
+    def _result(self, job: Job, beat: Heartbeat) -> Mapping[str, Any]:
+        """What the job function returns, as it will be read back."""
+        clock = self.clock or (lambda: datetime.now(UTC))
+        context = JobContext(self.database, job, beat, self.stop, clock)
+        self.is_busy = True
         try:
-            return write()
-        except DatabaseError as error:
-            log.warning("cannot record how the job ended, trying again: %s", error)
-            time.sleep(pause_s)
-    return write()
+            returned = dict(self.execute(job, context))
+        finally:
+            self.is_busy = False
+        found: Mapping[str, Any] = json.loads(json.dumps(returned, allow_nan=False))
+        return found
+
+    def _recorded(self, ended: Ended) -> Ended:
+        """How a job ended, once that is written; lost where the job is another's by now. Outlives a
+        short absence of the database: the heartbeat goes on meanwhile."""
+        pauses = iter(AWAY_S)
+        while True:
+            try:
+                return ended if _write_end(self.database, ended) else Ended(ended.job, "lost")
+            except DatabaseError as error:
+                if (pause_s := next(pauses, None)) is None:
+                    raise
+                log.warning("cannot record how the job ended, trying again: %s", error)
+                time.sleep(pause_s)
+
+
+def _write_end(database: Database, ended: Ended) -> bool:
+    job, error = ended.job, ended.error
+    if ended.result is not None:
+        return complete(database, job, ended.result)
+    if error is None:
+        return release(database, job)
+    return (retry if ended.ending == "released" else fail)(database, job, error)

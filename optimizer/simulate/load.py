@@ -182,25 +182,14 @@ class Served:
         edges = self.arrived_s.min() + np.linspace(0.0, self.seconds, BINS + 1)
         width = np.diff(edges)
         rate = (self.tokens - 1) / np.maximum(1e-9, self.finished_s - self.first_s)
-        tokens = (
-            _until(edges, self.first_s, self.finished_s, rate)
-            + np.histogram(self.first_s, edges)[0]
-        )
-        waiting = _until(edges, self.arrived_s, self.first_s, np.ones(len(self.tokens)))
-        decoding = _until(edges, self.first_s, self.finished_s, np.ones(len(self.tokens)))
-        columns = zip(
-            (edges[:-1] - edges[0]).tolist(),
-            waiting / width,
-            decoding / width,
-            tokens / width,
-            strict=True,
-        )
-        return [
-            dict(
-                zip(("from_s", "waiting", "decoding", "tokens_per_s"), map(float, row), strict=True)
-            )
-            for row in columns
-        ]
+        once, firsts = np.ones(len(self.tokens)), np.histogram(self.first_s, edges)[0]
+        columns = {
+            "waiting": _until(edges, self.arrived_s, self.first_s, once),
+            "decoding": _until(edges, self.first_s, self.finished_s, once),
+            "tokens_per_s": _until(edges, self.first_s, self.finished_s, rate) + firsts,
+        }
+        rows = zip(edges[:-1] - edges[0], *(c / width for c in columns.values()), strict=True)
+        return [dict(zip(("from_s", *columns), map(float, row), strict=True)) for row in rows]
 
     def to_json(self, level: Objective) -> dict[str, Any]:
         """Figures for people and programs; times in seconds."""

@@ -62,16 +62,13 @@ def served_steps(requests: Sequence[RecordedRequest], rules: ServingRules) -> Se
     rounds: dict[float, list[_Round]] = {}
     drafts: Counter[str] = Counter()
     for r in requests:
-        prompt, draft = (
-            len(r.trajectory.prompt_ids),
-            next((s.draft for s in r.steps if s.draft), ""),
-        )
+        prompt = len(r.trajectory.prompt_ids)
+        draft = next((s.draft for s in r.steps if s.draft), "")
         drafts[draft] += 1
-        for i, s in enumerate(r.steps):
-            following = r.steps[i + 1].drafted if i + 1 < len(r.steps) else -1
-            before_s = r.steps[i - 1].ended_s if i else 0.0
-            first = i == 0
-            own = (0, prompt, 0) if first else (s.drafted + 1, 0, prompt + s.start - 1)
+        for before, s, after in zip((None, *r.steps), r.steps, (*r.steps[1:], None), strict=False):
+            own = (s.drafted + 1, 0, prompt + s.start - 1) if before else (0, prompt, 0)
+            following = after.drafted if after else -1
+            before_s = before.ended_s if before else 0.0
             rounds.setdefault(s.ended_s, []).append(
                 _Round(s.batch, *own, s.drafted, following, before_s, s.round_s, draft)
             )
@@ -91,23 +88,13 @@ def served_steps(requests: Sequence[RecordedRequest], rules: ServingRules) -> Se
 def _load_of(members: Sequence[_Round], draft: str, rules: ServingRules) -> StepLoad | None:
     batch, known = max(m.batch for m in members), len(members)
     drafted = max(m.following if rules.drafts_after else m.drafted for m in members)
-    if (
-        2 * known < batch
-        or drafted < 0
-        or sum(m.rows + m.prompt for m in members) > rules.max_batched_tokens
-    ):
+    read = sum(m.rows + m.prompt for m in members)
+    if 2 * known < batch or drafted < 0 or read > rules.max_batched_tokens:
         return None
-    decoded = [m for m in members if m.rows]
-    unknown = (batch - known) / max(1, len(decoded)) if decoded else 0.0
-    rows = sum(m.rows for m in decoded) * (1 + unknown)
-    return StepLoad(
-        draft,
-        rows,
-        sum(m.prompt for m in members),
-        batch,
-        sum(m.cached for m in decoded) * (1 + unknown),
-        drafted,
-    )
+    decoded, prompt = [m for m in members if m.rows], sum(m.prompt for m in members)
+    all_of = 1 + ((batch - known) / max(1, len(decoded)) if decoded else 0.0)
+    rows, cached = sum(m.rows for m in decoded), sum(m.cached for m in decoded)
+    return StepLoad(draft, rows * all_of, prompt, batch, cached * all_of, drafted)
 
 
 @dataclass(frozen=True)
@@ -153,17 +140,13 @@ def fit_served(steps: Sequence[ServedSteps], pair_id: str, device: str, dtype: s
     if len(loads) < LEAST_STEPS:
         raise TraceError(
             f"{len(loads)} steps of this engine were recorded with their times, which are too few "
-            "to know what steps cost "
-            f"({LEAST_STEPS} at least); serve more requests, or say `profile --engine`"
+            f"to know what steps cost ({LEAST_STEPS} at least); serve more requests, or say "
+            "`profile --engine`"
         )
     chosen = np.unique(np.linspace(0, len(loads) - 1, FITTED_STEPS).astype(int))
     picked = [loads[i] for i in chosen]
-    profile = fit_steps(
-        LatencyProfile(pair_id, device, dtype, {}),
-        step_shapes(picked),
-        picked,
-        seconds[chosen].tolist(),
-    )
+    empty = LatencyProfile(pair_id, device, dtype, {})
+    profile = fit_steps(empty, step_shapes(picked), picked, seconds[chosen].tolist())
     passes: dict[str, tuple[int, int]] = {}
     predicted = np.zeros(len(chosen))
     for draft in dict.fromkeys(load.draft for load in picked):
@@ -188,13 +171,8 @@ def _check(predicted: FloatArray, executed: FloatArray, steps: int) -> dict[str,
 
 def _made_by(info: RecordingInfo) -> tuple[Any, ...]:
     """What recordings whose steps cost the same have in common."""
-    said = info.options
-    return (
-        said.get("engine"),
-        said.get("engine_version"),
-        said.get("device", "cpu"),
-        said.get("dtype"),
-    )
+    said = {"device": "cpu", **info.options}
+    return tuple(said.get(name) for name in ("engine", "engine_version", "device", "dtype"))
 
 
 def costs_of_engine(store: TraceStore, info: RecordingInfo) -> ServedCosts:
@@ -206,9 +184,7 @@ def costs_of_engine(store: TraceStore, info: RecordingInfo) -> ServedCosts:
     same = [i for i in store.list_recordings(info.pair_id) if _made_by(i) == _made_by(info)]
     steps = []
     for found in same[:POOLED]:
-        rules = rules_of(found.engine, found.options.get("serving"))
-        steps.append(
-            served_steps(store.load(found.id, steps=True, skip_corrupted=True).requests, rules)
-        )
+        kept = store.load(found.id, steps=True, skip_corrupted=True).requests
+        steps.append(served_steps(kept, rules_of(found.engine, found.options.get("serving"))))
     device = str(info.options.get("device", "cpu"))
     return fit_served(steps, info.pair_id, device, str(info.options.get("dtype", "")))

@@ -82,30 +82,6 @@ class Found(NamedTuple):
     members: npt.NDArray[np.int64]
 
 
-class Counts(NamedTuple):
-    """Of the requests how many have ``arrived``, were ``admitted``, were ``sent`` (all, where they
-    come when they come) and are ``running``; and the ``steps`` that were begun, and ``rounds`` in
-    them."""
-
-    arrived: int
-    admitted: int
-    sent: int
-    running: int
-    steps: int
-    rounds: int
-
-
-class Filled(NamedTuple):
-    """A step: its requests, rows, prompt tokens, tokens cached, and the most tokens that one of
-    them drafted."""
-
-    size: int
-    rows: int
-    prompts: int
-    context: int
-    most: int
-
-
 @compiled(inline=True)
 def _wanted(queue: Queue, rules: ServingRules, state: State, r: int) -> int:
     """Tokens that a request in force would read in the next step; 0: it is left out."""
@@ -117,13 +93,11 @@ def _wanted(queue: Queue, rules: ServingRules, state: State, r: int) -> int:
         if out + 1 >= queue.budgets[t]:  # the step in execution ends it
             return 0
         cached += 1 + state.flown[r]
-    gamma = (
-        state.gamma[r] if rules.drafts_after else min(state.gamma[r], queue.budgets[t] - out - 1)
-    )
-    if state.flying[r] == 0 and out < queue.lengths[t]:
-        gamma = min(
-            gamma, (int(queue.words[queue.begins[t] + out - 1]) >> 8) & 255
-        )  # a draft may have no proposal
+    gamma = state.gamma[r]
+    if not rules.drafts_after:
+        gamma = min(gamma, queue.budgets[t] - out - 1)
+    if state.flying[r] == 0 and out < queue.lengths[t]:  # a draft may have no proposal
+        gamma = min(gamma, (int(queue.words[queue.begins[t] + out - 1]) >> 8) & 255)
     return int(max(0, min(1 + gamma, rules.max_len - cached - 1)))
 
 
@@ -167,80 +141,6 @@ def _emit(queue: Queue, state: State, found: Found, r: int, drafted: int, now: f
 
 
 @compiled(inline=True)
-def _fill(
-    queue: Queue, rules: ServingRules, state: State, found: Found, slot: int, now: Counts
-) -> tuple[Counts, Filled]:
-    """Fills a step: those in force in the order of their admission, then as many of those that wait
-    as there is room for."""
-    running, admitted, rounds = now.running, now.admitted, now.rounds
-    budget, room, size, rows, prompts, context, most = (
-        rules.max_batched_tokens,
-        rules.max_batched_tokens,
-        0,
-        0,
-        0,
-        0,
-        0,
-    )
-    i = 0
-    while budget > 0 and room > rules.draft_slots:
-        admitting = i >= running
-        if admitting and (admitted >= now.arrived or running >= rules.max_num_seqs):
-            break
-        r = admitted if admitting else state.running[i]
-        reading = state.read[r] < queue.prompts[queue.text[r]]
-        new = min(_wanted(queue, rules, state, r), budget, room - rules.draft_slots)
-        if admitting:
-            state.running[running] = r
-            running += 1
-            admitted += 1
-        i += 1
-        if new == 0:
-            continue
-        drafted, cached = _put(queue, state, slot, size, r, new)
-        if len(found.members) > 0:
-            found.members[rounds, 0], found.members[rounds, 1], found.members[rounds, 2] = (
-                now.steps,
-                r,
-                drafted,
-            )
-        prompts += new if reading else 0
-        rows += 0 if reading else new
-        size, context, most = size + 1, context + cached, max(most, drafted)
-        budget, room, rounds = budget - new, room - new - rules.draft_slots, rounds + 1
-    return Counts(now.arrived, admitted, now.sent, running, now.steps, rounds), Filled(
-        size, rows, prompts, context, most
-    )
-
-
-@compiled(costs_module, inline=True)
-def _begin(
-    rules: ServingRules,
-    gammas: Index,
-    costs: StepCosts,
-    state: State,
-    found: Found,
-    slot: int,
-    now: Counts,
-    step: Filled,
-    at: float,
-) -> float:
-    """Executes a step from ``at`` on, and says how many tokens its requests draft next; when it
-    ends."""
-    gamma = gammas[step.size]
-    for n in range(step.size):
-        if state.queue[slot, n, 1] >= 0:
-            state.gamma[state.queue[slot, n, 0]] = gamma
-    passes = gamma if rules.drafts_after else step.most
-    ends = at + step_seconds(costs, step.rows, step.prompts, step.size, step.context, passes)
-    state.sizes[slot], state.ends[slot], found.ends[now.steps] = step.size, ends, ends
-    row = found.steps[now.steps]
-    row[0], row[1], row[2], row[3] = step.size, step.rows, step.prompts, step.context
-    row[4], row[5] = passes, now.arrived - now.admitted
-    return ends
-
-
-@compiled(inline=True)
 def _held(state: State, running: int) -> int:
     """Tokens in the cache, and those that may come into it with the next step."""
     held = 0
@@ -250,62 +150,85 @@ def _held(state: State, running: int) -> int:
     return held
 
 
-@compiled(inline=True)
-def _finish(
-    queue: Queue, rules: ServingRules, state: State, found: Found, slot: int, now: Counts, at: float
-) -> Counts:
-    """A step has ended: its requests get what it yields, those whose text ends leave, and their
-    clients send the next."""
-    sent, kept = now.sent, 0
-    for n in range(state.sizes[slot]):
-        r, drafted = state.queue[slot, n, 0], state.queue[slot, n, 1]
-        if drafted < 0 or found.finished[r] >= 0:
-            continue
-        if (
-            _emit(queue, state, found, r, drafted, at)
-            and queue.clients > 0
-            and sent < len(queue.text)
-        ):
-            queue.arrived[sent] = max(at, queue.arrived[sent - 1]) + rules.reply_s
-            sent += 1
-    for n in range(now.running):
-        state.running[kept] = state.running[n]
-        kept += 0 if found.finished[state.running[n]] >= 0 else 1
-    return Counts(now.arrived, now.admitted, sent, kept, now.steps, now.rounds)
-
-
 @compiled(costs_module)
 def serve_queue(
     queue: Queue, rules: ServingRules, gammas: Index, costs: StepCosts, state: State, found: Found
 ) -> tuple[int, int, float]:
     """Serves the whole queue: how many steps and rounds that took, and when the cache was too small
-    (-1: it never was)."""
+    (-1: it never was).
+
+    Of the requests so many have ``arrived``, were ``admitted``, were ``sent`` (all, where they come
+    when they come) and are ``running``.
+    """
     total, slots = len(queue.text), rules.ahead + 1
-    arrived = steps = head = flying = 0
-    counts = Counts(0, 0, min(queue.clients, total) if queue.clients > 0 else total, 0, 0, 0)
-    now, busy, full = 0.0, 0.0, -1.0
-    while full < 0:
-        while arrived < counts.sent and queue.arrived[arrived] <= now:
+    sent = min(queue.clients, total) if queue.clients > 0 else total
+    arrived = admitted = running = steps = rounds = head = flying = 0
+    now, busy = 0.0, 0.0
+    while True:
+        while arrived < sent and queue.arrived[arrived] <= now:
             arrived += 1
+        # Fill a step: those in force in the order of their admission, then as many of those that
+        # wait as there is room for.
         slot = (head + flying) % slots
-        counts = Counts(arrived, counts.admitted, counts.sent, counts.running, steps, counts.rounds)
-        counts, step = _fill(queue, rules, state, found, slot, counts)
-        if step.size > 0:
-            busy = _begin(rules, gammas, costs, state, found, slot, counts, step, max(now, busy))
+        budget = room = rules.max_batched_tokens
+        i = size = rows = prompts = context = most = 0
+        while budget > 0 and room > rules.draft_slots:
+            if i == running:
+                if admitted >= arrived or running >= rules.max_num_seqs:
+                    break
+                state.running[running] = admitted
+                running, admitted = running + 1, admitted + 1
+            r = state.running[i]
+            i += 1
+            reading = state.read[r] < queue.prompts[queue.text[r]]
+            new = min(_wanted(queue, rules, state, r), budget, room - rules.draft_slots)
+            if new == 0:
+                continue
+            drafted, cached = _put(queue, state, slot, size, r, new)
+            if len(found.members) > 0:
+                member = found.members[rounds]
+                member[0], member[1], member[2] = steps, r, drafted
+            prompts += new if reading else 0
+            rows += 0 if reading else new
+            size, context, most = size + 1, context + cached, max(most, drafted)
+            budget, room, rounds = budget - new, room - new - rules.draft_slots, rounds + 1
+        # Execute it, and say how many tokens its requests draft next.
+        if size > 0:
+            gamma = gammas[size]
+            for n in range(size):
+                if state.queue[slot, n, 1] >= 0:
+                    state.gamma[state.queue[slot, n, 0]] = gamma
+            passes = gamma if rules.drafts_after else most
+            busy = max(now, busy) + step_seconds(costs, rows, prompts, size, context, passes)
+            state.sizes[slot], state.ends[slot], found.ends[steps] = size, busy, busy
+            row = found.steps[steps]
+            row[0], row[1], row[2], row[3] = size, rows, prompts, context
+            row[4], row[5] = passes, arrived - admitted
             steps, flying = steps + 1, flying + 1
-            if rules.cache_tokens > 0 and _held(state, counts.running) > rules.cache_tokens:
-                full = now
+            if rules.cache_tokens > 0 and _held(state, running) > rules.cache_tokens:
+                return steps, rounds, now
             if flying < slots:
                 continue
         if flying == 0:
-            if arrived >= counts.sent:
-                break
+            if arrived >= sent:
+                return steps, rounds, -1.0
             now = max(now, queue.arrived[arrived])
             continue
+        # The oldest step ends: its requests get what it yields, those whose text ends leave, and
+        # their clients send the next.
         now = max(now, state.ends[head])
-        counts = _finish(queue, rules, state, found, head, counts, now)
-        head, flying = (head + 1) % slots, flying - 1
-    return steps, counts.rounds, full
+        for n in range(state.sizes[head]):
+            r, drafted = state.queue[head, n, 0], state.queue[head, n, 1]
+            if drafted < 0 or found.finished[r] >= 0:
+                continue
+            if _emit(queue, state, found, r, drafted, now) and queue.clients > 0 and sent < total:
+                queue.arrived[sent] = max(now, queue.arrived[sent - 1]) + rules.reply_s
+                sent += 1
+        kept = 0
+        for n in range(running):
+            state.running[kept] = state.running[n]
+            kept += 0 if found.finished[state.running[n]] >= 0 else 1
+        running, head, flying = kept, (head + 1) % slots, flying - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -355,34 +278,23 @@ def serve(
     words = trace.outcomes(policy, compile_stop(policy.stop))[0]
     count = len(load.arrivals) or count or len(trace.order)
     text = trace.order[np.arange(count) % len(trace.order)]
-    lengths = (
-        np.diff(trace.offsets) + 1
-    )  # the trace begins after the first token, which the prompt's pass yields
-    prompts, budgets = trace.prompts - 1, trace.budgets + 1
+    # The trace begins after the first token, which the prompt's pass yields.
+    lengths, prompts, budgets = np.diff(trace.offsets) + 1, trace.prompts - 1, trace.budgets + 1
     arrived = np.array(load.arrivals or [rules.reply_s * n for n in range(count)])
-    queue = Queue(
-        text,
-        arrived,
-        0 if load.arrivals else load.clients,
-        trace.offsets[:-1],
-        prompts,
-        lengths,
-        budgets,
-        words,
-    )
+    clients = 0 if load.arrivals else load.clients
+    queue = Queue(text, arrived, clients, trace.offsets[:-1], prompts, lengths, budgets, words)
     room = rules.max_batched_tokens - rules.draft_slots
     if room < 1:
         raise TraceError(f"a step of {rules.max_batched_tokens} tokens holds no request")
-    most = int(
-        (lengths[text] + 2 + prompts[text] // room).sum()
-    )  # every step brings a request on, or reads as much as fits
-    state = _fresh(count, rules)
+    # Every step brings a request on, or reads as much as fits.
+    most = int((lengths[text] + 2 + prompts[text] // room).sum())
     found = Found(
         np.full(count, -1.0), np.full(count, -1.0), np.zeros((count, 3), np.int64),
         np.zeros((most, len(STEP_COLUMNS)), np.int32), np.zeros(most),
         np.zeros((2 * most if members else 0, 3), np.int64),
     )  # fmt: skip
-    steps, rounds, full = serve_queue(queue, rules, np.array(gammas, np.int64), costs, state, found)
+    table, state = np.array(gammas, np.int64), _fresh(count, rules)
+    steps, rounds, full = serve_queue(queue, rules, table, costs, state, found)
     if full >= 0:
         raise TraceError(
             f"{full:.1f} s after the start the requests need more than the {rules.cache_tokens} "
@@ -390,21 +302,13 @@ def serve(
             "simulated: ask for fewer requests at a time, or a lower rate"
         )
     served = Served(arrived, found.first, found.finished, lengths[text])
-    return Simulated(
-        served,
-        found.counts,
-        found.steps[:steps],
-        found.ends[:steps],
-        found.members[: rounds if members else 0],
-    )
+    kept = found.members[: rounds if members else 0]
+    return Simulated(served, found.counts, found.steps[:steps], found.ends[:steps], kept)
 
 
 def _fresh(count: int, rules: ServingRules) -> State:
-    read, out, gamma, flying, flown = np.zeros((5, count), np.int64)
     slots, seats = rules.ahead + 1, rules.max_num_seqs
-    running, queue, sizes = (
-        np.zeros(seats, np.int64),
-        np.zeros((slots, seats, 2), np.int64),
-        np.zeros(slots, np.int64),
-    )
-    return State(read, out, gamma, flying, flown, running, queue, sizes, np.zeros(slots))
+    running, queue = np.zeros(seats, np.int64), np.zeros((slots, seats, 2), np.int64)
+    sizes, ends = np.zeros(slots, np.int64), np.zeros(slots)
+    read, out, gamma, flying, flown = np.zeros((5, count), np.int64)
+    return State(read, out, gamma, flying, flown, running, queue, sizes, ends)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
+from waiting import eventually
 
 from spectune.db import open_database
 from spectune.engines.vllm.command import SCHEDULER, speculative_config
@@ -25,7 +25,6 @@ from spectune.traces.store import TraceStore
 
 MOST = 8
 SEATS = 8
-WAIT_S = 60.0
 
 
 class Engine:
@@ -57,9 +56,7 @@ class Engine:
 
         async def every() -> list[list[int]]:
             gate = asyncio.Semaphore(clients)
-            return list(
-                await asyncio.gather(*(one(i, prompt, gate) for i, prompt in enumerate(prompts)))
-            )
+            return await asyncio.gather(*(one(i, p, gate) for i, p in enumerate(prompts)))
 
         return name, asyncio.run_coroutine_threadsafe(every(), self._loop).result(300)
 
@@ -67,9 +64,8 @@ class Engine:
         """Publishes a policy; its version."""
         policy = parse_policy({"draft": draft, "window": window, **blocks})
         self.store.put_policy(policy.id, policy.spelled_out(), policy.label())
-        return self.store.publish(
-            self.spec.id, "cpu", policy.id, actor="test", deployment="vllm"
-        ).version
+        where = {"actor": "test", "deployment": "vllm"}
+        return self.store.publish(self.spec.id, "cpu", policy.id, **where).version
 
     def answered(self, version: int) -> tuple[str, str]:
         """Status and reason of the server's answer to a publication."""
@@ -81,16 +77,13 @@ class Engine:
         """The recording, of the requests of a run alone."""
 
         def found() -> list[Any]:
-            every = [
-                r
-                for info in self.store.list_recordings()
-                for r in self.store.load(info.id, steps=True).requests
-            ]
+            loaded = (self.store.load(i.id, steps=True) for i in self.store.list_recordings())
+            every = (r for recording in loaded for r in recording.requests)
             return [r for r in every if name in r.trajectory.request_id]
 
         eventually(lambda: len(found()) == count)
-        info = next(i for i in self.store.list_recordings())
-        return Recording(info, tuple(sorted(found(), key=lambda r: r.ordinal)))
+        requests = sorted(found(), key=lambda r: r.ordinal)
+        return Recording(self.store.list_recordings()[0], tuple(requests))
 
     def close(self) -> None:
         self._llm.shutdown()
@@ -101,13 +94,6 @@ def tokens_of(texts: Sequence[str]) -> list[list[int]]:
     """The texts in the demo pair's tokens."""
     tokenizer = AutoTokenizer.from_pretrained(read_pair("demo").target)
     return [tokenizer(text)["input_ids"] for text in texts]
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.05)
 
 
 @contextmanager
@@ -126,7 +112,7 @@ def engine(folder: Path, draft: str) -> Iterator[Engine]:
         max_num_seqs=SEATS,
         enforce_eager=True,
         enable_prefix_caching=False,
-        speculative_config=speculative_config(draft, dict(spec.drafts).get(draft), MOST, SEATS),
+        speculative_config=speculative_config(dict(spec.drafts).get(draft), MOST, SEATS),
         scheduler_cls=SCHEDULER,
     )
     with open_database(url) as database:

@@ -64,22 +64,12 @@ def test_every_load_and_policy_gives_the_same_texts(running: Vllm, prompts: list
         assert max(sizes) > 3 if load.clients == 8 else load.arrivals or sizes == {1}
         by_id = {a.trajectory.request_id: a for a in found}
         for i, prompt in enumerate(prompts):
-            a = by_id[prompt.id]
-            assert (
-                (load.arrivals or [0.0] * len(prompts))[i]
-                <= a.arrived_s
-                <= a.first_token_s
-                <= a.finished_s
-            )
+            a, due = by_id[prompt.id], load.arrivals[i] if load.arrivals else 0.0
+            assert due <= a.arrived_s <= a.first_token_s <= a.finished_s
     assert running.serving["max_num_seqs"] == SEATS
+    fsm = parse_policy({"draft": "small", "window": {"kind": "fsm"}})
     with pytest.raises(PolicyError, match="cannot run a window of kind 'fsm'"):
-        running.execute(
-            prompts,
-            parse_policy({"draft": "small", "window": {"kind": "fsm"}}),
-            Load(),
-            sampling=Sampling(),
-            max_new_tokens=8,
-        )
+        running.execute(prompts, fsm, Load(), sampling=Sampling(), max_new_tokens=8)
 
 
 def test_a_design_that_it_served_says_what_its_steps_cost(
@@ -88,36 +78,26 @@ def test_a_design_that_it_served_says_what_its_steps_cost(
     """Up to the most tokens, and none with the draft loaded."""
     with open_database(str(tmp_path / "x.db")) as database:
         store = TraceStore(database)
-        made = serve_design(
-            store,
-            read_pair("demo"),
-            running,
-            "small",
-            Design(prompts, most=6, clients=4, tokens=24),
-        )
+        design = Design(prompts, most=6, clients=4, tokens=24)
+        made = serve_design(store, read_pair("demo"), running, "small", design)
         found = [store.get_recording(name) for name in made]
         costs = costs_of_engine(store, found[-1])
-    assert [(i.n_requests, i.options["device"], i.options["dtype"]) for i in found] == [
-        (16, "cpu", "float32")
-    ] * 5
+    told = [(i.n_requests, i.options["device"], i.options["dtype"]) for i in found]
+    assert told == [(16, "cpu", "float32")] * 5
     assert costs.passes == {"small": (0, 6)}
     assert costs.check["steps"] > 200
-    assert all(
-        ms > 0
-        for row in step_table(costs, running.engine, "small", Design(prompts, 6, 4))
-        for ms in row.values()
-    )
+    rows = step_table(costs, running.engine, "small", Design(prompts, 6, 4))
+    assert all(ms > 0 for row in rows for ms in row.values())
 
 
 def test_a_server_that_dies_is_started_again_once_and_asked_what_it_had_not_answered(
     running: Vllm, prompts: list[Prompt], said: list[str]
 ) -> None:
-    known = texts_of(
-        list(running.execute(prompts, FOUR, Load(8), sampling=Sampling(), max_new_tokens=16))
-    )
+    asked = {"sampling": Sampling(), "max_new_tokens": 16}
+    known = texts_of(list(running.execute(prompts, FOUR, Load(8), **asked)))
 
     def killed() -> Iterator[Answered]:
-        answers = running.execute(prompts, FOUR, Load(2), sampling=Sampling(), max_new_tokens=16)
+        answers = running.execute(prompts, FOUR, Load(2), **asked)
         yield next(answers)
         os.kill(running.server.process_id, signal.SIGKILL)
         yield from answers

@@ -61,9 +61,7 @@ class Stepped:
                 model=spec.target, dtype="float32", max_model_len=MAX_LEN, max_num_seqs=SEATS,
                 enforce_eager=True,
                 enable_prefix_caching=False, max_num_batched_tokens=budget, scheduler_cls=SCHEDULER,
-                speculative_config=speculative_config(
-                    "small", dict(spec.drafts)["small"], MOST, SEATS,
-                ),
+                speculative_config=speculative_config(dict(spec.drafts)["small"], MOST, SEATS),
             )
         )  # fmt: skip
         self.scheduler: Any = self.llm.engine_core.engine_core.scheduler
@@ -124,9 +122,8 @@ def number(name: str) -> int:
 
 @contextmanager
 def stepped(budget: int) -> Iterator[Stepped]:
-    hidden = sys.modules.pop(
-        "llvmlite.binding.ffi", None
-    )  # vLLM looks into every module, and stumbles over this one's wrapper
+    # vLLM looks into every module, and stumbles over this one's wrapper.
+    hidden = sys.modules.pop("llvmlite.binding.ffi", None)
     try:
         made = Stepped(budget)
     finally:
@@ -147,15 +144,12 @@ def trace_of(of: Stepped, prompts: Sequence[str], texts: Sequence[Sequence[int]]
     tokenizer, requests = of.llm.get_tokenizer(), []
     for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         ids, out = np.array(tokenizer.encode(prompt), np.int32), np.array(text, np.int32)
-        t = Trajectory(
-            str(i), "", ids, out, Sampling(), TOKENS, "length" if len(out) == TOKENS else "eos"
-        )
-        requests.append(
-            RecordedRequest(i, t, {"small": record_panorama(pair, t, "small", MOST)}).after_first()
-        )
-    return ReplayTrace(
-        [r.trajectory for r in requests], {"small": [r.panoramas["small"] for r in requests]}
-    )
+        finish = "length" if len(out) == TOKENS else "eos"
+        t = Trajectory(str(i), "", ids, out, Sampling(), TOKENS, finish)
+        panoramas = {"small": record_panorama(pair, t, "small", MOST)}
+        requests.append(RecordedRequest(i, t, panoramas).after_first())
+    panoramas = {"small": [r.panoramas["small"] for r in requests]}
+    return ReplayTrace([r.trajectory for r in requests], panoramas)
 
 
 def by_step(found: Simulated) -> list[list[list[int]]]:
@@ -251,9 +245,6 @@ def sampled(
         drafted = len(done.scheduled_spec_decode_tokens.get(name) or ())
         partly = [number(name), -1] in of.steps[of.outputs.index(done)]
         out = 0 if request is None else request.num_output_tokens
-        kept = next(
-            (i for i, a in enumerate(agree[number(name)][out : out + drafted]) if not a), None
-        )
-        kept = min(drafted, len(agree[number(name)]) - out) if kept is None else kept
+        kept = [*agree[number(name)][out : out + drafted], False].index(False)
         tokens.append([] if partly else list(range(out, out + kept + 1)))
     return ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, tokens)

@@ -12,15 +12,16 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from served import MOST, Engine, engine, eventually
+from served import MOST, Engine, engine
 from vllm.v1.spec_decode.ngram_proposer import (
     _find_longest_matched_ngram_and_propose_tokens as vllm_lookup,
 )
+from waiting import eventually
 
 from spectune.demo.prompts import demo_workload
+from spectune.engines.abilities import VLLM
 from spectune.engines.vllm.prompt_lookup import LEAST
 from spectune.engines.vllm.prompt_lookup import MOST as LONGEST
-from spectune.engines.vllm.tables import Table, table_of
 from spectune.optimizer.record import Look, look_around
 from spectune.optimizer.simulate.replay_trace import Replay
 from spectune.optimizer.simulate.trace import simulate
@@ -80,13 +81,8 @@ def _copied(trajectory: Trajectory, at: int) -> Ahead:
     output = trajectory.output_ids.tolist()
     known = np.array([*trajectory.prompt_ids.tolist(), *output[:at]], dtype=np.int32)
     found = vllm_lookup(known, LEAST, LONGEST, 4096, MOST).tolist()
-    return Ahead(
-        len(found),
-        next(
-            (i for i, x in enumerate(found) if output[at : at + i + 1] != found[: i + 1]),
-            len(found),
-        ),
-    )
+    same = [a == b for a, b in zip(found, output[at:], strict=False)]
+    return Ahead(len(found), [*same, False].index(False))
 
 
 def _grown(grown: TreePanorama, at: int) -> int:
@@ -97,7 +93,7 @@ def _grown(grown: TreePanorama, at: int) -> int:
     return found
 
 
-def check_rounds(request: RecordedRequest, known: list[Ahead], table: Table) -> int:
+def check_rounds(request: RecordedRequest, known: list[Ahead], gammas: tuple[int, ...]) -> int:
     """Holds each round against what the draft alone says; how many there were.
 
     What a step drafts was decided in the one before, by the requests that it had. The last round of
@@ -106,17 +102,13 @@ def check_rounds(request: RecordedRequest, known: list[Ahead], table: Table) -> 
     first, *rounds = request.steps
     assert (first.start, first.drafted, first.emitted) == (0, 0, 1)
     for before, step in pairwise(request.steps):
-        name = request.trajectory.request_id
+        where, there = (request.trajectory.request_id, before, step), known[step.start]
         left = len(request.trajectory.output_ids) - step.start
         assert before.start + before.emitted == step.start
-        assert step.drafted == min(table.gammas[before.batch], known[step.start].length), (
-            name,
-            before,
-            step,
-        )
-        expected = min(step.drafted, known[step.start].accepted)
+        assert step.drafted == min(gammas[before.batch], there.length), where
+        expected = min(step.drafted, there.accepted)
         within = left - 1 if step is rounds[-1] else ENDLESS
-        assert min(step.accepted, within) == min(expected, within), (name, step)
+        assert min(step.accepted, within) == min(expected, within), where
     return len(rounds)
 
 
@@ -133,21 +125,19 @@ def test_a_text_and_its_drafts_predict_every_round_of_every_policy(
     rounds = 0
     for window in WINDOWS if draft != "medium" else WINDOWS[::3]:
         policy = parse_policy({"draft": draft, "window": window})
-        table = table_of(policy, 1, draft=draft, most=MOST, max_num_seqs=8)
+        gammas = VLLM.gammas(policy, draft=draft, most=MOST, max_num_seqs=8)
         assert running.answered(running.publish(window, draft)) == ("applied", "")
         for clients in (1, 8):
             name, found = running.run(PROMPTS, clients)
             # The text never depends on the policy, nor on who else is served.
             assert found == texts
             for request in running.recorded(name, len(PROMPTS)).requests:
-                rounds += check_rounds(
-                    request, known[tuple(request.trajectory.prompt_ids.tolist())], table
-                )
+                ids = tuple(request.trajectory.prompt_ids.tolist())
+                rounds += check_rounds(request, known[ids], gammas)
     print(f"{draft}: {rounds} rounds")
     assert rounds > 1000
-    look_around(
-        running.store, pair, running.store.resolve_recording("latest"), Look((draft,), MOST)
-    )
+    latest = running.store.resolve_recording("latest")
+    look_around(running.store, pair, latest, Look((draft,), MOST))
     assert sum(replayed_alike(running.store, draft, g) for g in (1, 4)) > 300
 
 
@@ -157,16 +147,14 @@ def test_above_temperature_0_a_token_is_kept_iff_it_is_the_drafts_likeliest(
 ) -> None:
     draft, running = served
     window = {"kind": "fixed", "gamma": 4}
-    table = table_of(
-        parse_policy({"draft": draft, "window": window}), 1, draft=draft, most=MOST, max_num_seqs=8
-    )
+    policy = parse_policy({"draft": draft, "window": window})
+    gammas = VLLM.gammas(policy, draft=draft, most=MOST, max_num_seqs=8)
     assert running.answered(running.publish(window, draft)) == ("applied", "")
     name, _ = running.run(PROMPTS, 8, temperature=0.8, top_p=0.9)
     requests = running.recorded(name, len(PROMPTS)).requests
-    assert {(r.trajectory.sampling, r.trajectory.verifier) for r in requests} == {
-        (Sampling(0.8, 0, 0.9), "greedy")
-    }
-    rounds = sum(check_rounds(r, ahead(pair, r.trajectory, draft), table) for r in requests)
+    how = {(r.trajectory.sampling, r.trajectory.verifier) for r in requests}
+    assert how == {(Sampling(0.8, 0, 0.9), "greedy")}
+    rounds = sum(check_rounds(r, ahead(pair, r.trajectory, draft), gammas) for r in requests)
     assert rounds > 100
     assert sum(s.accepted for r in requests for s in r.steps) > 50
 
@@ -177,19 +165,15 @@ def replayed_alike(store: TraceStore, draft: str, gamma: int) -> int:
     policy = parse_policy({"draft": draft, "window": {"kind": "fixed", "gamma": gamma}})
     found = simulate(store, "latest", policy, None, per_round=True).replay
     assert isinstance(found, Replay)
-    count = 0
-    for request, steps in zip(
-        store.load("latest", steps=True).requests, found.steps(), strict=True
-    ):
+    count, kept = 0, store.load("latest", steps=True).requests
+    for request, steps in zip(kept, found.steps(), strict=True):
         executed = request.steps[1:]
         if {s.policy for s in executed} == {policy.id}:
             # The first token is the prefill's: replay counts from the second on.
             rounds = [(s.start - 1, s.drafted, s.accepted) for s in executed[:-1]]
             assert rounds == [(s.start, s.drafted, s.accepted) for s in steps[:-1]]
-            assert (executed[-1].start - 1, executed[-1].drafted) == (
-                steps[-1].start,
-                steps[-1].drafted,
-            )
+            last = executed[-1].start - 1, executed[-1].drafted
+            assert last == (steps[-1].start, steps[-1].drafted)
             count += len(executed)
     return count
 
@@ -202,10 +186,8 @@ def test_what_it_cannot_run_is_refused_and_the_last_policy_stays(
     served: tuple[str, Engine],
 ) -> None:
     draft, running = served
-    assert running.answered(running.publish({"kind": "fixed", "gamma": 2}, draft)) == (
-        "applied",
-        "",
-    )
+    good = running.publish({"kind": "fixed", "gamma": 2}, draft)
+    assert running.answered(good) == ("applied", "")
     status, reason = running.answered(running.publish({"kind": "fsm"}, draft))
     assert status == "refused"
     assert "window of kind 'fsm'" in reason
@@ -225,9 +207,8 @@ def test_200_publications_while_8_clients_are_served_change_no_text(
     def publish() -> None:
         rng = np.random.default_rng(0)
         while not stop.is_set() and len(published) < 200:
-            published.append(
-                running.publish({"kind": "fixed", "gamma": int(rng.integers(0, MOST + 1))}, draft)
-            )
+            gamma = int(rng.integers(0, MOST + 1))
+            published.append(running.publish({"kind": "fixed", "gamma": gamma}, draft))
             time.sleep(0.02)
 
     thread = threading.Thread(target=publish)
