@@ -63,16 +63,14 @@ def test_what_is_typed_wins_over_the_environment_over_the_file(folder: Path) -> 
     )
     found = defaults("tune")
     assert (found["deployment"], found["budget"], found["temperature"]) == ("file", "5m", "0.7")
-    of = ("--pair", "pair.json", "--device", "cpu", "--json")
-    names = []
-    for typed, env in (
-        ((), {}),
-        ((), {"SPECTUNE_DEPLOYMENT": "env"}),
-        (("--deployment", "typed"), {"SPECTUNE_DEPLOYMENT": "env"}),
-    ):
-        made = DOOR.call("policies activate", FIXED, *of, *typed, env=env)
-        names.append(json.loads(made.stdout)["deployment"])
-    assert names == ["file", "env", "typed"]
+    activate = f"policies activate '{FIXED}' --pair pair.json --device cpu"
+    env = {"SPECTUNE_DEPLOYMENT": "env"}
+    made = [
+        DOOR.call(activate, json=True),
+        DOOR.call(activate, json=True, env=env),
+        DOOR.call(activate, json=True, env=env, deployment="typed"),
+    ]
+    assert [json.loads(m.stdout)["deployment"] for m in made] == ["file", "env", "typed"]
 
 
 def test_paths_are_relative_to_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,13 +96,10 @@ def test_paths_are_relative_to_the_file(folder: Path, monkeypatch: pytest.Monkey
         ("temperature = 0.7", "unknown key 'temperature'; did you mean 'sampling.temperature'?"),
         (
             "[sampling]\ntemprature = 1",
-            "unknown key 'sampling.temprature'; did you mean 'sampling.temperature'?",
+            "'sampling.temprature'; did you mean 'sampling.temperature'?",
         ),
         ("[sampling]\nzzz = 1", "known keys: pair, workload"),
-        (
-            '[sampling]\ntemperature = "hot"',
-            "spectune.toml: sampling.temperature: 'hot' is not a valid float",
-        ),
+        ('[sampling]\ntemperature = "hot"', "sampling.temperature: 'hot' is not a valid float"),
         ("[sampling]\nseed = 1.5", "spectune.toml: sampling.seed: '1.5' is not a valid integer"),
         ("[sampling]\ntop_p = nan", "spectune.toml: sampling.top_p: "),
         ("threads = 0", "spectune.toml: threads: 0 is not in the range"),
@@ -118,10 +113,7 @@ def test_paths_are_relative_to_the_file(folder: Path, monkeypatch: pytest.Monkey
         ("sampling = 3", "spectune.toml: sampling: a table is expected"),
         ("pair = ", "spectune.toml: not TOML: "),
         ("x = " + "[" * 5000, "spectune.toml: not TOML: "),
-        (
-            "[sampling]\ndeployment = 1",
-            "unknown key 'sampling.deployment'; did you mean 'deployment'?",
-        ),
+        ("[sampling]\ndeployment = 1", "'sampling.deployment'; did you mean 'deployment'?"),
     ],
 )
 def test_a_file_that_cannot_be_used(folder: Path, text: str, says: str) -> None:
@@ -154,14 +146,13 @@ def test_init_writes_a_file_that_says_every_key(folder: Path) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        ("tune",), ("record",), ("run",), ("generate", "x"), ("profile",),
-        ("policies", "activate", FIXED), ("policies", "rollback"),
-        ("policies", "show"), ("schedule", "add", "n", "--every", "1h"),
-        ("fit", "clusters", "--draft", "near"),
+        *("tune", "record", "run", "generate x", "profile", f"policies activate '{FIXED}'"),
+        *("policies rollback", "policies show", "schedule add n --every 1h"),
+        "fit clusters --draft near",
     ],
-)  # fmt: skip
-def test_no_pair_is_taken_in_silence(folder: Path, command: tuple[str, ...]) -> None:
-    line = DOOR.refused(*command)
+)
+def test_no_pair_is_taken_in_silence(folder: Path, command: str) -> None:
+    line = DOOR.refused(command)
     assert (
         "no pair is named; say --pair FILE (or --pair demo), set SPECTUNE_PAIR, or put pair = ... "
         "in spectune.toml" in line
@@ -171,8 +162,8 @@ def test_no_pair_is_taken_in_silence(folder: Path, command: tuple[str, ...]) -> 
 
 def test_a_recording_that_is_named_says_which_pair(folder: Path, tiny_pair: Path) -> None:
     """Also against the environment; what is typed is believed, and compared."""
-    short = ("--workload", "chats.jsonl", "--max-new-tokens", 4)
-    made = DOOR.json("record", *short, pair="pair.json")
+    short = {"workload": "chats.jsonl", "max_new_tokens": 4}
+    made = DOOR.json("record", pair="pair.json", **short)
     other = {"SPECTUNE_PAIR": str(tiny_pair)}
     again = DOOR.call("record", resume=made["recording"], json=True, env=other)
     assert json.loads(again.stdout)["pair"] == made["pair"]
@@ -181,9 +172,5 @@ def test_a_recording_that_is_named_says_which_pair(folder: Path, tiny_pair: Path
     assert made["pair"] not in DOOR.call("fit chooser", env=other).stderr
     with_env = DOOR.call("policies list", json=True, env=other)
     assert json.loads(with_env.stdout)["pair"] != made["pair"]
-    assert (
-        DOOR.call(
-            "run", *short, target=tiny_pair.parent / "target", no_store=True, env=other
-        ).exit_code
-        == 0
-    )
+    target = tiny_pair.parent / "target"
+    assert DOOR.call("run", **short, target=target, no_store=True, env=other).exit_code == 0

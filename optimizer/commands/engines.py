@@ -8,8 +8,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import option
-from spectune.optimizer.commands.options import Whole, pair_options
+from spectune.optimizer.commands.options import Whole
 from spectune.optimizer.commands.printing import Group, emit, json_option, table
 from spectune.optimizer.commands.shared import pair_spec
 
@@ -52,7 +53,7 @@ def vllm() -> None:
 
 
 @vllm.command()
-@pair_options
+@opts.pair
 @option(
     "--draft-name draft",
     "The draft that the server loads, or ngram; default: the pair's first.",

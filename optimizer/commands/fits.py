@@ -9,15 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import F, option
-from spectune.optimizer.commands.options import (
-    SEED,
-    FiniteRange,
-    Whole,
-    device_options,
-    pair_options,
-    together,
-)
+from spectune.optimizer.commands.options import SEED, FiniteRange, Whole, together
 from spectune.optimizer.commands.printing import Group, Meter, as_json, emit
 from spectune.optimizer.commands.shared import load, open_store, pair_spec, policy_named
 
@@ -196,8 +190,8 @@ def static_tree(**kw: Any) -> None:
 
 
 @fit.command("chooser")
-@pair_options
-@device_options
+@opts.pair
+@opts.devices
 @recording_option("Its requests are fitted to, and replayed under every candidate.")
 @option(
     "--policies",
@@ -291,8 +285,8 @@ def _fit_shortlists(
 
 
 @fit.command("frequencies")
-@pair_options
-@device_options
+@opts.pair
+@opts.devices
 @recording_option("Its texts are counted, prompts included.")
 @option("--corpus", "Count these text files instead; repeatable.", multiple=True, metavar="FILE")
 def frequencies(**kw: Any) -> None:
@@ -309,8 +303,8 @@ def frequencies(**kw: Any) -> None:
 
 
 @fit.command("clusters")
-@pair_options
-@device_options
+@opts.pair
+@opts.devices
 @option("--clusters count", "M; default: by the size of the output head.", Whole(1))
 @seed_option
 def clusters(**kw: Any) -> None:
@@ -326,8 +320,8 @@ def clusters(**kw: Any) -> None:
 
 
 @fit.command("router")
-@pair_options
-@device_options
+@opts.pair
+@opts.devices
 @recording_option("The texts whose contexts it learns.")
 @option("--clusters", "M; default: by the size of the output head.", Whole(1))
 @option("--clusters-from", "Stored clusters instead of new ones.", metavar="ID")
@@ -348,8 +342,8 @@ def router(**kw: Any) -> None:
 
 
 @fit.command("ranks")
-@pair_options
-@device_options
+@opts.pair
+@opts.devices
 @with_trees
 @option("--router", "A router that `fit router` made.", metavar="ID")
 @option("--frequencies", "A frequency order that `fit frequencies` made.", metavar="ID")

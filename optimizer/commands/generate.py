@@ -6,14 +6,9 @@ from typing import Any
 
 import click
 
+from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import flag, option
-from spectune.optimizer.commands.options import (
-    decode_options,
-    deployment_option,
-    device_options,
-    pair_options,
-    sampling_options,
-)
+from spectune.optimizer.commands.options import decode_options
 from spectune.optimizer.commands.printing import Command, as_json, console_for, emit
 from spectune.optimizer.commands.shared import (
     check_policy,
@@ -27,10 +22,10 @@ from spectune.optimizer.commands.shared import (
 
 @click.command(cls=Command)
 @click.argument("prompt")
-@pair_options
-@sampling_options
-@device_options
-@deployment_option
+@opts.pair
+@opts.sampling
+@opts.devices
+@opts.deployment
 @option("--policy policy_name", default="active")
 @flag("--no-compare", "Do not decode again autoregressively for comparison.")
 @flag("--show-trees", "Draw the tree of every round, not of the last alone.")

@@ -58,7 +58,7 @@ def together(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     return apply
 
 
-def _checked(check: Callable[[Any], Any]) -> Callable[..., Any]:
+def checked(check: Callable[[Any], Any]) -> Callable[..., Any]:
     """A callback of an option whose value is what ``check`` makes of it; None stays."""
 
     def callback(_ctx: click.Context, _param: click.Parameter, value: Any) -> Any:
@@ -89,7 +89,7 @@ def _workers(workers: str) -> str:
     )
 
 
-pair_options = together(
+pair = together(
     option(
         "--pair",
         "A pair file, or 'demo'; default: SPECTUNE_PAIR, or spectune.toml's.",
@@ -104,26 +104,26 @@ pair_options = together(
         metavar="NAME=PATH",
     ),
 )
-deployment_option = option(
+deployment = option(
     "--deployment",
     "Name under which a policy is in force; each has one.",
     key="deployment",
     envvar="SPECTUNE_DEPLOYMENT",
     default="default",
-    callback=_checked(_deployment),
+    callback=checked(_deployment),
 )
-device_option = option(
+device = option(
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), key="device", default="auto"
 )
-device_options = together(
+devices = together(
     option(
         "--threads",
         "CPU threads; default: 1 for a small pair, else torch's choice.",
         click.IntRange(1),
         key="threads",
-        callback=_checked(_threads),
+        callback=checked(_threads),
     ),
-    device_option,
+    device,
     option(
         "--dtype",
         type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
@@ -131,8 +131,8 @@ device_options = together(
         default="auto",
     ),
 )
-place_options = together(pair_options, device_option, deployment_option)
-workload_options = together(
+place = together(pair, device, deployment)
+workload = together(
     option(
         "--workload workloads",
         "'demo' (default), files (JSONL, JSON, CSV, Parquet), or hf:NAME, a Hugging Face data set; "
@@ -158,7 +158,7 @@ workload_options = together(
     ),
 )
 
-sampling_options = together(
+sampling = together(
     option("--max-new-tokens", type=Whole(1), key="max_new_tokens", default=128),
     option("--temperature", type=TEMPERATURE, key="temperature", default=0.0),
     option("--top-k", "0: off.", Whole(0), key="top_k", default=0),
@@ -175,8 +175,8 @@ sampling_options = together(
     ),
     flag("--no-chat", "Do not apply the tokenizer's chat template."),
 )
-decoding_options = together(pair_options, workload_options, sampling_options, device_options)
-search_options = together(
+decoding = together(pair, workload, sampling, devices)
+search = together(
     option("--trials", "Optuna trials beside the enumeration.", Whole(0, 1_000_000), default=400),
     option("--gamma-max", "Longest drafts searched.", Whole(2, 64), default=16),
     option(
@@ -198,18 +198,18 @@ search_options = together(
         default=4,
     ),
 )
-workers_option = option(
+workers = option(
     "--workers",
     "Work on N processes of this machine, or on a Dask cluster: its scheduler's address, "
     "tcp://HOST:8786.",
     metavar="N|ADDRESS",
-    callback=_checked(_workers),
+    callback=checked(_workers),
 )
-per_round_option = option("--per-round", "Write one JSON line per round.", OUT)
+per_round = option("--per-round", "Write one JSON line per round.", OUT)
 
 
 def search_asked(kw: dict[str, Any]) -> dict[str, Any]:
-    """What of TuneOptions :data:`search_options` say. Raises TraceError for trees that are too
+    """What of TuneOptions :data:`search` say. Raises TraceError for trees that are too
     large."""
     from spectune.optimizer.inputs import tree_size
 
@@ -223,7 +223,7 @@ def search_asked(kw: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode_options(kw: dict[str, Any]) -> DecodeOptions:
-    """What :data:`sampling_options` say."""
+    """What :data:`sampling` say."""
     from spectune.optimizer.execute import DecodeOptions
     from spectune.traces.schema import Sampling
 
@@ -233,7 +233,7 @@ def decode_options(kw: dict[str, Any]) -> DecodeOptions:
 
 
 def workload_of(kw: dict[str, Any], spec: PairSpec) -> Workload:
-    """Reads what :data:`workload_options` say, for a pair that is not loaded yet. Raises
+    """Reads what :data:`workload` say, for a pair that is not loaded yet. Raises
     WorkloadError, also for a conversation without a chat template."""
     from spectune.runtime.words import check_conversations
 
@@ -243,7 +243,7 @@ def workload_of(kw: dict[str, Any], spec: PairSpec) -> Workload:
 
 
 def drawn(kw: dict[str, Any]) -> Workload:
-    """The workload of :data:`workload_options`. Raises WorkloadError."""
+    """The workload of :data:`workload`. Raises WorkloadError."""
     from spectune.optimizer.inputs import load_workload
 
     own = {key: kw[key] for key in ("limit", "categories", "column", "limit_seed")}
@@ -251,7 +251,7 @@ def drawn(kw: dict[str, Any]) -> Workload:
 
 
 def turns_of(kw: dict[str, Any]) -> Turns | None:
-    """What :data:`workload_options` say of turns; None where they say nothing. Raises
+    """What :data:`workload` say of turns; None where they say nothing. Raises
     click.UsageError for both."""
     if kw["all_turns"] and kw["first_turn"]:
         raise click.UsageError("give either --all-turns or --first-turn, not both")

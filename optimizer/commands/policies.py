@@ -9,14 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import option
-from spectune.optimizer.commands.options import (
-    Whole,
-    device_of,
-    device_option,
-    pair_options,
-    place_options,
-)
+from spectune.optimizer.commands.options import Whole, device_of
 from spectune.optimizer.commands.printing import Group, as_json, emit, note, say, table
 from spectune.optimizer.commands.shared import (
     open_store,
@@ -72,8 +67,8 @@ ABOUT = ("policy", "label", "temperature", "created_at")
 
 
 @policies.command("list")
-@pair_options
-@device_option
+@opts.pair
+@opts.device
 @option("--deployment", "Only publications of this one; default: of all.")
 def policies_list(deployment: str | None, **kw: Any) -> None:
     """Publications, newest first, and what runtimes acknowledged: all there are, or those of a pair
@@ -143,7 +138,7 @@ def _row(published: Publication, pairs: Mapping[str, str]) -> dict[str, Any]:
 
 @policies.command("show")
 @click.argument("policy_name", metavar="POLICY", default="active")
-@place_options
+@opts.place
 def policies_show(policy_name: str, **kw: Any) -> None:
     """A policy document with every default spelled out, and the evidence it was published with.
 
@@ -180,7 +175,7 @@ def policies_show(policy_name: str, **kw: Any) -> None:
 @policies.command("diff")
 @click.argument("left")
 @click.argument("right", default="active")
-@place_options
+@opts.place
 def policies_diff(left: str, right: str, **kw: Any) -> None:
     """What differs between two policies, key by key, defaults spelled out.
 
@@ -204,7 +199,7 @@ def policies_diff(left: str, right: str, **kw: Any) -> None:
     "Where `active` is looked up: promotes that to --deployment.",
     metavar="DEPLOYMENT",
 )
-@place_options
+@opts.place
 def policies_activate(
     policy_name: str, reason: str | None, source: str | None, deployment: str, **kw: Any
 ) -> None:
@@ -268,7 +263,7 @@ def _holds_a_policy(publication: Publication) -> bool:
 
 @policies.command("rollback")
 @option("--to", "Version to go back to; default: the one before the active.", Whole(1))
-@place_options
+@opts.place
 def policies_rollback(to: int | None, deployment: str, **kw: Any) -> None:
     """Publish an earlier policy of the deployment again. Nothing is erased: the rollback is a new
     version. Publications that hold no policy are passed over.
@@ -321,7 +316,7 @@ def policies_rollback(to: int | None, deployment: str, **kw: Any) -> None:
     "whose settings: what they mean changes from version to version",
     metavar="VERSION",
 )
-@place_options
+@opts.place
 def policies_export(policy_name: str, engine: str, engine_version: str | None, **kw: Any) -> None:
     """Print a policy as a document, or as another engine's settings where they can say the same:
     JSON on stdout, and on stderr the line that serves with them.

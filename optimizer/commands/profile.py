@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import flag, option
 from spectune.optimizer.commands.on_engine import NATIVE, check_engine, engine_option
-from spectune.optimizer.commands.options import Whole, device_options, pair_options
+from spectune.optimizer.commands.options import Whole
 from spectune.optimizer.commands.outputs import kept_unless_stored
 from spectune.optimizer.commands.printing import Command, Meter, emit, note, table
 from spectune.optimizer.commands.shared import load, open_store, pair_spec, same_pair, say_former
@@ -27,8 +28,8 @@ served."""
 
 
 @click.command(cls=Command)
-@pair_options
-@device_options
+@opts.pair
+@opts.devices
 @engine_option
 @option(
     "--concurrency",

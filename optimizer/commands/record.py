@@ -8,16 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import flag, option
 from spectune.optimizer.commands.on_engine import NATIVE, OnEngine, check_engine, engine_options
-from spectune.optimizer.commands.options import (
-    Whole,
-    decode_options,
-    decoding_options,
-    deployment_option,
-    workers_option,
-    workload_of,
-)
+from spectune.optimizer.commands.options import Whole, decode_options, workload_of
 from spectune.optimizer.commands.printing import Command, Meter, emit, note
 from spectune.optimizer.commands.shared import (
     check_policy,
@@ -40,9 +34,9 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command)
-@decoding_options
+@opts.decoding
 @engine_options
-@deployment_option
+@opts.deployment
 @option("--gamma-max", "Longest window the panorama holds.", Whole(2, 64), default=16)
 @option("--policy policy_name", "Decodes the texts (never changes them).", default="active")
 @flag("--fresh", "Begin anew instead of resuming an unfinished recording.")
@@ -77,7 +71,7 @@ if TYPE_CHECKING:
     multiple=True,
     metavar="POLICY",
 )
-@workers_option
+@opts.workers
 def record(**kw: Any) -> None:
     """Decode a workload, store the texts, and look around from every start of them.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import flag, option
 from spectune.optimizer.commands.database import moment_before
 from spectune.optimizer.commands.options import (
@@ -16,7 +17,6 @@ from spectune.optimizer.commands.options import (
     TOP_P,
     FiniteRange,
     Whole,
-    pair_options,
     together,
 )
 from spectune.optimizer.commands.outputs import check_writable, write_text
@@ -270,7 +270,7 @@ def traces_import(path: str) -> None:
 
 @traces.command("ingest")
 @click.argument("path", metavar="RESPONSES", type=OUT)
-@pair_options
+@opts.pair
 @option(
     "--draft-name draft",
     "The draft that the server loaded, or ngram.",

@@ -9,16 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import flag, option
 from spectune.optimizer.commands.on_engine import NATIVE, OnEngine, check_engine, engine_options
-from spectune.optimizer.commands.options import (
-    OUT,
-    decode_options,
-    decoding_options,
-    deployment_option,
-    per_round_option,
-    workload_of,
-)
+from spectune.optimizer.commands.options import OUT, decode_options, workload_of
 from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored, write_rounds
 from spectune.optimizer.commands.printing import Command, Meter, emit, note
 from spectune.optimizer.commands.shared import (
@@ -55,12 +49,12 @@ T = TypeVar("T", "Decoded", "Answered")
     "FILE, inline JSON, ID, active, or autoregressive.",
     default="active",
 )
-@decoding_options
+@opts.decoding
 @engine_options
-@deployment_option
+@opts.deployment
 @option("--profile profile_id", "Profile for windows that need costs; default: the latest.")
 @option("--outputs", "Write the texts, one JSON line per request.", OUT)
-@per_round_option
+@opts.per_round
 @flag(
     "--record keep_texts",
     "Keep the texts as a recording, for `tune --recording` and schedules.",

@@ -8,19 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import flag, option
-from spectune.optimizer.commands.options import (
-    Whole,
-    deployment_option,
-    device_options,
-    drawn,
-    pair_options,
-    sampling_options,
-    search_asked,
-    search_options,
-    turns_of,
-    workload_options,
-)
+from spectune.optimizer.commands.options import Whole, drawn, search_asked, turns_of
 from spectune.optimizer.commands.printing import Group, Meter, emit, note, table
 from spectune.optimizer.commands.shared import open_store, pair_spec
 from spectune.optimizer.commands.tune import page_of
@@ -55,12 +45,12 @@ def schedule() -> None:
     "--recorded",
     'Tune on what was recorded in the last, e.g., "24h" instead of decoding a workload.',
 )
-@search_options
-@pair_options
-@workload_options
-@sampling_options
-@device_options
-@deployment_option
+@opts.search
+@opts.pair
+@opts.workload
+@opts.sampling
+@opts.devices
+@opts.deployment
 def schedule_add(name: str, **kw: Any) -> None:
     """Add a schedule; workers (`schedule run`, `schedule run-once`) do its jobs.
 

@@ -7,13 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import flag, option
-from spectune.optimizer.commands.options import (
-    Whole,
-    deployment_option,
-    per_round_option,
-    workers_option,
-)
+from spectune.optimizer.commands.options import Whole
 from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored, write_rounds
 from spectune.optimizer.commands.printing import Command, Meter, emit, note
 from spectune.optimizer.commands.run import rounds_of
@@ -36,15 +32,15 @@ if TYPE_CHECKING:
     "--profile profile_id", "Profile id; default: the latest of the recording's pair and device."
 )
 @option("--device", "Device whose profile is taken; default: the recording's.")
-@deployment_option
+@opts.deployment
 @option("--limit", "Only the first N requests.", Whole(1))
-@per_round_option
+@opts.per_round
 @flag("--skip-corrupted", "Leave damaged chunks out instead of stopping at the first.")
 @flag(
     "--keep-q-table",
     "Store what a q_learning window has learned as an artifact, and print its id.",
 )
-@workers_option
+@opts.workers
 def simulate(**kw: Any) -> None:
     """Replay a recording under any policy: rounds and tokens exactly, seconds by a latency profile.
 

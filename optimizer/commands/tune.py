@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import flag, is_given, option
 from spectune.optimizer.commands.options import (
     SEED,
+    checked,
     decode_options,
-    decoding_options,
-    deployment_option,
     search_asked,
-    search_options,
-    workers_option,
     workload_of,
 )
 from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored
@@ -45,7 +43,7 @@ QUICK: Final = {
 """What --quick makes of options that nobody gave."""
 
 
-def _budget(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
+def _budget(text: str) -> str:
     from spectune.optimizer.schedule.times import parse_duration
 
     parse_duration(text)
@@ -53,15 +51,15 @@ def _budget(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
 
 
 @click.command(cls=Command)
-@decoding_options
-@deployment_option
-@search_options
+@opts.decoding
+@opts.deployment
+@opts.search
 @option(
     "--budget",
     "Time for race and confirmation, e.g. 90s, 10m.",
     key="budget",
     default="80s",
-    callback=_budget,
+    callback=checked(_budget),
 )
 @flag("--quick", "About two minutes: chains only, fewer requests and trials, a shorter race.")
 @option("--search-seed", type=SEED, default=0)
@@ -79,7 +77,7 @@ def _budget(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
     "With --arrivals: serve the finalists on the engine too, under the same loads, for --budget, "
     "and publish what is proved.",
 )
-@workers_option
+@opts.workers
 @flag("--fresh", "Record and profile anew, whatever is stored.")
 @flag("--no-publish", "Show the evidence, publish nothing.")
 @option(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from spectune.optimizer.commands.config import is_given, option
-from spectune.optimizer.commands.options import together
+from spectune.optimizer.commands.options import checked, together
 from spectune.optimizer.commands.outputs import kept_unless_stored
 from spectune.optimizer.commands.printing import Meter, as_json, emit, note, say, table, to_type
 
@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from spectune.traces.store import Publication, TraceStore
 
 
-def _seconds(_ctx: click.Context, _param: click.Parameter, text: str | None) -> float | None:
+def _seconds(text: str) -> float:
     """``500ms`` or ``2s``, as seconds."""
-    if text is None:
-        return None
     found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(ms|s)", text.strip())
     if found is None or not float(found[1]):
         raise click.BadParameter(f"{text[:40]!r} is no time above 0; write for example 500ms or 2s")
@@ -47,13 +45,13 @@ load_options = together(
     option(
         "--ttft",
         "Goodput: the most to the first token, e.g. 500ms.",
-        callback=_seconds,
+        callback=checked(_seconds),
         metavar="TIME",
     ),
     option(
         "--tpot",
         "Goodput: the most per later token, e.g. 40ms.",
-        callback=_seconds,
+        callback=checked(_seconds),
         metavar="TIME",
     ),
 )
