@@ -108,10 +108,7 @@ ADD = "schedule add nightly --workload good.jsonl"
         ("""policies activate '{"draft": "third"}'""", "no draft 'third'"),
         ("policies rollback", "no earlier policy"),
         ("policies rollback --to 7", "no such version"),
-        (
-            """policies export '{"draft": "near", "stop": {"kind": "max_prob"}}' --for vllm""",
-            "vllm cannot express",
-        ),
+        ("policies export stop.json --for vllm", "vllm cannot express"),
         # ids
         (f"simulate --policy '{FIXED}' --recording rec-x", "there is no recording 'rec-x'"),
         ("tune --recording rec-x", " traces list`"),
@@ -121,10 +118,7 @@ ADD = "schedule add nightly --workload good.jsonl"
         (f"{RUN} --pair pair --policy '{FIXED}' --profile prof-x", " profile --pair pair"),
         ("schedule show nobody", "nobody"),
         # durations and schedules
-        (
-            "tune --workload good.jsonl --budget soon",
-            "'soon' is not a duration; write for example 30m",
-        ),
+        ("tune --budget soon", "'soon' is not a duration; write for example 30m"),
         (f"{ADD} --every often", "'often' is not a duration"),
         (f"{ADD} --cron '0 3 * *'", "must have five fields"),
         (f"{ADD} --cron '0 3 * * *' --tz Europe/Berln", "did you mean Europe/Berlin?"),
@@ -147,6 +141,7 @@ ADD = "schedule add nightly --workload good.jsonl"
 def test_a_mistake_is_one_line(door: Door, folder: Path, command: str, says: str) -> None:
     files = {
         "p.json": '{"draft": "near",\n "window": {"kind": "fixed", "gama": 1}}',
+        "stop.json": '{"draft": "near", "stop": {"kind": "max_prob"}}',
         "cut.json": "{",
         "list.json": "[1]",
         "list.json.db": "",
@@ -173,10 +168,7 @@ def test_malformed_json_names_file_and_line(door: Door, command: str) -> None:
         (b'{"id": "a", "turns": []}', "bad.jsonl:1: 'turns' must be a list of at least one string"),
         (b'{"id": "a", "turns": [" "]}', "bad.jsonl:1: turn 0 is empty"),
         (b'["a", "x"]', "bad.jsonl: item 1: expected an object"),
-        (
-            b'{"id": "a", "turns": ["x"]}\n{"id": "a", "turns": ["y"]}',
-            "bad.jsonl:2: the id 'a' was used at bad.jsonl:1",
-        ),
+        (b'{"id": "a", "turns": ["x"]}\n' * 2, "bad.jsonl:2: the id 'a' was used at bad.jsonl:1"),
         (b'{"id": "a", "turns": ["\\ud800"]}', "bad.jsonl:1: half of a surrogate pair"),
         (b"", "the workload is empty"),
         (b"\xff\xfe", "not UTF-8"),
@@ -213,15 +205,11 @@ def test_a_tokenizer_that_warns_of_long_texts_adds_no_line(door: Door, folder: P
     [
         ("pair.json", "{", "not JSON"),
         ("pair.json", "[]", "a pair file is"),
+        ("pair.json", '{"target": "target", "draft": {}}', "'draft'; known keys: drafts, "),
         (
             "pair.json",
-            '{"target": "target", "draft": {}}',
-            "unknown key 'draft'; known keys: drafts, generation_config, name, target",
-        ),
-        (
-            "pair.json",
-            '{"target": "target", "drafts": {"near": "nowhere/at/all"}}',
-            "no model at nowhere/at/all",
+            '{"target": "target", "drafts": {"a": "no/such/one"}}',
+            "no model at no/such/one",
         ),
         ("target/config.json", "{", "config.json: not JSON"),
         ("target/config.json", "[]", "is a JSON object"),
@@ -298,13 +286,14 @@ def test_code_of_a_tokenizer_is_neither_run_nor_asked_for(door: Door, folder: Pa
     assert "needs Python code of its own" in line
 
 
+NO_ROTATION = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 3}
+"""With the weights' own shapes."""
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (
-            {"num_hidden_layers": 10**9},
-            "config.json: num_hidden_layers is 1000000000; a model has 0 to 10000 layers",
-        ),
+        ({"num_hidden_layers": 10**9}, "layers is 1000000000; a model has 0 to 10000 layers"),
         ({"num_hidden_layers": 9000}, "larger than the weights beside it"),
         ({"num_hidden_layers": 3}, "lack model.layers.2."),
         ({"text_config": {"n_layers": -1}}, "config.json: n_layers is -1"),
@@ -313,11 +302,7 @@ def test_code_of_a_tokenizer_is_neither_run_nor_asked_for(door: Door, folder: Pa
         ({"vocab_size": 10**12}, "larger than the weights beside it"),
         ({"hidden_size": 10**9}, "target: cannot load"),
         ({"head_dim": 10**9}, "larger than the weights beside it"),
-        # the weights' own shapes, and no rotation
-        (
-            {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 3},
-            "target: cannot load",
-        ),
+        (NO_ROTATION, "target: cannot load"),
         ({"rope_parameters": []}, "target: cannot load"),
         ({"hidden_act": "nothing"}, "target: cannot load"),
         ({"eos_token_id": {"a": 1}}, "target: "),
@@ -334,8 +319,8 @@ def test_configurations_that_no_model_has(
 
 def test_a_layer_may_be_counted_from_the_last(door: Door, folder: Path) -> None:
     config = folder / "target" / "config.json"
-    indices = {"moe_layer_end_index": -1, "vision_feature_layer": -2}
-    indices["vision_config"] = {"feature_layer": -1}  # type: ignore[assignment]
+    nested: dict[str, Any] = {"vision_config": {"feature_layer": -1}}
+    indices = nested | {"moe_layer_end_index": -1, "vision_feature_layer": -2}
     config.write_text(json.dumps(json.loads(config.read_text()) | indices))
     assert door.json(RUN, pair=folder, max_new_tokens=2, no_store=True)["requests"] > 0
 
@@ -383,14 +368,8 @@ def test_a_conversation_without_a_template_is_refused_before_the_pair_is_loaded(
 @pytest.mark.parametrize(
     ("policy", "says"),
     [
-        (
-            '{"draft": "near", "windw": {"kind": "fixed"}}',
-            "unknown key 'windw'; did you mean 'window'?",
-        ),
-        (
-            '{"draft": "near", "window": {"kind": "fixed", "gamma": 65}}',
-            "window.gamma: Input should be less than or equal to 64",
-        ),
+        ('{"draft": "near", "windw": {"kind": "fixed"}}', "'windw'; did you mean 'window'?"),
+        (FIXED.replace("3", "65"), "window.gamma: Input should be less than or equal to 64"),
         ('{"window": {"kind": "fixed", "gamma": 3}}', 'add "draft"'),
         ('{"draft": "near", "window": {"gamma": NaN, "kind": "fixed"}}', "window.gamma"),
         ('{"draft": "near"', "--policy: not JSON"),

@@ -16,7 +16,6 @@ from spectune.optimizer.payload import tuning_workload
 from spectune.optimizer.schedule import ScheduleError
 from spectune.traces.errors import WorkloadError
 
-LONG = "n" * 5000
 FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
 
 

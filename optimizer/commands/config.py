@@ -31,15 +31,10 @@ _LISTS: Final = ("workload", "stop")
 
 @dataclass(frozen=True)
 class Config:
-    """A file's values as text by key (``temperature`` for ``sampling.temperature``), and where they
-    stand."""
+    """A file, and its values as text by key (``temperature`` for ``sampling.temperature``)."""
 
     file: Path
     values: Mapping[str, str | list[str]]
-
-    def where(self, key: str) -> str:
-        """File and key, for messages."""
-        return f"{self.file}: {_spelled(key)}"
 
 
 class Configured(click.Option):
@@ -89,7 +84,7 @@ def blamed(ctx: click.Context, key: str, source: ParameterSource | None) -> Iter
         if source is not ParameterSource.DEFAULT or config is None or key not in config.values:
             raise
         said = error.message if isinstance(error, click.BadParameter) else str(error)
-        raise ConfigError(f"{config.where(key)}: {said}") from None
+        raise ConfigError(f"{config.file}: {_spelled(key)}: {said}") from None
 
 
 def use_config(ctx: click.Context, named: str | None) -> Config | None:

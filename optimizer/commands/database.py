@@ -82,7 +82,8 @@ def _content(store: TraceStore, kind: str, name: str) -> dict[str, Any]:
             **created,
         }
     if kind == "runs":
-        return {**_without(asdict(found), "outcome"), "outcome": found.outcome.to_json(), **created}
+        plain = _without(asdict(found), "outcome", "created_at")
+        return {**plain, "outcome": found.outcome.to_json(), **created}
     return {**_without(vars(found), "trials", "problem"), **created}
 
 

@@ -54,7 +54,7 @@ sample_options = together(
     ),
     seed_option,
 )
-epochs = Whole(1, 1000)
+EPOCHS = Whole(1, 1000)
 
 
 def _shown(made: StoredFit, view: View) -> None:
@@ -118,7 +118,7 @@ def bins(**kw: Any) -> None:
     click.Choice(["probability", "entropy", "depth"]),
     multiple=True,
 )
-@option("--epochs", "Passes over the nodes; default: 10, more where these are few.", epochs)
+@option("--epochs", "Passes over the nodes; default: 10, more where these are few.", EPOCHS)
 @option(
     "--from carried",
     "Fine-tune this classifier, of any draft, instead of a new one.",
@@ -327,7 +327,7 @@ def clusters(**kw: Any) -> None:
 @option("--clusters-from", "Stored clusters instead of new ones.", metavar="ID")
 @option("--hidden", "Hidden units; default: 128.", Whole(1, 65_536))
 @option("--labels", "L, most probable tokens whose clusters are positive; default: 8.", Whole(1))
-@option("--epochs", type=epochs)
+@option("--epochs", type=EPOCHS)
 @seed_option
 def router(**kw: Any) -> None:
     """Clusters and the router that selects them by context, for shortlists `clusters` (DynaSpec).

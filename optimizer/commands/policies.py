@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from spectune.traces.store import Publication, TraceStore
 
 
+ABOUT = ("policy", "label", "temperature", "created_at")
+"""Columns of every list of publications."""
+
+
 @click.group(cls=Group)
 def policies() -> None:
     """Policies: deployments, list, show, diff, activate, rollback, export."""
@@ -60,10 +64,6 @@ def policies_deployments() -> None:
     told = [{**row, "pair": f"{row['pair']} ({row['pair_id']})"} for row in rows]
     columns = ("deployment", "pair", "device", "version", *ABOUT)
     emit({"deployments": rows}, table(told, columns, "in force"))
-
-
-ABOUT = ("policy", "label", "temperature", "created_at")
-"""Columns of every list of publications."""
 
 
 @policies.command("list")

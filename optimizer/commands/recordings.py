@@ -32,7 +32,7 @@ def traces() -> None:
     """Recordings: list, show, stats, report, query, export, import, ingest, prune."""
 
 
-share = FiniteRange(0, 1)
+SHARE = FiniteRange(0, 1)
 filter_options = together(
     option("--recording recordings", "Id, beginning of one, or latest; repeatable.", multiple=True),
     option("--pair-id pair", "Pair id."),
@@ -40,8 +40,8 @@ filter_options = together(
     option("--since", "Recorded at or after (UTC).", click.DateTime()),
     option("--until", "Recorded before (UTC).", click.DateTime()),
     option("--draft", "Draft whose acceptance is meant."),
-    option("--min-acceptance", type=share),
-    option("--max-acceptance", type=share),
+    option("--min-acceptance", type=SHARE),
+    option("--max-acceptance", type=SHARE),
 )
 
 

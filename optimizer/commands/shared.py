@@ -65,7 +65,7 @@ def pair_spec(
 
 
 def load(kw: dict[str, Any], store: TraceStore, spec: PairSpec) -> LoadedPair:
-    """Loads a pair as :data:`device_options` say; what ``store`` holds of it under a former id is
+    """Loads a pair as :data:`options.devices` say; what ``store`` holds of it under a former id is
     said (:func:`say_former`). Raises PairError."""
     say_former(store, spec)
     from spectune.runtime.loading import load_pair
