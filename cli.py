@@ -17,26 +17,24 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from spectune.optimizer.commands.config import use_config
+from spectune.optimizer.commands.config import option, use_config
 from spectune.optimizer.commands.database import db
 from spectune.optimizer.commands.engines import engines
 from spectune.optimizer.commands.fits import fit
 from spectune.optimizer.commands.generate import generate
 from spectune.optimizer.commands.init import init
-from spectune.optimizer.commands.outputs import whole
 from spectune.optimizer.commands.policies import policies
+from spectune.optimizer.commands.printing import whole
 from spectune.optimizer.commands.profile import profile
 from spectune.optimizer.commands.record import record
 from spectune.optimizer.commands.recordings import traces
 from spectune.optimizer.commands.report import report
 from spectune.optimizer.commands.run import run
 from spectune.optimizer.commands.schedules import schedule
-from spectune.optimizer.commands.shared import with_context
 from spectune.optimizer.commands.simulate import simulate
 from spectune.optimizer.commands.tune import tune
 from spectune.traces.text import one_line
 
-DEFAULT_DB = "spectune.db"
 AGAIN_S = 0.5
 """Seconds until a Ctrl-C that nobody heard is raised again."""
 
@@ -135,38 +133,43 @@ class Door(click.Group):
 
 
 def _refuse(ctx: click.Context, message: str) -> None:
-    click.echo(f"error: {whole(ctx, one_line(message))}", err=True)
+    click.echo(f"error: {whole(one_line(message))}", err=True)
     ctx.exit(2)
 
 
-def _show_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
-    if not wanted or ctx.resilient_parsing:
-        return
+def _version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        found = version("spectune")
+        return version("spectune")
     except PackageNotFoundError:
-        found = "not installed, run from its source folder"
-    click.echo(f"spectune, {found}")
-    ctx.exit()
+        return "not installed, run from its source folder"
+
+
+def _show_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        click.echo(f"spectune, {_version()}")
+        ctx.exit()
 
 
 @click.group(
-    cls=Door, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+    cls=Door,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 110,
+        "show_default": True,
+    },
 )
-@click.option(
-    "--db",
-    "db_url",
+@option(
+    "--db db_url",
+    "Database: a file, or postgresql://...",
     envvar="SPECTUNE_DB",
-    default=DEFAULT_DB,
-    show_default=True,
-    help="Database: a file, or postgresql://...",
+    default="spectune.db",
 )
-@click.option(
+@option(
     "--config",
+    "File of defaults; spectune.toml of the working folder if it is there.",
     envvar="SPECTUNE_CONFIG",
-    help="File of defaults; spectune.toml of the working folder if it is there.",
 )
 @click.option(
     "--version",
@@ -176,7 +179,7 @@ def _show_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> 
     callback=_show_version,
     help="Show the version and exit.",
 )
-@with_context
+@click.pass_context
 def main(ctx: click.Context, db_url: str, config: str | None) -> None:
     """Finds, proves and keeps the best speculative-decoding policy for your models, device and
     traffic.

@@ -41,11 +41,12 @@ from spectune.runtime.progress import Progress, silent
 from spectune.runtime.words import check_conversations
 from spectune.traces.errors import PairError, WorkloadError
 from spectune.traces.sanity import checked
-from spectune.traces.schema import Counts, Outcome, Sampling, Workload
+from spectune.traces.schema import Outcome, Sampling, Workload
 from spectune.traces.store import TraceStore
 from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
 from spectune.traces.workloads import Line, make_workload
 
+Path = str | os.PathLike[str]
 Prompts = str | Workload | Iterable[str | Mapping[str, Any]]
 """A workload as ``--workload`` names it (a file, ``demo``, ``hf:NAME``), or texts, or objects as a
 workload's lines are."""
@@ -107,7 +108,7 @@ def _cell(value: Any) -> str:
 
 
 @contextmanager
-def open(db: str | os.PathLike[str] | None = None, *, create: bool = False) -> Iterator[TraceStore]:
+def open(db: Path | None = None, *, create: bool = False) -> Iterator[TraceStore]:
     """The store of a database, closed at the end of the block: recordings, studies, publications.
     Without ``create`` it must exist, with it a new one is made by what is stored first.
 
@@ -125,8 +126,8 @@ def record(
     drafts: Mapping[str, str] | None = None,
     prompts: Prompts = "demo",
     *,
-    pair: str | os.PathLike[str] | LoadedPair | None = None,
-    db: str | os.PathLike[str] | None = None,
+    pair: Path | LoadedPair | None = None,
+    db: Path | None = None,
     gamma_max: int = 16,
     **how: Any,
 ) -> Result:
@@ -158,17 +159,9 @@ def record(
         }
         for t in texts
     ]
-    data = {
-        "recording": info.id,
-        "pair": info.pair_id,
-        **info.to_json(),
-        "workload": found.to_json(),
-    }
-    return Result(
-        f"recording {info.id}: {info.n_requests} requests, {info.n_output_tokens} tokens",
-        data,
-        rows,
-    )
+    data = {"recording": info.id, "pair": info.pair_id, **info.to_json()}
+    said = f"recording {info.id}: {info.n_requests} requests, {info.n_output_tokens} tokens"
+    return Result(said, {**data, "workload": found.to_json()}, rows)
 
 
 def tune(
@@ -176,8 +169,8 @@ def tune(
     drafts: Mapping[str, str] | None = None,
     prompts: Prompts = "demo",
     *,
-    pair: str | os.PathLike[str] | LoadedPair | None = None,
-    db: str | os.PathLike[str] | None = None,
+    pair: Path | LoadedPair | None = None,
+    db: Path | None = None,
     progress: Progress = silent,
     **how: Any,
 ) -> Result:
@@ -190,25 +183,15 @@ def tune(
     wanted = TuneOptions(**{"options": options, "tell": lambda line: _warn([line]), **how})
     with open(db, create=True) as store:
         tuned = do_tune(store, loaded, workload, wanted, progress=progress)
-    data = tuned.to_json()
-    done = (
-        f"published as version {tuned.published.version}"
-        if tuned.published
-        else "nothing published"
-    )
-    keys = (
-        "role",
-        "label",
-        "predicted_tokens_per_s",
-        "measured_tokens_per_s",
-        "ratio_to_incumbent",
-        "ratio_to_autoregressive",
-    )
+    data, version = tuned.to_json(), tuned.published and tuned.published.version
+    done = f"published as version {version}" if version else "nothing published"
+    speeds = ("predicted_tokens_per_s", "measured_tokens_per_s")
+    keys = ("role", "label", *speeds, "ratio_to_incumbent", "ratio_to_autoregressive")
     ranked = sorted(data["candidates"], key=lambda c: -float(c["measured_tokens_per_s"]))
     return Result(
         f"{tuned.winner.policy.label()}: {tuned.reason}; {done}",
         data,
-        [{k: c[k] for k in keys} for c in ranked],
+        [{key: c[key] for key in keys} for c in ranked],
     )
 
 
@@ -216,7 +199,7 @@ def simulate(
     policy: str | Mapping[str, Any],
     recording: str = "latest",
     *,
-    db: str | os.PathLike[str] | None = None,
+    db: Path | None = None,
     device: str | None = None,
     deployment: str = DEFAULT_DEPLOYMENT,
 ) -> Result:
@@ -242,8 +225,8 @@ def run(
     drafts: Mapping[str, str] | None = None,
     prompts: Prompts = "demo",
     *,
-    pair: str | os.PathLike[str] | LoadedPair | None = None,
-    db: str | os.PathLike[str] | None = None,
+    pair: Path | LoadedPair | None = None,
+    db: Path | None = None,
     deployment: str = DEFAULT_DEPLOYMENT,
     **how: Any,
 ) -> Result:
@@ -271,7 +254,7 @@ def _prepared(
     target: str | None,
     drafts: Mapping[str, str] | None,
     prompts: Prompts,
-    pair: str | os.PathLike[str] | LoadedPair | None,
+    pair: Path | LoadedPair | None,
     how: dict[str, Any],
     own: Sequence[str] = (),
 ) -> tuple[LoadedPair, Workload, DecodeOptions]:
@@ -301,7 +284,7 @@ def _prepared(
 def _pair(
     target: str | None,
     drafts: Mapping[str, str] | None,
-    pair: str | os.PathLike[str] | LoadedPair | None,
+    pair: Path | LoadedPair | None,
     where: Mapping[str, Any],
 ) -> PairSpec | LoadedPair:
     """The pair meant. Raises PairError as the command line does, and for what a loaded one cannot
@@ -313,9 +296,10 @@ def _pair(
                 f"{', '.join(given)}: the pair is loaded already; say them where it is loaded"
             )
         return pair
-    named = pair if target is not None or drafts else pair or os.environ.get("SPECTUNE_PAIR")
+    if target is None and not drafts:
+        pair = pair or os.environ.get("SPECTUNE_PAIR")
     return read_pair(
-        None if named is None else os.fspath(named),
+        None if pair is None else os.fspath(pair),
         None if target is None else os.fspath(target),
         [f"{name}={os.fspath(path)}" for name, path in (drafts or {}).items()],
     )
@@ -347,25 +331,13 @@ def _policy(
 
 
 def _outcome(found: Outcome, policy: AnyPolicy, verb: str, texts: Sequence[str] = ()) -> Result:
-    def row(counts: Counts) -> dict[str, Any]:
-        kept = (
-            "rounds",
-            "emitted_tokens",
-            "accepted_tokens",
-            "drafted_tokens",
-            "mean_accepted_length",
-            "seconds",
-            "tokens_per_s",
-        )
-        figures = counts.to_json()
-        return {key: figures[key] for key in kept}
-
-    rows = [
-        {"request": r.request_id, "category": r.category, **row(r.counts)}
-        for r in found.per_request
-    ]
-    for one, text in zip(rows, texts, strict=False):
-        one["text"] = text
+    tokens = ("emitted_tokens", "accepted_tokens", "drafted_tokens", "mean_accepted_length")
+    rows = []
+    for n, request in enumerate(found.per_request):
+        counts = request.counts.to_json()
+        row = {"request": request.request_id, "category": request.category}
+        row |= {key: counts[key] for key in ("rounds", *tokens, "seconds", "tokens_per_s")}
+        rows.append({**row, "text": texts[n]} if texts else row)
     total = found.total
     speed = f", {total.tokens_per_s:.1f} tokens/s {verb}" if total.seconds else ""
     said = (

@@ -6,9 +6,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -28,41 +29,21 @@ from spectune.traces.store import TraceStore
 
 ROOT = Path(__file__).resolve().parent.parent
 USAGE = frozenset(
-    {
-        "policy",
-        "requests",
-        "rounds",
-        "emitted_tokens",
-        "accepted_tokens",
-        "drafted_tokens",
-        "draft_steps",
-    }
-) | {
-    "verified_tokens",
-    "mean_accepted_length",
-    "seconds",
-    "tokens_per_s",
-    "by_category",
-}
+    (
+        *("policy", "requests", "rounds", "emitted_tokens", "accepted_tokens", "drafted_tokens"),
+        *("draft_steps", "verified_tokens", "mean_accepted_length", "seconds", "tokens_per_s"),
+        "by_category",
+    )
+)
 """What ``run`` and ``simulate`` print: the contract's keys."""
 
 
 _processes = multiprocessing.get_context("forkserver")
 IMPORTED = (
-    *(
-        "spectune.cli",
-        "spectune.optimizer.tune",
-        "spectune.optimizer.serving",
-        "spectune.optimizer.report.tables",
-    ),
-    *(
-        "spectune.runtime.profiling",
-        "transformers.models.llama.modeling_llama",
-        "numba",
-        "sklearn.linear_model",
-        "sklearn.tree",
-    ),
-    "sklearn.feature_extraction.text",
+    *("spectune.cli", "spectune.optimizer.tune", "spectune.optimizer.serving"),
+    *("spectune.optimizer.report.tables", "spectune.runtime.profiling"),
+    *("transformers.models.llama.modeling_llama", "numba", "sklearn.linear_model"),
+    *("sklearn.tree", "sklearn.feature_extraction.text"),
 )
 
 
@@ -132,48 +113,63 @@ class Started:
 
 @dataclass(frozen=True)
 class Door:
-    """One database and pair behind the command line; every argument may be a path."""
+    """One database and pair behind the command line. Every argument may be a path; the words of the
+    command may stand in one text (``"traces list"``), options as keywords: ``tree_width=2`` is
+    ``--tree-width 2``, True a flag, a list an option that is repeated, ``for_`` ``--for``."""
 
-    db: str
+    db: str | None
     pair: str = ""
 
-    def call(self, *arguments: object, env: Mapping[str, str] | None = None) -> Result:
+    def call(
+        self, *arguments: object, env: Mapping[str, str] | None = None, **options: object
+    ) -> Result:
         """Runs a command in this process. An exception that is no exit is raised: a user would have
         seen a traceback."""
-        found = CliRunner(env=dict(env or {})).invoke(main, self.arguments(*arguments))
+        found = CliRunner(env=dict(env or {})).invoke(main, self.arguments(*arguments, **options))
         if found.exception is not None and not isinstance(found.exception, SystemExit):
             raise found.exception
         return found
 
-    def json(self, *arguments: object) -> dict[str, Any]:
+    def json(self, *arguments: object, **options: Any) -> dict[str, Any]:
         """The object that a command prints with ``--json``; asserts that it succeeds and prints
         nothing else."""
-        found = self.call(*arguments, "--json")
+        found = self.call(*arguments, **options, json=True)
         assert found.exit_code == 0, found.output
         return one_object(found.stdout)
 
-    def refused(self, *arguments: object) -> str:
+    def refused(self, *arguments: object, **options: Any) -> str:
         """The line that a command is refused with; asserts exit code 2, that line on stderr, and
         nothing else."""
-        found = self.call(*arguments)
+        found = self.call(*arguments, **options)
         assert (found.exit_code, found.stdout, found.stderr.count("\n")) == (2, "", 1), found.output
         assert found.stderr.startswith("error: ")
         return found.stderr
 
-    def error(self, *arguments: object) -> str:
+    def error(self, *arguments: object, **options: Any) -> str:
         """The one line that says why a command fails with exit code 2, among lines on what it did
         before."""
-        found = self.call(*arguments)
+        found = self.call(*arguments, **options)
         assert (found.exit_code, found.stdout) == (2, ""), found.output
         (line,) = [x for x in found.stderr.splitlines() if x.lower().startswith("error: ")]
         return line
 
-    def start(self, *arguments: object) -> Started:
+    def start(self, *arguments: object, **options: Any) -> Started:
         """The command as a process of its own, its outputs as pipes."""
-        return Started(self.arguments(*arguments))
+        return Started(self.arguments(*arguments, **options))
 
-    def arguments(self, *arguments: object) -> list[str]:
-        return ["--db", self.db, *(str(a) for a in arguments)]
+    def arguments(self, *arguments: object, **options: object) -> list[str]:
+        words = [] if self.db is None else ["--db", self.db]
+        for n, argument in enumerate(arguments):
+            is_command = n == 0 and isinstance(argument, str)
+            words += shlex.split(str(argument)) if is_command else [str(argument)]
+        for name, value in options.items():
+            flag = "--" + name.rstrip("_").replace("_", "-")
+            if value is True:
+                words.append(flag)
+            else:
+                for one in value if isinstance(value, list) else [value]:
+                    words += [flag, str(one)]
+        return words
 
 
 def put_profile(url: str, pair_file: Path | str, *, threads: int | None = None) -> str:
@@ -223,13 +219,34 @@ def commands(
             yield (*path, name), command
 
 
+def parsed(words: Sequence[str]) -> click.Context:
+    """A command line as click would parse it, without running it. Raises click.UsageError for what
+    does not exist."""
+    command: click.Command = main
+    context, rest = None, list(words)
+    while isinstance(command, click.Group):
+        context = click.Context(command, info_name=command.name, parent=context)
+        _, rest, _ = command.make_parser(context).parse_args(rest)
+        _, found, rest = command.resolve_command(context, rest)
+        assert found is not None
+        command = found
+    return command.make_context(command.name, rest, parent=context)
+
+
+def write_lines(path: Path | str, rows: Iterable[Mapping[str, Any]]) -> None:
+    """A file of JSON lines."""
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def write_workload(
     path: Path, count: int, prompts: Sequence[str] = ("def add(a, b):", "The quick brown fox")
 ) -> Path:
     """A workload of ``count`` requests in two categories."""
-    rows = [
-        {"id": f"r{i}", "category": "ab"[i % 2], "turns": [f"{prompts[i % len(prompts)]} {i}"]}
-        for i in range(count)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(
+        path,
+        (
+            {"id": f"r{i}", "category": "ab"[i % 2], "turns": [f"{prompts[i % len(prompts)]} {i}"]}
+            for i in range(count)
+        ),
+    )
     return path

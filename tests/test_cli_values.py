@@ -3,21 +3,19 @@ have, several turns of a request."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
-from doors import Door, commands, write_workload
+from doors import Door, commands, write_lines, write_workload
 
 from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.payload import tuning_workload
 from spectune.optimizer.schedule import ScheduleError
 from spectune.traces.errors import WorkloadError
 
-LONG = "n" * 5000
 FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
 
 
@@ -40,7 +38,7 @@ WHOLE = parameters(click.types.IntParamType)
 def door(tmp_path: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> Door:
     """The command line in an empty folder but for a workload."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SPECTUNE_PAIR", "demo")
+    monkeypatch.setenv("SPECTUNE_PAIR", str(tiny_pair))
     write_workload(tmp_path / "good.jsonl", 2)
     return Door("spectune.db", str(tiny_pair))
 
@@ -48,7 +46,7 @@ def door(tmp_path: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> Do
 # ------------------------------------------------------------------------------------------ numbers
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999", "-nan"])
+@pytest.mark.parametrize("value", ["nan", "-inf", "1e999"])
 def test_what_is_no_number_is_refused_by_every_option_that_takes_one(
     door: Door, value: str
 ) -> None:
@@ -56,7 +54,7 @@ def test_what_is_no_number_is_refused_by_every_option_that_takes_one(
         assert option in door.error(*command, f"{option}={value}")
 
 
-@pytest.mark.parametrize("value", [10**30, -(10**30), "9" * 5000])
+@pytest.mark.parametrize("value", [-(10**30), "9" * 5000])
 def test_numbers_without_bound_are_refused_by_every_option_that_counts(
     door: Door, value: object
 ) -> None:
@@ -77,15 +75,10 @@ def test_seeds_are_what_every_generator_takes(door: Door) -> None:
 
 @pytest.mark.parametrize("bad", ["a\0b", "a\udcffb"])
 def test_arguments_that_are_no_text_cost_one_line(door: Door, bad: str) -> None:
-    for arguments in (
-        ("run", "--pair", bad),
-        ("policies", "show", bad, "--pair", door.pair),
-        ("policies", "activate", FIXED, "--pair", door.pair, "--reason", bad),
-        ("traces", "list", "--category", bad),
-        ("schedule", "add", bad, "--every", "6h"),
-        ("generate", bad),
-    ):
-        assert "no text" in door.error(*arguments)
+    for command in ("run --pair", "policies show", "traces list --category", "generate"):
+        assert "no text" in door.error(command, bad)
+    assert "no text" in door.error("policies activate", FIXED, reason=bad)
+    assert "no text" in door.error("schedule add", bad, every="6h")
 
 
 def test_an_error_is_one_line_of_bounded_length_whatever_it_quotes() -> None:
@@ -103,9 +96,8 @@ def test_an_error_is_one_line_of_bounded_length_whatever_it_quotes() -> None:
 def chats(tmp_path: Path) -> Path:
     """A workload whose second request has three turns."""
     rows = [{"id": "a", "turns": ["one"]}, {"id": "b", "turns": ["first", "second", "third"]}]
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    write_lines(tmp_path / "chats.jsonl", rows)
+    return tmp_path / "chats.jsonl"
 
 
 def prompts(path: Path, **how: Any) -> list[tuple[str, str]]:
@@ -116,36 +108,27 @@ def test_several_turns_are_a_choice_and_never_dropped_in_silence(chats: Path) ->
     with pytest.raises(WorkloadError, match=r"chats\.jsonl:2: 3 turns.*--all-turns.*--first-turn"):
         load_workload([str(chats)])
     assert prompts(chats, turns="first") == [("a", "one"), ("b", "first")]
-    assert prompts(chats, turns="all") == [
-        ("a", "one"),
-        ("b", "first"),
-        ("b/1", "second"),
-        ("b/2", "third"),
-    ]
+    more = [("b/1", "second"), ("b/2", "third")]
+    assert prompts(chats, turns="all") == [("a", "one"), ("b", "first"), *more]
 
 
-@pytest.mark.parametrize(
-    "command", [["record"], ["run"], ["tune"], ["schedule", "add", "nightly", "--every", "6h"]]
-)
+@pytest.mark.parametrize("command", ["record", "run", "tune", "schedule add nightly --every 6h"])
 def test_every_command_that_reads_a_workload_asks_for_the_choice(
-    door: Door, chats: Path, command: list[str]
+    door: Door, chats: Path, command: str
 ) -> None:
-    line = door.error(*command, "--pair", door.pair, "--workload", chats)
-    assert "chats.jsonl:2: 3 turns" in line
-    assert "--first-turn" in door.error(
-        *command, "--pair", door.pair, "--workload", chats, "--all-turns", "--first-turn"
-    )
+    assert "chats.jsonl:2: 3 turns" in door.error(command, workload=chats)
+    both = {"all_turns": True, "first_turn": True}
+    assert "--first-turn" in door.error(command, workload=chats, **both)
 
 
-def test_the_choice_of_turns_is_kept_by_a_schedule(door: Door, chats: Path) -> None:
-    add = ("--pair", door.pair, "--workload", chats, "--every", "6h")
-    for option, turns in (("--all-turns", "all"), ("--first-turn", "first")):
-        payload = door.json("schedule", "add", turns, *add, option)["payload"]
-        assert payload["turns"] == turns
-        assert len(tuning_workload(payload).requests) == (4 if turns == "all" else 2)
-    door.json(
-        "schedule", "add", "plain", "--pair", door.pair, "--workload", "good.jsonl", "--every", "6h"
-    )
+@pytest.mark.parametrize(("turns", "count"), [("all", 4), ("first", 2)])
+def test_the_choice_of_turns_is_kept_by_a_schedule(
+    door: Door, chats: Path, turns: str, count: int
+) -> None:
+    choice = {f"{turns}_turn{'s' if turns == 'all' else ''}": True}
+    added = door.json("schedule add n --every 6h", workload=chats, **choice)
+    assert added["payload"]["turns"] == turns
+    assert len(tuning_workload(added["payload"]).requests) == count
 
 
 @pytest.mark.parametrize(

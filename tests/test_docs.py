@@ -16,12 +16,11 @@ from typing import Any
 
 import click
 import pytest
-from doors import put_profile
+from doors import ROOT, parsed, put_profile, write_lines
 from pairs import make_pair
 from pydantic import BaseModel
 
 import spectune
-from spectune.cli import main
 from spectune.optimizer.inputs import named_policy
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import (
@@ -35,15 +34,10 @@ from spectune.runtime.policies.document import (
 from spectune.traces.schema import Request
 from spectune.traces.workloads import parse_request
 
-ROOT = Path(__file__).parent.parent
+TOP = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")
 PAGES = {
     name: (ROOT / name).read_text(encoding="utf-8")
-    for name in (
-        "README.md",
-        "ARCHITECTURE.md",
-        "CHANGELOG.md",
-        *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md"))),
-    )
+    for name in (*TOP, *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md"))))
 }
 POLICIES = "docs/policies.md"
 RUN_HERE = ("README.md", POLICIES, "docs/simulator.md")
@@ -114,20 +108,14 @@ def allowed(schema: dict[str, Any]) -> str:
     if schema["type"] == "object":
         return f"batch sizes to {allowed(schema['additionalProperties'])}"
     if schema["type"] == "array":
-        count = (
-            f"{schema['minItems']} to {schema['maxItems']} of"
-            if "maxItems" in schema
-            else "list of"
-        )
+        count = "list of"
+        if "maxItems" in schema:
+            count = f"{schema['minItems']} to {schema['maxItems']} of"
         return f"{count} {allowed(schema['items'])}"
     low = f"[{schema['minimum']:g}" if "minimum" in schema else f"({schema['exclusiveMinimum']:g}"
     if "maximum" in schema:
         return f"{low}, {schema['maximum']:g}]"
-    return (
-        f"{low}, {schema['exclusiveMaximum']:g})"
-        if "exclusiveMaximum" in schema
-        else f"{low}, inf)"
-    )
+    return f"{low}, {schema.get('exclusiveMaximum', float('inf')):g})"
 
 
 def table(title: str) -> dict[str, tuple[str, str, str]]:
@@ -143,12 +131,10 @@ def table(title: str) -> dict[str, tuple[str, str, str]]:
 def parameters(block: type[BaseModel]) -> dict[str, tuple[str, str]]:
     """key -> (default, allowed) of a block, from the model itself; the default of a key that must
     be given is ``required``."""
-    schema = {
-        key: of for key, of in block.model_json_schema()["properties"].items() if key != "kind"
-    }
     return {
         key: (json.dumps(of["default"]) if "default" in of else "required", allowed(of))
-        for key, of in schema.items()
+        for key, of in block.model_json_schema()["properties"].items()
+        if key != "kind"
     }
 
 
@@ -179,16 +165,9 @@ def test_the_document_itself_is_documented() -> None:
 
 
 def test_the_table_of_what_windows_need_is_true() -> None:
-    rows = re.findall(
-        r"^\| `(\w+)` \| (\w+).*? \| (.*?) \| (.*?) \|$",
-        PAGES[POLICIES].split("### window")[0],
-        re.MULTILINE,
-    )
-    listed = {
-        kind: (carried, needs, exact)
-        for kind, carried, needs, exact in rows
-        if kind in _KINDS["window"]
-    }
+    page = PAGES[POLICIES].split("### window")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (\w+).*? \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
+    listed = {kind: of for kind, *of in rows if kind in _KINDS["window"]}
     assert set(listed) == set(_KINDS["window"])
     for kind, (carried, needs, exact) in listed.items():
         required = {"gamma": {"1": 4}} if kind == "by_batch" else {}
@@ -211,22 +190,6 @@ def commands(page: str) -> Iterator[list[str]]:
             yield words[: words.index(">")] if ">" in words else words
 
 
-def check_command(words: list[str]) -> None:
-    """Parses a command line as click would, without running it. Raises click.UsageError for what
-    does not exist."""
-    command: click.Command = main
-    context: click.Context | None = None
-    path = "cli.py"
-    while isinstance(command, click.Group):
-        context = click.Context(command, info_name=path, parent=context)
-        _, words, _ = command.make_parser(context).parse_args(list(words))
-        name, found, words = command.resolve_command(context, words)
-        assert found is not None
-        assert name is not None
-        command, path = found, name
-    command.make_context(path, list(words), parent=context)
-
-
 COMMANDS = [
     pytest.param(words, id=" ".join(words)[:80])
     for page in PAGES
@@ -238,32 +201,27 @@ COMMANDS = [
 @pytest.mark.parametrize("words", COMMANDS)
 def test_commands_exist(words: list[str]) -> None:
     arguments = words[words.index("cli.py") + 1 :]
-    check_command(arguments)
+    parsed(arguments)
     for argument in arguments:
         if argument.startswith("{"):
             assert named_policy(argument) is not None
 
 
-def test_a_command_that_does_not_exist_is_noticed() -> None:
-    for wrong in (
-        ["tunes"],
-        ["tune", "--gamma"],
-        ["policies", "show", "--nope"],
-        ["run", "--limit", "0"],
-    ):
-        with pytest.raises(click.UsageError):
-            check_command(wrong)
+@pytest.mark.parametrize(
+    "wrong", ["tunes", "tune --gamma", "policies show --nope", "run --limit 0"]
+)
+def test_a_command_that_does_not_exist_is_noticed(wrong: str) -> None:
+    with pytest.raises(click.UsageError):
+        parsed(wrong.split())
 
 
 def test_other_lines_of_the_readme_are_targets_of_the_makefile() -> None:
-    targets = set(
-        re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    )
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
     others = [words for words in commands("README.md") if words and "cli.py" not in words]
-    assert [words[1] for words in others if words[0] == "make"][:2] == ["tune", "test"]
-    for words in others:
-        assert words[0] == "make"
-        assert words[1] in targets
+    assert [words[1] for words in others][:2] == ["tune", "test"]
+    assert {words[0] for words in others} == {"make"}
+    assert {words[1] for words in others} <= targets
 
 
 # ---------------------------------------------------------------------------- Python, links, places
@@ -280,16 +238,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "models").mkdir()
     for name, path in (("target", "target"), ("draft-small", "near")):
         (folder / "models" / name).symlink_to(folder / path)
-    models = {
-        "target": "models/target",
-        "drafts": {"small": "models/draft-small"},
-    }  # as the README's example has them
+    # as the README's example has them
+    models = {"target": "models/target", "drafts": {"small": "models/draft-small"}}
     (folder / "models.json").write_text(json.dumps(models))
-    lines = [
-        json.dumps({"id": str(i), "category": "code", "turns": [f"{PROMPTS[i % 4]} {i}"]})
-        for i in range(16)
-    ]
-    (folder / "chats.jsonl").write_text("\n".join(lines))
+    turns = [f"{PROMPTS[i % 4]} {i}" for i in range(16)]
+    rows = [{"id": str(i), "category": "code", "turns": [turn]} for i, turn in enumerate(turns)]
+    write_lines(folder / "chats.jsonl", rows)
     return folder
 
 
@@ -310,15 +264,8 @@ def test_the_pages_run(
     # less effort here.
     for pair in ("pair.json", "models.json"):
         put_profile(str(place / "spectune.db"), place / pair)
-    few = {
-        "trials": 2,
-        "finalists": 1,
-        "rivals": 1,
-        "passes": 1,
-        "tree_width": 0,
-        "budget_s": 1,
-        "max_new_tokens": 8,
-    }
+    few = {"trials": 2, "finalists": 1, "rivals": 1, "passes": 1, "tree_width": 0, "budget_s": 1}
+    few["max_new_tokens"] = 8
     monkeypatch.setattr(spectune, "tune", partial(spectune.tune, **few), raising=False)
     run_page("README.md", place, monkeypatch)
     out = capsys.readouterr().out
@@ -327,11 +274,8 @@ def test_the_pages_run(
     run_page(POLICIES, place, monkeypatch)
     simulator = run_page("docs/simulator.md", place, monkeypatch)
     simulator["store"].database.close()
-    assert {page for page in PAGES if blocks(page, "python")} <= {
-        *RUN_HERE,
-        "docs/traces.md",
-        "docs/schedules.md",
-    }
+    elsewhere = ("docs/traces.md", "docs/schedules.md")
+    assert {page for page in PAGES if blocks(page, "python")} <= {*RUN_HERE, *elsewhere}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -342,25 +286,20 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_the_index_lists_every_page() -> None:
-    assert {p.name for p in (ROOT / "docs").glob("*.md")} - {"README.md"} <= set(
-        re.findall(r"\]\((\w+\.md)\)", PAGES["docs/README.md"])
-    )
+    listed = set(re.findall(r"\]\((\w+\.md)\)", PAGES["docs/README.md"]))
+    assert {p.name for p in (ROOT / "docs").glob("*.md")} - {"README.md"} <= listed
 
 
 def test_the_table_of_the_paper_names_what_there_is() -> None:
     rows = re.findall(r"^\| .+? \| (.*`.*) \|$", PAGES["docs/papers.md"], re.MULTILINE)
     assert len(rows) >= 8
-    files = [
-        p
-        for folder in ("runtime", "optimizer", "tests/papers")
-        for p in (ROOT / folder).rglob("*.py")
-    ]
+    folders = ("runtime", "optimizer", "tests/papers")
+    files = [p for folder in folders for p in (ROOT / folder).rglob("*.py")]
     for row in rows:
         named = re.findall(r"`([\w/.]+)`", row)
         paths = [Path(name) for name in named if name.endswith(".py")]
-        text = "".join(
-            p.read_text(encoding="utf-8") for p in files for path in paths if p.match(str(path))
-        )
+        found = [p for p in files for path in paths if p.match(str(path))]
+        text = "".join(p.read_text(encoding="utf-8") for p in found)
         assert text
         for name in named:
             assert name.endswith(".py") or f"def {name}(" in text, name

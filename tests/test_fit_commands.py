@@ -47,22 +47,10 @@ def door(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Door:
     the latest."""
     folder = tmp_path_factory.mktemp("fits")
     door = Door(str(folder / "spectune.db"), str(tiny_pair))
+    size = {"max_new_tokens": TOKENS, "gamma_max": 4, "tree_width": WIDTH, "tree_depth": DEPTH}
     workload = write_workload(folder / "w.jsonl", 6)
     for temperature in (0.8, 0):
-        door.json(
-            *(
-                "record",
-                "--pair",
-                tiny_pair,
-                "--workload",
-                workload,
-                "--max-new-tokens",
-                TOKENS,
-                "--gamma-max",
-                4,
-            ),
-            *("--temperature", temperature, "--tree-width", WIDTH, "--tree-depth", DEPTH),
-        )
+        door.json("record", pair=tiny_pair, workload=workload, temperature=temperature, **size)
     return door
 
 
@@ -73,8 +61,8 @@ def shared(door: Door) -> Iterator[TraceStore]:
         yield TraceStore(database)
 
 
-def fit(door: Door, kind: str, *arguments: object, draft: str = "near") -> dict[str, Any]:
-    return door.json("fit", kind, "--draft", draft, *arguments)
+def fit(door: Door, kind: str, draft: str = "near", **options: Any) -> dict[str, Any]:
+    return door.json(f"fit {kind}", draft=draft, **options)
 
 
 # -- what is taken from the trees
@@ -92,15 +80,10 @@ class Recorded:
         self.coupled = not self.loaded.info.sampling.greedy
         self.children: list[dict[tuple[int, int], int]] = []
         for p in self.trees:
-            found = {
-                (i, int(p.text_slot[i])): i + 1
-                for i in range(p.positions)
-                if p.text_slot[i] < p.width
-            }
-            found |= {
-                (int(a), int(b)): p.positions + 1 + m
-                for m, (a, b) in enumerate(zip(p.parent, p.slot, strict=True))
-            }
+            slots = p.text_slot[: p.positions].tolist()
+            found = {(i, slot): i + 1 for i, slot in enumerate(slots) if slot < p.width}
+            branches = enumerate(zip(p.parent.tolist(), p.slot.tolist(), strict=True))
+            found |= {place: p.positions + 1 + m for m, place in branches}
             self.children.append(found)
 
     def tree(self, position: int) -> tuple[list[Node], list[Node], int, list[int]]:
@@ -119,69 +102,49 @@ class Recorded:
 
         growth = TopK(WIDTH, "coupled" if self.coupled else "probability", 1.5)
         grown = build(law, growth, gamma=DEPTH, stratify=Stratify((), DEPTH, 0, ()), select_n=TOP_N)
-        accepted, _ = verify(
-            grown.kept, lambda path: text[len(path)] if len(path) < len(text) else -1
-        )
+        after = dict(enumerate(text))
+        accepted, _ = verify(grown.kept, lambda path: after.get(len(path), -1))
         assert grown.phi is not None
         return grown.candidates, accepted, grown.phi, text
 
 
 def law_of(p: TreePanorama, node: int) -> Law:
     count = int(p.count[node])
-    columns = (
-        p.tokens[node, :count].tolist(),
-        p.logp[node, :count].tolist(),
-        p.gap[node, :count].tolist(),
-    )
+    columns = (column[node, :count].tolist() for column in (p.tokens, p.logp, p.gap))
     return Law(*columns, int(p.entropy[node]), int(p.top_entropy[node]))
 
 
 def recorded(store: TraceStore, which: int, draft: str = "near") -> Recorded:
-    names = [info.id for info in store.list_recordings()]
-    greedy = [n for n in names if store.get_recording(n).sampling.greedy]
-    return Recorded(
-        store, (greedy if which == 0 else [n for n in names if n not in greedy])[0], draft
-    )
+    """The recording at temperature 0, or (1) the other."""
+    found = next(i for i in store.list_recordings() if i.sampling.greedy == (which == 0))
+    return Recorded(store, found.id, draft)
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["greedy", "sampled"])
+either = pytest.mark.parametrize("which", [0, 1], ids=["greedy", "sampled"])
+
+
+@either
 def test_rounds_and_nodes_are_the_references(shared: TraceStore, which: int) -> None:
     r = recorded(shared, which)
     trees = RecordedTrees.of(r.trace, "near")
     rounds = bin_rounds(trees, WIDTH, DEPTH, TOP_N, count=10**6)
     starts = trees.pick(DEPTH, 10**6, 0)
-    assert (
-        len(rounds.phi)
-        == len(starts)
-        == sum(
-            max(0, min(len(t.output_ids), TOKENS - 1) - DEPTH + 1) for t in r.loaded.trajectories
-        )
-    )
+    lengths = (min(len(t.output_ids), TOKENS - 1) for t in r.loaded.trajectories)
+    assert len(rounds.phi) == len(starts) == sum(max(0, n - DEPTH + 1) for n in lengths)
     examples = classifier_examples(trees, WIDTH, DEPTH, count=10**6)
     assert len(np.unique(examples.tree)) == len(trees.pick(1, 10**6, 0))
     for at, position in list(enumerate(starts.tolist()))[::7]:
         candidates, accepted, phi, text = r.tree(position)
-        place = (
-            [n.ranks for n in cheapest_first(candidates)].index(accepted[-1].ranks) + 1
-            if accepted
-            else 0
-        )
-        assert (rounds.phi[at], rounds.tcr[at], rounds.fully_accepted[at]) == (
-            phi,
-            place,
-            len(accepted) == DEPTH,
-        )
+        ranks = [n.ranks for n in cheapest_first(candidates)]
+        place = ranks.index(accepted[-1].ranks) + 1 if accepted else 0
+        found = (rounds.phi[at], rounds.tcr[at], rounds.fully_accepted[at])
+        assert found == (phi, place, len(accepted) == DEPTH)
         mine = examples.take(examples.tree == position)
         expected = sorted(
             (n.q_joint, n.entropy, n.depth, n.path == tuple(text[: n.depth])) for n in candidates
         )
-        got = zip(
-            mine.joint_code.tolist(),
-            mine.entropy_code.tolist(),
-            mine.depth.tolist(),
-            mine.accepted.tolist(),
-            strict=True,
-        )
+        columns = (mine.joint_code, mine.entropy_code, mine.depth, mine.accepted)
+        got = zip(*(column.tolist() for column in columns), strict=True)
         assert sorted(got) == expected
     assert {0, 1} < set(np.unique(rounds.tcr))
     shallow = bin_rounds(trees, WIDTH, 1, 2, count=10**6)
@@ -206,25 +169,18 @@ def test_acceptance_by_level_and_rank(shared: TraceStore) -> None:
     assert len(rank_acceptance(RecordedTrees.of(r.trace, "near"), 3, least=10**6).chance) == 1
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["greedy", "sampled"])
+@either
 def test_laws_of_the_score_are_the_texts_own(shared: TraceStore, which: int) -> None:
     r = recorded(shared, which)
     trees = RecordedTrees.of(r.trace, "near")
     laws = score_examples(trees, 3, DEPTH, count=10**6)
     expected = []
-    for offset, t, p in zip(
-        r.trace.offsets[:-1].tolist(), r.loaded.trajectories, r.trees, strict=True
-    ):
+    offsets = r.trace.offsets[:-1].tolist()
+    for offset, t, p in zip(offsets, r.loaded.trajectories, r.trees, strict=True):
         for i in range(min(p.positions, t.max_new_tokens - 1)):
             slot = int(p.text_slot[i])
-            expected.append(
-                (
-                    offset + i,
-                    *p.gap[i, :3].tolist(),
-                    min(3, int(p.count[i])),
-                    slot if slot < 3 else -1,
-                )
-            )
+            count, taken = min(3, int(p.count[i])), slot if slot < 3 else -1
+            expected.append((offset + i, *p.gap[i, :3].tolist(), count, taken))
     found = [laws.start, *laws.gap.T, laws.count, laws.taken]
     assert [tuple(map(int, row)) for row in zip(*found, strict=True)] == expected
     assert {0, 1, -1} <= set(laws.taken.tolist())
@@ -259,15 +215,12 @@ def test_starts_are_of_the_requests_selected_and_chosen_by_seed(shared: TraceSto
     assert trees.starts.max() == r.trace.offsets[3] - 1
     few = trees.pick(2, 9, 3)
     assert len(few) == len(set(few.tolist())) == 9
-    assert (
-        few.tolist() == sorted(few) == trees.pick(2, 9, 3).tolist() != trees.pick(2, 9, 4).tolist()
-    )
+    assert few.tolist() == sorted(few) == trees.pick(2, 9, 3).tolist()
+    assert few.tolist() != trees.pick(2, 9, 4).tolist()
     with pytest.raises(TraceError, match="goes on for 99 tokens"):
         trees.pick(99, 9, 0)
-    with pytest.raises(
-        TraceError,
-        match=r"5 children of a node are asked for, the recording holds 4: .*--tree-width 5",
-    ):
+    wider = r"5 children of a node are asked for, the recording holds 4: .*--tree-width 5"
+    with pytest.raises(TraceError, match=wider):
         trees.rules(5, 2)
     with pytest.raises(TraceError, match="--tree-depth 9"):
         trees.rules(2, 9)
@@ -281,57 +234,31 @@ def test_starts_are_of_the_requests_selected_and_chosen_by_seed(shared: TraceSto
 def test_every_fit_replays_and_runs(door: Door, shared: TraceStore, pair: LoadedPair) -> None:
     """Fit, simulate the policy that is offered, execute it: texts as without a draft."""
     made = {
-        "bins": fit(door, "bins", "--depth", 3, "--top-n", 10),
-        "classifier": fit(door, "classifier", "--epochs", 3, "--hidden", 12),
-        "static_tree": fit(door, "static-tree", "--nodes", 6, "--depth", 3),
-        "score": fit(door, "score", "--width", 3, "--depth", 4),
+        "bins": fit(door, "bins", depth=3, top_n=10),
+        "classifier": fit(door, "classifier", epochs=3, hidden=12),
+        "static_tree": fit(door, "static-tree", nodes=6, depth=3),
+        "score": fit(door, "score", width=3, depth=4),
     }
     info = shared.get_recording("latest")
     texts = shared.load(info.id, ())
     search = split([t.category for t in texts.trajectories]).search
+    size = {"gamma_max": 4, "tree_width": WIDTH, "tree_depth": DEPTH}
+    of = {"draft": "near", "recording": info.id, "recorded": {"width": WIDTH, "depth": DEPTH}}
     for kind, found in made.items():
         stored = shared.get_artifact(found["artifact"])
         assert (stored.kind, found["kind"], stored.pair_id) == (kind, kind, info.pair_id)
-        assert (found["draft"], found["recording"], found["recorded"]) == (
-            "near",
-            info.id,
-            {"width": WIDTH, "depth": DEPTH},
-        )
+        assert found.items() >= of.items()
         assert stored.provenance["requests"] == [texts.trajectories[i].request_id for i in search]
         assert len(stored.provenance["fitted_to"]) == 64
-        assert {
-            k: v for k, v in found.items() if k not in ("artifact", "kind", "policy")
-        } == stored.document
+        beside = {key: found[key] for key in ("artifact", "kind", "policy")}
+        assert found == stored.document | beside
         policy = json.dumps(found["policy"])
         if kind in ("classifier", "score"):
-            size = ("--tree-width", WIDTH, "--tree-depth", DEPTH)
-            door.json(
-                "record",
-                "--pair",
-                door.pair,
-                "--resume",
-                "latest",
-                "--gamma-max",
-                4,
-                *size,
-                "--cover",
-                policy,
-            )
-        simulated = door.json("simulate", "--policy", policy)
+            door.json("record --resume latest", pair=door.pair, cover=policy, **size)
+        simulated = door.json("simulate", policy=policy)
         assert simulated["mean_accepted_length"] > 1.2
-        ran = door.json(
-            "run",
-            "--pair",
-            door.pair,
-            "--policy",
-            policy,
-            "--workload",
-            "demo",
-            "--limit",
-            1,
-            "--max-new-tokens",
-            12,
-        )
+        short = {"workload": "demo", "limit": 1, "max_new_tokens": 12}
+        ran = door.json("run", pair=door.pair, policy=policy, **short)
         assert ran["policy_id"] == simulated["policy_id"] == parse_policy(found["policy"]).id
     assert made["bins"]["depth"] == 3
     assert len(made["bins"]["statistics"]) == len(made["bins"]["thresholds"]) + 1
@@ -340,12 +267,8 @@ def test_every_fit_replays_and_runs(door: Door, shared: TraceStore, pair: Loaded
     assert len(made["static_tree"]["paths"]) == 6
     assert made["static_tree"]["expected_tokens_per_s"] is None
     score = made["score"]
-    assert score["policy"]["growth"] == {
-        "kind": "top_k",
-        "width": 3,
-        "score": "coupled",
-        "sharpness": score["sharpness"],
-    }
+    sharp = {"score": "coupled", "sharpness": score["sharpness"]}
+    assert score["policy"]["growth"] == {"kind": "top_k", "width": 3, **sharp}
     assert score["loss"].keys() == {"fitted", "default", "probability"}
     assert [row["rank"] for row in score["ranks"]] == [0, 1, 2]
     assert 0.25 <= score["sharpness"] <= 8
@@ -353,93 +276,65 @@ def test_every_fit_replays_and_runs(door: Door, shared: TraceStore, pair: Loaded
 
 
 def test_the_same_fit_is_the_same_artifact(door: Door) -> None:
-    one, two = (
-        fit(door, "classifier", "--epochs", 1, "--starts", 40, "--seed", 5) for _ in range(2)
+    one, two, other = (
+        fit(door, "classifier", epochs=1, starts=40, seed=seed) for seed in (5, 5, 6)
     )
     assert one == two
     assert one["starts"] == 40
-    assert (
-        fit(door, "classifier", "--epochs", 1, "--starts", 40, "--seed", 6)["artifact"]
-        != one["artifact"]
-    )
+    assert other["artifact"] != one["artifact"]
 
 
-def test_people_see_tables(door: Door) -> None:
-    for kind, arguments, words in (
-        ("bins", (), ("mean TCR", "up to, nats", "R2", "Jaccard")),
-        ("classifier", ("--epochs", 12), ("recall", "positive rate", "trained on")),
-        ("score", (), ("sharpness", "rank", "accepted", "log loss", "held-out distributions")),
-        ("static-tree", ("--nodes", 4, "--depth", 2), ("paths", "0/0", "tokens a round expected")),
-    ):
-        found = door.call("fit", kind, "--draft", "near", *arguments, env={"COLUMNS": "200"})
-        assert found.exit_code == 0, found.output
-        assert all(word in found.stdout for word in words), found.stdout
-        assert "a policy with it: {" in found.stdout
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("bins", ("mean TCR", "up to, nats", "R2", "Jaccard")),
+        ("classifier --epochs 12", ("recall", "positive rate", "trained on")),
+        ("score", ("sharpness", "rank", "accepted", "log loss", "held-out distributions")),
+        ("static-tree --nodes 4 --depth 2", ("paths", "0/0", "tokens a round expected")),
+    ],
+)
+def test_people_see_tables(door: Door, command: str, words: tuple[str, ...]) -> None:
+    found = door.call(f"fit {command} --draft near", env={"COLUMNS": "200"})
+    assert found.exit_code == 0, found.output
+    assert all(word in found.stdout for word in (*words, "a policy with it: {")), found.stdout
 
 
 def test_a_static_tree_by_costs(door: Door, shared: TraceStore, pair: LoadedPair) -> None:
     profile = flat_profile(pair.id, pair.drafts)
     without = shared.put_profile(with_terms(profile, {"top_k/near": None}))
-    static = ("fit", "static-tree", "--draft", "near")
-    assert "has no costs of trees for draft 'near': run `" in door.error(*static)
-    assert "--nodes N --depth D" in door.error(
-        *static, "--profile", without, "--nodes", 3, "--depth", 2
-    )
+    static = "fit static-tree --draft near"
+    assert "has no costs of trees for draft 'near': run `" in door.error(static)
+    assert "--nodes N --depth D" in door.error(static, profile=without, nodes=3, depth=2)
     shared.put_profile(profile)
-    cheap = fit(door, "static-tree", "--nodes", 12)
+    cheap = fit(door, "static-tree", nodes=12)
     assert cheap["limits"] == {"nodes": 12, "depth": STATIC_DEPTH}
     assert cheap["profile"] == shared.latest_profile(pair.id, "cpu").id  # type: ignore[union-attr]
     assert 1 < cheap["expected_tokens"] < 13
     assert cheap["expected_tokens_per_s"] > 0
-    free = fit(door, "static-tree", "--nodes", cheap["nodes"], "--depth", cheap["depth"])
+    free = fit(door, "static-tree", nodes=cheap["nodes"], depth=cheap["depth"])
     assert free["expected_tokens"] == pytest.approx(cheap["expected_tokens"])
 
 
 def test_a_classifier_is_carried_to_another_draft(door: Door, shared: TraceStore) -> None:
-    first = fit(
-        door, "classifier", "--epochs", 5, "--features", "probability", "--features", "depth"
-    )
-    carried = fit(
-        door,
-        "classifier",
-        "--from",
-        first["artifact"][:8],
-        "--epochs",
-        4,
-        "--fraction",
-        0.5,
-        draft="far",
-    )
-    assert (carried["draft"], carried["from"], carried["fraction"]) == (
-        "far",
-        first["artifact"],
-        0.5,
-    )
+    first = fit(door, "classifier", epochs=5, features=["probability", "depth"])
+    id = first["artifact"]
+    carried = fit(door, "classifier", "far", from_=id[:8], epochs=4, fraction=0.5)
+    assert (carried["draft"], carried["from"], carried["fraction"]) == ("far", id, 0.5)
     assert carried["metrics"]["fine_tuned"]
-    assert (
-        carried["metrics"]["features"] == first["metrics"]["features"] == ["probability", "depth"]
-    )
+    features = [made["metrics"]["features"] for made in (carried, first)]
+    assert features == [["probability", "depth"]] * 2
     old, new = (shared.get_artifact(x["artifact"]) for x in (first, carried))
     assert not np.array_equal(old.arrays["w1"], new.arrays["w1"])
     assert not new.arrays["w1"][:, 1].any()
-    policy = {
-        "draft": "far",
-        "growth": {"kind": "classifier", "artifact": first["artifact"]},
-        "window": {"kind": "fixed", "gamma": 3},
-    }
-    line = door.error("simulate", "--policy", json.dumps(policy))
+    growth = {"kind": "classifier", "artifact": id}
+    policy = {"draft": "far", "growth": growth, "window": {"kind": "fixed", "gamma": 3}}
+    line = door.error("simulate", policy=json.dumps(policy))
     assert "was fitted on draft 'near', this policy drafts with 'far'" in line
-    assert f"fit classifier --from {first['artifact']}" in line
-    frozen = fit(door, "classifier", "--from", first["artifact"], "--fraction", 0, draft="far")
-    assert (frozen["draft"], frozen["from"], frozen["metrics"]["fine_tuned"]) == (
-        "far",
-        first["artifact"],
-        False,
-    )
+    assert f"fit classifier --from {id}" in line
+    frozen = fit(door, "classifier", "far", from_=id, fraction=0)
+    assert (frozen["draft"], frozen["from"], frozen["metrics"]["fine_tuned"]) == ("far", id, False)
     new = shared.get_artifact(frozen["artifact"])
-    assert all(
-        np.array_equal(old.arrays[name], new.arrays[name]) for name in ("w1", "b1", "w2", "b2")
-    )
+    assert all(np.array_equal(old.arrays[w], new.arrays[w]) for w in ("w1", "b1", "w2", "b2"))
 
 
 def test_artifacts_of_another_pair_or_of_other_trees(
@@ -451,90 +346,70 @@ def test_artifacts_of_another_pair_or_of_other_trees(
     document = {"paths": [[0], [1]], "draft": "near"}
     theirs = growing(shared.put_artifact("static_tree", document, pair_id=OTHER_PAIR))
     policy = json.dumps(theirs.spelled_out())
-    for command in (
-        ("simulate", "--policy", policy),
-        ("record", "--resume", "latest", "--pair", door.pair, "--device", "cpu", "--cover", policy),
-    ):
-        assert f"was fitted for pair {OTHER_PAIR}" in door.error(*command)
+    fitted_for = f"was fitted for pair {OTHER_PAIR}"
+    assert fitted_for in door.error("simulate", policy=policy)
+    resume = "record --resume latest --device cpu"
+    assert fitted_for in door.error(resume, pair=door.pair, cover=policy)
     by_q = growing(shared.put_artifact("static_tree", {**document, "proposals": "probability"}))
-    assert (
-        "was fitted to trees of proposals 'probability', this policy's growth has 'coupled'"
-        in door.error("simulate", "--policy", json.dumps(by_q.spelled_out()))
-    )
+    line = door.error("simulate", policy=json.dumps(by_q.spelled_out()))
+    says = "was fitted to trees of proposals 'probability', this policy's growth has 'coupled'"
+    assert says in line
 
 
-def test_what_cannot_be_fitted(door: Door, shared: TraceStore, tmp_path: Path) -> None:
-    bins = fit(door, "bins")["artifact"]
-    classifier = ("fit", "classifier", "--draft", "near")
-    for line, arguments in (
-        ("has no such draft; it has: far, near", ("fit", "bins", "--draft", "third")),
-        ("grows no trees", ("fit", "bins", "--draft", "ngram")),
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("bins --draft third", "has no such draft; it has: far, near"),
+        ("bins --draft ngram", "grows no trees"),
         (
+            "bins --draft near --proposals probability",
             "--tree-proposals probability` makes them",
-            ("fit", "bins", "--draft", "near", "--proposals", "probability"),
         ),
-        ("the recording holds 5", ("fit", "bins", "--draft", "near", "--depth", 6)),
-        ("the recording holds 4", (*classifier, "--width", 5)),
-        ("the recording holds 4", ("fit", "score", "--draft", "near", "--width", 5)),
-        (
-            "needs distributions of two or more children",
-            ("fit", "score", "--draft", "near", "--width", 1),
-        ),
-        ("of two groups or more; record more", ("fit", "score", "--draft", "near", "--starts", 1)),
-        ("has no such draft", ("fit", "score", "--draft", "third")),
-        (f"artifact {bins} is a bins, not a classifier", (*classifier, "--from", bins)),
-        ("there is no artifact 'ffffff'", (*classifier, "--from", "ffffff")),
-        ("leave --hidden and --features out", (*classifier, "--from", bins, "--hidden", 12)),
-        ("give --from as well", (*classifier, "--fraction", 0.5)),
-        ("at least two, there are 1", (*classifier, "--starts", 1)),
-        (
-            "no tree of 200 nodes",
-            ("fit", "static-tree", "--draft", "near", "--nodes", 200, "--depth", 1),
-        ),
-    ):
-        if "--hidden" in arguments:
-            arguments = tuple(
-                fit(door, "classifier", "--epochs", 1)["artifact"] if a == bins else a
-                for a in arguments
-            )
-        assert line in door.error(*arguments)
-    bare = Door(str(tmp_path / "bare.db"), door.pair)
-    workload = write_workload(tmp_path / "w.jsonl", 1)
-    bare.json(
-        "record",
-        "--pair",
-        door.pair,
-        "--workload",
-        workload,
-        "--max-new-tokens",
-        4,
-        "--gamma-max",
-        2,
-    )
-    line = bare.error("fit", "bins", "--draft", "near")
+        ("bins --draft near --depth 6", "the recording holds 5"),
+        ("classifier --draft near --width 5", "the recording holds 4"),
+        ("score --draft near --width 5", "the recording holds 4"),
+        ("score --draft near --width 1", "needs distributions of two or more children"),
+        ("score --draft near --starts 1", "of two groups or more; record more"),
+        ("score --draft third", "has no such draft"),
+        ("classifier --draft near --from ffffff", "there is no artifact 'ffffff'"),
+        ("classifier --draft near --fraction 0.5", "give --from as well"),
+        ("classifier --draft near --starts 1", "at least two, there are 1"),
+        ("static-tree --draft near --nodes 200 --depth 1", "no tree of 200 nodes"),
+    ],
+)
+def test_what_cannot_be_fitted(door: Door, command: str, says: str) -> None:
+    assert says in door.error(f"fit {command}")
+
+
+def test_what_cannot_be_fine_tuned(door: Door) -> None:
+    carry = "fit classifier --draft near"
+    bins = fit(door, "bins")["artifact"]
+    assert f"artifact {bins} is a bins, not a classifier" in door.error(carry, from_=bins)
+    weights = fit(door, "classifier", epochs=1)["artifact"]
+    line = door.error(carry, from_=weights, hidden=12)
+    assert "leave --hidden and --features out" in line
+
+
+def test_a_recording_without_trees(door: Door, tmp_path: Path) -> None:
+    bare = Door(str(tmp_path / "bare.db"))
+    short = {"max_new_tokens": 4, "gamma_max": 2}
+    bare.json("record", pair=door.pair, workload=write_workload(tmp_path / "w.jsonl", 1), **short)
+    line = bare.error("fit bins --draft near")
     assert "has no trees of draft 'near' (it has: none)" in line
     assert "--tree-width 8 --tree-depth 8` makes them" in line
-    tree = {
-        "draft": "near",
-        "growth": {"kind": "top_k", "width": 2},
-        "window": {"kind": "fixed", "gamma": 9},
-    }
-    assert "has no trees of draft 'near' (it has: none)" in bare.error(
-        "simulate", "--policy", json.dumps(tree)
-    )
+    window = {"kind": "fixed", "gamma": 9}
+    tree = {"draft": "near", "growth": {"kind": "top_k", "width": 2}, "window": window}
+    line = bare.error("simulate", policy=json.dumps(tree))
+    assert "has no trees of draft 'near' (it has: none)" in line
 
 
 # -- policies that name what is not there
 
 
 def growing(name: str) -> Policy:
-    return parse_policy(
-        {
-            "draft": "near",
-            "growth": {"kind": "static", "artifact": name},
-            "window": {"kind": "fixed", "gamma": 2},
-        }
-    )
+    growth = {"kind": "static", "artifact": name}
+    window = {"kind": "fixed", "gamma": 2}
+    return parse_policy({"draft": "near", "growth": growth, "window": window})
 
 
 def test_a_policy_whose_artifact_cannot_be_had_is_refused(
@@ -545,9 +420,9 @@ def test_a_policy_whose_artifact_cannot_be_had_is_refused(
     damaged = store.put_artifact("static_tree", {**document, "paths": [[0]]})
     others = store.put_artifact("static_tree", {**document, "draft": "far"})
     with store.database.write() as session:
-        session.execute(
-            sa.update(ArtifactRow).where(ArtifactRow.id == damaged).values(data=b"nothing")
-        )
+        that = sa.update(ArtifactRow).where(ArtifactRow.id == damaged)
+        session.execute(that.values(data=b"nothing"))
+    bins = store.put_artifact("bins", {"thresholds": [1], "depth": 2, "draft": "near"})
     with watch(store, pair, None, None, interval_s=60) as source:
         versions = [publish(store, pair, growing(good[:9]))]
         assert source.poll()
@@ -556,10 +431,7 @@ def test_a_policy_whose_artifact_cannot_be_had_is_refused(
             ("ffffff", "growth.artifact: there is no artifact 'ffffff' in this database"),
             (damaged, f"growth.artifact: artifact {damaged} (static_tree) cannot be used"),
             (others, "was fitted on draft 'far'"),
-            (
-                store.put_artifact("bins", {"thresholds": [1], "depth": 2, "draft": "near"}),
-                "is a bins, not a static_tree",
-            ),
+            (bins, "is a bins, not a static_tree"),
         ):
             versions.append(publish(store, pair, growing(name)))
             assert not source.poll()
@@ -572,9 +444,8 @@ def test_a_policy_whose_artifact_cannot_be_had_is_refused(
     for name in ("ffffff", damaged):
         with pytest.raises(PolicyError, match=r"growth\.artifact"):
             prepare(growing(name), pair.draft_names, artifacts=fitted(store))
-    owned = store.put_artifact(
-        "static_tree", {"paths": [[0]], "draft": "near", "depth": 1}, pair_id=pair.id
-    )
+    tiny = {"paths": [[0]], "draft": "near", "depth": 1}
+    owned = store.put_artifact("static_tree", tiny, pair_id=pair.id)
     assert prepare(growing(owned), pair.draft_names, artifacts=fitted(store, pair.id))
     with pytest.raises(PolicyError, match=f"was fitted for pair {pair.id}"):
         prepare(growing(owned), pair.draft_names, artifacts=fitted(store, "another pair"))

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from doors import ROOT, put_profile
+from doors import ROOT, put_profile, write_lines
 
 import spectune
 from spectune.db.errors import DatabaseError
@@ -20,23 +20,12 @@ from spectune.optimizer.python import Result
 from spectune.runtime.loading import LoadedPair
 from spectune.traces.errors import PairError, WorkloadError
 
-PROMPTS = [
-    "def add(a, b):",
-    "The quick brown fox",
-    "import json",
-    "0 1 2 3 4",
-    "for i in",
+PROMPTS = (
+    *("def add(a, b):", "The quick brown fox", "import json", "0 1 2 3 4", "for i in"),
     "Ann buys 4 apples and",
-]
-TINY = {
-    "gamma_max": 5,
-    "trials": 2,
-    "finalists": 1,
-    "rivals": 1,
-    "passes": 1,
-    "tree_width": 0,
-    "budget_s": 1,
-}
+)
+TINY = {"gamma_max": 5, "trials": 2, "finalists": 1, "rivals": 1, "passes": 1, "tree_width": 0}
+TINY["budget_s"] = 1
 
 
 def test_importing_it_imports_nothing_else() -> None:
@@ -44,12 +33,10 @@ def test_importing_it_imports_nothing_else() -> None:
         "import sys; before = set(sys.modules); import spectune; dir(spectune); "
         "print(*set(sys.modules) - before)"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", say], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert {name.split(".")[0] for name in found.stdout.split()} - sys.stdlib_module_names == {
-        "spectune"
-    }
+    how: dict[str, Any] = {"capture_output": True, "text": True, "check": True, "cwd": ROOT}
+    found = subprocess.run([sys.executable, "-c", say], **how).stdout
+    names = {name.split(".")[0] for name in found.split()}
+    assert names - sys.stdlib_module_names == {"spectune"}
     with pytest.raises(AttributeError, match="has no attribute 'tunes'"):
         _ = spectune.tunes  # type: ignore[attr-defined]
 
@@ -66,22 +53,16 @@ def test_the_notebook_runs(
     (given,) = [cell for cell in code if "parameters" in cell["metadata"].get("tags", ())]
     own: dict[str, Any] = {}
     exec("".join(given["source"]), own)
-    names = {
-        "models": {"pair": str(tiny_pair)},
-        "prompts": PROMPTS * 3,
-        "tokens": {"max_new_tokens": 8},
-        "effort": TINY,
-    }
-    assert names.keys() == own.keys() - {"__builtins__"}
+    names = {"models": {"pair": str(tiny_pair)}, "tokens": {"max_new_tokens": 8}, "effort": TINY}
     names["prompts"] = [f"{prompt} {n}" for n, prompt in enumerate(PROMPTS * 3)]
+    assert names.keys() == own.keys() - {"__builtins__"}
     put_profile("tour.db", str(tiny_pair))
     for cell in code:
         if cell is not given:
             exec(compile("".join(cell["source"]), "tour.ipynb", "exec"), names)
     made: Any = names
-    assert all(
-        isinstance(made[name], Result) for name in ("recorded", "executed", "result", "served")
-    )
+    for name in ("recorded", "executed", "result", "served"):
+        assert isinstance(made[name], Result)
     assert made["recorded"]["n_requests"] == 18
     assert made["result"].policy == made["result"]["winner"]["policy"]
     assert len(made["published"]) == (made["result"]["published"] is not None)
@@ -101,9 +82,8 @@ def test_a_result_is_shown_and_becomes_a_data_frame(monkeypatch: pytest.MonkeyPa
     assert ">0.1235</td>" in html
     assert (repr(result), result["n"], result.policy) == ("2 < 3", 2, {"draft": "none"})
     assert "<p>10 more rows</p>" in Result("", {}, [{"a": n} for n in range(60)])._repr_html_()
-    monkeypatch.setitem(
-        sys.modules, "pandas", SimpleNamespace(DataFrame=lambda rows: ("frame", rows))
-    )
+    pandas = SimpleNamespace(DataFrame=lambda rows: ("frame", rows))
+    monkeypatch.setitem(sys.modules, "pandas", pandas)
     assert result.to_pandas() == ("frame", rows)
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match="pip install pandas"):
@@ -116,22 +96,15 @@ def test_prompts_of_every_kind_are_narrowed(
     """Prompts of a list, a Workload or a file; a call that stores nothing leaves no database."""
     monkeypatch.chdir(tmp_path)
     lines = [{"id": f"{c}{n}", "category": c, "prompt": f"{c} {n}"} for c in "ab" for n in range(3)]
-    (tmp_path / "w.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines("w.jsonl", lines)
     whole = load_workload(["w.jsonl"])
+    how: dict[str, Any] = {"pair": pair, "max_new_tokens": 1}
     for prompts in (whole, "w.jsonl", lines):
-        found = spectune.run(
-            "autoregressive",
-            prompts=prompts,
-            pair=pair,
-            max_new_tokens=1,
-            limit=2,
-            categories=["b"],
-        )
+        found = spectune.run("autoregressive", prompts=prompts, limit=2, categories=["b"], **how)
         assert [row["category"] for row in found.rows] == ["b", "b"]
     for column in ("turns", "column"):
-        with pytest.raises(
-            WorkloadError, match=f"{column}: for prompts of a file, not for a Workload"
-        ):
+        refused = f"{column}: for prompts of a file, not for a Workload"
+        with pytest.raises(WorkloadError, match=refused):
             spectune.run("autoregressive", prompts=whole, pair=pair, **{column: "first"})
     assert not Path("spectune.db").exists()
 
@@ -151,10 +124,7 @@ def test_what_a_call_does_not_take_is_refused(
         ({**how, "drafts": near}, "--draft needs --target"),
         ({**how, "target": str(tiny_pair.parent / "target")}, "either --pair or --target"),
         ({"drafts": near}, "--draft needs --target"),
-        (
-            {"pair": pair, "drafts": near, "threads": 2},
-            "drafts, threads: the pair is loaded already",
-        ),
+        ({"pair": pair, "drafts": near, "threads": 2}, "drafts, threads: the pair is loaded"),
         ({"pair": pair, "device": "cpu"}, "device: the pair is loaded already"),
     ):
         with pytest.raises(PairError, match=says):

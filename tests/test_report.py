@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from spectune.optimizer.commands.shared import Meter, emit
+from spectune.optimizer.commands.printing import Meter, emit
 from spectune.optimizer.report.tables import evidence_table, outcome_table, rows_table, score_table
 from spectune.optimizer.verdict import Candidate, Tuned
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
@@ -183,7 +183,7 @@ def test_what_users_named_is_shown_as_it_is() -> None:
 
 
 def test_plain_lines_and_progress_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    emit(False, {}, f"pair {HOSTILE}")
+    emit({}, f"pair {HOSTILE}")
     with Meter() as meter:
         meter(HOSTILE, 0, 1)
     shown = capsys.readouterr()

@@ -4,6 +4,7 @@ refused."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,42 +22,39 @@ TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def door(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Door:
-    """A database with a recording with trees."""
+def door(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Iterator[Door]:
+    """A database with a recording with trees, of the pair that the environment names."""
     folder = tmp_path_factory.mktemp("shortlists")
     door = Door(str(folder / "spectune.db"), str(tiny_pair))
-    door.json(
-        *(
-            "record",
-            "--pair",
-            tiny_pair,
-            "--workload",
-            write_workload(folder / "w.jsonl", 6),
-            "--max-new-tokens",
-            TOKENS,
-        ),
-        *("--gamma-max", 6, "--tree-width", 6, "--tree-depth", 4),
-    )
-    return door
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECTUNE_PAIR", str(tiny_pair))
+        size = {"max_new_tokens": TOKENS, "gamma_max": 6, "tree_width": 6, "tree_depth": 4}
+        door.json("record", workload=write_workload(folder / "w.jsonl", 6), **size)
+        yield door
 
 
 @pytest.fixture(scope="module")
-def frequencies(door: Door, tiny_pair: Path) -> dict[str, Any]:
-    return door.json("fit", "frequencies", "--pair", tiny_pair)
+def frequencies(door: Door) -> dict[str, Any]:
+    return door.json("fit frequencies")
 
 
 @pytest.fixture(scope="module")
-def router(door: Door, tiny_pair: Path) -> dict[str, Any]:
-    return door.json(
-        "fit", "router", "--pair", tiny_pair, "--draft", "near", "--clusters", 12, "--epochs", 2
-    )
+def router(door: Door) -> dict[str, Any]:
+    return door.json("fit router --draft near --clusters 12 --epochs 2")
 
 
-def policy_file(folder: Path, document: dict[str, Any]) -> Path:
-    folder.mkdir(exist_ok=True)
-    file = folder / "policy.json"
-    file.write_text(json.dumps(document))
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    file = tmp_path / "corpus.txt"
+    file.write_text("the quick brown fox " * 5)
     return file
+
+
+def simulated(door: Door, recording: str, shortlist: dict[str, Any], **how: Any) -> dict[str, Any]:
+    """A replay of a recording under a policy of draft ``near`` with a shortlist; with trees where
+    the policy has a ``growth``."""
+    policy = {"draft": "near", "shortlist": shortlist, "window": {"kind": "fixed", "gamma": 3}}
+    return door.json("simulate", policy=json.dumps(policy | how), recording=recording, limit=3)
 
 
 def test_what_is_counted_is_the_recording(door: Door, frequencies: dict[str, Any]) -> None:
@@ -68,11 +66,8 @@ def test_what_is_counted_is_the_recording(door: Door, frequencies: dict[str, Any
         texts = {t.request_id: t for t in store.load(frequencies["recording"], []).trajectories}
     found = Frequencies.from_document(artifact.document, artifact.arrays)
     assert frequencies["requests"] < len(texts)
-    assert (
-        0
-        < frequencies["tokens"]
-        <= sum(len(t.prompt_ids) + len(t.output_ids) for t in texts.values())
-    )
+    most = sum(len(t.prompt_ids) + len(t.output_ids) for t in texts.values())
+    assert 0 < frequencies["tokens"] <= most
     assert frequencies["always"] == found.always >= 1
     assert frequencies["policy"]["shortlist"]["size"] == max(1, found.vocab // 4)
     shares = list(frequencies["coverage"].values())
@@ -80,25 +75,14 @@ def test_what_is_counted_is_the_recording(door: Door, frequencies: dict[str, Any
     assert shares[-1] == 1.0
 
 
-def test_a_corpus_is_counted_instead(door: Door, tiny_pair: Path, tmp_path: Path) -> None:
+def test_a_corpus_is_counted_instead(door: Door, corpus: Path) -> None:
     """Two files; a missing one is named."""
-    for name in ("one.txt", "two.txt"):
-        (tmp_path / name).write_text("the quick brown fox " * 5)
-    made = door.json(
-        "fit",
-        "frequencies",
-        "--pair",
-        tiny_pair,
-        "--corpus",
-        tmp_path / "one.txt",
-        "--corpus",
-        tmp_path / "two.txt",
-    )
+    again = corpus.with_name("again.txt")
+    again.write_text(corpus.read_text())
+    made = door.json("fit frequencies", corpus=[corpus, again])
     assert made["tokens"] % 2 == 0
     assert "recording" not in made
-    assert "gone.txt" in door.error(
-        "fit", "frequencies", "--pair", tiny_pair, "--corpus", tmp_path / "gone.txt"
-    )
+    assert "gone.txt" in door.error("fit frequencies --corpus gone.txt")
 
 
 def test_a_corpus_with_tokens_that_the_models_lack(door: Door, tmp_path: Path) -> None:
@@ -109,14 +93,14 @@ def test_a_corpus_with_tokens_that_the_models_lack(door: Door, tmp_path: Path) -
         words = PreTrainedTokenizerFast.from_pretrained(tmp_path / name)
         words.add_tokens(["<new>"])
         words.save_pretrained(tmp_path / name)
+    file = tmp_path / "corpus.txt"
     for content, named in (
         (b"the fox <new> sleeps", "'<new>'"),
         (b"\xff\xfe", "UTF-8"),
         (b"", "no tokens"),
     ):
-        file = tmp_path / "corpus.txt"
         file.write_bytes(content)
-        line = door.error("fit", "frequencies", "--pair", pair, "--corpus", file)
+        line = door.error("fit frequencies", pair=pair, corpus=file)
         assert "corpus.txt" in line
         assert named in line
 
@@ -137,7 +121,7 @@ def test_a_router_says_how_good_it_is(router: dict[str, Any], door: Door) -> Non
 
 
 def test_a_router_replays_on_its_own_recording(
-    door: Door, tiny_pair: Path, router: dict[str, Any], frequencies: dict[str, Any], tmp_path: Path
+    door: Door, router: dict[str, Any], frequencies: dict[str, Any]
 ) -> None:
     """Its cluster ranks are made with it, of all requests; chains are not called approximate, trees
     are; no ranks for another draft."""
@@ -145,88 +129,47 @@ def test_a_router_replays_on_its_own_recording(
         ranks = TraceStore(database).get_artifact(router["ranks"])
     assert len(ranks.document["requests"]) == 6 > router["requests"]
     block = {"kind": "clusters", "k0": 6, "k1": 4, "k_min": 1, "artifact": router["artifact"][:8]}
-    growth = {
-        "growth": {"kind": "top_k", "width": 3},
-        "select": {"top_n": 8},
-        "window": {"kind": "fixed", "gamma": 3},
-    }
-    for more, approximate in (({"window": {"kind": "fixed", "gamma": 4}}, False), (growth, True)):
-        file = policy_file(
-            tmp_path / str(approximate), {"draft": "near", "shortlist": block, **more}
-        )
-        simulated = door.json(
-            "simulate", "--policy", file, "--recording", router["recording"], "--limit", 3
-        )
-        assert simulated["requests"] == 3
-        assert ("approximate" in simulated) == approximate
-    arguments = ("fit", "ranks", "--pair", tiny_pair, "--recording", router["recording"], "--draft")
-    assert "fitted on draft 'near'" in door.error(*arguments, "far", "--router", router["artifact"])
-    assert "not a router" in door.error(*arguments, "near", "--router", frequencies["artifact"])
-    assert "no such draft" in door.error(*arguments, "ngram", "--router", router["artifact"])
-    assert "one order" in door.error(*arguments, "near")
-    assert "one order" in door.error(
-        *arguments, "near", "--router", router["artifact"], "--frequencies", frequencies["artifact"]
-    )
+    chains = simulated(door, router["recording"], block)
+    assert chains["requests"] == 3
+    assert "approximate" not in chains
+    growth = {"growth": {"kind": "top_k", "width": 3}, "select": {"top_n": 8}}
+    trees = simulated(door, router["recording"], block, **growth)
+    assert trees["requests"] == 3
+    assert "approximate" in trees
+    own, order = {"router": router["artifact"]}, {"frequencies": frequencies["artifact"]}
+    for draft, given, says in (
+        ("far", own, "fitted on draft 'near'"),
+        ("near", {"router": frequencies["artifact"]}, "not a router"),
+        ("ngram", own, "no such draft"),
+        ("near", {}, "one order"),
+        ("near", own | order, "one order"),
+    ):
+        assert says in door.error("fit ranks", recording=router["recording"], draft=draft, **given)
 
 
 def test_a_frequency_order_replays_on_its_own_recording_and_on_others(
-    door: Door, tiny_pair: Path, router: dict[str, Any], frequencies: dict[str, Any], tmp_path: Path
+    door: Door, router: dict[str, Any], frequencies: dict[str, Any], corpus: Path
 ) -> None:
     """Its ranks are made with it where trees were recorded. One of a corpus has none, and
     `simulate` names the command that makes them."""
     assert set(frequencies["ranks"]) == {"near", "far"}
-    corpus = tmp_path / "corpus.txt"
-    corpus.write_text("the quick brown fox " * 5)
-    counted = door.json("fit", "frequencies", "--pair", tiny_pair, "--corpus", corpus)
+    counted = door.json("fit frequencies", corpus=corpus)
     assert counted["ranks"] == {}
     block = {"kind": "frequency", "size": 2, "artifact": counted["artifact"]}
-    file = policy_file(
-        tmp_path / "p",
-        {"draft": "near", "window": {"kind": "fixed", "gamma": 4}, "shortlist": block},
-    )
-    simulate = ("simulate", "--policy", file, "--recording", router["recording"])
-    assert door.json(*simulate)["approximate"] is True
-    arguments = (
-        "fit",
-        "ranks",
-        "--pair",
-        tiny_pair,
-        "--recording",
-        router["recording"],
-        "--draft",
-        "near",
-    )
-    made = door.json(*arguments, "--frequencies", counted["artifact"])
+    assert simulated(door, router["recording"], block)["approximate"] is True
+    of = {"recording": router["recording"], "frequencies": counted["artifact"]}
+    made = door.json("fit ranks --draft near", **of)
     assert (made["kind"], made["requests"]) == ("frequency_ranks", 6)
-    assert "approximate" not in door.json(*simulate)
+    assert "approximate" not in simulated(door, router["recording"], block)
 
 
-def test_clusters_alone_are_taken_further(
-    door: Door, tiny_pair: Path, router: dict[str, Any]
-) -> None:
+def test_clusters_alone_are_taken_further(door: Door) -> None:
     """The router keeps the clusters it is given; those of another draft's head are refused, and
     what is none."""
-    made = door.json("fit", "clusters", "--pair", tiny_pair, "--draft", "near", "--clusters", 5)
-    taken = door.json(
-        *(
-            "fit",
-            "router",
-            "--pair",
-            tiny_pair,
-            "--draft",
-            "near",
-            "--clusters-from",
-            made["artifact"],
-            "--epochs",
-            1,
-        )
-    )
+    made = door.json("fit clusters --draft near --clusters 5")
+    own = {"clusters_from": made["artifact"]}
+    taken = door.json("fit router --draft near --epochs 1", **own)
     assert taken["cluster_sizes"] == made["cluster_sizes"]
-    arguments = ("fit", "router", "--pair", tiny_pair, "--draft")
-    assert "another output head" in door.error(
-        *arguments, "far", "--clusters-from", made["artifact"]
-    )
-    assert "5000" in door.error(
-        "fit", "clusters", "--pair", tiny_pair, "--draft", "near", "--clusters", 5000
-    )
-    assert "no such draft" in door.error(*arguments, "ngram")
+    assert "another output head" in door.error("fit router --draft far", **own)
+    assert "5000" in door.error("fit clusters --draft near --clusters 5000")
+    assert "no such draft" in door.error("fit router --draft ngram")

@@ -19,24 +19,10 @@ from click.core import ParameterSource
 
 F = TypeVar("F", bound=Callable[..., Any])
 FILE: Final = "spectune.toml"
-PAIR_FOUND: Final = "spectune.pair"
-"""Where a context keeps the pair that a recording named."""
-RUNNING: Final = "spectune.running"
-"""Where a context keeps that of the command that runs."""
-RECORDINGS: Final = ("recording", "recording_id", "resumed_id")
-"""Options that name a recording."""
 _META: Final = "spectune.config"
 KEYS: Final = (
-    "pair",
-    "workload",
-    "column",
-    "overlong",
-    "database",
-    "deployment",
-    "budget",
-    "device",
-    "dtype",
-    "threads",
+    *("pair", "workload", "column", "overlong", "database"),
+    *("deployment", "budget", "device", "dtype", "threads"),
 )
 SAMPLING: Final = ("temperature", "top_k", "top_p", "seed", "verifier", "max_new_tokens", "stop")
 _PATHS: Final = ("pair", "workload", "database")
@@ -45,15 +31,10 @@ _LISTS: Final = ("workload", "stop")
 
 @dataclass(frozen=True)
 class Config:
-    """A file's values as text by key (``temperature`` for ``sampling.temperature``), and where they
-    stand."""
+    """A file, and its values as text by key (``temperature`` for ``sampling.temperature``)."""
 
     file: Path
     values: Mapping[str, str | list[str]]
-
-    def where(self, key: str) -> str:
-        """File and key, for messages."""
-        return f"{self.file}: {'sampling.' if key in SAMPLING else ''}{key}"
 
 
 class Configured(click.Option):
@@ -76,9 +57,19 @@ class Configured(click.Option):
             return super().process_value(ctx, value)
 
 
-def option(*declared: str, key: str, **how: Any) -> Callable[[F], F]:
-    """``click.option`` of a :class:`Configured` one."""
-    return click.option(*declared, cls=Configured, key=key, **how)
+def option(
+    names: str, help: str | None = None, type: Any = None, *, key: str | None = None, **how: Any
+) -> Callable[[F], F]:
+    """``click.option``, its names apart by spaces; with a ``key`` its default may stand in the
+    file."""
+    if key is not None:
+        how |= {"cls": Configured, "key": key}
+    return click.option(*names.split(), help=help, type=type, **how)
+
+
+def flag(names: str, help: str) -> Callable[[F], F]:
+    """An option without a value."""
+    return option(names, help, is_flag=True)
 
 
 @contextmanager
@@ -93,7 +84,7 @@ def blamed(ctx: click.Context, key: str, source: ParameterSource | None) -> Iter
         if source is not ParameterSource.DEFAULT or config is None or key not in config.values:
             raise
         said = error.message if isinstance(error, click.BadParameter) else str(error)
-        raise ConfigError(f"{config.where(key)}: {said}") from None
+        raise ConfigError(f"{config.file}: {_spelled(key)}: {said}") from None
 
 
 def use_config(ctx: click.Context, named: str | None) -> Config | None:
@@ -113,8 +104,9 @@ def config_of(ctx: click.Context) -> Config | None:
     return found
 
 
-def is_given(ctx: click.Context, name: str) -> bool:
+def is_given(name: str) -> bool:
     """Whether an option was typed, or stands in the environment or the file."""
+    ctx = click.get_current_context()
     config = config_of(ctx)
     typed = ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
     return typed or (config is not None and name in config.values)
@@ -128,48 +120,53 @@ def read_config(file: Path) -> Config:
 
     text = read_text(file, str(file), ConfigError)
     try:
-        data = tomllib.loads(text)
+        plain = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not TOML: {error}") from None
-    sampling = data.pop("sampling", {})
+    sampling = plain.pop("sampling", {})
     if not isinstance(sampling, dict):
         raise ConfigError(
             f"{file}: sampling: a table is expected: [sampling], its keys on lines of their own"
         )
-    plain = {key: _value(file, key, value, KEYS) for key, value in data.items()}
-    return Config(
-        file,
-        plain
-        | {key: _value(file, key, value, SAMPLING, "sampling.") for key, value in sampling.items()},
+    values = {}
+    for table, known in ((plain, KEYS), (sampling, SAMPLING)):
+        for key, value in table.items():
+            if key not in known:
+                raise ConfigError(f"{file}: {_unknown(key, known)}")
+            values[key] = _value(file, key, value)
+    return Config(file, values)
+
+
+def _unknown(key: str, known: tuple[str, ...]) -> str:
+    every = {name: _spelled(name) for name in (*KEYS, *SAMPLING)}
+    near = get_close_matches(key, known, n=1) or get_close_matches(key, every, n=1)
+    table = "sampling." if known is SAMPLING else ""
+    hint = (
+        f"did you mean {every[near[0]]!r}?" if near else f"known keys: {', '.join(every.values())}"
     )
+    return f"unknown key {table + key!r}; {hint}"
 
 
-def _value(file: Path, key: str, value: Any, known: tuple[str, ...], table: str = "") -> Any:
+def _spelled(key: str) -> str:
+    """A key with the table that it stands in."""
+    return f"sampling.{key}" if key in SAMPLING else key
+
+
+def _value(file: Path, key: str, value: Any) -> Any:
     """A value as text, or a list of texts; paths as seen from the working folder. Raises
     ConfigError."""
     from spectune.traces.errors import ConfigError
     from spectune.traces.text import unstorable
 
-    if key not in known:
-        every = {**{name: name for name in KEYS}, **{name: f"sampling.{name}" for name in SAMPLING}}
-        near = get_close_matches(key, known, n=1) or get_close_matches(key, every, n=1)
-        hint = (
-            f"did you mean {every[near[0]]!r}?"
-            if near
-            else f"known keys: {', '.join(every.values())}"
-        )
-        raise ConfigError(f"{file}: unknown key {table + key!r}; {hint}")
-    single = not isinstance(value, list)
-    items = [value] if single else value
-    if not all(isinstance(item, (str, int, float)) for item in items) or not (
-        single or key in _LISTS
-    ):
-        kinds = "a text or a list of texts" if key in _LISTS else "a text or a number"
-        raise ConfigError(f"{file}: {table}{key}: {kinds} is expected")
-    if problem := next((p for p in map(unstorable, map(str, items)) if p is not None), None):
-        raise ConfigError(f"{file}: {table}{key}: a text {problem}")
+    is_list, many = isinstance(value, list), key in _LISTS
+    items = value if is_list else [value]
+    if not all(isinstance(item, (str, int, float)) for item in items) or (is_list and not many):
+        kinds = "a text or a list of texts" if many else "a text or a number"
+        raise ConfigError(f"{file}: {_spelled(key)}: {kinds} is expected")
+    if problem := next(filter(None, map(unstorable, map(str, items))), None):
+        raise ConfigError(f"{file}: {_spelled(key)}: a text {problem}")
     texts = [_from(file.parent, str(item)) if key in _PATHS else str(item) for item in items]
-    return texts if key in _LISTS else texts[0]
+    return texts if many else texts[0]
 
 
 def _from(folder: Path, name: str) -> str:

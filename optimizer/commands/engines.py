@@ -8,12 +8,17 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from spectune.optimizer.commands.shared import Whole, emit, pair_options, pair_spec, with_json
+from spectune.optimizer.commands import options as opts
+from spectune.optimizer.commands.config import option
+from spectune.optimizer.commands.options import Whole
+from spectune.optimizer.commands.printing import Group, emit, json_option, table
+from spectune.optimizer.commands.shared import pair_spec
 
 
 @click.group(invoke_without_command=True)
-@with_json
-def engines(ctx: click.Context, as_json: bool) -> None:
+@json_option
+@click.pass_context
+def engines(ctx: click.Context) -> None:
     """The engines: which are installed, tested, and what each can do.
 
     \b
@@ -23,7 +28,6 @@ def engines(ctx: click.Context, as_json: bool) -> None:
     if ctx.invoked_subcommand is not None:
         return
     from spectune.engines.abilities import ENGINES
-    from spectune.optimizer.report.tables import rows_table
 
     rows: list[dict[str, Any]] = [
         {
@@ -38,50 +42,27 @@ def engines(ctx: click.Context, as_json: bool) -> None:
         }
         for e in ENGINES.values()
     ]
-    shown = [
-        {**row, "installed": row["installed"] or "no", "tested": ", ".join(row["tested"])}
-        for row in rows
-    ]
+    told = [{**row, "installed": row["installed"] or "no"} for row in rows]
     columns = ("engine", "installed", "tested", "runs", "new_policy")
-    emit(as_json, {"engines": rows}, lambda: rows_table(shown, columns, "engines"))
+    emit({"engines": rows}, table(told, columns, "engines"))
 
 
-@engines.group()
+@engines.group(cls=Group)
 def vllm() -> None:
     """vLLM: the command line of its server."""
 
 
 @vllm.command()
-@pair_options
-@click.option(
-    "--draft-name",
-    "draft",
+@opts.pair
+@option(
+    "--draft-name draft",
+    "The draft that the server loads, or ngram; default: the pair's first.",
     metavar="NAME",
-    help="The draft that the server loads, or ngram; default: the pair's first.",
 )
-@click.option(
-    "--gamma-max",
-    type=click.IntRange(1, 64),
-    default=8,
-    show_default=True,
-    help="Most tokens drafted in a step.",
-)
-@click.option(
-    "--max-num-seqs",
-    type=Whole(2),
-    default=256,
-    show_default=True,
-    help="Most requests in a step, as vLLM's option.",
-)
-@click.option(
-    "--deployment",
-    default="vllm",
-    show_default=True,
-    envvar="SPECTUNE_DEPLOYMENT",
-    help="Name of what it follows.",
-)
-@with_json
-def command(ctx: click.Context, as_json: bool, draft: str | None, **kw: Any) -> None:
+@option("--gamma-max", "Most tokens drafted in a step.", Whole(1, 64), default=8)
+@option("--max-num-seqs", "Most requests in a step, as vLLM's option.", Whole(2), default=256)
+@option("--deployment", "Name of what it follows.", default="vllm", envvar="SPECTUNE_DEPLOYMENT")
+def command(**kw: Any) -> None:
     """Print the command line of a server that records its traffic and follows what is published.
 
     The server then drafts what `policies activate POLICY --deployment vllm` puts in force, from the
@@ -99,7 +80,7 @@ def command(ctx: click.Context, as_json: bool, draft: str | None, **kw: Any) -> 
             "--target: the server reads its pair from a file; write a pair file and name it "
             "by --pair"
         )
-    pair, root = kw["pair"], ctx.find_root()
+    pair, root = kw["pair"], click.get_current_context().find_root()
     spec = pair_spec(kw)
     environment = {
         "SPECTUNE_DB": root.obj if "://" in root.obj else str(Path(root.obj).absolute()),
@@ -109,8 +90,8 @@ def command(ctx: click.Context, as_json: bool, draft: str | None, **kw: Any) -> 
     if root.get_parameter_source("db_url") is ParameterSource.ENVIRONMENT:
         del environment["SPECTUNE_DB"]  # it is there, and may hold a password
     arguments = server_arguments(
-        spec, draft=draft, most=kw["gamma_max"], max_num_seqs=kw["max_num_seqs"]
+        spec, draft=kw["draft"], most=kw["gamma_max"], max_num_seqs=kw["max_num_seqs"]
     )
     line = line_of(environment, arguments)
     made = {"pair": spec.id, "environment": environment, "arguments": list(arguments)}
-    emit(as_json, {**made, "line": line}, line)
+    emit({**made, "line": line}, line)

@@ -9,104 +9,93 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spectune.optimizer.commands.shared import (
-    SEED,
-    FiniteRange,
-    Meter,
-    Whole,
-    device_options,
-    emit,
-    load,
-    open_store,
-    pair_options,
-    pair_spec,
-    policy_named,
-    together,
-    with_json,
-)
+from spectune.optimizer.commands import options as opts
+from spectune.optimizer.commands.config import F, option
+from spectune.optimizer.commands.options import SEED, FiniteRange, Whole, together
+from spectune.optimizer.commands.printing import Group, Meter, as_json, emit
+from spectune.optimizer.commands.shared import load, open_store, pair_spec, policy_named
 
 if TYPE_CHECKING:
     from spectune.optimizer.fit.shared import StoredFit
+    from spectune.traces.schema import Proposals
+
+View = Callable[[dict[str, Any]], Any]
 
 
-@click.group()
+@click.group(cls=Group)
 def fit() -> None:
     """Fit to a recording what trees (bins, classifier, score, static-tree), shortlists
     (frequencies, clusters, router) and a draft for each prompt (chooser) need."""
 
 
-proposals_option = click.option(
+def recording_option(help: str) -> Callable[[F], F]:
+    return option("--recording", help, default="latest")
+
+
+proposals_option = option(
     "--proposals",
-    type=click.Choice(["coupled", "probability"]),
+    "Trees recorded with these --tree-proposals.",
+    click.Choice(["coupled", "probability"]),
     default="coupled",
-    show_default=True,
-    help="Trees recorded with these --tree-proposals.",
 )
-fit_options = together(
-    click.option(
-        "--recording",
-        default="latest",
-        show_default=True,
-        help="One recorded with --tree-width and --tree-depth.",
-    ),
-    click.option("--draft", required=True, help="Draft whose trees are fitted to, by name."),
+with_trees = recording_option("One recorded with --tree-width and --tree-depth.")
+tree_options = together(
+    with_trees,
+    option("--draft", "Draft whose trees are fitted to, by name.", required=True),
     proposals_option,
 )
+seed_option = option("--seed", type=SEED, default=0)
 sample_options = together(
-    click.option(
-        "--width", type=click.IntRange(1, 32), help="Children of a node; default: as recorded."
-    ),
-    click.option(
+    option("--width", "Children of a node; default: as recorded.", Whole(1, 32)),
+    option(
         "--starts",
-        type=Whole(1),
-        help="Fit to at most so many rounds; default: 20000, of a classifier 4000.",
+        "Fit to at most so many rounds; default: 20000, of a classifier 4000.",
+        Whole(1),
     ),
-    click.option("--seed", type=SEED, default=0, show_default=True),
+    seed_option,
 )
+EPOCHS = Whole(1, 1000)
 
 
-View = Callable[[dict[str, Any]], Any]
-
-
-def _emit_fit(as_json: bool, made: StoredFit, view: View) -> None:
+def _shown(made: StoredFit, view: View) -> None:
     """Shows what was fitted, and the policy to begin with unless that is a draft alone."""
     data = made.to_json()
-    emit(as_json, data, lambda: view(data))
-    if not as_json:
-        start = (
-            ""
-            if made.policy.keys() == {"draft"} and isinstance(made.policy["draft"], str)
-            else json.dumps(made.policy)
-        )
-        click.echo(f"artifact {made.artifact}" + (f"; a policy with it: {start}" if start else ""))
+    emit(data, lambda: view(data))
+    if not as_json():
+        is_draft = made.policy.keys() == {"draft"} and isinstance(made.policy["draft"], str)
+        start = "" if is_draft else f"; a policy with it: {json.dumps(made.policy)}"
+        click.echo(f"artifact {made.artifact}{start}")
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given, or have a default."""
+    return {key: value for key, value in options.items() if value not in (None, ())}
 
 
 def _fit_trees(
-    ctx: click.Context, as_json: bool, fit: Callable[..., StoredFit], kw: dict[str, Any], view: View
+    fit: Callable[..., StoredFit],
+    view: View,
+    *,
+    recording: str,
+    draft: str,
+    proposals: Proposals,
+    **options: Any,
 ) -> None:
     """Runs a fit of trees on what was asked for and shows what came of it."""
     from spectune.optimizer.fit.recorded_trees import tree_source
 
-    with open_store(ctx, create=False) as store, Meter() as meter:
-        recording = store.resolve_recording(kw.pop("recording"))
-        source = tree_source(store, recording, kw.pop("draft"), kw.pop("proposals"))
-        made = fit(
-            source, progress=meter, **{key: value for key, value in kw.items() if value is not None}
-        )
-    _emit_fit(as_json, made, view)
+    with open_store(create=False) as store, Meter() as meter:
+        source = tree_source(store, store.resolve_recording(recording), draft, proposals)
+        made = fit(source, progress=meter, **_given(options))
+    _shown(made, view)
 
 
 @fit.command("bins")
-@fit_options
-@click.option(
-    "--depth",
-    type=click.IntRange(1, 64),
-    help="Levels of the trees; default: those recorded less 3.",
-)
-@click.option("--top-n", type=click.IntRange(1, 256), help="Nodes kept of a tree; default: 60.")
+@tree_options
+@option("--depth", "Levels of the trees; default: those recorded less 3.", Whole(1, 64))
+@option("--top-n", "Nodes kept of a tree; default: 60.", Whole(1, 256))
 @sample_options
-@with_json
-def bins(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+def bins(**kw: Any) -> None:
     """Entropy bins for `stratify` (HeteroSpec): which rounds are sure enough for a smaller, deeper
     tree.
 
@@ -116,41 +105,33 @@ def bins(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     from spectune.optimizer.fit.heterospec import fit_heterospec
     from spectune.optimizer.report.tables import bins_table
 
-    _fit_trees(ctx, as_json, fit_heterospec, kw, bins_table)
+    _fit_trees(fit_heterospec, bins_table, **kw)
 
 
 @fit.command("classifier")
-@fit_options
-@click.option(
-    "--depth", type=click.IntRange(1, 64), help="Levels of the trees; default: as recorded."
-)
-@click.option("--hidden", type=click.IntRange(2, 48), help="Hidden units; default: 48.")
-@click.option(
+@tree_options
+@option("--depth", "Levels of the trees; default: as recorded.", Whole(1, 64))
+@option("--hidden", "Hidden units; default: 48.", Whole(2, 48))
+@option(
     "--features",
+    "Only these; repeatable. Default: all three.",
+    click.Choice(["probability", "entropy", "depth"]),
     multiple=True,
-    type=click.Choice(["probability", "entropy", "depth"]),
-    help="Only these; repeatable. Default: all three.",
 )
-@click.option(
-    "--epochs",
-    type=click.IntRange(1, 1000),
-    help="Passes over the nodes; default: 10, more where these are few.",
-)
-@click.option(
-    "--from",
-    "carried",
+@option("--epochs", "Passes over the nodes; default: 10, more where these are few.", EPOCHS)
+@option(
+    "--from carried",
+    "Fine-tune this classifier, of any draft, instead of a new one.",
     metavar="ARTIFACT",
-    help="Fine-tune this classifier, of any draft, instead of a new one.",
 )
-@click.option(
+@option(
     "--fraction",
-    type=FiniteRange(0.0, 1.0),
-    help="With --from: share of the rounds to fine-tune on; default: 0.1. 0: carried over as it "
-    "is, only scored.",
+    "With --from: share of the rounds to fine-tune on; default: 0.1. 0: carried over as it is, "
+    "only scored.",
+    FiniteRange(0.0, 1.0),
 )
 @sample_options
-@with_json
-def classifier(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+def classifier(**kw: Any) -> None:
     """The node classifier of `growth` classifier (C2T), trained, or carried over from another draft
     with --from.
 
@@ -164,17 +145,14 @@ def classifier(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 
     if kw["fraction"] is not None and kw["carried"] is None:
         raise PolicyError("--fraction says how much is fine-tuned on: give --from as well")
-    _fit_trees(ctx, as_json, fit_c2t, kw, classifier_table)
+    _fit_trees(fit_c2t, classifier_table, **kw)
 
 
 @fit.command("score")
-@fit_options
-@click.option(
-    "--depth", type=click.IntRange(1, 64), help="Levels of a head's trees; default: as recorded."
-)
+@tree_options
+@option("--depth", "Levels of a head's trees; default: as recorded.", Whole(1, 64))
 @sample_options
-@with_json
-def score(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+def score(**kw: Any) -> None:
     """The `sharpness` of the score `coupled`: how far a gap between siblings lowers the estimate
     that a node is accepted.
 
@@ -185,24 +163,19 @@ def score(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     from spectune.optimizer.fit.score import fit_score
     from spectune.optimizer.report.tables import score_table
 
-    _fit_trees(ctx, as_json, fit_score, kw, score_table)
+    _fit_trees(fit_score, score_table, **kw)
 
 
 @fit.command("static-tree")
-@fit_options
-@click.option("--nodes", type=click.IntRange(1, 256), help="Most nodes; default: 64.")
-@click.option(
-    "--depth",
-    type=click.IntRange(1, 64),
-    help="Most levels; default: 16, or as recorded where replay needs that.",
+@tree_options
+@option("--nodes", "Most nodes; default: 64.", Whole(1, 256))
+@option(
+    "--depth", "Most levels; default: 16, or as recorded where replay needs that.", Whole(1, 64)
 )
-@click.option(
-    "--profile",
-    "profile",
-    help="Latency profile whose costs count; default: the latest of the recording's pair.",
+@option(
+    "--profile", "Latency profile whose costs count; default: the latest of the recording's pair."
 )
-@with_json
-def static_tree(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+def static_tree(**kw: Any) -> None:
     """The best fixed tree for `growth` static (Sequoia): the fastest by a profile, or with both
     --nodes and --depth and no --profile the one that accepts most.
 
@@ -213,83 +186,27 @@ def static_tree(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     from spectune.optimizer.fit.sequoia import fit_sequoia
     from spectune.optimizer.report.tables import static_tree_table
 
-    _fit_trees(ctx, as_json, fit_sequoia, kw, static_tree_table)
-
-
-def _fit_shortlists(
-    ctx: click.Context,
-    as_json: bool,
-    fit: Callable[..., StoredFit],
-    kw: dict[str, Any],
-    *,
-    drafted: bool = True,
-) -> None:
-    """Runs a fit that reads the pair itself, and shows what came of it."""
-    named = [d for d in kw["drafts"] if "=" not in d]
-    if drafted and len(named) != 1:
-        raise click.UsageError(
-            "name one draft whose output head is fitted to, --draft NAME (of the pair; NAME=PATH "
-            "gives its checkpoint)"
-        )
-    if not drafted and named:
-        raise click.BadParameter(
-            f"{named[0]}: NAME=PATH is expected; frequencies are every draft's",
-            param_hint="--draft",
-        )
-    kw["drafts"] = tuple(d for d in kw["drafts"] if "=" in d)
-    with open_store(ctx) as store, Meter() as meter:
-        recording = []  # clusters are of no recording, frequencies may be of a corpus
-        if "recording" in kw:
-            asked = kw.pop("recording")
-            recording = ["" if asked is None else store.resolve_recording(asked)]
-        pair = load(kw, store, pair_spec(kw, store, recording[0] or None if recording else None))
-        from spectune.optimizer.fit.clusters import check_draft
-        from spectune.optimizer.report.tables import shortlist_fit_table
-
-        for draft in named:
-            check_draft(pair, draft)
-        store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-        given = {key: value for key, value in kw.items() if value not in (None, ())}
-        made = fit(store, *recording, pair, *named, progress=meter, **given)
-    _emit_fit(as_json, made, shortlist_fit_table)
+    _fit_trees(fit_sequoia, static_tree_table, **kw)
 
 
 @fit.command("chooser")
-@pair_options
-@device_options
-@click.option(
-    "--recording",
-    default="latest",
-    show_default=True,
-    help="Its requests are fitted to, and replayed under every candidate.",
-)
-@click.option(
+@opts.pair
+@opts.devices
+@recording_option("Its requests are fitted to, and replayed under every candidate.")
+@option(
     "--policies",
+    "FILE, inline JSON or ID of a draft's policy; repeatable. Default: of every draft the fastest "
+    "by replay, and none.",
     multiple=True,
     metavar="POLICY",
-    help="FILE, inline JSON or ID of a draft's policy; repeatable. Default: of every draft the "
-    "fastest by replay, and none.",
 )
-@click.option(
-    "--rule",
-    type=click.Choice(["throughput", "theorem_3"]),
-    default="throughput",
-    show_default=True,
-)
-@click.option(
+@option("--rule", type=click.Choice(["throughput", "theorem_3"]), default="throughput")
+@option(
     "--profile",
-    "profile",
-    help="Latency profile that weighs the drafts; default: the latest of the pair and device.",
+    "Latency profile that weighs the drafts; default: the latest of the pair and device.",
 )
-@click.option(
-    "--seed",
-    type=SEED,
-    default=0,
-    show_default=True,
-    help="Deals requests into the parts of cross-validation.",
-)
-@with_json
-def chooser(ctx: click.Context, as_json: bool, policies: tuple[str, ...], **kw: Any) -> None:
+@option("--seed", "Deals requests into the parts of cross-validation.", SEED, default=0)
+def chooser(**kw: Any) -> None:
     """A draft for each prompt (draft `ols`): accuracies predicted from length, perplexity and
     TF-IDF, and what follows for the speed.
 
@@ -302,45 +219,77 @@ def chooser(ctx: click.Context, as_json: bool, policies: tuple[str, ...], **kw: 
     """
     from spectune.traces.errors import PolicyError
 
-    with open_store(ctx) as store, Meter() as meter:
-        recording = store.resolve_recording(kw.pop("recording"))
+    with open_store() as store, Meter() as meter:
+        recording = store.resolve_recording(kw["recording"])
         pair = load(kw, store, pair_spec(kw, store, recording))
         from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
         from spectune.optimizer.report.tables import chooser_table
         from spectune.runtime.policies.document import Policy
 
-        named = [
-            policy_named(store, name, pair.id, pair.device.type, option="--policies")
-            for name in policies
-        ]
-        plain = [policy for policy in named if isinstance(policy, Policy)]
-        if len(plain) < len(named):
-            raise PolicyError(
-                "--policies: a chooser of drafts is no candidate; give plain policies"
-            )
-        candidates = {policy.draft: policy for policy in plain} or None
-        if candidates is not None and len(candidates) < len(plain):
-            raise PolicyError("--policies: two policies of one draft; a chooser has one for each")
+        candidates: dict[str, Policy] = {}
+        for name in kw["policies"]:
+            policy = policy_named(store, name, pair.id, pair.device.type, option="--policies")
+            if not isinstance(policy, Policy):
+                raise PolicyError(
+                    "--policies: a chooser of drafts is no candidate; give plain policies"
+                )
+            if policy.draft in candidates:
+                raise PolicyError(
+                    "--policies: two policies of one draft; a chooser has one for each"
+                )
+            candidates[policy.draft] = policy
         store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-        given = {key: kw[key] for key in ("rule", "profile", "seed")}
-        made = fit_chooser_artifact(store, recording, pair, candidates, progress=meter, **given)
-    _emit_fit(as_json, made, chooser_table)
+        made = fit_chooser_artifact(
+            store,
+            recording,
+            pair,
+            candidates or None,
+            profile=kw["profile"],
+            rule=kw["rule"],
+            seed=kw["seed"],
+            progress=meter,
+        )
+    _shown(made, chooser_table)
+
+
+def _fit_shortlists(
+    fit: Callable[..., StoredFit], kw: dict[str, Any], *texts: str | None, drafted: bool = True
+) -> None:
+    """Runs a fit that reads the pair itself, and shows what came of it; ``texts``: the recording,
+    where it reads one (None: a corpus instead)."""
+    named = [d for d in kw["drafts"] if "=" not in d]
+    if drafted and len(named) != 1:
+        raise click.UsageError(
+            "name one draft whose output head is fitted to, --draft NAME (of the pair; NAME=PATH "
+            "gives its checkpoint)"
+        )
+    if not drafted and named:
+        raise click.BadParameter(
+            f"{named[0]}: NAME=PATH is expected; frequencies are every draft's",
+            param_hint="--draft",
+        )
+    kw["drafts"] = tuple(d for d in kw["drafts"] if "=" in d)
+    with open_store() as store, Meter() as meter:
+        recording = ["" if name is None else store.resolve_recording(name) for name in texts]
+        pair = load(kw, store, pair_spec(kw, store, next(filter(None, recording), None)))
+        from spectune.optimizer.fit.clusters import check_draft
+        from spectune.optimizer.report.tables import shortlist_fit_table
+
+        for draft in named:
+            check_draft(pair, draft)
+        store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+        place = ("pair", "target", "drafts", "device", "dtype", "threads", "recording")
+        own = _given({key: value for key, value in kw.items() if key not in place})
+        made = fit(store, *recording, pair, *named, progress=meter, **own)
+    _shown(made, shortlist_fit_table)
 
 
 @fit.command("frequencies")
-@pair_options
-@device_options
-@click.option(
-    "--recording",
-    default="latest",
-    show_default=True,
-    help="Its texts are counted, prompts included.",
-)
-@click.option(
-    "--corpus", multiple=True, metavar="FILE", help="Count these text files instead; repeatable."
-)
-@with_json
-def frequencies(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+@opts.pair
+@opts.devices
+@recording_option("Its texts are counted, prompts included.")
+@option("--corpus", "Count these text files instead; repeatable.", multiple=True, metavar="FILE")
+def frequencies(**kw: Any) -> None:
     """The vocabulary by frequency, for shortlists `frequency` (FR-Spec) and `position_frequency`
     (PA-FR).
 
@@ -350,20 +299,15 @@ def frequencies(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """
     from spectune.optimizer.fit.fr_spec import fit_fr_spec
 
-    if kw["corpus"]:
-        kw["recording"] = None
-    _fit_shortlists(ctx, as_json, fit_fr_spec, kw, drafted=False)
+    _fit_shortlists(fit_fr_spec, kw, None if kw["corpus"] else kw["recording"], drafted=False)
 
 
 @fit.command("clusters")
-@pair_options
-@device_options
-@click.option(
-    "--clusters", "count", type=Whole(1), help="M; default: by the size of the output head."
-)
-@click.option("--seed", type=SEED, default=0, show_default=True)
-@with_json
-def clusters(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+@opts.pair
+@opts.devices
+@option("--clusters count", "M; default: by the size of the output head.", Whole(1))
+@seed_option
+def clusters(**kw: Any) -> None:
     """Token clusters of a draft's output head (DynaSpec), to look at, or for `fit router
     --clusters-from`.
 
@@ -372,27 +316,20 @@ def clusters(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """
     from spectune.optimizer.fit.clusters import fit_clusters
 
-    _fit_shortlists(ctx, as_json, fit_clusters, kw)
+    _fit_shortlists(fit_clusters, kw)
 
 
 @fit.command("router")
-@pair_options
-@device_options
-@click.option(
-    "--recording", default="latest", show_default=True, help="The texts whose contexts it learns."
-)
-@click.option("--clusters", type=Whole(1), help="M; default: by the size of the output head.")
-@click.option("--clusters-from", metavar="ID", help="Stored clusters instead of new ones.")
-@click.option("--hidden", type=click.IntRange(1, 65_536), help="Hidden units; default: 128.")
-@click.option(
-    "--labels",
-    type=Whole(1),
-    help="L, most probable tokens whose clusters are positive; default: 8.",
-)
-@click.option("--epochs", type=click.IntRange(1, 1000))
-@click.option("--seed", type=SEED, default=0, show_default=True)
-@with_json
-def router(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+@opts.pair
+@opts.devices
+@recording_option("The texts whose contexts it learns.")
+@option("--clusters", "M; default: by the size of the output head.", Whole(1))
+@option("--clusters-from", "Stored clusters instead of new ones.", metavar="ID")
+@option("--hidden", "Hidden units; default: 128.", Whole(1, 65_536))
+@option("--labels", "L, most probable tokens whose clusters are positive; default: 8.", Whole(1))
+@option("--epochs", type=EPOCHS)
+@seed_option
+def router(**kw: Any) -> None:
     """Clusters and the router that selects them by context, for shortlists `clusters` (DynaSpec).
 
     \b
@@ -401,23 +338,17 @@ def router(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """
     from spectune.optimizer.fit.dynaspec import fit_router
 
-    _fit_shortlists(ctx, as_json, fit_router, kw)
+    _fit_shortlists(fit_router, kw, kw["recording"])
 
 
 @fit.command("ranks")
-@pair_options
-@device_options
-@click.option(
-    "--recording",
-    default="latest",
-    show_default=True,
-    help="One recorded with --tree-width and --tree-depth.",
-)
-@click.option("--router", metavar="ID", help="A router that `fit router` made.")
-@click.option("--frequencies", metavar="ID", help="A frequency order that `fit frequencies` made.")
+@opts.pair
+@opts.devices
+@with_trees
+@option("--router", "A router that `fit router` made.", metavar="ID")
+@option("--frequencies", "A frequency order that `fit frequencies` made.", metavar="ID")
 @proposals_option
-@with_json
-def ranks(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+def ranks(**kw: Any) -> None:
     """Where a router puts the clusters of everything recorded, or a frequency order its tokens, so
     that `simulate` replays policies with it. `fit router` and `fit frequencies` make this for their
     own recording; here it is made for another, or for requests recorded since.
@@ -428,4 +359,4 @@ def ranks(ctx: click.Context, as_json: bool, **kw: Any) -> None:
     """
     from spectune.optimizer.fit.dynaspec import fit_ranks
 
-    _fit_shortlists(ctx, as_json, fit_ranks, kw)
+    _fit_shortlists(fit_ranks, kw, kw["recording"])

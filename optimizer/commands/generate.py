@@ -6,39 +6,30 @@ from typing import Any
 
 import click
 
+from spectune.optimizer.commands import options as opts
+from spectune.optimizer.commands.config import flag, option
+from spectune.optimizer.commands.options import decode_options
+from spectune.optimizer.commands.printing import Command, as_json, console_for, emit
 from spectune.optimizer.commands.shared import (
     check_policy,
-    console_for,
-    decode_options,
-    deployment_option,
-    device_options,
-    emit,
     load,
     open_store,
-    pair_options,
     pair_spec,
     prepared,
     profile_of,
-    sampling_options,
-    with_json,
 )
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("prompt")
-@pair_options
-@sampling_options
-@device_options
-@deployment_option
-@click.option("--policy", "policy_name", default="active", show_default=True)
-@click.option(
-    "--no-compare", is_flag=True, help="Do not decode again autoregressively for comparison."
-)
-@click.option(
-    "--show-trees", is_flag=True, help="Draw the tree of every round, not of the last alone."
-)
-@with_json
-def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
+@opts.pair
+@opts.sampling
+@opts.devices
+@opts.deployment
+@option("--policy policy_name", default="active")
+@flag("--no-compare", "Do not decode again autoregressively for comparison.")
+@flag("--show-trees", "Draw the tree of every round, not of the last alone.")
+def generate(prompt: str, no_compare: bool, show_trees: bool, **kw: Any) -> None:
     """Stream a text, showing which tokens were drafted and accepted and which the target supplied.
 
     Where the policy grows trees, the last round's is drawn below the text.
@@ -50,7 +41,7 @@ def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
 
     if not prompt.strip():
         raise WorkloadError("the prompt is empty")
-    with open_store(ctx) as store:
+    with open_store() as store:
         spec = pair_spec(kw, store)
         check_policy(store, kw["policy_name"])
         options = decode_options(kw)
@@ -63,16 +54,9 @@ def generate(ctx: click.Context, as_json: bool, prompt: str, **kw: Any) -> None:
         encode(pair, Workload("prompt", (Request("prompt", "prompt", (prompt,)),)), options)
         found = profile_of(store, None, pair.id, pair.device.type)
         plan = prepared(store, pair, kw["policy_name"], options, found, kw["deployment"])
-    console = console_for(stderr=as_json)
+    console = console_for(stderr=as_json())
     console.width = 10_000 if not console.is_terminal else console.width
-    result = do_generate(
-        pair,
-        plan,
-        prompt,
-        options,
-        console,
-        compare=not kw["no_compare"],
-        show_trees=kw["show_trees"],
-    )
-    if as_json:
-        emit(True, result, None)
+    how = {"compare": not no_compare, "show_trees": show_trees}
+    result = do_generate(pair, plan, prompt, options, console, **how)
+    if as_json():
+        emit(result)

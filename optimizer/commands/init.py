@@ -9,9 +9,9 @@ from typing import Final
 
 import click
 
-from spectune.optimizer.commands.config import FILE
+from spectune.optimizer.commands.config import FILE, flag, option
 from spectune.optimizer.commands.outputs import write_text
-from spectune.optimizer.commands.shared import emit, with_json
+from spectune.optimizer.commands.printing import Command, emit
 
 TEMPLATE: Final = """\
 # What spectune's options are for commands run in this folder. What is typed wins over the
@@ -39,11 +39,11 @@ TEMPLATE: Final = """\
 """
 
 
-@click.command()
-@click.option("--pair", help="'demo', or a pair file: written into it.")
-@click.option("--force", is_flag=True, help="Replace a file that is there.")
-@with_json
-def init(ctx: click.Context, as_json: bool, pair: str | None, force: bool) -> None:
+@click.command(cls=Command)
+@option("--pair", "'demo', or a pair file: written into it.")
+@flag("--force", "Replace a file that is there.")
+@click.pass_context
+def init(ctx: click.Context, pair: str | None, force: bool) -> None:
     """Write a spectune.toml with comments into the working folder, or where --config says.
 
     \b
@@ -64,4 +64,4 @@ def init(ctx: click.Context, as_json: bool, pair: str | None, force: bool) -> No
         line = f"pair = {json.dumps(named, ensure_ascii=False)}".replace("\x7f", "\\u007f")
     write_text(str(file), [TEMPLATE.format(pair=line)])
     told = f"{file} is written" + ("" if pair else "; say in it which pair is meant")
-    emit(as_json, {"config": str(file)}, told)
+    emit({"config": str(file)}, told)

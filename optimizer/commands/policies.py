@@ -9,88 +9,68 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import option
+from spectune.optimizer.commands.options import Whole, device_of
+from spectune.optimizer.commands.printing import Group, as_json, emit, note, say, table
 from spectune.optimizer.commands.shared import (
-    Whole,
-    deployment_option,
-    emit,
     open_store,
-    pair_options,
     pair_spec,
     policy_named,
     profile_of,
-    say,
     say_former,
-    with_json,
 )
 
 if TYPE_CHECKING:
+    from spectune.runtime.pair import PairSpec
+    from spectune.runtime.policies.document import AnyPolicy
     from spectune.traces.store import Publication, TraceStore
 
 
-@click.group()
+ABOUT = ("policy", "label", "temperature", "created_at")
+"""Columns of every list of publications."""
+
+
+@click.group(cls=Group)
 def policies() -> None:
     """Policies: deployments, list, show, diff, activate, rollback, export."""
 
 
-def _device(kw: dict[str, Any]) -> str:
-    wanted = str(kw.pop("device"))
-    if wanted != "auto":
-        return wanted
-    from spectune.runtime.cuda.found import sees_cuda
-
-    return "cuda" if sees_cuda() else "cpu"
-
-
-def _looked_up(ctx: click.Context, *names: str) -> AbstractContextManager[TraceStore]:
+def _looked_up(*names: str) -> AbstractContextManager[TraceStore]:
     """The store to look policies up in; it may be missing where each is a file or a document."""
     from spectune.optimizer.inputs import named_policy
 
-    return open_store(ctx, create=all(map(named_policy, names)))
+    return open_store(create=all(map(named_policy, names)))
 
 
-on_device = option(
-    "--device",
-    key="device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-)
+def _policies(spec: PairSpec, kw: dict[str, Any], *names: str) -> list[AnyPolicy]:
+    """Policies by name; ``active`` is what is in force for a pair where the options say."""
+    with _looked_up(*names) as store:
+        return [
+            policy_named(store, name, spec.id, device_of(kw), kw["deployment"]) for name in names
+        ]
 
 
 @policies.command("deployments")
-@with_json
-def policies_deployments(ctx: click.Context, as_json: bool) -> None:
+def policies_deployments() -> None:
     """What is in force, where: a line for every deployment, pair and device.
 
     \b
     Example:  cli.py policies deployments
     """
-    with open_store(ctx, create=False) as store:
+    with open_store(create=False) as store:
         names = {pair.id: pair.name for pair in store.list_pairs()}
         rows = [_row(published, names) for published in store.in_force()]
-    from spectune.optimizer.report.tables import rows_table
-
-    columns = (
-        "deployment",
-        "pair",
-        "device",
-        "version",
-        "policy",
-        "label",
-        "temperature",
-        "created_at",
-    )
     told = [{**row, "pair": f"{row['pair']} ({row['pair_id']})"} for row in rows]
-    emit(as_json, {"deployments": rows}, lambda: rows_table(told, columns, "in force"))
+    columns = ("deployment", "pair", "device", "version", *ABOUT)
+    emit({"deployments": rows}, table(told, columns, "in force"))
 
 
 @policies.command("list")
-@pair_options
-@on_device
-@click.option("--deployment", help="Only publications of this one; default: of all.")
-@with_json
-def policies_list(ctx: click.Context, as_json: bool, deployment: str | None, **kw: Any) -> None:
+@opts.pair
+@opts.device
+@option("--deployment", "Only publications of this one; default: of all.")
+def policies_list(deployment: str | None, **kw: Any) -> None:
     """Publications, newest first, and what runtimes acknowledged: all there are, or those of a pair
     and its device where one is named.
 
@@ -101,39 +81,22 @@ def policies_list(ctx: click.Context, as_json: bool, deployment: str | None, **k
               cli.py policies list --pair demo --device cpu
     """
     spec = pair_spec(kw) if any(kw[name] for name in ("pair", "target", "drafts")) else None
-    device = _device(kw) if spec or kw["device"] != "auto" else None
-    with open_store(ctx, create=False) as store:
+    pair_id = None if spec is None else spec.id
+    device = device_of(kw) if spec or kw["device"] != "auto" else None
+    with open_store(create=False) as store:
         if spec is not None:
             say_former(store, spec)
-        found = store.list_publications(spec.id if spec else None, device, deployment)
-        rows = _listed(store, found)
+        rows = _listed(store, store.list_publications(pair_id, device, deployment))
         known = [
             {"policy": p.id, "label": p.label, "created_at": p.created_at.isoformat()}
             for p in store.list_policies()
         ]
-    from spectune.optimizer.report.tables import rows_table
-
-    columns = (
-        *(
-            "version",
-            "deployment",
-            *(() if spec else ("pair", "device")),
-            "active",
-            "policy",
-            "label",
-            "temperature",
-            "created_at",
-        ),
-        *("actor", "applied", "refused", "reason"),
-    )
-    data = {
-        "pair": spec.id if spec else None,
-        "device": device,
-        "publications": rows,
-        "policies": known,
-    }
+    where = () if spec else ("pair", "device")
+    last = ("actor", "applied", "refused", "reason")
+    columns = ("version", "deployment", *where, "active", *ABOUT, *last)
+    data = {"pair": pair_id, "device": device, "publications": rows, "policies": known}
     title = f"publications for pair {spec.id} on {device}" if spec else "publications"
-    emit(as_json, data, lambda: rows_table(rows, columns, title))
+    emit(data, table(rows, columns, title))
 
 
 def _listed(store: TraceStore, found: Iterable[Publication]) -> list[dict[str, Any]]:
@@ -175,28 +138,22 @@ def _row(published: Publication, pairs: Mapping[str, str]) -> dict[str, Any]:
 
 @policies.command("show")
 @click.argument("policy_name", metavar="POLICY", default="active")
-@pair_options
-@on_device
-@deployment_option
-@with_json
-def policies_show(ctx: click.Context, as_json: bool, policy_name: str, **kw: Any) -> None:
+@opts.place
+def policies_show(policy_name: str, **kw: Any) -> None:
     """A policy document with every default spelled out, and the evidence it was published with.
 
     \b
     Example:  cli.py policies show active
               cli.py policies show '{"draft": "small"}'
     """
-    pair_id, device = pair_spec(kw).id, _device(kw)
-    with _looked_up(ctx, policy_name) as store:
+    pair_id, device = pair_spec(kw).id, device_of(kw)
+    with _looked_up(policy_name) as store:
         policy = policy_named(store, policy_name, pair_id, device, kw["deployment"])
         every = store.list_publications(pair_id, device, kw["deployment"])
-        newest = next((p for p in every if p.policy_id == policy.id), None)
-    data: dict[str, Any] = {
-        "id": policy.id,
-        "label": policy.label(),
-        "policy": policy.spelled_out(),
-    }
-    if newest is not None:
+    document = policy.spelled_out()
+    data: dict[str, Any] = {"id": policy.id, "label": policy.label(), "policy": document}
+    text = f"{policy.id}  {policy.label()}\n{json.dumps(document, indent=2)}"
+    if newest := next((p for p in every if p.policy_id == policy.id), None):
         data["publication"] = {
             "version": newest.version,
             "deployment": newest.deployment,
@@ -205,71 +162,46 @@ def policies_show(ctx: click.Context, as_json: bool, policy_name: str, **kw: Any
             "created_at": newest.created_at.isoformat(),
             "evidence": dict(newest.evidence),
         }
-    if as_json:
-        emit(True, data, None)
-        return
-    say(f"{policy.id}  {policy.label()}")
-    click.echo(json.dumps(policy.spelled_out(), indent=2))
-    if newest is not None:
-        say(
-            f"published as version {newest.version} in deployment {newest.deployment} "
+        text += (
+            f"\npublished as version {newest.version} in deployment {newest.deployment} "
             f"({newest.created_at:%Y-%m-%d %H:%M} UTC): {newest.reason}"
         )
+    if as_json():
+        emit(data)
+    else:
+        say(text)
 
 
 @policies.command("diff")
 @click.argument("left")
 @click.argument("right", default="active")
-@pair_options
-@on_device
-@deployment_option
-@with_json
-def policies_diff(ctx: click.Context, as_json: bool, left: str, right: str, **kw: Any) -> None:
+@opts.place
+def policies_diff(left: str, right: str, **kw: Any) -> None:
     """What differs between two policies, key by key, defaults spelled out.
 
     \b
     Example:  cli.py policies diff candidate.json active
     """
-    pair_id, device = pair_spec(kw).id, _device(kw)
-    with _looked_up(ctx, left, right) as store:
-        one, other = (
-            policy_named(store, name, pair_id, device, kw["deployment"]) for name in (left, right)
-        )
-    from spectune.optimizer.report.tables import rows_table
+    one, other = _policies(pair_spec(kw), kw, left, right)
     from spectune.runtime.policies.document import differences
 
     rows = differences(one, other)
-    emit(
-        as_json,
-        {"left": one.id, "right": other.id, "differences": rows},
-        lambda: (
-            rows_table(rows, ("key", "left", "right"), f"{one.id} and {other.id}")
-            if rows
-            else "no difference"
-        ),
-    )
+    view = table(rows, ("key", "left", "right"), f"{one.id} and {other.id}")
+    data = {"left": one.id, "right": other.id, "differences": rows}
+    emit(data, view if rows else "no difference")
 
 
 @policies.command("activate")
 @click.argument("policy_name", metavar="POLICY")
-@click.option("--reason", help="Kept with it; default: activated by hand, or what was promoted.")
-@click.option(
-    "--from",
-    "source",
+@option("--reason", "Kept with it; default: activated by hand, or what was promoted.")
+@option(
+    "--from source",
+    "Where `active` is looked up: promotes that to --deployment.",
     metavar="DEPLOYMENT",
-    help="Where `active` is looked up: promotes that to --deployment.",
 )
-@pair_options
-@on_device
-@deployment_option
-@with_json
+@opts.place
 def policies_activate(
-    ctx: click.Context,
-    as_json: bool,
-    policy_name: str,
-    reason: str | None,
-    source: str | None,
-    **kw: Any,
+    policy_name: str, reason: str | None, source: str | None, deployment: str, **kw: Any
 ) -> None:
     """Publish a policy: running decoders of the deployment take it up between two rounds.
 
@@ -280,8 +212,8 @@ def policies_activate(
               cli.py policies activate policy.json --deployment canary
               cli.py policies activate active --from canary
     """
-    spec, device, deployment = pair_spec(kw), _device(kw), kw["deployment"]
-    with _looked_up(ctx, policy_name) as store:
+    spec, device = pair_spec(kw), device_of(kw)
+    with _looked_up(policy_name) as store:
         if source is not None and store.active_publication(spec.id, device, source) is None:
             raise click.UsageError(
                 f"--from {source}: nothing is in force there for pair {spec.id} on {device} (see "
@@ -307,20 +239,14 @@ def policies_activate(
             sampling=next(tuned, None),
             reason=reason or (f"promoted from {source}" if source else "activated by hand"),
         )
-    _emit_published(as_json, published, "is in force")
+    _emit_published(published, "is in force")
 
 
-def _emit_published(as_json: bool, published: Publication, verb: str) -> None:
-    data = {
-        "version": published.version,
-        "policy": published.policy_id,
-        "deployment": published.deployment,
-    }
+def _emit_published(published: Publication, verb: str) -> None:
+    where = published.deployment
     emit(
-        as_json,
-        data,
-        f"version {published.version}: {published.label} {verb} in deployment "
-        f"{published.deployment}",
+        {"version": published.version, "policy": published.policy_id, "deployment": where},
+        f"version {published.version}: {published.label} {verb} in deployment {where}",
     )
 
 
@@ -336,14 +262,9 @@ def _holds_a_policy(publication: Publication) -> bool:
 
 
 @policies.command("rollback")
-@click.option(
-    "--to", type=Whole(1), help="Version to go back to; default: the one before the active."
-)
-@pair_options
-@on_device
-@deployment_option
-@with_json
-def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: Any) -> None:
+@option("--to", "Version to go back to; default: the one before the active.", Whole(1))
+@opts.place
+def policies_rollback(to: int | None, deployment: str, **kw: Any) -> None:
     """Publish an earlier policy of the deployment again. Nothing is erased: the rollback is a new
     version. Publications that hold no policy are passed over.
 
@@ -353,30 +274,21 @@ def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: A
     from spectune.optimizer.inputs import published_policy
     from spectune.traces.errors import PolicyError
 
-    pair_id, device = pair_spec(kw).id, _device(kw)
-    with open_store(ctx, create=False) as store:
-        found = store.list_publications(pair_id, device, kw["deployment"])
-        active = found[0] if found else None
+    pair_id, device = pair_spec(kw).id, device_of(kw)
+    where = f"for pair {pair_id} on {device}"
+    with open_store(create=False) as store:
+        found = store.list_publications(pair_id, device, deployment)
         if to is None:
-            earlier = next(
-                (
-                    p
-                    for p in found[1:]
-                    if active and p.policy_id != active.policy_id and _holds_a_policy(p)
-                ),
-                None,
-            )
-        else:
-            earlier = next((p for p in found if p.version == to), None)
-            if earlier is not None:
-                published_policy(earlier)  # refused here as every runtime would
-        if active is None or earlier is None:
-            where = f"for pair {pair_id} on {device}"
+            others = (p for p in found[1:] if p.policy_id != found[0].policy_id)
+            earlier = next(filter(_holds_a_policy, others), None)
+        elif earlier := next((p for p in found if p.version == to), None):
+            published_policy(earlier)  # refused here as every runtime would
+        if earlier is None:
             raise PolicyError(
-                f"deployment {kw['deployment']} has no earlier policy to go back to {where}; "
+                f"deployment {deployment} has no earlier policy to go back to {where}; "
                 "`policies activate autoregressive` decodes without a draft"
                 if to is None
-                else f"--to {to}: deployment {kw['deployment']} has no such version {where} (see "
+                else f"--to {to}: deployment {deployment} has no such version {where} (see "
                 "`policies list`)"
             )
         published = store.publish(
@@ -384,40 +296,28 @@ def policies_rollback(ctx: click.Context, as_json: bool, to: int | None, **kw: A
             device,
             earlier.policy_id,
             actor="cli",
-            deployment=active.deployment,
+            deployment=deployment,
             sampling=earlier.sampling,
-            reason=f"rollback of version {active.version} to {earlier.version}",
-            expected=active.version,
+            reason=f"rollback of version {found[0].version} to {earlier.version}",
+            expected=found[0].version,
         )
-    _emit_published(as_json, published, "is in force again")
+    _emit_published(published, "is in force again")
 
 
 @policies.command("export")
 @click.argument("policy_name", metavar="POLICY", default="active")
-@click.option(
-    "--for",
-    "engine",
+@option(
+    "--for engine",
     type=click.Choice(["spectune", "vllm", "sglang", "tensorrt-llm", "llamacpp"]),
     default="spectune",
-    show_default=True,
 )
-@click.option(
+@option(
     "--engine-version",
+    "whose settings: what they mean changes from version to version",
     metavar="VERSION",
-    help="whose settings: what they mean changes from version to version",
 )
-@pair_options
-@on_device
-@deployment_option
-@with_json
-def policies_export(
-    ctx: click.Context,
-    as_json: bool,
-    policy_name: str,
-    engine: str,
-    engine_version: str | None,
-    **kw: Any,
-) -> None:
+@opts.place
+def policies_export(policy_name: str, engine: str, engine_version: str | None, **kw: Any) -> None:
     """Print a policy as a document, or as another engine's settings where they can say the same:
     JSON on stdout, and on stderr the line that serves with them.
 
@@ -426,16 +326,12 @@ def policies_export(
               cli.py policies export active --for vllm
               cli.py policies export active --for tensorrt-llm --engine-version 1.3.0
     """
-    spec, device = pair_spec(kw), _device(kw)
-    with _looked_up(ctx, policy_name) as store:
-        policy = policy_named(store, policy_name, spec.id, device, kw["deployment"])
+    spec = pair_spec(kw)
+    (policy,) = _policies(spec, kw, policy_name)
     from spectune.engines.export import engine_line, engine_settings
 
-    data = (
-        policy.spelled_out()
-        if engine == "spectune"
-        else engine_settings(policy, spec, engine, engine_version)
-    )
-    click.echo(json.dumps(data, indent=None if as_json else 2))
-    if engine != "spectune" and not as_json:
-        say(engine_line(data, spec, engine), err=True)
+    ours = engine == "spectune"
+    data = policy.spelled_out() if ours else engine_settings(policy, spec, engine, engine_version)
+    click.echo(json.dumps(data, indent=None if as_json() else 2))
+    if not ours and not as_json():
+        note(engine_line(data, spec, engine))

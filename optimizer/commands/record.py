@@ -8,20 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spectune.optimizer.commands.on_engine import (
-    NATIVE,
-    OnEngine,
-    check_engine,
-    engine_options,
-    record_texts,
-)
+from spectune.optimizer.commands import options as opts
+from spectune.optimizer.commands.config import flag, option
+from spectune.optimizer.commands.on_engine import NATIVE, OnEngine, check_engine, engine_options
+from spectune.optimizer.commands.options import Whole, decode_options, workload_of
+from spectune.optimizer.commands.printing import Command, Meter, emit, note
 from spectune.optimizer.commands.shared import (
-    Meter,
     check_policy,
-    decode_options,
-    decoding_options,
-    deployment_option,
-    emit,
     fit_to,
     load,
     open_store,
@@ -30,76 +23,56 @@ from spectune.optimizer.commands.shared import (
     prepared,
     profile_of,
     same_pair,
-    say,
-    with_json,
-    workers_option,
-    workload_of,
 )
 
 if TYPE_CHECKING:
     from spectune.optimizer.execute import DecodeOptions
     from spectune.runtime.loading import LoadedPair
     from spectune.runtime.loop import PolicySource
+    from spectune.runtime.pair import PairSpec
     from spectune.traces.store import TraceStore
 
 
-@click.command()
-@decoding_options
+@click.command(cls=Command)
+@opts.decoding
 @engine_options
-@deployment_option
-@click.option(
-    "--gamma-max",
-    type=click.IntRange(2, 64),
-    default=16,
-    show_default=True,
-    help="Longest window the panorama holds.",
-)
-@click.option(
-    "--policy",
-    "policy_name",
-    default="active",
-    show_default=True,
-    help="Decodes the texts (never changes them).",
-)
-@click.option(
-    "--fresh", is_flag=True, help="Begin anew instead of resuming an unfinished recording."
-)
-@click.option(
-    "--resume",
-    "resumed_id",
+@opts.deployment
+@option("--gamma-max", "Longest window the panorama holds.", Whole(2, 64), default=16)
+@option("--policy policy_name", "Decodes the texts (never changes them).", default="active")
+@flag("--fresh", "Begin anew instead of resuming an unfinished recording.")
+@option(
+    "--resume resumed_id",
+    "Make what a recording lacks: texts, and panoramas of every draft.",
     metavar="ID",
-    help="Make what a recording lacks: texts, and panoramas of every draft.",
 )
-@click.option(
+@option(
     "--tree-width",
-    type=int,
-    metavar="1..32",
-    help="Record draft trees too, of so many children a node; default: 8 with any --tree-... or "
+    "Record draft trees too, of so many children a node; default: 8 with any --tree-... or "
     "--cover.",
+    int,
+    metavar="1..32",
 )
-@click.option(
+@option(
     "--tree-depth",
-    type=int,
+    "Record draft trees too, of so many levels; default: 8 with any --tree-... or --cover.",
+    int,
     metavar="1..64",
-    help="Record draft trees too, of so many levels; default: 8 with any --tree-... or --cover.",
 )
-@click.option(
+@option(
     "--tree-proposals",
-    type=click.Choice(["coupled", "probability"]),
-    help="How trees rank children: with the target's noise, or by probability alone; default: as "
+    "How trees rank children: with the target's noise, or by probability alone; default: as "
     "--cover has it, else coupled.",
+    click.Choice(["coupled", "probability"]),
 )
-@click.option(
-    "--cover",
-    "covers",
+@option(
+    "--cover covers",
+    "FILE, inline JSON or ID of a policy whose trees must replay exactly; repeatable. top_k needs "
+    "none at its usual scores.",
     multiple=True,
     metavar="POLICY",
-    help="FILE, inline JSON or ID of a policy whose trees must replay exactly; repeatable. top_k "
-    "needs none at its usual scores.",
 )
-@workers_option
-@with_json
-def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+@opts.workers
+def record(**kw: Any) -> None:
     """Decode a workload, store the texts, and look around from every start of them.
 
     An unfinished recording of the same arguments is resumed, and so is the one that --resume names.
@@ -114,21 +87,19 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
               cli.py record --resume latest --workers tcp://scheduler:8786
     """
     check_engine(kw)
-    if kw["engine"] != NATIVE:
+    resumed, on_engine = kw["resumed_id"], kw["engine"] != NATIVE
+    if on_engine:
         _without_trees(kw)
-    with open_store(ctx) as store:
-        spec = pair_spec(kw, store, kw["resumed_id"])
-        if kw["resumed_id"]:
+    with open_store() as store:
+        spec = pair_spec(kw, store, resumed)
+        if resumed:
             _go_on(kw, store)
-        for option, name in (
-            ("--policy", kw["policy_name"]),
-            *(("--cover", name) for name in kw["covers"]),
-        ):
-            check_policy(store, name, option=option)
-        options, served = decode_options(kw), None
-        if kw["engine"] != NATIVE:
-            served = record_texts(OnEngine(store, spec, kw, options), fresh=kw["fresh"])
-        workload = None if kw["resumed_id"] or served else workload_of(kw, spec, chat=options.chat)
+        check_policy(store, kw["policy_name"])
+        for name in kw["covers"]:
+            check_policy(store, name, option="--cover")
+        options = decode_options(kw)
+        served = _served(store, spec, kw, options) if on_engine else None
+        workload = None if resumed or on_engine else workload_of(kw, spec)
         pair = load(kw, store, spec)
         from spectune.optimizer.record import Look, begun_as, look_around
         from spectune.optimizer.record import record as do_record
@@ -136,20 +107,19 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
 
         with _workers(kw["workers"]), Meter() as meter:
             begun = None
-            if served or kw["resumed_id"]:
-                recording = served or store.resolve_recording(kw["resumed_id"])
-                before = store.get_recording(recording)
-                same_pair(before.pair_id, pair, recording)
+            if workload is None:
+                before = store.get_recording(served or resumed)
+                same_pair(before.pair_id, pair, before.id)
                 if not served and before.state == "recording" and before.workload_id is not None:
                     begun, (workload, options) = before, begun_as(store, pair, before)
             sampling = before.sampling if workload is None else options.sampling
             trees = _trees(store, pair, kw, sampled=not sampling.greedy)
             look = Look(pair.chain_drafts if served else pair.draft_names, kw["gamma_max"], **trees)
             if workload is None:
-                look_around(store, pair, recording, look, progress=meter)
+                look_around(store, pair, before.id, look, progress=meter)
                 if served:
-                    store.finish_recording(recording)
-                info = store.get_recording(recording)
+                    store.finish_recording(served)
+                info = store.get_recording(before.id)
             else:
                 if begun is None:
                     workload = fit_to(pair, workload, options, kw["overlong"])
@@ -158,20 +128,25 @@ def record(ctx: click.Context, as_json: bool, **kw: Any) -> None:
                 info = do_record(store, pair, workload, options, look, source, **how)
         checks = checked(store.load(info.id, (), skip_corrupted=True).trajectories)
     for line in checks.lines():
-        say(line, err=True)
-    data = {
-        "recording": info.id,
-        "pair": info.pair_id,
-        **info.to_json(),
-        "workload": checks.to_json(),
-    }
+        note(line)
+    data = {"recording": info.id, "pair": info.pair_id, **info.to_json()}
     emit(
-        as_json,
-        data,
+        {**data, "workload": checks.to_json()},
         f"recording {info.id}: {info.n_requests} requests, {info.n_output_tokens} tokens, "
         f"panoramas of {', '.join(info.drafts)}"
         + (f"; trees of {shown}" if (shown := info.trees_shown()) else ""),
     )
+
+
+def _served(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: DecodeOptions) -> str:
+    """Serves the workload into a recording, which is looked around in and finished by who calls;
+    its id."""
+    from spectune.optimizer.on_engine import record_on
+
+    asked = OnEngine(store, spec, kw, options)
+    texts = (asked.workload, asked.prompts, asked.policy, asked.load, options)
+    with asked.started() as running, Meter() as meter:
+        return record_on(store, spec, running, *texts, fresh=kw["fresh"], progress=meter).id
 
 
 @contextmanager
@@ -236,9 +211,9 @@ def _trees(
     from spectune.optimizer.record import cover_of
     from spectune.traces.errors import PolicyError, TraceError
 
-    wide, deep, proposals = kw["tree_width"], kw["tree_depth"], kw["tree_proposals"]
-    if (wide, deep, proposals, kw["covers"]) == (None, None, None, ()):
-        return {"tree_width": 0, "tree_depth": 0, "tree_proposals": "coupled", "covers": {}}
+    width, depth, proposals = (kw[f"tree_{key}"] for key in ("width", "depth", "proposals"))
+    if (width, depth, proposals, kw["covers"]) == (None, None, None, ()):
+        return {}
     named: list[tuple[str, Any]] = []
     by_draft: dict[str, list[Any]] = {}
     ranked: dict[str, str] = {}
@@ -258,13 +233,9 @@ def _trees(
         other = next(r for r in ranked if r != proposals)
         raise TraceError(
             f"--cover {ranked[other]}: its trees rank children by proposals {other!r}, other trees "
-            "asked for do not; "
-            f"record those apart (`record --resume ID --tree-proposals {other} --cover POLICY`)"
+            "asked for do not; record those apart "
+            f"(`record --resume ID --tree-proposals {other} --cover POLICY`)"
         )
-    width, depth = tree_size(wide, deep, named)
-    return {
-        "tree_width": width,
-        "tree_depth": depth,
-        "tree_proposals": asked.pop(),
-        "covers": by_draft,
-    }
+    width, depth = tree_size(width, depth, named)
+    of = {"tree_proposals": asked.pop(), "covers": by_draft}
+    return {"tree_width": width, "tree_depth": depth, **of}

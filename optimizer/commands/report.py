@@ -7,16 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from spectune.optimizer.commands.config import flag, option
+from spectune.optimizer.commands.options import LARGEST, OUT, FiniteRange, Whole
 from spectune.optimizer.commands.outputs import check_writable, database_files, write_text
-from spectune.optimizer.commands.shared import (
-    LARGEST,
-    FiniteRange,
-    Meter,
-    Whole,
-    emit,
-    open_store,
-    with_json,
-)
+from spectune.optimizer.commands.printing import Command, Meter, emit
+from spectune.optimizer.commands.shared import open_store
 from spectune.runtime.progress import Progress
 
 if TYPE_CHECKING:
@@ -24,32 +19,17 @@ if TYPE_CHECKING:
     from spectune.traces.store.catalog import Study
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("study", default="latest")
-@click.option(
-    "--out",
-    type=click.Path(dir_okay=False),
-    help="The page; default: spectune-report-STUDY.html beside the database.",
-)
-@click.option(
+@option("--out", "The page; default: spectune-report-STUDY.html beside the database.", OUT)
+@option(
     "--price",
-    type=FiniteRange(0.0, float(LARGEST), min_open=True),
-    help="Price of a device for an hour, e.g. 2.50.",
+    "Price of a device for an hour, e.g. 2.50.",
+    FiniteRange(0.0, float(LARGEST), min_open=True),
 )
-@click.option(
-    "--gpus",
-    type=Whole(1, 1_000_000),
-    default=1,
-    show_default=True,
-    help="Devices that serve this traffic.",
-)
-@click.option(
-    "--no-trees",
-    is_flag=True,
-    help="Leave out the figures of the tree papers.",
-)
-@with_json
-def report(ctx: click.Context, as_json: bool, study: str, **kw: Any) -> None:
+@option("--gpus", "Devices that serve this traffic.", Whole(1, 1_000_000), default=1)
+@flag("--no-trees", "Leave out the figures of the tree papers.")
+def report(study: str, out: str | None, no_trees: bool, **cost: Any) -> None:
     """What a tuning found, as one HTML page that needs nothing else: what to deploy and what that
     saves, predicted against measured, the race, speed by category, latency, acceptance, what was
     tried and what not.
@@ -60,17 +40,13 @@ def report(ctx: click.Context, as_json: bool, study: str, **kw: Any) -> None:
     Example:  cli.py report
               cli.py report latest --out report.html --price 2.50 --gpus 8
     """
-    check_writable(ctx, ("--out", kw["out"]))
-    with open_store(ctx, create=False) as store, Meter() as meter:
-        trees = None if kw["no_trees"] else meter
-        found = write_report(
-            ctx, store, study, kw["out"], trees, gpus=kw["gpus"], price=kw["price"]
-        )
-    emit(as_json, found, f"{found['path']}: {found['sentence']}")
+    check_writable(("--out", out))
+    with open_store(create=False) as store, Meter() as meter:
+        found = write_report(store, study, out, None if no_trees else meter, **cost)
+    emit(found, f"{found['path']}: {found['sentence']}")
 
 
 def write_report(
-    ctx: click.Context,
     store: TraceStore,
     study: str,
     out: str | None,
@@ -84,17 +60,13 @@ def write_report(
     from spectune.optimizer.report.tuning import headline, page, report_on
 
     found = report_on(store, study)
-    beside = database_files(ctx)[:1]  # none of one on a server
-    path = out or str(
-        (beside[0].parent if beside else Path()) / f"spectune-report-{found.study.id}.html"
-    )
+    name = found.study.id
+    beside = database_files()[:1]  # none of one on a server
+    folder = beside[0].parent if beside else Path()
+    path = out or str(folder / f"spectune-report-{name}.html")
     more = [] if trees is None else _trees(store, found.study, trees)
     write_text(path, [page(found, gpus=gpus, price=price, more=more)])
-    return {
-        "path": path,
-        "study": found.study.id,
-        "sentence": headline(found, gpus=gpus, price=price),
-    }
+    return {"path": path, "study": name, "sentence": headline(found, gpus=gpus, price=price)}
 
 
 def _trees(store: TraceStore, study: Study, progress: Progress) -> list[str]:

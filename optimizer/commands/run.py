@@ -2,76 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from spectune.optimizer.commands.executed import finish_run
-from spectune.optimizer.commands.on_engine import (
-    NATIVE,
-    OnEngine,
-    check_engine,
-    engine_options,
-    run_on_engine,
-)
-from spectune.optimizer.commands.outputs import check_writable
+from spectune.optimizer.commands import options as opts
+from spectune.optimizer.commands.config import flag, option
+from spectune.optimizer.commands.on_engine import NATIVE, OnEngine, check_engine, engine_options
+from spectune.optimizer.commands.options import OUT, decode_options, workload_of
+from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored, write_rounds
+from spectune.optimizer.commands.printing import Command, Meter, emit, note
 from spectune.optimizer.commands.shared import (
-    Meter,
     check_policy,
-    decode_options,
-    decoding_options,
-    deployment_option,
-    dtype_of,
     fit_to,
     load,
     open_store,
     pair_spec,
     prepared,
     profile_of,
-    say,
     say_unpublished,
-    with_json,
-    workload_of,
 )
 
 if TYPE_CHECKING:
+    from spectune.engines.protocol import Answered
+    from spectune.optimizer.changes import Change, Share
     from spectune.optimizer.execute import DecodeOptions
     from spectune.runtime.decoder import Decoded
     from spectune.runtime.loading import LoadedPair
     from spectune.runtime.loop import PolicySource
-    from spectune.traces.schema import LatencyProfile
+    from spectune.runtime.pair import PairSpec
+    from spectune.runtime.policies.document import AnyPolicy
+    from spectune.runtime.words import Texts
+    from spectune.traces.schema import LatencyProfile, Outcome, Step, Workload
     from spectune.traces.store import TraceStore
+    from spectune.traces.store.traffic import TrafficWriter
+
+T = TypeVar("T", "Decoded", "Answered")
 
 
-@click.command()
-@click.option(
-    "--policy",
-    "policy_name",
+@click.command(cls=Command)
+@option(
+    "--policy policy_name",
+    "FILE, inline JSON, ID, active, or autoregressive.",
     default="active",
-    show_default=True,
-    help="FILE, inline JSON, ID, active, or autoregressive.",
 )
-@decoding_options
+@opts.decoding
 @engine_options
-@deployment_option
-@click.option(
-    "--profile", "profile_id", help="Profile for windows that need costs; default: the latest."
+@opts.deployment
+@option("--profile profile_id", "Profile for windows that need costs; default: the latest.")
+@option("--outputs", "Write the texts, one JSON line per request.", OUT)
+@opts.per_round
+@flag(
+    "--record keep_texts",
+    "Keep the texts as a recording, for `tune --recording` and schedules.",
 )
-@click.option(
-    "--outputs", type=click.Path(dir_okay=False), help="Write the texts, one JSON line per request."
-)
-@click.option("--per-round", type=click.Path(dir_okay=False), help="Write one JSON line per round.")
-@click.option(
-    "--record",
-    "keep_texts",
-    is_flag=True,
-    help="Keep the texts as a recording, for `tune --recording` and schedules.",
-)
-@click.option("--no-store", is_flag=True, help="Do not keep the run in the database.")
-@with_json
-def run(ctx: click.Context, **kw: Any) -> None:
+@flag("--no-store", "Do not keep the run in the database.")
+def run(**kw: Any) -> None:
     """Execute a policy on a workload and measure it.
 
     With --policy active, publications made meanwhile are picked up between two rounds.
@@ -80,68 +69,137 @@ def run(ctx: click.Context, **kw: Any) -> None:
     Example:  cli.py run --pair demo --policy policy.json --limit 32 --outputs texts.jsonl
               cli.py run --pair demo --policy policy.json --engine openvino --concurrency 8
     """
-    check_writable(ctx, ("--outputs", kw["outputs"]), ("--per-round", kw["per_round"]))
+    check_writable(("--outputs", kw["outputs"]), ("--per-round", kw["per_round"]))
     check_engine(kw)
-    with open_store(ctx) as store:
+    with open_store() as store:
         spec = pair_spec(kw, store)
         check_policy(store, kw["policy_name"])
-        options = decode_options(kw)
-        if kw["engine"] != NATIVE:
-            run_on_engine(ctx, OnEngine(store, spec, kw, options))
-            return
-        workload = workload_of(kw, spec, chat=options.chat)
-        pair = load(kw, store, spec)
-        from spectune.optimizer.changes import changes_of, label_of, shares_of
-        from spectune.optimizer.execute import encode, outcome
-        from spectune.optimizer.execute import run as execute
-        from spectune.optimizer.record import record_served, recording_options
+        execute = _decoded if kw["engine"] == NATIVE else _served
+        _finish(store, spec, kw, execute(store, spec, kw, decode_options(kw)))
 
-        workload = fit_to(pair, workload, options, kw["overlong"])
-        encoded = encode(pair, workload, options)
-        profile = profile_of(store, kw["profile_id"], pair.id, pair.device.type)
-        about = recording_options(pair, options)
-        recording = (
-            record_served(store, pair.id, pair.spec, options, about)
-            if kw["keep_texts"]
-            else nullcontext()
+
+@dataclass(frozen=True)
+class Ran:
+    """What was executed of a workload, and on what. It is stored under the policy that made most of
+    its tokens; ``policies``: all others that a round may name. ``engine`` says which another one
+    than the native decoder was."""
+
+    words: Texts
+    workload: Workload
+    served: Sequence[Decoded | Answered]
+    writer: TrafficWriter | None
+    outcome: Outcome
+    shares: Sequence[Share]
+    device: str
+    dtype: str
+    changes: Sequence[Change] = ()
+    policies: Iterable[AnyPolicy] = ()
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    latency: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _decoded(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: DecodeOptions) -> Ran:
+    """By the native decoder."""
+    workload = workload_of(kw, spec)
+    pair = load(kw, store, spec)
+    from spectune.optimizer.changes import changes_of, label_of, shares_of
+    from spectune.optimizer.execute import encode, outcome
+    from spectune.optimizer.execute import run as execute
+    from spectune.optimizer.record import record_served, recording_options
+
+    workload = fit_to(pair, workload, options, kw["overlong"])
+    encoded = encode(pair, workload, options)
+    profile = profile_of(store, kw["profile_id"], pair.id, pair.device.type)
+
+    def changed(decoded: list[Decoded]) -> None:
+        before = decoded[-2].plans[-1][1] if decoded[1:] else None
+        for change in changes_of(decoded[-1:], before):
+            note(str(change))
+
+    recording = record_served(store, pair.id, spec, options, recording_options(pair, options))
+    with _source(store, pair, kw, profile, options) as source:
+        decoded, writer = _gathered(
+            "run", execute(pair, source, encoded), len(encoded.items), kw, recording, changed
         )
-        decoded: list[Decoded] = []
-        with (
-            _source(store, pair, kw, profile, options) as source,
-            recording as writer,
-            Meter() as meter,
-        ):
+    shares, changes = shares_of(decoded), changes_of(decoded)
+    plans = [
+        each for done in decoded for _, plan in done.plans for each in (plan, *plan.candidates)
+    ]
+    return Ran(
+        pair,
+        workload,
+        decoded,
+        writer,
+        outcome(label_of(shares, changes), decoded),
+        shares,
+        device=pair.device.type,
+        dtype=str(pair.target.dtype).removeprefix("torch."),
+        changes=changes,
+        policies={plan.policy.id: plan.policy for plan in plans}.values(),
+    )
+
+
+def _served(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: DecodeOptions) -> Ran:
+    """By another engine."""
+    from spectune.optimizer.changes import Share
+    from spectune.optimizer.on_engine import (
+        about_recording,
+        execute,
+        latency_on,
+        outcome_on,
+        verifier_of,
+    )
+    from spectune.optimizer.record import record_served
+
+    asked = OnEngine(store, spec, kw, options)
+    with asked.started() as running:
+        engine = {
+            "engine": running.engine.name,
+            "engine_version": running.version,
+            "concurrency": asked.load.clients,
+        }
+        texts = replace(options, verifier=verifier_of(options))
+        recording = record_served(store, spec.id, spec, texts, about_recording(running, options))
+        executed = execute(running, asked.prompts, asked.policy, asked.load, options)
+        answered, writer = _gathered("serve", executed, len(asked.prompts), kw, recording)
+    order = {prompt.id: n for n, prompt in enumerate(asked.prompts)}
+    answered.sort(key=lambda done: order[done.trajectory.request_id])
+    result = outcome_on(asked.policy.label(), answered)
+    return Ran(
+        asked.words,
+        asked.workload,
+        answered,
+        writer,
+        result,
+        [Share(asked.policy, result.total)],
+        device=asked.device,
+        dtype="float32",
+        engine=engine,
+        latency={"latency": latency_on(answered)},
+    )
+
+
+def _gathered(
+    phase: str,
+    executed: Iterable[T],
+    count: int,
+    kw: dict[str, Any],
+    recording: AbstractContextManager[TrafficWriter],
+    seen: Callable[[list[T]], None] = lambda done: None,
+) -> tuple[list[T], TrafficWriter | None]:
+    """All that is executed, its texts kept in the ``recording`` with ``--record``."""
+    done: list[T] = []
+    kept = recording if kw["keep_texts"] else nullcontext()
+    with kept as writer, Meter() as meter:
+        if writer is not None:
+            click.echo(f"recording {writer.recording}", err=True)
+        for one in executed:
+            done.append(one)
+            seen(done)
             if writer is not None:
-                click.echo(f"recording {writer.recording}", err=True)
-            for done in execute(pair, source, encoded):
-                decoded.append(done)
-                for change in changes_of([done], decoded[-2].plans[-1][1] if decoded[1:] else None):
-                    say(str(change), err=True)
-                if writer is not None:
-                    writer.put(done.trajectory, done.steps)
-                meter("run", len(decoded), len(encoded.items))
-        shares, changes = shares_of(decoded), changes_of(decoded)
-        plans = [
-            plan
-            for done in decoded
-            for _, whole in done.plans
-            for plan in (whole, *whole.candidates)
-        ]
-        finish_run(
-            ctx,
-            store,
-            pair.spec,
-            pair,
-            workload,
-            decoded,
-            outcome(label_of(shares, changes), decoded),
-            shares,
-            changes,
-            device=pair.device.type,
-            dtype=dtype_of(pair),
-            policies={plan.policy.id: plan.policy for plan in plans}.values(),
-            writer=writer,
-        )
+                writer.put(one.trajectory, one.steps)
+            meter(phase, len(done), count)
+    return done, writer
 
 
 @contextmanager
@@ -174,11 +232,83 @@ def _source(
         sampling=options.sampling,
     ) as source:
         if source.last_error:
-            say(
+            note(
                 f"publication {source.seen} is refused: {source.last_error}; using "
-                f"{source.current().label}",
-                err=True,
+                f"{source.current().label}"
             )
         yield source
     if source.left:
         click.echo(source.left, err=True)
+
+
+def rounds_of(request: str, steps: Iterable[Step]) -> Iterator[dict[str, Any]]:
+    """The rows of ``--per-round``."""
+    for s in steps:
+        yield {
+            "request": request,
+            "start": s.start,
+            "drafted": s.drafted,
+            "verified": s.verified,
+            "accepted": s.accepted,
+            "batch": s.batch,
+        }
+
+
+def _finish(store: TraceStore, spec: PairSpec, kw: dict[str, Any], ran: Ran) -> None:
+    """Writes ``--outputs`` and ``--per-round``, stores the run unless ``--no-store``, checks what
+    ``--record`` wrote, and prints."""
+    from spectune.optimizer.changes import changes_json
+    from spectune.optimizer.inputs import outcome_json
+    from spectune.optimizer.report.tables import outcome_table
+    from spectune.traces.errors import OutputError
+
+    most = max(ran.shares, key=lambda share: share.counts.emitted_tokens).policy
+    changed = changes_json(ran.shares, ran.changes)
+    label = {"label": ran.outcome.policy}
+    data = {**outcome_json(ran.outcome, most), **label, **changed, **ran.engine, **ran.latency}
+    steps = {d.trajectory.request_id: d.steps for d in ran.served}
+    texts = [
+        {"id": d.trajectory.request_id, "token_ids": ids, "text": ran.words.text(ids)}
+        for d in ran.served
+        for ids in [d.trajectory.output_ids.tolist()]
+    ]
+
+    def results() -> dict[str, Any]:
+        rounds = [
+            {"seconds": d.seconds, "rounds": list(rounds_of(d.trajectory.request_id, d.steps))}
+            for d in ran.served
+        ]
+        both = [text | more for text, more in zip(texts, rounds, strict=True)]
+        return {"pair": spec.id, **data, "texts": both}
+
+    failed = None
+    try:
+        if kw["outputs"]:
+            write_rounds(kw["outputs"], texts)
+        if kw["per_round"]:
+            rows = (row for request, own in steps.items() for row in rounds_of(request, own))
+            write_rounds(kw["per_round"], rows)
+    except OutputError as error:  # what can be stored is stored first
+        failed = error
+    stores = ran.writer is not None or not kw["no_store"]
+    with kept_unless_stored(results, stores=stores):
+        if ran.writer is not None:
+            ran.writer.check()
+        if not kw["no_store"]:
+            store.put_pair(spec.id, spec.name, spec.to_json())
+            for policy in (most, *ran.policies):
+                store.put_policy(policy.id, policy.spelled_out(), policy.label())
+            store.put_run(
+                spec.id,
+                most.id,
+                ran.outcome,
+                device=ran.device,
+                dtype=ran.dtype,
+                workload_id=store.put_workload(ran.workload),
+                purpose="run",
+                options={"deployment": kw["deployment"], **changed, **ran.engine},
+                steps=steps,
+            )
+        if failed is not None:
+            raise failed
+    emit(data, lambda: outcome_table(ran.outcome, ran.shares, ran.changes))

@@ -7,27 +7,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from spectune.optimizer.commands.config import is_given, option
-from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored, to_type
-from spectune.optimizer.commands.shared import (
+from spectune.optimizer.commands import options as opts
+from spectune.optimizer.commands.config import flag, is_given, option
+from spectune.optimizer.commands.options import (
     SEED,
-    Meter,
+    checked,
     decode_options,
-    decoding_options,
-    deployment_option,
-    emit,
-    fit_to,
-    load,
-    open_store,
-    pair_spec,
-    same_pair,
-    say,
     search_asked,
-    search_options,
-    with_json,
-    workers_option,
     workload_of,
 )
+from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored
+from spectune.optimizer.commands.printing import Command, Meter, as_json, emit, note, say, to_type
+from spectune.optimizer.commands.shared import fit_to, load, open_store, pair_spec, same_pair
 from spectune.optimizer.commands.under_load import (
     execute_found,
     load_options,
@@ -52,60 +43,49 @@ QUICK: Final = {
 """What --quick makes of options that nobody gave."""
 
 
-def _budget(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
+def _budget(text: str) -> str:
     from spectune.optimizer.schedule.times import parse_duration
 
     parse_duration(text)
     return text
 
 
-@click.command()
-@decoding_options
-@deployment_option
-@search_options
+@click.command(cls=Command)
+@opts.decoding
+@opts.deployment
+@opts.search
 @option(
     "--budget",
+    "Time for race and confirmation, e.g. 90s, 10m.",
     key="budget",
     default="80s",
-    show_default=True,
-    callback=_budget,
-    help="Time for race and confirmation, e.g. 90s, 10m.",
+    callback=checked(_budget),
 )
-@click.option(
-    "--quick",
-    is_flag=True,
-    help="About two minutes: chains only, fewer requests and trials, a shorter race.",
-)
-@click.option("--search-seed", type=SEED, default=0, show_default=True)
-@click.option(
-    "--recording", "recording_id", help="Tune on this recording instead of decoding a workload."
-)
+@flag("--quick", "About two minutes: chains only, fewer requests and trials, a shorter race.")
+@option("--search-seed", type=SEED, default=0)
+@option("--recording recording_id", "Tune on this recording instead of decoding a workload.")
 @load_options
-@click.option(
+@option(
     "--objective",
-    type=click.Choice(["throughput", "tpot", "goodput"]),
+    "With --arrivals: tokens a second, time per output token, or requests a second within --ttft "
+    "and --tpot.",
+    click.Choice(["throughput", "tpot", "goodput"]),
     default="throughput",
-    show_default=True,
-    help="With --arrivals: tokens a second, time per output token, or requests a second within "
-    "--ttft and --tpot.",
 )
-@click.option(
+@flag(
     "--execute",
-    is_flag=True,
-    help="With --arrivals: serve the finalists on the engine too, under the same loads, for "
-    "--budget, and publish what is proved.",
+    "With --arrivals: serve the finalists on the engine too, under the same loads, for --budget, "
+    "and publish what is proved.",
 )
-@workers_option
-@click.option("--fresh", is_flag=True, help="Record and profile anew, whatever is stored.")
-@click.option("--no-publish", is_flag=True, help="Show the evidence, publish nothing.")
-@click.option(
-    "--report",
-    "report_path",
-    help="The page that says what was found; none: no page; default: spectune-report-STUDY.html "
-    "beside the database.",
+@opts.workers
+@flag("--fresh", "Record and profile anew, whatever is stored.")
+@flag("--no-publish", "Show the evidence, publish nothing.")
+@option(
+    "--report report_path",
+    "The page that says what was found; none: no page; default: spectune-report-STUDY.html beside "
+    "the database.",
 )
-@with_json
-def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
+def tune(**kw: Any) -> None:
     """Find the fastest policy, prove it by execution, and publish it.
 
     Records the workload (or resumes, or finds it recorded), profiles the device, searches in
@@ -121,37 +101,35 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
               cli.py tune --engine openvino --arrivals clients:1,4,8 --limit 48 --execute
     """
     if kw["engine"] is not None or kw["arrivals"] is not None or kw["execute"]:
-        tune_under_load(ctx, kw, as_json=as_json)
+        tune_under_load(kw)
         return
     from spectune.optimizer.schedule import parse_duration
 
-    if kw["report_path"] not in (None, "none"):
-        check_writable(ctx, ("--report", kw["report_path"]))
-    quick = _be_quick(ctx, kw) if kw.pop("quick") else ""
-    budget_s = float(parse_duration(kw.pop("budget")))
-    with open_store(ctx) as store:
+    if kw["report_path"] != "none":
+        check_writable(("--report", kw["report_path"]))
+    quick = _be_quick(kw) if kw["quick"] else ""
+    budget_s, publish = float(parse_duration(kw["budget"])), not kw["no_publish"]
+    with open_store() as store:
         spec = pair_spec(kw, store, kw["recording_id"])
-        workload = None if kw["recording_id"] else workload_of(kw, spec, chat=not kw["no_chat"])
+        workload = None if kw["recording_id"] else workload_of(kw, spec)
         from spectune.optimizer.confirm import said_of
 
         if workload is not None:  # told again of what is left once the pair is loaded
-            said_of([r.category for r in workload.requests], publish=not kw["no_publish"])
-        searched = search_asked(kw)
-        options = decode_options(kw)
+            said_of([r.category for r in workload.requests], publish=publish)
+        searched, options = search_asked(kw), decode_options(kw)
         pair = load(kw, store, spec)
-        if workload is None:
-            recording = store.resolve_recording(kw["recording_id"])
-            info = store.get_recording(recording)
-            same_pair(info.pair_id, pair, recording)
-            texts = store.load(recording, (), skip_corrupted=True).trajectories
-            said_of([text.category for text in texts], publish=not kw["no_publish"])
+        if workload is not None:
+            workload = fit_to(pair, workload, options, kw["overlong"])
+        else:
+            info = store.get_recording(kw["recording_id"])
+            same_pair(info.pair_id, pair, info.id)
+            texts = store.load(info.id, (), skip_corrupted=True).trajectories
+            said_of([text.category for text in texts], publish=publish)
             if info.state != "complete" and info.workload_id is not None:
-                say(
-                    f"recording {recording} was never finished: tuning on the {info.n_requests} "
-                    f"requests it holds (`record --resume {recording}` makes the others)",
-                    err=True,
+                note(
+                    f"recording {info.id} was never finished: tuning on the {info.n_requests} "
+                    f"requests it holds (`record --resume {info.id}` makes the others)"
                 )
-        workload = workload and fit_to(pair, workload, options, kw["overlong"])
         from spectune.optimizer.estimate import course
         from spectune.optimizer.report.tables import evidence_table
         from spectune.optimizer.report.words import closing
@@ -163,32 +141,32 @@ def tune(ctx: click.Context, as_json: bool, **kw: Any) -> None:
             seed=kw["search_seed"],
             budget_s=budget_s,
             fresh=kw["fresh"],
-            publish=not kw["no_publish"],
+            publish=publish,
             deployment=kw["deployment"],
             workers=kw["workers"],
-            tell=lambda line: say(line, err=True),
-            publishing=lambda tuned: kept_unless_stored(ctx, "tune", tuned.to_json),
+            tell=note,
+            publishing=lambda tuned: kept_unless_stored(tuned.to_json),
             **searched,
         )
         expected = course(store, pair, wanted, workload, [name for name, _ in STAGES])
-        say(quick + expected.told(budget_s), err=True)
+        note(quick + expected.told(budget_s))
         with Meter(expected) as meter:
             wanted = replace(wanted, begins=expected.begin)
             if workload is None:
-                tuned = tune_recording(store, pair, recording, wanted, progress=meter)
+                tuned = tune_recording(store, pair, info.id, wanted, progress=meter)
             else:
                 tuned = do_tune(store, pair, workload, wanted, progress=meter)
-        page, failed = page_of(ctx, store, tuned.study, kw["report_path"])
+        page, failed = page_of(store, tuned.study, kw["report_path"])
         found = {**tuned.to_json(), "report": page}
-    emit(as_json, found, lambda: evidence_table(tuned))
-    if not as_json:
+    emit(found, lambda: evidence_table(tuned))
+    if not as_json():
         where = f"in deployment {kw['deployment']}, for pair {pair.spec.name} on {pair.device.type}"
-        say(closing(found, where, _next(ctx, found)))
+        say(closing(found, where, _next(found)))
     if failed is not None:
         raise failed
 
 
-def tune_under_load(ctx: click.Context, kw: dict[str, Any], *, as_json: bool) -> None:
+def tune_under_load(kw: dict[str, Any]) -> None:
     """`tune --engine`: the table that is best at the loads asked for, found by simulating what the
     engine recorded. It is printed, with the command that puts it in force. With ``--execute`` the
     engine serves it too, beside the best constants, no speculation and what is in force, and the
@@ -205,7 +183,7 @@ def tune_under_load(ctx: click.Context, kw: dict[str, Any], *, as_json: bool) ->
             "--engine and --execute tune for a load: say --arrivals poisson:RATE, clients:N, "
             "recorded or a CSV"
         )
-    with open_store(ctx, create=False) as store:
+    with open_store(create=False) as store:
         info = recording_on(store, kw["recording_id"] or "latest", kw["engine"])
         spec = pair_spec(kw, store, info.id) if kw["execute"] else None
         if spec is not None and spec.id != info.pair_id:
@@ -213,14 +191,14 @@ def tune_under_load(ctx: click.Context, kw: dict[str, Any], *, as_json: bool) ->
                 f"recording {info.id} is of pair {info.pair_id}, not of {spec.name} ({spec.id}), "
                 "which --execute would serve"
             )
-        searched, place = search_under_load(store, info, kw), place_of(ctx, store, info)
-        proved = None if spec is None else execute_found(ctx, store, searched, spec, place)
-    show_search(ctx, searched, place, proved, as_json=as_json)
+        searched, place = search_under_load(store, info, kw), place_of(store, info)
+        proved = None if spec is None else execute_found(store, searched, spec, place, kw)
+    show_search(searched, place, proved)
 
 
-def _be_quick(ctx: click.Context, kw: dict[str, Any]) -> str:
+def _be_quick(kw: dict[str, Any]) -> str:
     """Puts :data:`QUICK` where nothing was given; a line on what that leaves out."""
-    kw |= {name: value for name, value in QUICK.items() if not is_given(ctx, name)}
+    kw |= {name: value for name, value in QUICK.items() if not is_given(name)}
     trees = (
         ""
         if kw["tree_width"]
@@ -238,7 +216,7 @@ def _be_quick(ctx: click.Context, kw: dict[str, Any]) -> str:
 
 
 def page_of(
-    ctx: click.Context, store: TraceStore, study: str, path: str | None = None
+    store: TraceStore, study: str, path: str | None = None
 ) -> tuple[str | None, Exception | None]:
     """Writes the report: (where, None); (None, None) where none is wanted or a page that nobody
     asked for cannot be made, which costs a line; (None, why) for one that was asked for: the
@@ -250,32 +228,25 @@ def page_of(
     if path == "none":
         return None, None
     try:
-        return str(write_report(ctx, store, study, path, silent)["path"]), None
+        return str(write_report(store, study, path, silent)["path"]), None
     except (OutputError, DatabaseError) as error:
         if path is not None:
             return None, error
-        say(f"{error}; `report {study} --out report.html` writes the report elsewhere", err=True)
+        note(f"{error}; `report {study} --out report.html` writes the report elsewhere")
         return None, None
 
 
-def _next(ctx: click.Context, tuned: dict[str, Any]) -> list[tuple[str, str]]:
+def _next(tuned: dict[str, Any]) -> list[tuple[str, str]]:
     """What to type after a tuning, and what it is for."""
-    winner = tuned["winner"]["id"]
-    commands = [
-        (f"policies show {winner}", "the policy, key by key"),
-        ("run --policy active", "decodes with what is in force"),
-    ]
+    winner, page = tuned["winner"]["id"], tuned["report"]
+    look = (f"policies show {winner}", "the policy, key by key")
+    then = ("run --policy active", "decodes with what is in force")
     if tuned["published"]:
-        commands[0] = ("policies show active", "the policy in force, and its evidence")
+        look = ("policies show active", "the policy in force, and its evidence")
     elif winner != tuned["baselines"]["incumbent"]["id"]:
-        commands[1] = (f"policies activate {winner}", "puts the winner in force")
-    typed = [(to_type(ctx, words), what) for words, what in commands]
-    page = tuned["report"]
-    return (
-        typed
-        if page is None
-        else [
-            *typed,
-            (page, "predicted against measured, the race, latency, what was tried: open it"),
-        ]
-    )
+        then = (f"policies activate {winner}", "puts the winner in force")
+    typed = [(to_type(words), what) for words, what in (look, then)]
+    if page is not None:
+        what = "predicted against measured, the race, latency, what was tried: open it"
+        typed.append((page, what))
+    return typed

@@ -9,55 +9,50 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from spectune.optimizer.commands.config import is_given
-from spectune.optimizer.commands.outputs import kept_unless_stored, to_type
-from spectune.optimizer.commands.shared import Meter, emit, policy_named, say, together
+from spectune.optimizer.commands.config import is_given, option
+from spectune.optimizer.commands.options import checked, together
+from spectune.optimizer.commands.outputs import kept_unless_stored
+from spectune.optimizer.commands.printing import Meter, as_json, emit, note, say, table, to_type
 
 if TYPE_CHECKING:
     from spectune.optimizer.deployment import Place
     from spectune.optimizer.executed_load import Executed
     from spectune.optimizer.proven_load import Proof
     from spectune.optimizer.simulate.load import Objective, Served
-    from spectune.optimizer.simulate.serving import Simulated
     from spectune.optimizer.under_load import Found, UnderLoad
     from spectune.runtime.pair import PairSpec
-    from spectune.runtime.policies.document import Policy
+    from spectune.runtime.policies.document import AnyPolicy, Policy
     from spectune.traces.recording import RecordingInfo
     from spectune.traces.store import Publication, TraceStore
 
 
-def _seconds(_ctx: click.Context, _param: click.Parameter, text: str | None) -> float | None:
+def _seconds(text: str) -> float:
     """``500ms`` or ``2s``, as seconds."""
-    if text is None:
-        return None
     found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(ms|s)", text.strip())
     if found is None or not float(found[1]):
         raise click.BadParameter(f"{text[:40]!r} is no time above 0; write for example 500ms or 2s")
     return float(found[1]) / (1000 if found[2] == "ms" else 1)
 
 
-ENGINES = ("vllm", "openvino")
 load_options = together(
-    click.option(
-        "--engine", type=click.Choice(ENGINES), help="The latest recording of this engine."
-    ),
-    click.option(
+    option("--engine", "The latest recording of this engine.", click.Choice(("vllm", "openvino"))),
+    option(
         "--arrivals",
+        "How requests come: recorded, FILE.csv, FILE.csv@RATE, poisson:RATE or clients:N; several "
+        "numbers with commas.",
         metavar="LOAD",
-        help="How requests come: recorded, FILE.csv, FILE.csv@RATE, poisson:RATE or clients:N; "
-        "several numbers with commas.",
     ),
-    click.option(
+    option(
         "--ttft",
-        callback=_seconds,
+        "Goodput: the most to the first token, e.g. 500ms.",
+        callback=checked(_seconds),
         metavar="TIME",
-        help="Goodput: the most to the first token, e.g. 500ms.",
     ),
-    click.option(
+    option(
         "--tpot",
-        callback=_seconds,
+        "Goodput: the most per later token, e.g. 40ms.",
+        callback=checked(_seconds),
         metavar="TIME",
-        help="Goodput: the most per later token, e.g. 40ms.",
     ),
 )
 
@@ -84,15 +79,12 @@ def recording_on(store: TraceStore, recording: str, engine: str | None) -> Recor
 
 
 def simulate_under_load(
-    store: TraceStore, info: RecordingInfo, kw: dict[str, Any], *, as_json: bool
+    store: TraceStore, info: RecordingInfo, policy: AnyPolicy, kw: dict[str, Any]
 ) -> None:
     """`simulate --arrivals`: the figures of one policy, a row for each load."""
+    from spectune.engines.abilities import engine_named
     from spectune.optimizer.under_load import under_load
     from spectune.runtime.policies.document import Policy
-
-    device = kw["device"] or str(info.options.get("device", "cpu"))
-    policy = policy_named(store, kw["policy_name"], info.pair_id, device, kw["deployment"])
-    from spectune.engines.abilities import engine_named
 
     engine_named(info.engine).runs(policy)
     assert isinstance(policy, Policy)
@@ -107,8 +99,13 @@ def simulate_under_load(
         "loads": [{"load": name, **found.to_json(level)} for name, found in simulated.items()],
     }
     _say_costs(lab)
-    rows = [_row(name, found.served, level) | _steps(found) for name, found in simulated.items()]
-    emit(as_json, data, lambda: _table(rows, f"{policy.label()} on {info.engine} (predicted)"))
+    rows = []
+    for name, found in simulated.items():
+        rounds, accepted, _ = found.counts.sum(0).tolist()
+        tau, batch = 1 + accepted / max(1, rounds), found.steps[:, 0].mean()
+        shown = {"batch": f"{batch:.1f}", "tau": f"{tau:.2f}"}
+        rows.append(_row(name, found.served, level) | shown)
+    emit(data, table(rows, title=f"{policy.label()} on {info.engine} (predicted)"))
 
 
 class Searched(NamedTuple):
@@ -179,19 +176,20 @@ class Proved(NamedTuple):
         }
 
 
-def place_of(ctx: click.Context, store: TraceStore, info: RecordingInfo) -> Place:
+def place_of(store: TraceStore, info: RecordingInfo) -> Place:
     """Where a policy for the engine of a recording is put in force: in the deployment that was
     named, else in the engine's own, on the device that was recorded, else on this machine's."""
     from spectune.optimizer.deployment import Place
     from spectune.runtime.cuda.found import sees_cuda
 
-    deployment = ctx.params["deployment"] if is_given(ctx, "deployment") else info.engine
+    named = click.get_current_context().params["deployment"]
+    deployment = named if is_given("deployment") else info.engine
     device = str(info.options.get("device") or ("cuda" if sees_cuda() else "cpu"))
     return Place(device, deployment, store.active_publication(info.pair_id, device, deployment))
 
 
 def execute_found(
-    ctx: click.Context, store: TraceStore, searched: Searched, spec: PairSpec, place: Place
+    store: TraceStore, searched: Searched, spec: PairSpec, place: Place, kw: dict[str, Any]
 ) -> Proved:
     """Serves what a search found on its engine, beside what is in force, for about --budget;
     publishes the best where that is proved better, unless --no-publish."""
@@ -202,16 +200,15 @@ def execute_found(
     lab, found, data = searched
     incumbent, unusable = to_beat(lab, place.over)
     those = finalists(found, lab, incumbent)
-    passes, one_s = passes_of(those, float(parse_duration(ctx.params["budget"]))), pass_s(those)
-    say(
+    passes, one_s = passes_of(those, float(parse_duration(kw["budget"]))), pass_s(those)
+    note(
         f"{len(those)} policies under {len(lab.loads)} loads, {passes} times each: about "
-        f"{passes * one_s:.0f} s, and the starts of the engine",
-        err=True,
+        f"{passes * one_s:.0f} s, and the starts of the engine"
     )
     with Meter() as meter:
         executed = execute_all(lab, spec, those, passes, meter)
     proof = proof_of(executed, incumbent, lab.objective)
-    against = proof.against or ("--no-publish" if ctx.params["no_publish"] else "")
+    against = proof.against or ("--no-publish" if kw["no_publish"] else "")
     more = (
         f"--budget {math.ceil(proof.wants * one_s)}s fits {proof.wants} passes"
         if proof.against and proof.wants
@@ -221,52 +218,33 @@ def execute_found(
     result = Proved(executed, proof, place, None, reason)
     if against:
         return result
-    with kept_unless_stored(ctx, "tune", lambda: {**data, **result.to_json(lab.objective)}):
-        done = publish_proven(
-            store, lab, proof.winner, place, reason, {**data, **result.to_json(lab.objective)}
-        )
-    return (
-        result._replace(reason=f"{reason}; {done}")
-        if isinstance(done, str)
-        else result._replace(published=done)
-    )
+    evidence = {**data, **result.to_json(lab.objective)}
+    with kept_unless_stored(lambda: evidence):
+        done = publish_proven(store, lab, proof.winner, place, reason, evidence)
+    if isinstance(done, str):
+        return result._replace(reason=f"{reason}; {done}")
+    return result._replace(published=done)
 
 
-def show_search(
-    ctx: click.Context, searched: Searched, place: Place, proved: Proved | None, *, as_json: bool
-) -> None:
+def show_search(searched: Searched, place: Place, proved: Proved | None) -> None:
     """Prints the map of loads, the table that is best over all of them, what the engine served of
     it and what is in force, and what to type next."""
     lab, found, data = searched
-    if proved is None:
-        data = {
-            **data,
-            "published": None,
-            "reason": "predicted alone; --execute proves and publishes",
-        }
-    else:
-        data = {**data, **proved.to_json(lab.objective)}
+    why = "predicted alone; --execute proves and publishes"
     level, rows = lab.objective, []
     for name, best in found.best.items():
         told = {"load": name, "best draft": best.policy.draft, "tokens": best.policy.gamma_max}
-        rows.append(
-            told
-            | _row(name, best.served[name], level)
-            | {"table": f"{100 * found.relative[name]:.1f}%"}
-        )
+        beside = {"table": f"{100 * found.relative[name]:.1f}%"}
+        rows.append(told | _row(name, best.served[name], level) | beside)
     _say_costs(lab)
-    emit(
-        as_json,
-        data,
-        lambda: _table(
-            rows, f"best constant by load on {lab.info.engine} (predicted), and the table beside it"
-        ),
-    )
-    if as_json:
+    on = f"best constant by load on {lab.info.engine} (predicted), and the table beside it"
+    outcome = {"published": None, "reason": why} if proved is None else proved.to_json(level)
+    emit({**data, **outcome}, table(rows, title=on))
+    if as_json():
         return
     if proved is not None:
-        beside = [_beside(one, name) for name in lab.loads for one in proved.executed]
-        emit(False, None, lambda: _table(beside, "executed beside predicted"))
+        executed = [_beside(one, name) for name in lab.loads for one in proved.executed]
+        emit(None, table(executed, title="executed beside predicted"))
         say(f"texts that differ from those recorded: {sum(one.differ for one in proved.executed)}")
     say(
         f"\n{found.simulated} policies simulated. Best over these loads together: "
@@ -276,7 +254,7 @@ def show_search(
         say(f"Not to speculate is best from {found.stops_at} on.")
     if proved is not None:
         say(_concluded(lab, proved))
-    _say_next(ctx, found.table.policy if proved is None else proved.proof.winner, proved, place)
+    _say_next(found.table.policy if proved is None else proved.proof.winner, proved, place)
 
 
 def _concluded(lab: UnderLoad, proved: Proved) -> str:
@@ -296,43 +274,40 @@ def _concluded(lab: UnderLoad, proved: Proved) -> str:
     return f"Nothing is published: {proved.reason}. In force {where}: {stays}."
 
 
-def _say_next(ctx: click.Context, policy: Policy, proved: Proved | None, place: Place) -> None:
+def _say_next(policy: Policy, proved: Proved | None, place: Place) -> None:
     """The command that comes next: to look at what was published, or to put in force what was
     not."""
     there = f"--deployment {place.deployment} --device {place.device}"
     if proved is not None and proved.published is not None:
-        say(
-            "# the policy in force, and its evidence\n"
-            + to_type(ctx, f"policies show active {there}")
-        )
+        what, command = "the policy in force, and its evidence", f"policies show active {there}"
     elif place.over is None or place.over.policy_id != policy.id:
-        window = json.dumps(
-            {"kind": policy.window.kind, "gamma": policy.window.model_dump(mode="json")["gamma"]}
-        )
-        document = (
-            f'{{"draft": "{policy.draft}", "window": {window}}}'
-            if policy.speculates
-            else "autoregressive"
-        )
-        say("# puts it in force\n" + to_type(ctx, f"policies activate {there} '{document}'"))
+        gamma = policy.window.model_dump(mode="json")["gamma"]
+        window = {"kind": policy.window.kind, "gamma": gamma}
+        document = json.dumps({"draft": policy.draft, "window": window})
+        named = document if policy.speculates else "autoregressive"
+        what, command = "puts it in force", f"policies activate {there} '{named}'"
+    else:
+        return
+    say(f"# {what}\n{to_type(command)}")
 
 
 def _beside(one: Executed, name: str) -> dict[str, Any]:
     """A policy under a load, executed: speeds of all executions, and how far the prediction was off
     the median's."""
     measured, each = one.median(name), [s.tokens_per_s for s in one.served[name]]
-    predicted = one.predicted.get(name)
+    speed, tpot, off = "-", "-", "-"
+    if predicted := one.predicted.get(name):
+        speed, tpot = f"{predicted.tokens_per_s:.1f}", f"{1000 * predicted.mean_tpot_s:.3g}"
+        off = f"{100 * (predicted.tokens_per_s / measured.tokens_per_s - 1):+.1f}%"
     return {
         "load": name,
         "policy": one.policy.label(),
-        "predicted": "-" if predicted is None else f"{predicted.tokens_per_s:.1f}",
+        "predicted": speed,
         "tokens/s": f"{measured.tokens_per_s:.1f}",
         "from-to": f"{min(each):.1f}-{max(each):.1f}",
-        "off": "-"
-        if predicted is None
-        else f"{100 * (predicted.tokens_per_s / measured.tokens_per_s - 1):+.1f}%",
+        "off": off,
         "tpot ms": f"{1000 * measured.mean_tpot_s:.3g}",
-        "predicted tpot": "-" if predicted is None else f"{1000 * predicted.mean_tpot_s:.3g}",
+        "predicted tpot": tpot,
     }
 
 
@@ -357,10 +332,9 @@ def _about(lab: UnderLoad) -> dict[str, Any]:
 
 def _say_costs(lab: UnderLoad) -> None:
     check = lab.costs.check
-    say(
+    note(
         f"costs fitted to {check['steps']} served steps: {100 * check['median_error']:.1f}% off in "
-        f"the median, {100 * check['total_error']:+.1f}% in all",
-        err=True,
+        f"the median, {100 * check['total_error']:+.1f}% in all"
     )
 
 
@@ -369,15 +343,10 @@ def _row(name: str, served: Served, level: Objective) -> dict[str, Any]:
     told = served.to_json(level)
 
     def times(key: str, *which: str) -> str:
-        found = told[key]
-        return (
-            "-"
-            if found is None
-            else "/".join(
-                f"{1000 * found[w]:.3g}" if len(which) == 1 else f"{1000 * found[w]:.0f}"
-                for w in which
-            )
-        )
+        found, digits = told[key], ".3g" if len(which) == 1 else ".0f"
+        if found is None:
+            return "-"
+        return "/".join(format(1000 * found[w], digits) for w in which)
 
     row = {
         "load": name,
@@ -389,17 +358,3 @@ def _row(name: str, served: Served, level: Objective) -> dict[str, Any]:
     if level.ttft_s is not None or level.tpot_s is not None:
         row["goodput/s"] = f"{served.goodput(level):.2f}"
     return row
-
-
-def _steps(found: Simulated) -> dict[str, Any]:
-    rounds, accepted, _ = found.counts.sum(0).tolist()
-    return {
-        "batch": f"{found.steps[:, 0].mean():.1f}",
-        "tau": f"{1 + accepted / max(1, rounds):.2f}",
-    }
-
-
-def _table(rows: list[dict[str, Any]], title: str) -> Any:
-    from spectune.optimizer.report.tables import rows_table
-
-    return rows_table(rows, list(rows[0]), title)
