@@ -73,7 +73,7 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Door:
             store.put_panoramas(
                 recording, [(n, a_panorama(text, "other", seed=100 + n, agreement=0.8, none=0.0))]
             )
-            store.put_tree_panoramas(recording, [(n, a_tree(text, "small", seed=n))])
+            store.put_panoramas(recording, [(n, a_tree(text, "small", seed=n))])
     return Door(str(path))
 
 
