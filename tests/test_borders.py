@@ -68,20 +68,9 @@ from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.policies.draft_choice import Chooser, LinearAccuracy
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prompt_features import PromptFeatures
+from spectune.traces import packing
 from spectune.traces.codec import _HEADERS, CODEC, SCHEMA_VERSION, Chunk, CodecError, unpack
 from spectune.traces.errors import SpectuneError
-from spectune.traces.packing import (
-    pack_chain,
-    pack_document,
-    pack_steps,
-    pack_tokens,
-    pack_tree,
-    unpack_chain,
-    unpack_document,
-    unpack_steps,
-    unpack_tokens,
-    unpack_tree,
-)  # fmt: skip
 from spectune.traces.store import TraceStore
 from spectune.traces.store.publications import Publication
 from spectune.traces.store.query import (
@@ -404,9 +393,7 @@ def store(place: Path) -> Iterator[TraceStore]:
     """A store with a recording and an artifact of each kind."""
     with open_database(str(place)) as database:
         store = TraceStore(database)
-        recording = a_recording(store, n=2)
-        for i in range(2):
-            store.put_panoramas(recording, [(i, a_tree(a_trajectory(i), "small"))])
+        a_recording(store, n=2, trees=True)
         for kind, (document, arrays, _) in ARTIFACTS.items():
             store.put_artifact(kind, document, arrays, pair_id=PAIR)
         yield store
@@ -441,7 +428,7 @@ def test_forged_artifacts(
 ) -> None:
     kind, document, arrays = forged
     try:
-        chunk = pack_document(document, arrays)
+        chunk = packing.pack_document(document, arrays)
     except (ValueError, TypeError, RecursionError):  # not JSON: it cannot have been stored
         return
     change = "UPDATE artifact SET data = ?, sha256 = ? WHERE kind = ? RETURNING id"
@@ -455,13 +442,13 @@ def test_forged_artifacts(
 # ------------------------------------------------------------------------------------------- chunks
 
 TRAJECTORY = a_trajectory(1, n=12)
-CHUNKS: dict[str, tuple[Chunk, Callable[[Chunk], Any]]] = {
-    "tokens": (pack_tokens(TRAJECTORY.prompt_ids, TRAJECTORY.output_ids), unpack_tokens),
-    "chain": (pack_chain(a_panorama(TRAJECTORY, "small", gamma_max=4)), unpack_chain),
-    "tree": (pack_tree(a_tree(TRAJECTORY, "small")), unpack_tree),
-    "tree_q": (pack_tree(a_tree(TRAJECTORY, "small", proposals="probability")), unpack_tree),
-    "steps": (pack_steps(steps_of(TRAJECTORY)), unpack_steps),
-    "document": (pack_document({"a": [1]}, {"values": np.ones((2, 3))}), unpack_document),
+CHUNKS: dict[str, Chunk] = {
+    "tokens": packing.pack_tokens(TRAJECTORY.prompt_ids, TRAJECTORY.output_ids),
+    "chain": packing.pack_chain(a_panorama(TRAJECTORY, "small", gamma_max=4)),
+    "tree": packing.pack_tree(a_tree(TRAJECTORY, "small")),
+    "tree_q": packing.pack_tree(a_tree(TRAJECTORY, "small", proposals="probability")),
+    "steps": packing.pack_steps(steps_of(TRAJECTORY)),
+    "document": packing.pack_document({"a": [1]}, {"values": np.ones((2, 3))}),
 }
 
 
@@ -472,7 +459,7 @@ def opened(chunk: Chunk) -> tuple[Any, bytes]:
     return json.loads(bare[4:start]), bare[start:]
 
 
-PARTS = {kind: opened(chunk) for kind, (chunk, _) in CHUNKS.items()}
+PARTS = {kind: opened(chunk) for kind, chunk in CHUNKS.items()}
 
 
 def with_header(header: bytes, body: bytes) -> bytes:
@@ -530,7 +517,7 @@ def test_forged_chunks(forged: tuple[str, Chunk]) -> None:
     with border(CodecError):
         unpack(chunk)
     with border(CodecError):
-        CHUNKS[kind][1](chunk)
+        getattr(packing, f"unpack_{kind.removesuffix('_q')}")(chunk)
 
 
 # --------------------------------------------------------------------------------------------- rows

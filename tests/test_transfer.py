@@ -18,7 +18,7 @@ import pytest
 from databases import run_sql
 from doors import Door
 from test_traces_codec import FORGED
-from trace_values import POLICY, POLICY_ID, a_recording, a_trajectory, a_tree, steps_of
+from trace_values import POLICY, POLICY_ID, a_recording, a_trajectory, steps_of
 
 from spectune.db import CorruptedChunkError, Database, DatabaseError, open_database
 from spectune.db.models import PolicyRow, TrajectoryRow, WorkloadRow
@@ -41,10 +41,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with open_database(str(folder / "a.db")) as database:
         store = TraceStore(database)
         store.put_policy(POLICY_ID, POLICY, "small")
-        recording = a_recording(store, n=3)
-        store.put_panoramas(
-            recording, [(i, a_tree(a_trajectory(i), "small", seed=i)) for i in range(3)]
-        )
+        recording = a_recording(store, n=3, trees=True)
         export_recordings(database, [recording], folder / "moved.db")
     return folder / "moved.db"
 

@@ -26,7 +26,6 @@ from spectune.traces.schema import Proposals, Sampling, TreePanorama
 from spectune.traces.store import TraceStore
 from spectune.traces.store.prune import prune
 from spectune.traces.store.query import TraceFilter, acceptance_stats, request_rows
-from spectune.traces.store.recording_rows import spec_hash
 from spectune.traces.store.transfer import export_recordings, import_recordings
 
 BOTH: tuple[Proposals, ...] = ("coupled", "probability")
@@ -222,8 +221,7 @@ def test_a_damaged_tree_is_named_and_the_others_are_usable(store: TraceStore, ur
 def test_trees_travel_with_their_recording_and_go_with_it(
     store: TraceStore, tmp_path: Path
 ) -> None:
-    recording = a_recording(store, n=2)
-    put_trees(store, recording, 2)
+    recording = a_recording(store, n=2, trees=True)
     put_trees(store, recording, 2, proposals="probability")
     before = store.load(recording, trees=True)
     export_recordings(store.database, [recording], tmp_path / "out.db")
@@ -259,8 +257,7 @@ def old_database(url: str) -> None:
         "pair": {"id": PAIR, "name": "demo", "document": "{}", **now},
         "recording": {
             "id": "rec-000001", "pair_id": PAIR, "source": "record", "state": "complete",
-            "options": "{}", "progress": "{}", **asked, **now,
-            "spec_sha256": spec_hash(PAIR, None, Sampling(), 64, "coupled", {}, "record"),
+            "options": "{}", "progress": "{}", "spec_sha256": "0" * 64, **asked, **now,
         },
         "trajectory": {
             "request_id": text.request_id, "category": text.category, "finish": "length",

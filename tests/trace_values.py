@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from spectune.traces.cost_table import CostTable
@@ -168,8 +170,10 @@ def a_recording(
     n: int = 6,
     drafts: tuple[str, ...] = ("small",),
     verifier: Verifier = "coupled",
+    trees: bool = False,
 ) -> str:
-    """A complete recording in a store: ``n`` trajectories with steps and panoramas; its id."""
+    """A complete recording in a store: ``n`` trajectories with steps and panoramas, and ``trees``
+    of the draft ``small``; its id."""
     store.put_pair(PAIR, "demo", {"target": "t"})
     workload = Workload("w", tuple(Request(f"r{i}", CATEGORIES[i % 3], ("x",)) for i in range(n)))
     info = store.create_recording(
@@ -178,8 +182,8 @@ def a_recording(
     for i in range(n):
         trajectory = a_trajectory(i, verifier=verifier)
         store.append_trajectory(info.id, i, trajectory, steps_of(trajectory))
-        store.put_panoramas(
-            info.id, [(i, a_panorama(trajectory, draft, seed=i)) for draft in drafts]
-        )
+        made: list[Any] = [a_panorama(trajectory, draft, seed=i) for draft in drafts]
+        made += [a_tree(trajectory, "small", seed=i)] if trees else []
+        store.put_panoramas(info.id, [(i, panorama) for panorama in made])
     store.finish_recording(info.id)
     return info.id

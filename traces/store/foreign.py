@@ -34,6 +34,7 @@ from spectune.traces.packing import unpack_chain, unpack_steps, unpack_tree
 from spectune.traces.schema import Finish, Sampling, Verifier
 from spectune.traces.store.catalog import policy_of, workload_of
 from spectune.traces.store.recording_rows import CHAIN, TREE_KINDS, spec_hash, trajectory_of
+from spectune.traces.store.rows import values_of
 from spectune.traces.text import NAME_LIMIT, unstorable
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -67,9 +68,10 @@ def check_recording(row: RecordingRow) -> None:
     known = row.state in _STATES and row.verifier in get_args(Verifier)
     _demand(known, row, "is in no state of ours")
     _demand(isinstance(row.options, dict) and isinstance(row.progress, dict), row, "has no options")
-    asked = (row.pair_id, row.workload_id, _sampling(row), row.max_new_tokens, row.verifier)
-    spec = spec_hash(*asked, row.options, row.source)
-    _demand(spec == row.spec_sha256, row, "is not what its hash (spec_sha256) says")
+    _sampling(row)
+    _demand(
+        spec_hash(values_of(row)) == row.spec_sha256, row, "is not what its hash (spec_sha256) says"
+    )
 
 
 def check_trajectory(row: TrajectoryRow) -> None:

@@ -32,6 +32,8 @@ from spectune.traces.schema import (
 from spectune.traces.store.rows import value_of
 
 CHAIN = "chain"
+ASKED = ("pair_id", "workload_id", "sampling", "max_new_tokens", "verifier", "options", "source")
+"""Columns that say what a recording was asked for."""
 TREE_KINDS: dict[Proposals, str] = {"coupled": "tree", "probability": "tree_q"}
 """The kind of a panorama's row, by how the trees' children are ranked."""
 
@@ -109,25 +111,9 @@ def panorama_values(panorama: ChainPanorama | TreePanorama, verifier: str) -> di
     }
 
 
-def spec_hash(
-    pair_id: str,
-    workload_id: str | None,
-    sampling: Sampling,
-    max_new_tokens: int,
-    verifier: str,
-    options: Mapping[str, Any] | None,
-    source: str,
-) -> str:
-    """SHA-256 of everything a recording was asked for, hex: equal questions, equal hash."""
-    spec = [
-        pair_id,
-        workload_id,
-        asdict(sampling),
-        max_new_tokens,
-        verifier,
-        dict(options or {}),
-        source,
-    ]
+def spec_hash(asked: Mapping[str, Any]) -> str:
+    """SHA-256 of what a recording was asked for, hex: equal questions, equal hash."""
+    spec = [asked[name] for name in ASKED]
     return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
 
 

@@ -81,24 +81,11 @@ class Recordings(Storage):
     ) -> RecordingInfo:
         """Begins a recording in state ``recording``. The pair and the workload must be stored
         already (NotFoundError)."""
-        spec = spec_hash(pair_id, workload_id, sampling, max_new_tokens, verifier, options, source)
+        asked = _asked(pair_id, workload_id, sampling, max_new_tokens, verifier, options, source)
+        how = {"state": "recording", "progress": {}, "spec_sha256": spec_hash(asked)}
         with self.database.write() as session:
             require(session, WorkloadRow, workload_id)
-            new = self._insert_new(
-                session,
-                RecordingRow,
-                "rec",
-                pair_id=pair_id,
-                workload_id=workload_id,
-                source=source,
-                state="recording",
-                sampling=asdict(sampling),
-                max_new_tokens=max_new_tokens,
-                verifier=verifier,
-                options=dict(options or {}),
-                progress={},
-                spec_sha256=spec,
-            )
+            new = self._insert_new(session, RecordingRow, "rec", **asked, **how)
             return infos(session, [session.get_one(RecordingRow, new)])[0]
 
     def find_recording(
@@ -118,8 +105,8 @@ class Recordings(Storage):
         One in state ``recording`` is what a killed ``record`` resumes; a ``complete`` one is what
         ``tune`` need not record again.
         """
-        spec = spec_hash(pair_id, workload_id, sampling, max_new_tokens, verifier, options, source)
-        found = newest(RecordingRow, spec_sha256=spec, state=state).limit(1)
+        asked = _asked(pair_id, workload_id, sampling, max_new_tokens, verifier, options, source)
+        found = newest(RecordingRow, spec_sha256=spec_hash(asked), state=state).limit(1)
         with self.database.read() as session:
             return next(iter(infos(session, session.scalars(found).all())), None)
 
@@ -373,6 +360,27 @@ class Recordings(Storage):
                 list(session.scalars(chosen)),
                 list(session.scalars(of(StepChunkRow))) if steps else [],
             )
+
+
+def _asked(
+    pair_id: str,
+    workload_id: str | None,
+    sampling: Sampling,
+    max_new_tokens: int,
+    verifier: str,
+    options: Mapping[str, Any] | None,
+    source: str,
+) -> dict[str, Any]:
+    """What a recording was asked for, as columns."""
+    return {
+        "pair_id": pair_id,
+        "workload_id": workload_id,
+        "sampling": asdict(sampling),
+        "max_new_tokens": max_new_tokens,
+        "verifier": verifier,
+        "options": dict(options or {}),
+        "source": source,
+    }
 
 
 def _panoramas(recording: str, draft: str, kind: str, *columns: Any) -> Any:
