@@ -476,6 +476,10 @@ SHAPES = st.one_of(
 )
 
 
+LONG_TREE = json.dumps(PARTS["tree"][0]).replace('"coupled"', f'"{"coupled" * 1000}"').encode()
+"""A header whose value is longer than a line."""
+
+
 @st.composite
 def forged_chunks(draw: st.DrawFn) -> tuple[str, Chunk]:
     kind = draw(st.sampled_from(sorted(CHUNKS)))
@@ -512,6 +516,7 @@ def forged_chunks(draw: st.DrawFn) -> tuple[str, Chunk]:
 @cases("chunks", 450)
 @given(forged_chunks())
 @example(("document", sealed(with_header(b"[" * 100_000, b""))))
+@example(("tree", sealed(with_header(LONG_TREE, PARTS["tree"][1]))))
 def test_forged_chunks(forged: tuple[str, Chunk]) -> None:
     kind, chunk = forged
     with border(CodecError):

@@ -181,7 +181,7 @@ def _check_tree(panorama: TreePanorama) -> None:
     parent, slot, count = panorama.parent, panorama.slot, panorama.count
     own = np.arange(len(count) - len(parent), len(count))
     if panorama.proposals not in get_args(Proposals):
-        raise CodecError(f"is no tree panorama: proposals {panorama.proposals!r}")
+        raise CodecError(f"is no tree panorama: proposals {panorama.proposals[:40]!r}")
     if ((parent < 0) | (parent >= own)).any() or (slot >= count[parent]).any():
         raise CodecError("is no tree panorama: a node is not among the children of an earlier one")
     known = (panorama.text_slot < panorama.width) | (panorama.text_slot == _OFF_TEXT)
