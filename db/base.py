@@ -1,21 +1,126 @@
-"""The declarative base all tables share."""
+"""The declarative base of all tables, and column types that mean the same on SQLite and
+PostgreSQL."""
 
 from __future__ import annotations
 
-from sqlalchemy import MetaData
-from sqlalchemy.orm import DeclarativeBase
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Annotated, Any, ClassVar
 
-NAMING = {
-    "ix": "ix_%(column_0_label)s",
-    "uq": "uq_%(table_name)s_%(column_0_name)s",
-    "ck": "ck_%(table_name)s_%(constraint_name)s",
-    "fk": "fk_%(table_name)s_%(column_0_name)s_%(referred_table_name)s",
-    "pk": "pk_%(table_name)s",
-}
-"""Constraint names, so that migrations can alter them on every database."""
+from sqlalchemy import JSON, DateTime, Double, MetaData, String, Text, type_coerce
+from sqlalchemy.engine import Dialect
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.orm import DeclarativeBase
+from sqlalchemy.sql.elements import ColumnElement
+from sqlalchemy.sql.functions import FunctionElement
+from sqlalchemy.types import TypeDecorator
+
+
+class UtcDateTime(TypeDecorator[datetime]):
+    """A moment in UTC: aware datetimes in (naive ones raise ValueError), aware UTC datetimes out.
+
+    SQLite has no time zones, so the moment is stored there as naive UTC text that sorts in time
+    order.
+    """
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> Any:
+        if value is None:
+            return None
+        if value.tzinfo is None:
+            raise ValueError(f"a moment needs a time zone: {value!r}; write datetime.now(UTC)")
+        value = value.astimezone(UTC)
+        return value.replace(tzinfo=None) if dialect.name == "sqlite" else value
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None or value.tzinfo is not None:
+            return value and value.astimezone(UTC)
+        return value.replace(tzinfo=UTC)
+
+
+class Unreadable(str):
+    """What stands in a column of JSON and cannot be read as such; ``problem`` says why in a few
+    words."""
+
+    problem: str
+
+
+class OutsideJson(TypeDecorator[Any]):
+    """JSON that anybody may have written: reading it never fails. What is no JSON, or more than
+    this program can hold (whole numbers of thousands of digits, deep nesting), comes out as
+    :class:`Unreadable`."""
+
+    impl = JSON
+    cache_ok = True
+
+    def column_expression(self, column: ColumnElement[Any]) -> ColumnElement[Any]:
+        return type_coerce(_AsText(column), self)
+
+    def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], Any]:
+        return _read_json
+
+
+class _AsText(FunctionElement[Any]):
+    """A column as it is stored: drivers would otherwise read JSON, or text, while fetching, where
+    one bad row costs all of them."""
+
+    inherit_cache = True
+
+
+@compiles(_AsText)
+def _as_text(element: _AsText, compiler: Any, **how: Any) -> str:
+    return f"CAST({compiler.process(element.clauses, **how)} AS TEXT)"
+
+
+@compiles(_AsText, "sqlite")
+def _as_bytes(element: _AsText, compiler: Any, **how: Any) -> str:
+    return f"CAST({compiler.process(element.clauses, **how)} AS BLOB)"
+
+
+def _read_json(stored: str | bytes | None) -> Any:
+    if stored is None:
+        return None
+    try:
+        return json.loads(stored)
+    except (RecursionError, ValueError) as error:
+        as_text = stored if isinstance(stored, str) else stored.decode(errors="backslashreplace")
+        found = Unreadable(as_text)
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        found.problem = f"cannot be read as JSON ({why})"
+        return found
+
+
+Document = dict[str, Any]
+Str16 = Annotated[str, 16]
+Str32 = Annotated[str, 32]
+Str64 = Annotated[str, 64]
+Str200 = Annotated[str, 200]
 
 
 class Base(DeclarativeBase):
     """Base of every table of the project."""
 
-    metadata = MetaData(naming_convention=NAMING)
+    metadata = MetaData(
+        # Constraint names, so that migrations can alter them on every database.
+        naming_convention={
+            "ix": "ix_%(column_0_label)s",
+            "uq": "uq_%(table_name)s_%(column_0_name)s",
+            "ck": "ck_%(table_name)s_%(constraint_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_name)s_%(referred_table_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map: ClassVar[dict[Any, Any]] = {
+        str: Text,
+        Str16: String(16),
+        Str32: String(32),
+        Str64: String(64),
+        Str200: String(200),
+        float: Double,
+        datetime: UtcDateTime,
+        Document: JSON,
+        list[Any]: JSON,
+    }

@@ -4,21 +4,22 @@ packed chunk."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from sqlalchemy import inspect, select
-from sqlalchemy.orm import Session
 
 from spectune.db.database import Database, schema_of
 from spectune.db.errors import DatabaseError
 from spectune.db.migrate import head
-from spectune.db.models import Packed
-from spectune.db.tables import PACKED
+from spectune.db.models import PACKED
 from spectune.db.urls import parse_url, shown
 
-_BATCH = 256
+_SIZE_BYTES = {
+    "sqlite": "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()",
+    "postgresql": "SELECT pg_database_size(current_database())",
+}
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,7 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        return self.schema == self.head and not (
-            self.integrity or self.foreign_keys or self.bad_chunks
-        )
+        return not self.problems
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -73,82 +72,55 @@ def check(url: str) -> CheckReport:
     if schema != newest:
         return CheckReport(shown(parsed), schema, newest)
     with Database(parsed) as database:
-        sqlite = database.dialect == "sqlite"
-        integrity = _ask(database, _integrity) if sqlite else ()
-        # A damaged file answers no further questions about itself, but its chunks may still be
-        # readable.
-        broken = _ask(database, _foreign_keys) if sqlite and not integrity else ()
+        integrity: tuple[str, ...] = ()
+        broken: tuple[str, ...] = ()
+        if database.dialect == "sqlite":
+            lines = _ask(database, "PRAGMA integrity_check(20)")
+            integrity = () if lines == ("ok",) else lines
+            # A damaged file answers no further questions about itself, but its chunks may still be
+            # readable.
+            ask = (
+                "SELECT printf('table %s row %s refers to a missing row of %s', "
+                '"table", rowid, parent) FROM pragma_foreign_key_check'
+            )
+            broken = () if integrity else _ask(database, ask)
         with database.read() as session:
-            size = _size_bytes(session, database.dialect)
-        total, bad = 0, list[BadChunk]()
-        for row in PACKED:
-            count, found = _chunks(database, row)
-            total += count
-            bad.extend(found)
-    return CheckReport(shown(parsed), schema, newest, total, size, integrity, broken, tuple(bad))
+            size = session.connection().exec_driver_sql(_SIZE_BYTES[database.dialect]).scalar_one()
+        problems = [found for row in PACKED for found in _chunks(database, row)]
+    bad = tuple(found for found in problems if found is not None)
+    chunks = len(problems) - sum(not found.key for found in bad)
+    return CheckReport(shown(parsed), schema, newest, chunks, int(size), integrity, broken, bad)
 
 
-def _ask(database: Database, question: Callable[[Session], tuple[str, ...]]) -> tuple[str, ...]:
+def _ask(database: Database, question: str) -> tuple[str, ...]:
+    """The first column of the answer, or why there is none."""
     try:
         with database.read() as session:
-            return question(session)
+            return tuple(str(row[0]) for row in session.connection().exec_driver_sql(question))
     except DatabaseError as error:
         return (str(error),)
 
 
-def _integrity(session: Session) -> tuple[str, ...]:
-    lines = [
-        str(line) for (line,) in session.connection().exec_driver_sql("PRAGMA integrity_check(20)")
-    ]
-    return () if lines == ["ok"] else tuple(lines)
-
-
-def _foreign_keys(session: Session) -> tuple[str, ...]:
-    rows = session.connection().exec_driver_sql("PRAGMA foreign_key_check").fetchall()
-    return tuple(
-        f"table {table} row {rowid} refers to a missing row of {parent}"
-        for table, rowid, parent, _ in rows
-    )
-
-
-def _size_bytes(session: Session, dialect: str) -> int:
-    ask = "SELECT pg_database_size(current_database())"
-    if dialect == "sqlite":
-        ask = "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()"
-    return int(session.connection().exec_driver_sql(ask).scalar_one())
-
-
-def _chunks(database: Database, row: type[Packed]) -> tuple[int, list[BadChunk]]:
-    """How many chunks there are, and the bad ones."""
+def _chunks(database: Database, row: type[Any]) -> Iterator[BadChunk | None]:
+    """What is wrong with each chunk of a table, None where nothing is; or with the table, without
+    a key."""
     table = inspect(row).local_table
     columns = list(table.primary_key.columns)
     try:
         with database.read() as session:
             keys = session.execute(select(*columns).order_by(*columns)).all()
     except DatabaseError as error:
-        return 0, [BadChunk(str(table.name), {}, str(error))]
-    named = [dict(zip((c.name for c in columns), key, strict=True)) for key in keys]
-    bad: list[BadChunk] = []
-    for i in range(0, len(named), _BATCH):
-        part = named[i : i + _BATCH]
+        yield BadChunk(table.name, {}, str(error))
+        return
+    for values in keys:
+        key = {column.name: value for column, value in zip(columns, values, strict=True)}
+        # A transaction each, so that one that cannot be read costs no other.
         try:
-            bad.extend(_differing(database, table, part))
-        except DatabaseError:
-            # Something in there cannot be read; one by one, so that it costs one chunk.
-            for key in part:
-                try:
-                    bad.extend(_differing(database, table, [key]))
-                except DatabaseError as error:
-                    bad.append(BadChunk(str(table.name), key, f"cannot be read: {error}"))
-    return len(named), bad
-
-
-def _differing(database: Database, table: Any, keys: list[dict[str, Any]]) -> list[BadChunk]:
-    bad = []
-    with database.read() as session:
-        for key in keys:
-            where = [table.c[name] == value for name, value in key.items()]
-            digest, data = session.execute(select(table.c.sha256, table.c.data).where(*where)).one()
-            if hashlib.sha256(data).digest() != digest:
-                bad.append(BadChunk(str(table.name), key, "checksum differs"))
-    return bad
+            with database.read() as session:
+                stored = select(table.c.sha256, table.c.data).filter_by(**key)
+                digest, data = session.execute(stored).one()
+        except DatabaseError as error:
+            yield BadChunk(table.name, key, f"cannot be read: {error}")
+            continue
+        sound = hashlib.sha256(data).digest() == digest
+        yield None if sound else BadChunk(table.name, key, "checksum differs")

@@ -8,19 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, StaticPool, create_engine, text
 from sqlalchemy.orm import Session
 
-from spectune.db.copies import keep_copy
 from spectune.db.engine import LONG, NO_BEGIN, WRITES, make_engine
 from spectune.db.errors import DatabaseError, SchemaError
 from spectune.db.failures import translated, understood
-from spectune.db.migrate import current, foreign_tables, head, migrate, revisions
+from spectune.db.migrate import current, foreign_tables, head, keep_copy, migrate, revisions
+from spectune.db.models import metadata
 from spectune.db.sqlite import is_read_only, real_path
-from spectune.db.tables import metadata
 from spectune.db.urls import parse_url, shown
 
 _MIGRATION_LOCK = 7_310_021
@@ -55,12 +53,7 @@ class Database:
     def read(self) -> Iterator[Session]:
         """A read transaction: one snapshot on SQLite, read committed on PostgreSQL. Raises
         :class:`DatabaseError`."""
-        with (
-            translated(self.url),
-            understood(self.url),
-            Session(self._to_read(), expire_on_commit=False) as session,
-            session.begin(),
-        ):
+        with understood(self.url), self._transaction(self._to_read()) as session:
             yield session
 
     @contextmanager
@@ -68,10 +61,9 @@ class Database:
         """A read transaction that sees one moment, on PostgreSQL too. Who uses it judges the rows:
         a value that is none of its column raises whatever reading it raises. Raises
         :class:`DatabaseError`."""
-        with translated(self.url):
-            engine = self._to_read().execution_options(**_one_moment(self.url))
-            with Session(engine, expire_on_commit=False) as session, session.begin():
-                yield session
+        engine = self._to_read().execution_options(**_one_moment(self.url))
+        with self._transaction(engine) as session:
+            yield session
 
     @contextmanager
     def write(self, *, is_long: bool = False) -> Iterator[Session]:
@@ -84,8 +76,12 @@ class Database:
         if self._missing:
             self._make()
         engine = self._writing.execution_options(**LONG) if is_long else self._writing
+        with self._alone(), self._transaction(engine) as session:
+            yield session
+
+    @contextmanager
+    def _transaction(self, engine: Engine) -> Iterator[Session]:
         with (
-            self._alone(),
             translated(self.url),
             Session(engine, expire_on_commit=False) as session,
             session.begin(),
@@ -97,7 +93,11 @@ class Database:
             self._make()  # another process did
         if not self._missing:
             return self._engine
-        self._stand_in = self._stand_in or _nothing()
+        if self._stand_in is None:
+            self._stand_in = create_engine(
+                "sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False}
+            )
+            metadata.create_all(self._stand_in)
         return self._stand_in
 
     def _make(self) -> None:
@@ -159,12 +159,7 @@ class Database:
     def __enter__(self) -> Database:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -211,15 +206,6 @@ def schema_of(url: str) -> str | None:
         engine.dispose()
 
 
-def _nothing() -> Engine:
-    """An empty database in memory."""
-    engine = create_engine(
-        "sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False}
-    )
-    metadata.create_all(engine)
-    return engine
-
-
 def _one_moment(url: URL) -> dict[str, Any]:
     """Execution options of transactions that see one snapshot. SQLite's always do."""
     return {} if url.get_backend_name() == "sqlite" else {"isolation_level": "REPEATABLE READ"}
@@ -232,52 +218,46 @@ def _file_exists(url: URL) -> None:
         )
 
 
-def _can_be_written(url: URL, schema: str | None) -> None:
-    if url.get_backend_name() == "sqlite" and is_read_only(Path(str(url.database))):
-        has = "is empty" if schema is None else f"has schema {schema}"
-        raise SchemaError(
-            f"database {shown(url)} {has} and is read-only; copy it to a folder that can be "
-            "written, and open it there"
-        )
-
-
 def _prepare(url: URL, *, create: bool, may_upgrade: bool) -> tuple[str | None, str]:
-    if url.get_backend_name() == "sqlite":
-        if create:
-            _folder_exists(url)
-        else:
-            _file_exists(url)
+    """Brings the schema to ours where that is asked for: (revision before, revision now)."""
+    is_sqlite, path = url.get_backend_name() == "sqlite", Path(str(url.database))
+    if is_sqlite:
+        (_folder_exists if create else _file_exists)(url)
     engine = make_engine(url, migrating=True)
     try:
         with translated(url):
             # One snapshot: tables that another process is just creating must not pass for somebody
             # else's.
             with engine.connect().execution_options(**_one_moment(url)) as connection:
-                before = _stand(connection, url, create=create, may_upgrade=may_upgrade)
+                before = _revision(connection, url, create=create, may_upgrade=may_upgrade)
             if before == head():
                 return before, before
-            _can_be_written(url, before)
+            if is_sqlite and is_read_only(path):
+                has = "is empty" if before is None else f"has schema {before}"
+                raise SchemaError(
+                    f"database {shown(url)} {has} and is read-only; copy it to a folder that can "
+                    "be written, and open it there"
+                )
             with (
                 engine.execution_options(**WRITES, **LONG).connect() as connection,
                 connection.begin(),
             ):
-                if connection.dialect.name == "postgresql":
-                    connection.execute(
-                        text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK}
-                    )
+                if not is_sqlite:
+                    connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
                 # Another process may have done it while this one waited for the lock.
-                before = _stand(connection, url, create=create, may_upgrade=may_upgrade)
+                before = _revision(connection, url, create=create, may_upgrade=may_upgrade)
                 if before != head():
-                    if before is not None and connection.dialect.name == "sqlite":
-                        keep_copy(Path(str(url.database)), before)
+                    if before is not None and is_sqlite:
+                        keep_copy(path, before)
                     migrate(connection)
-                    _keys_hold(connection, url)
+                    if is_sqlite:
+                        _keys_hold(connection, url)
             return before, head()
     finally:
         engine.dispose()
 
 
-def _stand(connection: Connection, url: URL, *, create: bool, may_upgrade: bool) -> str | None:
+def _revision(connection: Connection, url: URL, *, create: bool, may_upgrade: bool) -> str | None:
     """The revision found, once it is clear that it can be brought to ours; otherwise raises what
     the user must know."""
     found, known = current(connection), revisions()
@@ -313,8 +293,6 @@ def _folder_exists(url: URL) -> None:
 
 
 def _keys_hold(connection: Connection, url: URL) -> None:
-    if connection.dialect.name != "sqlite":
-        return
     broken = connection.exec_driver_sql("PRAGMA foreign_key_check").fetchall()
     if broken:
         raise SchemaError(

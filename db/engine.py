@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -39,22 +38,21 @@ def make_engine(url: URL, *, migrating: bool = False) -> Engine:
 
 def _sqlite_engine(url: URL, serializer: Callable[[Any], str], migrating: bool) -> Engine:
     pool: dict[str, Any] = {"poolclass": NullPool} if migrating else {}
-    engine = create_engine(url, json_serializer=serializer, **pool)
+    path = Path(str(url.database))
+    engine = create_engine(
+        url,
+        json_serializer=serializer,
+        creator=lambda: connect_sqlite(path, migrating=migrating),
+        **pool,
+    )
 
-    def do_connect(
-        _dialect: object, _record: object, _arguments: object, _named: object
-    ) -> sqlite3.Connection:
-        return connect_sqlite(Path(str(url.database)), migrating=migrating)
-
+    @event.listens_for(engine, "begin")
     def on_begin(connection: Connection) -> None:
         options = connection.get_execution_options()
         if not options.get("spectune_no_begin", False):
-            connection.exec_driver_sql(
-                "BEGIN IMMEDIATE" if options.get("spectune_write", False) else "BEGIN"
-            )
+            how = " IMMEDIATE" if options.get("spectune_write", False) else ""
+            connection.exec_driver_sql(f"BEGIN{how}")
 
-    event.listen(engine, "do_connect", do_connect)
-    event.listen(engine, "begin", on_begin)
     return engine
 
 
@@ -67,26 +65,24 @@ def _postgresql_engine(url: URL, serializer: Callable[[Any], str]) -> Engine:
         url, connect_args=defaults, pool_pre_ping=True, json_serializer=serializer
     )
 
-    def do_connect(
-        _dialect: object, _record: object, arguments: list[Any], named: dict[str, Any]
-    ) -> Driver:
-        return Driver.connect(*arguments, **named)
+    @event.listens_for(engine, "do_connect")
+    def do_connect(_dialect: object, _record: object, given: list[Any], named: Any) -> Driver:
+        return Driver.connect(*given, **named)
 
+    @event.listens_for(engine, "connect")
     def on_connect(connection: Driver, _record: object) -> None:
         connection.limit(str(url.query.get("options", "")))
 
+    @event.listens_for(engine, "begin")
     def on_begin(connection: Connection) -> None:
         driver: Any = connection.connection.driver_connection
         driver.begin(is_long=connection.get_execution_options().get("spectune_long", False))
 
+    @event.listens_for(engine, "checkin")
     def on_checkin(connection: Driver | None, _record: object) -> None:
         if connection is not None:
             connection.rest()
 
-    event.listen(engine, "do_connect", do_connect)
-    event.listen(engine, "connect", on_connect)
-    event.listen(engine, "begin", on_begin)
-    event.listen(engine, "checkin", on_checkin)
     return engine
 
 

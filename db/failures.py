@@ -33,6 +33,15 @@ _LATER_SQLITE = frozenset(
         sqlite3.SQLITE_CANTOPEN,
     }
 )
+_NO_VALUE = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What reading a row raises whose values are none of its columns'."""
 _NO_TABLE = re.compile(r'no such table: (?:main\.)?(\S+)|relation "(\S+)" does not exist')
 
 
@@ -65,14 +74,7 @@ def understood(url: URL) -> Iterator[None]:
     """
     try:
         yield
-    except (
-        TypeError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
+    except _NO_VALUE as error:
         said = " ".join(str(error).split())[:200]
         raise DatabaseError(
             f"database {shown(url)} holds a row that spectune did not write ({said}); restore a "
@@ -80,54 +82,41 @@ def understood(url: URL) -> Iterator[None]:
         ) from error
 
 
+_SQLITE_SAYS = {
+    "not a database": "{name} is not a SQLite database; give another file to --db",
+    "unable to open": "cannot open database file {name}: check that it exists and that its folder "
+    "can be written",
+    "readonly": "database file {name} is read-only; check its permissions and its folder's",
+    "locked": "database {name} is busy: another process has held its write lock for "
+    f"{BUSY_TIMEOUT_S} s",
+    "malformed": "database {name} is damaged ({cause}); run `db check` to see what is still usable",
+}
+"""What the user reads where SQLite's message has these words."""
+_POSTGRESQL_SAYS = {
+    "57014": "database {name}: {cause}; add ?options=-c%20statement_timeout=2h to its URL to allow "
+    "more",
+    "55P03": "database {name} is busy: another process holds what is needed ({cause})",
+}
+"""The same by SQLSTATE."""
+
+
 def _explain(url: URL, error: DBAPIError) -> str:
     """One line for a user: which database, what happened, what to do."""
-    name, cause = shown(url), masked(url, _cause(error))
-    missing = _NO_TABLE.search(cause)
-    if missing:
-        table = missing[1] or missing[2]
+    name, cause, code = shown(url), masked(url, _cause(error)), _code(error)
+    if missing := _NO_TABLE.search(cause):
         return (
-            f"database {name} has no table {table!r}; if it was made anew run `db upgrade`, else "
-            "restore a copy of it"
+            f"database {name} has no table {missing[1] or missing[2]!r}; if it was made anew run "
+            "`db upgrade`, else restore a copy of it"
         )
-    return (
-        _explain_sqlite(name, cause)
-        if url.get_backend_name() == "sqlite"
-        else _explain_postgresql(name, cause, error)
-    )
-
-
-def _explain_sqlite(name: str, cause: str) -> str:
-    if "not a database" in cause:
-        return f"{name} is not a SQLite database; give another file to --db"
-    if "unable to open" in cause:
-        return (
-            f"cannot open database file {name}: check that it exists and that its folder can be "
-            "written"
-        )
-    if "readonly" in cause:
-        return f"database file {name} is read-only; check its permissions and its folder's"
-    if "locked" in cause:
-        return (
-            f"database {name} is busy: another process has held its write lock for "
-            f"{BUSY_TIMEOUT_S} s"
-        )
-    if "malformed" in cause:
-        return f"database {name} is damaged ({cause}); run `db check` to see what is still usable"
-    return f"database {name}: {cause}"
-
-
-def _explain_postgresql(name: str, cause: str, error: DBAPIError) -> str:
-    if _code(error) == "57014":
-        return (
-            f"database {name}: {cause}; add ?options=-c%20statement_timeout=2h to its URL to allow "
-            "more"
-        )
-    if _code(error) == "55P03":
-        return f"database {name} is busy: another process holds what is needed ({cause})"
-    # Errors of a server carry a code; without one the connection was not made or was lost.
-    unreachable = _code(error) is None and ("connect" in cause or "resolve" in cause)
-    return f"cannot reach database {name}: {cause}" if unreachable else f"database {name}: {cause}"
+    said = "database {name}: {cause}"
+    if url.get_backend_name() == "sqlite":
+        said = next((line for words, line in _SQLITE_SAYS.items() if words in cause), said)
+    elif code is None and ("connect" in cause or "resolve" in cause):
+        # Errors of a server carry a code; without one the connection was not made or was lost.
+        said = "cannot reach database {name}: {cause}"
+    else:
+        said = _POSTGRESQL_SAYS.get(code, said)
+    return said.format(name=name, cause=cause)
 
 
 def _cause(error: DBAPIError) -> str:

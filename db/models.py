@@ -12,24 +12,19 @@ from datetime import datetime
 from typing import Any
 
 from sqlalchemy import (
-    JSON,
     BigInteger,
     CheckConstraint,
-    Double,
     ForeignKey,
     ForeignKeyConstraint,
     Index,
-    LargeBinary,
     String,
-    Text,
     UniqueConstraint,
 )
 from sqlalchemy.orm import Mapped, mapped_column
 
-from spectune.db.base import Base
-from spectune.db.types import OutsideJson, UtcDateTime
+import spectune.db.schedules  # noqa: F401  # its tables are on the same metadata
+from spectune.db.base import Base, Document, OutsideJson, Str16, Str32, Str64, Str200
 
-Document = dict[str, Any]
 CASCADE = "CASCADE"
 
 
@@ -38,9 +33,9 @@ class Packed:
     ``codec`` say how to read it."""
 
     schema_version: Mapped[int]
-    codec: Mapped[str] = mapped_column(String(16))
-    sha256: Mapped[bytes] = mapped_column(LargeBinary)
-    data: Mapped[bytes] = mapped_column(LargeBinary)
+    codec: Mapped[Str16]
+    sha256: Mapped[bytes]
+    data: Mapped[bytes]
 
 
 def _of_trajectory(name: str) -> ForeignKeyConstraint:
@@ -55,10 +50,10 @@ class PairRow(Base):
 
     __tablename__ = "pair"
 
-    id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    name: Mapped[str] = mapped_column(Text, index=True)
-    document: Mapped[Document] = mapped_column(JSON)
-    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    id: Mapped[Str64] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(index=True)
+    document: Mapped[Document]
+    created_at: Mapped[datetime]
 
 
 class WorkloadRow(Base):
@@ -66,11 +61,11 @@ class WorkloadRow(Base):
 
     __tablename__ = "workload"
 
-    id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    name: Mapped[str] = mapped_column(Text, index=True)
+    id: Mapped[Str64] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(index=True)
     n_requests: Mapped[int]
-    content: Mapped[list[Any]] = mapped_column(JSON)
-    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    content: Mapped[list[Any]]
+    created_at: Mapped[datetime]
 
 
 class RecordingRow(Base):
@@ -79,19 +74,19 @@ class RecordingRow(Base):
 
     __tablename__ = "recording"
 
-    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    id: Mapped[Str32] = mapped_column(primary_key=True)
     pair_id: Mapped[str] = mapped_column(ForeignKey("pair.id"), index=True)
     workload_id: Mapped[str | None] = mapped_column(ForeignKey("workload.id"), index=True)
-    source: Mapped[str] = mapped_column(String(16))
-    state: Mapped[str] = mapped_column(String(16))
-    sampling: Mapped[Document] = mapped_column(JSON)
+    source: Mapped[Str16]
+    state: Mapped[Str16]
+    sampling: Mapped[Document]
     max_new_tokens: Mapped[int]
-    verifier: Mapped[str] = mapped_column(String(16))
-    options: Mapped[Document] = mapped_column(JSON)
-    progress: Mapped[Document] = mapped_column(JSON)
-    spec_sha256: Mapped[str] = mapped_column(String(64), index=True)
-    created_at: Mapped[datetime] = mapped_column(UtcDateTime, index=True)
-    finished_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    verifier: Mapped[Str16]
+    options: Mapped[Document]
+    progress: Mapped[Document]
+    spec_sha256: Mapped[Str64] = mapped_column(index=True)
+    created_at: Mapped[datetime] = mapped_column(index=True)
+    finished_at: Mapped[datetime | None]
 
 
 class TrajectoryRow(Packed, Base):
@@ -104,20 +99,20 @@ class TrajectoryRow(Packed, Base):
         ForeignKey("recording.id", ondelete=CASCADE), primary_key=True
     )
     ordinal: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    request_id: Mapped[str] = mapped_column(Text)
-    category: Mapped[str] = mapped_column(Text, index=True)
-    sampling: Mapped[Document] = mapped_column(JSON)
+    request_id: Mapped[str]
+    category: Mapped[str] = mapped_column(index=True)
+    sampling: Mapped[Document]
     max_new_tokens: Mapped[int]
-    verifier: Mapped[str] = mapped_column(String(16))
-    finish: Mapped[str] = mapped_column(String(16))
-    stop_strings: Mapped[list[Any]] = mapped_column(JSON)
+    verifier: Mapped[Str16]
+    finish: Mapped[Str16]
+    stop_strings: Mapped[list[Any]]
     n_prompt: Mapped[int]
     n_output: Mapped[int]
     rounds: Mapped[int]
     drafted: Mapped[int]
     accepted: Mapped[int]
-    seconds: Mapped[float] = mapped_column(Double)
-    created_at: Mapped[datetime] = mapped_column(UtcDateTime, index=True)
+    seconds: Mapped[float]
+    created_at: Mapped[datetime] = mapped_column(index=True)
 
 
 class PanoramaChunkRow(Packed, Base):
@@ -135,19 +130,19 @@ class PanoramaChunkRow(Packed, Base):
 
     __tablename__ = "panorama_chunk"
 
-    recording_id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    recording_id: Mapped[Str32] = mapped_column(primary_key=True)
     ordinal: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     draft: Mapped[str] = mapped_column(String(128), primary_key=True)
-    kind: Mapped[str] = mapped_column(String(16), primary_key=True)
+    kind: Mapped[Str16] = mapped_column(primary_key=True)
     gamma_max: Mapped[int]
     width: Mapped[int] = mapped_column(default=0, server_default="0")
-    covers: Mapped[list[Any]] = mapped_column(JSON, default=list, server_default="[]")
+    covers: Mapped[list[Any]] = mapped_column(default=list, server_default="[]")
     n: Mapped[int]
     agree_count: Mapped[int]
     none_count: Mapped[int]
-    acceptance: Mapped[float] = mapped_column(Double)
-    at_risk: Mapped[list[Any]] = mapped_column(JSON)
-    survived: Mapped[list[Any]] = mapped_column(JSON)
+    acceptance: Mapped[float]
+    at_risk: Mapped[list[Any]]
+    survived: Mapped[list[Any]]
 
     __table_args__ = (_of_trajectory("fk_panorama_chunk_trajectory"),)
 
@@ -157,10 +152,10 @@ class PolicyRow(Base):
 
     __tablename__ = "policy"
 
-    id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    label: Mapped[str] = mapped_column(Text)
+    id: Mapped[Str64] = mapped_column(primary_key=True)
+    label: Mapped[str]
     document: Mapped[Any] = mapped_column(OutsideJson)
-    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    created_at: Mapped[datetime]
 
 
 class LatencyProfileRow(Base):
@@ -168,13 +163,13 @@ class LatencyProfileRow(Base):
 
     __tablename__ = "latency_profile"
 
-    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    id: Mapped[Str32] = mapped_column(primary_key=True)
     pair_id: Mapped[str] = mapped_column(ForeignKey("pair.id"))
-    device: Mapped[str] = mapped_column(Text)
-    dtype: Mapped[str] = mapped_column(String(16))
-    document: Mapped[Document] = mapped_column(JSON)
-    environment: Mapped[Document] = mapped_column(JSON)
-    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    device: Mapped[str]
+    dtype: Mapped[Str16]
+    document: Mapped[Document]
+    environment: Mapped[Document]
+    created_at: Mapped[datetime]
 
     __table_args__ = (Index("ix_latency_profile_of", "pair_id", "device", "dtype", "created_at"),)
 
@@ -185,19 +180,19 @@ class RunRow(Base):
 
     __tablename__ = "run"
 
-    id: Mapped[str] = mapped_column(String(32), primary_key=True)
-    kind: Mapped[str] = mapped_column(String(16))
+    id: Mapped[Str32] = mapped_column(primary_key=True)
+    kind: Mapped[Str16]
     pair_id: Mapped[str] = mapped_column(ForeignKey("pair.id"), index=True)
     policy_id: Mapped[str] = mapped_column(ForeignKey("policy.id"), index=True)
-    workload_id: Mapped[str | None] = mapped_column(String(64))
-    recording_id: Mapped[str | None] = mapped_column(String(32))
-    profile_id: Mapped[str | None] = mapped_column(String(32))
-    device: Mapped[str] = mapped_column(Text)
-    dtype: Mapped[str] = mapped_column(String(16))
-    purpose: Mapped[str] = mapped_column(Text)
-    options: Mapped[Document] = mapped_column(JSON)
-    outcome: Mapped[Document] = mapped_column(JSON)
-    created_at: Mapped[datetime] = mapped_column(UtcDateTime, index=True)
+    workload_id: Mapped[Str64 | None]
+    recording_id: Mapped[Str32 | None]
+    profile_id: Mapped[Str32 | None]
+    device: Mapped[str]
+    dtype: Mapped[Str16]
+    purpose: Mapped[str]
+    options: Mapped[Document]
+    outcome: Mapped[Document]
+    created_at: Mapped[datetime] = mapped_column(index=True)
 
 
 class StepChunkRow(Packed, Base):
@@ -210,19 +205,19 @@ class StepChunkRow(Packed, Base):
     __tablename__ = "step_chunk"
 
     id: Mapped[int] = mapped_column(primary_key=True)
-    recording_id: Mapped[str | None] = mapped_column(String(32))
+    recording_id: Mapped[Str32 | None]
     run_id: Mapped[str | None] = mapped_column(ForeignKey("run.id", ondelete=CASCADE))
     ordinal: Mapped[int]
-    request_id: Mapped[str] = mapped_column(Text)
-    category: Mapped[str] = mapped_column(Text)
-    policies: Mapped[list[Any]] = mapped_column(JSON)
+    request_id: Mapped[str]
+    category: Mapped[str]
+    policies: Mapped[list[Any]]
     rounds: Mapped[int]
     drafted: Mapped[int]
     accepted: Mapped[int]
     emitted: Mapped[int]
-    seconds: Mapped[float] = mapped_column(Double)
-    at_risk: Mapped[list[Any]] = mapped_column(JSON)
-    survived: Mapped[list[Any]] = mapped_column(JSON)
+    seconds: Mapped[float]
+    at_risk: Mapped[list[Any]]
+    survived: Mapped[list[Any]]
 
     __table_args__ = (
         _of_trajectory("fk_step_chunk_trajectory"),
@@ -238,11 +233,11 @@ class ArtifactRow(Packed, Base):
 
     __tablename__ = "artifact"
 
-    id: Mapped[str] = mapped_column(String(32), primary_key=True)
-    kind: Mapped[str] = mapped_column(String(64), index=True)
+    id: Mapped[Str32] = mapped_column(primary_key=True)
+    kind: Mapped[Str64] = mapped_column(index=True)
     pair_id: Mapped[str | None] = mapped_column(ForeignKey("pair.id"))
-    provenance: Mapped[Document] = mapped_column(JSON)
-    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    provenance: Mapped[Document]
+    created_at: Mapped[datetime]
 
 
 class StudyRow(Packed, Base):
@@ -250,14 +245,14 @@ class StudyRow(Packed, Base):
 
     __tablename__ = "study"
 
-    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    id: Mapped[Str32] = mapped_column(primary_key=True)
     pair_id: Mapped[str] = mapped_column(ForeignKey("pair.id"), index=True)
-    recording_id: Mapped[str | None] = mapped_column(String(32))
-    sampler: Mapped[str] = mapped_column(Text)
+    recording_id: Mapped[Str32 | None]
+    sampler: Mapped[str]
     seed: Mapped[int] = mapped_column(BigInteger)
     n_trials: Mapped[int]
-    document: Mapped[Document] = mapped_column(JSON)
-    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    document: Mapped[Document]
+    created_at: Mapped[datetime]
 
 
 class PublicationRow(Base):
@@ -272,15 +267,15 @@ class PublicationRow(Base):
         String(100), default="default", server_default="default"
     )
     pair_id: Mapped[str] = mapped_column(ForeignKey("pair.id"))
-    device: Mapped[str] = mapped_column(Text)
+    device: Mapped[str]
     policy_id: Mapped[str] = mapped_column(ForeignKey("policy.id"))
     sampling: Mapped[Any] = mapped_column(OutsideJson(none_as_null=True), nullable=True)
     supersedes: Mapped[int | None] = mapped_column(ForeignKey("publication.id"))
     evidence: Mapped[Any] = mapped_column(OutsideJson)
-    actor: Mapped[str] = mapped_column(Text)
-    reason: Mapped[str] = mapped_column(Text)
-    idempotency_key: Mapped[str | None] = mapped_column(String(200), unique=True)
-    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    actor: Mapped[str]
+    reason: Mapped[str]
+    idempotency_key: Mapped[Str200 | None] = mapped_column(unique=True)
+    created_at: Mapped[datetime]
 
     # Without AUTOINCREMENT SQLite may hand out a deleted row's number again, and a watcher would
     # miss the newer one.
@@ -299,7 +294,18 @@ class AcknowledgementRow(Base):
     publication_id: Mapped[int] = mapped_column(
         ForeignKey("publication.id", ondelete=CASCADE), index=True
     )
-    node: Mapped[str] = mapped_column(Text)
-    status: Mapped[str] = mapped_column(String(16))
-    reason: Mapped[str] = mapped_column(Text)
-    at: Mapped[datetime] = mapped_column(UtcDateTime)
+    node: Mapped[str]
+    status: Mapped[Str16]
+    reason: Mapped[str]
+    at: Mapped[datetime]
+
+
+metadata = Base.metadata
+PACKED: tuple[type[Packed], ...] = (
+    TrajectoryRow,
+    PanoramaChunkRow,
+    StepChunkRow,
+    ArtifactRow,
+    StudyRow,
+)
+"""Tables whose rows hold a checksummed blob."""

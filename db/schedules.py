@@ -11,21 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import (
-    BigInteger,
-    Boolean,
-    CheckConstraint,
-    Double,
-    ForeignKey,
-    Index,
-    Integer,
-    String,
-    Text,
-)
+from sqlalchemy import BigInteger, CheckConstraint, ForeignKey, Index, String
 from sqlalchemy.orm import Mapped, mapped_column
 
-from spectune.db.base import Base
-from spectune.db.types import OutsideJson
+from spectune.db.base import Base, OutsideJson, Str16, Str64, Str200
 
 OUTCOMES = ("enqueued", "misfired", "coalesced", "skipped")
 """What became of a slot: a job; nothing, as it came too late; nothing, as a later slot of the same
@@ -53,25 +42,25 @@ class ScheduleRow(Base):
         {"sqlite_autoincrement": True},
     )
 
-    id: Mapped[int] = mapped_column(Integer, primary_key=True)
-    name: Mapped[str] = mapped_column(String(200), unique=True)
-    cron: Mapped[str | None] = mapped_column(String(200))
+    id: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[Str200] = mapped_column(unique=True)
+    cron: Mapped[Str200 | None]
     interval_s: Mapped[int | None] = mapped_column(BigInteger)
-    tz: Mapped[str] = mapped_column(String(64))
+    tz: Mapped[Str64]
     anchor_at: Mapped[int] = mapped_column(BigInteger)
     next_fire_at: Mapped[int] = mapped_column(BigInteger)
     misfire_grace_s: Mapped[int | None] = mapped_column(BigInteger)
     """A slot older than this when noticed is not run; NULL: no slot is too old."""
-    coalesce: Mapped[bool] = mapped_column(Boolean)
-    max_instances: Mapped[int | None] = mapped_column(Integer)
+    coalesce: Mapped[bool]
+    max_instances: Mapped[int | None]
     """Slots are skipped while this many jobs of the schedule are unfinished; NULL: no limit."""
-    max_attempts: Mapped[int] = mapped_column(Integer)
-    budget_s: Mapped[float | None] = mapped_column(Double)
-    enabled: Mapped[bool] = mapped_column(Boolean)
-    parked: Mapped[str | None] = mapped_column(Text)
+    max_attempts: Mapped[int]
+    budget_s: Mapped[float | None]
+    enabled: Mapped[bool]
+    parked: Mapped[str | None]
     """Why a schedule that could not be read was disabled; NULL: it was not."""
     payload: Mapped[Any] = mapped_column(OutsideJson)
-    created_at: Mapped[float] = mapped_column(Double)
+    created_at: Mapped[float]
 
 
 class FireRow(Base):
@@ -85,8 +74,8 @@ class FireRow(Base):
         ForeignKey("schedule.id", ondelete="CASCADE"), primary_key=True
     )
     fire_at: Mapped[int] = mapped_column(BigInteger, primary_key=True)
-    outcome: Mapped[str] = mapped_column(String(16))
-    noticed_at: Mapped[float] = mapped_column(Double)
+    outcome: Mapped[Str16]
+    noticed_at: Mapped[float]
 
 
 class JobRow(Base):
@@ -101,17 +90,17 @@ class JobRow(Base):
         {"sqlite_autoincrement": True},
     )
 
-    id: Mapped[int] = mapped_column(Integer, primary_key=True)
+    id: Mapped[int] = mapped_column(primary_key=True)
     schedule_id: Mapped[int] = mapped_column(ForeignKey("schedule.id", ondelete="CASCADE"))
     fire_at: Mapped[int] = mapped_column(BigInteger)
-    state: Mapped[str] = mapped_column(String(16))
-    attempt: Mapped[int] = mapped_column(Integer)
-    max_attempts: Mapped[int] = mapped_column(Integer)
-    lease_owner: Mapped[str | None] = mapped_column(String(200))
-    lease_until: Mapped[float | None] = mapped_column(Double)
+    state: Mapped[Str16]
+    attempt: Mapped[int]
+    max_attempts: Mapped[int]
+    lease_owner: Mapped[Str200 | None]
+    lease_until: Mapped[float | None]
     idempotency_key: Mapped[str] = mapped_column(String(300), unique=True)
     result: Mapped[Any] = mapped_column(OutsideJson(none_as_null=True), nullable=True)
-    error: Mapped[str | None] = mapped_column(Text)
-    queued_at: Mapped[float] = mapped_column(Double)
-    started_at: Mapped[float | None] = mapped_column(Double)
-    finished_at: Mapped[float | None] = mapped_column(Double)
+    error: Mapped[str | None]
+    queued_at: Mapped[float]
+    started_at: Mapped[float | None]
+    finished_at: Mapped[float | None]

@@ -331,9 +331,7 @@ def _tree_job(
     missing = {*_lacking(store, recording, wanted), *new}
     if missing:
         wanted = _united(store, recording, wanted)
-    return _Job(
-        phase, missing, partial(record_tree_panorama, **vars(wanted)), store.put_tree_panoramas
-    )
+    return _Job(phase, missing, partial(record_tree_panorama, **vars(wanted)), store.put_panoramas)
 
 
 def _lacking(store: TraceStore, recording: str, wanted: _Trees) -> tuple[int, ...]:

@@ -22,27 +22,9 @@ if TYPE_CHECKING:  # torch is imported by those tests alone that need it
 
 TEMPLATE = "spectune_template"
 SLOWEST = (
-    *(
-        "cli_flow",
-        "schedule_workers",
-        "kill",
-        "shortlists",
-        "openvino",
-        "shortlist_tuning",
-        "publishing",
-        "llamacpp",
-        "parity",
-    ),
-    *(
-        "head_drafting",
-        "fit_commands",
-        "chooser_policy",
-        "processes",
-        "schedule_retries",
-        "frequency_ranks",
-        "tree_parity",
-    ),
-    *("distributed", "routing", "docs", "borders"),
+    "cli_flow schedule_workers kill shortlists openvino shortlist_tuning publishing llamacpp "
+    "parity head_drafting fit_commands chooser_policy processes schedule_retries frequency_ranks "
+    "tree_parity distributed routing docs borders"
 )
 """Test files that are begun first: the longest, as one of them would keep a single worker busy at
 the end. While the first tunes, and so compiles what is compiled, the second needs none of it."""
@@ -54,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    ranks = {f"test_{name}": rank for rank, name in enumerate(SLOWEST)}
+    ranks = {f"test_{name}": rank for rank, name in enumerate(SLOWEST.split())}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(SLOWEST)))
 
 
@@ -71,15 +53,11 @@ class Postgresql:
 
     def create(self, name: str, *, empty: bool = False) -> str:
         """Creates a database and returns its URL."""
+        template = "template0" if empty else self._template
         with self._engine.connect() as connection:
-            connection.exec_driver_sql(
-                f'CREATE DATABASE "{name}" TEMPLATE {"template0" if empty else self._template}'
-            )
-        return (
-            self._url.set(database=name)
-            .render_as_string(hide_password=False)
-            .replace("postgresql+psycopg", "postgresql")
-        )
+            connection.exec_driver_sql(f'CREATE DATABASE "{name}" TEMPLATE {template}')
+        url = self._url.set(database=name).render_as_string(hide_password=False)
+        return url.replace("postgresql+psycopg", "postgresql")
 
     def drop(self, name: str) -> None:
         """Drops a database, throwing its clients out."""
@@ -106,6 +84,15 @@ def postgresql_url(postgresql: Postgresql) -> Iterator[str]:
     name = f"t_{secrets.token_hex(6)}"
     yield postgresql.create(name, empty=True)
     postgresql.drop(name)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def new_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of a database without any schema; a file is not made yet."""
+    if request.param == "sqlite":
+        return str(tmp_path / "new.db")
+    url: str = request.getfixturevalue("postgresql_url")
+    return url
 
 
 @pytest.fixture(scope="session")

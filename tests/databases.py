@@ -1,16 +1,24 @@
-"""A PostgreSQL server for the tests, however this machine can have one."""
+"""A PostgreSQL server for the tests, however this machine can have one; and old schemas."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import socket
+import sqlite3
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from spectune.db import migrate
+from spectune.db.engine import WRITES, make_engine
+from spectune.db.urls import parse_url
 
 URL_VARIABLE = "SPECTUNE_TEST_PG_URL"
 BINARIES = "/usr/lib/postgresql"
@@ -74,19 +82,10 @@ class Server:
         if os.geteuid() == 0:  # the server refuses to run as root; Debian's packages made it a user
             self._as_user = ["runuser", "-u", "postgres", "--"]
             shutil.chown(self.folder, "postgres")
-        given = {
-            "listen_addresses": "127.0.0.1",
-            "fsync": "off",
-            "max_connections": 120,
-            "shared_buffers": "32MB",
-            **options,
-        }
-        self._options = " ".join(
-            [
-                f"-k {self.folder} -p {port}",
-                *(f"-c {name}={value}" for name, value in given.items()),
-            ]
-        )
+        given = {"listen_addresses": "127.0.0.1", "fsync": "off", "max_connections": 120}
+        given |= {"shared_buffers": "32MB", **options}
+        settings = " ".join(f"-c {name}={value}" for name, value in given.items())
+        self._options = f"-k {self.folder} -p {port} {settings}"
         self._binaries, self.data = binaries, self.folder / "data"
         self._run("initdb", "-A", "trust", "-U", "postgres", "-E", "UTF8", "--no-sync")
 
@@ -112,15 +111,8 @@ class Server:
         command = [*self._as_user, str(self._binaries / program), "-D", str(self.data), *arguments]
         # Not through pipes: the server would inherit them and keep them open.
         with open(self.folder / f"{program}.out", "w+") as out:
-            done = subprocess.run(
-                command,
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                check=False,
-            )
-            if done.returncode:
+            how = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
+            if subprocess.run(command, cwd=self.folder, check=False, **how).returncode:
                 out.seek(0)
                 log = self.folder / "log"
                 raise RuntimeError(
@@ -135,3 +127,28 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def run_sql(path: Path | str, *statements: str) -> list[Any]:
+    """Runs SQL on a SQLite file without our code between; what the last statement answers. What a
+    check would refuse is let through."""
+    rows: list[Any] = []
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        for statement in ("PRAGMA writable_schema=ON", *statements):
+            rows = connection.execute(statement).fetchall()
+    return rows
+
+
+@contextmanager
+def migrating(url: str) -> Iterator[sa.Connection]:
+    """A connection, in a transaction, as an upgrade has it."""
+    engine = make_engine(parse_url(url), migrating=True)
+    with engine.execution_options(**WRITES).connect() as connection, connection.begin():
+        yield connection
+    engine.dispose()
+
+
+def at_revision(url: str, revision: str) -> None:
+    """Makes a new database and stops at a revision."""
+    with migrating(url) as connection:
+        migrate.migrate(connection, revision)

@@ -16,6 +16,7 @@ import select
 import signal
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -114,7 +115,7 @@ class Driver:
     def __init__(self, pair: str, folder: Path, seed: int, requests: int) -> None:
         self.pair, self.folder, self.chance = pair, folder, random.Random(seed)
         self.requests, self.problems = requests, list[str]()
-        self.kills: dict[str, int] = {}
+        self.kills: Counter[str] = Counter()
         self.finished = 0
         folder.mkdir(parents=True, exist_ok=True)
         from doors import write_workload
@@ -122,32 +123,15 @@ class Driver:
         self.workload = str(write_workload(folder / "work.jsonl", requests))
 
     def command(self, name: str, database: str, seed: int) -> Callable[[], None]:
-        shared = [
-            "--pair",
-            self.pair,
-            "--workload",
-            self.workload,
-            "--max-new-tokens",
-            "16",
-            "--gamma-max",
-            "4",
-        ]
-        small = ["--no-publish", "--tree-width", "0"]  # fewer requests could not be confirmed
-        more = ["--tree-width", "2", "--tree-depth", "2"] if self.requests >= 18 else small
-        quick = (
-            ["--trials", "4", "--finalists", "1", "--budget", "1s", *more] if name == "tune" else []
-        )
-        arguments = [
-            "--db",
-            str(self.folder / database),
-            name,
-            *shared,
-            *quick,
-            "--seed",
-            str(seed),
-            "--device",
-            "cpu",
-        ]
+        quick = ""
+        if name == "tune":
+            quick = "--trials 4 --finalists 1 --budget 1s --tree-width 2 --tree-depth 2"
+            if self.requests < 18:  # which could not be confirmed
+                quick = "--trials 4 --finalists 1 --budget 1s --no-publish --tree-width 0"
+        arguments = (
+            f"--db {self.folder / database} {name} --pair {self.pair} --workload {self.workload} "
+            f"--max-new-tokens 16 --gamma-max 4 {quick} --seed {seed} --device cpu"
+        ).split()
 
         def work() -> None:
             from spectune import cli
@@ -174,9 +158,8 @@ class Driver:
             for row in session.scalars(sa.select(TrajectoryRow)):
                 found["trajectory", row.recording_id, row.ordinal] = row.sha256
             for chunk in session.scalars(sa.select(PanoramaChunkRow)):
-                found[f"panorama {chunk.kind}", chunk.recording_id, chunk.ordinal, chunk.draft] = (
-                    chunk.sha256
-                )
+                of = (chunk.recording_id, chunk.ordinal, chunk.draft)
+                found[f"panorama {chunk.kind}", *of] = chunk.sha256
             for study in session.scalars(sa.select(StudyRow)):
                 found["study", study.id] = study.sha256
             for profile in session.scalars(sa.select(LatencyProfileRow)):
@@ -193,19 +176,12 @@ class Driver:
         from spectune.db import open_database
         from spectune.db.models import RecordingRow
 
+        complete = sa.select(RecordingRow.id).where(RecordingRow.state == "complete")
         with open_database(str(self.folder / database)) as opened, opened.read() as session:
-            ids = list(
-                session.scalars(sa.select(RecordingRow.id).where(RecordingRow.state == "complete"))
-            )
-        facts = self.facts(database)
-        return [
-            {
-                (k[0], *k[2:]): v
-                for k, v in facts.items()
-                if k[0] in ("trajectory", "panorama chain") and k[1] == i
-            }
-            for i in ids
-        ]
+            ids = list(session.scalars(complete))
+        kept = ("trajectory", "panorama chain")
+        facts = [(key, v) for key, v in self.facts(database).items() if key[0] in kept]
+        return [{(k[0], *k[2:]): v for k, v in facts if k[1] == name} for name in ids]
 
     def verify(self, database: str, before: Facts, what: str) -> Facts:
         from spectune.db import check
@@ -217,11 +193,8 @@ class Driver:
             return before  # killed before the first schema was committed
         self.problems += [f"{what}: {problem}" for problem in report.problems]
         now = self.facts(database)
-        self.problems += [
-            f"{what}: {key} is lost or changed"
-            for key, value in before.items()
-            if now.get(key) != value
-        ]
+        changed = [key for key, value in before.items() if now.get(key) != value]
+        self.problems += [f"{what}: {key} is lost or changed" for key in changed]
         return now
 
     def series(
@@ -232,13 +205,10 @@ class Driver:
         from doors import put_profile
 
         known: Facts = {}
-        seed = attempts = 0
+        seed = attempts = killed = 0
         todo: list[str] = []
         profiled = name == "record"
-        while (
-            sum(self.kills.get(f"{name} {p}", 0) for p in (*phases, "profile")) < count
-            and attempts < 4 * count + 4
-        ):
+        while killed < count and attempts < 4 * count + 4:
             attempts += 1
             if not todo:
                 todo = list(phases)
@@ -250,7 +220,8 @@ class Driver:
             )
             what = f"{name}, attempt {attempts}, in {phase}"
             if ended.code is None:
-                self.kills[f"{name} {phase}"] = self.kills.get(f"{name} {phase}", 0) + 1
+                self.kills[f"{name} {phase}"] += 1
+                killed += 1
             elif ended.code == 0:
                 self.finished += 1
                 seed += 1
@@ -267,11 +238,8 @@ class Driver:
         made = self.complete(database)
         if not made:
             self.problems.append(f"{name} left no complete recording")
-        self.problems += [
-            f"{name}: a resumed recording differs from an uninterrupted one"
-            for r in made
-            if r != expected
-        ]
+        differs = f"{name}: a resumed recording differs from an uninterrupted one"
+        self.problems += [differs for recording in made if recording != expected]
 
     def run(self, count: int) -> dict[str, Any]:
         from doors import put_profile
@@ -291,7 +259,7 @@ class Driver:
         self.series("tune", "tune.db", count // 2, lengths, expected)
         return {
             "kills": dict(sorted(self.kills.items())),
-            "count": sum(self.kills.values()),
+            "count": self.kills.total(),
             "finished": self.finished,
             "phases_s": {k: round(v, 3) for k, v in lengths.items()},
             "problems": self.problems,

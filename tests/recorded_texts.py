@@ -79,7 +79,7 @@ def keep(
     for n, text in enumerate(texts, first):
         store.append_trajectory(recording, n, text)
         store.put_panoramas(recording, [(n, record_panorama(pair, text, d, gamma)) for d in drafts])
-        store.put_tree_panoramas(
+        store.put_panoramas(
             recording, [(n, record_tree_panorama(pair, text, d, width, depth)) for d in drafts]
         )
 

@@ -73,7 +73,7 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Door:
         for n, text in enumerate(store.load(recording).trajectories):
             other = a_panorama(text, "other", seed=100 + n, agreement=0.8, none=0.0)
             store.put_panoramas(recording, [(n, other)])
-            store.put_tree_panoramas(recording, [(n, a_tree(text, "small", seed=n))])
+            store.put_panoramas(recording, [(n, a_tree(text, "small", seed=n))])
     return Door(str(path))
 
 

@@ -27,6 +27,7 @@ from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import read_pair
 from spectune.traces.store import TraceStore
 
+INTERRUPTED = "interrupted; what was committed is kept, the same command goes on from there\n"
 KILLS = 2
 """`make acceptance` makes 50."""
 
@@ -45,24 +46,14 @@ def test_ctrl_c_is_one_line_and_exit_130_and_resumes(tiny_pair: Path, tmp_path: 
     same recording."""
     door = Door(str(tmp_path / "spectune.db"), str(tiny_pair))
     workload = write_workload(tmp_path / "w.jsonl", 12)
-    record = (
-        "record",
-        "--pair",
-        tiny_pair,
-        "--workload",
-        workload,
-        "--max-new-tokens",
-        48,
-        "--gamma-max",
-        2,
-    )
+    asked = f"record --pair {tiny_pair} --workload {workload} --max-new-tokens 48 --gamma-max 2"
+    record = asked.split()
     process = door.start(*record)
     assert process.stderr.readline() == "decode: 12\n"  # the first text is stored
     process.send_signal(signal.SIGINT)
     rest = process.stderr.read()
     assert process.stdout.read() == ""
-    assert process.wait(60) == 130
-    assert rest == "interrupted; what was committed is kept, the same command goes on from there\n"
+    assert (process.wait(60), rest) == (130, INTERRUPTED)
     stored = trajectories(tmp_path / "spectune.db")
     assert 1 <= len(stored) < 12
     assert door.json("db", "check")["ok"] is True
@@ -78,24 +69,10 @@ def test_an_interrupted_run_keeps_what_it_has_served(tiny_pair: Path, tmp_path: 
     door = Door(str(tmp_path / "spectune.db"), str(tiny_pair))
     workload = write_workload(tmp_path / "w.jsonl", 400)
     for sent, code in ((signal.SIGTERM, 143), (signal.SIGKILL, -9)):
-        run = door.start(
-            "run",
-            "--pair",
-            tiny_pair,
-            "--workload",
-            workload,
-            "--policy",
-            "autoregressive",
-            "--record",
-            "--no-store",
-        )
+        asked = f"run --pair {tiny_pair} --workload {workload} --policy autoregressive"
+        run = door.start(*asked.split(), "--record", "--no-store")
         recording = run.stderr.readline().split()[1]
-        deadline = time.monotonic() + 60
-        while (
-            not any(key[0] == recording for key in trajectories(tmp_path / "spectune.db"))
-            and time.monotonic() < deadline
-        ):
-            time.sleep(0.05)
+        eventually(lambda r=recording: any(of == r for of, _ in trajectories(Path(door.db))))
         run.send_signal(sent)
         assert run.wait(60) == code
         info = next(r for r in door.json("traces", "list")["recordings"] if r["id"] == recording)
@@ -106,14 +83,10 @@ def test_an_interrupted_run_keeps_what_it_has_served(tiny_pair: Path, tmp_path: 
 
 def trajectories(database: Path) -> dict[tuple[str, int], tuple[bytes, str]]:
     """Every stored text: its place, and its checksum and the moment it was stored."""
-    connection = sqlite3.connect(database)
-    try:
-        rows = connection.execute(
-            "SELECT recording_id, ordinal, sha256, created_at FROM trajectory"
-        ).fetchall()
-        return {(recording, ordinal): (digest, at) for recording, ordinal, digest, at in rows}
-    finally:
-        connection.close()
+    asked = "SELECT recording_id, ordinal, sha256, created_at FROM trajectory"
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        rows = connection.execute(asked).fetchall()
+    return {(recording, ordinal): (digest, at) for recording, ordinal, digest, at in rows}
 
 
 @pytest.fixture
@@ -125,28 +98,9 @@ def serving(tiny_pair: Path, tmp_path: Path, pair: LoadedPair) -> Iterator[Any]:
     store = TraceStore(database)
     publish(store, pair, fixed(2))
     workload = write_workload(tmp_path / "long.jsonl", 8)
-    process = door.start(
-        *(
-            "run",
-            "--pair",
-            tiny_pair,
-            "--workload",
-            workload,
-            "--policy",
-            "active",
-            "--max-new-tokens",
-            400,
-            "--device",
-            "cpu",
-        ),
-        *(
-            "--outputs",
-            tmp_path / "texts.jsonl",
-            "--per-round",
-            tmp_path / "rounds.jsonl",
-            "--json",
-        ),
-    )
+    asked = f"run --pair {tiny_pair} --workload {workload} --policy active --max-new-tokens 400"
+    files = f"--outputs {tmp_path / 'texts.jsonl'} --per-round {tmp_path / 'rounds.jsonl'}"
+    process = door.start(*f"{asked} {files} --device cpu --json".split())
     try:
         yield door, process, workload, store
     finally:
@@ -169,15 +123,9 @@ def test_swaps_across_two_processes(serving: Any, tiny_pair: Path, tmp_path: Pat
     ended = "A ended too early to see every publication: lengthen the workload"
     assert acknowledged(1, "applied"), ended
     assert process.stderr.readline() == "run: 8\n", "a text has begun"
-    activated = door.json(
-        "policies",
-        "activate",
-        json.dumps(fixed(5).spelled_out()),
-        "--pair",
-        tiny_pair,
-        "--device",
-        "cpu",
-    )
+    of_pair = ("--pair", tiny_pair, "--device", "cpu")
+    document = json.dumps(fixed(5).spelled_out())
+    activated = door.json("policies", "activate", document, *of_pair)
     applied = [activated["version"]]
     assert acknowledged(applied[-1], "applied"), ended
     served = load_pair(read_pair(str(tiny_pair)), device="cpu", drafts=())
@@ -188,23 +136,18 @@ def test_swaps_across_two_processes(serving: Any, tiny_pair: Path, tmp_path: Pat
     assert acknowledged(refused, "refused"), ended
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
-    assert statuses(store) == [
-        (1, "applied"),
-        *((v, "applied") for v in applied),
-        (refused, "refused"),
-    ]
-    listed = door.json("policies", "list", "--pair", tiny_pair, "--device", "cpu")["publications"]
+    assert statuses(store) == [*((v, "applied") for v in (1, *applied)), (refused, "refused")]
+    listed = door.json("policies", "list", *of_pair)["publications"]
     assert {p["version"]: p["applied"] for p in listed}[activated["version"]] == 1
     told = json.loads(out)
     assert [(c["before"], c["after"], c["version"]) for c in told["changes"]] == [
         (fixed(a).label(), fixed(b).label(), version)
         for (a, b), version in zip([(2, 5), (5, 2), (2, 5)], applied, strict=True)
     ]
-    assert [
-        line for line in err.splitlines() if line.startswith("the policy changed at request ")
-    ] == [
-        f"the policy changed at request {c['request']}, round {c['round']}: {c['before']}, then "
-        f"{c['after']} (version {c['version']})"
+    said = "the policy changed at request "
+    assert [line for line in err.splitlines() if line.startswith(said)] == [
+        f"{said}{c['request']}, round {c['round']}: {c['before']}, then {c['after']} (version "
+        f"{c['version']})"
         for c in told["changes"]
     ]
     assert {p["policy_id"] for p in told["by_policy"]} == {fixed(2).id, fixed(5).id}
@@ -212,39 +155,25 @@ def test_swaps_across_two_processes(serving: Any, tiny_pair: Path, tmp_path: Pat
     assert told["label"] == f"{fixed(2).label()}, then 3 changes"
     kept = store.get_run("latest")
     assert (kept.options["changes"], kept.outcome.policy) == (told["changes"], told["label"])
-    assert {store.get_policy(name).id for name in (fixed(2).id, fixed(5).id)} == {
-        p["policy_id"] for p in told["by_policy"]
-    }
+    assert [store.get_policy(fixed(gamma).id).document["draft"] for gamma in (2, 5)]
 
     rounds = lines(tmp_path / "rounds.jsonl")
     # The window is clipped to what is left of a text's budget; every other round has the one in
     # force.
     full = [r for r in rounds if r["drafted"] + r["start"] + 1 < 400]
     assert [gamma for gamma, _ in itertools.groupby(r["drafted"] for r in full)] == [2, 5, 2, 5]
-    windows = {
-        r["request"]: {s["drafted"] for s in full if s["request"] == r["request"]} for r in full
-    }
+    windows: dict[str, set[int]] = {}
+    for r in full:
+        windows.setdefault(r["request"], set()).add(r["drafted"])
     amid = [request for request, gammas in windows.items() if len(gammas) > 1]
     assert amid, "each of the three swaps came between two texts"
 
     until = max(int(request[1:]) for request in amid) + 1
-    (tmp_path / "first.jsonl").write_text(
-        "".join(workload.read_text().splitlines(keepends=True)[:until])
-    )
-    door.json(
-        *(
-            "run",
-            "--pair",
-            tiny_pair,
-            "--workload",
-            tmp_path / "first.jsonl",
-            "--policy",
-            "autoregressive",
-            "--no-store",
-        ),
-        *("--max-new-tokens", 400, "--outputs", tmp_path / "plain.jsonl", "--device", "cpu"),
-    )
-    assert lines(tmp_path / "plain.jsonl") == lines(tmp_path / "texts.jsonl")[:until]
+    first, plain = tmp_path / "first.jsonl", tmp_path / "plain.jsonl"
+    first.write_text("".join(workload.read_text().splitlines(keepends=True)[:until]))
+    asked = f"run --workload {first} --policy autoregressive --no-store --max-new-tokens 400"
+    door.json(*asked.split(), "--outputs", plain, *of_pair)
+    assert lines(plain) == lines(tmp_path / "texts.jsonl")[:until]
 
 
 @pytest.mark.parametrize("then", ["goes on", "another error"])
@@ -258,9 +187,8 @@ def test_an_interrupt_that_a_callback_swallows_is_heard(
     @click.command("works")
     def works() -> None:
         try:
-            with contextlib.suppress(
-                KeyboardInterrupt
-            ):  # as Python does in a weak reference's callback
+            # As Python does in a weak reference's callback.
+            with contextlib.suppress(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
             if then == "another error":
                 raise RuntimeError("no compiled object yet")
@@ -276,8 +204,4 @@ def test_an_interrupt_that_a_callback_swallows_is_heard(
     finally:
         signal.signal(signal.SIGINT, before)
     assert closed == [then]
-    assert ended.exit_code == 130
-    assert (
-        ended.stderr
-        == "interrupted; what was committed is kept, the same command goes on from there\n"
-    )
+    assert (ended.exit_code, ended.stderr) == (130, INTERRUPTED)

@@ -10,13 +10,13 @@ import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from test_db import at_revision
+from databases import at_revision
 from trace_values import a_recording
 
 from spectune.cli import main
@@ -26,34 +26,17 @@ from spectune.traces.store.transfer import export_recordings
 
 NOBODY = 65534
 READS = (
-    ("traces", "list", "--json"),
-    ("traces", "show", "latest", "--json"),
-    ("policies", "list", "--pair", "demo", "--json"),
-    ("schedule", "list", "--json"),
-    (
-        "simulate",
-        "--policy",
-        '{"draft": "small", "window": {"kind": "fixed", "gamma": 4}}',
-        "--json",
-    ),
-    ("db", "check", "--json"),
+    "traces list",
+    "traces show latest",
+    "policies list --pair demo",
+    "schedule list",
+    'simulate --policy {"draft":"small","window":{"kind":"fixed","gamma":4}}',
+    "db check",
 )
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    with a_folder() as made:
-        yield made
-
-
-@pytest.fixture
-def elsewhere() -> Iterator[Path]:
-    with a_folder() as made:
-        yield made
-
-
-@contextmanager
-def a_folder() -> Iterator[Path]:
     """A folder that everybody may enter and only its owner may write to, with a space and signs of
     a URI in its name."""
     made = Path(tempfile.mkdtemp(prefix="spectune a%20?b#-"))
@@ -61,6 +44,10 @@ def a_folder() -> Iterator[Path]:
     yield made
     made.chmod(0o755)
     shutil.rmtree(made)
+
+
+elsewhere = folder
+"""Another one."""
 
 
 @pytest.fixture
@@ -72,27 +59,23 @@ def path(folder: Path) -> Path:
     return made
 
 
-def _as_reader(folder: Path, act: Callable[[], Any], results: Any) -> None:
-    if os.geteuid() == 0:
-        os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
-    try:
-        results.put(act())
-    except (DatabaseError, sqlite3.Error) as error:
-        results.put((type(error).__name__, str(error)))
-
-
 def as_reader(folder: Path, act: Callable[[], Any]) -> Any:
     """What ``act`` returns, or (kind, message) of its error, in a process that may not write to the
     folder. It changes nothing there."""
 
     def content() -> dict[str, bytes]:
-        return {
-            p.name: p.read_bytes()
-            for p in folder.iterdir()
-            if not (p.is_symlink() or p.name.endswith("-shm"))
-        }
+        kept = [p for p in folder.iterdir() if not (p.is_symlink() or p.name.endswith("-shm"))]
+        return {p.name: p.read_bytes() for p in kept}
+
+    def as_nobody() -> None:
+        if os.geteuid() == 0:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+        try:
+            results.put(act())
+        except (DatabaseError, sqlite3.Error) as error:
+            results.put((type(error).__name__, str(error)))
 
     before = content()
     for entry in folder.iterdir():
@@ -101,7 +84,7 @@ def as_reader(folder: Path, act: Callable[[], Any]) -> Any:
     folder.chmod(0o555)
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    child = context.Process(target=_as_reader, args=(folder, act, results))
+    child = context.Process(target=as_nobody)
     child.start()
     answer = results.get(timeout=60)
     child.join()
@@ -110,7 +93,8 @@ def as_reader(folder: Path, act: Callable[[], Any]) -> Any:
 
 
 def outputs(url: str) -> list[tuple[int, Any]]:
-    run = [CliRunner().invoke(main, ["--db", url, *command]) for command in READS]
+    asked = [["--db", url, *command.split(), "--json"] for command in READS]
+    run = [CliRunner().invoke(main, command) for command in asked]
     return [(r.exit_code, json.loads(r.stdout) if r.exit_code == 0 else r.output) for r in run]
 
 
@@ -153,11 +137,7 @@ def test_a_log_that_cannot_be_read_is_not_left_out_silently(
     (folder / "a.db-wal").write_bytes(log)
     link = elsewhere / "link.db"
     link.symlink_to(path)
-    for act in (
-        lambda: labels(str(path)),
-        lambda: check(str(path)).to_json(),
-        lambda: labels(str(link)),
-    ):
+    for act in (partial(labels, str(path)), partial(check, str(path)), partial(labels, str(link))):
         kind, message = as_reader(folder, act)
         assert kind == "DatabaseError"
         assert "a.db is read-only and its last changes are in a.db-wal" in message

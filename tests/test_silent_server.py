@@ -56,10 +56,8 @@ class Wire:
                     continue
                 for ready in select.select([self._listener, *peers], [], [], 0.02)[0]:
                     if ready is self._listener:
-                        client, server = (
-                            self._listener.accept()[0],
-                            socket.create_connection(self._server),
-                        )
+                        client, _ = self._listener.accept()
+                        server = socket.create_connection(self._server)
                         peers |= {client: server, server: client}
                     elif ready in peers:
                         self._pass_on(ready, peers)
@@ -108,9 +106,14 @@ def no_hang() -> Iterator[None]:
     assert time.monotonic() - begun < HANGS_S
 
 
-def ask(database: Any, statement: str = "SELECT 1", **how: Any) -> Any:
+def ask(database: Any, statement: str = "SELECT 1", *, then: Any = None, **how: Any) -> Any:
+    """What a transaction is answered; ``then`` is done in it, and it asks once more."""
     with database.write(**how) as session:
-        return session.execute(sa.text(statement)).scalar_one()
+        answer = session.execute(sa.text(statement)).scalar_one()
+        if then is not None:
+            then()
+            session.execute(sa.text(statement)).scalar_one()
+        return answer
 
 
 def test_a_port_that_never_answers_is_given_up() -> None:
@@ -126,17 +129,9 @@ def test_a_server_that_falls_silent_in_a_statement_is_given_up_and_found_again(
 ) -> None:
     given = f"{through}?connect_timeout=2&options=-c%20statement_timeout=300ms"
     with open_database(given) as database, no_hang():
-
-        def falls_silent() -> None:
-            with database.write() as session:
-                session.execute(sa.text("SELECT 1")).scalar_one()
-                wire.freeze()
-                session.execute(sa.text("SELECT 1")).scalar_one()
-
-        with pytest.raises(
-            UnavailableError, match="no answer for 1 s; the server is stopped or cut off"
-        ):
-            falls_silent()
+        says = "no answer for 1 s; the server is stopped or cut off"
+        with pytest.raises(UnavailableError, match=says):
+            ask(database, then=wire.freeze)
         # An idle connection of the pool is not trusted, and a new one is not had.
         with pytest.raises(UnavailableError, match="cannot reach database"):
             ask(database)
@@ -149,9 +144,8 @@ def test_a_long_statement_is_cut_only_where_it_was_not_announced(postgresql_url:
     upgrade(postgresql_url)
     with open_database(f"{postgresql_url}?options=-c%20statement_timeout=200ms") as database:
         sleep = "SELECT 1 FROM pg_sleep(0.8)"
-        with pytest.raises(
-            UnavailableError, match=r"statement timeout; add \?options=-c%20statement_timeout"
-        ):
+        says = r"statement timeout; add \?options=-c%20statement_timeout"
+        with pytest.raises(UnavailableError, match=says):
             ask(database, sleep)
         assert ask(database, sleep, is_long=True) == 1
         assert ask(database, "SHOW statement_timeout") == "200ms"
@@ -166,15 +160,8 @@ def test_what_may_take_long_may_not_take_for_ever(
     with open_database(given) as database, no_hang():
         with pytest.raises(UnavailableError, match="statement timeout"):
             ask(database, "SELECT 1 FROM pg_sleep(5)", is_long=True)
-
-        def falls_silent() -> None:
-            with database.write(is_long=True) as session:
-                session.execute(sa.text("SELECT 1")).scalar_one()
-                wire.freeze()
-                session.execute(sa.text("SELECT 1")).scalar_one()
-
         with pytest.raises(UnavailableError, match="the server is stopped or cut off"):
-            falls_silent()
+            ask(database, then=wire.freeze, is_long=True)
     # Whoever allows ordinary statements more, or everything, allows it to these.
     wire.thaw()
     for allowed in ("0", "2h"):
@@ -194,38 +181,32 @@ def test_who_waits_for_a_lock_is_told_so(postgresql_url: str) -> None:
             database.lock(session, "name")
 
 
+DEFAULT = ("2min", "1min", "10", "30", "60000")
+
+
 @pytest.mark.parametrize(
     ("query", "expected"),
     [
-        ("", ("2min", "1min", "10", "30", "60000")),
+        ("", DEFAULT),
         (
-            "?connect_timeout=3&keepalives_idle=7&tcp_user_timeout=9000",
-            ("2min", "1min", "3", "7", "9000"),
+            "connect_timeout=3&keepalives_idle=7&tcp_user_timeout=9000",
+            (*DEFAULT[:2], *"37", "9000"),
         ),
-        (
-            "?options=-c%20statement_timeout=0%20-c%20lock_timeout=5s",
-            ("0", "5s", "10", "30", "60000"),
-        ),
-        ("?options=-c%20work_mem=8MB", ("2min", "1min", "10", "30", "60000")),
+        ("options=-c%20statement_timeout=0%20-c%20lock_timeout=5s", ("0", "5s", *DEFAULT[2:])),
+        ("options=-c%20work_mem=8MB", DEFAULT),
     ],
 )
 def test_a_url_has_the_last_word_on_the_limits(
     query: str, expected: tuple[str, ...], postgresql_url: str
 ) -> None:
     upgrade(postgresql_url)
-    with open_database(postgresql_url + query) as database, database.read() as session:
-        shown = [
-            session.execute(sa.text(f"SHOW {name}")).scalar_one()
-            for name in ("statement_timeout", "lock_timeout")
-        ]
+    with open_database(f"{postgresql_url}?{query}") as database, database.read() as session:
+        shows = [f"SHOW {name}" for name in ("statement_timeout", "lock_timeout")]
+        shown = [session.execute(sa.text(show)).scalar_one() for show in shows]
         connection: Any = session.connection().connection.driver_connection
         given = connection.info.get_parameters()
-        assert (
-            *shown,
-            given["connect_timeout"],
-            given["keepalives_idle"],
-            given["tcp_user_timeout"],
-        ) == expected
+        names = ("connect_timeout", "keepalives_idle", "tcp_user_timeout")
+        assert (*shown, *(given[name] for name in names)) == expected
 
 
 def test_a_limit_of_the_database_itself_is_kept(postgresql_url: str) -> None:

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
+from operator import add
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,10 +71,8 @@ def test_workloads_come_back_equal_and_are_stored_once(store: TraceStore) -> Non
     digest = store.put_workload(WORKLOAD)
     assert store.put_workload(WORKLOAD) == digest == WORKLOAD.digest()
     assert store.get_workload(digest[:8]) == WORKLOAD
-    assert [
-        (row["id"], row["name"], row["n_requests"])
-        for row in list_kind(store.database, "workloads")
-    ] == [(digest, "w", 2)]
+    (row,) = list_kind(store.database, "workloads")
+    assert (row["id"], row["name"], row["n_requests"]) == (digest, "w", 2)
 
 
 def test_a_recording_needs_its_pair_and_workload(store: TraceStore) -> None:
@@ -116,27 +117,19 @@ def test_appending_again_changes_nothing_and_another_text_is_refused(
 def test_an_unfinished_recording_is_found_by_what_was_asked(
     store: TraceStore, begun: RecordingInfo
 ) -> None:
-    ask = {"max_new_tokens": 64, "options": None}
-    assert (
-        store.find_recording(PAIR, begun.workload_id, GREEDY, max_new_tokens=64, state="recording")
-        == begun
-    )
-    assert (
-        store.find_recording(PAIR, begun.workload_id, GREEDY, max_new_tokens=65, state="recording")
-        is None
-    )
-    assert (
-        store.find_recording(PAIR, begun.workload_id, Sampling(0.5), **ask, state="recording")
-        is None
-    )
+
+    def find(
+        sampling: Sampling = GREEDY, max_new_tokens: int = 64, state: Any = "recording"
+    ) -> RecordingInfo | None:
+        return store.find_recording(
+            PAIR, begun.workload_id, sampling, max_new_tokens=max_new_tokens, state=state
+        )
+
+    assert find() == begun
+    assert find(max_new_tokens=65) is find(Sampling(0.5)) is None
     store.finish_recording(begun.id)
-    assert (
-        store.find_recording(PAIR, begun.workload_id, GREEDY, max_new_tokens=64, state="recording")
-        is None
-    )
-    found = store.find_recording(
-        PAIR, begun.workload_id, GREEDY, max_new_tokens=64, state="complete"
-    )
+    assert find() is None
+    found = find(state="complete")
     assert (found.id, found.state) == (begun.id, "complete")
     assert found.finished_at is not None
 
@@ -146,16 +139,12 @@ def test_ids_may_be_shortened_and_latest_is_the_newest(
 ) -> None:
     assert begun.id.startswith("rec-")
     assert len(begun.id) == 10
-    assert store.resolve_recording(begun.id[:9]) in (begun.id,)
+    assert store.resolve_recording(begun.id[:9]) == begun.id
     newer = TraceStore(store.database, clock=lambda: datetime.now(UTC) + timedelta(days=1))
     second = newer.create_recording(PAIR, None, GREEDY, max_new_tokens=8, source="serve")
     assert store.resolve_recording("latest") == second.id
-    for bad, message in (
-        ("rec-", "ambiguous"),
-        ("", "no recording ''"),
-        ("rec-zzz", "no recording"),
-    ):
-        with pytest.raises(NotFoundError, match=message):
+    for bad, says in {"rec-": "ambiguous", "": "no recording ''", "rec-z": "no recording"}.items():
+        with pytest.raises(NotFoundError, match=says):
             store.resolve_recording(bad)
 
 
@@ -239,11 +228,8 @@ def test_policies_artifacts_and_studies(store: TraceStore) -> None:
     assert art == store.put_artifact("q_table", {"gamma_max": 3}, {"q": table})
     assert art != store.put_artifact("q_table", {"gamma_max": 4}, {"q": table})
     got = store.get_artifact(art)
-    assert (got.kind, got.document, got.provenance) == (
-        "q_table",
-        {"gamma_max": 3},
-        {"from": "rec-1"},
-    )
+    assert (got.kind, got.document) == ("q_table", {"gamma_max": 3})
+    assert got.provenance == {"from": "rec-1"}
     assert np.array_equal(got.arrays["q"], table)
     trials = [{"number": i, "value": i / 3, "params": {"gamma": i}} for i in range(50)]
     study = store.put_study(
@@ -286,12 +272,8 @@ def test_the_newest_publication_of_a_device_is_in_force(store: TraceStore) -> No
     second, other = publish("b"), publish("a", device="cuda")
     assert first < second < other
     active = store.active_publication(PAIR, "cpu")
-    assert (active.version, active.policy_id, active.document, active.supersedes) == (
-        second,
-        "b" * 12,
-        POLICY,
-        first,
-    )
+    assert (active.version, active.supersedes) == (second, first)
+    assert (active.policy_id, active.document) == ("b" * 12, POLICY)
     assert store.active_version(PAIR, "cuda") == other
     assert store.active_version(PAIR, "tpu") == 0
     assert [p.version for p in store.list_publications(PAIR)] == [other, second, first]
@@ -337,11 +319,9 @@ def test_acknowledgements_are_kept_in_order(store: TraceStore) -> None:
     store.acknowledge(version, "node-1", "applied")
     store.acknowledge(version, "node-2", "applied")
     got = [(a.node, a.status, a.reason) for a in store.acknowledgements(version)]
-    assert got == [
-        ("node-1", "refused", "no such draft"),
-        ("node-1", "applied", ""),
-        ("node-2", "applied", ""),
-    ]
+    first, *others = got
+    assert first == ("node-1", "refused", "no such draft")
+    assert others == [("node-1", "applied", ""), ("node-2", "applied", "")]
     assert len(store.acknowledgements(node="node-1")) == 2
     with pytest.raises(NotFoundError, match="no publication 99"):
         store.acknowledge(99, "node-1", "applied")
@@ -352,9 +332,8 @@ def test_requests_are_found_by_when_they_were_stored(
 ) -> None:
     start = datetime(2026, 5, 4, tzinfo=UTC)
     for i in range(4):
-        TraceStore(store.database, clock=lambda i=i: start + timedelta(hours=i)).append_trajectory(
-            begun.id, i, a_trajectory(i)
-        )  # type: ignore[misc]
+        then = TraceStore(store.database, clock=partial(add, start, timedelta(hours=i)))
+        then.append_trajectory(begun.id, i, a_trajectory(i))
     assert store.recorded_since(PAIR, start + timedelta(hours=2)) == ((begun.id, 2), (begun.id, 3))
     assert store.recorded_since("nobody", start) == ()
     assert [r.id for r in store.list_recordings(PAIR, source="record", state="recording")] == [
@@ -390,11 +369,6 @@ def pausing(url: str) -> Iterator[Pausing]:
         yield database
 
 
-@pytest.fixture
-def racing(pausing: Pausing) -> TraceStore:
-    return TraceStore(pausing)
-
-
 def at_once(*acts: Callable[[], object]) -> list[object]:
     """What each returned, or the error it raised."""
     with ThreadPoolExecutor(len(acts)) as pool:
@@ -403,8 +377,9 @@ def at_once(*acts: Callable[[], object]) -> list[object]:
 
 
 def test_two_that_store_the_same_panorama_at_once(
-    begun: RecordingInfo, store: TraceStore, racing: TraceStore
+    begun: RecordingInfo, store: TraceStore, pausing: Pausing
 ) -> None:
+    racing = TraceStore(pausing)
     for i in range(3):
         store.append_trajectory(begun.id, i, a_trajectory(i))
     shorter = [(i, a_panorama(a_trajectory(i), "small", gamma_max=8, seed=i)) for i in range(3)]
@@ -419,17 +394,16 @@ def test_two_that_store_the_same_panorama_at_once(
 
 
 def test_two_that_append_the_same_request_at_once(
-    begun: RecordingInfo, store: TraceStore, racing: TraceStore
+    begun: RecordingInfo, store: TraceStore, pausing: Pausing
 ) -> None:
+    racing = TraceStore(pausing)
     items = [(i, a_trajectory(i), steps_of(a_trajectory(i))) for i in range(3)]
     results = at_once(
         lambda: racing.append_trajectories(begun.id, items),
         lambda: racing.append_trajectories(begun.id, items[::-1]),
     )
     assert sorted(map(str, results)) == ["0", "3"]
-    assert store.load(begun.id, steps=True).trajectories == tuple(
-        trajectory for _, trajectory, _ in items
-    )
+    assert store.load(begun.id).trajectories == tuple(trajectory for _, trajectory, _ in items)
 
 
 @pytest.mark.parametrize("first", ["append", "prune"])

@@ -7,18 +7,19 @@ import multiprocessing
 import os
 import random
 import signal
-import sqlite3
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from databases import run_sql
 from trace_values import PAIR, a_panorama, a_recording, a_trajectory, steps_of
 from waiting import eventually
 
-from spectune.db import CorruptedChunkError, Database, UnavailableError, check, open_database
+from spectune.db import CorruptedChunkError, UnavailableError, check, open_database
 from spectune.traces import codec
 from spectune.traces.errors import TraceError
 from spectune.traces.recording import RecordedRequest
@@ -77,25 +78,18 @@ def test_killed_at_random_moments_nothing_acknowledged_is_lost(url: str) -> None
     # panorama.
     assert [r.ordinal for r in loaded.requests] == list(range(len(loaded.requests)))
     for request in loaded.requests:
-        trajectory = a_trajectory(request.ordinal)
-        panoramas = (
-            {"small": a_panorama(trajectory, "small", seed=request.ordinal)}
-            if request.panoramas
-            else {}
-        )
-        assert request == RecordedRequest(
-            request.ordinal, trajectory, panoramas, steps_of(trajectory)
-        )
+        text = a_trajectory(request.ordinal)
+        made = {"small": a_panorama(text, "small", seed=request.ordinal)}
+        panoramas = made if request.panoramas else {}
+        assert request == RecordedRequest(request.ordinal, text, panoramas, steps_of(text))
 
 
 def test_a_flipped_byte_in_the_file_costs_one_chunk(tmp_path: Path) -> None:
     path = tmp_path / "spectune.db"
     with open_database(str(path)) as database:
         recording = a_recording(TraceStore(database), n=5)
-    with sqlite3.connect(path) as connection:
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        data = connection.execute("SELECT data FROM panorama_chunk WHERE ordinal = 2").fetchone()[0]
-    connection.close()
+    run_sql(path, "PRAGMA wal_checkpoint(TRUNCATE)")
+    ((data,),) = run_sql(path, "SELECT data FROM panorama_chunk WHERE ordinal = 2")
     content = bytearray(path.read_bytes())
     where = content.index(data[200:260])
     content[where + 30] ^= 0x10
@@ -108,10 +102,8 @@ def test_a_flipped_byte_in_the_file_costs_one_chunk(tmp_path: Path) -> None:
     assert report.integrity == ()
     with open_database(str(path)) as database:
         store = TraceStore(database)
-        with pytest.raises(
-            CorruptedChunkError,
-            match=f"recording {recording}, request 2: panorama of draft 'small'",
-        ):
+        what = f"recording {recording}, request 2: panorama of draft 'small'"
+        with pytest.raises(CorruptedChunkError, match=what):
             store.load(recording)
         loaded = store.load(recording, skip_corrupted=True)
     assert [(s.ordinal, s.draft) for s in loaded.skipped] == [(2, "small")]
@@ -144,37 +136,29 @@ def test_the_writer_stores_everything_in_order(store: TraceStore, served: str) -
     assert max(store.recorded_ordinals(served)) == 50
 
 
-def test_the_writer_flushes_within_a_second_by_itself(store: TraceStore, served: str) -> None:
-    writer = TrafficWriter(store, served, flush_s=0.2)
-    writer.put(a_trajectory(0))
-    eventually(lambda: store.recorded_ordinals(served))
-    assert store.recorded_ordinals(served) == {0}
-    writer.close()
+def test_the_writer_flushes_by_itself(store: TraceStore, served: str) -> None:
+    with TrafficWriter(store, served, flush_s=0.2) as writer:
+        writer.put(a_trajectory(0))
+        eventually(lambda: store.recorded_ordinals(served) == {0})
 
 
+@dataclass(frozen=True)
 class Gate(TraceStore):
-    """A store whose appends wait, or fail, until told otherwise."""
+    """A store whose appends wait until it is open, or raise the ``failure`` there is."""
 
-    def __init__(self, database: Database) -> None:
-        super().__init__(database)
-        object.__setattr__(self, "open", threading.Event())
-        object.__setattr__(self, "failing", threading.Event())
-        object.__setattr__(self, "failure", UnavailableError("cannot reach database x"))
+    open: threading.Event = field(default_factory=threading.Event)
+    failure: list[Exception] = field(default_factory=list)
 
-    def append_trajectories(self, recording: str, items: object) -> int:
-        if self.failing.is_set():
-            raise self.failure
+    def append_trajectories(self, recording: str, items: Any) -> int:
+        for error in self.failure:
+            raise error
         self.open.wait(20)
-        return super().append_trajectories(recording, items)  # type: ignore[arg-type]
+        return super().append_trajectories(recording, items)
 
-    def recorded_ordinals(self, recording: str) -> frozenset[int]:
-        if self.failing.is_set():
+    def recorded_ordinals(self, recording: str, after: int = -1) -> frozenset[int]:
+        if self.failure:
             raise UnavailableError("cannot reach database x")
-        return super().recorded_ordinals(recording)
-
-    open: threading.Event
-    failing: threading.Event
-    failure: Exception
+        return super().recorded_ordinals(recording, after)
 
 
 def test_a_slow_database_drops_and_never_blocks(store: TraceStore, served: str) -> None:
@@ -228,12 +212,11 @@ def test_a_database_that_goes_away_between_two_writers_is_retried(
     gate.open.set()
     with TrafficWriter(gate, served, flush_s=0.01) as writer:
         store.append_trajectories(served, [(0, a_trajectory(5), ())])
-        object.__setattr__(gate, "failure", TraceError("somebody else wrote 0"))
-        gate.failing.set()
+        gate.failure.append(TraceError("somebody else wrote 0"))
         writer.put(a_trajectory(0))
         eventually(lambda: writer.status.error == "cannot reach database x")
         assert writer.status.pending == 1
-        gate.failing.clear()
+        gate.failure.clear()
         eventually(lambda: writer.status.written)
     assert (writer.status.written, writer.status.dropped) == (1, 0)
     assert store.recorded_ordinals(served) == {0, 1}

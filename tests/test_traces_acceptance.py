@@ -10,8 +10,7 @@ from spectune.traces.acceptance import Survival, compact, keep_probability, step
 from spectune.traces.schema import AGREE_YES, PROB_SCALE, Step
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("n", [0, 1, 7, 60])
+@pytest.mark.parametrize(("seed", "n"), [(0, 0), (1, 1), (2, 7), (3, 60), (4, 60)])
 def test_coupled_survival_counts_runs_from_every_start(seed: int, n: int) -> None:
     panorama = a_panorama(a_trajectory(seed, n=n), "small", seed=seed, gamma_max=9)
     runs = []

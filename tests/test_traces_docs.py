@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from trace_values import PAIR, POLICY, POLICY_ID, a_recording, a_trajectory, a_tree
+from trace_values import PAIR, POLICY, POLICY_ID, a_recording
 
 from spectune.db import Database, open_database
+from spectune.db.models import PACKED, metadata
 from spectune.db.schedules import FireRow, JobRow, ScheduleRow
-from spectune.db.tables import PACKED, metadata
 from spectune.traces.store import TraceStore
 from spectune.traces.store.query import acceptance_stats
 
@@ -23,10 +23,7 @@ BLOCKS = re.findall(r"^```(\w+) ?(\w*)\n(.*?)^```$", PAGE.read_text(), re.MULTIL
 def example(database: Database) -> TraceStore:
     store = TraceStore(database)
     store.put_policy(POLICY_ID, POLICY, "small")
-    recording = a_recording(store, n=9, drafts=("ngram", "small"))
-    store.put_tree_panoramas(
-        recording, [(i, a_tree(a_trajectory(i), "small", seed=i)) for i in range(9)]
-    )
+    a_recording(store, n=9, drafts=("ngram", "small"), trees=True)
     store.publish(PAIR, "cpu", POLICY_ID, actor="docs")
     return store
 

@@ -7,17 +7,18 @@ import json
 import os
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from databases import run_sql
 from doors import Door
 from test_traces_codec import FORGED
-from trace_values import POLICY, POLICY_ID, a_recording, a_trajectory, a_tree, steps_of
+from trace_values import POLICY, POLICY_ID, a_recording, a_trajectory, steps_of
 
 from spectune.db import CorruptedChunkError, Database, DatabaseError, open_database
 from spectune.db.models import PolicyRow, TrajectoryRow, WorkloadRow
@@ -40,10 +41,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with open_database(str(folder / "a.db")) as database:
         store = TraceStore(database)
         store.put_policy(POLICY_ID, POLICY, "small")
-        recording = a_recording(store, n=3)
-        store.put_tree_panoramas(
-            recording, [(i, a_tree(a_trajectory(i), "small", seed=i)) for i in range(3)]
-        )
+        recording = a_recording(store, n=3, trees=True)
         export_recordings(database, [recording], folder / "moved.db")
     return folder / "moved.db"
 
@@ -54,28 +52,17 @@ def file(exported: Path, tmp_path: Path) -> Path:
     return shutil.copyfile(exported, tmp_path / "moved.db")
 
 
-@pytest.fixture(scope="module")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty database at our schema."""
-    file = tmp_path_factory.mktemp("fresh") / "fresh.db"
-    open_database(str(file)).close()
-    return file
-
-
 @pytest.fixture
-def empty(fresh: Path, tmp_path: Path) -> Iterator[Database]:
+def empty(sqlite_template: Path, tmp_path: Path) -> Iterator[Database]:
     """An empty database to import into."""
-    with open_database(str(shutil.copyfile(fresh, tmp_path / "empty.db"))) as database:
+    with open_database(str(shutil.copyfile(sqlite_template, tmp_path / "empty.db"))) as database:
         yield database
 
 
-def edit(file: Path, *statements: str) -> None:
-    """Runs SQL on a file as its owner could; what a check would refuse is let through."""
-    connection = sqlite3.connect(file, isolation_level=None)
-    connection.execute("PRAGMA writable_schema=ON")
-    for statement in statements:
-        connection.execute(statement)
-    connection.close()
+def in_process(code: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a program of its own: a read that does not end would end no test."""
+    program = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(program, cwd=ROOT, stdout=-1, text=True, timeout=60, check=False, **how)
 
 
 def nothing_of(database: Database) -> bool:
@@ -90,69 +77,52 @@ def nothing_of(database: Database) -> bool:
 OTHER = parse_policy({"draft": "ngram", "window": {"kind": "fixed", "gamma": 64}})
 
 
+UNLIKE = "has another content than its id says"
+
+
 @pytest.mark.parametrize(
-    ("statement", "says"),
+    ("table", "change", "says"),
     [
+        ("policy", f"document = '{json.dumps(OTHER.spelled_out())}'", f"'{POLICY_ID}' {UNLIKE}"),
         (
-            f"UPDATE policy SET document = '{json.dumps(OTHER.spelled_out())}'",
-            f"policy '{POLICY_ID}' has another content than its id says",
+            "policy",
+            """document = '{"draft": "a", "select": {"top_n": null, "x": 1}}'""",
+            UNLIKE,
         ),
-        (
-            "UPDATE policy SET document = "
-            """'{"draft": "small", "select": {"top_n": null, "x": 1}}'""",
-            "has another content",
-        ),
-        ("UPDATE policy SET document = '[]'", "has another content"),
-        (
-            "UPDATE workload SET content = json_set(content, '$[0][2][0]', 'other')",
-            "workload .* has another content than its id says",
-        ),
-        ("UPDATE workload SET n_requests = 1", "workload .* has another content"),
-        ("UPDATE workload SET content = '7'", "workload .* has another content"),
-        (
-            'UPDATE workload SET content = \'[["a\\ud800", "b", ["c"]]]\'',
-            "has a content that is none",
-        ),
-        (
-            "UPDATE recording SET max_new_tokens = 9999",
-            r"is not what its hash \(spec_sha256\) says",
-        ),
-        (
-            "UPDATE recording SET spec_sha256 = replace(spec_sha256, '0', '1')",
-            r"is not what its hash \(spec_sha256\) says",
-        ),
+        ("policy", "document = '[]'", UNLIKE),
+        ("workload", "content = json_set(content, '$[0][2][0]', 'other')", UNLIKE),
+        ("workload", "n_requests = 1", UNLIKE),
+        ("workload", "content = '7'", UNLIKE),
+        ("workload", 'content = \'[["a\\ud800", "b", ["c"]]]\'', "has a content that is none"),
+        ("recording", "max_new_tokens = 9999", r"is not what its hash \(spec_sha256\) says"),
+        ("recording", "spec_sha256 = replace(spec_sha256, '0', '1')", "is not what its hash"),
     ],
 )
 def test_a_hash_that_does_not_fit_its_content_is_refused(
-    file: Path, empty: Database, statement: str, says: str
+    file: Path, empty: Database, table: str, change: str, says: str
 ) -> None:
-    edit(file, statement)
-    with pytest.raises(TraceError, match=f"{says}.*nothing of it was taken over"):
+    run_sql(file, f"UPDATE {table} SET {change}")
+    with pytest.raises(TraceError, match=f"{table} .*{says}.*nothing of it was taken over"):
         import_recordings(empty, file)
     assert nothing_of(empty)
 
 
 def test_no_policy_takes_the_place_of_another(
-    store: TraceStore, tmp_path: Path, tiny_pair: Path
+    store: TraceStore, url: str, tmp_path: Path, tiny_pair: Path
 ) -> None:
     """A row that came before ids were looked at: the wrong policy is neither run nor published
     under this id."""
     wanted = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 5}})
     forged = Policy.model_validate({"draft": "ngram", "window": {"kind": "fixed", "gamma": 64}})
     store.put_policy(wanted.id, forged.spelled_out(), "looks well")
-    with pytest.raises(
-        CorruptedChunkError, match=f"policy {wanted.id} has another content than its id says"
+    for act in (
+        lambda: store.put_policy(wanted.id, wanted.spelled_out(), wanted.label()),
+        lambda: store.get_policy(wanted.id),
     ):
-        store.put_policy(wanted.id, wanted.spelled_out(), wanted.label())
-    with pytest.raises(CorruptedChunkError, match="has another content"):
-        store.get_policy(wanted.id)
+        with pytest.raises(CorruptedChunkError, match=f"policy {wanted.id} {UNLIKE}"):
+            act()
     (tmp_path / "wanted.json").write_text(json.dumps(wanted.spelled_out()))
-    door = Door(
-        store.database.url.render_as_string(hide_password=False).replace(
-            "postgresql+psycopg", "postgresql"
-        ),
-        str(tiny_pair),
-    )
+    door = Door(url, str(tiny_pair))
     for name in (wanted.id, tmp_path / "wanted.json"):
         assert wanted.id in door.refused("policies", "activate", name, "--pair", door.pair)
     assert store.list_publications() == ()
@@ -163,10 +133,7 @@ def test_no_workload_takes_the_place_of_another(store: TraceStore) -> None:
     with store.database.write() as session:
         row = session.get_one(WorkloadRow, recording.workload_id)
         row.content = [["r0", "code", ["something else"]], ["r1", "prose", ["x"]]]
-    with pytest.raises(
-        CorruptedChunkError,
-        match=f"workload {recording.workload_id} has another content than its id says",
-    ):
+    with pytest.raises(CorruptedChunkError, match=f"workload {recording.workload_id} {UNLIKE}"):
         store.get_workload(str(recording.workload_id))
 
 
@@ -178,9 +145,8 @@ def test_the_hash_of_a_policy_is_of_its_document_as_stored() -> None:
     ):
         stored = json.loads(json.dumps(policy.spelled_out()))
         assert policy_id(stored) == policy.id
-        without = {
-            k: v for k, v in stored.items() if v not in (None, {"top_n": None}, {"kind": "full"})
-        }
+        unused = (None, {"top_n": None}, {"kind": "full"})
+        without = {k: v for k, v in stored.items() if v not in unused}
         assert policy_id(without) == policy.id
         assert policy_id(stored | {"stratify": {}}) != policy.id
 
@@ -219,7 +185,7 @@ def test_the_hash_of_a_policy_is_of_its_document_as_stored() -> None:
 def test_rows_that_we_do_not_write_are_one_line(
     file: Path, empty: Database, statement: str
 ) -> None:
-    edit(file, "PRAGMA ignore_check_constraints=ON", statement)
+    run_sql(file, "PRAGMA ignore_check_constraints=ON", statement)
     with pytest.raises((TraceError, DatabaseError)) as refusal:
         import_recordings(empty, file)
     assert "\n" not in str(refusal.value)
@@ -229,16 +195,11 @@ def test_rows_that_we_do_not_write_are_one_line(
 
 @pytest.mark.parametrize("table", ["trajectory", "panorama_chunk", "step_chunk"])
 def test_forged_chunks_are_not_imported(file: Path, empty: Database, table: str) -> None:
-    connection = sqlite3.connect(file)
     chunk = FORGED["nested"]
-    connection.execute(
-        f"UPDATE {table} SET data = ?, sha256 = ? WHERE ordinal = 1", (chunk.data, chunk.sha256)
-    )
-    connection.commit()
-    connection.close()
-    with pytest.raises(
-        CorruptedChunkError, match=f"request 1: its {table.replace('_', ' ')} is damaged"
-    ):
+    data, digest = chunk.data.hex(), chunk.sha256.hex()
+    run_sql(file, f"UPDATE {table} SET data = x'{data}', sha256 = x'{digest}' WHERE ordinal = 1")
+    says = f"request 1: its {table.replace('_', ' ')} is damaged"
+    with pytest.raises(CorruptedChunkError, match=says):
         import_recordings(empty, file)
     assert nothing_of(empty)
 
@@ -269,52 +230,29 @@ RUNNING = {
 }
 
 
-def test_a_file_that_would_run_something_is_refused(
-    exported: Path, fresh: Path, tmp_path: Path
-) -> None:
+def test_a_file_that_would_run_something_is_refused(exported: Path, tmp_path: Path) -> None:
     files = [shutil.copyfile(exported, tmp_path / f"{name}.db") for name in RUNNING]
     for file, statements in zip(files, RUNNING.values(), strict=True):
-        edit(file, *statements)
-    # In a process of its own: a read that does not end would end no test.
-    code = f"""
+        run_sql(file, *statements)
+    done = in_process(f"""
         from spectune.db import open_database
         from spectune.traces.errors import TraceError
         from spectune.traces.store.transfer import import_recordings
-        with open_database({str(shutil.copyfile(fresh, tmp_path / "receiver"))!r}) as database:
+        with open_database({str(tmp_path / "receiver")!r}) as database:
             for file in {[str(file) for file in files]}:
                 try:
                     import_recordings(database, file)
                 except TraceError as error:
                     print(error)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    """)
     said = done.stdout.splitlines()
-    assert len(said) == len(files)
-    assert all(
-        line.startswith(f"cannot import {file}: ") for line, file in zip(said, files, strict=True)
-    )
+    for line, file in zip(said, files, strict=True):
+        assert line.startswith(f"cannot import {file}: ")
 
 
 def test_a_file_whose_pages_are_shared_is_refused(file: Path, empty: Database) -> None:
-    connection = sqlite3.connect(file)
-    roots = dict(
-        connection.execute(
-            "SELECT name, rootpage FROM sqlite_master WHERE name IN ('trajectory', "
-            "'panorama_chunk')"
-        )
-    )
-    connection.close()
-    edit(
-        file,
-        f"UPDATE sqlite_master SET rootpage = {roots['trajectory']} WHERE name = 'panorama_chunk'",
-    )
+    of_texts = "SELECT rootpage FROM sqlite_master WHERE name = 'trajectory'"
+    run_sql(file, f"UPDATE sqlite_master SET rootpage = ({of_texts}) WHERE name = 'panorama_chunk'")
     with pytest.raises(TraceError, match="the file is damaged"):
         import_recordings(empty, file)
     assert nothing_of(empty)
@@ -338,9 +276,7 @@ def test_a_database_in_use_is_imported_whole(tmp_path: Path, empty: Database) ->
     used = tmp_path / "used.db"
     with open_database(str(used)) as database:
         first = a_recording(TraceStore(database), n=2)
-        with sqlite3.connect(used) as connection:
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        connection.close()
+        run_sql(used, "PRAGMA wal_checkpoint(TRUNCATE)")
         second = a_recording(TraceStore(database), n=2)
         assert (tmp_path / "used.db-wal").stat().st_size
         assert set(import_recordings(empty, used).added) == {first, second}
@@ -377,16 +313,17 @@ def test_an_import_leaves_the_file_and_its_folder_as_they_are(
     here.mkdir()
     for name, mode in (("export.db", "delete"), ("database.db", "wal")):
         shutil.copyfile(exported, here / name)
-        with sqlite3.connect(here / name) as connection:
-            connection.execute(f"PRAGMA journal_mode={mode}")
-        connection.close()
-    before = {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in here.iterdir()}
-    assert set(before) == {"export.db", "database.db"}
+        run_sql(here / name, f"PRAGMA journal_mode={mode}")
+
+    def content() -> dict[str, tuple[bytes, int]]:
+        return {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in here.iterdir()}
+
+    before = content()
     here.chmod(0o555)
     try:
-        for name in before:
+        for name in ("export.db", "database.db"):
             import_recordings(empty, here / name)
-        assert {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in here.iterdir()} == before
+        assert content() == before
     finally:
         here.chmod(0o755)
 
@@ -394,6 +331,8 @@ def test_an_import_leaves_the_file_and_its_folder_as_they_are(
 def test_a_killed_import_leaves_nothing_behind(file: Path, tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary), "SQLITE_TMPDIR": str(temporary)}
+    before = {p.name for p in tmp_path.iterdir()} | {"empty.db", "empty.db-wal", "empty.db-shm"}
     code = f"""
         import os, signal
         from spectune.db import open_database
@@ -403,15 +342,6 @@ def test_a_killed_import_leaves_nothing_behind(file: Path, tmp_path: Path) -> No
         database.write = lambda: os.kill(os.getpid(), signal.SIGKILL)
         import_recordings(database, {str(file)!r})
     """
-    environment = os.environ | {"TMPDIR": str(temporary), "SQLITE_TMPDIR": str(temporary)}
-    before = {p.name for p in tmp_path.iterdir()} | {"empty.db", "empty.db-wal", "empty.db-shm"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=ROOT,
-        env=environment,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == -signal.SIGKILL
+    assert in_process(code, env=environment).returncode == -signal.SIGKILL
     assert list(temporary.iterdir()) == []
     assert {p.name for p in tmp_path.iterdir()} <= before

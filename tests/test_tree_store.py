@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import sqlalchemy as sa
-from test_db import at_revision
+from databases import at_revision, migrating
 from test_store import damage
 from trace_values import PAIR, a_panorama, a_recording, a_trajectory, a_tree
 
 from spectune.db import CorruptedChunkError, NotFoundError, check, migrate, open_database, upgrade
-from spectune.db.engine import WRITES, make_engine
 from spectune.db.models import PanoramaChunkRow
-from spectune.db.urls import parse_url
 from spectune.traces.codec import CodecError, pack, unpack
 from spectune.traces.errors import TraceError
 from spectune.traces.packing import pack_chain, pack_tokens, pack_tree, unpack_chain, unpack_tree
@@ -28,7 +26,6 @@ from spectune.traces.schema import Proposals, Sampling, TreePanorama
 from spectune.traces.store import TraceStore
 from spectune.traces.store.prune import prune
 from spectune.traces.store.query import TraceFilter, acceptance_stats, request_rows
-from spectune.traces.store.recording_rows import spec_hash
 from spectune.traces.store.transfer import export_recordings, import_recordings
 
 BOTH: tuple[Proposals, ...] = ("coupled", "probability")
@@ -38,7 +35,7 @@ def put_trees(
     store: TraceStore, recording: str, n: int, draft: str = "small", **how: Any
 ) -> list[TreePanorama]:
     made = [a_tree(a_trajectory(i), draft, seed=i, **how) for i in range(n)]
-    assert store.put_tree_panoramas(recording, list(enumerate(made))) == n
+    assert store.put_panoramas(recording, list(enumerate(made))) == n
     return made
 
 
@@ -46,19 +43,11 @@ def put_trees(
 
 
 @pytest.mark.parametrize("proposals", BOTH)
-@pytest.mark.parametrize("width", [1, 5, 10])
-@pytest.mark.parametrize(("n", "vocab"), [(0, 300), (1, 65536), (70, 150_000)])
+@pytest.mark.parametrize(("n", "vocab", "width"), [(0, 300, 5), (1, 65536, 1), (70, 150_000, 10)])
 def test_a_tree_comes_back_equal(n: int, vocab: int, width: int, proposals: Proposals) -> None:
     covers = ('{"kind":"top_k","width":1}', '{"kind":"static","paths":[[0],[1]]}')
-    tree = a_tree(
-        a_trajectory(1, n=n),
-        "small",
-        width=width,
-        depth=7,
-        proposals=proposals,
-        covers=covers,
-        vocab=vocab,
-    )
+    how: dict[str, Any] = {"width": width, "proposals": proposals, "vocab": vocab}
+    tree = a_tree(a_trajectory(1, n=n), "small", depth=7, covers=covers, **how)
     back = unpack_tree(pack_tree(tree))
     assert back == tree
     assert all(getattr(back, name).flags.c_contiguous for name in back.columns())
@@ -91,28 +80,17 @@ def malformed(tree: TreePanorama, **changed: Any) -> None:
 
 def test_malformed_trees_are_refused() -> None:
     tree = a_tree(a_trajectory(2), "small")
-    for name in (
-        *tree.columns(),
-        "draft",
-        "width",
-        "depth",
-        "proposals",
-        "shared",
-        "covers",
-        "token_bytes",
-        "by_q",
-    ):
+    said = ("draft", "width", "depth", "proposals", "shared", "covers", "token_bytes", "by_q")
+    for name in (*tree.columns(), *said):
         malformed(tree, **{name: None})
-    malformed(tree, width=5)
-    malformed(tree, proposals="other")
-    malformed(tree, token_bytes=3)
-    malformed(tree, parent=tree.parent[:-1])
-    malformed(tree, parent=tree.parent + len(tree.count))
-    malformed(tree, parent=-tree.parent - 1)
-    malformed(tree, slot=tree.slot + 4)
-    malformed(tree, count=tree.count + 4)
-    malformed(tree, count=tree.count.astype(np.int32))
-    malformed(tree, text_slot=tree.text_slot[: len(tree.parent)])
+    parent, count = tree.parent, tree.count
+    for changed in (
+        *({"width": 5}, {"proposals": "other"}, {"token_bytes": 3}, {"slot": tree.slot + 4}),
+        *({"parent": other} for other in (parent[:-1], parent + len(count), -parent - 1)),
+        *({"count": other} for other in (count + 4, count.astype(np.int32))),
+        {"text_slot": tree.text_slot[: len(parent)]},
+    ):
+        malformed(tree, **changed)
     with pytest.raises(CodecError, match="holds 'tree', not 'chain'"):
         unpack_chain(pack_tree(tree))
     with pytest.raises(CodecError, match="holds 'chain', not 'tree'"):
@@ -135,19 +113,16 @@ def test_trees_come_back_beside_chains_when_asked_for(
     assert loaded.trees("small", proposals) == tuple(made)
     assert loaded.panoramas("small") == chains.panoramas("small")
     assert store.load(recording, ["ngram"], trees=True).requests[0].trees_of(proposals) == {}
-    assert next(iter(store.iterate(recording, trees=True, ordinals=[1]))).trees_of(proposals) == {
-        "small": made[1]
-    }
+    (second,) = store.iterate(recording, trees=True, ordinals=[1])
+    assert second.trees_of(proposals) == {"small": made[1]}
     info = store.get_recording(recording)
     assert info.drafts == {"ngram": 3, "small": 3}
-    assert (info.trees if proposals == "coupled" else info.trees_q) == {
-        "small": TreeExtent(3, 4, 3)
-    }
-    assert (info.trees_q if proposals == "coupled" else info.trees) == {}
-    assert info.to_json()["trees" if proposals == "coupled" else "trees_q"] == {
-        "small": {"count": 3, "width": 4, "depth": 3}
-    }
-    assert info.trees_shown() == "small 4x3" + ("" if proposals == "coupled" else " by probability")
+    coupled = proposals == "coupled"
+    held, none = (info.trees, info.trees_q) if coupled else (info.trees_q, info.trees)
+    assert (held, none) == ({"small": TreeExtent(3, 4, 3)}, {})
+    told = info.to_json()["trees" if coupled else "trees_q"]
+    assert told == {"small": {"count": 3, "width": 4, "depth": 3}}
+    assert info.trees_shown() == "small 4x3" + ("" if coupled else " by probability")
 
 
 def test_questions_about_chains_do_not_see_trees(store: TraceStore) -> None:
@@ -161,24 +136,22 @@ def test_questions_about_chains_do_not_see_trees(store: TraceStore) -> None:
 
 def test_missing_trees_are_those_too_narrow_too_flat_or_not_covering(store: TraceStore) -> None:
     recording = a_recording(store, n=4)
-    assert store.missing_trees(recording, "small", width=1, depth=1) == (0, 1, 2, 3)
+
+    def missing(draft: str = "small", width: int = 4, depth: int = 3, **how: Any) -> list[int]:
+        return [*store.missing_trees(recording, draft, width=width, depth=depth, **how)]
+
+    assert missing(width=1, depth=1) == [0, 1, 2, 3]
     assert store.tree_limits(recording, "small") == (0, 0, ())
     for ordinal, (width, depth, covers) in enumerate(
         [(4, 3, ("a",)), (6, 3, ("a", "b")), (4, 5, ("c",))]
     ):
         tree = a_tree(a_trajectory(ordinal), "small", width=width, depth=depth, covers=covers)
-        assert store.put_tree_panoramas(recording, [(ordinal, tree)]) == 1
-    assert store.missing_trees(recording, "small", width=4, depth=3) == (3,)
-    assert store.missing_trees(recording, "small", width=5, depth=3) == (0, 2, 3)
-    assert store.missing_trees(recording, "small", width=4, depth=4) == (0, 1, 3)
-    assert store.missing_trees(recording, "small", width=4, depth=3, covers=("a", "b")) == (0, 2, 3)
-    assert store.missing_trees(recording, "small", width=4, depth=3, proposals="probability") == (
-        0,
-        1,
-        2,
-        3,
-    )
-    assert store.missing_trees(recording, "other", width=4, depth=3) == (0, 1, 2, 3)
+        assert store.put_panoramas(recording, [(ordinal, tree)]) == 1
+    assert missing() == [3]
+    assert missing(width=5) == [0, 2, 3]
+    assert missing(depth=4) == [0, 1, 3]
+    assert missing(covers=("a", "b")) == [0, 2, 3]
+    assert missing(proposals="probability") == missing("other") == [0, 1, 2, 3]
     assert store.tree_limits(recording, "small") == (6, 5, ("a", "b", "c"))
     info = store.get_recording(recording)
     assert info.trees == {"small": TreeExtent(3, 4, 3)}
@@ -192,23 +165,19 @@ def test_trees_are_replaced_by_what_holds_more_and_never_narrowed(store: TraceSt
     recording = a_recording(store, n=1)
     text = a_trajectory(0)
     first = a_tree(text, "small", width=4, depth=3, covers=("a", "b"))
-    assert store.put_tree_panoramas(recording, [(0, first)]) == 1
+    assert store.put_panoramas(recording, [(0, first)]) == 1
     for width, depth, covers in ((3, 9, ("a", "b")), (9, 2, ("a", "b")), (9, 9, ("a",))):
-        assert (
-            store.put_tree_panoramas(
-                recording, [(0, a_tree(text, "small", width=width, depth=depth, covers=covers))]
-            )
-            == 0
-        )
+        less = a_tree(text, "small", width=width, depth=depth, covers=covers)
+        assert store.put_panoramas(recording, [(0, less)]) == 0
     assert store.load(recording, trees=True).trees("small") == (first,)
     for more in (
         a_tree(text, "small", seed=9, covers=("a", "b")),
         a_tree(text, "small", width=5, covers=("a", "b", "c")),
     ):
-        assert store.put_tree_panoramas(recording, [(0, more)]) == 1
+        assert store.put_panoramas(recording, [(0, more)]) == 1
         assert store.load(recording, trees=True).trees("small") == (more,)
     by_q = a_tree(text, "small", proposals="probability", width=1)
-    assert store.put_tree_panoramas(recording, [(0, by_q)]) == 1
+    assert store.put_panoramas(recording, [(0, by_q)]) == 1
     assert store.load(recording, trees=True).trees("small", "probability") == (by_q,)
 
 
@@ -216,11 +185,8 @@ def test_absent_trees_name_the_command(store: TraceStore) -> None:
     recording = a_recording(store, n=2)
     put_trees(store, recording, 1)
     loaded = store.load(recording, trees=True)
-    with pytest.raises(
-        TraceError,
-        match=r"1 tree panoramas .* for 2 requests; "
-        rf".*--resume {recording} --tree-width 8 --tree-depth 8",
-    ):
+    command = f"--resume {recording} --tree-width 8 --tree-depth 8"
+    with pytest.raises(TraceError, match=rf"1 tree panoramas .* for 2 requests; .*{command}"):
         loaded.trees("small")
     with pytest.raises(TraceError, match="--tree-proposals probability` makes"):
         loaded.trees("small", "probability")
@@ -255,8 +221,7 @@ def test_a_damaged_tree_is_named_and_the_others_are_usable(store: TraceStore, ur
 def test_trees_travel_with_their_recording_and_go_with_it(
     store: TraceStore, tmp_path: Path
 ) -> None:
-    recording = a_recording(store, n=2)
-    put_trees(store, recording, 2)
+    recording = a_recording(store, n=2, trees=True)
     put_trees(store, recording, 2, proposals="probability")
     before = store.load(recording, trees=True)
     export_recordings(store.database, [recording], tmp_path / "out.db")
@@ -269,8 +234,7 @@ def test_trees_travel_with_their_recording_and_go_with_it(
         assert session.scalar(sa.select(sa.func.count()).select_from(PanoramaChunkRow)) == 0
     import_recordings(store.database, tmp_path / "out.db")
     after = store.load(recording, trees=True)
-    assert after.requests == before.requests
-    assert after.info.trees == before.info.trees
+    assert (after.requests, after.info.trees) == (before.requests, before.info.trees)
     assert after.info.trees_q == before.info.trees_q
     assert store.tree_limits(recording, "small") == (4, 3, ("a",))
 
@@ -283,68 +247,41 @@ def old_database(url: str) -> None:
     as that program did."""
     at_revision(url, "0001")
     text = a_trajectory(0)
-    tokens, chain = (
-        pack_tokens(text.prompt_ids, text.output_ids),
-        pack_chain(a_panorama(text, "small")),
-    )
+    tokens = vars(pack_tokens(text.prompt_ids, text.output_ids))
+    chain = vars(pack_chain(a_panorama(text, "small")))
     now = {"created_at": datetime(2026, 11, 20, 12, tzinfo=UTC)}
-    asked = {
-        "sampling": json.dumps(asdict(Sampling())),
-        "max_new_tokens": 64,
-        "verifier": "coupled",
-    }
-    digest = spec_hash(PAIR, None, Sampling(), 64, "coupled", {}, "record")
+    greedy = json.dumps(asdict(Sampling()))
+    asked = {"sampling": greedy, "max_new_tokens": 64, "verifier": "coupled"}
     request = {"recording_id": "rec-000001", "ordinal": 0}
-    counted = {
-        "n_prompt": 17,
-        "n_output": 60,
-        "rounds": 0,
-        "drafted": 0,
-        "accepted": 0,
-        "seconds": 0.0,
-    }
     rows: dict[str, dict[str, Any]] = {
         "pair": {"id": PAIR, "name": "demo", "document": "{}", **now},
         "recording": {
             "id": "rec-000001", "pair_id": PAIR, "source": "record", "state": "complete",
-            "options": "{}", "progress": "{}",
-            "spec_sha256": digest, **asked, **now,
+            "options": "{}", "progress": "{}", "spec_sha256": "0" * 64, **asked, **now,
         },
         "trajectory": {
             "request_id": text.request_id, "category": text.category, "finish": "length",
-            "stop_strings": "[]",
-            **request, **asked, **now, **counted, **vars(tokens),
+            "stop_strings": "[]", "n_prompt": 17, "n_output": 60, "rounds": 0, "drafted": 0,
+            "accepted": 0, "seconds": 0.0, **request, **asked, **now, **tokens,
         },
         "panorama_chunk": {
             "draft": "small", "kind": "chain", "gamma_max": 16, "n": 60, "agree_count": 40,
-            "none_count": 0,
-            "acceptance": 0.5, "at_risk": "[60]", "survived": "[40]", **request, **vars(chain),
+            "none_count": 0, "acceptance": 0.5, "at_risk": "[60]", "survived": "[40]",
+            **request, **chain,
         },
     }  # fmt: skip
-    engine = make_engine(parse_url(url), migrating=True)
-    with engine.execution_options(**WRITES).connect() as connection, connection.begin():
+    with migrating(url) as connection:
         for table, values in rows.items():
-            names = ", ".join(values)
-            connection.execute(
-                sa.text(
-                    f"INSERT INTO {table} ({names}) VALUES ({', '.join(':' + n for n in values)})"
-                ),
-                values,
-            )
-    engine.dispose()
+            given = ", ".join(f":{name}" for name in values)
+            insert = f"INSERT INTO {table} ({', '.join(values)}) VALUES ({given})"
+            connection.execute(sa.text(insert), values)
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
-def test_an_old_database_is_upgraded_with_what_it_holds(
-    kind: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    url = (
-        str(tmp_path / "old.db") if kind == "sqlite" else request.getfixturevalue("postgresql_url")
-    )
-    old_database(url)
-    assert upgrade(url) == ("0001", migrate.head())
-    assert check(url).ok
-    with open_database(url) as database:
+def test_an_old_database_is_upgraded_with_what_it_holds(new_url: str) -> None:
+    old_database(new_url)
+    assert upgrade(new_url) == ("0001", migrate.head())
+    assert check(new_url).ok
+    with open_database(new_url) as database:
         store = TraceStore(database)
         loaded = store.load("latest", trees=True)
         assert loaded.trajectories == (a_trajectory(0),)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from spectune.traces.cost_table import CostTable
@@ -78,9 +80,8 @@ def a_panorama(
     off_text = nats(branches, gamma_max), nats(branches, gamma_max)
     for column in off_text:
         column[:-1, -1] = 0
-    accept = np.where(rng.random(n) < 0.45, PROB_SCALE, rng.random(n) * PROB_SCALE).astype(
-        np.uint16
-    )
+    kept = np.where(rng.random(n) < 0.45, PROB_SCALE, rng.random(n) * PROB_SCALE)
+    accept = kept.astype(np.uint16)
     return ChainPanorama(draft, gamma_max, agree, nats(n), nats(n), accept, *off_text, lengths)
 
 
@@ -139,29 +140,16 @@ def steps_of(trajectory: Trajectory) -> tuple[Step, ...]:
         drafted = min(4, total - start - 1)
         accepted = int(rng.integers(0, drafted + 1))
         times = [float(t) / 1e9 for t in rng.integers(1, 10**7, 3)]
-        steps.append(
-            Step(
-                start,
-                drafted,
-                drafted + 1,
-                accepted,
-                accepted + 1,
-                drafted,
-                1,
-                "small",
-                POLICY_ID,
-                *times,
-            )
-        )
+        counts = (start, drafted, drafted + 1, accepted, accepted + 1, drafted, 1)
+        steps.append(Step(*counts, "small", POLICY_ID, *times))
         start += accepted + 1
     return tuple(steps)
 
 
 def a_profile(scale: float, *, device: str = "cpu") -> LatencyProfile:
     """A profile whose every cost is a multiple of ``scale`` seconds."""
-    table = CostTable(
-        (scale, scale * 2, scale * 3, scale * 4), ("rows", "context"), ((1.0, 8.0), (0.0, 64.0))
-    )
+    seconds = tuple(scale * n for n in (1, 2, 3, 4))
+    table = CostTable(seconds, ("rows", "context"), ((1.0, 8.0), (0.0, 64.0)))
     terms = dict.fromkeys(("target", "prefill/target", "pass/small", "prefill/small"), table)
     terms["phase/small"] = CostTable((scale,))
     return LatencyProfile(PAIR, device, "float32", terms, environment={"torch": "2"})
@@ -169,10 +157,10 @@ def a_profile(scale: float, *, device: str = "cpu") -> LatencyProfile:
 
 def an_outcome() -> Outcome:
     """Executed counts of three requests."""
-    counts = [Counts(1, 10 + i, 30 + i, 20, 40, 40, 50, 0.125 * (i + 1)) for i in range(3)]
-    rows = (
-        RequestOutcome(f"r{i}", CATEGORIES[i % 3], c, c.seconds / 8) for i, c in enumerate(counts)
-    )
+    rows = []
+    for i, category in enumerate(CATEGORIES):
+        counts = Counts(1, 10 + i, 30 + i, 20, 40, 40, 50, 0.125 * (i + 1))
+        rows.append(RequestOutcome(f"r{i}", category, counts, counts.seconds / 8))
     return Outcome(POLICY_ID, "executed", tuple(rows))
 
 
@@ -182,8 +170,10 @@ def a_recording(
     n: int = 6,
     drafts: tuple[str, ...] = ("small",),
     verifier: Verifier = "coupled",
+    trees: bool = False,
 ) -> str:
-    """A complete recording in a store: ``n`` trajectories with steps and panoramas; its id."""
+    """A complete recording in a store: ``n`` trajectories with steps and panoramas, and ``trees``
+    of the draft ``small``; its id."""
     store.put_pair(PAIR, "demo", {"target": "t"})
     workload = Workload("w", tuple(Request(f"r{i}", CATEGORIES[i % 3], ("x",)) for i in range(n)))
     info = store.create_recording(
@@ -192,8 +182,8 @@ def a_recording(
     for i in range(n):
         trajectory = a_trajectory(i, verifier=verifier)
         store.append_trajectory(info.id, i, trajectory, steps_of(trajectory))
-        store.put_panoramas(
-            info.id, [(i, a_panorama(trajectory, draft, seed=i)) for draft in drafts]
-        )
+        made: list[Any] = [a_panorama(trajectory, draft, seed=i) for draft in drafts]
+        made += [a_tree(trajectory, "small", seed=i)] if trees else []
+        store.put_panoramas(info.id, [(i, panorama) for panorama in made])
     store.finish_recording(info.id)
     return info.id

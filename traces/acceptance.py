@@ -76,12 +76,9 @@ class Survival:
 def keep_probability(panorama: ChainPanorama, verifier: Verifier) -> npt.NDArray[np.float64]:
     """float64 [L] in [0, 1]: the chance that the proposal at each position of the text is kept; 0
     where there is none."""
-    keep: npt.NDArray[np.float64]
-    if verifier != "rejection":
-        keep = (panorama.agree == AGREE_YES).astype(np.float64)
-    else:
-        keep = panorama.accept.astype(np.float64) / PROB_SCALE
-    return keep
+    if verifier == "rejection":
+        return np.asarray(panorama.accept.astype(np.float64) / PROB_SCALE)
+    return np.asarray(panorama.agree == AGREE_YES, dtype=np.float64)
 
 
 def survival(panorama: ChainPanorama, verifier: Verifier) -> Survival:

@@ -141,34 +141,28 @@ def _decompressed(data: bytes) -> memoryview:
 def _header(found: Any) -> tuple[dict[str, Any], _Layout]:
     """(meta, name, dtype and shape of every column) of a parsed header. Raises CodecError unless it
     is one that :func:`pack` writes."""
-    if not (
-        isinstance(found, list)
-        and len(found) == 2
-        and isinstance(found[0], dict)
-        and isinstance(found[1], list)
-    ):
-        raise CodecError("cannot be unpacked: its header is not [meta, columns]")
+    match found:
+        case [dict(meta), list(columns)]:
+            pass
+        case _:
+            raise CodecError("cannot be unpacked: its header is not [meta, columns]")
     layout: _Layout = []
-    for entry in found[1]:
-        if not (
-            isinstance(entry, list)
-            and len(entry) == 3
-            and all(isinstance(part, str) for part in entry[:2])
-        ):
-            raise CodecError("cannot be unpacked: a column is not [name, dtype, shape]")
-        name, dtype, shape = entry
-        if dtype not in _DTYPES:
-            raise CodecError(f"cannot be unpacked: column {name[:40]!r} is of dtype {dtype[:40]!r}")
-        if not (
-            isinstance(shape, list)
-            and len(shape) <= _AXES_LIMIT
-            and all(type(n) is int and 0 <= n <= RAW_LIMIT for n in shape)
+    for column in columns:
+        match column:
+            case [str(name), str(dtype), list(shape)] if dtype in _DTYPES:
+                pass
+            case _:
+                raise CodecError(
+                    f"cannot be unpacked: {str(column)[:80]} is no [name, dtype, shape]"
+                )
+        if len(shape) > _AXES_LIMIT or not all(
+            type(n) is int and 0 <= n <= RAW_LIMIT for n in shape
         ):
             raise CodecError(f"cannot be unpacked: column {name[:40]!r} has no shape")
         layout.append((name, np.dtype(dtype), tuple(shape)))
     if len({name for name, _, _ in layout}) < len(layout):
         raise CodecError("cannot be unpacked: two columns have one name")
-    return found[0], layout
+    return meta, layout
 
 
 def _planes(column: Column) -> bytes:

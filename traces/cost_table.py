@@ -72,6 +72,5 @@ class CostTable:
         if self.axes != ("rows", "context"):
             return self.at(rows=rows[None], context=contexts[:, None])
         seconds = np.array(self.seconds).reshape(len(self.knots[0]), -1)
-        return np.asarray(
-            np.maximum(0.0, hats(self.knots[1], contexts) @ seconds.T @ hats(self.knots[0], rows).T)
-        )
+        at = hats(self.knots[1], contexts) @ seconds.T @ hats(self.knots[0], rows).T
+        return np.asarray(np.maximum(0.0, at))

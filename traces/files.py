@@ -72,8 +72,8 @@ def parse_json(text: str, where: str, error: type[SpectuneError]) -> Any:
         raise error(f"{where}: not JSON ({problem})") from None
     level = [data]
     for _ in range(_DEPTH_LIMIT):
-        for word in (entry for entry in level if isinstance(entry, str)):
-            if found := unstorable(word):
+        for entry in level:
+            if isinstance(entry, str) and (found := unstorable(entry)):
                 raise error(f"{where}: {found}")
         level = [inner for entry in level for inner in _inside(entry)]
         if not level:
@@ -127,15 +127,8 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
     if target.exists() and not target.is_file():
         raise OSError(errno.EINVAL, "no regular file", str(target))
     part = target.with_name(f".{secrets.token_hex(8)}.part")
-    handle = os.open(
-        part,
-        os.O_WRONLY
-        | os.O_CREAT
-        | os.O_EXCL
-        | getattr(os, "O_NOFOLLOW", 0)
-        | getattr(os, "O_CLOEXEC", 0),
-        0o666,
-    )
+    never_followed = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | never_followed, 0o666)
     try:
         with open(handle, "wb") as file:
             yield file

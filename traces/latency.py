@@ -111,18 +111,17 @@ class LatencyProfile:
         """What a pass over a shortlist of ``size`` tokens takes more than one over the whole head,
         usually less: negative."""
         whole = self.shortlist_sizes(draft, routed=False)[-1]
-        own = self.seconds(
-            f"{'gathered' if routed else 'head'}/{draft}", rows=np.minimum(size, whole)
-        )
+        term = f"{'gathered' if routed else 'head'}/{draft}"
+        own = self.seconds(term, rows=np.minimum(size, whole))
         return np.asarray(own - self.seconds(f"head/{draft}", rows=whole))
 
     def scaled(self, factor: float) -> LatencyProfile:
         """The same profile of a device slower by ``factor``."""
-        terms = {
-            n: replace(t, seconds=tuple(factor * s for s in t.seconds))
-            for n, t in self.terms.items()
-        }
-        return replace(self, terms=terms)
+        terms = self.terms.items()
+        return replace(
+            self,
+            terms={n: replace(t, seconds=tuple(factor * s for s in t.seconds)) for n, t in terms},
+        )
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; :meth:`from_json` is its inverse."""
@@ -136,10 +135,8 @@ class LatencyProfile:
         known = ("pair_id", "device", "dtype", "environment", "check")
         if "terms" not in data:
             return cls(**{k: data[k] for k in known if k in data}, terms=terms_of_curves(data))
-        terms = {
-            name: CostTable(
-                tuple(t["seconds"]), tuple(t["axes"]), tuple(tuple(k) for k in t["knots"])
-            )
-            for name, t in data["terms"].items()
-        }
+        terms = {}
+        for name, t in data["terms"].items():
+            knots = tuple(tuple(k) for k in t["knots"])
+            terms[name] = CostTable(tuple(t["seconds"]), tuple(t["axes"]), knots)
         return cls(**{**data, "terms": terms})

@@ -7,22 +7,24 @@ raises :class:`CodecError`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from spectune.traces.codec import RAW_LIMIT, Chunk, CodecError, Column, pack, unpack
-from spectune.traces.schema import AGREE_NONE, NO_BIN, ChainPanorama, Int32Array, Step, TreePanorama
+from spectune.traces.schema import (
+    AGREE_NONE,
+    NO_BIN,
+    ChainPanorama,
+    Int32Array,
+    Proposals,
+    Step,
+    TreePanorama,
+)
 
 NANOSECONDS = 1e9
-_STEP_COUNTS = ("start", "drafted", "verified", "accepted", "emitted", "draft_steps", "lag")
-_STEP_TIMES = ("draft_s", "verify_s", "round_s")
-_LATER_COUNTS = {"depth": np.int32, "bin": np.uint8, "batch": np.int32}
-_LATER_TIMES = ("arrived_s", "ended_s")
-"""Columns that came later, and are left out where they say nothing: no trees, one request in every
-step, no clock."""
 _TREE_META: dict[str, type] = {
     "draft": str,
     "width": int,
@@ -31,6 +33,8 @@ _TREE_META: dict[str, type] = {
     "shared": bool,
 }
 """What a tree panorama says of itself beside its columns and covers, and the types of it."""
+_TOKEN_DTYPES = {2: "<u2", 4: "<i4"}
+"""Of token ids, by the bytes that each takes."""
 _OFF_TEXT = 255
 """``text_slot`` of a node none of whose children is the text's next token."""
 
@@ -59,23 +63,28 @@ _TREE: _Layout = {
     **dict.fromkeys(("logp", "gap"), (np.uint8, 2)),
     **dict.fromkeys(("count", "entropy", "top_entropy", "text_slot"), (np.uint8, 1)),
 }
+_STEP_TIMES = ("draft_s", "verify_s", "round_s", "arrived_s", "ended_s")
 _STEPS: _Layout = {
-    **dict.fromkeys(_STEP_COUNTS, (np.int32, 1)),
+    **dict.fromkeys(
+        ("start", "drafted", "verified", "accepted", "emitted", "draft_steps", "lag"),
+        (np.int32, 1),
+    ),
     **dict.fromkeys(_STEP_TIMES, (np.int64, 1)),
+    "depth": (np.int32, 1),
+    "bin": (np.uint8, 1),
+    "batch": (np.int32, 1),
     **dict.fromkeys(("draft", "policy"), (np.uint16, 1)),
 }
-_LATER_STEPS: _Layout = {
-    **{name: (kind, 1) for name, kind in _LATER_COUNTS.items()},
-    **dict.fromkeys(_LATER_TIMES, (np.int64, 1)),
-}
+"""In storage order; ``draft`` and ``policy`` are places in lists of names."""
+_LATER = frozenset({"depth", "bin", "batch", "arrived_s", "ended_s"})
+"""Columns that came later, and are left out where they say nothing: no trees, one request in every
+step, no clock."""
 
 
 def pack_tokens(prompt_ids: Int32Array, output_ids: Int32Array) -> Chunk:
     """Token ids of a prompt and of its output."""
-    return pack(
-        {"prompt": prompt_ids.astype(np.int32), "output": output_ids.astype(np.int32)},
-        {"kind": "tokens"},
-    )
+    columns = {"prompt": prompt_ids.astype(np.int32), "output": output_ids.astype(np.int32)}
+    return pack(columns, {"kind": "tokens"})
 
 
 def unpack_tokens(chunk: Chunk) -> tuple[Int32Array, Int32Array]:
@@ -87,9 +96,8 @@ def unpack_tokens(chunk: Chunk) -> tuple[Int32Array, Int32Array]:
 def pack_chain(panorama: ChainPanorama) -> Chunk:
     """All columns of a chain panorama."""
     columns = {name: getattr(panorama, name) for name in panorama.columns()}
-    return pack(
-        columns, {"kind": "chain", "draft": panorama.draft, "gamma_max": panorama.gamma_max}
-    )
+    meta = {"kind": "chain", "draft": panorama.draft, "gamma_max": panorama.gamma_max}
+    return pack(columns, meta)
 
 
 def unpack_chain(chunk: Chunk) -> ChainPanorama:
@@ -117,19 +125,14 @@ def pack_tree(panorama: TreePanorama) -> Chunk:
     p, columns = panorama, {name: getattr(panorama, name) for name in panorama.columns()}
     fits = not p.tokens.size or (p.tokens.min() >= 0 and p.tokens.max() <= np.iinfo(np.uint16).max)
     size = 2 if fits else 4
-    columns["tokens"] = (
-        np.ascontiguousarray(p.tokens, dtype=f"<u{size}" if fits else "<i4")
-        .view(np.uint8)
-        .reshape(-1)
-    )
+    ids = np.ascontiguousarray(p.tokens, dtype=_TOKEN_DTYPES[size])
+    columns["tokens"] = ids.view(np.uint8).reshape(-1)
     by_q = bool((p.logp[:, 1:] >= p.logp[:, :-1]).all())
     columns["logp"] = _steps(p.logp) if by_q else p.logp
     columns["gap"] = p.gap - (p.logp - p.logp[:, :1]) if by_q else _steps(p.gap)
-    named = {name: getattr(p, name) for name in _TREE_META}
-    return pack(
-        columns,
-        {"kind": "tree", **named, "covers": list(p.covers), "token_bytes": size, "by_q": by_q},
-    )
+    meta = {"kind": "tree", **{name: getattr(p, name) for name in _TREE_META}}
+    meta |= {"covers": list(p.covers), "token_bytes": size, "by_q": by_q}
+    return pack(columns, meta)
 
 
 def unpack_tree(chunk: Chunk) -> TreePanorama:
@@ -138,11 +141,11 @@ def unpack_tree(chunk: Chunk) -> TreePanorama:
     named: dict[str, Any] = {name: _said(meta, name, kind) for name, kind in _TREE_META.items()}
     nodes, width = len(columns["text_slot"]), named["width"]
     size, by_q = _said(meta, "token_bytes", int), _said(meta, "by_q", bool)
-    if size not in (2, 4) or width < 1 or columns["tokens"].size != nodes * width * size:
+    known = size in _TOKEN_DTYPES and width >= 1
+    if not known or columns["tokens"].size != nodes * width * size:
         raise CodecError("is no tree panorama: its tokens do not add up")
-    columns["tokens"] = (
-        columns["tokens"].view("<u2" if size == 2 else "<i4").reshape(nodes, width).astype(np.int32)
-    )
+    ids = columns["tokens"].view(_TOKEN_DTYPES[size]).reshape(nodes, width)
+    columns["tokens"] = ids.astype(np.int32)
     try:
         if by_q:
             logp = columns["logp"] = _sums(columns["logp"])
@@ -154,6 +157,10 @@ def unpack_tree(chunk: Chunk) -> TreePanorama:
         raise CodecError(f"is no tree panorama: {error}") from error
     _check_tree(found)
     return found
+
+
+def pack_panorama(panorama: ChainPanorama | TreePanorama) -> Chunk:
+    return pack_tree(panorama) if isinstance(panorama, TreePanorama) else pack_chain(panorama)
 
 
 def _steps(codes: Column) -> Column:
@@ -173,71 +180,54 @@ def _check_tree(panorama: TreePanorama) -> None:
     and no code is out of range."""
     parent, slot, count = panorama.parent, panorama.slot, panorama.count
     own = np.arange(len(count) - len(parent), len(count))
-    if panorama.proposals not in ("coupled", "probability"):
-        raise CodecError(f"is no tree panorama: proposals {panorama.proposals!r}")
-    if (
-        ((parent < 0) | (parent >= own)).any()
-        or (slot >= count[parent]).any()
-        or (count > panorama.width).any()
-    ):
+    if panorama.proposals not in get_args(Proposals):
+        raise CodecError(f"is no tree panorama: proposals {panorama.proposals[:40]!r}")
+    if ((parent < 0) | (parent >= own)).any() or (slot >= count[parent]).any():
         raise CodecError("is no tree panorama: a node is not among the children of an earlier one")
-    if (
-        (panorama.text_slot >= panorama.width) & (panorama.text_slot != _OFF_TEXT)
-    ).any() or panorama.depth < 1:
+    known = (panorama.text_slot < panorama.width) | (panorama.text_slot == _OFF_TEXT)
+    if (count > panorama.width).any() or not known.all() or panorama.depth < 1:
         raise CodecError("is no tree panorama: its codes are out of range")
 
 
 def pack_steps(steps: Sequence[Step]) -> Chunk:
     """The rounds of one request. Times are kept to the nanosecond."""
-    values = (
-        dict(zip(Step._fields, zip(*steps, strict=True), strict=True))
-        if steps
-        else dict.fromkeys(Step._fields, ())
-    )
-    columns: dict[str, Column] = {
-        name: np.array(values[name], dtype=np.int32) for name in _STEP_COUNTS
-    }
-    for name in (*_STEP_TIMES, *(_LATER_TIMES if any(values["ended_s"]) else ())):
-        columns[name] = np.rint(np.array(values[name], dtype=np.float64) * NANOSECONDS).astype(
-            np.int64
-        )
-    later = (
-        ["depth", "bin"]
-        if values["depth"] != values["drafted"] or any(b != NO_BIN for b in values["bin"])
-        else []
-    )
-    later += ["batch"] if any(b != 1 for b in values["batch"]) else []
-    for name in later:
-        columns[name] = np.array(values[name], dtype=_LATER_COUNTS[name])
-    drafts, policies = (sorted(set(values[name])) for name in ("draft", "policy"))
-    columns["draft"] = np.array([drafts.index(d) for d in values["draft"]], dtype=np.uint16)
-    columns["policy"] = np.array([policies.index(p) for p in values["policy"]], dtype=np.uint16)
-    return pack(columns, {"kind": "steps", "drafts": drafts, "policies": policies})
+    values: dict[str, Any] = {n: [getattr(step, n) for step in steps] for n in Step._fields}
+    left_out = set[str]()
+    if values["depth"] == values["drafted"] and set(values["bin"]) <= {NO_BIN}:
+        left_out |= {"depth", "bin"}
+    if set(values["batch"]) <= {1}:
+        left_out.add("batch")
+    if not any(values["ended_s"]):
+        left_out |= {"arrived_s", "ended_s"}
+    names = {name: sorted(set(values[name])) for name in ("draft", "policy")}
+    columns: dict[str, Column] = {}
+    for name, (dtype, _) in _STEPS.items():
+        if name in _STEP_TIMES:
+            values[name] = np.rint(np.array(values[name], dtype=np.float64) * NANOSECONDS)
+        elif name in names:
+            values[name] = [names[name].index(value) for value in values[name]]
+        if name not in left_out:
+            columns[name] = np.array(values[name], dtype=dtype)
+    meta = {"kind": "steps", "drafts": names["draft"], "policies": names["policy"]}
+    return pack(columns, meta)
 
 
 def unpack_steps(chunk: Chunk) -> tuple[Step, ...]:
     """The rounds in order. Raises :class:`CodecError`."""
-    columns, meta = _of_kind(chunk, "steps", _STEPS, _LATER_STEPS)
+    columns, meta = _of_kind(chunk, "steps", _STEPS, _LATER)
     if len({len(column) for column in columns.values()}) > 1:
         raise CodecError("is no list of rounds: its columns have different lengths")
-    counts = [columns[name].tolist() for name in _STEP_COUNTS]
-    times = [(columns[name] / NANOSECONDS).tolist() for name in _STEP_TIMES]
-    names = []
-    for column, table in (("draft", _words(meta, "drafts")), ("policy", _words(meta, "policies"))):
-        if (columns[column] >= len(table)).any():
-            raise CodecError(f"is no list of rounds: it names a {column} that it does not list")
-        names.append([table[i] for i in columns[column]])
-    depths = (columns["depth"] if "depth" in columns else columns["drafted"]).tolist()
-    bins = columns["bin"].tolist() if "bin" in columns else [NO_BIN] * len(depths)
-    batches = columns["batch"].tolist() if "batch" in columns else [1] * len(depths)
-    clocks = [
-        (columns[name] / NANOSECONDS).tolist() if name in columns else [0.0] * len(depths)
-        for name in _LATER_TIMES
-    ]
-    return tuple(
-        Step(*row)
-        for row in zip(*counts, *names, *times, depths, bins, batches, *clocks, strict=True)
-    )
+    n = len(columns["start"])
+    alike = {"bin": NO_BIN, "batch": 1, "arrived_s": 0, "ended_s": 0}
+    absent = {"depth": columns["drafted"], **{name: np.full(n, v) for name, v in alike.items()}}
+    values: dict[str, list[Any]] = {}
+    for name, column in {**absent, **columns}.items():
+        values[name] = (column / NANOSECONDS if name in _STEP_TIMES else column).tolist()
+    for name, table in (("draft", _words(meta, "drafts")), ("policy", _words(meta, "policies"))):
+        if (columns[name] >= len(table)).any():
+            raise CodecError(f"is no list of rounds: it names a {name} that it does not list")
+        values[name] = [table[i] for i in columns[name]]
+    return tuple(map(Step._make, zip(*(values[name] for name in Step._fields), strict=True)))
 
 
 def pack_document(document: Any, arrays: Mapping[str, Column] | None = None) -> Chunk:
@@ -256,17 +246,16 @@ def unpack_document(chunk: Chunk) -> tuple[Any, dict[str, Column]]:
 
 
 def _of_kind(
-    chunk: Chunk, kind: str, layout: _Layout, optional: _Layout | None = None
+    chunk: Chunk, kind: str, layout: _Layout, optional: Collection[str] = ()
 ) -> tuple[dict[str, Column], dict[str, Any]]:
-    """The columns and meta of a chunk that holds exactly the columns of its kind, and of
-    ``optional`` any. Raises CodecError."""
+    """The columns and meta of a chunk that holds exactly the columns of its kind, but of those that
+    are ``optional`` any. Raises CodecError."""
     columns, meta = unpack(chunk)
     _expect_kind(meta, kind)
-    known = {**layout, **(optional or {})}
-    if not layout.keys() <= columns.keys() <= known.keys():
+    if not layout.keys() - set(optional) <= columns.keys() <= layout.keys():
         raise CodecError(f"is no {_KINDS[kind]}: it has other columns")
     for name, column in columns.items():
-        dtype, axes = known[name]
+        dtype, axes = layout[name]
         if column.dtype != dtype or column.ndim != axes:
             raise CodecError(
                 f"is no {_KINDS[kind]}: column {name} is {column.dtype} {column.shape}, not "

@@ -154,12 +154,11 @@ class RecordedRequest:
 
 def _after_first(panorama: ChainPanorama) -> ChainPanorama:
     gone = int(panorama.agree[:1].tolist() == [AGREE_NO])
-    tail = {name: getattr(panorama, name)[1:] for name in ("agree", "logp", "entropy", "accept")}
-    branches = {
-        name: getattr(panorama, name)[gone:]
-        for name in ("branch_logp", "branch_entropy", "branch_len")
+    columns: dict[str, Any] = {
+        name: getattr(panorama, name)[gone if name.startswith("branch") else 1 :]
+        for name in panorama.columns()
     }
-    return replace(panorama, **tail, **branches)
+    return replace(panorama, **columns)
 
 
 def _grown_after_first(panorama: TreePanorama) -> TreePanorama:
@@ -169,15 +168,13 @@ def _grown_after_first(panorama: TreePanorama) -> TreePanorama:
         root[off] = panorama.parent[root[off] - on_text]
     kept = root > 0
     number = np.cumsum(kept, dtype=np.int32) - 1
-    of_nodes = {
-        name: getattr(panorama, name)[kept]
-        for name in panorama.columns()
-        if name not in ("parent", "slot")
-    }
     off_text = kept[on_text:]
-    return replace(
-        panorama, parent=number[panorama.parent[off_text]], slot=panorama.slot[off_text], **of_nodes
-    )
+    columns = {
+        name: getattr(panorama, name)[off_text if name in ("parent", "slot") else kept]
+        for name in panorama.columns()
+    }
+    columns["parent"] = number[columns["parent"]]
+    return replace(panorama, **columns)
 
 
 @dataclass(frozen=True)
@@ -225,26 +222,20 @@ class Recording:
     def trees(self, draft: str, proposals: Proposals = "coupled") -> tuple[TreePanorama, ...]:
         """One tree panorama per trajectory, in order. Raises :class:`TraceError` if any is missing
         (see :meth:`having`), or the recording was loaded without trees."""
-        found = tuple(
-            trees[draft] for r in self.requests if draft in (trees := r.trees_of(proposals))
-        )
+        held = [r.trees_of(proposals) for r in self.requests]
+        found = tuple(trees[draft] for trees in held if draft in trees)
         if len(found) < len(self.requests):
-            stored = (self.info.trees if proposals == "coupled" else self.info.trees_q).get(draft)
-            if (
-                stored is not None
-                and stored.count >= len(self.requests)
-                and not found
-                and not self.skipped
-            ):
+            stored = self.info.trees if proposals == "coupled" else self.info.trees_q
+            all_stored = draft in stored and stored[draft].count >= len(self.requests)
+            if all_stored and not found and not self.skipped:
                 raise TraceError(
                     f"the trees of recording {self.info.id} are stored, but were not loaded; load "
                     "it with trees=True"
                 )
-            flag = "" if proposals == "coupled" else f" --tree-proposals {proposals}"
             raise TraceError(
                 f"recording {self.info.id} has {len(found)} tree panoramas of draft {draft!r} for "
-                f"{len(self.requests)} requests; `record --resume {self.info.id} --tree-width "
-                f"{TREE_WIDTH} --tree-depth {TREE_DEPTH}{flag}` makes the missing ones"
+                f"{len(self.requests)} requests; "
+                + how_to_record_trees(self.info.id, proposals=proposals)
             )
         return found
 

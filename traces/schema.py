@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -68,6 +68,11 @@ class _ByContent:
                 return False
         return True
 
+    @classmethod
+    def columns(cls) -> tuple[str, ...]:
+        """Names of the fields that hold arrays, in storage order."""
+        return tuple(f.name for f in fields(cls) if "NDArray" in str(f.type))  # type: ignore[arg-type]  # a dataclass
+
     def _check_shapes(self, what: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         for name, shape in shapes.items():
             got = getattr(self, name).shape
@@ -112,12 +117,8 @@ class Workload:
         requests = []
         for name_of, category, turns, *more in content:
             roles = more[0] if more else []
-            if (
-                not isinstance(turns, list)
-                or not isinstance(roles, list)
-                or len(more) > 1
-                or len(roles) not in (0, len(turns))
-            ):
+            known = isinstance(turns, list) and isinstance(roles, list) and len(more) <= 1
+            if not (known and len(roles) in (0, len(turns))):
                 raise TypeError(
                     "a request is [id, category, turns], or with as many roles as turns"
                 )
@@ -147,11 +148,8 @@ def policy_content(document: Mapping[str, Any]) -> str:
     """One line of JSON of a policy's spelled-out document: equal policies, equal text. Blocks that
     came later are left out where they are not used, so that a chain policy keeps the id it always
     had."""
-    used = {
-        key: value
-        for key, value in document.items()
-        if key not in _LATER_BLOCKS or value != _LATER_BLOCKS[key]
-    }
+    missing = object()
+    used = {k: v for k, v in document.items() if v != _LATER_BLOCKS.get(k, missing)}
     return json.dumps(used, sort_keys=True, separators=(",", ":"))
 
 
@@ -251,11 +249,6 @@ class ChainPanorama(_ByContent):
         """Output tokens of the trajectory."""
         return len(self.agree)
 
-    @classmethod
-    def columns(cls) -> tuple[str, ...]:
-        """Names of the array columns, in storage order."""
-        return ("agree", "logp", "entropy", "accept", "branch_logp", "branch_entropy", "branch_len")
-
 
 Proposals = Literal["coupled", "probability"]
 
@@ -315,21 +308,6 @@ class TreePanorama(_ByContent):
     def positions(self) -> int:
         """Output tokens of the trajectory."""
         return len(self.text_slot) - len(self.parent) - 1
-
-    @classmethod
-    def columns(cls) -> tuple[str, ...]:
-        """Names of the array columns, in storage order."""
-        return (
-            "parent",
-            "slot",
-            "tokens",
-            "logp",
-            "gap",
-            "count",
-            "entropy",
-            "top_entropy",
-            "text_slot",
-        )
 
 
 class Step(NamedTuple):
@@ -392,18 +370,10 @@ class Counts:
         return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "requests": self.requests,
-            "rounds": self.rounds,
-            "emitted_tokens": self.emitted_tokens,
-            "accepted_tokens": self.accepted_tokens,
-            "drafted_tokens": self.drafted_tokens,
-            "draft_steps": self.draft_steps,
-            "verified_tokens": self.verified_tokens,
-            "mean_accepted_length": self.mean_accepted_length,
-            "seconds": self.seconds,
-            "tokens_per_s": self.tokens_per_s,
-        }
+        sums = asdict(self)
+        seconds = sums.pop("seconds")
+        derived = {"mean_accepted_length": self.mean_accepted_length, "seconds": seconds}
+        return {**sums, **derived, "tokens_per_s": self.tokens_per_s}
 
 
 @dataclass(frozen=True)
@@ -440,19 +410,16 @@ class Outcome:
             out[r.category] = out.get(r.category, Counts()) + r.counts
         return dict(sorted(out.items()))
 
-    def tokens_per_s_interval(
-        self, *, resamples: int = 1000, level: float = 0.95, seed: int = 0
-    ) -> tuple[float, float]:
-        """Bootstrap interval of total tokens/s, resampling requests. (0, 0) for an empty or
-        unpriced outcome."""
+    def tokens_per_s_interval(self) -> tuple[float, float]:
+        """Bootstrap interval (95%, of 1000 resamples) of total tokens/s, resampling requests. (0,
+        0) for an empty or unpriced outcome."""
         tokens = np.array([r.counts.emitted_tokens for r in self.per_request], dtype=np.float64)
         seconds = np.array([r.counts.seconds for r in self.per_request], dtype=np.float64)
         if not len(tokens) or seconds.sum() <= 0:
             return (0.0, 0.0)
-        rng = np.random.default_rng(seed)
-        pick = rng.integers(0, len(tokens), size=(resamples, len(tokens)))
+        pick = np.random.default_rng(0).integers(0, len(tokens), size=(1000, len(tokens)))
         rates = tokens[pick].sum(1) / np.maximum(seconds[pick].sum(1), 1e-12)
-        low, high = np.quantile(rates, [(1 - level) / 2, (1 + level) / 2])
+        low, high = np.quantile(rates, [(1 - 0.95) / 2, (1 + 0.95) / 2])
         return (float(low), float(high))
 
     def latency(self) -> dict[str, Any] | None:
@@ -463,13 +430,8 @@ class Outcome:
         A round yields its tokens at once: the first is there when its round ends, and a later one
         counts with its share of the rest, as servers count.
         """
-        return latency_json(
-            [
-                (r.first_s, r.counts.seconds, r.counts.emitted_tokens)
-                for r in self.per_request
-                if r.first_s > 0
-            ]
-        )
+        timed = [r for r in self.per_request if r.first_s > 0]
+        return latency_json([(r.first_s, r.counts.seconds, r.counts.emitted_tokens) for r in timed])
 
     def to_json(self) -> dict[str, Any]:
         """The command-line contract's keys: ``policy``, the totals, ``tokens_per_s_interval`` and

@@ -11,7 +11,7 @@ from typing import Any
 from spectune.traces.errors import WorkloadError
 from spectune.traces.files import SIZE_LIMIT, is_file, parse_json, read_text
 from spectune.traces.schema import Workload
-from spectune.traces.text import one_line, printable, shortened
+from spectune.traces.text import printable, shortened
 from spectune.traces.workloads import FORMATS, Line, Turns, make_workload
 
 COLUMNS = ("prompt", "turns", "messages", "conversations")
@@ -43,7 +43,7 @@ def read_workload(
     )
 
 
-def _objects(path: str, column: str | None) -> Iterable[tuple[int, str, Any]]:
+def _objects(path: str, column: str | None) -> Iterator[tuple[int, str, Any]]:
     """(number, where, object) of everything in a file or data set."""
     if path.startswith(DATA_SET):
         return _rows(_data_set(path), f"--workload {shortened(path)}", column)
@@ -55,30 +55,25 @@ def _objects(path: str, column: str | None) -> Iterable[tuple[int, str, Any]]:
     text = read_text(path, f"--workload {path}", WorkloadError, missing=missing)
     if Path(path).suffix.lower() in (".csv", ".tsv"):
         return _table(text, path, column)
-    if text.lstrip().startswith("["):
-        return _items(text, path, column)
-    return _lines(text, path, column)
+    found = _items(text, path) if text.lstrip().startswith("[") else _lines(text, path)
+    return ((n, at, _named(data, at, column) if column else data) for n, at, data in found)
 
 
-def _lines(text: str, path: str, column: str | None) -> Iterator[tuple[int, str, Any]]:
+def _lines(text: str, path: str) -> Iterator[tuple[int, str, Any]]:
     for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
         where = f"{path}:{number}"
-        if not line.lstrip().startswith(tuple('{["-0123456789tfn')):
+        if line.strip() and not line.lstrip().startswith(tuple('{["-0123456789tfn')):
             raise WorkloadError(
                 f"{where}: not JSON ({FORMATS}; a table's name ends in .csv, .tsv or .parquet)"
             )
-        data = parse_json(line, where, WorkloadError)
-        yield number, where, _named(data, where, column) if column else data
+        if line.strip():
+            yield number, where, parse_json(line, where, WorkloadError)
 
 
-def _items(text: str, path: str, column: str | None) -> Iterator[tuple[int, str, Any]]:
+def _items(text: str, path: str) -> Iterator[tuple[int, str, Any]]:
     """The items of one JSON list, as ShareGPT's files are."""
-    data = parse_json(text, f"{path}:1", WorkloadError)
-    for number, item in enumerate(data, 1):
-        where = f"{path}: item {number}"
-        yield number, where, _named(item, where, column) if column else item
+    for number, item in enumerate(parse_json(text, f"{path}:1", WorkloadError), 1):
+        yield number, f"{path}: item {number}", item
 
 
 def _table(text: str, path: str, column: str | None) -> Iterator[tuple[int, str, Any]]:
@@ -88,16 +83,11 @@ def _table(text: str, path: str, column: str | None) -> Iterator[tuple[int, str,
     try:
         header = next(reader, [])
         column = _column(header, f"{path}:1", column)
-        for row in reader:
+        for row in filter(None, reader):
             where = f"{path}:{reader.line_num}"
-            if row and len(row) != len(header):
+            if len(row) != len(header):
                 raise WorkloadError(f"{where}: {len(row)} fields, the first line has {len(header)}")
-            if row:
-                yield (
-                    reader.line_num,
-                    where,
-                    _named(dict(zip(header, row, strict=True)), where, column),
-                )
+            yield reader.line_num, where, _named(dict(zip(header, row, strict=True)), where, column)
     except csv.Error as problem:
         raise WorkloadError(f"{path}:{reader.line_num}: not CSV ({problem})") from None
 
@@ -114,31 +104,20 @@ def _rows(
 
 def _column(columns: Sequence[str], where: str, column: str | None) -> str:
     """The column that holds the prompts."""
-    found = (
-        column
-        if column in columns
-        else None
-        if column
-        else next((c for c in COLUMNS if c in columns), None)
-    )
-    if found is None:
-        asked = (
-            f"no column {column!r}"
-            if column
-            else f"name the column that holds the prompts by --column (or call it {COLUMNS[0]!r})"
-        )
-        raise WorkloadError(f"{where}: {asked}; it has: {shortened(', '.join(columns)) or 'none'}")
-    return found
+    for name in (column,) if column else COLUMNS:
+        if name in columns:
+            return name
+    asked = f"name the column that holds the prompts by --column (or call it {COLUMNS[0]!r})"
+    problem = f"no column {column!r}" if column else asked
+    raise WorkloadError(f"{where}: {problem}; it has: {shortened(', '.join(columns)) or 'none'}")
 
 
 def _named(data: Any, where: str, column: str) -> Any:
     """An object whose prompts are under ``column``, as one whose key tells what they are."""
     if not isinstance(data, Mapping) or column not in data:
         raise WorkloadError(f"{where}: no {column!r} (--column) in it")
-    value, known = (
-        data[column],
-        {key: data[key] for key in ("id", "category") if data.get(key) not in (None, "")},
-    )
+    known = {key: data[key] for key in ("id", "category") if data.get(key) not in (None, "")}
+    value = data[column]
     if not isinstance(value, list):
         return {**known, "prompt": value}
     return {**known, "turns" if all(isinstance(v, str) for v in value) else "messages": value}
@@ -157,7 +136,7 @@ def _parquet(path: str) -> tuple[Sequence[str], Iterable[Any]]:
         table = pyarrow.parquet.read_table(path)
         return table.column_names, table.to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError) as problem:
-        raise WorkloadError(one_line(f"{path}: not Parquet ({problem})")) from None
+        raise WorkloadError(f"{path}: not Parquet ({problem})") from None
 
 
 def _data_set(path: str) -> tuple[Sequence[str], Iterable[Any]]:
@@ -178,11 +157,9 @@ def _data_set(path: str) -> tuple[Sequence[str], Iterable[Any]]:
             found = found[split] if split else found
         else:
             found = datasets.load_dataset(name, config or None, split=split or None)
-    except (
-        Exception
-    ) as problem:  # the hub, the disk, pyarrow and the package have errors of their own
+    except Exception as problem:  # the hub, the disk, pyarrow and the package have their own
         raise WorkloadError(
-            one_line(f"{where}: cannot be loaded ({type(problem).__name__}: {problem})")
+            f"{where}: cannot be loaded ({type(problem).__name__}: {problem})"
         ) from None
     if isinstance(found, Mapping):
         if len(found) != 1:

@@ -7,6 +7,7 @@ import hashlib
 import heapq
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from spectune.traces.errors import WorkloadError
@@ -49,11 +50,8 @@ def parse_request(
     if not isinstance(data, dict):
         raise WorkloadError(f"{where}: expected an object, not {type(data).__name__} ({FORMATS})")
     if isinstance(data.get("body"), dict):  # a line of OpenAI's batch files
-        data = {
-            **data["body"],
-            "id": data.get("custom_id", data.get("id")),
-            "category": data.get("category"),
-        }
+        named = {"id": data.get("custom_id", data.get("id")), "category": data.get("category")}
+        data = {**data["body"], **named}
     given = data.get("id") if data.get("id") is not None else name or where
     if not isinstance(given, (str, int)) or isinstance(given, bool):
         raise WorkloadError(f"{where}: 'id' must be a string")
@@ -111,11 +109,10 @@ def _turns(data: Mapping[str, Any], where: str, turns: Turns | None) -> list[str
             "--first-turn (the first alone)"
         )
     texts = texts if turns == "all" else texts[:1]
-    empty = next((i for i, text in enumerate(texts) if not text.strip()), None)
-    if empty is not None:
-        raise WorkloadError(
-            f"{where}: " + (f"turn {empty}" if key == "turns" else "the prompt") + " is empty"
-        )
+    for i, text in enumerate(texts):
+        if not text.strip():
+            which = f"turn {i}" if key == "turns" else "the prompt"
+            raise WorkloadError(f"{where}: {which} is empty")
     return texts
 
 
@@ -125,21 +122,17 @@ def _conversation(raw: Any, where: str, key: str) -> list[tuple[str, str]]:
         raise WorkloadError(f"{where}: {key!r} must be a list of at least one message")
     said: list[tuple[str, str]] = []
     for n, message in enumerate(raw):
-        speaker, content = (
-            ("from", "value")
-            if isinstance(message, dict) and "from" in message
-            else ("role", "content")
-        )
+        theirs = isinstance(message, dict) and "from" in message
+        speaker, content = ("from", "value") if theirs else ("role", "content")
         if not isinstance(message, dict) or not {speaker, content} <= message.keys():
             raise WorkloadError(
                 f'{where}: message {n} must be {{"role", "content"}} or {{"from", "value"}}'
             )
         role = ROLES.get(message[speaker]) if isinstance(message[speaker], str) else None
         if role is None:
-            known = ", ".join(ROLES)
+            given = shortened(repr(message[speaker]), 40)
             raise WorkloadError(
-                f"{where}: message {n}: {speaker!r} is {shortened(repr(message[speaker]), 40)}; "
-                f"known are {known}"
+                f"{where}: message {n}: {speaker!r} is {given}; known are {', '.join(ROLES)}"
             )
         text = _text(message[content], f"{where}: message {n}")
         if said or role != "assistant":
@@ -170,9 +163,7 @@ def make_workload(name: str, lines: Iterable[Line], *, turns: Turns | None = Non
                     "be unique"
                 )
             seen[request.id] = where
-            requests.append(
-                Request(request.id, request.category, request.turns, request.roles, source)
-            )
+            requests.append(replace(request, source=source))
     if not requests:
         raise WorkloadError(f"{name}: the workload is empty (no request in it)")
     return Workload(name, tuple(requests))

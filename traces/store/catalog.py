@@ -25,8 +25,7 @@ from spectune.db.models import (
     StudyRow,
     WorkloadRow,
 )
-from spectune.traces.codec import CodecError
-from spectune.traces.packing import pack_document, pack_steps, unpack_document, unpack_steps
+from spectune.traces.packing import pack_document, unpack_document, unpack_steps
 from spectune.traces.schema import (
     Counts,
     LatencyProfile,
@@ -36,19 +35,8 @@ from spectune.traces.schema import (
     Workload,
     policy_id,
 )
-from spectune.traces.store.recording_rows import step_row
-from spectune.traces.store.rows import (
-    Storage,
-    chunk_of,
-    chunk_values,
-    equal,
-    insert_absent,
-    named_row,
-    newest_first,
-    readable,
-    require,
-    value_of,
-)
+from spectune.traces.store.recording_rows import step_values
+from spectune.traces.store.rows import Storage, named_row, readable, require, unpacked, value_of
 
 Document = Mapping[str, Any]
 
@@ -130,139 +118,85 @@ class Run:
 
 
 class Catalog(Storage):
-    """Documents by id; equal content is stored once."""
+    """Documents by id; equal content is stored once. Whatever is got is named by its id, an
+    unambiguous beginning of one, or ``latest``, and raises NotFoundError where there is none;
+    lists are newest first, of what has the values given."""
 
     def put_pair(self, pair_id: str, name: str, document: Document) -> None:
         """Stores a pair under its fingerprint; a pair that is there already keeps its document."""
-        with self.database.write() as session:
-            values = {
-                "id": pair_id,
-                "name": name,
-                "document": dict(document),
-                "created_at": self.clock(),
-            }
-            insert_absent(session, PairRow, values)
+        self._put(PairRow, id=pair_id, name=name, document=dict(document))
 
     def get_pair(self, text: str) -> StoredPair:
-        """By id, an unambiguous beginning of one, or ``latest``; else the newest pair of that name.
-        Raises NotFoundError."""
+        """Also by name: the newest of it."""
         with self.database.read() as session:
-            named = session.scalars(
-                select(PairRow).where(PairRow.name == text).order_by(PairRow.created_at.desc())
-            ).first()
-            row = session.get(PairRow, text) or named
-            if row is None:
-                row = named_row(session, PairRow, text)
-            return value_of(StoredPair, row)
+            named = select(PairRow).where(PairRow.name == text).order_by(PairRow.created_at.desc())
+            row = session.get(PairRow, text) or session.scalars(named).first()
+            return value_of(StoredPair, row or named_row(session, PairRow, text))
 
     def list_pairs(self) -> tuple[StoredPair, ...]:
-        """All pairs, newest first."""
-        with self.database.read() as session:
-            return tuple(
-                value_of(StoredPair, row)
-                for row in session.scalars(select(PairRow).order_by(*newest_first(PairRow)))
-            )
+        return self._list(PairRow, lambda row: value_of(StoredPair, row))
 
     def put_workload(self, workload: Workload) -> str:
         """Stores a workload under its digest, which is returned."""
-        digest = workload.digest()
-        content = workload.to_json()
-        values = {
-            "id": digest,
-            "name": workload.name,
-            "n_requests": len(content),
-            "content": content,
-            "created_at": self.clock(),
-        }
-        with self.database.write() as session:
-            insert_absent(session, WorkloadRow, values)
+        digest, content = workload.digest(), workload.to_json()
+        self._put(
+            WorkloadRow, id=digest, name=workload.name, n_requests=len(content), content=content
+        )
         return digest
 
     def get_workload(self, text: str) -> Workload:
-        """By digest, an unambiguous beginning of one, or ``latest``. Raises NotFoundError, or
-        CorruptedChunkError where the digest is another's."""
-        with self.database.read() as session:
-            return workload_of(named_row(session, WorkloadRow, text))
+        """Raises CorruptedChunkError where the digest is another's."""
+        return self._get(WorkloadRow, text, workload_of)
 
     def put_profile(self, profile: LatencyProfile) -> str:
         """Stores a latency profile; its new id."""
         document = profile.to_json()
-        values = {
-            "pair_id": profile.pair_id,
-            "device": profile.device,
-            "dtype": profile.dtype,
-            "document": document,
-            "environment": document["environment"],
-            "created_at": self.clock(),
-        }
-        with self.database.write() as session:
-            require(session, PairRow, profile.pair_id, "first")
-            return self.insert_new(session, LatencyProfileRow, "prof", values)
+        named = {name: document[name] for name in ("pair_id", "device", "dtype", "environment")}
+        return self._put_new(LatencyProfileRow, "prof", document=document, **named)
 
     def get_profile(self, text: str) -> StoredProfile:
-        """By id, an unambiguous beginning of one, or ``latest``. Raises NotFoundError."""
-        with self.database.read() as session:
-            row = named_row(session, LatencyProfileRow, text)
-            return StoredProfile(row.id, LatencyProfile.from_json(row.document), row.created_at)
+        return self._get(
+            LatencyProfileRow,
+            text,
+            lambda row: StoredProfile(
+                row.id, LatencyProfile.from_json(row.document), row.created_at
+            ),
+        )
 
     def list_profiles(
         self, pair_id: str | None = None, device: str | None = None, dtype: str | None = None
     ) -> tuple[StoredProfile, ...]:
-        """Profiles of a pair, device and dtype (each optional) that can be read, newest first."""
-        return tuple(self._profiles(pair_id, device, dtype))
+        """Those that can be read."""
+        return tuple(self._profiles(pair_id=pair_id, device=device, dtype=dtype))
 
     def latest_profile(
         self, pair_id: str, device: str, dtype: str | None = None
     ) -> StoredProfile | None:
         """The newest profile of a pair on a device that can be read, or None."""
-        return next(self._profiles(pair_id, device, dtype), None)
+        return next(self._profiles(pair_id=pair_id, device=device, dtype=dtype), None)
 
-    def _profiles(
-        self, pair_id: str | None, device: str | None, dtype: str | None
-    ) -> Iterator[StoredProfile]:
-        row = LatencyProfileRow
-        query = select(row.id).where(
-            *equal({row.pair_id: pair_id, row.device: device, row.dtype: dtype})
-        )
-        with self.database.read() as session:
-            names = session.scalars(query.order_by(*newest_first(row))).all()
-        for name in names:
+    def _profiles(self, **wanted: str | None) -> Iterator[StoredProfile]:
+        for (name,) in self._columns(LatencyProfileRow, LatencyProfileRow.id, **wanted):
             try:
                 yield self.get_profile(name)
             except UnavailableError:
                 raise
-            except (
-                DatabaseError
-            ):  # of another's making, or of a newer spectune's: the others are as good as they were
-                continue
+            except DatabaseError:
+                continue  # of another's making, or a newer spectune's: the others are still good
 
     def put_policy(self, policy_id: str, document: Document, label: str) -> None:
         """Stores a policy under the hash of its content; one that is there already is left alone.
         Raises CorruptedChunkError where that one has another content, so that nobody runs or
         publishes it in this one's place."""
-        with self.database.write() as session:
-            values = {
-                "id": policy_id,
-                "label": label,
-                "document": dict(document),
-                "created_at": self.clock(),
-            }
-            if not insert_absent(session, PolicyRow, values):
-                policy_of(session.get_one(PolicyRow, policy_id))
+        if not self._put(PolicyRow, id=policy_id, label=label, document=dict(document)):
+            self.get_policy(policy_id)
 
     def get_policy(self, text: str) -> StoredPolicy:
-        """By id, an unambiguous beginning of one, or ``latest``. Raises NotFoundError, or
-        CorruptedChunkError where the id is another policy's."""
-        with self.database.read() as session:
-            return policy_of(named_row(session, PolicyRow, text))
+        """Raises CorruptedChunkError where the id is another policy's."""
+        return self._get(PolicyRow, text, policy_of)
 
     def list_policies(self) -> tuple[StoredPolicy, ...]:
-        """All policies, newest first."""
-        with self.database.read() as session:
-            return tuple(
-                _policy(row)
-                for row in session.scalars(select(PolicyRow).order_by(*newest_first(PolicyRow)))
-            )
+        return self._list(PolicyRow, _policy)
 
     def put_artifact(
         self,
@@ -277,59 +211,28 @@ class Catalog(Storage):
         same is stored once."""
         chunk = pack_document(document, arrays)
         name = _content_hash(kind, document, arrays or {})
-        values = {
-            "id": name,
-            "kind": kind,
-            "pair_id": pair_id,
-            "provenance": dict(provenance or {}),
-            "created_at": self.clock(),
-            **chunk_values(chunk),
-        }
-        with self.database.write() as session:
-            if pair_id is not None:
-                require(session, PairRow, pair_id, "first")
-            insert_absent(session, ArtifactRow, values)
+        made = {"pair_id": pair_id, "provenance": dict(provenance or {})}
+        self._put(ArtifactRow, id=name, kind=kind, **made, **vars(chunk))
         return name
 
     def get_artifact(self, text: str) -> Artifact:
-        """By id or an unambiguous beginning of one. Raises NotFoundError, or CorruptedChunkError
-        when it is damaged."""
-        with self.database.read() as session:
-            row = named_row(session, ArtifactRow, text)
-        try:
-            document, arrays = unpack_document(chunk_of(row))
-        except CodecError as error:
-            raise CorruptedChunkError(
-                f"artifact {row.id} ({row.kind}) cannot be used ({error})"
-            ) from error
-        return value_of(Artifact, row, document=document, arrays=arrays)
+        """Raises CorruptedChunkError when it is damaged."""
+        return self._get(ArtifactRow, text, _artifact)
 
     def list_artifacts(
         self, kind: str | None = None, pair_id: str | None = None
     ) -> tuple[tuple[str, str, str | None, datetime], ...]:
-        """(id, kind, pair, created_at) of a kind and pair (each optional), newest first, without
-        unpacking them."""
-        columns = (ArtifactRow.id, ArtifactRow.kind, ArtifactRow.pair_id, ArtifactRow.created_at)
-        query = select(*columns).where(
-            *equal({ArtifactRow.kind: kind, ArtifactRow.pair_id: pair_id})
-        )
-        with self.database.read() as session:
-            rows = session.execute(query.order_by(*newest_first(ArtifactRow)))
-            return tuple((name, of, pair, at) for name, of, pair, at in rows)
+        """(id, kind, pair, created_at), without unpacking them."""
+        row = ArtifactRow
+        columns = (row.id, row.kind, row.pair_id, row.created_at)
+        return self._columns(row, *columns, kind=kind, pair_id=pair_id)
 
     def artifact_origins(
         self, kind: str, pair_id: str | None = None
     ) -> tuple[tuple[str, Document], ...]:
-        """(id, provenance) of the artifacts of a kind and pair (optional), newest first, without
-        unpacking them."""
-        wanted = equal({ArtifactRow.kind: kind, ArtifactRow.pair_id: pair_id})
-        query = (
-            select(ArtifactRow.id, ArtifactRow.provenance)
-            .where(*wanted)
-            .order_by(*newest_first(ArtifactRow))
-        )
-        with self.database.read() as session:
-            return tuple((name, provenance) for name, provenance in session.execute(query))
+        """(id, provenance), without unpacking them."""
+        row = ArtifactRow
+        return self._columns(row, row.id, row.provenance, kind=kind, pair_id=pair_id)
 
     def put_study(
         self,
@@ -343,55 +246,29 @@ class Catalog(Storage):
     ) -> str:
         """Stores a finished search; its new id. ``document`` is the summary that stays readable in
         SQL; trials are packed."""
-        values = {
-            "pair_id": pair_id,
-            "recording_id": recording_id,
-            "sampler": sampler,
-            "seed": seed,
-            "n_trials": len(trials),
-            "document": dict(document),
-            "created_at": self.clock(),
-            **chunk_values(pack_document([dict(t) for t in trials])),
-        }
-        with self.database.write() as session:
-            require(session, PairRow, pair_id, "first")
-            return self.insert_new(session, StudyRow, "study", values)
+        return self._put_new(
+            StudyRow,
+            "study",
+            pair_id=pair_id,
+            recording_id=recording_id,
+            sampler=sampler,
+            seed=seed,
+            n_trials=len(trials),
+            document=dict(document),
+            **vars(pack_document([dict(t) for t in trials])),
+        )
 
     def get_study(self, text: str) -> Study:
-        """By id, an unambiguous beginning of one, or ``latest``. Raises NotFoundError or
-        CorruptedChunkError."""
-        with self.database.read() as session:
-            row = named_row(session, StudyRow, text)
-        try:
-            trials, _ = unpack_document(chunk_of(row))
-        except CodecError as error:
-            raise CorruptedChunkError(
-                f"the trials of study {row.id} cannot be used ({error})"
-            ) from error
-        return value_of(Study, row, trials=tuple(trials))
+        """Raises CorruptedChunkError when its trials are damaged."""
+        return self._get(StudyRow, text, _study)
 
     def list_studies(
         self, pair_id: str | None = None
     ) -> tuple[tuple[str, str, int, Document, datetime], ...]:
-        """(id, pair, number of trials, document, created_at), newest first, without unpacking the
-        trials."""
-        columns = (
-            StudyRow.id,
-            StudyRow.pair_id,
-            StudyRow.n_trials,
-            StudyRow.document,
-            StudyRow.created_at,
-        )
-        query = (
-            select(*columns)
-            .where(*equal({StudyRow.pair_id: pair_id}))
-            .order_by(*newest_first(StudyRow))
-        )
-        with self.database.read() as session:
-            return tuple(
-                (name, pair, trials, document, at)
-                for name, pair, trials, document, at in session.execute(query)
-            )
+        """(id, pair, number of trials, document, created_at), without unpacking the trials."""
+        row = StudyRow
+        columns = (row.id, row.pair_id, row.n_trials, row.document, row.created_at)
+        return self._columns(row, *columns, pair_id=pair_id)
 
     def put_run(
         self,
@@ -410,81 +287,62 @@ class Catalog(Storage):
     ) -> str:
         """Stores an executed or replayed run of a stored policy, with its rounds by request id if
         given; its new id."""
-        values = {
-            "kind": outcome.kind,
-            "pair_id": pair_id,
-            "policy_id": policy_id,
-            "workload_id": workload_id,
-            "recording_id": recording_id,
-            "profile_id": profile_id,
-            "device": device,
-            "dtype": dtype,
-            "purpose": purpose,
-            "options": dict(options or {}),
-            "outcome": outcome_document(outcome),
-            "created_at": self.clock(),
-        }
         categories = {r.request_id: r.category for r in outcome.per_request}
-        packed = [
-            (name, rounds, chunk_values(pack_steps(rounds)))
-            for name, rounds in (steps or {}).items()
-        ]
+        packed = [(name, step_values(rounds)) for name, rounds in (steps or {}).items()]
         with self.database.write() as session:
-            require(session, PairRow, pair_id, "first")
-            require(session, PolicyRow, policy_id, "before its runs")
-            run = self.insert_new(session, RunRow, "run", values)
-            for ordinal, (name, rounds, chunk) in enumerate(packed):
-                session.add(
-                    step_row(None, run, ordinal, name, categories.get(name, ""), rounds, chunk)
-                )
+            require(session, PolicyRow, policy_id)
+            run = self._insert_new(
+                session,
+                RunRow,
+                "run",
+                kind=outcome.kind,
+                pair_id=pair_id,
+                policy_id=policy_id,
+                workload_id=workload_id,
+                recording_id=recording_id,
+                profile_id=profile_id,
+                device=device,
+                dtype=dtype,
+                purpose=purpose,
+                options=dict(options or {}),
+                outcome=outcome_document(outcome),
+            )
+            for ordinal, (name, values) in enumerate(packed):
+                of = {"request_id": name, "category": categories.get(name, "")}
+                session.add(StepChunkRow(run_id=run, ordinal=ordinal, **of, **values))
         return run
 
     def get_run(self, text: str) -> Run:
-        """By id, an unambiguous beginning of one, or ``latest``. Raises NotFoundError."""
-        with self.database.read() as session:
-            return _run(named_row(session, RunRow, text))
+        return self._get(RunRow, text, _run)
 
     def list_runs(
         self, pair_id: str | None = None, policy_id: str | None = None
     ) -> tuple[Run, ...]:
-        """Runs of a pair and policy (each optional), newest first."""
-        query = select(RunRow).where(*equal({RunRow.pair_id: pair_id, RunRow.policy_id: policy_id}))
-        with self.database.read() as session:
-            return tuple(
-                _run(row) for row in session.scalars(query.order_by(*newest_first(RunRow)))
-            )
+        return self._list(RunRow, _run, pair_id=pair_id, policy_id=policy_id)
 
     def run_steps(self, run: str) -> dict[str, tuple[Step, ...]]:
         """The rounds of a run by request id, in the order they were given. Raises
         CorruptedChunkError naming the request."""
+        query = select(StepChunkRow).where(StepChunkRow.run_id == run)
         with self.database.read() as session:
-            rows = session.scalars(
-                select(StepChunkRow)
-                .where(StepChunkRow.run_id == run)
-                .order_by(StepChunkRow.ordinal)
-            ).all()
-        steps: dict[str, tuple[Step, ...]] = {}
-        for row in rows:
-            try:
-                steps[row.request_id] = unpack_steps(chunk_of(row))
-            except CodecError as error:
-                raise CorruptedChunkError(
-                    f"run {run}: the steps of request {row.request_id!r} cannot be used ({error})"
-                ) from error
-        return steps
+            return {
+                row.request_id: unpacked(
+                    row, unpack_steps, f"run {run}: the steps of request {row.request_id!r}"
+                )
+                for row in session.scalars(query.order_by(StepChunkRow.ordinal))
+            }
 
 
 def outcome_document(outcome: Outcome) -> dict[str, Any]:
     """An outcome per request, JSON-ready, with its totals for SQL; :func:`outcome_of` is the
     inverse."""
-    per_request = [
-        [r.request_id, r.category, *asdict(r.counts).values()] for r in outcome.per_request
-    ]
     document = {
         "policy": outcome.policy,
         "kind": outcome.kind,
         "total": outcome.total.to_json(),
-        "per_request": per_request,
+        "per_request": [
+            [r.request_id, r.category, *asdict(r.counts).values()] for r in outcome.per_request
+        ],
     }
     first = [r.first_s for r in outcome.per_request]
     return {**document, "first_s": first} if any(first) else document
@@ -542,3 +400,13 @@ def _policy(row: PolicyRow) -> StoredPolicy:
 
 def _run(row: RunRow) -> Run:
     return value_of(Run, row, outcome=outcome_of(row.outcome))
+
+
+def _artifact(row: ArtifactRow) -> Artifact:
+    document, arrays = unpacked(row, unpack_document, f"artifact {row.id} ({row.kind})")
+    return value_of(Artifact, row, document=document, arrays=arrays)
+
+
+def _study(row: StudyRow) -> Study:
+    trials, _ = unpacked(row, unpack_document, f"the trials of study {row.id}")
+    return value_of(Study, row, trials=tuple(trials))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable
+from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Literal
@@ -72,14 +73,9 @@ def _cell(value: Any) -> Any:
 
 def _write_parquet(rows: Iterable[RequestRow], file: BinaryIO) -> int:
     pa, pq = pyarrow_modules()
-    text, whole, real = pa.string(), pa.int64(), pa.float64()
-    types: dict[str, Any] = dict.fromkeys(RequestRow.columns(), text)
-    types |= dict.fromkeys(
-        ("ordinal", "n_prompt", "n_output", "gamma_max", "rounds", "drafted", "accepted"), whole
-    )
-    types |= dict.fromkeys(("acceptance", "tau", "seconds"), real) | {
-        "recorded_at": pa.timestamp("us", tz="UTC")
-    }
+    known = {"int": pa.int64(), "float": pa.float64(), "str": pa.string()}
+    known["datetime"] = pa.timestamp("us", tz="UTC")
+    types = {f.name: known[str(f.type).removesuffix(" | None")] for f in fields(RequestRow)}
     schema = pa.schema(list(types.items()))
     count, left = 0, iter(rows)
     with pq.ParquetWriter(file, schema, compression="zstd") as writer:

@@ -18,6 +18,7 @@ from sqlalchemy import JSON, BigInteger, Double, Integer, LargeBinary, String, i
 from sqlalchemy.orm import DeclarativeBase
 
 from spectune.db import CorruptedChunkError
+from spectune.db.base import OutsideJson, UtcDateTime
 from spectune.db.models import (
     PairRow,
     PanoramaChunkRow,
@@ -27,31 +28,27 @@ from spectune.db.models import (
     TrajectoryRow,
     WorkloadRow,
 )
-from spectune.db.types import OutsideJson, UtcDateTime
 from spectune.traces.codec import CodecError
 from spectune.traces.errors import TraceError
 from spectune.traces.packing import unpack_chain, unpack_steps, unpack_tree
 from spectune.traces.schema import Finish, Sampling, Verifier
 from spectune.traces.store.catalog import policy_of, workload_of
 from spectune.traces.store.recording_rows import CHAIN, TREE_KINDS, spec_hash, trajectory_of
-from spectune.traces.store.rows import chunk_of
+from spectune.traces.store.rows import values_of
 from spectune.traces.text import NAME_LIMIT, unstorable
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _STATES = ("recording", "complete", "abandoned")
 
 
-def check_policy(row: PolicyRow) -> None:
-    """Raises :class:`TraceError` unless the row is a policy whose id is the hash of its
-    document."""
+def check_hashed(row: PolicyRow | WorkloadRow) -> None:
+    """Raises :class:`TraceError` unless the row is a policy or workload whose id is the hash of
+    its content."""
     check_values(row)
-    _computed(row, policy_of)
-
-
-def check_workload(row: WorkloadRow) -> None:
-    """Raises :class:`TraceError` unless the row is a workload whose id is its digest."""
-    check_values(row)
-    _computed(row, workload_of)
+    try:
+        policy_of(row) if isinstance(row, PolicyRow) else workload_of(row)
+    except CorruptedChunkError:
+        raise TraceError(f"{_shown(row)} has another content than its id says") from None
 
 
 def check_pair(row: PairRow) -> None:
@@ -59,11 +56,8 @@ def check_pair(row: PairRow) -> None:
     checkpoints, which do not travel."""
     check_values(row)
     named = row.document.get("drafts", {}) if isinstance(row.document, dict) else None
-    _demand(
-        isinstance(named, dict) and all(isinstance(path, str) for path in named.values()),
-        row,
-        "describes no pair",
-    )
+    known = isinstance(named, dict) and all(isinstance(path, str) for path in named.values())
+    _demand(known, row, "describes no pair")
 
 
 def check_recording(row: RecordingRow) -> None:
@@ -71,40 +65,26 @@ def check_recording(row: RecordingRow) -> None:
     of it."""
     check_values(row)
     _demand(row.id != "latest" and _NAME.fullmatch(row.id) is not None, row, "has no id of ours")
-    _demand(
-        row.state in _STATES and row.verifier in get_args(Verifier), row, "is in no state of ours"
-    )
+    known = row.state in _STATES and row.verifier in get_args(Verifier)
+    _demand(known, row, "is in no state of ours")
     _demand(isinstance(row.options, dict) and isinstance(row.progress, dict), row, "has no options")
-    sampling, verifier = _sampling(row), next(v for v in get_args(Verifier) if v == row.verifier)
-    spec = spec_hash(
-        row.pair_id,
-        row.workload_id,
-        sampling,
-        row.max_new_tokens,
-        verifier,
-        row.options,
-        row.source,
+    _sampling(row)
+    _demand(
+        spec_hash(values_of(row)) == row.spec_sha256, row, "is not what its hash (spec_sha256) says"
     )
-    _demand(spec == row.spec_sha256, row, "is not what its hash (spec_sha256) says")
 
 
 def check_trajectory(row: TrajectoryRow) -> None:
     """Raises :class:`TraceError`, or CorruptedChunkError for its chunk, unless the row is a decoded
     request."""
     check_values(row)
-    _demand(
-        row.finish in get_args(Finish) and row.verifier in get_args(Verifier),
-        row,
-        "ended in no way of ours",
-    )
+    known = row.finish in get_args(Finish) and row.verifier in get_args(Verifier)
+    _demand(known, row, "ended in no way of ours")
     _demand(_all(row.stop_strings, str), row, "has no list of stop strings")
     _sampling(row)
     found = _unpacked(row, trajectory_of)
-    _demand(
-        (len(found.prompt_ids), len(found.output_ids)) == (row.n_prompt, row.n_output),
-        row,
-        "has another number of tokens",
-    )
+    lengths = len(found.prompt_ids), len(found.output_ids)
+    _demand(lengths == (row.n_prompt, row.n_output), row, "has another number of tokens")
 
 
 def check_panorama(row: PanoramaChunkRow, positions: int) -> None:
@@ -114,21 +94,15 @@ def check_panorama(row: PanoramaChunkRow, positions: int) -> None:
     _check_sums(row)
     _demand(_all(row.covers, str), row, "has no list of covers")
     if row.kind == CHAIN:
-        chain = _unpacked(row, lambda r: unpack_chain(chunk_of(r)))
-        said, is_said = (
-            (chain.draft, chain.gamma_max, len(chain.agree)),
-            (row.draft, row.gamma_max, positions),
-        )
-        _demand(said == is_said, row, "is of another draft or text")
+        chain = _unpacked(row, unpack_chain)
+        held: Any = (chain.draft, chain.gamma_max, chain.positions)
+        _demand(held == (row.draft, row.gamma_max, positions), row, "is of another draft or text")
         return
-    tree = _unpacked(row, lambda r: unpack_tree(chunk_of(r)))
+    tree = _unpacked(row, unpack_tree)
     _demand(row.kind == TREE_KINDS[tree.proposals], row, "is of another kind")
     held = (tree.draft, tree.depth, tree.width, list(tree.covers), tree.positions)
-    _demand(
-        held == (row.draft, row.gamma_max, row.width, row.covers, positions),
-        row,
-        "is of another draft or text",
-    )
+    said = (row.draft, row.gamma_max, row.width, row.covers, positions)
+    _demand(held == said, row, "is of another draft or text")
 
 
 def check_steps(row: StepChunkRow) -> None:
@@ -137,12 +111,9 @@ def check_steps(row: StepChunkRow) -> None:
     check_values(row)
     _check_sums(row)
     _demand(row.run_id is None, row, "belongs to a run as well")
-    steps = _unpacked(row, lambda r: unpack_steps(chunk_of(r)))
-    _demand(
-        row.policies == sorted({step.policy for step in steps}) and row.rounds == len(steps),
-        row,
-        "sums up other rounds",
-    )
+    steps = _unpacked(row, unpack_steps)
+    summed = (sorted({step.policy for step in steps}), len(steps))
+    _demand(summed == (row.policies, row.rounds), row, "sums up other rounds")
 
 
 def _shown(row: DeclarativeBase) -> str:
@@ -154,13 +125,6 @@ def _shown(row: DeclarativeBase) -> str:
 def _demand(holds: bool, row: DeclarativeBase, problem: str) -> None:
     if not holds:
         raise TraceError(f"{_shown(row)} {problem}")
-
-
-def _computed(row: Any, compute: Callable[[Any], Any]) -> None:
-    try:
-        compute(row)
-    except CorruptedChunkError:
-        raise TraceError(f"{_shown(row)} has another content than its id says") from None
 
 
 def _unpacked(row: Any, unpack: Callable[[Any], Any]) -> Any:

@@ -24,33 +24,21 @@ from spectune.db.models import (
     WorkloadRow,
 )
 from spectune.db.schedules import JobRow, ScheduleRow
-from spectune.traces.store.rows import newest_first
+from spectune.traces.store.rows import meant, newest
 from spectune.traces.text import shortened
 
+_PROFILED = (LatencyProfileRow.pair_id, LatencyProfileRow.device, LatencyProfileRow.dtype)
 _COLUMNS: Final[Mapping[str, tuple[Any, ...]]] = {
     "recordings": (RecordingRow.id, RecordingRow.pair_id, RecordingRow.source, RecordingRow.state),
-    "profiles": (
-        LatencyProfileRow.id,
-        LatencyProfileRow.pair_id,
-        LatencyProfileRow.device,
-        LatencyProfileRow.dtype,
-    ),
+    "profiles": (LatencyProfileRow.id, *_PROFILED),
     "artifacts": (ArtifactRow.id, ArtifactRow.kind, ArtifactRow.pair_id),
     "studies": (
-        StudyRow.id,
-        StudyRow.pair_id,
-        StudyRow.recording_id,
-        StudyRow.sampler,
-        StudyRow.n_trials,
+        *(StudyRow.id, StudyRow.pair_id, StudyRow.recording_id),
+        *(StudyRow.sampler, StudyRow.n_trials),
     ),
     "runs": (
-        RunRow.id,
-        RunRow.kind,
-        RunRow.purpose,
-        RunRow.pair_id,
-        RunRow.policy_id,
-        RunRow.recording_id,
-        RunRow.device,
+        *(RunRow.id, RunRow.kind, RunRow.purpose, RunRow.pair_id),
+        *(RunRow.policy_id, RunRow.recording_id, RunRow.device),
     ),
     "policies": (PolicyRow.id, PolicyRow.label),
     "pairs": (PairRow.id, PairRow.name),
@@ -69,10 +57,10 @@ hardly take room."""
 def counts(database: Database) -> dict[str, int]:
     """How many there are of each kind."""
     with database.read() as session:
-        found = {
-            kind: session.scalar(select(func.count()).select_from(_table(kind))) for kind in KINDS
+        return {
+            kind: session.scalar(select(func.count()).select_from(_table(kind))) or 0
+            for kind in KINDS
         }
-    return {kind: int(count or 0) for kind, count in found.items()}
 
 
 def list_kind(
@@ -81,7 +69,7 @@ def list_kind(
     """Column to value of everything of a kind, newest first, the moment in ISO 8601; nothing is
     unpacked."""
     row = _table(kind)
-    query = select(*_COLUMNS[kind], row.created_at).order_by(*newest_first(row)).limit(limit)
+    query = newest(row, *_COLUMNS[kind], row.created_at).limit(limit)
     with database.read() as session:
         return tuple(
             {**row, "created_at": row["created_at"].isoformat()}
@@ -95,22 +83,15 @@ def find(database: Database, text: str) -> tuple[str, str]:
     near: list[tuple[str, str]] = []
     with database.read() as session:
         for kind in KINDS:
-            column = _COLUMNS[kind][0]
-            if session.scalar(select(column).where(column == text)) is not None:
+            found = meant(session, _COLUMNS[kind][0], text)
+            if found == [text]:
                 return kind, text
-            begun = (
-                select(column)
-                .where(column.startswith(text, autoescape=True))
-                .order_by(column)
-                .limit(3)
-            )
-            near += [(kind, name) for name in session.scalars(begun)] if text else []
+            near += [(kind, name) for name in found]
     if len(near) == 1:
         return near[0]
     if near:
-        raise NotFoundError(
-            f"{shortened(text)} is ambiguous: {', '.join(name for _, name in near[:5])}..."
-        )
+        names = ", ".join(name for _, name in near[:5])
+        raise NotFoundError(f"{shortened(text)} is ambiguous: {names}...")
     raise NotFoundError(
         f"nothing has the id {shortened(text)}; `db list` shows what there is ({', '.join(KINDS)})"
     )
@@ -136,12 +117,10 @@ def prune_kinds(
         pages = _pages(session)
         doomed = {name for names in chosen.values() for name in names} - pages.keys()
         spared = _named_elsewhere(session, doomed) | _newest_profiles(session)
-        removed = {
-            kind: [name for name in names if name in doomed - spared]
-            for kind, names in chosen.items()
-        }
-        if gone := [page for page, study in pages.items() if study in removed.get("studies", ())]:
-            removed["artifacts"] = [*removed.get("artifacts", ()), *gone]
+        gone = doomed - spared
+        removed = {kind: [n for n in names if n in gone] for kind, names in chosen.items()}
+        if of_gone := [page for page, study in pages.items() if study in gone]:
+            removed["artifacts"] = [*removed.get("artifacts", ()), *of_gone]
         if not dry_run:
             for kind, names in removed.items():
                 session.execute(delete(_table(kind)).where(_COLUMNS[kind][0].in_(names)))
@@ -156,62 +135,52 @@ def _table(kind: str) -> Any:
 
 def _old(session: Session, kind: str, before: datetime | None, keep_last: int | None) -> list[str]:
     row = _table(kind)
-    rows = session.execute(select(row.id, row.created_at).order_by(*newest_first(row))).all()
+    rows = session.execute(newest(row, row.id, row.created_at)).all()
     return [name for name, made in rows[keep_last or 0 :] if before is None or made < before]
 
 
 def _newest_profiles(session: Session) -> set[str]:
-    row, newest = LatencyProfileRow, dict[tuple[str, str, str], str]()
-    for name, *of in session.execute(
-        select(row.id, row.pair_id, row.device, row.dtype).order_by(row.created_at, row.id.desc())
-    ):
-        newest[(of[0], of[1], of[2])] = name
-    return set(newest.values())
+    found: dict[tuple[Any, ...], str] = {}
+    for name, *of in session.execute(newest(LatencyProfileRow, *_COLUMNS["profiles"])):
+        found.setdefault(tuple(of), name)
+    return set(found.values())
 
 
 def _pages(session: Session) -> dict[str, str]:
     """The study, while it is stored, of each artifact that a tuning's page draws."""
-    rows = session.execute(
-        select(ArtifactRow.id, ArtifactRow.provenance).where(ArtifactRow.kind == EVIDENCE)
-    )
-    origins, studies = (
-        {name: origin.get("study") for name, origin in rows},
-        set(session.scalars(select(StudyRow.id))),
-    )
-    return {name: study for name, study in origins.items() if study in studies}
+    studies = set(session.scalars(select(StudyRow.id)))
+    drawn = select(ArtifactRow.id, ArtifactRow.provenance).where(ArtifactRow.kind == EVIDENCE)
+    return {
+        name: study
+        for name, origin in session.execute(drawn)
+        if (study := origin.get("study")) in studies
+    }
 
 
 def _named_elsewhere(session: Session, doomed: set[str]) -> set[str]:
     """Those that a row names which stays, also because another one names it. Artifacts may be named
     by the beginning of an id, or as the latest."""
-    stay: list[str] = []
-    told = [
+    told: list[Any] = [
         select(PublicationRow.policy_id, PublicationRow.evidence),
         select(ScheduleRow.payload),
         select(JobRow.result),
+        select(PolicyRow.document),
+        select(RecordingRow.options),
     ]
-    told += [select(PolicyRow.document), select(RecordingRow.options)]
-    for query in told:
-        stay += [_as_text(row) for row in session.execute(query)]
-    made = select(ArtifactRow.id, ArtifactRow.provenance).where(ArtifactRow.kind != EVIDENCE)
-    owners = {name: _as_text(said) for name, *said in session.execute(made)}
-    run = (RunRow.id, RunRow.recording_id, RunRow.profile_id, RunRow.options)
-    owners |= {name: _as_text(said) for name, *said in session.execute(select(*run))}
-    owners |= {
-        name: _as_text(said)
-        for name, *said in session.execute(select(StudyRow.id, StudyRow.document))
-    }
+    owned: list[Any] = [
+        select(ArtifactRow.id, ArtifactRow.provenance).where(ArtifactRow.kind != EVIDENCE),
+        select(RunRow.id, RunRow.recording_id, RunRow.profile_id, RunRow.options),
+        select(StudyRow.id, StudyRow.document),
+    ]
+    owners = {name: _as_text(said) for query in owned for name, *said in session.execute(query)}
+    stay = [_as_text(row) for query in told for row in session.execute(query)]
     stay += [said for name, said in owners.items() if name not in doomed]
-    latest = session.scalar(select(ArtifactRow.id).order_by(*newest_first(ArtifactRow)).limit(1))
+    latest = session.scalar(newest(ArtifactRow, ArtifactRow.id).limit(1))
     spared: set[str] = set()
     while stay:
         words = {word for text in stay for word in _WORD.findall(text)}
-        begun = {
-            latest if name == "latest" else name
-            for text in stay
-            for name in _ARTIFACT.findall(text)
-        }
-        begins = tuple(str(name) for name in begun if name)
+        begun = {name for text in stay for name in _ARTIFACT.findall(text)}
+        begins = tuple(filter(None, (latest if name == "latest" else name for name in begun)))
         found = {name for name in doomed - spared if name in words or name.startswith(begins)}
         spared |= found
         stay = [owners[name] for name in found if name in owners]

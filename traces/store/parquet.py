@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from sqlalchemy import inspect
 
 from spectune.db.models import PanoramaChunkRow, TrajectoryRow
 from spectune.traces.errors import TraceError
@@ -25,7 +24,9 @@ from spectune.traces.recording import RecordingInfo
 from spectune.traces.store import TraceStore
 from spectune.traces.store.export import pyarrow_modules
 from spectune.traces.store.foreign import check_values
+from spectune.traces.store.recording_rows import CHAIN
 from spectune.traces.store.recordings import BATCH, Rows
+from spectune.traces.store.rows import values_of
 
 COLUMNS: Final = ("ordinal", "draft", "schema_version", "codec", "sha256", "data")
 """Columns of the tables that are columns of the file; ``rest`` holds the others, as JSON."""
@@ -40,17 +41,15 @@ def write_recording(store: TraceStore, recording: str, path: str | Path) -> int:
     pa, pq = pyarrow_modules()
     info = store.get_recording(recording)
     text, blob, whole = pa.string(), pa.binary(), pa.int64()
-    types = dict(zip(COLUMNS, (whole, text, whole, text, blob, blob), strict=True)) | {"rest": text}
-    schema = pa.schema(list(types.items()), metadata={"recording": json.dumps(info.to_json())})
+    types = zip((*COLUMNS, "rest"), (whole, text, whole, text, blob, blob, text), strict=True)
+    schema = pa.schema(list(types), metadata={"recording": json.dumps(info.to_json())})
     ordinals, chunks = sorted(store.recorded_ordinals(info.id)), 0
     try:
         with replacing(path) as file, pq.ParquetWriter(file, schema, compression="none") as writer:
             for i in range(0, len(ordinals), BATCH):
                 found = store.rows_of(info.id, ordinals[i : i + BATCH], trees=True)
-                rows = sorted(
-                    (_row(r) for r in (*found.texts, *found.panoramas)),
-                    key=lambda r: (r["ordinal"], r["draft"]),
-                )
+                rows = [_row(r) for r in (*found.texts, *found.panoramas)]
+                rows.sort(key=lambda r: (r["ordinal"], r["draft"]))
                 writer.write_table(pa.Table.from_pylist(rows, schema))
                 chunks += len(rows)
     except OSError as error:
@@ -59,9 +58,7 @@ def write_recording(store: TraceStore, recording: str, path: str | Path) -> int:
 
 
 def _row(row: Any) -> dict[str, Any]:
-    values = {
-        a.key: getattr(row, a.key) for a in inspect(row).mapper.column_attrs if a.key not in LEFT
-    }
+    values = {name: value for name, value in values_of(row).items() if name not in LEFT}
     own = {name: values.pop(name, "") for name in COLUMNS}
     return {**own, "rest": json.dumps(values)}
 
@@ -82,9 +79,8 @@ class RecordingFile(TraceStore):
     def recorded_ordinals(self, recording: str = "", after: int = -1) -> frozenset[int]:
         with _understood(self.path):
             found = _file(self.path)[1].read(["ordinal", "draft"]).to_pylist()
-        return frozenset(
-            row["ordinal"] for row in found if not row["draft"] and row["ordinal"] > after
-        )
+        texts = {row["ordinal"] for row in found if not row["draft"]}
+        return frozenset(ordinal for ordinal in texts if ordinal > after)
 
     def rows_of(
         self,
@@ -101,15 +97,12 @@ class RecordingFile(TraceStore):
         rows = Rows([], [], [])
         with _understood(self.path):
             stored = file.read_row_groups(groups.tolist()).to_pylist() if len(groups) else []
-        for values in stored:
-            if values["ordinal"] not in wanted:
-                continue
-            with _understood(self.path):
-                row = _stored(values, info)
+            found = [_stored(values, info) for values in stored if values["ordinal"] in wanted]
+        for row in found:
             check_values(row)
             if isinstance(row, TrajectoryRow):
                 rows.texts.append(row)
-            elif (drafts is None or row.draft in drafts) and (trees or row.kind == "chain"):
+            elif (drafts is None or row.draft in drafts) and (trees or row.kind == CHAIN):
                 rows.panoramas.append(row)
         return rows
 

@@ -53,10 +53,9 @@ class PruneReport:
         return sum(p.size_bytes for p in self.removed)
 
     def to_json(self) -> dict[str, Any]:
+        removed = [{**asdict(p), "created_at": p.created_at.isoformat()} for p in self.removed]
         return {
-            "removed": [
-                {**asdict(p), "created_at": p.created_at.isoformat()} for p in self.removed
-            ],
+            "removed": removed,
             "kept": list(self.kept),
             "size_bytes": self.size_bytes,
             "dry_run": self.dry_run,
@@ -124,16 +123,10 @@ def prune(
 def cited_recordings(session: Session, candidates: Iterable[str]) -> set[str]:
     """Those of the candidates that the evidence of any publication names, itself or through a run
     that it names."""
-    evidence = [
-        json.dumps(document) for document in session.scalars(select(PublicationRow.evidence))
-    ]
-    cited = {name for name in candidates if any(name in text for text in evidence)}
-    for run, recording in session.execute(
-        select(RunRow.id, RunRow.recording_id).where(RunRow.recording_id.is_not(None))
-    ):
-        if recording is not None and any(run in text for text in evidence):
-            cited.add(recording)
-    return cited & set(candidates)
+    evidence = "\n".join(map(json.dumps, session.scalars(select(PublicationRow.evidence))))
+    runs = session.execute(select(RunRow.id, RunRow.recording_id))
+    of_runs = {recording for run, recording in runs if run in evidence}
+    return {name for name in candidates if name in evidence or name in of_runs}
 
 
 def _locked(session: Session, recordings: Sequence[str]) -> frozenset[str]:
@@ -160,11 +153,8 @@ def _abandoned(session: Session, before: datetime, pair: str | None) -> list[str
     """Unfinished recordings whose last text (or beginning, without any) is from ``before`` a
     moment, but for those of a job that is not finished, which its next attempt resumes, and served
     ones: a server that is asked nothing for long is silent, not gone."""
-    unfinished = set(
-        session.scalars(
-            select(JobRow.idempotency_key).where(JobRow.state.in_(("queued", "running")))
-        )
-    )
+    jobs = select(JobRow.idempotency_key).where(JobRow.state.in_(("queued", "running")))
+    unfinished = set(session.scalars(jobs))
     last = (
         select(func.max(TrajectoryRow.created_at))
         .where(TrajectoryRow.recording_id == RecordingRow.id)
@@ -189,22 +179,13 @@ def _of(pair: str | None) -> list[ColumnElement[bool]]:
 
 
 def _measure(session: Session, recording: str) -> Pruned:
-    size = 0
-    for row in (TrajectoryRow, PanoramaChunkRow, StepChunkRow):
-        size += int(
-            session.scalar(
-                select(func.sum(func.length(row.data))).where(row.recording_id == recording)
-            )
-            or 0
-        )
-    requests = (
-        session.scalar(
-            select(func.count())
-            .select_from(TrajectoryRow)
-            .where(TrajectoryRow.recording_id == recording)
-        )
-        or 0
-    )
+    def total(what: Any, row: Any) -> int:
+        return int(session.scalar(select(what).where(row.recording_id == recording)) or 0)
+
+    held: tuple[Any, ...] = (TrajectoryRow, PanoramaChunkRow, StepChunkRow)
     return Pruned(
-        recording, session.get_one(RecordingRow, recording).created_at, int(requests), size
+        recording,
+        session.get_one(RecordingRow, recording).created_at,
+        requests=total(func.count(TrajectoryRow.ordinal), TrajectoryRow),
+        size_bytes=sum(total(func.sum(func.length(row.data)), row) for row in held),
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, Literal
 
-from sqlalchemy import func, select
+from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
 
 from spectune.db import NotFoundError, StaleVersionError
@@ -94,13 +94,10 @@ class Publications(Storage):
                 guard(session)
             if idempotency_key is not None:
                 self.database.lock(session, f"key {idempotency_key}")
-                done = session.execute(
-                    _publications().where(PublicationRow.idempotency_key == idempotency_key)
-                ).first()
-                if done is not None:
-                    return _publication(*done)
-            require(session, PairRow, pair_id, "before publishing for it")
-            require(session, PolicyRow, policy_id, "before publishing it")
+                if done := _of_key(session, idempotency_key):
+                    return done
+            require(session, PairRow, pair_id)
+            require(session, PolicyRow, policy_id)
             current = _version(session, pair_id, device, deployment)
             if expected is not None and expected != current:
                 raise StaleVersionError(
@@ -141,10 +138,7 @@ class Publications(Storage):
     def published_under(self, idempotency_key: str) -> Publication | None:
         """The publication made under a key, or None."""
         with self.database.read() as session:
-            row = session.execute(
-                _publications().where(PublicationRow.idempotency_key == idempotency_key)
-            ).first()
-            return None if row is None else _publication(*row)
+            return _of_key(session, idempotency_key)
 
     def list_publications(
         self,
@@ -155,15 +149,10 @@ class Publications(Storage):
         limit: int | None = None,
     ) -> tuple[Publication, ...]:
         """Publications of a pair, device and deployment (each optional), newest first."""
-        row = PublicationRow
-        query = _publications().where(
-            *equal({row.pair_id: pair_id, row.device: device, row.deployment: deployment})
-        )
+        query = _publications().where(*_of(pair_id, device, deployment))
         with self.database.read() as session:
-            return tuple(
-                _publication(*row)
-                for row in session.execute(query.order_by(PublicationRow.id.desc()).limit(limit))
-            )
+            rows = session.execute(query.order_by(PublicationRow.id.desc()).limit(limit))
+            return tuple(_publication(*row) for row in rows)
 
     def in_force(self) -> tuple[Publication, ...]:
         """What is in force in every deployment, for every pair and device, by their names."""
@@ -178,11 +167,8 @@ class Publications(Storage):
         with self.database.write() as session:
             if not is_stored(session, PublicationRow.id, version):
                 raise NotFoundError(f"there is no publication {version}")
-            session.add(
-                AcknowledgementRow(
-                    publication_id=version, node=node, status=status, reason=reason, at=self.clock()
-                )
-            )
+            said = {"node": node, "status": status, "reason": reason, "at": self.clock()}
+            session.add(AcknowledgementRow(publication_id=version, **said))
 
     def acknowledgements(
         self, version: int | None = None, node: str | None = None
@@ -191,10 +177,8 @@ class Publications(Storage):
         wanted = equal({AcknowledgementRow.publication_id: version, AcknowledgementRow.node: node})
         query = select(AcknowledgementRow).where(*wanted).order_by(AcknowledgementRow.id)
         with self.database.read() as session:
-            return tuple(
-                value_of(Acknowledgement, row, version=row.publication_id)
-                for row in session.scalars(query)
-            )
+            rows = session.scalars(query)
+            return tuple(value_of(Acknowledgement, row, version=row.publication_id) for row in rows)
 
 
 def _publications() -> Any:  # Select's parameters differ between SQLAlchemy 2.0 and 2.1
@@ -203,10 +187,21 @@ def _publications() -> Any:  # Select's parameters differ between SQLAlchemy 2.0
     )
 
 
-def _version(session: Session, pair_id: str, device: str, deployment: str) -> int:
+def _of(
+    pair_id: str | None, device: str | None, deployment: str | None
+) -> list[ColumnElement[bool]]:
     row = PublicationRow
-    of = equal({row.pair_id: pair_id, row.device: device, row.deployment: deployment})
-    return int(session.scalar(select(func.max(row.id)).where(*of)) or 0)
+    return equal({row.pair_id: pair_id, row.device: device, row.deployment: deployment})
+
+
+def _of_key(session: Session, key: str) -> Publication | None:
+    row = session.execute(_publications().where(PublicationRow.idempotency_key == key)).first()
+    return None if row is None else _publication(*row)
+
+
+def _version(session: Session, pair_id: str, device: str, deployment: str) -> int:
+    newest = select(func.max(PublicationRow.id)).where(*_of(pair_id, device, deployment))
+    return session.scalar(newest) or 0
 
 
 def _publication(row: PublicationRow, policy: PolicyRow) -> Publication:

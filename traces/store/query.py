@@ -7,12 +7,13 @@ answered from summary columns; no chunk is unpacked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, select
+from sqlalchemy import ColumnElement, and_, select
 from sqlalchemy.orm import Session
 
 from spectune.db import Database
@@ -20,7 +21,7 @@ from spectune.db.models import PanoramaChunkRow, RecordingRow, StepChunkRow, Tra
 from spectune.traces.acceptance import Survival
 from spectune.traces.recording import RecordingInfo
 from spectune.traces.store.recording_rows import CHAIN, infos
-from spectune.traces.store.rows import newest_first, resolve_all
+from spectune.traces.store.rows import equal, newest_first, resolve_all
 
 GroupBy = Literal["draft", "category", "recording"]
 GROUPS: tuple[GroupBy, ...] = ("draft", "category", "recording")
@@ -78,9 +79,7 @@ class RequestRow:
 
     def to_json(self) -> dict[str, Any]:
         """Column to value, the moment in ISO 8601."""
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {
-            "recorded_at": self.recorded_at.isoformat()
-        }
+        return {**asdict(self), "recorded_at": self.recorded_at.isoformat()}
 
     @classmethod
     def columns(cls) -> tuple[str, ...]:
@@ -117,14 +116,10 @@ def list_recordings(
         query = select(RecordingRow).where(*_recording_conditions(session, only))
         narrowed = _request_conditions(only)
         if narrowed:
-            query = query.where(
-                select(TrajectoryRow)
-                .where(TrajectoryRow.recording_id == RecordingRow.id, *narrowed)
-                .exists()
-            )
-        return tuple(
-            infos(session, session.scalars(query.order_by(*newest_first(RecordingRow))).all())
-        )
+            matching = select(TrajectoryRow).where(TrajectoryRow.recording_id == RecordingRow.id)
+            query = query.where(matching.where(*narrowed).exists())
+        found = session.scalars(query.order_by(*newest_first(RecordingRow)))
+        return tuple(infos(session, found.all()))
 
 
 def request_rows(database: Database, only: TraceFilter = EVERYTHING) -> Iterator[RequestRow]:
@@ -133,54 +128,24 @@ def request_rows(database: Database, only: TraceFilter = EVERYTHING) -> Iterator
 
     A draft is one with a chain panorama; trees have no rows.
     """
-    t, p = TrajectoryRow, PanoramaChunkRow
-    told = (
-        t.recording_id,
-        t.ordinal,
-        t.request_id,
-        t.category,
-        t.created_at,
-        t.finish,
-        t.n_prompt,
-        t.n_output,
-    )
-    columns = (
-        *told,
-        p.draft,
-        p.gamma_max,
-        p.acceptance,
-        t.rounds,
-        t.drafted,
-        t.accepted,
-        t.seconds,
-        p.n,
-        p.survived,
-    )
+    t, p, narrowed = TrajectoryRow, PanoramaChunkRow, _panorama_conditions(only)
     with database.read() as session:
-        joined = (p.recording_id == t.recording_id) & (p.ordinal == t.ordinal) & (p.kind == CHAIN)
-        if only.draft is not None:
-            joined &= p.draft == only.draft
         query = (
-            select(*columns)
-            .join(RecordingRow, RecordingRow.id == t.recording_id)
-            .outerjoin(p, joined)
-        )
-        query = query.where(
-            *_recording_conditions(session, only),
-            *_request_conditions(only),
-            *_acceptance_conditions(only),
-        )
-        if only.draft is not None:
-            query = query.where(p.draft.is_not(None))
-        rows = session.execute(
-            query.order_by(t.recording_id, t.ordinal, p.draft).execution_options(yield_per=500)
-        )
-        for *of_request, rounds, drafted, accepted, seconds, starts, survived in rows:
-            tau = (
-                None
-                if starts is None
-                else Survival(starts, (), tuple(survived)).mean_accepted_length
+            select(
+                *(t.recording_id, t.ordinal, t.request_id, t.category, t.created_at, t.finish),
+                *(t.n_prompt, t.n_output, p.draft, p.gamma_max, p.acceptance),
+                *(t.rounds, t.drafted, t.accepted, t.seconds, p.n, p.survived),
             )
+            .join(RecordingRow, RecordingRow.id == t.recording_id)
+            .join(p, and_(_chain_of_request(), *narrowed), isouter=not narrowed)
+            .where(*_recording_conditions(session, only), *_request_conditions(only))
+            .order_by(t.recording_id, t.ordinal, p.draft)
+        )
+        for *of_request, rounds, drafted, accepted, seconds, starts, survived in session.execute(
+            query.execution_options(yield_per=500)
+        ):
+            sums = None if starts is None else Survival(starts, (), tuple(survived))
+            tau = None if sums is None else sums.mean_accepted_length
             values: list[Any] = [*of_request, tau, rounds, drafted, accepted, seconds]
             yield RequestRow(*values)
 
@@ -200,24 +165,13 @@ def acceptance_stats(
         query = (
             select(
                 *(of[g] for g in by),
-                t.recording_id,
-                t.ordinal,
-                p.n,
-                p.acceptance,
-                p.at_risk,
-                p.survived,
+                *(t.recording_id, t.ordinal, p.n, p.acceptance * p.n, p.n, p.at_risk, p.survived),
             )
-            .join(t, (t.recording_id == p.recording_id) & (t.ordinal == p.ordinal))
+            .join(t, _chain_of_request())
             .join(RecordingRow, RecordingRow.id == t.recording_id)
-            .where(
-                *_recording_conditions(session, only),
-                *_request_conditions(only),
-                *_acceptance_conditions(only),
-            )
-            .where(p.kind == CHAIN)
+            .where(*_recording_conditions(session, only), *_request_conditions(only))
+            .where(*_panorama_conditions(only))
         )
-        if only.draft is not None:
-            query = query.where(p.draft == only.draft)
         return _grouped(by, session.execute(query))
 
 
@@ -236,52 +190,42 @@ def executed_stats(
     """
     groups = [g for g in by if g != "draft"]
     s, t = StepChunkRow, TrajectoryRow
-    n_acceptance = (s.rounds, s.drafted, s.accepted, s.at_risk, s.survived)
+    sums = (s.ordinal, s.rounds, s.accepted, s.drafted, s.at_risk, s.survived)
+    of: dict[GroupBy, Any] = {"category": t.category, "recording": t.recording_id}
+    if run is not None:
+        of = {"category": s.category, "recording": s.run_id}
+    owner = s.recording_id if run is None else s.run_id
+    query = select(*(of[g] for g in groups), owner, *sums)
     with database.read() as session:
         if run is not None:
-            of: dict[GroupBy, Any] = {"category": s.category, "recording": s.run_id}
-            query = select(*(of[g] for g in groups), s.run_id, s.ordinal, *n_acceptance).where(
-                s.run_id == run
-            )
+            query = query.where(s.run_id == run)
         else:
-            of = {"category": t.category, "recording": t.recording_id}
             query = (
-                select(*(of[g] for g in groups), s.recording_id, s.ordinal, *n_acceptance)
-                .join(t, (t.recording_id == s.recording_id) & (t.ordinal == s.ordinal))
+                query.join(t, (t.recording_id == s.recording_id) & (t.ordinal == s.ordinal))
                 .join(RecordingRow, RecordingRow.id == t.recording_id)
                 .where(*_recording_conditions(session, only), *_request_conditions(only))
             )
-        rows = (
-            (*head, rounds, (accepted / drafted if drafted else 0.0), at_risk, survived, drafted)
-            for *head, rounds, drafted, accepted, at_risk, survived in session.execute(query)
-        )
-        return _grouped(groups, rows, weighted=True)
+        return _grouped(groups, session.execute(query))
 
 
-def _grouped(
-    by: Sequence[GroupBy], rows: Any, *, weighted: bool = False
-) -> tuple[AcceptanceStats, ...]:
-    """Rows are (group..., owner, ordinal, starts, acceptance, at_risk, survived[, weight of the
-    acceptance]), pooled by group."""
-    sums: dict[tuple[str, ...], Survival] = {}
-    kept: dict[tuple[str, ...], list[float]] = {}
-    requests: dict[tuple[str, ...], set[tuple[str, int]]] = {}
+def _grouped(by: Sequence[GroupBy], rows: Iterable[Any]) -> tuple[AcceptanceStats, ...]:
+    """Rows are (group..., owner, ordinal, starts, kept, of, at_risk, survived), pooled by group;
+    ``kept`` out of ``of`` is the acceptance."""
+    sums: defaultdict[tuple[str, ...], Survival] = defaultdict(Survival)
+    shares: defaultdict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    requests: defaultdict[tuple[str, ...], set[tuple[str, int]]] = defaultdict(set)
     for row in rows:
-        weight = row[-1] if weighted else row[len(by) + 2]
-        key, (owner, ordinal, starts, acceptance, at_risk, survived) = (
-            tuple(row[: len(by)]),
-            row[len(by) : len(by) + 6],
-        )
-        sums[key] = sums.get(key, Survival()) + Survival(starts, tuple(at_risk), tuple(survived))
-        total = kept.setdefault(key, [0.0, 0.0])
-        total[0] += acceptance * weight
-        total[1] += weight
-        requests.setdefault(key, set()).add((owner, ordinal))
+        key = tuple(row[: len(by)])
+        owner, ordinal, starts, kept, of, at_risk, survived = row[len(by) :]
+        sums[key] += Survival(starts, tuple(at_risk), tuple(survived))
+        shares[key][0] += kept
+        shares[key][1] += of
+        requests[key].add((owner, ordinal))
     return tuple(
         AcceptanceStats(
             tuple(zip(by, key, strict=True)),
             len(requests[key]),
-            kept[key][0] / kept[key][1] if kept[key][1] else 0.0,
+            shares[key][0] / shares[key][1] if shares[key][1] else 0.0,
             sums[key],
         )
         for key in sorted(sums)
@@ -289,13 +233,11 @@ def _grouped(
 
 
 def _recording_conditions(session: Session, only: TraceFilter) -> list[ColumnElement[bool]]:
-    conditions: list[ColumnElement[bool]] = []
+    conditions = equal({RecordingRow.source: only.source})
     if only.recordings:
         conditions.append(RecordingRow.id.in_(resolve_all(session, RecordingRow, only.recordings)))
     if only.pair is not None:
         conditions.append(RecordingRow.pair_id.startswith(only.pair, autoescape=True))
-    if only.source is not None:
-        conditions.append(RecordingRow.source == only.source)
     return conditions
 
 
@@ -308,24 +250,22 @@ def _request_conditions(only: TraceFilter) -> list[ColumnElement[bool]]:
         conditions.append(t.created_at >= only.since)
     if only.until is not None:
         conditions.append(t.created_at < only.until)
-    if only.draft is not None or only.min_acceptance is not None or only.max_acceptance is not None:
-        p = PanoramaChunkRow
-        of = [
-            p.recording_id == t.recording_id,
-            p.ordinal == t.ordinal,
-            p.kind == CHAIN,
-            *_acceptance_conditions(only),
-        ]
-        if only.draft is not None:
-            of.append(p.draft == only.draft)
-        conditions.append(select(p.ordinal).where(*of).exists().correlate(t))
+    if narrowed := _panorama_conditions(only):
+        panorama = select(PanoramaChunkRow.ordinal).where(_chain_of_request(), *narrowed)
+        conditions.append(panorama.exists().correlate(t))
     return conditions
 
 
-def _acceptance_conditions(only: TraceFilter) -> list[ColumnElement[bool]]:
-    bounds: list[ColumnElement[bool]] = []
+def _chain_of_request() -> ColumnElement[bool]:
+    t, p = TrajectoryRow, PanoramaChunkRow
+    return and_(p.recording_id == t.recording_id, p.ordinal == t.ordinal, p.kind == CHAIN)
+
+
+def _panorama_conditions(only: TraceFilter) -> list[ColumnElement[bool]]:
+    p = PanoramaChunkRow
+    conditions = equal({p.draft: only.draft})
     if only.min_acceptance is not None:
-        bounds.append(PanoramaChunkRow.acceptance >= only.min_acceptance)
+        conditions.append(p.acceptance >= only.min_acceptance)
     if only.max_acceptance is not None:
-        bounds.append(PanoramaChunkRow.acceptance <= only.max_acceptance)
-    return bounds
+        conditions.append(p.acceptance <= only.max_acceptance)
+    return conditions

@@ -12,11 +12,11 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from spectune.db import CorruptedChunkError, NotFoundError
-from spectune.db.models import PanoramaChunkRow, RecordingRow, StepChunkRow, TrajectoryRow
+from spectune.db import NotFoundError
+from spectune.db.models import PanoramaChunkRow, RecordingRow, TrajectoryRow
 from spectune.traces.acceptance import compact, keep_probability, step_survival, survival
 from spectune.traces.codec import CodecError
-from spectune.traces.packing import unpack_tokens
+from spectune.traces.packing import pack_steps, pack_tokens, unpack_tokens
 from spectune.traces.recording import RecordingInfo, TreeExtent
 from spectune.traces.schema import (
     AGREE_NONE,
@@ -29,36 +29,25 @@ from spectune.traces.schema import (
     TreePanorama,
     Verifier,
 )
-from spectune.traces.store.rows import chunk_of, value_of
+from spectune.traces.store.rows import value_of
 
 CHAIN = "chain"
+ASKED = ("pair_id", "workload_id", "sampling", "max_new_tokens", "verifier", "options", "source")
+"""Columns that say what a recording was asked for."""
 TREE_KINDS: dict[Proposals, str] = {"coupled": "tree", "probability": "tree_q"}
 """The kind of a panorama's row, by how the trees' children are ranked."""
 
 
-def step_row(
-    recording: str | None,
-    run: str | None,
-    ordinal: int,
-    request_id: str,
-    category: str,
-    steps: Sequence[Step],
-    chunk: Mapping[str, Any],
-) -> StepChunkRow:
-    """The row of one request's rounds, with its summaries."""
+def step_values(steps: Sequence[Step]) -> dict[str, Any]:
+    """A request's rounds as columns: their chunk and its summaries."""
     sums = step_survival(steps)
-    return StepChunkRow(
-        recording_id=recording,
-        run_id=run,
-        ordinal=ordinal,
-        request_id=request_id,
-        category=category,
-        policies=sorted({s.policy for s in steps}),
-        at_risk=compact(sums.at_risk),
-        survived=compact(sums.survived),
+    return {
+        "policies": sorted({s.policy for s in steps}),
+        "at_risk": compact(sums.at_risk),
+        "survived": compact(sums.survived),
         **step_sums(steps),
-        **chunk,
-    )
+        **vars(pack_steps(steps)),
+    }
 
 
 def step_sums(steps: Sequence[Step]) -> dict[str, Any]:
@@ -72,58 +61,59 @@ def step_sums(steps: Sequence[Step]) -> dict[str, Any]:
     }
 
 
-def chain_values(panorama: ChainPanorama, verifier: Verifier) -> dict[str, Any]:
-    """A chain panorama's columns beside its chunk, with its summaries."""
-    sums, n = survival(panorama, verifier), panorama.positions
+def trajectory_values(trajectory: Trajectory, steps: Sequence[Step]) -> dict[str, Any]:
+    """A decoded request as columns: its chunk, and the sums of its rounds."""
+    t, sums = trajectory, step_sums(steps)
+    own = ("request_id", "category", "max_new_tokens", "verifier", "finish")
     return {
+        **{name: getattr(t, name) for name in own},
+        "sampling": asdict(t.sampling),
+        "stop_strings": list(t.stop_strings),
+        "n_prompt": len(t.prompt_ids),
+        "n_output": len(t.output_ids),
+        **{name: sums[name] for name in ("rounds", "drafted", "accepted", "seconds")},
+        **vars(pack_tokens(t.prompt_ids, t.output_ids)),
+    }
+
+
+def panorama_values(panorama: ChainPanorama | TreePanorama, verifier: str) -> dict[str, Any]:
+    """A panorama's columns beside its chunk, with its summaries; ``verifier`` is its text's."""
+    n = panorama.positions
+    if isinstance(panorama, TreePanorama):
+        agree = int((panorama.text_slot[:n] == 0).sum())
+        return {
+            "draft": panorama.draft,
+            "kind": TREE_KINDS[panorama.proposals],
+            "gamma_max": panorama.depth,
+            "width": panorama.width,
+            "covers": list(panorama.covers),
+            "n": n,
+            "agree_count": agree,
+            "none_count": 0,
+            "acceptance": agree / n if n else 0.0,
+            "at_risk": [],
+            "survived": [],
+        }
+    kept_by: Verifier = "rejection" if verifier == "rejection" else "coupled"
+    sums = survival(panorama, kept_by)
+    return {
+        "draft": panorama.draft,
         "kind": CHAIN,
         "gamma_max": panorama.gamma_max,
+        "width": 0,
+        "covers": [],
         "n": n,
         "agree_count": int((panorama.agree == AGREE_YES).sum()),
         "none_count": int((panorama.agree == AGREE_NONE).sum()),
-        "acceptance": float(keep_probability(panorama, verifier).mean()) if n else 0.0,
+        "acceptance": float(keep_probability(panorama, kept_by).mean()) if n else 0.0,
         "at_risk": compact(sums.at_risk),
         "survived": compact(sums.survived),
     }
 
 
-def tree_values(panorama: TreePanorama, _: Verifier) -> dict[str, Any]:
-    """The same of a tree panorama."""
-    n = panorama.positions
-    agree = int((panorama.text_slot[:n] == 0).sum())
-    return {
-        "kind": TREE_KINDS[panorama.proposals],
-        "gamma_max": panorama.depth,
-        "width": panorama.width,
-        "covers": list(panorama.covers),
-        "n": n,
-        "agree_count": agree,
-        "none_count": 0,
-        "acceptance": agree / n if n else 0.0,
-        "at_risk": [],
-        "survived": [],
-    }
-
-
-def spec_hash(
-    pair_id: str,
-    workload_id: str | None,
-    sampling: Sampling,
-    max_new_tokens: int,
-    verifier: Verifier,
-    options: Mapping[str, Any] | None,
-    source: str,
-) -> str:
-    """SHA-256 of everything a recording was asked for, hex: equal questions, equal hash."""
-    spec = [
-        pair_id,
-        workload_id,
-        asdict(sampling),
-        max_new_tokens,
-        verifier,
-        dict(options or {}),
-        source,
-    ]
+def spec_hash(asked: Mapping[str, Any]) -> str:
+    """SHA-256 of what a recording was asked for, hex: equal questions, equal hash."""
+    spec = [asked[name] for name in ASKED]
     return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
 
 
@@ -140,21 +130,17 @@ def recording_row(session: Session, recording: str, *, writing: bool = False) ->
     return row
 
 
-def trajectory_of(row: TrajectoryRow) -> Trajectory:
-    """The value a row holds. Raises :class:`CodecError`."""
-    prompt, output = unpack_tokens(chunk_of(row))
+def trajectory_of(row: Any) -> Trajectory:
+    """The value that the row of a text holds. Raises :class:`CodecError`."""
+    prompt, output = unpack_tokens(row)
     try:
-        sampling, stop_strings = Sampling(**row.sampling), tuple(row.stop_strings)
+        asked: dict[str, Any] = {
+            "sampling": Sampling(**row.sampling),
+            "stop_strings": tuple(row.stop_strings),
+        }
     except TypeError:
         raise CodecError("its sampling parameters or stop strings are none") from None
-    return value_of(
-        Trajectory,
-        row,
-        prompt_ids=prompt,
-        output_ids=output,
-        sampling=sampling,
-        stop_strings=stop_strings,
-    )
+    return value_of(Trajectory, row, prompt_ids=prompt, output_ids=output, **asked)
 
 
 def infos(session: Session, rows: Sequence[RecordingRow]) -> list[RecordingInfo]:
@@ -197,11 +183,3 @@ def infos(session: Session, rows: Sequence[RecordingRow]) -> list[RecordingInfo]
         )
         for row in rows
     ]
-
-
-def corrupted(recording: str, ordinal: int, what: str, error: CodecError) -> CorruptedChunkError:
-    """The error that names a damaged chunk."""
-    return CorruptedChunkError(
-        f"recording {recording}, request {ordinal}: {what} cannot be used ({error}); the others "
-        "still can"
-    )

@@ -8,28 +8,17 @@ from datetime import datetime
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from sqlalchemy import select
-from sqlalchemy.orm import Session
 
-from spectune.db import NotFoundError
+from spectune.db import CorruptedChunkError, NotFoundError
 from spectune.db.models import (
-    PairRow,
     PanoramaChunkRow,
     RecordingRow,
     StepChunkRow,
     TrajectoryRow,
     WorkloadRow,
 )
-from spectune.traces.codec import Chunk, CodecError
 from spectune.traces.errors import TraceError
-from spectune.traces.packing import (
-    pack_chain,
-    pack_steps,
-    pack_tokens,
-    pack_tree,
-    unpack_chain,
-    unpack_steps,
-    unpack_tree,
-)
+from spectune.traces.packing import pack_panorama, unpack_chain, unpack_steps, unpack_tree
 from spectune.traces.recording import RecordedRequest, Recording, RecordingInfo, Skipped
 from spectune.traces.schema import (
     ChainPanorama,
@@ -43,33 +32,28 @@ from spectune.traces.schema import (
 from spectune.traces.store.recording_rows import (
     CHAIN,
     TREE_KINDS,
-    chain_values,
-    corrupted,
     infos,
+    panorama_values,
     recording_row,
     spec_hash,
-    step_row,
-    step_sums,
+    step_values,
     trajectory_of,
-    tree_values,
+    trajectory_values,
 )
 from spectune.traces.store.rows import (
     Storage,
-    chunk_of,
-    chunk_values,
-    equal,
     insert_all_absent,
     named_row,
-    newest_first,
+    newest,
     require,
     resolve,
+    unpacked,
 )
 
 BATCH = 64
 """Requests read per query when iterating."""
+KINDS = (CHAIN, *TREE_KINDS.values())
 Appended = tuple[int, Trajectory, Sequence[Step]]
-P = TypeVar("P", ChainPanorama, TreePanorama)
-S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -97,26 +81,11 @@ class Recordings(Storage):
     ) -> RecordingInfo:
         """Begins a recording in state ``recording``. The pair and the workload must be stored
         already (NotFoundError)."""
-        values = {
-            "pair_id": pair_id,
-            "workload_id": workload_id,
-            "source": source,
-            "state": "recording",
-            "sampling": asdict(sampling),
-            "max_new_tokens": max_new_tokens,
-            "verifier": verifier,
-            "options": dict(options or {}),
-            "progress": {},
-            "spec_sha256": spec_hash(
-                pair_id, workload_id, sampling, max_new_tokens, verifier, options, source
-            ),
-            "created_at": self.clock(),
-        }
+        asked = _asked(pair_id, workload_id, sampling, max_new_tokens, verifier, options, source)
+        how = {"state": "recording", "progress": {}, "spec_sha256": spec_hash(asked)}
         with self.database.write() as session:
-            require(session, PairRow, pair_id, "before recording with it")
-            if workload_id is not None:
-                require(session, WorkloadRow, workload_id, "before recording it")
-            new = self.insert_new(session, RecordingRow, "rec", values)
+            require(session, WorkloadRow, workload_id)
+            new = self._insert_new(session, RecordingRow, "rec", **asked, **how)
             return infos(session, [session.get_one(RecordingRow, new)])[0]
 
     def find_recording(
@@ -136,25 +105,17 @@ class Recordings(Storage):
         One in state ``recording`` is what a killed ``record`` resumes; a ``complete`` one is what
         ``tune`` need not record again.
         """
-        spec = spec_hash(pair_id, workload_id, sampling, max_new_tokens, verifier, options, source)
+        asked = _asked(pair_id, workload_id, sampling, max_new_tokens, verifier, options, source)
+        found = newest(RecordingRow, spec_sha256=spec_hash(asked), state=state).limit(1)
         with self.database.read() as session:
-            row = session.scalars(
-                select(RecordingRow)
-                .where(RecordingRow.spec_sha256 == spec, RecordingRow.state == state)
-                .order_by(*newest_first(RecordingRow))
-                .limit(1)
-            ).first()
-            return None if row is None else infos(session, [row])[0]
+            return next(iter(infos(session, session.scalars(found).all())), None)
 
     def list_recordings(
         self, pair_id: str | None = None, *, source: str | None = None, state: str | None = None
     ) -> tuple[RecordingInfo, ...]:
         """Recordings of a pair, source and state (each optional), newest first;
         :mod:`traces.store.query` filters by more."""
-        wanted = equal(
-            {RecordingRow.pair_id: pair_id, RecordingRow.source: source, RecordingRow.state: state}
-        )
-        query = select(RecordingRow).where(*wanted).order_by(*newest_first(RecordingRow))
+        query = newest(RecordingRow, pair_id=pair_id, source=source, state=state)
         with self.database.read() as session:
             return tuple(infos(session, session.scalars(query).all()))
 
@@ -165,17 +126,15 @@ class Recordings(Storage):
         It goes by the request's moment and not the recording's: serving appends to one recording
         for days.
         """
+        t = TrajectoryRow
         query = (
-            select(TrajectoryRow.recording_id, TrajectoryRow.ordinal)
-            .join(RecordingRow, RecordingRow.id == TrajectoryRow.recording_id)
-            .where(RecordingRow.pair_id == pair_id, TrajectoryRow.created_at >= since)
+            select(t.recording_id, t.ordinal)
+            .join(RecordingRow, RecordingRow.id == t.recording_id)
+            .where(RecordingRow.pair_id == pair_id, t.created_at >= since)
+            .order_by(t.created_at, t.recording_id, t.ordinal)
         )
-        order = (TrajectoryRow.created_at, TrajectoryRow.recording_id, TrajectoryRow.ordinal)
         with self.database.read() as session:
-            return tuple(
-                (recording, ordinal)
-                for recording, ordinal in session.execute(query.order_by(*order))
-            )
+            return tuple((recording, ordinal) for recording, ordinal in session.execute(query))
 
     def resolve_recording(self, text: str) -> str:
         """The id meant by an id, an unambiguous beginning of one, or ``latest``. Raises
@@ -208,68 +167,35 @@ class Recordings(Storage):
 
     def append_trajectories(self, recording: str, items: Sequence[Appended]) -> int:
         """:meth:`append_trajectory` for several in one transaction; how many were new."""
-        packed = [
-            (*item, pack_tokens(item[1].prompt_ids, item[1].output_ids), pack_steps(item[2]))
-            for item in items
+        texts = [
+            {
+                **trajectory_values(trajectory, steps),
+                "recording_id": recording,
+                "ordinal": ordinal,
+                "created_at": self.clock(),
+            }
+            for ordinal, trajectory, steps in items
         ]
-        rows = [
-            self._trajectory_values(recording, ordinal, of, steps, tokens)
-            for ordinal, of, steps, tokens, _ in packed
-        ]
+        executed = [step_values(steps) if steps else None for _, _, steps in items]
         with self.database.write() as session:
             recording_row(session, recording, writing=True)
-            added = insert_all_absent(session, TrajectoryRow, rows, "ordinal")
+            added = insert_all_absent(session, TrajectoryRow, texts, "ordinal")
             new = set(added)
-            for ordinal, trajectory, steps, tokens, rounds in packed:
-                name = trajectory.request_id
+            for text, rounds in zip(texts, executed, strict=True):
+                ordinal, name = text["ordinal"], text["request_id"]
                 if ordinal not in new:
                     there = session.get_one(TrajectoryRow, (recording, ordinal))
-                    if there.sha256 != tokens.sha256 or there.request_id != name:
+                    if there.sha256 != text["sha256"] or there.request_id != name:
                         raise TraceError(
                             f"recording {recording} already holds another trajectory at {ordinal}: "
                             f"request {there.request_id!r}, not {name!r} as given"
                         )
                     continue
                 new.remove(ordinal)  # the same ordinal again in one batch is held against the first
-                if steps:
-                    session.add(
-                        step_row(
-                            recording,
-                            None,
-                            ordinal,
-                            name,
-                            trajectory.category,
-                            steps,
-                            chunk_values(rounds),
-                        )
-                    )
+                if rounds is not None:
+                    of = ("recording_id", "ordinal", "request_id", "category")
+                    session.add(StepChunkRow(**{key: text[key] for key in of}, **rounds))
         return len(added)
-
-    def _trajectory_values(
-        self,
-        recording: str,
-        ordinal: int,
-        trajectory: Trajectory,
-        steps: Sequence[Step],
-        tokens: Chunk,
-    ) -> dict[str, Any]:
-        sums = step_sums(steps)
-        return {
-            "recording_id": recording,
-            "ordinal": ordinal,
-            "request_id": trajectory.request_id,
-            "category": trajectory.category,
-            "sampling": asdict(trajectory.sampling),
-            "max_new_tokens": trajectory.max_new_tokens,
-            "verifier": trajectory.verifier,
-            "finish": trajectory.finish,
-            "stop_strings": list(trajectory.stop_strings),
-            "n_prompt": len(trajectory.prompt_ids),
-            "n_output": len(trajectory.output_ids),
-            "created_at": self.clock(),
-            **{name: sums[name] for name in ("rounds", "drafted", "accepted", "seconds")},
-            **chunk_values(tokens),
-        }
 
     def recorded_ordinals(self, recording: str, after: int = -1) -> frozenset[int]:
         """The ordinals above ``after`` that hold a trajectory."""
@@ -279,77 +205,48 @@ class Recordings(Storage):
         with self.database.read() as session:
             return frozenset(session.scalars(found))
 
-    def put_panoramas(self, recording: str, items: Sequence[tuple[int, ChainPanorama]]) -> int:
-        """Stores what a draft would propose along trajectories, in one transaction, each in the
-        place of a shorter or equal one; how many were stored.
-
-        A longer one (larger gamma_max) is kept instead. Raises :class:`TraceError` when one does
-        not fit its trajectory.
-        """
-        return self._put(
-            recording,
-            items,
-            pack_chain,
-            chain_values,
-            lambda there, new: there.gamma_max > new.gamma_max,
-        )
-
-    def missing_panoramas(self, recording: str, draft: str, gamma_max: int) -> tuple[int, ...]:
-        """Ordinals whose trajectory has no panorama of this draft with at least this gamma_max, in
-        order."""
-        return self._missing(recording, draft, CHAIN, width=0, depth=gamma_max, covers=())
-
-    def put_tree_panoramas(self, recording: str, items: Sequence[tuple[int, TreePanorama]]) -> int:
-        """Stores what a draft's trees would read along trajectories, in one transaction; how many
-        were stored.
-
-        Each replaces one that it holds all of; one that is wider, deeper or covers other growths is
-        kept instead (:meth:`tree_limits` says what to record so that it is not). Raises
-        :class:`TraceError` when one does not fit its trajectory.
-        """
-
-        def keeps(there: PanoramaChunkRow, new: TreePanorama) -> bool:
-            larger = there.width > new.width or there.gamma_max > new.depth
-            return larger or not set(there.covers) <= set(new.covers)
-
-        return self._put(recording, items, pack_tree, tree_values, keeps)
-
-    def _put(
-        self,
-        recording: str,
-        items: Sequence[tuple[int, P]],
-        pack: Callable[[P], Chunk],
-        values: Callable[[P, Verifier], dict[str, Any]],
-        keeps: Callable[[PanoramaChunkRow, P], bool],
+    def put_panoramas(
+        self, recording: str, items: Sequence[tuple[int, ChainPanorama | TreePanorama]]
     ) -> int:
-        """Stores panoramas as rows of ``values`` in one transaction, each in the place of what is
-        there unless that ``keeps`` it; how many were stored."""
-        packed = [(ordinal, panorama, chunk_values(pack(panorama))) for ordinal, panorama in items]
+        """Stores what drafts would propose along trajectories, in one transaction; how many were
+        stored.
+
+        Each takes the place of one that it holds all of; one that is longer (larger gamma_max),
+        wider, deeper or covers other growths is kept instead (:meth:`tree_limits` says what to
+        record so that it is not). Raises :class:`TraceError` when one does not fit its trajectory.
+        """
+        packed = [(ordinal, panorama, pack_panorama(panorama)) for ordinal, panorama in items]
         stored = 0
         with self.database.write() as session:
             recording_row(session, recording, writing=True)
             for ordinal, panorama, chunk in packed:
-                verifier = self._fitting(session, recording, ordinal, panorama.positions).verifier
-                row = values(panorama, "rejection" if verifier == "rejection" else "coupled")
+                text = session.get(TrajectoryRow, (recording, ordinal))
+                if text is None:
+                    raise NotFoundError(f"recording {recording} has no trajectory {ordinal}")
+                if text.n_output != panorama.positions:
+                    raise TraceError(
+                        f"a panorama of {panorama.positions} positions does not fit trajectory "
+                        f"{ordinal} of {recording}, which has {text.n_output} tokens"
+                    )
+                row = panorama_values(panorama, text.verifier)
                 there = session.get(
-                    PanoramaChunkRow, (recording, ordinal, panorama.draft, row["kind"])
+                    PanoramaChunkRow, (recording, ordinal, row["draft"], row["kind"])
                 )
                 if there is not None:
-                    if keeps(there, panorama):
+                    larger = there.width > row["width"] or there.gamma_max > row["gamma_max"]
+                    if larger or not set(there.covers) <= set(row["covers"]):
                         continue
                     session.delete(there)
                     session.flush()
-                session.add(
-                    PanoramaChunkRow(
-                        recording_id=recording,
-                        ordinal=ordinal,
-                        draft=panorama.draft,
-                        **row,
-                        **chunk,
-                    )
-                )
+                of = {"recording_id": recording, "ordinal": ordinal}
+                session.add(PanoramaChunkRow(**of, **row, **vars(chunk)))
                 stored += 1
         return stored
+
+    def missing_panoramas(self, recording: str, draft: str, gamma_max: int) -> tuple[int, ...]:
+        """Ordinals whose trajectory has no panorama of this draft with at least this gamma_max, in
+        order."""
+        return self._missing(recording, draft, CHAIN, 0, gamma_max)
 
     def missing_trees(
         self,
@@ -363,32 +260,26 @@ class Recordings(Storage):
     ) -> tuple[int, ...]:
         """Ordinals whose trajectory has no tree panorama of this draft with at least this width and
         depth and these covers, in order."""
-        return self._missing(
-            recording, draft, TREE_KINDS[proposals], width=width, depth=depth, covers=covers
-        )
+        return self._missing(recording, draft, TREE_KINDS[proposals], width, depth, covers)
 
     def _missing(
         self,
         recording: str,
         draft: str,
         kind: str,
-        *,
         width: int,
         depth: int,
-        covers: Collection[str],
+        covers: Collection[str] = (),
     ) -> tuple[int, ...]:
-        p, wanted = PanoramaChunkRow, set(covers)
-        stored = select(p.ordinal, p.covers).where(
-            p.recording_id == recording, p.draft == draft, p.kind == kind
+        p, t = PanoramaChunkRow, TrajectoryRow
+        enough = _panoramas(recording, draft, kind, p.ordinal, p.covers).where(
+            p.width >= width, p.gamma_max >= depth
         )
         with self.database.read() as session:
             recording_row(session, recording)
-            enough = stored.where(p.width >= width, p.gamma_max >= depth)
-            have = {ordinal for ordinal, names in session.execute(enough) if wanted <= set(names)}
-            every = session.scalars(
-                select(TrajectoryRow.ordinal).where(TrajectoryRow.recording_id == recording)
-            )
-            return tuple(sorted(set(every) - have))
+            every = set(session.scalars(select(t.ordinal).where(t.recording_id == recording)))
+            have = {n for n, names in session.execute(enough) if set(covers) <= set(names)}
+        return tuple(sorted(every - have))
 
     def tree_limits(
         self, recording: str, draft: str, proposals: Proposals = "coupled"
@@ -396,33 +287,12 @@ class Recordings(Storage):
         """(width, depth, covers): the most that any stored tree panorama of this draft holds; (0,
         0, ()) where there is none."""
         p = PanoramaChunkRow
-        query = select(p.width, p.gamma_max, p.covers).where(
-            p.recording_id == recording, p.draft == draft, p.kind == TREE_KINDS[proposals]
-        )
+        query = _panoramas(recording, draft, TREE_KINDS[proposals], p.width, p.gamma_max, p.covers)
         with self.database.read() as session:
             recording_row(session, recording)
             rows = session.execute(query).all()
-        names = {name for _, _, covers in rows for name in covers}
-        return (
-            max((w for w, _, _ in rows), default=0),
-            max((d for _, d, _ in rows), default=0),
-            tuple(sorted(names)),
-        )
-
-    def _fitting(
-        self, session: Session, recording: str, ordinal: int, positions: int
-    ) -> TrajectoryRow:
-        """The trajectory there. Raises NotFoundError when there is none, :class:`TraceError` when
-        it has another number of tokens."""
-        trajectory = session.get(TrajectoryRow, (recording, ordinal))
-        if trajectory is None:
-            raise NotFoundError(f"recording {recording} has no trajectory {ordinal}")
-        if trajectory.n_output != positions:
-            raise TraceError(
-                f"a panorama of {positions} positions does not fit trajectory {ordinal} of "
-                f"{recording}, which has {trajectory.n_output} tokens"
-            )
-        return trajectory
+        widths, depths, covers = zip(*rows, strict=True) if rows else ((0,), (0,), ())
+        return max(widths), max(depths), tuple(sorted({name for of in covers for name in of}))
 
     def load(
         self,
@@ -443,12 +313,10 @@ class Recordings(Storage):
         """
         skipped: list[Skipped] | None = [] if skip_corrupted else None
         info = self.get_recording(text)
-        requests = tuple(
-            self.iterate(
-                info.id, drafts, steps=steps, trees=trees, ordinals=ordinals, skipped=skipped
-            )
+        requests = self.iterate(
+            info.id, drafts, steps=steps, trees=trees, ordinals=ordinals, skipped=skipped
         )
-        return Recording(info, requests, tuple(skipped or ()))
+        return Recording(info, tuple(requests), tuple(skipped or ()))
 
     def iterate(
         self,
@@ -464,7 +332,8 @@ class Recordings(Storage):
         ``skipped`` if it is given."""
         wanted = sorted(self.recorded_ordinals(recording) if ordinals is None else ordinals)
         for i in range(0, len(wanted), BATCH):
-            yield from self._batch(recording, wanted[i : i + BATCH], drafts, steps, trees, skipped)
+            rows = self.rows_of(recording, wanted[i : i + BATCH], drafts, steps=steps, trees=trees)
+            yield from _requests(recording, rows, skipped)
 
     def rows_of(
         self,
@@ -476,79 +345,81 @@ class Recordings(Storage):
         trees: bool = False,
     ) -> Rows:
         """What is stored of requests, for :meth:`iterate`; at one moment."""
-        chosen = select(PanoramaChunkRow).where(
-            PanoramaChunkRow.recording_id == recording, PanoramaChunkRow.ordinal.in_(ordinals)
-        )
+
+        def of(row: type[T]) -> Any:
+            table: Any = row
+            return select(row).where(table.recording_id == recording, table.ordinal.in_(ordinals))
+
+        p = PanoramaChunkRow
+        chosen = of(p).where(p.kind.in_(KINDS if trees else (CHAIN,))).order_by(p.draft)
         if drafts is not None:
-            chosen = chosen.where(PanoramaChunkRow.draft.in_(drafts))
-        chosen = chosen.where(
-            PanoramaChunkRow.kind.in_((CHAIN, *TREE_KINDS.values()) if trees else (CHAIN,))
-        )
-        rounds = select(StepChunkRow).where(
-            StepChunkRow.recording_id == recording, StepChunkRow.ordinal.in_(ordinals)
-        )
-        texts = select(TrajectoryRow).where(
-            TrajectoryRow.recording_id == recording, TrajectoryRow.ordinal.in_(ordinals)
-        )
+            chosen = chosen.where(p.draft.in_(drafts))
         with self.database.read() as session:
             return Rows(
-                list(session.scalars(texts.order_by(TrajectoryRow.ordinal))),
-                list(session.scalars(chosen.order_by(PanoramaChunkRow.draft))),
-                list(session.scalars(rounds)) if steps else [],
+                list(session.scalars(of(TrajectoryRow).order_by(TrajectoryRow.ordinal))),
+                list(session.scalars(chosen)),
+                list(session.scalars(of(StepChunkRow))) if steps else [],
             )
 
-    def _batch(
-        self,
-        recording: str,
-        ordinals: Sequence[int],
-        drafts: Collection[str] | None,
-        steps: bool,
-        trees: bool,
-        skipped: list[Skipped] | None,
-    ) -> Iterator[RecordedRequest]:
-        found = self.rows_of(recording, ordinals, drafts, steps=steps, trees=trees)
-        panoramas: dict[int, list[PanoramaChunkRow]] = {}
-        for chunk in found.panoramas:
-            panoramas.setdefault(chunk.ordinal, []).append(chunk)
-        executed = {row.ordinal: row for row in found.steps}
 
-        def unpacked(
-            unpack: Callable[[S], T], stored: S, ordinal: int, draft: str | None, what: str
-        ) -> T | None:
-            try:
-                return unpack(stored)
-            except CodecError as error:
-                if skipped is None:
-                    raise corrupted(recording, ordinal, what, error) from error
-                skipped.append(Skipped(recording, ordinal, draft, str(error)))
-                return None
+def _asked(
+    pair_id: str,
+    workload_id: str | None,
+    sampling: Sampling,
+    max_new_tokens: int,
+    verifier: str,
+    options: Mapping[str, Any] | None,
+    source: str,
+) -> dict[str, Any]:
+    """What a recording was asked for, as columns."""
+    return {
+        "pair_id": pair_id,
+        "workload_id": workload_id,
+        "sampling": asdict(sampling),
+        "max_new_tokens": max_new_tokens,
+        "verifier": verifier,
+        "options": dict(options or {}),
+        "source": source,
+    }
 
-        for row in found.texts:
-            trajectory = unpacked(trajectory_of, row, row.ordinal, None, "its token ids")
-            if trajectory is None:
-                continue
-            held: dict[str, dict[str, Any]] = {kind: {} for kind in (CHAIN, *TREE_KINDS.values())}
-            for chunk in panoramas.get(row.ordinal, ()):
-                unpack, what = (
-                    (unpack_chain, "panorama")
-                    if chunk.kind == CHAIN
-                    else (unpack_tree, "tree panorama")
-                )
-                value = unpacked(
-                    unpack,
-                    chunk_of(chunk),
-                    row.ordinal,
-                    chunk.draft,
-                    f"{what} of draft {chunk.draft!r}",
-                )
-                if value is not None:
-                    held[chunk.kind][chunk.draft] = value
-            walked: tuple[Step, ...] | None = ()
-            if row.ordinal in executed:
-                walked = unpacked(
-                    unpack_steps, chunk_of(executed[row.ordinal]), row.ordinal, None, "its steps"
-                )
-            chains, coupled, by_probability = held.values()
-            yield RecordedRequest(
-                row.ordinal, trajectory, chains, walked or (), coupled, by_probability
-            )
+
+def _panoramas(recording: str, draft: str, kind: str, *columns: Any) -> Any:
+    p = PanoramaChunkRow
+    of = (p.recording_id == recording, p.draft == draft, p.kind == kind)
+    return select(*columns).where(*of)
+
+
+def _requests(
+    recording: str, rows: Rows, skipped: list[Skipped] | None
+) -> Iterator[RecordedRequest]:
+    """The values that rows hold; damaged chunks raise, or go to ``skipped``."""
+    panoramas: dict[int, list[PanoramaChunkRow]] = {}
+    for chunk in rows.panoramas:
+        panoramas.setdefault(chunk.ordinal, []).append(chunk)
+    executed = {row.ordinal: row for row in rows.steps}
+
+    def usable(row: Any, unpack: Callable[[Any], T], what: str) -> T | None:
+        try:
+            return unpacked(row, unpack, f"recording {recording}, request {row.ordinal}: {what}")
+        except CorruptedChunkError as error:
+            if skipped is None:
+                raise
+            draft = getattr(row, "draft", None)
+            skipped.append(Skipped(recording, row.ordinal, draft, str(error.__cause__)))
+            return None
+
+    for text in rows.texts:
+        trajectory = usable(text, trajectory_of, "its token ids")
+        if trajectory is None:
+            continue
+        held: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+        for chunk in panoramas.get(text.ordinal, ()):
+            unpack: Callable[[Any], Any] = unpack_chain if chunk.kind == CHAIN else unpack_tree
+            what = "panorama" if chunk.kind == CHAIN else "tree panorama"
+            value = usable(chunk, unpack, f"{what} of draft {chunk.draft!r}")
+            if value is not None:
+                held[chunk.kind][chunk.draft] = value
+        rounds = executed.get(text.ordinal)
+        steps = () if rounds is None else usable(rounds, unpack_steps, "its steps") or ()
+        chains, coupled, by_probability = held.values()
+        yield RecordedRequest(text.ordinal, trajectory, chains, steps, coupled, by_probability)

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from spectune.db import DatabaseError, UnavailableError
 from spectune.traces.errors import TraceError
@@ -116,12 +115,7 @@ class TrafficWriter:
     def __enter__(self) -> TrafficWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self) -> None:
@@ -152,11 +146,8 @@ class TrafficWriter:
                 break
             # what a request holds decides what is raised, and the traffic around it is to be kept
             except Exception as error:
-                self._error = (
-                    str(error)
-                    if isinstance(error, (DatabaseError, TraceError))
-                    else f"{type(error).__name__}: {error}"
-                )
+                ours = isinstance(error, (DatabaseError, TraceError))
+                self._error = str(error) if ours else f"{type(error).__name__}: {error}"
                 if size > 1:
                     size = 1
                     continue

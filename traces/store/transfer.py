@@ -11,13 +11,13 @@ from __future__ import annotations
 import sqlite3
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from alembic.util.exc import CommandError
-from sqlalchemy import StaticPool, create_engine, inspect, select
+from sqlalchemy import StaticPool, create_engine, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import DeclarativeBase, Session
 
@@ -34,15 +34,14 @@ from spectune.db.models import (
 from spectune.traces.errors import TraceError
 from spectune.traces.files import is_file, why_not_writable
 from spectune.traces.store.foreign import (
+    check_hashed,
     check_pair,
     check_panorama,
-    check_policy,
     check_recording,
     check_steps,
     check_trajectory,
-    check_workload,
 )
-from spectune.traces.store.rows import insert_absent, resolve_all
+from spectune.traces.store.rows import insert_absent, resolve_all, values_of
 from spectune.traces.text import shortened
 
 _BATCH = 256
@@ -93,9 +92,8 @@ def export_recordings(database: Database, recordings: Sequence[str], path: str |
             with open_database(str(part)) as receiver, database.snapshot() as source:
                 moved = _move(source, receiver, resolve_all(source, RecordingRow, recordings))
             # Out of WAL mode a database is one file.
-            connection = sqlite3.connect(part)
-            connection.execute("PRAGMA journal_mode=DELETE")
-            connection.close()
+            with closing(sqlite3.connect(part)) as connection:
+                connection.execute("PRAGMA journal_mode=DELETE")
             part.replace(target)
     except OSError as error:
         raise TraceError(f"cannot write {target}: {error.strerror}") from None
@@ -154,10 +152,8 @@ def _opened(path: Path) -> Iterator[Session]:
             yield session
     except (sqlite3.Error, SQLAlchemyError, CommandError) as error:
         # Whatever a file that is not ours lacks or holds twice.
-        cause = getattr(error, "orig", None) or error
-        raise TraceError(
-            f"cannot import {path}: {shortened(' '.join(str(cause).split()))}"
-        ) from None
+        cause = shortened(" ".join(str(getattr(error, "orig", None) or error).split()))
+        raise TraceError(f"cannot import {path}: {cause}") from None
     finally:
         engine.dispose()
         copy.close()
@@ -171,29 +167,24 @@ def _copy_into(copy: sqlite3.Connection, path: Path) -> None:
     """
     path = path.resolve()
     log = path.with_name(f"{path.name}-wal")
-    before = path.stat()
+    before = _stamp(path)
     # Opening a file of WAL mode makes a log beside it. Where there is none nobody uses the file,
     # and it can be read as it lies.
     alone = _says_wal(path) and not log.exists()
-    source = sqlite3.connect(
-        f"{path.as_uri()}?{'immutable=1' if alone else 'mode=ro'}",
-        uri=True,
-        timeout=_BUSY_S,
-        isolation_level=None,
-    )
-    try:
+    name = f"{path.as_uri()}?{'immutable=1' if alone else 'mode=ro'}"
+    with closing(sqlite3.connect(name, uri=True, timeout=_BUSY_S, isolation_level=None)) as source:
         # One snapshot for all of the copy; and whoever holds the file is waited for here, where
         # there is a limit.
         source.execute("BEGIN")
         source.execute("SELECT count(*) FROM sqlite_master").fetchone()
         source.backup(copy, pages=_PAGES)
-    finally:
-        source.close()
-    after = path.stat()
-    if alone and (
-        log.exists() or (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size)
-    ):
+    if alone and (log.exists() or _stamp(path) != before):
         raise TraceError(f"{path} was written to while it was read; import it again")
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_mtime_ns, found.st_size
 
 
 def _says_wal(path: Path) -> bool:
@@ -225,39 +216,32 @@ def _move(source: Session, receiver: Database, recordings: Sequence[str]) -> Tra
     present: list[str] = []
     chunks = 0
     for recording in recordings:
-        policies = _checked(source, recording)
+        try:
+            policies = _check(source, recording)
+        except (TraceError, CorruptedChunkError) as error:
+            raise type(error)(
+                f"recording {shortened(recording)}, {error}; nothing of it was taken over"
+            ) from None
+        except (TypeError, ValueError, LookupError, OverflowError, RecursionError) as error:
+            # A column of JSON that is none, a moment that is none.
+            raise TraceError(
+                f"recording {shortened(recording)} cannot be read ({error}); nothing of it was "
+                "taken over"
+            ) from None
         with receiver.write() as sink:
-            new, copied = _move_one(source, sink, recording, policies)
-        (added if new else present).append(recording)
+            is_new, copied = _move_one(source, sink, recording, policies)
+        (added if is_new else present).append(recording)
         chunks += copied
     return Transfer(tuple(added), tuple(present), chunks)
 
 
-def _checked(source: Session, recording: str) -> frozenset[str]:
-    """The policies that a recording's rounds name, once everything of it is known to be sound.
-
-    Raises TraceError or CorruptedChunkError naming the recording.
-    """
-    try:
-        return _check(source, recording)
-    except (TraceError, CorruptedChunkError) as error:
-        raise type(error)(
-            f"recording {shortened(recording)}, {error}; nothing of it was taken over"
-        ) from None
-    except (TypeError, ValueError, LookupError, OverflowError, RecursionError) as error:
-        # A column of JSON that is none, a moment that is none.
-        raise TraceError(
-            f"recording {shortened(recording)} cannot be read ({error}); nothing of it was "
-            "taken over"
-        ) from None
-
-
 def _check(source: Session, recording: str) -> frozenset[str]:
+    """The policies that a recording's rounds name, once everything of it is known to be sound."""
     row = source.get_one(RecordingRow, recording)
     check_recording(row)
     check_pair(_there(source, PairRow, row.pair_id))
     if row.workload_id is not None:
-        check_workload(_there(source, WorkloadRow, row.workload_id))
+        check_hashed(_there(source, WorkloadRow, row.workload_id))
     positions: dict[int, int] = {}
     for trajectory in _chunks(source, TrajectoryRow, recording):
         check_trajectory(trajectory)
@@ -270,7 +254,7 @@ def _check(source: Session, recording: str) -> frozenset[str]:
         check_steps(steps)
         used.update(steps.policies)
     for policy in _named(source, used):
-        check_policy(policy)
+        check_hashed(policy)
     return frozenset(used)
 
 
@@ -309,6 +293,7 @@ def _named(source: Session, policies: Collection[str]) -> Iterable[PolicyRow]:
 def _move_one(
     source: Session, sink: Session, recording: str, policies: frozenset[str]
 ) -> tuple[bool, int]:
+    """Whether the recording is new to ``sink``, and how many chunks were."""
     row = source.get_one(RecordingRow, recording)
     there = sink.get(RecordingRow, recording)
     if there is not None and there.spec_sha256 != row.spec_sha256:
@@ -316,26 +301,20 @@ def _move_one(
             f"a different recording is called {recording} in the database imported into; nothing "
             "of it was imported"
         )
-    _copy(sink, PairRow, source.get_one(PairRow, row.pair_id))
+    _copy(sink, source.get_one(PairRow, row.pair_id))
     if row.workload_id is not None:
-        _copy(sink, WorkloadRow, source.get_one(WorkloadRow, row.workload_id))
-    _copy(sink, RecordingRow, row)
+        _copy(sink, source.get_one(WorkloadRow, row.workload_id))
+    _copy(sink, row)
     copied = 0
     for table in (TrajectoryRow, PanoramaChunkRow, StepChunkRow):
-        for chunk in _chunks(source, table, recording):
-            values = _values(chunk)
-            values.pop("id", None)  # rounds have a number of their own in each database
-            copied += insert_absent(sink, table, values)
+        copied += sum(_copy(sink, chunk) for chunk in _chunks(source, table, recording))
     for policy in _named(source, policies):
-        _copy(sink, PolicyRow, policy)
+        _copy(sink, policy)
     return there is None, copied
 
 
-def _values(row: DeclarativeBase) -> dict[str, Any]:
-    return {
-        attribute.key: getattr(row, attribute.key) for attribute in inspect(row).mapper.column_attrs
-    }
-
-
-def _copy(sink: Session, table: type[DeclarativeBase], row: DeclarativeBase) -> None:
-    insert_absent(sink, table, _values(row))
+def _copy(sink: Session, row: DeclarativeBase) -> bool:
+    values = values_of(row)
+    if isinstance(row, StepChunkRow):
+        del values["id"]  # rounds have a number of their own in each database
+    return insert_absent(sink, type(row), values)

@@ -17,13 +17,21 @@ down_revision = None
 MOMENT = sa.DateTime(timezone=True)
 
 
-def _packed() -> tuple[sa.Column[Any], ...]:
-    return (
-        sa.Column("schema_version", sa.Integer(), nullable=False),
-        sa.Column("codec", sa.String(length=16), nullable=False),
-        sa.Column("sha256", sa.LargeBinary(), nullable=False),
-        sa.Column("data", sa.LargeBinary(), nullable=False),
-    )
+def _columns(kind: Any, *names: str) -> list[sa.Column[Any]]:
+    return [sa.Column(name, kind, nullable=False) for name in names]
+
+
+def _to(table: str, kind: Any, *, ondelete: str | None = None, **how: Any) -> sa.Column[Any]:
+    """The id of a row of another table."""
+    return sa.Column(f"{table}_id", kind, sa.ForeignKey(f"{table}.id", ondelete=ondelete), **how)
+
+
+def _packed() -> list[sa.Column[Any]]:
+    return [
+        *_columns(sa.Integer(), "schema_version"),
+        *_columns(sa.String(length=16), "codec"),
+        *_columns(sa.LargeBinary(), "sha256", "data"),
+    ]
 
 
 def _of_trajectory(name: str) -> sa.ForeignKeyConstraint:
@@ -55,8 +63,7 @@ def upgrade() -> None:
         sa.Column("cron", sa.String(length=200)),
         sa.Column("interval_s", sa.BigInteger()),
         sa.Column("tz", sa.String(length=64), nullable=False),
-        sa.Column("anchor_at", sa.BigInteger(), nullable=False),
-        sa.Column("next_fire_at", sa.BigInteger(), nullable=False),
+        *_columns(sa.BigInteger(), "anchor_at", "next_fire_at"),
         sa.Column("misfire_grace_s", sa.BigInteger()),
         sa.Column("coalesce", sa.Boolean(), nullable=False),
         sa.Column("max_instances", sa.Integer()),
@@ -82,7 +89,7 @@ def upgrade() -> None:
         "artifact",
         sa.Column("id", sa.String(length=32), primary_key=True),
         sa.Column("kind", sa.String(length=64), nullable=False, index=True),
-        sa.Column("pair_id", sa.String(length=64), sa.ForeignKey("pair.id")),
+        _to("pair", sa.String(length=64)),
         sa.Column("provenance", sa.JSON(), nullable=False),
         sa.Column("created_at", MOMENT, nullable=False),
         *_packed(),
@@ -90,24 +97,22 @@ def upgrade() -> None:
     op.create_table(
         "latency_profile",
         sa.Column("id", sa.String(length=32), primary_key=True),
-        sa.Column("pair_id", sa.String(length=64), sa.ForeignKey("pair.id"), nullable=False),
+        _to("pair", sa.String(length=64), nullable=False),
         sa.Column("device", sa.Text(), nullable=False),
         sa.Column("dtype", sa.String(length=16), nullable=False),
-        sa.Column("document", sa.JSON(), nullable=False),
-        sa.Column("environment", sa.JSON(), nullable=False),
+        *_columns(sa.JSON(), "document", "environment"),
         sa.Column("created_at", MOMENT, nullable=False),
         sa.Index("ix_latency_profile_of", "pair_id", "device", "dtype", "created_at"),
     )
     op.create_table(
         "publication",
         sa.Column("id", sa.Integer(), primary_key=True),
-        sa.Column("pair_id", sa.String(length=64), sa.ForeignKey("pair.id"), nullable=False),
+        _to("pair", sa.String(length=64), nullable=False),
         sa.Column("device", sa.Text(), nullable=False),
-        sa.Column("policy_id", sa.String(length=64), sa.ForeignKey("policy.id"), nullable=False),
+        _to("policy", sa.String(length=64), nullable=False),
         sa.Column("supersedes", sa.Integer(), sa.ForeignKey("publication.id")),
         sa.Column("evidence", sa.JSON(), nullable=False),
-        sa.Column("actor", sa.Text(), nullable=False),
-        sa.Column("reason", sa.Text(), nullable=False),
+        *_columns(sa.Text(), "actor", "reason"),
         sa.Column("idempotency_key", sa.String(length=200), unique=True),
         sa.Column("created_at", MOMENT, nullable=False),
         sa.Index("ix_publication_of", "pair_id", "device", "id"),
@@ -116,17 +121,13 @@ def upgrade() -> None:
     op.create_table(
         "recording",
         sa.Column("id", sa.String(length=32), primary_key=True),
-        sa.Column(
-            "pair_id", sa.String(length=64), sa.ForeignKey("pair.id"), nullable=False, index=True
-        ),
-        sa.Column("workload_id", sa.String(length=64), sa.ForeignKey("workload.id"), index=True),
-        sa.Column("source", sa.String(length=16), nullable=False),
-        sa.Column("state", sa.String(length=16), nullable=False),
+        _to("pair", sa.String(length=64), nullable=False, index=True),
+        _to("workload", sa.String(length=64), index=True),
+        *_columns(sa.String(length=16), "source", "state"),
         sa.Column("sampling", sa.JSON(), nullable=False),
         sa.Column("max_new_tokens", sa.Integer(), nullable=False),
         sa.Column("verifier", sa.String(length=16), nullable=False),
-        sa.Column("options", sa.JSON(), nullable=False),
-        sa.Column("progress", sa.JSON(), nullable=False),
+        *_columns(sa.JSON(), "options", "progress"),
         sa.Column("spec_sha256", sa.String(length=64), nullable=False, index=True),
         sa.Column("created_at", MOMENT, nullable=False, index=True),
         sa.Column("finished_at", MOMENT),
@@ -135,34 +136,20 @@ def upgrade() -> None:
         "run",
         sa.Column("id", sa.String(length=32), primary_key=True),
         sa.Column("kind", sa.String(length=16), nullable=False),
-        sa.Column(
-            "pair_id", sa.String(length=64), sa.ForeignKey("pair.id"), nullable=False, index=True
-        ),
-        sa.Column(
-            "policy_id",
-            sa.String(length=64),
-            sa.ForeignKey("policy.id"),
-            nullable=False,
-            index=True,
-        ),
+        _to("pair", sa.String(length=64), nullable=False, index=True),
+        _to("policy", sa.String(length=64), nullable=False, index=True),
         sa.Column("workload_id", sa.String(length=64)),
         sa.Column("recording_id", sa.String(length=32)),
         sa.Column("profile_id", sa.String(length=32)),
         sa.Column("device", sa.Text(), nullable=False),
         sa.Column("dtype", sa.String(length=16), nullable=False),
         sa.Column("purpose", sa.Text(), nullable=False),
-        sa.Column("options", sa.JSON(), nullable=False),
-        sa.Column("outcome", sa.JSON(), nullable=False),
+        *_columns(sa.JSON(), "options", "outcome"),
         sa.Column("created_at", MOMENT, nullable=False, index=True),
     )
     op.create_table(
         "schedule_fire",
-        sa.Column(
-            "schedule_id",
-            sa.Integer(),
-            sa.ForeignKey("schedule.id", ondelete="CASCADE"),
-            primary_key=True,
-        ),
+        _to("schedule", sa.Integer(), ondelete="CASCADE", primary_key=True),
         sa.Column("fire_at", sa.BigInteger(), primary_key=True),
         sa.Column("outcome", sa.String(length=16), nullable=False),
         sa.Column("noticed_at", sa.Double(), nullable=False),
@@ -173,16 +160,10 @@ def upgrade() -> None:
     op.create_table(
         "schedule_job",
         sa.Column("id", sa.Integer(), primary_key=True),
-        sa.Column(
-            "schedule_id",
-            sa.Integer(),
-            sa.ForeignKey("schedule.id", ondelete="CASCADE"),
-            nullable=False,
-        ),
+        _to("schedule", sa.Integer(), ondelete="CASCADE", nullable=False),
         sa.Column("fire_at", sa.BigInteger(), nullable=False),
         sa.Column("state", sa.String(length=16), nullable=False),
-        sa.Column("attempt", sa.Integer(), nullable=False),
-        sa.Column("max_attempts", sa.Integer(), nullable=False),
+        *_columns(sa.Integer(), "attempt", "max_attempts"),
         sa.Column("lease_owner", sa.String(length=200)),
         sa.Column("lease_until", sa.Double()),
         sa.Column("idempotency_key", sa.String(length=300), nullable=False, unique=True),
@@ -199,9 +180,7 @@ def upgrade() -> None:
     op.create_table(
         "study",
         sa.Column("id", sa.String(length=32), primary_key=True),
-        sa.Column(
-            "pair_id", sa.String(length=64), sa.ForeignKey("pair.id"), nullable=False, index=True
-        ),
+        _to("pair", sa.String(length=64), nullable=False, index=True),
         sa.Column("recording_id", sa.String(length=32)),
         sa.Column("sampler", sa.Text(), nullable=False),
         sa.Column("seed", sa.BigInteger(), nullable=False),
@@ -213,13 +192,7 @@ def upgrade() -> None:
     op.create_table(
         "acknowledgement",
         sa.Column("id", sa.Integer(), primary_key=True),
-        sa.Column(
-            "publication_id",
-            sa.Integer(),
-            sa.ForeignKey("publication.id", ondelete="CASCADE"),
-            nullable=False,
-            index=True,
-        ),
+        _to("publication", sa.Integer(), ondelete="CASCADE", nullable=False, index=True),
         sa.Column("node", sa.Text(), nullable=False),
         sa.Column("status", sa.String(length=16), nullable=False),
         sa.Column("reason", sa.Text(), nullable=False),
@@ -227,25 +200,15 @@ def upgrade() -> None:
     )
     op.create_table(
         "trajectory",
-        sa.Column(
-            "recording_id",
-            sa.String(length=32),
-            sa.ForeignKey("recording.id", ondelete="CASCADE"),
-            primary_key=True,
-        ),
+        _to("recording", sa.String(length=32), ondelete="CASCADE", primary_key=True),
         sa.Column("ordinal", sa.Integer(), primary_key=True, autoincrement=False),
         sa.Column("request_id", sa.Text(), nullable=False),
         sa.Column("category", sa.Text(), nullable=False, index=True),
         sa.Column("sampling", sa.JSON(), nullable=False),
         sa.Column("max_new_tokens", sa.Integer(), nullable=False),
-        sa.Column("verifier", sa.String(length=16), nullable=False),
-        sa.Column("finish", sa.String(length=16), nullable=False),
+        *_columns(sa.String(length=16), "verifier", "finish"),
         sa.Column("stop_strings", sa.JSON(), nullable=False),
-        sa.Column("n_prompt", sa.Integer(), nullable=False),
-        sa.Column("n_output", sa.Integer(), nullable=False),
-        sa.Column("rounds", sa.Integer(), nullable=False),
-        sa.Column("drafted", sa.Integer(), nullable=False),
-        sa.Column("accepted", sa.Integer(), nullable=False),
+        *_columns(sa.Integer(), "n_prompt", "n_output", "rounds", "drafted", "accepted"),
         sa.Column("seconds", sa.Double(), nullable=False),
         sa.Column("created_at", MOMENT, nullable=False, index=True),
         *_packed(),
@@ -256,13 +219,9 @@ def upgrade() -> None:
         sa.Column("ordinal", sa.Integer(), primary_key=True, autoincrement=False),
         sa.Column("draft", sa.String(length=128), primary_key=True),
         sa.Column("kind", sa.String(length=16), primary_key=True),
-        sa.Column("gamma_max", sa.Integer(), nullable=False),
-        sa.Column("n", sa.Integer(), nullable=False),
-        sa.Column("agree_count", sa.Integer(), nullable=False),
-        sa.Column("none_count", sa.Integer(), nullable=False),
+        *_columns(sa.Integer(), "gamma_max", "n", "agree_count", "none_count"),
         sa.Column("acceptance", sa.Double(), nullable=False),
-        sa.Column("at_risk", sa.JSON(), nullable=False),
-        sa.Column("survived", sa.JSON(), nullable=False),
+        *_columns(sa.JSON(), "at_risk", "survived"),
         *_packed(),
         _of_trajectory("fk_panorama_chunk_trajectory"),
     )
@@ -272,16 +231,11 @@ def upgrade() -> None:
         sa.Column("recording_id", sa.String(length=32)),
         sa.Column("run_id", sa.String(length=32)),
         sa.Column("ordinal", sa.Integer(), nullable=False),
-        sa.Column("request_id", sa.Text(), nullable=False),
-        sa.Column("category", sa.Text(), nullable=False),
+        *_columns(sa.Text(), "request_id", "category"),
         sa.Column("policies", sa.JSON(), nullable=False),
-        sa.Column("rounds", sa.Integer(), nullable=False),
-        sa.Column("drafted", sa.Integer(), nullable=False),
-        sa.Column("accepted", sa.Integer(), nullable=False),
-        sa.Column("emitted", sa.Integer(), nullable=False),
+        *_columns(sa.Integer(), "rounds", "drafted", "accepted", "emitted"),
         sa.Column("seconds", sa.Double(), nullable=False),
-        sa.Column("at_risk", sa.JSON(), nullable=False),
-        sa.Column("survived", sa.JSON(), nullable=False),
+        *_columns(sa.JSON(), "at_risk", "survived"),
         *_packed(),
         sa.CheckConstraint("(recording_id IS NULL) <> (run_id IS NULL)", name="one_owner"),
         _of_trajectory("fk_step_chunk_trajectory"),
