@@ -110,12 +110,8 @@ def named_policy(name: str) -> AnyPolicy | None:
 
 def outcome_json(outcome: Outcome, policy: AnyPolicy) -> dict[str, Any]:
     """What a policy came to, as ``run`` and ``simulate`` print it."""
-    return {
-        **outcome.to_json(),
-        "policy": policy.spelled_out(),
-        "policy_id": policy.id,
-        "label": policy.label(),
-    }
+    said = {"policy": policy.spelled_out(), "policy_id": policy.id, "label": policy.label()}
+    return {**outcome.to_json(), **said}
 
 
 def tree_size(
