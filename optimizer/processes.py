@@ -150,14 +150,16 @@ def on_every_core(
     helpers = _Helpers() if kept is None else kept
     wanted, spent_s, done = _Wanted.like(pair), 0.0, 0
     pool: Executor | None = None
+    elsewhere: list[Future[Result]] = []
     waiting: deque[Future[Result]] = deque()
     try:
         for item in items:
             if pool is None:
                 pool = helpers.of(pair, spent_s / max(1, done) * (count - done))
-            # Two for each helper: the next is there when one is done.
-            if pool and sum(not one.done() for one in waiting) < 2 * helpers.count:
+            elsewhere = [one for one in elsewhere if not one.done()]
+            if pool and len(elsewhere) < 2 * helpers.count:  # the next is there when one is done
                 waiting.append(pool.submit(_apply, wanted, work, item))
+                elsewhere.append(waiting[-1])
             else:
                 began, here = time.perf_counter(), Future[Result]()
                 here.set_result(work(pair, item))

@@ -1,4 +1,5 @@
-"""A decoder that follows the database: publications in, acknowledgements out."""
+"""What is in force: a decoder that follows it (publications in, acknowledgements out), and what
+tuning compares with."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from spectune.optimizer.deployment import other_sampling
 from spectune.optimizer.inputs import published_policy
 from spectune.runtime.decoder import check_lossless, prepare_for
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, Policy
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prepared_chooser import AnyPlan
 from spectune.runtime.reload import Published, Status, WatchedSource
@@ -131,3 +132,44 @@ def watch(
     source.poll()
     with source:
         yield source
+
+
+def incumbent_of(
+    store: TraceStore,
+    pair: LoadedPair,
+    active: Publication | None,
+    profile: LatencyProfile | None,
+    verifier: Verifier,
+    sampling: Sampling,
+) -> tuple[AnyPolicy, str]:
+    """(the policy in force, ""), or where there is none or it cannot run, or not under a verifier,
+    (autoregression, why)."""
+    if active is None:
+        return AUTOREGRESSIVE, ""
+    try:
+        policy = published_policy(active)
+        _ready(store, pair, policy, profile, verifier, sampling)
+    except PolicyError as error:
+        said = str(error).removeprefix(f"publication {active.version}: ")
+        why = (
+            f"publication {active.version} cannot run ({said}), so autoregression is the incumbent"
+        )
+        return AUTOREGRESSIVE, why
+    return policy, ""
+
+
+def earlier_winners(
+    store: TraceStore, pair: LoadedPair, verifier: Verifier, sampling: Sampling, count: int = 5
+) -> list[Policy]:
+    """The plain policies of the pair's newest publications, on any device; those that cannot be
+    read, or used with a verifier, are passed over."""
+    found: dict[str, Policy] = {}
+    for publication in store.list_publications(pair.id, limit=count):
+        try:
+            policy = published_policy(publication)
+            if isinstance(policy, Policy):
+                check_lossless(pair, [policy], verifier, sampling)
+                found[policy.id] = policy
+        except PolicyError:
+            continue
+    return list(found.values())

@@ -26,7 +26,6 @@ from spectune.optimizer.execute import Comparison, DecodeOptions, Executor, enco
 from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
 from spectune.optimizer.fit.on_the_fly import read_prompts
 from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
-from spectune.optimizer.incumbents import earlier_winners, incumbent_of
 from spectune.optimizer.inputs import published_policy
 from spectune.optimizer.parts import Parts, mixed, split
 from spectune.optimizer.processes import kept_helpers
@@ -41,6 +40,7 @@ from spectune.optimizer.record import Look, cover_of, look_around, record
 from spectune.optimizer.report.evidence import evidence_document, middle_request, rounds_of_one
 from spectune.optimizer.report.words import sampling_in_words
 from spectune.optimizer.search import TIE, Study, finalists, is_fixed, rivals, search, worth_trying
+from spectune.optimizer.serving import earlier_winners, incumbent_of
 from spectune.optimizer.simulate.replay import replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import Grown, open_trace

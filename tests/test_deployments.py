@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doors import Door
+from test_hot_reload import fixed
 
 from spectune.db import open_database
 from spectune.optimizer.changes import changes_json, changes_of, label_of, shares_of
@@ -30,10 +31,6 @@ HOT = ("--temperature", 0.7, "--seed", 3)
 SHORT = ("--max-new-tokens", 4, "--no-compare")
 
 
-def fixed(gamma: int) -> Policy:
-    return Policy.model_validate({"draft": "near", "window": {"kind": "fixed", "gamma": gamma}})
-
-
 def publish(
     store: TraceStore, pair: LoadedPair, policy: Policy, temperature: float, into: str = "default"
 ) -> Publication:
@@ -47,6 +44,7 @@ def publish(
     return store.publish(pair.id, "cpu", policy.id, actor="tune", **how)
 
 
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_a_deployments_life_at_two_temperatures(
     url: str, tiny_pair: Path, pair: LoadedPair
 ) -> None:
@@ -117,6 +115,7 @@ def test_the_environment_names_the_deployment(tmp_path: Path, tiny_pair: Path) -
     assert "--from nobody" in missing.stderr
 
 
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_hot_reload_follows_its_deployment_and_warns(store: TraceStore, pair: LoadedPair) -> None:
     said: list[str] = []
     how: dict[str, Any] = {"deployment": "canary", "interval_s": 60, "warn": said.append}

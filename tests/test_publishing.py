@@ -114,6 +114,7 @@ def test_the_version_compared_with_is_the_one_replaced(store: TraceStore, pair: 
     assert (tuned.published is None) == (newest.policy_id == CHOSEN.id)
 
 
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_what_a_smaller_tuning_does_not_record_is_raced_without_a_prediction(
     store: TraceStore, pair: LoadedPair
 ) -> None:
@@ -135,6 +136,7 @@ def test_what_a_smaller_tuning_does_not_record_is_raced_without_a_prediction(
     assert evidence_table(tuned)
 
 
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_what_is_tuned_on_is_counted_again_where_chunks_are_damaged(
     store: TraceStore, pair: LoadedPair
 ) -> None:
