@@ -522,13 +522,9 @@ class Tuning:
     def race(self) -> None:
         """The best few, the incumbent and plain baselines race on requests that the search has not
         seen; who wins is then known."""
-        wanted, profile, part, roles = (
-            self.wanted,
-            self.profile.profile,
-            self.parts.race,
-            self.roles(),
-        )
-        policies, trace = {p.id: p for p in roles.values()}, self.trace.select(part)
+        wanted, profile, roles = self.wanted, self.profile.profile, self.roles()
+        policies, part = {p.id: p for p in roles.values()}, self.parts.race
+        trace = self.trace.select(part)
         how: dict[str, Any] = {"artifacts": self.artifacts, "approximate": True}
         predictable = dict(policies)
         try:
@@ -536,9 +532,8 @@ class Tuning:
         except (PolicyError, TraceError) as error:
             # A tuning of chains records no trees, which may be in force.
             del predictable[self.incumbent.id]
-            wanted.tell(
-                f"{self.incumbent.label()}, in force, is raced without a prediction: {error}"
-            )
+            label = self.incumbent.label()
+            wanted.tell(f"{label}, in force, is raced without a prediction: {error}")
         self.compared = self.executor(policies.values(), part).race(
             whole={p.id for role, p in roles.items() if not role.startswith("finalist")},
             expected=expected_seconds(trace, predictable.values(), profile, self.artifacts),
