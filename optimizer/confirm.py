@@ -75,15 +75,12 @@ class Confirmation:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready; an interval's end that is not known is None."""
-        told = {
+        return {
             "id": self.winner,
             "ratio": self.ratio[0],
             "interval": finite(self.ratio[1:]),
             "level": LEVEL,
             "floor": FLOOR,
-        }
-        return {
-            **told,
             "requests": self.requests,
             "passes": self.passes,
             "holds": self.holds,
@@ -109,9 +106,8 @@ def confirm(
             for p in (winner, incumbent) if (n + k) % 2 == 0 else (incumbent, winner):
                 seconds[p][n, k] = execute(p, n)
             progress(k * requests + n + 1, requests * passes)
-    return Confirmation(
-        winner, Timings(seconds).ratio(winner, incumbent, level=LEVEL), requests, passes
-    )
+    ratio = Timings(seconds).ratio(winner, incumbent, level=LEVEL)
+    return Confirmation(winner, ratio, requests, passes)
 
 
 def left_s(budget_s: float, raced_s: float) -> float:
@@ -162,19 +158,16 @@ def said_of(categories: Sequence[str], *, publish: bool) -> str:
 
     if not suffice(parts):
         more = (list(islice(cycle(categories or [""]), n)) for n in count(total))
-        give = (
-            f"give {next(len(these) for these in more if suffice(split(these)))} or more of these "
-            f"categories; {needs}"
-        )
+        enough = next(len(these) for these in more if suffice(split(these)))
+        give = f"give {enough} or more of these categories; {needs}"
         if not all(parts):
             raise TraceError(
                 f"too few requests to search, race and confirm on different ones: {total}; {give}"
             )
-        leave = (
+        raise TraceError(
             f"{total} requests leave {held} to confirm a winner on, and {LEAST} are needed to "
-            "publish it"
+            f"publish it: {give}; --no-publish shows what there is"
         )
-        raise TraceError(f"{leave}: {give}; --no-publish shows what there is")
     if (seen := least_gain(held)) <= 0.05:
         return ""
     shown = f"gains below about {100 * seen:.0f}% will not be seen; " if math.isfinite(seen) else ""

@@ -54,50 +54,43 @@ def sampling_of(trajectories: Iterable[Trajectory]) -> dict[str, Any] | None:
     return found[0] if found and all(one == found[0] for one in found) else None
 
 
-def _changed(then: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> list[str]:
-    """What differs, of what is known of both. At temperature 0 nothing else of the sampling
-    matters."""
-    if then is None or now is None or now["temperature"] == then.get("temperature") == 0:
-        return []
-    return [key for key, value in now.items() if key in then and then[key] != value]
-
-
-def _said(
-    values: Mapping[str, Any], keys: Iterable[str], separator: str = ", ", before: str = ""
-) -> str:
-    return separator.join(
-        f"{before}{key.replace('_', '-')} {shortened(str(values[key]))}" for key in keys
-    )
-
-
-def _was(publication: Publication, changed: Iterable[str]) -> str:
-    where = f"version {publication.version} of deployment {publication.deployment}"
-    return f"{where} was tuned at {_said(publication.sampling or {}, changed)}"
-
-
 def other_sampling(publication: Publication, sampling: Sampling, verifier: Verifier) -> str:
     """A line on a policy that is used under another sampling than it was tuned for; empty where it
     is not, or nobody knows."""
     now = tuned_for(sampling, verifier)
-    changed = _changed(publication.sampling, now)
-    if not changed:
+    was, here = _differing(publication, now)
+    if not was:
         return ""
     plain = {"top_k": 0, "top_p": 1.0, "verifier": "coupled"}
     asked = [key for key in now if now[key] != plain.get(key)]
     flags = _said({**now, "deployment": publication.deployment}, [*asked, "deployment"], " ", "--")
-    return (
-        f"{_was(publication, changed)} and is used at {_said(now, changed)}; `tune {flags}` tunes "
-        "for that"
-    )
+    return f"{was} and is used at {here}; `tune {flags}` tunes for that"
 
 
 def tunes_over(publication: Publication | None, now: Mapping[str, Any] | None) -> str:
     """A line on what is in force, where a tuning for another sampling may take its place; else
     empty."""
-    changed = _changed(publication.sampling, now) if publication is not None else []
-    if publication is None or now is None or not changed:
-        return ""
-    return (
-        f"{_was(publication, changed)}; this tunes for {_said(now, changed)} and may take its "
-        "place: `--deployment NAME` keeps both"
-    )
+    was, here = _differing(publication, now)
+    keep = "may take its place: `--deployment NAME` keeps both"
+    return f"{was}; this tunes for {here} and {keep}" if was else ""
+
+
+def _differing(publication: Publication | None, now: Mapping[str, Any] | None) -> tuple[str, str]:
+    """What a publication was tuned at and what is asked of the same now, where these differ; else
+    empty. At temperature 0 nothing else of the sampling matters."""
+    then = publication.sampling if publication is not None else None
+    if publication is None or then is None or now is None:
+        return "", ""
+    if now["temperature"] == then.get("temperature") == 0:
+        return "", ""
+    changed = [key for key, value in now.items() if key in then and then[key] != value]
+    where = f"version {publication.version} of deployment {publication.deployment}"
+    was = f"{where} was tuned at {_said(then, changed)}" if changed else ""
+    return was, _said(now, changed)
+
+
+def _said(
+    values: Mapping[str, Any], keys: Iterable[str], separator: str = ", ", before: str = ""
+) -> str:
+    said = (f"{before}{key.replace('_', '-')} {shortened(str(values[key]))}" for key in keys)
+    return separator.join(said)

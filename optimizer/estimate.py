@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from spectune.optimizer.confirm import RACE_SHARE
 from spectune.optimizer.profiles import usable_profile
-from spectune.optimizer.record import recording_options
+from spectune.optimizer.record import recording_spec
 
 if TYPE_CHECKING:
+    from spectune.optimizer.execute import DecodeOptions
     from spectune.optimizer.tune import TuneOptions
     from spectune.runtime.loading import LoadedPair
     from spectune.traces.schema import Workload
@@ -47,12 +48,10 @@ class Course:
 
     def begin(self, stage: str) -> None:
         """A stage begins, and those before it are over. One that is begun again goes on."""
-        if self.at >= 0 and self.stages[self.at][0] == stage:
-            return
-        self.at = next(
-            (i for i in range(self.at + 1, len(self.stages)) if self.stages[i][0] == stage), self.at
-        )
-        self.within, self._phases = 0.0, {}
+        names = [name for name, _ in self.stages]
+        if names[self.at : self.at + 1] != [stage]:
+            self.at = names.index(stage, self.at + 1)
+            self.within, self._phases = 0.0, {}
 
     def tell(self, phase: str, done: int, total: int) -> None:
         """A stage's phases count together, as they may run side by side."""
@@ -112,57 +111,34 @@ def course(
     """What the tuning of a workload, or of a recording (None), is expected to take, from the
     seconds of earlier ones of the pair on this device; texts are taken to be as long as they may
     be."""
-    device, trees = pair.device.type, wanted.tree_size[0] > 0
-    paces = [document.get("pace") for _, _, _, document, _ in store.list_studies(pair.id)]
-    alike = [
-        p for p in paces if p and (p["device"], p["trees"]) == (device, trees) and p["tokens"]
-    ][:LOOKED_AT]
+    like = {"device": pair.device.type, "trees": wanted.tree_size[0] > 0}
+    paces = [document.get("pace") or {} for _, _, _, document, _ in store.list_studies(pair.id)]
+    alike = [p for p in paces if p.get("tokens") and like.items() <= p.items()][:LOOKED_AT]
     tokens = None if workload is None else len(workload.requests) * wanted.options.max_new_tokens
     expected: dict[str, float] = {}
     for pace in alike:
         scale = 1.0 if tokens is None else tokens / pace["tokens"]
         for name, seconds in pace["seconds"].items():
-            expected[name] = max(
-                expected.get(name, 0.0), seconds * (1.0 if name == "profile" else scale)
-            )
-    known = bool(alike)
+            scaled = seconds if name == "profile" else seconds * scale
+            expected[name] = max(expected.get(name, 0.0), scaled)
     race_s = wanted.budget_s * RACE_SHARE
-    expected = {
-        **(expected if known else TYPICAL),
+    expected = (expected if alike else TYPICAL) | {
         "execute": race_s,
         "confirm": wanted.budget_s - race_s,
     }
     if not wanted.fresh:
-        if (
-            usable_profile(
-                store,
-                pair,
-                wanted.drafts_of(pair),
-                datetime.now(UTC),
-                trees=wanted.prices_trees(pair),
-            )
-            is not None
-        ):
+        drafts, trees = wanted.drafts_of(pair), wanted.prices_trees(pair)
+        if usable_profile(store, pair, drafts, datetime.now(UTC), trees=trees) is not None:
             expected["profile"] = 0.0
-        if workload is None or _recorded(store, pair, wanted, workload):
+        if workload is None or _is_recorded(store, pair, wanted.options, workload):
             expected["record"] = 0.0
     count = Counter(stages)
-    return Course([(name, expected.get(name, 0.0) / count[name]) for name in stages], known)
+    return Course([(name, expected.get(name, 0.0) / count[name]) for name in stages], bool(alike))
 
 
-def _recorded(store: TraceStore, pair: LoadedPair, wanted: TuneOptions, workload: Workload) -> bool:
-    options = wanted.options
-    spec: dict[str, Any] = {
-        "max_new_tokens": options.max_new_tokens,
-        "verifier": options.verifier,
-        "options": recording_options(pair, options),
-    }
-    return (
-        store.find_recording(pair.id, workload.digest(), options.sampling, **spec, state="complete")
-        is not None
-    )
-
-
-def pace(seconds: Mapping[str, float], *, device: str, trees: bool, tokens: int) -> dict[str, Any]:
-    """What a study keeps of its tuning's seconds, for the estimates of later ones."""
-    return {"seconds": dict(seconds), "device": device, "trees": trees, "tokens": tokens}
+def _is_recorded(
+    store: TraceStore, pair: LoadedPair, options: DecodeOptions, workload: Workload
+) -> bool:
+    how = recording_spec(pair, options)
+    same = (pair.id, workload.digest(), options.sampling)
+    return store.find_recording(*same, **how, state="complete") is not None

@@ -17,7 +17,7 @@ from spectune.runtime.decoder import Decoded, Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, PolicySource, StaticSource
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import AnyPolicy, FixedWindow, Policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, FixedWindow, Policy
 from spectune.runtime.policies.prepare import prepare
 from spectune.traces.schema import (
     Counts,
@@ -75,27 +75,22 @@ class Encoded:
     def longest(self) -> int:
         """Tokens that the longest text can have, the one behind its end included; 0 without
         requests."""
-        return max(
-            (len(request.prompt_ids) + request.max_new_tokens + 1 for _, request in self.items),
-            default=0,
-        )
+        sizes = (len(r.prompt_ids) + r.max_new_tokens + 1 for _, r in self.items)
+        return max(sizes, default=0)
 
 
 def encode(pair: LoadedPair, workload: Workload, options: DecodeOptions) -> Encoded:
     """Tokenises every prompt. Raises WorkloadError for the first that is empty or does not fit."""
-    decoder = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)), options.verifier)
+    decoder, how = _decoder(pair, options.verifier), (options.sampling, options.max_new_tokens)
     items = []
     for item in workload.requests:
         ids = pair.encode_request(item, chat=options.chat)
-        items.append(
-            (
-                item,
-                decoder.request(
-                    item, ids, options.sampling, options.max_new_tokens, options.stop_strings
-                ),
-            )
-        )
+        items.append((item, decoder.request(item, ids, *how, options.stop_strings)))
     return Encoded(tuple(items), options)
+
+
+def _decoder(pair: LoadedPair, verifier: Verifier, policy: Policy = AUTOREGRESSIVE) -> Decoder:
+    return Decoder(pair, StaticSource(prepare(policy, pair.draft_names)), verifier)
 
 
 def encode_recorded(
@@ -107,18 +102,12 @@ def encode_recorded(
     options = DecodeOptions(
         first.sampling, first.max_new_tokens, first.verifier, first.stop_strings, chat
     )
-    decoder = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)), options.verifier)
+    decoder = _decoder(pair, first.verifier)
     items = []
     for t in trajectories:
-        item = Request(t.request_id, t.category, ("",))
-        items.append(
-            (
-                item,
-                decoder.request(
-                    item, t.prompt_ids.tolist(), t.sampling, t.max_new_tokens, t.stop_strings
-                ),
-            )
-        )
+        item, ids = Request(t.request_id, t.category, ("",)), t.prompt_ids.tolist()
+        how = (t.sampling, t.max_new_tokens, t.stop_strings)
+        items.append((item, decoder.request(item, ids, *how)))
     return Encoded(tuple(items), options)
 
 
@@ -138,13 +127,10 @@ def warm(pair: LoadedPair, encoded: Encoded) -> None:
     options = encoded.options
     rejects = options.verifier == "rejection" and not options.sampling.greedy
     drafts = pair.chain_drafts if rejects else pair.draft_names
-    policies = [Policy(), *(Policy(draft=d, window=FixedWindow(gamma=3)) for d in drafts)]
+    policies = [AUTOREGRESSIVE, *(Policy(draft=d, window=FixedWindow(gamma=3)) for d in drafts)]
     for _, request in encoded.items[:1]:
         for policy in policies:
-            decoder = Decoder(
-                pair, StaticSource(prepare(policy, pair.draft_names)), encoded.options.verifier
-            )
-            list(islice(decoder.rounds(request), 4))
+            list(islice(_decoder(pair, options.verifier, policy).rounds(request), 4))
 
 
 def outcome(policy: str, decoded: Sequence[Decoded]) -> Outcome:
@@ -220,12 +206,10 @@ def eliminate(
             progress(turn, requests * passes)
             if turn % BLOCK == 0 or n + 1 == requests:
                 leader = timings.leader(racing)
-                racing = [
-                    p
-                    for p in racing
-                    if p == leader
-                    or timings.ratio(p, leader, projected=True, level=DROP_LEVEL)[2] >= 1.0
-                ]
+                highs = {
+                    p: timings.ratio(p, leader, projected=True, level=DROP_LEVEL)[2] for p in racing
+                }
+                racing = [p for p in racing if p == leader or highs[p] >= 1.0]
         rest = [timings.ratio(p, leader, projected=True) for p in racing if p != leader]
         if all(high <= 1.0 + NEGLIGIBLE for _, _, high in rest):
             break
@@ -250,31 +234,28 @@ class Executor:
         warm(pair, encoded)
         self.policies, self.encoded, self._clock = {p.id: p for p in policies}, encoded, clock
         self._decoders: dict[str, Decoder] = {}
+        sampling = encoded.options.sampling
+        how: dict[str, Any] = {"profile": profile, "artifacts": artifacts, "sampling": sampling}
         for name, policy in self.policies.items():
-            sampling = encoded.options.sampling
-            prepared = prepare_for(
-                pair, policy, profile=profile, artifacts=artifacts, sampling=sampling
-            )
-            prepare_graphs(pair, prepared, sampling, encoded.longest)
+            plan = prepare_for(pair, policy, **how)
+            prepare_graphs(pair, plan, sampling, encoded.longest)
             self._decoders[name] = Decoder(
-                pair, StaticSource(prepared), encoded.options.verifier, clock
+                pair, StaticSource(plan), encoded.options.verifier, clock
             )
-        self._counts: dict[str, dict[int, Counts]] = {p: {} for p in self.policies}
-        self._first: dict[str, dict[int, list[float]]] = {p: {} for p in self.policies}
+        # Of every execution, by policy and request: what it did, and seconds to the first token.
+        self._ran: dict[str, dict[int, list[tuple[Counts, float]]]] = {p: {} for p in self.policies}
         self._texts: list[set[tuple[int, ...]]] = [set() for _ in encoded.items]
 
     def __call__(self, policy_id: str, n: int) -> float:
         """Its seconds."""
         item, request = self.encoded.items[n]
-        decoded = self._decoders[policy_id].decode(
-            request, item.category, self.encoded.options.stop_strings
-        )
+        stops = self.encoded.options.stop_strings
+        decoded = self._decoders[policy_id].decode(request, item.category, stops)
+        steps, seconds = decoded.steps, decoded.seconds
         self._texts[n].add(tuple(decoded.trajectory.output_ids.tolist()))
-        self._counts[policy_id].setdefault(n, counts_of(decoded.steps, decoded.seconds))
-        self._first[policy_id].setdefault(n, []).append(
-            first_token_s(decoded.steps, decoded.seconds)
-        )
-        return decoded.seconds
+        ran = self._ran[policy_id].setdefault(n, [])
+        ran.append((counts_of(steps, seconds), first_token_s(steps, seconds)))
+        return seconds
 
     @property
     def texts_differ(self) -> int:
@@ -291,16 +272,12 @@ class Executor:
     def comparison(self, timings: Timings, survivors: Sequence[str]) -> Comparison:
         """What was executed; a request's seconds are the median of its executions."""
         outcomes = {}
-        for policy_id, policy in self.policies.items():
+        for name, policy in self.policies.items():
             rows = []
-            for n, found in sorted(self._counts[policy_id].items()):
+            for n, ran in sorted(self._ran[name].items()):
                 item, _ = self.encoded.items[n]
-                typical = float(np.nanmedian(timings.seconds[policy_id][n]))
-                to_first = float(np.median(self._first[policy_id][n]))
-                rows.append(
-                    RequestOutcome(
-                        item.id, item.category, replace(found, seconds=typical), to_first
-                    )
-                )
-            outcomes[policy_id] = Outcome(policy.label(), "executed", tuple(rows))
+                counts = replace(ran[0][0], seconds=float(np.nanmedian(timings.seconds[name][n])))
+                first_s = float(np.median([first for _, first in ran]))
+                rows.append(RequestOutcome(item.id, item.category, counts, first_s))
+            outcomes[name] = Outcome(policy.label(), "executed", tuple(rows))
         return Comparison(outcomes, self.texts_differ, timings, tuple(survivors))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import islice
 from typing import Any
 
 from rich.console import Console
@@ -47,7 +48,9 @@ def generate(
     request = decoder.request(
         item, ids, options.sampling, options.max_new_tokens, options.stop_strings
     )
-    _touch(pair, prepared, item, ids, options)
+    plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
+    for source in (plain, StaticSource(prepared)):  # first touches of the weights are not timed
+        list(islice(Decoder(pair, source, options.verifier).rounds(request), 4))
     rounds, seconds = _stream(decoder, request, console)
     output = [token for r in rounds for token in r.tokens]
     steps = [r.step for r in rounds]
@@ -68,28 +71,17 @@ def generate(
     if grown or any(plan.policy.is_tree for plan in prepared.candidates):
         result["trees"] = [tree_json(r) for r in rounds]
     for i in grown if show_trees else grown[-1:]:
-        before = [*ids, *output][len(ids) + rounds[i].step.start - 1]
-        console.print(
-            tree_view(i + 1, rounds[i], pair.text([before]), lambda token: pair.text([token]))
-        )
-    console.print(
-        Text.assemble(
-            ("accepted draft tokens", ACCEPTED),
-            "  ",
-            ("the target's own", OWN),
-            f"   policy: {prepared.label}",
-        )
-    )
+        before = pair.text([[*ids, *output][len(ids) + rounds[i].step.start - 1]])
+        console.print(tree_view(i + 1, rounds[i], before, lambda token: pair.text([token])))
+    colours = (("accepted draft tokens", ACCEPTED), "  ", ("the target's own", OWN))
+    console.print(Text.assemble(*colours, f"   policy: {prepared.label}"))
     line = (
         f"{counts.emitted_tokens} tokens in {counts.rounds} rounds, tau "
-        f"{counts.mean_accepted_length:.2f}, "
+        f"{counts.mean_accepted_length:.2f}, first token after {first_s * 1e3:.0f} ms, "
+        f"{counts.tokens_per_s:.1f} tokens/s"
     )
-    line += f"first token after {first_s * 1e3:.0f} ms, {counts.tokens_per_s:.1f} tokens/s"
     if compare and any(plan.policy.speculates for plan in prepared.candidates):
-        plain = Decoder(
-            pair, StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names)), options.verifier
-        )
-        again = plain.decode(request)
+        again = Decoder(pair, plain, options.verifier).decode(request)
         speed = len(output) / again.seconds
         result["autoregressive_tokens_per_s"] = speed
         result["same_text"] = again.trajectory.output_ids.tolist() == output
@@ -123,14 +115,3 @@ def _stream(
                 shown = text
         drawing += time.perf_counter() - drew
     return rounds, time.perf_counter() - began - drawing
-
-
-def _touch(
-    pair: LoadedPair, prepared: AnyPlan, item: Request, ids: list[int], options: DecodeOptions
-) -> None:
-    """A few rounds under both policies, so that first touches of the weights are not timed."""
-    for plan in (prepare(AUTOREGRESSIVE, pair.draft_names), prepared):
-        decoder = Decoder(pair, StaticSource(plan), options.verifier)
-        short = decoder.request(item, ids, options.sampling, min(8, options.max_new_tokens))
-        for _ in decoder.rounds(short):
-            pass

@@ -110,12 +110,8 @@ def named_policy(name: str) -> AnyPolicy | None:
 
 def outcome_json(outcome: Outcome, policy: AnyPolicy) -> dict[str, Any]:
     """What a policy came to, as ``run`` and ``simulate`` print it."""
-    return {
-        **outcome.to_json(),
-        "policy": policy.spelled_out(),
-        "policy_id": policy.id,
-        "label": policy.label(),
-    }
+    said = {"policy": policy.spelled_out(), "policy_id": policy.id, "label": policy.label()}
+    return {**outcome.to_json(), **said}
 
 
 def tree_size(
@@ -138,10 +134,8 @@ def tree_size(
                     f"{given}"
                 )
     wide, deep = TREE_WIDTH if width is None else width, TREE_DEPTH if depth is None else depth
-    for flag, value, limit in (
-        ("--tree-width", wide, WIDTH_LIMIT),
-        ("--tree-depth", deep, GAMMA_LIMIT),
-    ):
+    limits = {"--tree-width": (wide, WIDTH_LIMIT), "--tree-depth": (deep, GAMMA_LIMIT)}
+    for flag, (value, limit) in limits.items():
         if not 1 <= value <= limit:
             raise TraceError(f"{flag} {value}: from 1 to {limit} is possible")
     grown = wide + (deep - 1) * wide * wide

@@ -107,27 +107,26 @@ def _tune(
     context: JobContext,
     progress: Progress,
 ) -> Tuned:
+    wanted = tuning_options(payload)
     wanted = replace(
-        tuning_options(payload),
+        wanted,
         actor="schedule",
         idempotency_key=context.idempotency_key,
         guard=context.check,
     )
+
+    def in_time() -> TuneOptions:
+        """The comparison gets what is sensible of the time that is left: at most a third of it."""
+        return replace(wanted, budget_s=min(wanted.budget_s, max(1.0, context.remaining_s() / 3)))
+
     if payload.get("recorded"):
         window = timedelta(seconds=parse_duration(str(payload["recorded"])))
-        recording = gather(
-            store, pair, window, int(payload.get("sample", SAMPLE)), key=context.idempotency_key
-        )
-        return tune_recording(store, pair, recording, _within(wanted, context), progress=progress)
-    workload, _ = made_to_fit(
-        pair, tuning_workload(payload), wanted.options, payload.get("overlong", "error")
-    )
-    return tune(store, pair, workload, _within(wanted, context), progress=progress)
-
-
-def _within(wanted: TuneOptions, context: JobContext) -> TuneOptions:
-    """The comparison gets what is sensible of the time that is left: at most a third of it."""
-    return replace(wanted, budget_s=min(wanted.budget_s, max(1.0, context.remaining_s() / 3)))
+        sample = int(payload.get("sample", SAMPLE))
+        recording = gather(store, pair, window, sample, key=context.idempotency_key)
+        return tune_recording(store, pair, recording, in_time(), progress=progress)
+    overlong = payload.get("overlong", "error")
+    workload, _ = made_to_fit(pair, tuning_workload(payload), wanted.options, overlong)
+    return tune(store, pair, workload, in_time(), progress=progress)
 
 
 def gather(
@@ -141,11 +140,10 @@ def gather(
     """
     options = {**recording_options(pair, DecodeOptions()), "gathered": key}
     spec: dict[str, Any] = {"max_new_tokens": 0, "options": options, "source": "gathered"}
-    ready = (
-        store.find_recording(pair.id, None, Sampling(), **spec, state="complete") if key else None
-    )
-    if ready is not None:
-        return ready.id
+    if key:
+        ready = store.find_recording(pair.id, None, Sampling(), **spec, state="complete")
+        if ready is not None:
+            return ready.id
     found = store.recorded_since(pair.id, store.clock() - window)
     if not found:
         raise TraceError(

@@ -16,10 +16,9 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from multiprocessing import get_context, parent_process
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from spectune.runtime.loading import SMALL, LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec
@@ -46,30 +45,21 @@ class _Wanted(NamedTuple):
 
     @classmethod
     def like(cls, pair: LoadedPair) -> _Wanted:
-        return cls(
-            pair.spec, pair.id, pair.device.type, str(pair.target.dtype).removeprefix("torch.")
-        )
-
-
-_loaded: tuple[_Wanted, LoadedPair] | None = None
-"""The pair of a helper."""
-_turn = threading.Lock()
-"""Of a helper's threads: one works at a time, as a pair's passes are made for one."""
+        dtype = str(pair.target.dtype).removeprefix("torch.")
+        return cls(pair.spec, pair.id, pair.device.type, dtype)
 
 
 class _Helpers:
-    """Processes that share this one's work, ``count`` items at a time, by the pair they have
-    loaded; each begins when it is first asked for."""
+    """Processes that share this one's work, ``count`` of them, by the pair they have loaded; each
+    begins when it is first asked for."""
 
     def __init__(self) -> None:
-        self.count = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        ) - 1
+        counted = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if counted else os.cpu_count() or 1
+        self.count = cores - 1
         self._pools: dict[_Wanted, ProcessPoolExecutor] = {}
 
-    def of(self, pair: LoadedPair, wait_s: float) -> ProcessPoolExecutor | None:
+    def of(self, pair: LoadedPair, wait_s: float) -> Executor | None:
         """Those who have a pair loaded; None where they could not help, or are not there and would
         not be worth it for so long a wait."""
         wanted = _Wanted.like(pair)
@@ -104,7 +94,7 @@ class _Workers:
     killed one was at is done by another."""
 
     def __init__(self, client: Client) -> None:
-        self.count = 2 * sum(client.nthreads().values())  # the next is there when one is done
+        self.count = sum(client.nthreads().values())
         self._executor: Executor = client.get_executor(pure=False)
 
     def of(self, pair: LoadedPair, wait_s: float) -> Executor | None:
@@ -118,12 +108,7 @@ _kept: ContextVar[_Helpers | _Workers | None] = ContextVar("_kept", default=None
 
 
 @contextmanager
-def kept_helpers() -> Iterator[None]:
-    """Within it, the processes that :func:`on_every_core` began stay for its next call."""
-    if _kept.get() is not None:
-        yield
-        return
-    helpers = _Helpers()
+def _keeping(helpers: _Helpers | _Workers) -> Iterator[None]:
     token = _kept.set(helpers)
     try:
         yield
@@ -133,16 +118,21 @@ def kept_helpers() -> Iterator[None]:
 
 
 @contextmanager
+def kept_helpers() -> Iterator[None]:
+    """Within it, the processes that :func:`on_every_core` began stay for its next call."""
+    if _kept.get() is not None:
+        yield
+        return
+    with _keeping(_Helpers()):
+        yield
+
+
+@contextmanager
 def helped_by(client: Client) -> Iterator[None]:
     """Within it, :func:`on_every_core` shares its work with the workers of a Dask cluster, which
     load the pair from where it lies here, instead of with processes of this machine."""
-    workers = _Workers(client)
-    token = _kept.set(workers)
-    try:
+    with _keeping(_Workers(client)):
         yield
-    finally:
-        _kept.reset(token)
-        workers.end()
 
 
 def on_every_core(
@@ -153,107 +143,48 @@ def on_every_core(
 
     ``items``, ``count`` of them, may be made while they are drawn: other cores work on those there
     are. They do where they would be idle, and what is left after an item would take more than
-    ``PATIENCE_S``. Results are the same: each is computed by one thread either way. Close the
-    iterator where it is left early.
+    ``PATIENCE_S``; what they have no room for is done here. Results are the same: each is computed
+    by one thread either way. Close the iterator where it is left early.
     """
     kept = _kept.get()
     helpers = _Helpers() if kept is None else kept
-    spent, done = 0.0, 0
-    shared: _Shared[Item, Result] | None = None
+    wanted, spent_s, done = _Wanted.like(pair), 0.0, 0
+    pool: Executor | None = None
+    elsewhere: list[Future[Result]] = []
     waiting: deque[Future[Result]] = deque()
     try:
         for item in items:
-            if (
-                shared is None
-                and (pool := helpers.of(pair, spent / max(1, done) * (count - done))) is not None
-            ):
-                shared = _Shared(pool, helpers.count, _Wanted.like(pair), work)
-            if shared is None:
-                began = time.perf_counter()
-                result = work(pair, item)
-                spent, done = spent + time.perf_counter() - began, done + 1
-                yield result
-                continue
-            waiting.append(shared.add(item))
+            if pool is None:
+                pool = helpers.of(pair, spent_s / max(1, done) * (count - done))
+            elsewhere = [one for one in elsewhere if not one.done()]
+            if pool and len(elsewhere) < 2 * helpers.count:  # the next is there when one is done
+                waiting.append(pool.submit(_apply, wanted, work, item))
+                elsewhere.append(waiting[-1])
+            else:
+                began, here = time.perf_counter(), Future[Result]()
+                here.set_result(work(pair, item))
+                spent_s, done = spent_s + time.perf_counter() - began, done + 1
+                waiting.append(here)
             while waiting and waiting[0].done():
                 yield waiting.popleft().result()
         while waiting:
-            while shared is not None and not waiting[0].done() and shared.help(pair):
-                pass
             yield waiting.popleft().result()
+    except BrokenExecutor as error:
+        raise SpectuneError(
+            "a helper process was killed (is memory short?); what was stored is kept, run the "
+            "command again"
+        ) from error
     finally:
-        if shared is not None:
-            shared.forget()
+        for one in waiting:
+            one.cancel()
         if kept is None:
             helpers.end()
 
 
-class _Shared(Generic[Item, Result]):
-    """Items that helpers and this process take from the same queue: one each, the next when it is
-    done."""
-
-    def __init__(
-        self, pool: Executor, free: int, pair: _Wanted, work: Callable[[LoadedPair, Item], Result]
-    ) -> None:
-        self._pool, self._free, self._pair, self._work = pool, free, pair, work
-        self._todo: deque[tuple[Item, Future[Result]]] = deque()
-        self._lock = threading.RLock()
-
-    def add(self, item: Item) -> Future[Result]:
-        into: Future[Result] = Future()
-        with self._lock:
-            self._todo.append((item, into))
-            self._hand_over()
-        return into
-
-    def help(self, pair: LoadedPair) -> bool:
-        """Does the next item here, if there is one; whether there was."""
-        with self._lock:
-            if not self._todo:
-                return False
-            item, into = self._todo.popleft()
-        into.set_result(self._work(pair, item))
-        return True
-
-    def forget(self) -> None:
-        """Leaves what is not begun."""
-        with self._lock:
-            self._todo.clear()
-
-    def _hand_over(self) -> None:
-        while self._free and self._todo:
-            item, into = self._todo.popleft()
-            self._free -= 1
-            try:
-                self._pool.submit(_apply, self._pair, self._work, item).add_done_callback(
-                    partial(self._done, into)
-                )
-            except (
-                RuntimeError,
-                OSError,
-            ) as error:  # the helpers are gone, or no process can be started
-                into.set_exception(_explained(error))
-
-    def _done(self, into: Future[Result], ran: Future[Result]) -> None:
-        error = RuntimeError("the helpers ended") if ran.cancelled() else ran.exception()
-        if error is not None:
-            into.set_exception(_explained(error))
-            return  # a pool that breaks calls this with its own lock held: hand nothing over
-        into.set_result(ran.result())
-        with self._lock:
-            self._free += 1
-            self._hand_over()
-
-
-def _explained(error: BaseException) -> BaseException:
-    if not isinstance(error, BrokenExecutor):
-        return error
-    made = SpectuneError(
-        "a helper process was killed (is memory short?); what was stored is kept, run the "
-        "command again"
-    )
-    made.__cause__ = error
-    return made
+_loaded: tuple[_Wanted, LoadedPair] | None = None
+"""The pair of a helper."""
+_turn = threading.Lock()
+"""Of a helper's threads: one works at a time, as a pair's passes are made for one."""
 
 
 def _begin(wanted: _Wanted) -> None:

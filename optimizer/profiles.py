@@ -41,16 +41,12 @@ def usable_profile(
     their ``trees``), unless it is a day old, or older than ``since``."""
     grown = {d for d in drafts if d != "ngram" and trees}
     here = environment(pair)
+    same = {key: here[key] for key in ("device", "torch", "threads", "dtype")}.items()
     for found in store.list_profiles(pair.id, pair.device.type, here["dtype"]):
-        profile = found.profile
-        same = all(
-            profile.environment.get(k) == here[k] for k in ("device", "torch", "threads", "dtype")
-        )
-        recent = now - found.created_at < PROFILE_AGE and (
-            since is None or found.created_at >= since
-        )
+        profile, made = found.profile, found.created_at
+        recent = now - made < PROFILE_AGE and (since is None or made >= since)
         covers = set(drafts) <= set(profile.drafts) and grown <= set(profile.tree_drafts)
-        if same and recent and covers:
+        if same <= profile.environment.items() and recent and covers:
             return found if profile.accepted(trees=trees) else None
     return None
 
@@ -81,14 +77,11 @@ def doubts(stored: StoredProfile, *, trees: bool) -> str:
 
 def served_contexts(trajectories: Iterable[Trajectory]) -> tuple[int, ...]:
     """The contexts between which rounds of these texts begin: quantiles 0.05, 0.5 and 0.95."""
-    spans = [
-        np.arange(len(t.prompt_ids), len(t.prompt_ids) + len(t.output_ids)) for t in trajectories
-    ]
+    spans = [len(t.prompt_ids) + np.arange(len(t.output_ids)) for t in trajectories]
     if not spans:
         return ()
-    return tuple(
-        dict.fromkeys(int(q) for q in np.quantile(np.concatenate(spans), [0.05, 0.5, 0.95]))
-    )
+    quantiles = np.quantile(np.concatenate(spans), [0.05, 0.5, 0.95])
+    return tuple(dict.fromkeys(int(q) for q in quantiles))
 
 
 def profile_for(
@@ -146,10 +139,11 @@ def at_pace_of(profile: LatencyProfile, timings: Timings) -> LatencyProfile:
     A request counts with its median."""
     if timings.expected is None:
         return profile
-    predicted, executed = [], []
-    for policy in timings.expected:
+    predicted: list[float] = []
+    executed: list[float] = []
+    for policy, expected in timings.expected.items():
         seconds = timings.seconds[policy]
-        for n in np.flatnonzero(~np.isnan(seconds).all(1)):
-            predicted.append(float(timings.expected[policy][n]))
-            executed.append(float(np.nanmedian(seconds[n])))
+        ran = ~np.isnan(seconds).all(1)
+        predicted += expected[ran].tolist()
+        executed += np.nanmedian(seconds[ran], axis=1).tolist() if ran.any() else []
     return refit_scale(profile, predicted, executed)

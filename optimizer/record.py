@@ -56,14 +56,13 @@ def texts_to_profile(
 
     Raises NotFoundError where none has that name, TraceError where the one named holds no text.
     """
-    complete = (
-        [r.id for r in store.list_recordings(pair_id, state="complete")]
-        if recording is None
-        else [recording]
-    )
-    if not complete:
+    if recording is None:
+        names = [r.id for r in store.list_recordings(pair_id, state="complete")]
+    else:
+        names = [recording]
+    if not names:
         return None, ()
-    found = store.load(complete[0], (), skip_corrupted=True)
+    found = store.load(names[0], (), skip_corrupted=True)
     if recording is not None and not found.requests:
         raise TraceError(f"recording {found.info.id} holds no text; name another, or none")
     return (found.info.id if found.requests else None), found.trajectories
@@ -76,6 +75,17 @@ def recording_options(pair: LoadedPair, options: DecodeOptions) -> dict[str, Any
         "chat": options.chat,
         "dtype": str(pair.target.dtype).removeprefix("torch."),
         "device": pair.device.type,
+    }
+
+
+def recording_spec(
+    pair: LoadedPair, options: DecodeOptions, more: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What a store finds or makes a recording by, beside pair, workload and sampling."""
+    return {
+        "max_new_tokens": options.max_new_tokens,
+        "verifier": options.verifier,
+        "options": {**recording_options(pair, options), **(more or {})},
     }
 
 
@@ -124,19 +134,15 @@ def record(
     """
     encoded = encode(pair, workload, options)
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-    digest = store.put_workload(workload)
-    spec: dict[str, Any] = {
-        "max_new_tokens": options.max_new_tokens,
-        "verifier": options.verifier,
-        "options": recording_options(pair, options) | ({"slot": slot} if slot else {}),
-    }
+    same = (pair.id, store.put_workload(workload), options.sampling)
+    spec = recording_spec(pair, options, {"slot": slot} if slot else None)
     info = begun
     if info is None and not fresh:
-        info = store.find_recording(pair.id, digest, options.sampling, **spec, state="recording")
+        info = store.find_recording(*same, **spec, state="recording")
         if info is None and reuse_complete:
-            info = store.find_recording(pair.id, digest, options.sampling, **spec, state="complete")
+            info = store.find_recording(*same, **spec, state="complete")
     if info is None:
-        info = store.create_recording(pair.id, digest, options.sampling, **spec)
+        info = store.create_recording(*same, **spec)
     have = store.recorded_ordinals(info.id)
     new = {n: one for n, one in enumerate(encoded.items) if n not in have}
     jobs = _jobs(store, pair, info.id, wanted, new)
@@ -152,9 +158,8 @@ def record(
             progress("decode", ordinal + 1, len(encoded.items))
             yield ordinal, made.trajectory
 
-    _look(
-        store, pair, info.id, jobs, chain(_stored(store, info.id, jobs, new), decoded()), progress
-    )
+    texts = chain(_stored(store, info.id, jobs, new), decoded())
+    _look(store, pair, info.id, jobs, texts, progress)
     if info.state != "complete":
         store.finish_recording(info.id)
     return store.get_recording(info.id)
@@ -183,13 +188,16 @@ def begun_as(
     return store.get_workload(info.workload_id), options
 
 
+Work = Callable[[LoadedPair, Trajectory], Any]
+
+
 @dataclass(frozen=True)
 class _Job:
     """Panoramas to be made of one draft: ``work`` of each missing request, stored by ``put``."""
 
     phase: str
     missing: Collection[int]
-    work: Callable[[LoadedPair, Trajectory], Any]
+    work: Work
     put: Callable[[str, list[tuple[int, Any]]], int]
 
 
@@ -231,32 +239,28 @@ def _look(
     batches: list[list[tuple[int, Any]]] = [[] for _ in jobs]
     done, made = [0] * len(jobs), 0
 
-    def items() -> Iterator[tuple[Callable[[LoadedPair, Trajectory], Any], Trajectory]]:
+    def items() -> Iterator[tuple[Work, Trajectory]]:
         for ordinal, trajectory in texts:
             for n, job in enumerate(jobs):
                 if ordinal in job.missing:
                     asked.append((n, ordinal))
                     yield job.work, trajectory
 
-    with closing(
-        on_every_core(pair, _work, items(), sum(len(job.missing) for job in jobs))
-    ) as results:
+    count = sum(len(job.missing) for job in jobs)
+    with closing(on_every_core(pair, _work, items(), count)) as results:
         for result in results:
             n, ordinal = asked.popleft()
             batches[n].append((ordinal, result))
             done[n] += 1
-            if len(batches[n]) >= BATCH:
+            if len(batches[n]) == BATCH:
                 made += jobs[n].put(recording, batches[n])
                 batches[n] = []
             progress(jobs[n].phase, done[n], len(jobs[n].missing))
-    return made + sum(
-        job.put(recording, batch) for job, batch in zip(jobs, batches, strict=True) if batch
-    )
+    rest = zip(jobs, batches, strict=True)
+    return made + sum(job.put(recording, batch) for job, batch in rest if batch)
 
 
-def _work(
-    pair: LoadedPair, item: tuple[Callable[[LoadedPair, Trajectory], Any], Trajectory]
-) -> Any:
+def _work(pair: LoadedPair, item: tuple[Work, Trajectory]) -> Any:
     work, trajectory = item
     return work(pair, trajectory)
 
@@ -273,25 +277,24 @@ def _jobs(
             missing = {*store.missing_panoramas(recording, draft, gamma), *new}
             work = partial(record_panorama, draft=draft, gamma_max=gamma)
             jobs.append(_Job(f"panorama {draft}", missing, work, store.put_panoramas))
-    for draft in wanted.drafts:
-        if draft == "ngram":
-            continue
+
+    def grow(phase: str, trees: _Trees) -> None:
+        missing = {*_lacking(store, recording, trees), *new}
+        made = _united(store, recording, trees) if missing else trees
+        work = partial(record_tree_panorama, **vars(made))
+        jobs.append(_Job(f"{phase} {trees.draft}", missing, work, store.put_panoramas))
+
+    for draft in (d for d in wanted.drafts if d != "ngram"):
         own = tuple(covers.get(draft, ()) if isinstance(covers, Mapping) else covers)
         chains = 0 if draft in pair.chain_drafts else gamma
         coupled = proposals == "coupled"
         if wanted.tree_width:
-            trees = _Trees(
-                draft,
-                wanted.tree_width,
-                wanted.tree_depth,
-                proposals,
-                own,
-                chains if coupled else 0,
-            )
-            jobs.append(_tree_job(store, recording, trees, f"trees {draft}", new))
+            width = max([wanted.tree_width, *(c.rule.width for c in own)])
+            depth = max([wanted.tree_depth, *(c.depth for c in own)])
+            held = chains if coupled else 0
+            grow("trees", _Trees(draft, width, depth, proposals, own, held))
         if chains and not (wanted.tree_width and coupled):
-            alone = _Trees(draft, 1, 1, "coupled", (), chains)
-            jobs.append(_tree_job(store, recording, alone, f"panorama {draft}", new))
+            grow("panorama", _Trees(draft, 1, 1, "coupled", (), chains))
     return jobs
 
 
@@ -320,42 +323,21 @@ class _Trees:
     chain_depth: int
 
 
-def _tree_job(
-    store: TraceStore, recording: str, wanted: _Trees, phase: str, new: Collection[int]
-) -> _Job:
-    wanted = replace(
-        wanted,
-        width=max([wanted.width, *(c.rule.width for c in wanted.covers)]),
-        depth=max([wanted.depth, *(c.depth for c in wanted.covers)]),
-    )
-    missing = {*_lacking(store, recording, wanted), *new}
-    if missing:
-        wanted = _united(store, recording, wanted)
-    return _Job(phase, missing, partial(record_tree_panorama, **vars(wanted)), store.put_panoramas)
-
-
-def _lacking(store: TraceStore, recording: str, wanted: _Trees) -> tuple[int, ...]:
+def _lacking(store: TraceStore, recording: str, wanted: _Trees) -> set[int]:
     """Ordinals whose stored trees do not hold what is wanted. Chains are held by trees as deep, or
     by a chain's cover."""
 
-    def ask(depth: int, *also: str) -> tuple[int, ...]:
+    def ask(depth: int, *also: str) -> set[int]:
+        size = {"width": wanted.width, "depth": depth}
         names = (*(c.name for c in wanted.covers), *also)
-        return store.missing_trees(
-            recording,
-            wanted.draft,
-            width=wanted.width,
-            depth=depth,
-            proposals=wanted.proposals,
-            covers=names,
-        )
+        how: dict[str, Any] = {**size, "proposals": wanted.proposals, "covers": names}
+        return set(store.missing_trees(recording, wanted.draft, **how))
 
     missing = ask(max(wanted.depth, wanted.chain_depth))
     if missing and wanted.chain_depth > wanted.depth:
-        stored = store.tree_limits(recording, wanted.draft, wanted.proposals)[2]
-        for name in stored:
+        for name in store.tree_limits(recording, wanted.draft, wanted.proposals)[2]:
             if _chain_depth(name) >= wanted.chain_depth:
-                lacking = set(ask(wanted.depth, name))
-                missing = tuple(o for o in missing if o in lacking)
+                missing &= ask(wanted.depth, name)
     return missing
 
 
@@ -368,28 +350,19 @@ def _united(store: TraceStore, recording: str, wanted: _Trees) -> _Trees:
     if width == 1:
         depth = max(depth, *chains)
     sampled = not store.get_recording(recording).sampling.greedy
-    by_itself = {
-        c.name for c in base_covers(width, depth, sampled=sampled, proposals=wanted.proposals)
-    }
+    base = base_covers(width, depth, sampled=sampled, proposals=wanted.proposals)
+    by_itself = {c.name for c in base}
     rules = {c.name: c.rule for c in wanted.covers}
     for name in names:
         if name not in rules and name not in by_itself and not _chain_depth(name):
             rules[name] = _stored_rule(name, wanted.draft, wanted.proposals, sampled, fitted(store))
     covers = [Cover(name, rule, depth) for name, rule in rules.items() if name not in by_itself]
     one = TreeRule(width=1, frontier=1, by_probability=wanted.proposals == "probability")
-    covers += [
-        Cover(json.dumps({"depth": c, "kind": "chain"}, separators=(",", ":")), one, c)
-        for c in sorted(chains)
-        if c
-    ]
-    deepest = max(chains)
-    return replace(
-        wanted,
-        width=width,
-        depth=depth,
-        covers=tuple(covers),
-        chain_depth=deepest if deepest > depth else 0,
-    )
+    for c in sorted(chains - {0}):
+        name = json.dumps({"depth": c, "kind": "chain"}, separators=(",", ":"))
+        covers.append(Cover(name, one, c))
+    deepest = max(chains) if max(chains) > depth else 0
+    return _Trees(wanted.draft, width, depth, wanted.proposals, tuple(covers), deepest)
 
 
 def _chain_depth(name: str) -> int:

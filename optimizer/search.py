@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -84,12 +85,8 @@ class Trial:
         return self.did == other.did != b"" and tied
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "policy": self.policy.spelled_out(),
-            "id": self.policy.id,
-            "value": self.value,
-            "origin": self.origin,
-        }
+        policy = {"policy": self.policy.spelled_out(), "id": self.policy.id}
+        return {**policy, "value": self.value, "origin": self.origin}
 
 
 @dataclass(frozen=True)
@@ -112,48 +109,32 @@ class Study:
         fitting = [t for t in self.trials if match(t.policy)]
         if not fitting:
             return None
-        top = max(t.value for t in fitting)
-        return min(
-            (t for t in fitting if t.value >= top * (1 - TIE)),
-            key=lambda t: (complexity(t.policy), -t.value),
-        )
+        least = max(t.value for t in fitting) * (1 - TIE)
+        return min((t for t in fitting if t.value >= least), key=_simplest_first)
 
     def distinct(self) -> list[Trial]:
         """The trials worth telling apart, fastest first: of those that did the same on every
         request, the simplest, and a more elaborate one only where it is predicted to be faster by
         more than a tie (its passes cost less)."""
         kept: dict[object, list[Trial]] = {}
-        for trial in sorted(self.trials, key=lambda t: (complexity(t.policy), -t.value)):
+        for trial in sorted(self.trials, key=_simplest_first):
             simpler = kept.setdefault(trial.did or trial.policy.id, [])
             if not any(trial.same(t) or t.value >= trial.value for t in simpler):
                 simpler.append(trial)
-        return sorted((t for group in kept.values() for t in group), key=lambda t: -t.value)
+        return _fastest_first(t for group in kept.values() for t in group)
 
     def same(self, one: AnyPolicy, other: AnyPolicy) -> bool:
         """Whether two policies did the same (:meth:`Trial.same`), as far as they were tried."""
         found = {t.policy.id: t for t in self.trials if t.policy.id in (one.id, other.id)}
         return len(found) == 2 and found[one.id].same(found[other.id])
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "seed": self.seed,
-            "sampler": self.sampler,
-            "requests": list(self.requests),
-            "shortlists": self.on_shortlists(),
-            "beyond_the_recording": self.left_out(),
-            "trials": [t.to_json() for t in self.trials],
-        }
-
     def left_out(self, most: int = 8) -> dict[str, Any]:
         """How many policies read more than was recorded, and the ``most`` promising of them.
         JSON-ready."""
-        return {
-            "policies": len(self.beyond),
-            "best": [
-                {"id": t.policy.id, "label": t.policy.label(), "value": t.value}
-                for t in self.beyond[:most]
-            ],
-        }
+        best = (
+            {"id": t.policy.id, "label": t.policy.label(), "value": t.value} for t in self.beyond
+        )
+        return {"policies": len(self.beyond), "best": list(islice(best, most))}
 
     def on_shortlists(self) -> dict[str, Any]:
         """By draft the kinds of shortlists that were searched, and why no others: what each kind of
@@ -182,6 +163,14 @@ def complexity(policy: AnyPolicy) -> tuple[int, int, int, int, int]:
         STOP_ORDER.index(policy.stop.kind),
         policy.gamma_max,
     )
+
+
+def _simplest_first(trial: Trial) -> tuple[tuple[int, ...], float]:
+    return complexity(trial.policy), -trial.value
+
+
+def _fastest_first(trials: Iterable[Trial]) -> list[Trial]:
+    return sorted(trials, key=lambda t: -t.value)
 
 
 def shortlist_bounds(
@@ -232,26 +221,21 @@ def enumerated_shortlists(
     trees of each draft: those that would be fastest if passes took what the smallest shortlist
     takes."""
     policies: list[Policy] = []
-    known = list(trials)
+    plain = [t for t in trials if t.policy.speculates and not t.policy.shortlisted]
     for draft, limit in shortlists.items():
         saved = max(saved_s(profile, draft, PASSES[kind]) for kind in limit.kinds)
-        own = [
-            t
-            for t in known
-            if t.policy.draft == draft and t.policy.speculates and not t.policy.shortlisted
-        ]
-        own.sort(key=lambda t: -t.reach(saved))
+        own = sorted((t for t in plain if t.policy.draft == draft), key=lambda t: -t.reach(saved))
         for tree in (False, True):
-            families: dict[tuple[str, ...], Policy] = {}
+            best: dict[tuple[str, ...], Policy] = {}
             for trial in own:
-                if trial.policy.is_tree == tree and len(families) < SHORTLISTED:
-                    families.setdefault(_family(trial.policy), trial.policy)
-            for policy in families.values():
-                policies += [
-                    with_shortlist(policy, block)
-                    for share in SHARES
-                    for block in limit.papers(share)
-                ]
+                if trial.policy.is_tree == tree:
+                    best.setdefault(_family(trial.policy), trial.policy)
+            policies += [
+                with_shortlist(policy, block)
+                for policy in islice(best.values(), SHORTLISTED)
+                for share in SHARES
+                for block in limit.papers(share)
+            ]
     return list({p.id: p for p in policies}.values())
 
 
@@ -283,39 +267,30 @@ def search(
     ``progress`` is called with (trials done, in all, best tokens/s). The result is a function of
     the arguments alone.
     """
+    trees, shortlists, known = trees or {}, shortlists or {}, known or Study((), seed, "")
     if shortlists and not isinstance(trace, ReplayTrace):
         raise ValueError("shortlists are judged by folds of a trace: search them in one process")
-    known = known or Study((), seed, "")
     done, missed = ({t.policy.id: t for t in found} for found in (known.trials, known.beyond))
-    judge = _Judge(trace, profile, shortlists or {}, artifacts, done, missed)
-    todo = [
-        p for p in (*enumerated(drafts, gamma_max), *enumerated_trees(trees or {})) if kinds.hold(p)
-    ]
+    judge = _Judge(trace, profile, shortlists, artifacts, done, missed)
     for policy in incumbents:
-        with suppress(
-            PolicyError, TraceError
-        ):  # its draft or artifact is gone, or its trees were not recorded
+        # Its draft or artifact may be gone, or its trees not recorded.
+        with suppress(PolicyError, TraceError):
             judge.value(policy, "incumbent")
-    for i, policy in enumerate(todo):
+    small = [p for p in (*enumerated(drafts, gamma_max), *enumerated_trees(trees)) if kinds.hold(p)]
+    for i, policy in enumerate(small):
         judge.value(policy, "enumerated")
-        progress(i + 1, len(todo) + trials, judge.best)
+        progress(i + 1, len(small) + trials, judge.best)
     bounds = shortlist_bounds(judge.done.values(), profile)
-    worth = worth_trying(bounds)
-    possible = {
-        d: limit.only(worth.get(d, ()) if bounded else bounds.get(d, ()))
-        for d, limit in (shortlists or {}).items()
-    }
-    possible = {
-        d: limit for d, limit in possible.items() if set(limit.kinds) & set(kinds.shortlists)
-    }
-    more = [
-        p for p in enumerated_shortlists(judge.done.values(), possible, profile) if kinds.hold(p)
-    ]
-    tried, total = len(todo) + len(more), len(todo) + len(more) + trials
-    for i, policy in enumerate(more):
+    worth: Mapping[str, Iterable[str]] = worth_trying(bounds) if bounded else bounds
+    possible = {draft: limit.only(worth.get(draft, ())) for draft, limit in shortlists.items()}
+    possible = {d: one for d, one in possible.items() if set(one.kinds) & set(kinds.shortlists)}
+    short = enumerated_shortlists(judge.done.values(), possible, profile)
+    short = [p for p in short if kinds.hold(p)]
+    tried, total = len(small) + len(short), len(small) + len(short) + trials
+    for i, policy in enumerate(short):
         judge.value(policy, "enumerated")
-        progress(len(todo) + i + 1, total, judge.best)
-    space = Space(tuple(drafts), gamma_max, kinds, trees or {}, possible)
+        progress(len(small) + i + 1, total, judge.best)
+    space = Space(tuple(drafts), gamma_max, kinds, trees, possible)
     study = _seeded_study(space, judge.ranked(), trials, seed)
     for i in range(trials):
         asked = study.ask()
@@ -323,10 +298,15 @@ def search(
         value = judge.value(policy, "optuna") if kinds.hold(policy) else None
         study.tell(asked, value, optuna.trial.TrialState.PRUNED if value is None else None)
         progress(tried + i + 1, total, judge.best)
-    searched = {draft: limit.kinds for draft, limit in possible.items()}
-    beyond = tuple(sorted(judge.beyond.values(), key=lambda t: -t.value))
-    sampler = "enumeration + TPE (multivariate, group)"
-    return Study(tuple(judge.ranked()), seed, sampler, trace.request_ids, bounds, searched, beyond)
+    return Study(
+        tuple(judge.ranked()),
+        seed,
+        "enumeration + TPE (multivariate, group)",
+        trace.request_ids,
+        bounds,
+        {draft: limit.kinds for draft, limit in possible.items()},
+        tuple(_fastest_first(judge.beyond.values())),
+    )
 
 
 @dataclass
@@ -347,7 +327,7 @@ class _Judge:
 
     def ranked(self) -> list[Trial]:
         """Fastest first."""
-        return sorted(self.done.values(), key=lambda t: -t.value)
+        return _fastest_first(self.done.values())
 
     def value(self, policy: Policy, origin: str) -> float | None:
         """Predicted tokens/s; None for a policy beyond the recording."""
@@ -391,9 +371,7 @@ def _seeded_study(
         if len(study.trials) >= few:
             break
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", optuna.exceptions.ExperimentalWarning
-        )  # `group` is marked so
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # `group` is one
         study.sampler = optuna.samplers.TPESampler(
             seed=seed, multivariate=True, group=True, n_startup_trials=len(study.trials) + few
         )
@@ -402,12 +380,8 @@ def _seeded_study(
 
 def _method(policy: Policy) -> tuple[str, ...]:
     """What a policy has of the papers': window, growth, bins, shortlist."""
-    return (
-        policy.window.kind,
-        policy.growth.kind,
-        str(policy.stratify is not None),
-        policy.shortlist.kind,
-    )
+    bins = str(policy.stratify is not None)
+    return policy.window.kind, policy.growth.kind, bins, policy.shortlist.kind
 
 
 def _parts(

@@ -1,4 +1,5 @@
-"""A decoder that follows the database: publications in, acknowledgements out."""
+"""What is in force: a decoder that follows it (publications in, acknowledgements out), and what
+tuning compares with."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from spectune.db.errors import DatabaseError, NotFoundError, UnavailableError
 from spectune.optimizer.artifacts import fitted
@@ -14,7 +16,7 @@ from spectune.optimizer.deployment import other_sampling
 from spectune.optimizer.inputs import published_policy
 from spectune.runtime.decoder import check_lossless, prepare_for
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, Policy
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prepared_chooser import AnyPlan
 from spectune.runtime.reload import Published, Status, WatchedSource
@@ -37,54 +39,36 @@ def last_good(
     or autoregression when there is none. Raises DatabaseError alone."""
     for publication in store.list_publications(pair.id, pair.device.type, deployment):
         try:
-            return _checked(
-                pair,
-                _prepared(store, pair, published_policy(publication), profile, sampling),
-                verifier,
-                sampling,
-            )
+            return _ready(store, pair, published_policy(publication), profile, verifier, sampling)
         except DatabaseError:
             raise
-        except (
-            Exception
-        ):  # what was published decides what is raised here, and those before it may run
+        except Exception:  # whatever a published document makes them raise: earlier ones may run
             continue
     return prepare(AUTOREGRESSIVE, pair.draft_names)
 
 
-def _prepared(
+def _ready(
     store: TraceStore,
     pair: LoadedPair,
     policy: AnyPolicy,
     profile: LatencyProfile | None,
+    verifier: Verifier,
     sampling: Sampling | None,
     version: int = 0,
 ) -> AnyPlan:
-    """A policy made ready for a loaded pair. Raises PolicyError where it cannot run here, a router
-    of another head and a chooser with a candidate that cannot run included; UnavailableError where
-    it may be ready another time."""
+    """A policy made ready for a loaded pair. Raises PolicyError where it cannot run here (a router
+    of another head, a chooser with a candidate that cannot run), or ``verifier`` cannot be used
+    with all that may decode; UnavailableError where it may be ready another time."""
+    asked = sampling or Sampling()
+    how: dict[str, Any] = {"profile": profile, "version": version, "sampling": asked}
     try:
-        return prepare_for(
-            pair,
-            policy,
-            profile=profile,
-            version=version,
-            artifacts=fitted(store, pair.id),
-            sampling=sampling or Sampling(),
-        )
+        plan = prepare_for(pair, policy, **how, artifacts=fitted(store, pair.id))
     except UnavailableError:
         raise
     except DatabaseError as error:  # something it needs is gone, damaged or of another's making
         raise PolicyError(str(error)) from None
-
-
-def _checked(
-    pair: LoadedPair, prepared: AnyPlan, verifier: Verifier, sampling: Sampling | None
-) -> AnyPlan:
-    """The same, where ``verifier`` can be used with all policies that may decode; else
-    PolicyError."""
-    check_lossless(pair, (c.policy for c in prepared.candidates), verifier, sampling or Sampling())
-    return prepared
+    check_lossless(pair, (c.policy for c in plan.candidates), verifier, asked)
+    return plan
 
 
 @contextmanager
@@ -129,12 +113,7 @@ def watch(
             return Published(active.version, None, str(error))
 
     def ready(policy: AnyPolicy, version: int) -> AnyPlan:
-        plan = _checked(
-            pair,
-            _prepared(store, pair, policy, latest_profile(), sampling, version),
-            verifier,
-            sampling,
-        )
+        plan = _ready(store, pair, policy, latest_profile(), verifier, sampling, version)
         if warning := other_sampling(newest[0], sampling or Sampling(), verifier):
             warn(f"warning: {warning}")
         return plan
@@ -143,16 +122,54 @@ def watch(
         with suppress(NotFoundError):  # a publication that is gone needs no answer
             store.acknowledge(version, who, status, reason)
 
+    if initial is None:
+        first = last_good(store, pair, profile, verifier, sampling, deployment)
+    else:
+        first = _ready(store, pair, initial, profile, verifier, sampling)
     source = WatchedSource(
-        last_good(store, pair, profile, verifier, sampling, deployment)
-        if initial is None
-        else _prepared(store, pair, initial, profile, sampling),
-        fetch,
-        ready,
-        acknowledge,
-        interval_s=interval_s,
-        retry=(DatabaseError,),
+        first, fetch, ready, acknowledge, interval_s=interval_s, retry=(DatabaseError,)
     )
     source.poll()
     with source:
         yield source
+
+
+def incumbent_of(
+    store: TraceStore,
+    pair: LoadedPair,
+    active: Publication | None,
+    profile: LatencyProfile | None,
+    verifier: Verifier,
+    sampling: Sampling,
+) -> tuple[AnyPolicy, str]:
+    """(the policy in force, ""), or where there is none or it cannot run, or not under a verifier,
+    (autoregression, why)."""
+    if active is None:
+        return AUTOREGRESSIVE, ""
+    try:
+        policy = published_policy(active)
+        _ready(store, pair, policy, profile, verifier, sampling)
+    except PolicyError as error:
+        said = str(error).removeprefix(f"publication {active.version}: ")
+        why = (
+            f"publication {active.version} cannot run ({said}), so autoregression is the incumbent"
+        )
+        return AUTOREGRESSIVE, why
+    return policy, ""
+
+
+def earlier_winners(
+    store: TraceStore, pair: LoadedPair, verifier: Verifier, sampling: Sampling, count: int = 5
+) -> list[Policy]:
+    """The plain policies of the pair's newest publications, on any device; those that cannot be
+    read, or used with a verifier, are passed over."""
+    found: dict[str, Policy] = {}
+    for publication in store.list_publications(pair.id, limit=count):
+        try:
+            policy = published_policy(publication)
+            if isinstance(policy, Policy):
+                check_lossless(pair, [policy], verifier, sampling)
+                found[policy.id] = policy
+        except PolicyError:
+            continue
+    return list(found.values())

@@ -72,10 +72,7 @@ class Timings:
 
 def _medians(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
     """The median of each row, without its NaNs (numpy's is slow where there are few)."""
-    ordered, count, rows = (
-        np.sort(seconds, axis=1),
-        (~np.isnan(seconds)).sum(1),
-        np.arange(len(seconds)),
-    )
+    ordered, count = np.sort(seconds, axis=1), (~np.isnan(seconds)).sum(1)
+    rows = np.arange(len(seconds))
     middle: NDArray[np.float64] = (ordered[rows, (count - 1) // 2] + ordered[rows, count // 2]) / 2
     return middle

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from sqlalchemy.orm import Session
 
-from spectune.db.errors import CorruptedChunkError
+from spectune.db.errors import CorruptedChunkError, StaleVersionError
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.ceiling import tree_ceiling
 from spectune.optimizer.confirm import RACE_SHARE, Confirmation, confirm, left_s, planned, said_of
 from spectune.optimizer.deployment import sampling_of, tunes_over
-from spectune.optimizer.estimate import pace
 from spectune.optimizer.execute import Comparison, DecodeOptions, Executor, encode_recorded
 from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
 from spectune.optimizer.fit.on_the_fly import read_prompts
@@ -37,11 +36,11 @@ from spectune.optimizer.profiles import (
     prediction_spread,
     profile_for,
 )
-from spectune.optimizer.publish import earlier_winners, incumbent_of, publish
 from spectune.optimizer.record import Look, cover_of, look_around, record
 from spectune.optimizer.report.evidence import evidence_document, middle_request, rounds_of_one
 from spectune.optimizer.report.words import sampling_in_words
 from spectune.optimizer.search import TIE, Study, finalists, is_fixed, rivals, search, worth_trying
+from spectune.optimizer.serving import earlier_winners, incumbent_of
 from spectune.optimizer.simulate.replay import replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import Grown, open_trace
@@ -54,6 +53,7 @@ from spectune.runtime.policies.document import (
     AUTOREGRESSIVE,
     AnyPolicy,
     ChooserPolicy,
+    FixedWindow,
     Policy,
     parse_policy,
 )
@@ -65,7 +65,7 @@ from spectune.runtime.recording.trees import Cover
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.recording import TREE_DEPTH
 from spectune.traces.sanity import Sanity, checked
-from spectune.traces.schema import Sampling, Trajectory, Verifier, Workload
+from spectune.traces.schema import Trajectory, Workload
 from spectune.traces.store import Publication, StoredProfile, TraceStore
 from spectune.traces.store.kinds import EVIDENCE
 from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
@@ -159,28 +159,20 @@ def tune(
     slot = (wanted.idempotency_key or "") if wanted.fresh else ""
     wanted.begins("record")
     began = clock()
-    chains = tuple(d for d in wanted.drafts_of(pair) if d in pair.chain_drafts)
     info = record(
         store,
         pair,
         workload,
         wanted.options,
-        Look(chains, wanted.gamma_max),
+        Look([d for d in wanted.drafts_of(pair) if d in pair.chain_drafts], wanted.gamma_max),
         StaticSource(prepare(_recording_policy(pair), pair.draft_names)),
         slot=slot,
         fresh=wanted.fresh and not slot,
         reuse_complete=True,
         progress=progress,
     )
-    return tune_recording(
-        store,
-        pair,
-        info.id,
-        wanted,
-        seconds={"record": clock() - began},
-        progress=progress,
-        clock=clock,
-    )
+    how: dict[str, Any] = {"progress": progress, "clock": clock}
+    return tune_recording(store, pair, info.id, wanted, seconds={"record": clock() - began}, **how)
 
 
 @kept_helpers()
@@ -205,30 +197,30 @@ def tune_recording(
         wanted.begins(name)
         stage(tuning)
         tuning.seconds[name] = tuning.seconds.get(name, 0.0) + clock() - began
-    tuned, replaces = _conclude(tuning)
-    policy = tuned.winner.policy
-    store.put_policy(policy.id, policy.spelled_out(), policy.label())
-    with wanted.publishing(tuned):
-        if replaces and wanted.publish:
-            tuned = publish(
-                store,
-                pair,
-                tuned,
-                over=tuning.active,  # another version that came into force meanwhile stays
-                deployment=wanted.deployment,
-                sampling=sampling_of(tuning.trace.trajectories),
-                actor=wanted.actor,
-                idempotency_key=wanted.idempotency_key,
-                guard=wanted.guard,
-            )
-        _keep_evidence(tuning, tuned)
-    return tuned
+    return tuning.conclude()
+
+
+def _tell_number(wanted: TuneOptions, categories: Sequence[str]) -> None:
+    """What so many requests will not show, before any work. Raises TraceError where they are too
+    few."""
+    line = said_of(categories, publish=wanted.publish)
+    if line:
+        wanted.tell(line)
+
+
+def _recording_policy(pair: LoadedPair) -> Policy:
+    """What a recording is decoded by when nothing better is known: any policy gives the same text,
+    a short window is quicker."""
+    if not pair.drafts:
+        return AUTOREGRESSIVE
+    smallest = min(pair.drafts, key=lambda n: pair.drafts[n].num_parameters)
+    return Policy(draft=smallest, window=FixedWindow(gamma=2))
 
 
 @dataclass
 class Tuning:
-    """What the stages of a tuning hand on: each reads what those before it made, and adds its
-    own."""
+    """A tuning as it goes: a method for each of :data:`STAGES`, which reads what those before it
+    made and adds its own."""
 
     store: TraceStore
     pair: LoadedPair
@@ -237,6 +229,7 @@ class Tuning:
     progress: Progress
     clock: Callable[[], float]
     seconds: dict[str, float]
+    """By stage."""
     trace: ReplayTrace = field(init=False)
     ordinals: tuple[int, ...] = field(init=False)
     """Of the trace's requests, in the recording."""
@@ -260,7 +253,6 @@ class Tuning:
     study_id: str = field(init=False)
     chooser: AnyPolicy | None = None
     compared: Comparison = field(init=False)
-    roles: dict[str, AnyPolicy] = field(init=False)
     executed: list[Candidate] = field(init=False)
     winner: Candidate = field(init=False)
     confirmed: Confirmation | None = None
@@ -276,24 +268,48 @@ class Tuning:
         return tuple(d for d in self.drafts if d in self.pair.chain_drafts)
 
     @property
-    def verified(self) -> tuple[Verifier, Sampling]:
-        """How the texts are verified and sampled."""
-        first = self.trace.trajectories[0]
-        return first.verifier, first.sampling
+    def candidates(self) -> Sequence[Policy]:
+        """The incumbent, or those that it chooses from."""
+        return plain_policies(self.incumbent, self.artifacts)
+
+    def look(self, wanted: Look) -> None:
+        look_around(self.store, self.pair, self.recording, wanted, progress=self.progress)
+        self.open()
 
     def open(self, **more: Any) -> None:
         """Opens the trace anew, as something was recorded or ranked since."""
         grown: list[Grown] = [(d, "coupled") for d in self.grown]
-        opened = open_trace(
-            self.store, self.recording, chains=self.chains, trees=grown, skip_corrupted=True, **more
-        )
+        more = {"chains": self.chains, "trees": grown, "skip_corrupted": True, **more}
+        opened = open_trace(self.store, self.recording, **more)
         self.trace, self.ordinals = opened.trace, opened.ordinals
-        texts = self.trace.trajectories
-        categories = [t.category for t in texts]
-        parts = split(categories)
-        self.parts = Parts(
-            parts.search, mixed(parts.race, categories), mixed(parts.confirm, categories)
-        )
+        categories = [t.category for t in self.trace.trajectories]
+        search, *rest = split(categories)
+        self.parts = Parts(search, *(mixed(part, categories) for part in rest))
+
+    def search(self, trials: int, known: Study | None = None) -> None:
+        """Replays policies on the search part; those of ``known`` are not replayed again."""
+        store, pair, wanted, first = self.store, self.pair, self.wanted, self.trace.trajectories[0]
+        earlier = earlier_winners(store, pair, first.verifier, first.sampling)
+        with self.searched() as trace:
+            self.study = search(
+                trace,
+                self.profile.profile,
+                [d for d in self.drafts if d in self.chains or d in self.grown],
+                gamma_max=wanted.gamma_max,
+                trials=trials,
+                seed=wanted.seed,
+                incumbents=[
+                    *self.candidates,
+                    *(p for p in earlier if p.draft in (*self.drafts, "none")),
+                ],
+                artifacts=self.artifacts,
+                trees=self.trees,
+                shortlists=self.shortlists,
+                known=known,
+                progress=lambda done, total, best: self.progress(
+                    f"search, best {best:.0f} tokens/s", done, total
+                ),
+            )
 
     @contextmanager
     def searched(self) -> Iterator[ReplayTrace | Shards]:
@@ -305,111 +321,353 @@ class Tuning:
         from spectune.optimizer.simulate.distributed import Shards, connected, homes, stored_shards
 
         read = [Policy(draft=draft) for draft in self.chains]
-        read += [
-            Policy.model_validate({"draft": draft, "growth": {"kind": "top_k"}})
-            for draft in self.grown
-        ]
+        tree = {"growth": {"kind": "top_k"}}
+        read += [Policy.model_validate({"draft": draft, **tree}) for draft in self.grown]
         part = [self.ordinals[i] for i in self.parts.search]
         with connected(self.wanted.workers) as client:
-            info = self.store.get_recording(self.recording)
-            sources = stored_shards(
-                self.store, info, read, len(homes(client)), ordinals=part, skip_corrupted=True
-            )
+            info, count = self.store.get_recording(self.recording), len(homes(client))
+            how: dict[str, Any] = {"ordinals": part, "skip_corrupted": True}
+            sources = stored_shards(self.store, info, read, count, **how)
             yield Shards(client, sources, self.profile.profile)
-
-    def search(self, trials: int, known: Study | None = None) -> None:
-        """Replays policies on the search part; those of ``known`` are not replayed again."""
-        with self.searched() as trace:
-            self.study = search(
-                trace,
-                self.profile.profile,
-                [d for d in self.drafts if d in self.chains or d in self.grown],
-                gamma_max=self.wanted.gamma_max,
-                trials=trials,
-                seed=self.wanted.seed,
-                incumbents=[
-                    *plain_policies(self.incumbent, self.artifacts),
-                    *(
-                        p
-                        for p in earlier_winners(self.store, self.pair, *self.verified)
-                        if p.draft in (*self.drafts, "none")
-                    ),
-                ],
-                artifacts=self.artifacts,
-                trees=self.trees,
-                shortlists=self.shortlists,
-                known=known,
-                progress=lambda done, total, best: self.progress(
-                    f"search, best {best:.0f} tokens/s", done, total
-                ),
-            )
 
     def executor(self, policies: Iterable[AnyPolicy], part: Sequence[int]) -> Executor:
         """Who decodes some of the requests again under policies."""
-        encoded = encode_recorded(
-            self.pair, [self.trace.trajectories[i] for i in part], self.wanted.options.chat
+        texts = [self.trace.trajectories[i] for i in part]
+        encoded = encode_recorded(self.pair, texts, self.wanted.options.chat)
+        how: dict[str, Any] = {"profile": self.profile.profile, "artifacts": self.artifacts}
+        return Executor(self.pair, policies, encoded, **how, clock=self.clock)
+
+    def record_chains(self) -> None:
+        """The panoramas that the recording lacks."""
+        self.look(Look(self.chains, self.wanted.gamma_max))
+        texts = self.trace.trajectories
+        if len(texts) != self.store.get_recording(self.recording).n_requests:  # some are damaged
+            _tell_number(self.wanted, [t.category for t in texts])
+        self.workload = checked(texts)
+        for line in self.workload.lines():
+            self.wanted.tell(line)
+
+    def measure(self) -> None:
+        """What rounds cost on this device, and with that, what there is to beat."""
+        store, pair, wanted, texts = self.store, self.pair, self.wanted, self.trace.trajectories
+        began = store.get_recording(self.recording).created_at if wanted.idempotency_key else None
+        self.active = store.active_publication(pair.id, pair.device.type, wanted.deployment)
+        weighs = [
+            p for p in _weighing_costs(store, pair, self.active) if p.draft in pair.draft_names
+        ]
+        trees = any(p.is_tree or p.draft not in pair.chain_drafts for p in weighs)
+        self.profile = profile_for(
+            store,
+            pair,
+            tuple(dict.fromkeys((*self.drafts, *(p.draft for p in weighs)))),
+            gamma_max=wanted.gamma_max,
+            trees=trees or wanted.prices_trees(pair),
+            fresh=wanted.fresh,
+            trajectories=texts,
+            own_since=began,
+            progress=self.progress,
         )
-        return Executor(
-            self.pair,
-            policies,
-            encoded,
-            profile=self.profile.profile,
-            artifacts=self.artifacts,
-            clock=self.clock,
+        line = tunes_over(self.active, sampling_of(texts)) if wanted.publish else ""
+        if line:
+            wanted.tell(f"warning: {line}")
+        verified = (texts[0].verifier, texts[0].sampling)
+        self.incumbent, self.unusable = incumbent_of(
+            store, pair, self.active, self.profile.profile, *verified
+        )
+        self.artifacts = _artifacts(store, pair, self.incumbent, texts)
+
+    def search_chains(self) -> None:
+        """What needs no trees; then what trees could reach beside it."""
+        self.search(0)
+        wanted, profile, found = self.wanted, self.profile.profile, self.study
+        fastest = max((t.value for t in found.trials), default=0.0)
+        texts = [self.trace.trajectories[i] for i in self.parts.search]
+        trusted = profile.accepted(trees=wanted.prices_trees(self.pair))
+        held = {*(p.draft for p in self.candidates), *worth_trying(found.bounds)}
+        grown = {d for d in self.drafts if d not in self.pair.chain_drafts}
+        for draft in (d for d in self.drafts if d != "ngram" and not wanted.chains_only):
+            recorded = self.store.tree_limits(self.recording, draft)[1]
+            deepest = max(wanted.tree_depth or TREE_DEPTH, recorded)
+            most = tree_ceiling(profile, draft, texts, deepest)
+            hopeless = trusted and most <= fastest * (1 + TIE)
+            if wanted.tree_size[0] and (not hopeless or draft in held or draft in grown):
+                grown.add(draft)
+                continue
+            why = (
+                f"{'cannot win' if hopeless else 'not tried'}: at best {most:.0f} tokens/s, were "
+                f"every token that they draft right; {fastest:.0f} is reached without trees"
+            )
+            self.left_out[f"trees of {draft}"] = why
+            wanted.tell(f"left out: trees of {draft} ({why})")
+        self.grown = tuple(d for d in self.drafts if d in grown)
+
+    def record_trees(self) -> None:
+        """The trees that the recording lacks, of drafts that could win by them, and chains of
+        heads."""
+        if self.grown:
+            self.look(Look(self.grown, self.wanted.gamma_max, *self.wanted.tree_size))
+
+    def fit(self) -> None:
+        """Bins, classifiers, static trees and scores, fitted to the search part."""
+        if self.wanted.tree_size[0]:
+            how: dict[str, Any] = {"profile": self.profile.id, "seed": self.wanted.seed}
+            self.trees = fit_trees(
+                self.store, self.recording, self.grown, **how, progress=self.progress
+            )
+
+    def search_trees(self) -> None:
+        """All that is enumerated, without shortlists."""
+        self.search(0, self.study)
+
+    def cover(self) -> None:
+        """Records growths that promise more than the recording can tell, and searches again with
+        what they read."""
+        if self.record_beyond():
+            self.open()
+            self.search(0, replace(self.study, beyond=()))
+
+    def record_beyond(self) -> list[str]:
+        """Records the growths that read more than was recorded (C2T at a low threshold grows where
+        EAGLE-2 would not), where what is known of them promises more than the best of the others;
+        the drafts whose trees were recorded anew."""
+        wanted, size = self.wanted, self.wanted.tree_size
+        if not size[0]:
+            return []
+        best = max((t.value for t in self.study.trials), default=0.0)
+        sampled = not self.store.get_recording(self.recording).sampling.greedy
+        covers: dict[str, dict[str, Cover]] = {}
+        for policy in (t.policy for t in self.study.beyond if t.value > best and t.policy.is_tree):
+            cover = cover_of(policy, sampled=sampled, artifacts=self.artifacts)
+            own = covers.setdefault(policy.draft, {})
+            if cover.name in own or len(own) < MOST_COVERS:
+                own[cover.name] = max(cover, own.get(cover.name, cover), key=lambda c: c.depth)
+        for draft, own in covers.items():
+            look = Look([draft], wanted.gamma_max, *size, covers=tuple(own.values()))
+            look_around(self.store, self.pair, self.recording, look, progress=self.progress)
+        return list(covers)
+
+    def fit_shortlists(self) -> None:
+        """Frequencies and routers, fitted only where by what was measured and replayed without them
+        a shortlist could win."""
+        here, progress = (self.store, self.pair, self.recording), self.progress
+        worth = worth_trying(self.study.bounds) if self.grown else {}
+        routed = [draft for draft, passes in worth.items() if "routed" in passes]
+        how: dict[str, Any] = {"routed": routed, "seed": self.wanted.seed}
+        self.shortlists = fit_shortlists(*here, list(worth), **how, progress=progress)
+        ranks = ranks_for(*here, self.shortlists, self.candidates, progress=progress)
+        if ranks:
+            self.open(ranks=ranks)
+
+    def search_all(self) -> None:
+        """The joint space, shortlists included."""
+        self.search(self.wanted.trials, self.study)
+
+    def choose(self) -> None:
+        """A chooser over the best policy of each draft, where choosing is predicted to gain beyond
+        noise. The study is stored with it."""
+        store, pair, study, profile = self.store, self.pair, self.study, self.profile.id
+        best: dict[str, Policy] = {}
+        for trial in study.trials:
+            best.setdefault(trial.policy.draft, trial.policy)
+        how: dict[str, Any] = {"profile": profile, "seed": self.wanted.seed}
+        try:
+            made = fit_chooser_artifact(
+                store, self.recording, pair, best, **how, progress=self.progress
+            )
+        except (PolicyError, TraceError, CorruptedChunkError) as error:
+            why = str(error)
+        else:
+            why = str(made.document["reason"])
+            self.chooser = parse_policy(made.policy) if made.document["chooses"] else None
+        pace = {  # what later tunings are expected to take
+            "seconds": dict(self.seconds),
+            "device": pair.device.type,
+            "trees": self.wanted.tree_size[0] > 0,
+            "tokens": sum(t.max_new_tokens for t in self.trace.trajectories),
+        }
+        document = {
+            "recording": self.recording,
+            "profile": profile,
+            "requests": list(study.requests),
+            "trials": len(study.trials),
+            "shortlists": study.on_shortlists(),
+            "beyond_the_recording": study.left_out(),
+            "left_out": self.left_out,
+            "chooser": why,
+            "pace": pace,
+        }
+        self.study_id = store.put_study(
+            pair.id,
+            sampler=study.sampler,
+            seed=study.seed,
+            document=document,
+            trials=[t.to_json() for t in study.trials],
+            recording_id=self.recording,
         )
 
+    def roles(self) -> dict[str, AnyPolicy]:
+        """Who is executed, by role; a policy that has several roles appears under each."""
+        study, wanted, incumbent = self.study, self.wanted, self.incumbent
+        best = finalists(study, wanted.finalists)
+        best += rivals(study, [trial.policy for trial in best], wanted.rivals)
+        chosen = [incumbent if study.same(t.policy, incumbent) else t.policy for t in best]
+        chosen += [self.chooser] if self.chooser is not None else []
+        roles = {f"finalist {i + 1}": policy for i, policy in enumerate(chosen)}
+        roles["autoregressive"] = AUTOREGRESSIVE
+        if (fixed := study.best(is_fixed)) is not None:
+            plain = transformers_heuristic(fixed.policy.draft, wanted.gamma_max)
+            roles |= {"best fixed gamma": fixed.policy, "transformers heuristic": plain}
+        return {**roles, "incumbent": incumbent}
 
-def _tell_number(wanted: TuneOptions, categories: Sequence[str]) -> None:
-    """What so many requests will not show, before any work. Raises TraceError where they are too
-    few."""
-    line = said_of(categories, publish=wanted.publish)
-    if line:
-        wanted.tell(line)
+    def race(self) -> None:
+        """The best few, the incumbent and plain baselines race on requests that the search has not
+        seen; who wins is then known."""
+        wanted, profile, roles = self.wanted, self.profile.profile, self.roles()
+        policies, part = {p.id: p for p in roles.values()}, self.parts.race
+        trace = self.trace.select(part)
+        how: dict[str, Any] = {"artifacts": self.artifacts, "approximate": True}
+        predictable = dict(policies)
+        try:
+            replay(trace, self.incumbent, profile, **how)
+        except (PolicyError, TraceError) as error:
+            # A tuning of chains records no trees, which may be in force.
+            del predictable[self.incumbent.id]
+            label = self.incumbent.label()
+            wanted.tell(f"{label}, in force, is raced without a prediction: {error}")
+        self.compared = self.executor(policies.values(), part).race(
+            whole={p.id for role, p in roles.items() if not role.startswith("finalist")},
+            expected=expected_seconds(trace, predictable.values(), profile, self.artifacts),
+            passes=wanted.passes,
+            budget_s=wanted.budget_s * RACE_SHARE,
+            progress=lambda done, total: self.progress("execute", done, total),
+        )
+        at_pace = at_pace_of(profile, self.compared.timings)
+        predicted = {name: replay(trace, p, at_pace, **how) for name, p in predictable.items()}
+        self.executed = candidates_of(roles, self.compared, predicted, self.incumbent)
+        fastest = fastest_of(
+            [policies[name] for name in self.compared.survivors],
+            self.compared.timings,
+            {name: outcome.total.tokens_per_s for name, outcome in predicted.items()},
+            prediction_spread(profile, trees=wanted.tree_size[0] > 0),
+        )
+        self.winner = next(c for c in self.executed if c.policy.id == fastest.id)
+        self.texts_differ = self.compared.texts_differ
+
+    def confirm(self) -> None:
+        """The race's winner and the incumbent alone, on requests that nothing was fitted to or
+        chosen by, in what is left of the time."""
+        wanted, seconds = self.wanted, self.compared.timings.seconds
+        winner, incumbent = self.winner.policy, self.incumbent
+        if winner.id == incumbent.id:
+            return
+        both_s = sum(float(np.nanmean(seconds[p.id])) for p in (winner, incumbent))
+        left = left_s(wanted.budget_s, sum(float(np.nansum(s)) for s in seconds.values()))
+        requests, passes = planned(len(self.parts.confirm), both_s, left, wanted.passes)
+        executor = self.executor([winner, incumbent], self.parts.confirm[:requests])
+        self.confirmed = confirm(
+            winner.id,
+            incumbent.id,
+            executor,
+            requests=requests,
+            passes=passes,
+            progress=lambda done, total: self.progress("confirm", done, total),
+        )
+        self.texts_differ += executor.texts_differ
+
+    def conclude(self) -> Tuned:
+        """What was found, published if it is to take the place of what is in force. Stores what the
+        report draws beside the study."""
+        store, pair, wanted = self.store, self.pair, self.wanted
+        incumbent = next(c for c in self.executed if c.policy.id == self.incumbent.id)
+        in_force = self.active is not None and not self.unusable
+        reason, chosen, replaces = verdict(self.winner, incumbent, self.confirmed, in_force)
+        doubted = doubts(self.profile, trees=wanted.prices_trees(pair))
+        tuned = Tuned(
+            winner=chosen,
+            incumbent=incumbent,
+            candidates=tuple(self.executed),
+            recording=self.recording,
+            profile=self.profile.id,
+            study=self.study_id,
+            texts_differ=self.texts_differ,
+            test_requests=max(len(c.executed.per_request) for c in self.executed),
+            search_requests=len(self.parts.search),
+            trials=len(self.study.trials),
+            reason="; ".join(filter(None, (self.unusable, doubted, reason))),
+            published=None,
+            confirmed=self.confirmed,
+            seconds=self.seconds,
+            beyond=self.study.left_out(),
+            left_out=self.left_out,
+            workload=self.workload,
+        )
+        store.put_policy(chosen.policy.id, chosen.policy.spelled_out(), chosen.policy.label())
+        with wanted.publishing(tuned):
+            if replaces and wanted.publish:
+                tuned = self.published(tuned)
+            about: dict[str, Any] = {"pair_id": pair.id, "provenance": {"study": tuned.study}}
+            store.put_artifact(EVIDENCE, self.evidence(tuned), **about)
+        return tuned
+
+    def published(self, tuned: Tuned) -> Tuned:
+        """Puts the winner in force with its evidence and the sampling it was tuned for, once per
+        idempotency key. Where another version came into force meanwhile it stays: it was not
+        compared."""
+        wanted, where = self.wanted, (self.pair.id, self.pair.device.type)
+        try:
+            made = self.store.publish(
+                *where,
+                tuned.winner.policy.id,
+                actor=wanted.actor,
+                deployment=wanted.deployment,
+                sampling=sampling_of(self.trace.trajectories),
+                evidence=tuned.to_json(),
+                reason=tuned.reason,
+                idempotency_key=wanted.idempotency_key,
+                expected=self.active.version if self.active else 0,
+                guard=wanted.guard,
+            )
+        except StaleVersionError:
+            now = self.store.active_version(*where, wanted.deployment)
+            reason = (
+                f"version {now} came into force meanwhile and was not compared, so it stays; "
+                f"`tune --recording {tuned.recording}` compares with it"
+            )
+            return replace(tuned, reason=reason, superseded_by=now)
+        return replace(tuned, published=made)
+
+    def evidence(self, tuned: Tuned) -> dict[str, Any]:
+        """What the report draws beside the study."""
+        pair, trace = self.pair, self.trace
+        shown = {c.policy.id: c.policy for c in (tuned.winner, tuned.incumbent)}
+        request = middle_request(trace, (r.request_id for r in tuned.winner.executed.per_request))
+        how = (self.profile.profile, self.artifacts, pair.text)
+        about = {
+            "pair": f"{pair.spec.name} ({pair.id})",
+            "device": pair.device.type,
+            "dtype": str(pair.target.dtype).removeprefix("torch."),
+            "deployment": self.wanted.deployment,
+            "sampling": sampling_in_words(trace.trajectories[request].sampling),
+        }
+        rounds = rounds_of_one(trace, request, shown.values(), *how)
+        return evidence_document(tuned, self.compared, rounds, about)
 
 
-def _look(tuning: Tuning, look: Look) -> None:
-    look_around(tuning.store, tuning.pair, tuning.recording, look, progress=tuning.progress)
-    tuning.open()
-
-
-def _record(tuning: Tuning) -> None:
-    """The panoramas that the recording lacks."""
-    wanted = tuning.wanted
-    _look(tuning, Look(tuning.chains, wanted.gamma_max))
-    texts = tuning.trace.trajectories
-    if len(texts) != tuning.store.get_recording(tuning.recording).n_requests:  # some are damaged
-        _tell_number(wanted, [t.category for t in texts])
-    tuning.workload = checked(texts)
-    for line in tuning.workload.lines():
-        wanted.tell(line)
-
-
-def _profile(tuning: Tuning) -> None:
-    """What rounds cost on this device, and with that, what there is to beat."""
-    store, pair, wanted = tuning.store, tuning.pair, tuning.wanted
-    began = store.get_recording(tuning.recording).created_at if wanted.idempotency_key else None
-    tuning.active = store.active_publication(pair.id, pair.device.type, wanted.deployment)
-    weighs = [p for p in _weighing_costs(store, pair, tuning.active) if p.draft in pair.draft_names]
-    tuning.profile = profile_for(
-        store,
-        pair,
-        tuple(dict.fromkeys((*tuning.drafts, *(p.draft for p in weighs)))),
-        gamma_max=wanted.gamma_max,
-        trees=wanted.prices_trees(pair)
-        or any(p.is_tree or p.draft not in pair.chain_drafts for p in weighs),
-        fresh=wanted.fresh,
-        trajectories=tuning.trace.trajectories,
-        own_since=began,
-        progress=tuning.progress,
-    )
-    if wanted.publish and (
-        line := tunes_over(tuning.active, sampling_of(tuning.trace.trajectories))
-    ):
-        wanted.tell(f"warning: {line}")
-    tuning.incumbent, tuning.unusable = incumbent_of(
-        store, pair, tuning.active, tuning.profile.profile, *tuning.verified
-    )
-    tuning.artifacts = _artifacts(store, pair, tuning.incumbent, tuning.trace.trajectories)
+STAGES: tuple[tuple[str, Callable[[Tuning], None]], ...] = (
+    ("record", Tuning.record_chains),
+    ("profile", Tuning.measure),
+    ("search", Tuning.search_chains),
+    ("record", Tuning.record_trees),
+    ("fit", Tuning.fit),
+    ("search", Tuning.search_trees),
+    ("cover", Tuning.cover),
+    ("shortlists", Tuning.fit_shortlists),
+    ("search", Tuning.search_all),
+    ("chooser", Tuning.choose),
+    ("execute", Tuning.race),
+    ("confirm", Tuning.confirm),
+)
+"""What a tuning does, in order, by the name that its seconds are told under."""
 
 
 def _weighing_costs(
@@ -424,311 +682,8 @@ def _weighing_costs(
         return []
 
 
-def _search_chains(tuning: Tuning) -> None:
-    """What needs no trees; then what trees could reach beside it."""
-    tuning.search(0)
-    wanted, profile, found = tuning.wanted, tuning.profile.profile, tuning.study
-    fastest = max((t.value for t in found.trials), default=0.0)
-    texts = [tuning.trace.trajectories[i] for i in tuning.parts.search]
-    trusted = profile.accepted(trees=wanted.prices_trees(tuning.pair))
-    held = {p.draft for p in plain_policies(tuning.incumbent, tuning.artifacts)} | set(
-        worth_trying(found.bounds)
-    )
-    grown = [d for d in tuning.drafts if d not in tuning.pair.chain_drafts]
-    for draft in (d for d in tuning.drafts if d != "ngram" and not wanted.chains_only):
-        deepest = max(
-            wanted.tree_depth or TREE_DEPTH, tuning.store.tree_limits(tuning.recording, draft)[1]
-        )
-        most = tree_ceiling(profile, draft, texts, deepest)
-        hopeless = trusted and most <= fastest * (1 + TIE)
-        if wanted.tree_size[0] and (not hopeless or draft in held or draft in grown):
-            grown += [draft] * (draft not in grown)
-            continue
-        tuning.left_out[f"trees of {draft}"] = (
-            f"{'cannot win' if hopeless else 'not tried'}: at best {most:.0f} tokens/s, were every "
-            f"token that they draft right; {fastest:.0f} is reached without trees"
-        )
-    tuning.grown = tuple(d for d in tuning.drafts if d in grown)
-    for what, why in tuning.left_out.items():
-        wanted.tell(f"left out: {what} ({why})")
-
-
-def _record_trees(tuning: Tuning) -> None:
-    """The trees that the recording lacks, of drafts that could win by them, and chains of heads."""
-    if tuning.grown:
-        _look(tuning, Look(tuning.grown, tuning.wanted.gamma_max, *tuning.wanted.tree_size))
-
-
-def _fit(tuning: Tuning) -> None:
-    """Bins, classifiers, static trees and scores, fitted to the search part."""
-    if tuning.wanted.tree_size[0]:
-        tuning.trees = fit_trees(
-            tuning.store,
-            tuning.recording,
-            tuning.grown,
-            profile=tuning.profile.id,
-            seed=tuning.wanted.seed,
-            progress=tuning.progress,
-        )
-
-
-def _search_first(tuning: Tuning) -> None:
-    """All that is enumerated, without shortlists."""
-    tuning.search(0, tuning.study)
-
-
-def _cover(tuning: Tuning) -> None:
-    """Records growths that promise more than the recording can tell, and searches again with what
-    they read."""
-    if record_beyond(
-        tuning.store,
-        tuning.pair,
-        tuning.recording,
-        tuning.study,
-        tuning.wanted,
-        tuning.artifacts,
-        tuning.progress,
-    ):
-        tuning.open()
-        tuning.search(0, replace(tuning.study, beyond=()))
-
-
-def _shortlists(tuning: Tuning) -> None:
-    """Frequencies and routers, fitted only where by what was measured and replayed without them a
-    shortlist could win."""
-    store, pair, progress = tuning.store, tuning.pair, tuning.progress
-    worth = worth_trying(tuning.study.bounds) if tuning.grown else {}
-    routed = [draft for draft, passes in worth.items() if "routed" in passes]
-    tuning.shortlists = fit_shortlists(
-        store,
-        pair,
-        tuning.recording,
-        list(worth),
-        routed=routed,
-        seed=tuning.wanted.seed,
-        progress=progress,
-    )
-    policies = plain_policies(tuning.incumbent, tuning.artifacts)
-    ranks = ranks_for(store, pair, tuning.recording, tuning.shortlists, policies, progress=progress)
-    if ranks:
-        tuning.open(ranks=ranks)
-
-
-def _search_all(tuning: Tuning) -> None:
-    """The joint space, shortlists included."""
-    tuning.search(tuning.wanted.trials, tuning.study)
-
-
-def _choose(tuning: Tuning) -> None:
-    """A chooser over the best policy of each draft, where choosing is predicted to gain beyond
-    noise. The study is stored with it."""
-    best: dict[str, Policy] = {}
-    for trial in tuning.study.trials:
-        best.setdefault(trial.policy.draft, trial.policy)
-    profile, seed = tuning.profile.id, tuning.wanted.seed
-    try:
-        made = fit_chooser_artifact(
-            tuning.store,
-            tuning.recording,
-            tuning.pair,
-            best,
-            profile=profile,
-            seed=seed,
-            progress=tuning.progress,
-        )
-    except (PolicyError, TraceError, CorruptedChunkError) as error:
-        why = str(error)
-    else:
-        why = str(made.document["reason"])
-        tuning.chooser = parse_policy(made.policy) if made.document["chooses"] else None
-    study = tuning.study
-    tuning.study_id = tuning.store.put_study(
-        tuning.pair.id,
-        sampler=study.sampler,
-        seed=study.seed,
-        document={
-            "recording": tuning.recording,
-            "profile": profile,
-            "requests": list(study.requests),
-            "trials": len(study.trials),
-            "shortlists": study.on_shortlists(),
-            "beyond_the_recording": study.left_out(),
-            "left_out": tuning.left_out,
-            "chooser": why,
-            "pace": pace(
-                tuning.seconds,
-                device=tuning.pair.device.type,
-                trees=tuning.wanted.tree_size[0] > 0,
-                tokens=sum(t.max_new_tokens for t in tuning.trace.trajectories),
-            ),
-        },
-        trials=[t.to_json() for t in study.trials],
-        recording_id=tuning.recording,
-    )
-
-
-def _execute(tuning: Tuning) -> None:
-    """The best few, the incumbent and plain baselines race on requests that the search has not
-    seen; who wins is then known."""
-    wanted, profile, part = tuning.wanted, tuning.profile.profile, tuning.parts.race
-    tuning.roles = _roles(tuning.study, tuning.incumbent, wanted, tuning.chooser)
-    policies, trace = {p.id: p for p in tuning.roles.values()}, tuning.trace.select(part)
-    predictable = dict(policies)
-    try:
-        replay(trace, tuning.incumbent, profile, artifacts=tuning.artifacts, approximate=True)
-    except (
-        PolicyError,
-        TraceError,
-    ) as error:  # a tuning of chains records no trees, which may be in force
-        del predictable[tuning.incumbent.id]
-        wanted.tell(f"{tuning.incumbent.label()}, in force, is raced without a prediction: {error}")
-    tuning.compared = tuning.executor(policies.values(), part).race(
-        whole={p.id for role, p in tuning.roles.items() if not role.startswith("finalist")},
-        expected=expected_seconds(trace, predictable.values(), profile, tuning.artifacts),
-        passes=wanted.passes,
-        budget_s=wanted.budget_s * RACE_SHARE,
-        progress=lambda done, total: tuning.progress("execute", done, total),
-    )
-    timings, artifacts = tuning.compared.timings, tuning.artifacts
-    at_pace = at_pace_of(profile, timings)
-    predicted = {
-        p.id: replay(trace, p, at_pace, artifacts=artifacts, approximate=True)
-        for p in predictable.values()
-    }
-    tuning.executed = candidates_of(tuning.roles, tuning.compared, predicted, tuning.incumbent)
-    fastest = fastest_of(
-        [policies[name] for name in tuning.compared.survivors],
-        timings,
-        {name: outcome.total.tokens_per_s for name, outcome in predicted.items()},
-        prediction_spread(profile, trees=wanted.tree_size[0] > 0),
-    )
-    tuning.winner = next(c for c in tuning.executed if c.policy.id == fastest.id)
-    tuning.texts_differ = tuning.compared.texts_differ
-
-
-def _confirm(tuning: Tuning) -> None:
-    """The race's winner and the incumbent alone, on requests that nothing was fitted to or chosen
-    by, in what is left of the time."""
-    wanted, seconds = tuning.wanted, tuning.compared.timings.seconds
-    winner, incumbent = tuning.winner.policy, tuning.incumbent
-    if winner.id == incumbent.id:
-        return
-    both_s = sum(float(np.nanmean(seconds[p.id])) for p in (winner, incumbent))
-    left = left_s(wanted.budget_s, sum(float(np.nansum(s)) for s in seconds.values()))
-    requests, passes = planned(len(tuning.parts.confirm), both_s, left, wanted.passes)
-    executor = tuning.executor([winner, incumbent], tuning.parts.confirm[:requests])
-    tuning.confirmed = confirm(
-        winner.id,
-        incumbent.id,
-        executor,
-        requests=requests,
-        passes=passes,
-        progress=lambda done, total: tuning.progress("confirm", done, total),
-    )
-    tuning.texts_differ += executor.texts_differ
-
-
-STAGES: tuple[tuple[str, Callable[[Tuning], None]], ...] = (
-    ("record", _record),
-    ("profile", _profile),
-    ("search", _search_chains),
-    ("record", _record_trees),
-    ("fit", _fit),
-    ("search", _search_first),
-    ("cover", _cover),
-    ("shortlists", _shortlists),
-    ("search", _search_all),
-    ("chooser", _choose),
-    ("execute", _execute),
-    ("confirm", _confirm),
-)
-"""What a tuning does, in order, by the name that its seconds are told under."""
-
-
-def _conclude(tuning: Tuning) -> tuple[Tuned, bool]:
-    """What was found, and whether it is to take the place of what is in force."""
-    trees = tuning.wanted.prices_trees(tuning.pair)
-    incumbent = next(c for c in tuning.executed if c.policy.id == tuning.incumbent.id)
-    in_force = tuning.active is not None and not tuning.unusable
-    reason, chosen, replaces = verdict(tuning.winner, incumbent, tuning.confirmed, in_force)
-    tuned = Tuned(
-        winner=chosen,
-        incumbent=incumbent,
-        candidates=tuple(tuning.executed),
-        recording=tuning.recording,
-        profile=tuning.profile.id,
-        study=tuning.study_id,
-        texts_differ=tuning.texts_differ,
-        test_requests=max(len(c.executed.per_request) for c in tuning.executed),
-        search_requests=len(tuning.parts.search),
-        trials=len(tuning.study.trials),
-        reason="; ".join(
-            filter(None, (tuning.unusable, doubts(tuning.profile, trees=trees), reason))
-        ),
-        published=None,
-        confirmed=tuning.confirmed,
-        seconds=tuning.seconds,
-        beyond=tuning.study.left_out(),
-        left_out=tuning.left_out,
-        workload=tuning.workload,
-    )
-    return tuned, replaces
-
-
-def _keep_evidence(tuning: Tuning, tuned: Tuned) -> None:
-    """Stores what the report draws beside the study."""
-    pair, trace = tuning.pair, tuning.trace
-    shown = {c.policy.id: c.policy for c in (tuned.winner, tuned.incumbent)}
-    request = middle_request(trace, (r.request_id for r in tuned.winner.executed.per_request))
-    rounds = rounds_of_one(
-        trace, request, shown.values(), tuning.profile.profile, tuning.artifacts, pair.text
-    )
-    about = {
-        "pair": f"{pair.spec.name} ({pair.id})",
-        "device": pair.device.type,
-        "dtype": str(pair.target.dtype).removeprefix("torch."),
-        "deployment": tuning.wanted.deployment,
-        "sampling": sampling_in_words(trace.trajectories[request].sampling),
-    }
-    document = evidence_document(tuned, tuning.compared, rounds, about)
-    tuning.store.put_artifact(
-        EVIDENCE, document, pair_id=pair.id, provenance={"study": tuned.study}
-    )
-
-
-def _roles(
-    study: Study, incumbent: AnyPolicy, wanted: TuneOptions, chooser: AnyPolicy | None = None
-) -> dict[str, AnyPolicy]:
-    """Who is executed, by role; a policy that has several roles appears under each."""
-    best = finalists(study, wanted.finalists)
-    best += rivals(study, [trial.policy for trial in best], wanted.rivals)
-    chosen: list[AnyPolicy] = [
-        incumbent if study.same(t.policy, incumbent) else t.policy for t in best
-    ]
-    chosen += [chooser] if chooser is not None else []
-    roles: dict[str, AnyPolicy] = {f"finalist {i + 1}": policy for i, policy in enumerate(chosen)}
-    roles["autoregressive"] = AUTOREGRESSIVE
-    fixed = study.best(is_fixed)
-    if fixed is not None:
-        roles["best fixed gamma"] = fixed.policy
-        roles["transformers heuristic"] = transformers_heuristic(
-            fixed.policy.draft, wanted.gamma_max
-        )
-    roles["incumbent"] = incumbent
-    return roles
-
-
-def _recording_policy(pair: LoadedPair) -> Policy:
-    """What a recording is decoded by when nothing better is known: any policy gives the same text,
-    a short window is quicker."""
-    if not pair.drafts:
-        return AUTOREGRESSIVE
-    smallest = min(pair.drafts, key=lambda n: pair.drafts[n].num_parameters)
-    return Policy.model_validate({"draft": smallest, "window": {"kind": "fixed", "gamma": 2}})
-
-
 def _artifacts(
-    store: TraceStore, pair: LoadedPair, incumbent: AnyPolicy, trajectories: Sequence[Trajectory]
+    store: TraceStore, pair: LoadedPair, incumbent: AnyPolicy, texts: Sequence[Trajectory]
 ) -> Artifacts:
     """What finds artifacts. A chooser in force was fitted to another recording; what it predicts of
     this one's prompts is added to what is found of it, so that it replays."""
@@ -739,42 +694,12 @@ def _artifacts(
     held = find(name)
     chooser = Chooser.from_document(held.document, held.arrays)
     if chooser.chooses:
-        prompts = read_prompts(pair, trajectories, reader=chooser.features.reader)
-        predicted = np.concatenate(
-            [chooser.accuracies(chooser.features.transform([p])) for p in prompts]
-        )
-        rows = [{"prompt": prompt_key(t.prompt_ids)} for t in trajectories]
-        held = replace(
-            held,
-            document={**held.document, PREDICTED: rows},
-            arrays={**held.arrays, PREDICTED: predicted},
-        )
+        prompts = read_prompts(pair, texts, reader=chooser.features.reader)
+        predicted = [chooser.accuracies(chooser.features.transform([p])) for p in prompts]
+        document = {
+            **held.document,
+            PREDICTED: [{"prompt": prompt_key(t.prompt_ids)} for t in texts],
+        }
+        arrays = {**held.arrays, PREDICTED: np.concatenate(predicted)}
+        held = replace(held, document=document, arrays=arrays)
     return lambda asked: held if asked == name else find(asked)
-
-
-def record_beyond(
-    store: TraceStore,
-    pair: LoadedPair,
-    recording: str,
-    study: Study,
-    wanted: TuneOptions,
-    find: Artifacts,
-    progress: Progress,
-) -> list[str]:
-    """Records the growths that read more than was recorded (C2T at a low threshold grows where
-    EAGLE-2 would not), where what is known of them promises more than the best of the others; the
-    drafts whose trees were recorded anew."""
-    if not wanted.tree_size[0]:
-        return []
-    best = max((t.value for t in study.trials), default=0.0)
-    sampled = not store.get_recording(recording).sampling.greedy
-    covers: dict[str, dict[str, Cover]] = {}
-    for trial in (t for t in study.beyond if t.value > best and t.policy.is_tree):
-        cover = cover_of(trial.policy, sampled=sampled, artifacts=find)
-        own = covers.setdefault(trial.policy.draft, {})
-        if cover.name in own or len(own) < MOST_COVERS:
-            own[cover.name] = max(cover, own.get(cover.name, cover), key=lambda c: c.depth)
-    for draft, own in covers.items():
-        look = Look([draft], wanted.gamma_max, *wanted.tree_size, covers=tuple(own.values()))
-        look_around(store, pair, recording, look, progress=progress)
-    return list(covers)

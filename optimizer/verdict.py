@@ -42,12 +42,11 @@ class Candidate:
     left: bool = True
 
     def to_json(self) -> dict[str, Any]:
+        predicted = None if self.predicted is None else self.predicted.total.tokens_per_s
         return {
             "role": self.role,
             **described(self.policy),
-            "predicted_tokens_per_s": None
-            if self.predicted is None
-            else self.predicted.total.tokens_per_s,
+            "predicted_tokens_per_s": predicted,
             "measured_tokens_per_s": self.executed.total.tokens_per_s,
             "measured_interval": list(self.executed.tokens_per_s_interval()),
             "mean_accepted_length": self.executed.total.mean_accepted_length,
@@ -95,32 +94,29 @@ class Tuned:
         """The winner's speed over the incumbent's and its interval, as confirmed; 1 where the
         incumbent stays."""
         confirmed = self.confirmed
-        return (
-            confirmed.ratio
-            if confirmed and confirmed.winner == self.winner.policy.id
-            else self.winner.ratio
-        )
+        if confirmed is not None and confirmed.winner == self.winner.policy.id:
+            return confirmed.ratio
+        return self.winner.ratio
 
     def to_json(self) -> dict[str, Any]:
         """The contract's keys ``winner``, ``predicted``, ``measured``, ``baselines``,
         ``published``, and the evidence."""
+        winner, made = self.winner, self.published
+        baselines = [c for c in self.candidates if not c.role.startswith("finalist")]
         return {
-            "winner": described(self.winner.policy),
-            "predicted": None if self.winner.predicted is None else self.winner.predicted.to_json(),
-            "measured": self.winner.executed.to_json(),
-            "baselines": {
-                c.role: c.to_json() for c in self.candidates if not c.role.startswith("finalist")
-            },
+            "winner": described(winner.policy),
+            "predicted": winner.predicted and winner.predicted.to_json(),
+            "measured": winner.executed.to_json(),
+            "baselines": {c.role: c.to_json() for c in baselines},
             "candidates": [c.to_json() for c in self.candidates],
             "ratio_to_incumbent": finite(self.ratio),
-            "confirmed": None if self.confirmed is None else self.confirmed.to_json(),
-            "confirm_requests": 0 if self.confirmed is None else self.confirmed.requests,
-            "published": None
-            if self.published is None
-            else {
-                "version": self.published.version,
-                "policy": self.published.policy_id,
-                "deployment": self.published.deployment,
+            "confirmed": self.confirmed and self.confirmed.to_json(),
+            "confirm_requests": self.confirmed.requests if self.confirmed else 0,
+            "published": made
+            and {
+                "version": made.version,
+                "policy": made.policy_id,
+                "deployment": made.deployment,
             },
             "reason": self.reason,
             "superseded_by": self.superseded_by,
@@ -173,11 +169,8 @@ def fastest_of(
     def estimate(policy: AnyPolicy) -> float:
         if policy.id == first.id:
             return 0.0
-        ratio = (
-            predicted[policy.id] / max(1e-12, predicted[first.id])
-            if {policy.id, first.id} <= predicted.keys()
-            else 0.0
-        )
+        speed, base = predicted.get(policy.id), predicted.get(first.id)
+        ratio = 0.0 if speed is None or base is None else speed / max(1e-12, base)
         return weighed(timings.ratio(policy.id, first.id, projected=True), ratio, spread)
 
     fastest = max(policies, key=estimate)
@@ -208,9 +201,8 @@ def weighed(
         return math.log(ratio)
     spread = max(1e-6, math.log(high / low) / (2 * 1.96))
     of_executed, of_predicted = spread**-2, predicted_spread**-2
-    return (of_executed * math.log(ratio) + of_predicted * math.log(predicted)) / (
-        of_executed + of_predicted
-    )
+    both = of_executed * math.log(ratio) + of_predicted * math.log(predicted)
+    return both / (of_executed + of_predicted)
 
 
 def verdict(
@@ -222,9 +214,6 @@ def verdict(
     if confirmed is None or winner.policy.id == incumbent.policy.id:
         return f"nothing executed is faster than the incumbent; {stays}", incumbent, not published
     if not confirmed.holds:
-        return (
-            f"{winner.policy.label()} was {confirmed}: {confirmed.against}; {stays}",
-            incumbent,
-            not published,
-        )
+        why = f"{winner.policy.label()} was {confirmed}: {confirmed.against}"
+        return f"{why}; {stays}", incumbent, not published
     return str(confirmed), winner, True

@@ -43,23 +43,20 @@ def test_both_are_executed_alternately_and_the_ratio_is_of_total_speed() -> None
     )
     assert found.holds
     assert found.to_json()["interval"] == list(found.ratio[1:])
-
-
-def test_what_holds_is_beyond_noise_worth_having_and_on_enough_requests() -> None:
-    assert Confirmation("p", (1.2, 1.01, 1.4), LEAST, 1).holds
-    assert not Confirmation("p", (1.2, 0.999, 1.4), LEAST, 1).holds
-    assert not Confirmation("p", (1.008, 1.004, 1.012), 500, 1).holds
-    assert not Confirmation("p", (1.2, 1.1, 1.4), LEAST - 1, 1).holds
-    assert Confirmation("p", (1.2, 0.0, float("inf")), 1, 1).to_json()["interval"] == [0.0, None]
+    unknown = Confirmation("p", (1.2, 0.0, float("inf")), 1, 1)
+    assert unknown.to_json()["interval"] == [0.0, None]
 
 
 def test_executions_are_planned_by_the_time_that_is_left() -> None:
     """All requests once before any twice, at least as many as a publication needs."""
-    assert planned(20, 1.0, 10.0, 8) == (10, 1)
-    assert planned(20, 1.0, 45.0, 8) == (20, 2)
-    assert planned(20, 0.01, 45.0, 8) == (20, 8)
-    assert planned(20, 60.0, 10.0, 8) == (LEAST, 1)
-    assert planned(3, 1.0, 10.0, 8) == (3, 3)
+    for asked, used in (
+        ((20, 1.0, 10.0, 8), (10, 1)),
+        ((20, 1.0, 45.0, 8), (20, 2)),
+        ((20, 0.01, 45.0, 8), (20, 8)),
+        ((20, 60.0, 10.0, 8), (LEAST, 1)),
+        ((3, 1.0, 10.0, 8), (3, 3)),
+    ):
+        assert planned(*asked) == used
 
 
 def test_what_so_many_requests_cannot_show_is_said_with_what_would() -> None:

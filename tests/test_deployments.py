@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doors import Door
+from test_hot_reload import fixed
 
 from spectune.db import open_database
 from spectune.optimizer.changes import changes_json, changes_of, label_of, shares_of
@@ -30,26 +31,20 @@ HOT = ("--temperature", 0.7, "--seed", 3)
 SHORT = ("--max-new-tokens", 4, "--no-compare")
 
 
-def fixed(gamma: int) -> Policy:
-    return Policy.model_validate({"draft": "near", "window": {"kind": "fixed", "gamma": gamma}})
-
-
 def publish(
-    store: TraceStore,
-    pair: LoadedPair,
-    policy: Policy,
-    temperature: float,
-    deployment: str = "default",
+    store: TraceStore, pair: LoadedPair, policy: Policy, temperature: float, into: str = "default"
 ) -> Publication:
     """What `tune` publishes, without its work."""
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
     store.put_policy(policy.id, policy.spelled_out(), policy.label())
-    asked = tuned_for(Sampling(temperature), "coupled")
-    return store.publish(
-        pair.id, "cpu", policy.id, actor="tune", deployment=deployment, sampling=asked
-    )
+    how: dict[str, Any] = {
+        "deployment": into,
+        "sampling": tuned_for(Sampling(temperature), "coupled"),
+    }
+    return store.publish(pair.id, "cpu", policy.id, actor="tune", **how)
 
 
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_a_deployments_life_at_two_temperatures(
     url: str, tiny_pair: Path, pair: LoadedPair
 ) -> None:
@@ -67,35 +62,25 @@ def test_a_deployments_life_at_two_temperatures(
         return json.loads(done.stdout)["policy"]["window"]["gamma"], "".join(warned)
 
     def active(deployment: str = "default") -> dict[str, Any]:
-        (row,) = [
-            p
-            for p in door.json("policies", "list", *of)["publications"]
-            if p["active"] and p["deployment"] == deployment
-        ]
+        listed = door.json("policies", "list", *of)["publications"]
+        (row,) = (p for p in listed if p["active"] and p["deployment"] == deployment)
         return row
 
     assert decoded() == (2, "")
     assert decoded("--deployment", "canary", *HOT) == (5, "")
     line = decoded(*HOT)[1]
-    assert (
-        f"version {cold.version} of deployment default was tuned at temperature 0.0 and is used at "
-        f"temperature 0.7" in line
-    )
+    assert f"version {cold.version} of deployment default was tuned at temperature 0.0" in line
+    assert "and is used at temperature 0.7" in line
     assert " tune --temperature 0.7 --deployment default" in line
 
-    own = door.json(
-        "policies", "activate", json.dumps(fixed(3).spelled_out()), *of, "--deployment", "canary"
-    )
+    third = json.dumps(fixed(3).spelled_out())
+    own = door.json("policies", "activate", third, *of, "--deployment", "canary")
     assert (active()["version"], active("canary")["version"]) == (cold.version, own["version"])
     back = door.json("policies", "rollback", *of, "--deployment", "canary")
-    assert (back["policy"], back["deployment"], active("canary")["temperature"]) == (
-        fixed(5).id,
-        "canary",
-        0.7,
-    )
-    assert f"no such version for pair {pair.id}" in door.refused(
-        "policies", "rollback", *of, "--to", hot.version
-    )
+    assert (back["policy"], back["deployment"]) == (fixed(5).id, "canary")
+    assert active("canary")["temperature"] == 0.7
+    missing = door.refused("policies", "rollback", *of, "--to", hot.version)
+    assert f"no such version for pair {pair.id}" in missing
     assert "has no earlier policy" in door.refused("policies", "rollback", *of)
 
     promoted = door.json("policies", "activate", "active", "--from", "canary", *of)
@@ -106,10 +91,8 @@ def test_a_deployments_life_at_two_temperatures(
     assert door.json("policies", "rollback", *of)["policy"] == fixed(2).id
     assert active("canary")["policy"] == fixed(5).id
     shown = door.json("policies", "show", *of, "--deployment", "canary")["publication"]
-    assert (shown["deployment"], shown["sampling"]) == (
-        "canary",
-        tuned_for(Sampling(0.7), "coupled"),
-    )
+    assert shown["deployment"] == "canary"
+    assert shown["sampling"] == tuned_for(Sampling(0.7), "coupled")
     listed = door.json("policies", "list", *of, "--deployment", "canary")["publications"]
     assert {p["deployment"] for p in listed} == {"canary"}
     forces = door.json("policies", "deployments")["deployments"]
@@ -121,22 +104,18 @@ def test_a_deployments_life_at_two_temperatures(
 
 def test_the_environment_names_the_deployment(tmp_path: Path, tiny_pair: Path) -> None:
     door, of = Door(str(tmp_path / "d.db")), ("--pair", str(tiny_pair), "--device", "cpu", "--json")
-    document = json.dumps(fixed(2).spelled_out())
-    made = door.call("policies", "activate", document, *of, env={"SPECTUNE_DEPLOYMENT": "canary"})
+    env, document = {"SPECTUNE_DEPLOYMENT": "canary"}, json.dumps(fixed(2).spelled_out())
+    made = door.call("policies", "activate", document, *of, env=env)
     assert json.loads(made.stdout)["deployment"] == "canary"
-    said = door.call(
-        "policies", "show", *of, "--deployment", "other", env={"SPECTUNE_DEPLOYMENT": "canary"}
-    )
+    said = door.call("policies", "show", *of, "--deployment", "other", env=env)
     assert "on cpu in deployment other; decoding autoregressively" in said.stderr
-    refused = door.call("policies", "show", *of, "--deployment", "a b")
-    assert refused.exit_code == 2
-    assert "'a b' cannot name a deployment" in refused.stderr
-    assert (
-        "--from nobody"
-        in door.call("policies", "activate", "active", "--from", "nobody", *of).stderr
-    )
+    refused = door.refused("policies", "show", *of, "--deployment", "a b")
+    assert "'a b' cannot name a deployment" in refused
+    missing = door.call("policies", "activate", "active", "--from", "nobody", *of)
+    assert "--from nobody" in missing.stderr
 
 
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_hot_reload_follows_its_deployment_and_warns(store: TraceStore, pair: LoadedPair) -> None:
     said: list[str] = []
     how: dict[str, Any] = {"deployment": "canary", "interval_s": 60, "warn": said.append}
@@ -165,9 +144,8 @@ def test_hot_reload_follows_its_deployment_and_warns(store: TraceStore, pair: Lo
     ],
 )
 def test_what_counts_as_another_sampling(then: Any, now: Sampling, differs: bool) -> None:
-    active = Publication(
-        1, "p", "cpu", "y", "", {}, None, {}, "t", "", None, datetime.now(UTC), sampling=then
-    )
+    stored = (1, "p", "cpu", "y", "", {}, None, {}, "t", "", None, datetime.now(UTC))
+    active = Publication(*stored, sampling=then)
     line = other_sampling(active, now, "coupled")
     assert bool(line) == differs
     assert len(line) < 500

@@ -56,21 +56,14 @@ def test_earlier_tunings_tell_what_the_next_one_takes(tmp_path: Path, pair: Load
         assert not course(store, pair, QUICK, WORKLOAD, NAMES).known
         seconds = {"record": 20.0, "profile": 31.0, "search": 4.0, "cover": 1.0}
         for tokens, took, trees in ((72, seconds, False), (1, {"fit": 9.0}, True)):
-            document = {
-                "pace": {"seconds": took, "device": "cpu", "trees": trees, "tokens": tokens}
-            }
-            store.put_study(pair.id, sampler="s", seed=0, document=document)
+            pace = {"seconds": took, "device": "cpu", "trees": trees, "tokens": tokens}
+            store.put_study(pair.id, sampler="s", seed=0, document={"pace": pace})
         store.put_study(pair.id, sampler="s", seed=0, document={"trials": 4})
-        ending = "(as earlier tunings of this pair took)"
-        found = course(store, pair, QUICK, WORKLOAD, NAMES)
-        assert (
-            found.told(80.0)
-            == f"about 2 min: record 40 s, search 8 s, execute 53 s, confirm 27 s {ending}"
-        )
-        assert (
-            course(store, pair, QUICK, None, NAMES).told(80.0)
-            == f"about 85 s: search 4 s, execute 53 s, confirm 27 s {ending}"
-        )
+        last = "execute 53 s, confirm 27 s (as earlier tunings of this pair took)"
+        known = course(store, pair, QUICK, WORKLOAD, NAMES).told(80.0)
+        assert known == f"about 2 min: record 40 s, search 8 s, {last}"
+        on_recording = course(store, pair, QUICK, None, NAMES).told(80.0)
+        assert on_recording == f"about 85 s: search 4 s, {last}"
         fresh = course(store, pair, replace(QUICK, fresh=True), WORKLOAD, NAMES)
         assert "profile 31 s" in fresh.told(80.0)
 

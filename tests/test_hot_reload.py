@@ -17,8 +17,7 @@ from synthetic import flat_profile
 from waiting import eventually
 
 from spectune.db import DatabaseError
-from spectune.optimizer.publish import earlier_winners, incumbent_of
-from spectune.optimizer.serving import watch
+from spectune.optimizer.serving import earlier_winners, incumbent_of, watch
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, Round, StaticSource
@@ -36,14 +35,11 @@ def fixed(gamma: int, draft: str = "near") -> Policy:
 
 
 ANALYTIC = parse_policy({"draft": "near", "window": {"kind": "analytic", "gamma_max": 4}})
-TREE = parse_policy(
-    {
-        "draft": "near",
-        "growth": {"kind": "top_k", "width": 2},
-        "window": {"kind": "fixed", "gamma": 3},
-    }
-)
+TREE = parse_policy({"draft": "near", "growth": {"kind": "top_k", "width": 2}})
 LOSSY = parse_policy({"draft": "near", "stop": {"kind": "max_prob", "keep_last": False}})
+STATES = parse_policy(
+    {"draft": "near", "window": {"kind": "cache_fsm", "gamma_max": 5, "gamma_initial": 5}}
+)
 
 
 class Board:
@@ -52,20 +48,15 @@ class Board:
     def __init__(self) -> None:
         self.newest: Published | None = None
         self.acknowledged: list[tuple[int, str, str]] = []
-        self.is_down = False
 
     def fetch(self) -> Published | None:
-        if self.is_down:
-            raise DatabaseError("down")
         return self.newest
 
     def acknowledge(self, version: int, status: str, reason: str) -> None:
-        if self.is_down:
-            raise DatabaseError("down")
         self.acknowledged.append((version, status, reason))
 
-    def publish(self, version: int, policy: Policy | None, problem: str = "") -> None:
-        self.newest = Published(version, policy, problem)
+    def publish(self, version: int, policy: Policy | None) -> None:
+        self.newest = Published(version, policy)
 
 
 @pytest.fixture
@@ -78,13 +69,9 @@ def source(board: Board, pair: LoadedPair) -> WatchedSource:
     def ready(policy: Policy, version: int) -> Any:
         return prepare(policy, pair.draft_names, version=version)
 
+    first, how = prepare(fixed(2), pair.draft_names), {"interval_s": 0.01}
     return WatchedSource(
-        prepare(fixed(2), pair.draft_names),
-        board.fetch,
-        ready,
-        board.acknowledge,
-        interval_s=0.01,
-        retry=(DatabaseError,),
+        first, board.fetch, ready, board.acknowledge, **how, retry=(DatabaseError,)
     )
 
 
@@ -115,15 +102,7 @@ def autoregressive(pair: LoadedPair, sampling: Sampling) -> list[int]:
 @pytest.mark.parametrize(("at", "temperature"), [(1, 0.8), (5, 0.0)])
 @pytest.mark.parametrize(
     "after",
-    [
-        fixed(5),
-        fixed(5, "far"),
-        fixed(5, "ngram"),
-        AUTOREGRESSIVE,
-        parse_policy(
-            {"draft": "near", "window": {"kind": "cache_fsm", "gamma_max": 5, "gamma_initial": 5}}
-        ),
-    ],
+    [fixed(5), fixed(5, "far"), fixed(5, "ngram"), AUTOREGRESSIVE, STATES],
     ids=lambda p: p.label(),
 )
 def test_the_next_round_is_the_new_policys_and_the_text_is_the_same(
@@ -147,34 +126,20 @@ def test_the_next_round_is_the_new_policys_and_the_text_is_the_same(
     assert source.current().version == 7
 
 
-@pytest.mark.parametrize(
-    ("policy", "problem", "reason"),
-    [
-        (fixed(3, "third"), "", "this pair has no draft 'third'; it has: far, near, ngram"),
-        (ANALYTIC, "", "window.analytic needs measured costs: run `profile`"),
-        (None, "publication 7: unknown key 'windw'", "publication 7: unknown key 'windw'"),
-    ],
-)
-def test_what_cannot_run_is_refused_and_the_last_good_stays(
-    pair: LoadedPair,
-    source: WatchedSource,
-    board: Board,
-    policy: Policy | None,
-    problem: str,
-    reason: str,
+def test_what_cannot_run_is_refused_once_and_the_last_good_stays(
+    pair: LoadedPair, source: WatchedSource, board: Board
 ) -> None:
     board.publish(6, fixed(4))
     assert source.poll()
-    board.publish(7, policy, problem)
+    board.publish(7, fixed(3, "third"))
     tokens, rounds = swapped(pair, source, Sampling(), 3)
     assert {r.step.policy for r in rounds} == {fixed(4).id}
     assert tokens == autoregressive(pair, Sampling())
-    assert board.acknowledged[0] == (6, "applied", "")
-    (version, status, said) = board.acknowledged[1]
-    assert (version, status) == (7, "refused")
-    assert reason in said
     assert not source.poll()
-    assert len(board.acknowledged) == 2  # once
+    (good, bad) = board.acknowledged
+    assert good == (6, "applied", "")
+    assert bad[:2] == (7, "refused")
+    assert "this pair has no draft 'third'; it has: far, near, ngram" in bad[2]
     board.publish(8, fixed(5))
     assert source.poll()
     assert source.current().policy == fixed(5)
@@ -208,60 +173,37 @@ def test_a_runtime_follows_the_store(store: TraceStore, pair: LoadedPair) -> Non
         four = publish(store, pair, ANALYTIC)
         assert source.poll()
         assert source.current().policy == ANALYTIC
-    assert statuses(store) == [
-        (one, "applied"),
-        (two, "refused"),
-        (three, "refused"),
-        (four, "applied"),
-    ]
+    expected = {one: "applied", two: "refused", three: "refused", four: "applied"}
+    assert statuses(store) == list(expected.items())
     assert "run `profile`" in store.acknowledgements(three)[0].reason
     assert store.acknowledgements(one)[0].node == "here:1"
 
 
-@pytest.mark.parametrize(
-    ("verifier", "temperature", "fits"),
-    [("coupled", 1.0, True), ("rejection", 1.0, False), ("rejection", 0, True)],
-)
-def test_a_policy_that_would_bias_the_text_is_refused(
-    store: TraceStore, pair: LoadedPair, verifier: Verifier, temperature: float, fits: bool
-) -> None:
-    version = publish(store, pair, LOSSY)
-    with watch(
-        store,
-        pair,
-        None,
-        None,
-        verifier=verifier,
-        sampling=Sampling(temperature=temperature),
-        interval_s=60,
-    ) as source:
-        assert source.current().policy == (LOSSY if fits else AUTOREGRESSIVE)
-    assert statuses(store) == [(version, "applied" if fits else "refused")]
-
-
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 @pytest.mark.parametrize("policy", [LOSSY, TREE], ids=["keep_last", "tree"])
-def test_what_a_verifier_refuses_is_neither_incumbent_nor_tried(
+def test_what_would_bias_the_text_is_refused_and_neither_incumbent_nor_tried(
     store: TraceStore, pair: LoadedPair, policy: Policy
 ) -> None:
     publish(store, pair, policy)
     active = store.list_publications()[0]
-    assert incumbent_of(store, pair, active, None, "coupled", Sampling(temperature=0.7)) == (
-        policy,
-        "",
-    )
-    assert earlier_winners(store, pair, "coupled", Sampling(temperature=0.7)) == [policy]
-    kept, why = incumbent_of(store, pair, active, None, "rejection", Sampling(temperature=0.7))
-    assert kept == AUTOREGRESSIVE
-    assert "cannot run" in why
-    assert earlier_winners(store, pair, "rejection", Sampling(temperature=0.7)) == []
+    how: tuple[tuple[Verifier, float, bool], ...] = (
+        ("coupled", 1.0, True), ("rejection", 1.0, False), ("rejection", 0.0, True)
+    )  # fmt: skip
+    for verifier, temperature, fits in how:
+        sampling, used = Sampling(temperature=temperature), policy if fits else AUTOREGRESSIVE
+        asked: dict[str, Any] = {"verifier": verifier, "sampling": sampling}
+        with watch(store, pair, None, None, **asked, interval_s=60) as source:
+            assert source.current().policy == used
+        incumbent, why = incumbent_of(store, pair, active, None, **asked)
+        assert (incumbent, "cannot run" in why) == (used, not fits)
+        assert earlier_winners(store, pair, **asked) == [policy] * fits
+    assert [status for _, status in statuses(store)] == ["applied", "refused", "applied"]
 
 
 # ------------------------------------------------------------------------- whatever stands in a row
 
 NOT_POLICIES = {
     "null": "null",
-    "number": "5",
-    "string": '"small"',
     "list": "[1, 2]",
     "5,000 digits": "9" * 5000,
     "digits inside": '{"draft": "near", "window": {"kind": "fixed", "gamma": ' + "9" * 5000 + "}}",
@@ -276,8 +218,6 @@ NOT_POLICIES = {
 }
 NOT_JSON = {
     "cut off": '{"draft": ',
-    "words": "small",
-    "empty": "",
     "not UTF-8": b'{"draft": "\xff"}',
 }
 """What SQLite alone takes into a column of JSON."""
@@ -300,23 +240,21 @@ def publish_text(store: TraceStore, pair: LoadedPair, document: str | bytes) -> 
     return store.publish(pair.id, "cpu", name, actor="test").version
 
 
-def strange_documents(store: TraceStore) -> dict[str, str | bytes]:
-    return {**NOT_POLICIES, **(NOT_JSON if store.database.dialect == "sqlite" else {})}
-
-
-def test_whatever_is_published_is_refused_and_the_next_good_one_taken(
+def test_whatever_is_published_is_refused_and_the_last_good_one_taken(
     store: TraceStore, pair: LoadedPair
 ) -> None:
+    """While it runs, the next good one; and where it starts, the last that can run."""
     publish(store, pair, fixed(2))
+    strange = {**NOT_POLICIES, **(NOT_JSON if store.database.dialect == "sqlite" else {})}
+    refused = []
     with watch(store, pair, None, None, interval_s=60) as source:
-        for name, document in strange_documents(store).items():
-            bad = publish_text(store, pair, document)
-            before = source.current()
+        for name, document in strange.items():
+            bad, before = publish_text(store, pair, document), source.current()
+            refused.append(store.list_publications(pair.id)[0].policy_id)
             assert not source.poll(), name
             assert source.current() is before, name
             (said,) = store.acknowledgements(bad)
-            assert said.status == "refused", name
-            assert said.reason == source.last_error, name
+            assert (said.status, said.reason) == ("refused", source.last_error), name
             assert said.reason.startswith(f"publication {bad}: "), said.reason
             assert said.reason.isprintable(), name
             assert len(said.reason) < 400, name
@@ -324,25 +262,13 @@ def test_whatever_is_published_is_refused_and_the_next_good_one_taken(
             publish(store, pair, good)
             assert source.poll(), name
             assert source.current().policy == good, name
-
-
-def test_a_runtime_starts_with_the_last_policy_that_can_run(
-    store: TraceStore, pair: LoadedPair
-) -> None:
-    publish(store, pair, fixed(3))
-    for document in strange_documents(store).values():
-        publish_text(store, pair, document)
+    for name in refused:
+        store.publish(pair.id, "cpu", name, actor="test")
     last = publish(store, pair, fixed(3, "third"))
     with watch(store, pair, None, None, interval_s=60) as source:
-        assert source.current().policy == fixed(3)
+        assert source.current().policy == good
         assert "third" in source.last_error
-    assert statuses(store) == [(last, "refused")]
-
-
-def edited(store: TraceStore, statement: str, **values: Any) -> None:
-    """A row of somebody else's making."""
-    with store.database.write() as session:
-        session.execute(sa.text(statement), values)
+    assert (last, "refused") in statuses(store)
 
 
 def test_a_published_policy_that_was_edited_runs_nowhere(
@@ -352,13 +278,10 @@ def test_a_published_policy_that_was_edited_runs_nowhere(
     with watch(store, pair, None, None, interval_s=60) as source:
         bad = publish(store, pair, fixed(4))
         cast = ":document" if store.database.dialect == "sqlite" else "CAST(:document AS JSON)"
-        document = json.dumps(fixed(5).spelled_out())
-        edited(
-            store,
-            f"UPDATE policy SET document = {cast} WHERE id = :id",
-            document=document,
-            id=fixed(4).id,
-        )
+        change = sa.text(f"UPDATE policy SET document = {cast} WHERE id = :id")
+        values = {"document": json.dumps(fixed(5).spelled_out()), "id": fixed(4).id}
+        with store.database.write() as session:  # somebody else's
+            session.execute(change, values)
         assert not source.poll()
         assert source.current().policy == fixed(2)
         assert source.last_error.startswith(
@@ -366,27 +289,16 @@ def test_a_published_policy_that_was_edited_runs_nowhere(
         )
     with watch(store, pair, None, None, interval_s=60) as source:
         assert source.current().policy == fixed(2)
-    policy, why = incumbent_of(
-        store, pair, store.list_publications()[0], None, "coupled", Sampling()
-    )
+    newest = store.list_publications()[0]
+    policy, why = incumbent_of(store, pair, newest, None, "coupled", Sampling())
     assert policy == AUTOREGRESSIVE
     assert "another content" in why
-    refused = Door(url, str(tiny_pair)).call(
-        "policies", "rollback", "--to", str(bad), "--pair", tiny_pair, "--device", "cpu"
-    )
-    assert refused.exit_code == 2
-    assert "another content" in refused.stderr
+    rollback = ("policies", "rollback", "--to", bad, "--pair", tiny_pair, "--device", "cpu")
+    assert "another content" in Door(url).refused(*rollback)
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        NOT_POLICIES["null"],
-        NOT_POLICIES["5,000 digits"],
-        NOT_POLICIES["deep"],
-        NOT_POLICIES["paths"],
-    ],
-)
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("document", [NOT_POLICIES["null"], NOT_POLICIES["deep"]])
 def test_commands_see_past_a_document_that_is_no_policy(
     store: TraceStore, url: str, tiny_pair: Path, tmp_path: Path, pair: LoadedPair, document: str
 ) -> None:
@@ -395,17 +307,8 @@ def test_commands_see_past_a_document_that_is_no_policy(
     bad = publish_text(store, pair, document)
     door, of_pair = Door(url, str(tiny_pair)), ("--pair", tiny_pair, "--device", "cpu")
     workload = write_workload(tmp_path / "one.jsonl", 1)
-    ran = door.call(
-        "run",
-        *of_pair,
-        "--workload",
-        workload,
-        "--policy",
-        "active",
-        "--max-new-tokens",
-        4,
-        "--json",
-    )
+    how = ("--workload", workload, "--policy", "active", "--max-new-tokens", 4, "--json")
+    ran = door.call("run", *of_pair, *how)
     assert ran.exit_code == 0, ran.output
     assert json.loads(ran.stdout)["policy"]["window"]["gamma"] == 3
     assert f"publication {bad} is refused: publication {bad}: " in ran.stderr
@@ -424,13 +327,7 @@ def test_commands_see_past_a_document_that_is_no_policy(
 
 # ------------------------------------------------------------------------------- whatever is raised
 
-RAISED = [
-    ValueError("two\nlines \x00"),
-    KeyError("paths"),
-    MemoryError(),
-    RecursionError("too deep"),
-    AssertionError("x" * 10_000),
-]
+RAISED = [ValueError("two\nlines \x00"), MemoryError(), AssertionError("x" * 10_000)]
 
 
 @pytest.mark.parametrize("error", RAISED, ids=lambda e: type(e).__name__)
@@ -489,11 +386,8 @@ def test_a_publication_is_taken_while_the_last_one_is_unacknowledged(
     assert source.current().policy == fixed(4)
     down = False
     assert not source.poll()
-    assert [(version, status) for version, status, _ in board.acknowledged] == [
-        (7, "applied"),
-        (8, "refused"),
-        (9, "applied"),
-    ]
+    told = [(version, status) for version, status, _ in board.acknowledged]
+    assert told == [(7, "applied"), (8, "refused"), (9, "applied")]
 
 
 def test_leaving_does_not_wait_for_a_database_that_never_answers(

@@ -31,18 +31,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Door:
     folder = tmp_path_factory.mktemp("recorded")
     door = Door(str(folder / "spectune.db"), str(tiny_pair))
     workload = write_workload(folder / "w.jsonl", 3)
-    door.json(
-        "record",
-        "--pair",
-        tiny_pair,
-        "--workload",
-        workload,
-        "--max-new-tokens",
-        8,
-        "--gamma-max",
-        4,
-        *TREES,
-    )
+    short = ("--max-new-tokens", 8, "--gamma-max", 4, *TREES)
+    door.json("record", "--pair", tiny_pair, "--workload", workload, *short)
     return door
 
 
@@ -112,11 +102,8 @@ def test_what_a_kill_left_out_is_made_by_the_same_command_on_any_core(
         store = TraceStore(database)
         before = store.load("latest", trees=True)
         with database.write() as session:
-            session.execute(
-                sa.delete(PanoramaChunkRow).where(
-                    PanoramaChunkRow.kind == "tree", PanoramaChunkRow.ordinal == 1
-                )
-            )
+            ours = (PanoramaChunkRow.kind == "tree", PanoramaChunkRow.ordinal == 1)
+            session.execute(sa.delete(PanoramaChunkRow).where(*ours))
         assert recorded.json(*resumed)["trees"] == part
         assert recorded.json(*resumed, *TREES)["trees"] == whole
         assert store.load("latest", trees=True).requests == before.requests

@@ -4,6 +4,7 @@ ends, who wins."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,28 +23,22 @@ class Machine:
     def __init__(
         self,
         cost: dict[str, float],
-        *,
         noise: float = 0.0,
         mood: Callable[[float], float] = lambda now: 1.0,
     ) -> None:
-        self.cost, self.noise, self.mood = cost, noise, mood
-        self.now = 0.0
+        self.cost, self.noise, self.mood, self.now = cost, noise, mood, 0.0
         self.calls: list[tuple[str, int]] = []
         self._rng = np.random.default_rng(0)
 
+    def race(self, requests: int = 20, **how: Any) -> tuple[Timings, tuple[str, ...]]:
+        return eliminate(list(self.cost), requests, self.execute, clock=lambda: self.now, **how)
+
     def execute(self, policy: str, request: int) -> float:
         self.calls.append((policy, request))
-        seconds = (
-            self.cost[policy]
-            * (1 + request % 5)
-            * self.mood(self.now)
-            * float(np.exp(self.noise * self._rng.standard_normal()))
-        )
+        noise = float(np.exp(self.noise * self._rng.standard_normal()))
+        seconds = self.cost[policy] * (1 + request % 5) * self.mood(self.now) * noise
         self.now += seconds
         return seconds
-
-    def clock(self) -> float:
-        return self.now
 
 
 def executions(timings: Timings, policy: str) -> int:
@@ -52,10 +47,8 @@ def executions(timings: Timings, policy: str) -> int:
 
 def test_the_clearly_slower_are_dropped_and_the_rest_goes_to_the_near() -> None:
     """After one block the slow one is out, a baseline is executed to the end of the first pass."""
-    machine = Machine({"a": 1.0, "b": 1.005, "slow": 2.5, "baseline": 2.0}, noise=0.03)
-    timings, left = eliminate(
-        list(machine.cost), 20, machine.execute, whole=["baseline"], passes=6, clock=machine.clock
-    )
+    cost = {"a": 1.0, "b": 1.005, "slow": 2.5, "baseline": 2.0}
+    timings, left = Machine(cost, 0.03).race(whole=["baseline"], passes=6)
     assert executions(timings, "slow") == BLOCK  # the first look
     assert executions(timings, "baseline") == 20
     assert executions(timings, "a") > 20
@@ -67,11 +60,9 @@ def test_the_clearly_slower_are_dropped_and_the_rest_goes_to_the_near() -> None:
 def test_the_fastest_wins_whatever_mood_the_machine_is_in(lead: float) -> None:
     """A machine that is 1.7 times slower for minutes at a time changes nothing: the blocks are
     short, and ratios are within them."""
-    cost = {str(i): 1.0 + lead * i for i in range(6)}
-    machine = Machine(cost, noise=0.03, mood=lambda now: 1.7 if int(now / 60) % 3 == 0 else 1.0)
-    timings, left = eliminate(
-        list(reversed(cost)), 20, machine.execute, passes=8, clock=machine.clock
-    )
+    cost = {str(i): 1.0 + lead * i for i in reversed(range(6))}
+    machine = Machine(cost, 0.03, lambda now: 1.7 if int(now / 60) % 3 == 0 else 1.0)
+    timings, left = machine.race(passes=8)
     assert timings.leader(left) == "0"
     assert "5" not in left
     ratio, low, high = timings.ratio("0", "5")
@@ -82,34 +73,22 @@ def test_the_fastest_wins_whatever_mood_the_machine_is_in(lead: float) -> None:
 def test_it_ends_when_nothing_is_left_to_gain_or_the_time_is_used() -> None:
     """Equals without noise take one pass; a budget ends a race in the middle of a pass, never
     before the first request is done."""
-    machine = Machine({"a": 1.0, "b": 1.0 + NEGLIGIBLE / 2})
-    timings, left = eliminate(["a", "b"], 20, machine.execute, passes=8, clock=machine.clock)
+    timings, left = Machine({"a": 1.0, "b": 1.0 + NEGLIGIBLE / 2}).race(passes=8)
     assert executions(timings, "a") == 20
     assert "a" in left
-    machine = Machine({"a": 1.0, "b": 1.001}, noise=0.1)
-    timings, left = eliminate(
-        ["a", "b"], 20, machine.execute, passes=8, budget_s=30.0, clock=machine.clock
-    )
+    machine = Machine({"a": 1.0, "b": 1.001}, 0.1)
+    timings, left = machine.race(passes=8, budget_s=30.0)
     assert set(left) == {"a", "b"}
     assert executions(timings, "a") == executions(timings, "b") < 20
-    timings, left = eliminate(
-        ["a", "b"], 20, machine.execute, passes=8, budget_s=0.0, clock=machine.clock
-    )
+    timings, _ = machine.race(passes=8, budget_s=0.0)
     assert executions(timings, "a") == executions(timings, "b") == 1
 
 
 def test_every_policy_goes_first_equally_often() -> None:
     """The order rotates from request to request."""
-    machine = Machine({"a": 1.0, "b": 1.001, "c": 1.002}, noise=0.2)
-    eliminate(list(machine.cost), 6, machine.execute, passes=1, clock=machine.clock)
-    assert [machine.calls[i][0] for i in range(0, len(machine.calls), 3)] == [
-        "a",
-        "b",
-        "c",
-        "a",
-        "b",
-        "c",
-    ]
+    machine = Machine({"a": 1.0, "b": 1.001, "c": 1.002}, 0.2)
+    machine.race(6, passes=1)
+    assert "".join(policy for policy, _ in machine.calls[::3]) == "abcabc"
     assert [n for _, n in machine.calls] == [n for n in range(6) for _ in range(3)]
 
 
@@ -132,26 +111,20 @@ def test_projection_undoes_the_luck_of_which_requests_were_executed() -> None:
 def test_ratios_are_over_shared_executions() -> None:
     """What only one was executed on counts for neither; nothing shared is no evidence."""
     nan = np.nan
-    timings = Timings(
-        {
-            "a": np.array([[1.0, 9.0, 9.0], [9.0, nan, nan]]),
-            "b": np.array([[2.0, nan, nan], [nan] * 3]),
-            "c": np.full((2, 3), nan),
-        }
-    )
+    seconds = {"a": [[1.0, 9.0, 9.0], [9.0, nan, nan]], "b": [[2.0, nan, nan], [nan] * 3]}
+    timings = Timings({p: np.array(s) for p, s in seconds.items()} | {"c": np.full((2, 3), nan)})
     assert timings.ratio("a", "b") == (2.0, 0.0, float("inf"))
     assert timings.ratio("a", "c") == (1.0, 0.0, float("inf"))
     assert finite(timings.ratio("a", "c")) == [1.0, 0.0, None]
 
 
-def fixed(gamma: int, **stop: object) -> Policy:
-    return parse_policy(
-        {
-            "draft": "near",
-            "window": {"kind": "fixed", "gamma": gamma},
-            **({"stop": stop} if stop else {}),
-        }
-    )
+def fixed(gamma: int, **blocks: object) -> Policy:
+    return parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": gamma}, **blocks})
+
+
+BASE = np.linspace(1.0, 2.0, 20)
+NOISY = BASE * np.where(np.arange(20) % 2, 1.05, 0.95)
+PLAIN = fixed(3)
 
 
 def won(
@@ -168,52 +141,33 @@ def test_of_equals_the_simplest_wins() -> None:
     """Equals are those that the measured interval cannot tell apart and prediction puts within 1%:
     of them a plain window wins over one with a stop, and a shorter over a longer. Half a percent
     beyond noise, or 2% by prediction, is a difference."""
-    base = np.linspace(1.0, 2.0, 20)
-    noise = np.where(np.arange(20) % 2, 1.05, 0.95)
-    plain, stopped, longer = fixed(3), fixed(3, kind="max_prob", threshold=0.4), fixed(6)
-    assert won([(plain, base), (stopped, base)]) == plain
-    assert won([(plain, base * 1.003 * noise), (stopped, base)]) == plain
-    assert won([(longer, base), (plain, base * 1.003 * noise)]) == plain
-    assert won([(plain, base * 1.02), (stopped, base)]) == stopped
-    assert won([(plain, base * 1.003), (longer, base)]) == longer
-    assert (
-        won([(plain, base * 1.01 * noise), (stopped, base)], {plain.id: 1.0, stopped.id: 1.03})
-        == stopped
-    )
-    assert won([(AUTOREGRESSIVE, base), (plain, base)]) == AUTOREGRESSIVE
+    stopped, longer = fixed(3, stop={"kind": "max_prob", "threshold": 0.4}), fixed(6)
+    assert won([(PLAIN, BASE), (stopped, BASE)]) == PLAIN
+    assert won([(PLAIN, NOISY * 1.003), (stopped, BASE)]) == PLAIN
+    assert won([(longer, BASE), (PLAIN, NOISY * 1.003)]) == PLAIN
+    assert won([(PLAIN, BASE * 1.02), (stopped, BASE)]) == stopped
+    assert won([(PLAIN, BASE * 1.003), (longer, BASE)]) == longer
+    speeds = {PLAIN.id: 1.0, stopped.id: 1.03}
+    assert won([(PLAIN, NOISY * 1.01), (stopped, BASE)], speeds) == stopped
+    assert won([(AUTOREGRESSIVE, BASE), (PLAIN, BASE)]) == AUTOREGRESSIVE
 
 
 def test_a_tree_of_three_nodes_needs_a_gain_beyond_noise() -> None:
     """Whatever is predicted of it; one of more nodes does not."""
-    base = np.linspace(1.0, 2.0, 20)
-    noise = np.where(np.arange(20) % 2, 1.05, 0.95)
-    plain = fixed(3)
     for nodes, wins in ((3, False), (8, True)):
-        tree = parse_policy(
-            {
-                "draft": "near",
-                "window": {"kind": "fixed", "gamma": 2},
-                "growth": {"kind": "top_k", "width": 4},
-                "select": {"top_n": nodes},
-            }
-        )
-        speeds = {plain.id: 1.0, tree.id: 1.04}
-        assert (won([(plain, base * 1.01 * noise), (tree, base)], speeds) == tree) is wins
-        assert won([(plain, base * 1.05), (tree, base)], speeds) == tree
+        tree = fixed(2, growth={"kind": "top_k", "width": 4}, select={"top_n": nodes})
+        speeds = {PLAIN.id: 1.0, tree.id: 1.04}
+        assert (won([(PLAIN, NOISY * 1.01), (tree, BASE)], speeds) == tree) is wins
+        assert won([(PLAIN, BASE * 1.05), (tree, BASE)], speeds) == tree
 
 
 def test_rivals_are_the_fixed_windows_that_prediction_cannot_tell_apart() -> None:
     """Within the prediction's error of the best fixed window, fastest first, none twice; other
     kinds are not counted."""
     heuristic = parse_policy({"draft": "near", "window": {"kind": "fsm", "gamma_max": 4}})
-    values = [
-        (heuristic, 120.0),
-        (fixed(5), 100.0),
-        (fixed(4), 99.0),
-        (fixed(6), 97.0),
-        (fixed(2), 100 * (1 - PREDICTION_ERROR) - 1),
-    ]
-    study = Study(tuple(Trial(p, v, "") for p, v in values), 0, "")
+    values = {5: 100.0, 4: 99.0, 6: 97.0, 2: 100 * (1 - PREDICTION_ERROR) - 1}
+    trials = [Trial(heuristic, 120.0, ""), *(Trial(fixed(g), v, "") for g, v in values.items())]
+    study = Study(tuple(trials), 0, "")
     assert [t.policy for t in rivals(study, [heuristic])] == [fixed(5), fixed(4), fixed(6)]
     assert [t.policy for t in rivals(study, [heuristic, fixed(5)], 1)] == [fixed(4)]
     assert rivals(Study((Trial(AUTOREGRESSIVE, 1.0, ""),), 0, ""), []) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from spectune.optimizer.record import Look, cover_of, look_around
 from spectune.optimizer.search import search
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.tune import TuneOptions, record_beyond
+from spectune.optimizer.tune import TuneOptions, Tuning
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.recording.trees import cover_name
@@ -201,10 +202,12 @@ def test_tune_covers_what_promises_more_than_the_recording_can_tell(
     known = replace(study, beyond=(replace(beyond, value=-1.0),))
     assert search(trace(), profile, ["near"], known=known, **how) == known
     wanted = TuneOptions(tree_width=2, tree_depth=3, gamma_max=4)
-    better = replace(study, trials=(replace(beyond, value=beyond.value * 1.01),))
-    assert record_beyond(store, pair, recording, better, wanted, find, lambda *_: None) == []
-    worse = replace(study, trials=(replace(beyond, value=beyond.value * 0.99),))
-    assert record_beyond(store, pair, recording, worse, wanted, find, lambda *_: None) == ["near"]
+    tuning = Tuning(store, pair, recording, wanted, lambda *_: None, time.perf_counter, {})
+    tuning.artifacts = find
+    for share, covered in ((1.01, []), (0.99, ["near"])):
+        others = replace(beyond, value=beyond.value * share)
+        tuning.study = replace(study, trials=(others,))
+        assert tuning.record_beyond() == covered
     assert run_replay(trace(), wide, profile, artifacts=find).missing == 0
     again = search(trace(), profile, ["near"], known=replace(study, beyond=()), **how)
     assert not again.beyond

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import optuna
@@ -42,77 +44,62 @@ def trace(acceptance: float) -> ReplayTrace:
     """Texts whose draft ``near`` agrees independently with the given probability at every
     position."""
     rng, length = np.random.default_rng(0), 80
+    ids, prompt = np.arange(length, dtype=np.int32) + 100, np.arange(20, dtype=np.int32)
     trajectories, panoramas = [], []
     for i in range(12):
         agree = rng.random(length) < acceptance
         branches = int((~agree).sum()) + 1
         trajectories.append(
-            Trajectory(
-                request_id=str(i),
-                category="abc"[i % 3],
-                prompt_ids=np.arange(20, dtype=np.int32),
-                output_ids=np.arange(length, dtype=np.int32) + 100,
-                sampling=Sampling(),
-                max_new_tokens=length,
-                finish="length",
-            )
+            Trajectory(str(i), "abc"[i % 3], prompt, ids, Sampling(), length, "length")
         )
-        logp = np.where(agree, rng.integers(0, 200, length), rng.integers(100, 900, length)).astype(
-            np.uint16
+        logp = np.where(agree, rng.integers(0, 200, length), rng.integers(100, 900, length))
+        columns = (
+            np.where(agree, AGREE_YES, AGREE_NO).astype(np.uint8),
+            logp.astype(np.uint16),
+            logp.astype(np.uint16),
+            np.where(agree, 65535, 0).astype(np.uint16),
+            *(rng.integers(100, 900, (branches, GAMMA_MAX)).astype(np.uint16) for _ in range(2)),
+            np.full(branches, GAMMA_MAX - 1, dtype=np.uint8),
         )
-        panoramas.append(
-            ChainPanorama(
-                "near",
-                GAMMA_MAX,
-                np.where(agree, AGREE_YES, AGREE_NO).astype(np.uint8),
-                logp,
-                logp.copy(),
-                np.where(agree, 65535, 0).astype(np.uint16),
-                rng.integers(100, 900, (branches, GAMMA_MAX)).astype(np.uint16),
-                rng.integers(100, 900, (branches, GAMMA_MAX)).astype(np.uint16),
-                np.full(branches, GAMMA_MAX - 1, dtype=np.uint8),
-            )
-        )
+        panoramas.append(ChainPanorama("near", GAMMA_MAX, *columns))
     return ReplayTrace(trajectories, {"near": panoramas})
+
+
+def near(window: str, gamma: int | None = None, draft: str = "near", **blocks: object) -> Policy:
+    """A policy by the kind of its window."""
+    size = {} if gamma is None else {"gamma" if window == "fixed" else "gamma_max": gamma}
+    return parse_policy({"draft": draft, "window": {"kind": window, **size}, **blocks})
+
+
+PROFILE = flat_profile("p", ["near"])
+
+
+def searched(acceptance: float, **how: Any) -> Study:
+    return search(trace(acceptance), PROFILE, ["near"], gamma_max=GAMMA_MAX, **how)
 
 
 @pytest.mark.parametrize("acceptance", [0.05, 0.5, 0.9])
 def test_search_finds_at_least_the_best_of_an_exhaustive_enumeration(acceptance: float) -> None:
-    """No fixed window, nor any enumerated policy, beats the search's best by more than the tie it
-    allows itself."""
-    recorded, profile = trace(acceptance), flat_profile("p", ["near"])
-    study = search(recorded, profile, ["near"], gamma_max=GAMMA_MAX, trials=30, seed=1)
-    best = study.best()
+    """Values are the replay's own, and no enumerated policy beats the search's best by more than
+    the tie it allows itself. The same arguments give the same study."""
+    recorded, study = trace(acceptance), searched(acceptance, trials=30, seed=1)
+    best, values = study.best(), {t.policy.id: t.value for t in study.trials}
     for policy in enumerated(["near"], GAMMA_MAX):
-        assert replay(recorded, policy, profile).total.tokens_per_s <= best.value / (1 - TIE) + 1e-9
+        value = replay(recorded, policy, PROFILE).total.tokens_per_s
+        assert values[policy.id] == pytest.approx(value)
+        assert value <= best.value / (1 - TIE) + 1e-9
     if acceptance < 0.1:
         assert not best.policy.speculates
     else:
-        assert best.value > replay(recorded, AUTOREGRESSIVE, profile).total.tokens_per_s
-
-
-def test_search_is_a_function_of_its_arguments() -> None:
-    """The same trace, profile and seed give the same trials; values are the replay's own."""
-    recorded, profile = trace(0.7), flat_profile("p", ["near"])
-    one = search(recorded, profile, ["near"], gamma_max=GAMMA_MAX, trials=25, seed=3)
-    two = search(recorded, profile, ["near"], gamma_max=GAMMA_MAX, trials=25, seed=3)
-    assert one == two
-    for trial in one.trials[::17]:
-        assert replay(recorded, trial.policy, profile).total.tokens_per_s == pytest.approx(
-            trial.value
-        )
+        assert best.value > values[AUTOREGRESSIVE.id]
+    assert searched(acceptance, trials=30, seed=1) == study
 
 
 def test_ties_go_to_the_simpler_and_finalists_differ() -> None:
     """Within 1% the simplest wins; each further finalist is of another family; incumbents are
     tried."""
-    recorded, profile = trace(0.8), flat_profile("p", ["near"])
-    incumbent = parse_policy(
-        {"draft": "near", "window": {"kind": "fixed", "gamma": 3}, "stop": {"kind": "joint_prob"}}
-    )
-    study = search(
-        recorded, profile, ["near"], gamma_max=GAMMA_MAX, trials=20, incumbents=[incumbent]
-    )
+    incumbent = near("fixed", 3, stop={"kind": "joint_prob"})
+    study = searched(0.8, trials=20, incumbents=[incumbent])
     assert incumbent.id in {t.policy.id for t in study.trials}
     best = study.best()
     for trial in study.trials:
@@ -126,20 +113,13 @@ def test_ties_go_to_the_simpler_and_finalists_differ() -> None:
 def test_finalists_draft_differently_and_no_close_draft_is_left_out() -> None:
     """Windows of one draft do not crowd out another draft, unless it is predicted to be much
     slower."""
-
-    def trial(draft: str, window: str, value: float) -> Trial:
-        return Trial(parse_policy({"draft": draft, "window": {"kind": window}}), value, "")
-
     trials = [
-        trial("near", "fixed", 100.0),
-        trial("near", "fsm", 99.0),
-        trial("near", "cache_fsm", 98.0),
-    ]
-    trials += [
-        trial("far", "fixed", 90.0),
-        trial("far", "fsm", 89.0),
-        trial("ngram", "fixed", 60.0),
-    ]
+        Trial(near(window, draft=draft), value, "")
+        for draft, window, value in (
+            ("near", "fixed", 100.0), ("near", "fsm", 99.0), ("near", "cache_fsm", 98.0),
+            ("far", "fixed", 90.0), ("far", "fsm", 89.0), ("ngram", "fixed", 60.0),
+        )
+    ]  # fmt: skip
     names = [t.policy.label() for t in finalists(Study(tuple(trials), 0, ""), 2)]
     assert names == [trials[0].policy.label(), trials[3].policy.label()]
     slow = [replace(t, value=80.0) if t.policy.draft == "far" else t for t in trials]
@@ -154,11 +134,7 @@ def test_split_is_stable_disjoint_and_by_category() -> None:
     parts = split(categories)
     assert sorted([*parts.search, *parts.race, *parts.confirm]) == list(range(60))
     for part, share in zip(parts, (10, 4, 6), strict=True):
-        assert {c: sum(categories[i] == c for i in part) for c in "abc"} == {
-            "a": share,
-            "b": share,
-            "c": share,
-        }
+        assert Counter(categories[i] for i in part) == dict.fromkeys("abc", share)
     assert split(categories[:30]).confirm == [i for i in parts.confirm if i < 30]
     assert [len(part) for part in split([str(i // 2) for i in range(20)])] == [10, 4, 6]
     assert split(["a"]) == ([0], [], [])
@@ -172,39 +148,39 @@ def test_the_beginning_of_a_part_has_every_category() -> None:
     assert [sum(categories[i] == "b" for i in order[:n]) for n in (3, 6, 15)] == [1, 2, 5]
 
 
-def verdict_of(low: float, ratio: float, requests: int, published: bool) -> tuple[str, bool, bool]:
-    """(why, whether the challenger is to be in force, whether to publish) of a winner that was
-    confirmed so."""
-    challenger = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 3}})
-    rows = [
-        Candidate(role, p, *[Outcome(p.label(), "executed", ())] * 2, (2.0, 1.9, 2.1))
-        for role, p in (("finalist 1", challenger), ("incumbent", AUTOREGRESSIVE))
-    ]
-    confirmed = Confirmation(challenger.id, (ratio, low, ratio**2 / low), requests, 2)
-    reason, chosen, publish = verdict(*rows, confirmed, published)
-    assert verdict(rows[1], rows[1], None, published)[1:] == (rows[1], not published)
-    return reason, chosen.policy == challenger, publish
-
-
-def test_only_a_confirmed_gain_is_published() -> None:
-    """Whatever the race said: beyond noise, worth having, and on enough requests. Else the
-    incumbent stays, or is published as the first."""
-    reason, *came = verdict_of(1.45, 1.5, 12, True)
-    assert came == [True, True]
-    assert reason.startswith(
-        "1.500 times the incumbent's speed (99% interval 1.450 to 1.552) on 12 requests held out"
-    )
-    for low, ratio, requests, why in (
+@pytest.mark.parametrize(
+    ("low", "ratio", "requests", "why"),
+    [
+        (1.45, 1.5, 12, ""),
         (0.99, 1.3, 12, "not beyond noise"),
         (1.001, 1.005, 12, "1.01"),
         (1.4, 1.5, 4, "5 are needed"),
-    ):
-        reason, *came = verdict_of(low, ratio, requests, True)
-        assert came == [False, False]
+    ],
+)
+@pytest.mark.parametrize("published", [True, False])
+def test_only_a_confirmed_gain_is_published(
+    low: float, ratio: float, requests: int, why: str, published: bool
+) -> None:
+    """Whatever the race said: beyond noise, worth having, and on enough requests. Else the
+    incumbent stays, or is published as the first."""
+    challenger = near("fixed", 3)
+    winner, incumbent = (
+        Candidate(role, p, *[Outcome(p.label(), "executed", ())] * 2, (2.0, 1.9, 2.1))
+        for role, p in (("finalist 1", challenger), ("incumbent", AUTOREGRESSIVE))
+    )
+    assert verdict(incumbent, incumbent, None, published)[1:] == (incumbent, not published)
+    confirmed = Confirmation(challenger.id, (ratio, low, ratio**2 / low), requests, 2)
+    reason, chosen, publish = verdict(winner, incumbent, confirmed, published)
+    assert f"{ratio:.3f} times the incumbent's speed (99% interval {low:.3f} to" in reason
+    assert f"on {requests} requests held out" in reason
+    if why:
+        assert (chosen, publish) == (incumbent, not published)
         assert why in reason
-    reason, *came = verdict_of(0.99, 1.3, 12, False)
-    assert came == [False, True]
-    assert reason.endswith("autoregression is published")
+        assert reason.endswith(
+            "the incumbent stays" if published else "autoregression is published"
+        )
+    else:
+        assert (chosen, publish) == (winner, True)
 
 
 LIMIT = TreeLimit(
@@ -217,37 +193,24 @@ def test_every_tree_policy_of_the_enumeration_can_seed_the_sampler() -> None:
     meant."""
     space = Space(("small",), 16, trees={"small": LIMIT})
     policies = enumerated_trees({"small": LIMIT})
-    for policy in [
-        *policies[::11],
-        *(p for p in policies if p.growth.kind in ("static", "classifier")),
-    ]:
+    fitted = [p for p in policies if p.growth.kind in ("static", "classifier")]
+    for policy in [*policies[::11], *fitted]:
         params = space.params(policy)
         assert params is not None, policy.label()
         made = space.policy(params)
-        blocks = ("draft", "stop", "growth", "select", "stratify", "shortlist", "depth_max")
-        assert [getattr(made, b) for b in blocks] == [getattr(policy, b) for b in blocks], (
-            policy.label()
-        )
+        for block in ("draft", "stop", "growth", "select", "stratify", "shortlist", "depth_max"):
+            assert getattr(made, block) == getattr(policy, block), policy.label()
         assert made.window.kind == policy.window.kind
         domains = space.distributions(params)
         assert domains.keys() == params.keys()
-        assert all(
-            domains[name]._contains(domains[name].to_internal_repr(value))
-            for name, value in params.items()
-        )
+        for name, value in params.items():
+            assert domains[name]._contains(domains[name].to_internal_repr(value))
     kinds = {(p.growth.kind, p.stratify is not None, p.depth_max) for p in policies}
-    assert {
-        ("top_k", True, 9),
-        ("top_k", True, 11),
-        ("classifier", False, 11),
-        ("static", False, 2),
-    } <= kinds
+    assert kinds >= {("top_k", True, 9), ("top_k", True, 11), ("classifier", False, 11)}
+    assert ("static", False, 2) in kinds
     assert {p.stratify.fractions for p in policies if p.stratify} == {(0.3, 0.6, 1.0)}
-    assert {
-        p.growth.sharpness
-        for p in policies
-        if p.growth.kind == "top_k" and p.growth.score == "coupled"
-    } == {1.5, 2.4, 3.0}
+    scored = [p.growth for p in policies if getattr(p.growth, "score", "") == "coupled"]
+    assert {g.sharpness for g in scored if g.kind == "top_k"} == {1.5, 2.4, 3.0}
     assert any(p.growth.kind == "classifier" and p.growth.width == 1 for p in policies), (
         "C2T's chain mode"
     )
@@ -256,26 +219,14 @@ def test_every_tree_policy_of_the_enumeration_can_seed_the_sampler() -> None:
 def test_policies_that_did_the_same_race_once_as_the_simplest() -> None:
     """A draft that is always right: whatever stops it or adapts it, every window of a length does
     the same. A stand-in that did the same at a lower cost by more than a tie stays."""
-    recorded, profile = trace(1.0), flat_profile("p", ["near"])
-    fixed = {"kind": "fixed", "gamma": GAMMA_MAX}
+    stops = [{"kind": "joint_prob", "threshold": t} for t in (0.001, 0.002, 0.003, 0.004)]
+    states = {"kind": "fsm", "gamma_max": GAMMA_MAX, "gamma_min": GAMMA_MAX}
     alike = [
-        parse_policy(
-            {
-                "draft": "near",
-                "window": {"kind": "fsm", "gamma_max": GAMMA_MAX, "gamma_min": GAMMA_MAX},
-            }
-        ),
-        *(
-            parse_policy(
-                {"draft": "near", "window": fixed, "stop": {"kind": "joint_prob", "threshold": t}}
-            )
-            for t in (0.001, 0.002, 0.003, 0.004)
-        ),
+        parse_policy({"draft": "near", "window": states}),
+        *(near("fixed", GAMMA_MAX, stop=stop) for stop in stops),
     ]
-    study = search(recorded, profile, ["near"], gamma_max=GAMMA_MAX, trials=0, incumbents=alike)
-    (plain,) = (
-        t for t in study.trials if t.policy == parse_policy({"draft": "near", "window": fixed})
-    )
+    study = searched(1.0, trials=0, incumbents=alike)
+    (plain,) = (t for t in study.trials if t.policy == near("fixed", GAMMA_MAX))
     same = [t for t in study.trials if t.did == plain.did]
     assert {p.id for p in alike} < {t.policy.id for t in same}
     assert [t for t in study.distinct() if t.did == plain.did] == [plain]
@@ -283,9 +234,8 @@ def test_policies_that_did_the_same_race_once_as_the_simplest() -> None:
     assert plain.policy.id in raced
     assert not {p.id for p in alike} & set(raced)
     cheaper = replace(same[1] if same[0] == plain else same[0], value=plain.value * (1 + 2 * TIE))
-    kept = replace(
-        study, trials=(cheaper, *(t for t in study.trials if t.policy != cheaper.policy))
-    ).distinct()
+    others = (t for t in study.trials if t.policy != cheaper.policy)
+    kept = replace(study, trials=(cheaper, *others)).distinct()
     assert [t for t in kept if t.did == plain.did] == [cheaper, plain]
     assert study.same(plain.policy, alike[0])
     assert not study.same(plain.policy, AUTOREGRESSIVE)
@@ -295,9 +245,7 @@ def test_start_up_trials_are_random_whatever_the_seeds_were_worth() -> None:
     """What is enqueued fills none of Optuna's start-up: the trials after it do not depend on what
     was found, those after them do."""
     space = Space(("near",), GAMMA_MAX)
-    ranked = search(
-        trace(0.7), flat_profile("p", ["near"]), ["near"], gamma_max=GAMMA_MAX, trials=0
-    ).trials
+    ranked = searched(0.7, trials=0).trials
     asked: list[list[Policy]] = []
     for sign in (1.0, -1.0):
         study = _seeded_study(space, ranked, 200, 0)
@@ -314,15 +262,17 @@ def test_start_up_trials_are_random_whatever_the_seeds_were_worth() -> None:
 
 def test_what_was_not_recorded_is_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not a policy of 0 tokens/s: a study that learns from such figures is told of none."""
-    made: list[optuna.study.Study] = []
-    create = optuna.create_study
-    monkeypatch.setattr(
-        optuna, "create_study", lambda **how: made.append(create(**how)) or made[-1]
-    )
+    made, create = list[optuna.study.Study](), optuna.create_study
+
+    def created(**how: Any) -> optuna.study.Study:
+        made.append(create(**how))
+        return made[-1]
+
+    monkeypatch.setattr(optuna, "create_study", created)
     monkeypatch.setattr(
         _Judge, "value", lambda self, policy, origin: None if policy.gamma_max > 4 else 100.0
     )
-    search(trace(0.7), flat_profile("p", ["near"]), ["near"], gamma_max=GAMMA_MAX, trials=30)
+    searched(0.7, trials=30)
     states = {t.params["gamma"] > 4: t.state.name for t in made[0].trials}
     assert states == {True: "PRUNED", False: "COMPLETE"}
     assert {t.value for t in made[0].trials} == {None, 100.0}

@@ -37,10 +37,8 @@ TALK = [
     ("assistant", "2."),
 ]
 OPENAI = [{"role": role, "content": text} for role, text in TALK]
-SHAREGPT = [
-    {"from": {"user": "human", "assistant": "gpt"}.get(role, role), "value": text}
-    for role, text in TALK
-]
+NAMES = {"user": "human", "assistant": "gpt"}
+SHAREGPT = [{"from": NAMES.get(role, role), "value": text} for role, text in TALK]
 SO_FAR = Request(
     "w:1", "all", ("Be kind.", "One?", "1.", "Two?"), ("system", "user", "assistant", "user")
 )
@@ -57,26 +55,23 @@ def read(content: Any, name: str = "w", **how: Any) -> tuple[Request, ...]:
     return read_workload([name], **how).requests
 
 
+WHY, ONE = Request("w:1", "all", ("Why?",)), Request("w:1", "all", ("One?",))
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "Why?"}]}]
+GREETED = [{"from": "gpt", "value": "Hello."}, SHAREGPT[1]]
+BATCH = {"custom_id": "x", "method": "POST", "body": {"model": "m", "messages": OPENAI}}
+
+
 @pytest.mark.parametrize(
     ("content", "made"),
     [
-        ({"prompt": "Why?"}, Request("w:1", "all", ("Why?",))),
+        ({"prompt": "Why?"}, WHY),
         ({"id": 3, "category": "c", "prompt": "Why?"}, Request("3", "c", ("Why?",))),
-        ({"turns": ["Why?"], "category": None}, Request("w:1", "all", ("Why?",))),
+        ({"turns": ["Why?"], "category": None}, WHY),
         ({"messages": OPENAI}, SO_FAR),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "Why?"}]}]},
-            Request("w:1", "all", ("Why?",)),
-        ),
-        (
-            {"custom_id": "x", "method": "POST", "body": {"model": "m", "messages": OPENAI}},
-            replace(SO_FAR, id="x"),
-        ),
+        ({"messages": PARTS}, WHY),
+        (BATCH, replace(SO_FAR, id="x")),
         ({"id": "s", "conversations": SHAREGPT}, replace(SO_FAR, id="s")),
-        (
-            [{"conversations": [{"from": "gpt", "value": "Hello."}, *SHAREGPT[1:2]]}],
-            Request("w:1", "all", ("One?",)),
-        ),
+        ([{"conversations": GREETED}], ONE),
     ],
 )
 def test_a_prompt_is_taken_from_what_people_have(content: Any, made: Request) -> None:
@@ -89,22 +84,20 @@ def test_a_conversation_is_cut_where_its_turns_are_asked_for() -> None:
     first = replace(SO_FAR, turns=SO_FAR.turns[:2], roles=SO_FAR.roles[:2])
     assert read({"messages": OPENAI}, turns="first") == (first,)
     assert read({"conversations": SHAREGPT}, turns="all") == (first, replace(SO_FAR, id="w:1/1"))
-    assert read({"messages": OPENAI[1:]}, turns="first") == (Request("w:1", "all", ("One?",)),)
+    assert read({"messages": OPENAI[1:]}, turns="first") == (ONE,)
 
 
 def test_tables_have_a_column_of_prompts() -> None:
     asked = (Request("7", "b", ('Why, "here"?\nSay.',)), Request("8", "all", ("Who?",)))
     assert read(CSV, "w.csv", column="question") == asked
     assert read("prompt\tn\nWhy?\t1\n", "w.tsv") == (Request("w.tsv:2", "all", ("Why?",)),)
-    assert read({"question": "Why?"}, column="question") == (Request("w:1", "all", ("Why?",)),)
+    assert read({"question": "Why?"}, column="question") == (WHY,)
     columns = {"id": [1, 2], "messages": [OPENAI, OPENAI[1:2]], "question": ["Why?", "Who?"]}
     pyarrow.parquet.write_table(pyarrow.table(columns), "w.parquet")
     typed = read_workload(["w.parquet"]).requests
     assert typed == (replace(SO_FAR, id="1"), Request("2", "all", ("One?",)))
-    assert [r.turns for r in read_workload(["w.parquet"], column="question").requests] == [
-        ("Why?",),
-        ("Who?",),
-    ]
+    asked = read_workload(["w.parquet"], column="question").requests
+    assert [r.turns for r in asked] == [("Why?",), ("Who?",)]
 
 
 def test_data_sets_are_read_where_the_package_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,9 +111,8 @@ def test_data_sets_are_read_where_the_package_is_installed(monkeypatch: pytest.M
             raise ValueError("Unknown\nconfig")
         return splits[name][split] if split else splits[name]
 
-    monkeypatch.setitem(
-        sys.modules, "datasets", SimpleNamespace(load_dataset=load, load_from_disk=lambda path: one)
-    )
+    package = SimpleNamespace(load_dataset=load, load_from_disk=lambda path: one)
+    monkeypatch.setitem(sys.modules, "datasets", package)
     for name in ("hf:org/one", "hf:org/two,main:test"):
         assert [r.turns for r in read_workload([name], column="text").requests] == [("Why?",)]
     Path("kept").mkdir()
@@ -142,63 +134,40 @@ def test_data_sets_are_read_where_the_package_is_installed(monkeypatch: pytest.M
         read_workload(["w.parquet"])
 
 
-BROKEN = {
-    "prompt": [
-        ('{"prompt": "x"\n', "w:1: not JSON"),
-        ("Write a poem.\n", 'w:1: not JSON .{"prompt"}.* ShareGPT .*ends in .csv'),
-        ({"prompt": 5}, "w:1: 'prompt' must be a string"),
-        ('\n{"prompt": " "}', "w:2: the prompt is empty"),
-        (
-            {"question": "x", "n": 1},
-            "w:1: no prompt among its keys .'question', 'n'.; expected .*--column",
-        ),
-    ],
-    "messages": [
-        ({"messages": []}, "w:1: 'messages' must be a list of at least one message"),
-        ({"messages": [{"role": "user"}]}, 'w:1: message 0 must be {"role", "content"}'),
-        (
-            {"messages": [{"role": "tool", "content": "x"}]},
-            "w:1: message 0: 'role' is 'tool'; known are user",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "w:1: message 0 is no text; pictures",
-        ),
-        ({"messages": [*OPENAI[:3], {"role": "user", "content": ""}]}, "w:1: message 3 is empty"),
-    ],
-    "conversations": [
-        ({"conversations": "x"}, "w:1: 'conversations' must be a list"),
-        ({"conversations": ["x"]}, 'w:1: message 0 must be .*{"from", "value"}'),
-        ({"conversations": [{"from": "human", "value": None}]}, "w:1: message 0 is no text"),
-        (
-            [{"conversations": SHAREGPT}, {"conversations": [{"from": "gpt", "value": "x"}]}],
-            "w: item 2: .* no message of a user",
-        ),
-        ("[1, 2", "w:1: not JSON"),
-    ],
-    "csv": [
-        (
-            "a,b\n1,2\n",
-            "w.csv:1: name the column that holds the prompts by --column .*it has: a, b",
-        ),
-        ("prompt,b\n1\n", "w.csv:2: 1 fields, the first line has 2"),
-        ('prompt\n"x"y\n', "w.csv:2: not CSV"),
-        ("prompt\n \n", "w.csv:2: the prompt is empty"),
-        ("", "w.csv:1: name the column .*it has: none"),
-    ],
-    "parquet": [("PAR1" + "x" * 40, "w: not Parquet")],
-}
+def said(role: str, content: Any) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content}]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        pytest.param("w.csv" if format == "csv" else "w", content, says, id=f"{format}-{n}")
-        for format, broken in BROKEN.items()
-        for n, (content, says) in enumerate(broken)
-    ],
+NO_USER = [{"conversations": SHAREGPT}, {"conversations": GREETED[:1]}]
+NO_TEXT = [{"from": "human", "value": None}]
+BROKEN: tuple[tuple[Any, str], ...] = (
+    ('{"prompt": "x"\n', "w:1: not JSON"),
+    ("Write a poem.\n", 'w:1: not JSON .{"prompt"}.* ShareGPT .*ends in .csv'),
+    ({"prompt": 5}, "w:1: 'prompt' must be a string"),
+    ('\n{"prompt": " "}', "w:2: the prompt is empty"),
+    ({"question": "x", "n": 1}, "w:1: no prompt among its keys .'question', 'n'.; .*--column"),
+    ({"messages": []}, "w:1: 'messages' must be a list of at least one message"),
+    ({"messages": [{"role": "user"}]}, 'w:1: message 0 must be {"role", "content"}'),
+    ({"messages": said("tool", "x")}, "w:1: message 0: 'role' is 'tool'; known are user"),
+    ({"messages": said("user", [{"type": "image_url"}])}, "w:1: message 0 is no text; pictures"),
+    ({"messages": [*OPENAI[:3], *said("user", "")]}, "w:1: message 3 is empty"),
+    ({"conversations": "x"}, "w:1: 'conversations' must be a list"),
+    ({"conversations": ["x"]}, 'w:1: message 0 must be .*{"from", "value"}'),
+    ({"conversations": NO_TEXT}, "w:1: message 0 is no text"),
+    (NO_USER, "w: item 2: .* no message of a user"),
+    ("[1, 2", "w:1: not JSON"),
+    ("a,b\n1,2\n", "w.csv:1: name the column that holds the prompts .*it has: a, b"),
+    ("prompt,b\n1\n", "w.csv:2: 1 fields, the first line has 2"),
+    ('prompt\n"x"y\n', "w.csv:2: not CSV"),
+    ("prompt\n \n", "w.csv:2: the prompt is empty"),
+    ("", "w.csv:1: name the column .*it has: none"),
+    ("PAR1" + "x" * 40, "w: not Parquet"),
 )
-def test_what_is_broken_is_named_by_file_and_line(name: str, content: Any, says: str) -> None:
+
+
+@pytest.mark.parametrize(("content", "says"), BROKEN, ids=[says for _, says in BROKEN])
+def test_what_is_broken_is_named_by_file_and_line(content: Any, says: str) -> None:
+    name = "w.csv" if says.startswith("w.csv") else "w"
     with pytest.raises(WorkloadError, match=f"^{says}"):
         read(content, name)
     with pytest.raises(WorkloadError, match=r"w: no 'q' .--column|no column 'q'|w:\d.*|w: .*"):
@@ -229,8 +198,7 @@ def test_a_limit_draws_from_every_file_and_category_in_proportion() -> None:
     assert {r.category for r in sets[3]} == {"a", "b", "rare"}
     assert load_workload(["long", "short"], limit=20) == drawn
     other = load_workload(["long", "short"], limit=20, limit_seed=1)
-    assert other != drawn
-    assert len(other.requests) == 20
+    assert (other == drawn, len(other.requests)) == (False, 20)
 
 
 # ----------------------------------------------------------------------- templates and long prompts
@@ -253,15 +221,10 @@ def test_a_conversation_goes_through_the_chat_template(
     shown = "system: Be kind.\nuser: One?\nassistant: 1.\nuser: Two?\nassistant:"
     assert chatting.encode_request(SO_FAR, chat=True) == pair.encode(shown)
     plain = pair.encode("\n\n".join(SO_FAR.turns))
-    assert (
-        pair.encode_request(SO_FAR, chat=False)
-        == chatting.encode_request(SO_FAR, chat=False)
-        == plain
-    )
-    with pytest.raises(
-        WorkloadError,
-        match=r"request w:1: a conversation of 4 messages needs a chat template.*--no-chat",
-    ):
+    assert pair.encode_request(SO_FAR, chat=False) == plain
+    assert chatting.encode_request(SO_FAR, chat=False) == plain
+    needs = r"request w:1: a conversation of 4 messages needs a chat template.*--no-chat"
+    with pytest.raises(WorkloadError, match=needs):
         pair.encode_request(SO_FAR, chat=True)
 
 
@@ -274,29 +237,21 @@ def test_prompts_beyond_the_context_are_left_out_or_cut_and_counted(
     short, long = Request("a", "c", ("x",)), Request("b", "c", (words,))
     talk = Request("t", "c", ("Be kind.", words, "Yes.", "And then?"), SO_FAR.roles)
     workload = Workload("w", (short, long, talk))
-    with pytest.raises(
-        WorkloadError,
-        match=r"request b: .*exceed the context of 512, as in 2 of 3 prompts; .*--overlong skip",
-    ):
+    beyond = r"request b: .*exceed the context of 512, as in 2 of 3 prompts; .*--overlong skip"
+    with pytest.raises(WorkloadError, match=beyond):
         made_to_fit(chatting, workload, options, "error")
+    long_ones = f"2 of 3 prompts were longer than {room} tokens and were"
     kept, said = made_to_fit(chatting, workload, options, "skip")
-    assert (kept.requests, said) == (
-        (short,),
-        f"2 of 3 prompts were longer than {room} tokens and were left out",
-    )
+    assert (kept.requests, said) == ((short,), f"{long_ones} left out")
     kept, said = made_to_fit(chatting, workload, options, "truncate")
-    assert said == f"2 of 3 prompts were longer than {room} tokens and were cut at their beginning"
+    assert said == f"{long_ones} cut at their beginning"
     assert kept.requests[0] == short
-    cut = kept.requests[1].turns[0]
-    assert words.endswith(cut)
+    assert words.endswith(kept.requests[1].turns[0])
     assert room - 8 < len(chatting.encode_request(kept.requests[1], chat=True)) <= room
-    assert kept.requests[2] == replace(
-        talk, turns=("Be kind.", "And then?"), roles=("system", "user")
-    )
-    assert made_to_fit(pair, Workload("w", (short,)), options, "error") == (
-        Workload("w", (short,)),
-        "",
-    )
+    so_far = {"turns": ("Be kind.", "And then?"), "roles": ("system", "user")}
+    assert kept.requests[2] == replace(talk, **so_far)
+    fits = Workload("w", (short,))
+    assert made_to_fit(pair, fits, options, "error") == (fits, "")
     with pytest.raises(WorkloadError, match="--overlong skip: nothing is left"):
         made_to_fit(pair, Workload("w", (long,)), options, "skip")
 
