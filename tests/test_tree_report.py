@@ -18,7 +18,7 @@ from rich.console import Console
 from trace_values import a_trajectory
 
 from spectune.db import open_database
-from spectune.optimizer.report.drawn_trees import LINES, chosen_nodes, tree_view
+from spectune.optimizer.report.drawn_trees import LINES, tree_view
 from spectune.optimizer.report.tree_page import page
 from spectune.optimizer.report.trees import (
     SHARES,
@@ -357,39 +357,36 @@ def test_what_was_not_verified_is_drawn_too() -> None:
     assert '\x1b[2m"t24" not verified' in coloured
 
 
-def test_what_was_not_verified_is_cut_and_counted() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(50):  # every node is drawn or counted, once
-        n, more = int(rng.integers(1, 30)), int(rng.integers(0, 60))
-        parents = [int(rng.integers(-1, i)) for i in range(n + more)]
-        pruned = Pruned(list(range(n, n + more)), parents[n:], [1] * more)
-        tree = GrownTree(tokens=list(range(n)), parents=parents[:n], depths=[1] * n, pruned=pruned)
-        round_ = Round(Step(0, n, n + 1, 0, 0, 1), [], [], None, tree)
-        text = drawn(tree_view(1, round_, "root", lambda token: f"t{token}"))
-        lines = re.findall(r'"t(\d+)"( not verified)?', text)
-        assert all((int(token) >= n) == bool(mark) for token, mark in lines)
-        assert len(set(lines)) == len(lines)
-        unverified = sum(bool(mark) for _, mark in lines)
-        assert unverified <= LINES
-        assert unverified + sum(map(int, re.findall(r"\+ (\d+) more not verified", text))) == more
-
-
 def test_a_large_tree_is_cut_but_never_its_path() -> None:
     text = drawn(tree_view(3, a_round(), "root", lambda token: f"t{token}", lines=3))
     assert re.findall(r"t\d\d", text) == ["t10", "t11", "t21", "t99"]
     assert "… 3 more verified" in text
+
+
+def test_every_node_is_drawn_or_counted_once() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
-        n = int(rng.integers(1, 60))
-        parents = [int(rng.integers(-1, i)) for i in range(n)]
-        tree, path, at = GrownTree(tokens=list(range(n)), parents=parents), [], -1
+        n, more = int(rng.integers(1, 60)), int(rng.integers(0, 60))
+        parents = [int(rng.integers(-1, i)) for i in range(n + more)]
+        path, at = [], -1
         while (children := [i for i in range(n) if parents[i] == at]) and rng.integers(3):
             at = int(rng.choice(children))
             path.append(at)
-        shown = chosen_nodes(tree, path, 8)
-        assert len(shown) == min(8, n)
-        assert set(path[:8]) <= set(shown)
-        assert all(parents[i] == -1 or parents[i] in shown for i in shown)
+        pruned = Pruned(list(range(n, n + more)), parents[n:], [1] * more)
+        tree = GrownTree(tokens=list(range(n)), parents=parents[:n], depths=[1] * n, pruned=pruned)
+        round_ = Round(Step(0, n, n + 1, 0, len(path), 1), [], [], None, tree, path)
+        text = drawn(tree_view(1, round_, "root", lambda token: f"t{token}"))
+        shown = re.findall(r'"t(\d+)"( not verified)?', text)
+        nodes = [int(token) for token, _ in shown]
+        assert len(set(nodes)) == len(nodes)
+        assert set(path[:LINES]) <= set(nodes)
+        assert all(parents[i] in (-1, *nodes) for i in nodes)
+        assert all((node >= n) == bool(mark) for node, (_, mark) in zip(nodes, shown, strict=True))
+        verified = sum(node < n for node in nodes)
+        assert verified == min(LINES, n)
+        left = [int(count) for count in re.findall(r"\+ (\d+) more not verified", text)]
+        assert len(nodes) - verified <= LINES
+        assert len(nodes) - verified + sum(left) == more
 
 
 # --- the commands

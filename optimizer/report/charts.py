@@ -163,35 +163,20 @@ class Plot:
         look = f"hollow s{colour}" if hollow else f"f{colour}"
         self.add("circle", title=title, class_=look, cx=at_x, cy=at_y, r=r)
 
-    def svg(self, name: str, title: str, description: str) -> str:
-        """The picture, named and described for those who do not see it."""
-        return (
-            f'<svg role="img" viewBox="0 0 {WIDTH} {short(self.height)}" '
-            f'aria-labelledby="{name}-t {name}-d"><title id="{name}-t">{safe(title)}</title>'
-            f'<desc id="{name}-d">{safe(description)}</desc>{"".join(self.parts)}</svg>'
-        )
 
-
-@dataclass
-class Figure:
-    """A picture with its title, which says what is seen, its caption and numbers."""
-
-    name: str
-    title: str
-    caption: str
-    plot: Plot
-    table: str = ""
-
-    def html(self) -> str:
-        items = "".join(
-            f'<li><i class="b{colour}"></i>{safe(name)}</li>' for name, colour in self.plot.legend
-        )
-        return (
-            f'<figure id="{self.name}"><figcaption><h3>{safe(self.title)}</h3>'
-            f"<p>{safe(self.caption)}</p></figcaption>"
-            f"{f'<ul class=legend>{items}</ul>' if items else ''}"
-            f"{self.plot.svg(self.name, self.title, self.caption)}{self.table}</figure>"
-        )
+def figure(name: str, title: str, caption: str, plot: Plot, table: str = "") -> str:
+    """A picture with its title, which says what is seen, its caption, legend and numbers; named and
+    described for those who do not see it."""
+    items = "".join(
+        f'<li><i class="b{colour}"></i>{safe(series)}</li>' for series, colour in plot.legend
+    )
+    return (
+        f'<figure id="{name}"><figcaption><h3>{safe(title)}</h3><p>{safe(caption)}</p></figcaption>'
+        f"{f'<ul class=legend>{items}</ul>' if items else ''}"
+        f'<svg role="img" viewBox="0 0 {WIDTH} {short(plot.height)}" '
+        f'aria-labelledby="{name}-t {name}-d"><title id="{name}-t">{safe(title)}</title>'
+        f'<desc id="{name}-d">{safe(caption)}</desc>{"".join(plot.parts)}</svg>{table}</figure>'
+    )
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
@@ -287,10 +272,9 @@ def dot_rows(
     return plot
 
 
-def section(title: str, *parts: str | Figure) -> str:
-    """A part of a page: figures side by side, HTML between them as it is."""
-    content = "".join(part.html() if isinstance(part, Figure) else part for part in parts)
-    return f'<section><h2>{safe(title)}</h2><div class="charts">{content}</div></section>'
+def section(title: str, *parts: str) -> str:
+    """A part of a page: figures side by side, other HTML as it is."""
+    return f'<section><h2>{safe(title)}</h2><div class="charts">{"".join(parts)}</div></section>'
 
 
 def document(

@@ -12,11 +12,11 @@ from spectune.optimizer.report.charts import (
     Cell,
     Curve,
     Dot,
-    Figure,
     Plot,
     curves,
     document,
     dot_rows,
+    figure,
     numbers,
     section,
     ticks,
@@ -31,7 +31,7 @@ MOST_LABELLED: Final = 8
 """Columns of a heat map whose cells have their numbers written in them."""
 
 
-def _ranks(r: TreeReport) -> Iterator[Figure]:
+def _ranks(r: TreeReport) -> Iterator[str]:
     """The distribution of the Terminal Confidence Rank, and what goes with it."""
     counts, n = r.ranks["count"], r.top_n
     starts, some = r.ranks["starts"], r.ranks["starts"] - counts[0]
@@ -45,7 +45,7 @@ def _ranks(r: TreeReport) -> Iterator[Figure]:
         title: str,
         caption: str,
         column: str = "",
-    ) -> Figure:
+    ) -> str:
         plot = Plot((0.5, n + 0.5), (0.0, top(values[1:])))
         plot.axes("Terminal Confidence Rank", y_name, ticks(1, n, 8))
         for rank, value in enumerate(values):
@@ -54,7 +54,7 @@ def _ranks(r: TreeReport) -> Iterator[Figure]:
                 said = f"rank {rank}: {value:{unit}} ({counts[rank]} starts)"
                 plot.box(rank - 0.4, 0.0, 0.8, value, said, class_=class_)
         rows = zip(range(n + 1), counts, values, strict=True)
-        return Figure(
+        return figure(
             name, title, caption, plot, numbers(("rank", "starts", column or y_name), rows)
         )
 
@@ -75,7 +75,7 @@ def _ranks(r: TreeReport) -> Iterator[Figure]:
         (share, y, f"{y:.1%} within {share:.0%} of N")
         for share, y in zip(SHARES, r.ranks["within"], strict=True)
     ]
-    yield Figure(
+    yield figure(
         "within",
         "Starts within the best share of N",
         "Share of the starts with a drafted token accepted whose rank is within each share of N "
@@ -102,7 +102,7 @@ def _ranks(r: TreeReport) -> Iterator[Figure]:
     )
 
 
-def _heat(r: TreeReport) -> Iterator[Figure]:
+def _heat(r: TreeReport) -> Iterator[str]:
     """C2T's heat maps: probability, acceptance, and their difference by entropy and rank."""
     edges = r.heat["edges"]
     spans = [f"{low:.2f} to {high:.2f}" for low, high in pairwise(edges)]
@@ -155,10 +155,10 @@ def _heat(r: TreeReport) -> Iterator[Figure]:
         plot.text(plot.at(columns / 2, 0)[0], plot.height - 6, "rank of the child")
         rows = [(s, c, *row) for s, c, row in zip(spans, r.heat["count"], values, strict=True)]
         names = ("entropy (nat)", "starts", *(str(k + 1) for k in range(columns)))
-        yield Figure(name, title, caption, plot, numbers(names, rows, text=1))
+        yield figure(name, title, caption, plot, numbers(names, rows, text=1))
 
 
-def _gamma(r: TreeReport) -> Figure:
+def _gamma(r: TreeReport) -> str:
     def curve(name: str, colour: str, kind: str) -> Curve:
         points = [
             (float(g["gamma"]), g[kind], f"gamma {g['gamma']}: tau {g[kind]:.3f}") for g in r.gammas
@@ -167,7 +167,7 @@ def _gamma(r: TreeReport) -> Figure:
 
     tree = curve(f"tree, width {r.width}, N = {r.top_n}", "2", "tree")
     given = [curve("chain", "1", "chain"), tree]
-    return Figure(
+    return figure(
         "gamma",
         "Acceptance by window, as replay predicts it",
         "Tokens a round (the target's own included) of fixed windows over the recorded texts.",
@@ -184,7 +184,7 @@ def _of_point(p: Point) -> str:
     return said + (f", {p.missing:.1%} of its rounds approximate" if p.missing else "")
 
 
-def _verified(r: TreeReport) -> Figure:
+def _verified(r: TreeReport) -> str:
     points = sorted(r.points, key=lambda p: (FAMILIES.index(p.family), p.per_token))
     groups: dict[tuple[str, bool], list[Any]] = {}
     for p in sorted(points, key=lambda p: (FAMILIES.index(p.family), p.origin != "grid")):
@@ -210,7 +210,7 @@ def _verified(r: TreeReport) -> Figure:
         listed = [*r.skipped[:SKIPPED_SHOWN], *([f"… {more} more"] if more > 0 else [])]
         summary = f"{len(r.skipped)} policies left out"
         table += numbers(("policy and reason",), zip(listed), text=1, summary=summary)
-    return Figure(
+    return figure(
         "verified",
         "Tokens a round against verified tokens",
         "Every policy replayed here or tried before: higher and further left is better (C2T, "
@@ -221,7 +221,7 @@ def _verified(r: TreeReport) -> Figure:
     )
 
 
-def _bins(r: TreeReport) -> Figure:
+def _bins(r: TreeReport) -> str:
     (width, height, counts), bins = r.grid.values(), r.bins
     thresholds = bins["thresholds"]
     right = max(len(counts[0]) * width, *(t * 1.05 for t in thresholds), width)
@@ -257,7 +257,7 @@ def _bins(r: TreeReport) -> Figure:
         for i, row in enumerate(zip(edges, bins["starts"], bins["mean_tcr"], strict=False))
     ]
     names = ("bin", "Phi from (nat)", "starts", "mean rank")
-    return Figure(
+    return figure(
         "bins",
         title,
         f"Starts with a drafted token accepted, darker where there are more. {said}",
@@ -266,7 +266,7 @@ def _bins(r: TreeReport) -> Figure:
     )
 
 
-def _categories(r: TreeReport) -> Figure:
+def _categories(r: TreeReport) -> str:
     def dot(c: Any, kind: str, colour: str) -> Dot:
         tau, share = c[f"{kind}_tau"], c[f"{kind}_acceptance"]
         said = f"{kind}: tau {tau:.3f}, {share:.1%} of its drafted tokens accepted"
@@ -283,7 +283,7 @@ def _categories(r: TreeReport) -> Figure:
     names = ("category", "requests", "chain tau", "tree tau")
     shares = ("chain accepted/drafted", "tree accepted/drafted")
     rows = [tuple(c.values()) for c in r.categories]
-    return Figure(
+    return figure(
         "categories",
         "Acceptance by category",
         f"Windows of {r.depth} levels; the tree has width {r.width} and keeps {r.top_n} nodes.",
@@ -292,7 +292,7 @@ def _categories(r: TreeReport) -> Figure:
     )
 
 
-def figures(r: TreeReport) -> list[Figure]:
+def figures(r: TreeReport) -> list[str]:
     """The page's figures, in its order."""
     return [*_ranks(r), *_heat(r), _gamma(r), _verified(r), _bins(r), _categories(r)]
 

@@ -13,11 +13,11 @@ from spectune.optimizer.report.charts import (
     Cell,
     Curve,
     Dot,
-    Figure,
     Plot,
     curves,
     document,
     dot_rows,
+    figure,
     numbers,
     safe,
     section,
@@ -122,7 +122,7 @@ class _Results:
         self.legend = [(f"{what}: {c['label']}", colour) for what, colour, c in self.shown]
         self.all = [*self.legend, ("the others", "6")]
 
-    def prediction(self) -> Figure:
+    def prediction(self) -> str:
         compared = [
             (c, c["measured_tokens_per_s"], c["predicted_tokens_per_s"], *c["measured_interval"])
             for c in self.candidates.values()
@@ -141,7 +141,7 @@ class _Results:
             plot.dot(x, y, colour, f"{label}: {said}")
             errors.append(abs(y / x - 1) if x else 0.0)
             rows.append((label, float(y), float(x), float(low), float(high)))
-        return Figure(
+        return figure(
             "prediction",
             f"Prediction was off by {100 * median(errors):.1f}% in the median of {len(errors)} "
             "policies",
@@ -151,7 +151,7 @@ class _Results:
             numbers(("policy", "predicted", "measured", "from", "to"), rows, text=1),
         )
 
-    def race(self, race: Sequence[Json]) -> Figure:
+    def race(self, race: Sequence[Json]) -> str:
         turns, ratios = zip(*(p[:2] for r in race for p in r["points"]), strict=True)
         y = (0.95 * min(ratios), 1.05 * max(ratios))
         plot = Plot((0.0, 1.04 * max(turns)), y, height=300, legend=self.all)
@@ -171,7 +171,7 @@ class _Results:
             else:
                 plot.dot(turn, ratio, colour, said)
         dropped = sum(r["dropped"] for r in race)
-        return Figure(
+        return figure(
             "race",
             f"{dropped} of {len(race)} policies fell behind beyond noise and were dropped from "
             "the race",
@@ -180,7 +180,7 @@ class _Results:
             plot,
         )
 
-    def intervals(self, race: Sequence[Json]) -> Figure:
+    def intervals(self, race: Sequence[Json]) -> str:
         rows: list[tuple[str, list[Dot]]] = []
         for r in sorted(race, key=lambda r: -r["points"][-1][1]):
             name, (turn, ratio, low, high) = r["policy"], r["points"][-1]
@@ -192,7 +192,7 @@ class _Results:
             for name, dropped, points in ((r["policy"], r["dropped"], r["points"]) for r in race)
         ]
         names = ("policy", "label", "requests", "speed", "from", "to", "dropped")
-        return Figure(
+        return figure(
             "intervals",
             f"How the race ended for {len(rows)} policies",
             f"Speed over {self.base}'s on the requests that both were executed on, with 95% "
@@ -201,7 +201,7 @@ class _Results:
             numbers(names, listed, text=2),
         )
 
-    def categories(self, categories: Json) -> Figure:
+    def categories(self, categories: Json) -> str:
         shown = [(colour, c["label"], categories.get(c["id"], {})) for _, colour, c in self.shown]
         names = sorted({name for _, _, speeds in shown for name in speeds})
 
@@ -217,7 +217,7 @@ class _Results:
         (_, _, own), *others = shown
         ahead = sum(all(own[n] >= speeds.get(n, 0.0) for _, _, speeds in others) for n in own)
         rows = [(name or "(none)", *(of.get(name) for _, _, of in shown)) for name in names]
-        return Figure(
+        return figure(
             "categories",
             f"{self.base.capitalize()} is fastest in {ahead} of {len(names)} categories",
             "Measured speed by category of request.",
@@ -225,7 +225,7 @@ class _Results:
             numbers(("category", *(label for _, label, _ in shown)), rows, text=1),
         )
 
-    def rounds(self, drawn: Json) -> Iterator[Figure]:
+    def rounds(self, drawn: Json) -> Iterator[str]:
         """Of each policy that drafted, one request round by round."""
         for _, colour, c in self.shown:
             rounds = drawn["rounds"].get(c["id"], [])
@@ -246,7 +246,7 @@ class _Results:
         )
 
 
-def _rounds(name: str, label: str, rounds: Sequence[Sequence[int]], drawn: Json) -> Figure:
+def _rounds(name: str, label: str, rounds: Sequence[Sequence[int]], drawn: Json) -> str:
     """Rounds as (drafted, accepted, emitted)."""
     shown = rounds[:ROUNDS_DRAWN]
     widest = max(max(drafted + 1, emitted) for drafted, _, emitted in shown)
@@ -269,7 +269,7 @@ def _rounds(name: str, label: str, rounds: Sequence[Sequence[int]], drawn: Json)
         at += emitted
     proposed, kept, total = (sum(column) for column in zip(*rounds, strict=True))
     first = f"; the first {len(shown)}" if len(rounds) > len(shown) else ""
-    return Figure(
+    return figure(
         name,
         f"{label}: {kept} of {proposed} drafted tokens accepted, {total} tokens in "
         f"{len(rounds)} rounds",
@@ -279,7 +279,7 @@ def _rounds(name: str, label: str, rounds: Sequence[Sequence[int]], drawn: Json)
     )
 
 
-def _by_position(acceptance: Mapping[str, Sequence[float]]) -> Figure:
+def _by_position(acceptance: Mapping[str, Sequence[float]]) -> str:
     given: list[Curve] = []
     for i, (draft, shares) in enumerate(acceptance.items()):
         said = f"{draft}: all of the first"
@@ -287,7 +287,7 @@ def _by_position(acceptance: Mapping[str, Sequence[float]]) -> Figure:
         given.append((draft, str(i % 5 + 1), points, True))
     rows = [(d, *s[:5], *[None] * (5 - len(s[:5]))) for d, s in acceptance.items()]
     best, shares = max(acceptance.items(), key=lambda of: of[1][0])
-    return Figure(
+    return figure(
         "positions",
         f"{shares[0]:.0%} of {best}'s first proposals are kept",
         "Share of the starts whose drafted tokens are all kept up to a position, over the "
