@@ -122,7 +122,8 @@ def plot_predictions() -> Plot:
     plot.legend = [(kind, colour) for (kind,), colour in zip(kinds, COLOURS, strict=False)]
     for colour, own in zip(COLOURS, kinds.values(), strict=False):
         for r in own:
-            plot.dot(*(r[speed] for speed in speeds), colour, "", r=2.5)
+            measured, predicted = (r[speed] for speed in speeds)
+            plot.dot(measured, predicted, colour, "", r=2.5)
     return plot
 
 
