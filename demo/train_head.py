@@ -371,7 +371,7 @@ def measure(
         right = torch.cat(found).float()
         counts = right.sum(0).tolist()
         depth = [round(b / max(1.0, a), 4) for a, b in pairwise([float(len(right)), *counts])]
-        row = {"depth": depth, "accepted": round(sum(counts) / len(right), 3)}
+        row = {"depth": depth, "accepted": round(sum(counts) / max(1, len(right)), 3)}
         measured.setdefault(name, {}).setdefault(category, {})[kind] = row
     return measured
 
