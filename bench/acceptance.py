@@ -19,10 +19,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests")]
@@ -41,14 +41,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--only", nargs="*", metavar="NAME", choices=CHECKS, help="run these checks alone"
-    )
-    parser.add_argument("--fresh", action="store_true", help="forget what earlier runs did")
-    parser.add_argument(
-        "--quick", action="store_true", help="a tiny size, which proves that a check runs"
-    )
-    parser.add_argument("--list", action="store_true", help="list the checks")
+    add = parser.add_argument
+    add("--only", nargs="*", metavar="NAME", choices=CHECKS, help="run these checks alone")
+    add("--fresh", action="store_true", help="forget what earlier runs did")
+    add("--quick", action="store_true", help="a tiny size, which proves that a check runs")
+    add("--list", action="store_true", help="list the checks")
     wanted = parser.parse_args()
     if wanted.list:
         print("\n".join(f"{name:14} {_about(name)}" for name in CHECKS))
@@ -57,9 +54,8 @@ def main() -> int:
     state = ROOT / ".acceptance" / "quick" if wanted.quick else ROOT / ".acceptance"
     state.mkdir(parents=True, exist_ok=True)
     if wanted.fresh:
-        for file in [state / f"{name}.done" for name in names] + (
-            [] if wanted.only else [*state.glob("lab*")]
-        ):
+        forgotten = [state / f"{name}.done" for name in names]
+        for file in forgotten if wanted.only else [*forgotten, *state.glob("lab*")]:
             file.unlink(missing_ok=True)
     left = [name for name in names if not (state / f"{name}.done").exists()]
     if len(names) > 1:
@@ -69,11 +65,11 @@ def main() -> int:
     return _report(names, state)
 
 
-def _check(name: str) -> Callable[[Path, bool], dict[str, Any]]:
-    module = importlib.import_module("suites" if name in SUITES else name)
-    return cast(
-        Callable[[Path, bool], dict[str, Any]], getattr(module, name if name in SUITES else "check")
-    )
+def _check(name: str) -> Any:
+    """The function of a check."""
+    is_suite = name in SUITES
+    module = importlib.import_module("suites" if is_suite else name)
+    return getattr(module, name if is_suite else "check")
 
 
 def _about(name: str) -> str:
@@ -82,13 +78,14 @@ def _about(name: str) -> str:
 
 def _run(name: str, state: Path, quick: bool) -> None:
     """Runs a check and stores its figures."""
-    from lab import environment
+    from lab import environment, keep
 
     print(f"{name}: {_about(name)}", flush=True)
     began, before = time.time(), environment()
     figures = _check(name)(state, quick)
     figures |= {"seconds": round(time.time() - began, 1), "environment": before}
-    _results(name, state).write_text(json.dumps(figures, indent=1) + "\n")
+    path = _results(name, state)
+    keep(path.stem, figures, path.parent)
     (state / f"{name}.done").write_text("ok" if figures["holds"] else "failed")
 
 
@@ -96,19 +93,14 @@ def _run_apart(names: Sequence[str], state: Path, quick: bool) -> None:
     """Runs each check in a process of its own; one that breaks off leaves the others alone."""
 
     def apart(name: str) -> None:
-        subprocess.run(
-            [sys.executable, __file__, *(["--quick"] if quick else []), "--only", name], check=False
-        )
+        how = ["--quick"] if quick else []
+        subprocess.run([sys.executable, __file__, *how, "--only", name], check=False)
 
-    if {"lossless", "parity"} & set(
-        names
-    ):  # they share a laboratory, which one of them alone shall make
+    if {"lossless", "parity"} & {*names}:
+        # They share a laboratory, which one of them alone shall make.
         code = f"import lab, pathlib; list(lab.laboratories(pathlib.Path({str(state)!r}), {quick}))"
-        subprocess.run(
-            [sys.executable, "-c", code],
-            check=False,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        subprocess.run([sys.executable, "-c", code], check=False, env=env)
     with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
         list(pool.map(apart, [n for n in EXACT if n in names]))
     for name in TIMED:
@@ -122,22 +114,16 @@ def _report(names: Sequence[str], state: Path) -> int:
         mark = state / f"{name}.done"
         holds = mark.exists() and mark.read_text() == "ok"
         failed += not holds
-        figures = (
-            json.loads(_results(name, state).read_text())
-            if mark.exists()
-            else {"seconds": 0, "summary": "broke off"}
-        )
-        print(
-            f"{name:14} {'holds' if holds else 'DOES NOT HOLD':14} {figures['seconds']:7.0f} s  "
-            f"{figures['summary']}",
-            flush=True,
-        )
+        figures: dict[str, Any] = {"seconds": 0, "summary": "broke off"}
+        if mark.exists():
+            figures = json.loads(_results(name, state).read_text())
+        said = f"{'holds' if holds else 'DOES NOT HOLD':14} {figures['seconds']:7.0f} s"
+        print(f"{name:14} {said}  {figures['summary']}", flush=True)
     return int(failed > 0)
 
 
 def _results(name: str, state: Path) -> Path:
     folder = state if state.name == "quick" else ROOT / "bench" / "results"
-    folder.mkdir(parents=True, exist_ok=True)
     return folder / f"acceptance-{name.replace('_', '-')}.json"
 
 

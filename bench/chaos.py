@@ -18,7 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import forkserver
@@ -84,7 +84,7 @@ class Member:
 
 
 class Run:
-    """One run; ``folder`` gets notes and logs. A context, which leaves no process behind."""
+    """One run; ``folder`` gets notes and logs."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.seed = folder, seed
@@ -96,10 +96,8 @@ class Run:
         self.told: list[tuple[str, int]] = []
         self.pairs = {UNWATCHED: UNWATCHED}
 
-    def __enter__(self) -> Run:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
+    def close(self) -> None:
+        """Leaves no process behind."""
         for member in self.members:
             member.process.kill()
             member.process.join()
@@ -131,14 +129,9 @@ class Run:
         payload = {
             "pair": read_pair(str(tuned)).to_json(),
             "workload": [str(workload)],
-            "device": "cpu",
+            "max_new_tokens": roles.TUNE_TOKENS,
         }
-        add(
-            "tune",
-            every=40,
-            payload={**payload, "max_new_tokens": roles.TUNE_TOKENS, **roles.SEARCH},
-            budget="15s",
-        )
+        add("tune", every=40, payload={**payload, "device": "cpu", **roles.SEARCH}, budget="15s")
         self._hire("j", 3, roles.worker)
         for member in self.members:
             self._ready(member)
@@ -152,9 +145,9 @@ class Run:
         return file
 
     def _hire(self, letter: str, count: int, role: Callable[..., None], *arguments: Any) -> None:
-        for name in (f"{letter}{n}" for n in range(count)):
-            place = roles.Place(self.server.url, self.folder, name, self.seed)
-            self.members.append(Member(name, (place, role, *arguments)))
+        for n in range(count):
+            place = roles.Place(self.server.url, self.folder, f"{letter}{n}", self.seed)
+            self.members.append(Member(place.name, (place, role, *arguments)))
             self.members[-1].begin()
 
     def notes(self, event: str) -> list[tuple[Member, dict[str, Any]]]:
@@ -176,12 +169,9 @@ class Run:
 
     def _problem(self, kind: str, member: Member) -> None:
         """Notes what is wrong with a member, with the last line of its log."""
-        lines = (
-            (self.folder / f"{member.name}.log").read_text(errors="replace").strip().splitlines()
-        )
-        self.problems.append(
-            (kind, f"{member.name}: exit code {member.process.exitcode}; {lines[-1:]}")
-        )
+        log = (self.folder / f"{member.name}.log").read_text(errors="replace")
+        said = f"exit code {member.process.exitcode}; {log.strip().splitlines()[-1:]}"
+        self.problems.append((kind, f"{member.name}: {said}"))
 
     def _again(self, member: Member) -> None:
         member.process.join()
@@ -310,10 +300,8 @@ class Run:
         for pair in (WATCHED, TUNED):
             self.publish(pair, "last")
         until = time.monotonic() + DRAIN_S
-        while (
-            self.server.sql("SELECT 1 FROM schedule_job WHERE state IN ('queued', 'running')")
-            and time.monotonic() < until
-        ):
+        waiting = "SELECT 1 FROM schedule_job WHERE state IN ('queued', 'running')"
+        while self.server.sql(waiting) and time.monotonic() < until:
             self.hold(0.5)
         self.hold(2 * BOUND_S)
         self.until = time.time()
@@ -337,10 +325,8 @@ class Run:
 
     def history(self) -> History:
         """What is in the database and in the notes."""
-        sql, stamp = (
-            self.server.sql,
-            "extract(epoch FROM pg_xact_commit_timestamp(xmin))::float8 AS committed",
-        )
+        sql = self.server.sql
+        stamp = "extract(epoch FROM pg_xact_commit_timestamp(xmin))::float8 AS committed"
         publications = sql(
             f"SELECT id AS version, pair_id AS pair, idempotency_key AS key, actor, {stamp}, "
             "(evidence->>'attempt')::int AS attempt FROM publication"
@@ -354,26 +340,19 @@ class Run:
             "(result->>'published')::int AS published "
             "FROM schedule_job j JOIN schedule s ON s.id = j.schedule_id ORDER BY j.id"
         )
-        fired = (
-            "SELECT fire_at FROM schedule_fire JOIN schedule s ON s.id = schedule_id WHERE name = "
-            "%s"
-        )
+        fired = sql("SELECT name, fire_at FROM schedule_fire JOIN schedule s ON s.id = schedule_id")
         slots = {
-            name: (seconds, [r["fire_at"] for r in sql(fired, (name,))])
+            name: (seconds, [row["fire_at"] for row in fired if row["name"] == name])
             for name, seconds in EVERY.items()
         }
-        told = [
-            (n["key"], n["version"]) for _, n in self.notes("answered") if n["version"] is not None
-        ]
-        texts = [
-            ("text", f"{member.name}: {n}") for member, n in self.notes("text") if not n["same"]
-        ]
+        answered = (n for _, n in self.notes("answered") if n["version"] is not None)
+        texts = [("text", f"{m.name}: {n}") for m, n in self.notes("text") if not n["same"]]
         return History(
             [Publication(**row, is_good=row["version"] not in self.bad) for row in publications],
             [Said(**row) for row in said],
             self.faults,
             list(self._watched()),
-            [*self.told, *told],
+            [*self.told, *((n["key"], n["version"]) for n in answered)],
             [(n["key"], n["attempt"], n["at"]) for _, n in self.notes("attempt")],
             [Job(**row) for row in jobs],
             slots,
@@ -382,16 +361,13 @@ class Run:
         )
 
     def _watched(self) -> Iterator[Watched]:
-        first = {
-            member.name: note
-            for member, note in reversed(self.notes("ready"))
-            if member.kind == "watcher"
-        }
-        for name, ready in first.items():
-            came = [
-                (n["at"], n["version"]) for n in roles.read_notes(self.folder, name, "in force")
-            ]
-            yield Watched(name, ready["pair"], ready["at"], came)
+        for member in (m for m in self.members if m.kind == "watcher"):
+            ready, came = (
+                roles.read_notes(self.folder, member.name, event) for event in ("ready", "in force")
+            )
+            if ready:
+                moments = [(n["at"], n["version"]) for n in came]
+                yield Watched(member.name, ready[0]["pair"], ready[0]["at"], moments)
 
     def _tracebacks(self) -> Iterator[tuple[str, str]]:
         for path in sorted(self.folder.glob("*.log")):
@@ -411,7 +387,7 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     folder.mkdir(parents=True)
     signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(LONGEST_S)
-    with Run(folder, 0) as run:
+    with closing(Run(folder, 0)) as run:
         run.begin()
         run.spoil(3.0 if quick else 220.0)
         run.finish()

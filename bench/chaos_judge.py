@@ -134,10 +134,8 @@ def _followed(history: History, watched: Watched, verdict: Verdict) -> None:
             s for s in history.said if (s.node, s.version) == (watched.node, publication.version)
         ]
         at, is_good = came.get(publication.version), publication.is_good
-        name = (
-            f"{watched.node}: publication {publication.version} "
-            f"({publication.key or publication.actor})"
-        )
+        key = publication.key or publication.actor
+        name = f"{watched.node}: publication {publication.version} ({key})"
         for kind in _answered(publication, answers, at):
             verdict.failures.append((kind, f"{name}: {[a.reason for a in answers]}"))
         since = max(publication.committed, watched.ready)
@@ -151,9 +149,8 @@ def _followed(history: History, watched: Watched, verdict: Verdict) -> None:
         moments = [min((a.committed for a in answers), default=None), *([at] if is_good else [])]
         for late in [t for t in moments if t is None or t > limit][:1]:
             how = "never" if late is None else f"after {late - counted:.2f} s"
-            verdict.failures.append(
-                (f"{'applied' if is_good else 'refused'} late", f"{name}: {how}")
-            )
+            kind = "applied late" if is_good else "refused late"
+            verdict.failures.append((kind, f"{name}: {how}"))
         if is_good and at is not None:
             _, counted = due(since, [f for f in faults if f.begin < at])
             verdict.latencies_s.append(max(0.0, at - counted))
@@ -186,10 +183,8 @@ def _none_lost(history: History) -> Iterator[Failure]:
 
 def _none_doubled(history: History) -> Iterator[Failure]:
     """A key has one publication, which every answer under it names; what is good has a key."""
-    answers = {
-        *history.acknowledged,
-        *((p.key or "no key", p.version) for p in history.publications if p.is_good),
-    }
+    good = {(p.key or "no key", p.version) for p in history.publications if p.is_good}
+    answers = {*history.acknowledged, *good}
     for key, count in Counter(key for key, _ in answers).items():
         if count > 1 or key == "no key":
             yield "doubled", f"{key}: {count} publications"
@@ -200,11 +195,8 @@ def _fenced(history: History) -> Iterator[Failure]:
     for p in history.publications:
         for key, attempt, begun in history.attempts:
             if key == p.key and attempt > (p.attempt or attempt) and p.committed > begun:
-                yield (
-                    "fence",
-                    f"{key}: attempt {p.attempt} published {p.committed - begun:.2f} s after "
-                    f"attempt {attempt} began",
-                )
+                late = f"{p.committed - begun:.2f} s after attempt {attempt} began"
+                yield "fence", f"{key}: attempt {p.attempt} published {late}"
 
 
 def _jobs_done(history: History) -> Iterator[Failure]:

@@ -85,9 +85,8 @@ class Server(databases.Server):
 
     def sql(self, statement: str, values: Any = None) -> list[dict[str, Any]]:
         """Executes one statement behind the product's back; its rows, if it has any."""
-        with psycopg.connect(
-            self.url, row_factory=dict_row, autocommit=True, connect_timeout=5
-        ) as connection:
+        how: dict[str, Any] = {"row_factory": dict_row, "autocommit": True, "connect_timeout": 5}
+        with psycopg.connect(self.url, **how) as connection:
             done = connection.execute(statement, values)
             return done.fetchall() if done.description else []
 
@@ -102,11 +101,11 @@ def publish(server: Server, store: TraceStore, pair_id: str, name: str) -> int:
     """Puts a policy of :data:`DOCUMENTS` or :data:`FORGED` in force by SQL; its version."""
     document = DOCUMENTS.get(name) or _naming_forged(server, store, name)
     policy = _id_of(document)
-    row = (
-        "INSERT INTO policy (id, label, document, created_at) VALUES (%s, %s, %s::json, now()) ON "
-        "CONFLICT DO NOTHING"
+    server.sql(
+        "INSERT INTO policy (id, label, document, created_at) VALUES (%s, %s, %s::json, now()) "
+        "ON CONFLICT DO NOTHING",
+        (policy, name, document),
     )
-    server.sql(row, (policy, name, document))
     (row,) = server.sql(
         "INSERT INTO publication (pair_id, device, policy_id, evidence, actor, reason, created_at) "
         "VALUES (%s, 'cpu', %s, '{}'::json, 'garbage', %s, clock_timestamp()) RETURNING id",

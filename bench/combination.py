@@ -18,6 +18,7 @@ from lab import (
     fixed,
     laboratory,
     requests,
+    say,
     top_k,
 )
 
@@ -43,26 +44,21 @@ the best of hundreds by prediction."""
 def used(policy: Policy) -> frozenset[str]:
     """The papers whose mechanisms a policy uses: adaptive windows; entropy bins; a classifier's
     growth; a shortlist."""
-    flags = (
-        policy.window.kind in ADAPTIVE,
-        policy.stratify is not None,
-        policy.growth.kind == "classifier",
-        policy.shortlisted,
-    )
+    adaptive, grown = policy.window.kind in ADAPTIVE, policy.growth.kind == "classifier"
+    flags = (adaptive, policy.stratify is not None, grown, policy.shortlisted)
     return frozenset(paper for paper, there in zip(PAPERS, flags, strict=True) if there)
 
 
 def kinds_of(papers: Sequence[str]) -> Kinds:
     """What policies of these papers may be made of, beside chains and EAGLE-2's trees of fixed
     windows."""
+    shortlists = ("full", "frequency", "position_frequency", "clusters")
     return Kinds(
         windows=("fixed", *(ADAPTIVE if "on-the-fly" in papers else ())),
         stops=("none",),
         growths=("chain", "top_k", *(("classifier",) if "C2T" in papers else ())),
         bins="HeteroSpec" in papers,
-        shortlists=("full", "frequency", "position_frequency", "clusters")
-        if "DynaSpec" in papers
-        else ("full",),
+        shortlists=shortlists if "DynaSpec" in papers else shortlists[:1],
     )
 
 
@@ -84,23 +80,22 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
         rows += _confirmed(lab, category, _chosen(lab, part, quick), quick)
         methods += tree_methods(lab, category, part, quick)
     papers = [r for r in rows if r["space"] in PAPERS]
-    workloads = dict.fromkeys(r["workload"] for r in papers)
-    best = [
-        max((r for r in papers if r["workload"] == c), key=lambda r: r["speedup"])
-        for c in workloads
-    ]
+    by_workload: dict[str, list[dict[str, Any]]] = {}
+    for r in papers:
+        by_workload.setdefault(r["workload"], []).append(r)
+    best = [max(own, key=lambda r: r["speedup"]) for own in by_workload.values()]
+    # The joint space over the best single paper of each workload: mean and half interval, of logs.
     together = math.exp(statistics.fmean(math.log(r["joint_over_it"][0]) for r in best))
-    spread = math.hypot(
-        *(math.log((r["joint_over_it"][2] or 9.0) / r["joint_over_it"][0]) for r in best)
-    ) / len(best)
+    halves = (math.log((r["joint_over_it"][2] or 9.0) / r["joint_over_it"][0]) for r in best)
+    spread = math.exp(math.hypot(*halves) / len(best))
     behind = sum((r["joint_over_it"][2] or 9.0) < 1.0 for r in papers)
     joint = ", ".join(f"{r['workload']} {r['speedup']:.2f}" for r in rows if r["space"] == JOINT)
     return {
-        "holds": not behind and together * math.exp(spread) >= 1.0 - TIE,
+        "holds": not behind and together * spread >= 1.0 - TIE,
         "summary": f"all papers together over autoregression, on unseen requests: {joint}; over "
-        f"the best single paper {together:.3f} "
-        f"({together * math.exp(-spread):.3f}-{together * math.exp(spread):.3f}); slower than a "
-        f"single paper beyond noise in {behind} of {len(papers)} cases; {_claims(methods)}",
+        f"the best single paper {together:.3f} ({together / spread:.3f}-{together * spread:.3f}); "
+        f"slower than a single paper beyond noise in {behind} of {len(papers)} cases; "
+        f"{_claims(methods)}",
         "rows": rows,
         "methods": methods,
     }
@@ -111,21 +106,16 @@ def _chosen(lab: Lab, trace: ReplayTrace, quick: bool) -> dict[str, list[Trial]]
     requests."""
     known: dict[str, Trial] = {}
 
-    def of(limits: dict[str, Any]) -> dict[str, Any]:
-        return {draft: limits[draft] for draft in DRAFTS if draft in limits}
-
     def within(papers: Sequence[str], trials: int) -> Study:
         kinds = kinds_of(papers)
         seen = Study(tuple(t for t in known.values() if kinds.hold(t.policy)), 0, "")
         how: dict[str, Any] = {
-            "gamma_max": 4 if quick else 8,
-            "trials": trials,
-            "known": seen,
-            "kinds": kinds,
-            "bounded": False,
+            name: {draft: limits[draft] for draft in DRAFTS if draft in limits}
+            for name, limits in (("trees", lab.trees), ("shortlists", lab.shortlists))
         }
-        how |= {"trees": of(lab.trees), "shortlists": of(lab.shortlists), "artifacts": lab.find}
-        study = search(trace, lab.profile, DRAFTS, **how)
+        how |= {"known": seen, "kinds": kinds, "bounded": False, "artifacts": lab.find}
+        gamma_max = 4 if quick else 8
+        study = search(trace, lab.profile, DRAFTS, gamma_max=gamma_max, trials=trials, **how)
         known.update({t.policy.id: t for t in study.trials})
         return study
 
@@ -136,10 +126,8 @@ def _chosen(lab: Lab, trace: ReplayTrace, quick: bool) -> dict[str, list[Trial]]
         own = tuple(t for t in study.trials if used(t.policy) and used(t.policy) <= set(papers))
         chosen[" + ".join(papers)] = finalists(Study(own, study.seed, study.sampler), 2)
     chosen[JOINT] = list({t.policy.id: t for found in chosen.values() for t in found}.values())
-    plain = sorted(
-        (t for t in known.values() if t.policy.speculates and not used(t.policy)),
-        key=lambda t: -t.value,
-    )
+    plain = [t for t in known.values() if t.policy.speculates and not used(t.policy)]
+    plain.sort(key=lambda t: -t.value)
     for name, growth in zip(BASELINES, ("chain", "top_k"), strict=True):
         chosen[name] = [t for t in plain if t.policy.growth.kind == growth][:1]
     return {name: found for name, found in chosen.items() if found}
@@ -154,35 +142,21 @@ def _confirmed(
     first, second = (2, 3) if quick else (8, 18)
     seen = len(lab.workload.requests)
     raced = {t.policy.id: t.policy for found in chosen.values() for t in found}
-    decided = compare(
-        lab.pair,
-        list(raced.values()),
-        encode(lab.pair, requests(first, skip=seen, category=category), lab.options),
-        **how,
-    )
-    winners = {name: _fastest(found, decided) for name, found in chosen.items()} | {
-        "autoregressive": AUTOREGRESSIVE
-    }
+    tried = encode(lab.pair, requests(first, skip=seen, category=category), lab.options)
+    decided = compare(lab.pair, list(raced.values()), tried, **how)
+    winners: dict[str, Any] = {name: _fastest(found, decided) for name, found in chosen.items()}
+    winners["autoregressive"] = AUTOREGRESSIVE
     unseen = encode(lab.pair, requests(second, skip=seen + first, category=category), lab.options)
     compared = compare(lab.pair, list(winners.values()), unseen, **how)
     rows = []
     for name, policy in winners.items():
         speedup = compared.ratio(policy.id, AUTOREGRESSIVE.id)
+        over = compared.ratio(winners[JOINT].id, policy.id)
         row = {"workload": category, "space": name, "policy": policy.label(), "speedup": speedup[0]}
-        row |= {
-            "speedup_interval": finite(speedup[1:]),
-            "joint_over_it": finite(compared.ratio(winners[JOINT].id, policy.id)),
-        }
-        rows.append(
-            {
-                **row,
-                "tau": compared.outcomes[policy.id].total.mean_accepted_length,
-                "texts_differ": compared.texts_differ,
-            }
-        )
-        print(
-            f"  {category} {name}: {speedup[0]:.3f} x autoregression, {policy.label()}", flush=True
-        )
+        row |= {"speedup_interval": finite(speedup[1:]), "joint_over_it": finite(over)}
+        row |= {"tau": compared.outcomes[policy.id].total.mean_accepted_length}
+        rows.append({**row, "texts_differ": compared.texts_differ})
+        say(f"{category} {name}: {speedup[0]:.3f} x autoregression, {policy.label()}")
     return rows
 
 
@@ -193,9 +167,8 @@ def _fastest(found: Sequence[Trial], compared: Comparison) -> Policy:
     def speed(trial: Trial) -> float:
         if trial is base:
             return 0.0
-        return weighed(
-            compared.ratio(trial.policy.id, base.policy.id), trial.value / base.value, SPREAD
-        )
+        ratio = compared.ratio(trial.policy.id, base.policy.id)
+        return weighed(ratio, trial.value / base.value, SPREAD)
 
     return max(found, key=speed).policy
 
@@ -204,34 +177,24 @@ def tree_methods(lab: Lab, category: str, trace: ReplayTrace, quick: bool) -> li
     """HeteroSpec, C2T, adaptive depth and AdaEDL against EAGLE-2: tau and verified tokens replayed,
     exactly; speed executed on a few."""
     rows: list[dict[str, Any]] = []
-    encoded = encode(
-        lab.pair,
-        requests(2 if quick else 3, skip=len(lab.workload.requests), category=category),
-        lab.options,
-    )
+    workload = requests(2 if quick else 3, skip=len(lab.workload.requests), category=category)
+    encoded = encode(lab.pair, workload, lab.options)
     for draft in DRAFTS:
         policies = {name: parse_policy(d) for name, d in _methods(lab, draft).items()}
-        compared = compare(
-            lab.pair, [AUTOREGRESSIVE, *policies.values()], encoded, artifacts=lab.find
-        )
+        eagle2 = policies["EAGLE-2"]
+        every = [AUTOREGRESSIVE, *policies.values()]
+        compared = compare(lab.pair, every, encoded, artifacts=lab.find)
         replayed = {
             p.id: run_replay(trace, p, artifacts=lab.find, approximate=True).total
             for p in policies.values()
         }
         for name, policy in policies.items():
-            total = replayed[policy.id]
-            row = {
-                "workload": category,
-                "draft": draft,
-                "method": name,
-                "speedup": compared.ratio(policy.id, AUTOREGRESSIVE.id)[0],
-            }
-            row |= {
-                "over_eagle2": compared.ratio(policy.id, policies["EAGLE-2"].id)[0],
-                "tau": total.mean_accepted_length,
-            }
-            base = replayed[policies["EAGLE-2"].id].verified_tokens
-            rows.append({**row, "verified_over_eagle2": total.verified_tokens / base})
+            total, speed = replayed[policy.id], compared.ratio(policy.id, AUTOREGRESSIVE.id)[0]
+            row = {"workload": category, "draft": draft, "method": name, "speedup": speed}
+            row |= {"over_eagle2": compared.ratio(policy.id, eagle2.id)[0]}
+            row |= {"tau": total.mean_accepted_length}
+            over = total.verified_tokens / replayed[eagle2.id].verified_tokens
+            rows.append({**row, "verified_over_eagle2": over})
     return rows
 
 
@@ -244,18 +207,15 @@ def _methods(lab: Lab, draft: str) -> dict[str, Document]:
     }
     if limit is not None and limit.bins is not None:
         bins = {"artifact": limit.bins, "alpha": min(3, DEPTH - 5)}
-        named["depth extension (DED)"] = {
-            **base,
-            "stratify": {**bins, "fractions": [1.0, 1.0, 1.0]},
-        }
-        named["HeteroSpec"] = {**base, "stratify": {**bins, "fractions": [0.3, 0.6, 1.0]}}
+        for name, fractions in (
+            ("depth extension (DED)", [1.0, 1.0, 1.0]),
+            ("HeteroSpec", [0.3, 0.6, 1.0]),
+        ):
+            named[name] = {**base, "stratify": {**bins, "fractions": fractions}}
     if limit is not None and limit.classifier is not None:
         for beta in (0.3, 0.5):
-            named[f"C2T beta {beta}"] = {
-                "draft": draft,
-                "growth": limit.grower(beta),
-                "window": fixed(5),
-            }
+            growth = {"growth": limit.grower(beta), "window": fixed(5)}
+            named[f"C2T beta {beta}"] = {"draft": draft, **growth}
     return named
 
 

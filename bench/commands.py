@@ -69,10 +69,8 @@ def measure(command: tuple[str, ...], folder: Path) -> dict[str, Any]:
         times.append(time.perf_counter() - begun)
         busy.append(sum(os.times()[2:4]) - sum(before[2:4]))
         if done.returncode != status or not count.exists():
-            raise RuntimeError(
-                f"{' '.join(command)}: ended with {done.returncode}, not {status}: "
-                f"{done.stderr[-500:]}"
-            )
+            said = f"ended with {done.returncode}, not {status}: {done.stderr[-500:]}"
+            raise RuntimeError(f"{' '.join(command)}: {said}")
     return {
         "seconds": statistics.median(times[1:]),
         "cpu_s": statistics.median(busy[1:]),
@@ -86,20 +84,14 @@ def main() -> int:
         with open_database(f"{folder}/spectune.db") as database:
             a_recording(TraceStore(database))
         for name, command in COMMANDS.items():
-            one = found[name] = {
-                **measure(command, Path(folder)),
-                "limit_s": LIMITS_S.get(name, 1.0),
-            }
-            over += [name] if one["cpu_s"] > one["limit_s"] else []
-            print(
-                f"{name:<26}{one['seconds']:6.2f} s{one['cpu_s']:6.2f} s CPU{one['modules']:7} "
-                "modules",
-                flush=True,
-            )
+            limit_s = LIMITS_S.get(name, 1.0)
+            one = found[name] = {**measure(command, Path(folder)), "limit_s": limit_s}
+            over += [name] if one["cpu_s"] > limit_s else []
+            seconds = f"{one['seconds']:6.2f} s{one['cpu_s']:6.2f} s CPU"
+            print(f"{name:<26}{seconds}{one['modules']:7} modules", flush=True)
     data = {"python": platform.python_version(), "cores": os.cpu_count(), "commands": found}
-    (Path(__file__).resolve().parent / "results" / "commands.json").write_text(
-        json.dumps(data, indent=1) + "\n"
-    )
+    path = Path(__file__).resolve().parent / "results" / "commands.json"
+    path.write_text(json.dumps(data, indent=1) + "\n")
     if over:
         print(f"over the limit of processor time: {', '.join(over)}", file=sys.stderr)
     return int(bool(over))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from lab import CATEGORIES, compare, demo, requests, stored
+from lab import CATEGORIES, compare, demo, requests, say, stored
 
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions, Encoded, encode, run
@@ -52,10 +52,8 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     rows = []
     for name, encoded in list(workloads(pair, count, tokens).items())[: 1 if quick else 4]:
         rows.append({"workload": name, **_measured(store, pair, encoded, passes)})
-        print(
-            f"  {name}: oracle {100 * rows[-1]['oracle_gain']:+.1f}%, shares {rows[-1]['share']}",
-            flush=True,
-        )
+        gain = 100 * rows[-1]["oracle_gain"]
+        say(f"{name}: oracle {gain:+.1f}%, shares {rows[-1]['share']}")
     differ = sum(r["texts_differ"] for r in rows)
     harmed = sum((r["interval"]["guarded"][1] or 9.0) < WORSE for r in rows)
     reached = sum((r["share"]["guarded"] or 0.0) >= SHARE for r in rows)
@@ -74,36 +72,31 @@ def workloads(pair: LoadedPair, count: int, tokens: int) -> dict[str, Encoded]:
     """The demo workload's categories at temperature 0, and a mixed one: half of it demo prompts at
     temperature 1, half lines of them that repeat, at temperature 0, where prompt lookup is right.
     """
-    made = {
-        c: encode(pair, requests(count, category=c), DecodeOptions(Sampling(), tokens))
-        for c in CATEGORIES
-    }
+    plain = DecodeOptions(Sampling(), tokens)
+    made = {c: encode(pair, requests(count, category=c), plain) for c in CATEGORIES}
     half = requests(count // 2)
     sampled = encode(pair, half, DecodeOptions(Sampling(1.0, seed=1), tokens))
     repeated = Workload("repeated", tuple(_repeated(r) for r in half.requests))
-    greedy = encode(pair, repeated, DecodeOptions(Sampling(), tokens))
-    made["mixed"] = Encoded(
-        tuple(itertools.chain.from_iterable(zip(sampled.items, greedy.items, strict=True))),
-        sampled.options,
-    )
+    greedy = encode(pair, repeated, plain)
+    mixed = itertools.chain.from_iterable(zip(sampled.items, greedy.items, strict=True))
+    made["mixed"] = Encoded(tuple(mixed), sampled.options)
     return made
 
 
 def _repeated(request: Request) -> Request:
     """The last line of a prompt, four times, and its beginning."""
     line = request.turns[0].strip().splitlines()[-1][:80]
-    return Request(
-        f"{request.id}-repeated", "repeated", (f"{line}\n" * 4 + line[: len(line) // 3],)
-    )
+    text = f"{line}\n" * 4 + line[: len(line) // 3]
+    return Request(f"{request.id}-repeated", "repeated", (text,))
 
 
 def traced(pair: LoadedPair, encoded: Encoded) -> ReplayTrace:
     """The texts of a workload with every draft's chains."""
     plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
     texts = [done.trajectory for done in run(pair, plain, encoded)]
-    return ReplayTrace(
-        texts, {d: [record_panorama(pair, t, d, GAMMA) for t in texts] for d in pair.draft_names}
-    )
+    names = pair.draft_names
+    chains = {d: [record_panorama(pair, t, d, GAMMA) for t in texts] for d in names}
+    return ReplayTrace(texts, chains)
 
 
 def _measured(store: TraceStore, pair: LoadedPair, encoded: Encoded, passes: int) -> dict[str, Any]:
@@ -112,11 +105,8 @@ def _measured(store: TraceStore, pair: LoadedPair, encoded: Encoded, passes: int
     profile = profile_for(
         store, pair, tuple(pair.draft_names), gamma_max=GAMMA, trees=False, trajectories=texts
     ).profile
-    source = ChooserSource(
-        trace,
-        read_prompts(pair, texts),
-        {"recording": None, "requests": [t.request_id for t in texts]},
-    )
+    about = {"recording": None, "requests": [t.request_id for t in texts]}
+    source = ChooserSource(trace, read_prompts(pair, texts), about)
     how: dict[str, Any] = {"reader": prompt_reader(pair), "artifacts": fitted(store, pair.id)}
     guarded = fit_chooser(trace, source.prompts, CANDIDATES, profile, guarded=True, **how)
     rules = {"throughput": replace(guarded, chooses=True, reason=""), "guarded": guarded}
@@ -128,14 +118,8 @@ def _measured(store: TraceStore, pair: LoadedPair, encoded: Encoded, passes: int
     policies = {**CANDIDATES, **kept}
     held_out = sorted({*range(len(texts))} - {*split([t.category for t in texts]).search})
     test = replace(encoded, items=tuple(encoded.items[i] for i in held_out))
-    compared = compare(
-        pair,
-        list(policies.values()),
-        test,
-        passes=passes,
-        profile=profile,
-        artifacts=fitted(store, pair.id),
-    )
+    run_by = {"profile": profile, "artifacts": fitted(store, pair.id)}
+    compared = compare(pair, list(policies.values()), test, passes=passes, **run_by)
     return {
         "requests": len(texts),
         "held_out": len(held_out),
@@ -155,19 +139,15 @@ def figures(seconds: Mapping[str, Seconds]) -> dict[str, Any]:
     """
     typical = {name: np.median(found, axis=1) for name, found in seconds.items()}
     single = min(CANDIDATES, key=lambda d: typical[d].sum())
-    best, oracle = (
-        float(typical[single].sum()),
-        float(np.min([typical[d] for d in CANDIDATES], axis=0).sum()),
-    )
+    total = {name: float(found.sum()) for name, found in typical.items()}
+    best, oracle = total[single], float(np.min([typical[d] for d in CANDIDATES], axis=0).sum())
     timings = Timings(seconds)
     against = {name: timings.ratio(name, single) for name in seconds if name not in CANDIDATES}
-    share = {
-        n: round((best - float(typical[n].sum())) / (best - oracle), 3) if best > oracle else None
-        for n in against
-    }
+    gain = best - oracle
+    share = {n: round((best - total[n]) / gain, 3) if gain > 0 else None for n in against}
     return {
         "single": single,
-        "seconds": {name: float(s.sum()) for name, s in typical.items()},
+        "seconds": total,
         "oracle_gain": best / oracle - 1.0,
         "share": share,
         "ratio": {name: round(found[0], 4) for name, found in against.items()},

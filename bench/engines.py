@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lab import demo, requests, stored
+from lab import chain, demo, record_engine, requests, say, stored
 
 from spectune.engines.protocol import Answered, Load, Prompt, Wanted
 from spectune.engines.start import start
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.on_engine import prompts_of, record_on
-from spectune.optimizer.record import Look, look_around
+from spectune.optimizer.on_engine import prompts_of
+from spectune.optimizer.record import Look
 from spectune.optimizer.simulate.replay_trace import Replay
 from spectune.optimizer.simulate.trace import simulate
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_plain_policy
+from spectune.runtime.policies.document import Policy
 from spectune.traces.schema import Sampling, Step, Trajectory
 from spectune.traces.store import TraceStore
 
@@ -56,32 +56,17 @@ def _of_engine(name: str, concurrencies: Sequence[int], state: Path, quick: bool
     for draft, gammas in (("small", range(MOST + 1)), ("medium", (1, 3, 5, 8))):
         running = start(name, pair.spec, Wanted(draft, MOST, SEATS, longest))
         if draft == "small":
-            info = record_on(
-                store, pair.spec, running, workload, prompts, _fixed(draft, 2), Load(), options
-            )
-            look_around(store, pair, info.id, Look(("small", "medium"), MOST))
-            store.finish_recording(info.id)
+            look = Look(("small", "medium"), MOST)
+            asked = (workload, prompts, chain(draft, 2), Load(), options, look)
+            record_engine(store, pair, running, *asked)
+        how: dict[str, Any] = {"sampling": options.sampling, "max_new_tokens": tokens}
         for gamma in gammas[:: 4 if quick else 1]:
             for clients in concurrencies:
-                policy = _fixed(draft, gamma)
-                served = list(
-                    running.execute(
-                        prompts,
-                        policy,
-                        Load(clients),
-                        sampling=options.sampling,
-                        max_new_tokens=tokens,
-                    )
-                )
-                rows.append(
-                    {
-                        "draft": draft,
-                        "gamma": gamma,
-                        "concurrency": clients,
-                        **_held(store, pair, policy, prompts, served),
-                    }
-                )
-                print(f"  {rows[-1]}", flush=True)
+                policy = chain(draft, gamma)
+                served = list(running.execute(prompts, policy, Load(clients), **how))
+                held = _held(store, pair, policy, prompts, served)
+                rows.append({"draft": draft, "gamma": gamma, "concurrency": clients, **held})
+                say(rows[-1])
         running.close()
     rounds, differ = sum(r["rounds"] for r in rows), [d for r in rows for d in r["differ"]]
     ties = [d for d in differ if d["gap"] <= NEAR]
@@ -92,14 +77,6 @@ def _of_engine(name: str, concurrencies: Sequence[int], state: Path, quick: bool
         f"mismatches, {len(ties)} near ties",
         "rows": rows,
     }
-
-
-def _fixed(draft: str, gamma: int) -> Policy:
-    return (
-        parse_plain_policy({"draft": draft, "window": {"kind": "fixed", "gamma": gamma}})
-        if gamma
-        else AUTOREGRESSIVE
-    )
 
 
 def _held(
@@ -114,15 +91,12 @@ def _held(
     assert isinstance(replay, Replay)
     by_id = {done.trajectory.request_id: done for done in served}
     rounds, differ, shared = 0, [], 0
-    for request, predicted, prompt in zip(
-        store.load("latest").requests, replay.steps(), prompts, strict=True
-    ):
+    requests = store.load("latest").requests
+    for request, predicted, prompt in zip(requests, replay.steps(), prompts, strict=True):
         done = by_id[prompt.id]
         rounds += len(done.steps) - 1
         shared += sum(step.batch > 1 for step in done.steps)
-        if (
-            found := _first_difference(pair, policy, request.trajectory, predicted, done)
-        ) is not None:
+        if found := _first_difference(pair, policy, request.trajectory, predicted, done):
             differ.append({"request": prompt.id, **found})
     return {"rounds": rounds, "shared": shared, "differ": differ}
 
@@ -139,28 +113,24 @@ def _first_difference(
     texts = recorded.output_ids.tolist(), done.trajectory.output_ids.tolist()
     model = pair.target.model
     if texts[0] != texts[1]:
-        at = next(
-            (i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b),
-            min(map(len, texts)),
-        )
-        what = "text"
+        what, parts = "text", enumerate(zip(*texts, strict=False))
+        at = next((i for i, (a, b) in parts if a != b), min(map(len, texts)))
     else:
-        pairs = zip(predicted, done.steps[1:], strict=False)
-        rounds = [
+        rounds = zip(predicted, done.steps[1:], strict=False)
+        differ = (
             (p, s)
-            for p, s in pairs
+            for p, s in rounds
             if (p.start + 1, p.drafted, p.emitted) != (s.start, s.drafted, s.emitted)
-        ]
-        if not rounds and len(predicted) == len(done.steps) - 1:
+        )
+        last = None if len(predicted) == len(done.steps) - 1 else (predicted[-1], done.steps[-1])
+        found = next(differ, last)
+        if found is None:
             return None
-        expected, step = rounds[0] if rounds else (predicted[-1], done.steps[-1])
+        expected, step = found
         at, what = step.start + min(expected.emitted, step.emitted) - 1, "round"
         model = pair.drafts[policy.draft].model
     prefix = [*recorded.prompt_ids.tolist(), *texts[0][:at]]
     with torch.inference_mode():
-        best = (
-            torch.log_softmax(model(torch.tensor([prefix])).logits[0, -1].double(), -1)
-            .topk(2)
-            .values
-        )
+        law = torch.log_softmax(model(torch.tensor([prefix])).logits[0, -1].double(), -1)
+    best = law.topk(2).values
     return {"what": what, "position": at, "gap": float(best[0] - best[1])}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,15 @@ from lab import (
     GAMMA,
     GREEDY,
     Lab,
+    agreement,
+    chain,
     compare,
     demo,
-    fixed,
     gpt2,
     laboratory,
     measured,
     requests,
+    say,
     spread_over,
     stored,
 )
@@ -29,7 +30,7 @@ from spectune.optimizer.profiles import at_pace_of, expected_seconds
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.tune import TuneOptions, tune
-from spectune.runtime.policies.document import Policy, parse_policy
+from spectune.runtime.policies.document import Policy
 
 PASSES = 2
 """Of a measurement."""
@@ -56,11 +57,10 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     expected = expected_seconds(trace.select(range(limit)), every, lab.profile, lab.find)
     how = {"profile": lab.profile, "artifacts": lab.find, "expected": expected}
     compared = compare(lab.pair, every, lab.encoded(limit), passes=2 * PASSES, **how)
-    rows = [
-        row
-        for kind, found in policies.items()
-        for row in executed(lab, trace.select(range(limit)), kind, found, compared)
-    ]
+    part = trace.select(range(limit))
+    rows = []
+    for kind, found in policies.items():
+        rows += executed(lab, part, kind, found, compared)
     exact = [r for r in rows if r["kind"] != "shortlists"]  # whose rounds are replayed exactly
     errors, again = (
         np.quantile(np.abs([r[name] for r in exact]), (0.5, 0.9)).tolist()
@@ -68,10 +68,10 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     )
     tables = [_tuned(state, name, quick) for name in (("gpt2",) if quick else ("demo", "gpt2"))]
     table, tau = max(t["median_error"] for t in tables), _agreement(exact)
+    is_near = errors[0] <= max(0.03, again[0]) and errors[1] <= max(0.06, again[1])
+    by_kind = {k: [abs(r["error"]) for r in rows if r["kind"] == k] for k in policies}
     return {
-        "holds": errors[0] <= max(0.03, again[0])
-        and errors[1] <= max(0.06, again[1])
-        and table <= 0.05,
+        "holds": is_near and table <= 0.05,
         "summary": f"chains and trees: median {100 * errors[0]:.1f}%, 90th percentile "
         f"{100 * errors[1]:.1f}% over {len(exact)} policies (measuring again: "
         f"{100 * again[0]:.1f}%, {100 * again[1]:.1f}%), Kendall tau {tau['kendall_tau']:.2f} "
@@ -82,10 +82,7 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
         "p90_error": errors[1],
         "median_repeat_error": again[0],
         "p90_repeat_error": again[1],
-        "by_kind": {
-            kind: float(np.median([abs(r["error"]) for r in rows if r["kind"] == kind]))
-            for kind in policies
-        },
+        "by_kind": {kind: float(np.median(own)) for kind, own in by_kind.items()},
         **tau,
         "tau_by_gamma": {draft: _taus(trace, draft) for draft in lab.pair.chain_drafts},
         "texts_differ": compared.texts_differ,
@@ -104,36 +101,29 @@ def executed(
         {p: s[:, part].mean(1) for p, s in timings.seconds.items()}
         for part in (slice(PASSES), slice(PASSES, None))
     )
-    profile = at_pace_of(
-        lab.profile, replace(timings, seconds={p: s[:, None] for p, s in first.items()})
-    )
+    at_first = replace(timings, seconds={p: s[:, None] for p, s in first.items()})
+    profile = at_pace_of(lab.profile, at_first)
     pace = float(np.median([again[p].sum() / first[p].sum() for p in first]))
     rows = []
     for policy in policies:
         predicted = run_replay(trace, policy, profile, artifacts=lab.find, approximate=True).total
-        tokens = compared.outcomes[policy.id].total.emitted_tokens
+        total = compared.outcomes[policy.id].total
+        tokens, taken = total.emitted_tokens, timings.seconds[policy.id].sum(0)
         measured = tokens / first[policy.id].sum()
         repeated = pace * tokens / again[policy.id].sum()
-        rows.append(
-            {
-                "kind": kind,
-                "id": policy.id,
-                "policy": policy.label(),
-                "tau": compared.outcomes[policy.id].total.mean_accepted_length,
-                "predicted_tokens_per_s": predicted.tokens_per_s,
-                "measured_tokens_per_s": float(measured),
-                "repeated_tokens_per_s": float(repeated),
-                "passes_tokens_per_s": (tokens / timings.seconds[policy.id].sum(0)).tolist(),
-                "error": float(predicted.tokens_per_s / measured - 1),
-                "repeat_error": float(repeated / measured - 1),
-            }
-        )
+        speeds = {"predicted": predicted.tokens_per_s, "measured": measured, "repeated": repeated}
+        row = {"kind": kind, "id": policy.id, "policy": policy.label()}
+        row |= {"tau": total.mean_accepted_length}
+        row |= {f"{name}_tokens_per_s": float(speed) for name, speed in speeds.items()}
+        row |= {"passes_tokens_per_s": (tokens / taken).tolist()}
+        row |= {"error": float(predicted.tokens_per_s / measured - 1)}
+        rows.append({**row, "repeat_error": float(repeated / measured - 1)})
     return rows
 
 
 def _taus(trace: ReplayTrace, draft: str) -> list[float]:
     """The mean accepted length of fixed windows 0 to :data:`GAMMA`, over all that was recorded."""
-    policies = [parse_policy({"draft": draft, "window": fixed(g)}) for g in range(1, GAMMA + 1)]
+    policies = [chain(draft, g) for g in range(1, GAMMA + 1)]
     return [1.0, *(run_replay(trace, p).total.mean_accepted_length for p in policies)]
 
 
@@ -143,17 +133,12 @@ def _agreement(rows: list[dict[str, Any]]) -> dict[str, Any]:
     predicted, measured, again = (
         [r[f"{name}_tokens_per_s"] for r in rows] for name in ("predicted", "measured", "repeated")
     )
-    signs = [
-        float(np.sign((predicted[i] - predicted[j]) * (measured[i] - measured[j])))
-        for i, j in combinations(range(len(rows)), 2)
-        if min(measured[i], again[i]) > max(measured[j], again[j])
-        or min(measured[j], again[j]) > max(measured[i], again[i])
-    ]
+    tau, pairs = agreement(predicted, list(zip(measured, again, strict=True)))
     return {
         "kendall_tau": float(kendalltau(predicted, measured).statistic),
         "kendall_tau_measured_again": float(kendalltau(measured, again).statistic),
-        "kendall_tau_beyond_noise": float(np.mean(signs)) if signs else None,
-        "pairs_beyond_noise": len(signs),
+        "kendall_tau_beyond_noise": tau,
+        "pairs_beyond_noise": pairs,
     }
 
 
@@ -161,24 +146,14 @@ def _tuned(state: Path, name: str, quick: bool) -> dict[str, Any]:
     """The final table of a tuning as a user runs it."""
     pair = demo() if name == "demo" else gpt2(state)
     count, tokens, trials, budget_s = (18, 12, 4, 2.0) if quick else (24, 48, 150, 20.0)
-    wanted = TuneOptions(
-        options=DecodeOptions(GREEDY, tokens),
-        trials=trials,
-        budget_s=budget_s,
-        tree_width=0 if quick else 8,
-    )
+    options, width = DecodeOptions(GREEDY, tokens), 0 if quick else 8
+    wanted = TuneOptions(options=options, trials=trials, budget_s=budget_s, tree_width=width)
     workload = requests(count, letters=None if name == "demo" else 200)
     tuned = tune(stored(state / f"tuned-{name}.db", fresh=True), pair, workload, wanted)
     table = [c.to_json() for c in tuned.candidates]
     errors = [abs(c["predicted_tokens_per_s"] / c["measured_tokens_per_s"] - 1) for c in table]
-    print(f"  tune of {name}: median error {100 * np.median(errors):.1f}%", flush=True)
-    shown = [
-        {k: c[k] for k in ("label", "predicted_tokens_per_s", "measured_tokens_per_s")}
-        for c in table
-    ]
-    return {
-        "pair": name,
-        "median_error": float(np.median(errors)),
-        "seconds": dict(tuned.seconds),
-        "rows": shown,
-    }
+    median = float(np.median(errors))
+    say(f"tune of {name}: median error {100 * median:.1f}%")
+    keys = ("label", "predicted_tokens_per_s", "measured_tokens_per_s")
+    rows = [{key: c[key] for key in keys} for c in table]
+    return {"pair": name, "median_error": median, "seconds": dict(tuned.seconds), "rows": rows}

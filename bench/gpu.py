@@ -22,10 +22,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
+from lab import fixed, keep, parser_of, top_k
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spectune.runtime.cuda.graphs import CudaRecorder, use_graphs
@@ -43,34 +43,17 @@ from spectune.traces.errors import SpectuneError
 from spectune.traces.schema import Sampling
 
 SIZES = {
-    "layers": 16,
-    "draft_layers": 2,
-    "hidden": 2048,
-    "heads": 32,
-    "kv_heads": 8,
-    "vocab": 128256,
-    "context": 512,
-}
-SIZES |= {"requests": 4, "new_tokens": 96}
+    "layers": 16, "draft_layers": 2, "hidden": 2048, "heads": 32, "kv_heads": 8, "vocab": 128256,
+    "context": 512, "requests": 4, "new_tokens": 96,
+}  # fmt: skip
 TINY = {
-    "layers": 2,
-    "draft_layers": 1,
-    "hidden": 64,
-    "heads": 4,
-    "kv_heads": 2,
-    "vocab": 320,
-    "context": 48,
-}
-TINY |= {"requests": 1, "new_tokens": 24}
-TREE = {
-    "draft": "draft",
-    "growth": {"kind": "top_k", "width": 8},
-    "window": {"kind": "fixed", "gamma": 5},
-    "select": {"top_n": 60},
-}
+    "layers": 2, "draft_layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab": 320,
+    "context": 48, "requests": 1, "new_tokens": 24,
+}  # fmt: skip
+TREE = top_k("draft", 8, 5, 60)
 POLICIES: dict[str, dict[str, Any]] = {
     "autoregressive": {"draft": "none"},
-    "chain, gamma 4": {"draft": "draft", "window": {"kind": "fixed", "gamma": 4}},
+    "chain, gamma 4": {"draft": "draft", "window": fixed(4)},
     "EAGLE-2, N 60": TREE,
     "HeteroSpec, N 60": {
         **TREE,
@@ -117,10 +100,8 @@ def random_model(
     )
     with device:
         model = LlamaForCausalLM(config).to(dtype)
-    with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(
-            8.0
-        )  # so that distributions are neither flat nor certain
+    with torch.no_grad():  # so that distributions are neither flat nor certain
+        model.get_output_embeddings().weight.mul_(8.0)
     return CausalModel(model, "target")
 
 
@@ -139,19 +120,14 @@ class Graphs:
         self.pair = LoadedPair(spec, target, {"draft": draft}, None, frozenset())
         draft.name = "draft"
         use_graphs((target, draft), CudaRecorder() if device.type == "cuda" else Repeating())
-        prepare_graphs(
-            self.pair,
-            prepare(AUTOREGRESSIVE, self.pair.draft_names),
-            Sampling(),
-            wanted.context + 256,
-        )
+        plain = prepare(AUTOREGRESSIVE, self.pair.draft_names)
+        prepare_graphs(self.pair, plain, Sampling(), wanted.context + 256)
         if target.graphs is not None and target.graphs.problem:
             raise SystemExit(f"error: nothing could be captured: {target.graphs.problem}")
 
     def tokens(self, count: int, seed: int) -> torch.Tensor:
-        return torch.randint(
-            self.wanted.vocab, (count,), generator=torch.Generator().manual_seed(seed)
-        ).to(self.device)
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(self.wanted.vocab, (count,), generator=generator).to(self.device)
 
     def rounds(self, name: str, sampling: Sampling) -> dict[str, Any]:
         """A row for one policy."""
@@ -172,26 +148,14 @@ class Graphs:
             if n:  # the first request warms up
                 for replayed, text in texts.items():
                     taken[replayed] += [step.round_s for step in text.steps]
-                gaps.append(
-                    self._gap(
-                        request, *(texts[r].trajectory.output_ids.tolist() for r in (False, True))
-                    )
-                )
+                ids = (texts[r].trajectory.output_ids.tolist() for r in (False, True))
+                gaps.append(self._gap(request, *ids))
         apart = [gap for gap in gaps if gap is not None]
         eager, graph = (1e3 * statistics.median(taken[replayed]) for replayed in (False, True))
-        row = {
-            "policy": name,
-            "temperature": sampling.temperature,
-            "eager_ms": eager,
-            "graph_ms": graph,
-        }
-        row |= {"speedup": eager / graph, "capture_s": capture_s}
-        return {
-            **row,
-            "texts": len(gaps),
-            "same": len(gaps) - len(apart),
-            "gap": max(apart, default=0.0),
-        }
+        row = {"policy": name, "temperature": sampling.temperature, "texts": len(gaps)}
+        row |= {"eager_ms": eager, "graph_ms": graph, "speedup": eager / graph}
+        same, gap = len(gaps) - len(apart), max(apart, default=0.0)
+        return {**row, "capture_s": capture_s, "same": same, "gap": gap}
 
     def _gap(self, request: DecodeRequest, one: list[int], other: list[int]) -> float | None:
         """Nats between the scores of the two tokens where two texts part; None where they do
@@ -209,22 +173,14 @@ class Graphs:
 def measured(wanted: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     dtype = pick_dtype("auto", device)
     graphs = Graphs(wanted, device, dtype)
-    rounds = [
-        graphs.rounds(name, s)
-        for name in POLICIES
-        for s in (Sampling(), Sampling(temperature=1.0, seed=1))
-    ]
-    return {
-        "dtype": str(dtype),
-        "agrees": all(row["gap"] <= TOLERANCE[dtype] for row in rounds),
-        "rounds": rounds,
-    }
+    kinds = (Sampling(), Sampling(temperature=1.0, seed=1))
+    rounds = [graphs.rounds(name, sampling) for name in POLICIES for sampling in kinds]
+    agrees = all(row["gap"] <= TOLERANCE[dtype] for row in rounds)
+    return {"dtype": str(dtype), "agrees": agrees, "rounds": rounds}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true", help="a tiny size")
     for name, size in SIZES.items():
@@ -239,17 +195,13 @@ def main() -> None:
     if device.type != "cuda" and not wanted.quick:
         raise SystemExit("error: there are no CUDA graphs to time: try --quick")
     torch.set_num_threads(1)
-    found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-    }
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    found: dict[str, Any] = {"device": name, "torch": torch.__version__}
     with torch.no_grad():
         found |= measured(wanted, device)
     print(json.dumps(found, indent=1))
     if not wanted.quick:
-        (Path(__file__).resolve().parent / "results" / f"gpu-{device.type}.json").write_text(
-            json.dumps(found, indent=1) + "\n"
-        )
+        keep(f"gpu-{device.type}", found)
     sys.exit(not found["agrees"])
 
 

@@ -1,27 +1,38 @@
-"""What the checks share: pairs, a recorded and fitted laboratory of each, policies of every kind,
-and execution side by side."""
+"""What the checks share: command lines and results, pairs, a recorded and fitted laboratory of
+each, policies of every kind, and execution side by side."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import pickle
 import platform
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
 import numpy as np
+import numpy.typing as npt
+import scipy.stats
 import torch
 import transformers
 from pairs import make_pair
 from synthetic import flat_profile, with_heads
 
 from spectune.db.database import open_database
+from spectune.engines.protocol import Load, Prompt, Running
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import Comparison, DecodeOptions, Encoded, Executor, encode, run
 from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
 from spectune.optimizer.inputs import load_workload
+from spectune.optimizer.on_engine import record_on
 from spectune.optimizer.profiles import profile_for
 from spectune.optimizer.record import Look, cover_of, look_around, record
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -36,9 +47,12 @@ from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
 from spectune.traces.latency import LatencyProfile
+from spectune.traces.recording import RecordingInfo
 from spectune.traces.schema import Sampling, Step, Workload
 from spectune.traces.store import TraceStore
 
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
 CATEGORIES = ("code", "prose", "math")
 GREEDY, SAMPLED = Sampling(), Sampling(1.0, seed=5)
 WIDTH, DEPTH, GAMMA = 8, 8, 12
@@ -48,19 +62,65 @@ Document = dict[str, Any]
 Item = TypeVar("Item")
 
 
+# --------------------------------------------------------------------------- scripts and results
+
+
+def parser_of(about: str | None) -> argparse.ArgumentParser:
+    """A command line whose help is a module's docstring."""
+    return argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def known(name: str) -> Document:
+    """The figures of ``bench/results/NAME.json``; none where there is no such file."""
+    path = RESULTS / f"{name}.json"
+    found: Document = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def keep(name: str, found: Document, folder: Path = RESULTS) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def run_parts(
+    about: str | None, name: str, parts: Mapping[str, Callable[..., Any]], **options: Any
+) -> None:
+    """A script of parts, ``--only`` some of them, whose figures are added to those that are stored.
+    ``options`` (default by name) are given to each part; with ``quick`` nothing is stored."""
+    parser = parser_of(about)
+    parser.add_argument("--only", nargs="*", choices=list(parts), default=list(parts))
+    for option, default in options.items():
+        how = {"action": "store_true"} if default is False else {"type": int, "default": default}
+        parser.add_argument(f"--{option}", **how)
+    wanted = vars(parser.parse_args())
+    found = known(name)
+    for part in wanted.pop("only"):
+        found[part] = parts[part](**wanted)
+    found["environment"] = environment()
+    if not wanted.get("quick"):
+        keep(name, found)
+
+
+def say(what: object) -> None:
+    """A line on how far a check is."""
+    print(f"  {what}", flush=True)
+
+
 def environment() -> dict[str, Any]:
     """What figures were measured in."""
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    versions = {name.__name__: name.__version__ for name in (torch, transformers)}
     return {
         "cpus": os.cpu_count(),
         "machine": platform.machine(),
+        "python": platform.python_version(),
         **versions,
         "load_before": os.getloadavg()[0],
     }
+
+
+# ------------------------------------------------------------------------------ pairs and requests
 
 
 def demo(drafts: Sequence[str] | None = None) -> LoadedPair:
@@ -102,12 +162,16 @@ def fixed(gamma: int) -> Document:
     return {"kind": "fixed", "gamma": gamma}
 
 
+def chain(draft: str, gamma: int) -> Policy:
+    """A chain of a fixed window; of no tokens: autoregression."""
+    return parse_policy({"draft": draft, "window": fixed(gamma)}) if gamma else AUTOREGRESSIVE
+
+
 def top_k(draft: str, width: int, gamma: int, n: int, **blocks: Any) -> Document:
     """EAGLE-2's tree."""
-    return {
-        "draft": draft, "growth": {"kind": "top_k", "width": width}, "window": fixed(gamma),
-        "select": {"top_n": n}, **blocks,
-    }  # fmt: skip
+    growth = {"kind": "top_k", "width": width}
+    select = {"top_n": n}
+    return {"draft": draft, "growth": growth, "window": fixed(gamma), "select": select, **blocks}
 
 
 ADAPTIVE: list[Document] = [
@@ -142,35 +206,22 @@ def trees(draft: str, limit: TreeLimit | None) -> list[Document]:
     """Trees of every growth, stop, stratification and adaptive depth, as far as they could be
     fitted."""
     sizes = (
-        (8, 6, 59),
-        (8, 4, 32),
-        (8, 2, 16),
-        (4, 6, 24),
-        (4, 4, 12),
-        (4, 2, 8),
-        (2, 4, 8),
-        (2, 3, 5),
-        (2, 1, 2),
+        *((8, 6, 59), (8, 4, 32), (8, 2, 16), (4, 6, 24), (4, 4, 12), (4, 2, 8)),
+        *((2, 4, 8), (2, 3, 5), (2, 1, 2)),
     )
     found = [top_k(draft, *size) for size in sizes]
     found += [top_k(draft, 6, 8, 16, stop=stop) for stop in STOPS[:3]]
-    found += [
-        {**top_k(draft, 6, 6, 16), "window": {**window, "gamma_max": 6}} for window in ADAPTIVE
-    ]
-    found += [
-        {"draft": draft, "growth": {"kind": "static", "paths": paths}}
-        for paths in (STATIC, STATIC[:3])
-    ]
+    adaptive = ({**window, "gamma_max": 6} for window in ADAPTIVE)
+    found += [{**top_k(draft, 6, 6, 16), "window": window} for window in adaptive]
+    static = ({"kind": "static", "paths": paths} for paths in (STATIC, STATIC[:3]))
+    found += [{"draft": draft, "growth": growth} for growth in static]
     if limit is not None and limit.bins is not None:
         bins = {"artifact": limit.bins, "alpha": 2}
         found += [top_k(draft, 8, 4, 24, stratify={**bins, "fractions": [0.3, 0.6, 1.0]})]
         found += [top_k(draft, 6, 5, 16, stratify={**bins, "fractions": [0.4, 0.8]})]
     if limit is not None and limit.classifier is not None:
-        found += [
-            {"draft": draft, "growth": limit.grower(beta), "window": fixed(g)}
-            for beta, g in ((0.5, 6), (0.3, 4))
-        ]
-        found += [{"draft": draft, "growth": limit.grower(0.5, chain=True), "window": fixed(8)}]
+        for how, g in (({"beta": 0.5}, 6), ({"beta": 0.3}, 4), ({"beta": 0.5, "chain": True}, 8)):
+            found.append({"draft": draft, "growth": limit.grower(**how), "window": fixed(g)})
     return found
 
 
@@ -179,9 +230,8 @@ def shortlisted(draft: str, limit: ShortlistLimit, bodies: Sequence[Document]) -
     found = []
     for i, body in enumerate(bodies):
         if blocks := limit.papers((4, 16, 8)[i // 3 % 3]):
-            found.append(
-                with_shortlist(parse_policy({**body, "draft": draft}), blocks[i % len(blocks)])
-            )
+            policy = parse_policy({**body, "draft": draft})
+            found.append(with_shortlist(policy, blocks[i % len(blocks)]))
     return found
 
 
@@ -220,32 +270,26 @@ class Lab:
         ).trace
 
     def encoded(self, limit: int | None = None) -> Encoded:
-        return encode(
-            self.pair, replace(self.workload, requests=self.workload.requests[:limit]), self.options
-        )
+        part = replace(self.workload, requests=self.workload.requests[:limit])
+        return encode(self.pair, part, self.options)
 
     def chains(self) -> list[Policy]:
         return [parse_policy(d) for draft in self.pair.chain_drafts for d in chains(draft)]
 
     def grown(self) -> list[Policy]:
-        return [
-            parse_policy(d)
-            for draft in self.pair.models
-            for d in trees(draft, self.trees.get(draft))
-        ]
+        limits = ((draft, self.trees.get(draft)) for draft in self.pair.models)
+        return [parse_policy(d) for draft, limit in limits for d in trees(draft, limit)]
 
     def listed(self, *, exact: bool = False) -> list[Policy]:
         """Policies under shortlists; ``exact``: those that are replayed exactly, chains of language
         models without a stop."""
         found = []
         for draft, limit in self.shortlists.items():
-            bodies = (
-                chains(draft)[:10]
-                if exact
-                else [*chains(draft)[2:], *trees(draft, self.trees.get(draft))]
-            )
-            if not exact or draft in self.pair.drafts:
+            if not exact:
+                bodies = [*chains(draft)[2:], *trees(draft, self.trees.get(draft))]
                 found += shortlisted(draft, limit, bodies)
+            elif draft in self.pair.drafts:
+                found += shortlisted(draft, limit, chains(draft)[:10])
         return found
 
     def decode(self, policy: Policy, encoded: Encoded) -> list[Decoded]:
@@ -260,19 +304,14 @@ def laboratory(state: Path, name: str, sampling: Sampling, quick: bool) -> Lab:
     kept = state / f"lab-{name}-{sampling.temperature:g}.pickle"
     if kept.exists():
         return Lab(name, pair, store, *pickle.loads(kept.read_bytes()))
-    print(f"  laboratory of {name}, temperature {sampling.temperature:g}", flush=True)
-    count, tokens = (
-        (6, 12) if quick else (30, 40) if name == "demo" and sampling.greedy else (16, 24)
-    )
-    workload, options = (
-        requests(count, letters=None if name == "demo" else 200),
-        DecodeOptions(sampling, tokens),
-    )
+    say(f"laboratory of {name}, temperature {sampling.temperature:g}")
+    full = (30, 40) if name == "demo" and sampling.greedy else (16, 24)
+    count, tokens = (6, 12) if quick else full
+    workload = requests(count, letters=None if name == "demo" else 200)
+    options = DecodeOptions(sampling, tokens)
     recording = recorded(store, pair, workload, options, pair.draft_names, GAMMA, WIDTH, DEPTH)
-    fits = (
-        fit_trees(store, recording, list(pair.models)),
-        fit_shortlists(store, pair, recording, list(pair.models)),
-    )
+    drafts = list(pair.models)
+    fits = fit_trees(store, recording, drafts), fit_shortlists(store, pair, recording, drafts)
     made = recording, options, workload, *fits, _profile(store, pair, recording, name, quick)
     lab = Lab(name, pair, store, *made)
     _cover(lab)
@@ -291,10 +330,29 @@ def recorded(
 ) -> str:
     """A recording, decoded by autoregression unless it was made before; ``look``: the drafts'
     longest chains, and size of trees."""
-    plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
-    return record(
-        store, pair, workload, options, Look(drafts, *look), plain, reuse_complete=True
-    ).id
+    plain, look_at = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names)), Look(drafts, *look)
+    return record(store, pair, workload, options, look_at, plain, reuse_complete=True).id
+
+
+def record_engine(
+    store: TraceStore,
+    pair: LoadedPair,
+    running: Running,
+    workload: Workload,
+    prompts: Sequence[Prompt],
+    policy: Policy,
+    load: Load,
+    options: DecodeOptions,
+    look: Look,
+    *,
+    fresh: bool = False,
+) -> RecordingInfo:
+    """A finished recording of an engine."""
+    asked = (workload, prompts, policy, load, options)
+    info = record_on(store, pair.spec, running, *asked, fresh=fresh)
+    look_around(store, pair, info.id, look)
+    store.finish_recording(info.id)
+    return info
 
 
 def _profile(
@@ -322,12 +380,10 @@ def _cover(lab: Lab) -> None:
     """Records what trees other than EAGLE-2's read."""
     for draft in lab.pair.models:
         own = [p for p in lab.grown() if p.draft == draft and p.growth.kind != "top_k"]
-        covers = [
-            cover_of(p, sampled=not lab.options.sampling.greedy, artifacts=lab.find) for p in own
-        ]
-        look_around(
-            lab.store, lab.pair, lab.recording, Look([draft], GAMMA, WIDTH, DEPTH, covers=covers)
-        )
+        sampled = not lab.options.sampling.greedy
+        covers = [cover_of(p, sampled=sampled, artifacts=lab.find) for p in own]
+        look = Look([draft], GAMMA, WIDTH, DEPTH, covers=covers)
+        look_around(lab.store, lab.pair, lab.recording, look)
 
 
 def laboratories(state: Path, quick: bool) -> Iterator[Lab]:
@@ -342,10 +398,33 @@ def laboratories(state: Path, quick: bool) -> Iterator[Lab]:
 
 def spread_over(items: Sequence[Item], count: int) -> list[Item]:
     """``count`` of the items, evenly spread; all where there are fewer."""
-    return [
-        items[i]
-        for i in sorted({int(i) for i in np.linspace(0, len(items) - 1, min(count, len(items)))})
-    ]
+    places = np.linspace(0, len(items) - 1, min(count, len(items)))
+    return [items[i] for i in sorted({int(i) for i in places})]
+
+
+def interval_of(logs: npt.NDArray[np.float64]) -> list[float]:
+    """The geometric mean of measurements given as logarithms, and the ends of its 95% interval
+    (Student's t)."""
+    mean, half = float(logs.mean()), 0.0
+    if len(logs) > 1:
+        error = logs.std(ddof=1) / np.sqrt(len(logs))
+        half = float(scipy.stats.t.ppf(0.975, len(logs) - 1) * error)
+    return np.exp([mean, mean - half, mean + half]).tolist()  # type: ignore[no-any-return]
+
+
+def agreement(
+    predicted: Sequence[float], executed: Sequence[Sequence[float]], among: Sequence[object] = ()
+) -> tuple[float | None, int]:
+    """Kendall's tau of predictions with executions, over the pairs whose executions do not overlap
+    (``among``: and that are of one group); and how many pairs these are."""
+    signs = []
+    for i, j in combinations(range(len(predicted)), 2):
+        is_above = min(executed[i]) > max(executed[j])
+        if (is_above or min(executed[j]) > max(executed[i])) and (
+            not among or among[i] == among[j]
+        ):
+            signs.append(np.sign(predicted[i] - predicted[j]) * (1 if is_above else -1))
+    return (float(np.mean(signs)) if signs else None), len(signs)
 
 
 def tau_of(decoded: Sequence[Decoded]) -> float:
@@ -353,12 +432,10 @@ def tau_of(decoded: Sequence[Decoded]) -> float:
     return sum(s.emitted for d in decoded for s in d.steps) / sum(len(d.steps) for d in decoded)
 
 
-def shape(step: Step) -> tuple[int, ...]:
-    """All that a round is beside its seconds."""
-    return (
-        step.start, step.drafted, step.verified, step.accepted, step.emitted, step.draft_steps,
-        step.lag, step.depth, step.bin,
-    )  # fmt: skip
+shape = attrgetter(
+    *("start", "drafted", "verified", "accepted", "emitted", "draft_steps", "lag", "depth", "bin")
+)
+"""All that a round is beside its seconds."""
 
 
 def unlike(executed: Sequence[Decoded], others: Sequence[Sequence[Step]]) -> tuple[int, int]:
@@ -389,8 +466,6 @@ def compare(
         for n in range(len(encoded.items)):
             for p in rng.permutation(list(seconds)):
                 seconds[p][n, k] = executor(p, n)
-        print(
-            f"  pass {k + 1} of {passes}: {len(seconds)} policies on {len(encoded.items)} requests",
-            flush=True,
-        )
+        said = f"{len(seconds)} policies on {len(encoded.items)} requests"
+        say(f"pass {k + 1} of {passes}: {said}")
     return executor.comparison(Timings(seconds, expected), list(seconds))

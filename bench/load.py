@@ -21,30 +21,38 @@ SPECTUNE_VLLM_ARGS="--distributed-executor-backend uni"``.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
 import numpy as np
-import scipy.stats
-from lab import demo, environment, fixed, requests, stored
+from lab import (
+    ROOT,
+    agreement,
+    chain,
+    demo,
+    environment,
+    interval_of,
+    keep,
+    known,
+    parser_of,
+    record_engine,
+    requests,
+    say,
+    stored,
+)
 
 from spectune.engines.protocol import Load, Prompt, Running, Wanted
 from spectune.engines.start import start
 from spectune.optimizer.engine_profile import Design, serve_design
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.executed_load import served_of
-from spectune.optimizer.on_engine import execute, prompts_of, record_on
-from spectune.optimizer.record import Look, look_around
+from spectune.optimizer.on_engine import execute, prompts_of
+from spectune.optimizer.record import Look
 from spectune.optimizer.simulate.load import Objective, Served, loads_of
 from spectune.optimizer.simulate.served_costs import costs_of_engine
 from spectune.optimizer.under_load import Search, UnderLoad, under_load
@@ -54,7 +62,6 @@ from spectune.traces.recording import RecordingInfo
 from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
 
-ROOT = Path(__file__).resolve().parent.parent
 DRAFT, MOST, SEATS, TOKENS = "small", 8, 32, 48
 OFF = "none"
 """A server without a draft."""
@@ -81,15 +88,9 @@ class Bench:
 
     def record(self) -> RecordingInfo:
         """The recording whose texts are replayed, which has them all."""
-        policy = parse_policy({"draft": DRAFT, "window": fixed(MOST)})
-        info = record_on(
-            self.store, self.pair.spec, self.engines[DRAFT], requests(len(self.prompts)),
-            self.prompts, policy, Load(SEATS), self.options,
-            fresh=True,
-        )  # fmt: skip
-        look_around(self.store, self.pair, info.id, Look((DRAFT,), MOST))
-        self.store.finish_recording(info.id)
-        return info
+        asked = (requests(len(self.prompts)), self.prompts, chain(DRAFT, MOST), Load(SEATS))
+        look, running = Look((DRAFT,), MOST), self.engines[DRAFT]
+        return record_engine(self.store, self.pair, running, *asked, self.options, look, fresh=True)
 
     def record_costs(self) -> None:
         """What steps cost at this time."""
@@ -112,12 +113,10 @@ def measured(state: Path, engine: str, trace: str, passes: int, *, quick: bool) 
     longest = max(len(prompt.ids) for prompt in prompts) + options.max_new_tokens
     store = stored(state / f"load-{engine}.db", fresh=True)
     with ExitStack() as stack:
-        engines = {
-            draft: stack.enter_context(
-                closing(start(engine, pair.spec, Wanted(draft, MOST, SEATS, longest)))
-            )
-            for draft in ((DRAFT, OFF) if engine == "vllm" else (DRAFT,))
-        }
+        engines = {}
+        for draft in (DRAFT, OFF) if engine == "vllm" else (DRAFT,):
+            running = start(engine, pair.spec, Wanted(draft, MOST, SEATS, longest))
+            engines[draft] = stack.enter_context(closing(running))
         bench = Bench(pair, store, engines, prompts, options, 8 if quick else 1)
         info = bench.record()
         bench.record_costs()
@@ -126,13 +125,10 @@ def measured(state: Path, engine: str, trace: str, passes: int, *, quick: bool) 
 
 def _held(bench: Bench, info: RecordingInfo, trace: str, passes: int) -> dict[str, Any]:
     lab = under_load(bench.store, info, [], "clients:" + ",".join(map(str, CLIENTS)), Objective())
-    off = OFF in bench.engines
-    loaded = (
-        replace(lab, costs=replace(lab.costs, passes={DRAFT: lab.costs.passes[DRAFT]}))
-        if off
-        else lab
-    )
-    table = Search(loaded, lambda *_: None).run().table.policy  # of a server that keeps its draft
+    off, costs = OFF in bench.engines, lab.costs
+    if off:  # the table is of a server that keeps its draft
+        costs = replace(costs, passes={DRAFT: costs.passes[DRAFT]})
+    table = Search(replace(lab, costs=costs), lambda *_: None).run().table.policy
     plain = lab.simulate(AUTOREGRESSIVE, Load(SEATS)).served
     about = {
         "version": info.options["engine_version"],
@@ -143,7 +139,7 @@ def _held(bench: Bench, info: RecordingInfo, trace: str, passes: int) -> dict[st
         "table_policy": table.spelled_out(),
         "rate": BUSY * len(plain.tokens) / plain.seconds,
     }
-    print(f"  {about}", flush=True)
+    say(about)
     loads, policies = _loads(about["rate"], trace, bench.part), _policies(table, off=off)
     some = {*(f"K={g}" for g in OPEN_GAMMAS), "table", "off" if off else "K=0"}
     rows = [
@@ -152,23 +148,20 @@ def _held(bench: Bench, info: RecordingInfo, trace: str, passes: int) -> dict[st
         for name in policies
         if not loads[load].arrivals or name in some
     ]
-    runs: dict[str, list[Served]] = {}
+    runs: dict[tuple[str, str], list[Served]] = {}
     rng = np.random.default_rng(0)
     for n in range(passes):
         bench.record_costs()
-        for load in loads:
+        for load, arrivals in loads.items():
             own = [row["policy"] for row in rows if row["load"] == load]
-            for i in rng.permutation(len(own)):
-                runs.setdefault(f"{own[i]} {load}", []).append(
-                    bench.run(*policies[own[i]], loads[load])
-                )
-        print(f"  {time.strftime('%H:%M:%S')} pass {n + 1} of {passes}", flush=True)
+            for name in rng.permutation(own):
+                served = bench.run(*policies[name], arrivals)
+                runs.setdefault((str(name), load), []).append(served)
+        say(f"{time.strftime('%H:%M:%S')} pass {n + 1} of {passes}")
     for row in rows:
-        served = runs[f"{row['policy']} {row['load']}"]
-        row |= {
-            "tokens_per_s": [s.tokens_per_s for s in served],
-            "tpot_s": [s.mean_tpot_s for s in served],
-        }
+        served_ = runs[row["policy"], row["load"]]
+        row["tokens_per_s"] = [s.tokens_per_s for s in served_]
+        row["tpot_s"] = [s.mean_tpot_s for s in served_]
     told = replace(lab, costs=costs_of_engine(bench.store, info))
     return {**about, **predicted(told, trace, about, rows)}
 
@@ -178,29 +171,27 @@ def predicted(
 ) -> dict[str, Any]:
     """What is predicted of the executed rows, and how it compares."""
     off = any(row["policy"] == "off" for row in rows)
-    loads, policies = (
-        _loads(about["rate"], trace, about["part"]),
-        _policies(parse_policy(about["table_policy"]), off=off),
-    )
+    loads = _loads(about["rate"], trace, about["part"])
+    policies = _policies(parse_policy(about["table_policy"]), off=off)
     for row in rows:
-        draft, policy = policies[row["policy"]]
-        own = (
-            "" if draft == OFF or not lab.rules.drafts_after else draft
-        )  # a loaded draft is paid for
+        (draft, policy), load = policies[row["policy"]], loads[row["load"]]
+        # A loaded draft is paid for.
+        own = "" if draft == OFF or not lab.rules.drafts_after else draft
         passes = lab.costs.passes if policy.gamma_max else {own: lab.costs.passes[own]}
-        load = loads[row["load"]]
-        asked = replace(
-            lab, costs=replace(lab.costs, passes=passes), count=_count(load, about["part"])
-        )
+        costs = replace(lab.costs, passes=passes)
+        asked = replace(lab, costs=costs, count=_count(load, about["part"]))
         served = asked.simulate(policy, load).served
-        row |= {
-            "predicted_tokens_per_s": served.tokens_per_s,
-            "predicted_tpot_s": served.mean_tpot_s,
-        }
+        row["predicted_tokens_per_s"] = served.tokens_per_s
+        row["predicted_tpot_s"] = served.mean_tpot_s
+    tau, pairs = agreement(
+        [row["predicted_tokens_per_s"] for row in rows],
+        [row["tokens_per_s"] for row in rows],
+        [row["load"] for row in rows],
+    )
     return {
         "costs": dict(lab.costs.check),
         **{name: _errors(rows, name) for name in ("tokens_per_s", "tpot_s")},
-        "kendall_tau": _agreement(rows),
+        "kendall_tau": {"tau": tau, "pairs": pairs},
         "regret": _regret(rows),
         "rows": list(rows),
     }
@@ -208,13 +199,8 @@ def predicted(
 
 def _policies(table: Policy, *, off: bool) -> dict[str, tuple[str, Policy]]:
     """Policies by name, each with the draft that its server has loaded."""
-    constants = [
-        AUTOREGRESSIVE,
-        *(parse_policy({"draft": DRAFT, "window": fixed(g)}) for g in range(1, MOST + 1)),
-    ]
-    found = {f"K={g}": (DRAFT, policy) for g, policy in enumerate(constants)} | {
-        "table": (DRAFT, table)
-    }
+    found = {f"K={g}": (DRAFT, chain(DRAFT, g)) for g in range(MOST + 1)}
+    found["table"] = (DRAFT, table)
     return found | ({"off": (OFF, AUTOREGRESSIVE)} if off else {})
 
 
@@ -241,41 +227,25 @@ def again(state: Path, engine: str, trace: str, found: dict[str, Any]) -> dict[s
 def _errors(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     """How far predictions are off the median execution, and each execution off the median of the
     others."""
-    off = [row[f"predicted_{name}"] / np.median(row[name]) - 1 for row in rows]
+    bias = [row[f"predicted_{name}"] / np.median(row[name]) - 1 for row in rows]
+    off = np.abs(bias)
     again = [
         abs(x / np.median([*row[name][:i], *row[name][i + 1 :]]) - 1)
         for row in rows
         for i, x in enumerate(row[name])
         if len(row[name]) > 1
     ]
+    by_load: dict[str, list[float]] = {}
+    for row, error in zip(rows, off, strict=True):
+        by_load.setdefault(row["load"], []).append(error)
     return {
-        "median_error": float(np.median(np.abs(off))),
-        "p90_error": float(np.quantile(np.abs(off), 0.9)),
-        "bias": float(np.median(off)),
+        "median_error": float(np.median(off)),
+        "p90_error": float(np.quantile(off, 0.9)),
+        "bias": float(np.median(bias)),
         "median_repeat_error": float(np.median(again)) if again else None,
         "p90_repeat_error": float(np.quantile(again, 0.9)) if again else None,
-        "by_load": {
-            load: float(
-                np.median([abs(o) for o, r in zip(off, rows, strict=True) if r["load"] == load])
-            )
-            for load in dict.fromkeys(r["load"] for r in rows)
-        },
+        "by_load": {load: float(np.median(errors)) for load, errors in by_load.items()},
     }
-
-
-def _agreement(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Kendall's tau over pairs of policies under one load whose executions do not overlap."""
-    signs = []
-    for a, b in combinations(rows, 2):
-        apart = max(a["tokens_per_s"]) < min(b["tokens_per_s"]) or max(b["tokens_per_s"]) < min(
-            a["tokens_per_s"]
-        )
-        if a["load"] == b["load"] and apart:
-            predicted = a["predicted_tokens_per_s"] - b["predicted_tokens_per_s"]
-            signs.append(
-                np.sign(predicted * (np.median(a["tokens_per_s"]) - np.median(b["tokens_per_s"])))
-            )
-    return {"tau": float(np.mean(signs)) if signs else None, "pairs": len(signs)}
 
 
 def _regret(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -298,75 +268,39 @@ def _regret(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         ]
         return np.array([beside[name][n][i] for i, name in enumerate(chosen)])
 
-    return {
-        "by_load": [
-            {
-                "load": load,
-                "best_constant": best[load],
-                "share": _share(beside[best[load]][n]),
-                "apart": _share(apart(n)),
-            }
-            for n, load in enumerate(loads)
-        ],
-        "together": [
-            {"constant": name, "share": _share(np.mean(beside[name], axis=0))} for name in others
-        ],
-        "off": [
-            {"load": load, "share": _share(logs_)}
-            for load, logs_ in zip(loads, beside.get("off", ()), strict=False)
-        ],
-    }
-
-
-def _share(logs: np.ndarray) -> list[float]:
-    """The geometric mean, and the ends of its interval."""
-    half = (
-        float(scipy.stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / np.sqrt(len(logs)))
-        if len(logs) > 1
-        else 0.0
-    )
-    mean = float(logs.mean())
-    return np.exp([mean, mean - half, mean + half]).tolist()
+    by_load, off = [], []
+    for n, load in enumerate(loads):
+        shares = {"share": interval_of(beside[best[load]][n]), "apart": interval_of(apart(n))}
+        by_load.append({"load": load, "best_constant": best[load], **shares})
+        if "off" in beside:
+            off.append({"load": load, "share": interval_of(beside["off"][n])})
+    together = [
+        {"constant": name, "share": interval_of(np.mean(beside[name], axis=0))} for name in others
+    ]
+    return {"by_load": by_load, "together": together, "off": off}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("engine", choices=("openvino", "vllm"))
-    parser.add_argument(
-        "--trace", required=True, metavar="FILE.csv", help="arrivals, of which the first are used"
-    )
-    parser.add_argument("--passes", type=int, default=4)
-    parser.add_argument(
-        "--again",
-        action="store_true",
-        help="predict again what was executed before, and execute nothing",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="a tiny size, which proves that it runs; writes no result",
-    )
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("engine", choices=("openvino", "vllm"))
+    add("--trace", required=True, metavar="FILE.csv", help="arrivals: the first of them are used")
+    add("--passes", type=int, default=4)
+    add("--again", action="store_true", help="predict again what was executed before, and no more")
+    add("--quick", action="store_true", help="a tiny size, which proves that it runs; no result")
     wanted = parser.parse_args()
-    state = ROOT / ".acceptance"
+    state, name = ROOT / ".acceptance", f"load-{wanted.engine}"
     state.mkdir(exist_ok=True)
     before, began = environment(), time.time()
-    results = ROOT / "bench" / "results" / f"load-{wanted.engine}.json"
     if wanted.again:
-        found = again(state, wanted.engine, wanted.trace, json.loads(results.read_text()))
+        found = again(state, wanted.engine, wanted.trace, known(name))
     else:
-        found = measured(
-            state,
-            wanted.engine,
-            wanted.trace,
-            1 if wanted.quick else wanted.passes,
-            quick=wanted.quick,
-        )
+        passes = 1 if wanted.quick else wanted.passes
+        found = measured(state, wanted.engine, wanted.trace, passes, quick=wanted.quick)
         found |= {"seconds": round(time.time() - began, 1), "environment": before}
     print(json.dumps({k: v for k, v in found.items() if k != "rows"}, indent=1))
     if not wanted.quick:
-        results.write_text(json.dumps(found, indent=1) + "\n")
+        keep(name, found)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lab import GREEDY, SAMPLED, Lab, laboratory, requests, spread_over, tau_of
+from lab import GREEDY, SAMPLED, Lab, laboratory, requests, say, spread_over, tau_of
 
 from spectune.optimizer.execute import DecodeOptions, Encoded, encode
-from spectune.runtime.policies.document import AUTOREGRESSIVE
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.traces.schema import Sampling
 
 TOKENS = 12
+SAMPLINGS = (GREEDY, Sampling(0.7, top_p=0.95, seed=1), Sampling(1.0, seed=2))
 
 
 def check(state: Path, quick: bool = False) -> dict[str, Any]:
@@ -25,9 +26,7 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     outside = 0
     for name, prompts in (("demo", 2 if quick else 16), ("gpt2", 2 if quick else 24)):
-        for n, sampling in enumerate(
-            (GREEDY, Sampling(0.7, top_p=0.95, seed=1), Sampling(1.0, seed=2))
-        ):
+        for n, sampling in enumerate(SAMPLINGS):
             lab = laboratory(state, name, GREEDY if sampling.greedy else SAMPLED, quick)
             workload = requests(prompts, skip=60, letters=None if name == "demo" else 200)
             encoded = encode(lab.pair, workload, DecodeOptions(sampling, TOKENS))
@@ -48,30 +47,23 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
 def texts_differ(lab: Lab, encoded: Encoded, turn: int, each: int) -> list[dict[str, Any]]:
     """Rows of figures for up to ``each`` policies of every kind and draft: one in three of them, by
     ``turn``."""
-    plain = [d.trajectory.output_ids.tolist() for d in lab.decode(AUTOREGRESSIVE, encoded)]
+
+    def texts(policy: Policy) -> tuple[list[list[int]], float]:
+        decoded = lab.decode(policy, encoded)
+        return [d.trajectory.output_ids.tolist() for d in decoded], tau_of(decoded)
+
+    (plain, _), temperature = texts(AUTOREGRESSIVE), encoded.options.sampling.temperature
     rows = []
     for kind in (lab.chains(), lab.grown(), lab.listed()):
         for n, draft in enumerate(lab.pair.draft_names):
             own = [p for p in kind if p.draft == draft]
             for policy in spread_over(own[(turn + n) % 3 :: 3], each):
-                decoded = lab.decode(policy, encoded)
-                differ = sum(
-                    d.trajectory.output_ids.tolist() != text
-                    for d, text in zip(decoded, plain, strict=True)
-                )
-                temperature = encoded.options.sampling.temperature
-                row = {
-                    "pair": lab.name,
-                    "policy": policy.label(),
-                    "temperature": temperature,
-                    "prompts": len(plain),
-                }
-                rows.append({**row, "tau": tau_of(decoded), "differ": differ})
-                print(
-                    f"  {lab.name} T={temperature} {policy.label()}: {differ} of "
-                    f"{len(plain)} differ",
-                    flush=True,
-                )
+                found, tau = texts(policy)
+                differ = sum(a != b for a, b in zip(found, plain, strict=True))
+                row = {"pair": lab.name, "policy": policy.label(), "temperature": temperature}
+                rows.append({**row, "prompts": len(plain), "tau": tau, "differ": differ})
+                label = f"{lab.name} T={temperature} {policy.label()}"
+                say(f"{label}: {differ} of {len(plain)} differ")
     return rows
 
 
@@ -81,14 +73,8 @@ def unlike_generate(lab: Lab, encoded: Encoded) -> int:
     differ = 0
     for (_, request), ours in zip(encoded.items, lab.decode(AUTOREGRESSIVE, encoded), strict=True):
         ids = torch.tensor([request.prompt_ids])
-        end = sorted(lab.pair.eos_ids) or None
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=TOKENS,
-            pad_token_id=0,
-            eos_token_id=end,
-        )
+        how = {"do_sample": False, "max_new_tokens": TOKENS, "pad_token_id": 0}
+        how |= {"eos_token_id": sorted(lab.pair.eos_ids) or None}
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
         differ += out[0, ids.shape[1] :].tolist() != ours.trajectory.output_ids.tolist()
     return differ

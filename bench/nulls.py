@@ -12,24 +12,23 @@ null is a tuning whose candidates are all as fast as the incumbent. Figures go t
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
 import numpy as np
+from lab import RESULTS, chain, demo, parser_of, requests, say
 
 from spectune.optimizer.confirm import RACE_SHARE, Confirmation, confirm, left_s, planned
 from spectune.optimizer.execute import DecodeOptions, Executor, eliminate, encode
 from spectune.optimizer.parts import mixed, split
+from spectune.optimizer.timings import Expected, Timings
 from spectune.optimizer.tune import TuneOptions
 from spectune.optimizer.verdict import fastest_of
 from spectune.runtime.policies.document import Policy, parse_policy
+from spectune.traces.schema import Sampling
 
 NOISE, EFFECT, ERROR, DRIFT = 0.12, 0.06, 0.03, 0.2
 """Standard deviations, of logarithms: of an execution, of a policy's effect on a request, of its
@@ -54,9 +53,9 @@ class Machine:
     def execute(self, policy: int, request: int) -> float:
         """Seconds: noise has Student's t with 3 degrees of freedom, and one execution in 50
         stalls."""
-        noise = NOISE / np.sqrt(3) * self._rng.standard_t(3) + (
-            self._rng.exponential(0.5) if self._rng.random() < 0.02 else 0.0
-        )
+        noise = NOISE / np.sqrt(3) * self._rng.standard_t(3)
+        if self._rng.random() < 0.02:
+            noise += self._rng.exponential(0.5)
         pace = DRIFT * np.sin(self._phase + 2 * np.pi * self.now / self._period)
         seconds = float(self.cost[policy, request] * np.exp(noise + pace))
         self.now += seconds
@@ -65,61 +64,76 @@ class Machine:
 
 def windows(count: int) -> list[Policy]:
     """So many policies, the most elaborate first: a tie then goes against the incumbent."""
-    return [
-        parse_policy({"draft": "ngram", "window": {"kind": "fixed", "gamma": g}})
-        for g in range(count, 0, -1)
-    ]
+    return [chain("ngram", gamma) for gamma in range(count, 0, -1)]
+
+
+def decided(
+    names: Sequence[str],
+    categories: Sequence[str],
+    execute: Callable[[str, int], float],
+    choose: Callable[[Timings, Sequence[str], Expected], str],
+    clock: Callable[[], float],
+    budget_s: float,
+    predicted: Expected | None = None,
+    **race: Any,
+) -> tuple[Confirmation | None, Timings]:
+    """Race and confirmation of policies, the first of them the incumbent, as a tuning on requests
+    of these categories does them; no confirmation where the incumbent is chosen. ``execute``:
+    seconds of a policy on a request; ``choose`` the winner by timings, who is left, and what was
+    ``predicted`` of the race's requests."""
+    parts, began = split(categories), clock()
+    part, held = mixed(parts.race, categories), mixed(parts.confirm, categories)
+    expected = {name: np.asarray(of)[part] for name, of in (predicted or {}).items()}
+    race |= {"expected": expected} if expected else {}
+    race |= {"passes": PASSES, "budget_s": budget_s * RACE_SHARE, "clock": clock}
+    timings, left = eliminate(names, len(part), lambda name, n: execute(name, part[n]), **race)
+    winner = choose(timings, left, expected)
+    if winner == names[0]:
+        return None, timings
+    both_s = sum(float(np.nanmean(timings.seconds[name])) for name in (winner, names[0]))
+    used, passes = planned(len(held), both_s, left_s(budget_s, clock() - began), PASSES)
+    how = {"requests": used, "passes": passes}
+    found = confirm(winner, names[0], lambda name, n: execute(name, held[n]), **how)
+    return found, timings
 
 
 def tuned(
     rng: np.random.Generator, candidates: int, requests: int, gain: float = 1.0
 ) -> Confirmation | None:
-    """Race and confirmation of ``candidates`` policies, the incumbent among them, as a tuning of so
-    many requests does them; None where the incumbent won the race."""
-    policies, categories = windows(candidates), ["abc"[i % 3] for i in range(requests)]
-    names, parts = [p.id for p in policies], split(categories)
-    machine = Machine(rng, candidates, requests, gain)
-    part, held = mixed(parts.race, categories), mixed(parts.confirm, categories)
-    number = {name: n for n, name in enumerate(names)}
-    timings, left = eliminate(
-        names,
-        len(part),
-        lambda name, n: machine.execute(number[name], part[n]),
-        whole=names[:1],
-        expected={name: machine.predicted[number[name], part] for name in names},
-        passes=PASSES,
-        budget_s=BUDGET_S * RACE_SHARE,
-        clock=lambda: machine.now,
-    )
-    speeds = {name: 1.0 / machine.predicted[number[name], part].sum() for name in names}
-    winner = fastest_of([p for p in policies if p.id in left], timings, speeds, ERROR)
-    if winner is policies[0]:
-        return None
-    both_s = sum(float(np.nanmean(timings.seconds[name])) for name in (winner.id, names[0]))
-    used, passes = planned(len(held), both_s, left_s(BUDGET_S, machine.now), PASSES)
-    return confirm(
-        winner.id,
-        names[0],
-        lambda name, n: machine.execute(number[name], held[n]),
-        requests=used,
-        passes=passes,
-    )
+    """A simulated tuning."""
+    policies, machine = windows(candidates), Machine(rng, candidates, requests, gain)
+    number = {p.id: n for n, p in enumerate(policies)}
+
+    def fastest(timings: Timings, left: Sequence[str], expected: Expected) -> str:
+        speeds = {name: 1.0 / float(np.sum(seconds)) for name, seconds in expected.items()}
+        return fastest_of([p for p in policies if p.id in left], timings, speeds, ERROR).id
+
+    return decided(
+        list(number),
+        ["abc"[i % 3] for i in range(requests)],
+        lambda name, request: machine.execute(number[name], request),
+        fastest,
+        lambda: machine.now,
+        BUDGET_S,
+        {name: machine.predicted[n] for name, n in number.items()},
+        whole=[policies[0].id],
+    )[0]
 
 
 def series(count: int, candidates: int, requests: int, gain: float, seed: int) -> dict[str, Any]:
     """How many of ``count`` tunings published."""
-    found = [
-        tuned(np.random.default_rng([seed, candidates, requests, n]), candidates, requests, gain)
-        for n in range(count)
-    ]
-    confirmed = [c for c in found if c is not None]
-    published = [c.ratio[0] for c in confirmed if c.holds]
+    found = []
+    for n in range(count):
+        rng = np.random.default_rng([seed, candidates, requests, n])
+        found.append(tuned(rng, candidates, requests, gain))
+    proven = [c for c in found if c is not None]
+    published = [c.ratio[0] for c in proven if c.holds]
     return {
         "candidates": candidates,
         "requests": requests,
         "gain": gain - 1.0,
         "tunings": count,
-        "confirmed": len(confirmed),
+        "confirmed": len(proven),
         "published": len(published),
         "rate": len(published) / count,
         "median_ratio_published": float(np.median(published)) if published else None,
@@ -128,88 +142,56 @@ def series(count: int, candidates: int, requests: int, gain: float, seed: int) -
 
 def real(count: int, budget_s: float) -> dict[str, Any]:
     """A/A tunings on the demo pair: six names of one behaviour, raced and confirmed for real."""
-    from lab import demo, requests
-
-    from spectune.traces.schema import Sampling
-
     pair, workload = demo(), requests(40)
     window = {"kind": "fsm", "gamma_max": 5, "gamma_min": 5}
-    stops = [
-        {"kind": "joint_prob", "threshold": 10.0**-n} for n in range(14, 8, -1)
-    ]  # none is ever reached; reading one takes time
+    # No threshold is ever reached; reading one takes time.
+    stops = [{"kind": "joint_prob", "threshold": 10.0**-n} for n in range(14, 8, -1)]
     policies = [parse_policy({"draft": "small", "window": window, "stop": stop}) for stop in stops]
     encoded, names = encode(pair, workload, DecodeOptions(Sampling(), 48)), [p.id for p in policies]
     categories = [r.category for r in workload.requests]
-    parts, published, rows = split(categories), 0, []
-    part, held = mixed(parts.race, categories), mixed(parts.confirm, categories)
-    for n in range(count):
-        executor = Executor(pair, policies, encoded)
-        began = time.perf_counter()
-        timings, left = eliminate(
-            names,
-            len(part),
-            lambda name, i, run=executor: run(name, part[i]),
-            passes=PASSES,
-            budget_s=budget_s * RACE_SHARE,
-        )
+    published, rows = 0, []
+
+    def luckiest(timings: Timings, left: Sequence[str], _: Expected) -> str:
         # Without what prediction knows (that they are equal) the race's choice is noise alone: the
         # hardest case.
-        winner = max(
-            (p for p in left if p != names[0]),
-            key=lambda p: timings.ratio(p, names[0])[0],
-            default=names[1],
-        )
-        left = left_s(budget_s, time.perf_counter() - began)
-        both_s = sum(float(np.nanmean(timings.seconds[name])) for name in (winner, names[0]))
-        used, passes = planned(len(held), both_s, left, PASSES)
-        found = confirm(
-            winner,
-            names[0],
-            lambda name, i, run=executor: run(name, held[i]),
-            requests=used,
-            passes=passes,
-        )
+        others = [p for p in left if p != names[0]] or names[1:2]
+        return max(others, key=lambda p: timings.ratio(p, names[0])[0])
+
+    for n in range(count):
+        executor = Executor(pair, policies, encoded)
+        found, timings = decided(names, categories, executor, luckiest, time.perf_counter, budget_s)
+        assert found is not None
         published += found.holds
-        rows.append({"raced": list(timings.ratio(winner, names[0])), **found.to_json()})
-        print(
-            f"  {n + 1} of {count}: raced {rows[-1]['raced'][0]:.3f}, confirmed {found}; "
-            f"published: {found.holds}",
-            flush=True,
-        )
+        rows.append({"raced": list(timings.ratio(found.winner, names[0])), **found.to_json()})
+        raced = f"raced {rows[-1]['raced'][0]:.3f}"
+        say(f"{n + 1} of {count}: {raced}, confirmed {found}; published: {found.holds}")
     return {"tunings": count, "published": published, "rows": rows}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--nulls", type=int, default=1000)
-    parser.add_argument("--power", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--real", type=int, metavar="N", help="run N A/A tunings instead")
-    parser.add_argument("--budget", type=float, default=40.0, help="seconds of each A/A tuning")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results" / "nulls.json"
-    )
-    wanted = parser.parse_args(arguments)
-    stored = json.loads(wanted.out.read_text()) if wanted.out.exists() else {}
+def main() -> None:
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--nulls", type=int, default=1000)
+    add("--power", type=int, default=300)
+    add("--seed", type=int, default=0)
+    add("--real", type=int, metavar="N", help="run N A/A tunings instead")
+    add("--budget", type=float, default=40.0, help="seconds of each A/A tuning")
+    add("--out", type=Path, default=RESULTS / "nulls.json")
+    wanted = parser.parse_args()
+    found = json.loads(wanted.out.read_text()) if wanted.out.exists() else {}
     if wanted.real:
-        stored["real"] = real(wanted.real, wanted.budget)
+        found["real"] = real(wanted.real, wanted.budget)
     else:
         sizes = [(candidates, requests) for candidates in (2, 6, 12) for requests in (20, 80)]
         for name, count, gain in (("nulls", wanted.nulls, 1.0), ("power", wanted.power, 1.05)):
-            stored[name] = []
-            for candidates, requests in sizes:
-                row = series(count, candidates, requests, gain, wanted.seed)
-                stored[name].append(row)
-                print(
-                    f"{name}: {candidates:2} candidates, {requests} requests: {row['published']} "
-                    f"of {count} published",
-                    flush=True,
-                )
-    wanted.out.write_text(json.dumps(stored, indent=1) + "\n")
-    return 0
+            found[name] = []
+            for size in sizes:
+                row = series(count, *size, gain, wanted.seed)
+                found[name].append(row)
+                said = f"{row['published']} of {count} published"
+                print(f"{name}: {size[0]:2} candidates, {size[1]} requests: {said}", flush=True)
+    wanted.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

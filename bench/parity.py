@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lab import Lab, laboratories, spread_over, tau_of, unlike
+from lab import Lab, laboratories, say, spread_over, tau_of, unlike
 
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -51,11 +51,8 @@ def _policies(lab: Lab, turn: int, each: int) -> tuple[list[Policy], list[Policy
         for draft in lab.pair.draft_names:
             exact += spread_over([p for p in kind if p.draft == draft][turn % 2 :: 2], each)
     known = {p.id for p in claimed}
-    rough = [
-        p
-        for p in lab.listed()
-        if p.id not in known and (p.is_tree or p.stop.kind != "none" or p.draft in lab.heads)
-    ]
+    rough = [p for p in lab.listed() if p.id not in known]
+    rough = [p for p in rough if p.is_tree or p.stop.kind != "none" or p.draft in lab.heads]
     return exact, spread_over(rough, 2 * each)
 
 
@@ -63,19 +60,14 @@ def compared(
     lab: Lab, trace: ReplayTrace, policy: Policy, limit: int, *, exact: bool
 ) -> dict[str, Any]:
     """A policy replayed and executed: rounds that differ, and the tokens a round of both."""
-    part = trace.select(range(limit))
-    replayed = run_replay(
-        part, policy, lab.profile, per_round=True, artifacts=lab.find, approximate=True
-    )
+    how: dict[str, Any] = {"artifacts": lab.find, "approximate": True, "per_round": True}
+    replayed = run_replay(trace.select(range(limit)), policy, lab.profile, **how)
     decoded = lab.decode(policy, lab.encoded(limit))
     wrong, rounds = unlike(decoded, replayed.steps())
     executed, predicted = tau_of(decoded), replayed.total.mean_accepted_length
     temperature = lab.options.sampling.temperature
-    print(
-        f"  {lab.name} T={temperature} {policy.label()}: {wrong} of {rounds} rounds, "
-        f"{replayed.missing} missing",
-        flush=True,
-    )
+    label = f"{lab.name} T={temperature} {policy.label()}"
+    say(f"{label}: {wrong} of {rounds} rounds, {replayed.missing} missing")
     return {
         "pair": lab.name,
         "policy": policy.label(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lab import CATEGORIES, compare, demo, fixed, requests, stored
+from lab import CATEGORIES, chain, compare, demo, requests, say, stored
 
 from spectune.optimizer.execute import DecodeOptions, Executor, encode
 from spectune.optimizer.profiles import expected_seconds
@@ -14,9 +14,10 @@ from spectune.optimizer.timings import finite
 from spectune.optimizer.tune import TuneOptions, tune
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec
-from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_plain_policy
 from spectune.traces.latency import LatencyProfile
 from spectune.traces.schema import Sampling
+from spectune.traces.store import TraceStore
 
 DRAFTS = ("small", "medium")
 
@@ -37,14 +38,14 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
         rows.append(row)
     worthless = _no_gain(state, pair, quick)
     least = min(r["share_of_best"] for r in rows)
-    widest = (
-        max((r["share_interval"][1] or 9.0) - (r["share_interval"][0] or 0.0) for r in rows) / 2
+    ends = [(r["share_interval"][0] or 0.0, r["share_interval"][1]) for r in rows]
+    widest = max((high or 9.0) - low for low, high in ends) / 2
+    behind = any(
+        r["share_of_best"] < 0.98 and (high or 1.0) < 1.0
+        for r, (_, high) in zip(rows, ends, strict=True)
     )
     return {
-        "holds": all(
-            r["share_of_best"] >= 0.98 or (r["share_interval"][1] or 1.0) >= 1.0 for r in rows
-        )
-        and not worthless["speculates"],
+        "holds": not behind and not worthless["speculates"],
         "summary": f"winner at {100 * least:.1f}% or more of the best fixed gamma on {len(rows)} "
         f"workloads (95% intervals of +-{100 * widest:.1f}% or less); where speculation does not "
         f"pay it published {worthless['published']}",
@@ -63,40 +64,28 @@ def _against_fixed(
         store.put_profile(measured)
     count, tokens, gammas, budget_s = (18, 10, 2, 2.0) if quick else (48, 48, 12, 80.0)
     workload, options = requests(count, category=category), DecodeOptions(Sampling(), tokens)
-    wanted = TuneOptions(
-        options=options, trials=4 if quick else 200, budget_s=budget_s, tree_width=0
-    )
+    trials = 4 if quick else 200
+    wanted = TuneOptions(options=options, trials=trials, budget_s=budget_s, tree_width=0)
     tuned = tune(store, pair, workload, wanted)
-    published = store.active_publication(pair.id, "cpu")
-    winner = AUTOREGRESSIVE if published is None else parse_policy(dict(published.document))
-    exhaustive = [AUTOREGRESSIVE]
-    for draft in pair.draft_names:
-        exhaustive += [
-            parse_policy({"draft": draft, "window": fixed(g)}) for g in range(1, gammas + 1)
-        ]
+    winner = _published(store, pair)
+    drafts, sizes = pair.draft_names, range(1, gammas + 1)
+    exhaustive = [AUTOREGRESSIVE, *(chain(draft, g) for draft in drafts for g in sizes)]
     policies = {p.id: p for p in [winner, *exhaustive]}
-    profile, encoded = (
-        store.get_profile(tuned.profile).profile,
-        encode(pair, requests(12, category=category), options),
-    )
+    profile = store.get_profile(tuned.profile).profile
+    encoded = encode(pair, requests(12, category=category), options)
     trace = open_trace(store, tuned.recording, chains=pair.draft_names).trace
     expected = expected_seconds(trace.select(range(len(encoded.items))), policies.values(), profile)
     executor = Executor(pair, policies.values(), encoded, profile=profile)
-    compared = executor.race(
-        whole=[winner.id], expected=expected, passes=3, budget_s=2.0 if quick else 25.0
-    )
-    left = [p.id for p in exhaustive if p.id in compared.survivors] or [
-        compared.timings.leader([p.id for p in exhaustive])
-    ]
+    budget_s = 2.0 if quick else 25.0
+    compared = executor.race(whole=[winner.id], expected=expected, passes=3, budget_s=budget_s)
+    fixed = [p.id for p in exhaustive]
+    left = [p for p in fixed if p in compared.survivors] or [compared.timings.leader(fixed)]
     best = policies[max(left, key=lambda p: compared.ratio(p, winner.id, projected=True)[0])]
     share = compare(pair, [winner, best], encoded, passes=2, profile=profile).ratio(
         winner.id, best.id
     )
-    print(
-        f"  {category}: {winner.label()} at {share[0]:.4f} ({share[1]:.4f}-{share[2]:.4f}) of "
-        f"{best.label()}",
-        flush=True,
-    )
+    shown = f"{share[0]:.4f} ({share[1]:.4f}-{share[2]:.4f})"
+    say(f"{category}: {winner.label()} at {shown} of {best.label()}")
     row = {
         "workload": category,
         "winner": winner.label(),
@@ -111,22 +100,20 @@ def _against_fixed(
     return row, profile
 
 
+def _published(store: TraceStore, pair: LoadedPair) -> Policy:
+    """What is in force; autoregression where nothing is."""
+    found = store.active_publication(pair.id, "cpu")
+    return AUTOREGRESSIVE if found is None else parse_plain_policy(dict(found.document))
+
+
 def _no_gain(state: Path, pair: LoadedPair, quick: bool) -> dict[str, Any]:
     """A workload where speculation cannot pay: the only draft is as large as the target."""
     store = stored(state / "regret-none.db", fresh=True)
-    twin = load_pair(
-        PairSpec("twin", pair.spec.target, (("twin", pair.spec.target),)), device="cpu"
-    )
+    spec = PairSpec("twin", pair.spec.target, (("twin", pair.spec.target),))
+    twin = load_pair(spec, device="cpu")
     options = DecodeOptions(Sampling(), 8 if quick else 32)
-    wanted = TuneOptions(
-        options=options,
-        drafts=("twin",),
-        trials=4 if quick else 50,
-        gamma_max=8,
-        budget_s=20.0,
-        tree_width=0,
-    )
+    how: dict[str, Any] = {"drafts": ("twin",), "trials": 4 if quick else 50, "gamma_max": 8}
+    wanted = TuneOptions(options=options, budget_s=20.0, tree_width=0, **how)
     tune(store, twin, requests(18), wanted)
-    published = store.active_publication(twin.id, "cpu")
-    policy = AUTOREGRESSIVE if published is None else parse_policy(dict(published.document))
+    policy = _published(store, twin)
     return {"published": policy.label(), "speculates": policy.speculates}

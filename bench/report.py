@@ -7,23 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-from spectune.optimizer.report.charts import (
-    STYLE,
-    WIDTH,
-    Curve,
-    Dot,
-    Plot,
-    curves,
-    cut,
-    dot_rows,
-    short,
-)
+from spectune.optimizer.report.charts import STYLE, WIDTH, Dot, Plot, curves, cut, dot_rows, short
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -31,122 +21,82 @@ DOCS = ROOT / "docs"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 COLOURS = ("1", "2", "3", "4", "5", "6")
 Figures = dict[str, Any]
-Picture = tuple[Plot, list[tuple[str, str]]]
-"""A plot, and (name, number of its colour) of its series."""
 
 
-def standalone(plot: Plot, legend: Sequence[tuple[str, str]]) -> str:
-    """A chart as a file of its own, its legend below: (name, number of its colour) of each
-    series."""
-    for i, (name, colour) in enumerate(legend):
+def standalone(plot: Plot) -> str:
+    """A chart as a file of its own, its legend below."""
+    for i, (name, colour) in enumerate(plot.legend):
         x, y = 20.0 + WIDTH / 2 * (i % 2), plot.height + 12 + 18 * (i // 2)
         plot.add("circle", class_=f"f{colour}", cx=x, cy=y - 4, r=4.5)
         plot.text(x + 10, y, cut(name, 22), "start", class_="strong")
-    tall = short(plot.height + 18 * math.ceil(len(legend) / 2))
+    tall = short(plot.height + 18 * math.ceil(len(plot.legend) / 2))
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="480" viewBox="0 0 {WIDTH} {tall}">'
     return f"{head}<style>{STYLE}</style>\n" + "\n".join(plot.parts) + "\n</svg>\n"
-
-
-class Check(NamedTuple):
-    """A row of the table: a function of the check's figures may say more than its summary, another
-    whether the target is met."""
-
-    name: str
-    title: str
-    target: str
-    leaves_out: str
-    figure: Callable[[Figures], str] = lambda d: str(d["summary"])
-    met: Callable[[Figures], bool] = lambda d: bool(d["holds"])
-
-
-def _regret(d: Figures) -> str:
-    shares = (
-        f"{r['workload']} {r['share_of_best']:.3f} "
-        + (
-            "(the winner is that window)"
-            if r["winner"] == r["best_fixed"]
-            else "({:.3f}-{:.3f})".format(*r["share_interval"])
-        )
-        for r in d["rows"]
-    )
-    return f"{'; '.join(shares)}; without a gain `tune` published {d['no_gain']['published']}"
 
 
 SPEED_TARGET = (
     "median 3%, 90th percentile 6%, or what measuring again differs by; tables of `tune` 5%"
 )
 PACE = "two shared cores; one factor brings the profile to the pace of the executions, as in `tune`"
+REGRET_TARGET = "98% of the best, or not behind beyond noise"
+SHORTLISTS = "tau recovered by shortlists, DynaSpec's theorems, 32768 tokens"
+PADDED = "the wide vocabulary is padded with tokens that never occur"
 LITTLE = "prompt lookup is best nearly everywhere here: there is little to choose"
-ENGINES = "greedy, on a CPU; vLLM is held by `make test-vllm`"
-CHECKS = (
-    Check(
-        "lossless",
+ENGINES = "other engines against one recording of theirs, round by round"
+CHECKS = {
+    "lossless": (
         "text against autoregression and transformers",
         "0 differences",
         "float32 on a CPU",
     ),
-    Check(
-        "parity",
+    "parity": (
         "replay against execution, round by round",
         "0 mismatches",
         "policies that the recording covers",
     ),
-    Check("fidelity", "predicted against executed speed", SPEED_TARGET, PACE),
-    Check(
-        "regret",
+    "fidelity": ("predicted against executed speed", SPEED_TARGET, PACE),
+    "regret": (
         "published winner against all fixed windows, executed",
-        "98% of the best, or not behind beyond noise",
+        REGRET_TARGET,
         "chains alone; a winner compared with itself shows no regret",
-        _regret,
     ),
-    Check(
-        "combination",
+    "combination": (
         "each paper alone and all together",
         "0.99 of the best single paper",
         "three workloads",
     ),
-    Check(
-        "sampled",
+    "sampled": (
         "trees above temperature 0",
         "1.4 of EAGLE's tau at temperature 1",
         "tau, not speed",
     ),
-    Check(
-        "shortlists",
-        "tau recovered by shortlists, DynaSpec's theorems, 32768 tokens",
-        "0 differences, 0 violations",
-        "the wide vocabulary is padded with tokens that never occur",
-    ),
-    Check(
-        "draft-choice",
-        "a draft for each prompt",
-        "0.97 of the oracle's gain",
-        LITTLE,
-        met=lambda d: bool(d["holds"] and d["reaches_share"]),
-    ),
-    Check("verifiers", "distributions of the verifiers", "all tests pass", ""),
-    Check(
-        "kills",
-        "kill -9 of record and tune",
-        "0 problems",
-        "SQLite on one disk",
-        lambda d: f"{d['count']} kills in {len(d['kills'])} phases, {len(d['problems'])} problems",
-    ),
-    Check("schedules", "schedules", "all tests pass", ""),
-    Check("borders", "malformed input of every kind", "our errors alone", ""),
-    Check(
-        "chaos",
-        "kills, outages and garbage at once",
-        "0 failures",
-        "databases are not recreated",
-    ),
-    Check(
-        "engines",
-        "other engines against one recording of theirs, round by round",
-        "0 mismatches",
-        ENGINES,
-    ),
-)
+    "shortlists": (SHORTLISTS, "0 differences, 0 violations", PADDED),
+    "draft-choice": ("a draft for each prompt", "0.97 of the oracle's gain", LITTLE),
+    "verifiers": ("distributions of the verifiers", "all tests pass", ""),
+    "kills": ("kill -9 of record and tune", "0 problems", "SQLite on one disk"),
+    "schedules": ("schedules", "all tests pass", ""),
+    "borders": ("malformed input of every kind", "our errors alone", ""),
+    "chaos": ("kills, outages and garbage at once", "0 failures", "databases are not recreated"),
+    "engines": (ENGINES, "0 mismatches", "greedy, on a CPU; vLLM is held by `make test-vllm`"),
+}
+"""Title, target, and what it leaves out of each check."""
+
+
+def figure(name: str) -> str:
+    """What a check found: its summary, or more where that says less than there is."""
+    d = load(f"acceptance-{name}")
+    if name == "kills":
+        return f"{d['count']} kills in {len(d['kills'])} phases, {len(d['problems'])} problems"
+    if name != "regret":
+        return str(d["summary"])
+    shares = []
+    for r in d["rows"]:
+        if r["winner"] == r["best_fixed"]:
+            beside = "(the winner is that window)"
+        else:
+            beside = "({:.3f}-{:.3f})".format(*r["share_interval"])
+        shares.append(f"{r['workload']} {r['share_of_best']:.3f} {beside}")
+    return f"{'; '.join(shares)}; without a gain `tune` published {d['no_gain']['published']}"
 
 
 def load(name: str) -> Figures:
@@ -161,54 +111,44 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]
     return [*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows), ""]
 
 
-def plot_predictions() -> Picture:
+def plot_predictions() -> Plot:
     """Predicted against executed tokens/s."""
-    found = load("acceptance-fidelity")
-    end = 1.05 * max(
-        max(r["measured_tokens_per_s"], r["predicted_tokens_per_s"]) for r in found["rows"]
-    )
+    kinds = _grouped(load("acceptance-fidelity")["rows"], "kind")
+    speeds = ("measured_tokens_per_s", "predicted_tokens_per_s")
+    end = 1.05 * max(r[speed] for own in kinds.values() for r in own for speed in speeds)
     plot = Plot((0.0, end), (0.0, end), height=260)
     plot.axes("executed, tokens/s", "predicted, tokens/s")
     plot.line([(0, 0), (end, end)], "s6 dash")
-    kinds = _grouped(found["rows"], "kind")
+    plot.legend = [(kind, colour) for (kind,), colour in zip(kinds, COLOURS, strict=False)]
     for colour, own in zip(COLOURS, kinds.values(), strict=False):
         for r in own:
-            plot.dot(r["measured_tokens_per_s"], r["predicted_tokens_per_s"], colour, "", r=2.5)
-    return plot, [
-        (str(kind or ""), colour) for (kind,), colour in zip(kinds, COLOURS, strict=False)
-    ]
+            measured, predicted = (r[speed] for speed in speeds)
+            plot.dot(measured, predicted, colour, "", r=2.5)
+    return plot
 
 
-def plot_acceptance() -> Picture:
+def plot_acceptance() -> Plot:
     """Share of rounds whose chain's i-th token is accepted: what one more drafted token adds to the
     mean accepted length."""
-    given: list[Curve] = []
-    for (draft, taus), colour in zip(
-        load("acceptance-fidelity")["tau_by_gamma"].items(), COLOURS, strict=False
-    ):
-        given.append(
-            (
-                draft,
-                colour,
-                [(g, high - low, "") for g, (low, high) in enumerate(pairwise(taus), 1)],
-                True,
-            )
-        )
-    plot = curves("position in the draft", "share of rounds that accept it", given)
-    return plot, [(draft, colour) for draft, colour, _, _ in given]
+    given = []
+    taus = load("acceptance-fidelity")["tau_by_gamma"]
+    for (draft, own), colour in zip(taus.items(), COLOURS, strict=False):
+        points = [(g, high - low, "") for g, (low, high) in enumerate(pairwise(own), 1)]
+        given.append((draft, colour, points, True))
+    return curves("position in the draft", "share of rounds that accept it", given)
 
 
-def plot_methods() -> Picture:
+def plot_methods() -> Plot:
     """Speed over autoregression by method and workload."""
-    found = load("acceptance-combination")
-    workloads = dict(
-        zip(dict.fromkeys(r["workload"] for r in found["rows"]), COLOURS, strict=False)
-    )
+    found = load("acceptance-combination")["rows"]
+    workloads = dict(zip(dict.fromkeys(r["workload"] for r in found), COLOURS, strict=False))
     rows: list[tuple[str, list[Dot]]] = []
-    for (space,), own in _grouped(found["rows"], "space").items():
+    for (space,), own in _grouped(found, "space").items():
         dots: list[Dot] = [(r["speedup"], (None, None), workloads[r["workload"]], "") for r in own]
         rows.append(("all together" if "+" in space else space, dots))
-    return dot_rows("speed over autoregression", rows), list(workloads.items())
+    plot = dot_rows("speed over autoregression", rows)
+    plot.legend = list(workloads.items())
+    return plot
 
 
 PLOTS = {
@@ -263,26 +203,22 @@ def _ranges() -> list[str]:
     """Tables of figures, smallest to largest over workloads."""
     lines = []
     for title, ((name, part), keys, columns) in RANGES.items():
-        groups = _grouped(load(name)[part], *keys)
         rows = [
             (*key, *(_range(r[column] for r in own) for column in columns))
-            for key, own in groups.items()
+            for key, own in _grouped(load(name)[part], *keys).items()
         ]
-        lines += [
-            f"### {title}, smallest to largest over workloads",
-            "",
-            *table((*keys, *columns.values()), rows),
-        ]
+        lines += [f"### {title}, smallest to largest over workloads", ""]
+        lines += table((*keys, *columns.values()), rows)
     return lines
 
 
 def checks() -> list[str]:
     """The table of checks, each said met or not met."""
-    found = ((check, load(f"acceptance-{check.name}")) for check in CHECKS)
-    rows = [
-        (check.title, check.target, check.figure(d), _met(check.met(d)), check.leaves_out)
-        for check, d in found
-    ]
+    rows = []
+    for name, (title, target, leaves_out) in CHECKS.items():
+        d = load(f"acceptance-{name}")
+        met = _met(bool(d["holds"] and d.get("reaches_share", True)))
+        rows.append((title, target, figure(name), met, leaves_out))
     return table(("check", "target", "figure", "verdict", "what it leaves out"), rows)
 
 
@@ -293,27 +229,17 @@ def _met(holds: bool) -> str:
 def _nulls() -> list[str]:
     """False publications and power of `tune`'s race and confirmation, simulated with the code that
     ships."""
-    found = load("nulls")
-    rows = [
-        (
-            null["candidates"],
-            null["requests"],
-            f"{null['published']} of {null['tunings']}",
-            f"{100 * gain['rate']:.0f}%",
-        )
-        for null, gain in zip(found["nulls"], found["power"], strict=True)
-    ]
-    columns = (
-        "candidates",
-        "requests",
-        "published without a gain",
-        "published at a true gain of 5%",
-    )
+    found, rows = load("nulls"), []
+    for null, gain in zip(found["nulls"], found["power"], strict=True):
+        published = f"{null['published']} of {null['tunings']}"
+        rows.append((null["candidates"], null["requests"], published, f"{100 * gain['rate']:.0f}%"))
+    names = ("published without a gain", "published at a true gain of 5%")
     said = (
         f"Executed, six names of one behaviour: {found['real']['published']} of "
         f"{found['real']['tunings']} published."
     )
-    return ["## What is published without a gain", "", *table(columns, rows), said, ""]
+    lines = table(("candidates", "requests", *names), rows)
+    return ["## What is published without a gain", "", *lines, said, ""]
 
 
 def _speeds() -> list[str]:
@@ -324,27 +250,18 @@ def _speeds() -> list[str]:
     rounds = [r["replayed_million_rounds_per_s"] for r in trees]
     grown = [n / 1000 for r in trees for n in r["tabulated_trees_per_s"].values()]
     shares = [100 * r["loop_share"] for r in found["loop"]["rounds"]]
-    rows = (
-        (
-            "replay of chains, one core",
-            f"{min(speeds):.0f} to {max(speeds):.0f} million rounds/s by window",
-        ),
-        (
-            "a search",
-            f"{replay['trials']} trials over {replay['tokens']} tokens in "
-            f"{replay['trials_s']:.0f} s",
-        ),
-        ("replay of trees, one core", f"{min(rounds):.1f} to {max(rounds):.1f} million rounds/s"),
-        (
-            "tabulating trees, once per growth",
-            f"{min(grown):.0f} to {max(grown):.0f} thousand trees/s",
-        ),
-        (
-            "sampling, windows, tensors, bookkeeping: of a round",
-            f"{min(shares):.1f} to {max(shares):.1f}%",
-        ),
-    )
-    return ["## Speed of the tool", "", *table(("what", "figure"), rows)]
+    search = f"{replay['trials']} trials over {replay['tokens']} tokens in "
+    rows = {
+        "replay of chains, one core": f"{min(speeds):.0f} to {max(speeds):.0f} million rounds/s by "
+        "window",
+        "a search": f"{search}{replay['trials_s']:.0f} s",
+        "replay of trees, one core": f"{min(rounds):.1f} to {max(rounds):.1f} million rounds/s",
+        "tabulating trees, once per growth": f"{min(grown):.0f} to {max(grown):.0f} thousand "
+        "trees/s",
+        "sampling, windows, tensors, bookkeeping: of a round": f"{min(shares):.1f} to "
+        f"{max(shares):.1f}%",
+    }
+    return ["## Speed of the tool", "", *table(("what", "figure"), rows.items())]
 
 
 def _loads() -> list[str]:
@@ -359,52 +276,32 @@ def _loads() -> list[str]:
 
 def _load(d: Figures) -> list[str]:
     """The tables of one engine."""
-    titles = {"tokens_per_s": "tokens/s", "tpot_s": "mean time per output token"}
+    names = ("median_error", "p90_error", "median_repeat_error", "p90_repeat_error")
     errors = [
-        (
-            title,
-            *(
-                f"{100 * d[name][key]:.1f}%"
-                for key in ("median_error", "p90_error", "median_repeat_error", "p90_repeat_error")
-            ),
-            _met(_within(d[name])),
+        (title, *(f"{100 * d[name][key]:.1f}%" for key in names), _met(_within(d[name])))
+        for name, title in (
+            ("tokens_per_s", "tokens/s"),
+            ("tpot_s", "mean time per output token"),
         )
-        for name, title in titles.items()
     ]
-    columns = (
-        "predicted",
-        "off, median",
-        "90th percentile",
-        "executed again, median",
-        "90th percentile",
-        "5% and 10%, or again",
-    )
+    again = ("executed again, median", "90th percentile", "5% and 10%, or again")
+    columns = ("predicted", "off, median", "90th percentile", *again)
     about = (
         f"Each policy executed {d['passes']} times in turn; predicted from steps recorded in "
         f"between, in runs of their own. Kendall's tau {d['kendall_tau']['tau']:.2f} over the "
         f"{d['kendall_tau']['pairs']} pairs of policies under one load whose executions do not "
         "overlap."
     )
-    cells = {
-        (
-            r["policy"],
-            r["load"],
-        ): f"{r['predicted_tokens_per_s']:.0f} / {median(r['tokens_per_s']):.0f}"
-        for r in d["rows"]
-    }
-    loads = dict.fromkeys(r["load"] for r in d["rows"])
-    grid = [
-        (policy, *(cells.get((policy, one), "") for one in loads))
-        for policy in dict.fromkeys(r["policy"] for r in d["rows"])
-    ]
+    loads, policies = (dict.fromkeys(r[key] for r in d["rows"]) for key in ("load", "policy"))
+    cells = {}
+    for r in d["rows"]:
+        speeds = f"{r['predicted_tokens_per_s']:.0f} / {median(r['tokens_per_s']):.0f}"
+        cells[r["policy"], r["load"]] = speeds
+    grid = [(policy, *(cells.get((policy, one), "") for one in loads)) for policy in policies]
     if d["engine"] == "vllm":
         about += " Worker and engine share a process (`bench/load.py` says why)."
-    lines = [
-        about,
-        "",
-        *table(columns, errors),
-        *table(("tokens/s, predicted / executed", *loads), grid),
-    ]
+    lines = [about, "", *table(columns, errors)]
+    lines += table(("tokens/s, predicted / executed", *loads), grid)
     if d["engine"] == "vllm":  # whose tokens can follow the batch
         regret = d["regret"]
         lines += [
@@ -412,16 +309,12 @@ def _load(d: Figures) -> list[str]:
             "constants' (95% intervals):",
             "",
         ]
-        own = [
-            (r["load"], f"{r['best_constant']}, the best executed", _interval(r["share"]))
-            for r in regret["by_load"]
-        ]
-        own += [
-            (r["load"], "the best in the other passes", _interval(r["apart"]))
-            for r in regret["by_load"]
-        ]
-        own += [(r["load"], "off: no draft loaded", _interval(r["share"])) for r in regret["off"]]
-        own += [("all three", r["constant"], _interval(r["share"])) for r in regret["together"]]
+        by_load = regret["by_load"]
+        own = [(r["load"], f"{r['best_constant']}, the best executed", r["share"]) for r in by_load]
+        own += [(r["load"], "the best in the other passes", r["apart"]) for r in by_load]
+        own += [(r["load"], "off: no draft loaded", r["share"]) for r in regret["off"]]
+        own += [("all three", r["constant"], r["share"]) for r in regret["together"]]
+        own = [(*said, "{:.3f} ({:.3f} to {:.3f})".format(*share)) for *said, share in own]
         lines += table(("load", "constant", "the table beside it"), own)
     return lines
 
@@ -429,10 +322,6 @@ def _load(d: Figures) -> list[str]:
 def _within(errors: Figures) -> bool:
     bars = max(0.05, errors["median_repeat_error"]), max(0.10, errors["p90_repeat_error"])
     return bool(errors["median_error"] <= bars[0] and errors["p90_error"] <= bars[1])
-
-
-def _interval(share: Sequence[float]) -> str:
-    return f"{share[0]:.3f} ({share[1]:.3f} to {share[2]:.3f})"
 
 
 def results() -> str:
@@ -448,7 +337,7 @@ def results() -> str:
         *checks(),
     ]
     for caption, (name, drawn) in PLOTS.items():
-        (DOCS / "results" / f"{name}.svg").write_text(standalone(*drawn()))
+        (DOCS / "results" / f"{name}.svg").write_text(standalone(drawn()))
         lines += [f"![{caption}](results/{name}.svg)", "", f"*{caption}*", ""]
     lines += _loads() + _nulls() + _speeds() + _ranges()
     return "\n".join(lines).rstrip() + "\n"
@@ -458,18 +347,11 @@ def highlights() -> str:
     """README's results: speed per workload, and what makes them worth believing."""
     rows = []
     for r in load("acceptance-regret")["rows"]:
-        speed = r["tokens_per_s"]
-        published = f"{r['winner']}: {speed[r['winner']]:.0f}"
-        rows.append(
-            (r["workload"], f"{speed['autoregressive']:.0f}", published, f"{r['speedup'][0]:.2f}")
-        )
-    lines = table(
-        ("workload", "autoregressive, tokens/s", "published policy, tokens/s", "speed-up"), rows
-    )
-    names = ("lossless", "fidelity", "chaos")
-    lines += [
-        f"- {c.title}: {c.figure(load(f'acceptance-{c.name}'))}" for c in CHECKS if c.name in names
-    ]
+        plain, best = (f"{r['tokens_per_s'][name]:.0f}" for name in ("autoregressive", r["winner"]))
+        rows.append((r["workload"], plain, f"{r['winner']}: {best}", f"{r['speedup'][0]:.2f}"))
+    names = ("workload", "autoregressive, tokens/s", "published policy, tokens/s", "speed-up")
+    lines = table(names, rows)
+    lines += [f"- {CHECKS[name][0]}: {figure(name)}" for name in ("lossless", "fidelity", "chaos")]
     found = load("load-vllm")
     shares = [r["share"][0] for r in found["regret"]["together"] if r["constant"] != "off"]
     errors = found["tokens_per_s"]

@@ -38,26 +38,17 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
                 found = {name: compared.outcomes[p.id].total for name, p in policies.items()}
                 if draft in pair.chain_drafts:
                     again = encode(pair, workload, replace(options, verifier="rejection"))
-                    other = compare(
-                        pair, [AUTOREGRESSIVE, policies["coupled chain"]], again
-                    ).outcomes
-                    total, own = (
-                        other[p.id].total for p in (policies["coupled chain"], AUTOREGRESSIVE)
-                    )
-                    found["rejection chain"] = replace(
-                        total, seconds=total.seconds * base.tokens_per_s / own.tokens_per_s
-                    )
+                    chain = policies["coupled chain"]
+                    other = compare(pair, [AUTOREGRESSIVE, chain], again).outcomes
+                    own_speed = other[AUTOREGRESSIVE.id].total.tokens_per_s
+                    total = other[chain.id].total
+                    seconds = total.seconds * base.tokens_per_s / own_speed
+                    found["rejection chain"] = replace(total, seconds=seconds)
                 for name, total in found.items():
-                    row = {
-                        "temperature": temperature,
-                        "workload": category,
-                        "draft": draft,
-                        "method": name,
-                    }
-                    row |= {
-                        "tau": total.mean_accepted_length,
-                        "calls_per_100_tokens": 100 * total.rounds / total.emitted_tokens,
-                    }
+                    key = {"temperature": temperature, "workload": category, "draft": draft}
+                    calls = 100 * total.rounds / total.emitted_tokens
+                    row = {**key, "method": name, "tau": total.mean_accepted_length}
+                    row |= {"calls_per_100_tokens": calls}
                     rows.append({**row, "speedup": total.tokens_per_s / base.tokens_per_s})
     tau = {(r["temperature"], r["workload"], r["draft"], r["method"]): r["tau"] for r in rows}
     gains = [

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lab import CATEGORIES, Document, compare, demo, fixed, recorded, requests, stored, top_k
+from lab import CATEGORIES, Document, compare, demo, fixed, recorded, requests, say, stored, top_k
 
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions, Encoded, encode
@@ -65,13 +65,8 @@ class Fits:
         return {"kind": "frequency", "size": size, "artifact": self.frequencies}
 
     def routed(self, draft: str, k0: int, k1: int, k_min: int) -> Document:
-        return {
-            "kind": "clusters",
-            "k0": k0,
-            "k1": k1,
-            "k_min": k_min,
-            "artifact": self.routers[draft],
-        }
+        sizes = {"k0": k0, "k1": k1, "k_min": k_min}
+        return {"kind": "clusters", **sizes, "artifact": self.routers[draft]}
 
     def of_equal_size(
         self, draft: str, shape: str, budget: Budget, encoded: Encoded
@@ -80,37 +75,27 @@ class Fits:
         it by kind."""
         clusters = self.routed(draft, *budget)
         size = mean_size(self, drafting(draft, shape, clusters), encoded)
-        means = [
-            np.mean([frequency_budget(t, k) for t in range(STEPS[shape])]) for k in range(4 * size)
-        ]
+        steps = range(STEPS[shape])
+        means = [np.mean([frequency_budget(t, k) for t in steps]) for k in range(4 * size)]
         k_max = int(np.abs(np.array(means) - size).argmin())
         position = {"kind": "position_frequency", "k_max": k_max, "artifact": self.frequencies}
-        return size, {
-            "full": None,
-            "frequency": self.by_frequency(size),
-            "position_frequency": position,
-            "clusters": clusters,
-        }
+        blocks = {"full": None, "frequency": self.by_frequency(size)}
+        return size, {**blocks, "position_frequency": position, "clusters": clusters}
 
 
 def fit(state: Path, drafts: Sequence[str], quick: bool) -> Fits:
     """Records the demo workload unless that was done, and fits everything to its search part."""
     pair, workload = demo(), requests(12 if quick else 150)
     store = stored(state / "shortlists.db")
-    recording = recorded(
-        store, pair, workload, DecodeOptions(Sampling(1.0, seed=7), 16 if quick else 48)
-    )
+    options = DecodeOptions(Sampling(1.0, seed=7), 16 if quick else 48)
+    recording = recorded(store, pair, workload, options)
     texts = store.load(recording, []).trajectories
     parts = split([t.category for t in texts])
-    search, test = (
-        tuple(texts[i] for i in part)
-        for part in (parts.search, sorted([*parts.race, *parts.confirm]))
-    )
+    held_out = sorted([*parts.race, *parts.confirm])
+    search, test = (tuple(texts[i] for i in part) for part in (parts.search, held_out))
     frequencies = fit_fr_spec(store, recording, pair).artifact
-    routers = {
-        d: fit_router(store, recording, pair, d, clusters=16 if quick else CLUSTERS).artifact
-        for d in drafts
-    }
+    clusters = 16 if quick else CLUSTERS
+    routers = {d: fit_router(store, recording, pair, d, clusters=clusters).artifact for d in drafts}
     return Fits(pair, store, workload, search, test, frequencies, routers)
 
 
@@ -144,31 +129,22 @@ def over_full(
     differ = 0
     for draft, shape in cases:
         for category in CATEGORIES[: 1 if quick else 3]:
-            encoded = fits.encoded(
-                category, 2 if quick else 6, DecodeOptions(Sampling(), 8 if quick else 40)
-            )
+            options = DecodeOptions(Sampling(), 8 if quick else 40)
+            encoded = fits.encoded(category, 2 if quick else 6, options)
             size, blocks = fits.of_equal_size(draft, shape, budget, encoded)
             policies = {kind: drafting(draft, shape, block) for kind, block in blocks.items()}
-            compared = compare(
-                fits.pair, [AUTOREGRESSIVE, *policies.values()], encoded, artifacts=fits.find
-            )
+            every = [AUTOREGRESSIVE, *policies.values()]
+            compared = compare(fits.pair, every, encoded, artifacts=fits.find)
             differ += compared.texts_differ
-            tau = {
-                kind: compared.outcomes[p.id].total.mean_accepted_length
-                for kind, p in policies.items()
-            }
+            found = {kind: compared.outcomes[p.id].total for kind, p in policies.items()}
+            whole = found["full"].mean_accepted_length
             for kind, policy in policies.items():
-                row = {
-                    "category": category,
-                    "draft": draft,
-                    "shape": shape,
-                    "shortlist": kind,
-                    "size": size,
-                    "tau": tau[kind],
-                }
+                tau = found[kind].mean_accepted_length
+                row = {"category": category, "draft": draft, "shape": shape, "shortlist": kind}
+                row |= {"size": size, "tau": tau}
                 speed = compared.ratio(policy.id, policies["full"].id)[0]
-                rows.append({**row, "recovered": tau[kind] / tau["full"], "over_full": speed})
-                print(f"  {row}: {100 * rows[-1]['recovered']:.1f}% of tau", flush=True)
+                rows.append({**row, "recovered": tau / whole, "over_full": speed})
+                say(f"{row}: {100 * rows[-1]['recovered']:.1f}% of tau")
 
     def mean(kind: str, key: str) -> float:
         return float(np.exp(np.mean(np.log([r[key] for r in rows if r["shortlist"] == kind]))))

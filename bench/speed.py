@@ -10,10 +10,8 @@ best of several; trials and rounds are wall-clock.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,10 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
 import numpy as np
-from lab import GREEDY, SAMPLED, demo, environment, fixed, recorded, requests, top_k
+from lab import GREEDY, SAMPLED, demo, fixed, recorded, requests, run_parts, top_k
 from synthetic import drifting_text, flat_profile
 
 from spectune.db.database import open_database
@@ -42,7 +38,7 @@ from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
 
 GAMMA_MAX = 16
-RESULTS = Path(__file__).resolve().parent / "results" / "speed.json"
+STOPS = ("none", "max_prob", "joint_prob", "entropy")
 LONG = {"gamma_max": 16, "history": 32}
 WINDOWS: dict[str, dict[str, Any]] = {
     "fixed": fixed(4),
@@ -74,16 +70,11 @@ def random_policies(count: int) -> list[Policy]:
     rng = np.random.default_rng(0)
     found = []
     for _ in range(count):
-        window = dict(rng.choice(list(WINDOWS.values())))
-        window["gamma" if window["kind"] == "fixed" else "gamma_max"] = int(
-            rng.integers(1, GAMMA_MAX + 1)
-        )
-        kind = str(rng.choice(("none", "max_prob", "joint_prob", "entropy")))
-        stop = (
-            {"kind": kind}
-            if kind == "none"
-            else {"kind": kind, "threshold": float(rng.uniform(0.05, 0.9))}
-        )
+        window, longest = dict(rng.choice(list(WINDOWS.values()))), rng.integers(1, GAMMA_MAX + 1)
+        window["gamma" if window["kind"] == "fixed" else "gamma_max"] = int(longest)
+        stop: dict[str, Any] = {"kind": str(rng.choice(STOPS))}
+        if stop["kind"] != "none":
+            stop["threshold"] = float(rng.uniform(0.05, 0.9))
         found.append(parse_policy({"draft": "small", "window": window, "stop": stop}))
     return found
 
@@ -107,23 +98,16 @@ def replay(quick: bool) -> dict[str, Any]:
     for name, window in WINDOWS.items():
         policy = parse_policy({"draft": "small", "window": window})
         rounds = run_replay(trace, policy, profile).total.rounds
-        rates[name] = (
-            rounds
-            / best_cpu_s(lambda p=policy: run_replay(trace, p, profile), 3 if quick else 15)
-            / 1e6
-        )
+        taken = best_cpu_s(lambda p=policy: run_replay(trace, p, profile), 3 if quick else 15)
+        rates[name] = rounds / taken / 1e6
         print(f"{name:42} {rates[name]:8.1f} million rounds/s", flush=True)
     smaller, trials = synthetic_trace(10_000 if quick else 100_000), 20 if quick else 2_000
     began = time.perf_counter()
     for policy in random_policies(trials):
         run_replay(smaller, policy, profile)
     trials_s = time.perf_counter() - began
-    return {
-        "million_rounds_per_s": rates,
-        "trials": trials,
-        "tokens": smaller.tokens,
-        "trials_s": trials_s,
-    }
+    about = {"trials": trials, "tokens": smaller.tokens, "trials_s": trials_s}
+    return {"million_rounds_per_s": rates, **about}
 
 
 # -------------------------------------------------------------------------------------------- trees
@@ -149,9 +133,8 @@ def _sized(
     start takes."""
     with tempfile.TemporaryDirectory() as folder, open_database(f"{folder}/a.db") as database:
         store = TraceStore(database)
-        recording = recorded(
-            store, pair, requests(2 if quick else 12), DecodeOptions(sampling, 16 if quick else 64)
-        )
+        options = DecodeOptions(sampling, 16 if quick else 64)
+        recording = recorded(store, pair, requests(2 if quick else 12), options)
         before = _size(folder, database)
         began = time.process_time()
         look_around(store, pair, recording, Look([draft], 0, 10, 8))
@@ -166,11 +149,8 @@ def _rates(loaded: Any, draft: str, sampling: Sampling) -> dict[str, Any]:
     """Trees tabulated and rounds replayed a second, over the recording repeated to 4,000 starts."""
     grown = loaded.trees(draft)
     repeat = max(1, 4000 // sum(p.positions for p in grown))
-    texts = [
-        replace(t, request_id=f"{i} {t.request_id}")
-        for i in range(repeat)
-        for t in loaded.trajectories
-    ]
+    own = loaded.trajectories
+    texts = [replace(t, request_id=f"{i} {t.request_id}") for i in range(repeat) for t in own]
     trace = ReplayTrace(texts, {}, trees={(draft, "coupled"): list(grown) * repeat})
     forest, rates = trace.forests[draft, "coupled"], {}
     every = np.arange(len(forest.root))
@@ -240,33 +220,13 @@ def loop(quick: bool) -> dict[str, Any]:
                         shares.append(1 - (clock.seconds - before) / item.step.round_s)
                         lengths.append(item.step.round_s)
                     before = clock.seconds
-            row = {
-                "policy": policy.label(),
-                "temperature": temperature,
-                "round_ms": 1e3 * statistics.median(lengths),
-            }
-            rows.append({**row, "loop_share": statistics.median(shares), "rounds": len(shares)})
+            row = {"policy": policy.label(), "temperature": temperature, "rounds": len(shares)}
+            row["round_ms"] = 1e3 * statistics.median(lengths)
+            rows.append({**row, "loop_share": statistics.median(shares)})
             print(json.dumps(rows[-1]), flush=True)
     return {"rounds": rows}
 
 
-PARTS: dict[str, Callable[[bool], Any]] = {"replay": replay, "trees": trees, "loop": loop}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--quick", action="store_true")
-    wanted = parser.parse_args()
-    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for name in wanted.only:
-        found[name] = PARTS[name](wanted.quick)
-    found["environment"] = environment()
-    if not wanted.quick:
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    parts = {"replay": replay, "trees": trees, "loop": loop}
+    run_parts(__doc__, "speed", parts, quick=False)

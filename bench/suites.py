@@ -38,10 +38,8 @@ def kills(state: Path, quick: bool = False) -> dict[str, Any]:
     count = 2 if quick else 50
     figures = run_kills(make_pair(folder, "llama"), folder, count=count, seed=0)
     problems = figures["problems"]
-    summary = (
-        f"{count} kill -9 of record and tune ({json.dumps(figures['kills'])}): {len(problems)} "
-        "problems"
-    )
+    phases = json.dumps(figures["kills"])
+    summary = f"{count} kill -9 of record and tune ({phases}): {len(problems)} problems"
     return {**figures, "count": count, "holds": not problems, "summary": summary}
 
 
@@ -59,26 +57,11 @@ def verifiers(state: Path, quick: bool = False) -> dict[str, Any]:
 
 def _tests(*names: str, **env: str) -> dict[str, Any]:
     """Runs test files; the summary is pytest's own."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        *(f"tests/test_{n}.py" for n in names),
-    ]
-    how: dict[str, Any] = {
-        "cwd": ROOT,
-        "capture_output": True,
-        "text": True,
-        "env": {**os.environ, **env},
-    }
-    done = subprocess.run(command, check=False, **how)
+    files = [f"tests/test_{name}.py" for name in names]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    how: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "check": False}
+    done = subprocess.run(command, env={**os.environ, **env}, **how)
     last = (done.stdout.strip() or done.stderr.strip()).splitlines()[-1]
     counted = re.search(r"(\d+) passed", last)
-    return {
-        "holds": done.returncode == 0,
-        "summary": last,
-        "passed": int(counted[1]) if counted else 0,
-    }
+    passed = int(counted[1]) if counted else 0
+    return {"holds": done.returncode == 0, "summary": last, "passed": passed}

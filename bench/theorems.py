@@ -48,13 +48,10 @@ def check(fits: Fits, draft: str, quick: bool) -> dict[str, Any]:
     contexts = contexts_of(fits, draft, 10 if quick else 200)
     shortlists: dict[str, BoolArray] = {}
     for k in BUDGETS[: 1 if quick else 4]:
-        shortlists[f"{k} clusters"] = routed = masks(
-            fits, draft, contexts, fits.routed(draft, k, k, k)
-        )
+        routed = masks(fits, draft, contexts, fits.routed(draft, k, k, k))
         size = round(float(routed.sum(1).mean()))
-        shortlists[f"{size} frequent tokens"] = masks(
-            fits, draft, contexts, fits.by_frequency(size)
-        )
+        frequent = masks(fits, draft, contexts, fits.by_frequency(size))
+        shortlists |= {f"{k} clusters": routed, f"{size} frequent tokens": frequent}
     restricted = {name: dynaspec.restricted(contexts.q, mask) for name, mask in shortlists.items()}
     together = coupled(contexts.p, restricted)
     rows = [
@@ -84,23 +81,16 @@ def contexts_of(fits: Fits, draft: str, each: int) -> Contexts:
             for n, t in enumerate(texts)
             for i in range(len(t.output_ids))
         ]
-        wanted = {
-            places[i] for i in np.linspace(0, len(places) - 1, each).round().astype(int).tolist()
-        }
+        chosen = np.linspace(0, len(places) - 1, each).round().astype(int).tolist()
+        wanted = {places[i] for i in chosen}
         for n, text in enumerate(texts):
             at = sorted(i for m, i in wanted if m == n)
             ids = torch.tensor([*text.prompt_ids.tolist(), *text.output_ids.tolist()])
             target.reserve(len(ids))
             model.reserve(len(ids))
             logits, states = target.chain(ids, 0, logits=len(ids))[at], model.chain_states(ids, 0)
-            parts.append(
-                (
-                    logits,
-                    draft_logits(fits, draft, states[at]),
-                    ids[at],
-                    states[[i - 1 for i in at]],
-                )
-            )
+            own, previous = draft_logits(fits, draft, states[at]), states[[i - 1 for i in at]]
+            parts.append((logits, own, ids[at], previous))
     logits, own, tokens, previous = (torch.cat(column) for column in zip(*parts, strict=True))
     return Contexts(distribution(logits), distribution(own), logits, tokens, previous)
 
@@ -119,20 +109,14 @@ def distribution(logits: torch.Tensor) -> FloatArray:
 def masks(fits: Fits, draft: str, contexts: Contexts, block: Document) -> BoolArray:
     """A shortlist of each context as the runtime makes it at a first draft step, bool [n,
     vocab]."""
-    rule = compile_shortlist(
-        parse_policy({"draft": draft, "window": fixed(4), "shortlist": block}), fits.find
-    )
+    policy = parse_policy({"draft": draft, "window": fixed(4), "shortlist": block})
+    rule = compile_shortlist(policy, fits.find)
     assert rule is not None
     ready = Shortlists(rule, fits.pair.models[draft], exact=False)
     found = np.zeros(contexts.p.shape, dtype=np.bool_)
     for i in range(len(found)):
-        _, support = ready.beside(
-            lambda: None,
-            0,
-            contexts.tokens[i : i + 1],
-            contexts.previous[i : i + 1],
-            lambda _: None,
-        )
+        token, previous = contexts.tokens[i : i + 1], contexts.previous[i : i + 1]
+        _, support = ready.beside(lambda: None, 0, token, previous, lambda _: None)
         found[i, support.ids.numpy()] = True
     return found
 
@@ -144,14 +128,10 @@ def verified(contexts: Contexts, q: FloatArray) -> FloatArray:
     for i, row in enumerate(q):
         log_q, logits = torch.from_numpy(row).log(), contexts.logits[[i, i]]
         for salt in range(CALLS):
-            token = int(
-                (
-                    log_q + gumbel_row(stream_key(0, i, "draft", salt), len(row), log_q.device)
-                ).argmax()
-            )
-            rates[i] += (
-                verify_rejection(logits, i, [token], [log_q], PLAIN, 0, salt).accepted / CALLS
-            )
+            noise = gumbel_row(stream_key(0, i, "draft", salt), len(row), log_q.device)
+            token = int((log_q + noise).argmax())
+            found = verify_rejection(logits, i, [token], [log_q], PLAIN, 0, salt)
+            rates[i] += found.accepted / CALLS
     return rates
 
 
@@ -179,10 +159,8 @@ def _row(
 ) -> dict[str, Any]:
     """What is known of one shortlist: means over contexts, and whether what the verifier keeps is
     below the bound."""
-    chance, together_chance = (
-        dynaspec.overlap(contexts.p, q),
-        dynaspec.coupled_acceptance(contexts.p, q),
-    )
+    chance = dynaspec.overlap(contexts.p, q)
+    together_chance = dynaspec.coupled_acceptance(contexts.p, q)
     bound, sharp = dynaspec.overlap_bounds(contexts.p, contexts.q, mask)
     kept = verified(contexts, q)
     means = {
@@ -190,20 +168,18 @@ def _row(
         "kept_mass": dynaspec.kept_mass(contexts.p, mask),
         "bound": bound,
         "sharp_bound": sharp,
-    }
-    means |= {
         "overlap": chance,
         "measured": kept,
         "coupled": together_chance,
         "coupled_measured": together,
     }
-    is_below = deviation(kept, bound, chance, CALLS) < -ERRORS
+    below = int(deviation(kept, bound, chance, CALLS) < -ERRORS)
+    below += int((chance < sharp - 1e-9).sum() + (sharp < bound - 1e-9).sum())
     return {
         "shortlist": name,
         "contexts": len(kept),
         **{key: float(values.mean()) for key, values in means.items()},
-        "below_bound": int(is_below)
-        + int((chance < sharp - 1e-9).sum() + (sharp < bound - 1e-9).sum()),
+        "below_bound": below,
         "z": deviation(kept, chance, chance, CALLS),
         "coupled_z": deviation(together, together_chance, together_chance, COUPLED_DRAWS),
     }

@@ -14,7 +14,6 @@ Figures go to ``bench/results/vllm_serving.json``; alternations are added to tho
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -26,11 +25,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
 import numpy as np
-import scipy.stats
-from lab import demo, environment, requests, stored
+from lab import (
+    chain,
+    demo,
+    fixed,
+    interval_of,
+    known,
+    record_engine,
+    requests,
+    run_parts,
+    stored,
+)
 from transformers import AutoTokenizer
 
 from spectune.db.database import open_database
@@ -41,18 +47,18 @@ from spectune.engines.vllm.command import SCHEDULER
 from spectune.engines.vllm.execute import Sending, body_of
 from spectune.engines.vllm.server import DEPLOYMENT, Server, installed
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.on_engine import prompts_of, record_on
-from spectune.optimizer.record import Look, look_around
+from spectune.optimizer.on_engine import prompts_of
+from spectune.optimizer.record import Look
 from spectune.optimizer.simulate.trace import simulate
 from spectune.runtime.pair import read_pair
-from spectune.runtime.policies.document import Policy, parse_plain_policy, parse_policy
+from spectune.runtime.policies.document import parse_policy
 from spectune.traces.schema import Sampling, Step
 from spectune.traces.store import TraceStore
 
 CLIENTS, REQUESTS, TOKENS, MOST = 8, 32, 48, 8
 PUBLICATIONS, PAUSE_S = 200, 0.1
 TEMPERATURE, SAMPLED, SAMPLED_DRAFTS, GAMMAS = 0.8, 300, ("small", "head"), (1, 2, 5, 8)
-RESULTS = Path(__file__).resolve().parent / "results" / "vllm_serving.json"
+HERE = Path(__file__).resolve().parent
 
 
 def prompts() -> list[Prompt]:
@@ -65,19 +71,15 @@ def prompts() -> list[Prompt]:
 def server(*, records: bool, timed: Path | None = None) -> Iterator[Server]:
     """A server of the demo pair with its draft ``small``. ``timed``: where a stop-watch writes."""
     with TemporaryDirectory() as folder:
-        made = Server(
-            installed(), Path(folder), read_pair("demo"), Wanted("small", MOST, CLIENTS, 512)
-        )
+        wanted = Wanted("small", MOST, CLIENTS, 512)
+        made = Server(installed(), Path(folder), read_pair("demo"), wanted)
         if not records:
             del made.environment["SPECTUNE_DB"]
         if timed is not None:
             made.arguments[made.arguments.index(SCHEDULER)] = "vllm_timed.Timed"
-            path = os.pathsep.join(
-                filter(
-                    None, [str(Path(__file__).resolve().parent), made.environment.get("PYTHONPATH")]
-                )
-            )
-            made.environment |= {"PYTHONPATH": path, "SPECTUNE_TIMED": str(timed)}
+            path = filter(None, [str(HERE), made.environment.get("PYTHONPATH")])
+            made.environment["PYTHONPATH"] = os.pathsep.join(path)
+            made.environment["SPECTUNE_TIMED"] = str(timed)
         try:
             made.start()
             yield made
@@ -96,9 +98,9 @@ def serve(of: Server, asked: list[Prompt]) -> float:
     return time.perf_counter() - began
 
 
-def recording(known: dict[str, Any], alternations: int) -> dict[str, Any]:
+def recording(alternations: int) -> dict[str, Any]:
     asked = prompts()
-    ratios = list(known.get("ratios", ()))
+    ratios = list(known("vllm_serving").get("recording", {}).get("ratios", ()))
     with server(records=True) as with_us, server(records=False) as without:
         for each in (with_us, without):
             serve(each, asked)
@@ -107,40 +109,31 @@ def recording(known: dict[str, Any], alternations: int) -> dict[str, Any]:
             seconds = {id(each): serve(each, asked) for each in order}
             ratios.append(seconds[id(without)] / seconds[id(with_us)])
             print(f"{n + 1}: tokens/s x {ratios[-1]:.4f}", file=sys.stderr)
-    logs = np.log(ratios)
-    half = scipy.stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / np.sqrt(len(logs))
-    low, high = np.exp([logs.mean() - half, logs.mean() + half]).tolist()
+    mean, *ends = interval_of(np.log(ratios))
     return {
         "clients": CLIENTS,
         "requests_a_run": len(asked),
-        "tokens_per_s_ratio": float(np.exp(logs.mean())),
-        "interval_95": [low, high],
+        "tokens_per_s_ratio": mean,
+        "interval_95": ends,
         "median": float(np.median(ratios)),
         "ratios": ratios,
     }
 
 
-def added(known: dict[str, Any], alternations: int) -> dict[str, Any]:
+def added(alternations: int) -> dict[str, Any]:
     """What is added to a step, by a stop-watch in the engine's process
     (``bench/vllm_timed.py``)."""
     asked = prompts()
-    with (
-        TemporaryDirectory() as folder,
-        server(records=True, timed=Path(folder) / "timed.json") as of,
-    ):
+    with TemporaryDirectory() as folder, server(records=True, timed=Path(folder) / "t.json") as of:
         for _ in range(alternations):
             serve(of, asked)
-        found = json.loads((Path(folder) / "timed.json").read_text())
+        found = json.loads((Path(folder) / "t.json").read_text())
     shares = {f"{name}_share": found[f"{name}_s"] / found["span_s"] for name in ("ours", "threads")}
-    return {
-        "clients": CLIENTS,
-        **found,
-        "us_a_step": 1e6 * found["ours_s"] / found["steps"],
-        **shares,
-    }
+    us_a_step = 1e6 * found["ours_s"] / found["steps"]
+    return {"clients": CLIENTS, **found, "us_a_step": us_a_step, **shares}
 
 
-def reload(known: dict[str, Any], alternations: int) -> dict[str, Any]:
+def reload(**_: Any) -> dict[str, Any]:
     asked, spec = prompts(), read_pair("demo")
     offset = time.time() - time.perf_counter()
     rng = np.random.default_rng(0)
@@ -152,18 +145,12 @@ def reload(known: dict[str, Any], alternations: int) -> dict[str, Any]:
 
         def publish() -> None:
             for _ in range(PUBLICATIONS):
-                policy = parse_policy(
-                    {
-                        "draft": "small",
-                        "window": {"kind": "fixed", "gamma": int(rng.integers(0, MOST + 1))},
-                    }
-                )
+                gamma = int(rng.integers(0, MOST + 1))
+                policy = parse_policy({"draft": "small", "window": fixed(gamma)})
                 store.put_policy(policy.id, policy.spelled_out(), policy.label())
-                published[
-                    store.publish(
-                        spec.id, of.device, policy.id, actor="bench", deployment=DEPLOYMENT
-                    ).version
-                ] = policy.id
+                how = {"actor": "bench", "deployment": DEPLOYMENT}
+                new = store.publish(spec.id, of.device, policy.id, **how)
+                published[new.version] = policy.id
                 time.sleep(PAUSE_S)
 
         thread = threading.Thread(target=publish)
@@ -173,14 +160,11 @@ def reload(known: dict[str, Any], alternations: int) -> dict[str, Any]:
         time.sleep(2)  # what was served last is written
         info = store.list_recordings()[0]
         requests = store.load(info.id, steps=True).requests
-        answers = sorted(
-            (a for a in store.acknowledgements() if a.version in published), key=lambda a: a.at
-        )
+        answers = [a for a in store.acknowledgements() if a.version in published]
+    answers.sort(key=lambda a: a.at)
     texts: dict[bytes, set[bytes]] = {}
-    for r in requests:
-        texts.setdefault(r.trajectory.prompt_ids.tobytes(), set()).add(
-            r.trajectory.output_ids.tobytes()
-        )
+    for t in (r.trajectory for r in requests):
+        texts.setdefault(t.prompt_ids.tobytes(), set()).add(t.output_ids.tobytes())
     noticed = [(a.at.timestamp() - offset, published[a.version]) for a in answers]
     late, after = obeyed(noticed, [s for r in requests for s in r.steps])
     return {
@@ -213,7 +197,7 @@ def obeyed(noticed: list[tuple[float, str]], steps: list[Step]) -> tuple[list[in
     return late, after
 
 
-def sampled(known: dict[str, Any], alternations: int) -> dict[str, Any]:
+def sampled(**_: Any) -> dict[str, Any]:
     pair, options = demo(SAMPLED_DRAFTS), DecodeOptions(Sampling(TEMPERATURE), TOKENS)
     workload = requests(SAMPLED)
     asked = prompts_of(pair, workload, options)
@@ -222,46 +206,29 @@ def sampled(known: dict[str, Any], alternations: int) -> dict[str, Any]:
         store = stored(Path(folder) / "sampled.db")
         for draft in SAMPLED_DRAFTS:
             with closing(start("vllm", pair.spec, Wanted(draft, MOST, CLIENTS, 1024))) as running:
-                load = Load(CLIENTS)
-                info = record_on(
-                    store,
-                    pair.spec,
-                    running,
-                    workload,
-                    asked,
-                    _fixed(draft, 3),
-                    load,
-                    options,
-                    fresh=True,
-                )
-                look_around(store, pair, info.id, Look((draft,), MOST))
-                store.finish_recording(info.id)
+                load, look = Load(CLIENTS), Look((draft,), MOST)
+                how = (workload, asked, chain(draft, 3), load, options, look)
+                info = record_engine(store, pair, running, *how, fresh=True)
                 for gamma in GAMMAS:
-                    policy = _fixed(draft, gamma)
-                    predicted = simulate(
-                        store, info.id, policy, None
-                    ).replay.total.mean_accepted_length
+                    policy = chain(draft, gamma)
+                    replayed = simulate(store, info.id, policy, None).replay
+                    predicted = replayed.total.mean_accepted_length
                     served = running.execute(
                         asked, policy, load, sampling=options.sampling, max_new_tokens=TOKENS
                     )
                     rounds = [[step.emitted for step in done.steps[1:]] for done in served]
                     tau, half = tau_of(rounds)
-                    row = {
-                        "draft": draft,
-                        "gamma": gamma,
-                        "predicted": predicted,
-                        "executed": tau,
-                        "half_interval_95": half,
-                    }
-                    rows.append({**row, "error": predicted / tau - 1})
+                    row = {"draft": draft, "gamma": gamma, "predicted": predicted, "executed": tau}
+                    rows.append({**row, "half_interval_95": half, "error": predicted / tau - 1})
                     print(rows[-1], file=sys.stderr)
     errors = np.abs([row["error"] for row in rows])
-    about = {
+    return {
         "temperature": TEMPERATURE,
         "requests": len(asked),
         "largest_error": float(errors.max()),
+        "median_error": float(np.median(errors)),
+        "rows": rows,
     }
-    return {**about, "median_error": float(np.median(errors)), "rows": rows}
 
 
 def tau_of(rounds: list[list[int]]) -> tuple[float, float]:
@@ -274,27 +241,7 @@ def tau_of(rounds: list[list[int]]) -> tuple[float, float]:
     return tau, float((np.quantile(taus, 0.975) - np.quantile(taus, 0.025)) / 2 / tau)
 
 
-def _fixed(draft: str, gamma: int) -> Policy:
-    return parse_plain_policy({"draft": draft, "window": {"kind": "fixed", "gamma": gamma}})
-
-
 PARTS = {"recording": recording, "added": added, "reload": reload, "sampled": sampled}
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--alternations", type=int, default=12)
-    wanted = parser.parse_args()
-    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for name in wanted.only:
-        found[name] = PARTS[name](found.get(name, {}), wanted.alternations)
-        print(json.dumps(found[name]))
-    found["environment"] = {**environment(), "vllm": installed().version}
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    run_parts(__doc__, "vllm_serving", PARTS, alternations=12)

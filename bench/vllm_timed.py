@@ -37,12 +37,8 @@ class Timed(Scheduler):
             self._began, self._threads_s = now, threads_s()
         self._steps += 1
         if self._steps % EVERY == 0:
-            said = {
-                "steps": self._steps,
-                "ours_s": self._ours_s,
-                "threads_s": threads_s() - self._threads_s,
-                "span_s": now - self._began,
-            }
+            said = {"steps": self._steps, "ours_s": self._ours_s, "span_s": now - self._began}
+            said["threads_s"] = threads_s() - self._threads_s
             Path(os.environ["SPECTUNE_TIMED"]).write_text(json.dumps(said))
 
 
@@ -51,11 +47,7 @@ def threads_s() -> float:
     total = 0.0
     for thread in threading.enumerate():
         if thread.name.startswith(("spectune", "traffic ")):
-            fields = (
-                Path(f"/proc/self/task/{thread.native_id}/stat")
-                .read_text()
-                .rpartition(")")[2]
-                .split()
-            )
+            stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
+            fields = stat.rpartition(")")[2].split()
             total += (int(fields[11]) + int(fields[12])) / TICKS_PER_S
     return total

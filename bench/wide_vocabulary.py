@@ -76,22 +76,16 @@ def widened(
         elif kind == "embed_tokens":
             made = _rows(x, vocab, wide, c)
         else:
-            if kind not in ("o_proj", "down_proj"):  # reads hidden states
+            writes = kind in ("o_proj", "down_proj")
+            if not writes:  # reads hidden states
                 x = torch.nn.functional.pad(x.unflatten(1, (-1, d)), (0, wide - d)).flatten(1)
-            made = (
-                torch.nn.functional.pad(x, (0, 0, 0, wide - d))
-                if kind in ("o_proj", "down_proj", "fc")
-                else x
-            )
+            more = wide - d if writes or kind == "fc" else 0
+            made = torch.nn.functional.pad(x, (0, 0, 0, more))
             if kind == "fc":
                 made[d, d] = 1.0  # the head's stream takes the target's constant
         out[name] = made.contiguous()
-    sizes: Document = {
-        "hidden_size": wide,
-        "vocab_size": vocab,
-        "rms_norm_eps": eps / 2 * d / wide,
-        "dtype": "float32",
-    }
+    sizes: Document = {"hidden_size": wide, "vocab_size": vocab, "dtype": "float32"}
+    sizes["rms_norm_eps"] = eps / 2 * d / wide
     if "draft_vocab_size" in config:
         sizes |= {"draft_vocab_size": vocab, "target_hidden_size": wide}
     return out, {**config, **sizes}
@@ -104,9 +98,8 @@ def _rows(x: torch.Tensor, vocab: int, wide: int, c: float) -> torch.Tensor:
     near = torch.randn(vocab - tokens, d, generator=torch.Generator().manual_seed(0))
     made = torch.zeros(vocab, wide)
     made[:, :d] = x.repeat(vocab // tokens, 1)
-    made[tokens:, :d] += (
-        NEAR * made[tokens:, :d].norm(dim=1, keepdim=True) * torch.nn.functional.normalize(near)
-    )
+    length = NEAR * made[tokens:, :d].norm(dim=1, keepdim=True)
+    made[tokens:, :d] += length * torch.nn.functional.normalize(near)
     made[:tokens, d], made[tokens:, d] = c, -c
     return made
 
@@ -142,21 +135,12 @@ def build(folder: Path, vocab: int) -> Path:
         shutil.rmtree(folder / name, ignore_errors=True)
         shutil.copytree(path, folder / name)
         config = json.loads((folder / name / "config.json").read_text())
-        tensors, made = widened(
-            load_file(folder / name / "model.safetensors"), config, vocab, largest[name]
-        )
+        tensors = load_file(folder / name / "model.safetensors")
+        tensors, made = widened(tensors, config, vocab, largest[name])
         save_file(tensors, folder / name / "model.safetensors", metadata={"format": "pt"})
         (folder / name / "config.json").write_text(json.dumps(made))
-    file = folder / "pair.json"
-    file.write_text(
-        json.dumps(
-            {
-                "name": f"demo-{vocab}",
-                "target": "target",
-                "drafts": {n: n for n, _ in small.spec.drafts},
-            }
-        )
-    )
+    file, drafts = folder / "pair.json", {name: name for name, _ in small.spec.drafts}
+    file.write_text(json.dumps({"name": f"demo-{vocab}", "target": "target", "drafts": drafts}))
     return file
 
 
@@ -170,15 +154,9 @@ def padding(pair: LoadedPair, cases: Sequence[tuple[str, str]]) -> dict[str, int
             for p in (demo(), pair):
                 encoded = encode(p, workload, DecodeOptions(sampling, 24))
                 decoded = run(p, StaticSource(prepare(policy, p.draft_names)), encoded)
-                found.append(
-                    [
-                        (
-                            d.trajectory.output_ids.tolist(),
-                            [(s.start, s.drafted, s.accepted) for s in d.steps],
-                        )
-                        for d in decoded
-                    ]
-                )
+                texts = [(d.trajectory.output_ids.tolist(), d.steps) for d in decoded]
+                rounds = ([(s.start, s.drafted, s.accepted) for s in steps] for _, steps in texts)
+                found.append([(text, r) for (text, _), r in zip(texts, rounds, strict=True)])
             count += len(found[0])
             differ += sum(x != y for x, y in zip(*found, strict=True))
     return {"requests": count, "requests_that_differ": differ}
@@ -193,21 +171,16 @@ def fit(state: Path, fits: Fits, vocab: int, cases: Sequence[tuple[str, str]]) -
     pair = load_pair(read_pair(str(file if file.exists() else build(folder, vocab))), device="cpu")
     store = stored(folder / "wide.db", fresh=True)
     options = DecodeOptions(Sampling(1.0, seed=7), 48)
-    with record_served(
-        store, pair.id, pair.spec, options, recording_options(pair, options)
-    ) as writer:
+    about = recording_options(pair, options)
+    with record_served(store, pair.id, pair.spec, options, about) as writer:
         for text in (*fits.search, *fits.test):
             writer.put(text)
     tokens = fits.pair.target.vocab_size
-    counts = count_tokens(
-        [np.concatenate([t.prompt_ids, t.output_ids]) for t in fits.search], vocab
-    )
-    shadowed = frequency_order(np.tile(counts[:tokens], vocab // tokens), sorted(pair.eos_ids))
-    provenance = {"recording": writer.recording}
-    frequencies = store.put_artifact(
-        FREQUENCIES, *shadowed.to_document(), pair_id=pair.id, provenance=provenance
-    )
-    routers = {
-        draft: fit_router(store, writer.recording, pair, draft).artifact for draft in dict(cases)
-    }
+    texts = [np.concatenate([t.prompt_ids, t.output_ids]) for t in fits.search]
+    counts = np.tile(count_tokens(texts, vocab)[:tokens], vocab // tokens)
+    shadowed = frequency_order(counts, sorted(pair.eos_ids))
+    origin = {"pair_id": pair.id, "provenance": {"recording": writer.recording}}
+    frequencies = store.put_artifact(FREQUENCIES, *shadowed.to_document(), **origin)
+    recording = writer.recording
+    routers = {d: fit_router(store, recording, pair, d).artifact for d in dict(cases)}
     return Fits(pair, store, fits.workload, fits.search, fits.test, frequencies, routers)

@@ -73,28 +73,19 @@ def policies(count: int) -> list[Policy]:
     request."""
     rng, found = np.random.default_rng(0), []
     windows = (
-        "fixed",
-        "fsm",
-        "analytic",
-        "cache_fsm",
-        "heuristic",
-        "fixed",
-        "fsm",
-        "analytic",
-        "heuristic transient",
-        "q_learning",
+        *("fixed", "fsm", "analytic", "cache_fsm", "heuristic", "fixed", "fsm", "analytic"),
+        *("heuristic transient", "q_learning"),
     )
     for n in range(count):
         kind, _, transient = windows[n % len(windows)].partition(" ")
         stopped = n % 10 == 5
         longest = int(rng.integers(1, GAMMA_MAX + 1 if stopped else 17))
-        window = {"kind": kind, "gamma" if kind == "fixed" else "gamma_max": longest}
-        document = {"draft": "small", "window": window | ({"transient": True} if transient else {})}
-        found.append(
-            parse_policy(
-                document | ({"stop": {"kind": "max_prob", "threshold": 0.3}} if stopped else {})
-            )
-        )
+        window: dict[str, Any] = {"kind": kind}
+        window["gamma" if kind == "fixed" else "gamma_max"] = longest
+        if transient:
+            window["transient"] = True
+        stop = {"stop": {"kind": "max_prob", "threshold": 0.3}} if stopped else {}
+        found.append(parse_policy({"draft": "small", "window": window, **stop}))
     return found
 
 
@@ -111,10 +102,8 @@ def differences(client: Any, tried: Sequence[Policy], requests: int) -> int:
     differ = 0
     for policy, found in zip(tried, shards.replay(tried), strict=True):
         here = run_replay(alone, policy, PROFILE)
-        differ += not (
-            np.array_equal(found.counts, here.counts)
-            and np.array_equal(found.seconds, here.seconds)
-        )
+        same = np.array_equal(found.counts, here.counts)
+        differ += not (same and np.array_equal(found.seconds, here.seconds))
     return differ
 
 
@@ -123,9 +112,8 @@ def measured(client: Any, rounds: float, tried: Sequence[Policy]) -> dict[str, A
     per_text = run_replay(Synthetic(0, DIFFERENT).open().trace, RECORDED).total.rounds / DIFFERENT
     requests = round(rounds / per_text)
     began = time.perf_counter()
-    shards = Shards(
-        client, sources(requests, len(homes(client))), PROFILE, partial(print, "opened", flush=True)
-    )
+    opened = partial(print, "opened", flush=True)
+    shards = Shards(client, sources(requests, len(homes(client))), PROFILE, opened)
     opened_s, began, replayed = time.perf_counter() - began, time.perf_counter(), 0
     for n, found in enumerate(shards.replay([RECORDED, *tried])):
         total = found.total
@@ -133,11 +121,8 @@ def measured(client: Any, rounds: float, tried: Sequence[Policy]) -> dict[str, A
             recorded = total
             began = time.perf_counter()  # the first call compiles, or loads what is compiled
         replayed += total.rounds if n else 0
-        print(
-            f"{n:4} {time.perf_counter() - began:7.1f} s  {total.rounds / 1e6:7.1f} M rounds  "
-            f"{found.policy.label()}",
-            flush=True,
-        )
+        said = f"{time.perf_counter() - began:7.1f} s  {total.rounds / 1e6:7.1f} M rounds"
+        print(f"{n:4} {said}  {found.policy.label()}", flush=True)
     seconds = time.perf_counter() - began
     return {
         "recorded_rounds": recorded.rounds,

@@ -29,19 +29,10 @@ _HELD_OUT_PERCENT = 6
 
 _EXCLUDED_DIRECTORIES = frozenset(
     {
-        *(
-            "test",
-            "tests",
-            "idle_test",
-            "idlelib",
-            "lib2to3",
-            "turtledemo",
-            "ensurepip",
-            "encodings",
-        ),
-        *("site-packages", "dist-packages", "lib-dynload", "__pycache__", "__phello__"),
+        "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings",
+        "site-packages", "dist-packages", "lib-dynload", "__pycache__", "__phello__",
     }
-)
+)  # fmt: skip
 # Generated tables, and files that a distribution adds or fills with facts about one machine.
 _EXCLUDED_FILES = frozenset(
     {"stringprep.py", "html/entities.py", "sitecustomize.py", "_aix_support.py", "this.py"}
@@ -79,19 +70,10 @@ def _sources(root: Path) -> list[PurePosixPath]:
     entered, as they hold most files."""
     found = []
     for folder, folders, files in os.walk(root):
-        folders[:] = [
-            name
-            for name in folders
-            if name not in _EXCLUDED_DIRECTORIES and not name.startswith(_EXCLUDED_PREFIXES)
-        ]
-        modules = (
-            name
-            for name in files
-            if name.endswith(".py") and not name.startswith(_EXCLUDED_PREFIXES)
-        )
-        found += [
-            PurePosixPath(Path(folder, name).relative_to(root).as_posix()) for name in modules
-        ]
+        wanted = (f for f in folders if f not in _EXCLUDED_DIRECTORIES)
+        folders[:] = [f for f in wanted if not f.startswith(_EXCLUDED_PREFIXES)]
+        modules = (f for f in files if f.endswith(".py") and not f.startswith(_EXCLUDED_PREFIXES))
+        found += [PurePosixPath(Path(folder, f).relative_to(root).as_posix()) for f in modules]
     return sorted(path for path in found if str(path) not in {*_EXCLUDED_FILES, _TOPICS_FILE})
 
 
@@ -133,9 +115,7 @@ def parse(text: str) -> ast.Module | None:
 
 def _docstrings(text: str) -> Iterator[str]:
     tree = parse(text)
-    if tree is None:
-        return
-    for node in ast.walk(tree):
+    for node in ast.walk(tree) if tree else ():
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node, clean=True)
             if docstring and len(docstring) >= _MIN_PROSE_CHARS:
@@ -162,21 +142,18 @@ def prose_documents(held_out: bool, /) -> tuple[Document, ...]:
         for document in code_documents(held_out)
         for docstring in _docstrings(document.text)
     ]
-    topics = {
-        f"{_TOPICS_FILE}#{name}": inspect.cleandoc(text) for name, text in sorted(_topics().items())
-    }
-    documents += [
-        Document("prose", key, text) for key, text in topics.items() if is_held_out(key) == held_out
-    ]
+    for name, text in sorted(_topics().items()):
+        key = f"{_TOPICS_FILE}#{name}"
+        if is_held_out(key) == held_out:
+            documents.append(Document("prose", key, inspect.cleandoc(text)))
     # A text may stand in several modules or under several topics: it must not reach training by
     # another name.
-    seen = set() if held_out else {document.text for document in prose_documents(True)}
-    unique = []
+    elsewhere = set() if held_out else {document.text for document in prose_documents(True)}
+    unique: dict[str, Document] = {}
     for document in documents:
-        if document.text not in seen:
-            seen.add(document.text)
-            unique.append(document)
-    return tuple(unique)
+        if document.text not in elsewhere:
+            unique.setdefault(document.text, document)
+    return tuple(unique.values())
 
 
 def math_documents(gsm8k: Path) -> tuple[Document, ...]:
@@ -206,7 +183,7 @@ def corpus(gsm8k: Path) -> tuple[list[Document], list[Document]]:
         [
             *code_documents(side),
             *prose_documents(side),
-            *(row for row in rows if is_held_out(row.key) == side),
+            *(r for r in rows if is_held_out(r.key) == side),
         ]
         for side in (False, True)
     )

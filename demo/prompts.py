@@ -143,57 +143,18 @@ def _prose_cuts(text: str) -> list[str]:
 
 
 _NAMES = (
-    *(
-        "Amara",
-        "Boris",
-        "Chiara",
-        "Dmitri",
-        "Elif",
-        "Femi",
-        "Greta",
-        "Hiro",
-        "Ingrid",
-        "Jamal",
-        "Keiko",
-        "Lucas",
-    ),
-    *(
-        "Mina",
-        "Nadia",
-        "Oscar",
-        "Priya",
-        "Quentin",
-        "Rosa",
-        "Samir",
-        "Tove",
-        "Usha",
-        "Viktor",
-        "Wanda",
-        "Yusuf",
-    ),
-)
+    "Amara", "Boris", "Chiara", "Dmitri", "Elif", "Femi", "Greta", "Hiro", "Ingrid", "Jamal",
+    "Keiko", "Lucas", "Mina", "Nadia", "Oscar", "Priya", "Quentin", "Rosa", "Samir", "Tove", "Usha",
+    "Viktor", "Wanda", "Yusuf",
+)  # fmt: skip
 _THINGS = (
-    "apples",
-    "pencils",
-    "stickers",
-    "marbles",
-    "postcards",
-    "buttons",
-    "muffins",
-    "seashells",
-    "cards",
-    "beads",
-)
+    "apples", "pencils", "stickers", "marbles", "postcards", "buttons", "muffins", "seashells",
+    "cards", "beads",
+)  # fmt: skip
 _PLACES = (
-    "bakery",
-    "library",
-    "garden centre",
-    "toy shop",
-    "market",
-    "museum shop",
-    "bookshop",
+    "bakery", "library", "garden centre", "toy shop", "market", "museum shop", "bookshop",
     "school fair",
-)
+)  # fmt: skip
 
 # {a} to {e}, {p} and {q} are numbers that come out even, {x} and {y} names, {thing} and {place}
 # nouns.

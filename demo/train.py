@@ -19,14 +19,16 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.progress import track
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -117,21 +119,15 @@ class Windows:
     ) -> None:
         self.seed = seed
         # Prose counts twice, so that the three categories are of one order.
-        repeated = [
-            document
-            for document in documents
-            for _ in range(2 if document.category == "prose" else 1)
-        ]
-        order = torch.randperm(
-            len(repeated), generator=torch.Generator().manual_seed(seed)
-        ).tolist()
+        repeated = [d for d in documents for _ in range(2 if d.category == "prose" else 1)]
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(repeated), generator=generator).tolist()
         ids = tokenizer.backend_tokenizer.encode_batch([repeated[i].text for i in order])
         pieces: list[Tensor] = []
         self.starts: dict[str, list[tuple[int, int]]] = {"code": [], "prose": [], "math": []}
         at = 0
         for i, encoding in zip(order, ids, strict=True):
-            # A document ends with the end-of-text token, so that models learn to end; ids fit 16
-            # bits.
+            # A document ends with the end-of-text token, so that models learn to end.
             pieces.append(torch.tensor([*encoding.ids, 0], dtype=torch.int16))
             self.starts[repeated[i].category].append((at, len(encoding.ids) + 1))
             at += len(encoding.ids) + 1
@@ -189,15 +185,11 @@ def generate(
     output[:, :width] = prefix
     step = prefix
     for at in range(width, length):
-        logits = (
-            target(step, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            .logits[:, -1]
-            .float()
-        )
+        out = target(step, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits = out.logits[:, -1].float()
         # argmax(logits + T g), g Gumbel, draws from softmax(logits / T), and at T = 0 is greedy.
-        uniform = torch.rand(logits.shape, generator=generator, device=logits.device).clamp_min(
-            1e-9
-        )
+        uniform = torch.rand(logits.shape, generator=generator, device=logits.device)
+        uniform = uniform.clamp_min(1e-9)
         step = (logits - temperature[:, None] * (-uniform.log()).log()).argmax(-1, keepdim=True)
         output[:, at] = step[:, 0]
     return output
@@ -206,17 +198,18 @@ def generate(
 def own_text(
     target: LlamaForCausalLM,
     windows: Windows,
-    rows: int,
+    args: argparse.Namespace,
     length: int,
-    seed: int,
-    chunk: int,
+    path: Path,
     console: Console,
 ) -> Tensor:
     """Text the target wrote from training prefixes, six rows in ten greedy, the rest at
-    temperatures up to 1."""
-    device = target.device
-    dtype = torch.bfloat16
-    writer = LlamaForCausalLM(target.config).to(device=device, dtype=dtype)
+    temperatures up to 1: int16 [``args.own_rows``, length]. Written once and kept at ``path``."""
+    if path.exists():
+        stored: Tensor = torch.load(path, weights_only=True)
+        return stored
+    device, rows, chunk, seed = target.device, args.own_rows, args.own_chunk, args.seed
+    writer = LlamaForCausalLM(target.config).to(device=device, dtype=torch.bfloat16)
     writer.load_state_dict(target.state_dict())
     writer.eval()
     cpu = torch.Generator().manual_seed(seed)
@@ -229,10 +222,11 @@ def own_text(
         temperature = torch.where(draw[:, 0] < 0.6, torch.zeros(chunk), draw[:, 1])
         rows_written = generate(writer, prefix.to(device), length, temperature.to(device), noise)
         written.append(rows_written.to("cpu", torch.int16))
-        console.print(
-            f"own text: chunk {index + 1}, {chunk} rows in {time.perf_counter() - begun:.1f} s"
-        )
-    return torch.cat(written)[:rows]
+        seconds = time.perf_counter() - begun
+        console.print(f"own text: chunk {index + 1}, {chunk} rows in {seconds:.1f} s")
+    own = torch.cat(written)[:rows]
+    torch.save(own, path)
+    return own
 
 
 def mixed_batch(own: Tensor, windows: Windows, index: int, rows: int, seed: int) -> Tensor:
@@ -261,10 +255,10 @@ def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, learning_ra
     optimizer.zero_grad(set_to_none=True)
 
 
-def progress_bar(console: Console) -> Progress:
-    """A bar with counts and the time left; none where nobody looks."""
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, disable=not console.is_terminal)
+def counted(begin: int, end: int, console: Console) -> Iterable[int]:
+    """Steps from ``begin`` to ``end``, with a bar and the time left; none where nobody looks."""
+    is_seen = console.is_terminal
+    return track(range(begin, end), "training", end, begin, console=console, disable=not is_seen)
 
 
 def stable_then_decay(step: int, steps: int, warmup: int, decay: int) -> float:
@@ -273,6 +267,28 @@ def stable_then_decay(step: int, steps: int, warmup: int, decay: int) -> float:
         return (step + 1) / warmup
     left = steps - step
     return 1.0 if left > decay else 1.0 - math.sqrt(1.0 - left / decay)
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    path.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def settings(args: argparse.Namespace, *but: str) -> dict[str, Any]:
+    """The options that decide a result."""
+    unsaid = {"gsm8k", "out", "work", "threads", *but}
+    return {key: value for key, value in vars(args).items() if key not in unsaid}
+
+
+def parser_of(name: str, about: str | None, options: dict[str, tuple[Any, str]]) -> Any:
+    """A command line with these options: (default, help) by name."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m demo.{name}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for option, (default, said) in options.items():
+        parser.add_argument(f"--{option}", type=type(default), default=default, help=said)
+    return parser
 
 
 class Trainer:
@@ -296,23 +312,18 @@ class Trainer:
         torch.manual_seed(args.seed)
         self.models = {name: build_model(shape).to(self.device) for name, shape in SHAPES.items()}
         self.optimizers = {
-            name: adamw(model, SHAPES[name].learning_rate, 0.1)
-            for name, model in self.models.items()
+            n: adamw(m, SHAPES[n].learning_rate, 0.1) for n, m in self.models.items()
         }
         self.step = 0
         self.history: list[dict[str, float]] = []
-        self._resume()
-
-    def _resume(self) -> None:
         path = self.work / "checkpoint.pt"
-        if not path.exists():
-            return
-        state = torch.load(path, map_location=self.device, weights_only=True)
-        for name in SHAPES:
-            self.models[name].load_state_dict(state["models"][name])
-            self.optimizers[name].load_state_dict(state["optimizers"][name])
-        self.step, self.history = state["step"], state["history"]
-        self.console.print(f"going on from step {self.step}")
+        if path.exists():
+            state = torch.load(path, map_location=self.device, weights_only=True)
+            for name in SHAPES:
+                self.models[name].load_state_dict(state["models"][name])
+                self.optimizers[name].load_state_dict(state["optimizers"][name])
+            self.step, self.history = state["step"], state["history"]
+            console.print(f"going on from step {self.step}")
 
     def save(self) -> None:
         """Writes a checkpoint, whole or not at all."""
@@ -320,9 +331,7 @@ class Trainer:
             "step": self.step,
             "history": self.history,
             "models": {name: model.state_dict() for name, model in self.models.items()},
-            "optimizers": {
-                name: optimizer.state_dict() for name, optimizer in self.optimizers.items()
-            },
+            "optimizers": {name: own.state_dict() for name, own in self.optimizers.items()},
         }
         torch.save(state, self.work / "checkpoint.tmp")
         (self.work / "checkpoint.tmp").replace(self.work / "checkpoint.pt")
@@ -354,9 +363,8 @@ class Trainer:
         args = self.args
         is_long = self.step >= args.steps - args.long_steps
         length = args.seq_len * (2 if is_long else 1)
-        window = self.windows.batch(self.step, args.batch_tokens // length, length + 1).to(
-            self.device
-        )
+        window = self.windows.batch(self.step, args.batch_tokens // length, length + 1)
+        window = window.to(self.device)
         ids, labels = window[:, :-1].contiguous(), window[:, 1:].flatten()
         logits = self._logits("target", ids)
         loss = F.cross_entropy(logits.float(), labels)
@@ -367,48 +375,34 @@ class Trainer:
             measured |= self._distill(ids, logits.detach(), self.step - args.drafts_from)
         return measured
 
-    def _distill_step(self, own: Tensor) -> dict[str, float]:
+    @cached_property
+    def own(self) -> Tensor:
+        """The target's own text, written when the first stage is over."""
+        target, length = self.models["target"], self.args.seq_len * 3 // 2
+        path = self.work / "own_text.pt"
+        return own_text(target, self.windows, self.args, length, path, self.console)
+
+    def _distill_step(self) -> dict[str, float]:
         """One step of the second stage: half a batch of the target's own text, half a batch of
         corpus."""
-        args = self.args
+        args, own = self.args, self.own
         rows = max(2, args.batch_tokens // own.shape[1])
-        ids = mixed_batch(own, self.windows, self.step - args.steps, rows, args.seed).to(
-            self.device
-        )
+        ids = mixed_batch(own, self.windows, self.step - args.steps, rows, args.seed)
+        ids = ids.to(self.device)
         with torch.no_grad():
             teacher = self._logits("target", ids)
         return self._distill(ids, teacher, self.step - args.drafts_from)
 
-    def _own_text(self) -> Tensor:
-        """The target's own text, written once and kept beside the checkpoint."""
-        args, path = self.args, self.work / "own_text.pt"
-        if not path.exists():
-            length = args.seq_len * 3 // 2
-            own = own_text(
-                self.models["target"],
-                self.windows,
-                args.own_rows,
-                length,
-                args.seed,
-                args.own_chunk,
-                self.console,
-            )
-            torch.save(own, path)
-        stored: Tensor = torch.load(path, weights_only=True)
-        return stored
-
     @torch.no_grad()
     def held_out_loss(self) -> dict[str, float]:
         """Nats per token of each model on held-out text of all categories."""
-        total = dict.fromkeys(SHAPES, 0.0)
-        batches = 4
+        total, batches = dict.fromkeys(SHAPES, 0.0), 4
         for index in range(batches):
             window = self.held_out.batch(index, 16, self.args.seq_len + 1).to(self.device)
+            ids, labels = window[:, :-1].contiguous(), window[:, 1:].flatten()
             for name in SHAPES:
-                logits = self._logits(name, window[:, :-1].contiguous())
-                total[name] += (
-                    F.cross_entropy(logits.float(), window[:, 1:].flatten()).item() / batches
-                )
+                loss = F.cross_entropy(self._logits(name, ids).float(), labels)
+                total[name] += loss.item() / batches
         return total
 
     def publish(self) -> None:
@@ -419,100 +413,73 @@ class Trainer:
             half = LlamaForCausalLM(model.config)
             half.load_state_dict(model.state_dict())
             half.half().save_pretrained(out / name)
-            GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0).save_pretrained(
-                out / name
-            )
+            ends = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0)
+            ends.save_pretrained(out / name)
             self.tokenizer.save_pretrained(out / name)
             # Written readable by their owner alone, which an installed package must not be.
             (out / name / "model.safetensors").chmod(0o644)
-        pair = {"name": "demo", "target": "target", "drafts": {name: name for name in DRAFTS}}
-        (out / "pair.json").write_text(json.dumps(pair, indent=2) + "\n")
-        skipped = {"gsm8k", "out", "work", "device", "threads"}
+        drafts = {name: name for name in DRAFTS}
+        write_json(out / "pair.json", {"name": "demo", "target": "target", "drafts": drafts})
+        losses = {name: round(loss, 4) for name, loss in self.held_out_loss().items()}
         record = {
             "step": self.step,
-            "settings": {
-                key: value for key, value in vars(self.args).items() if key not in skipped
-            },
+            "settings": settings(self.args, "device"),
             "epoch_tokens": len(self.windows.stream),
             "parameters": {
                 name: sum(p.numel() for p in model.parameters())
                 for name, model in self.models.items()
             },
             "history": self.history[4::5],
-            "held_out_loss": {name: round(loss, 4) for name, loss in self.held_out_loss().items()},
+            "held_out_loss": losses,
         }
-        (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
-        self.console.print(f"published at step {self.step}: {record['held_out_loss']}")
+        write_json(out / "training.json", record)
+        self.console.print(f"published at step {self.step}: {losses}")
 
     def run(self) -> None:
         """Both stages, from wherever the last checkpoint stands, to the published pair."""
         args = self.args
         total = args.steps + args.distill_steps
-        own: Tensor | None = None
         begun, since = time.perf_counter(), self.step
-        with progress_bar(self.console) as progress:
-            task = progress.add_task("training", total=total, completed=self.step)
-            while self.step < total:
-                if self.step < args.steps:
-                    measured = self._train_step()
-                else:
-                    own = self._own_text() if own is None else own
-                    measured = self._distill_step(own)
-                self.step += 1
-                progress.update(task, completed=self.step)
-                if self.step % args.log_every == 0:
-                    spent = (time.perf_counter() - begun) / (self.step - since)
-                    begun, since = time.perf_counter(), self.step
-                    shown = " ".join(f"{key} {value:.3f}" for key, value in measured.items())
-                    self.console.print(
-                        f"step {self.step}/{total} {shown} {args.batch_tokens / spent:.0f} tok/s"
-                    )
-                    self.history.append({"step": float(self.step), **measured})
-                if self.step % args.save_every == 0:
-                    self.save()
+        for step in counted(self.step, total, self.console):
+            measured = self._train_step() if step < args.steps else self._distill_step()
+            self.step = step + 1
+            if self.step % args.log_every == 0:
+                spent = (time.perf_counter() - begun) / (self.step - since)
+                begun, since = time.perf_counter(), self.step
+                shown = " ".join(f"{key} {value:.3f}" for key, value in measured.items())
+                shown += f" {args.batch_tokens / spent:.0f} tok/s"
+                self.console.print(f"step {self.step}/{total} {shown}")
+                self.history.append({"step": float(self.step), **measured})
+            if self.step % args.save_every == 0:
+                self.save()
         self.save()
         self.publish()
 
 
+OPTIONS: dict[str, tuple[Any, str]] = {
+    "work": (Path("build/demo"), "where checkpoints are kept"),
+    "device": ("cuda" if torch.cuda.is_available() else "cpu", ""),
+    "threads": (2, "torch threads, on a CPU"),
+    "seed": (1, ""),
+    "steps": (2000, "steps of the first stage"),
+    "drafts-from": (600, "step of the first stage at which the drafts begin"),
+    "long-steps": (200, "last steps of the first stage, at twice the length"),
+    "distill-steps": (550, "steps of the second stage"),
+    "own-rows": (1536, "rows of its own text that the target writes"),
+    "own-chunk": (192, "rows it writes at once"),
+    "batch-tokens": (4096, ""),
+    "seq-len": (256, ""),
+    "log-every": (20, ""),
+    "save-every": (200, ""),
+}
+GSM8K = "GSM8K's training split: JSON lines with question and answer"
+
+
 def main() -> None:
     """Parses the command line and trains."""
-    parser = argparse.ArgumentParser(
-        prog="python -m demo.train",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add: Any = parser.add_argument
-    add(
-        "--gsm8k",
-        type=Path,
-        required=True,
-        help="GSM8K's training split: JSON lines with question and answer",
-    )
-    add("--out", type=Path, required=True, help="where the pair is published")
-    add("--work", type=Path, default=Path("build/demo"), help="where checkpoints are kept")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--threads", type=int, default=2, help="torch threads, on a CPU")
-    add("--seed", type=int, default=1)
-    add("--steps", type=int, default=2000, help="steps of the first stage")
-    add(
-        "--drafts-from",
-        type=int,
-        default=600,
-        help="step of the first stage at which the drafts begin",
-    )
-    add(
-        "--long-steps",
-        type=int,
-        default=200,
-        help="last steps of the first stage, at twice the length",
-    )
-    add("--distill-steps", type=int, default=550, help="steps of the second stage")
-    add("--own-rows", type=int, default=1536, help="rows of its own text that the target writes")
-    add("--own-chunk", type=int, default=192, help="rows it writes at once")
-    add("--batch-tokens", type=int, default=4096)
-    add("--seq-len", type=int, default=256)
-    add("--log-every", type=int, default=20)
-    add("--save-every", type=int, default=200)
+    parser = parser_of("train", __doc__, OPTIONS)
+    parser.add_argument("--gsm8k", type=Path, required=True, help=GSM8K)
+    parser.add_argument("--out", type=Path, required=True, help="where the pair is published")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     Trainer(args, Console(soft_wrap=True)).run()

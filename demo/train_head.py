@@ -21,6 +21,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,17 @@ from transformers.models.llama.modeling_llama import (
 from spectune.demo.corpus import corpus
 from spectune.demo.prompts import CATEGORIES, demo_workload
 from spectune.demo.train import (
+    GSM8K,
     Windows,
     adamw,
+    counted,
     mixed_batch,
     own_text,
-    progress_bar,
+    parser_of,
+    settings,
     stable_then_decay,
     update,
+    write_json,
 )
 
 TAPS = 3
@@ -87,19 +92,15 @@ class Unrolled:
         text = text.masked_fill(self.age < step, -torch.inf)
         # Before token `step` there is no such chain; zeros stand there, and what comes out is not
         # used.
-        late = [
-            (F.pad(k, (0, 0, step - i, 0))[:, :, None, :width], i)
-            for i, k in enumerate(self.keys[1:], 1)
-        ]
-        scores = torch.cat([text, *((grouped * k).sum(-1, keepdim=True) for k, _ in late)], -1)
+        keys, values = (
+            [F.pad(x, (0, 0, step - i, 0))[:, :, None, :width] for i, x in enumerate(late, 1)]
+            for late in (self.keys[1:], self.values[1:])
+        )
+        scores = torch.cat([text, *((grouped * k).sum(-1, keepdim=True) for k in keys)], -1)
         law = scores.float().softmax(-1).to(value.dtype)
         out = law[..., :width] @ self.values[0][:, :, None]
-        for i, v in enumerate(self.values[1:], 1):
-            out = (
-                out
-                + law[..., width + i - 1 : width + i]
-                * F.pad(v, (0, 0, step - i, 0))[:, :, None, :width]
-            )
+        for i, v in enumerate(values):
+            out = out + law[..., width + i : width + i + 1] * v
         return out.reshape(batch, heads, width, dim).transpose(1, 2)
 
 
@@ -109,10 +110,8 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        kv, queries = (
-            config.num_key_value_heads * config.head_dim,
-            config.num_attention_heads * config.head_dim,
-        )
+        kv = config.num_key_value_heads * config.head_dim
+        queries = config.num_attention_heads * config.head_dim
         self.q_proj = nn.Linear(2 * config.hidden_size, queries, bias=False)
         self.k_proj = nn.Linear(2 * config.hidden_size, kv, bias=False)
         self.v_proj = nn.Linear(2 * config.hidden_size, kv, bias=False)
@@ -216,25 +215,19 @@ def begin_as_target(head: Head, target: LlamaForCausalLM) -> None:
     head.norm.weight.copy_(target.model.norm.weight)
 
 
+def load(folder: Path) -> Any:
+    """A checkpoint, in fp32."""
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 def train(args: argparse.Namespace, console: Console) -> tuple[Head, dict[str, Any]]:
     """The trained head and a record of how it went."""
     args.work.mkdir(parents=True, exist_ok=True)
-    target = (
-        LlamaForCausalLM.from_pretrained(args.target, dtype=torch.float32)
-        .eval()
-        .requires_grad_(False)
-    )
+    target = load(args.target).requires_grad_(False)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.target)
     windows = Windows(corpus(args.gsm8k)[0], tokenizer, args.seed)
-    text = args.work / f"own_text-{args.seed}-{args.own_rows}-{args.length}.pt"
-    if not text.exists():
-        torch.save(
-            own_text(
-                target, windows, args.own_rows, args.length, args.seed, args.own_chunk, console
-            ),
-            text,
-        )
-    own: Tensor = torch.load(text, weights_only=True)
+    path = args.work / f"own_text-{args.seed}-{args.own_rows}-{args.length}.pt"
+    own = own_text(target, windows, args, args.length, path, console)
     torch.manual_seed(args.seed)
     head = Head(target.config)
     begin_as_target(head, target)
@@ -243,52 +236,36 @@ def train(args: argparse.Namespace, console: Console) -> tuple[Head, dict[str, A
     history: list[dict[str, Any]] = []
     weights = [DECAY**j for j in range(args.unroll)]
     began = time.perf_counter()
-    with progress_bar(console) as progress:
-        task = progress.add_task("training", total=args.steps)
-        for index in range(args.steps):
-            ids = mixed_batch(own, windows, index, args.rows, args.seed)
-            losses, hits = [], []
-            with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
-                teacher, features = unroller.teacher(ids)
-                law = teacher[:, 1:].float().softmax(-1)
-                choice = teacher[:, 1:].argmax(-1)
-                for j, hidden in enumerate(unroller.steps(ids, features.float(), args.unroll)):
-                    logits = unroller.logits(hidden[:, j:]).flatten(0, 1)
-                    losses.append(F.cross_entropy(logits, law[:, j:].flatten(0, 1)))
-                    hits.append(
-                        (logits.detach().argmax(-1) == choice[:, j:].flatten())
-                        .float()
-                        .mean()
-                        .item()
-                    )
-            loss = sum(w * x for w, x in zip(weights, losses, strict=True)) / sum(weights)
-            assert isinstance(loss, Tensor)
-            torch.autograd.backward(loss)
-            update(
-                head,
-                optimizer,
-                args.learning_rate * stable_then_decay(index, args.steps, 30, args.steps * 2 // 5),
+    for index in counted(0, args.steps, console):
+        ids = mixed_batch(own, windows, index, args.rows, args.seed)
+        losses, hits = [], []
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
+            teacher, features = unroller.teacher(ids)
+            law = teacher[:, 1:].float().softmax(-1)
+            choice = teacher[:, 1:].argmax(-1)
+            for j, hidden in enumerate(unroller.steps(ids, features.float(), args.unroll)):
+                logits = unroller.logits(hidden[:, j:]).flatten(0, 1)
+                losses.append(F.cross_entropy(logits, law[:, j:].flatten(0, 1)))
+                right = logits.detach().argmax(-1) == choice[:, j:].flatten()
+                hits.append(right.float().mean().item())
+        loss = sum(w * x for w, x in zip(weights, losses, strict=True)) / sum(weights)
+        assert isinstance(loss, Tensor)
+        torch.autograd.backward(loss)
+        factor = stable_then_decay(index, args.steps, 30, args.steps * 2 // 5)
+        update(head, optimizer, args.learning_rate * factor)
+        if (index + 1) % args.log_every == 0:
+            shown = {"loss": round(loss.item(), 4), "top1": [round(h, 4) for h in hits]}
+            history.append({"step": index + 1, **shown})
+            pace = (time.perf_counter() - began) / (index + 1)
+            console.print(
+                f"step {index + 1}/{args.steps} loss {loss.item():.3f} top-1 {hits} "
+                f"{pace:.2f} s/step"
             )
-            progress.update(task, completed=index + 1)
-            if (index + 1) % args.log_every == 0:
-                history.append(
-                    {
-                        "step": index + 1,
-                        "loss": round(loss.item(), 4),
-                        "top1": [round(h, 4) for h in hits],
-                    }
-                )
-                pace = (time.perf_counter() - began) / (index + 1)
-                console.print(
-                    f"step {index + 1}/{args.steps} loss {loss.item():.3f} top-1 {hits} "
-                    f"{pace:.2f} s/step"
-                )
-            if (index + 1) % args.save_every == 0:
-                publish(head, args, {"step": index + 1})
-    skipped = {"gsm8k", "out", "work", "target", "threads", "measure", "prompts"}
+        if (index + 1) % args.save_every == 0:
+            publish(head, args, {"step": index + 1})
     return head, {
         "step": args.steps,
-        "settings": {key: value for key, value in vars(args).items() if key not in skipped},
+        "settings": settings(args, "target", "measure", "prompts"),
         "parameters": sum(p.numel() for p in head.parameters()),
         "history": history,
     }
@@ -299,26 +276,15 @@ def publish(head: Head, args: argparse.Namespace, record: dict[str, Any]) -> Non
     out: Path = args.out
     out.mkdir(parents=True, exist_ok=True)
     target = json.loads((args.target / "config.json").read_text())
-    sizes = (
-        "hidden_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "vocab_size",
-    )
-    manners = (
-        "hidden_act",
-        "rms_norm_eps",
-        "max_position_embeddings",
-        "attention_bias",
-        "bos_token_id",
-        "eos_token_id",
-    )
+    kept = (
+        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "vocab_size", "hidden_act", "rms_norm_eps", "max_position_embeddings",
+        "attention_bias", "bos_token_id", "eos_token_id",
+    )  # fmt: skip
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        **{key: target[key] for key in (*sizes, *manners)},
+        **{key: target[key] for key in kept},
         "target_hidden_size": target["hidden_size"],
         "draft_vocab_size": target["vocab_size"],
         "num_hidden_layers": 1,
@@ -326,12 +292,12 @@ def publish(head: Head, args: argparse.Namespace, record: dict[str, Any]) -> Non
         "tie_word_embeddings": False,
         "dtype": "float16",
     }
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_json(out / "config.json", config)
     tensors = {key: tensor.half().contiguous() for key, tensor in head.state_dict().items()}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     # Written readable by its owner alone, which an installed package must not be.
     (out / "model.safetensors").chmod(0o644)
-    (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    write_json(out / "training.json", record)
 
 
 def posterior_gumbel(
@@ -365,12 +331,9 @@ def measure(
     """
     spec = json.loads((pair / "pair.json").read_text())
     tokenizer = PreTrainedTokenizerFast.from_pretrained(pair / spec["target"])
-    load = LlamaForCausalLM.from_pretrained
-    target = load(pair / spec["target"], dtype=torch.float32).eval()
+    target = load(pair / spec["target"])
     others = {
-        name: load(pair / path, dtype=torch.float32).eval()
-        for name, path in spec["drafts"].items()
-        if name != folder.name
+        name: load(pair / path) for name, path in spec["drafts"].items() if name != folder.name
     }
     head = Head(target.config)
     head.load_state_dict(load_file(folder / "model.safetensors"))
@@ -379,10 +342,8 @@ def measure(
     noise = torch.Generator().manual_seed(seed)
     chains: dict[tuple[str, str, str], list[Tensor]] = defaultdict(list)
     for category in CATEGORIES:
-        texts = [
-            prompt["turns"][0] for prompt in demo_workload() if prompt["category"] == category
-        ][:per_category]
-        for text in texts:
+        prompts = [p["turns"][0] for p in demo_workload() if p["category"] == category]
+        for text in prompts[:per_category]:
             prompt = torch.tensor([tokenizer(text)["input_ids"]])
             for kind in ("greedy", "coupled at T=1"):
                 sampling: dict[str, Any] = {"do_sample": False}
@@ -394,13 +355,11 @@ def measure(
                 written = ids[0, first:]
                 gumbel = torch.zeros(())
                 if kind != "greedy":
-                    gumbel = posterior_gumbel(
-                        logits[0, first - 1 : -1].log_softmax(-1), written, noise
-                    )
+                    law = logits[0, first - 1 : -1].log_softmax(-1)
+                    gumbel = posterior_gumbel(law, written, noise)
                 for name, other in others.items():
-                    hit = (other(ids).logits[0, first - 1 : -1].log_softmax(-1) + gumbel).argmax(
-                        -1
-                    ) == written
+                    law = other(ids).logits[0, first - 1 : -1].log_softmax(-1)
+                    hit = (law + gumbel).argmax(-1) == written
                     chains[name, category, kind].append(_chains([hit] * DEPTHS))
                 hits = []
                 for hidden in unroller.steps(ids, features, DEPTHS):
@@ -411,11 +370,8 @@ def measure(
     for (name, category, kind), found in chains.items():
         right = torch.cat(found).float()
         counts = right.sum(0).tolist()
-        depth = [
-            round(b / max(1.0, a), 4)
-            for a, b in zip([float(len(right)), *counts[:-1]], counts, strict=True)
-        ]
-        row = {"depth": depth, "accepted": round(sum(counts) / len(right), 3)}
+        depth = [round(b / max(1.0, a), 4) for a, b in pairwise([float(len(right)), *counts])]
+        row = {"depth": depth, "accepted": round(sum(counts) / max(1, len(right)), 3)}
         measured.setdefault(name, {}).setdefault(category, {})[kind] = row
     return measured
 
@@ -423,50 +379,37 @@ def measure(
 def _chains(hits: list[Tensor]) -> Tensor:
     """Which of ``hits`` (step j's, by text position) a chain from each start gets right before its
     first error: [starts, depths]."""
-    starts = len(hits[0]) - len(hits) + 1
-    return (
-        torch.stack([hit[j : j + max(0, starts)] for j, hit in enumerate(hits)], 1)
-        .long()
-        .cumprod(1)
-    )
+    starts = max(0, len(hits[0]) - len(hits) + 1)
+    right = torch.stack([hit[j : j + starts] for j, hit in enumerate(hits)], 1)
+    return right.long().cumprod(1)
+
+
+PAIR = Path(__file__).parent / "pair"
+OPTIONS: dict[str, tuple[Any, str]] = {
+    "target": (PAIR / "target", "the target's checkpoint"),
+    "out": (PAIR / "head", "where the head is published"),
+    "work": (Path("build/demo-head"), "where the target's own text is kept"),
+    "threads": (1, "torch threads"),
+    "seed": (1, ""),
+    "steps": (800, ""),
+    "unroll": (4, "steps over its own output that each batch is gone through"),
+    "rows": (8, "texts in a batch, half of them the target's own"),
+    "length": (384, "tokens of a text"),
+    "own-rows": (768, "texts that the target writes"),
+    "own-chunk": (96, "texts it writes at once"),
+    "learning-rate": (2e-3, ""),
+    "log-every": (10, ""),
+    "save-every": (100, ""),
+    "prompts": (20, "prompts a category that the head is measured on"),
+}
 
 
 def main() -> None:
     """Parses the command line, trains, measures."""
-    here = Path(__file__).parent / "pair"
-    parser = argparse.ArgumentParser(
-        prog="python -m demo.train_head",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add: Any = parser.add_argument
-    add("--gsm8k", type=Path, help="GSM8K's training split: JSON lines with question and answer")
-    add("--target", type=Path, default=here / "target", help="the target's checkpoint")
-    add("--out", type=Path, default=here / "head", help="where the head is published")
-    add(
-        "--work",
-        type=Path,
-        default=Path("build/demo-head"),
-        help="where the target's own text is kept",
-    )
-    add("--threads", type=int, default=1, help="torch threads")
-    add("--seed", type=int, default=1)
-    add("--steps", type=int, default=800)
-    add(
-        "--unroll",
-        type=int,
-        default=4,
-        help="steps over its own output that each batch is gone through",
-    )
-    add("--rows", type=int, default=8, help="texts in a batch, half of them the target's own")
-    add("--length", type=int, default=384, help="tokens of a text")
-    add("--own-rows", type=int, default=768, help="texts that the target writes")
-    add("--own-chunk", type=int, default=96, help="texts it writes at once")
-    add("--learning-rate", type=float, default=2e-3)
+    parser = parser_of("train_head", __doc__, OPTIONS)
+    add = parser.add_argument
+    add("--gsm8k", type=Path, help=GSM8K)
     add("--bf16", action=argparse.BooleanOptionalAction, default=True, help="bf16 autocast")
-    add("--log-every", type=int, default=10)
-    add("--save-every", type=int, default=100)
-    add("--prompts", type=int, default=20, help="prompts a category that the head is measured on")
     add("--measure", action="store_true", help="only measure the head at --out")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -479,7 +422,7 @@ def main() -> None:
         head, record = train(args, console)
         publish(head, args, record)
     record["agreement"] = measure(args.target.parent, args.out, args.prompts)
-    (args.out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    write_json(args.out / "training.json", record)
     console.print_json(json.dumps(record["agreement"]))
 
 

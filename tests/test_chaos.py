@@ -53,43 +53,37 @@ def test_a_run_that_kept_its_promises_is_counted_and_has_no_failure() -> None:
     assert verdict.latencies_s == [0.5, 1.0]
 
 
+def saying(first: dict[str, Any] | None = None, second: dict[str, Any] | None = None) -> History:
+    """The same, had the watcher said something else of the first two publications."""
+    one, two, three = WELL.said
+    return replace(WELL, said=[replace(one, **first or {}), replace(two, **second or {}), three])
+
+
+def in_force(*moments: tuple[float, int]) -> History:
+    return replace(WELL, watched=[Watched("w", "a", 0.0, moments)])
+
+
+FAILED = Job("k3", "often", "failed", None, "the database went away")
+TWICE = Publication(5, "b", "k4", "p", 32.0)
+
+
 @pytest.mark.parametrize(
     ("broken", "kind"),
     [
         (without(WELL, 1), "applied late"),
         (without(WELL, 3), "applied late"),
         (without(WELL, 2), "refused late"),
-        (replace(WELL, watched=[Watched("w", "a", 0.0, [(12.5, 1), (30.5, 3)])]), "applied late"),
-        (
-            replace(WELL, said=[replace(WELL.said[0], committed=12.5), *WELL.said[1:]]),
-            "applied late",
-        ),
-        (
-            replace(WELL, said=[Said(1, "w", "refused", "database gone", 11.0), *WELL.said[1:]]),
-            "good refused",
-        ),
-        (
-            replace(
-                WELL, said=[WELL.said[0], replace(WELL.said[1], status="applied"), WELL.said[2]]
-            ),
-            "bad applied",
-        ),
-        (
-            replace(WELL, said=[WELL.said[0], replace(WELL.said[1], reason=" "), WELL.said[2]]),
-            "refused without a reason",
-        ),
+        (in_force((12.5, 1), (30.5, 3)), "applied late"),
+        (saying({"committed": 12.5}), "applied late"),
+        (saying({"status": "refused", "reason": "database gone"}), "good refused"),
+        (saying(second={"status": "applied"}), "bad applied"),
+        (saying(second={"reason": " "}), "refused without a reason"),
         (replace(WELL, acknowledged=[("k9", 9)]), "lost"),
         (replace(WELL, acknowledged=[("k1", 3)]), "lost"),
         (replace(WELL, acknowledged=[("k1", 1), ("k1", 3)]), "doubled"),
-        (
-            replace(WELL, publications=[*WELL.publications, Publication(5, "b", "k4", "p", 32.0)]),
-            "doubled",
-        ),
+        (replace(WELL, publications=[*WELL.publications, TWICE]), "doubled"),
         (replace(WELL, attempts=[("k3", 1, 20.0), ("k3", 2, 29.5)]), "fence"),
-        (
-            replace(WELL, jobs=[Job("k3", "often", "failed", None, "the database went away")]),
-            "job failed",
-        ),
+        (replace(WELL, jobs=[FAILED]), "job failed"),
         (replace(WELL, jobs=[Job("k3", "often", "done", 4, None)]), "job"),
         (replace(WELL, slots={"often": (5, [10, 20])}), "slots"),
         (replace(WELL, slots={"often": (5, [10, 10, 15])}), "slots"),
@@ -111,22 +105,12 @@ def test_time_is_counted_from_the_end_of_a_fault_that_came_in_between() -> None:
 
 
 def test_a_publication_is_late_only_when_nothing_excuses_it() -> None:
-    late = replace(
-        WELL,
-        watched=[Watched("w", "a", 0.0, [(13.5, 1), (30.5, 3)])],
-        said=[replace(WELL.said[0], committed=13.6), *WELL.said[1:]],
-    )
+    late = replace(in_force((13.5, 1), (30.5, 3)), said=saying({"committed": 13.6}).said)
     assert judge(replace(late, faults=[restart(11.0, 12.5)])).failures == []
     assert judge(replace(late, faults=[restart(11.0, 12.5, keeps=("w",))])).failures == []
     assert judge(replace(late, faults=[restart(11.0, 12.5, keeps=("other",))])).failures
-    overtaken = without(
-        WELL,
-        1,
-        publications=[
-            WELL.publications[0],
-            replace(WELL.publications[1], committed=11.5),
-            *WELL.publications[2:],
-        ],
-    )
+    first, second, *others = WELL.publications
+    soon = [first, replace(second, committed=11.5), *others]
+    overtaken = without(WELL, 1, publications=soon)
     assert "applied late" not in {kind for kind, _ in judge(overtaken).failures}
     assert judge(overtaken).judged["superseded"] == 1

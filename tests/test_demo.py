@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spectune.demo import PAIR_PATH, demo_workload
 from spectune.demo.corpus import END_OF_TEXT, code_documents, is_held_out
 
+FOLDER = PAIR_PATH.parent
 MODELS = ("target", "small", "medium")
 AWKWARD = (
     "def f(x):\n\treturn  x\r\n\n\n    # caf\u00e9 \u2028 \U0001f600 \u4f60\u597d\n",
@@ -38,13 +39,12 @@ def test_workload_is_balanced_in_every_prefix() -> None:
 
 def test_workload_has_unique_ids_and_texts() -> None:
     workload = demo_workload()
-    assert len({prompt["id"] for prompt in workload}) == len(workload)
-    assert len({prompt["turns"][0] for prompt in workload}) == len(workload)
-    assert all(
-        len(prompt["turns"]) == 1 and 60 <= len(prompt["turns"][0]) <= 620 for prompt in workload
-    )
+    texts = [prompt["turns"][0] for prompt in workload]
+    assert len({prompt["id"] for prompt in workload}) == len(set(texts)) == len(workload)
+    assert all(len(prompt["turns"]) == 1 for prompt in workload)
+    assert all(60 <= len(text) <= 620 for text in texts)
     # A trailing blank would be half of the next token.
-    assert all(prompt["turns"][0] == prompt["turns"][0].rstrip() for prompt in workload)
+    assert all(text == text.rstrip() for text in texts)
 
 
 def test_what_is_left_out_of_the_standard_library_is_not_entered(
@@ -69,53 +69,44 @@ def test_what_is_left_out_of_the_standard_library_is_not_entered(
 def test_prompts_do_not_stand_in_the_training_text() -> None:
     # With white space made one blank, a docstring is found within its module's source too; as
     # bytes, found fast.
-    text = b" ".join(
-        b" ".join(document.text.encode().split()) for document in code_documents(False)
-    )
-    assert not [
-        prompt["id"]
-        for prompt in demo_workload()
-        if b" ".join(prompt["turns"][0].encode().split()) in text
-    ]
+
+    def joined(text: str) -> bytes:
+        return b" ".join(text.encode().split())
+
+    training = b" ".join(joined(document.text) for document in code_documents(False))
+    assert not [p["id"] for p in demo_workload() if joined(p["turns"][0]) in training]
 
 
 def test_held_out_share_is_near_six_percent_and_fixed() -> None:
     keys = [f"module_{index}.py" for index in range(5000)]
     assert 0.05 < sum(map(is_held_out, keys)) / len(keys) < 0.07
     # Changing the rule would let prompts leak into the text the shipped pair was trained on.
-    assert [is_held_out(key) for key in ("os.py", "random.py", "json/decoder.py")] == [
-        True,
-        True,
-        False,
-    ]
+    keys = ("os.py", "random.py", "json/decoder.py")
+    assert [is_held_out(key) for key in keys] == [True, True, False]
 
 
 def test_pair_is_small_enough_to_ship() -> None:
-    size_bytes = sum(path.stat().st_size for path in PAIR_PATH.parent.rglob("*") if path.is_file())
+    size_bytes = sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())
     assert size_bytes <= 24_000_000
-    assert (
-        sum((PAIR_PATH.parent / name / "model.safetensors").stat().st_size for name in MODELS)
-        <= 20_000_000
-    )
+    models = (FOLDER / name / "model.safetensors" for name in MODELS)
+    assert sum(path.stat().st_size for path in models) <= 20_000_000
 
 
 def test_pair_file_names_what_is_there() -> None:
     pair = json.loads(PAIR_PATH.read_text())
     assert pair["name"] == "demo"
     assert set(pair["drafts"]) == {"small", "medium", "head"}
-    assert {"config.json", "model.safetensors"} <= {
-        path.name for path in (PAIR_PATH.parent / pair["drafts"].pop("head")).iterdir()
-    }
-    for directory in (pair["target"], *pair["drafts"].values()):
-        assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= {
-            path.name for path in (PAIR_PATH.parent / directory).iterdir()
-        }
+    for name, folder in {"target": pair["target"], **pair["drafts"]}.items():
+        wanted = {"config.json", "model.safetensors"}
+        if name != "head":
+            wanted |= {"tokenizer.json", "tokenizer_config.json"}
+        assert wanted <= {path.name for path in (FOLDER / folder).iterdir()}
 
 
 def test_tokenizers_are_one() -> None:
-    texts = [(PAIR_PATH.parent / name / "tokenizer.json").read_text() for name in MODELS]
+    texts = [(FOLDER / name / "tokenizer.json").read_text() for name in MODELS]
     assert len(set(texts)) == 1
-    tokenizer = AutoTokenizer.from_pretrained(PAIR_PATH.parent / "target")
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "target")
     assert len(tokenizer) == 4096
     assert tokenizer.eos_token_id == tokenizer.bos_token_id == tokenizer.pad_token_id == 0
     assert tokenizer.convert_ids_to_tokens(0) == END_OF_TEXT
@@ -123,31 +114,25 @@ def test_tokenizers_are_one() -> None:
 
 @pytest.mark.parametrize("text", AWKWARD)
 def test_tokenizer_returns_any_text(text: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(PAIR_PATH.parent / "small")
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "small")
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) == text
     assert 0 not in ids
 
 
 def test_prompts_are_of_the_size_promised() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(PAIR_PATH.parent / "target")
-    sizes = [
-        len(ids)
-        for ids in tokenizer([prompt["turns"][0] for prompt in demo_workload()])["input_ids"]
-    ]
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "target")
+    texts = [prompt["turns"][0] for prompt in demo_workload()]
+    sizes = [len(ids) for ids in tokenizer(texts)["input_ids"]]
     assert min(sizes) >= 20
     assert max(sizes) <= 320
 
 
 def test_drafts_agree_with_the_target_on_its_greedy_text() -> None:
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(PAIR_PATH.parent / "target")
-    models = {
-        name: AutoModelForCausalLM.from_pretrained(
-            PAIR_PATH.parent / name, dtype=torch.float32
-        ).eval()
-        for name in MODELS
-    }
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "target")
+    load = AutoModelForCausalLM.from_pretrained
+    models = {name: load(FOLDER / name, dtype=torch.float32).eval() for name in MODELS}
     hits = {"small": 0, "medium": 0}
     positions = 0
     with torch.inference_mode():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -33,50 +34,29 @@ def candidate(
         for i, s in enumerate(seconds)
     ]
     executed = Outcome(policy.label(), "executed", tuple(rows))
-    return Candidate(
-        role, policy, executed, executed, (ratio, ratio, ratio), (ratio, ratio, ratio), raced, left
-    )
+    return Candidate(role, policy, executed, executed, (ratio,) * 3, (ratio,) * 3, raced, left)
 
 
-def shown(*candidates: Candidate) -> list[str]:
-    """The lines of the table and of its notes."""
-    winner = next(c for c in candidates if c.policy is FAST)
-    plain = next(c for c in candidates if c.policy is AUTOREGRESSIVE)
-    tuned = Tuned(
-        winner,
-        plain,
-        candidates,
-        "rec",
-        "prof",
-        "study",
-        texts_differ=0,
-        test_requests=4,
-        search_requests=6,
-        trials=9,
-        published=None,
-        reason="no incumbent",
-        seconds={},
-    )
-    out = io.StringIO()
-    Console(file=out, width=200).print(evidence_table(tuned))
-    return out.getvalue().splitlines()
+def tuned(winner: Candidate, incumbent: Candidate, *candidates: Candidate) -> Tuned:
+    """The results of a tuning that published nothing."""
+    return Tuned(
+        winner, incumbent, candidates, "rec-1", "prof-1", "study-1",
+        texts_differ=0, test_requests=4, search_requests=6, trials=9, published=None,
+        reason="said why",
+    )  # fmt: skip
+
+
+PLAIN = candidate(
+    "autoregressive", AUTOREGRESSIVE, [1.0, 1.0, 3.0, 3.0], 1.0, (0.625, 0.6, 0.65), left=False
+)
+WINNER = candidate("finalist 1", FAST, [0.5, 0.5, 2.0, 2.0], 1.6, (1.0, 1.0, 1.0), left=True)
+SLOWER = candidate("finalist 2", DROPPED, [0.6, 0.6], 1.667, (0.83, 0.8, 0.86), left=False)
 
 
 def test_the_evidence_compares_policies_that_were_not_executed_on_the_same_requests() -> None:
     """A policy that was dropped after two easy requests has the most tokens/s, and is not the
     fastest."""
-    lines = shown(
-        candidate("finalist 1", FAST, [0.5, 0.5, 2.0, 2.0], 1.6, (1.0, 1.0, 1.0), left=True),
-        candidate("finalist 2", DROPPED, [0.6, 0.6], 1.667, (0.83, 0.8, 0.86), left=False),
-        candidate(
-            "autoregressive",
-            AUTOREGRESSIVE,
-            [1.0, 1.0, 3.0, 3.0],
-            1.0,
-            (0.625, 0.6, 0.65),
-            left=False,
-        ),
-    )
+    lines = printed(evidence_table(tuned(WINNER, PLAIN, WINNER, SLOWER, PLAIN))).splitlines()
     rows = [
         [cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")
     ]
@@ -89,18 +69,12 @@ def test_the_evidence_compares_policies_that_were_not_executed_on_the_same_reque
 
 
 def test_the_evidence_is_silent_on_who_was_dropped_where_nobody_was() -> None:
-    lines = shown(
-        candidate("finalist 1", FAST, [0.5] * 4, 2.0, (1.0, 1.0, 1.0), left=True),
-        candidate(
-            "autoregressive", AUTOREGRESSIVE, [1.0] * 4, 1.0, (0.5, 0.0, float("inf")), left=True
-        ),
-    )
+    winner = replace(WINNER, left=True)
+    plain = replace(PLAIN, raced=(0.5, 0.0, float("inf")), left=True)
+    lines = printed(evidence_table(tuned(winner, plain, winner, plain))).splitlines()
     assert not any("dropped" in line for line in lines)
-    assert any(
-        line.rstrip(" │").endswith("0.500")
-        for line in lines
-        if "autoregressive" in line and line.startswith("│")
-    )
+    (row,) = (x for x in lines if "autoregressive" in x and x.startswith("│"))
+    assert row.rstrip(" │").endswith("0.500")
 
 
 def test_latency_is_measured_to_the_first_token_and_per_later_one() -> None:
@@ -148,30 +122,12 @@ def test_what_users_named_is_shown_as_it_is() -> None:
         (RequestOutcome("r", HOSTILE, counts), RequestOutcome("s", "[b]", counts)),
     )
     loss = dict.fromkeys(("fitted", "default", "probability"), 0.1)
-    score = {
-        "rank": 0,
-        "laws": 1,
-        "observed": 0.5,
-        "predicted": 0.5,
-        "default": 0.5,
-        "probability": 0.5,
-    }
+    rank = dict.fromkeys(("rank", "laws", "observed", "predicted", "default", "probability"), 1)
+    about = {"width": 2, "sharpness": 1.0, "held_out": 1, "covered": 1.0, "laws": 1}
     views = [
         outcome_table(outcome),
         rows_table([{"a": HOSTILE}, {"a": "[/b]"}], ("a",), HOSTILE),
-        score_table(
-            {
-                "draft": HOSTILE,
-                "width": 2,
-                "sharpness": 1.0,
-                "ranks": [score],
-                "loss": loss,
-                "held_out": 1,
-                "covered": 1.0,
-                "laws": 1,
-            }
-            | {"at_border": False}
-        ),
+        score_table({"draft": HOSTILE, "ranks": [rank], "loss": loss, "at_border": False, **about}),
     ]
     for view in views:
         text = printed(view)

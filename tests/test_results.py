@@ -3,6 +3,7 @@ what cannot be stored is kept in one."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
 from doors import Door, lines, put_profile, write_workload
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
@@ -41,19 +43,15 @@ def door(url: str, tiny_pair: Path, here: Path) -> Door:
     return Door(url, str(tiny_pair))
 
 
+FEW = ("--workload", "three.jsonl", "--max-new-tokens", 8)
+
+
 def run(door: Door, *more: object) -> tuple[object, ...]:
-    return (
-        "run",
-        "--pair",
-        door.pair,
-        "--workload",
-        "three.jsonl",
-        "--max-new-tokens",
-        8,
-        "--policy",
-        FIXED,
-        *more,
-    )
+    return ("run", "--pair", door.pair, *FEW, "--policy", FIXED, *more)
+
+
+def record(door: Door) -> None:
+    door.json("record", "--pair", door.pair, *FEW, "--gamma-max", 4)
 
 
 def forbid_writing(url: str, table: str) -> None:
@@ -73,8 +71,13 @@ def forbid_writing(url: str, table: str) -> None:
 
 
 @contextmanager
-def listening(listener: Callable[..., None]) -> Iterator[None]:
-    """Calls ``listener`` before each statement of any database."""
+def before(statement: str, act: Callable[[], object]) -> Iterator[None]:
+    """Acts before each statement of any database that begins so."""
+
+    def listener(_conn: Any, _cursor: Any, executed: str, *_: Any) -> None:
+        if executed.startswith(statement):
+            act()
+
     event.listen(Engine, "before_cursor_execute", listener)
     try:
         yield
@@ -82,64 +85,46 @@ def listening(listener: Callable[..., None]) -> Iterator[None]:
         event.remove(Engine, "before_cursor_execute", listener)
 
 
-def kept(here: Path, stderr: str) -> dict[str, Any]:
-    """What is in the file that the last line names, which is the only error."""
-    line = stderr.splitlines()[-1]
+def kept(here: Path, found: Result) -> dict[str, Any]:
+    """What is in the file that the last line of a failed command names, which is its only error."""
+    assert (found.exit_code, found.stdout) == (2, "")
+    line = found.stderr.splitlines()[-1]
     assert line.startswith("error: ")
-    assert stderr.count("error: ") == 1
+    assert found.stderr.count("error: ") == 1
     (file,) = here.glob("spectune-*.json")
     assert f"kept in {file.name}" in line
-    found = json.loads(file.read_text(encoding="utf-8"))
-    assert isinstance(found, dict)
-    return found
+    document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return document
 
 
 def test_files_are_whole_though_the_database_takes_nothing(door: Door, here: Path) -> None:
     forbid_writing(door.db, "run")
     found = door.call(*run(door, "--outputs", "texts.jsonl", "--per-round", "rounds.jsonl"))
-    assert (found.exit_code, found.stdout) == (2, "")
+    document = kept(here, found)
     texts = lines(here / "texts.jsonl")
     assert [row["id"] for row in texts] == ["r0", "r1", "r2"]
     assert {row["request"] for row in lines(here / "rounds.jsonl")} == {"r0", "r1", "r2"}
-    assert [row["token_ids"] for row in kept(here, found.stderr)["texts"]] == [
-        row["token_ids"] for row in texts
-    ]
+    tokens = [row["token_ids"] for row in texts]
+    assert [row["token_ids"] for row in document["texts"]] == tokens
 
 
 def test_results_that_no_file_was_asked_for_are_kept_in_one(door: Door, here: Path) -> None:
     whole = door.json(*run(door, "--no-store"))
     forbid_writing(door.db, "run")
-    found = door.call(*run(door))
-    assert (found.exit_code, found.stdout) == (2, "")
-    document = kept(here, found.stderr)
-    assert {key: document[key] for key in ("requests", "emitted_tokens", "policy_id", "pair")} == {
-        **{key: whole[key] for key in ("requests", "emitted_tokens", "policy_id")},
-        "pair": document["pair"],
-    }
+    document = kept(here, door.call(*run(door)))
+    for key in ("requests", "emitted_tokens", "policy_id"):
+        assert document[key] == whole[key]
+    assert document["pair"]
     assert [len(row["token_ids"]) for row in document["texts"]] == [8, 8, 8]
     assert all(row["text"] and row["rounds"] for row in document["texts"])
 
 
 def test_a_learned_table_that_cannot_be_stored_is_kept(door: Door, here: Path) -> None:
-    door.json(
-        "record",
-        "--pair",
-        door.pair,
-        "--workload",
-        "three.jsonl",
-        "--max-new-tokens",
-        8,
-        "--gamma-max",
-        4,
-    )
+    record(door)
     forbid_writing(door.db, "artifact")
-    policy = json.dumps(json.loads(LEARNING))
-    found = door.call(
-        "simulate", "--policy", policy, "--keep-q-table", "--per-round", "rounds.jsonl"
-    )
-    assert (found.exit_code, found.stdout) == (2, "")
+    learning = ("simulate", "--policy", LEARNING, "--keep-q-table")
+    document = kept(here, door.call(*learning, "--per-round", "rounds.jsonl"))
     assert {row["request"] for row in lines(here / "rounds.jsonl")} == {"r0", "r1", "r2"}
-    document = kept(here, found.stderr)
     assert document["requests"] == 3
     assert document["q_table"]
 
@@ -150,16 +135,14 @@ def test_a_database_that_is_removed_meanwhile_takes_no_results_with_it(
     door = Door("spectune.db", str(tiny_pair))
     door.json("db", "upgrade")
 
-    def remove(_conn: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        if statement.startswith("INSERT INTO run"):
-            for file in here.glob("spectune.db*"):
-                file.unlink()
+    def remove() -> None:
+        for file in here.glob("spectune.db*"):
+            file.unlink()
 
-    with listening(remove):
+    with before("INSERT INTO run", remove):
         found = door.call(*run(door))
-    assert (found.exit_code, found.stdout) == (2, "")
+    assert len(kept(here, found)["texts"]) == 3
     assert "database spectune.db was removed meanwhile" in found.stderr.splitlines()[-1]
-    assert len(kept(here, found.stderr)["texts"]) == 3
 
 
 def lose_database(url: str, here: Path) -> None:
@@ -183,39 +166,20 @@ def test_what_a_race_has_shown_is_kept_where_it_cannot_be_published(door: Door, 
     write_workload(here / "many.jsonl", 18)
     put_profile(door.db, door.pair)
 
-    def lose(_conn: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        if statement.startswith("INSERT INTO publication"):
-            lose_database(door.db, here)
-
-    with listening(lose):
-        quick = (
-            "--trials",
-            2,
-            "--finalists",
-            1,
-            "--budget",
-            "1s",
-            "--gamma-max",
-            4,
-            "--tree-width",
-            0,
-        )
-        found = door.call(
-            "tune", "--pair", door.pair, "--workload", "many.jsonl", "--max-new-tokens", 8, *quick
-        )
-    assert (found.exit_code, found.stdout) == (2, "")
-    document = kept(here, found.stderr)
+    tune = ("tune", "--pair", door.pair, "--workload", "many.jsonl", "--max-new-tokens", 8)
+    quick = ("--trials", 2, "--finalists", 1, "--budget", "1s", "--gamma-max", 4, "--tree-width", 0)
+    with before("INSERT INTO publication", lambda: lose_database(door.db, here)):
+        document = kept(here, door.call(*tune, *quick))
     assert document["winner"]["policy"]
     assert document["candidates"]
     assert document["published"] is None
 
 
 def test_an_interrupt_while_storing_keeps_the_results(door: Door, here: Path) -> None:
-    def interrupt(_conn: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        if statement.startswith("INSERT INTO run"):
-            raise KeyboardInterrupt
+    def interrupt() -> None:
+        raise KeyboardInterrupt
 
-    with listening(interrupt):
+    with before("INSERT INTO run", interrupt):
         found = door.call(*run(door))
     assert found.exit_code == 130
     (file,) = here.glob("spectune-run-*.json")
@@ -229,14 +193,10 @@ def test_a_file_that_cannot_be_written_after_all_costs_nothing_stored(
     """The folder is removed while the run decodes: known only when the file is written."""
     (here / "out").mkdir()
 
-    def remove(_conn: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        shutil.rmtree(here / "out", ignore_errors=True)
-
-    with listening(remove):
+    with before("", lambda: shutil.rmtree(here / "out", ignore_errors=True)):
         found = door.call(*run(door, "--outputs", "out/texts.jsonl", "--record"))
-    assert (found.exit_code, found.stdout) == (2, "")
+    assert len(kept(here, found)["texts"]) == 3
     assert "texts.jsonl: cannot be written" in found.stderr.splitlines()[-1]
-    assert len(kept(here, found.stderr)["texts"]) == 3
     assert [r["n_requests"] for r in door.json("traces", "list")["recordings"]] == [3]
 
 
@@ -248,17 +208,7 @@ def sqlite_door(tiny_pair: Path, here: Path) -> Door:
     """The command line on a SQLite database here, and a copy of the pair beside it."""
     shutil.copytree(tiny_pair.parent, here / "pair")
     door = Door("spectune.db", "pair/pair.json")
-    door.json(
-        "record",
-        "--pair",
-        door.pair,
-        "--workload",
-        "three.jsonl",
-        "--max-new-tokens",
-        8,
-        "--gamma-max",
-        4,
-    )
+    record(door)
     shutil.copyfile("spectune.db", "other.db")
     os.link("spectune.db", "hard.jsonl")
     os.symlink("spectune.db", "soft.jsonl")
@@ -276,11 +226,9 @@ def state(here: Path) -> dict[str, tuple[int, bytes]]:
     }
 
 
-@pytest.mark.parametrize("option", ["--outputs", "--per-round"])
-def test_no_output_takes_the_place_of_what_a_command_needs(
-    sqlite_door: Door, here: Path, option: str
-) -> None:
-    before = state(here)
+def test_no_output_takes_the_place_of_what_a_command_needs(sqlite_door: Door, here: Path) -> None:
+    unchanged = state(here)
+    options = itertools.cycle(("--outputs", "--per-round"))
     for path, says in (
         ("spectune.db", "the database in use"),
         ("./pair/../spectune.db", "the database in use"),
@@ -298,46 +246,37 @@ def test_no_output_takes_the_place_of_what_a_command_needs(
         ("loop.jsonl", "cannot be written"),
         ("x" * 300, "cannot be written"),
     ):
-        command = [
-            word if word != FIXED else "policy.json" for word in run(sqlite_door, option, path)
-        ]
-        line = sqlite_door.refused(*command)
+        option = next(options)
+        line = sqlite_door.refused(*run(sqlite_door, option, path), "--policy", "policy.json")
         assert line.startswith(f"error: {option} {shortened(str(path))}: ")
         assert says in line
-        assert state(here) == before
+        assert state(here) == unchanged
         assert (here / "pipe").is_fifo()
 
 
 def test_other_commands_spare_the_database_too(sqlite_door: Door, here: Path) -> None:
     os.symlink("spectune.db", "rows.csv")
-    before = state(here)
-    for command in (
-        ("simulate", "--policy", FIXED, "--per-round", "spectune.db"),
-        ("simulate", "--policy", "policy.json", "--per-round", "policy.json"),
-        ("traces", "report", "--out", "spectune.db"),
-        ("traces", "export", "rows.csv"),
-    ):
-        sqlite_door.refused(*command)
-        assert state(here) == before
+
+    def refuses(says: str, *command: object) -> None:
+        unchanged = state(here)
+        assert says in sqlite_door.refused(*command)
+        assert state(here) == unchanged
+
+    refuses("", "simulate", "--policy", FIXED, "--per-round", "spectune.db")
+    refuses("", "simulate", "--policy", "policy.json", "--per-round", "policy.json")
+    refuses("", "traces", "report", "--out", "spectune.db")
+    refuses("", "traces", "export", "rows.csv")
     (here / "spectune.toml").write_text('pair = "pair"\nworkload = "three.jsonl"\n')
-    before = state(here)
     for path in ("three.jsonl", "pair/pair.json", "spectune.toml"):
-        assert "read by this command" in sqlite_door.refused("tune", "--report", path)
-        assert state(here) == before
+        refuses("read by this command", "tune", "--report", path)
     for command in (("report", "--out"), ("traces", "report", "--out"), ("traces", "export")):
-        assert "read by this command" in sqlite_door.refused(*command, "./spectune.toml")
-        assert state(here) == before
+        refuses("read by this command", *command, "./spectune.toml")
     with sqlite3.connect("spectune.db") as connection:
         assert connection.execute("SELECT count(*) FROM recording").fetchone() == (1,)
 
 
-MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "adapter_config.json",
-    "model.safetensors",
-    "loose.bin",
-)
+MODEL_FILES = ("config.json", "generation_config.json", "adapter_config.json", "loose.bin")
+MODEL_FILES += ("model.safetensors", "additional_chat_templates/a.jinja")
 
 
 def test_no_command_replaces_a_file_of_a_model(sqlite_door: Door, here: Path) -> None:
@@ -346,15 +285,18 @@ def test_no_command_replaces_a_file_of_a_model(sqlite_door: Door, here: Path) ->
     (here / "pair/near/additional_chat_templates").mkdir()
     (here / "blob").write_bytes(b"x")
     (here / "pair/near/loose.bin").symlink_to(here / "blob")
-    before = state(here)
-    for name in (*MODEL_FILES, "additional_chat_templates/a.jinja"):
-        for command in (
-            ("simulate", "--policy", FIXED, "--per-round", f"pair/near/{name}"),
-            ("traces", "report", "--out", f"pair/near/{name}"),
-            ("traces", "export", f"pair/near/{name}"),
-        ):
-            assert "that is a file of a model; name another file" in sqlite_door.refused(*command)
-    assert state(here) == before
+    unchanged = state(here)
+    commands = itertools.cycle(
+        (
+            ("simulate", "--policy", FIXED, "--per-round"),
+            ("traces", "report", "--out"),
+            ("traces", "export"),
+        )
+    )
+    for name in MODEL_FILES:
+        line = sqlite_door.refused(*next(commands), f"pair/near/{name}")
+        assert "that is a file of a model; name another file" in line
+    assert state(here) == unchanged
 
 
 def test_results_may_lie_beside_a_model(
@@ -362,18 +304,8 @@ def test_results_may_lie_beside_a_model(
 ) -> None:
     monkeypatch.chdir(here / "pair/target")
     door = Door("spectune.db", "")
-    workload = ("--workload", "../../three.jsonl", "--max-new-tokens", 2)
-    door.json(
-        "run",
-        "--target",
-        ".",
-        *workload,
-        "--policy",
-        "autoregressive",
-        "--outputs",
-        "out.jsonl",
-        "--no-store",
-    )
+    few = ("--workload", "../../three.jsonl", "--max-new-tokens", 2, "--policy", "autoregressive")
+    door.json("run", "--target", ".", *few, "--outputs", "out.jsonl", "--no-store")
     assert len(lines(here / "pair/target/out.jsonl")) == 3
 
 

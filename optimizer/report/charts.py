@@ -75,8 +75,6 @@ td.text { text-align: left; overflow-wrap: anywhere; min-width: 6.5rem; }
 """
 
 Cell = str | int | float | None
-Bar = tuple[float, float | None, str, str]
-"""(x, height, class, what a browser says of it); no height: no bar."""
 Point = tuple[float, float, str] | tuple[float, float, str, bool]
 """(x, y, what a browser says of it, whether its mark is hollow)."""
 Curve = tuple[str, str, Sequence[Point], bool]
@@ -99,6 +97,8 @@ class Plot:
     height: float = 230
     left: float = 50
     parts: list[str] = field(default_factory=list)
+    legend: Sequence[tuple[str, str]] = ()
+    """(name, number of its colour) of each series."""
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         """Where a point of the data lies."""
@@ -120,6 +120,10 @@ class Plot:
         """Text at a place of the picture."""
         self.add("text", safe(content), x=x, y=y, text_anchor=anchor, **more)
 
+    def upright(self, content: str, y: float) -> None:
+        """The vertical axis' name, its middle at ``y``."""
+        self.text(0, 0, content, transform=f"translate(13 {short(y)}) rotate(-90)")
+
     def axes(
         self, x_name: str, y_name: str, x_ticks: Sequence[float] | None = None, y_ticks: bool = True
     ) -> None:
@@ -138,7 +142,7 @@ class Plot:
         self.add("line", class_="axis", x1=x0, x2=x1, y1=base, y2=base)
         self.text((x0 + x1) / 2, self.height - 8, x_name)
         if y_name:
-            self.text(0, 0, y_name, transform=f"translate(13 {short((14 + base) / 2)}) rotate(-90)")
+            self.upright(y_name, (14 + base) / 2)
 
     def box(self, x: float, y: float, width: float, height: float, title: str, **look: Any) -> None:
         """A rectangle between (x, y) and (x + width, y + height) of the data."""
@@ -159,37 +163,20 @@ class Plot:
         look = f"hollow s{colour}" if hollow else f"f{colour}"
         self.add("circle", title=title, class_=look, cx=at_x, cy=at_y, r=r)
 
-    def svg(self, name: str, title: str, description: str) -> str:
-        """The picture, named and described for those who do not see it."""
-        return (
-            f'<svg role="img" viewBox="0 0 {WIDTH} {short(self.height)}" '
-            f'aria-labelledby="{name}-t {name}-d"><title id="{name}-t">{safe(title)}</title>'
-            f'<desc id="{name}-d">{safe(description)}</desc>{"".join(self.parts)}</svg>'
-        )
 
-
-@dataclass
-class Figure:
-    """A picture with its title, which says what is seen, its caption, legend and numbers."""
-
-    name: str
-    title: str
-    caption: str
-    plot: Plot
-    table: str = ""
-    legend: Sequence[tuple[str, str]] = ()
-    """(name, number of its colour) of each series."""
-
-    def html(self) -> str:
-        items = "".join(
-            f'<li><i class="b{colour}"></i>{safe(name)}</li>' for name, colour in self.legend
-        )
-        return (
-            f'<figure id="{self.name}"><figcaption><h3>{safe(self.title)}</h3>'
-            f"<p>{safe(self.caption)}</p></figcaption>"
-            f"{f'<ul class=legend>{items}</ul>' if items else ''}"
-            f"{self.plot.svg(self.name, self.title, self.caption)}{self.table}</figure>"
-        )
+def figure(name: str, title: str, caption: str, plot: Plot, table: str = "") -> str:
+    """A picture with its title, which says what is seen, its caption, legend and numbers; named and
+    described for those who do not see it."""
+    items = "".join(
+        f'<li><i class="b{colour}"></i>{safe(series)}</li>' for series, colour in plot.legend
+    )
+    return (
+        f'<figure id="{name}"><figcaption><h3>{safe(title)}</h3><p>{safe(caption)}</p></figcaption>'
+        f"{f'<ul class=legend>{items}</ul>' if items else ''}"
+        f'<svg role="img" viewBox="0 0 {WIDTH} {short(plot.height)}" '
+        f'aria-labelledby="{name}-t {name}-d"><title id="{name}-t">{safe(title)}</title>'
+        f'<desc id="{name}-d">{safe(caption)}</desc>{"".join(plot.parts)}</svg>{table}</figure>'
+    )
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
@@ -230,8 +217,15 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], *, text: int =
     )
 
 
-def folded(content: str, summary: str = "Numbers") -> str:
-    """Content folded away below a figure."""
+def numbers(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Cell]],
+    *,
+    text: int = 0,
+    summary: str = "Numbers",
+) -> str:
+    """A table folded away below a figure."""
+    content = table(columns, rows, text=text)
     return f"<details><summary>{safe(summary)}</summary>{content}</details>"
 
 
@@ -240,20 +234,10 @@ def top(values: Iterable[float | None]) -> float:
     return 1.08 * max((v for v in values if v is not None), default=1.0) or 1.0
 
 
-def bars(x_name: str, y_name: str, given: Sequence[Bar], end: float) -> Plot:
-    """Bars around whole numbers from 1 to ``end``."""
-    plot = Plot((0.5, end + 0.5), (0.0, top(y for _, y, _, _ in given)))
-    plot.axes(x_name, y_name, ticks(1, end, 8))
-    for x, y, class_, said in given:
-        if y is not None:
-            plot.box(x - 0.4, 0.0, 0.8, y, said, class_=class_)
-    return plot
-
-
 def curves(
     x_name: str, y_name: str, given: Sequence[Curve], low: float = 0.0, *, height: float = 230
 ) -> Plot:
-    """Series of points, some joined by lines."""
+    """Series of points, some joined by lines; those with a name are the legend."""
     points = [p for _, _, series, _ in given for p in series]
     plot = Plot((0.0, top(p[0] for p in points)), (low, top(p[1] for p in points)), height=height)
     plot.axes(x_name, y_name)
@@ -262,6 +246,7 @@ def curves(
             plot.line([p[:2] for p in series], f"s{colour} dash")
         for x, y, said, *hollow in series:
             plot.dot(x, y, colour, said, hollow=any(hollow))
+    plot.legend = [(name, colour) for name, colour, _, _ in given if name]
     return plot
 
 
@@ -270,18 +255,12 @@ def dot_rows(
 ) -> Plot:
     """Marks with their intervals on a row for each label, from the first on top; the axis begins at
     ``low`` (None: before the smallest)."""
-    spans = [
-        (x, *(v for v in ends if v is not None)) for _, dots in rows for x, ends, _, _ in dots
-    ] or [(0.0, 1.0)]
-    least, most = min(map(min, spans)), max(map(max, spans))
+    marks = [v for _, dots in rows for x, ends, _, _ in dots for v in (x, *ends) if v is not None]
+    least, most = min(marks, default=0.0), max(marks, default=1.0)
     margin = 0.06 * ((most - least) or abs(most) or 1.0)
     count = max(1, len(rows))
-    plot = Plot(
-        (least - margin if low is None else low, most + margin),
-        (0.0, count),
-        height=58 + ROW * count,
-        left=10,
-    )
+    x_axis = (least - margin if low is None else low, most + margin)
+    plot = Plot(x_axis, (0.0, count), height=58 + ROW * count, left=10)
     plot.axes(x_name, "", y_ticks=False)
     for i, (label, dots) in enumerate(rows):
         y = len(rows) - i - 0.68
@@ -293,10 +272,9 @@ def dot_rows(
     return plot
 
 
-def section(title: str, *parts: str | Figure) -> str:
-    """A part of a page: figures side by side, HTML between them as it is."""
-    content = "".join(part.html() if isinstance(part, Figure) else part for part in parts)
-    return f'<section><h2>{safe(title)}</h2><div class="charts">{content}</div></section>'
+def section(title: str, *parts: str) -> str:
+    """A part of a page: figures side by side, other HTML as it is."""
+    return f'<section><h2>{safe(title)}</h2><div class="charts">{"".join(parts)}</div></section>'
 
 
 def document(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -32,78 +33,62 @@ def tree_view(
     yellow. Nodes that were not verified are dim and say so; those not drawn are counted below the
     nearest ancestor that is.
     """
-    tree = round_.tree
+    tree, path = round_.tree, round_.path
     assert tree is not None
-    path = round_.path
-    shown = chosen_nodes(tree, path, lines)
-    accepted = set(path)
+    kept, pruned = len(tree.tokens), tree.pruned or Pruned([], [], [])
+    tokens, parents = [*tree.tokens, *pruned.tokens], [*tree.parents, *pruned.parents]
     drawn = Tree(Text(_quoted(root)), guide_style=REJECTED)
     branches = {-1: drawn}
+
+    def draw(node: int, more: str = "", style: str = REJECTED) -> None:
+        label = Text(_quoted(text_of(tokens[node])) + more, style=style)
+        branches[node] = branches[parents[node]].add(label)
+
+    shown = chosen_nodes(tree, path, lines)
     for node in shown:
-        label = Text(
-            _quoted(text_of(tree.tokens[node])), style=ACCEPTED if node in accepted else REJECTED
-        )
-        branches[node] = branches[tree.parents[node]].add(label)
+        draw(node, style=ACCEPTED if node in path else REJECTED)
     if round_.step.emitted > len(path):  # else the text ended on an accepted token
         last = path[-1] if path else -1
         if last in branches:
             branches[last].add(Text(_quoted(text_of(round_.tokens[-1])), style=OWN))
-    if tree.pruned is not None:
-        _add_pruned(branches, tree.parents, tree.pruned, text_of, lines)
-    if len(shown) < len(tree.tokens):
-        drawn.add(Text(f"… {len(tree.tokens) - len(shown)} more verified", style=REJECTED))
-    return Group(Text(_line(number, round_, tree), style="bold"), drawn)
-
-
-def _add_pruned(
-    branches: dict[int, Tree],
-    parents: list[int],
-    pruned: Pruned,
-    text_of: Callable[[int], str],
-    lines: int,
-) -> None:
-    """Draws below ``branches`` (by node, -1: the root), which grow, what was drafted and not
-    verified."""
-    kept, joint = len(parents), [*parents, *pruned.parents]
-    aside = _aside(joint)
-    below: dict[int, int] = {}
-    chosen: list[int] = []
-    for node in sorted(range(kept, len(joint)), key=lambda n: (aside[n], n)):
-        parent = joint[node]
-        if (
-            len(chosen) < lines
-            and (parent in branches or parent in chosen)
-            and below.get(parent, 0) < SIBLINGS
-        ):
-            chosen.append(node)
-            below[parent] = below.get(parent, 0) + 1
-    for node in sorted(chosen):
-        label = Text(f"{_quoted(text_of(pruned.tokens[node - kept]))} not verified", style=REJECTED)
-        branches[node] = branches[joint[node]].add(label)
-    more: dict[int, int] = {}
-    for node in range(kept, len(joint)):
+    for node in _chosen_pruned(parents, kept, branches, lines):
+        draw(node, " not verified")
+    more: Counter[int] = Counter()  # what is not drawn, by its nearest ancestor that is
+    for node in range(kept, len(parents)):
         at = node
         while at not in branches:
-            at = joint[at]
-        if at != node:
-            more[at] = more.get(at, 0) + 1
+            at = parents[at]
+        more[at] += at != node
     for at, count in more.items():
-        branches[at].add(Text(f"+ {count} more not verified", style=REJECTED))
-
-
-def _line(number: int, round_: Round, tree: GrownTree) -> str:
-    """One line on a round: nodes verified of those drafted (of all candidates, where it is not
-    known which were), levels, accepted."""
+        if count:
+            branches[at].add(Text(f"+ {count} more not verified", style=REJECTED))
+    if len(shown) < kept:
+        drawn.add(Text(f"… {kept - len(shown)} more verified", style=REJECTED))
+    # Where it is not known which nodes were drafted, all candidates are counted.
+    among = f"{tree.pool} grown" if tree.pruned is None else f"{len(tokens)} drafted"
     bin_ = "" if tree.bin == NO_BIN else f", bin {tree.bin}"
-    among = (
-        f"{tree.pool} grown"
-        if tree.pruned is None
-        else f"{len(tree.tokens) + len(tree.pruned.tokens)} drafted"
+    line = (
+        f"round {number}: {kept} nodes verified of {among}, depth "
+        f"{max(tree.depths, default=0)}{bin_}, {len(path)} accepted"
     )
-    return (
-        f"round {number}: {len(tree.tokens)} nodes verified of {among}, depth "
-        f"{max(tree.depths, default=0)}{bin_}, {len(round_.path)} accepted"
-    )
+    return Group(Text(line, style="bold"), drawn)
+
+
+def _chosen_pruned(
+    parents: list[int], kept: int, drawn: Container[int], lines: int
+) -> Iterable[int]:
+    """Which nodes from ``kept`` on to draw, in creation order; a node's parent is drawn with it."""
+    aside = _aside(parents)
+    below: Counter[int] = Counter()
+    chosen: list[int] = []
+    for node in sorted(range(kept, len(parents)), key=lambda n: (aside[n], n)):
+        parent = parents[node]
+        if (parent in drawn or parent in chosen) and below[parent] < SIBLINGS:
+            chosen.append(node)
+            below[parent] += 1
+        if len(chosen) == lines:
+            break
+    return sorted(chosen)
 
 
 def chosen_nodes(tree: GrownTree, path: list[int], lines: int) -> list[int]:

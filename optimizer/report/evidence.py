@@ -41,9 +41,8 @@ def race_as_it_went(compared: Comparison, base: str) -> list[dict[str, Any]]:
             part = {p: np.where(order < turn, seconds[p], np.nan) for p in (policy, base)}
             ratio = Timings(part, compared.timings.expected).ratio(policy, base)
             points.append([turn, *(None if v is None else round(v, DIGITS) for v in finite(ratio))])
-        found.append(
-            {"policy": policy, "dropped": policy not in compared.survivors, "points": points}
-        )
+        dropped = policy not in compared.survivors
+        found.append({"policy": policy, "dropped": dropped, "points": points})
     return found
 
 
@@ -75,19 +74,14 @@ def evidence_document(
     tuned: Tuned, compared: Comparison, rounds: Mapping[str, Any], about: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What is stored. ``about``: whatever the report's head is to say. JSON-ready."""
-    base = tuned.winner.policy.id
+    base, raced = tuned.winner.policy.id, compared.timings.seconds
+    speeds = {c.policy.id: c.executed.by_category for c in tuned.candidates}
     return {
         "tuned": tuned.to_json(),
-        "race": race_as_it_went(
-            compared,
-            base if base in compared.timings.seconds else next(iter(compared.timings.seconds)),
-        ),
+        "race": race_as_it_went(compared, base if base in raced else next(iter(raced))),
         "categories": {
-            c.policy.id: {
-                name: round(counts.tokens_per_s, 2)
-                for name, counts in c.executed.by_category.items()
-            }
-            for c in tuned.candidates
+            policy: {name: round(counts.tokens_per_s, 2) for name, counts in of.items()}
+            for policy, of in speeds.items()
         },
         "rounds": dict(rounds),
         "about": dict(about),

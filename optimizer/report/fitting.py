@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -18,14 +18,8 @@ class FittingTable(Table):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         cells = [[Text.from_markup(str(c.header)), *map(_text, c.cells)] for c in self.columns]
-        least = [
-            max((cell_len(w) for t in column for w in t.plain.split()), default=1)
-            for column in cells
-        ]
-        most = [
-            max(max(map(cell_len, t.plain.splitlines() or [""])) for t in column)
-            for column in cells
-        ]
+        least = [_widest(column, str.split, 1) for column in cells]
+        most = [_widest(column, str.splitlines, 0) for column in cells]
         n = len(cells)
         for box, beside in ((self.box, 3 * n + 1), (None, 2 * n)):
             room = options.max_width - beside
@@ -53,6 +47,10 @@ class FittingTable(Table):
 
 def _text(cell: Any) -> Text:
     return cell if isinstance(cell, Text) else Text(str(cell))
+
+
+def _widest(column: list[Text], parts: Callable[[str], list[str]], least: int) -> int:
+    return max((cell_len(part) for t in column for part in parts(t.plain)), default=least)
 
 
 def _widths(least: list[int], most: list[int], room: int) -> list[int]:
@@ -97,10 +95,6 @@ def when(moment: datetime, now: datetime | None = None) -> str:
     if since < timedelta(0) or since >= timedelta(days=1):
         return f"{moment:%Y-%m-%d %H:%M}"
     minutes = int(since.total_seconds()) // 60
-    return (
-        "just now"
-        if not minutes
-        else f"{minutes} min ago"
-        if minutes < 60
-        else f"{minutes // 60} h ago"
-    )
+    if minutes >= 60:
+        return f"{minutes // 60} h ago"
+    return f"{minutes} min ago" if minutes else "just now"

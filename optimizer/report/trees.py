@@ -8,9 +8,9 @@ Everything is counted over recorded starts or replayed, so nothing is sampled or
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,15 +51,14 @@ MISSING_MAX: Final = 0.05
 marked."""
 SHARES: Final = tuple(round(0.05 * i, 2) for i in range(1, 21))
 """Percentiles of the N kept nodes that the inset of the rank distribution shows."""
-
 FAMILIES: Final = ("chain", "EAGLE-2", "static", "C2T", "HeteroSpec")
 """The curves that policies belong to."""
 
 Ints = npt.NDArray[np.int64]
+Json = Mapping[str, Any]
 
 
-@dataclass(frozen=True, eq=False)
-class Starts:
+class Starts(NamedTuple):
     """What one tree does from every start whose budget allows its whole depth; int64 [n] each.
 
     ``accepted`` drafted tokens; ``tcr``: HeteroSpec's Terminal Confidence Rank, the place from 1 of
@@ -71,6 +70,10 @@ class Starts:
     accepted: Ints
     phi: Ints
 
+    def some(self) -> Starts:
+        """Those with something accepted."""
+        return Starts(*(column[self.tcr > 0] for column in self))
+
 
 def starts_of(table: GrowthTable, limit: Ints, top_n: int) -> Starts:
     """The starts of a growth table under a selection of ``top_n``; ``limit`` int64 [positions]: the
@@ -80,81 +83,43 @@ def starts_of(table: GrowthTable, limit: Ints, top_n: int) -> Starts:
     return Starts(tcr[known], accepted[known], table.phi[known, table.depth - 1].astype(np.int64))
 
 
-@dataclass(frozen=True)
-class RankProfile:
-    """Starts by Terminal Confidence Rank; entry r of each list belongs to rank r = 0..N (0: nothing
-    accepted).
+def _means(values: npt.NDArray[Any], group: Ints, groups: int) -> list[Any]:
+    """The mean of the values [n] or [n, k] in each group, None in an empty one."""
+    parts = (values[group == i] for i in range(groups))
+    return [part.mean(0).tolist() if len(part) else None for part in parts]
 
-    ``accepted``: mean drafted tokens accepted, ``phi``: mean Phi in nat; None where no start has
-    that rank. ``within``: the share of starts with something accepted whose rank is at most each
-    share of N in ``SHARES``; ``top_quarter``: at most a quarter of N. ``quartiles``: the ranks
-    below which a quarter, half, and three quarters of these starts lie.
+
+def rank_profile(starts: Starts, top_n: int) -> Json:
+    """Starts by Terminal Confidence Rank 0..N (0: nothing accepted): their ``count``, mean drafted
+    tokens ``accepted``, mean ``phi`` in nat (None: no start has that rank).
+
+    Of starts with something accepted: the share ``within`` each share of N in ``SHARES``; within
+    the ``top_quarter`` of N; ``quartiles``: the ranks below which 1/4, 1/2, 3/4 of them lie.
     """
-
-    starts: int
-    count: tuple[int, ...]
-    accepted: tuple[float | None, ...]
-    phi: tuple[float | None, ...]
-    within: tuple[float, ...]
-    top_quarter: float
-    quartiles: tuple[int, int, int]
-
-
-def rank_profile(starts: Starts, top_n: int) -> RankProfile:
-    """The distribution of ranks, and what goes with them."""
-    count = np.bincount(starts.tcr, minlength=top_n + 1)
-
-    def mean(values: npt.NDArray[Any]) -> tuple[float | None, ...]:
-        sums = np.bincount(starts.tcr, weights=values, minlength=top_n + 1)
-        return tuple(float(s / c) if c else None for s, c in zip(sums, count, strict=True))
-
-    some = np.sort(starts.tcr[starts.tcr > 0])
+    some = np.sort(starts.some().tcr)
 
     def share(most: float) -> float:
         return float((some <= most).mean()) if len(some) else 0.0
 
-    quartiles = [
-        int(some[min(len(some) - 1, int(q * len(some)))]) if len(some) else 0
-        for q in (0.25, 0.5, 0.75)
-    ]
-    return RankProfile(
-        starts=len(starts.tcr),
-        count=tuple(int(c) for c in count),
-        accepted=mean(starts.accepted),
-        phi=mean(starts.phi / TREE_SCALE),
-        within=tuple(share(s * top_n) for s in SHARES),
-        top_quarter=share(0.25 * top_n),
-        quartiles=(quartiles[0], quartiles[1], quartiles[2]),
-    )
+    return {
+        "starts": len(starts.tcr),
+        "count": np.bincount(starts.tcr, minlength=top_n + 1).tolist(),
+        "accepted": _means(starts.accepted, starts.tcr, top_n + 1),
+        "phi": _means(starts.phi / TREE_SCALE, starts.tcr, top_n + 1),
+        "within": [share(s * top_n) for s in SHARES],
+        "top_quarter": share(0.25 * top_n),
+        "quartiles": [int(some[int(q * len(some))]) if len(some) else 0 for q in (0.25, 0.5, 0.75)],
+    }
 
 
-@dataclass(frozen=True)
-class Heat:
-    """C2T's figure 2 from the distributions at the recorded texts' own prefixes: rows are entropy
-    intervals, columns child ranks.
+def heat(forest: Forest, ranks: int, intervals: int = INTERVALS) -> Json:
+    """C2T's figure 2 from the distributions at the recorded texts' own prefixes: rows are
+    ``intervals`` of entropy, of equal width up to the 99th percentile, columns child ranks.
 
     Interval i holds entropies from ``edges[i]`` to below ``edges[i + 1]`` nat, the last one
     everything above. ``count`` starts each; ``probability``: mean q of the child; ``acceptance``:
     share of starts whose next token it is; None in an empty interval.
     """
-
-    edges: tuple[float, ...]
-    count: tuple[int, ...]
-    probability: tuple[tuple[float | None, ...], ...]
-    acceptance: tuple[tuple[float | None, ...], ...]
-
-    @property
-    def difference(self) -> tuple[tuple[float | None, ...], ...]:
-        """Acceptance minus probability: positive where q underestimates."""
-        rows = zip(self.acceptance, self.probability, strict=True)
-        return tuple(
-            tuple(None if a is None or p is None else a - p for a, p in zip(x, y, strict=True))
-            for x, y in rows
-        )
-
-
-def heat(forest: Forest, ranks: int, intervals: int = INTERVALS) -> Heat:
-    """The heat maps: ``intervals`` of equal width up to the 99th percentile of the entropies."""
     entropy = forest.entropy[forest.root].astype(np.int64)
     ranks = min(ranks, forest.width)
     q = child_probabilities(forest.logp[forest.root], forest.count[forest.root])[:, :ranks]
@@ -162,96 +127,58 @@ def heat(forest: Forest, ranks: int, intervals: int = INTERVALS) -> Heat:
     top = max(intervals, int(np.percentile(entropy, 99)) + 1 if len(entropy) else 0)
     edges = np.round(np.linspace(0, top, intervals + 1)).astype(np.int64)
     row = np.searchsorted(edges[1:-1], entropy, side="right")
-    count = np.bincount(row, minlength=intervals)
-
-    def means(values: npt.NDArray[Any]) -> tuple[tuple[float | None, ...], ...]:
-        found = (values[row == i] for i in range(intervals))
-        return tuple(
-            tuple(float(v) for v in part.mean(0)) if len(part) else (None,) * ranks
-            for part in found
-        )
-
-    return Heat(
-        tuple(float(e) / TREE_SCALE for e in edges),
-        tuple(int(c) for c in count),
-        means(q),
-        means(hit),
+    probability, acceptance = (
+        [means or [None] * ranks for means in _means(values, row, intervals)] for values in (q, hit)
     )
+    return {
+        "edges": (edges / TREE_SCALE).tolist(),
+        "count": np.bincount(row, minlength=intervals).tolist(),
+        "probability": probability,
+        "acceptance": acceptance,
+    }
 
 
-@dataclass(frozen=True)
-class BinLines:
-    """Entropy bins over the (Phi, rank) data of starts with something accepted.
-
-    ``thresholds`` of the artifact in nat, scaled from the depth it was fitted at to that of the
-    report; ``starts`` and ``mean_tcr`` by bin (None in an empty one). Empty without an
-    ``artifact``.
-    """
-
-    artifact: str
-    thresholds: tuple[float, ...]
-    starts: tuple[int, ...]
-    mean_tcr: tuple[float | None, ...]
-
-
-def bin_lines(
-    starts: Starts, depth: int, thresholds: Sequence[int], fitted_depth: int, artifact: str
-) -> BinLines:
-    """Where the bins fall; a start's bin is decided as decoding decides it."""
-    some = starts.tcr > 0
-    phi, tcr = starts.phi[some], starts.tcr[some]
-    place = (phi[:, None] * fitted_depth > np.asarray(thresholds, dtype=np.int64) * depth).sum(1)
-    rows = [tcr[place == b] for b in range(len(thresholds) + 1)]
-    return BinLines(
-        artifact,
-        tuple(t * depth / fitted_depth / TREE_SCALE for t in thresholds),
-        tuple(len(r) for r in rows),
-        tuple(float(r.mean()) if len(r) else None for r in rows),
-    )
-
-
-@dataclass(frozen=True)
-class PhiGrid:
+def phi_grid(starts: Starts, top_n: int, columns: int = 40, rows: int = 24) -> Json:
     """Starts with something accepted by Phi (columns of ``width`` nat from 0) and rank (rows of
     ``height`` ranks from 1)."""
-
-    width: float
-    height: int
-    count: tuple[tuple[int, ...], ...]
-
-
-def phi_grid(starts: Starts, top_n: int, columns: int = 40, rows: int = 24) -> PhiGrid:
-    """The joint distribution of Phi and rank."""
-    some = starts.tcr > 0
-    phi, tcr = starts.phi[some], starts.tcr[some]
+    tcr, _, phi = starts.some()
     width = max(1, -(-(int(phi.max(initial=0)) + 1) // columns))
     height = max(1, -(-top_n // rows))
     shape = (-(-top_n // height), int(phi.max(initial=0)) // width + 1)
     flat = (tcr - 1) // height * shape[1] + phi // width
     count = np.bincount(flat, minlength=shape[0] * shape[1]).reshape(shape)
-    return PhiGrid(width / TREE_SCALE, height, tuple(tuple(int(c) for c in row) for row in count))
+    return {"width": width / TREE_SCALE, "height": height, "count": count.tolist()}
 
 
 @dataclass(frozen=True)
-class ByGamma:
-    """tau at one window: of the chain, and of the tree."""
+class Stored:
+    """Something fitted, as it is stored: ``id``, ``kind``, and for bins their thresholds and fitted
+    depth."""
 
-    gamma: int
-    chain: float
-    tree: float
+    id: str
+    kind: str
+    thresholds: tuple[int, ...] = ()
+    depth: int = 1
 
 
-@dataclass(frozen=True)
-class ByCategory:
-    """One category under the chain and the tree at full depth: tau, and accepted over drafted
-    tokens."""
+def bin_lines(starts: Starts, depth: int, bins: Stored | None) -> Json:
+    """Where entropy bins fall in the (Phi, rank) data of starts with something accepted; a start's
+    bin is decided as decoding decides it.
 
-    category: str
-    requests: int
-    chain_tau: float
-    tree_tau: float
-    chain_acceptance: float
-    tree_acceptance: float
+    ``thresholds`` in nat, scaled from the depth they were fitted at to the report's; ``starts`` and
+    ``mean_tcr`` by bin (None in an empty one). All are empty without bins.
+    """
+    if bins is None:
+        return {"artifact": "", "thresholds": [], "starts": [], "mean_tcr": []}
+    tcr, _, phi = starts.some()
+    place = (phi[:, None] * bins.depth > np.array(bins.thresholds, dtype=np.int64) * depth).sum(1)
+    count = len(bins.thresholds) + 1
+    return {
+        "artifact": bins.id,
+        "thresholds": [t * depth / bins.depth / TREE_SCALE for t in bins.thresholds],
+        "starts": np.bincount(place, minlength=count).tolist(),
+        "mean_tcr": _means(tcr, place, count),
+    }
 
 
 @dataclass(frozen=True)
@@ -272,66 +199,6 @@ class Point:
     per_round: float
     origin: str = "grid"
     missing: float = 0.0
-
-
-@dataclass(frozen=True)
-class TreeReport:
-    """All figures. ``skipped``: what could not be replayed, and why; ``about``: what the page's
-    head says."""
-
-    draft: str
-    proposals: Proposals
-    top_n: int
-    width: int
-    depth: int
-    tokens: int
-    ranks: RankProfile
-    heat: Heat
-    grid: PhiGrid
-    bins: BinLines
-    gammas: tuple[ByGamma, ...]
-    categories: tuple[ByCategory, ...]
-    points: tuple[Point, ...]
-    skipped: tuple[str, ...] = ()
-    about: tuple[tuple[str, str], ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {**asdict(self), "about": dict(self.about)}
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Something fitted, as it is stored: ``id``, ``kind``, and for bins their thresholds and fitted
-    depth."""
-
-    id: str
-    kind: str
-    thresholds: tuple[int, ...] = ()
-    depth: int = 1
-
-
-@dataclass(frozen=True)
-class TreeShape:
-    """EAGLE-2's tree of a draft with a fixed depth, of which ``top_n`` nodes are kept."""
-
-    draft: str
-    width: int
-    depth: int
-    top_n: int
-    proposals: Proposals = "coupled"
-
-    @property
-    def policy(self) -> Policy:
-        return self.with_top_n(self.top_n)
-
-    def with_top_n(self, top_n: int, bins: Stratify | None = None) -> Policy:
-        """The policy of a tree that keeps another number of nodes, and of other trees by
-        ``bins``."""
-        growth = TopKGrowth(width=self.width, proposals=self.proposals)
-        window, select = FixedWindow(gamma=self.depth), Select(top_n=min(top_n, NODE_LIMIT))
-        blocks = {"growth": growth, "window": window, "select": select, "stratify": bins}
-        return parse_plain_policy({"draft": self.draft, **blocks})
 
 
 def family(policy: Policy) -> str:
@@ -363,36 +230,86 @@ def point_of(
     )
 
 
+@dataclass(frozen=True)
+class TreeReport:
+    """All figures, JSON-ready: ``ranks`` (:func:`rank_profile`), ``heat`` (:func:`heat`), ``grid``
+    (:func:`phi_grid`), ``bins`` (:func:`bin_lines`); by window the ``chain``'s and the ``tree``'s
+    tau (``gammas``); at full depth tau and the accepted share of drafted tokens of both, by
+    category; ``points``; ``skipped``: what could not be replayed, and why; ``about``: what the
+    page's head says."""
+
+    draft: str
+    proposals: Proposals
+    top_n: int
+    width: int
+    depth: int
+    tokens: int
+    ranks: Json
+    heat: Json
+    grid: Json
+    bins: Json
+    gammas: Sequence[Json]
+    categories: Sequence[Json]
+    points: Sequence[Point]
+    skipped: Sequence[str] = ()
+    about: Sequence[tuple[str, str]] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {**asdict(self), "about": dict(self.about)}
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """EAGLE-2's tree of a draft with a fixed depth, of which ``top_n`` nodes are kept."""
+
+    draft: str
+    width: int
+    depth: int
+    top_n: int
+    proposals: Proposals = "coupled"
+
+    @property
+    def policy(self) -> Policy:
+        return self.with_top_n(self.top_n)
+
+    def with_top_n(self, top_n: int, bins: Stratify | None = None) -> Policy:
+        """The policy of a tree that keeps another number of nodes, and of other trees by
+        ``bins``."""
+        growth = TopKGrowth(width=self.width, proposals=self.proposals)
+        select = Select(top_n=min(top_n, NODE_LIMIT))
+        return self.grown(growth, self.depth, select=select, stratify=bins)
+
+    def grown(
+        self, growth: TopKGrowth | StaticGrowth | ClassifierGrowth, gamma: int, **blocks: Any
+    ) -> Policy:
+        """The draft with another growth under a fixed window."""
+        window = FixedWindow(gamma=gamma)
+        return parse_plain_policy(
+            {"draft": self.draft, "growth": growth, "window": window, **blocks}
+        )
+
+
 def grid_policies(forest: Forest, shape: TreeShape, stored: Sequence[Stored]) -> list[Policy]:
     """What is replayed on the spot: EAGLE-2 at every N, the best static trees of these sizes, and
     whatever was fitted."""
     depth, width, proposals = shape.depth, shape.width, shape.proposals
     found = [shape.with_top_n(n) for n in sorted({*TOP_NS, shape.top_n})]
-
-    def add(growth: StaticGrowth | ClassifierGrowth, gamma: int) -> None:
-        found.append(
-            parse_plain_policy(
-                {"draft": shape.draft, "window": FixedWindow(gamma=gamma), "growth": growth}
-            )
-        )
-
     chances = (forest.text_slot[forest.root][:, None] == np.arange(width)).mean(0)
     trees = best_static_tree(chances, max_nodes=max(TOP_NS), max_depth=depth)
     for n in TOP_NS:
         deepest = min(depth, n)
         if np.isfinite(trees.accepted[n, deepest]) and (paths := trees.paths(n, deepest)):
-            add(StaticGrowth(paths=paths, proposals=proposals), max(len(path) for path in paths))
+            static = StaticGrowth(paths=paths, proposals=proposals)
+            found.append(shape.grown(static, max(map(len, paths))))
     for one in stored:
         if one.kind == STATIC_TREE:
-            add(StaticGrowth(artifact=one.id, proposals=proposals), depth)
+            static = StaticGrowth(artifact=one.id, proposals=proposals)
+            found.append(shape.grown(static, depth))
         elif one.kind == CLASSIFIER:
-            for beta in BETAS:
-                add(
-                    ClassifierGrowth(
-                        artifact=one.id, width=width, cap=width, beta=beta, proposals=proposals
-                    ),
-                    depth,
-                )
+            how: dict[str, Any] = {"width": width, "cap": width, "proposals": proposals}
+            growths = (ClassifierGrowth(artifact=one.id, beta=beta, **how) for beta in BETAS)
+            found += [shape.grown(growth, depth) for growth in growths]
         elif one.kind == BINS:
             # The extended trees end at the report's depth: deeper distributions may not have been
             # recorded.
@@ -400,47 +317,6 @@ def grid_policies(forest: Forest, shape: TreeShape, stored: Sequence[Stored]) ->
             bins = Stratify(artifact=one.id, alpha=depth - plain.depth)
             found += [plain.with_top_n(n, bins) for n in TOP_NS if n >= 8]
     return list({p.id: p for p in found}.values())
-
-
-def replay_points(
-    trace: ReplayTrace,
-    wanted: Iterable[tuple[Policy, str]],
-    artifacts: Artifacts | None,
-    profile: LatencyProfile | None,
-    progress: Callable[[], None],
-) -> tuple[list[Point], list[str]]:
-    """The points of policies, each given with its origin, and what could not be replayed for want
-    of distributions or artifacts, and why."""
-    found: list[Point] = []
-    skipped: list[str] = []
-    for policy, origin in wanted:
-        try:
-            priced = profile if policy.needs_profile else None
-            ran = run_replay(trace, policy, priced, artifacts=artifacts, approximate=True)
-        except SpectuneError as error:
-            skipped.append(f"{policy.label()}: {error}")
-        else:
-            missing = ran.missing / max(1, ran.total.rounds)
-            if missing > MISSING_MAX:
-                skipped.append(
-                    f"{policy.label()}: {missing:.0%} of its rounds read distributions that were "
-                    "not recorded (record them with --cover)"
-                )
-            else:
-                found.append(point_of(policy, ran.total, origin, missing))
-        progress()
-    return found, skipped
-
-
-def _replayed(
-    trace: ReplayTrace, shapes: Iterable[TreeShape], progress: Callable[[], None]
-) -> list[Replay]:
-    """Trees that must replay, one by one."""
-    found = []
-    for shape in shapes:
-        found.append(run_replay(trace, shape.policy))
-        progress()
-    return found
 
 
 def tree_report(
@@ -466,56 +342,70 @@ def tree_report(
     assert rules is not None
     table, forest = trace.growth(shape.policy, rules), trace.forests[draft, shape.proposals]
     starts = starts_of(table, forest.limit, top_n)
-    bins = next((s for s in stored if s.kind == BINS), None)
     wanted = {p.id: (p, "grid") for p in grid_policies(forest, shape, stored)}
     for policy, origin in tried:
         wanted.setdefault(policy.id, (policy, origin))
-    total = 2 * depth + len(wanted)
-    done = itertools.count(1)
+    done, total = itertools.count(1), 2 * depth + len(wanted)
 
-    def step() -> None:
-        progress(next(done), total)
+    def replayed(policy: Policy, **how: Any) -> Replay:
+        try:
+            return run_replay(trace, policy, **how)
+        finally:
+            progress(next(done), total)
 
     gammas = range(1, depth + 1)
-    narrow = [replace(shape, width=1, depth=gamma, top_n=gamma) for gamma in gammas]
-    chains = _replayed(trace, narrow, step)
-    trees = _replayed(trace, [replace(shape, depth=gamma) for gamma in gammas], step)
-    replayed, skipped = replay_points(trace, wanted.values(), artifacts, profile, step)
-    of_chains = [
-        point_of(one.policy, ran.total, label=f"{draft} chain(gamma={one.depth})")
-        for one, ran in zip(narrow, chains, strict=True)
-    ]
-    taus = (
-        (c.total.mean_accepted_length, t.total.mean_accepted_length)
-        for c, t in zip(chains, trees, strict=True)
-    )
+    narrow = [replace(shape, width=1, depth=g, top_n=g).policy for g in gammas]
+    chains = [replayed(policy) for policy in narrow]
+    trees = [replayed(replace(shape, depth=g).policy) for g in gammas]
+    found = [*points]
+    for gamma, policy, chain in zip(gammas, narrow, chains, strict=True):
+        found.append(point_of(policy, chain.total, label=f"{draft} chain(gamma={gamma})"))
+    skipped: list[str] = []
+    for policy, origin in wanted.values():
+        how = {"profile": profile if policy.needs_profile else None, "artifacts": artifacts}
+        try:
+            ran = replayed(policy, approximate=True, **how)
+        except SpectuneError as error:
+            skipped.append(f"{policy.label()}: {error}")
+            continue
+        missing = ran.missing / max(1, ran.total.rounds)
+        if missing > MISSING_MAX:
+            skipped.append(
+                f"{policy.label()}: {missing:.0%} of its rounds read distributions that were "
+                "not recorded (record them with --cover)"
+            )
+        else:
+            found.append(point_of(policy, ran.total, origin, missing))
     return TreeReport(
         **asdict(shape),
         tokens=trace.tokens,
         ranks=rank_profile(starts, top_n),
         heat=heat(forest, shape.width),
         grid=phi_grid(starts, top_n),
-        bins=BinLines("", (), (), ())
-        if bins is None
-        else bin_lines(starts, depth, bins.thresholds, bins.depth, bins.id),
-        gammas=tuple(ByGamma(gamma, *tau) for gamma, tau in enumerate(taus, start=1)),
+        bins=bin_lines(starts, depth, next((s for s in stored if s.kind == BINS), None)),
+        gammas=[
+            {"gamma": g, "chain": chain, "tree": tree}
+            for g, (chain, tree) in enumerate(zip(_taus(chains), _taus(trees), strict=True), 1)
+        ],
         categories=_by_category(chains[-1], trees[-1]),
-        points=(*points, *of_chains, *replayed),
-        skipped=tuple(skipped),
-        about=tuple(about),
+        points=found,
+        skipped=skipped,
+        about=about,
     )
 
 
-def _by_category(chain: Replay, tree: Replay) -> tuple[ByCategory, ...]:
-    of_chain = chain.outcome().by_category
-    return tuple(
-        ByCategory(
-            name,
-            counts.requests,
-            of_chain[name].mean_accepted_length,
-            counts.mean_accepted_length,
-            of_chain[name].accepted_tokens / max(1, of_chain[name].drafted_tokens),
-            counts.accepted_tokens / max(1, counts.drafted_tokens),
-        )
-        for name, counts in tree.outcome().by_category.items()
-    )
+def _taus(replays: Iterable[Replay]) -> list[float]:
+    return [replay.total.mean_accepted_length for replay in replays]
+
+
+def _by_category(chain: Replay, tree: Replay) -> list[Json]:
+    both = {"chain": chain.outcome().by_category, "tree": tree.outcome().by_category}
+    rows: list[Json] = []
+    for name, counts in both["tree"].items():
+        row: dict[str, Any] = {"category": name, "requests": counts.requests}
+        row |= {f"{kind}_tau": of[name].mean_accepted_length for kind, of in both.items()}
+        for kind, of in both.items():
+            accepted, drafted = of[name].accepted_tokens, of[name].drafted_tokens
+            row[f"{kind}_acceptance"] = accepted / max(1, drafted)
+        rows.append(row)
+    return rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,11 @@ from spectune.traces.schema import Sampling
 Json = Mapping[str, Any]
 WIDTH = 78
 """Characters of a line of text on a terminal of 80."""
+LATENCIES = {
+    "time_to_first_token_s": "time to first token",
+    "time_per_output_token_s": "time per output token",
+}
+"""What a user waits for, in words."""
 STOPS = {
     "max_prob": "its next token is unsure",
     "joint_prob": "the draft as a whole is unsure",
@@ -57,47 +62,35 @@ def speculates(document: Json) -> bool:
 def sampling_in_words(sampling: Sampling) -> str:
     """How tokens are drawn, e.g. ``temperature 0.7, top-p 0.9, seed 0``."""
     s = sampling
-    filters = (f", top-k {s.top_k}" if s.top_k else "") + (
-        f", top-p {s.top_p:g}" if s.top_p < 1 else ""
-    )
-    return "greedy" if s.greedy else f"temperature {s.temperature:g}{filters}, seed {s.seed}"
+    top_k = f", top-k {s.top_k}" if s.top_k else ""
+    top_p = f", top-p {s.top_p:g}" if s.top_p < 1 else ""
+    return "greedy" if s.greedy else f"temperature {s.temperature:g}{top_k}{top_p}, seed {s.seed}"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What to do by a tuning's results. ``deploys``: the winner is faster than ``against`` by
-    ``ratio`` (estimate, lower and upper end, None where unknown); else what was in force is to be
-    kept, and ``best`` is the fastest of the others with its ratio."""
+    """What to do by a tuning's results (``tune --json``). ``deploys``: the winner is faster than
+    ``against`` by ``ratio`` (estimate, lower and upper end, None where unknown); else what was in
+    force is to be kept. ``level``: of the interval."""
 
     deploys: bool
-    policy: Json
-    ratio: tuple[float, float | None, float | None]
+    name: str
+    ratio: Sequence[float | None]
     against: str
-    best: Json | None
     tokens_per_s: float
     requests: int
     level: float = 0.95
-    """Of the interval of ``ratio``."""
-
-    @property
-    def name(self) -> str:
-        """The policy in words."""
-        return policy_in_words(self.policy)
 
 
 def finding(tuned: Json) -> Finding:
     """Reads the results of a tuning."""
     winner, incumbent = tuned["winner"], tuned["baselines"]["incumbent"]
     had = speculates(incumbent["policy"])
-    against = f"what was in force ({incumbent['label']})" if had else "decoding without a draft"
-    ratio = tuple(tuned["ratio_to_incumbent"])
-    others = [c for c in tuned["candidates"] if c["id"] != winner["id"]]
     return Finding(
         deploys=winner["id"] != incumbent["id"],
-        policy=winner["policy"],
-        ratio=(ratio[0], ratio[1], ratio[2]),
-        against=against,
-        best=max(others, key=lambda c: c["ratio_to_incumbent"], default=None),
+        name=policy_in_words(winner["policy"]),
+        ratio=tuned["ratio_to_incumbent"],
+        against=f"what was in force ({incumbent['label']})" if had else "decoding without a draft",
         tokens_per_s=tuned["measured"]["tokens_per_s"],
         requests=tuned.get("confirm_requests") or tuned["test_requests"],
         level=(tuned.get("confirmed") or {}).get("level", 0.95),
@@ -122,17 +115,21 @@ def outcome_in_words(tuned: Json) -> str:
             return f"{said} on {found.requests} requests held out to confirm it."
         speed = f"{found.tokens_per_s:.0f} tokens/s on {found.requests} requests"
         return f"{said}: {speed} that the search has not seen."
-    if found.best is None:
+    others = [c for c in tuned["candidates"] if c["id"] != tuned["winner"]["id"]]
+    if not others:
         return "Nothing else was executed."
-    best, first, last = found.best, "Nothing executed is faster beyond noise", ""
-    ratio, (low, high) = best["ratio_to_incumbent"], best["ratio_interval"]
     if confirmed:
-        best = next(c for c in tuned["candidates"] if c["id"] == confirmed["id"])
+        label = next(c["label"] for c in tuned["candidates"] if c["id"] == confirmed["id"])
         ratio, (low, high) = confirmed["ratio"], confirmed["interval"]
         first = "Nothing executed takes its place"
         last = f" on {confirmed['requests']} requests held out to confirm it{_against(confirmed)}"
+    else:
+        best = max(others, key=lambda c: c["ratio_to_incumbent"])
+        label, ratio = best["label"], best["ratio_to_incumbent"]
+        low, high = best["ratio_interval"]
+        first, last = "Nothing executed is faster beyond noise", ""
     return (
-        f"{first}; the best of the others, {best['label']}, "
+        f"{first}; the best of the others, {label}, "
         f"decodes {ratio:.2f} times as fast{interval(low, high, level=found.level)}{last}."
     )
 
@@ -172,37 +169,39 @@ def savings(tuned: Json, device: str, *, gpus: int = 1, price: float | None = No
     if not found.deploys:
         return []
     hours = "GPU hours" if device.startswith("cuda") else "machine hours"
-    a_million = 1e6 / 3600 / max(1e-9, found.tokens_per_s)
 
-    def amount(of: Callable[[float], float], unit: str, digits: int = 2) -> str:
-        ratio, low, high = found.ratio
-        ends = interval(of(low), of(high), digits, found.level) if low and high and low > 0 else ""
-        return f"{of(ratio):.{digits}f} {unit}{ends}"
+    def amount(of: Callable[[float], float], unit: str, digits: int = 2, price: float = 1) -> str:
+        ratio, low, high = (None if r is None else price * of(r) for r in found.ratio)
+        known = found.ratio[1] is not None and found.ratio[1] > 0
+        ends = interval(low, high, digits, found.level) if known else ""
+        return f"{ratio:.{digits}f} {unit}{ends}"
+
+    def a_million(ratio: float) -> float:
+        return 1e6 / 3600 / max(1e-9, found.tokens_per_s) * (ratio - 1)
 
     def a_day(ratio: float) -> float:
         return 24 * gpus * (1 - 1 / ratio)
 
     said = [
-        f"it saves {amount(lambda r: a_million * (r - 1), f'{hours} per million tokens')}",
+        f"it saves {amount(a_million, f'{hours} per million tokens')}",
         f"Of {gpus} such device{'s' if gpus > 1 else ''} busy all day it saves "
         f"{amount(a_day, f'{hours} a day', 1)}.",
     ]
     if price is not None:
-        million = amount(lambda r: price * a_million * (r - 1), "per million tokens")
-        day = amount(lambda r: price * a_day(r), "a day")
+        million = amount(a_million, "per million tokens", price=price)
+        day = amount(a_day, "a day", price=price)
         said.append(f"At {price:g} an hour that is {million}, or {day}.")
     return said
 
 
 def verdict_in_words(tuned: Json, device: str, *, gpus: int = 1, price: float | None = None) -> str:
     """One sentence: what to deploy and what that saves, or what to keep and why."""
-    found = finding(tuned)
+    found, confirmed = finding(tuned), tuned.get("confirmed")
     if found.deploys:
         return f"Deploy this: {found.name}; {savings(tuned, device, gpus=gpus, price=price)[0]}."
-    confirmed = tuned.get("confirmed")
     why = "nothing executed is faster beyond noise"
     if confirmed:
         why = f"nothing executed takes its place{_against(confirmed)}"
-    if not speculates(found.policy):
+    if not speculates(tuned["winner"]["policy"]):
         return f"Decode without a draft: {why}."
     return f"Keep what you have: {found.name}; {why}."
