@@ -210,7 +210,7 @@ def test_one_module_composes_rounds() -> None:
     composing = re.compile(r"\bper_pass\b|\bpass/|profile\.seconds\(")
     files = [p for part in ("runtime", "optimizer") for p in (ROOT / part).rglob("*.py")]
     told = {str(p.relative_to(ROOT)) for p in files if composing.search(p.read_text())}
-    assert told == {"runtime/costs.py", "runtime/profiling/shapes.py"}
+    assert told == {"runtime/costs.py", "runtime/profiling/fit.py"}
 
 
 def test_an_edit_in_a_called_module_reaches_cached_kernels(tmp_path: Path) -> None:

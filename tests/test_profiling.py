@@ -31,8 +31,7 @@ from spectune.runtime.profiling import (
     predicted_seconds,
     refit_scale,
 )
-from spectune.runtime.profiling.fit import Prefill, fit_profile
-from spectune.runtime.profiling.shapes import shapes_of
+from spectune.runtime.profiling.fit import Prefill, fit_profile, shapes_of
 from spectune.traces.latency import LatencyProfile
 from spectune.traces.schema import Sampling, Trajectory
 from spectune.traces.store import TraceStore
