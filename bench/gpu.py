@@ -28,8 +28,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from spectune.runtime.cuda.graphs import CudaRecorder, use_graphs
-from spectune.runtime.cuda.pass_sizes import prepare_graphs
+from spectune.runtime.cuda.graphs import CudaRecorder, prepare_graphs, use_graphs
 from spectune.runtime.decoder import Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, StaticSource
@@ -142,7 +141,6 @@ class Graphs:
         prepare_graphs(
             self.pair,
             prepare(AUTOREGRESSIVE, self.pair.draft_names),
-            Sampling(),
             wanted.context + 256,
         )
         if target.graphs is not None and target.graphs.problem:
@@ -157,7 +155,7 @@ class Graphs:
         """A row for one policy."""
         policy = parse_policy(POLICIES[name])
         began = time.perf_counter()
-        prepared = prepare_for(self.pair, policy, artifacts=lambda _: BINS, sampling=sampling)
+        prepared = prepare_for(self.pair, policy, artifacts=lambda _: BINS)
         capture_s = time.perf_counter() - began
         decoder = Decoder(self.pair, StaticSource(prepared))
         taken: dict[bool, list[float]] = {False: [], True: []}

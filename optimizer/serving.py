@@ -39,7 +39,7 @@ def last_good(
         try:
             return _checked(
                 pair,
-                _prepared(store, pair, published_policy(publication), profile, sampling),
+                _prepared(store, pair, published_policy(publication), profile),
                 verifier,
                 sampling,
             )
@@ -57,7 +57,6 @@ def _prepared(
     pair: LoadedPair,
     policy: AnyPolicy,
     profile: LatencyProfile | None,
-    sampling: Sampling | None,
     version: int = 0,
 ) -> AnyPlan:
     """A policy made ready for a loaded pair. Raises PolicyError where it cannot run here, a router
@@ -70,7 +69,6 @@ def _prepared(
             profile=profile,
             version=version,
             artifacts=fitted(store, pair.id),
-            sampling=sampling or Sampling(),
         )
     except UnavailableError:
         raise
@@ -131,7 +129,7 @@ def watch(
     def ready(policy: AnyPolicy, version: int) -> AnyPlan:
         plan = _checked(
             pair,
-            _prepared(store, pair, policy, latest_profile(), sampling, version),
+            _prepared(store, pair, policy, latest_profile(), version),
             verifier,
             sampling,
         )
@@ -146,7 +144,7 @@ def watch(
     source = WatchedSource(
         last_good(store, pair, profile, verifier, sampling, deployment)
         if initial is None
-        else _prepared(store, pair, initial, profile, sampling),
+        else _prepared(store, pair, initial, profile),
         fetch,
         ready,
         acknowledge,

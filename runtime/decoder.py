@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spectune.runtime.cache import view_of
-from spectune.runtime.cuda.pass_sizes import prepare_graphs
+from spectune.runtime.cuda.graphs import prepare_graphs
 from spectune.runtime.drafts.eagle import EagleDraft, Features
 from spectune.runtime.drafts.language_model import LanguageModelDraft
 from spectune.runtime.drafts.ngram import NgramDraft
@@ -123,9 +123,7 @@ class ModelBackend:
         self._awake = {ahead[1]} if ahead is not None and ahead[0] is request else set()
         self._process = self.pair.processor(len(self._text))
         target.reserve(self._capacity + NODE_LIMIT)
-        prepare_graphs(
-            self.pair, prepared, request.sampling, self._capacity, every=self.every_shape
-        )
+        prepare_graphs(self.pair, prepared, self._capacity, every=self.every_shape)
         if len(self._text) > 1:
             target.read(torch.tensor(self._text[:-1], device=target.device), 0)
         self._features.kept = False
@@ -351,29 +349,25 @@ def prepare_for(
     profile: LatencyProfile | None = None,
     version: int = 0,
     artifacts: Artifacts | None = None,
-    sampling: Sampling | None = None,
 ) -> AnyPlan:
     """:func:`runtime.policies.prepare.prepare` for a loaded pair, with everything done that its
     first rounds would otherwise wait for: a shortlist's weights are cut out, and the quickest ways
-    to multiply them measured; on CUDA the graphs that rounds at ``sampling`` (None: any) can need
-    are captured. It may run in another thread than decoding does.
+    to multiply them measured; on CUDA the graphs that rounds can need are captured. It may run in
+    another thread than decoding does.
 
     Raises PolicyError as ``prepare``, and for a router of another head.
     """
     plan = prepare(policy, pair.draft_names, profile=profile, version=version, artifacts=artifacts)
     if isinstance(plan, ChooserPlan):
-        plans = {name: _made_aside(pair, p, sampling) for name, p in plan.plans.items()}
-        return replace(plan, plans=plans)
-    return _made_aside(pair, plan, sampling)
+        return replace(plan, plans={name: _aside(pair, p) for name, p in plan.plans.items()})
+    return _aside(pair, plan)
 
 
-def _made_aside(pair: LoadedPair, prepared: Plan, sampling: Sampling | None) -> Plan:
-    prepare_graphs(pair, prepared, sampling)
-    return (
-        prepared
-        if prepared.shortlist is None
-        else replace(prepared, shortlists=warmed_shortlists(pair, prepared))
-    )
+def _aside(pair: LoadedPair, prepared: Plan) -> Plan:
+    prepare_graphs(pair, prepared)
+    if prepared.shortlist is None:
+        return prepared
+    return replace(prepared, shortlists=warmed_shortlists(pair, prepared))
 
 
 def warmed_shortlists(pair: LoadedPair, prepared: Plan) -> Shortlists:

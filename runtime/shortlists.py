@@ -337,10 +337,6 @@ class Beam:
         self._states: Tensor | None = None
         self._levels: list[tuple[Tensor, Tensor | None]] = []
 
-    def begin(self, state: Tensor) -> None:
-        """The root's state, [1, d]."""
-        self._states = state
-
     def add(self, tokens: Tensor, parents: Tensor | None) -> Tensor:
         """A level of n nodes: ``tokens`` int64 [n], ``parents`` their places in the level above
         (None: the root). Returns their parents' states, [n, d]; :meth:`read` follows."""
@@ -349,7 +345,7 @@ class Beam:
         return self._states.expand(len(tokens), -1) if parents is None else self._states[parents]
 
     def read(self, states: Tensor) -> None:
-        """The states [n, d] of the level added last."""
+        """The states [n, d] of the level added last, or that of the root."""
         self._states = states
 
     def path(self, node: int) -> list[int]:

@@ -745,7 +745,7 @@ def test_taps_are_the_hidden_states_of_any_architecture(kind: str) -> None:
     _close(model.tapped, wanted[50:52])
     model.taps = ()
     model.read(torch.tensor(ids[:5]), 0)
-    assert not model._tapped.rows
+    assert not model._tapped
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.model.modules())
     with pytest.raises(PairError, match="no hidden state 5"):
         model.taps = (5,)

@@ -644,16 +644,3 @@ def test_codes_of_a_law(sampling: Sampling, vocab: int, way: str) -> None:
             assert int(rows.top_entropy[0]) == math.floor(
                 -16 * sum(p / sum(top) * math.log(p / sum(top)) for p in top)
             )
-
-
-@pytest.mark.parametrize("vocab", [8192, 50257])
-def test_best_of_long_rows(vocab: int) -> None:
-    """By blocks the largest of a row are those that ``topk`` finds, the short last block's
-    included."""
-    x = torch.randn(3, vocab, generator=torch.Generator().manual_seed(vocab)).double()
-    x[0, -1] = x[1, 0] = 9.0
-    for count in (1, 11, 33):
-        values, tokens = spectune.runtime.distributions.best_of(x, count)
-        best = x.topk(count, dim=-1)
-        assert torch.equal(values, best.values)
-        assert torch.equal(tokens, best.indices)

@@ -650,9 +650,7 @@ def prepared(
     from spectune.optimizer.artifacts import fitted
     from spectune.runtime.decoder import prepare_for
 
-    return prepare_for(
-        pair, policy, profile=profile, artifacts=fitted(store, pair.id), sampling=sampling
-    )
+    return prepare_for(pair, policy, profile=profile, artifacts=fitted(store, pair.id))
 
 
 def profile_of(

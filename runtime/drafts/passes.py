@@ -9,8 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from spectune.runtime.cache import SlotCache, view_of
+from spectune.runtime.cache import view_of
 from spectune.runtime.drafts.protocol import DraftContext, Drafted
+from spectune.runtime.models import SlotModel
 from spectune.runtime.sampling import filters
 from spectune.runtime.shortlists import Beam, Shortlists, Support
 from spectune.runtime.trees.draft import ModelDistributions, grow
@@ -26,17 +27,10 @@ class TreeReader(ABC):
     ``ids`` are the tokens that the last pass's logits are of, int64 [size], where there are
     ``shortlists``; None: all."""
 
-    def __init__(
-        self,
-        cache: SlotCache,
-        text: list[int],
-        shortlists: Shortlists | None,
-        device: torch.device,
-        first_slot: int,
-    ) -> None:
-        self.text, self.length, self.device = text, len(text), device
+    def __init__(self, model: SlotModel, text: list[int], shortlists: Shortlists | None) -> None:
+        self.text, self.length, self.device = text, len(text), model.device
         self.ids: Tensor | None = None
-        self._cache, self._first_slot, self._shortlists = cache, first_slot, shortlists
+        self.model, self._shortlists = model, shortlists
         self._beam = Beam()
         self._placed = 0
         self._mask: Tensor | None = None
@@ -47,13 +41,11 @@ class TreeReader(ABC):
         it."""
 
     @abstractmethod
-    def _logits(self, tokens: Tensor, parents: Tensor | None, at: Places) -> Tensor:
-        """Float32 logits [n, vocab] after n tokens, children of the nodes read last in places
-        ``parents`` (None: of the root)."""
-
-    @abstractmethod
-    def _states(self, tokens: Tensor, parents: Tensor | None, at: Places) -> Tensor:
-        """The same pass without the output head: what the head reads, [n, hidden_size]."""
+    def _read(
+        self, tokens: Tensor, parents: Tensor | None, at: Places, logits: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Float32 logits [logits (None: n), vocab] after n tokens, children of the nodes read last
+        in places ``parents`` (None: of the root), and the hidden states [n, hidden_size]."""
 
     @abstractmethod
     def _canonical(self, path: list[int]) -> Tensor:
@@ -72,15 +64,20 @@ class TreeReader(ABC):
         that are nodes of the tree; None: all."""
         at = self._place(len(tokens), parents, depth)
         if self._shortlists is None:
-            return self._logits(tokens, parents, at)
+            return self._read(tokens, parents, at, None)[0]
         states, support = self._shortlists.beside(
-            lambda: self._states(tokens, parents, at),
+            lambda: self.model.state(self._read(tokens, parents, at, 0)[1]),
             depth,
             tokens,
             self._beam.add(tokens, parents),
             lambda i: self._state_before(self._beam.path(i)),
             exists,
         )
+        return self._listed(states, support)
+
+    def _listed(self, states: Tensor, support: Support) -> Tensor:
+        """Logits [n, size] over a shortlist for the states [n, d] of a level."""
+        assert self._shortlists is not None
         self._beam.read(states)
         self.ids = support.ids
         return self._shortlists.logits(states, support)
@@ -97,7 +94,7 @@ class TreeReader(ABC):
         slots = torch.arange(first, first + n, device=self.device)
         mask = torch.zeros(n, view_of(first + n), dtype=torch.bool, device=self.device)
         if parents is None or self._mask is None:
-            mask[:, self._first_slot : self.length] = True
+            mask[:, self.model.first_slot : self.length] = True
         else:
             mask[:, : self._mask.shape[1]] = self._mask[parents]
         mask[torch.arange(n, device=self.device), slots] = True
@@ -136,9 +133,10 @@ def shortlisted(
     ``read`` makes the pass; ``before`` is the state of the token before the last (None: there is
     none, or no router asks). Where that token is pending too, the router waits for the pass; else
     the two overlap."""
-    if shortlists.routed and len(pending) > 1:
+    last = pending[-1:]
+    if not shortlists.routed:
+        return shortlists.beside(read, step, last, None, canonical)
+    if len(pending) > 1:
         states = read()
-        return shortlists.beside(lambda: states, step, pending[-1:], before(), canonical)
-    return shortlists.beside(
-        read, step, pending[-1:], before() if shortlists.routed else None, canonical
-    )
+        return shortlists.beside(lambda: states, step, last, before(), canonical)
+    return shortlists.beside(read, step, last, before(), canonical)
