@@ -69,23 +69,21 @@ def gathered_logits(
     ids: Tensor,
     *,
     bias: Tensor | None = None,
-    tile: Tile | None = None,
 ) -> Tensor:
     """Selects and multiplies in one Triton kernel: float32 logits [n, len(ids)] of ``hidden`` [n,
     d] and ``weight`` [vocab, d], both contiguous and of one dtype, ``ids`` int64, ``bias`` [vocab];
     sums are float32. Nothing is checked.
 
-    Tensors lie on CUDA, or on the CPU under Triton's interpreter (``TRITON_INTERPRET=1``). ``tile``
-    overrides :func:`tile_for`.
+    Tensors lie on CUDA, or on the CPU under Triton's interpreter (``TRITON_INTERPRET=1``), which
+    has no bfloat16 arithmetic.
     """
     (n, hidden_size), count, device = hidden.shape, len(ids), weight.device
     out = torch.empty(n, count, dtype=torch.float32, device=device)
     if not n or not count:
         return out
     on_cuda = device.type == "cuda"
-    if tile is None:
-        processors = _processors(device) if on_cuda else 1
-        tile = tile_for(n, count, hidden_size, weight.element_size(), processors)
+    processors = _processors(device) if on_cuda else 1
+    tile = tile_for(n, count, hidden_size, weight.element_size(), processors)
     kernel = gathered_kernel(_interpreted())
     grid = (-(-count // tile.ids), -(-n // tile.rows))
     with torch.cuda.device(device) if on_cuda else contextlib.nullcontext():
@@ -99,8 +97,6 @@ def gathered_logits(
             count,
             hidden_size,
             HAS_BIAS=bias is not None,
-            # The interpreter has no bfloat16 arithmetic.
-            WIDEN=_interpreted() and weight.dtype == torch.bfloat16,
             ROWS=tile.rows,
             IDS=tile.ids,
             D=tile.d,
@@ -139,7 +135,6 @@ def gathered_kernel(interpreted: bool) -> Any:
         count,
         hidden_size,
         HAS_BIAS: tl.constexpr,
-        WIDEN: tl.constexpr,
         ROWS: tl.constexpr,
         IDS: tl.constexpr,
         D: tl.constexpr,
@@ -156,8 +151,6 @@ def gathered_kernel(interpreted: bool) -> Any:
         for _ in range(0, hidden_size, D):
             x = tl.load(left, mask=real[:, None], other=0.0)
             w = tl.load(right, mask=wanted[None, :], other=0.0)
-            if WIDEN:
-                x, w = x.to(tl.float32), w.to(tl.float32)
             total = tl.dot(x, w, total, input_precision="ieee")
             left += D
             right += D
