@@ -66,7 +66,8 @@ def read_distributions(
     else:
         count = torch.isfinite(scores[:, :width]).sum(-1)
     of_entropy = of_top = torch.zeros(n, dtype=torch.int64, device=device)
-    near_entropy = torch.zeros(n, dtype=torch.bool, device=device)
+    looks = exact and (entropy or top_entropy)
+    near_entropy = torch.zeros(n, dtype=torch.bool, device=device) if looks else None
     if entropy and q is not None:
         of_entropy, near_entropy = _entropy_code(q, near_entropy, sampling)
     if top_entropy:
@@ -74,23 +75,22 @@ def read_distributions(
         listed = perturbed is x and scores.shape[1] >= most
         best = scores[:, :most] if listed else x.topk(most, dim=-1).values
         of_top, near_entropy = _entropy_code(best.softmax(-1), near_entropy, sampling)
-    unsure_entropy = near_entropy if exact and (entropy or top_entropy) else None
-    if near is None and (unsure_entropy is not None or near_filter is not None):
+    if near is None and (near_entropy is not None or near_filter is not None):
         near = torch.zeros((n, width), dtype=torch.bool, device=device)
     if near is not None and near_filter is not None:
         near = (near_filter[:, None] | near) & (torch.arange(width, device=device) < count[:, None])
     logp, gap = (torch.zeros_like(tokens) if code is None else code for code in (logp, gap))
     children = tokens if ids is None else ids[tokens]
-    return DistributionRows(children, logp, gap, of_entropy, of_top, count, near, unsure_entropy)
+    return DistributionRows(children, logp, gap, of_entropy, of_top, count, near, near_entropy)
 
 
 def _entropy_code(
-    q: torch.Tensor, near: torch.Tensor, sampling: Sampling
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, near: torch.Tensor | None, sampling: Sampling
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Codes of the entropies of ``q`` [n, any], int64 [n], and ``near``, bool [n], with their near
-    ties."""
+    ties (None: these are not looked for)."""
     scale = _scaled(torch.special.entr(q).sum(-1))
-    return scale.long(), near | near_ties.near_tree_code(scale, sampling)
+    return scale.long(), None if near is None else near | near_ties.near_tree_code(scale, sampling)
 
 
 def _child_codes(

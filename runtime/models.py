@@ -70,26 +70,22 @@ class SlotModel(ABC):
 
     graphs: PassGraphs | None = None
     first_slot = 0
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
 
     def __init__(
         self,
         name: str,
-        *,
+        weights: list[nn.Parameter],
         embed: nn.Module,
         lm_head: nn.Module,
         num_layers: int,
-        hidden_size: int,
-        vocab_size: int,
-        max_positions: int,
-        num_parameters: int,
-        weight: Tensor,
         token_ids: Tensor | None = None,
     ) -> None:
-        self.name, self.device, self.dtype = name, weight.device, weight.dtype
-        self.num_layers, self.hidden_size = num_layers, hidden_size
-        self.vocab_size, self.max_positions = vocab_size, max_positions
-        self.num_parameters = num_parameters
-        self.cache = SlotCache(num_layers)
+        self.name, self.device, self.dtype = name, weights[0].device, weights[0].dtype
+        self.num_parameters = sum(p.numel() for p in weights)
+        self.num_layers, self.cache = num_layers, SlotCache(num_layers)
         self._embed, self._lm_head, self._token_ids = embed, lm_head, token_ids
         self._positions = torch.zeros(0, dtype=torch.int64, device=self.device)
         self._tapped: dict[int, Tensor] = {}
@@ -225,18 +221,12 @@ class CausalModel(SlotModel):
             )
         model.set_attn_implementation(attention.NAME)
         self.model = model.eval().requires_grad_(False)  # so that no pass records a graph
-        lm_head = model.get_output_embeddings()
-        super().__init__(
-            name,
-            embed=model.get_input_embeddings(),
-            lm_head=lm_head,
-            num_layers=int(config.num_hidden_layers),
-            hidden_size=int(getattr(config, "hidden_size", 0)),
-            vocab_size=int(lm_head.weight.shape[0]),
-            max_positions=int(getattr(config, "max_position_embeddings", 0) or 1 << 20),
-            num_parameters=sum(p.numel() for p in model.parameters()),
-            weight=next(model.parameters()),
-        )
+        embed, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+        layers = int(config.num_hidden_layers)
+        super().__init__(name, list(model.parameters()), embed, lm_head, layers)
+        self.hidden_size = int(getattr(config, "hidden_size", 0))
+        self.vocab_size = int(lm_head.weight.shape[0])
+        self.max_positions = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
         self._decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
         self._taps: tuple[int, ...] = ()
         self._hooks: list[Any] = []

@@ -308,7 +308,7 @@ def _token_ids(tensors: Tensors, target: CausalModel, shape: HeadShape) -> Tenso
         tensors.pop("d2t", None)
         return None
     ids = torch.arange(own) + _take(tensors, "d2t", own).long()
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(ids.unique()) != own:
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(set(ids.tolist())) != own:
         raise PairError(
             f"d2t does not map the head's {own} tokens to different ones of the target's {vocab}"
         )

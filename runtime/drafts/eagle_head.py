@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
 from spectune.runtime.attention import slot_attention
 from spectune.runtime.models import CausalModel, SlotModel
@@ -59,18 +59,6 @@ class HeadShape:
     o_bias: bool = False
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm with a weight."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
-
-
 class HeadLayer(nn.Module):
     """A Llama layer. The first of an EAGLE-3 head attends over cat(embedding, hidden), the first of
     EAGLE-1/2 has no input norm."""
@@ -85,9 +73,11 @@ class HeadLayer(nn.Module):
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=shape.o_bias)
         self.gate_up = nn.Linear(shape.hidden, 2 * shape.intermediate, bias=False)
         self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
-        self.input_layernorm = RMSNorm(shape.hidden, shape.eps) if shape.eagle3 or index else None
-        self.hidden_norm = RMSNorm(shape.hidden, shape.eps) if self.wide else None
-        self.post_attention_layernorm = RMSNorm(shape.hidden, shape.eps)
+        self.input_layernorm = (
+            nn.RMSNorm(shape.hidden, shape.eps) if shape.eagle3 or index else None
+        )
+        self.hidden_norm = nn.RMSNorm(shape.hidden, shape.eps) if self.wide else None
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden, shape.eps)
 
     def forward(
         self, x: Tensor, embedded: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend
@@ -103,7 +93,8 @@ class HeadLayer(nn.Module):
             x = self.input_layernorm(x)
         batch, width, _ = x.shape
         states = self.qkv(x).view(batch, width, -1, shape.head_dim).transpose(1, 2)
-        turned = rotate(states[:, : shape.heads + shape.kv_heads], *rotary)
+        turned, (cos, sin) = states[:, : shape.heads + shape.kv_heads], rotary
+        turned = turned * cos + rotate_half(turned) * sin
         query, key = turned[:, : shape.heads], turned[:, shape.heads :]
         value = states[:, shape.heads + shape.kv_heads :]
         x = residual + self.o_proj(attend(self.index, query, key, value).reshape(batch, width, -1))
@@ -120,13 +111,13 @@ class HeadNet(nn.Module):
         super().__init__()
         self.shape = shape
         width = shape.fused if shape.eagle3 else 2 * shape.hidden
-        self.input_norm = RMSNorm(shape.fused, shape.eps) if shape.norm_before_fc else None
+        self.input_norm = nn.RMSNorm(shape.fused, shape.eps) if shape.norm_before_fc else None
         self.fc_norm = nn.ModuleList(
-            RMSNorm(shape.fused // shape.fc_norms, shape.eps) for _ in range(shape.fc_norms)
+            nn.RMSNorm(shape.fused // shape.fc_norms, shape.eps) for _ in range(shape.fc_norms)
         )
         self.fc = nn.Linear(width, shape.hidden, bias=shape.fc_bias)
         self.layers = nn.ModuleList(HeadLayer(shape, i) for i in range(shape.layers))
-        self.norm = RMSNorm(shape.hidden, shape.eps) if shape.eagle3 else None
+        self.norm = nn.RMSNorm(shape.hidden, shape.eps) if shape.eagle3 else None
         self.lm_head = (
             None
             if shape.draft_vocab is None
@@ -168,13 +159,6 @@ class HeadNet(nn.Module):
         return features
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE: ``x`` [B, heads, n, D] turned by ``cos`` and ``sin`` [n, D], halves paired as Llama
-    pairs them."""
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
-
-
 class EagleHead(SlotModel):
     """A loaded head over its slot cache.
 
@@ -199,19 +183,11 @@ class EagleHead(SlotModel):
     ) -> None:
         self.net = net.eval().requires_grad_(False)
         own = [*net.parameters(), *(() if embed is None else embed.parameters())]
-        super().__init__(
-            name,
-            embed=target.model.get_input_embeddings() if embed is None else embed,
-            lm_head=net.lm_head or target.model.get_output_embeddings(),
-            num_layers=net.shape.layers,
-            hidden_size=net.shape.hidden,
-            vocab_size=target.vocab_size,
-            max_positions=target.max_positions,
-            num_parameters=sum(p.numel() for p in own),
-            weight=own[0],
-            token_ids=token_ids,
-        )
-        self.taps, self.feature_size = taps, net.shape.fused
+        embed = embed or target.model.get_input_embeddings()
+        lm_head = net.lm_head or target.model.get_output_embeddings()
+        super().__init__(name, own, embed, lm_head, net.shape.layers, token_ids)
+        self.vocab_size, self.max_positions = target.vocab_size, target.max_positions
+        self.taps, self.hidden_size, self.feature_size = taps, net.shape.hidden, net.shape.fused
         self.rotary = rotary.to(self.device)
         self._cos, self._sin = self._table(1)
 

@@ -13,7 +13,7 @@ from spectune.runtime.cache import view_of
 from spectune.runtime.drafts.protocol import DraftContext, Drafted
 from spectune.runtime.models import SlotModel
 from spectune.runtime.sampling import filters
-from spectune.runtime.shortlists import Beam, Shortlists, Support
+from spectune.runtime.shortlists import Shortlists, Support
 from spectune.runtime.trees.draft import ModelDistributions, grow
 
 Places = tuple[Tensor, Tensor, Tensor]
@@ -31,9 +31,12 @@ class TreeReader(ABC):
         self.text, self.length, self.device = text, len(text), model.device
         self.ids: Tensor | None = None
         self.model, self._shortlists = model, shortlists
-        self._beam = Beam()
         self._placed = 0
         self._mask: Tensor | None = None
+        self._last = torch.zeros(0)
+        """Under shortlists, the states of the nodes read last, [n, d]."""
+        self._levels: list[tuple[Tensor, Tensor | None]] = []
+        """Under shortlists, the tokens of every level and the places of their parents."""
 
     @abstractmethod
     def root(self) -> Tensor:
@@ -65,21 +68,29 @@ class TreeReader(ABC):
         at = self._place(len(tokens), parents, depth)
         if self._shortlists is None:
             return self._read(tokens, parents, at, None)[0]
+        self._levels.append((tokens, parents))
         states, support = self._shortlists.beside(
             lambda: self.model.state(self._read(tokens, parents, at, 0)[1]),
             depth,
             tokens,
-            self._beam.add(tokens, parents),
-            lambda i: self._state_before(self._beam.path(i)),
+            self._last.expand(len(tokens), -1) if parents is None else self._last[parents],
+            lambda node: self._state_before(self._path(node)),
             exists,
         )
         return self._listed(states, support)
 
+    def _path(self, node: int) -> list[int]:
+        """Tokens from the root's child to a node of the last level."""
+        found = []
+        for tokens, parents in reversed(self._levels):
+            found.append(int(tokens[node]))
+            node = 0 if parents is None else int(parents[node])
+        return found[::-1]
+
     def _listed(self, states: Tensor, support: Support) -> Tensor:
         """Logits [n, size] over a shortlist for the states [n, d] of a level."""
         assert self._shortlists is not None
-        self._beam.read(states)
-        self.ids = support.ids
+        self._last, self.ids = states, support.ids
         return self._shortlists.logits(states, support)
 
     def canonical(self, path: list[int]) -> Tensor:
