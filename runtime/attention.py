@@ -46,7 +46,7 @@ def slot_attention(
         return out.transpose(1, 2).contiguous(), None
     rows = max(1, MASK_ENTRIES // (groups * key.shape[2]))
     if width > rows:
-        blocks = zip(query.split(rows, 2), attention_mask.split(rows, 2), strict=True)
+        blocks = zip(torch.split(query, rows, 2), torch.split(attention_mask, rows, 2), strict=True)
         parts = [slot_attention(module, q, key, value, mask, scaling)[0] for q, mask in blocks]
         return torch.cat(parts, 1), None
     if groups > 1:

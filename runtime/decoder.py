@@ -85,9 +85,8 @@ class ModelBackend:
     def canonical_passes(self) -> int:
         """Canonical passes that its language models have made for near ties so far (a head's are
         mostly the target's)."""
-        return sum(
-            model.canonical_passes for model in (self.pair.target, *self.pair.drafts.values())
-        )
+        models = (self.pair.target, *self.pair.drafts.values())
+        return sum(model.canonical_passes for model in models)
 
     def choose(self, request: DecodeRequest, chooser: ChooserPlan) -> Plan:
         """The candidate for a request's prompt. The draft that reads the perplexity has then read
@@ -102,9 +101,8 @@ class ModelBackend:
         elif reader is not None:
             nats = self._readers[reader].begin_reading(ids, capacity + EXPANDED_LIMIT)
             self._awake.discard(reader)
-        chosen = chooser.of_prompt(
-            Prompt(self.pair.text(ids), len(ids), nats), request.max_new_tokens, request.sampling
-        )
+        prompt = Prompt(self.pair.text(ids), len(ids), nats)
+        chosen = chooser.of_prompt(prompt, request.max_new_tokens, request.sampling)
         if reader is not None and keeps_reading(chosen.policy, reader):
             self._read_ahead = request, reader
             self._awake.add(reader)
@@ -113,7 +111,7 @@ class ModelBackend:
     def begin(self, request: DecodeRequest, prepared: Plan) -> None:
         """Prefills the target, and the policy's draft where it speculates, with the prompt but for
         its last token."""
-        target, speculates = self.pair.target, prepared.policy.speculates
+        target, name = self.pair.target, prepared.policy.draft
         self._request, self._rounds = request, 0
         self._text = list(request.prompt_ids)
         self._capacity = len(self._text) + request.max_new_tokens + 1
@@ -127,10 +125,10 @@ class ModelBackend:
         if len(self._text) > 1:
             target.read(torch.tensor(self._text[:-1], device=target.device), 0)
         self._features.kept = False
-        if speculates and self._drafts[prepared.policy.draft].reads_features:
-            self._features.begin_prefilled(self._capacity, len(self._text) - 1)
-        if speculates:
-            self._wake(prepared.policy.draft)
+        if prepared.policy.speculates:
+            if self._drafts[name].reads_features:
+                self._features.begin_prefilled(self._capacity, len(self._text) - 1)
+            self._wake(name)
 
     def _wake(self, name: str) -> Draft:
         """The draft behind a name, after it has read the text but for its last token where it did
@@ -167,9 +165,11 @@ class ModelBackend:
         )
         return self._drafting.propose(self._text, gamma, limit, context)
 
-    def _target_text(self, request: DecodeRequest) -> TargetText:
-        return TargetText(
-            self.pair.target,
+    def verify(self, drafted: Drafted | None) -> Verified:
+        request, target, length = self._request, self.pair.target, len(self._text)
+        assert request is not None
+        text = TargetText(
+            target,
             self._text,
             request.sampling,
             self._noise,
@@ -177,27 +177,20 @@ class ModelBackend:
             self._process,
             widening(self.pair.settings),
         )
-
-    def verify(self, drafted: Drafted | None) -> Verified:
-        request, target = self._request, self.pair.target
-        assert request is not None
-        tokens, length = drafted.tokens if drafted else [], len(self._text)
         if drafted is not None and drafted.tree is not None:
-            logits = self._read_tree(drafted.tree)
-            verdict = verify_tree(self._target_text(request), logits, drafted.tree)
+            verdict = verify_tree(text, self._read_tree(drafted.tree), drafted.tree)
             self._path = verdict.path
             assert self._drafting is not None
             return replace(verdict, read=0) if self._drafting.reads_features else verdict
-        logits = target.chain(
-            ids_tensor([self._text[-1], *tokens], target.device), length - 1, logits=len(tokens) + 1
-        )
+        tokens, log_q = (drafted.tokens, drafted.log_q) if drafted else ([], [])
+        ids = ids_tensor([self._text[-1], *tokens], target.device)
+        logits = target.chain(ids, length - 1, logits=len(ids))
         if request.rejects:
-            log_q = drafted.log_q if drafted else []
             verdict = verify_rejection(
                 logits, length, tokens, log_q, request.sampling, request.seed, self._rounds
             )
         else:
-            verdict = verify_coupled(self._target_text(request), logits, tokens)
+            verdict = verify_coupled(text, logits, tokens)
         self._path = list(range(verdict.accepted))
         return verdict
 
@@ -286,10 +279,10 @@ class Decoder:
 
     def rounds(self, request: DecodeRequest) -> Iterator[Round]:
         """Streams the rounds of one request."""
-        for prepared in self.source.current().candidates:
-            policy = prepared.policy
+        plans = self.source.current().candidates
+        check_lossless(self.pair, (p.policy for p in plans), request.verifier, request.sampling)
+        for prepared in plans:
             self.backend.shortlists(prepared)  # refuses what does not fit before the first token
-            check_lossless(self.pair, [policy], request.verifier, request.sampling)
         return decode_rounds(self.backend, request, self.source, self.clock, self.sessions)
 
     def decode(
@@ -309,22 +302,18 @@ class Decoder:
             finish = item.finish
         seconds = self.clock() - began
         assert finish is not None
-        return Decoded(
-            Trajectory(
-                request_id=request.id,
-                category=category,
-                prompt_ids=np.asarray(request.prompt_ids, dtype=np.int32),
-                output_ids=np.asarray(output, dtype=np.int32),
-                sampling=request.sampling,
-                max_new_tokens=request.max_new_tokens,
-                finish=finish,
-                verifier=request.verifier,
-                stop_strings=stop_strings,
-            ),
-            tuple(steps),
-            seconds,
-            tuple(plans),
+        trajectory = Trajectory(
+            request_id=request.id,
+            category=category,
+            prompt_ids=np.asarray(request.prompt_ids, dtype=np.int32),
+            output_ids=np.asarray(output, dtype=np.int32),
+            sampling=request.sampling,
+            max_new_tokens=request.max_new_tokens,
+            finish=finish,
+            verifier=request.verifier,
+            stop_strings=stop_strings,
         )
+        return Decoded(trajectory, tuple(steps), seconds, tuple(plans))
 
 
 def check_lossless(

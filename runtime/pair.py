@@ -93,32 +93,30 @@ class PairSpec:
     def from_json(cls, data: Any, *, where: str, base: Path | None = None) -> PairSpec:
         """Reads a pair document; relative paths are taken from ``base``. Raises PairError naming
         ``where``."""
+
+        def refused(said: str) -> PairError:
+            return PairError(f"{where}: {said}")
+
         if not isinstance(data, Mapping) or not isinstance(data.get("target"), str):
-            raise PairError(
-                f'{where}: a pair file is {{"name": ..., "target": PATH, "drafts": {{NAME: PATH}}}}'
-            )
-        unknown = sorted(set(data) - {"name", "target", "drafts", "generation_config"})
-        if unknown:
-            raise PairError(
-                f"{where}: unknown key {unknown[0]!r}; known keys: drafts, generation_config, "
-                "name, target"
-            )
-        applies = data.get("generation_config", True)
+            raise refused('a pair file is {"name": ..., "target": PATH, "drafts": {NAME: PATH}}')
+        known = ("drafts", "generation_config", "name", "target")
+        for key in sorted(set(data) - set(known)):
+            raise refused(f"unknown key {key!r}; known keys: {', '.join(known)}")
+        applies, drafts = data.get("generation_config", True), data.get("drafts", {})
         if not isinstance(applies, bool):
-            raise PairError(
-                f"{where}: generation_config is true (the default: what the target's asks for is "
-                "applied) or false"
+            raise refused(
+                "generation_config is true (the default: what the target's asks for is applied) "
+                "or false"
             )
-        drafts = data.get("drafts", {})
         if not isinstance(drafts, Mapping) or not all(isinstance(v, str) for v in drafts.values()):
-            raise PairError(f"{where}: drafts must map names to paths")
+            raise refused("drafts must map names to paths")
         for name in drafts:
             if name in RESERVED or not name:
-                raise PairError(f"{where}: the draft name {name!r} is reserved; choose another")
+                raise refused(f"the draft name {name!r} is reserved; choose another")
             if len(name) > DRAFT_NAME_LIMIT:
-                raise PairError(
-                    f"{where}: a draft's name has {len(name)} characters, more than "
-                    f"{DRAFT_NAME_LIMIT}; choose another"
+                raise refused(
+                    f"a draft's name has {len(name)} characters, more than {DRAFT_NAME_LIMIT}; "
+                    "choose another"
                 )
 
         def resolve(path: str) -> str:
@@ -159,12 +157,10 @@ def read_pair(pair: str | None, target: str | None = None, drafts: Sequence[str]
         raise PairError("--draft needs --target; a pair file names its own drafts")
     if pair is None:
         raise PairError("no pair is named: 'demo', a pair file, or a target and drafts")
-    if pair == "demo":
-        file = Path(__file__).resolve().parent.parent / "demo" / "pair" / "pair.json"
-    else:
-        file = Path(pair)
-        if exists(file) and file.is_dir():
-            file = file / "pair.json"
+    shipped = Path(__file__).resolve().parent.parent / "demo" / "pair"
+    file = shipped if pair == "demo" else Path(pair)
+    if exists(file) and file.is_dir():
+        file = file / "pair.json"
     if not is_file(file):
         raise PairError(
             f"--pair {shortened(str(pair))}: no such pair file (write 'demo', a JSON file, or use "
@@ -337,8 +333,8 @@ def head_algorithm(path: str) -> str:
     """``eagle3`` or ``eagle``: what engines call a head's algorithm."""
     folder = expanded(path)
     config = head_config(folder) if (folder / "config.json").is_file() else {}
-    third = says_eagle3(config) or "eagle3" in path.lower() or "eagle-3" in path.lower()
-    return "eagle3" if third else "eagle"
+    named = "eagle3" in path.lower().replace("eagle-3", "eagle3")
+    return "eagle3" if named or says_eagle3(config) else "eagle"
 
 
 HEADER_BYTES = 100_000_000

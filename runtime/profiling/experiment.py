@@ -180,7 +180,8 @@ class Experiment:
 
 def measured(made: Round, cell: Cell, prompt_tokens: int, sampling: Sampling) -> MeasuredRound:
     """A round of the loop as the fit reads it."""
-    step, tree, rows = made.step, made.tree, ()
+    step, tree = made.step, made.tree
+    rows: tuple[int, ...] = ()
     kind = RoundKind(sampled=not sampling.greedy)
     if step.draft_steps:
         later = tree.widths[1:] if tree else [1] * (step.draft_steps - 1)
