@@ -28,8 +28,7 @@ import torch
 from lab import fixed, keep, parser_of, top_k
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from spectune.runtime.cuda.graphs import CudaRecorder, use_graphs
-from spectune.runtime.cuda.pass_sizes import prepare_graphs
+from spectune.runtime.cuda.graphs import CudaRecorder, prepare_graphs, use_graphs
 from spectune.runtime.decoder import Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, StaticSource
@@ -121,7 +120,7 @@ class Graphs:
         draft.name = "draft"
         use_graphs((target, draft), CudaRecorder() if device.type == "cuda" else Repeating())
         plain = prepare(AUTOREGRESSIVE, self.pair.draft_names)
-        prepare_graphs(self.pair, plain, Sampling(), wanted.context + 256)
+        prepare_graphs(self.pair, plain, wanted.context + 256)
         if target.graphs is not None and target.graphs.problem:
             raise SystemExit(f"error: nothing could be captured: {target.graphs.problem}")
 
@@ -133,7 +132,7 @@ class Graphs:
         """A row for one policy."""
         policy = parse_policy(POLICIES[name])
         began = time.perf_counter()
-        prepared = prepare_for(self.pair, policy, artifacts=lambda _: BINS, sampling=sampling)
+        prepared = prepare_for(self.pair, policy, artifacts=lambda _: BINS)
         capture_s = time.perf_counter() - began
         decoder = Decoder(self.pair, StaticSource(prepared))
         taken: dict[bool, list[float]] = {False: [], True: []}

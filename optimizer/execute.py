@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from spectune.optimizer.timings import Expected, Timings
-from spectune.runtime.cuda.pass_sizes import prepare_graphs
+from spectune.runtime.cuda.graphs import prepare_graphs
 from spectune.runtime.decoder import Decoded, Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, PolicySource, StaticSource
@@ -115,7 +115,7 @@ def run(pair: LoadedPair, source: PolicySource, encoded: Encoded) -> Iterator[De
     """Decodes every request in order under a policy source, yielding each as it ends; before them a
     few tokens, so that the first figure is not the first touch of the weights."""
     warm(pair, encoded)
-    prepare_graphs(pair, source.current(), encoded.options.sampling, encoded.longest)
+    prepare_graphs(pair, source.current(), encoded.longest)
     decoder = Decoder(pair, source, encoded.options.verifier)
     for item, request in encoded.items:
         yield decoder.decode(request, item.category, encoded.options.stop_strings)
@@ -234,11 +234,9 @@ class Executor:
         warm(pair, encoded)
         self.policies, self.encoded, self._clock = {p.id: p for p in policies}, encoded, clock
         self._decoders: dict[str, Decoder] = {}
-        sampling = encoded.options.sampling
-        how: dict[str, Any] = {"profile": profile, "artifacts": artifacts, "sampling": sampling}
         for name, policy in self.policies.items():
-            plan = prepare_for(pair, policy, **how)
-            prepare_graphs(pair, plan, sampling, encoded.longest)
+            plan = prepare_for(pair, policy, profile=profile, artifacts=artifacts)
+            prepare_graphs(pair, plan, encoded.longest)
             self._decoders[name] = Decoder(
                 pair, StaticSource(plan), encoded.options.verifier, clock
             )

@@ -241,9 +241,7 @@ def run(
         else:
             chosen = _policy(store, policy, loaded.id, loaded.device.type, deployment)
             find = fitted(store, loaded.id)
-            plan = prepare_for(
-                loaded, chosen, profile=profile, artifacts=find, sampling=options.sampling
-            )
+            plan = prepare_for(loaded, chosen, profile=profile, artifacts=find)
         decoded = list(execute(loaded, StaticSource(plan), encode(loaded, workload, options)))
     texts = [loaded.text(d.trajectory.output_ids.tolist()) for d in decoded]
     return _outcome(outcome(plan.label, decoded), plan.policy, "measured", texts)

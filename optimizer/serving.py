@@ -8,7 +8,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from spectune.db.errors import DatabaseError, NotFoundError, UnavailableError
 from spectune.optimizer.artifacts import fitted
@@ -59,15 +58,15 @@ def _ready(
     """A policy made ready for a loaded pair. Raises PolicyError where it cannot run here (a router
     of another head, a chooser with a candidate that cannot run), or ``verifier`` cannot be used
     with all that may decode; UnavailableError where it may be ready another time."""
-    asked = sampling or Sampling()
-    how: dict[str, Any] = {"profile": profile, "version": version, "sampling": asked}
     try:
-        plan = prepare_for(pair, policy, **how, artifacts=fitted(store, pair.id))
+        plan = prepare_for(
+            pair, policy, profile=profile, version=version, artifacts=fitted(store, pair.id)
+        )
     except UnavailableError:
         raise
     except DatabaseError as error:  # something it needs is gone, damaged or of another's making
         raise PolicyError(str(error)) from None
-    check_lossless(pair, (c.policy for c in plan.candidates), verifier, asked)
+    check_lossless(pair, (c.policy for c in plan.candidates), verifier, sampling or Sampling())
     return plan
 
 

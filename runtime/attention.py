@@ -46,13 +46,8 @@ def slot_attention(
         return out.transpose(1, 2).contiguous(), None
     rows = max(1, MASK_ENTRIES // (groups * key.shape[2]))
     if width > rows:
-        blocks = [slice(at, at + rows) for at in range(0, width, rows)]
-        parts = [
-            slot_attention(
-                module, query[:, :, b], key, value, attention_mask[:, :, b], scaling=scaling
-            )[0]
-            for b in blocks
-        ]
+        blocks = zip(torch.split(query, rows, 2), torch.split(attention_mask, rows, 2), strict=True)
+        parts = [slot_attention(module, q, key, value, mask, scaling)[0] for q, mask in blocks]
         return torch.cat(parts, 1), None
     if groups > 1:
         query = query.reshape(batch, key.shape[1], groups * width, dim)
@@ -70,6 +65,5 @@ def causal_mask(start: int, stop: int, view: int, device: torch.device) -> torch
 def register() -> None:
     """Makes ``attn_implementation="spectune"`` known; calling it again is harmless."""
     AttentionInterface.register(NAME, slot_attention)
-    AttentionMaskInterface.register(
-        NAME, lambda *_args, **_kwargs: None
-    )  # without a mask of ours attention is causal
+    # Without a mask of ours attention is causal.
+    AttentionMaskInterface.register(NAME, lambda *_args, **_kwargs: None)

@@ -32,9 +32,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers carries 
 
     def __init__(self, capacity: int, scratch: int = 0) -> None:
         super().__init__()
-        self.capacity = capacity
-        self.scratch = scratch
-        self.view = capacity
+        self.capacity, self.scratch, self.view = capacity, scratch, capacity
         self.slots = torch.zeros(0, dtype=torch.int64)
         self.is_initialized = False
 
@@ -102,27 +100,23 @@ class SlotCache:
         what was cached."""
         self._scratch, self.capacity, self.layers, self.cache = slots, 0, [], Cache(layers=[])
 
-    def bound(self, slots: torch.Tensor, view: int) -> list[SlotLayer]:
-        """Layers over the same keys and values which always write ``slots`` (int64 ``[width]``) and
-        read the first ``view``, whatever the next passes over this cache do."""
+    def bound(self, slots: torch.Tensor, view: int) -> Cache:
+        """A cache over the same keys and values which always writes ``slots`` (int64 ``[width]``)
+        and reads the first ``view``, whatever the next passes over this one do."""
         layers = [copy.copy(layer) for layer in self.layers]
         for layer in layers:
             layer.slots, layer.view = slots, view
-        return layers
+        return Cache(layers=layers)
 
-    def adopt(self, layers: list[SlotLayer]) -> None:
-        """Takes over the keys and values that a first pass over :meth:`bound` layers allocated."""
-        for own, layer in zip(self.layers, layers, strict=True):
+    def adopt(self, cache: Cache) -> None:
+        """Takes over the keys and values that a first pass over a :meth:`bound` cache allocated."""
+        for own, layer in zip(self.layers, cache.layers, strict=True):
             own.keys, own.values, own.is_initialized = layer.keys, layer.values, True
 
     def move(self, slots: list[int], start: int) -> None:
         """Copies slots (any order, possibly overlapping) to ``start ..``: what a tree's accepted
         path becomes."""
-        if (
-            all(slot == start + i for i, slot in enumerate(slots))
-            or not self.layers
-            or not self.layers[0].is_initialized
-        ):
+        if slots == list(range(start, start + len(slots))):
             return
         index = torch.tensor(slots, device=self.layers[0].keys.device)
         stop = start + len(slots)

@@ -56,22 +56,20 @@ class RoundKind(NamedTuple):
             free = stop == "none" or draft == "ngram"
             return cls(draft, "", sampled, () if free else (f"stop {stop}",), routed)
         growth = policy.growth.kind if policy.growth.kind in ("static", "classifier") else "top_k"
-        blocks = [f"stratify/{draft}"] * (policy.stratify is not None) + [f"tree stop/{draft}"] * (
-            stop != "none"
-        )
+        blocks = [f"stratify/{draft}"] * (policy.stratify is not None)
+        blocks += [f"tree stop/{draft}"] * (stop != "none")
         return cls(draft, growth, sampled, tuple(blocks), routed)
 
     @property
     def once(self) -> tuple[str, ...]:
         """Terms over (passes), charged once per round that drafts."""
-        return ((f"tree phase/{self.draft}",) if self.growth else ()) + (f"phase/{self.draft}",)
+        return (*self._of_trees("tree phase"), f"phase/{self.draft}")
 
     @property
     def per_pass(self) -> tuple[str, ...]:
         """Terms over (rows, context), charged per pass of the draft."""
-        growth = (f"{self.growth}/{self.draft}",) if self.growth else ()
         sampled = (f"sampled pass/{self.draft}",) if self.sampled else ()
-        return (f"pass/{self.draft}", *growth, *sampled, *self.blocks)
+        return (f"pass/{self.draft}", *self._of_trees(self.growth), *sampled, *self.blocks)
 
     @property
     def head(self) -> str:
@@ -86,13 +84,13 @@ class RoundKind(NamedTuple):
     @property
     def verification(self) -> tuple[str, ...]:
         """Terms over (rows, context) of the target's pass."""
-        after = (f"after/{self.draft}",) if self.draft else ()
-        return (
-            "target",
-            *(("tree target",) if self.growth else ()),
-            *(("sampled target",) if self.sampled else ()),
-            *after,
-        )
+        when = {
+            "target": True,
+            "tree target": self.growth,
+            "sampled target": self.sampled,
+            f"after/{self.draft}": self.draft,
+        }
+        return tuple(term for term, charged in when.items() if charged)
 
     @property
     def per_token(self) -> tuple[str, ...]:
@@ -102,7 +100,10 @@ class RoundKind(NamedTuple):
     @property
     def rest(self) -> tuple[str, ...]:
         """Constants of a round beside its phases."""
-        return ("round", *((f"tree round/{self.draft}",) if self.growth else ()))
+        return ("round", *self._of_trees("tree round"))
+
+    def _of_trees(self, term: str) -> tuple[str, ...]:
+        return (f"{term}/{self.draft}",) if self.growth else ()
 
 
 class Share(NamedTuple):
@@ -248,10 +249,8 @@ def round_costs(
     near = _by_place(_total(profile, (k.per_distribution,), contexts) for k in kinds)
     first = later - near * (rows - 1)  # a lag of any length makes one distribution
     counts = np.arange(1.0, GAMMA_LIMIT + 1)
-    once = np.append(
-        0.0,
-        sum((profile.seconds(term, passes=counts) for term in kind.once), np.zeros(len(counts))),
-    )
+    per_phase = [profile.seconds(term, passes=counts) for term in kind.once]
+    once = np.append(0.0, np.sum(per_phase, axis=0))
     if passes is None:
         beyond = once + np.maximum(0.0, np.append(0.0, counts) - 1) * later[:, 1:2]
     else:
@@ -263,9 +262,8 @@ def round_costs(
     if shortlist_s is not None:
         count = min(beyond.shape[1], shortlist_s.shape[-1])
         beyond = beyond[:, :count] + shortlist_s[..., :count]
-    return RoundCosts(
-        first, np.ascontiguousarray(beyond), verify, emitted, rest_s, passes is not None
-    )
+    beyond = np.ascontiguousarray(beyond)
+    return RoundCosts(first, beyond, verify, emitted, rest_s, passes is not None)
 
 
 def _by_place(tables: Iterable[FloatArray]) -> FloatArray:
@@ -280,11 +278,9 @@ def pass_seconds(
     """What a pass of a draft takes that makes a distribution of every one of its rows, float64
     [contexts, rows]."""
     near = _total(profile, (kind.per_distribution,), contexts)
-    return (
-        _total(profile, kind.per_pass, contexts, rows)
-        + _head_seconds(profile, kind.draft)
-        + near * rows
-    )
+    sizes = profile.shortlist_sizes(kind.draft, routed=False)  # where the head is priced apart
+    head_s = float(profile.seconds(f"head/{kind.draft}", rows=sizes[-1])) if sizes else 0.0
+    return _total(profile, kind.per_pass, contexts, rows) + head_s + near * rows
 
 
 def _total(
@@ -293,10 +289,8 @@ def _total(
     contexts: FloatArray,
     rows: FloatArray = ONE_ROW,
 ) -> FloatArray:
-    tables = (profile.terms[term] for term in terms if term in profile.terms)
-    return sum(
-        (table.grid(rows, contexts) for table in tables), np.zeros((len(contexts), len(rows)))
-    )
+    tables = (profile.terms[term].grid(rows, contexts) for term in terms if term in profile.terms)
+    return sum(tables, np.zeros((len(contexts), len(rows))))
 
 
 FREE: Final = RoundCosts(
@@ -317,14 +311,13 @@ def shortlist_seconds(profile: LatencyProfile, rule: ShortlistRule) -> FloatArra
     shortlists."""
     check_shortlists(profile, rule.draft)
     budgets = [rule.budget(t) for t in range(GAMMA_LIMIT)]
-    if rule.routing is None:
+    if rule.routing is not None:
+        clusters = rule.routing.clusters
+        mean = clusters.vocab / clusters.count
+        sizes = [mean * min(budget, clusters.count) for budget in budgets]
+    else:
         assert rule.frequencies is not None
         sizes = [float(rule.frequencies.size(budget)) for budget in budgets]
-    else:
-        clusters = rule.routing.clusters
-        sizes = [
-            clusters.vocab / clusters.count * min(budget, clusters.count) for budget in budgets
-        ]
     more = profile.shortlist_seconds(rule.draft, sizes, routed=rule.routing is not None)
     return np.append(0.0, np.cumsum(more))
 
@@ -345,12 +338,9 @@ def window_costs(
     them. Raises PolicyError where the profile has no costs for the policy's draft, or none of its
     trees.
     """
-    gammas = range(policy.gamma_max + 1)
-    kind = RoundKind.of(
-        policy,
-        tree=policy.is_tree
-        or (policy.draft not in profile.chain_drafts and policy.draft in profile.tree_drafts),
-    )
+    gammas, draft = range(policy.gamma_max + 1), policy.draft
+    head = draft not in profile.chain_drafts and draft in profile.tree_drafts
+    kind = RoundKind.of(policy, tree=policy.is_tree or head)
     drafted, passes = list(gammas), None
     if kind.growth:
         from spectune.runtime.trees.rules import compile_tree  # torch is imported here alone
@@ -358,14 +348,11 @@ def window_costs(
         rule = compile_tree(policy, sampled=sampled) if rules is None else rules[sampled]
         most = NODE_LIMIT if rule.top_n is None else min(rule.top_n, NODE_LIMIT)
         drafted = [min(rule.verified(g), most) for g in gammas]
-        rows = [[rule.step_width(g) for g in gammas[2:]]]
-        passes = Passes(
-            np.array(rows, dtype=np.int64), np.zeros(1, np.int64), np.array([int(sampled)])
-        )
+        rows = np.array([[rule.step_width(g) for g in gammas[2:]]], dtype=np.int64)
+        passes = Passes(rows, np.zeros(1, np.int64), np.array([int(sampled)]))
     more = None if shortlist is None else shortlist_seconds(profile, shortlist)
-    costs = round_costs(
-        profile, kind, np.array([profile.usual_context]), passes=passes, shortlist_s=more
-    )
+    usual = np.array([profile.usual_context])
+    costs = round_costs(profile, kind, usual, passes=passes, shortlist_s=more)
     rounds = [round_seconds(costs, int(sampled), 0, 0, 1, g, drafted[g], 0)[2] for g in gammas]
     last = policy.gamma_max
     if not last:
@@ -378,12 +365,8 @@ def window_costs(
 
 def token_seconds(profile: LatencyProfile, *, sampled: bool) -> float:
     """What is charged per emitted token beside rounds, at the usual context."""
-    return float(
-        sum(
-            profile.seconds(term, context=profile.usual_context)
-            for term in RoundKind(sampled=sampled).per_token
-        )
-    )
+    at, terms = profile.usual_context, RoundKind(sampled=sampled).per_token
+    return float(sum(profile.seconds(term, context=at) for term in terms))
 
 
 class StepLoad(NamedTuple):
@@ -477,15 +460,8 @@ def step_costs(profile: LatencyProfile, draft: str) -> StepCosts:
 
 
 def _surface(table: CostTable) -> Surface:
-    x = table.knots[0] if table.knots else (0.0,)
-    y = table.knots[1] if len(table.knots) > 1 else (0.0,)
+    x, y, *_ = (*table.knots, (0.0,), (0.0,))
     return Surface(np.array(x), np.array(y), np.array(table.seconds).reshape(len(x), len(y)))
-
-
-def _head_seconds(profile: LatencyProfile, draft: str) -> float:
-    """What a pass over the draft's whole output head takes, where that is priced apart."""
-    sizes = profile.shortlist_sizes(draft, routed=False)
-    return float(profile.seconds(f"head/{draft}", rows=sizes[-1])) if sizes else 0.0
 
 
 def check_priced(profile: LatencyProfile, kind: RoundKind) -> None:
@@ -501,12 +477,9 @@ def check_priced(profile: LatencyProfile, kind: RoundKind) -> None:
 
 def check_shortlists(profile: LatencyProfile, draft: str) -> None:
     """Raises PolicyError where a profile has no costs of a draft's shortlists."""
-    if not profile.shortlist_sizes(draft, routed=True):
-        known = (
-            ", ".join(d for d in profile.drafts if profile.shortlist_sizes(d, routed=True))
-            or "none"
-        )
+    priced = [d for d in profile.drafts if profile.shortlist_sizes(d, routed=True)]
+    if draft not in priced:
         raise PolicyError(
             f"the latency profile has no costs of shortlists for draft {draft!r} (it has: "
-            f"{known}); run `profile` again"
+            f"{', '.join(priced) or 'none'}); run `profile` again"
         )

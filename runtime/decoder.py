@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spectune.runtime.cache import view_of
-from spectune.runtime.cuda.pass_sizes import prepare_graphs
+from spectune.runtime.cuda.graphs import prepare_graphs
 from spectune.runtime.drafts.eagle import EagleDraft, Features
 from spectune.runtime.drafts.language_model import LanguageModelDraft
 from spectune.runtime.drafts.ngram import NgramDraft
@@ -85,9 +85,8 @@ class ModelBackend:
     def canonical_passes(self) -> int:
         """Canonical passes that its language models have made for near ties so far (a head's are
         mostly the target's)."""
-        return sum(
-            model.canonical_passes for model in (self.pair.target, *self.pair.drafts.values())
-        )
+        models = (self.pair.target, *self.pair.drafts.values())
+        return sum(model.canonical_passes for model in models)
 
     def choose(self, request: DecodeRequest, chooser: ChooserPlan) -> Plan:
         """The candidate for a request's prompt. The draft that reads the perplexity has then read
@@ -102,9 +101,8 @@ class ModelBackend:
         elif reader is not None:
             nats = self._readers[reader].begin_reading(ids, capacity + EXPANDED_LIMIT)
             self._awake.discard(reader)
-        chosen = chooser.of_prompt(
-            Prompt(self.pair.text(ids), len(ids), nats), request.max_new_tokens, request.sampling
-        )
+        prompt = Prompt(self.pair.text(ids), len(ids), nats)
+        chosen = chooser.of_prompt(prompt, request.max_new_tokens, request.sampling)
         if reader is not None and keeps_reading(chosen.policy, reader):
             self._read_ahead = request, reader
             self._awake.add(reader)
@@ -113,7 +111,7 @@ class ModelBackend:
     def begin(self, request: DecodeRequest, prepared: Plan) -> None:
         """Prefills the target, and the policy's draft where it speculates, with the prompt but for
         its last token."""
-        target, speculates = self.pair.target, prepared.policy.speculates
+        target, name = self.pair.target, prepared.policy.draft
         self._request, self._rounds = request, 0
         self._text = list(request.prompt_ids)
         self._capacity = len(self._text) + request.max_new_tokens + 1
@@ -123,16 +121,14 @@ class ModelBackend:
         self._awake = {ahead[1]} if ahead is not None and ahead[0] is request else set()
         self._process = self.pair.processor(len(self._text))
         target.reserve(self._capacity + NODE_LIMIT)
-        prepare_graphs(
-            self.pair, prepared, request.sampling, self._capacity, every=self.every_shape
-        )
+        prepare_graphs(self.pair, prepared, self._capacity, every=self.every_shape)
         if len(self._text) > 1:
             target.read(torch.tensor(self._text[:-1], device=target.device), 0)
         self._features.kept = False
-        if speculates and self._drafts[prepared.policy.draft].reads_features:
-            self._features.begin_prefilled(self._capacity, len(self._text) - 1)
-        if speculates:
-            self._wake(prepared.policy.draft)
+        if prepared.policy.speculates:
+            if self._drafts[name].reads_features:
+                self._features.begin_prefilled(self._capacity, len(self._text) - 1)
+            self._wake(name)
 
     def _wake(self, name: str) -> Draft:
         """The draft behind a name, after it has read the text but for its last token where it did
@@ -169,9 +165,11 @@ class ModelBackend:
         )
         return self._drafting.propose(self._text, gamma, limit, context)
 
-    def _target_text(self, request: DecodeRequest) -> TargetText:
-        return TargetText(
-            self.pair.target,
+    def verify(self, drafted: Drafted | None) -> Verified:
+        request, target, length = self._request, self.pair.target, len(self._text)
+        assert request is not None
+        text = TargetText(
+            target,
             self._text,
             request.sampling,
             self._noise,
@@ -179,27 +177,20 @@ class ModelBackend:
             self._process,
             widening(self.pair.settings),
         )
-
-    def verify(self, drafted: Drafted | None) -> Verified:
-        request, target = self._request, self.pair.target
-        assert request is not None
-        tokens, length = drafted.tokens if drafted else [], len(self._text)
         if drafted is not None and drafted.tree is not None:
-            logits = self._read_tree(drafted.tree)
-            verdict = verify_tree(self._target_text(request), logits, drafted.tree)
+            verdict = verify_tree(text, self._read_tree(drafted.tree), drafted.tree)
             self._path = verdict.path
             assert self._drafting is not None
             return replace(verdict, read=0) if self._drafting.reads_features else verdict
-        logits = target.chain(
-            ids_tensor([self._text[-1], *tokens], target.device), length - 1, logits=len(tokens) + 1
-        )
+        tokens, log_q = (drafted.tokens, drafted.log_q) if drafted else ([], [])
+        ids = ids_tensor([self._text[-1], *tokens], target.device)
+        logits = target.chain(ids, length - 1, logits=len(ids))
         if request.rejects:
-            log_q = drafted.log_q if drafted else []
             verdict = verify_rejection(
                 logits, length, tokens, log_q, request.sampling, request.seed, self._rounds
             )
         else:
-            verdict = verify_coupled(self._target_text(request), logits, tokens)
+            verdict = verify_coupled(text, logits, tokens)
         self._path = list(range(verdict.accepted))
         return verdict
 
@@ -288,10 +279,10 @@ class Decoder:
 
     def rounds(self, request: DecodeRequest) -> Iterator[Round]:
         """Streams the rounds of one request."""
-        for prepared in self.source.current().candidates:
-            policy = prepared.policy
+        plans = self.source.current().candidates
+        check_lossless(self.pair, (p.policy for p in plans), request.verifier, request.sampling)
+        for prepared in plans:
             self.backend.shortlists(prepared)  # refuses what does not fit before the first token
-            check_lossless(self.pair, [policy], request.verifier, request.sampling)
         return decode_rounds(self.backend, request, self.source, self.clock, self.sessions)
 
     def decode(
@@ -311,22 +302,18 @@ class Decoder:
             finish = item.finish
         seconds = self.clock() - began
         assert finish is not None
-        return Decoded(
-            Trajectory(
-                request_id=request.id,
-                category=category,
-                prompt_ids=np.asarray(request.prompt_ids, dtype=np.int32),
-                output_ids=np.asarray(output, dtype=np.int32),
-                sampling=request.sampling,
-                max_new_tokens=request.max_new_tokens,
-                finish=finish,
-                verifier=request.verifier,
-                stop_strings=stop_strings,
-            ),
-            tuple(steps),
-            seconds,
-            tuple(plans),
+        trajectory = Trajectory(
+            request_id=request.id,
+            category=category,
+            prompt_ids=np.asarray(request.prompt_ids, dtype=np.int32),
+            output_ids=np.asarray(output, dtype=np.int32),
+            sampling=request.sampling,
+            max_new_tokens=request.max_new_tokens,
+            finish=finish,
+            verifier=request.verifier,
+            stop_strings=stop_strings,
         )
+        return Decoded(trajectory, tuple(steps), seconds, tuple(plans))
 
 
 def check_lossless(
@@ -351,29 +338,25 @@ def prepare_for(
     profile: LatencyProfile | None = None,
     version: int = 0,
     artifacts: Artifacts | None = None,
-    sampling: Sampling | None = None,
 ) -> AnyPlan:
     """:func:`runtime.policies.prepare.prepare` for a loaded pair, with everything done that its
     first rounds would otherwise wait for: a shortlist's weights are cut out, and the quickest ways
-    to multiply them measured; on CUDA the graphs that rounds at ``sampling`` (None: any) can need
-    are captured. It may run in another thread than decoding does.
+    to multiply them measured; on CUDA the graphs that rounds can need are captured. It may run in
+    another thread than decoding does.
 
     Raises PolicyError as ``prepare``, and for a router of another head.
     """
     plan = prepare(policy, pair.draft_names, profile=profile, version=version, artifacts=artifacts)
     if isinstance(plan, ChooserPlan):
-        plans = {name: _made_aside(pair, p, sampling) for name, p in plan.plans.items()}
-        return replace(plan, plans=plans)
-    return _made_aside(pair, plan, sampling)
+        return replace(plan, plans={name: _aside(pair, p) for name, p in plan.plans.items()})
+    return _aside(pair, plan)
 
 
-def _made_aside(pair: LoadedPair, prepared: Plan, sampling: Sampling | None) -> Plan:
-    prepare_graphs(pair, prepared, sampling)
-    return (
-        prepared
-        if prepared.shortlist is None
-        else replace(prepared, shortlists=warmed_shortlists(pair, prepared))
-    )
+def _aside(pair: LoadedPair, prepared: Plan) -> Plan:
+    prepare_graphs(pair, prepared)
+    if prepared.shortlist is None:
+        return prepared
+    return replace(prepared, shortlists=warmed_shortlists(pair, prepared))
 
 
 def warmed_shortlists(pair: LoadedPair, prepared: Plan) -> Shortlists:

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import math
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.functional import pad
 
 from spectune.runtime import near_ties
 from spectune.runtime.policies.jit import compiled
@@ -16,37 +16,9 @@ from spectune.runtime.sampling import kept, scaled
 from spectune.runtime.trees.grow import Codes, DistributionRows
 from spectune.traces.schema import TOP_ENTROPY, TREE_CODE_MAX, TREE_SCALE, Sampling
 
-_BLOCK: Final = 64
-_LONG_ROW: Final = 8192
 _LEAST, _MOST = 0.4, TREE_CODE_MAX + 0.4
 """Bounds of scaled values: inside them the code does not change, and the only borders near are
 those between two codes."""
-
-
-def best_of(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and indices int64 [n, count] of the largest of each row of ``x`` float [n, vocab],
-    descending.
-
-    On a CPU and over long rows by blocks: the ``count`` blocks with the largest maxima hold them
-    all, which takes a third of ``topk``'s time.
-    """
-    rows, vocab = x.shape
-    blocks = vocab // _BLOCK
-    if x.device.type != "cpu" or vocab < _LONG_ROW or count >= blocks // 4:
-        best = x.topk(count, dim=-1)
-        return best.values, best.indices
-    blocked = x[:, : blocks * _BLOCK].view(rows, blocks, _BLOCK)
-    inside = blocked.amax(-1).topk(count, dim=-1, sorted=False).indices
-    places = (inside[..., None] * _BLOCK + torch.arange(_BLOCK)).flatten(1)
-    values = x.gather(-1, places)
-    if blocks * _BLOCK < vocab:
-        rest = torch.arange(blocks * _BLOCK, vocab).expand(rows, -1)
-        places, values = (
-            torch.cat([places, rest], 1),
-            torch.cat([values, x[:, blocks * _BLOCK :]], 1),
-        )
-    best = values.topk(count, dim=-1)
-    return best.values, places.gather(-1, best.indices)
 
 
 def read_distributions(
@@ -72,40 +44,36 @@ def read_distributions(
     and the distributions are over this shortlist; children beyond its size do not exist.
     """
     if ids is not None:
-        logits, noise, ids = _to_width(
-            logits, None if noise is None else noise.index_select(-1, ids), ids, width
-        )
+        noise = None if noise is None else noise.index_select(-1, ids)
+        if (missing := width - ids.shape[0]) > 0:  # filled up with tokens of probability 0
+            logits = pad(logits, (0, missing), value=-math.inf)
+            noise = None if noise is None else pad(noise, (0, missing))
+            ids = pad(ids, (0, missing))
     (n, vocab), device = logits.shape, logits.device
     width = min(width, vocab)
-    x = scaled(logits, sampling)
-    near_filter = None
+    x, near_filter = scaled(logits, sampling), None
     if (mask := kept(x, sampling)) is not None:
         near_filter = near_ties.near_membership(x, sampling) if exact else None
         x = x.masked_fill(~mask, -math.inf)
     perturbed = x if noise is None or by_probability else x + noise
-    scores, tokens = best_of(perturbed, min(width + 1, vocab))
+    scores, tokens = perturbed.topk(min(width + 1, vocab), dim=-1)
     tokens = tokens[:, :width]
     q = x.softmax(-1) if reads_logp or entropy else None
     nats = q.gather(-1, tokens).log_().neg_() if q is not None and reads_logp else None
     logp, gap, near = _child_codes(scores, nats, reads_gap, width, sampling, exact)
-    count = (
-        torch.isfinite(scores[:, :width]).sum(-1)
-        if mask is not None or ids is not None
-        else torch.full((n,), width, device=device)
-    )
+    if mask is None and ids is None:
+        count = torch.full((n,), width, device=device)
+    else:
+        count = torch.isfinite(scores[:, :width]).sum(-1)
     of_entropy = of_top = torch.zeros(n, dtype=torch.int64, device=device)
-    near_entropy = (
-        torch.zeros(n, dtype=torch.bool, device=device)
-        if exact and (entropy or top_entropy)
-        else None
-    )
+    looks = exact and (entropy or top_entropy)
+    near_entropy = torch.zeros(n, dtype=torch.bool, device=device) if looks else None
     if entropy and q is not None:
         of_entropy, near_entropy = _entropy_code(q, near_entropy, sampling)
     if top_entropy:
         most = min(TOP_ENTROPY, vocab)
-        best = (
-            scores[:, :most] if perturbed is x and scores.shape[1] >= most else best_of(x, most)[0]
-        )
+        listed = perturbed is x and scores.shape[1] >= most
+        best = scores[:, :most] if listed else x.topk(most, dim=-1).values
         of_top, near_entropy = _entropy_code(best.softmax(-1), near_entropy, sampling)
     if near is None and (near_entropy is not None or near_filter is not None):
         near = torch.zeros((n, width), dtype=torch.bool, device=device)
@@ -124,7 +92,7 @@ def _entropy_code(
     q: torch.Tensor, near: torch.Tensor | None, sampling: Sampling
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Codes of the entropies of ``q`` [n, any], int64 [n], and ``near``, bool [n], with their near
-    ties."""
+    ties (None: these are not looked for)."""
     scale = _scaled(torch.special.entr(q).sum(-1))
     return scale.long(), None if near is None else near | near_ties.near_tree_code(scale, sampling)
 
@@ -145,26 +113,17 @@ def _child_codes(
     """
     if fused(scores.device):
         n, margin = len(scores), near_ties.grown(near_ties.TREE, sampling)
-        near, (logp, gap) = (
-            np.empty((n, width), dtype=np.bool_),
-            np.empty((2, n, width), dtype=np.int64),
-        )
+        near = np.empty((n, width), dtype=np.bool_)
+        logp, gap = np.empty((2, n, width), dtype=np.int64)
         given = scores.numpy()
+        read = given if nats is None else nats.numpy()
         found = _codes_of_children(
-            given,
-            given if nats is None else nats.numpy(),
-            logp,
-            gap,
-            near,
-            nats is not None,
-            reads_gap,
-            margin,
+            given, read, logp, gap, near, nats is not None, reads_gap, margin
         )
-        read = torch.from_numpy
         return (
-            None if nats is None else read(logp),
-            read(gap) if reads_gap else None,
-            read(near) if found and exact else None,
+            None if nats is None else torch.from_numpy(logp),
+            torch.from_numpy(gap) if reads_gap else None,
+            torch.from_numpy(near) if found and exact else None,
         )
     marks = near_ties.near_order(scores, width, sampling) if exact else None
     codes_of: list[torch.Tensor | None] = []
@@ -174,22 +133,6 @@ def _child_codes(
         if scale is not None and marks is not None:
             marks = marks | near_ties.near_tree_code(scale, sampling)
     return codes_of[0], codes_of[1], marks
-
-
-def _to_width(
-    logits: torch.Tensor, noise: torch.Tensor | None, ids: torch.Tensor, width: int
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """A shortlist smaller than ``width`` filled up with tokens of probability 0: logits [n, width],
-    noise [.., width], ids [width]."""
-    missing = width - ids.shape[0]
-    if missing <= 0:
-        return logits, noise, ids
-    pad = torch.nn.functional.pad
-    return (
-        pad(logits, (0, missing), value=-math.inf),
-        None if noise is None else pad(noise, (0, missing)),
-        pad(ids, (0, missing)),
-    )
 
 
 def fused(device: torch.device) -> bool:

@@ -50,8 +50,7 @@ class FileHashes:
         known = self._known.get(key)
         if known is not None and known[0] == state:
             return known[1]
-        began = self._clock()
-        digest = self._digest(file)
+        began, digest = self._clock(), self._digest(file)
         if _state(file) == state and max(state[1:3]) + RACY_NS < began:
             self._known[key] = state, digest
             if large:
@@ -63,30 +62,24 @@ class FileHashes:
             return hashlib.file_digest(content, "sha256").hexdigest()
 
     def _read(self) -> dict[str, tuple[State, str]]:
-        try:
-            found = (
-                json.loads(self._cache.read_text(encoding="utf-8"))["files"] if self._cache else {}
-            )
+        # A damaged one fails in more ways than can be listed.
+        with contextlib.suppress(Exception):
+            found = json.loads((self._cache or Path()).read_text(encoding="utf-8"))["files"]
             return {
                 key: ((int(size), int(mtime), int(ctime), int(inode)), str(digest))
                 for key, (size, mtime, ctime, inode, digest) in found.items()
             }
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return {}
+        return {}
 
     def _write(self, key: str) -> None:
         if self._cache is None:
             return
-        files = self._read() | {key: self._known[key]}
-        document = {
-            "files": {
-                name: [*state, digest] for name, (state, digest) in files.items() if is_file(name)
-            }
-        }
+        known = (self._read() | {key: self._known[key]}).items()
+        files = {name: [*state, digest] for name, (state, digest) in known if is_file(name)}
         with contextlib.suppress(OSError):
             self._cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with replacing(self._cache) as file:
-                file.write(json.dumps(document).encode())
+                file.write(json.dumps({"files": files}).encode())
 
 
 def _state(file: Path) -> State:

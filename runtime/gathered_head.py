@@ -22,7 +22,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final, cast
 
 import numba
@@ -35,22 +35,13 @@ from torch import Tensor
 from spectune.runtime.cuda.kernel import gathered_logits, kernel_runs, power_of_two
 from spectune.traces.errors import PolicyError
 
-Sums = Callable[
-    [
-        npt.NDArray[np.float32],
-        npt.NDArray[np.float32],
-        npt.NDArray[np.int64],
-        npt.NDArray[np.float32],
-    ],
-    int,
-]
+FloatArray = npt.NDArray[np.float32]
+Sums = Callable[[FloatArray, FloatArray, npt.NDArray[np.int64], FloatArray], int]
 
-MEASURED_SECONDS: Final = 0.02
-"""Time that the fastest way is measured for, about; every way is called three times at least and
-:data:`MEASURED_CALLS` times at most, beside a first call that does not count."""
-MEASURED_CALLS: Final = 15
+MEASURED_TURNS: Final = 5
+"""Calls that each way is measured by, beside a first one that does not count."""
 HOPELESS: Final = 2.0
-"""Ways this many times slower than the best after three calls are not measured further."""
+"""Ways this many times slower than the best are not measured further."""
 
 
 class GatheredHead:
@@ -66,12 +57,11 @@ class GatheredHead:
         self.vocab_size, self.hidden_size = self.weight.shape
         self.device, self.dtype = weight.device, weight.dtype
         self._float_bias = None if self.bias is None else self.bias.float()
-        self._buffer = self.weight.new_empty(0, self.hidden_size)
         sums = self.device.type == "cpu" and self.dtype == torch.float32
         self._rows = self.weight.numpy() if sums else None
         self._every = torch.arange(self.vocab_size) if sums else torch.zeros(0, dtype=torch.int64)
         compiled = ("compiled",) if sums else ()
-        kernel = ("kernel",) if kernel_runs(self.device) else ()
+        kernel = ("kernel",) if kernel_runs(self.device, self.hidden_size) else ()
         self.ways: tuple[str, ...] = (*compiled, *kernel, "gather", "full")
 
     def over(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
@@ -81,7 +71,9 @@ class GatheredHead:
         Raises PolicyError, or what torch raises, for ids beyond the matrix; on CUDA ids are not
         checked, which would wait for it."""
         way = self.fastest(len(hidden), None if ids is None else len(ids))
-        return self._over(self._cast(hidden), ids, way)
+        if hidden.requires_grad or hidden.dtype != self.dtype or not hidden.is_contiguous():
+            hidden = hidden.detach().to(self.dtype).contiguous()
+        return self._over(hidden, ids, way)
 
     def fastest(self, rows: int, count: int | None = None) -> str:
         """The way that is fastest for ``rows`` hidden states and ``count`` tokens (None: all).
@@ -91,28 +83,26 @@ class GatheredHead:
         milliseconds, so ask for what will be needed before it is. Random number streams of torch
         are left alone. While a CUDA graph is captured nothing is measured, and what was not
         measured is the kernel (else ``gather``)."""
-        ways = (
-            self.ways
-            if count is not None
-            else tuple(w for w in self.ways if w in ("compiled", "full"))
-        )
+        ways = self.ways
+        if count is None:
+            ways = tuple(w for w in ways if w in ("compiled", "full"))
         if len(ways) == 1:
             return ways[0]
         rows = power_of_two(rows)
         count = None if count is None else min(self.vocab_size, power_of_two(count))
-        key = (
-            self.device,
-            self.dtype,
-            self.weight.shape,
-            torch.get_num_threads(),
-            ways,
-            rows,
-            count,
-        )
+        threads = torch.get_num_threads()
+        key = self.device, self.dtype, self.weight.shape, threads, ways, rows, count
         if key not in _measured:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return "kernel" if "kernel" in ways else "gather"
-            _measured[key] = quickest(self._trials(ways, rows, count), self.device)
+            generator, ids = torch.Generator().manual_seed(0), None
+            hidden = torch.randn(rows, self.hidden_size, generator=generator)
+            hidden = hidden.to(self.device, self.dtype)
+            if count is not None:
+                some = torch.randperm(self.vocab_size, generator=generator)[:count]
+                ids = some.sort().values.to(self.device)
+            calls = {way: functools.partial(self._over, hidden, ids, way) for way in ways}
+            _measured[key] = quickest(calls, self.device)
         return _measured[key]
 
     def warm(self, rows: int, counts: tuple[int, int] | None = None) -> None:
@@ -125,35 +115,10 @@ class GatheredHead:
         for n, count in itertools.product(_powers(1, rows), sizes):
             if self.fastest(n, count) != "kernel" or count is None:
                 continue
-            for m, size in itertools.product(
-                {n, max(1, n - 1)}, {count, max(1, count - 1)}
-            ):  # Triton tells multiples of 16
+            # Triton tells multiples of 16.
+            for m, size in itertools.product({n, max(1, n - 1)}, {count, max(1, count - 1)}):
                 hidden = torch.zeros(m, self.hidden_size, dtype=self.dtype, device=self.device)
                 self.over(hidden, torch.arange(size, device=self.device))
-
-    def _trials(
-        self, ways: Sequence[str], rows: int, count: int | None
-    ) -> dict[str, Callable[[], object]]:
-        """Calls of each way on ``rows`` random hidden states and ``count`` random tokens (None:
-        all)."""
-        generator = torch.Generator().manual_seed(0)
-        hidden = torch.randn(rows, self.hidden_size, generator=generator).to(
-            self.device, self.dtype
-        )
-        ids = None
-        if count is not None:
-            ids = (
-                torch.randperm(self.vocab_size, generator=generator)[:count]
-                .sort()
-                .values.to(self.device)
-            )
-        return {way: functools.partial(self._over, hidden, ids, way) for way in ways}
-
-    def _cast(self, hidden: Tensor) -> Tensor:
-        """``hidden`` [n, d], contiguous, in the weights' dtype."""
-        if hidden.requires_grad or hidden.dtype != self.dtype or not hidden.is_contiguous():
-            return hidden.detach().to(self.dtype).contiguous()
-        return hidden
 
     def _over(self, hidden: Tensor, ids: Tensor | None, way: str) -> Tensor:
         """Float32 [n, len(ids)] (None: of all tokens)."""
@@ -162,24 +127,13 @@ class GatheredHead:
         if way == "compiled":
             out = self._sums(hidden, self._every if ids is None else ids)
         elif way == "gather" and ids is not None:
-            out = F.linear(hidden, self._gathered(ids)).float()
+            out = F.linear(hidden, self.weight.index_select(0, ids)).float()
         else:
             out = F.linear(hidden, self.weight)
             out = (out if ids is None else out.index_select(1, ids)).float()
         if self._float_bias is None:
             return out
         return out.add_(self._float_bias if ids is None else self._float_bias[ids])
-
-    def _gathered(self, ids: Tensor) -> Tensor:
-        """Rows ``ids``. On the CPU into a buffer that grows; elsewhere torch's allocator is such a
-        buffer, and safe to capture."""
-        if self.device.type != "cpu":
-            return self.weight.index_select(0, ids)
-        if len(self._buffer) < len(ids):
-            self._buffer = self.weight.new_empty(len(ids), self.hidden_size)
-        rows = self._buffer[: len(ids)]
-        torch.index_select(self.weight, 0, ids, out=rows)
-        return rows
 
     def _sums(self, hidden: Tensor, ids: Tensor) -> Tensor:
         assert self._rows is not None
@@ -192,47 +146,30 @@ class GatheredHead:
         return out
 
 
-# -- choosing a way --------------------------------------------------------------------------------
-
 _measured: dict[tuple[Any, ...], str] = {}
 
 
 def _powers(least: int, most: int) -> list[int]:
     """What :func:`power_of_two` makes of the numbers from ``least`` to ``most``."""
-    return [
-        1 << bits
-        for bits in range(power_of_two(least).bit_length() - 1, power_of_two(most).bit_length())
-    ]
+    first, last = (power_of_two(n).bit_length() for n in (least, most))
+    return [1 << bits for bits in range(first - 1, last)]
 
 
 def quickest(ways: Mapping[str, Callable[[], object]], device: torch.device) -> str:
-    """The name whose call takes least time on ``device``: the shortest of several, taken in turns
-    (:data:`MEASURED_SECONDS`, :data:`HOPELESS`), which a busy machine disturbs less than a mean."""
-
-    def timed(way: str) -> float:
-        began = time.perf_counter()
-        ways[way]()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - began
-
-    for way in ways:
-        timed(way)
+    """The name whose call takes least time on ``device``: the shortest of several, taken in turns,
+    which a busy machine disturbs less than a mean."""
     times = dict.fromkeys(ways, math.inf)
-
-    def turns(running: Sequence[str], calls: int) -> float:
-        for _ in range(calls):
-            for way in running:
-                times[way] = min(times[way], timed(way))
-        return min(times.values())
-
-    best = turns(list(ways), 3)
-    hopeful = [way for way in ways if times[way] <= HOPELESS * best]
-    turns(hopeful, min(MEASURED_CALLS, int(MEASURED_SECONDS / max(1e-9, best))) - 3)
+    for turn in range(MEASURED_TURNS + 1):
+        for way in ways:
+            if turn > 1 and times[way] > HOPELESS * min(times.values()):
+                continue
+            began = time.perf_counter()
+            ways[way]()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if turn:
+                times[way] = min(times[way], time.perf_counter() - began)
     return min(ways, key=lambda way: times[way])
-
-
-# -- sums on the CPU -------------------------------------------------------------------------------
 
 
 def _reassociated(function: Callable[..., int]) -> Sums:
@@ -250,10 +187,7 @@ def _reassociated(function: Callable[..., int]) -> Sums:
 
 @_reassociated
 def _sums(
-    weight: npt.NDArray[np.float32],
-    hidden: npt.NDArray[np.float32],
-    ids: npt.NDArray[np.int64],
-    out: npt.NDArray[np.float32],
+    weight: FloatArray, hidden: FloatArray, ids: npt.NDArray[np.int64], out: FloatArray
 ) -> int:
     """out[i, j] = hidden[i] . weight[ids[j]]; the first j whose id is no row, before anything is
     written, or -1.

@@ -27,49 +27,21 @@ Process = Callable[["torch.Tensor", list[int]], "torch.Tensor"]
 """Float32 logits [vocab] after a prefix, as the settings change them."""
 
 APPLIED: Final = (
-    "sequence_bias",
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "bad_words_ids",
-    "min_length",
-    "min_new_tokens",
-    "suppress_tokens",
-    "begin_suppress_tokens",
+    *("sequence_bias", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids"),
+    *("min_length", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens"),
 )
 """In the order in which ``generate`` applies them."""
 REFUSED: Final = (
-    *(
-        "constraints",
-        "diversity_penalty",
-        "dola_layers",
-        "encoder_no_repeat_ngram_size",
-        "encoder_repetition_penalty",
-    ),
-    *(
-        "exponential_decay_length_penalty",
-        "force_words_ids",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "guidance_scale",
-    ),
-    *(
-        "num_beam_groups",
-        "num_beams",
-        "penalty_alpha",
-        "stop_strings",
-        "token_healing",
-        "watermarking_config",
-    ),
+    *("constraints", "diversity_penalty", "dola_layers", "encoder_no_repeat_ngram_size"),
+    *("encoder_repetition_penalty", "exponential_decay_length_penalty", "force_words_ids"),
+    *("forced_bos_token_id", "forced_eos_token_id", "guidance_scale", "num_beam_groups"),
+    *("num_beams", "penalty_alpha", "stop_strings", "token_healing", "watermarking_config"),
 )
 REFUSED_SAMPLED: Final = ("epsilon_cutoff", "eta_cutoff", "min_p", "top_h", "typical_p")
 """Refused above temperature 0; greedy texts do not depend on them."""
 _ONES: Final = (
-    "encoder_repetition_penalty",
-    "guidance_scale",
-    "num_beam_groups",
-    "num_beams",
-    "repetition_penalty",
-    "typical_p",
+    *("encoder_repetition_penalty", "guidance_scale", "num_beam_groups", "num_beams"),
+    *("repetition_penalty", "typical_p"),
 )
 """Settings that ask for nothing at 1; the others do at 0."""
 
@@ -77,9 +49,7 @@ _ONES: Final = (
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """What of a generation_config would change a text, by name."""
     known = {name: config.get(name) for name in (*APPLIED, *REFUSED, *REFUSED_SAMPLED)}
-    return {
-        name: value for name, value in known.items() if value and not (name in _ONES and value == 1)
-    }
+    return {n: value for n, value in known.items() if value and not (n in _ONES and value == 1)}
 
 
 def check(settings: Settings, *, greedy: bool, verifier: Verifier = "coupled") -> None:
@@ -131,12 +101,8 @@ def processor(
         ),
     }
     if not eos_ids:
-        settings = {
-            name: value
-            for name, value in settings.items()
-            if name not in ("min_length", "min_new_tokens")
-        }
-    steps = [build[name](settings[name]) for name in APPLIED if name in settings]
+        del build["min_length"], build["min_new_tokens"]
+    steps = [make(settings[name]) for name, make in build.items() if name in settings]
     if not steps:
         return None
 

@@ -45,11 +45,9 @@ class LoadedPair(Texts):
     def processor(self, prompt_tokens: int) -> Process | None:
         """What changes the target's logits for a request whose prompt has ``prompt_tokens`` tokens;
         None: nothing."""
-        return (
-            processor(self.settings, prompt_tokens, self.eos_ids, self.device)
-            if self.settings
-            else None
-        )
+        if not self.settings:
+            return None
+        return processor(self.settings, prompt_tokens, self.eos_ids, self.device)
 
     @property
     def exact(self) -> bool:
@@ -129,17 +127,15 @@ def load_pair(
             )
         check_tokenizer(name, path, tokenizer)
         loaded[name] = model
+    small = where.type == "cpu" and target.num_parameters < SMALL
+    if threads is None and small and "OMP_NUM_THREADS" not in os.environ:
+        threads = 1
     if threads is not None:
         torch.set_num_threads(threads)
-    elif (
-        where.type == "cpu"
-        and "OMP_NUM_THREADS" not in os.environ
-        and target.num_parameters < SMALL
-    ):
-        torch.set_num_threads(1)
     target.taps = tuple(sorted({tap for head in heads.values() for tap in head.taps}))
     with translated(f"target: eos_token_id of {spec.target}"):
-        eos = _eos(target, tokenizer)
+        eos = getattr(target.model.generation_config, "eos_token_id", None)
+        eos = ends_of(tokenizer.eos_token_id if eos is None else eos)
     pair = LoadedPair(spec, target, loaded, tokenizer, eos, heads, spec.settings)
     with translated(f"target: generation_config of {spec.target}"):
         if (process := pair.processor(1)) is not None:  # values that it does not take are told here
@@ -151,12 +147,3 @@ def load_pair(
     if wanted(where):
         use_graphs((target, *pair.models.values()), CudaRecorder())
     return pair
-
-
-def _eos(target: CausalModel, tokenizer: Any) -> frozenset[int]:
-    eos = getattr(target.model.generation_config, "eos_token_id", None)
-    if eos is None:
-        eos = tokenizer.eos_token_id
-    if eos is None:
-        return frozenset()
-    return ends_of(eos)

@@ -200,10 +200,8 @@ def _cut(
     """What the text keeps of a round's tokens, and how it has ended, if it has."""
     eos = next((i for i, token in enumerate(tokens) if token in request.eos_ids), None)
     tokens = tokens if eos is None else tokens[: eos + 1]
-    if request.ends_at is not None:
-        end = request.ends_at(output, tokens)
-        if end is not None:
-            return tokens[:end], "stop"
+    if request.ends_at is not None and (end := request.ends_at(output, tokens)) is not None:
+        return tokens[:end], "stop"
     if eos is not None:
         return tokens, "eos"
     return tokens, "length" if len(output) + len(tokens) >= request.max_new_tokens else None

@@ -1,15 +1,16 @@
 """Loading causal language models and running passes over their slot caches.
 
-A :class:`CausalModel` is a transformers model with our attention, one slot cache, and three kinds
-of pass: ``chain`` (tokens that follow each other), ``scattered`` (tokens anywhere, under the
-caller's mask) and ``canonical`` (a whole prefix without cache, the arbiter of near ties: a function
-of the prefix alone, whatever shapes decoding has used). Passes named ``.._states`` leave the output
-head out, for drafts that evaluate a part of it (:mod:`runtime.shortlists`).
+A :class:`SlotModel` makes two kinds of pass over its cache: tokens that follow each other, and
+tokens anywhere under the caller's mask. A :class:`CausalModel` is a transformers model with our
+attention; its *canonical* pass reads a whole prefix without cache, and is the arbiter of near ties:
+a function of the prefix alone, whatever shapes decoding has used. Methods named ``.._states`` leave
+the output head out, for drafts that evaluate a part of it (:mod:`runtime.shortlists`).
 """
 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
@@ -25,13 +27,13 @@ from transformers.utils import logging as transformers_logging
 
 from spectune.runtime import attention
 from spectune.runtime.attention import causal_mask
-from spectune.runtime.cache import SlotCache, SlotLayer, view_of
+from spectune.runtime.cache import SlotCache, view_of
 from spectune.runtime.pair import expanded, is_local, model_config, translated
 from spectune.runtime.shortlists import OutputHead
 from spectune.traces.errors import PairError
 
 if TYPE_CHECKING:
-    from spectune.runtime.cuda.graphs import Outputs, PassGraphs
+    from spectune.runtime.cuda.graphs import PassGraphs
 
 CHUNK = 512
 """Longest pass over a prompt; longer ones are cut so that masks stay small."""
@@ -56,28 +58,155 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return DTYPES[dtype]
 
 
-class _Tapped(threading.local):
-    """Hidden states of the taps of the last pass in this thread: passes are captured aside while
-    another thread decodes."""
+class SlotModel(ABC):
+    """A model over its slot cache. Logits are float32 over the target's vocabulary, whatever the
+    weights' dtype.
+
+    ``first_slot``: no token stands in a slot before it. ``token_ids`` int64 [rows]: the target's
+    ids of the output head's rows (None: row i is token i); other tokens get a logit of -inf.
+    ``graphs`` replays the passes that it has captured (:mod:`runtime.cuda.graphs`); None: all run
+    eagerly.
+    """
+
+    graphs: PassGraphs | None = None
+    first_slot = 0
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+
+    def __init__(
+        self,
+        name: str,
+        weights: list[nn.Parameter],
+        embed: nn.Module,
+        lm_head: nn.Module,
+        num_layers: int,
+        token_ids: Tensor | None = None,
+    ) -> None:
+        self.name, self.device, self.dtype = name, weights[0].device, weights[0].dtype
+        self.num_parameters = sum(p.numel() for p in weights)
+        self.num_layers, self.cache = num_layers, SlotCache(num_layers)
+        self._embed, self._lm_head, self._token_ids = embed, lm_head, token_ids
+        self._positions = torch.zeros(0, dtype=torch.int64, device=self.device)
+        self._tapped: dict[int, Tensor] = {}
+
+    def reserve(self, tokens: int) -> None:
+        """Makes room for sequences of ``tokens``; forgets the cache if it must grow."""
+        self.cache.reserve(tokens)
+        if len(self._positions) < self.cache.capacity:
+            self._positions = torch.arange(self.cache.capacity, device=self.device)
+
+    @abstractmethod
+    def over(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        cache: Cache,
+        hidden: Tensor | None,
+        own: bool,
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """A pass of n tokens under ``mask`` bool [n, view] (None: causal) over a cache that knows
+        where it writes: the last hidden states and those of the taps, [n, hidden_size] each.
+        ``hidden`` [n, :meth:`fed`] is what the pass takes beside its tokens."""
+
+    def fed(self, own: bool) -> int:
+        """Width of the hidden states that a pass takes beside its tokens: 0, none. ``own``: those
+        that the model gave itself."""
+        return 0
+
+    def state(self, out: Tensor) -> Tensor:
+        """What the output head reads of hidden states [n, hidden_size] that a pass gave."""
+        return out
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """Input embeddings of ``ids`` (int64 [n]), [n, embedding size]."""
+        out: Tensor = self._embed(ids)
+        return out
+
+    @cached_property
+    def output(self) -> OutputHead:
+        """The output head, to be evaluated in part."""
+        return OutputHead(self._lm_head, self._token_ids)
+
+    def head(self, out: Tensor) -> Tensor:
+        """Float32 logits [n, vocab] of hidden states [n, hidden_size] that a pass gave."""
+        logits: Tensor = self._lm_head(self.state(out)).float()
+        if self._token_ids is None:
+            return logits
+        full = logits.new_full((logits.shape[0], self.vocab_size), -torch.inf)
+        return full.index_copy_(1, self._token_ids, logits)
+
+    def _chain(
+        self,
+        ids: Tensor,
+        start: int,
+        *,
+        logits: int,
+        hidden: Tensor | None = None,
+        own: bool = False,
+        replays: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`run` for tokens that follow each other at slots and positions ``start ..``, each
+        of which sees the slots up to its own."""
+        stop = start + len(ids)
+        slots, view, mask = self._positions[start:stop], view_of(stop), None
+        replays = replays and self.graphs is not None
+        # The first tokens of a text are all that they read: their pass needs no mask.
+        if view > len(ids) or self.first_slot or replays:
+            mask = causal_mask(start, stop, view, self.device)
+            if self.first_slot:
+                mask[:, : self.first_slot] = False
+        return self.run(
+            ids, slots, slots, mask, logits=logits, hidden=hidden, own=own, replays=replays
+        )
+
+    def run(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        mask: Tensor | None,
+        *,
+        logits: int | None = None,
+        hidden: Tensor | None = None,
+        own: bool = False,
+        replays: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Runs n tokens at given positions and slots under ``mask`` (bool [n, view], view a
+        multiple of 64; None: causal), by a captured pass where there is one of its shape and
+        ``replays``. Float32 logits of the last ``logits`` tokens (None: of all) and the last hidden
+        states of all, [n, hidden_size]."""
+        n = len(ids)
+        first = 0 if logits is None else n - logits
+        if self.graphs is not None and replays and mask is not None:
+            found = self.graphs.run(first < n, own, ids, positions, slots, mask, hidden)
+            if found is not None:
+                self._tapped = found.taps
+                return found.logits[first:].clone(), found.states.clone()  # they are static
+        self.cache.place(slots, n if mask is None else mask.shape[1])
+        states, self._tapped = self.over(ids, positions, mask, self.cache.cache, hidden, own)
+        none = states.new_zeros(0, dtype=torch.float32)
+        return self.head(states[first:]) if first < n else none, states
+
+
+class _Hooked(threading.local):
+    """Where hooks put the hidden states of the pass in hand: passes are captured aside while
+    another thread decodes. ``last``: the tap at which the pass ends, as nothing after it is asked
+    for."""
 
     def __init__(self) -> None:
-        self.rows: dict[int, torch.Tensor] = {}
+        self.rows: dict[int, Tensor] = {}
         self.last: int | None = None
-        """The tap at which a pass ends, as nothing after it is asked for."""
 
 
 class _Read(Exception):
     """Ends a pass at its last tap."""
 
 
-class CausalModel:
-    """One loaded model. Logits are float32 whatever the weights' dtype.
+class CausalModel(SlotModel):
+    """One loaded language model. ``canonical_passes`` counts."""
 
-    ``graphs`` replays the passes that it has captured (:mod:`runtime.cuda.graphs`); None: all run
-    eagerly. ``canonical_passes`` counts.
-    """
-
-    graphs: PassGraphs | None = None
     canonical_passes = 0
 
     def __init__(self, model: Any, name: str) -> None:
@@ -91,30 +220,17 @@ class CausalModel:
                 f"{name}: models with sliding-window or soft-capped attention are not supported yet"
             )
         model.set_attn_implementation(attention.NAME)
-        self.model = model.eval().requires_grad_(
-            False
-        )  # so that no pass records a graph, and none needs to be told
-        self.name = name
-        self.device = next(model.parameters()).device
-        self.dtype = next(model.parameters()).dtype
-        self._lm_head = model.get_output_embeddings()
-        self.vocab_size = int(self._lm_head.weight.shape[0])
-        self.max_positions = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
-        self.num_parameters = sum(p.numel() for p in model.parameters())
-        self.num_layers = int(config.num_hidden_layers)
+        self.model = model.eval().requires_grad_(False)  # so that no pass records a graph
+        embed, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+        layers = int(config.num_hidden_layers)
+        super().__init__(name, list(model.parameters()), embed, lm_head, layers)
         self.hidden_size = int(getattr(config, "hidden_size", 0))
-        self.cache = SlotCache(self.num_layers)
+        self.vocab_size = int(lm_head.weight.shape[0])
+        self.max_positions = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
         self._decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
         self._taps: tuple[int, ...] = ()
         self._hooks: list[Any] = []
-        self._tapped = _Tapped()
-        self._positions = torch.zeros(0, dtype=torch.long, device=self.device)
-
-    def reserve(self, tokens: int) -> None:
-        """Makes room for sequences of ``tokens``; forgets the cache if it must grow."""
-        self.cache.reserve(tokens)
-        if len(self._positions) < self.cache.capacity:
-            self._positions = torch.arange(self.cache.capacity, device=self.device)
+        self._hooked = _Hooked()
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -127,17 +243,11 @@ class CausalModel:
     def taps(self, taps: tuple[int, ...]) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._taps, self._hooks, self._tapped.rows = tuple(taps), [], {}
+        self._taps, self._hooks, self._tapped = tuple(taps), [], {}
         if self.graphs is not None:
             self.graphs.forget()
-        layers = next(
-            (
-                m
-                for m in self._decoder.modules()
-                if isinstance(m, torch.nn.ModuleList) and len(m) == self.num_layers
-            ),
-            None,
-        )
+        lists = (m for m in self._decoder.modules() if isinstance(m, nn.ModuleList))
+        layers = next((m for m in lists if len(m) == self.num_layers), None)
         for tap in set(taps) - {FINAL}:
             if layers is None or not 0 <= tap <= self.num_layers:
                 raise PairError(
@@ -147,150 +257,88 @@ class CausalModel:
             if tap < self.num_layers:
 
                 def before(module: Any, args: Any, kwargs: Any, tap: int = tap) -> None:
-                    self._tapped.rows[tap] = (args[0] if args else kwargs["hidden_states"])[0]
-                    if tap == self._tapped.last:
+                    self._hooked.rows[tap] = (args[0] if args else kwargs["hidden_states"])[0]
+                    if tap == self._hooked.last:
                         raise _Read
 
                 self._hooks.append(layers[tap].register_forward_pre_hook(before, with_kwargs=True))
             else:
 
                 def after(module: Any, args: Any, output: Any, tap: int = tap) -> None:
-                    self._tapped.rows[tap] = (output[0] if isinstance(output, tuple) else output)[0]
+                    self._hooked.rows[tap] = (output[0] if isinstance(output, tuple) else output)[0]
 
                 self._hooks.append(layers[-1].register_forward_hook(after))
 
     @property
-    def tapped(self) -> torch.Tensor:
+    def tapped(self) -> Tensor:
         """Hidden states of all taps of the last pass (or of all tokens of the last ``read``), side
         by side: [tokens, len(taps) * hidden_size]. The next pass replaces them; the canonical ones
         do not."""
-        return torch.cat([self._tapped.rows[tap] for tap in self._taps], -1)
+        return torch.cat([self._tapped[tap] for tap in self._taps], -1)
 
-    def chain(self, ids: torch.Tensor, start: int, *, logits: int) -> torch.Tensor:
-        """Runs ``ids`` (int64 [width]) at slots and positions ``start ..``; every token sees all
-        slots up to its own.
+    def chain(self, ids: Tensor, start: int, *, logits: int) -> Tensor:
+        """Runs ``ids`` (int64 [n]) at slots and positions ``start ..``; every token sees all slots
+        up to its own. Returns float32 logits of the last ``logits`` tokens, ``[logits, vocab]``."""
+        return self._chain(ids, start, logits=logits)[0]
 
-        Returns float32 logits of the last ``logits`` tokens, ``[logits, vocab]``.
-        """
-        found, first = self._replayed_chain(ids, start, True), len(ids) - logits
-        return (
-            self._head(self._chain(ids, start)[first:])
-            if found is None
-            else found.logits[first:].clone()
-        )
+    def chain_states(self, ids: Tensor, start: int) -> Tensor:
+        """:meth:`chain` without the head: the last hidden states of all, [n, hidden_size]."""
+        return self._chain(ids, start, logits=0)[1]
 
-    def chain_states(self, ids: torch.Tensor, start: int) -> torch.Tensor:
-        """:meth:`chain` without the head: the last hidden states of all tokens, [width,
-        hidden_size]."""
-        found = self._replayed_chain(ids, start, False)
-        return self._chain(ids, start) if found is None else found.states.clone()
-
-    def _chain(self, ids: torch.Tensor, start: int) -> torch.Tensor:
-        stop = start + len(ids)
-        slots, view = self._positions[start:stop], view_of(stop)
-        self.cache.place(slots, view)
-        # The first tokens of a text are all that they read: their pass is causal, and needs no
-        # mask.
-        mask = None if view == len(ids) else causal_mask(start, stop, view, self.device)
-        return self._hidden(ids, slots, mask)
-
-    def read(self, ids: torch.Tensor, start: int) -> torch.Tensor:
+    def read(self, ids: Tensor, start: int) -> Tensor:
         """Fills the cache with ``ids`` at ``start ..`` in chunks, without logits. Returns the last
         hidden state of the last token, [1, hidden_size] ([0, hidden_size] without ``ids``)."""
-        parts: list[dict[int, torch.Tensor]] = []
-        last = torch.zeros(0, self.hidden_size, device=self.device, dtype=self.dtype)
-        for at in range(0, ids.shape[0], CHUNK):
-            last = self._chain(ids[at : at + CHUNK], start + at)[-1:]
-            parts.append(dict(self._tapped.rows))
+        parts: list[dict[int, Tensor]] = []
+        states = torch.zeros(0, self.hidden_size, device=self.device, dtype=self.dtype)
+        for at in range(0, len(ids), CHUNK):
+            states = self._chain(ids[at : at + CHUNK], start + at, logits=0, replays=False)[1]
+            parts.append(self._tapped)
         if len(parts) > 1:
-            self._tapped.rows = {tap: torch.cat([part[tap] for part in parts]) for tap in parts[0]}
-        return last
+            self._tapped = {tap: torch.cat([part[tap] for part in parts]) for tap in parts[0]}
+        return states[-1:]
 
-    def scattered(
-        self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor
-    ) -> torch.Tensor:
-        """Runs ``ids`` (int64 [width]) at given positions and slots under ``mask`` (bool [width,
-        view]).
-
-        ``view`` must be a multiple of 64. Returns float32 logits ``[width, vocab]``.
-        """
-        found = self._replayed(ids, positions, slots, mask, True)
-        return (
-            self._head(self._scattered(ids, positions, slots, mask))
-            if found is None
-            else found.logits.clone()
-        )
+    def scattered(self, ids: Tensor, positions: Tensor, slots: Tensor, mask: Tensor) -> Tensor:
+        """Runs ``ids`` (int64 [n]) at given positions and slots under ``mask`` (bool [n, view],
+        view a multiple of 64). Returns float32 logits ``[n, vocab]``."""
+        return self.run(ids, positions, slots, mask)[0]
 
     def scattered_states(
-        self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor
-    ) -> torch.Tensor:
-        """:meth:`scattered` without the head: the last hidden states, [width, hidden_size]."""
-        found = self._replayed(ids, positions, slots, mask, False)
-        return (
-            self._scattered(ids, positions, slots, mask) if found is None else found.states.clone()
-        )
-
-    def _scattered(
-        self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor
-    ) -> torch.Tensor:
-        self.cache.place(slots, mask.shape[1])
-        return self._hidden(ids, positions, mask)
-
-    def _replayed_chain(self, ids: torch.Tensor, start: int, head: bool) -> Outputs | None:
-        """A chain by a captured pass; None where none was captured for its shape. Outputs are
-        static: copy what is to last."""
-        stop = start + len(ids)
-        if self.graphs is None or stop > self.cache.capacity:
-            return None  # the eager pass refuses what is too long
-        slots = self._positions[start:stop]
-        return self._replayed(ids, slots, slots, causal_mask(start, stop, stop, self.device), head)
-
-    def _replayed(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        mask: torch.Tensor,
-        head: bool,
-    ) -> Outputs | None:
-        if self.graphs is None:
-            return None
-        found = self.graphs.run(head, False, ids, positions, slots, mask)
-        if found is not None:
-            self._tapped.rows = found.taps
-        return found
+        self, ids: Tensor, positions: Tensor, slots: Tensor, mask: Tensor
+    ) -> Tensor:
+        """:meth:`scattered` without the head: the last hidden states, [n, hidden_size]."""
+        return self.run(ids, positions, slots, mask, logits=0)[1]
 
     def over(
         self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        mask: torch.Tensor,
-        layers: list[SlotLayer],
-        hidden: torch.Tensor | None,
+        ids: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        cache: Cache,
+        hidden: Tensor | None,
         own: bool,
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """A pass of n tokens under ``mask``, bool [n, view], over ``layers`` that know where they
-        write (:meth:`SlotCache.bound`): the last hidden states and those of the taps, [n,
-        hidden_size] each. Leaves those of the last pass as they are."""
-        kept, self._tapped.rows = self._tapped.rows, {}
-        states = self._hidden(ids, positions, mask, Cache(layers=layers))
-        tapped, self._tapped.rows = self._tapped.rows, kept
-        return states, tapped
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        taps = self._hooked.rows = {}
+        out: Tensor = self._decoder(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            attention_mask=None if mask is None else mask[None, None],
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[0]
+        if FINAL in self._taps:
+            taps[FINAL] = out
+        return out, taps
 
-    def fed(self, own: bool) -> int:
-        """Width of the hidden states that a pass takes beside its tokens: none."""
-        return 0
-
-    def canonical(self, prefix: list[int]) -> torch.Tensor:
+    def canonical(self, prefix: list[int]) -> Tensor:
         """Float32 logits ``[vocab]`` after ``prefix``, computed in one pass without cache: the same
         bits for the same prefix."""
-        return self._head(self._canonical(prefix)[0][-1:])[0]
+        return self.head(self.canonical_state(prefix))[0]
 
-    def canonical_state(self, prefix: list[int]) -> torch.Tensor:
+    def canonical_state(self, prefix: list[int]) -> Tensor:
         """The last hidden state [1, hidden_size] after ``prefix`` from the canonical pass."""
         return self._canonical(prefix)[0][-1:]
 
-    def canonical_features(self, prefix: list[int], taps: tuple[int, ...]) -> torch.Tensor:
+    def canonical_features(self, prefix: list[int], taps: tuple[int, ...]) -> Tensor:
         """Hidden states ``taps`` (some of ``self.taps``) of ``prefix`` from the canonical pass,
         [len(prefix), len(taps) * hidden_size]. Layers above the last of them are not run."""
         tapped = self._canonical(prefix, None if FINAL in taps else max(taps))[1]
@@ -298,60 +346,27 @@ class CausalModel:
 
     def _canonical(
         self, prefix: list[int], last: int | None = None
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         """Last hidden states [len(prefix), hidden_size] and those of the taps, in one pass without
         cache; with ``last`` of the taps up to that one, and no last hidden states if layers lie
         above it."""
         self.canonical_passes += 1
         ids = torch.tensor([prefix], device=self.device)
-        hidden = torch.zeros(1, 0, self.hidden_size)
-        kept, self._tapped.rows, self._tapped.last = self._tapped.rows, {}, last
+        hidden = torch.zeros(0, self.hidden_size)
+        taps = self._hooked.rows = {}
+        self._hooked.last = last
         try:
-            hidden = self._decoder(input_ids=ids, use_cache=False).last_hidden_state
+            hidden = self._decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
         except _Read:
             pass
         finally:
-            tapped, self._tapped.rows, self._tapped.last = self._tapped.rows, kept, None
+            self._hooked.last = None
         if FINAL in self._taps and last is None:
-            tapped[FINAL] = hidden[0]
-        return hidden[0], tapped
-
-    def _hidden(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        mask: torch.Tensor | None,
-        cache: Cache | None = None,
-    ) -> torch.Tensor:
-        """The last hidden states of ``ids`` int64 [n], [n, hidden_size]; ``mask`` bool [n, view],
-        None: causal."""
-        out: torch.Tensor = self._decoder(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            attention_mask=None if mask is None else mask[None, None],
-            past_key_values=self.cache.cache if cache is None else cache,
-            use_cache=True,
-        ).last_hidden_state[0]
-        if FINAL in self._taps:
-            self._tapped.rows[FINAL] = out
-        return out
-
-    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self._lm_head(hidden)
-        return out.float()
-
-    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
-        """Input embeddings of ``ids`` (int64 [n]), [n, embedding size]."""
-        out: torch.Tensor = self.model.get_input_embeddings()(ids)
-        return out
-
-    @cached_property
-    def output(self) -> OutputHead:
-        """The output head, to be evaluated in part."""
-        return OutputHead(self._lm_head)
+            taps[FINAL] = hidden
+        return hidden, taps
 
 
-def ids_tensor(tokens: list[int], device: torch.device) -> torch.Tensor:
+def ids_tensor(tokens: list[int], device: torch.device) -> Tensor:
     """Token ids, int64 [n]. By way of numpy, which takes half as long as torch when code is cold
     (docs/log.md)."""
     return torch.from_numpy(np.array(tokens, dtype=np.int64)).to(device)
@@ -388,9 +403,7 @@ def load_model(path: str, *, name: str, device: torch.device, dtype: torch.dtype
                 f"({len(missing)} such tensors)"
             )
         loaded = CausalModel(model.to(device), name)
-        loaded.canonical(
-            [0]
-        )  # shapes that do not fit each other are told here, not in the first request
+        loaded.canonical([0])  # shapes that do not fit each other are told here
     return loaded
 
 
@@ -409,12 +422,8 @@ def _check_layers(config: Mapping[str, Any], where: str) -> None:
 
 
 def _weight_bytes(folder: Path) -> int:
-    return sum(
-        f.stat().st_size
-        for pattern in ("*.safetensors", "*.bin")
-        for f in folder.rglob(pattern)
-        if f.is_file()
-    )
+    files = (f for pattern in ("*.safetensors", "*.bin") for f in folder.rglob(pattern))
+    return sum(f.stat().st_size for f in files if f.is_file())
 
 
 @contextmanager
@@ -426,7 +435,7 @@ def _bounded(stored_bytes: int | None) -> Iterator[None]:
     """
     seen, elements, builder = 0, 0, threading.get_ident()
 
-    def count(_module: Any, _key: str, parameter: torch.nn.Parameter | None) -> None:
+    def count(_module: Any, _key: str, parameter: nn.Parameter | None) -> None:
         nonlocal seen, elements
         if parameter is None or not parameter.is_meta or threading.get_ident() != builder:
             return

@@ -69,12 +69,13 @@ class Choices:
         widened: float = 1.0,
     ) -> None:
         self._sampling, self._noise = sampling, noise
-        if not exact:
-            tokens, near = plain.choose(logits, sampling, noise), None
-        else:
+        if exact:
             tokens, near = _best_and_near(logits, sampling, noise, widened)
+        else:
+            tokens = plain.choose(logits, sampling, noise)
+            near = torch.zeros(len(tokens), dtype=torch.bool)
         self.tokens: list[int] = tokens.tolist()
-        self._near: list[bool] = [False] * len(self.tokens) if near is None else near.tolist()
+        self._near: list[bool] = near.tolist()
 
     def token(self, row: int, canonical: Callable[[], torch.Tensor]) -> int:
         """The token of a row; of a near tie that of the ``canonical`` logits [vocab]."""

@@ -11,7 +11,7 @@ import os
 import pickletools
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,12 +52,9 @@ class PairSpec:
 
         Files are hashed whole. Raises PairError when one is missing or unreadable.
         """
-        parts: list[Any] = [
-            identity(self.target),
-            *([name, identity(path)] for name, path in sorted(self.drafts)),
-        ]
-        if settings := self.settings:
-            parts.append(settings)
+        drafts = [[name, identity(path)] for name, path in sorted(self.drafts)]
+        settings = [self.settings] if self.settings else []
+        parts = [identity(self.target), *drafts, *settings]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
     @property
@@ -66,32 +63,24 @@ class PairSpec:
         be read."""
         if self.ignores_generation_config:
             return {}
-        folder, names = (
-            checkpoint(self.target),
-            (GENERATION, "config.json"),
-        )  # old checkpoints ask in their config.json
-        if folder is not None:
-            return settings_of(
-                model_config(
-                    folder, next((name for name in names if is_file(folder / name)), names[1])
-                )
-            )
-        from huggingface_hub import try_to_load_from_cache
+        folder = checkpoint(self.target)
+        for name in (GENERATION, "config.json"):  # old checkpoints ask in their config.json
+            if folder is not None:
+                found: object = str(folder / name)
+            else:
+                from huggingface_hub import try_to_load_from_cache
 
-        for name in names:
-            found = try_to_load_from_cache(
-                self.target, name
-            )  # what was fetched of a hub name when it was loaded
-            if isinstance(found, str):
+                # What was fetched of a hub name when it was loaded.
+                found = try_to_load_from_cache(self.target, name)
+            if isinstance(found, str) and is_file(Path(found)):
                 return settings_of(model_config(Path(found).parent, name))
         return {}
 
     def check(self) -> None:
         """Raises PairError if a checkpoint is missing or its configuration is none; reads no
         weights, so that this is told at once."""
-        for path in (self.target, *(p for _, p in self.drafts)):
-            folder = checkpoint(path)
-            if folder is not None:
+        for path in (self.target, *dict(self.drafts).values()):
+            if (folder := checkpoint(path)) is not None:
                 model_config(folder)
 
     def to_json(self) -> dict[str, Any]:
@@ -104,32 +93,30 @@ class PairSpec:
     def from_json(cls, data: Any, *, where: str, base: Path | None = None) -> PairSpec:
         """Reads a pair document; relative paths are taken from ``base``. Raises PairError naming
         ``where``."""
+
+        def refused(said: str) -> PairError:
+            return PairError(f"{where}: {said}")
+
         if not isinstance(data, Mapping) or not isinstance(data.get("target"), str):
-            raise PairError(
-                f'{where}: a pair file is {{"name": ..., "target": PATH, "drafts": {{NAME: PATH}}}}'
-            )
-        unknown = sorted(set(data) - {"name", "target", "drafts", "generation_config"})
-        if unknown:
-            raise PairError(
-                f"{where}: unknown key {unknown[0]!r}; known keys: drafts, generation_config, "
-                "name, target"
-            )
-        applies = data.get("generation_config", True)
+            raise refused('a pair file is {"name": ..., "target": PATH, "drafts": {NAME: PATH}}')
+        known = ("drafts", "generation_config", "name", "target")
+        for key in sorted(set(data) - set(known)):
+            raise refused(f"unknown key {key!r}; known keys: {', '.join(known)}")
+        applies, drafts = data.get("generation_config", True), data.get("drafts", {})
         if not isinstance(applies, bool):
-            raise PairError(
-                f"{where}: generation_config is true (the default: what the target's asks for is "
-                "applied) or false"
+            raise refused(
+                "generation_config is true (the default: what the target's asks for is applied) "
+                "or false"
             )
-        drafts = data.get("drafts", {})
         if not isinstance(drafts, Mapping) or not all(isinstance(v, str) for v in drafts.values()):
-            raise PairError(f"{where}: drafts must map names to paths")
+            raise refused("drafts must map names to paths")
         for name in drafts:
             if name in RESERVED or not name:
-                raise PairError(f"{where}: the draft name {name!r} is reserved; choose another")
+                raise refused(f"the draft name {name!r} is reserved; choose another")
             if len(name) > DRAFT_NAME_LIMIT:
-                raise PairError(
-                    f"{where}: a draft's name has {len(name)} characters, more than "
-                    f"{DRAFT_NAME_LIMIT}; choose another"
+                raise refused(
+                    f"a draft's name has {len(name)} characters, more than {DRAFT_NAME_LIMIT}; "
+                    "choose another"
                 )
 
         def resolve(path: str) -> str:
@@ -170,12 +157,10 @@ def read_pair(pair: str | None, target: str | None = None, drafts: Sequence[str]
         raise PairError("--draft needs --target; a pair file names its own drafts")
     if pair is None:
         raise PairError("no pair is named: 'demo', a pair file, or a target and drafts")
-    if pair == "demo":
-        file = Path(__file__).resolve().parent.parent / "demo" / "pair" / "pair.json"
-    else:
-        file = Path(pair)
-        if exists(file) and file.is_dir():
-            file = file / "pair.json"
+    shipped = Path(__file__).resolve().parent.parent / "demo" / "pair"
+    file = shipped if pair == "demo" else Path(pair)
+    if exists(file) and file.is_dir():
+        file = file / "pair.json"
     if not is_file(file):
         raise PairError(
             f"--pair {shortened(str(pair))}: no such pair file (write 'demo', a JSON file, or use "
@@ -188,23 +173,9 @@ def read_pair(pair: str | None, target: str | None = None, drafts: Sequence[str]
 
 GENERATION, ADAPTER = "generation_config.json", "adapter_config.json"
 CONTENT = (
-    *(
-        "*.safetensors",
-        "*.bin",
-        "*.index.json",
-        "tokenizer*",
-        "vocab*",
-        "merges*",
-        "*.model",
-        "*.tiktoken",
-        "added_tokens.json",
-    ),
-    *(
-        "special_tokens_map.json",
-        "*.jinja",
-        "chat_template.json",
-        "additional_chat_templates/*.jinja",
-    ),
+    *("*.safetensors", "*.bin", "*.index.json", "tokenizer*", "vocab*", "merges*", "*.model"),
+    *("*.tiktoken", "added_tokens.json", "special_tokens_map.json", "*.jinja"),
+    *("chat_template.json", "additional_chat_templates/*.jinja"),
 )
 """What of a checkpoint decides a text, beside its two configurations."""
 
@@ -220,40 +191,28 @@ def identity(path: str) -> str:
     if folder is None:
         return path
     generation = model_config(folder, GENERATION) if (folder / GENERATION).is_file() else None
-    parts: list[Any] = [
-        model_config(folder),
-        generation,
-        *([name, _hash_of(folder / name)] for name in sorted(_content(folder))),
-    ]
+    files = [[name, _hash_of(folder / name)] for name in sorted(_content(folder))]
+    parts = [model_config(folder), generation, *files]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _hash_of(file: Path) -> str:
     try:
         return FILES.of(file)
-    except OSError as error:
-        raise PairError(f"{file}: cannot be read ({error.strerror})") from None
-    except RuntimeError:  # as Path.resolve has it
-        raise PairError(f"{file}: cannot be read (a link to itself)") from None
+    except (OSError, RuntimeError) as error:  # Path.resolve has the latter for a link to itself
+        said = getattr(error, "strerror", "a link to itself")
+        raise PairError(f"{file}: cannot be read ({said})") from None
 
 
 def _content(folder: Path) -> set[str]:
     """Names of the files that decide a text, relative to the folder; shards that an index names may
     lie anywhere."""
-    found = {
-        str(f.relative_to(folder))
-        for pattern in CONTENT
-        for f in folder.glob(pattern)
-        if not f.is_dir()
-    }
+    files = (f for pattern in CONTENT for f in folder.glob(pattern))
+    found = {str(f.relative_to(folder)) for f in files if not f.is_dir()}
     for index in folder.glob("*.index.json"):
         shards = _object(index, "an index of weights").get("weight_map")
-        if isinstance(shards, Mapping):
-            found |= {
-                name
-                for name in shards.values()
-                if isinstance(name, str) and (folder / name).is_file()
-            }
+        names = shards.values() if isinstance(shards, Mapping) else ()
+        found |= {name for name in names if isinstance(name, str) and (folder / name).is_file()}
     return found
 
 
@@ -271,10 +230,8 @@ def former_id(spec: PairSpec) -> str:
 
     What is stored under it is *perhaps* of this pair. Raises PairError as :attr:`PairSpec.id` does.
     """
-    parts = [
-        _former_identity(spec.target),
-        *(f"{n}={_former_identity(p)}" for n, p in sorted(spec.drafts)),
-    ]
+    drafts = [f"{n}={_former_identity(p)}" for n, p in sorted(spec.drafts)]
+    parts = [_former_identity(spec.target), *drafts]
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:12]
 
 
@@ -349,10 +306,8 @@ def architectures(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def says_eagle3(config: Mapping[str, Any]) -> bool:
     """Whether a head's configuration is one of EAGLE-3."""
-    named = (
-        any("eagle3" in name for name in architectures(config))
-        or config.get("speculators_model_type") == "eagle3"
-    )
+    named = any("eagle3" in name for name in architectures(config))
+    named = named or config.get("speculators_model_type") == "eagle3"
     return named or "draft_vocab_size" in config or "eagle_config" in config
 
 
@@ -378,8 +333,8 @@ def head_algorithm(path: str) -> str:
     """``eagle3`` or ``eagle``: what engines call a head's algorithm."""
     folder = expanded(path)
     config = head_config(folder) if (folder / "config.json").is_file() else {}
-    third = says_eagle3(config) or "eagle3" in path.lower() or "eagle-3" in path.lower()
-    return "eagle3" if third else "eagle"
+    named = "eagle3" in path.lower().replace("eagle-3", "eagle3")
+    return "eagle3" if named or says_eagle3(config) else "eagle"
 
 
 HEADER_BYTES = 100_000_000
@@ -389,27 +344,17 @@ HEADER_BYTES = 100_000_000
 def _tensor_names(file: Path) -> set[str]:
     """Names of the tensors in a weight file (and, in a pickle, other strings); none where it cannot
     be read."""
-    try:
+    # Garbage fails in more ways than can be listed; loading it will say what is wrong.
+    with suppress(Exception):
         if file.suffix == ".safetensors":
             with file.open("rb") as f:
                 size = int.from_bytes(f.read(8), "little")
                 return set(dict(json.loads(f.read(size)))) if size <= HEADER_BYTES else set()
-        if zipfile.is_zipfile(file):
-            with zipfile.ZipFile(file) as archive:
-                inner = next(
-                    i
-                    for i in archive.infolist()
-                    if i.filename.endswith("/data.pkl") and i.file_size <= HEADER_BYTES
-                )
-                return {
-                    arg
-                    for _, arg, _ in pickletools.genops(archive.read(inner))
-                    if isinstance(arg, str)
-                }
-    except (
-        Exception
-    ):  # garbage fails in more ways than can be listed; loading it will say what is wrong
-        pass
+        with zipfile.ZipFile(file) as archive:
+            inner = next(i for i in archive.infolist() if i.filename.endswith("/data.pkl"))
+            if inner.file_size <= HEADER_BYTES:
+                read = pickletools.genops(archive.read(inner))
+                return {argument for _, argument, _ in read if isinstance(argument, str)}
     return set()
 
 
@@ -440,10 +385,10 @@ def check_threads(threads: int | None) -> None:
     """Raises PairError for a number of CPU threads that torch cannot start or this machine gains
     nothing by."""
     cpus = os.cpu_count() or 1
-    if threads is not None and not 1 <= threads <= max(16, 4 * cpus):
+    most = max(16, 4 * cpus)
+    if threads is not None and not 1 <= threads <= most:
         raise PairError(
-            f"--threads {threads}: this machine has {cpus} CPUs; give a number from 1 to "
-            f"{max(16, 4 * cpus)}"
+            f"--threads {threads}: this machine has {cpus} CPUs; give a number from 1 to {most}"
         )
 
 

@@ -139,17 +139,9 @@ class WatchedSource(Generic[P]):
             return
         self._thread.join(self.patience_s)
         if self._thread.is_alive():
-            said = [
-                f"version {version} ({status}) was not acknowledged"
-                for version, status, _ in tuple(self._unsaid)
-            ]
-            self.left = "; ".join(
-                [
-                    f"looking for a publication took more than {self.patience_s:g} s and was "
-                    "given up",
-                    *said,
-                ]
-            )
+            took = f"looking for a publication took more than {self.patience_s:g} s"
+            said = (f"version {v} ({s}) was not acknowledged" for v, s, _ in tuple(self._unsaid))
+            self.left = "; ".join([f"{took} and was given up", *said])
 
     def _watch(self) -> None:
         while not self._stop.wait(self._interval_s):
@@ -157,9 +149,8 @@ class WatchedSource(Generic[P]):
                 self.poll()
             except self._retry as error:
                 self.last_error = one_line(str(error), REASON_LIMIT)
-            except (
-                Exception
-            ) as error:  # a look that fails, for whatever reason, is followed by another
+            # A look that fails, for whatever reason, is followed by another.
+            except Exception as error:
                 self.last_error = reason_of(error)
 
 

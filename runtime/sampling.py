@@ -27,10 +27,15 @@ _STREAMS = {
 }
 
 
+_MULTIPLIERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+"""SplitMix64's: the Weyl constant, and those of its two rounds."""
+
+
 def _mix(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) & _MASK64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    first, second, third = _MULTIPLIERS
+    x = (x + first) & _MASK64
+    x = ((x ^ (x >> 30)) * second) & _MASK64
+    x = ((x ^ (x >> 27)) * third) & _MASK64
     return x ^ (x >> 31)
 
 
@@ -38,7 +43,7 @@ def _signed(x: int) -> int:
     return x - (1 << 64) if x >> 63 else x
 
 
-_C1, _C2, _C3 = (_signed(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_C1, _C2, _C3 = (_signed(c) for c in _MULTIPLIERS)
 
 
 @lru_cache(maxsize=8)
@@ -47,11 +52,7 @@ def _weyl(vocab_size: int, device: torch.device) -> torch.Tensor:
     return torch.arange(vocab_size, dtype=torch.int64, device=device) * _C1
 
 
-_W1, _W2, _W3 = (
-    np.uint64(0x9E3779B97F4A7C15),
-    np.uint64(0xBF58476D1CE4E5B9),
-    np.uint64(0x94D049BB133111EB),
-)
+_W1, _W2, _W3 = (np.uint64(c) for c in _MULTIPLIERS)
 _S30, _S27, _S32 = np.uint64(30), np.uint64(27), np.uint64(32)
 _HALF, _UNIT, _BELOW_ONE = np.float32(0.5), np.float32(2.0**-32), np.float32(1.0 - 2.0**-24)
 
@@ -116,24 +117,20 @@ class Noise:
 
     def row(self, position: int) -> torch.Tensor:
         """Float32 ``[vocab]`` at an absolute position."""
-        row = self._rows.get(position)
-        if row is None:
-            row = self._rows[position] = gumbel_row(
-                stream_key(self._seed, position), self._vocab, self._device
-            )
-        return row
+        if position not in self._rows:
+            key = stream_key(self._seed, position)
+            self._rows[position] = gumbel_row(key, self._vocab, self._device)
+        return self._rows[position]
 
     def forget_before(self, position: int) -> None:
         """Drops rows that no later round needs."""
-        for old in [p for p in self._rows if p < position]:
-            del self._rows[old]
+        self._rows = {p: row for p, row in self._rows.items() if p >= position}
 
 
 def scaled(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Logits after temperature (unchanged when greedy or at temperature 1), float32."""
-    return (
-        logits if sampling.greedy or sampling.temperature == 1.0 else logits / sampling.temperature
-    )
+    plain = sampling.greedy or sampling.temperature == 1.0
+    return logits if plain else logits / sampling.temperature
 
 
 def kept(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
@@ -155,9 +152,8 @@ def kept_by(
     top-k: > 0 keeps more, < 0 fewer."""
     ranked = 0 < sampling.top_k < logits.shape[-1]
     if ranked and sampling.top_p < 1.0 and len(slacks) > 1:
-        return [
-            kept_by(logits, sampling, (slack,))[0] for slack in slacks
-        ]  # the nucleus depends on which tokens top-k leaves
+        # The nucleus depends on which tokens top-k leaves.
+        return [kept_by(logits, sampling, (slack,))[0] for slack in slacks]
     masks = [torch.ones_like(logits, dtype=torch.bool) for _ in slacks]
     if ranked:
         kth = logits.topk(sampling.top_k, dim=-1).values[..., -1:]

@@ -30,8 +30,7 @@ from spectune.runtime.policies.shortlist_rule import ShortlistRule
 from spectune.traces.errors import PolicyError
 
 if TYPE_CHECKING:
-    from spectune.runtime.drafts.eagle_head import EagleHead
-    from spectune.runtime.models import CausalModel
+    from spectune.runtime.models import SlotModel
 
 STATES_KEPT: Final = 160
 """Positions of the text whose hidden states a draft remembers; more than any round looks back."""
@@ -111,7 +110,7 @@ class Shortlists:
     output head.
     """
 
-    def __init__(self, rule: ShortlistRule, model: CausalModel | EagleHead, exact: bool) -> None:
+    def __init__(self, rule: ShortlistRule, model: SlotModel, exact: bool) -> None:
         self.rule, self.model, self.output, self.exact = rule, model, model.output, exact
         self.chosen: list[Support] = []
         self._supports: dict[int, Support] = {}
@@ -132,10 +131,8 @@ class Shortlists:
     def _check_routing(self, routing: Routing) -> None:
         rule, model = self.rule, self.model
         rule.check_head(self.output.hash)
-        wide = (
-            int(model.embedded(torch.zeros(1, dtype=torch.int64, device=model.device)).shape[-1])
-            + model.hidden_size
-        )
+        one = torch.zeros(1, dtype=torch.int64, device=model.device)
+        wide = int(model.embedded(one).shape[-1]) + model.hidden_size
         if routing.clusters.vocab != self.output.rows or routing.router.inputs != wide:
             raise PolicyError(
                 f"shortlist.artifact: {rule.block.artifact} has clusters of "
@@ -188,10 +185,8 @@ class Shortlists:
                 if support.trimmed is not None:
                     support.trimmed.warm(width)
             return
-        head, sizes = (
-            GatheredHead(self.output.weight, self.output.bias),
-            np.sort(self.clusters.sizes[self.clusters.sizes > 0]),
-        )
+        head = GatheredHead(self.output.weight, self.output.bias)
+        sizes = np.sort(self.clusters.sizes[self.clusters.sizes > 0])
         for step, width in enumerate(widths):
             count = min(self.rule.budget(step), len(sizes))
             most = min(width * count, len(sizes))
@@ -223,47 +218,22 @@ class Shortlists:
         if not self.routed:
             return core(), self._note(step, self._frequent(step))
         count = min(self.rule.budget(step), self.clusters.count)
-        cored, routed = forked(
-            core, lambda: self._route(count, tokens, previous), self.model.device
-        )
-        nodes = (
-            range(len(tokens))
-            if exists is None or not bool(exists.any())
-            else exists.nonzero()[:, 0].tolist()
-        )
-        picked = self._picked(count, routed, canonical, nodes)
-        return cored, self._note(step, self.output.support(self.clusters.ids(picked)))
 
-    def _route(
-        self, count: int, tokens: Tensor, previous: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of n nodes: embeddings [n, d_e], the best ``count`` clusters int64 [n, count], and, where
-        near ties are looked for, which are, bool [n]. Nothing here waits for the device."""
-        embedded = self.model.embedded(tokens)
-        scores = self.scores(embedded, previous)
-        return (
-            embedded,
-            top_clusters(scores, count),
-            near_clusters(scores, count, self.margin) if self.exact else None,
-        )
+        def route() -> tuple[Tensor, Tensor, Tensor | None]:  # nothing here waits for the device
+            embedded = self.model.embedded(tokens)
+            scores = self.scores(embedded, previous)
+            near = near_clusters(scores, count, self.margin) if self.exact else None
+            return embedded, top_clusters(scores, count), near
 
-    def _picked(
-        self,
-        count: int,
-        routed: tuple[Tensor, Tensor, Tensor | None],
-        canonical: Callable[[int], Tensor | None],
-        nodes: Sequence[int],
-    ) -> npt.NDArray[np.int64]:
-        """The clusters of ``nodes``, int64 [len(nodes), count], near ties decided."""
-        embedded, best, near = routed
-        picked = best.cpu().numpy()
+        cored, (embedded, best, near) = forked(core, route, self.model.device)
+        picked, nodes = best.cpu().numpy(), list(range(len(tokens)))
+        if exists is not None and bool(exists.any()):
+            nodes = exists.nonzero()[:, 0].tolist()
         if near is not None and bool(near.any()):
-            for node in [i for i in nodes if bool(near[i])]:
-                decided = top_clusters(
-                    self.scores(embedded[node : node + 1], canonical(node)), count
-                )[0]
-                picked[node] = decided.cpu().numpy()
-        return picked if len(nodes) == len(picked) else picked[list(nodes)]
+            for node in (i for i in nodes if bool(near[i])):
+                scores = self.scores(embedded[node : node + 1], canonical(node))
+                picked[node] = top_clusters(scores, count)[0].cpu().numpy()
+        return cored, self._note(step, self.output.support(self.clusters.ids(picked[nodes])))
 
     def scores(self, embedded: Tensor, previous: Tensor | None) -> Tensor:
         """The router's scores float32 [n, M] for embeddings [n, d_e] and the states before them [n,
@@ -287,11 +257,9 @@ class Shortlists:
         if support.whole:
             logits = nn.functional.linear(states, output.weight, output.bias).float()
             return logits if output.token_ids is None else logits.index_select(1, support.rows)
-        return (
-            output.gathered.over(states, support.rows)
-            if support.trimmed is None
-            else support.trimmed.over(states)
-        )
+        if support.trimmed is not None:
+            return support.trimmed.over(states)
+        return output.gathered.over(states, support.rows)
 
 
 class States:
@@ -324,34 +292,3 @@ class States:
         """Forgets what was not, or is no longer, text."""
         for p in [p for p in self._rows if p >= position]:
             del self._rows[p]
-
-
-class Beam:
-    """The nodes of one tree that are read, level by level: their states and their paths."""
-
-    def __init__(self) -> None:
-        self._states: Tensor | None = None
-        self._levels: list[tuple[Tensor, Tensor | None]] = []
-
-    def begin(self, state: Tensor) -> None:
-        """The root's state, [1, d]."""
-        self._states = state
-
-    def add(self, tokens: Tensor, parents: Tensor | None) -> Tensor:
-        """A level of n nodes: ``tokens`` int64 [n], ``parents`` their places in the level above
-        (None: the root). Returns their parents' states, [n, d]; :meth:`read` follows."""
-        assert self._states is not None
-        self._levels.append((tokens, parents))
-        return self._states.expand(len(tokens), -1) if parents is None else self._states[parents]
-
-    def read(self, states: Tensor) -> None:
-        """The states [n, d] of the level added last."""
-        self._states = states
-
-    def path(self, node: int) -> list[int]:
-        """Tokens from the root's child to a node of the last level."""
-        found = []
-        for tokens, parents in reversed(self._levels):
-            found.append(int(tokens[node]))
-            node = 0 if parents is None else int(parents[node])
-        return found[::-1]

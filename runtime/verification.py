@@ -55,9 +55,10 @@ class TargetText:
                 row, lambda: self.target.canonical(self.ids + path)
             )
 
+        process = self.process or (lambda given, _: given)
+
         def one(row: int, path: list[int]) -> int:
             prefix = self.ids + path
-            process = self.process or (lambda given, _: given)
             noise = None if self.noise is None else self.noise.row(len(prefix))[None]
             scores = process(logits[row], prefix)[None]
             choices = Choices(scores, self.sampling, noise, exact=self.exact, widened=self.widened)
@@ -101,12 +102,9 @@ def walk(tree: GrownTree, token_after: Callable[[int, list[int]], int]) -> Verif
     while node is not None:
         emitted.append(token_after(node + 1, emitted))
         node = children.get((node, emitted[-1]))
-        if node is not None:
-            path.append(node)
-    read = 0
-    while read < len(path) and tree.expanded[path[read]] >= 0:
-        read += 1
-    return Verified(len(path), emitted, path, read)
+        path += [] if node is None else [node]
+    unread = (i for i, accepted in enumerate(path) if tree.expanded[accepted] < 0)
+    return Verified(len(path), emitted, path, next(unread, len(path)))
 
 
 def verify_rejection(
@@ -122,24 +120,16 @@ def verify_rejection(
     drafted token, empty for a draft that is certain (q = 1: prompt lookup). ``length`` is the
     text's; ``salt`` counts rounds, so that no number is used twice."""
     p = log_distribution(logits, sampling).double().exp()
+    kept, weights = len(drafted), p[len(drafted)]
     for i, token in enumerate(drafted):
         q = log_q[i].double().exp() if log_q else torch.zeros_like(p[i])
         if not log_q:
             q[token] = 1.0
-        if uniform(stream_key(seed, length + i, "accept", salt)) * float(q[token]) <= float(
-            p[i, token]
-        ):
-            continue
-        residual = (p[i] - q).clamp_min(0)
-        if float(residual.sum()) <= 0:
-            residual = p[i]
-        return Verified(
-            i, [*drafted[:i], _draw(residual, stream_key(seed, length + i, "residual", salt))]
-        )
-    n = len(drafted)
-    return Verified(n, [*drafted, _draw(p[n], stream_key(seed, length + n, "residual", salt))])
-
-
-def _draw(weights: torch.Tensor, key: int) -> int:
+        drawn = uniform(stream_key(seed, length + i, "accept", salt))
+        if drawn * float(q[token]) > float(p[i, token]):
+            residual = (p[i] - q).clamp_min(0)
+            kept, weights = i, residual if float(residual.sum()) > 0 else p[i]
+            break
+    key = stream_key(seed, length + kept, "residual", salt)
     noise = gumbel_row(key, weights.shape[-1], weights.device)
-    return int((weights.log() + noise).argmax())
+    return Verified(kept, [*drafted[:kept], int((weights.log() + noise).argmax())])

@@ -32,16 +32,12 @@ class Texts:
         Without ``chat`` a conversation's texts stand one after the other, a blank line between
         them. Raises WorkloadError for one where ``chat`` is set and there is no template.
         """
-        texts, roles = (
-            (request.turns, request.roles) if request.roles else (request.turns[:1], ("user",))
-        )
+        texts = request.turns if request.roles else request.turns[:1]
         if chat and _templated(self.tokenizer):
-            messages = [
-                {"role": role, "content": text} for role, text in zip(roles, texts, strict=True)
-            ]
-            with translated(
-                f"request {request.id}: the target's chat template (--no-chat leaves it out)"
-            ):
+            said = zip(request.roles or ("user",), texts, strict=True)
+            messages = [{"role": role, "content": text} for role, text in said]
+            what = f"request {request.id}: the target's chat template (--no-chat leaves it out)"
+            with translated(what):
                 out = self.tokenizer.apply_chat_template(
                     messages, add_generation_prompt=True, return_dict=True
                 )
@@ -106,20 +102,10 @@ def load_words(spec: PairSpec) -> Words:
     found = target_tokenizer(spec)
     for name, path in spec.drafts:
         check_tokenizer(name, path, found)
-    eos = eos_of(spec.target)
-    if not eos and found.eos_token_id is not None:
-        eos = frozenset([int(found.eos_token_id)])
-    folders = [
-        folder
-        for path in (spec.target, *dict(spec.drafts).values())
-        if (folder := checkpoint(path)) is not None
-    ]
-    sizes = [
-        config[name]
-        for folder in folders
-        for name in POSITIONS
-        if (config := model_config(folder)).get(name) is not None
-    ]
+    eos = eos_of(spec.target) or ends_of(found.eos_token_id)
+    folders = map(checkpoint, (spec.target, *dict(spec.drafts).values()))
+    configs = [model_config(folder) for folder in folders if folder is not None]
+    sizes = [c[name] for c in configs for name in POSITIONS if c.get(name) is not None]
     if not sizes:
         raise PairError(
             f"target: {spec.target} says no max_position_embeddings, or is no folder; give a folder"
@@ -133,15 +119,16 @@ def eos_of(path: str) -> frozenset[int]:
     folder = checkpoint(path)
     if folder is not None:
         for name in ("generation_config.json", "config.json"):
-            eos = model_config(folder, name).get("eos_token_id") if is_file(folder / name) else None
-            if eos is not None:
-                return ends_of(eos)
+            found = model_config(folder, name) if is_file(folder / name) else {}
+            if found.get("eos_token_id") is not None:
+                return ends_of(found["eos_token_id"])
     return frozenset()
 
 
 def ends_of(eos: Any) -> frozenset[int]:
-    """A configuration's ``eos_token_id``, one or several, as a set."""
-    return frozenset(int(token) for token in (eos if isinstance(eos, list) else [eos]))
+    """A configuration's ``eos_token_id``, one, several or none, as a set."""
+    several = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    return frozenset(int(token) for token in several)
 
 
 def tokenizer_of(path: str) -> Any:

@@ -51,21 +51,18 @@ class _RecordedTree:
         return self._rows()
 
     def expand(self, growing: Growing, width: int) -> DistributionRows:
-        tree, level, nodes = growing.tree, growing.depth, []
-        for place, above, rank in zip(
-            *(x[level, :width].tolist() for x in (tree.place, tree.above, tree.rank)), strict=True
-        ):
-            nodes.append(
-                int(self.forest.child[self.nodes[above], self.slots[above][rank]])
-                if place >= 0
-                else -1
-            )
-            if place >= 0 > nodes[-1] and self.shortlist is None:
-                draft = self.forest.draft
-                raise TraceError(
-                    f"the recording does not hold all distributions of draft {draft!r}; "
-                    "`record --resume ID --cover POLICY` makes them"
-                )
+        tree, forest, nodes = growing.tree, self.forest, []
+        columns = (x[growing.depth, :width].tolist() for x in (tree.place, tree.above, tree.rank))
+        for place, above, rank in zip(*columns, strict=True):
+            node = -1
+            if place >= 0:
+                node = int(forest.child[self.nodes[above], self.slots[above][rank]])
+                if node < 0 and self.shortlist is None:
+                    raise TraceError(
+                        f"the recording does not hold all distributions of draft {forest.draft!r}; "
+                        "`record --resume ID --cover POLICY` makes them"
+                    )
+            nodes.append(node)
         self.nodes = nodes
         return self._rows()
 
@@ -75,23 +72,18 @@ class _RecordedTree:
     def _held(self, node: int) -> list[int]:
         """The slots of a node's children, under a shortlist of those that it holds at this
         level."""
-        slots, shortlist = (
-            range(int(self.forest.count[node])) if node >= 0 else range(0),
-            self.shortlist,
-        )
-        if shortlist is None:
-            return list(slots)
+        slots = list(range(int(self.forest.count[node]) if node >= 0 else 0))
+        if (shortlist := self.shortlist) is None:
+            return slots
         budget, union = int(shortlist.budgets[self.level]), shortlist.union
-        added = (
-            {c for n in self.nodes if n >= 0 for c in union.order[n, :budget].tolist()}
-            if len(union.order)
-            else set()
-        )
+        added: set[int] = set()
+        if len(union.order):
+            added.update(*(union.order[n, :budget].tolist() for n in self.nodes if n >= 0))
         return [
-            s
-            for s in slots
-            if shortlist.ranks[node, s] < budget
-            or int(union.cluster[node, s] if added else -1) in added
+            slot
+            for slot in slots
+            if shortlist.ranks[node, slot] < budget
+            or (added and int(union.cluster[node, slot]) in added)
         ]
 
     def _rows(self) -> DistributionRows:
@@ -103,11 +95,8 @@ class _RecordedTree:
         for row, (node, slots) in enumerate(zip(self.nodes, self.slots, strict=True)):
             if slots:
                 gap = f.gap[node, slots].astype(np.int64)
-                codes[:, row, : len(slots)] = (
-                    f.tokens[node, slots],
-                    f.logp[node, slots],
-                    gap - gap[0],
-                )
+                of_children = f.tokens[node, slots], f.logp[node, slots], gap - gap[0]
+                codes[:, row, : len(slots)] = of_children
                 of_nodes[:, row] = f.entropy[node], f.top_entropy[node], len(slots)
         return DistributionRows(Codes.of(*codes, *of_nodes))
 
@@ -153,15 +142,10 @@ class TraceBackend:
         while start + run < length and view.agree[start + run] == AGREE_YES:
             run += 1
         position = start + j
-        if j < run:
-            return AGREE_YES, int(view.logp[position]), int(view.entropy[position])
+        if j <= run and position < length:
+            on_text = view.agree[position], view.logp[position], view.entropy[position]
+            return int(on_text[0]), int(on_text[1]), int(on_text[2])
         if start + run < length:
-            if j == run:
-                return (
-                    int(view.agree[position]),
-                    int(view.logp[position]),
-                    int(view.entropy[position]),
-                )
             row, entry = int(self._branch[start + run]), j - run - 1
         else:
             row, entry = len(view.branch_len) - 1, j - run
@@ -208,20 +192,18 @@ class TraceBackend:
             verdict = walk(
                 drafted.tree, lambda _, emitted: [*self.output, -1][self._at + len(emitted)]
             )
-            self._read = (
-                (verdict.read or 0) if self.trees.forest.shared else 0
-            )  # a head reads all emitted tokens again
+            # A head reads all emitted tokens again.
+            self._read = (verdict.read or 0) if self.trees.forest.shared else 0
             return replace(verdict, read=self._read)
         accepted = self._accepted if drafted else 0
         return Verified(accepted, self.output[self._at : self._at + accepted + 1])
 
     def commit(self, emitted: list[int], accepted: int, drafted: Drafted | None) -> None:
-        if drafted is not None and drafted.steps:
-            self._lag = len(emitted) - (
-                min(accepted, drafted.steps - 1) if drafted.tree is None else self._read
-            )
-        else:
+        if drafted is None or not drafted.steps:
             self._lag += len(emitted)
+        else:
+            chain = drafted.tree is None
+            self._lag = len(emitted) - (min(accepted, drafted.steps - 1) if chain else self._read)
         self._at += len(emitted)
 
 

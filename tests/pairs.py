@@ -1,5 +1,5 @@
 """Tiny real checkpoints for tests: seeded transformers models with a byte-level tokenizer, saved as
-ordinary folders.
+ordinary folders; and documents of policies for them.
 
 A draft is its target with noise on every weight: the more noise, the less it agrees.
 """
@@ -13,13 +13,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import GPT2LMHeadModel, LlamaForCausalLM, PreTrainedTokenizerFast
 
 TEXT = [
     "def add(a, b):\n    return a + b\n",
@@ -55,35 +49,20 @@ def tiny_model(
 ) -> Any:
     """A random model of a real architecture whose law is neither flat nor certain."""
     torch.manual_seed(seed)
-    if kind == "llama":
-        model: Any = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=vocab_size,
-                hidden_size=hidden,
-                num_hidden_layers=layers,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                intermediate_size=2 * hidden,
-                max_position_embeddings=positions,
-                bos_token_id=0,
-                eos_token_id=0,
-                pad_token_id=0,
-            )
-        )
-    else:
-        model = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=vocab_size,
-                n_embd=hidden,
-                n_layer=layers,
-                n_head=4,
-                n_positions=positions,
-                bos_token_id=0,
-                eos_token_id=0,
-                pad_token_id=0,
-            )
-        )
-    model.eval()
+    make = LlamaForCausalLM if kind == "llama" else GPT2LMHeadModel
+    own = {"num_key_value_heads": 2, "intermediate_size": 2 * hidden} if kind == "llama" else {}
+    config = make.config_class(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        max_position_embeddings=positions,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+        **own,
+    )
+    model: Any = make(config).eval()
     with torch.no_grad():
         head = model.get_output_embeddings().weight
         if head is not model.get_input_embeddings().weight:
@@ -102,11 +81,8 @@ def perturbed(model: Any, noise: float, seed: int) -> Any:
     other = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in other.parameters():
-            parameter.add_(
-                torch.randn(parameter.shape, generator=generator)
-                * parameter.std().nan_to_num(0.0)
-                * noise
-            )
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(drawn * parameter.std().nan_to_num(0.0) * noise)
     return other
 
 
@@ -118,17 +94,25 @@ def make_pair(
     words = tokenizer(vocab_size)
     vocab = len(words)
     target = tiny_model(kind, vocab, seed=seed, positions=positions)
-    for name, model in (
-        ("target", target),
-        ("near", perturbed(target, 0.06, seed + 1)),
-        ("far", perturbed(target, 0.2, seed + 2)),
-    ):
+    near, far = perturbed(target, 0.06, seed + 1), perturbed(target, 0.2, seed + 2)
+    for name, model in (("target", target), ("near", near), ("far", far)):
         model.save_pretrained(folder / name)
         words.save_pretrained(folder / name)
-    file = folder / "pair.json"
-    file.write_text(
-        json.dumps(
-            {"name": f"tiny-{kind}", "target": "target", "drafts": {"near": "near", "far": "far"}}
-        )
-    )
-    return file
+    document = {
+        "name": f"tiny-{kind}",
+        "target": "target",
+        "drafts": {n: n for n in ("near", "far")},
+    }
+    (folder / "pair.json").write_text(json.dumps(document))
+    return folder / "pair.json"
+
+
+def chain(draft: str, gamma: int, **more: Any) -> dict[str, Any]:
+    """A policy that drafts ``gamma`` tokens."""
+    return {"draft": draft, "window": {"kind": "fixed", "gamma": gamma}, **more}
+
+
+def top_k(draft: str, width: int, gamma: int, top_n: int, **more: Any) -> dict[str, Any]:
+    """A policy that drafts EAGLE-2's trees."""
+    growth = {"kind": "top_k", "width": width}
+    return chain(draft, gamma, growth=growth, select={"top_n": top_n}, **more)

@@ -3,13 +3,13 @@ memory, as a CUDA graph does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pairs import make_pair
+from pairs import chain, make_pair, top_k
 from test_heads import _eagle1, _eagle3_without_lm_head, pair_with_heads
 from test_shortlists import artifacts as shortlist_artifacts
 from test_tree_parity import STATIC, artifacts, shape
@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from spectune.optimizer.execute import DecodeOptions, Executor, encode
 from spectune.runtime.cuda import graphs
-from spectune.runtime.cuda.graphs import use_graphs, wanted
-from spectune.runtime.cuda.pass_sizes import prepare_graphs
+from spectune.runtime.cuda.graphs import prepare_graphs, use_graphs, wanted
 from spectune.runtime.decoder import Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import PolicySource, Round, StaticSource
@@ -32,11 +31,8 @@ from spectune.traces.schema import Request, Sampling, Workload
 TOKENS = 16
 DEEP = 3
 """Layers of the heads' target."""
-GREEDY, HOT, FILTERED = (
-    Sampling(),
-    Sampling(temperature=1.0, seed=4),
-    Sampling(temperature=0.9, top_p=0.9, seed=5),
-)
+GREEDY, HOT = Sampling(), Sampling(temperature=1.0, seed=4)
+both = pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
 PROMPT = "def add(a, b):\n    return a + b\n"
 
 
@@ -95,6 +91,11 @@ class FakeRecorder:
             tensor.copy_(old)
         self.captured += 1
 
+        def clobber() -> None:
+            for tensor in tape.made:
+                if tensor.is_floating_point():
+                    tensor.fill_(torch.nan)
+
         def replay() -> None:
             for func, args, kwargs, out in tape.ops:
                 again = func(*args, **kwargs)
@@ -103,11 +104,6 @@ class FakeRecorder:
                         if isinstance(old, torch.Tensor):
                             old.copy_(new)
             clobber()
-
-        def clobber() -> None:
-            for tensor in tape.made:
-                if tensor.is_floating_point():
-                    tensor.fill_(torch.nan)
 
         clobber()
         return replay
@@ -134,6 +130,14 @@ class Twins:
             model.graphs.eager.clear()
             model.graphs.replayed.clear()
 
+    def agree(self, plan: Plan, sampling: Sampling, prompt: str = PROMPT) -> None:
+        """Decodes with and without graphs; the rounds must agree."""
+        plain, fast = (
+            seen(going(pair, StaticSource(plan), sampling, prompt))
+            for pair in (self.plain, self.fast)
+        )
+        assert plain == fast, plan.label
+
     def missed(self) -> dict[str, Any]:
         """Passes of the kinds that were captured which ran eagerly, by model."""
         found = {}
@@ -153,68 +157,35 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Twins:
     return Twins(pair_with_heads(tmp_path_factory.mktemp("graphs"), DEEP, **heads))
 
 
-def decoded(
-    pair: LoadedPair,
-    source: PolicySource,
-    sampling: Sampling,
-    prompt: str = PROMPT,
-    tokens: int = TOKENS,
-) -> list[Round]:
+def going(
+    pair: LoadedPair, source: PolicySource, sampling: Sampling, prompt: str = PROMPT
+) -> Iterator[Round]:
     decoder = Decoder(pair, source)
-    request = decoder.request(Request("r", "c", ("x",)), pair.encode(prompt), sampling, tokens)
-    return list(decoder.rounds(request))
+    request = decoder.request(Request("r", "c", ("x",)), pair.encode(prompt), sampling, TOKENS)
+    return decoder.rounds(request)
 
 
-def seen(rounds: list[Round]) -> list[Any]:
+def seen(rounds: Iterable[Round]) -> list[Any]:
     """All that rounds say but for their times."""
     return [(shape(r.step), r.step.policy, r.tokens, r.drafted, r.path, r.finish) for r in rounds]
 
 
-def same(twins: Twins, policy: Policy, sampling: Sampling, **more: Any) -> list[Round]:
-    """Decodes with and without graphs; the rounds must agree."""
-    rounds = []
-    for pair in (twins.plain, twins.fast):
-        prepared = prepare(policy, pair.draft_names, artifacts=artifacts(policy.draft))
-        rounds.append(decoded(pair, StaticSource(prepared), sampling, **more))
-    assert seen(rounds[0]) == seen(rounds[1]), policy.label()
-    return rounds[1]
-
-
-def top_k(draft: str, width: int, gamma: int, top_n: int, **more: Any) -> dict[str, Any]:
-    return {
-        "draft": draft,
-        "growth": {"kind": "top_k", "width": width},
-        "window": {"kind": "fixed", "gamma": gamma},
-        "select": {"top_n": top_n},
-        **more,
-    }
-
-
 BINS = {"stratify": {"artifact": "bins", "alpha": 3, "fractions": [0.3, 0.6, 1.0]}}
 GROWER = {"kind": "classifier", "width": 5, "cap": 5, "beta": 0.5, "artifact": "grower"}
+Q_LEARNING = {"kind": "q_learning", "gamma_max": 3, "gamma_min": 0, "epsilon": 0.6}
 DOCUMENTS: list[dict[str, Any]] = [
     {"draft": "none"},
-    {"draft": "ngram", "window": {"kind": "fixed", "gamma": 3}},
-    {"draft": "near", "window": {"kind": "fixed", "gamma": 4}},
-    {
-        "draft": "near",
-        "window": {"kind": "fsm", "gamma_max": 6},
-        "stop": {"kind": "max_prob", "threshold": 0.3},
-    },
-    {"draft": "far", "window": {"kind": "cache_fsm", "gamma_max": 5}},
-    {
-        "draft": "near",
-        "window": {"kind": "q_learning", "gamma_max": 3, "gamma_min": 0, "epsilon": 0.6},
-    },
-    top_k("near", 6, 5, 20),
+    chain("ngram", 3),
+    chain("near", 6, stop={"kind": "max_prob", "threshold": 0.3}),
+    {"draft": "near", "window": Q_LEARNING},
     top_k("near", 4, 4, 12, **BINS),
     top_k("near", 4, 4, 30, stop={"kind": "joint_prob", "threshold": 0.02}),
     {"draft": "near", "growth": {"kind": "static", "paths": STATIC}},
-    {"draft": "near", "growth": GROWER, "window": {"kind": "fixed", "gamma": 5}},
-    {"draft": "eagle3", "window": {"kind": "fixed", "gamma": 3}},
-    top_k("eagle3", 4, 4, 12, **BINS),
+    chain("near", 5, growth=GROWER),
+    chain("eagle3", 3),
     top_k("eagle1", 5, 3, 9),
-    {"draft": "eagle1", "growth": GROWER, "window": {"kind": "fixed", "gamma": 4}},
+    chain("eagle1", 4, growth=GROWER),
+    top_k("eagle3", 4, 4, 12, **BINS),
 ]
 POLICIES = [parse_policy(d) for d in DOCUMENTS]
 
@@ -227,7 +198,7 @@ def poisoned(pair: LoadedPair) -> None:
             layer.values[:, :, layer.capacity :] = torch.nan
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
+@both
 def test_decoding_with_graphs_is_decoding(twins: Twins, sampling: Sampling) -> None:
     """The same texts and rounds; all that rounds needed was captured before the first, and nothing
     in them. NaN in the scratch slots, to which fillers write, reaches nothing."""
@@ -236,21 +207,13 @@ def test_decoding_with_graphs_is_decoding(twins: Twins, sampling: Sampling) -> N
         source = StaticSource(
             prepare(policy, twins.fast.draft_names, artifacts=artifacts(policy.draft))
         )
-        decoder = Decoder(twins.fast, source)
-        request = decoder.request(
-            Request("r", "c", ("x",)), twins.fast.encode(PROMPT), sampling, TOKENS
-        )
-        going = decoder.rounds(request)
-        rounds = [next(going)]
-        captured = twins.recorder.captured
-        for item in going:
+        rounds, captured = [], 0
+        for item in going(twins.fast, source, sampling):
+            captured = captured or twins.recorder.captured
             poisoned(twins.fast)
             rounds.append(item)
         assert twins.recorder.captured == captured
-        plain = StaticSource(
-            prepare(policy, twins.plain.draft_names, artifacts=artifacts(policy.draft))
-        )
-        assert seen(rounds) == seen(decoded(twins.plain, plain, sampling)), policy.label()
+        assert seen(rounds) == seen(going(twins.plain, source, sampling)), policy.label()
         assert twins.missed() == {}, policy.label()
         assert sum(twins.fast.target.graphs.replayed.values()) == len(rounds)  # type: ignore[union-attr]
         if policy.speculates and policy.draft != "ngram":
@@ -258,7 +221,7 @@ def test_decoding_with_graphs_is_decoding(twins: Twins, sampling: Sampling) -> N
             assert sum(draft.graphs.replayed.values()) == sum(r.step.draft_steps for r in rounds)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("draft", "sampling"), [("near", GREEDY), ("near", HOT), ("eagle3", HOT)])
+@pytest.mark.parametrize(("draft", "sampling"), [("near", GREEDY), ("eagle3", HOT)])
 def test_shortlisted_drafts_leave_the_head_out_of_the_graph(
     twins: Twins, draft: str, sampling: Sampling
 ) -> None:
@@ -266,17 +229,13 @@ def test_shortlisted_drafts_leave_the_head_out_of_the_graph(
     router = {"kind": "clusters", "k0": 3, "k1": 2, "k_min": 1, "artifact": f"router-{draft}"}
     few = {"kind": "frequency", "size": 40, "artifact": "order"}
     for document in (
-        {"draft": draft, "window": {"kind": "fixed", "gamma": 3}, "shortlist": few},
-        {"draft": draft, "window": {"kind": "fixed", "gamma": 3}, "shortlist": router},
+        chain(draft, 3, shortlist=few),
+        chain(draft, 3, shortlist=router),
         top_k(draft, 4, 3, 9, shortlist=router),
     ):
         twins.forget()
-        policy = parse_policy(document)
-        plain, fast = (
-            decoded(pair, StaticSource(prepare(policy, pair.draft_names, artifacts=find)), sampling)
-            for pair in (twins.plain, twins.fast)
-        )
-        assert seen(plain) == seen(fast)
+        plan = prepare(parse_policy(document), twins.plain.draft_names, artifacts=find)
+        twins.agree(plan, sampling)
         assert twins.missed() == {}
         model = twins.fast.models[draft]
         assert {kind.head for _, kind in model.graphs.replayed} == {False}  # type: ignore[union-attr]
@@ -288,12 +247,12 @@ def test_growing_forgets_graphs_and_a_request_captures_what_it_needs(
     """A short text, a long one that grows the caches and reads over a border of views, and the
     short one again."""
     fresh = Twins(make_pair(tmp_path))
-    policy = parse_policy(top_k("near", 4, 3, 9))
+    plan = prepare(parse_policy(top_k("near", 4, 3, 9)), fresh.fast.draft_names)
     long = (PROMPT * 30)[:374]
     assert 240 < len(fresh.fast.encode(long)) < 256 - 5
     captured = []
     for prompt in (PROMPT, long, PROMPT):
-        same(fresh, policy, HOT, prompt=prompt)
+        fresh.agree(plan, HOT, prompt)
         captured.append(fresh.recorder.captured)
         assert fresh.missed() == {}
     target, draft = fresh.fast.target.graphs, fresh.fast.drafts["near"].graphs
@@ -325,30 +284,23 @@ class Swapped:
         return self.now
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
+@both
 def test_a_policy_prepared_aside_is_captured_before_its_first_round(
     twins: Twins, sampling: Sampling
 ) -> None:
-    first = parse_policy({"draft": "far", "window": {"kind": "fixed", "gamma": 2}})
-    for then in (
-        top_k("near", 4, 4, 12, **BINS),
-        top_k("eagle3", 4, 3, 10),
-        {"draft": "near", "window": {"kind": "fixed", "gamma": 6}},
-    ):
+    first = parse_policy(chain("far", 2))
+    for then in (top_k("near", 4, 4, 12, **BINS), top_k("eagle3", 4, 3, 10)):
         twins.forget()
         policy, rounds = parse_policy(then), []
         for pair in (twins.plain, twins.fast):
 
             def make(pair: LoadedPair = pair, policy: Policy = policy) -> Plan:
-                return prepare_for(
-                    pair, policy, artifacts=artifacts(policy.draft), sampling=sampling
-                )
+                return prepare_for(pair, policy, artifacts=artifacts(policy.draft))
 
-            rounds.append(
-                decoded(pair, Swapped(prepare(first, pair.draft_names), make, 4), sampling)
-            )
-        assert seen(rounds[0]) == seen(rounds[1])
-        assert {r.step.policy for r in rounds[1]} == {first.id, policy.id}
+            source = Swapped(prepare(first, pair.draft_names), make, 4)
+            rounds.append(seen(going(pair, source, sampling)))
+        assert rounds[0] == rounds[1]
+        assert {name for _, name, *_ in rounds[1]} == {first.id, policy.id}
         assert twins.missed() == {}
 
 
@@ -377,8 +329,7 @@ def test_a_pass_that_cannot_be_captured_runs_eagerly(
     near._decoder.register_forward_pre_hook(
         lambda *_: bool(torch.ones(1).sum() > 0) and None
     )  # waits for the device
-    policy = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 3}})
-    same(fresh, policy, HOT)
+    fresh.agree(prepare(parse_policy(chain("near", 3)), fresh.fast.draft_names), HOT)
     assert not near.graphs.shapes
     assert near.graphs.problem == "operation not permitted when stream is capturing"
     assert caplog.messages == [f"near: passes run without CUDA graphs: {near.graphs.problem}"]
@@ -394,7 +345,7 @@ def test_only_cuda_has_graphs_and_may_go_without(
     assert not wanted(torch.device("cuda"))
     plain = twins.plain
     assert all(m.graphs is None for m in (plain.target, *plain.models.values()))
-    prepare_graphs(plain, prepare(Policy(), plain.draft_names), GREEDY, 1 << 40)  # reserves nothing
+    prepare_graphs(plain, prepare(Policy(), plain.draft_names), 1 << 40)  # reserves nothing
     assert plain.target.cache.capacity < 1 << 20
     layer = plain.target.cache.layers[0]
     assert layer.keys.shape[2] == layer.capacity

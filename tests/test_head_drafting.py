@@ -4,7 +4,7 @@ take over in the middle of a text."""
 from __future__ import annotations
 
 import pytest
-import torch
+from pairs import chain, top_k
 from synthetic import flat_profile
 from test_heads import _eagle1, _eagle3_without_lm_head, _eagle31, pair_with_heads
 from test_lossless import PROMPTS
@@ -14,7 +14,6 @@ from spectune.optimizer.execute import DecodeOptions, encode, run
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.decoder import Decoder
-from spectune.runtime.drafts.eagle import CanonicalPasses
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
@@ -47,16 +46,11 @@ def test_heads_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sam
         for p in tree_policies("head", 5, seed=9)
         if p.growth.kind == "static" or p.growth.width <= WIDTH
     ]
-    policies += [
-        parse_policy({"draft": "head", "window": {"kind": "fixed", "gamma": 4}}),
-        parse_policy(
-            {
-                "draft": "head",
-                "window": {"kind": "fsm", "gamma_max": 6},
-                "stop": {"kind": "max_prob", "threshold": 0.05},
-            }
-        ),
-    ]
+    fsm = {
+        "window": {"kind": "fsm", "gamma_max": 6},
+        "stop": {"kind": "max_prob", "threshold": 0.05},
+    }
+    policies += [parse_policy(chain("head", 4)), parse_policy({"draft": "head", **fsm})]
     plain = [d.trajectory for d in decode(pair, Policy(), sampling)]
     wanted = covers([p for p in policies if p.growth.kind != "chain"], sampling, find)
     trees = [
@@ -73,9 +67,8 @@ def test_heads_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sam
             assert ran.trajectory.output_ids.tolist() == text.output_ids.tolist(), policy.label()
             assert [shape(s) for s in ran.steps] == [shape(s) for s in steps], policy.label()
             accepted += sum(s.accepted for s in steps)
-    assert (
-        accepted > 20 or sampling.greedy
-    )  # a random head finds the text by the shared noise alone
+    # A random head finds the text by the shared noise alone.
+    assert accepted > 20 or sampling.greedy
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
@@ -83,19 +76,9 @@ def test_a_head_is_priced_as_trees_are(pair: LoadedPair, sampling: Sampling) -> 
     """Replay with a profile that knows a head from trees alone; windows that weigh costs decide
     alike in both worlds."""
     profile = flat_profile(pair.id, pair.drafts, ["head"])
-    policies = [
-        parse_policy(
-            {"draft": "head", "window": {"kind": "analytic", "gamma_max": 5, "history": 3}}
-        ),
-        parse_policy(
-            {
-                "draft": "head",
-                "growth": {"kind": "top_k", "width": 4},
-                "window": {"kind": "analytic", "gamma_max": 5, "history": 3},
-                "select": {"top_n": 9},
-            }
-        ),
-    ]
+    window = {"kind": "analytic", "gamma_max": 5, "history": 3}
+    documents = {"draft": "head"}, top_k("head", 4, 5, 9)
+    policies = [parse_policy({**document, "window": window}) for document in documents]
     plain = [d.trajectory for d in decode(pair, Policy(), sampling)]
     trees = [record_tree_panorama(pair, t, "head", WIDTH, 6, chain_depth=6) for t in plain]
     trace = ReplayTrace(plain, {}, trees={("head", "coupled"): trees})
@@ -108,30 +91,6 @@ def test_a_head_is_priced_as_trees_are(pair: LoadedPair, sampling: Sampling) -> 
             decode(pair, policy, sampling, profile=profile), replayed.steps(), strict=True
         ):
             assert [shape(s) for s in ran.steps] == [shape(s) for s in steps], policy.label()
-
-
-def test_near_ties_after_the_same_tokens_share_the_targets_pass(
-    pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Laws and outputs are those of a pass of their own, to the last bit; the target reads each
-    beginning of the text once in a row."""
-    target, head, read = pair.target, pair.heads["head"], []
-    text = pair.encode(PROMPTS[0] * 2)[:12]
-    assert len(text) == 12
-    asked = [(12, []), (12, [5]), (12, [5, 9]), (11, [7]), (12, [3])]
-    expected = [(target.canonical_features(text[: n - 1], head.taps), n, path) for n, path in asked]
-    features = target.canonical_features
-
-    def counted(prefix: list[int], taps: tuple[int, ...]) -> torch.Tensor:
-        read.append(len(prefix))
-        return features(prefix, taps)
-
-    monkeypatch.setattr(target, "canonical_features", counted)
-    passes = CanonicalPasses(target, head, text)
-    for own, n, path in expected:
-        assert torch.equal(passes.distribution(n, path), head.canonical(text[:n], own, path))
-        assert torch.equal(passes.output(n, path), head.canonical_output(text[:n], own, path))
-    assert read == [11, 10, 11]
 
 
 class Alternating:
@@ -148,22 +107,12 @@ class Alternating:
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
 def test_a_head_takes_over_in_the_middle_of_a_text(pair: LoadedPair, sampling: Sampling) -> None:
     documents = [
-        {"draft": "near", "window": {"kind": "fixed", "gamma": 2}},
-        {
-            "draft": "head",
-            "growth": {"kind": "top_k", "width": 4},
-            "window": {"kind": "fixed", "gamma": 3},
-            "select": {"top_n": 9},
-        },
+        chain("near", 2),
+        top_k("head", 4, 3, 9),
         {"draft": "none"},
-        {
-            "draft": "near",
-            "growth": {"kind": "top_k", "width": 3},
-            "window": {"kind": "fixed", "gamma": 3},
-            "select": {"top_n": 7},
-        },
-        {"draft": "head", "window": {"kind": "fixed", "gamma": 3}},
-        {"draft": "ngram", "window": {"kind": "fixed", "gamma": 3}},
+        top_k("near", 3, 3, 7),
+        chain("head", 3),
+        chain("ngram", 3),
     ]
     prepared = [prepare(parse_policy(d), pair.draft_names) for d in documents]
     decoder = Decoder(pair, Alternating(prepared))
@@ -172,16 +121,13 @@ def test_a_head_takes_over_in_the_middle_of_a_text(pair: LoadedPair, sampling: S
         request = decoder.request(
             Request(str(i), "c", (prompt,)), pair.encode(prompt)[-40:], sampling, 32
         )
-        steps = decoder.decode(request)
-        assert (
-            steps.trajectory.output_ids.tolist()
-            == plain.decode(request).trajectory.output_ids.tolist()
-        )
-        assert {s.draft for s in steps.steps} > {"near", "head"}
+        ran = decoder.decode(request)
+        assert ran.trajectory == plain.decode(request).trajectory
+        assert {s.draft for s in ran.steps} > {"near", "head"}
 
 
 def test_a_prompt_of_one_token_has_nothing_for_a_head_to_read(pair: LoadedPair) -> None:
-    policy = parse_policy({"draft": "head", "window": {"kind": "fixed", "gamma": 3}})
+    policy = parse_policy(chain("head", 3))
     decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names)))
     request = decoder.request(Request("one", "c", ("f",)), [70], Sampling(), 12)
     steps = decoder.decode(request).steps
@@ -192,7 +138,7 @@ def test_a_prompt_of_one_token_has_nothing_for_a_head_to_read(pair: LoadedPair) 
 def test_the_rejection_verifier_refuses_heads_and_trees(pair: LoadedPair) -> None:
     hot = Sampling(temperature=1.0)
     for document, said in (
-        ({"draft": "head", "window": {"kind": "fixed", "gamma": 3}}, "is a head"),
+        (chain("head", 3), "is a head"),
         ({"draft": "near", "growth": {"kind": "top_k"}}, "growth top_k"),
     ):
         decoder = Decoder(
@@ -207,6 +153,6 @@ def test_a_pair_with_a_head_serves_the_rejection_verifier_with_its_other_drafts(
 ) -> None:
     hot = DecodeOptions(Sampling(temperature=1.0, seed=1), 8, "rejection")
     encoded = encode(pair, Workload("w", (Request("a", "c", ("def f(x):",)),)), hot)
-    policy = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 2}})
+    policy = parse_policy(chain("near", 2))
     (decoded,) = run(pair, StaticSource(prepare(policy, pair.draft_names)), encoded)
     assert len(decoded.trajectory.output_ids) == 8 or decoded.trajectory.finish == "eos"

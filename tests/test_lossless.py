@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import chain
 from synthetic import flat_profile
 
 from spectune.runtime.decoder import Decoder
@@ -26,49 +27,35 @@ FILTERED = Sampling(temperature=1.0, top_k=20, seed=5)
 
 def policies(near: str, far: str) -> list[Policy]:
     """Every window, every stop, every kind of draft."""
-    documents: list[dict[str, Any]] = [
-        {"draft": near, "window": {"kind": "fixed", "gamma": 1}},
-        {"draft": near, "window": {"kind": "fixed", "gamma": 5}},
-        {"draft": far, "window": {"kind": "fixed", "gamma": 16}},
-        {"draft": near, "window": {"kind": "analytic", "gamma_max": 8}},
-        {
-            "draft": far,
-            "window": {"kind": "analytic", "gamma_max": 8, "estimator": "exact", "history": 12},
-        },
-        {
-            "draft": far,
-            "window": {"kind": "analytic", "gamma_max": 6, "estimator": "table", "gamma_min": 1},
-        },
-        {"draft": near, "window": {"kind": "fsm", "gamma_max": 8}},
-        {"draft": far, "window": {"kind": "cache_fsm", "gamma_max": 8}},
-        {
-            "draft": near,
-            "window": {"kind": "q_learning", "gamma_max": 6, "seed": 1, "epsilon": 0.3},
-        },
-        {"draft": near, "window": {"kind": "heuristic", "gamma_max": 12}},
-        {
-            "draft": near,
-            "window": {"kind": "fixed", "gamma": 12},
-            "stop": {"kind": "max_prob", "threshold": 0.4},
-        },
-        {
-            "draft": far,
-            "window": {"kind": "fixed", "gamma": 12},
-            "stop": {"kind": "joint_prob", "threshold": 0.05},
-        },
-        {
-            "draft": near,
-            "window": {"kind": "fixed", "gamma": 12},
-            "stop": {"kind": "entropy", "threshold": 0.3},
-        },
-        {
-            "draft": near,
-            "window": {"kind": "q_learning", "gamma_max": 10, "memory": 2, "reward": "speed"},
-            "stop": {"kind": "joint_prob", "threshold": 0.1, "keep_last": False},
-        },
-        {"draft": "ngram", "window": {"kind": "fixed", "gamma": 8}},
-        {"draft": "ngram", "window": {"kind": "cache_fsm", "gamma_max": 10}},
-        {"draft": near, "window": {"kind": "fixed", "gamma": 0}},
+
+    def under(draft: str, kind: str, stop: dict[str, Any] | None = None, **window: Any) -> Any:
+        return {"draft": draft, "window": {"kind": kind, **window}} | (
+            {"stop": stop} if stop else {}
+        )
+
+    max_prob, entropy = ({"kind": kind, "threshold": 0.35} for kind in ("max_prob", "entropy"))
+    joint_prob = {"kind": "joint_prob", "threshold": 0.07}
+    documents = [
+        chain(near, 1),
+        chain(near, 5),
+        chain(far, 16),
+        under(near, "analytic", gamma_max=8),
+        under(far, "analytic", gamma_max=8, estimator="exact", history=12),
+        under(far, "analytic", gamma_max=6, estimator="table", gamma_min=1),
+        under(near, "fsm", gamma_max=8),
+        under(far, "cache_fsm", gamma_max=8),
+        under(near, "q_learning", gamma_max=6, seed=1, epsilon=0.3),
+        under(near, "heuristic", gamma_max=12),
+        under(near, "fixed", max_prob, gamma=12),
+        under(far, "fixed", joint_prob, gamma=12),
+        under(near, "fixed", entropy, gamma=12),
+        under(
+            *(near, "q_learning", joint_prob | {"keep_last": False}),
+            **{"gamma_max": 10, "memory": 2, "reward": "speed"},
+        ),
+        chain("ngram", 8),
+        under("ngram", "cache_fsm", gamma_max=10),
+        chain(near, 0),
     ]
     return [parse_policy(d) for d in documents]
 
@@ -138,28 +125,19 @@ def test_text_is_a_function_of_seed_and_request(pair: LoadedPair) -> None:
 def test_eos_budget_and_stop_strings_end_texts(pair: LoadedPair) -> None:
     """A text ends at EOS, at its budget, or at the token that completes a stop string, alike under
     every policy."""
-    near = next(iter(pair.drafts))
-    plain = decode(pair, Policy(), Sampling(temperature=1.0, seed=9))
-    text = pair.text(plain[0].output_ids.tolist())
-    stop = text[4:6]
+    near, hot = next(iter(pair.drafts)), Sampling(temperature=1.0, seed=9)
+    plain = decode(pair, Policy(), hot)
+    stop = pair.text(plain[0].output_ids.tolist())[4:6]
     ends = set()
-    for policy in (
-        Policy(),
-        parse_policy({"draft": near, "window": {"kind": "fixed", "gamma": 7}}),
-    ):
+    for policy in (Policy(), parse_policy(chain(near, 7))):
         decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names)))
-        request = decoder.request(
-            Request("0", "c", (PROMPTS[0],)),
-            pair.encode(PROMPTS[0]),
-            Sampling(temperature=1.0, seed=9),
-            36,
-            (stop,),
-        )
-        done = decoder.decode(request).trajectory
+        item, ids = Request("0", "c", (PROMPTS[0],)), pair.encode(PROMPTS[0])
+        done = decoder.decode(decoder.request(item, ids, hot, 36, (stop,))).trajectory
+        text = done.output_ids.tolist()
         assert done.finish == "stop"
-        assert stop in pair.text(done.output_ids.tolist())
-        assert stop not in pair.text(done.output_ids.tolist()[:-1])
-        ends.add(tuple(done.output_ids.tolist()))
+        assert stop in pair.text(text)
+        assert stop not in pair.text(text[:-1])
+        ends.add(tuple(text))
     assert len(ends) == 1
     for trajectory in plain:
         ended = trajectory.output_ids[-1] in pair.eos_ids

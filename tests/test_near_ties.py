@@ -14,6 +14,8 @@ from spectune.runtime.near_ties import CHOICE, Choices, choose, lead, near_code
 from spectune.traces.schema import Sampling
 
 HALVES = [math.log(0.5), math.log(0.3), math.log(0.2)]
+THIRD = [0.0, 0.0, 5.0, 0.0]
+"""Noise that favours the third token."""
 
 
 def is_near(logits: list[float], sampling: Sampling, noise: list[float] | None = None) -> bool:
@@ -27,9 +29,8 @@ def is_near(logits: list[float], sampling: Sampling, noise: list[float] | None =
     assert choices.token(0, lambda: ahead) == int(tokens[0])
     asked: list[int] = []
     choices.token(0, lambda: asked.append(0) or ahead)  # type: ignore[func-returns-value]
-    assert int(choose(x, sampling, row, None)[0]) == Choices(x, sampling, row, exact=False).token(
-        0, lambda: ahead
-    )
+    plain = Choices(x, sampling, row, exact=False)
+    assert int(choose(x, sampling, row, None)[0]) == plain.token(0, lambda: ahead)
     return bool(asked)
 
 
@@ -42,18 +43,12 @@ def is_near(logits: list[float], sampling: Sampling, noise: list[float] | None =
         # At temperature 0.1 a rounding error is ten times as large.
         ([1.0, 1.0 + CHOICE / 2, 0.0], Sampling(0.1), [0.0, 0.0, 0.0], True),
         ([1.0, 1.0 + 2 * CHOICE, 0.0], Sampling(1.0), [0.0, 0.0, 0.0], False),
-        # The winner may be in or out of the nucleus; of top-k, with and without a nucleus behind
-        # it.
-        (HALVES, Sampling(1.0, top_p=0.8), [0.0, 0.0, 5.0], True),
-        (HALVES, Sampling(1.0, top_p=0.7), [0.0, 0.0, 5.0], False),
-        ([2.0, 1.0, 1.0 - 1e-5, -3.0], Sampling(1.0, top_k=2), [0.0, 0.0, 5.0, 0.0], True),
-        (
-            [2.0, 1.0, 1.0 - 1e-5, -3.0],
-            Sampling(1.0, top_k=2, top_p=0.99),
-            [0.0, 0.0, 5.0, 0.0],
-            True,
-        ),
-        ([2.0, 1.0, 1.0 - 1e-2, -3.0], Sampling(1.0, top_k=2), [0.0, 0.0, 5.0, 0.0], False),
+        # The winner may be in or out of the nucleus; of top-k, with and without a nucleus behind.
+        (HALVES, Sampling(1.0, top_p=0.8), THIRD[:3], True),
+        (HALVES, Sampling(1.0, top_p=0.7), THIRD[:3], False),
+        ([2.0, 1.0, 1.0 - 1e-5, -3.0], Sampling(1.0, top_k=2), THIRD, True),
+        ([2.0, 1.0, 1.0 - 1e-5, -3.0], Sampling(1.0, top_k=2, top_p=0.99), THIRD, True),
+        ([2.0, 1.0, 1.0 - 1e-2, -3.0], Sampling(1.0, top_k=2), THIRD, False),
     ],
 )
 def test_near_ties_and_no_others_are_decided_canonically(
@@ -87,11 +82,7 @@ def test_margins_stand_in_one_module() -> None:
     here = Path(near_ties.__file__)
     margin = re.compile(r"MARGIN|\b(?:2e-4|5e-5|2\.5e-5|1\.2e-5|2e-5)\b")
     assert len(margin.findall(here.read_text(encoding="utf-8"))) == 5
-    files = [
-        file
-        for top in ("runtime", "optimizer")
-        for file in (here.parents[1] / top).rglob("*.py")
-        if file != here
-    ]
+    tops = (here.parents[1] / top for top in ("runtime", "optimizer"))
+    files = [file for top in tops for file in top.rglob("*.py") if file != here]
     assert len(files) > 50
     assert [file.name for file in files if margin.search(file.read_text(encoding="utf-8"))] == []

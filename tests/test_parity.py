@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from oracle import replay_rounds
+from oracle import TraceBackend, replay_rounds
+from pairs import chain
 from recorded_texts import decoded_again, plain_texts, request_of
 from synthetic import flat_profile
 from test_lossless import policies
@@ -21,14 +22,24 @@ from spectune.optimizer.artifacts import fitted, keep_q_table
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.decoder import Decoder
+from spectune.runtime.drafts.language_model import LanguageModelDraft, canonical_codes
+from spectune.runtime.drafts.protocol import DraftContext
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.recording.chains import record_panorama
+from spectune.runtime.sampling import Noise
 from spectune.runtime.session import Sessions
 from spectune.traces.errors import PolicyError
-from spectune.traces.schema import ChainPanorama, Request, Sampling, Trajectory
+from spectune.traces.schema import (
+    AGREE_YES,
+    ChainPanorama,
+    Request,
+    Sampling,
+    Trajectory,
+    request_seed,
+)
 from spectune.traces.store import TraceStore
 
 PROMPTS = ["def add(a, b):", "Question: Bob has 9", "x"]
@@ -50,26 +61,17 @@ def random_policies(drafts: Sequence[str], count: int, seed: int) -> list[Policy
         gamma = int(rng.integers(1, GAMMA_MAX + 1))
         window = {"kind": kind, **({"gamma": gamma} if kind == "fixed" else {"gamma_max": gamma})}
         if kind == "q_learning":
-            window |= {
-                "epsilon": 0.3,
-                "seed": int(rng.integers(100)),
-                "memory": int(rng.integers(1, 3)),
-            }
+            seed, memory = (int(rng.integers(low, high)) for low, high in ((0, 100), (1, 3)))
+            window |= {"epsilon": 0.3, "seed": seed, "memory": memory}
         if kind == "analytic":
-            window |= {
-                "history": int(rng.integers(1, 20)),
-                "estimator": str(rng.choice(["ratio", "exact", "table"])),
-            }
-        stop_kind = str(rng.choice(["none", "max_prob", "joint_prob", "entropy"]))
-        stop = {"kind": stop_kind}
-        if stop_kind != "none":
-            stop |= {
-                "threshold": round(float(rng.uniform(0.01, 0.8)), 3),
-                "keep_last": bool(rng.integers(2)),
-            }
-        found.append(
-            parse_policy({"draft": str(rng.choice(list(drafts))), "window": window, "stop": stop})
-        )
+            window["history"] = int(rng.integers(1, 20))
+            window["estimator"] = str(rng.choice(["ratio", "exact", "table"]))
+        stop = {"kind": str(rng.choice(["none", "max_prob", "joint_prob", "entropy"]))}
+        if stop["kind"] != "none":
+            stop["threshold"] = round(float(rng.uniform(0.01, 0.8)), 3)
+            stop["keep_last"] = bool(rng.integers(2))
+        draft = str(rng.choice(list(drafts)))
+        found.append(parse_policy({"draft": draft, "window": window, "stop": stop}))
     return found
 
 
@@ -125,39 +127,25 @@ def test_replay_is_the_runtime_round_by_round(
 def test_panorama_is_the_drafts_own_chain(pair: LoadedPair, record: Record) -> None:
     """Every start's chain, as the panorama tells it, is what the draft proposes when asked there,
     one start at a time."""
-    from oracle import TraceBackend
-
-    from spectune.runtime.drafts.language_model import LanguageModelDraft, canonical_codes
-    from spectune.runtime.drafts.protocol import DraftContext
-    from spectune.runtime.sampling import Noise
-    from spectune.traces.schema import AGREE_YES, request_seed
-
     sampling = Sampling(temperature=1.0, seed=4)
     trajectories, panoramas = record(sampling)
     for name in pair.drafts:
-        plan = prepare(
-            parse_policy({"draft": name, "window": {"kind": "fixed", "gamma": GAMMA_MAX}}),
-            pair.draft_names,
-        )
+        plan = prepare(parse_policy(chain(name, GAMMA_MAX)), pair.draft_names)
         for trajectory, view in list(zip(trajectories, panoramas[name], strict=True))[:2]:
             backend = TraceBackend(trajectory, view)
             text = trajectory.prompt_ids.tolist() + trajectory.output_ids.tolist()
             prompt = len(trajectory.prompt_ids)
-            noise = Noise(
-                request_seed(sampling.seed, trajectory.request_id),
-                pair.target.vocab_size,
-                pair.device,
-            )
+            seed = request_seed(sampling.seed, trajectory.request_id)
+            noise = Noise(seed, pair.target.vocab_size, pair.device)
+            context = DraftContext(plan, sampling, noise, exact=True)
             for start in range(0, len(trajectory.output_ids), 5):
                 draft = LanguageModelDraft(pair.drafts[name])
                 prefix = text[: prompt + start]
                 draft.begin(prefix, len(text) + 2 * GAMMA_MAX)
-                chain = draft.propose(
-                    prefix, GAMMA_MAX, GAMMA_MAX, DraftContext(plan, sampling, noise, exact=True)
-                )
-                for j, token in enumerate(chain.tokens):
+                drafted = draft.propose(prefix, GAMMA_MAX, GAMMA_MAX, context).tokens
+                for j, token in enumerate(drafted):
                     agree, logp, entropy = backend._codes(start, j, True)
-                    before = prefix + chain.tokens[:j]
+                    before = prefix + drafted[:j]
                     on_text = [*before, token] == text[: len(before) + 1]
                     assert (agree == AGREE_YES) == on_text
                     codes = canonical_codes(pair.drafts[name], before, token, sampling)
@@ -186,9 +174,8 @@ def test_shorter_panoramas_are_prefixes(pair: LoadedPair, record: Record) -> Non
             assert np.array_equal(narrow.agree, wide.agree)
             assert np.array_equal(narrow.logp, wide.logp)
             read = np.arange(4)[None] < narrow.branch_len[:-1, None]
-            assert np.array_equal(
-                narrow.branch_logp[:-1, :4] * read, wide.branch_logp[:-1, :4] * read
-            )
+            own, other = (view.branch_logp[:-1, :4] * read for view in (narrow, wide))
+            assert np.array_equal(own, other)
 
 
 def test_rejection_is_replayed_in_law(pair: LoadedPair) -> None:
@@ -196,23 +183,21 @@ def test_rejection_is_replayed_in_law(pair: LoadedPair) -> None:
     probabilities predict."""
     sampling = Sampling(temperature=1.0, seed=11)
     near = next(iter(pair.drafts))
-    policy = parse_policy({"draft": near, "window": {"kind": "fixed", "gamma": 4}})
+    policy = parse_policy(chain(near, 4))
     decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names)), verifier="rejection")
     executed = accepted = 0
     trajectories = []
     for i in range(24):
         prompt = PROMPTS[i % len(PROMPTS)]
-        decoded = decoder.decode(
-            decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt), sampling, TOKENS)
-        )
+        item = Request(str(i), "c", (prompt,))
+        decoded = decoder.decode(decoder.request(item, pair.encode(prompt), sampling, TOKENS))
         trajectories.append(decoded.trajectory)
         executed += len(decoded.steps)
         accepted += sum(s.accepted for s in decoded.steps)
     views = [record_panorama(pair, t, near, 8) for t in trajectories]
     assert all(t.verifier == "rejection" for t in trajectories)
-    replays = [
-        run_replay(ReplayTrace(trajectories, {near: views}, seed=s), policy).total for s in range(8)
-    ]
+    traces = [ReplayTrace(trajectories, {near: views}, seed=seed) for seed in range(8)]
+    replays = [run_replay(trace, policy).total for trace in traces]
     predicted = float(np.mean([r.emitted_tokens / r.rounds for r in replays]))
     measured = sum(len(t.output_ids) for t in trajectories) / executed
     assert accepted > 50
@@ -225,7 +210,7 @@ def test_coupled_replays_of_a_rejection_text_differ_only_in_acceptance(
     """A text is a text: recorded by one verifier, it can be replayed as served by the other."""
     trajectories, panoramas = record(Sampling(temperature=1.0, seed=4))
     near = next(iter(pair.drafts))
-    policy = parse_policy({"draft": near, "window": {"kind": "fixed", "gamma": 4}})
+    policy = parse_policy(chain(near, 4))
     coupled = run_replay(ReplayTrace(trajectories, panoramas), policy).total
     others = [replace(t, verifier="rejection") for t in trajectories]
     rejection = run_replay(ReplayTrace(others, panoramas), policy).total
@@ -248,15 +233,13 @@ def test_a_stored_q_table_is_where_the_next_session_begins(
         store.put_pair(pair.id, "tiny", pair.spec.to_json())
         name = keep_q_table(store, learned, pair.id, {"from": "test"})
         assert keep_q_table(store, learned, pair.id, {}) == name
-        frozen = parse_policy(
-            {"draft": near, "window": window | {"learn": False, "artifact": name}}
-        )
+        window |= {"learn": False, "artifact": name}
+        frozen = parse_policy({"draft": near, "window": window})
         find = fitted(store)
         replayed = run_replay(trace, frozen, per_round=True, artifacts=find).steps()
         decoder = Decoder(pair, StaticSource(prepare(frozen, pair.draft_names, artifacts=find)))
         for trajectory, steps in zip(trajectories, replayed, strict=True):
-            assert [shape(s) for s in decoded_again(decoder, trajectory).steps] == [
-                shape(s) for s in steps
-            ]
+            again = decoded_again(decoder, trajectory).steps
+            assert list(map(shape, again)) == list(map(shape, steps))
         with pytest.raises(PolicyError, match="no artifact"):
             find("nothing")

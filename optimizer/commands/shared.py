@@ -212,8 +212,7 @@ def prepared(
     from spectune.optimizer.artifacts import fitted
     from spectune.runtime.decoder import prepare_for
 
-    found = fitted(store, pair.id)
-    return prepare_for(pair, policy, profile=profile, artifacts=found, sampling=options.sampling)
+    return prepare_for(pair, policy, profile=profile, artifacts=fitted(store, pair.id))
 
 
 def profile_of(

@@ -11,8 +11,7 @@ import numpy as np
 
 from spectune.engines.rules import ServingRules, rules_of
 from spectune.runtime.costs import StepCosts, StepLoad, step_costs, step_seconds
-from spectune.runtime.profiling.fit import fit_steps
-from spectune.runtime.profiling.shapes import step_shapes
+from spectune.runtime.profiling.fit import fit_steps, step_shapes
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.latency import LatencyProfile

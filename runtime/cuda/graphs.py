@@ -2,12 +2,11 @@
 computation graph per bin).
 
 A pass of a language model is thousands of small kernels, and one of a small draft takes longer to
-launch than to compute. Rounds of one policy make few shapes of passes, so each is captured once and
-then replayed by one launch. A :class:`Shape` is a number of tokens, rounded up to one of
-:data:`RUNGS`, a number of slots that are read, rounded up to a power of two, and what is computed.
-:mod:`runtime.cuda.pass_sizes` says which numbers of tokens a policy's windows, stops, bins and N'
-can make, and has these and no others captured, before a request's first round or, for a policy that
-is published, aside. What is not captured runs as it always did.
+launch than to compute. So passes are captured, and a pass of the same :class:`Shape` is then
+replayed by one launch: a number of tokens, rounded up to one of :data:`RUNGS`, a number of slots
+that are read, rounded up to a power of two, and what is computed. What a policy's rounds can need
+is captured before a request's first round or, for a policy that is published, aside
+(:func:`prepare_graphs`). What is not captured runs as it always did.
 
 A replay reads static buffers. Tokens that only fill up the rung write to scratch slots behind the
 cache's capacity, which no pass reads, see slot 0 alone, and their rows are dropped: they can change
@@ -24,17 +23,22 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from spectune.runtime.policies.document import NODE_LIMIT
+from spectune.runtime.drafts.protocol import LONG_LAG
+from spectune.runtime.policies.document import EXPANDED_LIMIT, NODE_LIMIT, WIDTH_LIMIT
 
 if TYPE_CHECKING:
-    from spectune.runtime.drafts.eagle_head import EagleHead
-    from spectune.runtime.models import CausalModel
+    from transformers.cache_utils import Cache
+
+    from spectune.runtime.loading import LoadedPair
+    from spectune.runtime.models import SlotModel
+    from spectune.runtime.policies.plan import Plan
+    from spectune.runtime.policies.prepared_chooser import AnyPlan
 
 RUNGS: Final = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, NODE_LIMIT + 1)
 """Numbers of tokens that passes are captured for."""
@@ -47,23 +51,6 @@ SWITCH: Final = "SPECTUNE_CUDA_GRAPHS"
 
 _RUNG_OF: Final = tuple(next(r for r in RUNGS if r >= n) for n in range(RUNGS[-1] + 1))
 _CAPTURING = threading.Lock()
-
-
-def bucket(reads: int, capacity: int) -> int:
-    """Slots that a captured pass reads in place of ``reads``: the next power of two, if the cache
-    has as many."""
-    view = FIRST_VIEW
-    while view < reads:
-        view *= 2
-    return min(view, capacity)
-
-
-def views_up_to(reads: int, capacity: int) -> list[int]:
-    """Every :func:`bucket` of passes that read up to ``reads`` slots."""
-    views = [bucket(1, capacity)]
-    while views[-1] < reads:
-        views.append(min(2 * views[-1], capacity))
-    return views
 
 
 class Kind(NamedTuple):
@@ -89,6 +76,11 @@ class Outputs(NamedTuple):
     states: Tensor
     logits: Tensor
     taps: dict[int, Tensor]
+
+    def of(self, change: Callable[[Tensor], Tensor]) -> Outputs:
+        """Each of them changed."""
+        taps = {tap: change(rows) for tap, rows in self.taps.items()}
+        return Outputs(change(self.states), change(self.logits), taps)
 
 
 class Recorder(Protocol):
@@ -123,65 +115,56 @@ class CudaRecorder:
 
 
 class _Inputs:
-    """Static inputs of a rung: ``ids``, ``positions``, ``slots`` int64 [tokens], ``hidden``
-    [tokens, width] or None, and a mask of any view. They begin as tokens that do no harm."""
+    """Static inputs of passes of up to ``most`` tokens; those of fewer use the first. They begin as
+    tokens that do no harm."""
 
-    def __init__(self, model: CausalModel | EagleHead, tokens: int, own: bool) -> None:
+    def __init__(self, model: SlotModel, most: int = RUNGS[-1]) -> None:
         device, capacity = model.device, model.cache.capacity
-        self._idle = torch.zeros(3, tokens, dtype=torch.int64, device=device)
-        self._idle[2] = torch.arange(capacity, capacity + tokens, device=device)
-        self._numbers = self._idle.clone()
-        self.ids, self.positions, self.slots = self._numbers
-        self._mask = torch.zeros(tokens * capacity, dtype=torch.bool, device=device)
-        self._sees = torch.zeros(1, capacity, dtype=torch.bool, device=device)
-        self._sees[0, 0] = True
-        width = model.fed(own)
-        self.hidden = (
-            torch.zeros(tokens, width, dtype=model.dtype, device=device) if width else None
-        )
+        self._idle = torch.zeros(3, most, dtype=torch.int64, device=device)
+        self._idle[2] = torch.arange(capacity, capacity + most, device=device)
+        self.numbers = self._idle.clone()
+        """Ids, positions and slots."""
+        self._mask = torch.zeros(most * capacity, dtype=torch.bool, device=device)
+        self._sees = torch.zeros(capacity, dtype=torch.bool, device=device)
+        self._sees[0] = True
+        self.hidden = {
+            own: torch.zeros(most, width, dtype=model.dtype, device=device)
+            for own in (False, True)
+            if (width := model.fed(own))
+        }
 
-    def mask(self, view: int) -> Tensor:
+    def mask(self, tokens: int, view: int) -> Tensor:
         """Bool [tokens, view]."""
-        tokens = self._numbers.shape[1]
         return self._mask[: tokens * view].view(tokens, view)
 
     def fill(
-        self,
-        view: int,
-        ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        mask: Tensor,
-        hidden: Tensor | None,
+        self, shape: Shape, numbers: tuple[Tensor, ...], mask: Tensor, hidden: Tensor | None
     ) -> None:
         """Takes in a pass of n tokens. Columns of ``mask`` [n, at most view] that are missing are
         False."""
         n, seen = mask.shape
-        self.ids[:n], self.positions[:n], self.slots[:n] = ids, positions, slots
-        own = self.mask(view)
+        for row, values in zip(self.numbers, numbers, strict=True):
+            row[:n] = values
+        own = self.mask(shape.tokens, shape.view)
         own[:n, :seen] = mask
         own[:n, seen:] = False
-        if n < own.shape[0]:
-            self._numbers[:, n:] = self._idle[:, n:]
-            own[n:] = self._sees[:, :view]
-        if self.hidden is not None and hidden is not None:
-            self.hidden[:n] = hidden
-
-
-class _Graph(NamedTuple):
-    inputs: _Inputs
-    outputs: Outputs
-    replay: Callable[[], None]
+        if n < shape.tokens:
+            self.numbers[:, n : shape.tokens] = self._idle[:, n : shape.tokens]
+            own[n:] = self._sees[: shape.view]
+        if hidden is not None:
+            self.hidden[shape.kind.own][:n] = hidden
 
 
 class _Table:
-    """The graphs over one allocation of a cache, whose first layer's keys are ``keys``; inputs and
-    outputs are shared by all views."""
+    """The graphs over one allocation of a cache, whose first layer's keys are ``keys``. All work on
+    the same inputs; ``trial`` are those of rehearsals, since a pass in another thread may be using
+    the others. Outputs are shared by all views."""
 
-    def __init__(self, keys: Tensor | None) -> None:
+    def __init__(self, model: SlotModel, keys: Tensor) -> None:
         self.keys = keys
-        self.graphs: dict[Shape, _Graph] = {}
-        self.buffers: dict[tuple[int, Kind], tuple[_Inputs, Outputs]] = {}
+        self.inputs, self.trial = _Inputs(model), _Inputs(model)
+        self.outputs: dict[tuple[int, Kind], Outputs] = {}
+        self.replays: dict[Shape, Callable[[], None]] = {}
 
 
 class PassGraphs:
@@ -192,22 +175,23 @@ class PassGraphs:
     passes by tokens and kind. ``problem``: why a pass could not be captured; then no more are.
     """
 
-    def __init__(self, model: CausalModel | EagleHead, recorder: Recorder) -> None:
+    def __init__(self, model: SlotModel, recorder: Recorder) -> None:
         self.model, self.reach, self.problem = model, 0, ""
         self.replayed: Counter[tuple[int, Kind]] = Counter()
         self.eager: Counter[tuple[int, Kind]] = Counter()
         self._recorder = recorder
-        self._table = _Table(None)
+        self._table: _Table | None = None
         model.cache.keep_scratch(RUNGS[-1])
 
     @property
     def shapes(self) -> frozenset[Shape]:
         """What is captured and would be replayed."""
-        return frozenset(self._table.graphs) if self._table.keys is self._keys() else frozenset()
+        table = self._table
+        return frozenset(table.replays if table and table.keys is self._keys() else ())
 
     def forget(self) -> None:
         """Forgets all graphs."""
-        self._table = _Table(None)
+        self._table = None
 
     def _keys(self) -> Tensor | None:
         layers = self.model.cache.layers
@@ -226,112 +210,97 @@ class PassGraphs:
         """A pass of n tokens of :class:`Kind` ``head``, ``own`` under ``mask`` bool [n, slots that
         are read], replayed; None where its shape is not captured. ``ids``, ``positions``, ``slots``
         int64 [n]."""
-        (n, reads), table, kind, capacity = (
-            mask.shape,
-            self._table,
-            Kind(head, own),
-            self.model.cache.capacity,
-        )
-        graph, view = None, bucket(reads, capacity)
-        if n <= RUNGS[-1] and reads <= capacity and table.keys is self._keys():
-            graph = table.graphs.get(Shape(_RUNG_OF[n], view, kind))
-        if graph is None:
-            self.eager[n, kind] += 1
-            return None
-        self.replayed[n, kind] += 1
-        graph.inputs.fill(view, ids, positions, slots, mask, hidden)
-        graph.replay()
-        states, logits, taps = graph.outputs
-        return Outputs(states[:n], logits[:n], {tap: rows[:n] for tap, rows in taps.items()})
+        (n, reads), table, kind = mask.shape, self._table, Kind(head, own)
+        capacity = self.model.cache.capacity
+        if table and table.keys is self._keys() and n <= RUNGS[-1] and reads <= capacity:
+            shape = Shape(_RUNG_OF[n], views_up_to(reads, capacity)[-1], kind)
+            if (replay := table.replays.get(shape)) is not None:
+                self.replayed[n, kind] += 1
+                table.inputs.fill(shape, (ids, positions, slots), mask, hidden)
+                replay()
+                return table.outputs[shape.tokens, kind].of(lambda rows: rows[:n])
+        self.eager[n, kind] += 1
+        return None
 
     def hold(self, text: int, tokens: int) -> None:
         """Makes room for texts of ``text`` tokens in ``tokens`` slots, which forgets what is cached
         if the cache must grow."""
         self.reach = max(self.reach, text)
         self.model.reserve(tokens)
-        cache = self.model.cache
         if self._keys() is None:  # allocated by a pass, which alone knows the layers' sizes
-            inputs, view = _Inputs(self.model, 1, False), bucket(1, cache.capacity)
-            layers = cache.bound(inputs.slots, view)
-            with torch.no_grad():
-                self.model.over(
-                    inputs.ids, inputs.positions, inputs.mask(view), layers, inputs.hidden, False
-                )
-            cache.adopt(layers)
+            shape = Shape(1, self.model.cache.capacity, Kind(head=False))
+            self.model.cache.adopt(self._compute(shape, _Inputs(self.model, 1))[1])
 
-    def capture(self, needs: Mapping[Kind, Iterable[int]], beyond: int) -> None:
-        """Captures passes of these numbers of tokens, for every view of texts up to ``reach`` and
+    def capture(self, most: int, kind: Kind, beyond: int) -> None:
+        """Captures passes of up to ``most`` tokens, for every view of texts up to ``reach`` and
         ``beyond`` slots behind them. What is captured already stays."""
-        keys = self._keys()
-        if keys is None or not self.reach or self.problem:
+        keys, capacity = self._keys(), self.model.cache.capacity
+        if keys is None or not self.reach or self.problem or not most:
             return
         table = self._table
-        if table.keys is not keys:
-            table = self._table = _Table(keys)
-        capacity = self.model.cache.capacity
+        if table is None or table.keys is not keys:
+            table = self._table = _Table(self.model, keys)
         views = views_up_to(min(self.reach + beyond, capacity), capacity)
-        rungs = {
-            (_RUNG_OF[n], kind) for kind, tokens in needs.items() for n in tokens if n <= RUNGS[-1]
-        }
-        wanted = {Shape(rung, view, kind) for rung, kind in rungs for view in views}
-        with _CAPTURING, torch.no_grad():
-            for shape in sorted(
-                wanted - table.graphs.keys(), reverse=True
-            ):  # the largest first, so that the pool fits all
+        rungs = RUNGS[: 1 + RUNGS.index(_RUNG_OF[min(most, RUNGS[-1])])]
+        wanted = {Shape(rung, view, kind) for rung in rungs for view in views}
+        with _CAPTURING:
+            # The largest first, so that the pool fits all.
+            for shape in sorted(wanted - table.replays.keys(), reverse=True):
                 try:
-                    table.graphs[shape] = self._captured(shape, table)
-                except (
-                    RuntimeError
-                ) as error:  # a model that waits for the device within a pass, or no memory
+                    table.replays[shape] = self._captured(shape, table)
+                except RuntimeError as error:  # it waits for the device within a pass, or no memory
                     self.problem = str(error).splitlines()[0]
                     logging.getLogger(__name__).warning(
                         "%s: passes run without CUDA graphs: %s", self.model.name, self.problem
                     )
                     return
 
-    def _captured(self, shape: Shape, table: _Table) -> _Graph:
-        """Captures a shape. Rehearsals have inputs of their own, since a pass in another thread may
-        be using the rung's."""
-        trial = _Inputs(self.model, shape.tokens, shape.kind.own)
-        found = table.buffers.get((shape.tokens, shape.kind))
-        if found is None:
-            states, logits, taps = self._compute(shape, trial)
-            made = torch.empty_like
-            outputs = Outputs(
-                made(states), made(logits), {tap: made(rows) for tap, rows in taps.items()}
-            )
-            found = table.buffers[shape.tokens, shape.kind] = (
-                _Inputs(self.model, shape.tokens, shape.kind.own),
-                outputs,
-            )
-        inputs, outputs = found
+    def _captured(self, shape: Shape, table: _Table) -> Callable[[], None]:
+        place = shape.tokens, shape.kind
+        if place not in table.outputs:
+            table.outputs[place] = self._compute(shape, table.trial)[0].of(torch.empty_like)
+        kept = table.outputs[place]
 
         def run() -> None:
-            states, logits, taps = self._compute(shape, inputs)
-            outputs.states.copy_(states)
+            made = self._compute(shape, table.inputs)[0]
+            kept.states.copy_(made.states)
             if shape.kind.head:
-                outputs.logits.copy_(logits)
-            for tap, rows in outputs.taps.items():
-                rows.copy_(taps[tap])
+                kept.logits.copy_(made.logits)
+            for tap, rows in kept.taps.items():
+                rows.copy_(made.taps[tap])
 
         def rehearse() -> None:
-            self._compute(shape, trial)
+            self._compute(shape, table.trial)
 
-        return _Graph(inputs, outputs, self._recorder.capture(run, rehearse))
+        return self._recorder.capture(run, rehearse)
 
-    def _compute(self, shape: Shape, inputs: _Inputs) -> Outputs:
-        model, kind = self.model, shape.kind
-        layers = model.cache.bound(inputs.slots, shape.view)
-        mask = inputs.mask(shape.view)
+    def _compute(self, shape: Shape, inputs: _Inputs) -> tuple[Outputs, Cache]:
+        model, (tokens, view, (head, own)) = self.model, shape
+        ids, positions, slots = inputs.numbers[:, :tokens]
+        cache, hidden = model.cache.bound(slots, view), inputs.hidden.get(own)
         states, taps = model.over(
-            inputs.ids, inputs.positions, mask, layers, inputs.hidden, kind.own
+            ids,
+            positions,
+            inputs.mask(tokens, view),
+            cache,
+            None if hidden is None else hidden[:tokens],
+            own,
         )
-        return Outputs(states, model._head(states) if kind.head else states.new_zeros(0), taps)
+        return Outputs(states, model.head(states) if head else states.new_zeros(0), taps), cache
 
 
-def use_graphs(models: Iterable[CausalModel | EagleHead], recorder: Recorder) -> None:
-    """Lets models replay what :func:`runtime.cuda.pass_sizes.prepare_graphs` captures; what their
-    caches hold is forgotten."""
+def views_up_to(reads: int, capacity: int) -> list[int]:
+    """The numbers of slots that captured passes read in place of up to ``reads``: powers of two, if
+    the cache has as many."""
+    views = [min(FIRST_VIEW, capacity)]
+    while views[-1] < reads:
+        views.append(min(2 * views[-1], capacity))
+    return views
+
+
+def use_graphs(models: Iterable[SlotModel], recorder: Recorder) -> None:
+    """Lets models replay what :func:`prepare_graphs` captures; what their caches hold is
+    forgotten."""
     for model in models:
         model.graphs = PassGraphs(model, recorder)
 
@@ -340,3 +309,46 @@ def wanted(device: torch.device) -> bool:
     """Whether passes on a device are to be captured: on CUDA, unless the environment says
     ``SPECTUNE_CUDA_GRAPHS=0``."""
     return device.type == "cuda" and os.environ.get(SWITCH, "1") != "0"
+
+
+def prepare_graphs(
+    pair: LoadedPair, prepared: AnyPlan, text: int = 0, *, every: bool = False
+) -> None:
+    """Captures what rounds under a policy can need; nothing where the pair has no graphs, or what
+    is there already. A draft that did not follow the text for more than :data:`LONG_LAG` tokens may
+    need more in its first round.
+
+    ``text``: tokens that texts may have, for which the caches of all models are made large enough,
+    so that none grows within a request; 0 asks for no more room than there is, so that it may be
+    called while another thread decodes. ``every``: whatever any policy with this one's draft can
+    need.
+    """
+    target = pair.target.graphs
+    if target is None:
+        return
+    if text:
+        target.hold(text, text + NODE_LIMIT)
+        for model in pair.models.values():
+            if model.graphs is not None:
+                model.graphs.hold(text, text + EXPANDED_LIMIT)
+    for plan in prepared.candidates:
+        verified, later, drafted = (
+            (NODE_LIMIT, WIDTH_LIMIT, EXPANDED_LIMIT) if every else _most_tokens(plan)
+        )
+        target.capture(1 + verified, Kind(), 1 + verified)
+        draft = pair.models.get(plan.policy.draft)
+        if draft is not None and draft.graphs is not None:
+            kind = Kind(plan.shortlist is None)
+            draft.graphs.capture(LONG_LAG, kind, drafted)
+            draft.graphs.capture(later, kind._replace(own=draft.fed(own=True) > 0), drafted)
+
+
+def _most_tokens(plan: Plan) -> tuple[int, int, int]:
+    """Of a round under a policy the most nodes that the target verifies, that a pass of the draft
+    reads, and that all its passes read."""
+    if plan.rules is None:
+        return 0, 0, 0
+    rule, depth = plan.rules[0], plan.policy.depth_max
+    most = max(NODE_LIMIT if n is None else n for n in (rule.top_n, *rule.kept))
+    widths = [rule.step_width(level) for level in range(2, depth + 1)]
+    return min(rule.verified(depth), most), max(widths, default=0), sum(widths)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import math
 import os
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,43 +23,40 @@ def power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """What one program of the kernel multiplies: ``rows`` hidden states with ``ids`` tokens, ``d``
-    numbers of each at a time (powers of two, 16 or more); ``stages`` of loads in flight, ``warps``.
-    """
+    numbers of each at a time, which divide them (powers of two, 16 or more)."""
 
     rows: int
     ids: int
     d: int
-    stages: int = 4
-    warps: int = 4
+
+
+STAGES: Final = 4
+"""Loads in flight."""
+WARPS: Final = 4
 
 
 def tile_for(rows: int, count: int, hidden_size: int, itemsize: int, processors: int) -> Tile:
     """A tile for ``rows`` hidden states and ``count`` tokens of ``itemsize`` bytes a number on
     ``processors`` multiprocessors.
 
-    All hidden states (up to 64) in one program, so that each row of the matrix is read once; 256
-    contiguous bytes of a row at a time, fewer where those divide d; tokens few enough a program
-    that every multiprocessor has two, where the union is large enough for that.
+    All hidden states (up to 64) in one program, so that each row of the matrix is read once; up to
+    256 contiguous bytes of a row at a time; tokens few enough a program that every multiprocessor
+    has two, where the union is large enough for that.
     """
     block = min(64, max(16, power_of_two(rows)))
     ids = 64
     while ids > 16 and -(-count // ids) * -(-rows // block) < 2 * processors:
         ids //= 2
-    d = 256 // itemsize
-    while d > 32 and hidden_size % d:
-        d //= 2
-    return Tile(block, ids, d)
+    return Tile(block, ids, math.gcd(hidden_size, 256 // itemsize))
 
 
-def kernel_runs(device: torch.device) -> bool:
+def kernel_runs(device: torch.device, hidden_size: int) -> bool:
     """Whether the Triton kernel can run there: where triton is installed, on CUDA (or ROCm), or
-    anywhere with ``TRITON_INTERPRET=1``."""
-    return (device.type == "cuda" or _interpreted()) and importlib.util.find_spec(
-        "triton"
-    ) is not None
+    anywhere with ``TRITON_INTERPRET=1``; for multiples of 16 numbers."""
+    runs = hidden_size % 16 == 0 and (device.type == "cuda" or _interpreted())
+    return runs and importlib.util.find_spec("triton") is not None
 
 
 def _interpreted() -> bool:
@@ -72,28 +69,24 @@ def gathered_logits(
     ids: Tensor,
     *,
     bias: Tensor | None = None,
-    tile: Tile | None = None,
 ) -> Tensor:
     """Selects and multiplies in one Triton kernel: float32 logits [n, len(ids)] of ``hidden`` [n,
     d] and ``weight`` [vocab, d], both contiguous and of one dtype, ``ids`` int64, ``bias`` [vocab];
     sums are float32. Nothing is checked.
 
-    Tensors lie on CUDA, or on the CPU under Triton's interpreter (``TRITON_INTERPRET=1``). ``tile``
-    overrides :func:`tile_for`.
+    Tensors lie on CUDA, or on the CPU under Triton's interpreter (``TRITON_INTERPRET=1``), which
+    has no bfloat16 arithmetic.
     """
-    (n, hidden_size), count = hidden.shape, len(ids)
-    out = torch.empty(n, count, dtype=torch.float32, device=weight.device)
+    (n, hidden_size), count, device = hidden.shape, len(ids), weight.device
+    out = torch.empty(n, count, dtype=torch.float32, device=device)
     if not n or not count:
         return out
-    if tile is None:
-        tile = tile_for(n, count, hidden_size, weight.element_size(), _processors(weight.device))
+    on_cuda = device.type == "cuda"
+    processors = _processors(device) if on_cuda else 1
+    tile = tile_for(n, count, hidden_size, weight.element_size(), processors)
     kernel = gathered_kernel(_interpreted())
     grid = (-(-count // tile.ids), -(-n // tile.rows))
-    with (
-        torch.cuda.device(weight.device)
-        if weight.device.type == "cuda"
-        else contextlib.nullcontext()
-    ):
+    with torch.cuda.device(device) if on_cuda else contextlib.nullcontext():
         kernel[grid](
             hidden,
             weight,
@@ -104,25 +97,18 @@ def gathered_logits(
             count,
             hidden_size,
             HAS_BIAS=bias is not None,
-            RAGGED=hidden_size % tile.d != 0,
-            WIDEN=_interpreted()
-            and weight.dtype == torch.bfloat16,  # the interpreter has no bfloat16 arithmetic
             ROWS=tile.rows,
             IDS=tile.ids,
             D=tile.d,
-            num_stages=tile.stages,
-            num_warps=tile.warps,
+            num_stages=STAGES,
+            num_warps=WARPS,
         )
     return out
 
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    return (
-        int(torch.cuda.get_device_properties(device).multi_processor_count)
-        if device.type == "cuda"
-        else 1
-    )
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @functools.cache
@@ -149,8 +135,6 @@ def gathered_kernel(interpreted: bool) -> Any:
         count,
         hidden_size,
         HAS_BIAS: tl.constexpr,
-        RAGGED: tl.constexpr,
-        WIDEN: tl.constexpr,
         ROWS: tl.constexpr,
         IDS: tl.constexpr,
         D: tl.constexpr,
@@ -164,16 +148,9 @@ def gathered_kernel(interpreted: bool) -> Any:
         left = hidden + rows[:, None] * hidden_size + inner[None, :]
         right = weight + token[None, :] * hidden_size + inner[:, None]
         total = tl.full((ROWS, IDS), 0.0, tl.float32)
-        for at in range(0, hidden_size, D):
-            if RAGGED:
-                within = inner < hidden_size - at
-                x = tl.load(left, mask=real[:, None] & within[None, :], other=0.0)
-                w = tl.load(right, mask=wanted[None, :] & within[:, None], other=0.0)
-            else:
-                x = tl.load(left, mask=real[:, None], other=0.0)
-                w = tl.load(right, mask=wanted[None, :], other=0.0)
-            if WIDEN:
-                x, w = x.to(tl.float32), w.to(tl.float32)
+        for _ in range(0, hidden_size, D):
+            x = tl.load(left, mask=real[:, None], other=0.0)
+            w = tl.load(right, mask=wanted[None, :], other=0.0)
             total = tl.dot(x, w, total, input_precision="ieee")
             left += D
             right += D

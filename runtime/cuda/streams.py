@@ -1,8 +1,8 @@
-"""Two branches of a draft's pass on two CUDA streams (DynaSpec, algorithm 1, lines 3 to 12). No GPU
-has run this yet."""
+"""Two branches of a draft's pass on two CUDA streams. No GPU has run this yet."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -45,11 +45,7 @@ def forked(
     return cored, routed
 
 
-_side_streams: dict[tuple[Any, torch.device], Any] = {}
-
-
+@functools.cache
 def _side_stream(device: torch.device, cuda: Any) -> Any:
     """One stream per device, which later forks reuse."""
-    if (cuda, device) not in _side_streams:
-        _side_streams[cuda, device] = cuda.Stream(device)
-    return _side_streams[cuda, device]
+    return cuda.Stream(device)

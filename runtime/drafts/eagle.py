@@ -130,14 +130,14 @@ class EagleReader(TreeReader):
     """A head's passes over one tree."""
 
     def __init__(self, draft: EagleDraft, text: list[int], shortlists: Shortlists | None) -> None:
-        super().__init__(draft.head.cache, text, shortlists, draft.head.device, first_slot=1)
-        self.draft, self.head = draft, draft.head
+        super().__init__(draft.head, text, shortlists)
+        self.draft = draft
         self._hidden = torch.zeros(0)
         """The head's outputs of the last pass, which it is fed at the next."""
-        self._passes = CanonicalPasses(draft.features.target, self.head, text)
+        self._passes = CanonicalPasses(draft.features.target, draft.head, text)
 
     def root(self) -> Tensor:
-        draft, head, at = self.draft, self.head, self.draft._read
+        draft, head, at = self.draft, self.draft.head, self.draft._read
         ids = torch.tensor(self.text[at:], device=self.device)
         features = draft.features.rows[at - 1 : self.length - 1, draft.columns]
         shortlists, states = self._shortlists, draft._states
@@ -146,12 +146,11 @@ class EagleReader(TreeReader):
             logits, out = head.chain(ids, features, at, logits=1)
             self._hidden = out[-1:]
             return logits
-        routed = shortlists.routed
 
         def read() -> Tensor:
             out = head.chain(ids, features, at)[1]
             self._hidden = out[-1:]
-            if routed:
+            if shortlists.routed:
                 states.put(at, out)
             return head.state(self._hidden)
 
@@ -159,27 +158,22 @@ class EagleReader(TreeReader):
             out = states.at(self.length - 2)
             return None if out is None else head.state(out)
 
-        last, support = shortlisted(
-            shortlists, 0, ids, read, before, lambda _: self._state_before([])
+        return self._listed(
+            *shortlisted(shortlists, 0, ids, read, before, lambda _: self._state_before([]))
         )
-        self.ids = support.ids
-        self._beam.begin(last)
-        return shortlists.logits(last, support)
 
-    def _logits(self, tokens: Tensor, parents: Tensor | None, at: Places) -> Tensor:
-        logits, self._hidden = self.head.scattered(tokens, self._fed(tokens, parents), *at)
-        return logits
-
-    def _states(self, tokens: Tensor, parents: Tensor | None, at: Places) -> Tensor:
-        self._hidden = self.head.scattered(tokens, self._fed(tokens, parents), *at, logits=0)[1]
-        return self.head.state(self._hidden)
-
-    def _fed(self, tokens: Tensor, parents: Tensor | None) -> Tensor:
-        return self._hidden.expand(len(tokens), -1) if parents is None else self._hidden[parents]
+    def _read(
+        self, tokens: Tensor, parents: Tensor | None, at: Places, logits: int | None
+    ) -> tuple[Tensor, Tensor]:
+        hidden = self._hidden
+        fed = hidden.expand(len(tokens), -1) if parents is None else hidden[parents]
+        found = self.draft.head.scattered(tokens, fed, *at, logits=logits)
+        self._hidden = found[1]
+        return found
 
     def _canonical(self, path: list[int]) -> Tensor:
         return self._passes.distribution(self.length, path)
 
     def _state_before(self, path: list[int]) -> Tensor | None:
         read, path = (self.length, path[:-1]) if path else (self.length - 1, path)
-        return None if read < 2 else self.head.state(self._passes.output(read, path))
+        return None if read < 2 else self.model.state(self._passes.output(read, path))

@@ -7,7 +7,7 @@ What does not fit the target or itself is refused with one line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,8 +23,323 @@ from spectune.runtime.models import FINAL, CausalModel
 from spectune.runtime.pair import expanded, head_config, is_local, says_eagle3, translated
 from spectune.traces.errors import PairError
 
+Config = Mapping[str, Any]
+Tensors = dict[str, Tensor]
 
-def rope_config(config: Mapping[str, Any], head_dim: int) -> LlamaConfig:
+
+def load_head(
+    path: str, *, name: str, target: CausalModel, device: torch.device, dtype: torch.dtype
+) -> EagleHead:
+    """Loads a published EAGLE-1, 2 or 3 checkpoint, a folder or a hub name, to draft for
+    ``target``.
+
+    Raises PairError, in one line, when it was made for another target (hidden size, vocabulary,
+    layers), is incomplete, or does not run.
+    """
+    with translated(f"{name}: cannot load {path}"):
+        files = ["config.json", "*.safetensors", "*.bin"]
+        folder = (
+            expanded(path)
+            if is_local(path)
+            else Path(snapshot_download(path, allow_patterns=files))
+        )
+        try:
+            head = _head(folder, path, name, target, device, dtype)
+        except PairError as error:
+            raise PairError(f"{name}: {error}") from None
+        # Sizes that fit the tensors and not each other are told here, not in the first request.
+        head.canonical([0, 0], torch.zeros(1, head.feature_size, device=device, dtype=dtype))
+    return head
+
+
+def _head(
+    folder: Path,
+    path: str,
+    name: str,
+    target: CausalModel,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> EagleHead:
+    config, tensors = _flat(head_config(folder)), _read_tensors(folder)
+    eagle3 = says_eagle3(config) or "layers.0.hidden_norm.weight" in tensors
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads")
+    _refuse(
+        (not isinstance(config.get(key), int), f"{folder / 'config.json'} says no {key}")
+        for key in sizes
+    )
+    taps = _taps(config, target.num_layers) if eagle3 else (FINAL,)
+    shape = _shape(config, tensors, target, taps, eagle3)
+    token_ids = _token_ids(tensors, target, shape)
+    with torch.device("meta"):  # sizes that a configuration makes up cost nothing
+        net = HeadNet(shape).requires_grad_(False)
+    net.load_state_dict(_weights(tensors, net), assign=True)
+    embed = None
+    if "embed_tokens.weight" in tensors:
+        embed = nn.Embedding(target.vocab_size, shape.hidden, device=device, dtype=dtype)
+        rows = _take(tensors, "embed_tokens.weight", target.vocab_size, shape.hidden)
+        embed.requires_grad_(False).weight.copy_(rows)
+    elif shape.hidden != target.hidden_size:
+        raise PairError(
+            "the checkpoint has no tensor embed_tokens.weight, and the target's has another width"
+        )
+    if not eagle3:
+        tensors.pop("lm_head.weight", None)  # a copy of the target's, in some
+    if tensors:
+        raise PairError(
+            f"tensor {min(tensors)} of {path} is of a kind of head that is not known here"
+        )
+    try:
+        rotary = LlamaRotaryEmbedding(_rope_config(config, shape.head_dim))
+    except (KeyError, TypeError, ValueError) as error:
+        raise PairError(
+            f"rope settings of {folder / 'config.json'} are not understood: {error}"
+        ) from None
+    return EagleHead(
+        net.to(device=device, dtype=dtype),
+        target,
+        name=name,
+        taps=taps,
+        rotary=rotary,
+        token_ids=None if token_ids is None else token_ids.to(device),
+        embed=embed,
+    )
+
+
+def _refuse(what: Iterable[tuple[bool, str]]) -> None:
+    """Raises PairError with the words of the first that is wrong."""
+    for wrong, words in what:
+        if wrong:
+            raise PairError(words)
+
+
+_BESIDE = (
+    *("architectures", "speculators_model_type", "draft_vocab_size", "target_hidden_size"),
+    *("eagle_config", "eagle_aux_hidden_state_layer_ids", "norm_before_residual"),
+    *("norm_output", "norm_before_fc", "fc_norm"),
+)
+"""What the speculators format has beside the sizes of a layer, which it nests."""
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration on one level, as EAGLE's own format has it; that of the speculators format
+    nests the sizes of a layer."""
+    kind, layer = config.get("speculators_model_type"), config.get("transformer_layer_config")
+    if kind is None and layer is None:
+        return config
+    its = "config.json is of the speculators format"
+    if kind != "eagle3":
+        raise PairError(f"{its} with speculators_model_type {kind!r}; only 'eagle3' is read")
+    if not isinstance(layer, Mapping):
+        raise PairError(f"{its}, but says no transformer_layer_config")
+    for key, known in (("model_type", "llama"), ("hidden_act", "silu")):
+        if layer.get(key, known) != known:
+            raise PairError(
+                f"transformer_layer_config has {key} {layer[key]!r}; only {known!r} is read"
+            )
+    if config.get("norm_before_residual") is None:
+        # speculators takes False where nothing is said, vLLM True.
+        raise PairError(f"{its}, but says no norm_before_residual; add what was trained")
+    own = {k: config[k] for k in _BESIDE if config.get(k) is not None}
+    return {k: v for k, v in layer.items() if k not in _BESIDE} | own
+
+
+def _read_tensors(folder: Path) -> Tensors:
+    """Every tensor of a head's checkpoint, under the names used here: no ``model.`` before,
+    ``layers.0.`` for ``midlayer.``."""
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    if not files:
+        raise PairError(
+            f"no weights at {folder} (model.safetensors or pytorch_model.bin is expected)"
+        )
+    found: Tensors = {}
+    for file in files:
+        with translated(f"cannot load {file}"):
+            found |= (
+                load_file(file)
+                if file.suffix == ".safetensors"
+                else torch.load(file, map_location="cpu", weights_only=True)
+            )
+    named = {k.removeprefix("model."): tensor for k, tensor in found.items()}
+    return {
+        "layers.0." + k.removeprefix("midlayer.") if k.startswith("midlayer.") else k: tensor
+        for k, tensor in named.items()
+        if not k.startswith("verifier_") and not k.endswith("rotary_emb.inv_freq") and k != "t2d"
+    }
+
+
+def _take(tensors: Tensors, key: str, *shape: int) -> Tensor:
+    """Takes a tensor out of a checkpoint. Raises PairError where it lacks it or has another
+    shape."""
+    tensor = tensors.pop(key, None)
+    if tensor is None:
+        raise PairError(f"the checkpoint has no tensor {key}")
+    if tuple(tensor.shape) != shape:
+        raise PairError(
+            f"tensor {key} is {list(tensor.shape)}, not {list(shape)}, as config.json would have it"
+        )
+    return tensor
+
+
+def _taps(config: Config, layers: int) -> tuple[int, ...]:
+    """The hidden states an EAGLE-3 head reads: of a low, a middle and a high layer unless the
+    configuration says otherwise."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    nested, top = (config.get("eagle_config") or {}).get(key), config.get(key)
+    if nested is not None:
+        return tuple(int(i) + 1 for i in nested)
+    return (2, layers // 2, layers - 3) if top is None else tuple(int(i) for i in top)
+
+
+def _switch(config: Config, key: str) -> bool:
+    """A switch of EAGLE-3.1, at the top or in ``eagle_config``; off where nothing is said."""
+    places = config.get(key), (config.get("eagle_config") or {}).get(key)
+    said = [v for v in places if v is not None]
+    if not all(isinstance(v, bool) for v in said) or len(set(said)) > 1:
+        raise PairError(
+            f"config.json has {key} {' and '.join(map(repr, said))}; it must be true or false"
+        )
+    return said[:1] == [True]
+
+
+def _norms(config: Config, tensors: Tensors, eagle3: bool) -> dict[str, bool]:
+    """EAGLE-3.1's norms that a head has, by their switches. The tensors must agree with these."""
+    found = {key: _switch(config, key) for key in ("norm_output", "norm_before_fc", "fc_norm")}
+    on = [key for key, is_on in found.items() if is_on]
+    if on and not eagle3:
+        raise PairError(f"config.json has {on[0]}, but nothing else of EAGLE-3")
+    if found["norm_before_fc"] and found["fc_norm"]:
+        raise PairError(
+            "config.json has norm_before_fc and fc_norm; a head has one norm over all states, or "
+            "one for each"
+        )
+    for key, prefix in (("norm_before_fc", "input_norm."), ("fc_norm", "fc_norm.")):
+        stray = min((k for k in tensors if k.startswith(prefix)), default=None)
+        if eagle3 and stray is not None and not found[key]:
+            raise PairError(
+                f"the checkpoint has a tensor {stray}, but config.json does not say {key}"
+            )
+    return found
+
+
+def _shape(
+    config: Config, tensors: Tensors, target: CausalModel, taps: tuple[int, ...], eagle3: bool
+) -> HeadShape:
+    """The head's sizes, checked against the target's."""
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    reads = int(config.get("target_hidden_size") or (target.hidden_size if eagle3 else hidden))
+    layers, fused = target.num_layers, len(taps) * target.hidden_size
+    vocab = int(config.get("vocab_size") or target.vocab_size)
+    draft_vocab = int(config.get("draft_vocab_size") or vocab)
+    fc, lm_head = tensors.get("fc.weight"), tensors.get("lm_head.weight") if eagle3 else None
+    takes = fused if fc is None else fc.shape[-1]
+    rows = draft_vocab if lm_head is None else lm_head.shape[0]
+    own_tokens = lm_head is None and (draft_vocab != vocab or hidden != target.hidden_size)
+    _refuse(
+        [
+            (
+                reads != target.hidden_size,
+                f"the head reads hidden states of width {reads}, the target's are "
+                f"{target.hidden_size} wide",
+            ),
+            (
+                eagle3 and not all(0 <= tap <= layers for tap in taps),
+                f"the head reads hidden states {list(taps)}; the target has states 0 to {layers}",
+            ),
+            (fc is None, "the checkpoint has no tensor fc.weight"),
+            (
+                eagle3 and takes != fused,
+                f"the head's fc takes {takes} features, but {len(taps)} hidden states of the "
+                f"target have {fused}; it was trained for another target",
+            ),
+            (
+                vocab != target.vocab_size,
+                f"the head has a vocabulary of {vocab} tokens, the target one of "
+                f"{target.vocab_size}; a head must be trained for its target",
+            ),
+            (
+                not 0 < draft_vocab <= vocab,
+                f"draft_vocab_size {draft_vocab} exceeds the vocabulary of {vocab}",
+            ),
+            (
+                rows != draft_vocab,
+                f"lm_head.weight has {rows} rows, draft_vocab_size is {draft_vocab}",
+            ),
+            (
+                own_tokens,
+                "the checkpoint has no tensor lm_head.weight, and the target's does not fit",
+            ),
+        ]
+    )
+    norms = _norms(config, tensors, eagle3)
+    numbers = (key.split(".")[1] for key in tensors if key.startswith("layers."))
+    found = {0, *(int(n) for n in numbers if n.isdigit())}
+    count = max(int(config.get("num_hidden_layers") or 1), *(1 + i for i in found))
+    missing = next((i for i in range(count) if i not in found), None)
+    if missing is not None:
+        raise PairError(f"the checkpoint has no tensor layers.{missing}.self_attn.q_proj.weight")
+    bias = "layers.0.self_attn.q_proj.bias" in tensors
+    return HeadShape(
+        eagle3=eagle3,
+        hidden=hidden,
+        fused=fused,
+        intermediate=int(config["intermediate_size"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or hidden // heads),
+        eps=float(config.get("rms_norm_eps", 1e-6)),
+        layers=count,
+        norm_before_residual=bool(config.get("norm_before_residual")),
+        norm_output=norms["norm_output"],
+        norm_before_fc=norms["norm_before_fc"],
+        fc_norms=len(taps) if norms["fc_norm"] else 0,
+        draft_vocab=None if lm_head is None else draft_vocab,
+        # EAGLE-3's own code never gives fc a bias, whatever the flag says; what the checkpoint
+        # holds is what was trained.
+        fc_bias="fc.bias" in tensors or (not eagle3 and config.get("bias") is True),
+        qkv_bias=bias or bool(config.get("qkv_bias") or config.get("attention_bias")),
+        o_bias="layers.0.self_attn.o_proj.bias" in tensors,
+    )
+
+
+def _token_ids(tensors: Tensors, target: CausalModel, shape: HeadShape) -> Tensor | None:
+    """Target ids of the head's tokens, int64 [draft_vocab]; None where they are the same."""
+    vocab, own = target.vocab_size, shape.draft_vocab
+    if own is None or (own == vocab and "d2t" not in tensors):
+        tensors.pop("d2t", None)
+        return None
+    ids = torch.arange(own) + _take(tensors, "d2t", own).long()
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(set(ids.tolist())) != own:
+        raise PairError(
+            f"d2t does not map the head's {own} tokens to different ones of the target's {vocab}"
+        )
+    return None if torch.equal(ids, torch.arange(vocab)) else ids
+
+
+PARTS: Final = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o_proj": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down_proj": ("mlp.down_proj",),
+}
+"""What of a checkpoint our modules are made of, stacked; others have the same name there."""
+
+
+def _weights(tensors: Tensors, net: HeadNet) -> Tensors:
+    """The state of ``net`` from a checkpoint's tensors."""
+    shape = net.shape
+    kv = shape.kv_heads * shape.head_dim
+    rows = {"qkv": (shape.heads * shape.head_dim, kv, kv), "gate_up": (shape.intermediate,) * 2}
+    out: Tensors = {}
+    for key, parameter in net.state_dict().items():
+        module = key.split(".")[-2]
+        sizes, columns = rows.get(module, (parameter.shape[0],)), parameter.shape[1:]
+        names = [key.replace(module, part) for part in PARTS.get(module, (module,))]
+        parts = [_take(tensors, n, size, *columns) for n, size in zip(names, sizes, strict=True)]
+        out[key] = torch.cat(parts)
+    return out
+
+
+def _rope_config(config: Config, head_dim: int) -> LlamaConfig:
     """What transformers' rotary embedding reads of a head's configuration, old style or new; a
     missing base is 10000."""
     rope: dict[str, Any] = {"rope_theta": 10000.0, "rope_type": "default"}
@@ -44,365 +359,3 @@ def rope_config(config: Mapping[str, Any], head_dim: int) -> LlamaConfig:
         max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
         rope_parameters=rope,
     )
-
-
-def default_taps(layers: int) -> tuple[int, int, int]:
-    """The hidden states EAGLE-3 reads unless a configuration says otherwise: of a low, a middle and
-    a high layer."""
-    return 2, layers // 2, layers - 3
-
-
-def _taps(config: Mapping[str, Any], layers: int, eagle3: bool) -> tuple[int, ...]:
-    if not eagle3:
-        return (FINAL,)
-    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    if nested is not None:
-        return tuple(int(i) + 1 for i in nested)
-    top = config.get("eagle_aux_hidden_state_layer_ids")
-    return default_taps(layers) if top is None else tuple(int(i) for i in top)
-
-
-_BESIDE = (
-    "architectures",
-    "speculators_model_type",
-    "draft_vocab_size",
-    "target_hidden_size",
-    "eagle_config",
-    "eagle_aux_hidden_state_layer_ids",
-    "norm_before_residual",
-    "norm_output",
-    "norm_before_fc",
-    "fc_norm",
-)
-"""What the speculators format has beside the sizes of a layer, which it nests."""
-
-
-def _flat(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """A configuration on one level, as EAGLE's own format has it; that of the speculators format
-    nests the sizes of a layer."""
-    kind, layer = config.get("speculators_model_type"), config.get("transformer_layer_config")
-    if kind is None and layer is None:
-        return config
-    if kind != "eagle3":
-        raise PairError(
-            f"{name}: config.json is of the speculators format with speculators_model_type "
-            f"{kind!r}; only 'eagle3' is read"
-        )
-    if not isinstance(layer, Mapping):
-        raise PairError(
-            f"{name}: config.json is of the speculators format, but says no "
-            "transformer_layer_config"
-        )
-    for key, known in (("model_type", "llama"), ("hidden_act", "silu")):
-        if layer.get(key, known) != known:
-            raise PairError(
-                f"{name}: transformer_layer_config has {key} {layer[key]!r}; only {known!r} is read"
-            )
-    if config.get("norm_before_residual") is None:
-        # speculators takes False where nothing is said, vLLM True.
-        raise PairError(
-            f"{name}: config.json is of the speculators format, but says no norm_before_residual; "
-            "add what was trained"
-        )
-    return {k: v for k, v in layer.items() if k not in _BESIDE} | {
-        k: config[k] for k in _BESIDE if config.get(k) is not None
-    }
-
-
-def _switch(config: Mapping[str, Any], key: str, name: str) -> bool:
-    """A switch of EAGLE-3.1, at the top or in ``eagle_config``; off where nothing is said."""
-    said = [
-        v for v in (config.get(key), (config.get("eagle_config") or {}).get(key)) if v is not None
-    ]
-    if not all(isinstance(v, bool) for v in said) or len(set(said)) > 1:
-        raise PairError(
-            f"{name}: config.json has {key} {' and '.join(map(repr, said))}; it must be true "
-            "or false"
-        )
-    return said[:1] == [True]
-
-
-def _norms(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], eagle3: bool, name: str
-) -> dict[str, bool]:
-    """EAGLE-3.1's norms that a head has, by their switches. The tensors must agree with these."""
-    found = {
-        key: _switch(config, key, name) for key in ("norm_output", "norm_before_fc", "fc_norm")
-    }
-    on = [key for key, is_on in found.items() if is_on]
-    if on and not eagle3:
-        raise PairError(f"{name}: config.json has {on[0]}, but nothing else of EAGLE-3")
-    if found["norm_before_fc"] and found["fc_norm"]:
-        raise PairError(
-            f"{name}: config.json has norm_before_fc and fc_norm; a head has one norm over all "
-            "states, or one for each"
-        )
-    for key, prefix in (("norm_before_fc", "input_norm."), ("fc_norm", "fc_norm.")):
-        stray = min((k for k in tensors if k.startswith(prefix)), default=None)
-        if eagle3 and stray is not None and not found[key]:
-            raise PairError(
-                f"{name}: the checkpoint has a tensor {stray}, but config.json does not say {key}"
-            )
-    return found
-
-
-def _read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
-    """Every tensor of a head's checkpoint, under the names used here: no ``model.`` before,
-    ``layers.0.`` for ``midlayer.``."""
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    if not files:
-        raise PairError(
-            f"{name}: no weights at {folder} (model.safetensors or pytorch_model.bin is expected)"
-        )
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        with translated(f"{name}: cannot load {file}"):
-            found = (
-                load_file(file)
-                if file.suffix == ".safetensors"
-                else torch.load(file, map_location="cpu", weights_only=True)
-            )
-        for key, tensor in found.items():
-            key = key.removeprefix("model.")
-            tensors[
-                "layers.0." + key.removeprefix("midlayer.") if key.startswith("midlayer.") else key
-            ] = tensor
-    return {
-        k: t
-        for k, t in tensors.items()
-        if not k.startswith("verifier_") and not k.endswith("rotary_emb.inv_freq") and k != "t2d"
-    }
-
-
-class _Reader:
-    """Takes tensors out of a checkpoint, each with the shape it must have. Raises PairError naming
-    the first that does not fit."""
-
-    def __init__(self, tensors: dict[str, Tensor], name: str) -> None:
-        self.tensors, self.name = tensors, name
-
-    def take(self, key: str, *shape: int) -> Tensor:
-        tensor = self.tensors.pop(key, None)
-        if tensor is None:
-            raise PairError(f"{self.name}: the checkpoint has no tensor {key}")
-        if tuple(tensor.shape) != shape:
-            raise PairError(
-                f"{self.name}: tensor {key} is {list(tensor.shape)}, not {list(shape)}, as "
-                "config.json would have it"
-            )
-        return tensor
-
-
-def load_head(
-    path: str, *, name: str, target: CausalModel, device: torch.device, dtype: torch.dtype
-) -> EagleHead:
-    """Loads a published EAGLE-1, 2 or 3 checkpoint, a folder or a hub name, to draft for
-    ``target``.
-
-    Raises PairError, in one line, when it was made for another target (hidden size, vocabulary,
-    layers), is incomplete, or does not run.
-    """
-    with translated(f"{name}: cannot load {path}"):
-        files = ["config.json", "*.safetensors", "*.bin"]
-        folder = (
-            expanded(path)
-            if is_local(path)
-            else Path(snapshot_download(path, allow_patterns=files))
-        )
-        head = _head(folder, path, name, target, device, dtype)
-        # Sizes that fit the tensors and not each other are told here, not in the first request.
-        head.canonical([0, 0], torch.zeros(1, head.feature_size, device=device, dtype=dtype))
-    return head
-
-
-def _head(
-    folder: Path,
-    path: str,
-    name: str,
-    target: CausalModel,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> EagleHead:
-    config = _flat(head_config(folder), name)
-    tensors = _read_tensors(folder, name)
-    reader = _Reader(tensors, name)
-    eagle3 = says_eagle3(config) or "layers.0.hidden_norm.weight" in tensors
-    for key in ("hidden_size", "intermediate_size", "num_attention_heads"):
-        if not isinstance(config.get(key), int):
-            raise PairError(f"{name}: {folder / 'config.json'} says no {key}")
-    shape, taps = _shape(config, tensors, target, eagle3, name)
-    token_ids = _token_ids(reader, target, shape, name)
-    with torch.device("meta"):  # sizes that a configuration makes up cost nothing
-        net = HeadNet(shape).requires_grad_(False)
-    net.load_state_dict(_weights(reader, net), assign=True)
-    embed = None
-    if "embed_tokens.weight" in tensors:
-        embed = nn.Embedding(
-            target.vocab_size, shape.hidden, device=device, dtype=dtype
-        ).requires_grad_(False)
-        embed.weight.copy_(reader.take("embed_tokens.weight", target.vocab_size, shape.hidden))
-    elif shape.hidden != target.hidden_size:
-        raise PairError(
-            f"{name}: the checkpoint has no tensor embed_tokens.weight, and the target's has "
-            "another width"
-        )
-    if not eagle3:
-        tensors.pop("lm_head.weight", None)  # a copy of the target's, in some
-    if tensors:
-        raise PairError(
-            f"{name}: tensor {min(tensors)} of {path} is of a kind of head that is not known here"
-        )
-    try:
-        rotary = LlamaRotaryEmbedding(rope_config(config, shape.head_dim))
-    except (KeyError, TypeError, ValueError) as error:
-        raise PairError(
-            f"{name}: rope settings of {folder / 'config.json'} are not understood: {error}"
-        ) from None
-    return EagleHead(
-        net.to(device=device, dtype=dtype),
-        target,
-        name=name,
-        taps=taps,
-        rotary=rotary,
-        token_ids=None if token_ids is None else token_ids.to(device),
-        embed=embed,
-    )
-
-
-def _shape(
-    config: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    target: CausalModel,
-    eagle3: bool,
-    name: str,
-) -> tuple[HeadShape, tuple[int, ...]]:
-    """The head's sizes and taps, checked against the target's."""
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    wanted = int(config.get("target_hidden_size") or (target.hidden_size if eagle3 else hidden))
-    if wanted != target.hidden_size:
-        raise PairError(
-            f"{name}: the head reads hidden states of width {wanted}, the target's are "
-            f"{target.hidden_size} wide"
-        )
-    taps = _taps(config, target.num_layers, eagle3)
-    if eagle3 and not all(0 <= tap <= target.num_layers for tap in taps):
-        raise PairError(
-            f"{name}: the head reads hidden states {list(taps)}; the target has states 0 to "
-            f"{target.num_layers}"
-        )
-    fused = len(taps) * target.hidden_size
-    fc = tensors.get("fc.weight")
-    if fc is None:
-        raise PairError(f"{name}: the checkpoint has no tensor fc.weight")
-    if eagle3 and fc.shape[-1] != fused:
-        raise PairError(
-            f"{name}: the head's fc takes {fc.shape[-1]} features, but {len(taps)} hidden states "
-            f"of the target have {fused}; it was trained for another target"
-        )
-    vocab = int(config.get("vocab_size") or target.vocab_size)
-    if vocab != target.vocab_size:
-        raise PairError(
-            f"{name}: the head has a vocabulary of {vocab} tokens, the target one of "
-            f"{target.vocab_size}; a head must be trained for its target"
-        )
-    draft_vocab = int(config.get("draft_vocab_size") or vocab)
-    if not 0 < draft_vocab <= vocab:
-        raise PairError(f"{name}: draft_vocab_size {draft_vocab} exceeds the vocabulary of {vocab}")
-    lm_head = tensors.get("lm_head.weight") if eagle3 else None
-    if lm_head is not None and lm_head.shape[0] != draft_vocab:
-        raise PairError(
-            f"{name}: lm_head.weight has {lm_head.shape[0]} rows, draft_vocab_size is {draft_vocab}"
-        )
-    if lm_head is None and (draft_vocab != vocab or hidden != target.hidden_size):
-        raise PairError(
-            f"{name}: the checkpoint has no tensor lm_head.weight, and the target's does not fit"
-        )
-    norms = _norms(config, tensors, eagle3, name)
-    found = {0} | {
-        int(key.split(".")[1])
-        for key in tensors
-        if key.startswith("layers.") and key.split(".")[1].isdigit()
-    }
-    layers = max(int(config.get("num_hidden_layers") or 1), *(1 + i for i in found))
-    missing = next((i for i in range(layers) if i not in found), None)
-    if missing is not None:
-        raise PairError(
-            f"{name}: the checkpoint has no tensor layers.{missing}.self_attn.q_proj.weight"
-        )
-    qkv_bias = (
-        "layers.0.self_attn.q_proj.bias" in tensors
-        or bool(config.get("qkv_bias"))
-        or bool(config.get("attention_bias"))
-    )
-    return HeadShape(
-        eagle3=eagle3,
-        hidden=hidden,
-        fused=fused,
-        intermediate=int(config["intermediate_size"]),
-        heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or hidden // heads),
-        eps=float(config.get("rms_norm_eps", 1e-6)),
-        layers=layers,
-        norm_before_residual=bool(config.get("norm_before_residual")),
-        norm_output=norms["norm_output"],
-        norm_before_fc=norms["norm_before_fc"],
-        fc_norms=len(taps) if norms["fc_norm"] else 0,
-        draft_vocab=None if lm_head is None else draft_vocab,
-        # EAGLE-3's own code never gives fc a bias, whatever the flag says; what the checkpoint
-        # holds is what was trained.
-        fc_bias="fc.bias" in tensors or (not eagle3 and config.get("bias") is True),
-        qkv_bias=qkv_bias,
-        o_bias="layers.0.self_attn.o_proj.bias" in tensors,
-    ), taps
-
-
-def _token_ids(reader: _Reader, target: CausalModel, shape: HeadShape, name: str) -> Tensor | None:
-    """Target ids of the head's tokens, int64 [draft_vocab]; None where they are the same."""
-    if shape.draft_vocab is None or (
-        shape.draft_vocab == target.vocab_size and "d2t" not in reader.tensors
-    ):
-        reader.tensors.pop("d2t", None)
-        return None
-    ids = torch.arange(shape.draft_vocab) + reader.take("d2t", shape.draft_vocab).long()
-    if (
-        int(ids.min()) < 0
-        or int(ids.max()) >= target.vocab_size
-        or len(set(ids.tolist())) != len(ids)
-    ):
-        raise PairError(
-            f"{name}: d2t does not map the head's {len(ids)} tokens to different ones of the "
-            f"target's {target.vocab_size}"
-        )
-    return None if torch.equal(ids, torch.arange(target.vocab_size)) else ids
-
-
-PARTS: Final = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "o_proj": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down_proj": ("mlp.down_proj",),
-}
-"""What of a checkpoint our modules are made of, stacked; others have the same name there."""
-
-
-def _weights(reader: _Reader, net: HeadNet) -> dict[str, Tensor]:
-    """The state of ``net`` from a checkpoint's tensors."""
-    shape = net.shape
-    out: dict[str, Tensor] = {}
-    rows: dict[str, tuple[int, ...]] = {
-        "qkv": (
-            shape.heads * shape.head_dim,
-            shape.kv_heads * shape.head_dim,
-            shape.kv_heads * shape.head_dim,
-        ),
-        "gate_up": (shape.intermediate, shape.intermediate),
-    }
-    for key, parameter in net.state_dict().items():
-        module = key.split(".")[-2]
-        sizes, columns = rows.get(module, (parameter.shape[0],)), parameter.shape[1:]
-        names = [key.replace(module, part) for part in PARTS.get(module, (module,))]
-        out[key] = torch.cat(
-            [reader.take(name, size, *columns) for name, size in zip(names, sizes, strict=True)]
-        )
-    return out

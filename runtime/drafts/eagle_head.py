@@ -16,21 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
-from spectune.runtime.attention import causal_mask, slot_attention
-from spectune.runtime.cache import SlotCache, SlotLayer, view_of
-from spectune.runtime.models import CausalModel
-from spectune.runtime.shortlists import OutputHead
-
-if TYPE_CHECKING:
-    from spectune.runtime.cuda.graphs import PassGraphs
+from spectune.runtime.attention import slot_attention
+from spectune.runtime.models import CausalModel, SlotModel
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, query [1, H, n, D], key and value [1, Hkv, n, D]) -> [1, n, H, D]: attention, with
@@ -65,18 +59,6 @@ class HeadShape:
     o_bias: bool = False
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm with a weight."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
-
-
 class HeadLayer(nn.Module):
     """A Llama layer. The first of an EAGLE-3 head attends over cat(embedding, hidden), the first of
     EAGLE-1/2 has no input norm."""
@@ -91,9 +73,11 @@ class HeadLayer(nn.Module):
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=shape.o_bias)
         self.gate_up = nn.Linear(shape.hidden, 2 * shape.intermediate, bias=False)
         self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
-        self.input_layernorm = RMSNorm(shape.hidden, shape.eps) if shape.eagle3 or index else None
-        self.hidden_norm = RMSNorm(shape.hidden, shape.eps) if self.wide else None
-        self.post_attention_layernorm = RMSNorm(shape.hidden, shape.eps)
+        self.input_layernorm = (
+            nn.RMSNorm(shape.hidden, shape.eps) if shape.eagle3 or index else None
+        )
+        self.hidden_norm = nn.RMSNorm(shape.hidden, shape.eps) if self.wide else None
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden, shape.eps)
 
     def forward(
         self, x: Tensor, embedded: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend
@@ -109,7 +93,8 @@ class HeadLayer(nn.Module):
             x = self.input_layernorm(x)
         batch, width, _ = x.shape
         states = self.qkv(x).view(batch, width, -1, shape.head_dim).transpose(1, 2)
-        turned = rotate(states[:, : shape.heads + shape.kv_heads], *rotary)
+        turned, (cos, sin) = states[:, : shape.heads + shape.kv_heads], rotary
+        turned = turned * cos + rotate_half(turned) * sin
         query, key = turned[:, : shape.heads], turned[:, shape.heads :]
         value = states[:, shape.heads + shape.kv_heads :]
         x = residual + self.o_proj(attend(self.index, query, key, value).reshape(batch, width, -1))
@@ -126,13 +111,13 @@ class HeadNet(nn.Module):
         super().__init__()
         self.shape = shape
         width = shape.fused if shape.eagle3 else 2 * shape.hidden
-        self.input_norm = RMSNorm(shape.fused, shape.eps) if shape.norm_before_fc else None
+        self.input_norm = nn.RMSNorm(shape.fused, shape.eps) if shape.norm_before_fc else None
         self.fc_norm = nn.ModuleList(
-            RMSNorm(shape.fused // shape.fc_norms, shape.eps) for _ in range(shape.fc_norms)
+            nn.RMSNorm(shape.fused // shape.fc_norms, shape.eps) for _ in range(shape.fc_norms)
         )
         self.fc = nn.Linear(width, shape.hidden, bias=shape.fc_bias)
         self.layers = nn.ModuleList(HeadLayer(shape, i) for i in range(shape.layers))
-        self.norm = RMSNorm(shape.hidden, shape.eps) if shape.eagle3 else None
+        self.norm = nn.RMSNorm(shape.hidden, shape.eps) if shape.eagle3 else None
         self.lm_head = (
             None
             if shape.draft_vocab is None
@@ -174,24 +159,16 @@ class HeadNet(nn.Module):
         return features
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE: ``x`` [B, heads, n, D] turned by ``cos`` and ``sin`` [n, D], halves paired as Llama
-    pairs them."""
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
-
-
-class EagleHead:
-    """A loaded head over its slot cache. Logits are float32 over the target's vocabulary.
+class EagleHead(SlotModel):
+    """A loaded head over its slot cache.
 
     ``taps`` are the target's hidden states that it reads (``CausalModel.taps``), ``feature_size``
     their width together. Where a head's training stopped (``max_position_embeddings``, 2048 in most
     configurations whatever the target's) limits nothing: positions are relative, so
-    ``max_positions`` is the target's. ``graphs`` replays the passes that it has captured
-    (:mod:`runtime.cuda.graphs`).
+    ``max_positions`` is the target's.
     """
 
-    graphs: PassGraphs | None = None
+    first_slot = 1
 
     def __init__(
         self,
@@ -204,24 +181,15 @@ class EagleHead:
         token_ids: Tensor | None = None,
         embed: nn.Module | None = None,
     ) -> None:
-        parameter = next(net.parameters())
-        self.net = net.eval()
-        self.name = name
-        self.device, self.dtype = parameter.device, parameter.dtype
-        self.vocab_size = target.vocab_size
-        self.max_positions = target.max_positions
-        self.num_parameters = sum(
-            p.numel() for p in (*net.parameters(), *(() if embed is None else embed.parameters()))
-        )
-        self.taps = taps
-        self.hidden_size, self.feature_size = net.shape.hidden, net.shape.fused
-        self.cache = SlotCache(net.shape.layers)
-        self._embed = target.model.get_input_embeddings() if embed is None else embed
-        self._lm_head = target.model.get_output_embeddings() if net.lm_head is None else net.lm_head
-        self._token_ids = token_ids
+        self.net = net.eval().requires_grad_(False)
+        own = [*net.parameters(), *(() if embed is None else embed.parameters())]
+        embed = embed or target.model.get_input_embeddings()
+        lm_head = net.lm_head or target.model.get_output_embeddings()
+        super().__init__(name, own, embed, lm_head, net.shape.layers, token_ids)
+        self.vocab_size, self.max_positions = target.vocab_size, target.max_positions
+        self.taps, self.hidden_size, self.feature_size = taps, net.shape.hidden, net.shape.fused
         self.rotary = rotary.to(self.device)
         self._cos, self._sin = self._table(1)
-        self._positions = torch.zeros(0, dtype=torch.int64, device=self.device)
 
     def _table(self, size: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions 0 .. ``size`` - 1, each [size, head_dim]."""
@@ -232,28 +200,22 @@ class EagleHead:
         return cos[0], sin[0]
 
     def reserve(self, tokens: int) -> None:
-        """Makes room for sequences of ``tokens``; forgets the cache if it must grow."""
-        self.cache.reserve(tokens)
-        if len(self._positions) < self.cache.capacity:
+        super().reserve(tokens)
+        if len(self._cos) < self.cache.capacity:
             self._cos, self._sin = self._table(self.cache.capacity)
-            self._positions = torch.arange(self.cache.capacity, device=self.device)
 
     def chain(
         self, ids: Tensor, hidden: Tensor, start: int, *, own: bool = False, logits: int = 0
     ) -> tuple[Tensor, Tensor]:
         """:meth:`scattered` for tokens ``ids`` that follow each other at slots and positions
         ``start ..`` (``start`` >= 1); each sees slots 1 up to its own."""
-        slots, mask = self._following(start, len(ids))
-        return self.scattered(ids, hidden, slots, slots, mask, own=own, logits=logits)
+        return self._chain(ids, start, logits=logits, hidden=hidden, own=own)
 
-    @torch.no_grad()
     def read(self, ids: Tensor, hidden: Tensor, start: int) -> Tensor:
         """:meth:`chain` over target features alone, without logits and never by a captured pass:
         the outputs [n, hidden_size]."""
-        slots, mask = self._following(start, len(ids))
-        return self._scattered(ids, hidden, slots, slots, mask, own=False)
+        return self._chain(ids, start, logits=0, hidden=hidden, replays=False)[1]
 
-    @torch.no_grad()
     def scattered(
         self,
         ids: Tensor,
@@ -262,74 +224,49 @@ class EagleHead:
         slots: Tensor,
         mask: Tensor,
         *,
-        own: bool = True,
         logits: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Runs ``ids`` (int64 [n]) at given positions and slots under ``mask`` (bool [n, view],
-        view a multiple of 64; column 0 must be False).
+        """Runs drafted ``ids`` (int64 [n]) at given positions and slots under ``mask`` (bool [n,
+        view], view a multiple of 64; column 0 must be False).
 
-        Row i of ``hidden`` belongs to the token before ``ids[i]``: with ``own`` the head's output
-        there, [n, hidden_size], else target features [n, feature_size]. Returns float32 logits of
-        the last ``logits`` tokens (None: of all), [logits, vocab], and the outputs [n,
-        hidden_size].
+        Row i of ``hidden`` is the head's output for the token before ``ids[i]``, [n, hidden_size].
+        Returns float32 logits of the last ``logits`` tokens (None: of all), [logits, vocab], and
+        the outputs [n, hidden_size].
         """
-        first = 0 if logits is None else len(ids) - logits
-        if self.graphs is not None:
-            found = self.graphs.run(first < len(ids), own, ids, positions, slots, mask, hidden)
-            if found is not None:  # its outputs are static
-                return found.logits[first:].clone(), found.states.clone()
-        out = self._scattered(ids, hidden, positions, slots, mask, own)
-        none = out.new_zeros(0, dtype=torch.float32)
-        return self._head(out[first:]) if first < len(ids) else none, out
-
-    def _following(self, start: int, width: int) -> tuple[Tensor, Tensor]:
-        """Slots ``start ..`` of tokens that follow each other, and what they see of the text."""
-        if start < 1:
-            raise ValueError(
-                "slot 0 of a head stays empty: the first token has no hidden state before it"
-            )
-        stop = start + width
-        mask = causal_mask(start, stop, view_of(stop), self.device)
-        mask[:, 0] = False
-        return self._positions[start:stop], mask
-
-    def _scattered(
-        self, ids: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, own: bool
-    ) -> Tensor:
-        self.cache.place(slots, mask.shape[1])
-        return self.over(ids, positions, mask, self.cache.layers, hidden, own)[0]
+        return self.run(ids, positions, slots, mask, logits=logits, hidden=hidden, own=True)
 
     def over(
         self,
         ids: Tensor,
         positions: Tensor,
-        mask: Tensor,
-        layers: list[SlotLayer],
+        mask: Tensor | None,
+        cache: Cache,
         hidden: Tensor | None,
         own: bool,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """A pass of n tokens under ``mask``, bool [n, view], over ``layers`` that know where they
-        write (:meth:`SlotCache.bound`): the outputs [n, hidden_size]. A head has no taps."""
+        """Row i of ``hidden`` belongs to the token before ``ids[i]``: with ``own`` the head's
+        output there, else target features [n, feature_size]. A head has no taps."""
         assert hidden is not None
-        if hidden.shape[-1] != self.fed(own):
-            raise ValueError(
-                f"hidden states of width {hidden.shape[-1]}; the head takes {self.feature_size}, "
-                f"of its own {self.hidden_size}"
-            )
+        assert mask is not None
+        seen = mask[None, None]
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = layers[layer].update(key, value)
-            return slot_attention(self.net, query, keys, values, mask[None, None])[0]
+            keys, values = cache.layers[layer].update(key, value)
+            return slot_attention(self.net, query, keys, values, seen)[0]
 
         rotary = self._cos[positions], self._sin[positions]
         out: Tensor = self.net(self._embed(ids)[None], hidden[None], rotary, attend, own=own)
         return out[0], {}
 
     def fed(self, own: bool) -> int:
-        """Width of the hidden states that a pass takes beside its tokens."""
         return self.hidden_size if own else self.feature_size
 
-    @torch.no_grad()
+    def state(self, out: Tensor) -> Tensor:
+        """After EAGLE-3's norm; the outputs themselves of EAGLE-1 and 2, and where they are normed
+        already (``norm_output``)."""
+        norm = self.net.norm
+        return out if norm is None or self.net.shape.norm_output else norm(out)
+
     def canonical(
         self, ids: list[int], features: Tensor, drafted: list[int] | tuple[int, ...] = ()
     ) -> Tensor:
@@ -340,9 +277,8 @@ class EagleHead:
         token i. The text goes in one pass, each drafted token in one more, fed the output before
         it: a function of the arguments alone, the same bits for the same arguments.
         """
-        return self._head(self.canonical_output(ids, features, drafted))[0]
+        return self.head(self.canonical_output(ids, features, drafted))[0]
 
-    @torch.no_grad()
     def canonical_output(
         self, ids: list[int], features: Tensor, drafted: list[int] | tuple[int, ...] = ()
     ) -> Tensor:
@@ -352,18 +288,12 @@ class EagleHead:
         cos, sin = self._table(count + len(drafted))
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            mask = None
             if layer in memory:
-                key, value = (
-                    torch.cat((memory[layer][0], key), 2),
-                    torch.cat((memory[layer][1], value), 2),
-                )
+                key = torch.cat((memory[layer][0], key), 2)
+                value = torch.cat((memory[layer][1], value), 2)
+                mask = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool, device=self.device)
             memory[layer] = key, value
-            width, total = query.shape[2], key.shape[2]
-            mask = (
-                None
-                if width == total
-                else torch.ones(1, 1, width, total, dtype=torch.bool, device=self.device)
-            )
             return slot_attention(self.net, query, key, value, mask)[0]
 
         def run(tokens: list[int], hidden: Tensor, at: int, own: bool) -> Tensor:
@@ -376,27 +306,3 @@ class EagleHead:
         for j, token in enumerate(drafted):
             hidden = run([token], hidden, count + j, True)
         return hidden
-
-    def state(self, out: Tensor) -> Tensor:
-        """What the output matrix reads of outputs [n, hidden_size]: after EAGLE-3's norm; the
-        outputs themselves of EAGLE-1 and 2, and where they are normed already (``norm_output``)."""
-        norm = self.net.norm
-        return out if norm is None or self.net.shape.norm_output else norm(out)
-
-    def embedded(self, ids: Tensor) -> Tensor:
-        """Input embeddings of ``ids`` (int64 [n]), [n, embedding size]."""
-        out: Tensor = self._embed(ids)
-        return out
-
-    @cached_property
-    def output(self) -> OutputHead:
-        """The output matrix, to be evaluated in part."""
-        return OutputHead(self._lm_head, self._token_ids)
-
-    def _head(self, out: Tensor) -> Tensor:
-        """Float32 logits over the target's vocabulary, -inf where the head has no such token."""
-        logits: Tensor = self._lm_head(self.state(out)).float()
-        if self._token_ids is None:
-            return logits
-        full = logits.new_full((logits.shape[0], self.vocab_size), -torch.inf)
-        return full.index_copy_(1, self._token_ids, logits)

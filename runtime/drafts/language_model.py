@@ -54,11 +54,13 @@ class LanguageModelDraft:
         return log_perplexity(self.model, prompt)
 
     def propose(self, text: list[int], depth: int, limit: int, context: DraftContext) -> Drafted:
-        if context.shortlists is not None and context.shortlists.routed:
-            self._see_previous(len(text))
+        shortlists, length = context.shortlists, len(text)
+        if shortlists is not None and shortlists.routed and self._read == length - 1 > 0:
+            # Rounds without a router do not keep states: the token before the last is read again.
+            self._read -= self._states.at(length - 2) is None
         if not context.plan.policy.is_tree:
             return self._propose_chain(text, depth, context)
-        reader, lag = LanguageModelReader(self, text, context.shortlists), len(text) - self._read
+        reader, lag = LanguageModelReader(self, text, shortlists), length - self._read
         return propose_tree(reader, depth, limit, lag, context)
 
     def commit(self, length: int, drafted: Drafted, path: list[int]) -> None:
@@ -82,12 +84,6 @@ class LanguageModelDraft:
         last = self.model.read(ids, self._read)
         self._read = len(text) - 1
         self._states.put(self._read - 1, last)
-
-    def _see_previous(self, length: int) -> None:
-        """Before a routed round: where the state of the token before the last is not known, since
-        rounds without a router do not keep theirs, that token is read again."""
-        if length > 1 and self._read == length - 1 and self._states.at(length - 2) is None:
-            self._read = length - 2
 
     def _keep(self, places: list[int], length: int) -> int:
         """Keeps the accepted nodes that were read, as far as they follow each other, moved to where
@@ -144,10 +140,10 @@ class LanguageModelDraft:
         the tokens they are of (None: all)."""
         if shortlists is None:
             return self.model.chain(pending, at, logits=1), None
-        states, support = self._forward_states(pending, at, step, prefix, shortlists)
-        return shortlists.logits(states, support), support.ids
+        state, support = self.forward_state(pending, at, step, prefix, shortlists)
+        return shortlists.logits(state, support), support.ids
 
-    def _forward_states(
+    def forward_state(
         self, pending: Tensor, at: int, step: int, prefix: list[int], shortlists: Shortlists
     ) -> tuple[Tensor, Support]:
         """The same pass without the head: the last state [1, hidden_size], and the shortlist of
@@ -159,19 +155,12 @@ class LanguageModelDraft:
                 self._states.put(at, states)
             return states[-1:]
 
-        return shortlisted(
-            shortlists,
-            step,
-            pending,
-            read,
-            lambda: self._states.at(len(prefix) - 2),
-            lambda _: self._state_before(prefix),
-        )
+        def before() -> Tensor | None:
+            return self._states.at(len(prefix) - 2)
 
-    def _state_before(self, prefix: list[int]) -> Tensor | None:
-        """The state of the token before the last of ``prefix`` by a canonical pass, [1,
-        hidden_size]; None where there is none."""
-        return self.model.canonical_state(prefix[:-1]) if len(prefix) > 1 else None
+        return shortlisted(
+            shortlists, step, pending, read, before, lambda _: state_before(self.model, prefix)
+        )
 
     def _choose(
         self,
@@ -192,13 +181,12 @@ class LanguageModelDraft:
             assert log_q is not None
             key = stream_key(context.own_seed, position, "draft", context.salt)
             own = gumbel_row(key, model.vocab_size, model.device)
-            own = own if ids is None else own.index_select(0, ids)
-            return (log_q + own).argmax(-1, keepdim=True)
-        noise = None if context.noise is None else context.noise.row(position)
+            return (log_q + (own if ids is None else own[ids])).argmax(-1, keepdim=True)
+        noise = None if context.noise is None else context.noise.row(position)[None]
         if noise is not None and ids is not None:
-            noise = noise.index_select(0, ids)
+            noise = noise.index_select(-1, ids)
         canonical = (lambda _: _canonical(model, prefix, ids)) if context.exact else None
-        return near_ties.choose(logits, sampling, None if noise is None else noise[None], canonical)
+        return near_ties.choose(logits, sampling, noise, canonical)
 
     def _codes(
         self,
@@ -239,34 +227,35 @@ class LanguageModelReader(TreeReader):
     def __init__(
         self, draft: LanguageModelDraft, text: list[int], shortlists: Shortlists | None
     ) -> None:
-        super().__init__(draft.model.cache, text, shortlists, draft.model.device, first_slot=0)
-        self.draft, self.model = draft, draft.model
+        super().__init__(draft.model, text, shortlists)
+        self.draft = draft
         draft._nodes = []
 
     def root(self) -> Tensor:
         pending, at = self.draft.pending(self.text)
         if self._shortlists is None:
-            return self.model.chain(pending, at, logits=1)
-        states, support = self.draft._forward_states(pending, at, 0, self.text, self._shortlists)
-        self.ids = support.ids
-        self._beam.begin(states)
-        return self._shortlists.logits(states, support)
+            return self.draft.model.chain(pending, at, logits=1)
+        return self._listed(*self.draft.forward_state(pending, at, 0, self.text, self._shortlists))
 
-    def _logits(self, tokens: Tensor, parents: Tensor | None, at: Places) -> Tensor:
-        return self.model.scattered(tokens, *at)
-
-    def _states(self, tokens: Tensor, parents: Tensor | None, at: Places) -> Tensor:
-        states = self.model.scattered_states(tokens, *at)
-        assert self._shortlists is not None
-        if self._shortlists.routed:
-            self.draft._nodes.append(states)
-        return states
+    def _read(
+        self, tokens: Tensor, parents: Tensor | None, at: Places, logits: int | None
+    ) -> tuple[Tensor, Tensor]:
+        found = self.model.run(tokens, *at, logits=logits)
+        if self._shortlists is not None and self._shortlists.routed:
+            self.draft._nodes.append(found[1])
+        return found
 
     def _canonical(self, path: list[int]) -> Tensor:
-        return self.model.canonical(self.text + path)
+        return self.draft.model.canonical(self.text + path)
 
     def _state_before(self, path: list[int]) -> Tensor | None:
-        return self.draft._state_before(self.text + path)
+        return state_before(self.draft.model, self.text + path)
+
+
+def state_before(model: CausalModel, prefix: list[int]) -> Tensor | None:
+    """The state of the token before the last of ``prefix`` by a canonical pass, [1, hidden_size];
+    None where there is none."""
+    return model.canonical_state(prefix[:-1]) if len(prefix) > 1 else None
 
 
 def _canonical(model: CausalModel, prefix: list[int], ids: Tensor | None) -> Tensor:

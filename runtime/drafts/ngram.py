@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import ChainMap
+from collections.abc import Iterable, MutableMapping
 from typing import Final
 
 from spectune.runtime.drafts.protocol import DraftContext, Drafted
@@ -12,36 +13,21 @@ LONGEST: Final = 3
 
 
 class NgramIndex:
-    """Where each n-gram of a growing token sequence was last continued, with undo.
+    """Where each n-gram of a growing token sequence was last continued.
 
     A proposal is a function of the sequence alone: the token after the most recent earlier
     occurrence of its longest suffix of up to :data:`LONGEST` tokens."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self._next: dict[tuple[int, ...], int] = {}
-        self._undo: list[list[tuple[tuple[int, ...], int | None]]] = []
+        self._next: MutableMapping[tuple[int, ...], int] = {}
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Appends tokens; each becomes the continuation of the n-grams that end before it."""
         for token in tokens:
-            changed: list[tuple[tuple[int, ...], int | None]] = []
             for n in range(1, min(LONGEST, len(self.tokens)) + 1):
-                gram = tuple(self.tokens[-n:])
-                changed.append((gram, self._next.get(gram)))
-                self._next[gram] = token
-            self._undo.append(changed)
+                self._next[tuple(self.tokens[-n:])] = token
             self.tokens.append(token)
-
-    def truncate(self, length: int) -> None:
-        """Forgets all but the first ``length`` tokens, restoring what they had replaced."""
-        while len(self.tokens) > length:
-            self.tokens.pop()
-            for gram, before in self._undo.pop():
-                if before is None:
-                    del self._next[gram]
-                else:
-                    self._next[gram] = before
 
     def propose(self) -> int | None:
         """The next token, or None when no suffix occurred before."""
@@ -53,11 +39,12 @@ class NgramIndex:
 
     def continuation(self, count: int) -> list[int]:
         """At most ``count`` proposals, each after those before it."""
-        length = len(self.tokens)
-        while len(self.tokens) < length + count and (token := self.propose()) is not None:
-            self.extend([token])
-        found = self.tokens[length:]
-        self.truncate(length)
+        ahead = NgramIndex()
+        found: list[int] = []
+        ahead.tokens, ahead._next = self.tokens[-LONGEST:], ChainMap({}, self._next)
+        while len(found) < count and (token := ahead.propose()) is not None:
+            ahead.extend([token])
+            found.append(token)
         return found
 
 

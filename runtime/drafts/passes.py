@@ -9,9 +9,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from spectune.runtime.cache import SlotCache, view_of
+from spectune.runtime.cache import view_of
 from spectune.runtime.drafts.protocol import DraftContext, Drafted
-from spectune.runtime.shortlists import Beam, Shortlists, Support
+from spectune.runtime.models import SlotModel
+from spectune.runtime.shortlists import Shortlists, Support
 from spectune.runtime.trees.draft import ModelDistributions, grow
 
 Places = tuple[Tensor, Tensor, Tensor]
@@ -25,20 +26,16 @@ class TreeReader(ABC):
     ``ids`` are the tokens that the last pass's logits are of, int64 [size], where there are
     ``shortlists``; None: all."""
 
-    def __init__(
-        self,
-        cache: SlotCache,
-        text: list[int],
-        shortlists: Shortlists | None,
-        device: torch.device,
-        first_slot: int,
-    ) -> None:
-        self.text, self.length, self.device = text, len(text), device
+    def __init__(self, model: SlotModel, text: list[int], shortlists: Shortlists | None) -> None:
+        self.text, self.length, self.device = text, len(text), model.device
         self.ids: Tensor | None = None
-        self._cache, self._first_slot, self._shortlists = cache, first_slot, shortlists
-        self._beam = Beam()
+        self.model, self._shortlists = model, shortlists
         self._placed = 0
         self._mask: Tensor | None = None
+        self._last = torch.zeros(0)
+        """Under shortlists, the states of the nodes read last, [n, d]."""
+        self._levels: list[tuple[Tensor, Tensor | None]] = []
+        """Under shortlists, the tokens of every level and the places of their parents."""
 
     @abstractmethod
     def root(self) -> Tensor:
@@ -46,13 +43,11 @@ class TreeReader(ABC):
         it."""
 
     @abstractmethod
-    def _logits(self, tokens: Tensor, parents: Tensor | None, at: Places) -> Tensor:
-        """Float32 logits [n, vocab] after n tokens, children of the nodes read last in places
-        ``parents`` (None: of the root)."""
-
-    @abstractmethod
-    def _states(self, tokens: Tensor, parents: Tensor | None, at: Places) -> Tensor:
-        """The same pass without the output head: what the head reads, [n, hidden_size]."""
+    def _read(
+        self, tokens: Tensor, parents: Tensor | None, at: Places, logits: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Float32 logits [logits (None: n), vocab] after n tokens, children of the nodes read last
+        in places ``parents`` (None: of the root), and the hidden states [n, hidden_size]."""
 
     @abstractmethod
     def _canonical(self, path: list[int]) -> Tensor:
@@ -71,17 +66,30 @@ class TreeReader(ABC):
         that are nodes of the tree; None: all."""
         at = self._place(len(tokens), parents, depth)
         if self._shortlists is None:
-            return self._logits(tokens, parents, at)
+            return self._read(tokens, parents, at, None)[0]
+        self._levels.append((tokens, parents))
         states, support = self._shortlists.beside(
-            lambda: self._states(tokens, parents, at),
+            lambda: self.model.state(self._read(tokens, parents, at, 0)[1]),
             depth,
             tokens,
-            self._beam.add(tokens, parents),
-            lambda i: self._state_before(self._beam.path(i)),
+            self._last.expand(len(tokens), -1) if parents is None else self._last[parents],
+            lambda node: self._state_before(self._path(node)),
             exists,
         )
-        self._beam.read(states)
-        self.ids = support.ids
+        return self._listed(states, support)
+
+    def _path(self, node: int) -> list[int]:
+        """Tokens from the root's child to a node of the last level."""
+        found = []
+        for tokens, parents in reversed(self._levels):
+            found.append(int(tokens[node]))
+            node = 0 if parents is None else int(parents[node])
+        return found[::-1]
+
+    def _listed(self, states: Tensor, support: Support) -> Tensor:
+        """Logits [n, size] over a shortlist for the states [n, d] of a level."""
+        assert self._shortlists is not None
+        self._last, self.ids = states, support.ids
         return self._shortlists.logits(states, support)
 
     def canonical(self, path: list[int]) -> Tensor:
@@ -96,7 +104,7 @@ class TreeReader(ABC):
         slots = torch.arange(first, first + n, device=self.device)
         mask = torch.zeros(n, view_of(first + n), dtype=torch.bool, device=self.device)
         if parents is None or self._mask is None:
-            mask[:, self._first_slot : self.length] = True
+            mask[:, self.model.first_slot : self.length] = True
         else:
             mask[:, : self._mask.shape[1]] = self._mask[parents]
         mask[torch.arange(n, device=self.device), slots] = True
@@ -130,9 +138,10 @@ def shortlisted(
     ``read`` makes the pass; ``before`` is the state of the token before the last (None: there is
     none, or no router asks). Where that token is pending too, the router waits for the pass; else
     the two overlap."""
-    if shortlists.routed and len(pending) > 1:
+    last = pending[-1:]
+    if not shortlists.routed:
+        return shortlists.beside(read, step, last, None, canonical)
+    if len(pending) > 1:
         states = read()
-        return shortlists.beside(lambda: states, step, pending[-1:], before(), canonical)
-    return shortlists.beside(
-        read, step, pending[-1:], before() if shortlists.routed else None, canonical
-    )
+        return shortlists.beside(lambda: states, step, last, before(), canonical)
+    return shortlists.beside(read, step, last, before(), canonical)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -56,23 +56,16 @@ SAMPLINGS: Final = (Sampling(), Sampling(temperature=1.0))
 GAMMAS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)
 """Lengths of the chains that are measured, beside the longest."""
 TREES: Final = (
-    (1, 4, 4),
-    (2, 2, 2),
-    (2, 4, 6),
-    (4, 1, 3),
-    (4, 3, 7),
-    (4, 4, 14),
-    (8, 2, 10),
-    (8, 4, 24),
-    (8, 6, 31),
-    (10, 6, 60),
-    (10, 8, 48),
+    *((1, 4, 4), (2, 2, 2), (2, 4, 6), (4, 1, 3), (4, 3, 7), (4, 4, 14)),
+    *((8, 2, 10), (8, 4, 24), (8, 6, 31), (10, 6, 60), (10, 8, 48)),
 )
 """(width, levels, nodes) of the top-k trees that are measured."""
 STATIC_WIDTHS: Final = (1, 2, 6)
 """Branches of the static trees that are measured, each four tokens long."""
 SHARES: Final = (64, 16, 4, 1)
 """Sizes of shortlists, as parts of the draft's output head."""
+NEVER: Final = EntropyStop(threshold=0.0, scale=1e-3, keep_last=True)
+"""A stop that is looked at and does not trigger."""
 CLUSTERS: Final = 64
 ROUTER_HIDDEN: Final = 128
 
@@ -188,33 +181,37 @@ class Experiment:
 def measured(made: Round, cell: Cell, prompt_tokens: int, sampling: Sampling) -> MeasuredRound:
     """A round of the loop as the fit reads it."""
     step, tree = made.step, made.tree
-    rows = (
-        (step.lag, *(tree.widths[1:] if tree else [1] * (step.draft_steps - 1)))
-        if step.draft_steps
-        else ()
-    )
-    kind = (
-        cell.kind._replace(sampled=not sampling.greedy)
-        if rows
-        else RoundKind(sampled=not sampling.greedy)
-    )
+    rows: tuple[int, ...] = ()
+    kind = RoundKind(sampled=not sampling.greedy)
+    if step.draft_steps:
+        later = tree.widths[1:] if tree else [1] * (step.draft_steps - 1)
+        rows, kind = (step.lag, *later), cell.kind._replace(sampled=kind.sampled)
     return MeasuredRound(
-        kind, prompt_tokens + step.start - 1, tuple(rows), step.drafted, step.emitted,
+        kind, prompt_tokens + step.start - 1, rows, step.drafted, step.emitted,
         step.draft_s, step.verify_s, step.round_s, cell.head, made.canonical_passes,
     )  # fmt: skip
+
+
+def cell_of(pair: LoadedPair, policy: Policy) -> Cell:
+    """A policy to measure. Chains of a head are trees of width 1."""
+    tree = policy.is_tree or policy.draft not in (*pair.chain_drafts, "none")
+    return Cell(
+        compile_plan(policy, pair.draft_names),
+        RoundKind.of(policy, tree=tree),
+        head_rows(pair, policy.draft),
+    )
 
 
 def cells_of(pair: LoadedPair, gamma_max: int, *, trees: bool) -> dict[str, list[Cell]]:
     """What is measured of each draft: chains of every length and stop, trees of every growth,
     shortlists of every size, and none."""
     found = {}
-    plain = Cell(compile_plan(AUTOREGRESSIVE, pair.draft_names), RoundKind())
     for name in pair.draft_names:
         cells = _chains(pair, name, gamma_max) if name in pair.chain_drafts else []
         if trees and name != "ngram":
             cells += [*_trees(pair, name), *_shortlists(pair, name, gamma_max)]
         if cells:
-            found[name] = [*cells, *[plain] * 3]
+            found[name] = [*cells, *[cell_of(pair, AUTOREGRESSIVE)] * 3]
     return found
 
 
@@ -223,107 +220,73 @@ def _chains(pair: LoadedPair, name: str, gamma_max: int) -> list[Cell]:
     policies = [Policy(draft=name, window=FixedWindow(gamma=g)) for g in gammas]
     if name != "ngram":
         window = FixedWindow(gamma=min(6, gamma_max))
-        stops = (
-            MaxProbStop(threshold=1e-9),
-            JointProbStop(threshold=0.0),
-            EntropyStop(threshold=0.0, scale=1e-3, keep_last=True),
-        )
+        stops = MaxProbStop(threshold=1e-9), JointProbStop(threshold=0.0), NEVER
         policies += [Policy(draft=name, window=window, stop=stop) for stop in stops]
-    return [
-        Cell(compile_plan(p, pair.draft_names), RoundKind.of(p, tree=False), head_rows(pair, name))
-        for p in policies
-    ]
+    return [cell_of(pair, policy) for policy in policies]
 
 
 def _trees(pair: LoadedPair, name: str) -> list[Cell]:
     """Top-k trees, then one of each other kind. The classifier's confidence is the joint
     probability; the stop never triggers."""
-    policies = [tree_policy(name, *shape) for shape in TREES]
     usual = tree_policy(name, 6, 4, 24)
-    branches = [
-        tuple((n, *(0,) * deeper) for n in range(width) for deeper in range(4))
-        for width in STATIC_WIDTHS
-    ]
-    static = [
-        usual.model_copy(update={"growth": StaticGrowth(paths=paths), "select": Select()})
-        for paths in branches
-    ]
-    stop = usual.model_copy(update={"stop": EntropyStop(threshold=0.0, scale=1e-3, keep_last=True)})
-    rows = head_rows(pair, name)
-    cells = [
-        Cell(compile_plan(p, pair.draft_names), RoundKind.of(p, tree=True), rows)
-        for p in (*policies, *static, stop, stop)
-    ]
-    plain = compile_plan(usual, pair.draft_names)
+    policies = [tree_policy(name, *shape) for shape in TREES]
+    for width in STATIC_WIDTHS:
+        paths = tuple((n, *(0,) * deeper) for n in range(width) for deeper in range(4))
+        changes = {"growth": StaticGrowth(paths=paths), "select": Select()}
+        policies.append(usual.model_copy(update=changes))
+    policies += [usual.model_copy(update={"stop": NEVER})] * 2
+    cells = [cell_of(pair, policy) for policy in policies]
+    plain, _, rows = cell_of(pair, usual)
     assert plain.rules is not None
-    shape = (4, 256, 1024)
-    joint = np.rint(65535 * np.exp(-np.arange(shape[2]) / TREE_SCALE)).astype(np.int32)
-    confidence = torch.from_numpy(np.broadcast_to(joint, shape).copy())
-    classifier = {"confidence": confidence, "beta_code": beta_code(0.1), "top_n": None}
-    changes: list[tuple[RoundKind, dict[str, Any]]] = [
-        (RoundKind(name, "classifier"), classifier),
+    joint = np.rint(65535 * np.exp(-np.arange(1024) / TREE_SCALE)).astype(np.int32)
+    confidence = torch.from_numpy(np.broadcast_to(joint, (4, 256, 1024)).copy())
+    for kind, change in (
+        (
+            RoundKind(name, "classifier"),
+            {"confidence": confidence, "beta_code": beta_code(0.1), "top_n": None},
+        ),
         (RoundKind(name, "top_k", blocks=(f"stratify/{name}",)), {"kept": (24,)}),
-    ]
-    greedy, sampled = plain.rules
-    for kind, change in changes:
-        made = replace(plain, rules=(replace(greedy, **change), replace(sampled, **change)))
-        cells += [Cell(made, kind, rows)] * 2
+    ):
+        greedy, sampled = (replace(rule, **change) for rule in plain.rules)  # type: ignore[arg-type]
+        cells += [Cell(replace(plain, rules=(greedy, sampled)), kind, rows)] * 2
     return cells
 
 
 def head_rows(pair: LoadedPair, name: str) -> int:
     """Tokens that a draft's output head evaluates; 0 where it is too small for shortlists."""
-    if name == "ngram":
-        return 0
-    rows = int(pair.models[name].output.rows)
+    rows = int(pair.models[name].output.rows) if name in pair.models else 0
     return rows if rows >= CLUSTERS else 0
 
 
 def _shortlists(pair: LoadedPair, name: str, gamma_max: int) -> Iterator[Cell]:
     """Trimmed heads, and routed ones by a router of the usual size with random weights over
     clusters of equal sizes."""
-    rows = head_rows(pair, name)
+    policy = Policy(draft=name, window=FixedWindow(gamma=min(6, gamma_max)))
+    model, (plan, kind, rows) = pair.models[name], cell_of(pair, policy)
     if not rows:
         return
-    policy = Policy(draft=name, window=FixedWindow(gamma=min(6, gamma_max)))
-    model = pair.models[name]
-    full, kind = (
-        compile_plan(policy, pair.draft_names),
-        RoundKind.of(policy, tree=name not in pair.chain_drafts),
-    )
-    vocab = np.arange(model.vocab_size)
-    order = np.concatenate([model.output.ids, np.setdiff1d(vocab, model.output.ids)])
+    listed = model.output.ids
+    order = np.concatenate([listed, np.setdiff1d(np.arange(model.vocab_size), listed)])
     frequencies = Frequencies(order.astype(np.int64))
     embedding = int(model.embedded(torch.zeros(1, dtype=torch.int64, device=pair.device)).shape[-1])
     routing = replace(_routing(model.hidden_size, embedding, rows), head=model.output.hash)
     for size in sorted({max(1, rows // share) for share in SHARES}):
         fixed = FrequencyShortlist(size=size, artifact="profile")
-        yield _shortlisted(
-            pair, full, ShortlistRule(fixed, name, frequencies=frequencies), kind, size
-        )
         k = max(1, round(CLUSTERS * size / rows))
         routed = ClustersShortlist(k0=k, k1=k, k_min=k, artifact="profile")
-        yield _shortlisted(
-            pair,
-            full,
+        for rule in (
+            ShortlistRule(fixed, name, frequencies=frequencies),
             ShortlistRule(routed, name, routing=routing),
-            kind._replace(routed=True),
-            size,
-        )
-
-
-def _shortlisted(
-    pair: LoadedPair, full: Plan, rule: ShortlistRule, kind: RoundKind, size: int
-) -> Cell:
-    plan = replace(full, shortlist=rule)
-    return Cell(replace(plan, shortlists=warmed_shortlists(pair, plan)), kind, size)
+        ):
+            own = replace(plan, shortlist=rule)
+            own = replace(own, shortlists=warmed_shortlists(pair, own))
+            yield Cell(own, kind._replace(routed=rule.routed), size)
 
 
 def _routing(hidden: int, embedding: int, rows: int) -> Routing:
     generator = torch.Generator().manual_seed(0)
-    w1 = torch.randn(ROUTER_HIDDEN, embedding + hidden, generator=generator) / np.sqrt(
-        embedding + hidden
-    )
+    inputs = embedding + hidden
+    w1 = torch.randn(ROUTER_HIDDEN, inputs, generator=generator) / np.sqrt(inputs)
     w2 = torch.randn(CLUSTERS, ROUTER_HIDDEN, generator=generator) / np.sqrt(ROUTER_HIDDEN)
     router = Router(w1, torch.zeros(ROUTER_HIDDEN), w2, torch.zeros(CLUSTERS))
     return Routing(router, Clusters.of_assignment(np.arange(rows) % CLUSTERS, CLUSTERS), "")

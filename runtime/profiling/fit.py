@@ -11,7 +11,7 @@ rounds touch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Final, NamedTuple
@@ -29,7 +29,7 @@ from spectune.runtime.costs import (
     step_terms,
     verification_terms,
 )
-from spectune.traces.cost_table import CostTable, FloatArray
+from spectune.traces.cost_table import AXES, CostTable, FloatArray
 from spectune.traces.latency import LatencyProfile
 
 HUBER: Final = 1.345
@@ -49,8 +49,93 @@ class Prefill(NamedTuple):
     seconds: float
 
 
-Shapes = Mapping[str, tuple[tuple[str, ...], tuple[tuple[float, ...], ...]]]
-"""Axes and knots by term."""
+Shapes = Mapping[str, CostTable]
+"""Tables by term, of which the knots count and the seconds are to be found."""
+
+TARGET_ROWS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128)
+FEW: Final = (1, 4, 16, 64)
+"""Rows that a draft's pass reads, and passes of a round: every knot costs certainty, so there are
+few."""
+PROMPTS: Final = (0, 16, 64, 128, 256, 512, 1024)
+"""Prompt tokens of an engine's step: of one request, or of a whole batch that was admitted at once.
+"""
+
+
+def _over(**knots: Iterable[float]) -> CostTable:
+    """A table over these axes, without axes a constant."""
+    places = tuple(tuple(dict.fromkeys(float(k) for k in own)) for own in knots.values())
+    return CostTable((0.0,) * math.prod(map(len, places)), tuple(knots), places)
+
+
+def _between(grid: Sequence[int], places: Iterable[float]) -> list[float]:
+    """The least place, the knots of a grid above it, and the largest."""
+    found = sorted(map(float, places))
+    return [found[0], *(float(k) for k in grid if found[0] < k < found[-1]), found[-1]]
+
+
+def shapes_of(
+    drafts: Iterable[str],
+    contexts: Sequence[int],
+    rounds: Sequence[MeasuredRound],
+    prefills: Sequence[Prefill],
+) -> Shapes:
+    """The tables of a profile: ``contexts`` are the context's knots; the others end at the largest
+    that was measured."""
+    read = sorted({1, *(p.rows for p in prefills)})
+    prompts = read[0], read[len(read) // 2], read[-1]
+    at = sorted(set(contexts))
+    wide = _between(TARGET_ROWS, [1, *(r.drafted + 1 for r in rounds)])
+    nodes = _over(rows=(1, min(16.0, wide[-1]), wide[-1]))
+    found = {
+        "target": _over(rows=wide, context=at),
+        "tree target": nodes,
+        "sampled target": nodes,
+        "prefill/target": _over(rows=prompts),
+    }
+    for draft in drafts:
+        own = [r for r in rounds if r.kind.draft == draft and r.rows]
+        reads = _between(FEW, [1, *(max(r.rows) for r in own)])
+        passes = _between(FEW, [1, *(len(r.rows) for r in own)])
+        line = _over(rows=(1, reads[-1]))
+        found |= {
+            f"pass/{draft}": _over(rows=reads, context=(at[0], at[-1])),
+            f"prefill/{draft}": _over(rows=prompts),
+            f"sampled pass/{draft}": line,
+        }
+        if any(not r.kind.growth for r in own):
+            found[f"phase/{draft}"] = _over(passes=passes)
+            passes = [passes[0], passes[-1]]
+        found[f"tree phase/{draft}"] = _over(passes=passes)
+        found |= {f"{growth}/{draft}": line for growth in ("top_k", "static", "classifier")}
+        for head, routed in (("head", False), ("gathered", True)):
+            sizes = sorted({r.head for r in own if r.head and r.kind.routed is routed})
+            found |= {f"{head}/{draft}": _over(rows=sizes)} if sizes else {}
+    # The other terms are constants, but for those of near ties, which are counted and not fitted.
+    kinds = {r.kind for r in rounds}
+    others = {"noise"}.union(*((*k.verification, *k.per_pass, *k.rest) for k in kinds))
+    return {**{name: _over() for name in sorted(others - found.keys())}, **found}
+
+
+def step_shapes(loads: Sequence[StepLoad]) -> Shapes:
+    """The tables of an engine's steps: few knots, between the least and the largest that were
+    served."""
+
+    def between(grid: Sequence[int], name: str, of: Sequence[StepLoad] = loads) -> list[float]:
+        return _between(grid, [getattr(load, name) for load in of])
+
+    step, target, read = (share.term for share in step_terms(loads[0]._replace(draft="")))
+    rows, context = between(TARGET_ROWS, "rows"), between((), "context")
+    found = {
+        step: _over(batch=between(FEW, "batch")),
+        target: _over(rows=rows, context=context),
+        read: _over(rows=between(PROMPTS, "prompts")),
+    }
+    for draft in sorted({load.draft for load in loads if load.draft}):
+        own = [load for load in loads if load.draft == draft]
+        term = [share.term for share in step_terms(own[0])][-1]
+        passes, batch = between((0, *FEW), "passes", own), between(FEW, "batch", own)
+        found[term] = _over(passes=passes, batch=batch)
+    return found
 
 
 def fit_terms(
@@ -58,48 +143,35 @@ def fit_terms(
 ) -> dict[str, CostTable]:
     """The tables of ``shapes`` whose sums over each load come nearest to ``seconds`` > 0. Terms
     that no load holds are left out."""
-    named = {name for load in loads for name, *_ in load}
-    used = {name: shape for name, shape in shapes.items() if name in named}
-    if not used:
-        return {}
-    empty: dict[str, CostTable] = {}
-    places: dict[str, slice] = {}
-    size = 0
-    for name, (axes, knots) in used.items():
-        values = math.prod(len(k) for k in knots)
-        empty[name] = CostTable((0.0,) * values, axes, knots)
-        places[name] = slice(size, size + values)
-        size += values
-    design = np.zeros((len(loads), size))
-    shares: dict[str, list[tuple[float, ...]]] = {name: [] for name in used}
+    shares: dict[str, list[tuple[float, ...]]] = {}
     for i, load in enumerate(loads):
         for name, *where in load:
-            if name in used:
-                shares[name].append((i, *where))
-    rough = []
-    for name, table in empty.items():
-        i, count, rows, context, passes, batch = np.array(shares[name]).T
-        weights = table.weights(
-            {"rows": rows, "context": context, "passes": passes, "batch": batch}
-        )
-        np.add.at(design[:, places[name]], i.astype(np.int64), count[:, None] * weights)
-        block = _roughness(table.knots)
-        rough.append(np.zeros((len(block), size)))
-        rough[-1][:, places[name]] = block
-    rises = block_diag(*(_rises([len(k) for k in table.knots]) for table in empty.values()))
-    found = rises @ _huber(design @ rises, np.array(seconds), np.concatenate(rough) @ rises)
+            shares.setdefault(name, []).append((i, *where))
+    used = {name: table for name, table in shapes.items() if name in shares}
+    if not used:
+        return {}
+    blocks = []
+    for name, table in used.items():
+        i, count, *places = np.array(shares[name]).T
+        weights = table.weights(dict(zip(AXES, places, strict=True)))
+        blocks.append(np.zeros((len(loads), len(table.seconds))))
+        np.add.at(blocks[-1], i.astype(np.int64), count[:, None] * weights)
+    rises = block_diag(*(_rises([len(k) for k in table.knots]) for table in used.values()))
+    rough = block_diag(*(_roughness(table.knots) for table in used.values()))
+    design = np.concatenate(blocks, axis=1)
+    found = rises @ _huber(design @ rises, np.array(seconds), rough @ rises)
+    ends = np.cumsum([len(table.seconds) for table in used.values()])[:-1]
     return {
-        name: replace(table, seconds=tuple(found[places[name]].tolist()))
-        for name, table in empty.items()
+        name: replace(table, seconds=tuple(own.tolist()))
+        for (name, table), own in zip(used.items(), np.split(found, ends), strict=True)
     }
 
 
 def _huber(design: FloatArray, y: FloatArray, rough: FloatArray) -> FloatArray:
     """x >= 0 that brings ``design`` @ x nearest to ``y`` by Huber's loss of errors relative to it,
     and ``rough`` @ x nearest to 0."""
-    unit = np.maximum(
-        1e-12, design.max(0)
-    )  # columns of one size: seconds per row and per round differ a thousandfold
+    # Columns of one size: seconds per row and per round differ a thousandfold.
+    unit = np.maximum(1e-12, design.max(0))
     matrix, penalty = design / unit, SMOOTH * np.sqrt(len(y)) * rough / unit
     weights, predicted = np.ones(len(y)), y
     x = np.zeros(design.shape[1])
@@ -160,19 +232,15 @@ def fit_profile(
     often near ties come, and nothing else."""
     plain = [r for r in rounds if r.canonical == (0, 0)]
     drafting = [r for r in plain if r.rows]
+    rest = [max(1e-7, r.round_s - r.draft_s - r.verify_s) for r in plain]
     terms = fit_terms(shapes, [_prefill_load(p) for p in prefills], [p.seconds for p in prefills])
-    terms |= fit_terms(
-        shapes, [list(drafting_terms(r)) for r in drafting], [r.draft_s for r in drafting]
-    )
-    terms |= fit_terms(
-        shapes, [list(verification_terms(r)) for r in plain], [r.verify_s for r in plain]
-    )
-    terms |= fit_terms(
-        shapes,
-        [list(rest_terms(r)) for r in plain],
-        [max(1e-7, r.round_s - r.draft_s - r.verify_s) for r in plain],
-    )
-    terms |= _near_ties(terms, rounds, shapes["target"][1][1])
+    for found, of, seconds in (
+        (drafting, drafting_terms, [r.draft_s for r in drafting]),
+        (plain, verification_terms, [r.verify_s for r in plain]),
+        (plain, rest_terms, rest),
+    ):
+        terms |= fit_terms(shapes, [list(of(r)) for r in found], seconds)
+    terms |= _near_ties(terms, rounds, shapes["target"].knots[1])
     return replace(profile, terms=terms)
 
 
@@ -185,7 +253,7 @@ def fit_steps(
 
 
 def _prefill_load(prefill: Prefill) -> list[Share]:
-    models = ["target", *([prefill.draft] if prefill.draft else [])]
+    models = filter(None, ("target", prefill.draft))
     return [Share(f"prefill/{name}", 1.0, float(prefill.rows), 0.0, 0.0) for name in models]
 
 
@@ -198,18 +266,15 @@ def _near_ties(
     language_models = {r.kind.draft for r in rounds if not r.kind.growth}
     counts: dict[str, tuple[str, list[tuple[int, int]]]] = {}
     for r in rounds:
-        counts.setdefault(r.kind.per_token[0], ("target", []))[1].append(
-            (r.canonical[1], r.emitted)
-        )
+        emitted = counts.setdefault(r.kind.per_token[0], ("target", []))[1]
+        emitted.append((r.canonical[1], r.emitted))
         if r.rows:
             reader = r.kind.draft if r.kind.draft in language_models else "target"
-            counts.setdefault(r.kind.per_distribution, (reader, []))[1].append(
-                (r.canonical[0], 1 + sum(r.rows[1:]))
-            )
+            read = counts.setdefault(r.kind.per_distribution, (reader, []))[1]
+            read.append((r.canonical[0], 1 + sum(r.rows[1:])))
     made = {}
     for name, (reader, found) in counts.items():
-        table = terms.get(f"prefill/{reader}")
-        if table is not None:
+        if (table := terms.get(f"prefill/{reader}")) is not None:
             passes, distributions = np.sum(found, axis=0).tolist()
             seconds = passes / distributions * table.at(rows=np.array(contexts))
             made[name] = CostTable(tuple(seconds.tolist()), ("context",), (tuple(contexts),))

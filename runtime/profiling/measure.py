@@ -24,16 +24,15 @@ from spectune.runtime.costs import (
 )
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import FixedWindow, FsmWindow, MaxProbStop, Policy
-from spectune.runtime.policies.plan import compile_plan
 from spectune.runtime.profiling.experiment import (
     CHECKED_TOKENS,
     Cell,
     Experiment,
+    cell_of,
     cells_of,
     tree_policy,
 )
-from spectune.runtime.profiling.fit import fit_profile
-from spectune.runtime.profiling.shapes import shapes_of
+from spectune.runtime.profiling.fit import fit_profile, shapes_of
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.latency import LatencyProfile
@@ -68,15 +67,12 @@ def measure_profile(
     there are none. ``check`` says how well predicted rounds match executed ones.
     """
     room = pair.max_positions - 2 * gamma_max - CHECKED_TOKENS
-    usable = tuple(c for c in sorted(set(contexts or CONTEXTS)) if c <= room) or (
-        max(1, room // 2),
-    )
+    usable = [c for c in sorted(set(contexts or CONTEXTS)) if c <= room] or [max(1, room // 2)]
     experiment = Experiment(pair, usable, [t for t in texts if len(t) > usable[0]], seed, clock)
     cells = cells_of(pair, gamma_max, trees=trees)
     checked = _checked_cells(pair, gamma_max, trees=trees)
-    experiment.sweep(
-        {name: own[:2] for name, own in cells.items()}
-    )  # first touches and compilation
+    # First touches and compilation.
+    experiment.sweep({name: own[:2] for name, own in cells.items()})
     experiment.rounds.clear()
     experiment.prefills.clear()
     dtype = str(pair.target.dtype).removeprefix("torch.")
@@ -97,15 +93,16 @@ def predicted_seconds(profile: LatencyProfile, rounds: Sequence[MeasuredRound]) 
     """(drafting, verification, whole round) of rounds by a profile, in seconds, float64 [rounds,
     3]."""
     found = np.zeros((len(rounds), 3))
-    for kind in {r.kind._replace(sampled=False) for r in rounds}:
-        places = [i for i, r in enumerate(rounds) if r.kind._replace(sampled=False) == kind]
+    places_of: dict[RoundKind, list[int]] = {}
+    for i, r in enumerate(rounds):
+        places_of.setdefault(r.kind._replace(sampled=False), []).append(i)
+    for kind, places in places_of.items():
         own = [rounds[i] for i in places]
         rows = np.ones((len(own), max(1, *(len(r.rows) - 1 for r in own))), dtype=np.int64)
         for n, r in enumerate(own):
             rows[n, : len(r.rows) - 1] = r.rows[1:]
-        passes = Passes(
-            rows, np.array([r.context for r in own]), np.array([int(r.kind.sampled) for r in own])
-        )
+        sampled = np.array([int(r.kind.sampled) for r in own])
+        passes = Passes(rows, np.array([r.context for r in own]), sampled)
         costs = round_costs(profile, kind, middles(max(r.context for r in own)), passes=passes)
         for n, (i, r) in enumerate(zip(places, own, strict=True)):
             lag = r.rows[0] if r.rows else 0
@@ -137,9 +134,8 @@ def _errors(
     by which a profile is accepted, and, as ``policy_spread``, how much they differ in it (the
     standard deviation of the logarithm)."""
     apart = np.abs(predicted / executed - 1.0)
-    sums = np.array(
-        [predicted[policy == p].sum() / executed[policy == p].sum() for p in np.unique(policy)]
-    )
+    own = [policy == p for p in np.unique(policy)]
+    sums = np.array([predicted[mask].sum() / executed[mask].sum() for mask in own])
     error = float(np.median(np.abs(sums - 1.0)))
     return {
         "rounds": len(apart),
@@ -154,36 +150,22 @@ def _errors(
 
 def _checked_cells(pair: LoadedPair, gamma_max: int, *, trees: bool) -> list[Cell]:
     """Policies whose windows, stops and trees are none of those measured."""
+    short, long = FsmWindow(gamma_max=min(6, gamma_max)), FixedWindow(gamma=min(9, gamma_max))
     policies = [Policy()]
-    for name in pair.chain_drafts:
-        policies.append(Policy(draft=name, window=FsmWindow(gamma_max=min(6, gamma_max))))
-    for name in pair.drafts:
-        policies.append(
-            Policy(
-                draft=name,
-                window=FixedWindow(gamma=min(9, gamma_max)),
-                stop=MaxProbStop(threshold=0.4),
-            )
-        )
+    policies += [Policy(draft=name, window=short) for name in pair.chain_drafts]
+    stop = MaxProbStop(threshold=0.4)
+    policies += [Policy(draft=name, window=long, stop=stop) for name in pair.drafts]
     for name in pair.models if trees else ():
         policies += [tree_policy(name, *shape) for shape in CHECKED_TREES]
-    chains = (*pair.chain_drafts, "none")
-    return [
-        Cell(
-            compile_plan(p, pair.draft_names),
-            RoundKind.of(p, tree=p.is_tree or p.draft not in chains),
-        )
-        for p in policies
-    ]
+    return [cell_of(pair, policy) for policy in policies]
 
 
 def environment(pair: LoadedPair) -> dict[str, Any]:
     """What a latency profile was measured in."""
     cuda = pair.device.type == "cuda"
+    cpu = platform.processor() or platform.machine()
     return {
-        "device": torch.cuda.get_device_name()
-        if cuda
-        else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name() if cuda else cpu,
         "driver": torch.version.cuda if cuda else None,
         "torch": torch.__version__,
         "python": platform.python_version(),

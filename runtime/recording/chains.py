@@ -185,9 +185,7 @@ def _ngram_panorama(trajectory: Trajectory, gamma_max: int) -> ChainPanorama:
         proposal = index.propose()
         agree[i] = AGREE_NONE if proposal is None else AGREE_YES if proposal == token else AGREE_NO
         if proposal is not None and proposal != token:
-            index.extend([proposal])
-            lengths.append(len(index.continuation(gamma_max - 1)))
-            index.truncate(len(index.tokens) - 1)
+            lengths.append(len(index.continuation(gamma_max)) - 1)
         index.extend([token])
     lengths.append(len(index.continuation(gamma_max)))
     zeros = np.zeros(len(output), dtype=np.uint16)
