@@ -16,6 +16,7 @@ speed.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import math
 import time
@@ -181,11 +182,14 @@ def generate(
     """
     rows, width = prefix.shape
     cache = StaticCache(config=target.config, max_cache_len=length)
+    named = (
+        "cache" if "cache" in inspect.signature(target.forward).parameters else "past_key_values"
+    )
     output = torch.empty(rows, length, dtype=torch.long, device=prefix.device)
     output[:, :width] = prefix
     step = prefix
     for at in range(width, length):
-        out = target(step, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        out = target(step, use_cache=True, logits_to_keep=1, **{named: cache})
         logits = out.logits[:, -1].float()
         # argmax(logits + T g), g Gumbel, draws from softmax(logits / T), and at T = 0 is greedy.
         uniform = torch.rand(logits.shape, generator=generator, device=logits.device)

@@ -1,4 +1,4 @@
-"""llama.cpp, one request at a time: its own HTTP server in this process, through xllamacpp.
+"""llama.cpp, one request at a time: its own HTTP server in a process beside, through xllamacpp.
 
 Its server knows one number of draft tokens, given at its start, so a policy with another starts it
 anew. Rounds are told by the stream's timings: each change of ``draft_n`` or ``predicted_ms`` is
@@ -12,12 +12,14 @@ token, kept iff the target draws it; a drafted end of the text is not counted as
 
 from __future__ import annotations
 
-import gc
 import http.client
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -36,6 +38,7 @@ from spectune.runtime.pair import PairSpec
 from spectune.traces.errors import EngineError
 from spectune.traces.schema import Finish, Step, request_seed
 
+SERVER = Path(__file__).with_name("llamacpp_server.py")
 ANSWER_S = 600.0
 """Longest silence of a server that is decoding."""
 SLACK = 8
@@ -56,7 +59,7 @@ class LlamaCpp(Running):
         draft = draft_of(LLAMACPP, spec, wanted)
         self._target = gguf_file(spec.target)
         self._draft = None if draft is None else gguf_file(draft)
-        self._server: Any = None
+        self._server: subprocess.Popen[str] | None = None
         self._start(0 if self._draft is None else wanted.most)
 
     @property
@@ -65,57 +68,45 @@ class LlamaCpp(Running):
         return {**seats, "max_len": self.wanted.max_len, "drafts_after": False}
 
     def close(self) -> None:
+        if self._server is not None:
+            self._server.kill()
+            self._server.communicate()
         self._server = None
-        gc.collect()
 
     def _start(self, gamma: int) -> None:
         """Starts a server that drafts ``gamma`` tokens, with no draft loaded where that is 0."""
-        import xllamacpp
-
         self.close()
-        said, exact = xllamacpp.CommonParams(), xllamacpp.ggml_type.GGML_TYPE_F32
-        said.model.path = str(self._target)
-        self._batch_tokens = int(said.n_batch)
-        said.n_ctx = self.wanted.max_len + self.wanted.most + SLACK
-        said.n_gpu_layers = said.speculative.draft.n_gpu_layers = 0
-        said.n_parallel, said.warmup, said.ui, said.verbosity = 1, False, False, -1
-        said.cache_type_k = said.cache_type_v = exact
-        said.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        draft, cpus = (
-            said.speculative.draft,
-            int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
+        asked = {
+            "model": str(self._target),
+            "draft": str(self._draft),
+            "gamma": gamma,
+            "n_ctx": self.wanted.max_len + self.wanted.most + SLACK,
+            "threads": self.wanted.threads
+            or int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
+        }
+        self._server = subprocess.Popen(
+            [sys.executable, str(SERVER), json.dumps(asked)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for this process, which then ends that
+            text=True,
         )
-        for cpu in (said.cpuparams, said.cpuparams_batch, draft.cpuparams, draft.cpuparams_batch):
-            cpu.n_threads = self.wanted.threads or cpus
-        if gamma:
-            kinds = xllamacpp.common_speculative_type
-            said.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
-            draft.mparams.path = str(self._draft)
-            draft.n_max, draft.n_min, draft.p_min = gamma, 0, 0.0
-            draft.cache_type_k = draft.cache_type_v = exact
-        try:
-            self._server = xllamacpp.Server(said)
-        except RuntimeError as error:
+        assert self._server.stdout is not None
+        line = self._server.stdout.readline()
+        told = json.loads(line) if line.startswith("{") else {"error": "it died at its start"}
+        if "error" in told:
             models = f"{self._target}, {self._draft}" if gamma else str(self._target)
-            raise EngineError(f"llama.cpp {self.version} cannot load {models}: {error}") from None
-        self._await()
+            self.close()
+            raise EngineError(f"llama.cpp {self.version} cannot load {models}: {told['error']}")
+        self._address, self._batch_tokens = (
+            urlsplit(told["address"]).netloc,
+            told["max_batched_tokens"],
+        )
         self._gamma = gamma
 
-    def _await(self) -> None:
-        """Until the server answers. One that is stopped before its thread accepts connections does
-        not hear of it, and its end is waited for in vain. Raises EngineError where it is dead."""
-        at = self._connection()
-        try:
-            at.request("GET", "/health")
-            at.getresponse().read()
-        except (OSError, http.client.HTTPException) as error:
-            raise EngineError(f"llama.cpp died at its start: {error!r}") from None
-        finally:
-            at.close()
-
     def _connection(self) -> http.client.HTTPConnection:
-        address = urlsplit(self._server.listening_address).netloc
-        return http.client.HTTPConnection(address, timeout=ANSWER_S)
+        return http.client.HTTPConnection(self._address, timeout=ANSWER_S)
 
     def _serve(self, asked: Execution) -> Generator[Answered, None, None]:
         if asked.load.clients > 1:

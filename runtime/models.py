@@ -9,6 +9,7 @@ the output head out, for drafts that evaluate a part of it (:mod:`runtime.shortl
 
 from __future__ import annotations
 
+import inspect
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -228,6 +229,9 @@ class CausalModel(SlotModel):
         self.vocab_size = int(lm_head.weight.shape[0])
         self.max_positions = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
         self._decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+        # transformers 5.24 renames the argument, and forgets the former name in 5.40.
+        known = inspect.signature(self._decoder.forward).parameters
+        self._cache_name = "cache" if "cache" in known else "past_key_values"
         self._taps: tuple[int, ...] = ()
         self._hooks: list[Any] = []
         self._hooked = _Hooked()
@@ -322,8 +326,8 @@ class CausalModel(SlotModel):
             input_ids=ids[None],
             position_ids=positions[None],
             attention_mask=None if mask is None else mask[None, None],
-            past_key_values=cache,
             use_cache=True,
+            **{self._cache_name: cache},
         ).last_hidden_state[0]
         if FINAL in self._taps:
             taps[FINAL] = out

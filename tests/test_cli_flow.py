@@ -16,7 +16,8 @@ import pytest
 from doors import USAGE, Door, lines, one_object, put_profile, write_workload
 from synthetic import flat_profile
 from test_policies import CONTRACT
-from test_tuning_report import TUNED
+from test_report import PLAIN, WINNER
+from test_report import tuned as results
 
 import spectune.optimizer.commands.report
 import spectune.optimizer.tune
@@ -483,9 +484,10 @@ def test_a_page_that_cannot_be_made_costs_no_results(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(spectune.optimizer.commands.report, "write_report", broken)
-    monkeypatch.setattr(spectune.optimizer.tune, "tune_recording", lambda *_args, **_more: TUNED)
+    done = results(WINNER, PLAIN)
+    monkeypatch.setattr(spectune.optimizer.tune, "tune_recording", lambda *_args, **_more: done)
     found = door.call("tune", **QUICK, **asked, recording=recording, no_publish=True, json=True)
-    assert one_object(found.stdout)["study"] == TUNED.study
+    assert one_object(found.stdout)["study"] == done.study
     assert one_object(found.stdout)["report"] is None
     assert "the database went away" in found.stderr
     assert found.exit_code == (2 if asked else 0)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
-import threading
 import urllib.request
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import xllamacpp
@@ -132,26 +130,24 @@ def test_what_it_cannot_run_is_refused_at_once(running: LlamaCpp, prompts: list[
         LlamaCpp(read_pair("demo"), Wanted("ngram"))
 
 
-def test_a_server_is_not_closed_before_it_accepts_connections(
-    spec: PairSpec, monkeypatch: pytest.MonkeyPatch
+def test_a_server_that_dies_is_said_and_one_that_is_closed_is_gone(
+    spec: PairSpec, prompts: list[Prompt]
 ) -> None:
-    """llama.cpp's own would wait for ever for a thread that had not begun to listen."""
-    asked: list[str] = []
-
-    class Late(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            self.send_response(200)
-            self.end_headers()
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Late) as http:
-        late = SimpleNamespace(listening_address=f"http://127.0.0.1:{http.server_address[1]}")
-        monkeypatch.setattr(xllamacpp, "Server", lambda _: late)
-        listening = threading.Timer(0.2, http.serve_forever)
-        listening.start()
-        LlamaCpp(spec, Wanted("small", MOST, 1, 512)).close()
-        assert asked == ["/health"]
-        http.shutdown()
+    found = LlamaCpp(spec, Wanted("small", MOST, 1, 512))
+    process = found._server
+    assert process is not None
+    answers = found.execute(prompts, fixed(MOST), Load(), sampling=GREEDY, max_new_tokens=4)
+    next(answers)
+    process.kill()
+    process.wait()
+    with pytest.raises(EngineError, match=r"llama\.cpp died at request 'r1'"):
+        next(answers)
+    found._start(2)
+    process = found._server
+    assert process is not None
+    assert process.poll() is None
+    found.close()
+    assert process.poll() is not None
 
 
 def test_requests_come_at_their_moments(running: LlamaCpp, prompts: list[Prompt]) -> None:
@@ -189,6 +185,7 @@ def test_exported_settings_are_llama_cpps_own(spec: PairSpec, tmp_path: Path) ->
         assert hasattr(asked.speculative.draft, name.removeprefix("spec_draft_"))
         setattr(asked.speculative.draft, name.removeprefix("spec_draft_"), value)
     server = xllamacpp.Server(asked)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))  # its end may wait for ever
     body = json.dumps({"prompt": [5, 6, 7], "n_predict": 8, "temperature": 0}).encode()
     kind = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{server.listening_address}/completion", body, kind)
