@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -82,10 +84,21 @@ def read_distributions(
     logp, gap = (torch.zeros_like(tokens) if code is None else code for code in (logp, gap))
     children = tokens if ids is None else ids[tokens]
     codes = (children, logp, gap, of_entropy, of_top, count)
-    return DistributionRows(
-        Codes.of(*(x.cpu().numpy() for x in codes)),
-        *(None if x is None else x.cpu().numpy() for x in (near, near_entropy)),
-    )
+    marks = [x for x in (near, near_entropy) if x is not None]
+    host = on_host([*codes, *marks], at_once=device.type != "cpu")
+    read = iter([x.astype(np.bool_) for x in host[len(codes) :]])
+    unsure, unsure_entropy = (None if x is None else next(read) for x in (near, near_entropy))
+    return DistributionRows(Codes.of(*host[: len(codes)]), unsure, unsure_entropy)
+
+
+def on_host(columns: Sequence[torch.Tensor], *, at_once: bool) -> list[npt.NDArray[Any]]:
+    """Whole numbers, or bools, as numpy's; ``at_once``: in one transfer (int64), so that a device
+    is waited for but once."""
+    if not at_once:
+        return [x.numpy() for x in columns]
+    flat = torch.cat([x.reshape(-1).long() for x in columns]).cpu().numpy()
+    parts = np.split(flat, np.cumsum([x.numel() for x in columns])[:-1])
+    return [part.reshape(x.shape) for part, x in zip(parts, columns, strict=True)]
 
 
 def _entropy_code(

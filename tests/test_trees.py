@@ -17,7 +17,7 @@ from tree_reference import Path
 
 import spectune.runtime.distributions
 from spectune.runtime import near_ties
-from spectune.runtime.distributions import read_distributions
+from spectune.runtime.distributions import on_host, read_distributions
 from spectune.runtime.models import CausalModel
 from spectune.runtime.policies.heterospec import kept_nodes
 from spectune.runtime.policies.sequoia import static_levels
@@ -441,6 +441,12 @@ def test_rounding_changes_no_tree(sampling: Sampling, monkeypatch: pytest.Monkey
             check_equal(case, tree, expected, None)
             settled += reader.settled
     assert settled > 10
+
+
+def test_codes_come_to_the_host_in_one_transfer_as_in_several() -> None:
+    columns = [torch.arange(6).view(2, 3), torch.tensor([7, 8]), torch.tensor([[True], [False]])]
+    for one, other in zip(*(on_host(columns, at_once=x) for x in (True, False)), strict=True):
+        assert np.array_equal(one, other)
 
 
 @of_sampling
