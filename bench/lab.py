@@ -85,10 +85,15 @@ def keep(name: str, found: Document, folder: Path = RESULTS) -> None:
 
 
 def run_parts(
-    about: str | None, name: str, parts: Mapping[str, Callable[..., Any]], **options: Any
+    about: str | None,
+    name: str,
+    parts: Mapping[str, Callable[..., Any]],
+    versions: Callable[[], Mapping[str, str]] = dict,
+    **options: Any,
 ) -> None:
     """A script of parts, ``--only`` some of them, whose figures are added to those that are stored.
-    ``options`` (default by name) are given to each part; with ``quick`` nothing is stored."""
+    ``options`` (default by name) are given to each part; with ``quick`` nothing is stored.
+    ``versions``: of what else the figures were measured in."""
     parser = parser_of(about)
     parser.add_argument("--only", nargs="*", choices=list(parts), default=list(parts))
     for option, default in options.items():
@@ -98,7 +103,8 @@ def run_parts(
     found = known(name)
     for part in wanted.pop("only"):
         found[part] = parts[part](**wanted)
-    found["environment"] = environment()
+        print(json.dumps(found[part]), flush=True)
+    found["environment"] = {**environment(), **versions()}
     if not wanted.get("quick"):
         keep(name, found)
 

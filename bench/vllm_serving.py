@@ -244,4 +244,6 @@ def tau_of(rounds: list[list[int]]) -> tuple[float, float]:
 PARTS = {"recording": recording, "added": added, "reload": reload, "sampled": sampled}
 
 if __name__ == "__main__":
-    run_parts(__doc__, "vllm_serving", PARTS, alternations=12)
+    run_parts(
+        __doc__, "vllm_serving", PARTS, lambda: {"vllm": installed().version}, alternations=12
+    )

@@ -116,6 +116,7 @@ def test_a_check_tells_no_password(postgresql_url: str) -> None:
         ("sqlite:///a.db?password=hunter2", "takes no options"),
         ("mysql://u:hunter2@h/d", "unknown kind of database 'mysql'"),
         ("postgresql://u:hunt@er2@h/d", "%40"),
+        ("postgresql://u:hunt/er2@h/d", "%40"),
         ("postgresql://u:hunter2/d", "cannot read"),
         ("postgresql://u@h/d?pasword=hunter2", "unknown option 'pasword'"),
         ("", "empty"),

@@ -44,7 +44,6 @@ def publish(
     return store.publish(pair.id, "cpu", policy.id, actor="tune", **how)
 
 
-@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_a_deployments_life_at_two_temperatures(
     url: str, tiny_pair: Path, pair: LoadedPair
 ) -> None:

@@ -241,6 +241,13 @@ def value(paths: tuple[tuple[int, ...], ...], p: np.ndarray) -> float:
     )
 
 
+def greedy(p: np.ndarray, nodes: int, depth: int) -> float:
+    """The most probable nodes of the whole tree."""
+    ranks = range(p.shape[1])
+    everything = [path for d in range(depth) for path in itertools.product(ranks, repeat=d + 1)]
+    return sum(sorted((value((path,), p) for path in everything), reverse=True)[:nodes])
+
+
 def every_tree(nodes: int, depth: int, k: int) -> Iterator[frozenset[tuple[int, ...]]]:
     """All trees with so many nodes."""
     grown: set[frozenset[tuple[int, ...]]] = {frozenset()}
@@ -284,6 +291,14 @@ def test_the_program_is_brute_force_on_small_trees(p: np.ndarray) -> None:
         check_paths(trees, p, nodes, depth)
     assert (trees.accepted[0] == 0).all()
     assert trees.paths(0, 2) == ()
+
+
+@pytest.mark.parametrize("p", RANDOM)
+def test_the_program_is_greedy(p: np.ndarray) -> None:
+    trees = best_static_tree(p, max_nodes=30, max_depth=5)
+    for nodes, depth in itertools.product((1, 7, 30), (3, 5)):
+        assert trees.accepted[nodes, depth] == pytest.approx(greedy(p, nodes, depth))
+        check_paths(trees, p, nodes, depth)
 
 
 def test_the_program_takes_the_largest_trees_of_a_search() -> None:

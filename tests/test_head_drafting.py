@@ -4,6 +4,7 @@ take over in the middle of a text."""
 from __future__ import annotations
 
 import pytest
+import torch
 from pairs import chain, top_k
 from synthetic import flat_profile
 from test_heads import _eagle1, _eagle3_without_lm_head, _eagle31, pair_with_heads
@@ -14,6 +15,7 @@ from spectune.optimizer.execute import DecodeOptions, encode, run
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.decoder import Decoder
+from spectune.runtime.drafts.eagle import CanonicalPasses
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
@@ -91,6 +93,30 @@ def test_a_head_is_priced_as_trees_are(pair: LoadedPair, sampling: Sampling) -> 
             decode(pair, policy, sampling, profile=profile), replayed.steps(), strict=True
         ):
             assert [shape(s) for s in ran.steps] == [shape(s) for s in steps], policy.label()
+
+
+def test_near_ties_after_the_same_tokens_share_the_targets_pass(
+    pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Distributions and outputs are those of a pass of their own, to the last bit; the target reads
+    each beginning of the text once in a row."""
+    target, head, read = pair.target, pair.heads["head"], []
+    text = pair.encode(PROMPTS[0] * 2)[:12]
+    assert len(text) == 12
+    asked = [(12, []), (12, [5]), (12, [5, 9]), (11, [7]), (12, [3])]
+    expected = [(target.canonical_features(text[: n - 1], head.taps), n, path) for n, path in asked]
+    features = target.canonical_features
+
+    def counted(prefix: list[int], taps: tuple[int, ...]) -> torch.Tensor:
+        read.append(len(prefix))
+        return features(prefix, taps)
+
+    monkeypatch.setattr(target, "canonical_features", counted)
+    passes = CanonicalPasses(target, head, text)
+    for own, n, path in expected:
+        assert torch.equal(passes.distribution(n, path), head.canonical(text[:n], own, path))
+        assert torch.equal(passes.output(n, path), head.canonical_output(text[:n], own, path))
+    assert read == [11, 10, 11]
 
 
 class Alternating:

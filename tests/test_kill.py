@@ -155,7 +155,8 @@ def test_swaps_across_two_processes(serving: Any, tiny_pair: Path, tmp_path: Pat
     assert told["label"] == f"{fixed(2).label()}, then 3 changes"
     kept = store.get_run("latest")
     assert (kept.options["changes"], kept.outcome.policy) == (told["changes"], told["label"])
-    assert [store.get_policy(fixed(gamma).id).document["draft"] for gamma in (2, 5)]
+    for gamma in (2, 5):
+        assert store.get_policy(fixed(gamma).id).document["window"]["gamma"] == gamma
 
     rounds = lines(tmp_path / "rounds.jsonl")
     # The window is clipped to what is left of a text's budget; every other round has the one in

@@ -207,8 +207,8 @@ def test_the_search_space_covers_its_own_enumeration() -> None:
         back = space.policy(params)
         for name in ("draft", "window.kind", "stop.kind", "gamma_max"):
             assert attrgetter(name)(back) == attrgetter(name)(policy)
-    by_complexity = [AUTOREGRESSIVE, parse_policy(CONTRACT[0]), parse_policy(CONTRACT[2])]
-    assert sorted(by_complexity, key=complexity) == by_complexity
+    fixed, adaptive = parse_policy(CONTRACT[0]), parse_policy(CONTRACT[2])
+    assert complexity(AUTOREGRESSIVE) < complexity(fixed) < complexity(adaptive)
 
 
 @pytest.mark.parametrize(
@@ -216,13 +216,35 @@ def test_the_search_space_covers_its_own_enumeration() -> None:
     [
         ({"draft": "head"}, "vllm", {"method": "eagle3", "num_speculative_tokens": 4}),
         ({"draft": "ngram"}, "vllm", {"method": "ngram"}),
-        ({"draft": "small"}, "sglang", {"speculative_num_draft_tokens": 5}),
+        (
+            {"draft": "small"},
+            "sglang",
+            {"speculative_algorithm": "STANDALONE", "speculative_num_draft_tokens": 5},
+        ),
         ({"draft": "small"}, "tensorrt-llm", {"max_draft_len": 4}),
         ({}, "vllm", {}),
         (
-            TREE | {"draft": "head", "select": {"top_n": 12}},
+            {
+                "draft": "head",
+                "growth": {"kind": "top_k", "width": 4},
+                "select": {"top_n": 12},
+            },
             "sglang",
-            {"speculative_algorithm": "EAGLE3", "speculative_num_draft_tokens": 13},
+            {
+                "speculative_algorithm": "EAGLE3",
+                "speculative_num_draft_tokens": 13,
+                "speculative_num_steps": 4,
+                "speculative_eagle_topk": 4,
+            },
+        ),
+        (
+            {
+                "draft": "head",
+                "growth": {"kind": "top_k", "width": 4},
+                "select": {"top_n": 12},
+            },
+            "tensorrt-llm",
+            {"max_total_draft_tokens": 12},
         ),
     ],
 )

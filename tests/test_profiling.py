@@ -163,6 +163,7 @@ def test_predicted_rounds_are_checked_against_executed_ones(profile: LatencyProf
     [
         ([(0.02, 0.3), (0.03, 0.2)], True, 2),  # trees are never right
         ([(0.3, 0.02), (0.02, 0.02)], True, 2),
+        ([(0.02, 0.03)], True, 1),
         ([(0.02, 0.3)], False, 1),  # nobody asks what trees cost
     ],
 )

@@ -152,6 +152,7 @@ def test_the_beginning_of_a_part_has_every_category() -> None:
     ("low", "ratio", "requests", "why"),
     [
         (1.45, 1.5, 12, ""),
+        (1.45, 1.5, 5, ""),
         (0.99, 1.3, 12, "not beyond noise"),
         (1.001, 1.005, 12, "1.01"),
         (1.4, 1.5, 4, "5 are needed"),

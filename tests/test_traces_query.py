@@ -101,7 +101,9 @@ def test_request_rows_say_what_each_request_was_like(store: TraceStore) -> None:
     low = sorted(r.acceptance for r in rows if r.draft == "small" and r.acceptance is not None)[1]
     picked = list(request_rows(store.database, TraceFilter(draft="small", max_acceptance=low)))
     assert len(picked) == 2
-    assert all(r.draft == "small" and (r.acceptance or 0.0) <= low for r in picked)
+    assert all(
+        r.draft == "small" and r.acceptance is not None and r.acceptance <= low for r in picked
+    )
     prose = request_rows(store.database, TraceFilter(categories=("prose",)))
     assert {r.category for r in prose} == {"prose"}
 

@@ -256,8 +256,8 @@ def train(
     """
     mask = np.array([name in features for name in FEATURES])
     held = held_out(examples.tree, HELD_OUT, seed)
-    steps = {"hidden": hidden, "seed": seed, "fine_tuned": False, **steps}
-    return _descend(None, examples.take(~held), examples.take(held), mask, **steps)
+    used, made = examples.take(~held), {"fine_tuned": False}
+    return _descend(None, used, examples.take(held), mask, made, seed=seed, hidden=hidden, **steps)
 
 
 def fine_tune(
@@ -276,11 +276,11 @@ def fine_tune(
     curve's epoch 0 is the classifier as it came. Raises ValueError as :func:`train` does.
     """
     mask, weights = (classifier.w1 != 0).any(axis=0), {n: getattr(classifier, n) for n in WEIGHTS}
-    made = {"seed": seed, "fine_tuned": fraction > 0, "fraction": fraction}
+    made = {"fine_tuned": fraction > 0, "fraction": fraction}
     if fraction == 0:
         curve = [{"epoch": 0, "loss": None, **evaluate(classifier, examples)}]
         nothing = examples.take(np.zeros(len(examples), np.bool_))
-        metrics = _metrics(curve, nothing, examples, mask) | {"epochs": 0, **made}
+        metrics = _metrics(curve, nothing, examples, mask) | {"epochs": 0, "seed": seed, **made}
         return Classifier(**weights, metrics=metrics)
     held = held_out(examples.tree, HELD_OUT, seed)
     learning = examples.take(~held)
@@ -290,8 +290,8 @@ def fine_tune(
     learning = learning.take(np.isin(learning.tree, drawn))
     start = Weights(*map(torch.from_numpy, weights.values()))
     start = start._replace(w2=start.w2[None])
-    steps = {"learning_rate": FINE_TUNE_RATE, **made, **steps}
-    return _descend(start, learning, examples.take(held), mask, **steps)
+    steps = {"learning_rate": FINE_TUNE_RATE, **steps}
+    return _descend(start, learning, examples.take(held), mask, made, seed=seed, **steps)
 
 
 def _metrics(
@@ -332,6 +332,7 @@ def _descend(
     examples: Examples,
     held: Examples,
     mask: Flags,
+    made: Mapping[str, Any],
     *,
     seed: int,
     hidden: int = HIDDEN,
@@ -339,7 +340,6 @@ def _descend(
     batch: int = BATCH,
     learning_rate: float = LEARNING_RATE,
     progress: Progress = silent,
-    **made: Any,
 ) -> Classifier:
     """Adam from ``start``, or from random weights, on the features in the ``mask`` of balanced
     ``examples``; ``made`` is what the metrics say beside the figures."""

@@ -144,14 +144,13 @@ def _spherical(unit: FloatArray, count: int, seed: int) -> npt.NDArray[np.int64]
     from sklearn.cluster import KMeans, MiniBatchKMeans
     from sklearn.exceptions import ConvergenceWarning
 
-    large, model = (
-        unit.size * count > LARGE,
-        KMeans(count, random_state=seed, n_init=1, max_iter=20),
-    )
+    large = unit.size * count > LARGE
     if large:
         model = MiniBatchKMeans(
             count, random_state=seed, n_init=1, batch_size=max(1024, 4 * count), max_iter=10
         )
+    else:
+        model = KMeans(count, random_state=seed, n_init=1, max_iter=20)
     with warnings.catch_warnings():
         # Fewer distinct rows than clusters: some stay empty.
         warnings.simplefilter("ignore", ConvergenceWarning)

@@ -222,7 +222,7 @@ def _verified(r: TreeReport) -> str:
 
 
 def _bins(r: TreeReport) -> str:
-    (width, height, counts), bins = r.grid.values(), r.bins
+    width, height, counts, bins = r.grid["width"], r.grid["height"], r.grid["count"], r.bins
     thresholds = bins["thresholds"]
     right = max(len(counts[0]) * width, *(t * 1.05 for t in thresholds), width)
     plot = Plot((0.0, right), (0.5, len(counts) * height + 0.5), height=340)
@@ -244,8 +244,8 @@ def _bins(r: TreeReport) -> str:
     for low, high, tcr in zip(edges, edges[1:], bins["mean_tcr"], strict=False):
         if tcr is not None and high > low:
             plot.line([(low, tcr), (high, tcr)], "s2")
-    title, said = "Phi and rank", "There are no fitted bins of this draft in the database; `fit "
-    said += "bins` makes them."
+    title = "Phi and rank"
+    said = "There are no fitted bins of this draft in the database; `fit bins` makes them."
     if bins["artifact"]:
         title += ", with the entropy bins"
         said = (

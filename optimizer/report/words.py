@@ -171,10 +171,11 @@ def savings(tuned: Json, device: str, *, gpus: int = 1, price: float | None = No
     hours = "GPU hours" if device.startswith("cuda") else "machine hours"
 
     def amount(of: Callable[[float], float], unit: str, digits: int = 2, price: float = 1) -> str:
-        ratio, low, high = (None if r is None else price * of(r) for r in found.ratio)
-        known = found.ratio[1] is not None and found.ratio[1] > 0
-        ends = interval(low, high, digits, found.level) if known else ""
-        return f"{ratio:.{digits}f} {unit}{ends}"
+        ratio, low, high = found.ratio
+        ends = ""
+        if low and high and low > 0:  # stored studies may know no lower end
+            ends = interval(price * of(low), price * of(high), digits, found.level)
+        return f"{price * of(ratio):.{digits}f} {unit}{ends}"
 
     def a_million(ratio: float) -> float:
         return 1e6 / 3600 / max(1e-9, found.tokens_per_s) * (ratio - 1)

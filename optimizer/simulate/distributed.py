@@ -199,8 +199,9 @@ class Shard:
         """Replays the first ``take`` requests, which the driver knows the names of; a window goes
         on from where ``before`` left it."""
         assert self._trace is not None
-        part, state = self._trace.select(range(take)), None if before is None else before.state
+        state = None if before is None else before.state
         with self._turn:
+            part = self._trace.select(range(take))
             ran = run_replay(part, policy, self._profile, state=state, artifacts=self._find, **how)
         return replace(ran, names=())
 

@@ -175,8 +175,8 @@ def chain_seconds(
     the whole head, seconds float64 [positions, gamma + 1].
 
     While a chain is on the text its nodes are recorded, and so are their shortlists' sizes; a pass
-    after it left the text is charged the mean over the text. Raises PolicyError when the profile
-    has no costs of the draft's shortlists.
+    after it left the text is charged the mean over all texts that were ranked. Raises PolicyError
+    when the profile has no costs of the draft's shortlists.
     """
     assert isinstance(ranked.source, ClusterRanks)
     steps, _ = agreeing_steps(forest, shortlist_ranks(forest, rule, gamma, ranked), ranked)
