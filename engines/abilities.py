@@ -188,8 +188,6 @@ SGLANG = Engine(
     ("fixed", "by_batch"),
     "at the next step",
 )
-FLOAT32_ON_CPU = {"device": "cpu", "dtype": "float32"}
-"""Where the engines that are started in this process run."""
 ENGINES = {engine.name: engine for engine in (NATIVE, VLLM, OPENVINO, LLAMACPP, SGLANG)}
 
 

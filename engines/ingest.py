@@ -157,9 +157,15 @@ def _trajectory(response: Mapping[str, Any], name: str, sampling: Sampling) -> T
     finish: Finish = "length"
     if choice["finish_reason"] == "stop":
         finish = "eos" if choice.get("stop_reason") is None else "stop"
-    ids = [_whole(t) for t in prompt], [_whole(t) for t in tokens]
-    name = str(response.get("id") or name)
-    return text_of(name, "serve", *ids, sampling, len(tokens), finish)
+    return text_of(
+        str(response.get("id") or name),
+        "serve",
+        [_whole(t) for t in prompt],
+        [_whole(t) for t in tokens],
+        sampling=sampling,
+        max_new_tokens=len(tokens),
+        finish=finish,
+    )
 
 
 def _steps(rounds: Sequence[Round], text: Trajectory, draft: str) -> tuple[Step, ...]:

@@ -78,14 +78,15 @@ class LlamaCpp(Running):
         self.close()
         asked = {
             "model": str(self._target),
-            "draft": str(self._draft),
+            "draft": None if self._draft is None else str(self._draft),
             "gamma": gamma,
             "n_ctx": self.wanted.max_len + self.wanted.most + SLACK,
             "threads": self.wanted.threads
             or int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
         }
         self._server = subprocess.Popen(
-            [sys.executable, str(SERVER), json.dumps(asked)],
+            # -P: modules of engines/ have names of packages.
+            [sys.executable, "-P", str(SERVER), json.dumps(asked)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -93,7 +94,11 @@ class LlamaCpp(Running):
             text=True,
         )
         assert self._server.stdout is not None
-        line = self._server.stdout.readline()
+        try:
+            line = self._server.stdout.readline()
+        except BaseException:  # Ctrl-C while it loads
+            self.close()
+            raise
         told = json.loads(line) if line.startswith("{") else {"error": "it died at its start"}
         if "error" in told:
             models = f"{self._target}, {self._draft}" if gamma else str(self._target)
@@ -184,9 +189,19 @@ def _steps(rounds: Iterable[Round], draft: str, policy: str, arrived_s: float) -
         now = timings.get("draft_n") or 0, timings.get("draft_n_accepted") or 0
         drafted, accepted = now[0] - before[0], now[1] - before[1]
         ms = timings["predicted_ms"] - decoded_ms if steps else timings["prompt_ms"]
-        kept, times = min(accepted, len(tokens) - 1), {"arrived_s": arrived_s, "ended_s": ended_s}
+        kept = min(accepted, len(tokens) - 1)
         steps.append(
-            chain_round(start, drafted, kept, len(tokens), draft, policy, round_s=ms / 1e3, **times)
+            chain_round(
+                start,
+                drafted,
+                kept,
+                len(tokens),
+                draft,
+                policy,
+                round_s=ms / 1e3,
+                arrived_s=arrived_s,
+                ended_s=ended_s,
+            )
         )
         start, before, decoded_ms = start + len(tokens), now, timings["predicted_ms"]
     return steps

@@ -14,8 +14,8 @@ import sys
 from typing import Any
 
 
-def serve(asked: dict[str, Any]) -> None:
-    """Serves until standard input ends."""
+def start(asked: dict[str, Any]) -> tuple[Any, int]:
+    """The server, and the most tokens that it reads at once. Raises whatever its start raises."""
     import xllamacpp
 
     said, exact = xllamacpp.CommonParams(), xllamacpp.ggml_type.GGML_TYPE_F32
@@ -34,15 +34,25 @@ def serve(asked: dict[str, Any]) -> None:
         draft.mparams.path = asked["draft"]
         draft.n_max, draft.n_min, draft.p_min = asked["gamma"], 0, 0.0
         draft.cache_type_k = draft.cache_type_v = exact
+    return xllamacpp.Server(said), int(said.n_batch)
+
+
+def serve(asked: dict[str, Any]) -> None:
+    """Serves until standard input ends."""
     try:
-        server = xllamacpp.Server(said)
-    except RuntimeError as error:
-        print(json.dumps({"error": str(error)}), flush=True)
-        os._exit(1)
-    told = {"address": server.listening_address, "max_batched_tokens": int(said.n_batch)}
-    print(json.dumps(told), flush=True)
-    sys.stdin.read()
-    os._exit(0)  # without the server's own end
+        try:
+            server, most = start(asked)
+            told = {"address": server.listening_address, "max_batched_tokens": most}
+        except Exception as error:
+            reason = str(error)
+            if not isinstance(error, RuntimeError):
+                reason = f"{type(error).__name__}: {error}"
+            print(json.dumps({"error": reason}), flush=True)
+            return
+        print(json.dumps(told), flush=True)
+        sys.stdin.read()
+    finally:
+        os._exit(0)  # without the server's own end, also when the caller is gone
 
 
 if __name__ == "__main__":

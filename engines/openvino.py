@@ -184,10 +184,20 @@ class OpenVino(Running):
             # The prompt's pass drafts nothing, and no round drafts what could not be kept.
             drafted = min(asked.gamma, asked.max_new_tokens - before - 1) if before else 0
             accepted, emitted = min(drafted, len(new) - 1), len(new)
-            times = {"round_s": seconds, "arrived_s": request.arrived_s, "ended_s": now}
             request.tokens += new
             request.steps.append(
-                chain_round(before, drafted, accepted, emitted, draft, policy, batch=batch, **times)
+                chain_round(
+                    before,
+                    drafted,
+                    accepted,
+                    emitted,
+                    draft,
+                    policy,
+                    batch=batch,
+                    round_s=seconds,
+                    arrived_s=request.arrived_s,
+                    ended_s=now,
+                )
             )
             if output.finish_reason.name != "NONE":
                 ended.append(number)

@@ -107,8 +107,15 @@ class Execution:
     def answered(
         self, prompt: Prompt, tokens: Sequence[int], finish: Finish, steps: Sequence[Step]
     ) -> Answered:
-        asked = self.sampling, self.max_new_tokens
-        text = text_of(prompt.id, prompt.category, prompt.ids, tokens, *asked, finish)
+        text = text_of(
+            prompt.id,
+            prompt.category,
+            prompt.ids,
+            tokens,
+            sampling=self.sampling,
+            max_new_tokens=self.max_new_tokens,
+            finish=finish,
+        )
         return Answered(text, tuple(steps))
 
 
@@ -188,8 +195,18 @@ def chain_round(
     start: int, drafted: int, accepted: int, emitted: int, draft: str, policy: str, **when: Any
 ) -> Step:
     """A round that drafted a chain. ``when``: its batch and times, by :class:`Step`'s names."""
-    own = start, drafted, drafted + 1, accepted, emitted, drafted
-    return Step(*own, draft=draft if drafted else "", policy=policy, depth=drafted, **when)
+    return Step(
+        start=start,
+        drafted=drafted,
+        verified=drafted + 1,
+        accepted=accepted,
+        emitted=emitted,
+        draft_steps=drafted,
+        draft=draft if drafted else "",
+        policy=policy,
+        depth=drafted,
+        **when,
+    )
 
 
 def text_of(
@@ -197,6 +214,7 @@ def text_of(
     category: str,
     prompt: Sequence[int],
     output: Sequence[int],
+    *,
     sampling: Sampling,
     max_new_tokens: int,
     finish: Finish,
@@ -205,7 +223,14 @@ def text_of(
 ) -> Trajectory:
     """A text of an engine. ``above_zero``: how it keeps drafted tokens above temperature 0, most
     where they are the draft's likeliest and the target draws them."""
-    ids, tokens = np.array(prompt, dtype=np.int32), np.array(output, dtype=np.int32)
-    verifier: Verifier = "coupled" if sampling.greedy else above_zero
-    limits = sampling, max_new_tokens, finish
-    return Trajectory(name, category, ids, tokens, *limits, verifier, stop)
+    return Trajectory(
+        request_id=name,
+        category=category,
+        prompt_ids=np.array(prompt, dtype=np.int32),
+        output_ids=np.array(output, dtype=np.int32),
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        finish=finish,
+        verifier="coupled" if sampling.greedy else above_zero,
+        stop_strings=stop,
+    )

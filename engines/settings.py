@@ -248,7 +248,9 @@ class SglangSettings(Settings):
                 raise ValueError("with several candidate_steps it adapts by its own rule; give one")
             gammas = {int(size): slot.candidate_steps[0] for size, slot in slots.items()}
         window = windowed(gammas, self.speculative_num_steps or 0)
-        return Drafting(path, algorithm, window, *((None, None) if width == 1 else (width, tokens)))
+        if width == 1:
+            return Drafting(path, algorithm, window)
+        return Drafting(path, algorithm, window, width, tokens)
 
     @classmethod
     def line(cls, settings: Self | None, target: str) -> str:
@@ -321,9 +323,13 @@ class TensorRTSettings(Settings):
             ends = zip([0, *lasts], [*(gammas[last] for last in lasts), 0], strict=True)
             gammas = {last + 1: gamma for last, gamma in ends if last < BATCH_LIMIT}
         algorithm = ALGORITHMS.get(self.decoding_type.lower(), "")
-        tree = self.dynamic_tree_max_topK, self.max_total_draft_tokens
-        window = windowed(gammas, self.max_draft_len)
-        return Drafting(self.speculative_model, algorithm, window, *tree)
+        return Drafting(
+            self.speculative_model,
+            algorithm,
+            windowed(gammas, self.max_draft_len),
+            self.dynamic_tree_max_topK,
+            self.max_total_draft_tokens,
+        )
 
     @classmethod
     def _by_largest(cls, version: str | None) -> bool:

@@ -149,8 +149,9 @@ def step_table(
     for batch in doubled(design.clients):
         row: dict[str, Any] = {"batch": batch}
         context = batch * design.context
-        for gamma in (gamma for gamma in gammas if least <= gamma <= most):
-            of = costs.of(draft, [gamma])
-            row[str(gamma)] = 1000 * step_seconds(of, batch * (1 + gamma), 0, batch, context, gamma)
+        for gamma in gammas:
+            if least <= gamma <= most:
+                of, rows_of = costs.of(draft, [gamma]), batch * (1 + gamma)
+                row[str(gamma)] = 1000 * step_seconds(of, rows_of, 0, batch, context, gamma)
         rows.append(row)
     return rows

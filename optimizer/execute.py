@@ -206,10 +206,12 @@ def eliminate(
             progress(turn, requests * passes)
             if turn % BLOCK == 0 or n + 1 == requests:
                 leader = timings.leader(racing)
-                highs = {
-                    p: timings.ratio(p, leader, projected=True, level=DROP_LEVEL)[2] for p in racing
-                }
-                racing = [p for p in racing if p == leader or highs[p] >= 1.0]
+                racing = [
+                    p
+                    for p in racing
+                    if p == leader
+                    or timings.ratio(p, leader, projected=True, level=DROP_LEVEL)[2] >= 1.0
+                ]
         rest = [timings.ratio(p, leader, projected=True) for p in racing if p != leader]
         if all(high <= 1.0 + NEGLIGIBLE for _, _, high in rest):
             break

@@ -13,7 +13,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
+from concurrent.futures import (
+    BrokenExecutor,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+)
 from contextlib import contextmanager
 from contextvars import ContextVar
 from multiprocessing import get_context, parent_process
@@ -94,7 +100,7 @@ class _Workers:
     killed one was at is done by another."""
 
     def __init__(self, client: Client) -> None:
-        self.count = sum(client.nthreads().values())
+        self.count = 2 * sum(client.nthreads().values())  # the next is there when one is done
         self._executor: Executor = client.get_executor(pure=False)
 
     def of(self, pair: LoadedPair, wait_s: float) -> Executor | None:
@@ -143,40 +149,55 @@ def on_every_core(
 
     ``items``, ``count`` of them, may be made while they are drawn: other cores work on those there
     are. They do where they would be idle, and what is left after an item would take more than
-    ``PATIENCE_S``; what they have no room for is done here. Results are the same: each is computed
-    by one thread either way. Close the iterator where it is left early.
+    ``PATIENCE_S``; what they have no room for, or have not begun at the end, is done here. Results
+    are the same: each is computed by one thread either way. Close the iterator where it is left
+    early.
     """
     kept = _kept.get()
     helpers = _Helpers() if kept is None else kept
     wanted, spent_s, done = _Wanted.like(pair), 0.0, 0
     pool: Executor | None = None
+    # A thread hands over one item at a time: what still waits for a thread can be taken back, which
+    # a pool of processes grants of none that it was given.
+    hands = ThreadPoolExecutor(max(1, helpers.count))
     elsewhere: list[Future[Result]] = []
-    waiting: deque[Future[Result]] = deque()
+    waiting: deque[tuple[Item, Future[Result]]] = deque()
+
+    def here(item: Item) -> Future[Result]:
+        made = Future[Result]()
+        made.set_result(work(pair, item))
+        return made
+
     try:
         for item in items:
             if pool is None:
                 pool = helpers.of(pair, spent_s / max(1, done) * (count - done))
             elsewhere = [one for one in elsewhere if not one.done()]
             if pool and len(elsewhere) < 2 * helpers.count:  # the next is there when one is done
-                waiting.append(pool.submit(_apply, wanted, work, item))
-                elsewhere.append(waiting[-1])
+                elsewhere.append(hands.submit(_hand_over, pool, wanted, work, item))
+                waiting.append((item, elsewhere[-1]))
             else:
-                began, here = time.perf_counter(), Future[Result]()
-                here.set_result(work(pair, item))
+                began = time.perf_counter()
+                waiting.append((item, here(item)))
                 spent_s, done = spent_s + time.perf_counter() - began, done + 1
-                waiting.append(here)
-            while waiting and waiting[0].done():
-                yield waiting.popleft().result()
+            while waiting and waiting[0][1].done():
+                yield waiting.popleft()[1].result()
         while waiting:
-            yield waiting.popleft().result()
+            if not waiting[0][1].done():
+                newest_first = reversed(range(len(waiting)))
+                n = next((n for n in newest_first if waiting[n][1].cancel()), None)
+                if n is not None:
+                    item, _ = waiting[n]
+                    waiting[n] = item, here(item)
+                    continue
+            yield waiting.popleft()[1].result()
     except BrokenExecutor as error:
         raise SpectuneError(
             "a helper process was killed (is memory short?); what was stored is kept, run the "
             "command again"
         ) from error
     finally:
-        for one in waiting:
-            one.cancel()
+        hands.shutdown(wait=False, cancel_futures=True)
         if kept is None:
             helpers.end()
 
@@ -199,6 +220,13 @@ def _begin(wanted: _Wanted) -> None:
 def _end_with(parent: BaseProcess) -> None:
     parent.join()
     os._exit(1)
+
+
+def _hand_over(
+    pool: Executor, wanted: _Wanted, work: Callable[[LoadedPair, Item], Result], item: Item
+) -> Result:
+    """Has an item done by a helper, and waits for it."""
+    return pool.submit(_apply, wanted, work, item).result()
 
 
 def _apply(wanted: _Wanted, work: Callable[[LoadedPair, Any], Result], item: Any) -> Result:

@@ -46,7 +46,7 @@ from spectune.traces.store import TraceStore
 from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
 from spectune.traces.workloads import Line, make_workload
 
-Path = str | os.PathLike[str]
+AnyPath = str | os.PathLike[str]
 Prompts = str | Workload | Iterable[str | Mapping[str, Any]]
 """A workload as ``--workload`` names it (a file, ``demo``, ``hf:NAME``), or texts, or objects as a
 workload's lines are."""
@@ -108,7 +108,7 @@ def _cell(value: Any) -> str:
 
 
 @contextmanager
-def open(db: Path | None = None, *, create: bool = False) -> Iterator[TraceStore]:
+def open(db: AnyPath | None = None, *, create: bool = False) -> Iterator[TraceStore]:
     """The store of a database, closed at the end of the block: recordings, studies, publications.
     Without ``create`` it must exist, with it a new one is made by what is stored first.
 
@@ -126,8 +126,8 @@ def record(
     drafts: Mapping[str, str] | None = None,
     prompts: Prompts = "demo",
     *,
-    pair: Path | LoadedPair | None = None,
-    db: Path | None = None,
+    pair: AnyPath | LoadedPair | None = None,
+    db: AnyPath | None = None,
     gamma_max: int = 16,
     **how: Any,
 ) -> Result:
@@ -169,8 +169,8 @@ def tune(
     drafts: Mapping[str, str] | None = None,
     prompts: Prompts = "demo",
     *,
-    pair: Path | LoadedPair | None = None,
-    db: Path | None = None,
+    pair: AnyPath | LoadedPair | None = None,
+    db: AnyPath | None = None,
     progress: Progress = silent,
     **how: Any,
 ) -> Result:
@@ -199,7 +199,7 @@ def simulate(
     policy: str | Mapping[str, Any],
     recording: str = "latest",
     *,
-    db: Path | None = None,
+    db: AnyPath | None = None,
     device: str | None = None,
     deployment: str = DEFAULT_DEPLOYMENT,
 ) -> Result:
@@ -225,8 +225,8 @@ def run(
     drafts: Mapping[str, str] | None = None,
     prompts: Prompts = "demo",
     *,
-    pair: Path | LoadedPair | None = None,
-    db: Path | None = None,
+    pair: AnyPath | LoadedPair | None = None,
+    db: AnyPath | None = None,
     deployment: str = DEFAULT_DEPLOYMENT,
     **how: Any,
 ) -> Result:
@@ -252,7 +252,7 @@ def _prepared(
     target: str | None,
     drafts: Mapping[str, str] | None,
     prompts: Prompts,
-    pair: Path | LoadedPair | None,
+    pair: AnyPath | LoadedPair | None,
     how: dict[str, Any],
     own: Sequence[str] = (),
 ) -> tuple[LoadedPair, Workload, DecodeOptions]:
@@ -282,7 +282,7 @@ def _prepared(
 def _pair(
     target: str | None,
     drafts: Mapping[str, str] | None,
-    pair: Path | LoadedPair | None,
+    pair: AnyPath | LoadedPair | None,
     where: Mapping[str, Any],
 ) -> PairSpec | LoadedPair:
     """The pair meant. Raises PairError as the command line does, and for what a loaded one cannot

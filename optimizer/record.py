@@ -328,10 +328,15 @@ def _lacking(store: TraceStore, recording: str, wanted: _Trees) -> set[int]:
     by a chain's cover."""
 
     def ask(depth: int, *also: str) -> set[int]:
-        size = {"width": wanted.width, "depth": depth}
-        names = (*(c.name for c in wanted.covers), *also)
-        how: dict[str, Any] = {**size, "proposals": wanted.proposals, "covers": names}
-        return set(store.missing_trees(recording, wanted.draft, **how))
+        found = store.missing_trees(
+            recording,
+            wanted.draft,
+            width=wanted.width,
+            depth=depth,
+            proposals=wanted.proposals,
+            covers=(*(c.name for c in wanted.covers), *also),
+        )
+        return set(found)
 
     missing = ask(max(wanted.depth, wanted.chain_depth))
     if missing and wanted.chain_depth > wanted.depth:

@@ -346,12 +346,13 @@ class _Judge:
     def _replayed(self, policy: Policy) -> Replay:
         if not isinstance(self.trace, ReplayTrace):
             return next(self.trace.replay([policy], approximate=True))
-        how: dict[str, Any] = {"artifacts": self.artifacts, "approximate": True}
-        parts = _parts(self.trace, policy, self.shortlists.get(policy.draft))
-        return together(
-            policy,
-            [(part.order, run_replay(part, judged, self.profile, **how)) for part, judged in parts],
-        )
+        replays = []
+        for part, judged in _parts(self.trace, policy, self.shortlists.get(policy.draft)):
+            made = run_replay(
+                part, judged, self.profile, artifacts=self.artifacts, approximate=True
+            )
+            replays.append((part.order, made))
+        return together(policy, replays)
 
 
 def _seeded_study(

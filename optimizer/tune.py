@@ -43,6 +43,7 @@ from spectune.optimizer.search import TIE, Study, finalists, is_fixed, rivals, s
 from spectune.optimizer.serving import earlier_winners, incumbent_of
 from spectune.optimizer.simulate.replay import replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.simulate.shortlist_ranks import Ranks
 from spectune.optimizer.simulate.trace import Grown, open_trace
 from spectune.optimizer.spaces import ShortlistLimit, TreeLimit, transformers_heuristic
 from spectune.optimizer.verdict import Candidate, Tuned, candidates_of, fastest_of, verdict
@@ -65,7 +66,7 @@ from spectune.runtime.recording.trees import Cover
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.recording import TREE_DEPTH
 from spectune.traces.sanity import Sanity, checked
-from spectune.traces.schema import Trajectory, Workload
+from spectune.traces.schema import LatencyProfile, Outcome, Trajectory, Workload
 from spectune.traces.store import Publication, StoredProfile, TraceStore
 from spectune.traces.store.kinds import EVIDENCE
 from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
@@ -171,8 +172,10 @@ def tune(
         reuse_complete=True,
         progress=progress,
     )
-    how: dict[str, Any] = {"progress": progress, "clock": clock}
-    return tune_recording(store, pair, info.id, wanted, seconds={"record": clock() - began}, **how)
+    seconds = {"record": clock() - began}
+    return tune_recording(
+        store, pair, info.id, wanted, seconds=seconds, progress=progress, clock=clock
+    )
 
 
 @kept_helpers()
@@ -276,11 +279,17 @@ class Tuning:
         look_around(self.store, self.pair, self.recording, wanted, progress=self.progress)
         self.open()
 
-    def open(self, **more: Any) -> None:
+    def open(self, ranks: Mapping[tuple[str, str], Ranks] | None = None) -> None:
         """Opens the trace anew, as something was recorded or ranked since."""
         grown: list[Grown] = [(d, "coupled") for d in self.grown]
-        more = {"chains": self.chains, "trees": grown, "skip_corrupted": True, **more}
-        opened = open_trace(self.store, self.recording, **more)
+        opened = open_trace(
+            self.store,
+            self.recording,
+            chains=self.chains,
+            trees=grown,
+            ranks=ranks,
+            skip_corrupted=True,
+        )
         self.trace, self.ordinals = opened.trace, opened.ordinals
         categories = [t.category for t in self.trace.trajectories]
         search, *rest = split(categories)
@@ -326,16 +335,23 @@ class Tuning:
         part = [self.ordinals[i] for i in self.parts.search]
         with connected(self.wanted.workers) as client:
             info, count = self.store.get_recording(self.recording), len(homes(client))
-            how: dict[str, Any] = {"ordinals": part, "skip_corrupted": True}
-            sources = stored_shards(self.store, info, read, count, **how)
+            sources = stored_shards(
+                self.store, info, read, count, ordinals=part, skip_corrupted=True
+            )
             yield Shards(client, sources, self.profile.profile)
 
     def executor(self, policies: Iterable[AnyPolicy], part: Sequence[int]) -> Executor:
         """Who decodes some of the requests again under policies."""
         texts = [self.trace.trajectories[i] for i in part]
         encoded = encode_recorded(self.pair, texts, self.wanted.options.chat)
-        how: dict[str, Any] = {"profile": self.profile.profile, "artifacts": self.artifacts}
-        return Executor(self.pair, policies, encoded, **how, clock=self.clock)
+        return Executor(
+            self.pair,
+            policies,
+            encoded,
+            profile=self.profile.profile,
+            artifacts=self.artifacts,
+            clock=self.clock,
+        )
 
     def record_chains(self) -> None:
         """The panoramas that the recording lacks."""
@@ -410,9 +426,13 @@ class Tuning:
     def fit(self) -> None:
         """Bins, classifiers, static trees and scores, fitted to the search part."""
         if self.wanted.tree_size[0]:
-            how: dict[str, Any] = {"profile": self.profile.id, "seed": self.wanted.seed}
             self.trees = fit_trees(
-                self.store, self.recording, self.grown, **how, progress=self.progress
+                self.store,
+                self.recording,
+                self.grown,
+                profile=self.profile.id,
+                seed=self.wanted.seed,
+                progress=self.progress,
             )
 
     def search_trees(self) -> None:
@@ -452,11 +472,12 @@ class Tuning:
         here, progress = (self.store, self.pair, self.recording), self.progress
         worth = worth_trying(self.study.bounds) if self.grown else {}
         routed = [draft for draft, passes in worth.items() if "routed" in passes]
-        how: dict[str, Any] = {"routed": routed, "seed": self.wanted.seed}
-        self.shortlists = fit_shortlists(*here, list(worth), **how, progress=progress)
+        self.shortlists = fit_shortlists(
+            *here, list(worth), routed=routed, seed=self.wanted.seed, progress=progress
+        )
         ranks = ranks_for(*here, self.shortlists, self.candidates, progress=progress)
         if ranks:
-            self.open(ranks=ranks)
+            self.open(ranks)
 
     def search_all(self) -> None:
         """The joint space, shortlists included."""
@@ -469,10 +490,15 @@ class Tuning:
         best: dict[str, Policy] = {}
         for trial in study.trials:
             best.setdefault(trial.policy.draft, trial.policy)
-        how: dict[str, Any] = {"profile": profile, "seed": self.wanted.seed}
         try:
             made = fit_chooser_artifact(
-                store, self.recording, pair, best, **how, progress=self.progress
+                store,
+                self.recording,
+                pair,
+                best,
+                profile=profile,
+                seed=self.wanted.seed,
+                progress=self.progress,
             )
         except (PolicyError, TraceError, CorruptedChunkError) as error:
             why = str(error)
@@ -525,10 +551,13 @@ class Tuning:
         wanted, profile, roles = self.wanted, self.profile.profile, self.roles()
         policies, part = {p.id: p for p in roles.values()}, self.parts.race
         trace = self.trace.select(part)
-        how: dict[str, Any] = {"artifacts": self.artifacts, "approximate": True}
+
+        def replayed(policy: AnyPolicy, costs: LatencyProfile) -> Outcome:
+            return replay(trace, policy, costs, artifacts=self.artifacts, approximate=True)
+
         predictable = dict(policies)
         try:
-            replay(trace, self.incumbent, profile, **how)
+            replayed(self.incumbent, profile)
         except (PolicyError, TraceError) as error:
             # A tuning of chains records no trees, which may be in force.
             del predictable[self.incumbent.id]
@@ -542,7 +571,7 @@ class Tuning:
             progress=lambda done, total: self.progress("execute", done, total),
         )
         at_pace = at_pace_of(profile, self.compared.timings)
-        predicted = {name: replay(trace, p, at_pace, **how) for name, p in predictable.items()}
+        predicted = {name: replayed(p, at_pace) for name, p in predictable.items()}
         self.executed = candidates_of(roles, self.compared, predicted, self.incumbent)
         fastest = fastest_of(
             [policies[name] for name in self.compared.survivors],
@@ -605,8 +634,12 @@ class Tuning:
         with wanted.publishing(tuned):
             if replaces and wanted.publish:
                 tuned = self.published(tuned)
-            about: dict[str, Any] = {"pair_id": pair.id, "provenance": {"study": tuned.study}}
-            store.put_artifact(EVIDENCE, self.evidence(tuned), **about)
+            store.put_artifact(
+                EVIDENCE,
+                self.evidence(tuned),
+                pair_id=pair.id,
+                provenance={"study": tuned.study},
+            )
         return tuned
 
     def published(self, tuned: Tuned) -> Tuned:

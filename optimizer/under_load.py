@@ -201,8 +201,8 @@ class Search:
         return [1 << n for n in range(seats.bit_length()) if 1 << n <= seats]
 
     def _simplest(self, best: Scored) -> Scored:
-        """A table of fewer entries, if under no load it loses more than a tie: costs of single
-        steps are not known better than that."""
+        """The best table of fewer entries of those that lose no more than a tie under any load:
+        costs of single steps are not known better than that."""
         sizes, found, reach = self._sizes, best, self._relative(best)
         while isinstance(found.policy.window, ByBatchWindow):
             runs = [list(run) for _, run in groupby(sizes, found.policy.window.at)]
@@ -213,10 +213,14 @@ class Search:
                         found.policy.window.at(stays[0] if size in gone else size) for size in sizes
                     ]
                     fewer.append(self.scored(_by_batch(found.policy.draft, sizes, gammas)))
-            simpler = max(fewer, key=self._worth_of_all)
-            if any(r < reach[name] * (1 - TIE) for name, r in self._relative(simpler).items()):
+            near = [
+                one
+                for one in fewer
+                if all(r >= reach[name] * (1 - TIE) for name, r in self._relative(one).items())
+            ]
+            if not near:
                 break
-            found = simpler
+            found = max(near, key=self._worth_of_all)
         return found
 
     def _descended(self, scored: Scored) -> Scored:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,33 @@ from spectune.runtime.sampling import kept, scaled
 from spectune.runtime.trees.grow import Codes, DistributionRows
 from spectune.traces.schema import TOP_ENTROPY, TREE_CODE_MAX, TREE_SCALE, Sampling
 
+_BLOCK: Final = 64
+_LONG_ROW: Final = 8192
 _LEAST, _MOST = 0.4, TREE_CODE_MAX + 0.4
 """Bounds of scaled values: inside them the code does not change, and the only borders near are
 those between two codes."""
+
+
+def best_of(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and indices int64 [n, count] of the largest of each row of ``x`` float [n, vocab],
+    descending.
+
+    On a CPU and over long rows by blocks: the ``count`` blocks with the largest maxima hold them
+    all, which takes a third of ``topk``'s time.
+    """
+    rows, vocab = x.shape
+    blocks = vocab // _BLOCK
+    if x.device.type != "cpu" or vocab < _LONG_ROW or count >= blocks // 4:
+        best = x.topk(count, dim=-1)
+        return best.values, best.indices
+    whole = blocks * _BLOCK
+    maxima = x[:, :whole].view(rows, blocks, _BLOCK).amax(-1)
+    inside = maxima.topk(count, dim=-1, sorted=False).indices
+    places = (inside[..., None] * _BLOCK + torch.arange(_BLOCK)).flatten(1)
+    rest = torch.arange(whole, vocab).expand(rows, -1)
+    places = torch.cat([places, rest], 1)
+    best = x.gather(-1, places).topk(count, dim=-1)
+    return best.values, places.gather(-1, best.indices)
 
 
 def read_distributions(
@@ -58,7 +82,7 @@ def read_distributions(
         near_filter = near_ties.near_membership(x, sampling) if exact else None
         x = x.masked_fill(~mask, -math.inf)
     perturbed = x if noise is None or by_probability else x + noise
-    scores, tokens = perturbed.topk(min(width + 1, vocab), dim=-1)
+    scores, tokens = best_of(perturbed, min(width + 1, vocab))
     tokens = tokens[:, :width]
     q = x.softmax(-1) if reads_logp or entropy else None
     nats = q.gather(-1, tokens).log_().neg_() if q is not None and reads_logp else None
@@ -75,7 +99,7 @@ def read_distributions(
     if top_entropy:
         most = min(TOP_ENTROPY, vocab)
         listed = perturbed is x and scores.shape[1] >= most
-        best = scores[:, :most] if listed else x.topk(most, dim=-1).values
+        best = scores[:, :most] if listed else best_of(x, most)[0]
         of_top, near_entropy = _entropy_code(best.softmax(-1), near_entropy, sampling)
     if near is None and (near_entropy is not None or near_filter is not None):
         near = torch.zeros((n, width), dtype=torch.bool, device=device)

@@ -62,13 +62,14 @@ class FileHashes:
             return hashlib.file_digest(content, "sha256").hexdigest()
 
     def _read(self) -> dict[str, tuple[State, str]]:
-        # A damaged one fails in more ways than can be listed.
-        with contextlib.suppress(Exception):
-            found = json.loads((self._cache or Path()).read_text(encoding="utf-8"))["files"]
-            return {
-                key: ((int(size), int(mtime), int(ctime), int(inode)), str(digest))
-                for key, (size, mtime, ctime, inode, digest) in found.items()
-            }
+        if self._cache is not None:
+            # A damaged one fails in more ways than can be listed.
+            with contextlib.suppress(Exception):
+                found = json.loads(self._cache.read_text(encoding="utf-8"))["files"]
+                return {
+                    key: ((int(size), int(mtime), int(ctime), int(inode)), str(digest))
+                    for key, (size, mtime, ctime, inode, digest) in found.items()
+                }
         return {}
 
     def _write(self, key: str) -> None:

@@ -102,7 +102,7 @@ def processor(
     }
     if not eos_ids:
         del build["min_length"], build["min_new_tokens"]
-    steps = [make(settings[name]) for name, make in build.items() if name in settings]
+    steps = [build[n](settings[n]) for n in APPLIED if n in settings and n in build]
     if not steps:
         return None
 

@@ -177,14 +177,16 @@ class SlotModel(ABC):
         """Runs n tokens at given positions and slots under ``mask`` (bool [n, view], view a
         multiple of 64; None: causal), by a captured pass where there is one of its shape and
         ``replays``. Float32 logits of the last ``logits`` tokens (None: of all) and the last hidden
-        states of all, [n, hidden_size]."""
+        states of all, [n, hidden_size]; of a language model these are to be read only where no
+        logits are asked for."""
         n = len(ids)
         first = 0 if logits is None else n - logits
         if self.graphs is not None and replays and mask is not None:
             found = self.graphs.run(first < n, own, ids, positions, slots, mask, hidden)
             if found is not None:
                 self._tapped = found.taps
-                return found.logits[first:].clone(), found.states.clone()  # they are static
+                wanted = n if first == n or self.fed(own=True) else 0
+                return found.logits[first:].clone(), found.states[:wanted].clone()  # static ones
         self.cache.place(slots, n if mask is None else mask.shape[1])
         states, self._tapped = self.over(ids, positions, mask, self.cache.cache, hidden, own)
         none = states.new_zeros(0, dtype=torch.float32)

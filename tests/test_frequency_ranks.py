@@ -245,6 +245,14 @@ def test_what_is_no_order_is_refused(store: TraceStore, pair: LoadedPair, record
     short = store.put_artifact(FREQUENCIES, document, arrays, pair_id=pair.id, provenance={})
     with pytest.raises(PolicyError, match="orders a vocabulary of 3 tokens"):
         frequency_ranks(store, pair, recording, DRAFT, short)
+    for words, held in (
+        ("it lacks 'always'", ({"vocab": 3}, arrays)),
+        ("it lacks order", (document, {})),
+        ("must hold every token id once", (document, {"order": np.zeros(3, np.int64)})),
+    ):
+        malformed = store.put_artifact(FREQUENCIES, *held, pair_id=pair.id, provenance={})
+        with pytest.raises(PolicyError, match=f"{malformed}: .*{words}"):
+            frequency_ranks(store, pair, recording, DRAFT, malformed)
     two, codes = np.zeros(2), np.zeros((2, 1), np.uint16)
     ranks = FrequencyRanks(
         draft=DRAFT, fitted="a", proposals="coupled", vocab=9, budgets=(1,), digests=("x",),

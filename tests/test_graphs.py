@@ -241,6 +241,31 @@ def test_shortlisted_drafts_leave_the_head_out_of_the_graph(
         assert {kind.head for _, kind in model.graphs.replayed} == {False}  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("document", "text", "own"),
+    [
+        (chain("near", 4), {1, 2}, set()),
+        (chain("near", 0), set(), set()),
+        ({"draft": "near", "window": Q_LEARNING}, {1, 2, 4, 8, 16, 32, 48, 64}, set()),
+        (chain("eagle3", 4), {1, 2, 4, 8}, {1}),
+    ],
+    ids=["language model", "no draft", "idle rounds", "head"],
+)
+def test_no_more_is_captured_than_rounds_can_need(
+    twins: Twins, document: dict[str, Any], text: set[int], own: set[int]
+) -> None:
+    """Of a draft the tokens of passes over the text and, of a head, over what it gave itself."""
+    twins.forget()
+    before = twins.recorder.captured
+    prepare_graphs(twins.fast, prepare(parse_policy(document), twins.fast.draft_names), 60)
+    target, draft = twins.fast.target.graphs, twins.fast.models[document["draft"]].graphs
+    assert target is not None
+    assert draft is not None
+    assert {s.tokens for s in draft.shapes if not s.kind.own} == text
+    assert {s.tokens for s in draft.shapes if s.kind.own} == own
+    assert twins.recorder.captured - before == len(target.shapes) + len(text) + len(own)
+
+
 def test_growing_forgets_graphs_and_a_request_captures_what_it_needs(
     twins: Twins, tmp_path: Path
 ) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xllamacpp
 
 from spectune.demo.prompts import demo_workload
+from spectune.engines import llamacpp
 from spectune.engines.export import engine_settings
 from spectune.engines.gguf import gguf_file
 from spectune.engines.llamacpp import LlamaCpp
@@ -148,6 +153,50 @@ def test_a_server_that_dies_is_said_and_one_that_is_closed_is_gone(
     assert process.poll() is None
     found.close()
     assert process.poll() is not None
+
+
+def test_why_a_model_cannot_be_loaded_is_said(
+    spec: PairSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"no model")
+    with monkeypatch.context() as patch:
+        patch.setattr(llamacpp, "gguf_file", lambda _: broken)
+        with pytest.raises(EngineError, match=r"cannot load \S+broken\.gguf: (?!it died)\S+"):
+            LlamaCpp(spec, Wanted("none", 0, 1, 512))
+    (tmp_path / "xllamacpp.py").write_text("raise ImportError('no libgomp')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(EngineError, match=r"cannot load .*: ImportError: no libgomp"):
+        LlamaCpp(spec, Wanted("small", MOST, 1, 512))
+
+
+def test_a_server_ends_with_whoever_waits_for_it(
+    spec: PairSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[subprocess.Popen[str]] = []
+
+    def interrupted(_: int = -1) -> str:
+        raise KeyboardInterrupt
+
+    class Popen(subprocess.Popen[str]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            assert self.stdout is not None
+            self.stdout.readline = interrupted  # type: ignore[method-assign]
+            made.append(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", Popen)
+        with pytest.raises(KeyboardInterrupt):
+            LlamaCpp(spec, Wanted("small", MOST, 1, 512))
+    assert made[0].poll() is not None
+    gone, end = os.pipe()
+    os.close(gone)
+    asked = {"model": str(gguf_file(spec.target)), "gamma": 0, "n_ctx": 64, "threads": 1}
+    command = [sys.executable, "-P", str(llamacpp.SERVER), json.dumps(asked)]
+    with open(end, "wb") as nowhere:
+        done = subprocess.run(command, stdout=nowhere, stdin=subprocess.PIPE, timeout=60)
+    assert done.returncode == 0
 
 
 def test_requests_come_at_their_moments(running: LlamaCpp, prompts: list[Prompt]) -> None:

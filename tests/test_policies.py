@@ -76,6 +76,10 @@ for _ in range(5000):
         ({"draft": "a", "windw": {}}, "'windw'; did you mean 'window'"),
         ({"draft": "a", "stop": {"kind": "max_prob", "threshold": 1.5}}, "stop.threshold"),
         (
+            {"draft": "a", "stop": {"kind": "max_prob", "threshold": [{(1, 2): 2}]}},
+            "keys must be str",
+        ),
+        (
             {"draft": "a", "growth": {"kind": "static", "paths": 5}},
             "growth.paths: Input should be a valid tuple (given: 5)",
         ),

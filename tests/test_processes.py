@@ -76,6 +76,22 @@ def test_results_come_in_order_from_this_process_and_others(
     assert {who for _, who in second} == {os.getpid(), *others}, "the helper is still there"
 
 
+def slow_elsewhere(pair: LoadedPair, item: int) -> tuple[int, int]:
+    time.sleep(1.0 if parent_process() else 0.0)
+    return item, os.getpid()
+
+
+def test_what_helpers_have_not_begun_at_the_end_is_done_here(
+    pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the two that a helper was given it is at the first."""
+    monkeypatch.setattr(processes, "PATIENCE_S", 0.0)
+    list(on_every_core(pair, squared, range(4), 4))  # the helper is there
+    found = list(on_every_core(pair, slow_elsewhere, range(3), 3))
+    assert [value for value, _ in found] == [0, 1, 2]
+    assert [who == os.getpid() for _, who in found] == [False, True, True]
+
+
 def test_errors_arrive_and_what_is_left_early_is_dropped(
     pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -509,18 +509,25 @@ def test_a_table_is_found_for_several_loads(server: Door) -> None:
     assert "needs --ttft or --tpot" in goodput.output
 
 
-@pytest.mark.parametrize(("dented", "table"), [(0.005, {1: 4, 4: 1}), (0.03, {1: 4, 2: 3, 4: 1})])
+@pytest.mark.parametrize(
+    ("best", "near", "table"),
+    [
+        ({1: 4, 2: 3, 4: 1, 8: 1}, {(2, 4): 0.005, (2, 2): 0.005}, {1: 4, 4: 1}),
+        ({1: 4, 2: 3, 4: 1, 8: 1}, {(2, 4): 0.03, (2, 2): 0.03}, {1: 4, 2: 3, 4: 1}),
+        # Without the entry of four the sum is better than without that of one, but four lose.
+        ({1: 4, 2: 4, 4: 3, 8: 1}, {(1, 3): 0.009, (2, 3): 0.009, (4, 4): 0.013}, {1: 3, 8: 1}),
+    ],
+)
 def test_a_table_has_no_entry_that_its_costs_cannot_tell(
-    dented: float, table: dict[int, int]
+    best: dict[int, int], near: dict[tuple[int, int], float], table: dict[int, int]
 ) -> None:
-    """Made-up speeds: 4 tokens are best alone, 1 from four on; at two, 3 are better by ``dented``,
-    of which less than 1% is left out."""
-    best = {1: 4, 2: 3, 4: 1, 8: 1}
+    """Made-up speeds: so many tokens are ``best`` for so many clients, others lose what ``near``
+    says, or much. What loses less than 1% is left out."""
 
     def simulate(policy: Policy, load: Load) -> Simulated:
-        gammas, clients = tables(policy, RULES), int(load.clients or 0)
-        off = {c: abs(gammas[c] - best[c]) for c in best}
-        loss = 0.1 * off[clients] if clients != 2 else dented * min(off[2], 1) + 0.1 * (off[2] > 1)
+        clients = int(load.clients or 0)
+        gamma = tables(policy, RULES)[clients]
+        loss = near.get((clients, gamma), 0.1 * abs(gamma - best[clients]))
         done = np.array([1.0 / (1.0 - loss)])
         served = Served(np.zeros(1), done / 2, done, np.array([100]))
         return cast(Simulated, SimpleNamespace(served=served))

@@ -173,3 +173,23 @@ def test_clusters_alone_are_taken_further(door: Door) -> None:
     assert "another output head" in door.error("fit router --draft far", **own)
     assert "5000" in door.error("fit clusters --draft near --clusters 5000")
     assert "no such draft" in door.error("fit router --draft ngram")
+
+
+def test_clusters_that_are_malformed_are_refused(door: Door) -> None:
+    made = door.json("fit clusters --draft near --clusters 5")
+    with open_database(door.db) as database:
+        store = TraceStore(database)
+        held = store.get_artifact(made["artifact"])
+        less = {name: value for name, value in held.document.items() if name != "clusters"}
+        for words, document, arrays in (
+            ("it lacks 'clusters'", less, held.arrays),
+            ("it lacks of", held.document, {}),
+            ("must lie within 0..4", held.document, {"of": held.arrays["of"] + 5}),
+            ("", [], held.arrays),
+        ):
+            name = store.put_artifact(
+                held.kind, document, arrays, pair_id=held.pair_id, provenance={}
+            )
+            said = door.error("fit router --draft near --epochs 1", clusters_from=name)
+            assert f"--clusters-from {name}: " in said
+            assert words in said

@@ -84,6 +84,9 @@ def test_frequencies_survive_their_document() -> None:
     for message, held in (
         ("lacks order", (document, {})),
         ("always", ({"vocab": 300}, arrays)),
+        ("always", ({**document, "always": True}, arrays)),
+        ("says vocab 5", ({**document, "vocab": 5}, arrays)),
+        ("vocab", ({**document, "vocab": True}, arrays)),
         ("every token id once", (document, {"order": np.zeros(300, np.int64)})),
         ("whole numbers", (document, {"order": arrays["order"] / 2})),
         ("always must be within", ({**document, "always": 301}, arrays)),
@@ -256,6 +259,12 @@ def test_a_routing_survives_its_document() -> None:
     assert again.head == head_hash(head) != head_hash(head + 1)
     with pytest.raises(KeyError, match="head"):
         Routing.from_document({k: v for k, v in document.items() if k != "head"}, arrays)
+    for name in ("inputs", "hidden", "vocab"):
+        with pytest.raises(ValueError, match=f"says {name} 8, its arrays have"):
+            Routing.from_document({**document, name: 8}, arrays)
+    for count, says in ((True, "whole number"), (31, "too many"), (6, "says clusters 6")):
+        with pytest.raises(ValueError, match=says):
+            Routing.from_document({**document, "clusters": count}, arrays)
 
 
 def test_the_hash_of_a_head() -> None:

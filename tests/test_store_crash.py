@@ -19,7 +19,7 @@ from databases import run_sql
 from trace_values import PAIR, a_panorama, a_recording, a_trajectory, steps_of
 from waiting import eventually
 
-from spectune.db import CorruptedChunkError, UnavailableError, check, open_database
+from spectune.db import CorruptedChunkError, Database, UnavailableError, check, open_database
 from spectune.traces import codec
 from spectune.traces.errors import TraceError
 from spectune.traces.recording import RecordedRequest
@@ -109,6 +109,29 @@ def test_a_flipped_byte_in_the_file_costs_one_chunk(tmp_path: Path) -> None:
     assert [(s.ordinal, s.draft) for s in loaded.skipped] == [(2, "small")]
     assert len(loaded.having(["small"]).requests) == 4
     assert len(loaded.trajectories) == 5
+
+
+def test_a_check_reads_many_chunks_at_once_and_names_one_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, reads, read = tmp_path / "spectune.db", list[Database](), Database.read
+    with open_database(str(path)) as database:
+        recording = a_recording(TraceStore(database), n=20)
+
+    def counted(database: Database) -> Any:
+        reads.append(database)
+        return read(database)
+
+    monkeypatch.setattr(Database, "read", counted)
+    sound = check(str(path))
+    assert sound.ok
+    assert len(reads) < sound.chunks / 3
+    run_sql(path, "UPDATE panorama_chunk SET data = 'a text' WHERE ordinal = 2")
+    damaged = check(str(path))
+    (bad,) = damaged.bad_chunks
+    where = f"panorama_chunk (recording_id {recording}, ordinal 2, draft small, kind chain)"
+    assert str(bad).startswith(f"{where}: cannot be read: ")
+    assert damaged.chunks == sound.chunks
 
 
 # --- the background writer

@@ -184,6 +184,20 @@ def test_a_header_that_we_do_not_write_is_one_error(name: str) -> None:
             reader(FORGED[name])
 
 
+def test_a_column_of_another_dtype_is_named() -> None:
+    with pytest.raises(CodecError, match=r"column 'x' is of dtype '\|O'"):
+        unpack(FORGED["dtype object"])
+    with pytest.raises(CodecError, match="column 'x' is of dtype '<c8'"):
+        pack({"x": np.zeros(2, np.complex64)}, {})
+
+
+def test_all_arrays_of_a_panorama_are_columns() -> None:
+    text = a_trajectory(0)
+    for made in (a_panorama(text, "small"), a_tree(text, "small")):
+        arrays = (name for name, value in vars(made).items() if isinstance(value, np.ndarray))
+        assert made.columns() == tuple(arrays)
+
+
 def changed(chunk: Chunk, **values: Any) -> Chunk:
     """A real chunk with columns or entries of its meta replaced, or left out (None)."""
     columns, meta = unpack(chunk)
@@ -252,7 +266,9 @@ def test_a_forged_chunk_costs_what_a_damaged_one_does(store: TraceStore) -> None
             row: Any = session.query(table).filter_by(recording_id=recording, ordinal=ordinal).one()
             row.data, row.sha256 = chunk.data, chunk.sha256
     for ordinal in range(3):
-        what = f"recording {recording}, request {ordinal}: .* cannot be used"
+        what = (
+            f"recording {recording}, request {ordinal}: .* cannot be used .*; the others still can"
+        )
         with pytest.raises(CorruptedChunkError, match=what):
             list(store.iterate(recording, steps=True, ordinals=[ordinal]))
     loaded = store.load(recording, steps=True, skip_corrupted=True)

@@ -242,12 +242,31 @@ def nothing(rule: TreeRule, tree: object, level: int, codes: near_ties.OpenCodes
     return np.zeros(len(codes.near), dtype=bool)
 
 
+OPEN_CODES = near_ties.open_codes
+
+
+def narrow(rows: DistributionRows, *, perturbed: bool) -> near_ties.OpenCodes:
+    """Codes that are not open, and only the marks for what they are."""
+    found = OPEN_CODES(rows, perturbed=perturbed)
+    sure = OPEN_CODES(rows._replace(unsure=None, unsure_entropy=None), perturbed=perturbed)
+    return sure._replace(near=found.near, swapped=found.swapped)
+
+
+def steady(rows: DistributionRows, *, perturbed: bool) -> near_ties.OpenCodes:
+    """Codes that may be a unit off, without children that change places."""
+    found = OPEN_CODES(rows, perturbed=False)
+    return found._replace(swapped=np.zeros_like(found.swapped))
+
+
 @pytest.mark.parametrize(
     ("kind", "stop", "name", "instead"),
     [
         *((kind, None, "_open_choices", nothing) for kind in ("top_k", "classifier", "static")),
         *((kind, "max_entropy", "_open_stop", lambda *_: set()) for kind in ("top_k", "static")),
+        *(("static", stop, "_open_stop", lambda *_: set()) for stop in ("max_logp", "max_joint")),
         *((kind, None, "_open_phi", lambda *_: set()) for kind in KINDS if "stratified" in kind),
+        *((kind, None, "open_codes", narrow) for kind in ("top_k", "classifier")),
+        *((kind, None, "open_codes", steady) for kind in ("classifier", "static")),
     ],
 )
 def test_settling_less_would_be_seen(

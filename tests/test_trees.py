@@ -17,7 +17,7 @@ from tree_reference import Path
 
 import spectune.runtime.distributions
 from spectune.runtime import near_ties
-from spectune.runtime.distributions import on_host, read_distributions
+from spectune.runtime.distributions import best_of, on_host, read_distributions
 from spectune.runtime.models import CausalModel
 from spectune.runtime.policies.heterospec import kept_nodes
 from spectune.runtime.policies.sequoia import static_levels
@@ -497,3 +497,16 @@ def test_codes_of_a_law(sampling: Sampling, vocab: int) -> None:
             for code, p in ((codes.entropy, np.array([*q.values()])), (codes.top_entropy, top)):
                 p = p / p.sum()
                 assert code[0] == min(255, math.floor(-16 * (p * np.log(p)).sum()))
+
+
+@pytest.mark.parametrize("vocab", [8192, 50257])
+def test_best_of_long_rows(vocab: int) -> None:
+    """By blocks the largest of a row are those that ``topk`` finds, the short last block's
+    included."""
+    x = torch.randn(3, vocab, generator=torch.Generator().manual_seed(vocab)).double()
+    x[0, -1] = x[1, 0] = 9.0
+    for count in (1, 11, 33):
+        values, tokens = best_of(x, count)
+        best = x.topk(count, dim=-1)
+        assert torch.equal(values, best.values)
+        assert torch.equal(tokens, best.indices)

@@ -134,6 +134,21 @@ def test_the_last_lines_say_what_is_in_force(found: dict[str, Any], words: str) 
 
 
 @pytest.mark.parametrize(
+    ("ratio", "words"),
+    [
+        ([1.5, 1.25, 2.0], "1.74 GPU hours per million tokens (99% interval 0.87 to 3.47)"),
+        ([1.5, 0.0, None], "1.74 GPU hours per million tokens."),
+    ],
+)
+def test_savings_come_with_the_interval_that_is_known(
+    ratio: list[float | None], words: str
+) -> None:
+    """Studies that were stored before winners were confirmed may know no lower end."""
+    found = tuned(WINNER, PLAIN, **HELD, ratio_to_incumbent=ratio, **PUBLISHED)
+    assert words in verdict_in_words(found, "cuda")
+
+
+@pytest.mark.parametrize(
     ("ratio", "requests", "why"),
     [
         ((1.02, 0.97, 1.07), 7, "the gain is not beyond noise"),

@@ -149,14 +149,18 @@ def _header(found: Any) -> tuple[dict[str, Any], _Layout]:
     layout: _Layout = []
     for column in columns:
         match column:
-            case [str(name), str(dtype), list(shape)] if dtype in _DTYPES:
+            case [str(name), str(dtype), shape]:
                 pass
             case _:
                 raise CodecError(
                     f"cannot be unpacked: {str(column)[:80]} is no [name, dtype, shape]"
                 )
-        if len(shape) > _AXES_LIMIT or not all(
-            type(n) is int and 0 <= n <= RAW_LIMIT for n in shape
+        if dtype not in _DTYPES:
+            raise CodecError(f"cannot be unpacked: column {name[:40]!r} is of dtype {dtype[:40]!r}")
+        if not (
+            isinstance(shape, list)
+            and len(shape) <= _AXES_LIMIT
+            and all(type(n) is int and 0 <= n <= RAW_LIMIT for n in shape)
         ):
             raise CodecError(f"cannot be unpacked: column {name[:40]!r} has no shape")
         layout.append((name, np.dtype(dtype), tuple(shape)))

@@ -68,11 +68,6 @@ class _ByContent:
                 return False
         return True
 
-    @classmethod
-    def columns(cls) -> tuple[str, ...]:
-        """Names of the fields that hold arrays, in storage order."""
-        return tuple(f.name for f in fields(cls) if "NDArray" in str(f.type))  # type: ignore[arg-type]  # a dataclass
-
     def _check_shapes(self, what: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         for name, shape in shapes.items():
             got = getattr(self, name).shape
@@ -249,6 +244,11 @@ class ChainPanorama(_ByContent):
         """Output tokens of the trajectory."""
         return len(self.agree)
 
+    @classmethod
+    def columns(cls) -> tuple[str, ...]:
+        """Names of the array columns, in storage order."""
+        return ("agree", "logp", "entropy", "accept", "branch_logp", "branch_entropy", "branch_len")
+
 
 Proposals = Literal["coupled", "probability"]
 
@@ -308,6 +308,21 @@ class TreePanorama(_ByContent):
     def positions(self) -> int:
         """Output tokens of the trajectory."""
         return len(self.text_slot) - len(self.parent) - 1
+
+    @classmethod
+    def columns(cls) -> tuple[str, ...]:
+        """Names of the array columns, in storage order."""
+        return (
+            "parent",
+            "slot",
+            "tokens",
+            "logp",
+            "gap",
+            "count",
+            "entropy",
+            "top_entropy",
+            "text_slot",
+        )
 
 
 class Step(NamedTuple):

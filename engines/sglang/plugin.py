@@ -125,9 +125,9 @@ class Server:
                 continue
             kept = result.num_correct_drafts_per_req_cpu[place] if drafted else 0
             policy = table.policy if own else ""
-            names = self.draft, policy
+            accepted = min(kept, emitted)
             steps.append(
-                chain_round(had, drafted, min(kept, emitted), emitted, *names, batch=batch)
+                chain_round(had, drafted, accepted, emitted, self.draft, policy, batch=batch)
             )
             if request.finished():
                 self._ended(request, self.decoding.pop(request.rid))
@@ -143,9 +143,16 @@ class Server:
         if asked.top_k != GREEDY_TOP_K:
             top_k = 0 if asked.top_k >= EVERY_TOKEN else int(asked.top_k)
             sampling = Sampling(float(asked.temperature), top_k, float(asked.top_p))
-        prompt, output = list(request.origin_input_ids), list(request.output_ids_through_stop)
-        limits = sampling, int(asked.max_new_tokens), finish
-        self.served.put(text_of(request.rid, "serve", prompt, output, *limits), steps)
+        text = text_of(
+            request.rid,
+            "serve",
+            list(request.origin_input_ids),
+            list(request.output_ids_through_stop),
+            sampling=sampling,
+            max_new_tokens=int(asked.max_new_tokens),
+            finish=finish,
+        )
+        self.served.put(text, steps)
 
 
 _server: Server | None = None

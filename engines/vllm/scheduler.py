@@ -205,11 +205,18 @@ class Scheduler(AsyncScheduler):
                 continue
             served.steps.append(
                 chain_round(
-                    start, drafted, accepted, emitted, self._draft, policy,
-                    round_s=seconds + served.unspent_s, batch=len(scheduled.num_scheduled_tokens),
-                    arrived_s=self._clock + request.arrival_time, ended_s=now,
+                    start,
+                    drafted,
+                    accepted,
+                    emitted,
+                    self._draft,
+                    policy,
+                    round_s=seconds + served.unspent_s,
+                    batch=len(scheduled.num_scheduled_tokens),
+                    arrived_s=self._clock + request.arrival_time,
+                    ended_s=now,
                 )
-            )  # fmt: skip
+            )
             served.unspent_s = 0.0
             if request.is_finished():
                 self._ended(request)
@@ -225,10 +232,18 @@ class Scheduler(AsyncScheduler):
         if params.temperature != 0:
             top_k = max(0, int(params.top_k))
             sampling = Sampling(float(params.temperature), top_k, float(params.top_p))
-        texts = request.request_id, "serve", prompt, list(request.output_token_ids)
-        stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
-        limits = sampling, request.max_tokens, _finish(request)
-        self._spectune.put(text_of(*texts, *limits, self._above_zero, stop), served.steps)
+        text = text_of(
+            request.request_id,
+            "serve",
+            prompt,
+            list(request.output_token_ids),
+            sampling=sampling,
+            max_new_tokens=request.max_tokens,
+            finish=_finish(request),
+            above_zero=self._above_zero,
+            stop=(params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ()),
+        )
+        self._spectune.put(text, served.steps)
 
 
 def _finish(request: Request) -> Finish:

@@ -253,10 +253,14 @@ def chooser(**kw: Any) -> None:
 
 
 def _fit_shortlists(
-    fit: Callable[..., StoredFit], kw: dict[str, Any], *texts: str | None, drafted: bool = True
+    fit: Callable[..., StoredFit],
+    kw: dict[str, Any],
+    *texts: str | None,
+    drafted: bool = True,
+    **options: Any,
 ) -> None:
     """Runs a fit that reads the pair itself, and shows what came of it; ``texts``: the recording,
-    where it reads one (None: a corpus instead)."""
+    where it reads one (None: a corpus instead); ``options``: the fit's own."""
     named = [d for d in kw["drafts"] if "=" not in d]
     if drafted and len(named) != 1:
         raise click.UsageError(
@@ -278,9 +282,7 @@ def _fit_shortlists(
         for draft in named:
             check_draft(pair, draft)
         store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-        place = ("pair", "target", "drafts", "device", "dtype", "threads", "recording")
-        own = _given({key: value for key, value in kw.items() if key not in place})
-        made = fit(store, *recording, pair, *named, progress=meter, **own)
+        made = fit(store, *recording, pair, *named, progress=meter, **_given(options))
     _shown(made, shortlist_fit_table)
 
 
@@ -299,7 +301,8 @@ def frequencies(**kw: Any) -> None:
     """
     from spectune.optimizer.fit.fr_spec import fit_fr_spec
 
-    _fit_shortlists(fit_fr_spec, kw, None if kw["corpus"] else kw["recording"], drafted=False)
+    recording = None if kw["corpus"] else kw["recording"]
+    _fit_shortlists(fit_fr_spec, kw, recording, drafted=False, corpus=kw["corpus"])
 
 
 @fit.command("clusters")
@@ -316,7 +319,7 @@ def clusters(**kw: Any) -> None:
     """
     from spectune.optimizer.fit.clusters import fit_clusters
 
-    _fit_shortlists(fit_clusters, kw)
+    _fit_shortlists(fit_clusters, kw, count=kw["count"], seed=kw["seed"])
 
 
 @fit.command("router")
@@ -338,7 +341,17 @@ def router(**kw: Any) -> None:
     """
     from spectune.optimizer.fit.dynaspec import fit_router
 
-    _fit_shortlists(fit_router, kw, kw["recording"])
+    _fit_shortlists(
+        fit_router,
+        kw,
+        kw["recording"],
+        clusters=kw["clusters"],
+        clusters_from=kw["clusters_from"],
+        hidden=kw["hidden"],
+        labels=kw["labels"],
+        epochs=kw["epochs"],
+        seed=kw["seed"],
+    )
 
 
 @fit.command("ranks")
@@ -359,4 +372,11 @@ def ranks(**kw: Any) -> None:
     """
     from spectune.optimizer.fit.dynaspec import fit_ranks
 
-    _fit_shortlists(fit_ranks, kw, kw["recording"])
+    _fit_shortlists(
+        fit_ranks,
+        kw,
+        kw["recording"],
+        router=kw["router"],
+        frequencies=kw["frequencies"],
+        proposals=kw["proposals"],
+    )

@@ -56,7 +56,8 @@ def generate(prompt: str, no_compare: bool, show_trees: bool, **kw: Any) -> None
         plan = prepared(store, pair, kw["policy_name"], options, found, kw["deployment"])
     console = console_for(stderr=as_json())
     console.width = 10_000 if not console.is_terminal else console.width
-    how = {"compare": not no_compare, "show_trees": show_trees}
-    result = do_generate(pair, plan, prompt, options, console, **how)
+    result = do_generate(
+        pair, plan, prompt, options, console, compare=not no_compare, show_trees=show_trees
+    )
     if as_json():
         emit(result)

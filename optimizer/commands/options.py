@@ -43,8 +43,8 @@ SEED: Final = Whole(0, 2**32 - 1)
 """Seeds that every generator takes: numpy's and scikit-learn's end there."""
 TEMPERATURE: Final = FiniteRange(0.0, 10.0)
 TOP_P: Final = FiniteRange(0.0, 1.0, min_open=True)
-OUT: Final = click.Path(dir_okay=False)
-"""A file that is written."""
+FILE: Final = click.Path(dir_okay=False)
+"""A file, no folder."""
 
 
 def together(*decorators: Callable[[F], F]) -> Callable[[F], F]:
@@ -205,7 +205,7 @@ workers = option(
     metavar="N|ADDRESS",
     callback=checked(_workers),
 )
-per_round = option("--per-round", "Write one JSON line per round.", OUT)
+per_round = option("--per-round", "Write one JSON line per round.", FILE)
 
 
 def search_asked(kw: dict[str, Any]) -> dict[str, Any]:

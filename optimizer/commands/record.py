@@ -124,8 +124,17 @@ def record(**kw: Any) -> None:
                 if begun is None:
                     workload = fit_to(pair, workload, options, kw["overlong"])
                 source = _source(store, pair, kw["policy_name"], options, kw["deployment"])
-                how: dict[str, Any] = {"fresh": kw["fresh"], "begun": begun, "progress": meter}
-                info = do_record(store, pair, workload, options, look, source, **how)
+                info = do_record(
+                    store,
+                    pair,
+                    workload,
+                    options,
+                    look,
+                    source,
+                    fresh=kw["fresh"],
+                    begun=begun,
+                    progress=meter,
+                )
         checks = checked(store.load(info.id, (), skip_corrupted=True).trajectories)
     for line in checks.lines():
         note(line)

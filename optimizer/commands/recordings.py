@@ -12,7 +12,7 @@ from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import flag, option
 from spectune.optimizer.commands.database import moment_before
 from spectune.optimizer.commands.options import (
-    OUT,
+    FILE,
     TEMPERATURE,
     TOP_P,
     FiniteRange,
@@ -126,7 +126,7 @@ def traces_stats(by: str, executed: bool, **kw: Any) -> None:
     """
     from spectune.traces.store.query import GROUPS, acceptance_stats, executed_stats
 
-    known = {str(group): group for group in GROUPS}
+    known = {str(group): group for group in GROUPS}  # looked up, a text is a GroupBy to mypy
     names = [name.strip() for name in by.split(",")]
     for name in names:
         if name not in known:
@@ -149,7 +149,7 @@ def traces_stats(by: str, executed: bool, **kw: Any) -> None:
 @option(
     "--draft", "Draft whose trees are meant; default: the first that has trees of every request."
 )
-@option("--out", "The page; default: trees-RECORDING-DRAFT.html here.", OUT)
+@option("--out", "The page; default: trees-RECORDING-DRAFT.html here.", FILE)
 @option("--top-n", "Nodes kept of a tree.", Whole(1, 256), default=60)
 @option("--width", "Children of a node; default: as recorded.", Whole(2, 32))
 @option("--depth", "Levels; default: as recorded.", Whole(1, 64))
@@ -210,7 +210,7 @@ def traces_query(kind: str, **kw: Any) -> None:
 
 
 @traces.command("export")
-@click.argument("path", type=OUT)
+@click.argument("path", type=FILE)
 @flag(
     "--whole",
     "To .parquet: one recording's texts and panoramas, for `simulate --recording FILE`.",
@@ -250,7 +250,7 @@ def traces_export(path: str, whole: bool, **kw: Any) -> None:
 
 
 @traces.command("import")
-@click.argument("path", type=OUT)
+@click.argument("path", type=FILE)
 def traces_import(path: str) -> None:
     """Add the recordings of an exported .db file; what is here already stays as it is.
 
@@ -269,7 +269,7 @@ def traces_import(path: str) -> None:
 
 
 @traces.command("ingest")
-@click.argument("path", metavar="RESPONSES", type=OUT)
+@click.argument("path", metavar="RESPONSES", type=FILE)
 @opts.pair
 @option(
     "--draft-name draft",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spectune.optimizer.commands.config import flag, option
-from spectune.optimizer.commands.options import LARGEST, OUT, FiniteRange, Whole
+from spectune.optimizer.commands.options import FILE, LARGEST, FiniteRange, Whole
 from spectune.optimizer.commands.outputs import check_writable, database_files, write_text
 from spectune.optimizer.commands.printing import Command, Meter, emit
 from spectune.optimizer.commands.shared import open_store
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command)
 @click.argument("study", default="latest")
-@option("--out", "The page; default: spectune-report-STUDY.html beside the database.", OUT)
+@option("--out", "The page; default: spectune-report-STUDY.html beside the database.", FILE)
 @option(
     "--price",
     "Price of a device for an hour, e.g. 2.50.",

@@ -12,7 +12,7 @@ import click
 from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import flag, option
 from spectune.optimizer.commands.on_engine import NATIVE, OnEngine, check_engine, engine_options
-from spectune.optimizer.commands.options import OUT, decode_options, workload_of
+from spectune.optimizer.commands.options import FILE, decode_options, workload_of
 from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored, write_rounds
 from spectune.optimizer.commands.printing import Command, Meter, emit, note
 from spectune.optimizer.commands.shared import (
@@ -53,7 +53,7 @@ T = TypeVar("T", "Decoded", "Answered")
 @engine_options
 @opts.deployment
 @option("--profile profile_id", "Profile for windows that need costs; default: the latest.")
-@option("--outputs", "Write the texts, one JSON line per request.", OUT)
+@option("--outputs", "Write the texts, one JSON line per request.", FILE)
 @opts.per_round
 @flag(
     "--record keep_texts",
@@ -82,7 +82,7 @@ def run(**kw: Any) -> None:
 class Ran:
     """What was executed of a workload, and on what. It is stored under the policy that made most of
     its tokens; ``policies``: all others that a round may name. ``engine`` says which another one
-    than the native decoder was."""
+    than the native decoder was, ``latency`` what its users waited for."""
 
     words: Texts
     workload: Workload
@@ -95,7 +95,7 @@ class Ran:
     changes: Sequence[Change] = ()
     policies: Iterable[AnyPolicy] = ()
     engine: Mapping[str, Any] = field(default_factory=dict)
-    latency: Mapping[str, Any] = field(default_factory=dict)
+    latency: Mapping[str, Any] | None = None
 
 
 def _decoded(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: DecodeOptions) -> Ran:
@@ -175,7 +175,7 @@ def _served(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: Deco
         device=asked.device,
         dtype="float32",
         engine=engine,
-        latency={"latency": latency_on(answered)},
+        latency=latency_on(answered),
     )
 
 
@@ -265,13 +265,15 @@ def _finish(store: TraceStore, spec: PairSpec, kw: dict[str, Any], ran: Ran) -> 
     most = max(ran.shares, key=lambda share: share.counts.emitted_tokens).policy
     changed = changes_json(ran.shares, ran.changes)
     label = {"label": ran.outcome.policy}
-    data = {**outcome_json(ran.outcome, most), **label, **changed, **ran.engine, **ran.latency}
+    data = {**outcome_json(ran.outcome, most), **label, **changed, **ran.engine}
+    if ran.engine:
+        data["latency"] = ran.latency
     steps = {d.trajectory.request_id: d.steps for d in ran.served}
-    texts = [
-        {"id": d.trajectory.request_id, "token_ids": ids, "text": ran.words.text(ids)}
-        for d in ran.served
-        for ids in [d.trajectory.output_ids.tolist()]
-    ]
+    texts = []
+    for d in ran.served:
+        ids = d.trajectory.output_ids.tolist()
+        text = ran.words.text(ids)
+        texts.append({"id": d.trajectory.request_id, "token_ids": ids, "text": text})
 
     def results() -> dict[str, Any]:
         rounds = [

@@ -17,9 +17,11 @@ from spectune.optimizer.fit.shared import StoredFit, keep, stored
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import ROUTER
 from spectune.runtime.policies.dynaspec import Clusters
+from spectune.runtime.policies.refusals import MALFORMED, MESSAGE_LIMIT
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import PolicyError
 from spectune.traces.store import TraceStore
+from spectune.traces.text import one_line
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -69,13 +71,20 @@ def fit_clusters(
 def stored_clusters(store: TraceStore, pair: LoadedPair, draft: str, name: str) -> Clusters:
     """Stored clusters of a draft's head, or a router's. Raises PolicyError for anything else."""
     found = stored(store, "--clusters-from", name, CLUSTERS, ROUTER)
+    try:
+        clusters = Clusters.from_document(found.document, found.arrays)
+        other = found.document.get("head")
+    except MALFORMED as error:
+        problem = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        said = one_line(problem, MESSAGE_LIMIT)
+        raise PolicyError(f"--clusters-from {name}: {said}") from None
     head = pair.models[draft].output.hash
-    if (other := found.document.get("head")) != head:
+    if other != head:
         raise PolicyError(
             f"--clusters-from {name}: fitted on another output head (hash {other}) than draft "
             f"{draft!r} has (hash {head}); `fit clusters --draft {draft}` makes them"
         )
-    return Clusters.from_document(found.document, found.arrays)
+    return clusters
 
 
 def check_draft(pair: LoadedPair, draft: str) -> None:

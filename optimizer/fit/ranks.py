@@ -40,9 +40,9 @@ from spectune.optimizer.simulate.shortlist_ranks import (
 )
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.near_ties import near_cluster_places
-from spectune.runtime.policies.artifacts import FREQUENCIES, Fitted
+from spectune.runtime.policies.artifacts import FREQUENCIES, Fitted, read_artifact
 from spectune.runtime.policies.document import ClustersShortlist, Policy
-from spectune.runtime.policies.fr_spec import Frequencies
+from spectune.runtime.policies.fr_spec import Frequencies, FrequencyShortlist
 from spectune.runtime.policies.router import top_clusters
 from spectune.runtime.policies.shortlist_rule import compile_shortlist
 from spectune.runtime.progress import Progress, silent
@@ -69,10 +69,13 @@ def _least_before(read: ReadText, ranks: npt.NDArray[np.int64], none: int) -> np
 class FrequencyOrder:
     """The frequency order of an artifact over one draft of a pair, and where it puts one request's
     texts (:meth:`place`). Only chains of language models ask for its ranks. Raises PolicyError for
-    one of another vocabulary."""
+    one that is malformed or of another vocabulary."""
 
     def __init__(self, pair: LoadedPair, draft: str, name: str, held: Fitted) -> None:
-        order = Frequencies.from_document(held.document, held.arrays)
+        policy = Policy(draft=draft, shortlist=FrequencyShortlist(size=1, artifact=name))
+        order = read_artifact(
+            policy, "shortlist", FREQUENCIES, lambda _: held, Frequencies.from_document
+        )
         if order.vocab != pair.target.vocab_size:
             raise PolicyError(
                 f"frequencies {name}: orders a vocabulary of {order.vocab} tokens, pair "

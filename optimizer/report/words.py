@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,7 @@ class Finding:
 
     deploys: bool
     name: str
-    ratio: Sequence[float | None]
+    ratio: tuple[float, float | None, float | None]
     against: str
     tokens_per_s: float
     requests: int
@@ -173,7 +173,7 @@ def savings(tuned: Json, device: str, *, gpus: int = 1, price: float | None = No
     def amount(of: Callable[[float], float], unit: str, digits: int = 2, price: float = 1) -> str:
         ratio, low, high = found.ratio
         ends = ""
-        if low and high and low > 0:  # stored studies may know no lower end
+        if low is not None and high is not None and low > 0:  # stored studies may know no lower end
             ends = interval(price * of(low), price * of(high), digits, found.level)
         return f"{price * of(ratio):.{digits}f} {unit}{ends}"
 

@@ -80,7 +80,8 @@ def claim(database: Database, owner: str, *, lease_s: float) -> Job | None:
             if was_ahead:
                 log.warning(
                     "job %d: leased until %s: the database's clock was set back; claiming it",
-                    *(row.id, shown_moment(row.lease_until)),
+                    row.id,
+                    shown_moment(row.lease_until),
                 )
             try:
                 schedule = _schedule_to_run(session, row)
@@ -123,38 +124,45 @@ def owns(database: Database, job: Job, session: Session | None = None) -> bool:
         return lease_until is not None and lease_until > database.now(asked).timestamp()
 
 
-# All below return False, and change nothing, if the job is no longer this claim's.
-
-
 def renew(database: Database, job: Job, *, lease_s: float) -> bool:
-    """Extends the lease to ``lease_s`` seconds from now."""
+    """Extends the lease to ``lease_s`` seconds from now. False if the job is no longer this
+    claim's."""
     return _write(database, job, lease_s=lease_s)
 
 
 def complete(database: Database, job: Job, result: Mapping[str, Any]) -> bool:
+    """Marks the job done with its result. False, and nothing changes, if the job is no longer this
+    claim's."""
     return _write(database, job, ends=True, state="done", result=dict(result), error=None)
 
 
 def fail(database: Database, job: Job, error: str) -> bool:
+    """Marks the job failed. False, and nothing changes, if the job is no longer this claim's."""
     return _write(database, job, ends=True, state="failed", error=error)
 
 
 def retry(database: Database, job: Job, error: str) -> bool:
-    """Hands the job back to the queue with its error, for the next attempt after a pause."""
+    """Hands the job back to the queue with its error, for the next attempt after a pause. False if
+    it is no longer this claim's."""
     pause_s = min(LONGEST_LEASE_S, RETRY_S * 2 ** min(job.attempt - 1, 10))
     return _write(database, job, lease_s=pause_s, state="queued", error=error, started_at=None)
 
 
 def release(database: Database, job: Job) -> bool:
-    """Hands the job back to the queue, at no cost to its attempts."""
+    """Hands the job back to the queue, at no cost to its attempts. False if it is no longer this
+    claim's."""
     # The token must never go back, so it is the limit that moves.
     more = JobRow.max_attempts + 1
     return _write(database, job, state="queued", max_attempts=more, started_at=None)
 
 
 def _claimed(job: Job) -> ColumnElement[bool]:
-    token = JobRow.attempt == job.attempt, JobRow.lease_owner == job.lease_owner
-    return and_(JobRow.id == job.id, *token, JobRow.state == "running")
+    return and_(
+        JobRow.id == job.id,
+        JobRow.attempt == job.attempt,
+        JobRow.lease_owner == job.lease_owner,
+        JobRow.state == "running",
+    )
 
 
 def _write(

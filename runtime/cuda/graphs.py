@@ -315,8 +315,7 @@ def prepare_graphs(
     pair: LoadedPair, prepared: AnyPlan, text: int = 0, *, every: bool = False
 ) -> None:
     """Captures what rounds under a policy can need; nothing where the pair has no graphs, or what
-    is there already. A draft that did not follow the text for more than :data:`LONG_LAG` tokens may
-    need more in its first round.
+    is there already. A draft that another policy left behind may need more in its first round.
 
     ``text``: tokens that texts may have, for which the caches of all models are made large enough,
     so that none grows within a request; 0 asks for no more room than there is, so that it may be
@@ -332,23 +331,32 @@ def prepare_graphs(
             if model.graphs is not None:
                 model.graphs.hold(text, text + EXPANDED_LIMIT)
     for plan in prepared.candidates:
-        verified, later, drafted = (
-            (NODE_LIMIT, WIDTH_LIMIT, EXPANDED_LIMIT) if every else _most_tokens(plan)
+        draft = pair.models.get(plan.policy.draft)
+        head = draft is not None and draft.fed(own=True) > 0
+        verified, first, later, drafted = (
+            (NODE_LIMIT, LONG_LAG, WIDTH_LIMIT, EXPANDED_LIMIT)
+            if every
+            else _most_tokens(plan, head=head)
         )
         target.capture(1 + verified, Kind(), 1 + verified)
-        draft = pair.models.get(plan.policy.draft)
         if draft is not None and draft.graphs is not None:
             kind = Kind(plan.shortlist is None)
-            draft.graphs.capture(LONG_LAG, kind, drafted)
-            draft.graphs.capture(later, kind._replace(own=draft.fed(own=True) > 0), drafted)
+            draft.graphs.capture(first, kind, drafted)
+            draft.graphs.capture(later, kind._replace(own=head), drafted)
 
 
-def _most_tokens(plan: Plan) -> tuple[int, int, int]:
-    """Of a round under a policy the most nodes that the target verifies, that a pass of the draft
-    reads, and that all its passes read."""
+def _most_tokens(plan: Plan, *, head: bool) -> tuple[int, int, int, int]:
+    """Of a round under a policy the most nodes that the target verifies, the most tokens that the
+    draft's first pass reads, that a later one reads, and that all later ones read. ``head``: the
+    draft is an EAGLE head."""
     if plan.rules is None:
-        return 0, 0, 0
+        return 0, 0, 0, 0
     rule, depth = plan.rules[0], plan.policy.depth_max
     most = max(NODE_LIMIT if n is None else n for n in (rule.top_n, *rule.kept))
     widths = [rule.step_width(level) for level in range(2, depth + 1)]
-    return min(rule.verified(depth), most), max(widths, default=0), sum(widths)
+    # A head reads all that a round emitted; a language model its last token, and the last accepted
+    # one, which it may only have proposed. Rounds without a draft leave more to read.
+    lag = depth + 1 if head else 2
+    if getattr(plan.policy.window, "gamma_min", 1) == 0:
+        lag = LONG_LAG
+    return min(rule.verified(depth), most), lag, max(widths, default=0), sum(widths)

@@ -7,7 +7,7 @@ What does not fit the target or itself is refused with one line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,10 +63,9 @@ def _head(
     config, tensors = _flat(head_config(folder)), _read_tensors(folder)
     eagle3 = says_eagle3(config) or "layers.0.hidden_norm.weight" in tensors
     sizes = ("hidden_size", "intermediate_size", "num_attention_heads")
-    _refuse(
-        (not isinstance(config.get(key), int), f"{folder / 'config.json'} says no {key}")
-        for key in sizes
-    )
+    for key in sizes:
+        if not isinstance(config.get(key), int):
+            raise PairError(f"{folder / 'config.json'} says no {key}")
     taps = _taps(config, target.num_layers) if eagle3 else (FINAL,)
     shape = _shape(config, tensors, target, taps, eagle3)
     token_ids = _token_ids(tensors, target, shape)
@@ -103,13 +102,6 @@ def _head(
         token_ids=None if token_ids is None else token_ids.to(device),
         embed=embed,
     )
-
-
-def _refuse(what: Iterable[tuple[bool, str]]) -> None:
-    """Raises PairError with the words of the first that is wrong."""
-    for wrong, words in what:
-        if wrong:
-            raise PairError(words)
 
 
 _BESIDE = (
@@ -227,49 +219,42 @@ def _shape(
     """The head's sizes, checked against the target's."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     reads = int(config.get("target_hidden_size") or (target.hidden_size if eagle3 else hidden))
+    if reads != target.hidden_size:
+        raise PairError(
+            f"the head reads hidden states of width {reads}, the target's are "
+            f"{target.hidden_size} wide"
+        )
     layers, fused = target.num_layers, len(taps) * target.hidden_size
+    if eagle3 and not all(0 <= tap <= layers for tap in taps):
+        raise PairError(
+            f"the head reads hidden states {list(taps)}; the target has states 0 to {layers}"
+        )
+    fc = tensors.get("fc.weight")
+    if fc is None:
+        raise PairError("the checkpoint has no tensor fc.weight")
+    if eagle3 and fc.shape[-1] != fused:
+        raise PairError(
+            f"the head's fc takes {fc.shape[-1]} features, but {len(taps)} hidden states of the "
+            f"target have {fused}; it was trained for another target"
+        )
     vocab = int(config.get("vocab_size") or target.vocab_size)
+    if vocab != target.vocab_size:
+        raise PairError(
+            f"the head has a vocabulary of {vocab} tokens, the target one of "
+            f"{target.vocab_size}; a head must be trained for its target"
+        )
     draft_vocab = int(config.get("draft_vocab_size") or vocab)
-    fc, lm_head = tensors.get("fc.weight"), tensors.get("lm_head.weight") if eagle3 else None
-    takes = fused if fc is None else fc.shape[-1]
-    rows = draft_vocab if lm_head is None else lm_head.shape[0]
-    own_tokens = lm_head is None and (draft_vocab != vocab or hidden != target.hidden_size)
-    _refuse(
-        [
-            (
-                reads != target.hidden_size,
-                f"the head reads hidden states of width {reads}, the target's are "
-                f"{target.hidden_size} wide",
-            ),
-            (
-                eagle3 and not all(0 <= tap <= layers for tap in taps),
-                f"the head reads hidden states {list(taps)}; the target has states 0 to {layers}",
-            ),
-            (fc is None, "the checkpoint has no tensor fc.weight"),
-            (
-                eagle3 and takes != fused,
-                f"the head's fc takes {takes} features, but {len(taps)} hidden states of the "
-                f"target have {fused}; it was trained for another target",
-            ),
-            (
-                vocab != target.vocab_size,
-                f"the head has a vocabulary of {vocab} tokens, the target one of "
-                f"{target.vocab_size}; a head must be trained for its target",
-            ),
-            (
-                not 0 < draft_vocab <= vocab,
-                f"draft_vocab_size {draft_vocab} exceeds the vocabulary of {vocab}",
-            ),
-            (
-                rows != draft_vocab,
-                f"lm_head.weight has {rows} rows, draft_vocab_size is {draft_vocab}",
-            ),
-            (
-                own_tokens,
-                "the checkpoint has no tensor lm_head.weight, and the target's does not fit",
-            ),
-        ]
-    )
+    if not 0 < draft_vocab <= vocab:
+        raise PairError(f"draft_vocab_size {draft_vocab} exceeds the vocabulary of {vocab}")
+    lm_head = tensors.get("lm_head.weight") if eagle3 else None
+    if lm_head is not None and lm_head.shape[0] != draft_vocab:
+        raise PairError(
+            f"lm_head.weight has {lm_head.shape[0]} rows, draft_vocab_size is {draft_vocab}"
+        )
+    if lm_head is None and (draft_vocab != vocab or hidden != target.hidden_size):
+        raise PairError(
+            "the checkpoint has no tensor lm_head.weight, and the target's does not fit"
+        )
     norms = _norms(config, tensors, eagle3)
     numbers = (key.split(".")[1] for key in tensors if key.startswith("layers."))
     found = {0, *(int(n) for n in numbers if n.isdigit())}

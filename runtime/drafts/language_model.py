@@ -55,9 +55,9 @@ class LanguageModelDraft:
 
     def propose(self, text: list[int], depth: int, limit: int, context: DraftContext) -> Drafted:
         shortlists, length = context.shortlists, len(text)
-        if shortlists is not None and shortlists.routed and self._read == length - 1 > 0:
-            # Rounds without a router do not keep states: the token before the last is read again.
-            self._read -= self._states.at(length - 2) is None
+        routed = shortlists is not None and shortlists.routed
+        if routed and self._read == length - 1 > 0 and self._states.at(length - 2) is None:
+            self._read -= 1  # rounds without a router do not keep states: that token is read again
         if not context.plan.policy.is_tree:
             return self._propose_chain(text, depth, context)
         reader, lag = LanguageModelReader(self, text, shortlists), length - self._read

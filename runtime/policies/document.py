@@ -168,16 +168,18 @@ class Policy(Document):
         lower = f"lower the width{capped} or the window"
         expanded, nodes = sum(levels[:-1]), sum(levels)
         pool = width + max(0, depth - 1) * frontier * width
-        for count, limit, said, remedy in (
-            (pool, POOL_LIMIT, f"grow {pool} candidates", lower),
-            (expanded, EXPANDED_LIMIT, f"expand up to {expanded} nodes", lower),
-            (nodes * (top_n is None), NODE_LIMIT, f"verify up to {nodes} nodes",
-             f"give select.top_n, or {lower}"),
-        ):  # fmt: skip
-            if count > limit:
-                raise ValueError(
-                    f"width {width} and depth {depth} {said}, more than {limit}; {remedy}"
-                )
+        tree = f"width {width} and depth {depth}"
+        if pool > POOL_LIMIT:
+            raise ValueError(f"{tree} grow {pool} candidates, more than {POOL_LIMIT}; {lower}")
+        if expanded > EXPANDED_LIMIT:
+            raise ValueError(
+                f"{tree} expand up to {expanded} nodes, more than {EXPANDED_LIMIT}; {lower}"
+            )
+        if top_n is None and nodes > NODE_LIMIT:
+            raise ValueError(
+                f"{tree} verify up to {nodes} nodes, more than {NODE_LIMIT}; give select.top_n, or "
+                f"{lower}"
+            )
         if self.stratify is not None and top_n is not None:
             most = max(kept_nodes(top_n, self.stratify.fractions, self.stratify.alpha))
             if most > NODE_LIMIT:
@@ -331,12 +333,12 @@ def parse_policy(data: Any, *, where: str = "policy") -> AnyPolicy:
     with one line: what is wrong, where, and what to write instead."""
     try:
         refuse_excess(data)
-        return _parsed(data)
-    except ValidationError as error:
-        said = explain(error, Policy, _BLOCKS)
+        try:
+            return _parsed(data)
+        except ValidationError as error:
+            raise ValueError(explain(error, Policy, _BLOCKS)) from None
     except MALFORMED as error:
-        said = str(error)
-    raise PolicyError(f"{where}: {one_line(said, MESSAGE_LIMIT)}")
+        raise PolicyError(f"{where}: {one_line(str(error), MESSAGE_LIMIT)}") from None
 
 
 def parse_plain_policy(data: Any, *, where: str = "policy") -> Policy:

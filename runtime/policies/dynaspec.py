@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from operator import index
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy.typing as npt
 from pydantic import model_validator
 
 from spectune.runtime.policies.blocks import Artifact, Block, Budget
-from spectune.runtime.policies.refusals import stored_numbers
+from spectune.runtime.policies.refusals import stored_count, stored_numbers
 
 IntArray = npt.NDArray[np.int64]
 
@@ -120,7 +119,9 @@ class Clusters:
     ) -> Clusters:
         """The clusters of :meth:`to_document`. Raises one of :data:`refusals.MALFORMED` for
         anything else."""
-        of, count = stored_numbers(arrays, "of", "iu"), index(document["clusters"])
+        of, count = stored_numbers(arrays, "of", "iu"), stored_count(document, "clusters")
         if count > of.size:
             raise ValueError(f"{count} clusters are too many for {of.size} tokens")
-        return cls.of_assignment(of, count)
+        made = cls.of_assignment(of, count)
+        stored_count(document, "vocab", made.vocab)
+        return made

@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from operator import index
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from spectune.runtime.policies.blocks import Artifact, Block, Budget
-from spectune.runtime.policies.refusals import stored_numbers
+from spectune.runtime.policies.refusals import stored_count, stored_numbers
 
 IntArray = npt.NDArray[np.int64]
 
@@ -108,4 +107,6 @@ class Frequencies:
         """The frequencies of :meth:`to_document`. Raises one of :data:`refusals.MALFORMED` for
         anything else."""
         order = stored_numbers(arrays, "order", "iu").astype(np.int64)
-        return cls(order, index(document["always"]))
+        made = cls(order, stored_count(document, "always"))
+        stored_count(document, "vocab", made.vocab)
+        return made

@@ -84,6 +84,17 @@ def explain(error: ValidationError, root: type[BaseModel], blocks: Blocks) -> st
     return f"{shown}: {message}" + ("" if isinstance(value, Mapping) else f" (given: {text})")
 
 
+def stored_count(document: Mapping[str, Any], name: str, has: int | None = None) -> int:
+    """A whole number of an artifact's document; ``has``: what the artifact's arrays have. Raises
+    ValueError where it is none, or another, and KeyError where it is missing."""
+    count = document[name]
+    if type(count) is not int:
+        raise ValueError(f"{name} must be a whole number, not {count!r}")
+    if has is not None and count != has:
+        raise ValueError(f"its document says {name} {count}, its arrays have {has}")
+    return count
+
+
 def stored_numbers(
     arrays: Mapping[str, npt.NDArray[Any]], name: str, kinds: str = "fiu"
 ) -> npt.NDArray[Any]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from spectune.runtime.policies.dynaspec import Clusters
-from spectune.runtime.policies.refusals import stored_numbers
+from spectune.runtime.policies.refusals import stored_count, stored_numbers
 
 Document = dict[str, Any]
 Arrays = dict[str, npt.NDArray[Any]]
@@ -90,10 +90,16 @@ class Router:
         return sizes, {name: getattr(self, name).cpu().numpy() for name in ROUTER_WEIGHTS}
 
     @classmethod
-    def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> Router:
-        """The router of :meth:`to_document`, on the CPU. Raises ValueError for anything else."""
+    def from_document(
+        cls, document: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
+    ) -> Router:
+        """The router of :meth:`to_document`, on the CPU. Raises one of
+        :data:`refusals.MALFORMED` for anything else."""
         weights = (stored_numbers(arrays, name, "f") for name in ROUTER_WEIGHTS)
-        return cls(*(torch.from_numpy(w.astype(np.float32)) for w in weights))
+        made = cls(*(torch.from_numpy(w.astype(np.float32)) for w in weights))
+        for name in ("inputs", "hidden", "clusters"):
+            stored_count(document, name, getattr(made, name))
+        return made
 
 
 def top_clusters(scores: torch.Tensor, k: int) -> torch.Tensor:
@@ -135,7 +141,8 @@ class Routing:
         head = document["head"]
         if not isinstance(head, str):
             raise ValueError("head must be the hash of an output head")
-        return cls(Router.from_arrays(arrays), Clusters.from_document(document, arrays), head)
+        clusters = Clusters.from_document(document, arrays)
+        return cls(Router.from_document(document, arrays), clusters, head)
 
 
 def head_hash(weight: torch.Tensor) -> str:

@@ -29,9 +29,10 @@ class StaticGrowth(Block):
         if len(self.paths) > NODE_LIMIT:
             raise ValueError(f"a tree of {len(self.paths)} nodes exceeds the limit of {NODE_LIMIT}")
         known = set(self.paths)
+        if len(known) < len(self.paths):
+            twice = next(p for p in self.paths if self.paths.count(p) > 1)
+            raise ValueError(f"the path {list(twice)} is given twice")
         for path in self.paths:
-            if self.paths.count(path) > 1:
-                raise ValueError(f"the path {list(path)} is given twice")
             if not path:
                 raise ValueError("a path has at least one rank; the root itself is not listed")
             if len(path) > GAMMA_LIMIT:

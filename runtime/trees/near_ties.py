@@ -189,9 +189,9 @@ def _unconfident(rule: TreeRule, codes: OpenCodes, level: int, above: IntArray) 
     depths, entropies, joints = table.shape
 
     def key(entropy: IntArray, logp: IntArray) -> IntArray:
-        rows = table[min(level, depths) - 1, np.minimum(entropy, entropies - 1)]
-        joint = np.minimum(above + logp, joints - 1)
-        found = np.take_along_axis(rows, joint, axis=1).astype(np.int64)
+        rows = table[min(level, depths) - 1]
+        row, column = np.minimum(entropy, entropies - 1), np.minimum(above + logp, joints - 1)
+        found = rows[row[:, None], column].astype(np.int64)
         return np.where(found > rule.beta_code, CONFIDENCE_SCALE - found, INFINITE)
 
     of_entropy, of_logp = (

@@ -132,9 +132,23 @@ def request_rows(database: Database, only: TraceFilter = EVERYTHING) -> Iterator
     with database.read() as session:
         query = (
             select(
-                *(t.recording_id, t.ordinal, t.request_id, t.category, t.created_at, t.finish),
-                *(t.n_prompt, t.n_output, p.draft, p.gamma_max, p.acceptance),
-                *(t.rounds, t.drafted, t.accepted, t.seconds, p.n, p.survived),
+                t.recording_id,
+                t.ordinal,
+                t.request_id,
+                t.category,
+                t.created_at,
+                t.finish,
+                t.n_prompt,
+                t.n_output,
+                p.draft,
+                p.gamma_max,
+                p.acceptance,
+                t.rounds,
+                t.drafted,
+                t.accepted,
+                t.seconds,
+                p.n,
+                p.survived,
             )
             .join(RecordingRow, RecordingRow.id == t.recording_id)
             .join(p, and_(_chain_of_request(), *narrowed), isouter=not narrowed)
@@ -165,7 +179,13 @@ def acceptance_stats(
         query = (
             select(
                 *(of[g] for g in by),
-                *(t.recording_id, t.ordinal, p.n, p.acceptance * p.n, p.n, p.at_risk, p.survived),
+                t.recording_id,
+                t.ordinal,
+                p.n,
+                p.acceptance * p.n,
+                p.n,
+                p.at_risk,
+                p.survived,
             )
             .join(t, _chain_of_request())
             .join(RecordingRow, RecordingRow.id == t.recording_id)

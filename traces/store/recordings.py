@@ -403,7 +403,7 @@ def _requests(
             return unpacked(row, unpack, f"recording {recording}, request {row.ordinal}: {what}")
         except CorruptedChunkError as error:
             if skipped is None:
-                raise
+                raise CorruptedChunkError(f"{error}; the others still can") from error.__cause__
             draft = getattr(row, "draft", None)
             skipped.append(Skipped(recording, row.ordinal, draft, str(error.__cause__)))
             return None
