@@ -112,14 +112,11 @@ class Engine:
                 "that draft"
             )
         window = policy.window
-        if not isinstance(window, (FixedWindow, ByBatchWindow)):
-            raise PolicyError(
-                f"a window of kind {window.kind!r} is no table of draft tokens by batch size"
-            )
+        assert isinstance(window, (FixedWindow, ByBatchWindow))
         if policy.gamma_max > most:
             raise PolicyError(
-                f"this server drafts at most {most} tokens (num_speculative_tokens), not "
-                f"{policy.gamma_max}; start it with more"
+                f"this server drafts at most {most} tokens, not {policy.gamma_max}; start it "
+                "with more"
             )
         sizes = range(1, max_num_seqs + 1)
         return 0, *(

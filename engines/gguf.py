@@ -187,9 +187,11 @@ def _write_tokenizer(writer: Any, folder: Path, size: int) -> None:
     tokens = [f"<unused{i}>" for i in range(size)]
     types = [gguf.TokenType.UNUSED] * size
     for token, i in model["vocab"].items():
-        tokens[i], types[i] = token, gguf.TokenType.NORMAL
+        if i < size:  # others were added without an embedding
+            tokens[i], types[i] = token, gguf.TokenType.NORMAL
     for added in found.get("added_tokens", ()):
-        tokens[added["id"]], types[added["id"]] = added["content"], gguf.TokenType.CONTROL
+        if added["id"] < size:
+            tokens[added["id"]], types[added["id"]] = added["content"], gguf.TokenType.CONTROL
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)

@@ -66,7 +66,7 @@ def read_responses(path: str, draft: str, sampling: Sampling) -> Ingested:
         try:
             engine, own = _rounds(response)
             text = _trajectory(response, f"{number}", sampling)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise TraceError(f"{where}: no response of vLLM or SGLang: {error!r}") from None
         if engine:
             engines.add(engine)

@@ -81,8 +81,7 @@ class LlamaCpp(Running):
             "draft": None if self._draft is None else str(self._draft),
             "gamma": gamma,
             "n_ctx": self.wanted.max_len + self.wanted.most + SLACK,
-            "threads": self.wanted.threads
-            or int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
+            "threads": self.wanted.threads or _threads(),
         }
         self._server = subprocess.Popen(
             # -P: modules of engines/ have names of packages.
@@ -162,10 +161,18 @@ class LlamaCpp(Running):
             at.close()
 
 
+def _threads() -> int:
+    """What ``OMP_NUM_THREADS`` says (of ``4,2`` the first), else every core."""
+    said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(said) if said.isdigit() and int(said) else os.cpu_count() or 1
+
+
 def _rounds(told: Iterable[dict[str, Any]], began: float) -> tuple[list[Round], Finish]:
     """A request's rounds, and how its text ended. Raises EngineError for one that was cut off."""
     rounds: list[Round] = []
     for event in told:
+        if "error" in event:
+            raise EngineError(f"llama.cpp failed: {str(event['error'])[:200]}")
         if event["tokens"]:
             timings = event["timings"]
             if not rounds or _sums(timings) != _sums(rounds[-1][0]):
@@ -196,8 +203,8 @@ def _steps(rounds: Iterable[Round], draft: str, policy: str, arrived_s: float) -
                 drafted,
                 kept,
                 len(tokens),
-                draft,
-                policy,
+                draft=draft,
+                policy=policy,
                 round_s=ms / 1e3,
                 arrived_s=arrived_s,
                 ended_s=ended_s,

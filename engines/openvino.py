@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 
 from spectune.engines.abilities import OPENVINO
-from spectune.engines.gguf import gguf_file, kept
+from spectune.engines.gguf import folder_of, gguf_file, kept
 from spectune.engines.protocol import (
     Answered,
     Execution,
@@ -31,7 +31,7 @@ from spectune.engines.protocol import (
     chain_round,
     draft_of,
 )
-from spectune.runtime.pair import PairSpec, identity
+from spectune.runtime.pair import PairSpec, identity, model_config
 from spectune.runtime.words import eos_of
 from spectune.traces.errors import EngineError, PolicyError
 from spectune.traces.schema import Finish, Step
@@ -40,7 +40,6 @@ from spectune.traces.text import one_line
 PRECISION: Final = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 """Its defaults (bfloat16 where the processor has it, a cache of 8 bits) change texts."""
 MODEL: Final = "openvino_model.xml"
-CACHE_GB: Final = 1
 STEP_TOKENS: Final = 2048
 """Least tokens that a step may hold, so that a prompt of ordinary length is read in one."""
 
@@ -67,6 +66,7 @@ class OpenVino(Running):
         self._target = model_folder(spec.target, self.version)
         self._draft = None if draft is None else model_folder(draft, self.version)
         self._eos = set(eos_of(spec.target))
+        self._cache_gb = _cache_gb([spec.target, *([draft] if draft else [])], wanted)
         self._pipelines: dict[bool, Any] = {}
         self._sent = 0
 
@@ -102,7 +102,7 @@ class OpenVino(Running):
         import openvino_genai as genai
 
         config = genai.SchedulerConfig()
-        config.cache_size = CACHE_GB
+        config.cache_size = self._cache_gb
         config.max_num_seqs = self.wanted.max_num_seqs
         config.max_num_batched_tokens = max(self.wanted.max_len, STEP_TOKENS)
         config.enable_prefix_caching = False
@@ -177,6 +177,11 @@ class OpenVino(Running):
         batch, ended = pipeline.get_metrics().scheduled_requests, []
         draft, policy = self.wanted.draft, asked.policy.id
         for number, request in running.items():
+            if request.handle.get_status().name == "IGNORED":
+                raise EngineError(
+                    f"{OPENVINO.title}: request {request.prompt.id}: its tokens do not fit in the "
+                    "engine's cache"
+                )
             if not request.handle.can_read():
                 continue
             (output,) = request.handle.read().values()
@@ -191,8 +196,8 @@ class OpenVino(Running):
                     drafted,
                     accepted,
                     emitted,
-                    draft,
-                    policy,
+                    draft=draft,
+                    policy=policy,
                     batch=batch,
                     round_s=seconds,
                     arrived_s=request.arrived_s,
@@ -202,6 +207,19 @@ class OpenVino(Running):
             if output.finish_reason.name != "NONE":
                 ended.append(number)
         return ended
+
+
+def _cache_gb(models: Sequence[str], wanted: Wanted) -> int:
+    """GB of cache in which every request of a step has room for its longest text, in float32; one
+    more for each model, as the engine deals them out by whole ones."""
+    values = 0
+    for path in models:
+        config = model_config(folder_of(path))
+        heads = int(config["num_attention_heads"])
+        size = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
+        values += config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * size
+    tokens = wanted.max_num_seqs * (wanted.max_len + wanted.most)
+    return len(models) + int(tokens * values * 2 * 4 / 1e9)
 
 
 def model_folder(path: str, version: str) -> Path:

@@ -4,6 +4,7 @@ number of times, closed."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -48,7 +49,7 @@ class Load:
         """How many requests have come by ``now_s`` that were not sent yet: ``sent`` were,
         ``running`` of them are not answered. May be more than there are."""
         if self.arrivals:
-            return sum(moment <= now_s for moment in self.arrivals[sent:])
+            return bisect_right(self.arrivals, now_s) - sent
         return max(0, self.clients - running)
 
 
@@ -192,7 +193,14 @@ def draft_of(engine: Engine, spec: PairSpec, wanted: Wanted) -> str | None:
 
 
 def chain_round(
-    start: int, drafted: int, accepted: int, emitted: int, draft: str, policy: str, **when: Any
+    start: int,
+    drafted: int,
+    accepted: int,
+    emitted: int,
+    *,
+    draft: str = "",
+    policy: str,
+    **when: Any,
 ) -> Step:
     """A round that drafted a chain. ``when``: its batch and times, by :class:`Step`'s names."""
     return Step(

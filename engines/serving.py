@@ -2,8 +2,8 @@
 
 The engine's own threads enqueue and read an attribute, nothing else. A thread of ours opens the
 database, looks for publications and hands requests to their writers. While the database is away or
-slow the last good policy stays, and requests that no longer fit in the queue are dropped and
-counted.
+slow the last good policy stays; requests that no longer fit in a queue are dropped, counted and
+said.
 """
 
 from __future__ import annotations
@@ -106,18 +106,19 @@ class ServedStatus:
 class Served:
     """Follows the publications for a pair and records what is served of it.
 
-    ``pair`` names it, and is called in the thread of ours, as it may have to read whole weights;
-    what it raises is said, and nothing is recorded or followed then. ``initial`` is in force until
-    a publication whose draft tokens by batch size ``gammas`` knows; one that it raises for is
-    refused with that reason. ``say`` gets a line whenever something changed.
+    ``pair`` names it and the draft that is loaded, and is called in the thread of ours, as it may
+    have to read whole weights; what it raises is said, and nothing is recorded or followed then.
+    ``initial`` is in force until a publication whose draft tokens by batch size ``gammas`` knows,
+    asked with that draft's name; one that it raises for is refused with that reason. ``say`` gets a
+    line whenever something changed.
     """
 
     def __init__(
         self,
         place: Place,
-        pair: Callable[[], PairSpec],
+        pair: Callable[[], tuple[PairSpec, str]],
         initial: Table,
-        gammas: Callable[[AnyPolicy], tuple[int, ...]],
+        gammas: Callable[[AnyPolicy, str], tuple[int, ...]],
         say: Callable[[str], None],
         *,
         interval_s: float = 1.0,
@@ -127,14 +128,15 @@ class Served:
         self._pair, self._say, self._interval_s = pair, say, interval_s
         self._queue: queue.Queue[tuple[Trajectory, Sequence[Step]]] = queue.Queue(capacity)
         self._store: TraceStore | None = None
-        self._pair_id = ""
+        self._pair_id = self._draft = ""
         self._writers: dict[tuple[Sampling, Verifier], TrafficWriter] = {}
-        self._dropped, self._trouble = 0, ""
+        self._written = self._dropped = self._told = 0
+        self._lost, self._trouble = "", dict[str, str]()
         self._stop = threading.Event()
         self._source = WatchedSource(
             initial,
             self._fetch,
-            lambda policy, version: Table(gammas(policy), policy.id, version),
+            lambda policy, version: Table(gammas(policy, self._draft), policy.id, version),
             self._acknowledge,
             retry=(DatabaseError,),
         )
@@ -146,18 +148,20 @@ class Served:
         return self._source.current()
 
     def put(self, trajectory: Trajectory, steps: Sequence[Step]) -> None:
-        """Hands over a finished request. Never waits: it is dropped and counted where the queue is
-        full."""
+        """Hands over a finished request, whose rounds need no draft's name. Never waits: it is
+        dropped and counted where the queue is full, or nothing is recorded."""
         try:
+            if self._stop.is_set():
+                raise queue.Full
             self._queue.put_nowait((trajectory, steps))
         except queue.Full:
-            self._dropped += 1
+            self._dropped, self._lost = self._dropped + 1, "they come faster than they are written"
 
     @property
     def status(self) -> ServedStatus:
-        parts = [w.status for w in self._writers.values()]
+        parts = [w.status for w in tuple(self._writers.values())]
         return ServedStatus(
-            sum(p.written for p in parts),
+            self._written + sum(p.written for p in parts),
             self._dropped + sum(p.dropped for p in parts),
             self._queue.qsize() + sum(p.pending for p in parts),
             self.current().version,
@@ -168,7 +172,7 @@ class Served:
         self._stop.set()
         self._thread.join(timeout_s)
         deadline = time.monotonic() + timeout_s
-        for writer in self._writers.values():
+        for writer in tuple(self._writers.values()):
             writer.close(max(0.0, deadline - time.monotonic()))
             with suppress(DatabaseError):
                 if self._store is not None:
@@ -180,35 +184,50 @@ class Served:
 
     def _run(self) -> None:
         try:
-            spec = self._pair()
-            self._pair_id = spec.id
+            self._spec, self._draft = self._pair()
+            self._pair_id = self._spec.id
         except Exception as error:  # whatever a pair's files hold: the engine serves on
+            self._stop.set()
             self._say(f"nothing is recorded or followed: {reason_of(error)}")
             return
         look = 0.0
         while not self._stop.is_set():
             if time.monotonic() >= look:
-                self._guarded(lambda: self._look(spec))
+                self._guarded(self._look)
+                self._tell_lost()
                 look = time.monotonic() + self._interval_s
             self._guarded(self._dispatch)
             self._stop.wait(DISPATCH_S)
         if self._store is None:
-            self._guarded(lambda: self._open(spec))
+            self._guarded(self._open)
         self._guarded(self._dispatch)
 
     def _guarded(self, act: Callable[[], None]) -> None:
         """Does something with the database. What goes wrong is said once, and tried again at the
-        next turn."""
+        next turn; that it goes again is said, too."""
+        before = self._trouble.get(act.__name__, "")
         try:
             act()
         except Exception as error:  # whatever a database or a publication raises: it serves on
             trouble = str(error) if isinstance(error, DatabaseError) else reason_of(error)
-            if trouble != self._trouble:
+            if trouble != before:
                 self._say(f"{trouble}; serving goes on")
-            self._trouble = trouble
+            self._trouble[act.__name__] = trouble
+        else:
+            self._trouble[act.__name__] = ""
+            if before:
+                self._say("the database answers again")
 
-    def _open(self, spec: PairSpec) -> None:
-        store = TraceStore(open_database(self.place.url))
+    def _tell_lost(self) -> None:
+        """Says that requests are dropped, and why: the first, and whenever they have doubled."""
+        lost = self.status.dropped
+        if lost > 2 * self._told or (lost and not self._told):
+            failures = [w.status.error for w in self._writers.values() if w.status.error]
+            self._say(f"requests that are not recorded: {lost} ({(failures or [self._lost])[-1]})")
+            self._told = lost
+
+    def _open(self) -> None:
+        store, spec = TraceStore(open_database(self.place.url)), self._spec
         store.put_pair(self._pair_id, spec.name, spec.to_json())
         self._store = store
         self._say(
@@ -216,17 +235,14 @@ class Served:
             f"{store.database.name}"
         )
 
-    def _look(self, spec: PairSpec) -> None:
+    def _look(self) -> None:
         if self._store is None:
-            self._open(spec)
+            self._open()
         before = self._source.seen
         changed = self._source.poll()
         if self._source.seen != before:
             what = "in force" if changed else f"refused: {self._source.last_error}"
             self._say(f"publication {self._source.seen} is {what}")
-        if self._trouble:
-            self._say("the database answers again")
-        self._trouble = ""
 
     def _fetch(self) -> Published | None:
         assert self._store is not None
@@ -253,15 +269,21 @@ class Served:
         while self._store is not None and not self._queue.empty():
             trajectory = self._queue.queue[0][0]
             writer = self._writer(self._store, trajectory)  # may fail: then it is still there
-            item = self._queue.get_nowait()
+            steps = self._queue.get_nowait()[1]
             if writer is None:
                 self._dropped += 1
+                self._lost = f"they are sampled in more than {RECORDINGS_LIMIT} ways"
             else:
-                writer.put(*item)
+                named = [s._replace(draft=self._draft) if s.drafted else s for s in steps]
+                writer.put(trajectory, named)
 
     def _writer(self, store: TraceStore, of: Trajectory) -> TrafficWriter | None:
         """The writer of requests sampled like this one; None where there are too many kinds."""
         key = of.sampling, of.verifier
+        if key in self._writers and self._writers[key].gone:
+            done = self._writers.pop(key).close(0)
+            self._written += done.written
+            self._dropped += done.dropped
         if key not in self._writers:
             if len(self._writers) >= RECORDINGS_LIMIT:
                 return None

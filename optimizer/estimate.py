@@ -113,24 +113,28 @@ def course(
     be."""
     like = {"device": pair.device.type, "trees": wanted.tree_size[0] > 0}
     paces = [document.get("pace") or {} for _, _, _, document, _ in store.list_studies(pair.id)]
-    alike = [p for p in paces if p.get("tokens") and like.items() <= p.items()][:LOOKED_AT]
+    every = [p for p in paces if p.get("tokens") and like.items() <= p.items()]
+    alike = every[:LOOKED_AT]
+    # Those that found all recorded say nothing of recording.
+    made = [p for p in every if p["seconds"].get("record", 0.0) >= TOLD][:LOOKED_AT]
     tokens = None if workload is None else len(workload.requests) * wanted.options.max_new_tokens
+    told = [(name, pace) for pace in alike for name in pace["seconds"]]
+    told += [("record", pace) for pace in made]
     expected: dict[str, float] = {}
-    for pace in alike:
-        scale = 1.0 if tokens is None else tokens / pace["tokens"]
-        for name, seconds in pace["seconds"].items():
-            scaled = seconds if name == "profile" else seconds * scale
-            expected[name] = max(expected.get(name, 0.0), scaled)
+    for name, pace in told:
+        scale = 1.0 if tokens is None or name == "profile" else tokens / pace["tokens"]
+        expected[name] = max(expected.get(name, 0.0), pace["seconds"][name] * scale)
     race_s = wanted.budget_s * RACE_SHARE
     expected = (expected if alike else TYPICAL) | {
         "execute": race_s,
         "confirm": wanted.budget_s - race_s,
     }
     if not wanted.fresh:
-        drafts, trees = wanted.drafts_of(pair), wanted.prices_trees(pair)
-        if usable_profile(store, pair, drafts, datetime.now(UTC), trees=trees) is not None:
+        drafts, trees, now = wanted.drafts_of(pair), wanted.prices_trees(pair), datetime.now(UTC)
+        most = wanted.gamma_max
+        if usable_profile(store, pair, drafts, now, gamma_max=most, trees=trees) is not None:
             expected["profile"] = 0.0
-        if workload is None or _is_recorded(store, pair, wanted.options, workload):
+        if workload is not None and _is_recorded(store, pair, wanted.options, workload):
             expected["record"] = 0.0
     count = Counter(stages)
     return Course([(name, expected.get(name, 0.0) / count[name]) for name in stages], bool(alike))

@@ -68,7 +68,8 @@ class Executed:
 
 def finalists(found: Found, lab: UnderLoad, incumbent: Policy) -> list[Scored]:
     """Who is executed: the table, the best constant of each load, no speculation, and what is to be
-    beaten, each once."""
+    beaten, each once; that one first where it is none of the others, as the engine may not load its
+    draft."""
     those = [found.table, *found.best.values()]
     those += [] if found.nothing is None else [found.nothing]
     if incumbent.id not in {s.policy.id for s in those}:
@@ -78,7 +79,7 @@ def finalists(found: Found, lab: UnderLoad, incumbent: Policy) -> list[Scored]:
             }
         except (PolicyError, TraceError):  # too little was recorded
             predicted = {}
-        those.append(Scored(incumbent, predicted))
+        those.insert(0, Scored(incumbent, predicted))
     return list({s.policy.id: s for s in those}.values())
 
 
@@ -96,12 +97,18 @@ def passes_of(those: Sequence[Scored], budget_s: float) -> int:
 
 
 def execute_all(
-    lab: UnderLoad, spec: PairSpec, those: Sequence[Scored], passes: int, progress: Progress
+    lab: UnderLoad,
+    spec: PairSpec,
+    those: Sequence[Scored],
+    passes: int,
+    progress: Progress,
+    *,
+    threads: int | None = None,
 ) -> list[Executed]:
     """Every policy under every load, ``passes`` times in turn, on the engine that was recorded: it
     is started for each draft of each pass, so that what the machine does meanwhile falls on all
-    alike. Raises TraceError for texts that cannot be served again as they were, EngineError where
-    the engine fails."""
+    alike. Raises TraceError for texts that cannot be served again as they were, PairError or
+    EngineError where the engine cannot start with a draft, EngineError where it fails."""
     texts = _texts(lab)
     options = DecodeOptions(lab.info.sampling, texts[0].max_new_tokens)
     recorded = [Prompt("", text.category, tuple(text.prompt_ids.tolist())) for text in texts]
@@ -115,7 +122,7 @@ def execute_all(
     differ = dict.fromkeys((s.policy.id for s in those), 0)
     for draft, group in passes * list(groups.items()):
         most = max(1, *(s.policy.gamma_max for s in group))
-        wanted = Wanted(draft, most, lab.rules.max_num_seqs, longest)
+        wanted = Wanted(draft, most, lab.rules.max_num_seqs, longest, threads)
         with closing(start(lab.engine.name, spec, wanted)) as running:
             for policy, (name, load) in product((s.policy for s in group), lab.loads.items()):
                 prompts = numbered(recorded, len(load.arrivals) or lab.count)
@@ -141,7 +148,11 @@ def _texts(lab: UnderLoad) -> list[Trajectory]:
     texts = [_whole(lab.trace.trajectories[r]) for r in lab.trace.order]
     is_mixed = len({text.max_new_tokens for text in texts}) > 1
     if is_mixed or any(text.finish == "stop" for text in texts):
-        why = "for different numbers of tokens" if is_mixed else "to end at a stop string"
+        why = (
+            "for different numbers of tokens"
+            if is_mixed
+            else "to end at a stop string or token, or were left by their clients"
+        )
         raise TraceError(
             f"recording {lab.info.id}: its requests asked {why}, which an execution is not told; "
             "leave --execute out"

@@ -3,12 +3,14 @@ publish."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
+import torch
 
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.overlong import made_to_fit
@@ -45,7 +47,7 @@ def tuning_job(
     (None if the incumbent stays), why, and ``report``: what ``page`` returns of the study, the path
     of its page.
     """
-    loaded: dict[tuple[str, str, str], LoadedPair] = {}
+    loaded: dict[tuple[str, str, str, int | None], tuple[LoadedPair, int]] = {}
 
     def execute(job: Job, context: JobContext) -> Mapping[str, Any]:
         made = store.published_under(context.idempotency_key)
@@ -55,15 +57,19 @@ def tuning_job(
         check_payload(payload)
         spec = PairSpec.from_json(payload["pair"], where=f"schedule {job.schedule}")
         device, dtype = str(payload.get("device", "auto")), str(payload.get("dtype", "auto"))
-        key = (spec.id, device, dtype)
+        threads = payload.get("threads")
+        key = (spec.id, device, dtype, threads)
         if key not in loaded:
-            loaded[key] = load(spec, device=device, dtype=dtype, threads=payload.get("threads"))
+            pair = load(spec, device=device, dtype=dtype, threads=threads)
+            loaded[key] = pair, torch.get_num_threads()
+        pair, threads = loaded[key]
+        torch.set_num_threads(threads)  # another pair may have set others meanwhile
 
         def step(phase: str, done: int, total: int) -> None:
             context.check()
             progress(f"{job.schedule}: {phase}", done, total)
 
-        tuned = _tune(store, loaded[key], payload, context, step)
+        tuned = _tune(store, pair, payload, context, step)
         told = _told(tuned.to_json(), tuned.published.version if tuned.published else None)
         return {**told, "report": page(tuned.study)}
 
@@ -116,8 +122,9 @@ def _tune(
     )
 
     def in_time() -> TuneOptions:
-        """The comparison gets what is sensible of the time that is left: at most a third of it."""
-        return replace(wanted, budget_s=min(wanted.budget_s, max(1.0, context.remaining_s() / 3)))
+        """Race and confirmation get a third of the time that is left."""
+        left = context.remaining_s()
+        return replace(wanted, budget_s=max(1.0, left / 3)) if left < math.inf else wanted
 
     if payload.get("recorded"):
         window = timedelta(seconds=parse_duration(str(payload["recorded"])))
@@ -136,7 +143,8 @@ def gather(
     stored by any recording of it.
 
     Doing it again with the same ``key`` finds the recording made before, which is stored whole.
-    Raises TraceError when nothing was recorded.
+    Raises TraceError where nothing was recorded, or nothing by the coupled verifier: one comparison
+    decodes by one.
     """
     options = {**recording_options(pair, DecodeOptions()), "gathered": key}
     spec: dict[str, Any] = {"max_new_tokens": 0, "options": options, "source": "gathered"}
@@ -144,7 +152,14 @@ def gather(
         ready = store.find_recording(pair.id, None, Sampling(), **spec, state="complete")
         if ready is not None:
             return ready.id
-    found = store.recorded_since(pair.id, store.clock() - window)
+    since = store.clock() - window
+    found = store.recorded_since(pair.id, since, verifier="coupled")
+    if not found and (others := store.recorded_since(pair.id, since)):
+        raise TraceError(
+            f"none of the {len(others)} requests recorded with pair {pair.id} in the last "
+            f"{window} was decoded by the coupled verifier, as an engine's are not above "
+            "temperature 0; `tune --arrivals recorded` tunes for an engine's traffic"
+        )
     if not found:
         raise TraceError(
             f"nothing was recorded with pair {pair.id} in the last {window}; run `record`, or `run "
@@ -157,8 +172,6 @@ def gather(
         source, at = found[index]
         for request in store.iterate(source, drafts=(), ordinals=[at], steps=True):
             content = (request.trajectory.request_id, request.trajectory.output_ids.tobytes())
-            if request.trajectory.verifier != "coupled":
-                continue  # one comparison decodes by one verifier
             items.setdefault(content, (ordinal, request.trajectory, request.steps))
     made = store.create_recording(pair.id, None, Sampling(), **spec)
     store.append_trajectories(made.id, list(items.values()))

@@ -10,6 +10,7 @@ from typing import Any
 from spectune.engines.abilities import Engine
 from spectune.engines.protocol import Answered, Load, Prompt, Running
 from spectune.optimizer.execute import DecodeOptions, counts_of
+from spectune.runtime.cuda.found import hardware
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AnyPolicy
 from spectune.runtime.progress import Progress, silent
@@ -52,11 +53,13 @@ def execute(
 
 
 def about_recording(running: Running, options: DecodeOptions) -> dict[str, Any]:
-    """What else an engine's texts depend on, as stored with their recording: as the native
-    decoder's, and the engine's own."""
+    """What else an engine's texts and seconds depend on, as stored with their recording: as the
+    native decoder's, and the engine's own."""
+    here = running.engine.device  # of one that chooses its own, ``runs_on`` may name the hardware
     return {
         "stop_strings": list(options.stop_strings),
         "chat": options.chat,
+        **({} if here is None else {"hardware": hardware(here, running.wanted.threads)}),
         **running.runs_on,
         "engine": running.engine.name,
         "engine_version": running.version,

@@ -34,11 +34,13 @@ def usable_profile(
     drafts: tuple[str, ...],
     now: datetime,
     *,
+    gamma_max: int,
     trees: bool = False,
     since: datetime | None = None,
 ) -> StoredProfile | None:
     """The newest accepted profile of this pair in this environment that covers the drafts (and
-    their ``trees``), unless it is a day old, or older than ``since``."""
+    their ``trees``) and windows up to ``gamma_max`` (earlier ones do not say, and count), unless it
+    is a day old, or older than ``since``."""
     grown = {d for d in drafts if d != "ngram" and trees}
     here = environment(pair)
     same = {key: here[key] for key in ("device", "torch", "threads", "dtype")}.items()
@@ -46,6 +48,7 @@ def usable_profile(
         profile, made = found.profile, found.created_at
         recent = now - made < PROFILE_AGE and (since is None or made >= since)
         covers = set(drafts) <= set(profile.drafts) and grown <= set(profile.tree_drafts)
+        covers &= profile.environment.get("gamma_max", gamma_max) >= gamma_max
         if same <= profile.environment.items() and recent and covers:
             return found if profile.accepted(trees=trees) else None
     return None
@@ -105,7 +108,10 @@ def profile_for(
     """
     if not fresh or own_since is not None:
         since = own_since if fresh else None
-        found = usable_profile(store, pair, drafts, datetime.now(UTC), trees=trees, since=since)
+        now = datetime.now(UTC)
+        found = usable_profile(
+            store, pair, drafts, now, gamma_max=gamma_max, trees=trees, since=since
+        )
         if found is not None:
             return found
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())

@@ -30,8 +30,8 @@ as wide."""
 
 
 def to_beat(lab: UnderLoad, active: Publication | None) -> tuple[Policy, str]:
-    """(the policy in force, ""), or no speculation where nothing is, or where the engine cannot run
-    that: then with the reason."""
+    """(the policy in force, ""); no speculation where nothing is in force, or, with the reason,
+    where the engine cannot run what is."""
     if active is None:
         return AUTOREGRESSIVE, ""
     try:

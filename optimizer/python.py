@@ -28,6 +28,7 @@ from spectune.optimizer.overlong import made_to_fit
 from spectune.optimizer.record import Look
 from spectune.optimizer.record import record as do_record
 from spectune.optimizer.serving import last_good
+from spectune.optimizer.simulate.counted import counted, holds_counts
 from spectune.optimizer.simulate.trace import simulate as do_simulate
 from spectune.optimizer.tune import TuneOptions
 from spectune.optimizer.tune import tune as do_tune
@@ -47,7 +48,7 @@ from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
 from spectune.traces.workloads import Line, make_workload
 
 AnyPath = str | os.PathLike[str]
-Prompts = str | Workload | Iterable[str | Mapping[str, Any]]
+Prompts = AnyPath | Workload | Iterable[str | Mapping[str, Any]]
 """A workload as ``--workload`` names it (a file, ``demo``, ``hf:NAME``), or texts, or objects as a
 workload's lines are."""
 SHOWN = 50
@@ -177,7 +178,7 @@ def tune(
     """Finds the fastest policy, proves it by execution and publishes it, as the command does.
     Arguments are :func:`record`'s, and ``how`` takes TuneOptions' fields as well (``publish``,
     ``budget_s``, ``deployment``, ``tree_width`` ...). A row is a policy that was executed, fastest
-    first."""
+    first (by the race: on other requests tokens/s do not compare)."""
     own = [f.name for f in fields(TuneOptions)]
     loaded, workload, options = _prepared("tune", target, drafts, prompts, pair, how, own)
     wanted = TuneOptions(**{"options": options, "tell": lambda line: _warn([line]), **how})
@@ -187,7 +188,7 @@ def tune(
     done = f"published as version {version}" if version else "nothing published"
     speeds = ("predicted_tokens_per_s", "measured_tokens_per_s")
     keys = ("role", "label", *speeds, "ratio_to_incumbent", "ratio_to_autoregressive")
-    ranked = sorted(data["candidates"], key=lambda c: -float(c["measured_tokens_per_s"]))
+    ranked = sorted(data["candidates"], key=lambda c: -float(c["ratio_to_leader"]))
     return Result(
         f"{tuned.winner.policy.label()}: {tuned.reason}; {done}",
         data,
@@ -211,12 +212,15 @@ def simulate(
         on = device or str(info.options.get("device", "cpu"))
         stored = store.latest_profile(info.pair_id, on, None)
         chosen = _policy(store, policy, info.pair_id, on, deployment)
-        replayed, _, approximate = do_simulate(
-            store, info.id, chosen, stored.profile if stored else None
-        )
+        if holds_counts(info):
+            found, approximate = counted(info, chosen)
+        else:
+            profile = stored.profile if stored else None
+            replayed, _, approximate = do_simulate(store, info.id, chosen, profile)
+            found = replayed.outcome()
     if approximate:
         _warn([f"approximate: {approximate}"])
-    return _outcome(replayed.outcome(), chosen, "predicted")
+    return _outcome(found, chosen, "predicted")
 
 
 def run(
@@ -304,8 +308,8 @@ def _pair(
 
 
 def _workload(prompts: Prompts, read: dict[str, Any]) -> Workload:
-    if isinstance(prompts, str):
-        return load_workload([prompts], **read)
+    if isinstance(prompts, (str, os.PathLike)):
+        return load_workload([os.fspath(prompts)], **read)
     is_whole = isinstance(prompts, Workload)
     if refused := sorted(read.keys() - (set() if is_whole else {"turns"})):
         kind = "a Workload" if is_whole else "a list of them"

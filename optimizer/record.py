@@ -51,8 +51,8 @@ def whole_texts(trajectories: Iterable[Trajectory]) -> list[list[int]]:
 def texts_to_profile(
     store: TraceStore, pair_id: str, recording: str | None
 ) -> tuple[str | None, Sequence[Trajectory]]:
-    """A recording's id and texts: the one named, else the pair's newest that is complete; (None,
-    ()) where there is none.
+    """A recording's id and texts: the one named, else the pair's newest that is complete and holds
+    any; (None, ()) where there is none.
 
     Raises NotFoundError where none has that name, TraceError where the one named holds no text.
     """
@@ -60,12 +60,13 @@ def texts_to_profile(
         names = [r.id for r in store.list_recordings(pair_id, state="complete")]
     else:
         names = [recording]
-    if not names:
-        return None, ()
-    found = store.load(names[0], (), skip_corrupted=True)
-    if recording is not None and not found.requests:
-        raise TraceError(f"recording {found.info.id} holds no text; name another, or none")
-    return (found.info.id if found.requests else None), found.trajectories
+    for name in names:
+        found = store.load(name, (), skip_corrupted=True)
+        if found.requests:
+            return found.info.id, found.trajectories
+        if recording is not None:
+            raise TraceError(f"recording {found.info.id} holds no text; name another, or none")
+    return None, ()
 
 
 def recording_options(pair: LoadedPair, options: DecodeOptions) -> dict[str, Any]:

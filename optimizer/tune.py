@@ -86,11 +86,11 @@ class TuneOptions:
     race against the baselines, and the winner is confirmed, in at most ``passes`` each and together
     about ``budget_s``. ``fresh`` uses nothing that was stored before, but what was made under the
     same ``idempotency_key``. ``guard`` is called in the transaction that publishes, and raises
-    where the caller may not; ``publishing`` is entered around it, with what is published. What is
-    in force in the ``deployment`` is the incumbent, and is what is replaced. ``tell`` is called
-    with what a user should know of the workload before the work goes on, ``begins`` with the name
-    of each of :data:`STAGES`. ``workers``: who replay what is searched
-    (:func:`optimizer.simulate.distributed.connected`); None: this process."""
+    where the caller may not; ``publishing`` is entered around it, and again around what is stored
+    after it, with what was found so far. What is in force in the ``deployment`` is the incumbent,
+    and is what is replaced. ``tell`` is called with what a user should know of the workload before
+    the work goes on, ``begins`` with the name of each of :data:`STAGES`. ``workers``: who replay
+    what is searched (:func:`optimizer.simulate.distributed.connected`); None: this process."""
 
     options: DecodeOptions = field(default_factory=DecodeOptions)
     drafts: tuple[str, ...] = ()
@@ -189,11 +189,13 @@ def tune_recording(
     progress: Progress = silent,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Tuned:
-    """Tunes on an existing recording (of served traffic, say). ``seconds`` are those that stages
-    took before."""
+    """Tunes on an existing recording (of served traffic, say), whose texts say by what sampling and
+    verifier. ``seconds`` are those that stages took before. Raises TraceError where an engine
+    sampled them."""
     if seconds is None:
         texts = store.load(recording, (), skip_corrupted=True).trajectories
         _tell_number(wanted, [t.category for t in texts])
+        wanted = as_recorded(wanted, recording, texts[0])
     tuning = Tuning(store, pair, recording, wanted, progress, clock, dict(seconds or {}))
     for name, stage in STAGES:
         began = clock()
@@ -201,6 +203,18 @@ def tune_recording(
         stage(tuning)
         tuning.seconds[name] = tuning.seconds.get(name, 0.0) + clock() - began
     return tuning.conclude()
+
+
+def as_recorded(wanted: TuneOptions, recording: str, text: Trajectory) -> TuneOptions:
+    """A tuning by the sampling and the verifier of a recorded text, whatever was asked for. Raises
+    TraceError for one that an engine sampled: no policy decodes it here."""
+    if text.verifier == "greedy" and not text.sampling.greedy:
+        raise TraceError(
+            f"recording {recording} was sampled by an engine, which drafts greedily; "
+            "`tune --arrivals recorded` tunes for an engine's traffic, or `record` its prompts here"
+        )
+    how = replace(wanted.options, sampling=text.sampling, verifier=text.verifier)
+    return replace(wanted, options=how)
 
 
 def _tell_number(wanted: TuneOptions, categories: Sequence[str]) -> None:
@@ -540,7 +554,8 @@ class Tuning:
         chosen += [self.chooser] if self.chooser is not None else []
         roles = {f"finalist {i + 1}": policy for i, policy in enumerate(chosen)}
         roles["autoregressive"] = AUTOREGRESSIVE
-        if (fixed := study.best(is_fixed)) is not None:
+        fixed = study.best(lambda policy: is_fixed(policy) and not policy.is_tree)
+        if fixed is not None:
             plain = transformers_heuristic(fixed.policy.draft, wanted.gamma_max)
             roles |= {"best fixed gamma": fixed.policy, "transformers heuristic": plain}
         return {**roles, "incumbent": incumbent}
@@ -609,7 +624,9 @@ class Tuning:
         store, pair, wanted = self.store, self.pair, self.wanted
         incumbent = next(c for c in self.executed if c.policy.id == self.incumbent.id)
         in_force = self.active is not None and not self.unusable
-        reason, chosen, replaces = verdict(self.winner, incumbent, self.confirmed, in_force)
+        reason, chosen, replaces = verdict(
+            self.winner, incumbent, self.confirmed, in_force, publishes=wanted.publish
+        )
         doubted = doubts(self.profile, trees=wanted.prices_trees(pair))
         tuned = Tuned(
             winner=chosen,
@@ -630,10 +647,11 @@ class Tuning:
             left_out=self.left_out,
             workload=self.workload,
         )
-        store.put_policy(chosen.policy.id, chosen.policy.spelled_out(), chosen.policy.label())
         with wanted.publishing(tuned):
+            store.put_policy(chosen.policy.id, chosen.policy.spelled_out(), chosen.policy.label())
             if replaces and wanted.publish:
                 tuned = self.published(tuned)
+        with wanted.publishing(tuned):
             store.put_artifact(
                 EVIDENCE,
                 self.evidence(tuned),

@@ -10,11 +10,13 @@ from functools import partial
 from itertools import groupby, pairwise
 from typing import Final
 
+import numpy as np
+
 from spectune.engines.abilities import Engine, engine_named
 from spectune.engines.protocol import Load
 from spectune.engines.rules import ServingRules, rules_of
 from spectune.optimizer.search import TIE
-from spectune.optimizer.simulate.load import Objective, Served, loads_of
+from spectune.optimizer.simulate.load import Objective, Served, loads_of, recorded_arrivals
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.served_costs import ServedCosts, costs_of_engine
 from spectune.optimizer.simulate.serving import Simulated, serve
@@ -22,7 +24,7 @@ from spectune.optimizer.simulate.trace import open_trace
 from spectune.runtime.policies.document import ByBatchWindow, FixedWindow, Policy
 from spectune.runtime.progress import Progress
 from spectune.traces.errors import PolicyError
-from spectune.traces.recording import RecordingInfo
+from spectune.traces.recording import RecordedRequest, RecordingInfo
 from spectune.traces.store import TraceStore
 
 SWEEPS: Final = 3
@@ -94,7 +96,11 @@ def under_load(
         _constant(draft, costs.passes[draft][1]) for draft in costs.drafts if draft
     ]
     trace = open_trace(store, info.id, wanted).trace
-    requests = store.load(info.id, steps=True).requests if asked.startswith("recorded") else ()
+    requests: Sequence[RecordedRequest] = ()
+    if asked.partition("@")[0] == "recorded":
+        requests = store.load(info.id, (), steps=True).requests
+        # They are stored in the order in which they ended.
+        trace = trace.select(np.argsort(recorded_arrivals(requests), kind="stable"))
     count = limit or len(trace.order)
     return UnderLoad(
         info, engine, rules, costs, trace, loads_of(asked, requests, count, limit), objective, count

@@ -206,11 +206,17 @@ def weighed(
 
 
 def verdict(
-    winner: Candidate, incumbent: Candidate, confirmed: Confirmation | None, published: bool
+    winner: Candidate,
+    incumbent: Candidate,
+    confirmed: Confirmation | None,
+    published: bool,
+    *,
+    publishes: bool = True,
 ) -> tuple[str, Candidate, bool]:
     """(why, the candidate to be in force, whether that is to be published). ``published``: whether
-    the incumbent is in force."""
-    stays = "the incumbent stays" if published else "autoregression is published"
+    the incumbent is in force; ``publishes``: whether this tuning puts anything there."""
+    first = "autoregression is published" if publishes else "decoding without a draft stays"
+    stays = "the incumbent stays" if published else first
     if confirmed is None or winner.policy.id == incumbent.policy.id:
         return f"nothing executed is faster than the incumbent; {stays}", incumbent, not published
     if not confirmed.holds:

@@ -16,7 +16,13 @@ from spectune.runtime.drafts.eagle_head import EagleHead
 from spectune.runtime.generation_settings import Process, Settings, processor
 from spectune.runtime.models import CausalModel, load_model, pick_device, pick_dtype
 from spectune.runtime.pair import PairSpec, check_threads, is_head, is_local, translated
-from spectune.runtime.words import Texts, check_tokenizer, ends_of, target_tokenizer
+from spectune.runtime.words import (
+    Texts,
+    check_tokenizer,
+    ends_of,
+    target_tokenizer,
+    tokenizer_of,
+)
 from spectune.traces.errors import PairError
 
 
@@ -86,6 +92,8 @@ SMALL = 32_000_000
 """Parameters below which one CPU thread decodes as fast as several (measured, docs/log.md): passes
 are too short to be shared, and threads that wait for each other slow down whatever else runs on the
 machine."""
+_OWN_CHOICE = torch.get_num_threads()
+"""Torch's threads before a pair asked for others: they are the whole process's."""
 
 
 def load_pair(
@@ -120,18 +128,19 @@ def load_pair(
             heads[name] = load_head(path, name=name, target=target, device=where, dtype=kind)
             continue
         model = load_model(path, name=name, device=where, dtype=kind)
+        check_tokenizer(name, path, tokenizer)
+        if model.vocab_size < target.vocab_size and tokenizer_of(path) is not None:
+            model.widen(target.vocab_size)
         if model.vocab_size != target.vocab_size:
             raise PairError(
                 f"draft {name!r} has a vocabulary of {model.vocab_size} tokens, the target one of "
                 f"{target.vocab_size}; a draft must share the target's tokenizer"
             )
-        check_tokenizer(name, path, tokenizer)
         loaded[name] = model
     small = where.type == "cpu" and target.num_parameters < SMALL
-    if threads is None and small and "OMP_NUM_THREADS" not in os.environ:
-        threads = 1
-    if threads is not None:
-        torch.set_num_threads(threads)
+    if threads is None:
+        threads = 1 if small and "OMP_NUM_THREADS" not in os.environ else _OWN_CHOICE
+    torch.set_num_threads(threads)
     target.taps = tuple(sorted({tap for head in heads.values() for tap in head.taps}))
     with translated(f"target: eos_token_id of {spec.target}"):
         eos = getattr(target.model.generation_config, "eos_token_id", None)

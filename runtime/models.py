@@ -40,6 +40,8 @@ CHUNK = 512
 """Longest pass over a prompt; longer ones are cut so that masks stay small."""
 FINAL = -1
 """As a tap: the last hidden state, after the final norm."""
+LOGITS_AWAY = 0.1
+"""Part of the largest logit by which ours may differ from the model's own, in any dtype."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -215,21 +217,26 @@ class CausalModel(SlotModel):
     def __init__(self, model: Any, name: str) -> None:
         attention.register()
         config = model.config.get_text_config()
-        windows = getattr(config, "layer_types", None) or []
-        if any("sliding" in str(kind) for kind in windows) or getattr(
-            config, "attn_logit_softcapping", None
-        ):
+        kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
+        kinds = kinds - {"full_attention"}
+        if kinds or getattr(config, "attn_logit_softcapping", None):
             raise PairError(
-                f"{name}: models with sliding-window or soft-capped attention are not supported yet"
+                f"{name}: attention of kind {min(kinds, default='soft-capped')} is not supported "
+                "yet; layers must be of full attention"
             )
         model.set_attn_implementation(attention.NAME)
+        if config._attn_implementation != attention.NAME:
+            raise PairError(
+                f"{name}: {type(model).__name__} has an attention of its own, which is not "
+                "supported yet"
+            )
         self.model = model.eval().requires_grad_(False)  # so that no pass records a graph
         embed, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         layers = int(config.num_hidden_layers)
         super().__init__(name, list(model.parameters()), embed, lm_head, layers)
         self.hidden_size = int(getattr(config, "hidden_size", 0))
         self.vocab_size = int(lm_head.weight.shape[0])
-        self.max_positions = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
+        self.max_positions = _reach(config)
         self._decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
         # transformers 5.24 renames the argument, and forgets the former name in 5.40.
         known = inspect.signature(self._decoder.forward).parameters
@@ -237,6 +244,19 @@ class CausalModel(SlotModel):
         self._taps: tuple[int, ...] = ()
         self._hooks: list[Any] = []
         self._hooked = _Hooked()
+
+    def widen(self, vocab: int) -> None:
+        """Tokens from the model's own vocabulary's size up to ``vocab`` get a logit of -inf: rows
+        that only fill up the matrix of a larger model with the same tokenizer."""
+        self._token_ids = torch.arange(self.vocab_size, device=self.device)
+        self.vocab_size = vocab
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        return super().embedded(self._known(ids))
+
+    def _known(self, ids: Tensor) -> Tensor:
+        """``ids``, those that the model has no row for as its last token."""
+        return ids if self._token_ids is None else ids.clamp_max(len(self._token_ids) - 1)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -325,7 +345,7 @@ class CausalModel(SlotModel):
     ) -> tuple[Tensor, dict[int, Tensor]]:
         taps = self._hooked.rows = {}
         out: Tensor = self._decoder(
-            input_ids=ids[None],
+            input_ids=self._known(ids)[None],
             position_ids=positions[None],
             attention_mask=None if mask is None else mask[None, None],
             use_cache=True,
@@ -409,8 +429,42 @@ def load_model(path: str, *, name: str, device: torch.device, dtype: torch.dtype
                 f"({len(missing)} such tensors)"
             )
         loaded = CausalModel(model.to(device), name)
-        loaded.canonical([0])  # shapes that do not fit each other are told here
+        away = _away(loaded)
+    if not away < LOGITS_AWAY:
+        raise PairError(
+            f"{name}: {path} makes its logits in a way that is not supported yet: they are scaled "
+            f"or capped, or its attention is another (off by {away:.0%} of the largest)"
+        )
     return loaded
+
+
+def _reach(config: Any) -> int:
+    """Tokens up to which hidden states are functions of the prefix as they are computed here. A
+    sliding window shows all of a shorter text; LongRoPE turns keys in another way from its switch
+    on."""
+    reach = [int(getattr(config, "max_position_embeddings", 0) or 1 << 20)]
+    if not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None):
+        reach.append(int(config.sliding_window))
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        first = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        reach += [int(first)] if first else []
+    return min(reach)
+
+
+@torch.no_grad()
+def _away(loaded: CausalModel) -> float:
+    """How far the logits after two tokens, read one after the other, are from those of the model's
+    own forward pass, as a part of the largest. Shapes that do not fit each other are told here."""
+    # Token 0 is often padding, whose embedding is zero.
+    ids = torch.arange(1, 3, device=loaded.device) % loaded.vocab_size
+    loaded.reserve(2)
+    loaded.chain(ids[:1], 0, logits=1)
+    ours = loaded.chain(ids[1:], 1, logits=1)[0]
+    theirs = loaded.model(input_ids=ids[None], use_cache=False).logits[0, -1].float()
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
 
 
 def _check_layers(config: Mapping[str, Any], where: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -105,6 +106,11 @@ def stream_key(seed: int, position: int, stream: str = "target", salt: int = 0) 
     return _mix(_mix(_mix(seed ^ _STREAMS[stream]) ^ position) ^ salt)
 
 
+ROWS_KEPT: Final = 256
+NOISE_KEPT: Final = 1 << 26
+"""Rows of noise that are kept, more where they are short: so many numbers in all."""
+
+
 class Noise:
     """The target's noise of one request, row by row, kept for the positions of the current round.
 
@@ -120,6 +126,8 @@ class Noise:
         if position not in self._rows:
             key = stream_key(self._seed, position)
             self._rows[position] = gumbel_row(key, self._vocab, self._device)
+            if len(self._rows) > max(ROWS_KEPT, NOISE_KEPT // self._vocab):
+                del self._rows[next(iter(self._rows))]
         return self._rows[position]
 
     def forget_before(self, position: int) -> None:

@@ -7,7 +7,15 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from spectune.runtime.pair import PairSpec, checkpoint, expanded, is_local, model_config, translated
+from spectune.runtime.pair import (
+    PairSpec,
+    checkpoint,
+    expanded,
+    is_head,
+    is_local,
+    model_config,
+    translated,
+)
 from spectune.traces.errors import PairError, WorkloadError
 from spectune.traces.files import is_file
 from spectune.traces.schema import Request
@@ -53,7 +61,7 @@ class Texts:
     def stopper(self, strings: tuple[str, ...]) -> Callable[[list[int], list[int]], int | None]:
         """Finds the first new token at which one of ``strings`` has appeared in the decoded
         output."""
-        longest = max(len(s) for s in strings)
+        longest = max(len(s.encode()) for s in strings)  # a token holds a byte at least
 
         def ends_at(output: list[int], new: list[int]) -> int | None:
             tail = output[-(longest + 8) :]
@@ -103,8 +111,9 @@ def load_words(spec: PairSpec) -> Words:
     for name, path in spec.drafts:
         check_tokenizer(name, path, found)
     eos = eos_of(spec.target) or ends_of(found.eos_token_id)
-    folders = map(checkpoint, (spec.target, *dict(spec.drafts).values()))
-    configs = [model_config(folder) for folder in folders if folder is not None]
+    models = (spec.target, *(path for _, path in spec.drafts if not is_head(path)))
+    configs = [model_config(folder) for folder in map(checkpoint, models) if folder is not None]
+    configs = [c | (c.get("text_config") or {}) for c in configs]
     sizes = [c[name] for c in configs for name in POSITIONS if c.get(name) is not None]
     if not sizes:
         raise PairError(

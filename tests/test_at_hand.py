@@ -175,7 +175,7 @@ def test_advice_decodes_as_the_command_did() -> None:
     way."""
     asked = shlex.split(
         "--pair demo --workload w.jsonl --top-p 0.9 --stop END --stop 'x y' --no-chat "
-        "--overlong skip"
+        "--overlong skip --dtype bfloat16 --threads 1"
     )
     root = click.Context(main, info_name="spectune")
     with main.commands["tune"].make_context("tune", asked, parent=root):
@@ -183,6 +183,7 @@ def test_advice_decodes_as_the_command_did() -> None:
     assert shlex.split(said)[:4] == ["spectune", "run", "--policy", "active"]
     found = parsed(shlex.split(said)[1:]).params
     told = {"pair": "demo", "workloads": ("w.jsonl",), "top_p": 0.9, "overlong": "skip"}
+    told |= {"dtype": "bfloat16", "threads": 1}
     assert found.items() >= {**told, "stop_strings": ("END", "x y"), "no_chat": True}.items()
 
 

@@ -9,6 +9,8 @@ import sqlite3
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
 SHORT = {"max_new_tokens": 16}
 LESS = {"trials": 8, "finalists": 2, "budget": "1s", "gamma_max": 12}
 QUICK = {**LESS, "tree_width": 2, "tree_depth": 3}
+CHAINS = {**LESS, "tree_width": 0}
 SIX = {"requests": 6, "duplicates": 0, "few": {"a": 3, "b": 3}}
 """What is said of six requests of the workload."""
 Options = dict[str, Any]
@@ -317,17 +320,6 @@ def test_traces(door: Door, folder: Path, recording: str, tmp_path: Path) -> Non
     assert other.json("db check")["ok"] is True
 
 
-def test_served_texts_can_be_tuned_on(door: Door, workload: Options, tuned: dict[str, Any]) -> None:
-    run = door.call("run", **workload, policy=FIXED, record=True, json=True)
-    assert one_object(run.stdout).keys() >= USAGE
-    served = run.stderr.split("recording ")[1].split()[0]
-    info = next(r for r in door.json("traces list")["recordings"] if r["id"] == served)
-    assert (info["source"], info["state"], info["drafts"]) == ("serve", "complete", {})
-    again = door.json("tune", **QUICK, recording="latest", no_publish=True)
-    assert again["recording"] == served
-    assert again["published"] is None
-
-
 def test_a_quick_tuning_leaves_trees_out_and_says_so(
     door: Door, workload: Options, tuned: dict[str, Any]
 ) -> None:
@@ -350,6 +342,17 @@ def test_a_quick_tuning_leaves_trees_out_and_says_so(
     assert set(grown) == {"chain"}
 
 
+def test_served_texts_can_be_tuned_on(door: Door, workload: Options, tuned: dict[str, Any]) -> None:
+    run = door.call("run", **workload, policy=FIXED, record=True, json=True)
+    assert one_object(run.stdout).keys() >= USAGE
+    served = run.stderr.split("recording ")[1].split()[0]
+    info = next(r for r in door.json("traces list")["recordings"] if r["id"] == served)
+    assert (info["source"], info["state"], info["drafts"]) == ("serve", "complete", {})
+    again = door.json("tune", **CHAINS, recording="latest", no_publish=True)
+    assert again["recording"] == served
+    assert again["published"] is None
+
+
 def test_an_unfinished_recording_is_tuned_on_and_said_to_be_one(
     door: Door, workload: Options, tuned: dict[str, Any], recording: str, tmp_path: Path
 ) -> None:
@@ -362,11 +365,11 @@ def test_an_unfinished_recording_is_tuned_on_and_said_to_be_one(
         source.backup(database)
         unfinished = "UPDATE recording SET state = 'recording', finished_at = NULL WHERE id = ?"
         database.execute(unfinished, (recording,))
-    found = other.call("tune", **QUICK, recording=recording, no_publish=True, json=True)
+    found = other.call("tune", **CHAINS, recording=recording, no_publish=True, json=True)
     assert one_object(found.stdout)["recording"] == recording
     assert f"{recording} was never finished: tuning on the 6 requests it holds (`" in found.stderr
     assert one_object(found.stdout)["workload"].items() >= SIX.items()
-    whole = door.call("tune", **workload, **QUICK, limit=6, no_publish=True)
+    whole = door.call("tune", **workload, **CHAINS, limit=6, no_publish=True)
     assert "decode:" not in whole.stderr, "what is recorded is found"
     assert "fewer than 5 requests in a 3, b 3" in whole.stderr
     assert "never finished" not in whole.stderr
@@ -491,6 +494,21 @@ def test_a_page_that_cannot_be_made_costs_no_results(
     assert one_object(found.stdout)["report"] is None
     assert "the database went away" in found.stderr
     assert found.exit_code == (2 if asked else 0)
+
+
+def test_what_was_not_compared_is_not_to_be_replaced(
+    door: Door, recording: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a version came into force during a tuning, its winner is shown, not proposed."""
+    incumbent = replace(PLAIN, role="incumbent")
+    how: Options = {"recording": recording, "no_publish": True, "report": "none"}
+    for by in (None, 7):
+        done = replace(results(WINNER, incumbent, WINNER, incumbent), superseded_by=by)
+        found = partial(lambda done, *_args, **_more: done, done)
+        monkeypatch.setattr(spectune.optimizer.tune, "tune_recording", found)
+        shown = door.call("tune", **QUICK, **how).stdout
+        assert "policies show" in shown
+        assert ("policies activate" in shown) == (by is None)
 
 
 def test_a_tuning_leaves_a_report(door: Door, tuned: dict[str, Any], tmp_path: Path) -> None:

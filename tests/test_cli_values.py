@@ -11,6 +11,7 @@ import click
 import pytest
 from doors import Door, commands, write_lines, write_workload
 
+from spectune.optimizer.commands.schedules import _from_anywhere
 from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.payload import tuning_workload
 from spectune.optimizer.schedule import ScheduleError
@@ -129,6 +130,21 @@ def test_the_choice_of_turns_is_kept_by_a_schedule(
     added = door.json("schedule add n --every 6h", workload=chats, **choice)
     assert added["payload"]["turns"] == turns
     assert len(tuning_workload(added["payload"]).requests) == count
+
+
+def test_a_schedules_files_and_folders_are_found_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "set").mkdir()
+    for given, kept in (
+        ("demo", "demo"),
+        ("w.jsonl", f"{tmp_path}/w.jsonl"),
+        ("hf:openai/gsm8k,main:test", "hf:openai/gsm8k,main:test"),
+        ("hf:./set", f"hf:{tmp_path}/set"),
+        ("hf:set,main:test", f"hf:{tmp_path}/set,main:test"),
+    ):
+        assert _from_anywhere(given) == kept
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,9 @@ def test_a_recording_that_is_named_says_which_pair(folder: Path, tiny_pair: Path
     short = {"workload": "chats.jsonl", "max_new_tokens": 4}
     made = DOOR.json("record", pair="pair.json", **short)
     other = {"SPECTUNE_PAIR": str(tiny_pair)}
+    Path("spectune.toml").write_text("[sampling]\ntemperature = 0.7\n")  # refused where typed
     again = DOOR.call("record", resume=made["recording"], json=True, env=other)
+    Path("spectune.toml").unlink()
     assert json.loads(again.stdout)["pair"] == made["pair"]
     assert "was made with pair" in DOOR.refused("record", resume="latest", pair=tiny_pair)
     assert f"profile of pair {made['pair']} " in DOOR.call("fit chooser").stderr

@@ -24,6 +24,7 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prepared_chooser import AnyPlan
+from spectune.traces.errors import EngineError
 from spectune.traces.schema import Request, Sampling, Trajectory, Workload
 from spectune.traces.store import Publication, TraceStore
 
@@ -99,6 +100,20 @@ def test_a_deployments_life_at_two_temperatures(
         ("canary", "tiny-llama", fixed(5).id, 0.7),
         ("default", "tiny-llama", fixed(2).id, 0.0),
     ]
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_what_was_tuned_on_another_device_was_not_tuned_here(
+    url: str, store: TraceStore, tiny_pair: Path, pair: LoadedPair
+) -> None:
+    publish(store, pair, fixed(2), 0.0)
+    hot = tuned_for(Sampling(0.7), "coupled")
+    store.publish(pair.id, "cuda", fixed(2).id, actor="tune", sampling=hot)
+    of = ("--pair", tiny_pair, "--device", "cpu")
+    Door(url).json("policies", "activate", fixed(2).id, *of, "--deployment", "canary")
+    now = store.active_publication(pair.id, "cpu", "canary")
+    assert now is not None
+    assert now.sampling == tuned_for(Sampling(0.0), "coupled")
 
 
 def test_the_environment_names_the_deployment(tmp_path: Path, tiny_pair: Path) -> None:
@@ -205,3 +220,25 @@ def test_a_run_is_labelled_by_what_ran_in_each_round(pair: LoadedPair) -> None:
     )
     assert label_of(shares[:1], early[:1]) == fixed(2).label()
     assert "fixed(gamma=7)" not in str(changes_json(shares, changes))
+
+
+@pytest.mark.parametrize("command", ["run", "record"])
+def test_an_engine_follows_the_deployment_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """On a device of its own choice, unless another deployment is named."""
+
+    def stops(*_: object) -> None:
+        raise EngineError("not started here")
+
+    monkeypatch.setattr("spectune.engines.start.start", stops)
+    monkeypatch.setattr("spectune.runtime.cuda.found.sees_cuda", lambda: True)
+    door = Door(str(tmp_path / "x.db"))
+    for engine, named, where in (
+        ("vllm", (), "on cuda in deployment vllm;"),
+        ("openvino", (), "on cpu in deployment openvino;"),
+        ("vllm", ("--deployment", "canary"), "on cuda in deployment canary;"),
+    ):
+        told = door.call(command, "--engine", engine, "--pair", "demo", "--limit", 1, *named)
+        assert where in told.stderr
+        assert "not started here" in told.stderr

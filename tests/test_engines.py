@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from waiting import eventually
 
+from spectune.db import DatabaseError
 from spectune.engines.abilities import ENGINES, VLLM, engine_named
 from spectune.engines.serving import RECORDINGS_LIMIT, Place, Served, Table
 from spectune.engines.settings import schedule_of
@@ -38,6 +40,7 @@ from spectune.traces.errors import PairError, PolicyError, TraceError
 from spectune.traces.recording import RecordedRequest
 from spectune.traces.schema import Proposals, Sampling, Step, Trajectory, TreePanorama
 from spectune.traces.store import TraceStore
+from spectune.traces.store.prune import prune
 from spectune.traces.store.traffic import CAPACITY
 
 
@@ -220,18 +223,18 @@ def served_request(
     sampling: Sampling = Sampling(),  # noqa: B008
 ) -> tuple[Trajectory, list[Step]]:
     tokens = np.arange(7, dtype=np.int32)
-    steps = [Step(0, 0, 1, 0, 1, 0, batch=2), Step(1, 4, 5, 2, 3, 4, draft="small", batch=3)]
+    steps = [Step(0, 0, 1, 0, 1, 0, batch=2), Step(1, 4, 5, 2, 3, 4, batch=3)]
     return Trajectory(name, "serve", tokens[:3], tokens[3:], sampling, 9, "length"), steps
 
 
 def served(
-    url: str, pair: Callable[[], PairSpec], said: list[str], capacity: int = CAPACITY
+    url: str, pair: Callable[[], tuple[PairSpec, str]], said: list[str], capacity: int = CAPACITY
 ) -> Served:
     """A server's side without the engine."""
     about = {"engine": "vllm", "engine_version": "0.32.0"}
 
-    def gammas(of: AnyPolicy) -> tuple[int, ...]:
-        return VLLM.gammas(of, draft="near", most=6, max_num_seqs=2)
+    def gammas(of: AnyPolicy, draft: str) -> tuple[int, ...]:
+        return VLLM.gammas(of, draft=draft, most=6, max_num_seqs=2)
 
     return Served(
         Place(url, "cpu", "node", about, 512, "vllm"), pair, Table((0, 6, 6)), gammas, said.append,
@@ -246,7 +249,7 @@ def said() -> list[str]:
 
 @pytest.fixture
 def server(url: str, tiny_pair: Path, said: list[str]) -> Iterator[Served]:
-    made = served(url, lambda: read_pair(str(tiny_pair)), said)
+    made = served(url, lambda: (read_pair(str(tiny_pair)), "near"), said)
     yield made
     made.close()
 
@@ -287,7 +290,9 @@ def test_served_requests_are_recorded_apart_by_their_sampling(
     told = {t: (i.n_requests, i.state, i.engine) for t, i in found.items()}
     assert told == {0.0: (3, "complete", "vllm"), 0.7: (1, "complete", "vllm")}
     kept = store.load(found[0.7].id, steps=True).requests[0]
-    assert (kept.trajectory, list(kept.steps)) == served_request("warm", Sampling(0.7))
+    text, steps = served_request("warm", Sampling(0.7))
+    assert kept.trajectory == text
+    assert list(kept.steps) == [steps[0], steps[1]._replace(draft="near")]
 
 
 def test_a_recording_of_an_engine_is_replayed_from_its_second_token_on(
@@ -324,7 +329,9 @@ def test_a_database_that_comes_late_costs_nothing_but_what_does_not_fit(
     tmp_path: Path, tiny_pair: Path, said: list[str]
 ) -> None:
     folder = tmp_path / "later"
-    made = served(f"sqlite:///{folder / 'x.db'}", lambda: read_pair(str(tiny_pair)), said, 4)
+    made = served(
+        f"sqlite:///{folder / 'x.db'}", lambda: (read_pair(str(tiny_pair)), "near"), said, 4
+    )
     eventually(lambda: said)
     assert said[0].endswith("serving goes on")
     for i in range(6):
@@ -336,11 +343,52 @@ def test_a_database_that_comes_late_costs_nothing_but_what_does_not_fit(
     made.close()
 
 
-def test_more_kinds_of_sampling_than_recordings_are_dropped_and_counted(server: Served) -> None:
+def test_more_kinds_of_sampling_than_recordings_are_dropped_counted_and_said(
+    server: Served, said: list[str]
+) -> None:
     for i in range(RECORDINGS_LIMIT + 3):
         server.put(*served_request(f"r{i}", Sampling(0.1 + i)))
+    ways = f"(they are sampled in more than {RECORDINGS_LIMIT} ways)"
+    eventually(lambda: any(line.endswith(ways) for line in said))
     done = server.close()
     assert (done.written, done.dropped) == (RECORDINGS_LIMIT, 3)
+
+
+def test_a_recording_that_is_deleted_while_it_is_written_is_begun_anew(
+    server: Served, store: TraceStore, said: list[str]
+) -> None:
+    server.put(*served_request("r0"))
+    eventually(lambda: server.status.written == 1)
+    (first,) = store.list_recordings()
+    prune(store.database, recordings=[first.id])
+    server.put(*served_request("r1"))
+    eventually(lambda: server.status.dropped == 1)
+    eventually(lambda: any(first.id in line for line in said if "not recorded: 1" in line))
+    server.put(*served_request("r2"))
+    done = server.close()
+    assert (done.written, done.dropped) == (2, 1)
+    (second,) = store.list_recordings()
+    assert (second.id != first.id, second.n_requests, second.state) == (True, 1, "complete")
+
+
+def test_a_database_that_cannot_be_written_is_said_once_until_it_can(
+    server: Served, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eventually(lambda: said)
+    create = TraceStore.create_recording
+
+    def full(*_: Any, **__: Any) -> None:
+        raise DatabaseError("database or disk is full")
+
+    monkeypatch.setattr(TraceStore, "create_recording", full)
+    server.put(*served_request())
+    eventually(lambda: any("disk is full" in line for line in said))
+    looks = server._source.seen, len(said)
+    time.sleep(0.2)  # ten looks, each of which finds the database readable
+    assert (server._source.seen, len(said)) == looks
+    monkeypatch.setattr(TraceStore, "create_recording", create)
+    eventually(lambda: server.status.written == 1)
+    assert "the database answers again" in said
 
 
 @pytest.mark.parametrize(
@@ -353,12 +401,13 @@ def test_more_kinds_of_sampling_than_recordings_are_dropped_and_counted(server: 
 def test_a_pair_that_cannot_be_told_is_said_and_nothing_recorded(
     tmp_path: Path, error: Exception, reason: str, said: list[str]
 ) -> None:
-    def none() -> PairSpec:
+    def none() -> tuple[PairSpec, str]:
         raise error
 
     made = served(f"sqlite:///{tmp_path / 'x.db'}", none, said)
     eventually(lambda: said)
     assert said == [f"nothing is recorded or followed: {reason}"]
     made.put(*served_request())
+    assert (made.status.dropped, made.status.pending) == (1, 0)
     assert made.close().dropped == 1
     assert not (tmp_path / "x.db").exists()

@@ -47,6 +47,16 @@ def test_weights_are_the_checkpoints(target: Path, weights: Weights, kind: type)
     assert (theirs[0:4] == ours[[0, size // 2, 1, size // 2 + 1]]).all()
 
 
+def test_tokens_without_an_embedding_are_left_out(target: Path) -> None:
+    file = target / "tokenizer.json"
+    found = json.loads(file.read_text())
+    size = json.loads((target / "config.json").read_text())["vocab_size"]
+    found.setdefault("added_tokens", []).append({"id": size, "content": "<pad>"})
+    file.write_text(json.dumps(found))
+    read = gguf.GGUFReader(gguf_file(str(target)))
+    assert len(read.fields["tokenizer.ggml.tokens"].data) == size
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

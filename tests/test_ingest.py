@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from doors import Door
 
+import spectune
 from spectune.db import open_database
 from spectune.engines.ingest import read_responses
 from spectune.optimizer.simulate.counted import survival_of
@@ -55,6 +56,9 @@ def file_of(folder: Path, responses: Iterable[dict[str, Any]]) -> Path:
     return path
 
 
+WIDE = {"finish_reason": "stop", "token_ids": [1, 2]}
+
+
 @pytest.fixture
 def door(tmp_path: Path) -> Door:
     return Door(str(tmp_path / "x.db"))
@@ -82,6 +86,8 @@ def test_counts_say_what_shorter_windows_would_keep_and_refuse_longer_ones(
         else:
             assert found["approximate"] is True
             assert found["rounds"] == pytest.approx(rounds, rel=0.03)
+    with pytest.warns(UserWarning, match="approximate: counts without texts"):
+        assert spectune.simulate(window(1), db=door.db)["rounds"]
     for policy, what in (
         (window(GAMMA + 1), "at most 6 tokens, which say nothing of 7; record with the plugin"),
         (window(2, "far"), "say nothing of 'far fixed(gamma=2)'"),
@@ -130,6 +136,7 @@ def test_censored_rounds_count_as_far_as_they_drafted() -> None:
         (json.dumps(sglang([(6, 2), (6, 3)], 1)), "does not fit one number of draft tokens"),
         (json.dumps(vllm([(2, 3)])), "keeps more than it drafted"),
         (json.dumps(vllm([(2, -1)])), "-1 is no count"),
+        (json.dumps(vllm([(2, 1)], prompt_token_ids=[1 << 40], choices=[WIDE])), "OverflowError"),
         ('{"metrics": {"speculative_decoding": {"per_step_drafted": [1]}}}', "per_step_accepted"),
         (json.dumps(sglang([(6, 2)], 6)), "responses of sglang and vllm; give each its file"),
     ],

@@ -17,6 +17,7 @@ from doors import Door, write_workload
 from pairs import make_pair
 from safetensors.torch import load_file, save_file
 
+import spectune.runtime.loading
 from spectune.runtime.file_hashes import FileHashes
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import former_id, is_head, read_pair
@@ -278,3 +279,21 @@ def test_words_without_models_are_those_of_the_loaded_pair(either_pair: LoadedPa
     alone, loaded = load_words(either_pair.spec), either_pair
     assert (alone.eos_ids, alone.max_positions) == (loaded.eos_ids, loaded.max_positions)
     assert alone.encode("def add(a, b):") == loaded.encode("def add(a, b):")
+
+
+def test_a_large_pair_does_not_keep_the_threads_that_a_small_one_set(
+    tiny_pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the whole process's."""
+    loading = spectune.runtime.loading
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(loading, "_OWN_CHOICE", 2)
+    before, found = torch.get_num_threads(), []
+    try:
+        for small in (loading.SMALL, 0):
+            monkeypatch.setattr(loading, "SMALL", small)
+            load_pair(read_pair(str(tiny_pair)), device="cpu", drafts=())
+            found.append(torch.get_num_threads())
+    finally:
+        torch.set_num_threads(before)
+    assert found == [1, 2]

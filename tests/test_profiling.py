@@ -7,11 +7,13 @@ import json
 import time
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from synthetic import flat_profile
+from trace_values import a_trajectory
 
 import spectune.runtime.profiling.measure
 from spectune.optimizer.profiles import (
@@ -22,6 +24,7 @@ from spectune.optimizer.profiles import (
     served_contexts,
     usable_profile,
 )
+from spectune.optimizer.record import texts_to_profile
 from spectune.optimizer.timings import Timings
 from spectune.runtime.costs import MeasuredRound, RoundKind
 from spectune.runtime.loading import LoadedPair
@@ -32,6 +35,7 @@ from spectune.runtime.profiling import (
     refit_scale,
 )
 from spectune.runtime.profiling.fit import Prefill, fit_profile, shapes_of
+from spectune.traces.errors import TraceError
 from spectune.traces.latency import LatencyProfile
 from spectune.traces.schema import Sampling, Trajectory
 from spectune.traces.store import TraceStore
@@ -146,6 +150,7 @@ def test_every_cost_is_there(pair: LoadedPair, profile: LatencyProfile) -> None:
     routed, trimmed = (profile.shortlist_sizes("near", routed=routed) for routed in (True, False))
     assert routed == trimmed
     assert {"device", "torch", "threads", "dtype", "python"} <= set(profile.environment)
+    assert profile.environment["gamma_max"] == 4
     assert LatencyProfile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
 
 
@@ -193,11 +198,28 @@ def test_a_profile_whose_check_fails_is_measured_on(
     stored = profile_for(store, pair, pair.draft_names, gamma_max=4, trees=trees)
     assert swept == [1] + [2] * sweeps  # the first warms up
     assert stored.profile.check == checks[-1]
-    usable = usable_profile(store, pair, pair.draft_names, datetime.now(UTC), trees=trees)
+    for_four = partial(usable_profile, store, pair, pair.draft_names, trees=trees)
+    usable = for_four(datetime.now(UTC), gamma_max=4)
     worst = max(errors[-1][: 2 if trees else 1])
     assert (usable.id if usable else None) == (stored.id if worst <= ACCEPTED_ERROR else None)
+    assert for_four(datetime.now(UTC), gamma_max=5) is None, "longer windows were not measured"
     assert ("failed its check" in doubts(stored, trees=trees)) == (worst > ACCEPTED_ERROR)
     assert prediction_spread(stored.profile, trees=trees) == max(0.01, worst / 2)
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_a_profile_is_measured_on_the_newest_recording_with_texts(store: TraceStore) -> None:
+    store.put_pair("p", "pair", {})
+    made = []
+    for texts in ([a_trajectory(0)], []):
+        info = store.create_recording("p", None, Sampling(), max_new_tokens=64)
+        store.append_trajectories(info.id, [(i, text, ()) for i, text in enumerate(texts)])
+        store.finish_recording(info.id)
+        made.append(info.id)
+    assert texts_to_profile(store, "p", None)[0] == made[0]
+    assert texts_to_profile(store, "other", None) == (None, ())
+    with pytest.raises(TraceError, match="holds no text"):
+        texts_to_profile(store, "p", made[1])
 
 
 def test_contexts_are_quantiles_of_what_is_served() -> None:

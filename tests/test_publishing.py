@@ -3,7 +3,8 @@ job."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -13,8 +14,10 @@ import pytest
 from doors import write_workload
 from sqlalchemy import text
 from synthetic import flat_profile
+from trace_values import a_trajectory
 
 from spectune.db.database import Database
+from spectune.db.errors import DatabaseError
 from spectune.optimizer import schedule as schedules
 from spectune.optimizer.deployment import tuned_for
 from spectune.optimizer.execute import DecodeOptions
@@ -24,6 +27,7 @@ from spectune.optimizer.report.tables import evidence_table
 from spectune.optimizer.report.tuning import page, report_on
 from spectune.optimizer.schedule import claims
 from spectune.optimizer.tune import TuneOptions, tune, tune_recording
+from spectune.optimizer.verdict import Tuned
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
@@ -150,6 +154,59 @@ def test_what_is_tuned_on_is_counted_again_where_chunks_are_damaged(
     with pytest.raises(TraceError, match=r"5 requests leave|on different ones: 5"):
         tune_recording(store, pair, lost, replace(QUICK, begins=begun.append))
     assert begun == ["record"]
+
+
+@pytest.mark.parametrize(("put", "published"), [("put_policy", False), ("put_artifact", True)])
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_what_was_found_can_be_kept_whichever_write_fails(
+    store: TraceStore,
+    pair: LoadedPair,
+    monkeypatch: pytest.MonkeyPatch,
+    put: str,
+    published: bool,
+) -> None:
+    """With the publication, where that was made before."""
+    put_profile(store, pair)
+    lost: list[Tuned] = []
+
+    @contextmanager
+    def keeping(tuned: Tuned) -> Iterator[None]:
+        try:
+            yield
+        except DatabaseError:
+            lost.append(tuned)
+            raise
+
+    def fail(*_args: object, **_how: object) -> None:
+        raise DatabaseError("the disk is full")
+
+    def begins(stage: str) -> None:
+        if stage == "confirm":  # the last one
+            monkeypatch.setattr(TraceStore, put, fail)
+
+    with pytest.raises(DatabaseError):
+        tune(store, pair, WORKLOAD, replace(QUICK, begins=begins, publishing=keeping))
+    assert [found.published is not None for found in lost] == [published]
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_a_recording_says_how_it_is_tuned_on(store: TraceStore, pair: LoadedPair) -> None:
+    """Whatever was asked for: with the rejection verifier no trees are recorded; texts that an
+    engine sampled cannot be decoded here."""
+    put_profile(store, pair)
+    drawn = DecodeOptions(Sampling(0.7), 8, "rejection")
+    plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
+    info = record(store, pair, WORKLOAD, drawn, Look(("near",), 5), plain)
+    asked = replace(QUICK, tree_width=2, tree_depth=2, publish=False)
+    tuned = tune_recording(store, pair, info.id, asked)
+    assert {c.policy.growth.kind for c in tuned.candidates if c.policy.speculates} == {"chain"}
+    assert store.get_recording(info.id).trees == {}
+    texts = [a_trajectory(i, sampling=Sampling(0.7), verifier="greedy") for i in range(18)]
+    how: dict[str, Any] = {"max_new_tokens": 64, "verifier": "greedy"}
+    served = store.create_recording(pair.id, None, Sampling(0.7), **how).id
+    store.append_trajectories(served, [(i, text, ()) for i, text in enumerate(texts)])
+    with pytest.raises(TraceError, match=rf"recording {served} was sampled by an engine"):
+        tune_recording(store, pair, served, asked)
 
 
 # --- whose job it is

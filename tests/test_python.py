@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 from doors import ROOT, put_profile, write_lines
+from test_report import PLAIN, SLOWER, WINNER
+from test_report import tuned as results
 
 import spectune
+import spectune.optimizer.python
 from spectune.db.errors import DatabaseError
 from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.python import Result
@@ -99,7 +102,7 @@ def test_prompts_of_every_kind_are_narrowed(
     write_lines("w.jsonl", lines)
     whole = load_workload(["w.jsonl"])
     how: dict[str, Any] = {"pair": pair, "max_new_tokens": 1}
-    for prompts in (whole, "w.jsonl", lines):
+    for prompts in (whole, "w.jsonl", Path("w.jsonl"), lines):
         found = spectune.run("autoregressive", prompts=prompts, limit=2, categories=["b"], **how)
         assert [row["category"] for row in found.rows] == ["b", "b"]
     for column in ("turns", "column"):
@@ -107,6 +110,16 @@ def test_prompts_of_every_kind_are_narrowed(
         with pytest.raises(WorkloadError, match=refused):
             spectune.run("autoregressive", prompts=whole, pair=pair, **{column: "first"})
     assert not Path("spectune.db").exists()
+
+
+def test_rows_of_a_tuning_are_in_the_order_of_the_race(
+    pair: LoadedPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was dropped after two easy requests has the most tokens/s."""
+    done = results(WINNER, PLAIN, PLAIN, SLOWER, WINNER)
+    monkeypatch.setattr(spectune.optimizer.python, "do_tune", lambda *_args, **_how: done)
+    found = spectune.tune(prompts=["x"], pair=pair, db=tmp_path / "x.db")
+    assert [row["role"] for row in found.rows] == ["finalist 1", "finalist 2", "autoregressive"]
 
 
 def test_what_a_call_does_not_take_is_refused(

@@ -100,7 +100,8 @@ def test_resume_finishes_what_was_begun(door: Door, store: TraceStore) -> None:
 
     begun, newer, other = begin(), begin(), begin(dtype="bfloat16")
     again = ("record", "--pair", door.pair, "--gamma-max", 4, "--resume")
-    found = door.json(*again, begun, "--max-new-tokens", 99)
+    assert "no effect" in door.error(*again, begun, "--max-new-tokens", 99)
+    found = door.json(*again, begun)
     assert (found["recording"], found["state"], found["drafts"]) == (
         begun,
         "complete",
@@ -291,7 +292,7 @@ def test_mistakes_cost_one_line(
     door: Door, tmp_path: Path, arguments: tuple[object, ...], says: str
 ) -> None:
     workload = write_workload(tmp_path / "w.jsonl", 3)
-    for what in (("--resume", "latest"), ("--workload", workload)):
-        assert says in door.refused("record", "--pair", door.pair, *what, *SHORT, *arguments)
+    for what in (("--resume", "latest"), ("--workload", workload, *SHORT)):
+        assert says in door.refused("record", "--pair", door.pair, *what, *arguments)
     listed = door.json("traces", "list")["recordings"]
     assert [(r["n_requests"], r["trees"]) for r in listed] == [(3, {})]

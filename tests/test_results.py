@@ -187,6 +187,7 @@ def test_an_interrupt_while_storing_keeps_the_results(door: Door, here: Path) ->
     assert len(json.loads(file.read_text())["texts"]) == 3
 
 
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_a_file_that_cannot_be_written_after_all_costs_nothing_stored(
     door: Door, here: Path
 ) -> None:
@@ -264,6 +265,9 @@ def test_other_commands_spare_the_database_too(sqlite_door: Door, here: Path) ->
 
     refuses("", "simulate", "--policy", FIXED, "--per-round", "spectune.db")
     refuses("", "simulate", "--policy", "policy.json", "--per-round", "policy.json")
+    (here / "rec.parquet").write_bytes(b"of a recording")
+    recorded = ("--recording", "rec.parquet", "--per-round", "./rec.parquet")
+    refuses("read by this command", "simulate", "--policy", FIXED, *recorded)
     refuses("", "traces", "report", "--out", "spectune.db")
     refuses("", "traces", "export", "rows.csv")
     (here / "spectune.toml").write_text('pair = "pair"\nworkload = "three.jsonl"\n')
@@ -317,12 +321,14 @@ def test_a_database_that_does_not_exist_yet_is_no_output_either(
     assert not (here / "new.db").exists()
 
 
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_two_outputs_are_two_files(door: Door, here: Path) -> None:
     line = door.refused(*run(door, "--outputs", "out.jsonl", "--per-round", "./out.jsonl"))
     assert "--per-round ./out.jsonl: that is --outputs, too" in line
     assert not (here / "out.jsonl").exists()
 
 
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_an_output_may_replace_a_former_one(door: Door, here: Path) -> None:
     for _ in range(2):
         door.json(*run(door, "--outputs", "out.jsonl", "--no-store"))

@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from doors import write_workload
 from test_publishing import HOUR, T0, payload, put_profile
 from trace_values import a_trajectory
 
+from spectune.optimizer import jobs
 from spectune.optimizer import schedule as schedules
 from spectune.optimizer.jobs import gather, tuning_job
 from spectune.optimizer.record import begun_as
 from spectune.optimizer.schedule import Execute, Job, JobContext
+from spectune.optimizer.tune import TuneOptions
 from spectune.runtime.loading import LoadedPair
+from spectune.traces.errors import TraceError
 from spectune.traces.recording import RecordedRequest
 from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
@@ -102,6 +106,23 @@ def test_a_sample_that_was_killed_is_taken_anew_and_holds_no_request_twice(
     assert len(held) == len(set(held)) == 6
 
 
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_what_an_engine_drew_is_not_sampled(store: TraceStore, pair: LoadedPair) -> None:
+    """One comparison decodes by one verifier; that there is no other is said."""
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    drawn = [a_trajectory(i, sampling=Sampling(0.7), verifier="greedy") for i in range(9)]
+    plain = [a_trajectory(i) for i in range(9, 12)]
+    for texts in (drawn, plain):
+        of, verifier = texts[0].sampling, texts[0].verifier
+        served = store.create_recording(pair.id, None, of, max_new_tokens=64, verifier=verifier)
+        if texts is plain:
+            with pytest.raises(TraceError, match=r"none of the 9 requests .*`tune --arrivals"):
+                gather(store, pair, HOUR, 3)
+        store.append_trajectories(served.id, [(i, text, ()) for i, text in enumerate(texts)])
+    held = [r.trajectory.request_id for r in store.iterate(gather(store, pair, HOUR, 3))]
+    assert sorted(held) == sorted(text.request_id for text in plain)
+
+
 def test_an_attempt_that_published_and_was_gone_before_it_could_say_so_is_not_repeated(
     store: TraceStore, pair: LoadedPair, hourly: str
 ) -> None:
@@ -136,3 +157,33 @@ def test_an_attempt_that_published_and_was_gone_before_it_could_say_so_is_not_re
         "study": study[0],
         "report": f"{study[0]}.html",
     }
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_a_job_has_its_pairs_threads_and_a_third_of_its_budget_for_executions(
+    store: TraceStore, pair: LoadedPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever pair the worker loaded last."""
+    asked = payload(pair, write_workload(tmp_path / "w.jsonl", 1))
+    for name, threads, budget in (("a", 2, "1h"), ("b", None, None), ("c", 2, None)):
+        own = {**asked, "threads": threads}
+        how: dict[str, Any] = {"every": "1h", "now": T0, "budget": budget, "payload": own}
+        schedules.add_schedule(store.database, name, **how)
+    found: list[tuple[int, int]] = []
+
+    def load(*_arguments: object, threads: int | None, **_how: object) -> LoadedPair:
+        torch.set_num_threads(threads or 1)
+        return pair
+
+    def tune(*arguments: Any, **_how: object) -> None:
+        found.append((torch.get_num_threads(), round(arguments[3].budget_s)))
+        raise TraceError("that is enough")
+
+    monkeypatch.setattr(jobs, "tune", tune)
+    before = torch.get_num_threads()
+    try:
+        schedules.run_once(store.database, tuning_job(store, load=load), clock=lambda: T0 + HOUR)
+    finally:
+        torch.set_num_threads(before)
+    default = round(TuneOptions.budget_s)
+    assert sorted(found) == [(1, default), (2, default), (2, 1200)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from spectune.optimizer.search import (
 from spectune.optimizer.simulate.replay import replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.spaces import Space, TreeLimit, enumerated, enumerated_trees
+from spectune.optimizer.tune import TuneOptions, Tuning
 from spectune.optimizer.verdict import Candidate, verdict
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.traces.schema import (
@@ -180,8 +182,21 @@ def test_only_a_confirmed_gain_is_published(
         assert reason.endswith(
             "the incumbent stays" if published else "autoregression is published"
         )
+        reason = verdict(winner, incumbent, confirmed, published, publishes=False)[0]
+        assert "is published" not in reason
     else:
         assert (chosen, publish) == (winner, True)
+
+
+def test_the_best_fixed_window_that_is_executed_is_a_chain() -> None:
+    """What an engine has as its number of draft tokens; trees have their own finalists."""
+    tree = parse_policy(
+        {"draft": "near", "growth": {"kind": "top_k"}, "window": {"kind": "fixed", "gamma": 3}}
+    )
+    study = Study((Trial(tree, 200.0, ""), Trial(near("fixed", 3), 100.0, "")), 0, "")
+    about = {"study": study, "wanted": TuneOptions(), "incumbent": AUTOREGRESSIVE, "chooser": None}
+    tuning: Any = SimpleNamespace(**about)
+    assert Tuning.roles(tuning)["best fixed gamma"] == near("fixed", 3)
 
 
 LIMIT = TreeLimit(

@@ -17,11 +17,15 @@ from doors import Door
 from trace_values import a_panorama, a_trajectory
 
 from spectune.db.database import open_database
-from spectune.engines.abilities import VLLM
-from spectune.engines.protocol import Answered, Load, Prompt, chain_round
+from spectune.db.models import PanoramaChunkRow
+from spectune.engines.abilities import OPENVINO, VLLM, Engine
+from spectune.engines.protocol import Answered, Load, Prompt, Running, Wanted, chain_round
 from spectune.engines.rules import ServingRules, rules_of
 from spectune.optimizer import executed_load
+from spectune.optimizer import under_load as under_load_module
+from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.executed_load import Executed
+from spectune.optimizer.on_engine import about_recording
 from spectune.optimizer.proven_load import proof_of
 from spectune.optimizer.search import TIE
 from spectune.optimizer.simulate.load import Objective, Served, loads_of
@@ -29,20 +33,22 @@ from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.served_costs import (
     ServedCosts,
     ServedSteps,
+    _made_by,
     fit_served,
     served_steps,
 )
 from spectune.optimizer.simulate.serving import Simulated, serve
-from spectune.optimizer.under_load import Search, UnderLoad
+from spectune.optimizer.under_load import Search, UnderLoad, under_load
 from spectune.runtime.costs import StepCosts, StepLoad, step_costs, step_seconds, step_terms
-from spectune.runtime.pair import read_pair
+from spectune.runtime.cuda.found import hardware
+from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.stops import compile_stop
 from spectune.runtime.progress import silent
 from spectune.traces.cost_table import CostTable
-from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.errors import EngineError, PolicyError, TraceError
 from spectune.traces.latency import LatencyProfile
-from spectune.traces.recording import RecordedRequest
+from spectune.traces.recording import RecordedRequest, RecordingInfo
 from spectune.traces.schema import AGREE_NONE, AGREE_YES, Sampling, Step
 from spectune.traces.store import TraceStore
 
@@ -314,7 +320,9 @@ def recorded(
             "ended_s": at + float(found.ends_s[step]),
             "round_s": 0.01,
         }
-        done = chain_round(out, drafted, kept, min(left, kept + 1), "small", "", **times)
+        done = chain_round(
+            out, drafted, kept, min(left, kept + 1), draft="small", policy="", **times
+        )
         steps[request].append(done._replace(batch=int(found.steps[step, 0])))
     made = []
     for i, own in enumerate(steps):
@@ -430,9 +438,10 @@ def test_arrivals_as_they_are_asked_for(tmp_path: Path) -> None:
     ):
         with pytest.raises(TraceError, match=said):
             loads_of(asked, requests, 5)
-    file.write_text("when\n1\n")
-    with pytest.raises(TraceError, match="needs a column TIMESTAMP"):
-        loads_of(str(file), requests, 5)
+    for text in ("when\n1\n", "TIMESTAMP\n1\nnan\n", "TIMESTAMP\n1\ninf\n"):
+        file.write_text(text)
+        with pytest.raises(TraceError, match=r"a\.csv: needs a column TIMESTAMP"):
+            loads_of(str(file), requests, 5)
     with pytest.raises(TraceError, match="was not recorded"):
         loads_of("recorded", [replace(requests[0], steps=())], 5)
 
@@ -477,6 +486,8 @@ def test_a_policy_is_simulated_under_load_by_command(server: Door) -> None:
     assert found["costs"]["median_error"] < 0.05
     again = server.json(*asked, "--arrivals", "poisson:40", "--limit", "500")
     assert again["loads"][0]["requests"] == 500
+    told = server.call(*asked, "--arrivals", "clients:12")
+    assert "had 8 seats (max_num_seqs): of 12 clients the others wait" in told.stderr
     fsm, seven = '{"draft": "small", "window": {"kind": "fsm"}}', window(7).canonical()
     for wanted, more, said in (
         (fsm, "--arrivals clients:2", "vLLM cannot run a window of kind"),
@@ -484,11 +495,13 @@ def test_a_policy_is_simulated_under_load_by_command(server: Door) -> None:
         (policy, "--arrivals poisson:-1", "no number above 0"),
         (policy, "--engine openvino --arrivals clients:2", "nothing that it served was recorded"),
         (policy, "--arrivals clients:2 --tpot 40", "write for example 500ms"),
+        (policy, "--arrivals clients:2 --per-round x", "--per-round says nothing of a load"),
+        (policy, "--arrivals clients:2 --keep-q-table", "--keep-q-table says nothing of a load"),
     ):
         assert said in server.error("simulate", "--policy", wanted, *more.split())
 
 
-def test_a_table_is_found_for_several_loads(server: Door) -> None:
+def test_a_table_is_found_for_several_loads(server: Door, tmp_path: Path) -> None:
     found = server.json("tune", "--engine", "vllm", "--arrivals", "clients:1,3,8")
     shares = [load["relative"] for load in found["loads"]]
     assert min(shares) > 0.97
@@ -502,11 +515,17 @@ def test_a_table_is_found_for_several_loads(server: Door) -> None:
     assert isinstance(table, Policy)
     assert found["policy_id"] == table.id
     tune = ("tune", "--engine", "vllm")
-    shown = server.call(*tune, "--arrivals", "clients:1,8").output
+    config = tmp_path / "spectune.toml"  # what stands there is for other commands too
+    config.write_text('budget = "5m"\nthreads = 1\n[sampling]\ntemperature = 0.7\n')
+    shown = server.call("--config", config, *tune, "--arrivals", "clients:1,8").output
     assert "policies simulated. Best over these loads together" in shown
     assert server.call(*tune).exit_code == 2
     goodput = server.call(*tune, "--arrivals", "clients:1", "--objective", "goodput")
     assert "needs --ttft or --tpot" in goodput.output
+    for more in ("--quick", "--temperature 0.7", "--workers 2", "--report x"):
+        said = f"{more.split()[0]} says nothing of a load; leave it out"
+        assert said in server.refused(*tune, "--arrivals", "clients:1", *more.split())
+    assert "are for --execute" in server.refused(*tune, "--arrivals", "clients:1", "--threads", "1")
 
 
 @pytest.mark.parametrize(
@@ -579,9 +598,18 @@ EXECUTE = "tune --engine vllm --limit 40 --execute --arrivals"
 
 
 @pytest.fixture
-def executing(monkeypatch: pytest.MonkeyPatch) -> None:
-    noise = np.random.default_rng(1)
-    monkeypatch.setattr(executed_load, "start", lambda *_: Simulating(noise))
+def executing(monkeypatch: pytest.MonkeyPatch) -> list[Wanted]:
+    """An engine that cannot copy from prompts; how it was started."""
+    noise, started = np.random.default_rng(1), list[Wanted]()
+
+    def start(_name: str, _spec: PairSpec, wanted: Wanted) -> Simulating:
+        started.append(wanted)
+        if wanted.draft == "ngram":
+            raise EngineError("it cannot load ngram")
+        return Simulating(noise)
+
+    monkeypatch.setattr(executed_load, "start", start)
+    return started
 
 
 @pytest.mark.usefixtures("executing")
@@ -614,15 +642,18 @@ def test_what_is_proved_by_execution_is_published(server: Door) -> None:
     again = " ".join(server.call(*asked, f"{needs}s").output.split())
     assert f"nothing executed is better than {kept.label}. In force in deployment vllm" in again
     assert f"version 1, {kept.label}, stays." in again
+    in_force = "simulate --policy active --arrivals clients:8"
+    assert server.json(in_force)["policy_id"] == winner
+    assert server.json(in_force, "--deployment", "other")["policy_id"] == AUTOREGRESSIVE.id
 
 
-@pytest.mark.usefixtures("executing")
-def test_what_cannot_run_is_not_what_is_to_be_beaten(server: Door) -> None:
+def test_what_cannot_run_is_not_what_is_to_be_beaten(server: Door, executing: list[Wanted]) -> None:
     """A tree in force is said and passed over; a window that was never served is executed without a
-    prediction."""
-    asked = (*EXECUTE.split(), "clients:8", "--budget", "1s")
+    prediction; a draft that the engine cannot load is found at its first start."""
+    asked = (*EXECUTE.split(), "clients:8", "--budget", "1s", "--threads", "1")
     tree, wide = '{"draft": "small", "growth": {"kind": "top_k"}}', window(7).canonical()
-    for policy, name in ((tree, "trees"), (wide, "wide")):
+    copied = '{"draft": "ngram", "window": {"kind": "fixed", "gamma": 2}}'
+    for policy, name in ((tree, "trees"), (wide, "wide"), (copied, "copied")):
         server.json("policies", "activate", policy, "--pair", "demo", "--deployment", name)
     found = server.json(*asked, "--deployment", "trees")
     assert "cannot run (vLLM cannot run trees" in found["reason"]
@@ -631,6 +662,79 @@ def test_what_cannot_run_is_not_what_is_to_be_beaten(server: Door) -> None:
     (one,) = (one for one in found["executed"] if one["policy_id"] == found["incumbent"]["id"])
     assert [load["predicted_tokens_per_s"] for load in one["loads"]] == [None]
     assert found["published"] is None
+    assert {wanted.threads for wanted in executing} == {1}
+    executing.clear()
+    assert "it cannot load ngram" in server.error(*asked, "--deployment", "copied")
+    assert [wanted.draft for wanted in executing] == ["ngram"]
+
+
+def test_texts_that_cannot_be_served_again_are_said() -> None:
+    texts = trace_of(3, budget=70).trajectories
+    for found, said in (
+        ([replace(t, finish="stop") for t in texts], "a stop string or token, or were left by"),
+        (list(trace_of(3).trajectories), "for different numbers of tokens"),
+    ):
+        lab = SimpleNamespace(info=SimpleNamespace(id="rec-1"), trace=ReplayTrace(found, {}))
+        with pytest.raises(TraceError, match=f"recording rec-1: its requests asked .*{said}"):
+            executed_load._texts(cast(UnderLoad, lab))
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_recorded_requests_arrive_each_with_its_own_text(
+    store: TraceStore, fitted: ServedCosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are stored as they ended. A damaged panorama of another draft is not read for it."""
+    trace = trace_of(3, budget=70)
+    ended = recorded(trace, simulated(trace, window(0), Load(1)), window(0))[::-1]
+    store.put_pair("pair", "pair", {})
+    about = {"engine": "vllm", "serving": {"max_num_seqs": 8, "ahead": 0}}
+    info = store.create_recording("pair", None, Sampling(), max_new_tokens=70, options=about)
+    for n, r in enumerate(ended):
+        store.append_trajectory(info.id, n, r.trajectory, r.steps)
+        panoramas = [(n, a_panorama(r.trajectory, draft)) for draft in ("small", "other")]
+        store.put_panoramas(info.id, panoramas)
+    with store.database.write() as session:
+        session.get_one(PanoramaChunkRow, (info.id, 0, "other", "chain")).data = b"x"
+    monkeypatch.setattr(under_load_module, "costs_of_engine", lambda *_: fitted)
+    monkeypatch.chdir(tmp_path)
+    Path("recorded-x.csv").write_text("TIMESTAMP\n1\n2\n")
+
+    def order(asked: str) -> list[int]:
+        return under_load(store, info, [window(3)], asked, Objective()).trace.order.tolist()
+
+    assert order("recorded") == order("recorded@2") == [2, 1, 0]
+    assert order("recorded-x.csv") == [0, 1, 2]
+
+
+def test_costs_are_of_one_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recordings that do not name theirs are older, and alike."""
+
+    def made_by(**options: str) -> tuple[Any, ...]:
+        return _made_by(cast(RecordingInfo, SimpleNamespace(options=options)))
+
+    assert made_by(engine="vllm") == made_by(engine="vllm", device="cpu")
+    named = {made_by(hardware=name) for name in ("a", "b", "a")} | {made_by()}
+    assert len(named) == 3
+    assert hardware("cpu", 3).endswith(", threads: 3")
+    assert hardware("xpu") == "xpu"
+    driver = SimpleNamespace(
+        cuInit=lambda _: 0,
+        cuDeviceGet=lambda *_: 0,
+        cuDeviceGetName=lambda name, *_: setattr(name, "value", b"NVIDIA X") or 0,
+    )
+    monkeypatch.setattr("spectune.runtime.cuda.found._driver", lambda: driver)
+    assert (hardware("cuda"), hardware("cuda", count=2)) == ("NVIDIA X", "2 x NVIDIA X")
+    monkeypatch.setattr("spectune.runtime.cuda.found._driver", lambda: None)
+    assert hardware("cuda") == "cuda"
+
+    def about(engine: Engine) -> dict[str, Any]:
+        on = {"device": "cpu", "dtype": "float32"}
+        how = {"version": "1", "serving": {}, "runs_on": on, "wanted": Wanted("none", threads=3)}
+        running = SimpleNamespace(engine=engine, **how)
+        return about_recording(cast(Running, running), DecodeOptions())
+
+    assert about(OPENVINO)["hardware"] == hardware("cpu", 3)
+    assert "hardware" not in about(VLLM)  # it is another process, which names its own
 
 
 def test_what_passes_prove() -> None:

@@ -54,8 +54,8 @@ class TreeExtent:
 class RecordingInfo:
     """A recording without its chunks.
 
-    ``state`` is ``recording`` until it is finished (``complete``, or ``abandoned``). ``source`` is
-    ``record`` or ``serve``. ``n_requests``, ``n_output_tokens`` and ``drafts`` (draft to number of
+    ``state`` is ``recording`` until it is ``complete``. ``source`` is ``record``, ``serve`` or
+    ``gathered``. ``n_requests``, ``n_output_tokens`` and ``drafts`` (draft to number of
     chain panoramas) count what is stored now, and so do ``trees`` and ``trees_q`` (proposals
     ``coupled`` and ``probability``).
     """

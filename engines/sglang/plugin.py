@@ -20,6 +20,7 @@ from typing import Any
 from spectune.engines.abilities import SGLANG
 from spectune.engines.protocol import chain_round, text_of
 from spectune.engines.serving import Place, Served, Table, served_pair
+from spectune.runtime.cuda.found import hardware
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AnyPolicy
 from spectune.traces.errors import PolicyError
@@ -102,11 +103,10 @@ def register() -> None:
 
 @dataclass
 class Server:
-    """A scheduler process: the draft that it loaded, the rounds of requests that it decodes, and
-    what was last said to go wrong."""
+    """A scheduler process: the rounds of requests that it decodes, and what was last said to go
+    wrong."""
 
-    served: Served = field(init=False)
-    draft: str = ""
+    served: Served
     decoding: dict[str, list[Step]] = field(default_factory=dict)
     trouble: str = ""
 
@@ -126,9 +126,7 @@ class Server:
             kept = result.num_correct_drafts_per_req_cpu[place] if drafted else 0
             policy = table.policy if own else ""
             accepted = min(kept, emitted)
-            steps.append(
-                chain_round(had, drafted, accepted, emitted, self.draft, policy, batch=batch)
-            )
+            steps.append(chain_round(had, drafted, accepted, emitted, policy=policy, batch=batch))
             if request.finished():
                 self._ended(request, self.decoding.pop(request.rid))
 
@@ -179,29 +177,28 @@ def server() -> Server | None:
 
 def _begun(asked: Any) -> Server:
     """Follows and records what a server with these arguments serves."""
+    device, ranks = str(asked.device or "cuda"), int(asked.tp_size) * int(asked.pp_size)
     about = {
         "engine": "sglang",
         "engine_version": SGLANG.installed or "",
+        "hardware": hardware(device, count=ranks),
         "dtype": str(asked.dtype),
     }
     length = int(asked.context_length or 0) or 1 << 20
-    place = Place.here(str(asked.device or "cuda"), about, length)
-    ranks = int(asked.tp_size) * int(asked.pp_size)
-    made = Server()  # there before the thread of ours, which says its draft
+    place = Place.here(device, about, length)
 
-    def pair() -> PairSpec:
+    def pair() -> tuple[PairSpec, str]:
         lookup = "ngram" if asked.speculative_algorithm == "NGRAM" else "none"
-        spec, made.draft = served_pair(asked.model_path, asked.speculative_draft_model_path, lookup)
-        return spec
+        return served_pair(asked.model_path, asked.speculative_draft_model_path, lookup)
 
-    def gammas(policy: AnyPolicy) -> tuple[int, ...]:
+    def gammas(policy: AnyPolicy, draft: str) -> tuple[int, ...]:
         if not _candidates or ranks > 1:
             why = f"it runs on {ranks} ranks" if ranks > 1 else "it was started without it"
             raise PolicyError(
                 f"SGLang changes steps with --speculative-adaptive on one rank: {why}"
             )
         most = max(_candidates)
-        found = SGLANG.gammas(policy, draft=made.draft, most=most, max_num_seqs=MOST_SEATS)
+        found = SGLANG.gammas(policy, draft=draft, most=most, max_num_seqs=MOST_SEATS)
         if other := set(found[1:]) - set(_candidates):
             raise PolicyError(
                 f"this server prepared {', '.join(map(str, _candidates))} steps, not {min(other)}; "
@@ -212,8 +209,7 @@ def _begun(asked: Any) -> Server:
     def say(line: str) -> None:
         logger.info("spectune: %s", line)
 
-    made.served = Served(place, pair, Table((0,) * (MOST_SEATS + 1)), gammas, say)
-    return made
+    return Server(Served(place, pair, Table((0,) * (MOST_SEATS + 1)), gammas, say))
 
 
 def note_rounds(original: Callable[..., Any], processor: Any, batch: Any, result: Any) -> Any:

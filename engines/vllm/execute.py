@@ -93,7 +93,7 @@ class Vllm(Running):
 
     @property
     def runs_on(self) -> dict[str, str]:
-        return {name: str(self._options[name]) for name in ("device", "dtype")}
+        return {name: str(self._options[name]) for name in ("device", "dtype", "hardware")}
 
     def close(self) -> None:
         self.server.close()

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
+import torch
 import vllm
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -23,14 +26,19 @@ from vllm.v1.request import Request, RequestStatus
 from spectune.engines.abilities import VLLM
 from spectune.engines.protocol import chain_round, text_of
 from spectune.engines.serving import Place, Served, Table, served_pair
+from spectune.runtime.cuda.found import hardware
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AnyPolicy
+from spectune.traces.errors import PairError
 from spectune.traces.schema import Finish, Sampling, Step, Verifier
 
 logger = init_logger(f"vllm.{__name__}")  # below "vllm" it has vLLM's handlers and format
 
 IN_FLIGHT: Final = 64
 """Most scheduled steps whose results are waited for; older ones never ran."""
+METHODS: Final = ("draft_model", "eagle", "eagle3", "ngram", "ngram_gpu")
+"""Ways to draft that a pair has a name for. Of others (a target's own heads, say) nothing is
+recorded."""
 
 
 @dataclass
@@ -65,7 +73,7 @@ class Scheduler(AsyncScheduler):
         self._spectune: Served | None = None
         self._scheduled: dict[int, tuple[float, str]] = {}  # when it was, and by whose policy
         self._decoding: dict[str, _Served] = {}
-        self._updated_at = 0.0
+        self._updated_at, self._trouble = 0.0, ""
         self._clock = time.perf_counter() - time.time()  # arrivals are told by the other one
         if not os.environ.get("SPECTUNE_DB"):
             logger.warning(
@@ -81,15 +89,16 @@ class Scheduler(AsyncScheduler):
             )
         config = self.vllm_config
         speculative = config.speculative_config
-        self._draft = ""
         table = self._own_table()
         self._in_force = table
         if speculative is not None and self.dynamic_sd_lookup is None:
             self.dynamic_sd_lookup = list(table.gammas)
+        device, ranks = str(config.device_config.device_type), config.parallel_config.world_size
         about: dict[str, Any] = {
             "engine": "vllm",
             "engine_version": found,
-            "device": str(config.device_config.device_type),
+            "device": device,
+            "hardware": hardware(device, torch.get_num_threads(), count=ranks),
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "serving": self._rules(),
         }
@@ -97,7 +106,7 @@ class Scheduler(AsyncScheduler):
             about["prompt_lookup"] = [speculative.prompt_lookup_min, speculative.prompt_lookup_max]
         probabilistic = getattr(speculative, "draft_sample_method", "greedy") != "greedy"
         self._above_zero: Verifier = "rejection" if probabilistic else "greedy"
-        place = Place.here(about["device"], about, config.model_config.max_model_len)
+        place = Place.here(device, about, config.model_config.max_model_len)
         self._spectune = Served(
             place, self._pair, table, self._gammas, lambda line: logger.info("spectune: %s", line)
         )
@@ -123,25 +132,42 @@ class Scheduler(AsyncScheduler):
         """vLLM's own, with each request's round noted."""
         if self._spectune is None:
             return super().update_from_output(scheduler_output, model_runner_output)
-        before = self._before(scheduler_output, model_runner_output)
+        before: list[_Before] = []
+        with self._noting():
+            before = self._before(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self._note(scheduler_output, before)
+        with self._noting():
+            self._note(scheduler_output, before)
         return outputs
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
         """vLLM's own; what was decoded of an aborted request (a stop string found outside, a client
         that left) is kept."""
         ended: list[Request] = super().finish_requests(*args, **kwargs)
-        for request in ended:
-            self._ended(request)
+        with self._noting():
+            for request in ended:
+                self._ended(request)
         return ended
 
     def shutdown(self) -> None:
         """vLLM's own, after what is pending was written."""
-        if self._spectune is not None:
-            done = self._spectune.close()
-            logger.info("spectune: %d requests recorded, %d dropped", done.written, done.dropped)
+        with self._noting():
+            if self._spectune is not None:
+                done = self._spectune.close()
+                logger.info(
+                    "spectune: %d requests recorded, %d dropped", done.written, done.dropped
+                )
         super().shutdown()
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Whatever goes wrong inside, in a vLLM that changed, is said once; serving goes on."""
+        try:
+            yield
+        except Exception as error:
+            if repr(error) != self._trouble:
+                logger.warning("spectune: rounds are not recorded: %r", error)
+            self._trouble = repr(error)
 
     def _rules(self) -> dict[str, Any]:
         """What of this server's configuration decides what a step holds, by the names of
@@ -162,18 +188,20 @@ class Scheduler(AsyncScheduler):
         fixed = (0, *[self.num_spec_tokens] * self.scheduler_config.max_num_seqs)
         return Table(tuple(self.dynamic_sd_lookup or fixed))
 
-    def _pair(self) -> PairSpec:
-        """The pair that is served. Raises PairError where ``SPECTUNE_PAIR`` is another."""
+    def _pair(self) -> tuple[PairSpec, str]:
+        """The pair that is served, and the draft that is loaded. Raises PairError where
+        ``SPECTUNE_PAIR`` is another."""
         config, speculative = self.vllm_config, self.vllm_config.speculative_config
         target = config.model_config.model
         method = None if speculative is None else speculative.method
+        if method not in (None, *METHODS):
+            raise PairError(f"this server drafts by {method!r}, which cannot be replayed")
         loaded = None if method is None or method.startswith("ngram") else speculative.model
-        spec, self._draft = served_pair(target, loaded, "none" if method is None else "ngram")
-        return spec
+        return served_pair(target, loaded, "none" if method is None else "ngram")
 
-    def _gammas(self, policy: AnyPolicy) -> tuple[int, ...]:
+    def _gammas(self, policy: AnyPolicy, draft: str) -> tuple[int, ...]:
         most, seats = self.num_spec_tokens, self.scheduler_config.max_num_seqs
-        return VLLM.gammas(policy, draft=self._draft, most=most, max_num_seqs=seats)
+        return VLLM.gammas(policy, draft=draft, most=most, max_num_seqs=seats)
 
     def _before(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[_Before]:
         """The step's requests; vLLM cuts the lists of sampled tokens while it reads them."""
@@ -200,24 +228,22 @@ class Scheduler(AsyncScheduler):
             if served is None:
                 served = self._decoding[request.request_id] = _Served()
             emitted = request.num_output_tokens - start
-            if not emitted:  # a part of its prompt was read
-                served.unspent_s += seconds
-                continue
-            served.steps.append(
-                chain_round(
-                    start,
-                    drafted,
-                    accepted,
-                    emitted,
-                    self._draft,
-                    policy,
-                    round_s=seconds + served.unspent_s,
-                    batch=len(scheduled.num_scheduled_tokens),
-                    arrived_s=self._clock + request.arrival_time,
-                    ended_s=now,
+            served.unspent_s += seconds  # no token: a part of its prompt was read
+            if emitted > 0:
+                served.steps.append(
+                    chain_round(
+                        start,
+                        drafted,
+                        accepted,
+                        emitted,
+                        policy=policy,
+                        round_s=served.unspent_s,
+                        batch=len(scheduled.num_scheduled_tokens),
+                        arrived_s=self._clock + request.arrival_time,
+                        ended_s=now,
+                    )
                 )
-            )
-            served.unspent_s = 0.0
+                served.unspent_s = 0.0
             if request.is_finished():
                 self._ended(request)
 
@@ -227,6 +253,8 @@ class Scheduler(AsyncScheduler):
         if self._spectune is None or served is None or not served.steps or params is None:
             return
         if not prompt or request.lora_request is not None:  # embeddings for tokens; another model
+            return
+        if request.mm_features or request.resumable:  # images; a text that begins anew
             return
         sampling = Sampling()
         if params.temperature != 0:

@@ -99,6 +99,8 @@ class Server:
         }
         if found.cpu:
             self.environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+            if wanted.threads is not None:
+                self.environment["OMP_NUM_THREADS"] = str(wanted.threads)
         self._process: subprocess.Popen[bytes] | None = None
         self.device, self.address = "cpu" if found.cpu else "cuda", (HOST, 0)
 

@@ -13,7 +13,7 @@ from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import F, option
 from spectune.optimizer.commands.options import SEED, FiniteRange, Whole, together
 from spectune.optimizer.commands.printing import Group, Meter, as_json, emit
-from spectune.optimizer.commands.shared import load, open_store, pair_spec, policy_named
+from spectune.optimizer.commands.shared import load, open_store, pair_spec, policy_named, typed
 
 if TYPE_CHECKING:
     from spectune.optimizer.fit.shared import StoredFit
@@ -301,6 +301,8 @@ def frequencies(**kw: Any) -> None:
     """
     from spectune.optimizer.fit.fr_spec import fit_fr_spec
 
+    if kw["corpus"] and typed("recording"):
+        raise click.UsageError("--corpus is counted instead of --recording: leave one out")
     recording = None if kw["corpus"] else kw["recording"]
     _fit_shortlists(fit_fr_spec, kw, recording, drafted=False, corpus=kw["corpus"])
 

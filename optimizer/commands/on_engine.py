@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spectune.optimizer.commands.config import option
+from spectune.optimizer.commands.config import is_given, option
 from spectune.optimizer.commands.options import Whole, together, workload_of
 from spectune.optimizer.commands.printing import note
 from spectune.optimizer.commands.shared import fit_to, policy_named, say_former
@@ -34,6 +34,13 @@ engine_options = together(
     engine_option,
     option("--concurrency", "Requests at a time, on an engine that batches.", Whole(1), default=1),
 )
+
+
+def deployment_on(engine: str) -> str:
+    """The deployment that was named; else an engine's own, which has its name, and for the native
+    decoder the default."""
+    named = str(click.get_current_context().params["deployment"])
+    return named if engine == NATIVE or is_given("deployment") else engine
 
 
 def check_engine(kw: dict[str, Any]) -> None:
@@ -67,17 +74,18 @@ class OnEngine:
         from spectune.engines.abilities import engine_named
         from spectune.engines.protocol import Load
         from spectune.optimizer.on_engine import check_options, prompts_of
+        from spectune.runtime.cuda.found import sees_cuda
         from spectune.runtime.policies.document import Policy
         from spectune.runtime.words import load_words
 
         self.spec, self.options = spec, options
         self._name, self._threads = kw["engine"], kw["threads"]
         engine = engine_named(self._name)
-        self.device = engine.device or "cpu"
+        device = engine.device or ("cuda" if sees_cuda() else "cpu")
         check_options(engine, options)
         workload = workload_of(kw, spec)
         say_former(store, spec)
-        policy = policy_named(store, kw["policy_name"], spec.id, self.device, kw["deployment"])
+        policy = policy_named(store, kw["policy_name"], spec.id, device, kw["deployment"])
         engine.runs(policy)
         assert isinstance(policy, Policy)  # no engine runs a chooser
         self.policy: Policy = policy

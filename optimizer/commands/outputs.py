@@ -125,8 +125,9 @@ def _read_by() -> Iterator[str]:
         yield from (pair, f"{pair}/pair.json")
     for key in ("workloads", "covers"):
         yield from ctx.params.get(key) or ()
-    if (policy := ctx.params.get("policy_name")) is not None:
-        yield policy
+    for key in ("policy_name", "recording"):
+        if isinstance(name := ctx.params.get(key), str):
+            yield name
 
 
 def _is_database(file: Path) -> bool:

@@ -212,6 +212,11 @@ def policies_activate(
               cli.py policies activate policy.json --deployment canary
               cli.py policies activate active --from canary
     """
+    if source is not None and policy_name != "active":
+        raise click.UsageError(
+            f"--from {source} promotes what is in force there, `active`; leave it out to put "
+            "another policy in force"
+        )
     spec, device = pair_spec(kw), device_of(kw)
     with _looked_up(policy_name) as store:
         if source is not None and store.active_publication(spec.id, device, source) is None:
@@ -228,7 +233,7 @@ def policies_activate(
         prepare(policy, spec.draft_names, profile=profile, artifacts=fitted(store, spec.id))
         store.put_pair(spec.id, spec.name, spec.to_json())
         store.put_policy(policy.id, policy.spelled_out(), policy.label())
-        before = store.list_publications(spec.id, deployment=source)
+        before = store.list_publications(spec.id, device, source)
         tuned = (p.sampling for p in before if p.policy_id == policy.id and p.sampling is not None)
         published = store.publish(
             spec.id,
@@ -313,7 +318,7 @@ def policies_rollback(to: int | None, deployment: str, **kw: Any) -> None:
 )
 @option(
     "--engine-version",
-    "whose settings: what they mean changes from version to version",
+    "Whose settings: what they mean changes from version to version.",
     metavar="VERSION",
 )
 @opts.place

@@ -191,7 +191,7 @@ class Meter:
         )
 
 
-SAME: Final = {"pair", "target", "drafts", "device", "deployment"}
+SAME: Final = {"pair", "target", "drafts", "device", "dtype", "threads", "deployment"}
 """Options that say on what a command works."""
 DECODED: Final = {
     *("workloads", "column", "all_turns", "first_turn", "overlong", "max_new_tokens"),

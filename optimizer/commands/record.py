@@ -10,13 +10,20 @@ import click
 
 from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import flag, option
-from spectune.optimizer.commands.on_engine import NATIVE, OnEngine, check_engine, engine_options
+from spectune.optimizer.commands.on_engine import (
+    NATIVE,
+    OnEngine,
+    check_engine,
+    deployment_on,
+    engine_options,
+)
 from spectune.optimizer.commands.options import Whole, decode_options, workload_of
 from spectune.optimizer.commands.printing import Command, Meter, emit, note
 from spectune.optimizer.commands.shared import (
     check_policy,
     fit_to,
     load,
+    nothing_decoded,
     open_store,
     pair_spec,
     policy_named,
@@ -87,9 +94,12 @@ def record(**kw: Any) -> None:
               cli.py record --resume latest --workers tcp://scheduler:8786
     """
     check_engine(kw)
+    kw["deployment"] = deployment_on(kw["engine"])
     resumed, on_engine = kw["resumed_id"], kw["engine"] != NATIVE
     if on_engine:
         _without_trees(kw)
+    if resumed:
+        nothing_decoded("--resume", "fresh")
     with open_store() as store:
         spec = pair_spec(kw, store, resumed)
         if resumed:

@@ -287,8 +287,8 @@ def traces_ingest(
     our plugin.
 
     With token ids (vLLM's return_token_ids) texts are recorded, and `record --resume` makes them
-    replayable under any window and draft. Without, only how many rounds kept how many tokens is,
-    which `simulate` does not extrapolate.
+    replayable under any window and draft. Without them, only how many tokens each round kept is
+    recorded: `simulate` answers for windows up to the served one, and goes no further.
 
     \b
     Example:  cli.py traces ingest responses.jsonl --pair pair.json --draft-name small

@@ -11,7 +11,13 @@ import click
 
 from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import flag, option
-from spectune.optimizer.commands.on_engine import NATIVE, OnEngine, check_engine, engine_options
+from spectune.optimizer.commands.on_engine import (
+    NATIVE,
+    OnEngine,
+    check_engine,
+    deployment_on,
+    engine_options,
+)
 from spectune.optimizer.commands.options import FILE, decode_options, workload_of
 from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored, write_rounds
 from spectune.optimizer.commands.printing import Command, Meter, emit, note
@@ -71,6 +77,7 @@ def run(**kw: Any) -> None:
     """
     check_writable(("--outputs", kw["outputs"]), ("--per-round", kw["per_round"]))
     check_engine(kw)
+    kw["deployment"] = deployment_on(kw["engine"])
     with open_store() as store:
         spec = pair_spec(kw, store)
         check_policy(store, kw["policy_name"])
@@ -153,6 +160,7 @@ def _served(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: Deco
 
     asked = OnEngine(store, spec, kw, options)
     with asked.started() as running:
+        runs_on = running.runs_on
         engine = {
             "engine": running.engine.name,
             "engine_version": running.version,
@@ -172,8 +180,8 @@ def _served(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: Deco
         writer,
         result,
         [Share(asked.policy, result.total)],
-        device=asked.device,
-        dtype="float32",
+        device=runs_on["device"],
+        dtype=runs_on["dtype"],
         engine=engine,
         latency=latency_on(answered),
     )

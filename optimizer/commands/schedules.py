@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -12,7 +13,7 @@ from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import flag, option
 from spectune.optimizer.commands.options import Whole, drawn, search_asked, turns_of
 from spectune.optimizer.commands.printing import Group, Meter, emit, note, table
-from spectune.optimizer.commands.shared import open_store, pair_spec
+from spectune.optimizer.commands.shared import nothing_decoded, open_store, pair_spec
 from spectune.optimizer.commands.tune import page_of
 
 if TYPE_CHECKING:
@@ -36,7 +37,12 @@ def schedule() -> None:
 @option("--cron", 'Five fields, e.g. "0 3 * * *".')
 @option("--every", "Interval, e.g. 6h, 30m, 1d.")
 @option("--tz", "Time zone of the cron fields.", default="UTC")
-@option("--budget", "What one job may take.", default="10m")
+@option(
+    "--budget",
+    "Race and confirmation of a job get a third of it; recording, profile and search take the time "
+    "they need.",
+    default="10m",
+)
 @option("--misfire-grace", "A slot later than this is not run any more; or 'none'.", default="1h")
 @option("--max-instances", "Unfinished jobs at a time.", Whole(1), default=1)
 @option("--max-attempts", "How often a job is begun at most.", Whole(1), default=3)
@@ -59,6 +65,8 @@ def schedule_add(name: str, **kw: Any) -> None:
               cli.py schedule add drift --every 6h --recorded 24h --budget 20m
               cli.py schedule add chains --every 6h --tree-width 0
     """
+    if kw["recorded"]:
+        nothing_decoded("--recorded")
     from spectune.optimizer.payload import check_payload
     from spectune.optimizer.schedule import add_schedule
 
@@ -73,12 +81,8 @@ def schedule_add(name: str, **kw: Any) -> None:
         payload["recorded"] = kw["recorded"]
     else:
         drawn(kw)
-        files = [
-            w if w == "demo" or w.startswith("hf:") else str(Path(w).resolve())
-            for w in kw["workloads"]
-        ]
         payload |= {
-            "workload": files or ["demo"],
+            "workload": [_from_anywhere(name) for name in kw["workloads"]] or ["demo"],
             "categories": list(kw["categories"]),
             **{key: kw[key] for key in ("limit", "limit_seed", "column", "overlong")},
             "turns": turns_of(kw),
@@ -99,6 +103,18 @@ def schedule_add(name: str, **kw: Any) -> None:
         added.to_json(),
         f"schedule {name}: {added.when}, first at {added.next_fire_at:%Y-%m-%d %H:%M:%S} UTC",
     )
+
+
+def _from_anywhere(workload: str) -> str:
+    """A workload by a name that a worker in another folder finds it by."""
+    if workload == "demo":
+        return workload
+    if not workload.startswith("hf:"):
+        return str(Path(workload).resolve())
+    name = re.split("[,:]", workload)[1]
+    if not Path(name).is_dir():
+        return workload
+    return f"hf:{Path(name).resolve()}{workload.removeprefix(f'hf:{name}')}"
 
 
 @schedule.command("list")

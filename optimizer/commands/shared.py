@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from spectune.optimizer.commands.config import blamed
-from spectune.optimizer.commands.printing import PAIR_FOUND, RECORDINGS, note
+from spectune.optimizer.commands.printing import DECODED, PAIR_FOUND, RECORDINGS, note
 
 if TYPE_CHECKING:
     from spectune.optimizer.execute import DecodeOptions
@@ -25,10 +25,21 @@ if TYPE_CHECKING:
     from spectune.traces.store import Publication, TraceStore
 
 
-def _typed(*options: str) -> bool:
+def typed(*options: str) -> bool:
     """Whether one of these was typed, and is no default of the environment's or the file's."""
     ctx = click.get_current_context()
     return any(ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in options)
+
+
+def nothing_decoded(by: str, *also: str) -> None:
+    """Raises UsageError for an option that says what is decoded or how, or one of ``also``, typed
+    beside ``by``, an option that names texts."""
+    refused = {*DECODED, "limit", "limit_seed", "categories", *also}
+    for param in click.get_current_context().command.params:
+        if param.name in refused and typed(param.name):
+            raise click.UsageError(
+                f"{param.opts[0]} has no effect with {by}, whose texts are there; leave it out"
+            )
 
 
 def pair_spec(
@@ -42,9 +53,9 @@ def pair_spec(
 
     ctx = click.get_current_context()
     pair, target, drafts = kw["pair"], kw["target"], kw["drafts"]
-    if target is not None or drafts or _typed("pair"):
-        spec = read_pair(pair if _typed("pair") else None, target, drafts)
-    elif store is not None and recording is not None and (pair is None or _typed(*RECORDINGS)):
+    if target is not None or drafts or typed("pair"):
+        spec = read_pair(pair if typed("pair") else None, target, drafts)
+    elif store is not None and recording is not None and (pair is None or typed(*RECORDINGS)):
         where = f"the pair of recording {recording}"
         stored = store.get_pair(store.get_recording(recording).pair_id)
         ctx.meta[PAIR_FOUND] = spec = PairSpec.from_json(stored.document, where=where)

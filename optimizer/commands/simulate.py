@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import flag, option
+from spectune.optimizer.commands.on_engine import deployment_on
 from spectune.optimizer.commands.options import Whole
 from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored, write_rounds
 from spectune.optimizer.commands.printing import Command, Meter, emit, note
 from spectune.optimizer.commands.run import rounds_of
 from spectune.optimizer.commands.shared import on_pair_of, open_store, policy_named, profile_of
-from spectune.optimizer.commands.under_load import load_options, recording_on, simulate_under_load
+from spectune.optimizer.commands.under_load import (
+    check_typed,
+    load_options,
+    recording_on,
+    simulate_under_load,
+)
 
 if TYPE_CHECKING:
     from spectune.optimizer.simulate.trace import Simulated
@@ -22,6 +28,12 @@ if TYPE_CHECKING:
     from spectune.traces.recording import RecordingInfo
     from spectune.traces.schema import LatencyProfile
     from spectune.traces.store import TraceStore
+
+UNDER_LOAD: Final = (
+    *("policy_name", "recording", "engine", "arrivals", "ttft", "tpot"),
+    *("device", "deployment", "limit"),
+)
+"""Options that --arrivals reads."""
 
 
 @click.command(cls=Command)
@@ -49,6 +61,8 @@ def simulate(**kw: Any) -> None:
               cli.py simulate --policy active --workers tcp://scheduler:8786
               cli.py simulate --policy active --engine vllm --arrivals poisson:2,8 --tpot 40ms
     """
+    if kw["arrivals"] is not None:
+        check_typed(UNDER_LOAD)
     check_writable(("--per-round", kw["per_round"]))
     with open_store(create=False) as store:
         if kw["recording"].endswith(".parquet"):
@@ -58,7 +72,8 @@ def simulate(**kw: Any) -> None:
         info = recording_on(store, kw["recording"], kw["engine"])
         device = kw["device"] or str(info.options.get("device", "cpu"))
         on_pair_of(store, info.pair_id)
-        policy = policy_named(store, kw["policy_name"], info.pair_id, device, kw["deployment"])
+        deployment = deployment_on(info.engine)
+        policy = policy_named(store, kw["policy_name"], info.pair_id, device, deployment)
         if kw["arrivals"] is not None:
             simulate_under_load(store, info, policy, kw)
             return

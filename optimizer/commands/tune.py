@@ -18,8 +18,17 @@ from spectune.optimizer.commands.options import (
 )
 from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored
 from spectune.optimizer.commands.printing import Command, Meter, as_json, emit, note, say, to_type
-from spectune.optimizer.commands.shared import fit_to, load, open_store, pair_spec, same_pair
+from spectune.optimizer.commands.shared import (
+    fit_to,
+    load,
+    nothing_decoded,
+    open_store,
+    pair_spec,
+    same_pair,
+    typed,
+)
 from spectune.optimizer.commands.under_load import (
+    check_typed,
     execute_found,
     load_options,
     place_of,
@@ -41,6 +50,11 @@ QUICK: Final = {
     "budget": "40s",
 }
 """What --quick makes of options that nobody gave."""
+UNDER_LOAD: Final = (
+    *("recording_id", "engine", "arrivals", "ttft", "tpot", "objective", "limit"),
+    *("execute", "no_publish", "budget", "threads", "pair", "target", "drafts", "deployment"),
+)
+"""Options that --arrivals reads."""
 
 
 def _budget(text: str) -> str:
@@ -103,6 +117,8 @@ def tune(**kw: Any) -> None:
     if kw["engine"] is not None or kw["arrivals"] is not None or kw["execute"]:
         tune_under_load(kw)
         return
+    if kw["recording_id"] is not None:
+        nothing_decoded("--recording")
     from spectune.optimizer.schedule import parse_duration
 
     if kw["report_path"] != "none":
@@ -133,7 +149,7 @@ def tune(**kw: Any) -> None:
         from spectune.optimizer.estimate import course
         from spectune.optimizer.report.tables import evidence_table
         from spectune.optimizer.report.words import closing
-        from spectune.optimizer.tune import STAGES, TuneOptions, tune_recording
+        from spectune.optimizer.tune import STAGES, TuneOptions, as_recorded, tune_recording
         from spectune.optimizer.tune import tune as do_tune
 
         wanted = TuneOptions(
@@ -148,6 +164,8 @@ def tune(**kw: Any) -> None:
             publishing=lambda tuned: kept_unless_stored(tuned.to_json),
             **searched,
         )
+        if workload is None:
+            wanted = as_recorded(wanted, info.id, texts[0])
         expected = course(store, pair, wanted, workload, [name for name, _ in STAGES])
         note(quick + expected.told(budget_s))
         with Meter(expected) as meter:
@@ -173,15 +191,15 @@ def tune_under_load(kw: dict[str, Any]) -> None:
     best of them is published where it is proved better than that."""
     from spectune.traces.errors import TraceError
 
-    if kw["workers"] is not None:
-        raise TraceError(
-            "--workers replays what is searched for one request at a time; with --arrivals "
-            "leave it out"
-        )
     if kw["arrivals"] is None:
         raise TraceError(
             "--engine and --execute tune for a load: say --arrivals poisson:RATE, clients:N, "
             "recorded or a CSV"
+        )
+    check_typed(UNDER_LOAD)
+    if not kw["execute"] and typed("budget", "threads"):
+        raise TraceError(
+            "--budget and --threads are for --execute; say that too, or leave them out"
         )
     with open_store(create=False) as store:
         info = recording_on(store, kw["recording_id"] or "latest", kw["engine"])
@@ -243,7 +261,7 @@ def _next(tuned: dict[str, Any]) -> list[tuple[str, str]]:
     then = ("run --policy active", "decodes with what is in force")
     if tuned["published"]:
         look = ("policies show active", "the policy in force, and its evidence")
-    elif winner != tuned["baselines"]["incumbent"]["id"]:
+    elif winner != tuned["baselines"]["incumbent"]["id"] and not tuned["superseded_by"]:
         then = (f"policies activate {winner}", "puts the winner in force")
     typed = [(to_type(words), what) for words, what in (look, then)]
     if page is not None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from spectune.optimizer.commands.config import is_given, option
+from spectune.optimizer.commands.config import option
+from spectune.optimizer.commands.on_engine import deployment_on
 from spectune.optimizer.commands.options import checked, together
 from spectune.optimizer.commands.outputs import kept_unless_stored
 from spectune.optimizer.commands.printing import Meter, as_json, emit, note, say, table, to_type
+from spectune.optimizer.commands.shared import typed
 
 if TYPE_CHECKING:
     from spectune.optimizer.deployment import Place
@@ -55,6 +58,17 @@ load_options = together(
         metavar="TIME",
     ),
 )
+
+
+def check_typed(read: Collection[str]) -> None:
+    """Raises TraceError for an option that was typed and is none of those that are ``read`` of a
+    load."""
+    from spectune.traces.errors import TraceError
+
+    for param in click.get_current_context().command.params:
+        name = param.name or ""
+        if param.expose_value and name not in read and typed(name):
+            raise TraceError(f"{param.opts[0]} says nothing of a load; leave it out")
 
 
 def recording_on(store: TraceStore, recording: str, engine: str | None) -> RecordingInfo:
@@ -182,8 +196,7 @@ def place_of(store: TraceStore, info: RecordingInfo) -> Place:
     from spectune.optimizer.deployment import Place
     from spectune.runtime.cuda.found import sees_cuda
 
-    named = click.get_current_context().params["deployment"]
-    deployment = named if is_given("deployment") else info.engine
+    deployment = deployment_on(info.engine)
     device = str(info.options.get("device") or ("cuda" if sees_cuda() else "cpu"))
     return Place(device, deployment, store.active_publication(info.pair_id, device, deployment))
 
@@ -206,7 +219,7 @@ def execute_found(
         f"{passes * one_s:.0f} s, and the starts of the engine"
     )
     with Meter() as meter:
-        executed = execute_all(lab, spec, those, passes, meter)
+        executed = execute_all(lab, spec, those, passes, meter, threads=kw["threads"])
     proof = proof_of(executed, incumbent, lab.objective)
     against = proof.against or ("--no-publish" if kw["no_publish"] else "")
     more = (
@@ -336,6 +349,12 @@ def _say_costs(lab: UnderLoad) -> None:
         f"costs fitted to {check['steps']} served steps: {100 * check['median_error']:.1f}% off in "
         f"the median, {100 * check['total_error']:+.1f}% in all"
     )
+    seats, clients = lab.rules.max_num_seqs, max(load.clients for load in lab.loads.values())
+    if clients > seats:
+        note(
+            f"the recorded server had {seats} seats (max_num_seqs): of {clients} clients the "
+            "others wait"
+        )
 
 
 def _row(name: str, served: Served, level: Objective) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def fit_clusters(
             f"--clusters {count}: the output head of draft {draft!r} has {output.rows} rows; ask "
             "for at most so many"
         )
-    weight = output.weight.float().cpu().numpy()
+    weight = output.weight.cpu().float().numpy()
     progress("clusters", 0, 1)
     clusters = cluster(weight, count or default_clusters(output.rows), seed=seed)
     progress("clusters", 1, 1)

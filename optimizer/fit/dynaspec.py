@@ -40,6 +40,8 @@ FloatArray = npt.NDArray[np.float64]
 
 TOP: Final = 16
 """Most probable tokens kept of a context: labels, and what the scores count as the draft's mass."""
+ROWS: Final = 256
+"""Contexts whose distributions are there at a time."""
 SHARE: Final = 0.25
 """Part of the head's clusters that a policy shown as a start takes at its first step."""
 HIDDEN: Final = 128
@@ -142,7 +144,7 @@ def fit_router(
         "epochs": epochs,
         "seed": seed,
         "cluster_sizes": partition.sizes.tolist(),
-        "cohesion": cohesion(output.weight.float().cpu().numpy(), partition),
+        "cohesion": cohesion(output.weight.cpu().float().numpy(), partition),
         "scores": scores,
     }
     evidence: dict[str, Any] = {"fitted_to": (read.top, read.group), "recording": recording}
@@ -229,7 +231,7 @@ def contexts(
             "a router is trained and scored on different texts: record at least two requests with "
             "an output"
         )
-    inputs, top, probabilities = (torch.cat(columns).cpu() for columns in zip(*parts, strict=True))
+    inputs, top, probabilities = (torch.cat(columns) for columns in zip(*parts, strict=True))
     return Contexts(inputs, top.numpy(), probabilities.double().numpy(), np.concatenate(groups))
 
 
@@ -241,11 +243,17 @@ def _contexts_of(
     model, ids = pair.models[draft], [*text.prompt_ids.tolist(), *text.output_ids.tolist()]
     states = states_over(pair, draft, ids, 1).text_states()
     output = model.output
-    logits = torch.nn.functional.linear(states[first:], output.weight, output.bias).float()
-    best = logits.log_softmax(-1).topk(min(TOP, output.rows), dim=-1)
+    best = [
+        torch.nn.functional.linear(part, output.weight, output.bias)
+        .float()
+        .log_softmax(-1)
+        .topk(min(TOP, output.rows), dim=-1)
+        for part in torch.split(states[first:], ROWS)
+    ]
+    values, rows = (torch.cat(found) for found in zip(*best, strict=True))
     embedded = model.embedded(torch.tensor(ids, device=pair.device))
     inputs = torch.cat([embedded[first:].float(), states[first - 1 : -1].float()], 1)
-    return inputs, best.indices, best.values.exp()
+    return inputs.cpu(), rows.cpu(), values.exp().cpu()
 
 
 def cluster_labels(top: IntArray, clusters: Clusters) -> npt.NDArray[np.bool_]:

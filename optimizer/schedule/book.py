@@ -48,7 +48,6 @@ def add_schedule(
     coalesce: bool = True,
     max_instances: int | None = 1,
     max_attempts: int = 3,
-    enabled: bool = True,
     now: datetime | None = None,
 ) -> Schedule:
     """Adds a schedule whose first slot is the first after ``now`` (database time by default).
@@ -94,7 +93,7 @@ def add_schedule(
                 max_instances=max_instances,
                 max_attempts=max_attempts,
                 budget_s=budget_s,
-                enabled=enabled,
+                enabled=True,
                 payload=document,
                 created_at=moment,
             )

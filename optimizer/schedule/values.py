@@ -39,9 +39,10 @@ class Schedule(_Value):
     """What is to be done when. Moments are aware UTC; ``misfire_grace_s`` and ``max_instances``
     None mean no limit.
 
-    ``payload`` belongs to the job function; the scheduler only carries it. ``budget_s`` is what one
-    attempt may take. ``parked`` says why the scheduler itself disabled it: something in it cannot
-    be read (a payload is then shown as empty, a moment as 1970).
+    ``payload`` belongs to the job function; the scheduler only carries it. So does ``budget_s``: an
+    attempt may ask how much of it is left (:meth:`JobContext.remaining_s`), nothing ends it then.
+    ``parked`` says why the scheduler itself disabled it: something in it cannot be read (a payload
+    is then shown as empty, a moment as 1970).
     """
 
     id: int

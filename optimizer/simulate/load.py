@@ -4,7 +4,9 @@ simulated."""
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -100,10 +102,10 @@ def read_arrivals(path: str) -> FloatArray:
 
 
 def _seconds(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return datetime.fromisoformat(text[:26]).timestamp()  # of seven decimals Python reads six
+    with suppress(ValueError):
+        if math.isfinite(seconds := float(text)):
+            return seconds
+    return datetime.fromisoformat(text[:26]).timestamp()  # of seven decimals Python reads six
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ FITTED_STEPS: Final = 6000
 """Most steps that costs are fitted to, spread over all that were recorded."""
 LEAST_STEPS: Final = 30
 """Fewer steps tell nothing."""
-POOLED: Final = 32
+POOLED: Final = 64
 """Most recordings of an engine that its costs are fitted to, the newest: a profile of five drafts
-makes 26."""
+makes 41 at most."""
 
 
 class ServedSteps(NamedTuple):
@@ -169,21 +169,23 @@ def _check(predicted: FloatArray, executed: FloatArray, steps: int) -> dict[str,
 
 
 def _made_by(info: RecordingInfo) -> tuple[Any, ...]:
-    """What recordings whose steps cost the same have in common."""
+    """What recordings whose steps cost the same have in common. Old ones do not name their
+    hardware."""
     said = {"device": "cpu", **info.options}
-    return tuple(said.get(name) for name in ("engine", "engine_version", "device", "dtype"))
+    names = ("engine", "engine_version", "device", "dtype", "hardware")
+    return tuple(said.get(name) for name in names)
 
 
 def costs_of_engine(store: TraceStore, info: RecordingInfo) -> ServedCosts:
     """The costs of the engine of a recording, from all its recordings of this pair, of the same
-    version, device and numbers.
+    version, hardware and numbers.
 
     Raises TraceError where too few steps were recorded with their times.
     """
     same = [i for i in store.list_recordings(info.pair_id) if _made_by(i) == _made_by(info)]
     steps = []
     for found in same[:POOLED]:
-        kept = store.load(found.id, steps=True, skip_corrupted=True).requests
+        kept = store.load(found.id, (), steps=True, skip_corrupted=True).requests
         steps.append(served_steps(kept, rules_of(found.engine, found.options.get("serving"))))
     device = str(info.options.get("device", "cpu"))
     return fit_served(steps, info.pair_id, device, str(info.options.get("dtype", "")))

@@ -239,7 +239,7 @@ def _trees(pair: LoadedPair, name: str) -> list[Cell]:
     plain, _, rows = cell_of(pair, usual)
     assert plain.rules is not None
     joint = np.rint(65535 * np.exp(-np.arange(1024) / TREE_SCALE)).astype(np.int32)
-    confidence = torch.from_numpy(np.broadcast_to(joint, (4, 256, 1024)).copy())
+    confidence = np.broadcast_to(joint, (4, 256, 1024))
     for kind, change in (
         (
             RoundKind(name, "classifier"),

@@ -76,7 +76,8 @@ def measure_profile(
     experiment.rounds.clear()
     experiment.prefills.clear()
     dtype = str(pair.target.dtype).removeprefix("torch.")
-    profile = LatencyProfile(pair.id, pair.device.type, dtype, {}, environment(pair))
+    here = {**environment(pair), "gamma_max": gamma_max}
+    profile = LatencyProfile(pair.id, pair.device.type, dtype, {}, here)
     for done in range(1, max(repeats, most) + 1):
         experiment.sweep(cells, checked)
         progress("rounds", done, max(repeats, done))

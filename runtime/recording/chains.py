@@ -9,6 +9,9 @@ codes that rounding could change are decided by the same canonical pass as there
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import numpy as np
 import torch
 
@@ -31,7 +34,8 @@ from spectune.traces.schema import (
 )
 
 BRANCHES = 128
-"""Branches continued together; more are continued in groups, so that masks stay small."""
+"""Rows decided and branches continued together; more are taken in groups, so that distributions and
+masks stay small."""
 
 
 def record_panorama(
@@ -90,9 +94,11 @@ class _Pass(RecordedText):
         tokens [L]."""
         ids, read = torch.tensor(self.text, device=self.model.device), self.prompt
         parts, of_text = [], []
-        for logits in self.passes.roots():
-            prefixes = [self.text[: read + i] for i in range(len(logits))]
-            tokens, log_q, *codes = self._decide(logits, prefixes)
+        chunks = self.passes.roots()
+        for logits in (rows for chunk in chunks for rows in torch.split(chunk, BRANCHES)):
+            lengths = range(read, read + len(logits))
+            prefix = partial(self._prefix, read)
+            tokens, log_q, *codes = self._decide(logits, lengths, prefix)
             parts.append((tokens.cpu().numpy(), *codes))
             following = ids[read : read + len(logits)]
             of_text.append(log_q[: len(following)].gather(-1, following[:, None])[:, 0])
@@ -100,15 +106,17 @@ class _Pass(RecordedText):
         proposals, logp, entropy = map(np.concatenate, zip(*parts, strict=True))
         return proposals, logp, entropy, torch.cat(of_text)
 
+    def _prefix(self, read: int, row: int) -> list[int]:
+        return self.text[: read + row]
+
     def _decide(
-        self, logits: torch.Tensor, prefixes: list[list[int]]
+        self, logits: torch.Tensor, lengths: Sequence[int], prefix: Callable[[int], list[int]]
     ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, np.ndarray]:
-        """Proposals and codes of rows of logits, each row decided as decoding would decide it."""
+        """Proposals and codes of rows of logits, each row decided as decoding would decide it.
+        ``lengths``: tokens that rows come after, ``prefix`` these tokens of a row."""
         model, sampling = self.model, self.sampling
-        noise = (
-            None if self.noise is None else torch.stack([self.noise.row(len(p)) for p in prefixes])
-        )
-        canonical = (lambda row: model.canonical(prefixes[row])) if self.exact else None
+        noise = None if self.noise is None else torch.stack([self.noise.row(n) for n in lengths])
+        canonical = (lambda row: model.canonical(prefix(row))) if self.exact else None
         tokens = choose(logits, sampling, noise, canonical)
         log_q = log_distribution(logits, sampling)
         nats = -log_q.gather(-1, tokens[:, None])[:, 0]
@@ -117,7 +125,7 @@ class _Pass(RecordedText):
         if self.exact:
             near = near_code(nats, sampling) | near_code(entropy, sampling)
             for row in near.nonzero()[:, 0].tolist():
-                decided = canonical_codes(model, prefixes[row], int(tokens[row]), sampling)
+                decided = canonical_codes(model, prefix(row), int(tokens[row]), sampling)
                 codes_p[row], codes_h[row] = decided
         return tokens, log_q, codes_p, codes_h
 
@@ -147,7 +155,10 @@ class _Pass(RecordedText):
             numbers = list(range(j * width, (j + 1) * width))
             above = [list(range(i, j * width, width)) for i in range(width)]
             logits = self.passes.nodes(Nodes(tokens, positions + j, numbers, above, outputs))
-            tokens, _, logp[:, j], entropy[:, j] = self._decide(logits, prefixes)
+            lengths_now = [len(prefix) for prefix in prefixes]
+            tokens, _, logp[:, j], entropy[:, j] = self._decide(
+                logits, lengths_now, prefixes.__getitem__
+            )
             lengths[alive] = j + 1
             for prefix, token in zip(prefixes, tokens.tolist(), strict=True):
                 prefix.append(token)

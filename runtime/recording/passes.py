@@ -47,7 +47,7 @@ class Passes(ABC):
     @abstractmethod
     def roots(self) -> Iterator[torch.Tensor]:
         """Float32 logits [n, vocab] after the prompt and each output token, L + 1 rows in all, some
-        at a time. Comes first."""
+        at a time. Comes first, and whole."""
 
     @abstractmethod
     def nodes(self, nodes: Nodes) -> torch.Tensor:
@@ -135,23 +135,23 @@ class HeadPasses(Passes):
         self.target.read(ids, 0)
         features = self.target.tapped[:, columns(self.target, head)]
         self._reserve(ROOM)
-        logits, outputs = [], []
-        for at in range(1, len(self.text), CHUNK):
+        first, outputs = max(1, self.prompt - 1), list[torch.Tensor]()
+        for at in range(1, first, CHUNK):
+            stop = min(at + CHUNK, first)
+            head.chain(ids[at:stop], features[at - 1 : stop - 1], at)
+        for at in range(first, len(self.text), CHUNK):
             part = ids[at : at + CHUNK]
-            found, out = head.chain(
+            rows, out = head.chain(
                 part, features[at - 1 : at - 1 + len(part)], at, logits=len(part)
             )
-            logits.append(found)
+            if self.prompt == 1 and not outputs:
+                # Nothing was read that a row after the prompt would follow; a head drafts nothing
+                # there.
+                rows, out = torch.cat([rows[:1], rows]), torch.cat([out[:1], out])
             outputs.append(out)
-        # Row p - 1 belongs to token p. A prompt of one token has nothing to read: a head drafts
-        # nothing there.
-        rows, hidden = torch.cat(logits), torch.cat(outputs)
-        if self.prompt == 1:
-            rows, hidden = torch.cat([rows[:1], rows]), torch.cat([hidden[:1], hidden])
-        else:
-            rows, hidden = rows[self.prompt - 2 :], hidden[self.prompt - 2 :]
+            yield rows
+        hidden = torch.cat(outputs)
         self._root_hidden, self._hidden = hidden, hidden.new_zeros(0, hidden.shape[1])
-        yield rows
 
     def nodes(self, nodes: Nodes) -> torch.Tensor:
         return self._read(nodes)[0]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from spectune.demo.prompts import demo_workload
 from spectune.engines.abilities import VLLM
 from spectune.engines.vllm.prompt_lookup import LEAST
 from spectune.engines.vllm.prompt_lookup import MOST as LONGEST
+from spectune.engines.vllm.scheduler import Scheduler
 from spectune.optimizer.record import Look, look_around
 from spectune.optimizer.simulate.replay_trace import Replay
 from spectune.optimizer.simulate.trace import simulate
@@ -30,6 +32,7 @@ from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.recording.chains import record_panorama
 from spectune.runtime.recording.trees import record_tree_panorama
+from spectune.traces.errors import PairError
 from spectune.traces.recording import RecordedRequest
 from spectune.traces.schema import AGREE_NO, Sampling, Trajectory, TreePanorama
 from spectune.traces.store import TraceStore
@@ -222,6 +225,24 @@ def test_200_publications_while_8_clients_are_served_change_no_text(
     assert runs > 1
     assert running.answered(published[-1]) == ("applied", "")
     assert len({a.version for a in running.store.acknowledgements()} & set(published)) > 1
+
+
+def test_drafts_that_no_pair_names_are_not_recorded() -> None:
+    config = SimpleNamespace(method="mtp", model="target")
+    made = Scheduler.__new__(Scheduler)
+    made.vllm_config = SimpleNamespace(
+        speculative_config=config, model_config=SimpleNamespace(model="target")
+    )
+    with pytest.raises(PairError, match="drafts by 'mtp', which cannot be replayed"):
+        made._pair()
+
+
+def test_what_goes_wrong_while_rounds_are_noted_stops_no_server() -> None:
+    made = Scheduler.__new__(Scheduler)
+    made._trouble = ""
+    with made._noting():
+        raise AttributeError("a vLLM that changed")
+    assert "a vLLM that changed" in made._trouble
 
 
 @only_small

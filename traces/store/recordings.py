@@ -119,9 +119,11 @@ class Recordings(Storage):
         with self.database.read() as session:
             return tuple(infos(session, session.scalars(query).all()))
 
-    def recorded_since(self, pair_id: str, since: datetime) -> tuple[tuple[str, int], ...]:
+    def recorded_since(
+        self, pair_id: str, since: datetime, *, verifier: Verifier | None = None
+    ) -> tuple[tuple[str, int], ...]:
         """(recording, ordinal) of every request of a pair stored at ``since`` or later, oldest
-        first.
+        first; with ``verifier`` of those alone that were decoded by it.
 
         It goes by the request's moment and not the recording's: serving appends to one recording
         for days.
@@ -133,6 +135,8 @@ class Recordings(Storage):
             .where(RecordingRow.pair_id == pair_id, t.created_at >= since)
             .order_by(t.created_at, t.recording_id, t.ordinal)
         )
+        if verifier is not None:
+            query = query.where(t.verifier == verifier)
         with self.database.read() as session:
             return tuple((recording, ordinal) for recording, ordinal in session.execute(query))
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spectune.db import DatabaseError, UnavailableError
+from spectune.db import DatabaseError, NotFoundError, UnavailableError
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Step, Trajectory
 from spectune.traces.store.recordings import Recordings
@@ -59,6 +59,8 @@ class TrafficWriter:
         self._next = max(store.recorded_ordinals(recording), default=-1) + 1
         self._written = self._dropped = self._in_hand = 0
         self._error: str | None = None
+        self.gone = False
+        """Whether somebody deleted the recording."""
         self._closing = threading.Event()
         self._hurry = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"traffic {recording}", daemon=True)
@@ -148,6 +150,7 @@ class TrafficWriter:
             except Exception as error:
                 ours = isinstance(error, (DatabaseError, TraceError))
                 self._error = str(error) if ours else f"{type(error).__name__}: {error}"
+                self.gone = isinstance(error, NotFoundError)
                 if size > 1:
                     size = 1
                     continue
