@@ -3,8 +3,10 @@ SQLite and on PostgreSQL."""
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,12 +17,31 @@ from databases import postgresql_server
 from sqlalchemy.engine import make_url
 
 from spectune.db import Database, open_database, upgrade
+from spectune.db.migrate import VERSION_TABLE
+from spectune.db.models import metadata
 from spectune.traces.store import TraceStore
 
 if TYPE_CHECKING:  # torch is imported by those tests alone that need it
     from spectune.runtime.loading import LoadedPair
 
+# Where it is set, every process of the tests would compile every module again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 TEMPLATE = "spectune_template"
+SCHEMA = """
+SELECT attrelid::regclass::text, attname::text, atttypid::bigint, attnotnull
+FROM pg_attribute WHERE attrelid >= 16384
+UNION ALL SELECT 'settings', setconfig::text, 0, true
+FROM pg_db_role_setting JOIN pg_database ON pg_database.oid = setdatabase
+WHERE datname = current_database()
+"""
+"""The columns of a PostgreSQL database's tables and indexes, alike in copies of one template, and
+its settings."""
+END_CLIENTS = """
+SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database()
+AND pid <> pg_backend_pid() AND backend_type = 'client backend'
+"""
 SLOWEST = (
     "cli_flow schedule_workers kill shortlists openvino shortlist_tuning publishing llamacpp "
     "parity head_drafting fit_commands chooser_policy processes schedule_retries frequency_ranks "
@@ -49,23 +70,63 @@ class Postgresql:
             self._url, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool
         )
         self._template = f"{TEMPLATE}_{secrets.token_hex(4)}"
-        upgrade(self.create(self._template, empty=True))
+        _, revision = upgrade(self.create(self._template, empty=True))
+        self._spare: list[str] = []
+        # TRUNCATE takes several times as long: it makes a hundred files.
+        self._emptying = "; ".join(
+            (
+                *(f'DELETE FROM "{table.name}"' for table in reversed(metadata.sorted_tables)),
+                f"UPDATE {VERSION_TABLE} SET version_num = '{revision}'",
+                "SELECT setval(seqrelid::regclass, seqstart, false) FROM pg_sequence",
+            )
+        )
+        with self._inside(self._template) as connection:
+            self._schema = set(connection.exec_driver_sql(SCHEMA).all())
+
+    def _inside(self, name: str) -> sa.Connection:
+        url = self._url.set(database=name)
+        engine = sa.create_engine(url, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
+        return engine.connect()
+
+    def url(self, name: str) -> str:
+        url = self._url.set(database=name).render_as_string(hide_password=False)
+        return url.replace("postgresql+psycopg", "postgresql")
 
     def create(self, name: str, *, empty: bool = False) -> str:
         """Creates a database and returns its URL."""
         template = "template0" if empty else self._template
         with self._engine.connect() as connection:
             connection.exec_driver_sql(f'CREATE DATABASE "{name}" TEMPLATE {template}')
-        url = self._url.set(database=name).render_as_string(hide_password=False)
-        return url.replace("postgresql+psycopg", "postgresql")
+        return self.url(name)
 
     def drop(self, name: str) -> None:
         """Drops a database, throwing its clients out."""
         with self._engine.connect() as connection:
             connection.exec_driver_sql(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')
 
+    def lend(self) -> str:
+        """The name of a migrated database without rows. A new one costs every connection to it the
+        filling of its catalogue's caches."""
+        if self._spare:
+            return self._spare.pop()
+        name = f"t_{secrets.token_hex(6)}"
+        self.create(name)
+        return name
+
+    def take_back(self, name: str) -> None:
+        """Throws a database's clients out and empties it for the next test. One whose schema a
+        test has changed is dropped."""
+        with self._inside(name) as connection:
+            connection.exec_driver_sql(END_CLIENTS)
+            if set(connection.exec_driver_sql(SCHEMA).all()) == self._schema:
+                connection.exec_driver_sql(self._emptying)
+                self._spare.append(name)
+                return
+        self.drop(name)
+
     def close(self) -> None:
-        self.drop(self._template)
+        for name in (*self._spare, self._template):
+            self.drop(name)
 
 
 @pytest.fixture(scope="session")
@@ -113,9 +174,9 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield f"sqlite:///{path}"
         return
     server: Postgresql = request.getfixturevalue("postgresql")
-    name = f"t_{secrets.token_hex(6)}"
-    yield server.create(name)
-    server.drop(name)
+    name = server.lend()
+    yield server.url(name)
+    server.take_back(name)
 
 
 @pytest.fixture
@@ -141,19 +202,31 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def pair(tiny_pair: Path) -> LoadedPair:
+def llama_pair(tiny_pair: Path) -> LoadedPair:
     """:func:`tiny_pair` on a CPU; tests leave it as they find it."""
     return _loaded(tiny_pair)
 
 
-@pytest.fixture(scope="session", params=["llama", "gpt2"])
-def either_pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> LoadedPair:
-    """A tiny pair of each architecture."""
+@pytest.fixture(scope="session")
+def pair(llama_pair: LoadedPair) -> LoadedPair:
+    """The pair of most tests."""
+    return llama_pair
+
+
+@pytest.fixture(scope="session")
+def gpt2_pair(tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
+    """:func:`pair` of another architecture."""
     from pairs import make_pair
 
-    return _loaded(make_pair(tmp_path_factory.mktemp(request.param), request.param))
+    return _loaded(make_pair(tmp_path_factory.mktemp("gpt2"), "gpt2"))
+
+
+@pytest.fixture(scope="session", params=["llama", "gpt2"])
+def either_pair(request: pytest.FixtureRequest) -> LoadedPair:
+    """A tiny pair of each architecture. pytest makes a fixture anew whenever its parameter changes,
+    so the pairs are fixtures of their own."""
+    found: LoadedPair = request.getfixturevalue(f"{request.param}_pair")
+    return found
 
 
 def _loaded(file: Path) -> LoadedPair:

@@ -97,7 +97,7 @@ class TookTooLongError(BaseException):
 def cases(name: str, count: int) -> Callable[[Any], Any]:
     """So many cases of a property, always the same ones, counted under ``name``."""
     how = settings(
-        max_examples=count * (10 if FULL else 1), deadline=None, derandomize=True, database=None,
+        max_examples=count * (20 if FULL else 1), deadline=None, derandomize=True, database=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
 
@@ -256,7 +256,7 @@ def compiled() -> None:
             prepare(parse_policy(document), DRAFTS, profile=PROFILE)
 
 
-@cases("documents", 800)
+@cases("documents", 400)
 @given(ANYTHING | mutated(POLICIES))
 @example({"growth": {"kind": "static", "paths": 5}, "draft": "small"})
 @example({"draft": {"kind": []}})
@@ -272,7 +272,7 @@ def test_any_json_is_a_policy_or_refused(document: Any) -> None:
         prepare(policy, DRAFTS, profile=PROFILE)
 
 
-@cases("documents", 75)
+@cases("documents", 38)
 @given(st.binary(max_size=40) | (JSON | mutated(POLICIES)).map(lambda v: json.dumps(v).encode()))
 @example(b'{"draft":' * 50_000)
 @example(b"9" * 5000)
@@ -416,7 +416,7 @@ def test_the_artifacts_that_are_forged_are_good_ones_before(kind: str) -> None:
     prepare(parse_policy(policy), DRAFTS, profile=PROFILE, artifacts=lambda _: found)
 
 
-@cases("artifacts", 300)
+@cases("artifacts", 150)
 @given(forged_artifacts())
 @example((STATIC_TREE, {"draft": "small", "paths": [[1000000000]]}, {}))
 @example((BINS, {"draft": "small"}, {}))
@@ -513,7 +513,7 @@ def forged_chunks(draw: st.DrawFn) -> tuple[str, Chunk]:
     return kind, sealed(with_header(text, body))
 
 
-@cases("chunks", 450)
+@cases("chunks", 225)
 @given(forged_chunks())
 @example(("document", sealed(with_header(b"[" * 100_000, b""))))
 @example(("tree", sealed(with_header(LONG_TREE, PARTS["tree"][1]))))
@@ -611,7 +611,7 @@ def read_schedules(store: TraceStore) -> None:
     tick(store.database)
 
 
-@cases("rows", 60)
+@cases("rows", 30)
 @given(st.sampled_from(spots()), CELLS)
 @example(("policy", "document"), "null")
 @example(("policy", "document"), "[" * 5000)
@@ -675,7 +675,7 @@ LINES: list[dict[str, Any]] = [
 ]
 
 
-@cases("workloads", 300)
+@cases("workloads", 150)
 @given(
     st.lists(
         (ANYTHING | mutated(LINES) | st.sampled_from(LINES)).map(lambda v: json.dumps(v).encode())
@@ -767,7 +767,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.chdir(before)
 
 
-@cases("flags", 175)
+@cases("flags", 88)
 @given(command_lines())
 @example(["run", "--temperature", "nan", "--pair", "nowhere.json"])
 @example(["policies", "show", '{"draft":' * 100_000])

@@ -20,7 +20,7 @@ from spectune.runtime.policies.document import parse_policy
 from spectune.traces.errors import PairError
 from spectune.traces.schema import Request, Sampling, Verifier
 
-PROMPT, NEW = [5, 6, 7, 5, 6, 7, 5, 6], 40
+PROMPT, NEW = [5, 6, 7, 5, 6, 7, 5, 6], 24
 POLICIES: list[dict[str, Any]] = [
     {"window": {"kind": "fixed", "gamma": 0}},
     {"draft": "near", "window": {"kind": "fixed", "gamma": 4}},
@@ -35,7 +35,7 @@ POLICIES: list[dict[str, Any]] = [
 ASKED: list[dict[str, Any]] = [
     {"repetition_penalty": 1.4},
     {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "suppress_tokens": [9, 40]},
-    {"no_repeat_ngram_size": 2, "min_new_tokens": 30},
+    {"no_repeat_ngram_size": 2, "min_new_tokens": 18},
 ]
 
 

@@ -36,7 +36,9 @@ SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
     ids=["eagle3", "eagle1", "eagle3.1"],
 )
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
-    file = pair_with_heads(tmp_path_factory.mktemp("heads"), head=request.param())
+    case = request.param()
+    case.config |= {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
+    file = pair_with_heads(tmp_path_factory.mktemp("heads"), layers=3, head=case)
     return load_pair(read_pair(str(file)), device="cpu")
 
 
@@ -74,6 +76,7 @@ def test_heads_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sam
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
+@pytest.mark.parametrize("pair", [_eagle3_without_lm_head], indirect=True, ids=["eagle3"])
 def test_a_head_is_priced_as_trees_are(pair: LoadedPair, sampling: Sampling) -> None:
     """Replay with a profile that knows a head from trees alone; windows that weigh costs decide
     alike in both worlds."""

@@ -22,6 +22,7 @@ from spectune.runtime.policies.prepare import prepare
 from spectune.traces.schema import LatencyProfile, Request, Sampling, Trajectory
 
 PROMPTS = ["def add(a, b):", "The quick brown", "Question: Bob has 9", "for i in", "x"]
+TOKENS = 24
 FILTERED = Sampling(temperature=1.0, top_k=20, seed=5)
 
 
@@ -78,7 +79,7 @@ def decode(
     found = []
     for i, prompt in enumerate(PROMPTS):
         request = decoder.request(
-            Request(str(i), "c", (prompt,)), pair.encode(prompt), sampling, 36
+            Request(str(i), "c", (prompt,)), pair.encode(prompt), sampling, TOKENS
         )
         found.append(decoder.decode(request).trajectory)
     return found
@@ -103,7 +104,7 @@ def test_greedy_autoregression_is_generates(pair: LoadedPair) -> None:
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
-            max_new_tokens=36,
+            max_new_tokens=TOKENS,
             pad_token_id=0,
         )
         assert trajectory.output_ids.tolist() == out[0, ids.shape[1] :].tolist()
@@ -117,7 +118,7 @@ def test_text_is_a_function_of_seed_and_request(pair: LoadedPair) -> None:
     decoder = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)))
     last = Request(str(len(PROMPTS) - 1), "c", (PROMPTS[-1],))
     alone = decoder.decode(
-        decoder.request(last, pair.encode(PROMPTS[-1]), Sampling(temperature=1.0, seed=1), 36)
+        decoder.request(last, pair.encode(PROMPTS[-1]), Sampling(temperature=1.0, seed=1), TOKENS)
     )
     assert alone.trajectory == one[-1]
 
@@ -132,7 +133,7 @@ def test_eos_budget_and_stop_strings_end_texts(pair: LoadedPair) -> None:
     for policy in (Policy(), parse_policy(chain(near, 7))):
         decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names)))
         item, ids = Request("0", "c", (PROMPTS[0],)), pair.encode(PROMPTS[0])
-        done = decoder.decode(decoder.request(item, ids, hot, 36, (stop,))).trajectory
+        done = decoder.decode(decoder.request(item, ids, hot, TOKENS, (stop,))).trajectory
         text = done.output_ids.tolist()
         assert done.finish == "stop"
         assert stop in pair.text(text)
@@ -142,4 +143,4 @@ def test_eos_budget_and_stop_strings_end_texts(pair: LoadedPair) -> None:
     for trajectory in plain:
         ended = trajectory.output_ids[-1] in pair.eos_ids
         assert trajectory.finish == ("eos" if ended else "length")
-        assert ended or len(trajectory.output_ids) == 36
+        assert ended or len(trajectory.output_ids) == TOKENS

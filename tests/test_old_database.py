@@ -123,6 +123,7 @@ def test_an_old_database_migrates_and_holds_what_it_held(old_url: str) -> None:
     assert (schedule["name"], schedule["when"], schedule["parked"]) == ("nightly", "every 6h", None)
 
 
+@pytest.mark.parametrize("old_url", ["sqlite"], indirect=True)
 def test_an_old_recording_replays_as_it_did(old_url: str) -> None:
     """Rounds and tokens exactly; seconds roughly: this profile has passes of 1e-7 s beside others
     of 1e-2, and a sum of terms cannot."""

@@ -130,12 +130,11 @@ def p_value_of(p: torch.Tensor, drawn: list[list[int]]) -> float:
     return p_value(np.array(chances), [number[tuple(d)] for d in drawn])
 
 
-@pytest.mark.parametrize("law", [1, 2])
 @pytest.mark.parametrize("verifier", ["coupled", "rejection"])
-def test_a_verifier_is_lossless_in_law(verifier: Verifier, law: int) -> None:
+def test_a_verifier_is_lossless_in_law(verifier: Verifier) -> None:
     """Sequences follow the exact law (a false alarm has odds of 1 in 1000)."""
-    p, q = laws(law)
-    seeds = range(1000 * law, 1000 * law + 2500)
+    p, q = laws(1)
+    seeds = range(1000, 3500)
     if verifier == "coupled":
         drawn = [draw_coupled(p, q, seed) for seed in seeds]
     else:
