@@ -36,7 +36,7 @@ from spectune.traces.schema import NO_BIN, Sampling
 
 CPU = torch.device("cpu")
 KINDS = ["chain", "top_k", "classifier", "static"]
-TRIALS = 300
+TRIALS = 600
 
 
 @pytest.fixture(params=["fused", "tensors"])
