@@ -10,7 +10,7 @@ from typing import Any
 from spectune.engines.abilities import Engine
 from spectune.engines.protocol import Answered, Load, Prompt, Running
 from spectune.optimizer.execute import DecodeOptions, counts_of
-from spectune.runtime.cuda.found import hardware
+from spectune.runtime.hardware import hardware
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AnyPolicy
 from spectune.runtime.progress import Progress, silent

@@ -40,7 +40,7 @@ from spectune.optimizer.simulate.served_costs import (
 from spectune.optimizer.simulate.serving import Simulated, serve
 from spectune.optimizer.under_load import Search, UnderLoad, under_load
 from spectune.runtime.costs import StepCosts, StepLoad, step_costs, step_seconds, step_terms
-from spectune.runtime.cuda.found import hardware
+from spectune.runtime.hardware import hardware
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.stops import compile_stop
@@ -722,9 +722,9 @@ def test_costs_are_of_one_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
         cuDeviceGet=lambda *_: 0,
         cuDeviceGetName=lambda name, *_: setattr(name, "value", b"NVIDIA X") or 0,
     )
-    monkeypatch.setattr("spectune.runtime.cuda.found._driver", lambda: driver)
+    monkeypatch.setattr("spectune.runtime.hardware.driver", lambda: driver)
     assert (hardware("cuda"), hardware("cuda", count=2)) == ("NVIDIA X", "2 x NVIDIA X")
-    monkeypatch.setattr("spectune.runtime.cuda.found._driver", lambda: None)
+    monkeypatch.setattr("spectune.runtime.hardware.driver", lambda: None)
     assert hardware("cuda") == "cuda"
 
     def about(engine: Engine) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 from spectune.engines.abilities import SGLANG
 from spectune.engines.protocol import chain_round, text_of
 from spectune.engines.serving import Place, Served, Table, served_pair
-from spectune.runtime.cuda.found import hardware
+from spectune.runtime.hardware import hardware
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AnyPolicy
 from spectune.traces.errors import PolicyError

@@ -26,7 +26,7 @@ from vllm.v1.request import Request, RequestStatus
 from spectune.engines.abilities import VLLM
 from spectune.engines.protocol import chain_round, text_of
 from spectune.engines.serving import Place, Served, Table, served_pair
-from spectune.runtime.cuda.found import hardware
+from spectune.runtime.hardware import hardware
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AnyPolicy
 from spectune.traces.errors import PairError
@@ -161,13 +161,15 @@ class Scheduler(AsyncScheduler):
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """Whatever goes wrong inside, in a vLLM that changed, is said once; serving goes on."""
+        """Whatever goes wrong inside, in a vLLM that changed, is said once; serving goes on. The
+        requests that are being decoded are left out then, as they may lack a round."""
         try:
             yield
         except Exception as error:
             if repr(error) != self._trouble:
                 logger.warning("spectune: rounds are not recorded: %r", error)
             self._trouble = repr(error)
+            self._decoding.clear()
 
     def _rules(self) -> dict[str, Any]:
         """What of this server's configuration decides what a step holds, by the names of
@@ -226,6 +228,8 @@ class Scheduler(AsyncScheduler):
         for request, start, drafted, accepted in before:
             served = self._decoding.get(request.request_id)
             if served is None:
+                if start:
+                    continue
                 served = self._decoding[request.request_id] = _Served()
             emitted = request.num_output_tokens - start
             served.unspent_s += seconds  # no token: a part of its prompt was read

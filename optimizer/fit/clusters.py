@@ -17,7 +17,7 @@ from spectune.optimizer.fit.shared import StoredFit, keep, stored
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import ROUTER
 from spectune.runtime.policies.dynaspec import Clusters
-from spectune.runtime.policies.refusals import MALFORMED, MESSAGE_LIMIT
+from spectune.runtime.policies.refusals import MALFORMED, MESSAGE_LIMIT, lacking
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import PolicyError
 from spectune.traces.store import TraceStore
@@ -75,8 +75,7 @@ def stored_clusters(store: TraceStore, pair: LoadedPair, draft: str, name: str) 
         clusters = Clusters.from_document(found.document, found.arrays)
         other = found.document.get("head")
     except MALFORMED as error:
-        problem = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        said = one_line(problem, MESSAGE_LIMIT)
+        said = one_line(lacking(error), MESSAGE_LIMIT)
         raise PolicyError(f"--clusters-from {name}: {said}") from None
     head = pair.models[draft].output.hash
     if other != head:

@@ -1,15 +1,10 @@
-"""Whether torch finds a CUDA device, and what a device is called, told without importing torch:
-that takes seconds."""
+"""Whether torch finds a CUDA device, told without importing it: that takes seconds."""
 
 from __future__ import annotations
 
 import ctypes
-import os
-import platform
-import re
 import runpy
 import sys
-from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -24,35 +19,6 @@ def sees_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def hardware(device: str, threads: int | None = None, *, count: int = 1) -> str:
-    """What a model runs on: the processor and its threads (None: one for each core), or the first
-    GPU that this process sees, one of ``count`` that share the model."""
-    name = device
-    if device == "cpu":
-        name = f"{_cpu_name()}, threads: {threads or os.cpu_count()}"
-    elif device == "cuda":
-        name = _gpu_name() or device
-    return f"{count} x {name}" if count > 1 else name
-
-
-def _cpu_name() -> str:
-    with suppress(OSError):
-        if found := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
-            return found[1]
-    return platform.processor() or platform.machine()
-
-
-def _gpu_name() -> str:
-    driver, device, name = _driver(), ctypes.c_int(), ctypes.create_string_buffer(256)
-    failed = (
-        driver is None
-        or driver.cuInit(0)
-        or driver.cuDeviceGet(ctypes.byref(device), 0)
-        or driver.cuDeviceGetName(name, len(name), device)
-    )
-    return "" if failed else name.value.decode(errors="replace")
 
 
 def _built_for() -> str:
@@ -70,17 +36,17 @@ def _built_for() -> str:
 
 def _shows_devices(major: int) -> bool:
     """Whether there is a driver for this version of CUDA, and shows a device to this process."""
-    driver, version, count = _driver(), ctypes.c_int(), ctypes.c_int()
+    found, version, count = driver(), ctypes.c_int(), ctypes.c_int()
     failed = (
-        driver is None
-        or driver.cuInit(0)
-        or driver.cuDriverGetVersion(ctypes.byref(version))
-        or driver.cuDeviceGetCount(ctypes.byref(count))
+        found is None
+        or found.cuInit(0)
+        or found.cuDriverGetVersion(ctypes.byref(version))
+        or found.cuDeviceGetCount(ctypes.byref(count))
     )
     return not failed and version.value >= 1000 * major and count.value > 0
 
 
-def _driver() -> ctypes.CDLL | None:
+def driver() -> ctypes.CDLL | None:
     """NVIDIA's, None where there is none."""
     try:
         return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")

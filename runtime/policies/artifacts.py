@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 import numpy.typing as npt
 
 from spectune.runtime.policies.document import AnyPolicy, Policy
-from spectune.runtime.policies.refusals import MALFORMED, MESSAGE_LIMIT
+from spectune.runtime.policies.refusals import MALFORMED, MESSAGE_LIMIT, lacking
 from spectune.traces.errors import PolicyError
 from spectune.traces.text import one_line
 
@@ -75,8 +75,7 @@ def read_artifact(
     try:
         return read(found.document, found.arrays)
     except (PolicyError, *MALFORMED) as error:
-        problem = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        said = one_line(problem.removeprefix(where), MESSAGE_LIMIT)
+        said = one_line(lacking(error).removeprefix(where), MESSAGE_LIMIT)
         raise PolicyError(f"{where}{name}: {said}") from None
 
 

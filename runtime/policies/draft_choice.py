@@ -31,7 +31,7 @@ from spectune.runtime.policies.document import (
 from spectune.runtime.policies.on_the_fly import best_window
 from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.prompt_features import SCALARS, TOKEN_PATTERN, PromptFeatures
-from spectune.runtime.policies.refusals import MALFORMED, stored_numbers
+from spectune.runtime.policies.refusals import MALFORMED, lacking, stored_numbers
 from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import LatencyProfile
@@ -404,8 +404,9 @@ class Chooser:
                 str(document["reason"]),
             )
         except MALFORMED as error:
-            what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-            raise PolicyError(f"draft.artifact: not a chooser of drafts: {what}; {_MEND}") from None
+            raise PolicyError(
+                f"draft.artifact: not a chooser of drafts: {lacking(error)}; {_MEND}"
+            ) from None
 
 
 def keeps_reading(policy: Policy, reader: str | None) -> bool:

@@ -84,6 +84,11 @@ def explain(error: ValidationError, root: type[BaseModel], blocks: Blocks) -> st
     return f"{shown}: {message}" + ("" if isinstance(value, Mapping) else f" (given: {text})")
 
 
+def lacking(error: Exception) -> str:
+    """What the reader of a stored document raised, in words."""
+    return f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+
+
 def stored_count(document: Mapping[str, Any], name: str, has: int | None = None) -> int:
     """A whole number of an artifact's document; ``has``: what the artifact's arrays have. Raises
     ValueError where it is none, or another, and KeyError where it is missing."""

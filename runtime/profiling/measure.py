@@ -22,6 +22,7 @@ from spectune.runtime.costs import (
     round_costs,
     round_seconds,
 )
+from spectune.runtime.hardware import cpu_name
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import FixedWindow, FsmWindow, MaxProbStop, Policy
 from spectune.runtime.profiling.experiment import (
@@ -164,9 +165,8 @@ def _checked_cells(pair: LoadedPair, gamma_max: int, *, trees: bool) -> list[Cel
 def environment(pair: LoadedPair) -> dict[str, Any]:
     """What a latency profile was measured in."""
     cuda = pair.device.type == "cuda"
-    cpu = platform.processor() or platform.machine()
     return {
-        "device": torch.cuda.get_device_name() if cuda else cpu,
+        "device": torch.cuda.get_device_name() if cuda else cpu_name(),
         "driver": torch.version.cuda if cuda else None,
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -23,7 +23,7 @@ from spectune.demo.prompts import demo_workload
 from spectune.engines.abilities import VLLM
 from spectune.engines.vllm.prompt_lookup import LEAST
 from spectune.engines.vllm.prompt_lookup import MOST as LONGEST
-from spectune.engines.vllm.scheduler import Scheduler
+from spectune.engines.vllm.scheduler import Scheduler, _Served
 from spectune.optimizer.record import Look, look_around
 from spectune.optimizer.simulate.replay_trace import Replay
 from spectune.optimizer.simulate.trace import simulate
@@ -239,10 +239,11 @@ def test_drafts_that_no_pair_names_are_not_recorded() -> None:
 
 def test_what_goes_wrong_while_rounds_are_noted_stops_no_server() -> None:
     made = Scheduler.__new__(Scheduler)
-    made._trouble = ""
+    made._trouble, made._decoding = "", {"r": _Served()}
     with made._noting():
         raise AttributeError("a vLLM that changed")
     assert "a vLLM that changed" in made._trouble
+    assert not made._decoding
 
 
 @only_small
