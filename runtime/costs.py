@@ -390,6 +390,7 @@ def step_terms(load: StepLoad) -> Iterator[Share]:
     yield Share("step prompts", 1.0, load.prompts, 0.0, 0.0)
     if load.draft:
         yield Share(f"step draft/{load.draft}", 1.0, 0.0, 0.0, load.passes, load.batch)
+        yield Share(f"step draft prompts/{load.draft}", 1.0, load.prompts, 0.0, 0.0)
 
 
 class Surface(NamedTuple):
@@ -401,13 +402,14 @@ class Surface(NamedTuple):
 
 
 class StepCosts(NamedTuple):
-    """The terms of :func:`step_terms` over (batch), (rows, context), (tokens of prompts) and
-    (passes, batch)."""
+    """The terms of :func:`step_terms` over (batch), (rows, context), (tokens of prompts), (passes,
+    batch) and again (tokens of prompts)."""
 
     step: Surface
     target: Surface
     prompts: Surface
     draft: Surface
+    draft_prompts: Surface
 
 
 @compiled(inline=True)
@@ -442,6 +444,7 @@ def step_seconds(
         + _surface_seconds(costs.target, rows, context)
         + _surface_seconds(costs.prompts, prompts, 0.0)
         + _surface_seconds(costs.draft, passes, batch)
+        + _surface_seconds(costs.draft_prompts, prompts, 0.0)
     )
 
 
@@ -455,8 +458,8 @@ def step_costs(profile: LatencyProfile, draft: str) -> StepCosts:
             f"no steps of an engine that drafts with {draft or 'nothing'} were recorded, so what "
             "they cost is not known"
         )
-    step, target, prompts, *drafts = (_surface(profile.terms[term]) for term in terms)
-    return StepCosts(step, target, prompts, drafts[0] if drafts else _surface(CostTable((0.0,))))
+    none = [CostTable((0.0,))] * (0 if draft else 2)
+    return StepCosts(*map(_surface, [*(profile.terms[term] for term in terms), *none]))
 
 
 def _surface(table: CostTable) -> Surface:

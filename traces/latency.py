@@ -37,8 +37,8 @@ class LatencyProfile:
       prompt's pass, and what begins a request; older profiles have a ``request`` of their own.
 
     - Of an engine that serves many requests at once: ``step`` (batch), ``step target`` (rows
-      verified, tokens in all caches), ``step prompts`` (rows) and ``step draft/D`` (passes, batch),
-      whose 0 passes are what the loaded draft takes where nothing is drafted.
+      verified, tokens in all caches) and ``step prompts`` (rows); with a loaded draft ``step
+      draft/D`` (passes, batch), also at 0 passes, and ``step draft prompts/D`` (rows).
 
     ``check``: predicted against executed rounds of policies that the fit has not seen.
     """

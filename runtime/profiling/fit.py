@@ -124,17 +124,19 @@ def step_shapes(loads: Sequence[StepLoad]) -> Shapes:
         return _between(grid, [getattr(load, name) for load in of])
 
     step, target, read = (share.term for share in step_terms(loads[0]._replace(draft="")))
+    prompts = between(PROMPTS, "prompts")
     rows, context = between(TARGET_ROWS, "rows"), between((), "context")
     found = {
         step: _over(batch=between(FEW, "batch")),
         target: _over(rows=rows, context=context),
-        read: _over(rows=between(PROMPTS, "prompts")),
+        read: _over(rows=prompts),
     }
     for draft in sorted({load.draft for load in loads if load.draft}):
         own = [load for load in loads if load.draft == draft]
-        term = [share.term for share in step_terms(own[0])][-1]
+        *_, drafting, reading = (share.term for share in step_terms(own[0]))
         passes, batch = between((0, *FEW), "passes", own), between(FEW, "batch", own)
-        found[term] = _over(passes=passes, batch=batch)
+        found[drafting] = _over(passes=passes, batch=batch)
+        found[reading] = _over(rows=_between((256,), prompts))
     return found
 
 

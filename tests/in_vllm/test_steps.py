@@ -33,9 +33,7 @@ from spectune.traces.schema import AGREE_YES, Sampling, Trajectory
 SEATS, MOST, MAX_LEN, TOKENS = 8, 6, 512, 40
 COUNT = 48
 NOTHING = Surface(np.zeros(1), np.zeros(1), np.zeros((1, 1)))
-ONE_SECOND = StepCosts(
-    Surface(np.zeros(1), np.zeros(1), np.ones((1, 1))), NOTHING, NOTHING, NOTHING
-)
+ONE_SECOND = StepCosts(Surface(np.zeros(1), np.zeros(1), np.ones((1, 1))), *[NOTHING] * 4)
 """Every step takes a second, so that what arrives before which step is known."""
 TABLES = [(0, *gammas) for gammas in ([6, 6, 5, 5, 3, 3, 1, 0], [0, 4, 4, 4, 2, 2, 2, 6], [3] * 8)]
 
