@@ -224,33 +224,6 @@ def is_content(file: Path) -> bool:
     return any(file.relative_to(folder).match(name) for folder in folders for name in names)
 
 
-def former_id(spec: PairSpec) -> str:
-    """The id that earlier versions gave a pair: of each weight file they hashed the size, the first
-    and the last MiB alone.
-
-    What is stored under it is *perhaps* of this pair. Raises PairError as :attr:`PairSpec.id` does.
-    """
-    drafts = [f"{n}={_former_identity(p)}" for n, p in sorted(spec.drafts)]
-    parts = [_former_identity(spec.target), *drafts]
-    return hashlib.sha256("|".join(parts).encode()).hexdigest()[:12]
-
-
-def _former_identity(path: str) -> str:
-    folder = checkpoint(path)
-    if folder is None:
-        return path
-    h = hashlib.sha256(json.dumps(model_config(folder), sort_keys=True).encode())
-    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
-        size = file.stat().st_size
-        h.update(f"{file.name}:{size}".encode())
-        with file.open("rb") as f:
-            h.update(f.read(1 << 20))
-            if size > 1 << 20:
-                f.seek(max(1 << 20, size - (1 << 20)))
-                h.update(f.read())
-    return h.hexdigest()[:16]
-
-
 def checkpoint(path: str) -> Path | None:
     """The folder of a local checkpoint, None for a hub name. Raises PairError where no checkpoint
     is."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sqlite3
 import time
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,9 @@ from safetensors.torch import load_file, save_file
 import spectune.runtime.loading
 from spectune.runtime.file_hashes import FileHashes
 from spectune.runtime.loading import LoadedPair, load_pair
-from spectune.runtime.pair import former_id, is_head, read_pair
+from spectune.runtime.pair import is_head, read_pair
 from spectune.runtime.words import load_words
 from spectune.traces.errors import PairError
-
-FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
 
 
 @pytest.fixture
@@ -150,51 +147,6 @@ def test_resuming_with_other_weights_is_refused(folder: Path, tmp_path: Path) ->
     changed = {k: -t if "layers.1" in k else t for k, t in tensors.items()}
     save_file(changed, folder / "target" / "model.safetensors", metadata={"format": "pt"})
     assert "was made with pair" in door.refused("record", "--pair", folder, "--resume", "latest")
-
-
-# -------------------------------------------------------------------------- ids of earlier versions
-
-
-def test_what_is_stored_under_a_former_id_is_said(folder: Path, tmp_path: Path) -> None:
-    door = Door(str(tmp_path / "spectune.db"), str(folder))
-    file = write_workload(tmp_path / "two.jsonl", 2)
-    workload = ("--pair", folder, "--workload", file, "--max-new-tokens", 8)
-    assert former_id(read_pair(str(folder))) != read_pair(str(folder)).id
-    recording = door.json("record", *workload, "--gamma-max", 4)["recording"]
-    door.json("policies", "activate", FIXED, "--pair", folder, "--device", "cpu")
-    _as_formerly(tmp_path / "spectune.db", folder)
-
-    found = door.call("run", *workload, "--no-store", "--json")
-    assert found.exit_code == 0
-    said = [line for line in found.stderr.splitlines() if former_id(read_pair(str(folder))) in line]
-    assert len(said) == 1
-    assert " policies activate" in said[0]
-    assert json.loads(found.stdout)["label"] == "autoregressive"
-    listed = door.call("policies", "list", "--pair", folder, "--device", "cpu", "--json")
-    assert (listed.exit_code, listed.stderr.split("`")[0]) == (0, said[0].split("`")[0])
-    refused = door.call("tune", "--pair", folder, "--recording", recording)
-    assert refused.exit_code == 2
-    assert "by an earlier version" in refused.stderr.splitlines()[-1]
-    former = next(word for word in said[0].split("policies activate ")[1].split())
-    door.json("policies", "activate", former, "--pair", folder, "--device", "cpu")
-    again = door.call("run", *workload, "--no-store", "--json")
-    assert former_id(read_pair(str(folder))) not in again.stderr
-    assert json.loads(again.stdout)["policy_id"] == former
-
-
-def _as_formerly(database: Path, folder: Path) -> None:
-    """Puts everything of a pair under the id that earlier versions gave it."""
-    spec = read_pair(str(folder))
-    connection = sqlite3.connect(database)
-    connection.execute("PRAGMA foreign_keys = OFF")
-    tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
-    for (table,) in tables:
-        columns = {row[1] for row in connection.execute(f'PRAGMA table_info("{table}")')}
-        for column in columns & {"pair_id"} | ({"id"} if table == "pair" else set()):
-            update = f'UPDATE "{table}" SET {column} = ? WHERE {column} = ?'
-            connection.execute(update, (former_id(spec), spec.id))
-    connection.commit()
-    connection.close()
 
 
 # ------------------------------------------------------------------------------- what is remembered

@@ -34,6 +34,7 @@ from spectune.optimizer.simulate.served_costs import (
     ServedCosts,
     ServedSteps,
     _made_by,
+    costs_of_engine,
     fit_served,
     served_steps,
 )
@@ -502,11 +503,12 @@ def test_a_policy_is_simulated_under_load_by_command(server: Door) -> None:
         (policy, "--arrivals clients:2 --tpot 40", "write for example 500ms"),
         (policy, "--arrivals clients:2 --per-round x", "--per-round says nothing of a load"),
         (policy, "--arrivals clients:2 --keep-q-table", "--keep-q-table says nothing of a load"),
+        (policy, "--tpot 40ms", "--tpot is of requests under a load; say --arrivals too"),
     ):
         assert said in server.error("simulate", "--policy", wanted, *more.split())
 
 
-def test_a_table_is_found_for_several_loads(server: Door, tmp_path: Path) -> None:
+def test_a_table_is_found_for_several_loads(server: Door, tiny_pair: Path, tmp_path: Path) -> None:
     found = server.json("tune", "--engine", "vllm", "--arrivals", "clients:1,3,8")
     shares = [load["relative"] for load in found["loads"]]
     assert min(shares) > 0.97
@@ -531,6 +533,9 @@ def test_a_table_is_found_for_several_loads(server: Door, tmp_path: Path) -> Non
         said = f"{more.split()[0]} says nothing of a load; leave it out"
         assert said in server.refused(*tune, "--arrivals", "clients:1", *more.split())
     assert "are for --execute" in server.refused(*tune, "--arrivals", "clients:1", "--threads", "1")
+    assert "say --arrivals too" in server.refused("tune", "--objective", "tpot")
+    other = ("--arrivals", "clients:1", "--pair", str(tiny_pair))
+    assert "is of pair" in server.refused(*tune, *other)
 
 
 @pytest.mark.parametrize(
@@ -709,6 +714,22 @@ def test_recorded_requests_arrive_each_with_its_own_text(
 
     assert order("recorded") == order("recorded@2") == [2, 1, 0]
     assert order("recorded-x.csv") == [0, 1, 2]
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_steps_on_other_hardware_are_named_where_they_are_missed(
+    store: TraceStore, fitted: ServedCosts
+) -> None:
+    store.put_pair("pair", "pair", {})
+    serving = {"max_num_seqs": 8, "ahead": 0}
+    for name in ("cpu, threads: 1", "cpu, threads: 2"):
+        about = {"engine": "vllm", "serving": serving, "hardware": name}
+        info = store.create_recording("pair", None, Sampling(), max_new_tokens=9, options=about)
+    said = "on cpu, threads: 2, as steps on cpu, threads: 1 tell nothing of it"
+    with pytest.raises(TraceError, match=f"serve more requests.*; {said}"):
+        costs_of_engine(store, info)
+    with pytest.raises(PolicyError, match=f"by `profile --engine`; {said}"):
+        replace(fitted, elsewhere=f"; {said}").of("small", [7])
 
 
 def test_costs_are_of_one_hardware(monkeypatch: pytest.MonkeyPatch) -> None:

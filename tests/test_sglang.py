@@ -3,6 +3,7 @@ sources."""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import sys
@@ -241,6 +242,17 @@ def test_rounds_are_recorded_and_a_published_table_decides(
         assert later.trajectory.verifier == "greedy"
 
 
+def test_requests_that_sglang_lets_go_are_forgotten(scheduler: Callable[..., Scheduler]) -> None:
+    running = scheduler([1, 3])
+    held, aborted = request("a", 9), request("b", 9)
+    running.step([held, aborted], [[1], [2]], 3)
+    del aborted
+    gc.collect()
+    found = plugin.server()
+    assert found is not None
+    assert [r.rid for r in found.decoding] == ["a"]
+
+
 def test_steps_of_several_ranks_are_left_to_sglang(
     scheduler: Callable[..., Scheduler], tmp_path: Path
 ) -> None:
@@ -256,10 +268,12 @@ def test_steps_of_several_ranks_are_left_to_sglang(
 
 
 def test_what_a_new_version_changed_costs_no_token(
-    scheduler: Callable[..., Scheduler], caplog: pytest.LogCaptureFixture
+    scheduler: Callable[..., Scheduler],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     running, asked = scheduler([2]), request("a", 9)
-    del asked.rid
+    monkeypatch.delattr(type(asked), "output_ids_through_stop")
     running.step([asked], [[1, 2]], 2)
     running.step([asked], [[3]], 2)
     assert asked.output_ids == [9, 1, 2, 3]

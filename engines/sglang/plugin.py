@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from spectune.engines.abilities import SGLANG
 from spectune.engines.protocol import chain_round, text_of
@@ -103,11 +104,11 @@ def register() -> None:
 
 @dataclass
 class Server:
-    """A scheduler process: the rounds of requests that it decodes, and what was last said to go
-    wrong."""
+    """A scheduler process: the rounds of requests that it decodes, as long as SGLang holds them (an
+    aborted one may never come again), and what was last said to go wrong."""
 
     served: Served
-    decoding: dict[str, list[Step]] = field(default_factory=dict)
+    decoding: WeakKeyDictionary[Any, list[Step]] = field(default_factory=WeakKeyDictionary)
     trouble: str = ""
 
     def note(self, before: Sequence[tuple[int, Any, int]], batch: int, result: Any) -> None:
@@ -117,7 +118,7 @@ class Server:
             drafted = int(result.speculative_num_draft_tokens or 1) - 1
         own = table.version and table.gammas[min(batch, MOST_SEATS)] == drafted
         for place, request, had in before:
-            steps = self.decoding.setdefault(request.rid, [])
+            steps = self.decoding.setdefault(request, [])
             if not steps:
                 steps.append(Step(0, 0, 1, 0, had, 0))
             emitted = len(request.output_ids_through_stop) - had
@@ -128,7 +129,7 @@ class Server:
             accepted = min(kept, emitted)
             steps.append(chain_round(had, drafted, accepted, emitted, policy=policy, batch=batch))
             if request.finished():
-                self._ended(request, self.decoding.pop(request.rid))
+                self._ended(request, self.decoding.pop(request))
 
     def _ended(self, request: Any, steps: Sequence[Step]) -> None:
         asked, why = request.sampling_params, type(request.finished_reason).__name__

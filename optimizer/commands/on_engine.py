@@ -12,7 +12,7 @@ import click
 from spectune.optimizer.commands.config import is_given, option
 from spectune.optimizer.commands.options import Whole, together, workload_of
 from spectune.optimizer.commands.printing import note
-from spectune.optimizer.commands.shared import fit_to, policy_named, say_former
+from spectune.optimizer.commands.shared import fit_to, policy_named
 
 if TYPE_CHECKING:
     from spectune.engines.protocol import Load, Prompt, Running
@@ -84,7 +84,6 @@ class OnEngine:
         device = engine.device or ("cuda" if sees_cuda() else "cpu")
         check_options(engine, options)
         workload = workload_of(kw, spec)
-        say_former(store, spec)
         policy = policy_named(store, kw["policy_name"], spec.id, device, kw["deployment"])
         engine.runs(policy)
         assert isinstance(policy, Policy)  # no engine runs a chooser

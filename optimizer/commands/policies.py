@@ -18,7 +18,6 @@ from spectune.optimizer.commands.shared import (
     pair_spec,
     policy_named,
     profile_of,
-    say_former,
 )
 
 if TYPE_CHECKING:
@@ -84,8 +83,6 @@ def policies_list(deployment: str | None, **kw: Any) -> None:
     pair_id = None if spec is None else spec.id
     device = device_of(kw) if spec or kw["device"] != "auto" else None
     with open_store(create=False) as store:
-        if spec is not None:
-            say_former(store, spec)
         rows = _listed(store, store.list_publications(pair_id, device, deployment))
         known = [
             {"policy": p.id, "label": p.label, "created_at": p.created_at.isoformat()}

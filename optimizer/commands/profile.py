@@ -14,7 +14,7 @@ from spectune.optimizer.commands.on_engine import NATIVE, check_engine, engine_o
 from spectune.optimizer.commands.options import Whole
 from spectune.optimizer.commands.outputs import kept_unless_stored
 from spectune.optimizer.commands.printing import Command, Meter, emit, note, table
-from spectune.optimizer.commands.shared import load, open_store, pair_spec, same_pair, say_former
+from spectune.optimizer.commands.shared import load, open_store, pair_spec, same_pair
 
 if TYPE_CHECKING:
     from spectune.engines.protocol import Prompt
@@ -89,7 +89,7 @@ def _profile_here(kw: dict[str, Any]) -> None:
             "--recording says on which texts trees are measured; leave it out, or --no-trees"
         )
     with open_store() as store:
-        pair = load(kw, store, pair_spec(kw, store, recording))
+        pair = load(kw, pair_spec(kw, store, recording))
         from spectune.optimizer.profiles import served_contexts
         from spectune.optimizer.record import texts_to_profile, whole_texts
         from spectune.optimizer.report.tables import profile_table
@@ -151,7 +151,6 @@ def _profile_on_engine(kw: dict[str, Any]) -> None:
         )
     with open_store() as store:
         spec = pair_spec(kw, store, kw["recording"])
-        say_former(store, spec)
         prompts, of = _prompts(store, spec, kw["recording"])
         note(f"prompts of {of}")
         most = kw["gamma_max"] or GAMMA_MAX

@@ -110,7 +110,7 @@ def record(**kw: Any) -> None:
         options = decode_options(kw)
         served = _served(store, spec, kw, options) if on_engine else None
         workload = None if resumed or on_engine else workload_of(kw, spec)
-        pair = load(kw, store, spec)
+        pair = load(kw, spec)
         from spectune.optimizer.record import Look, begun_as, look_around
         from spectune.optimizer.record import record as do_record
         from spectune.traces.sanity import checked

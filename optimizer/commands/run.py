@@ -108,7 +108,7 @@ class Ran:
 def _decoded(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: DecodeOptions) -> Ran:
     """By the native decoder."""
     workload = workload_of(kw, spec)
-    pair = load(kw, store, spec)
+    pair = load(kw, spec)
     from spectune.optimizer.changes import changes_of, label_of, shares_of
     from spectune.optimizer.execute import encode, outcome
     from spectune.optimizer.execute import run as execute

@@ -75,40 +75,11 @@ def pair_spec(
     return spec
 
 
-def load(kw: dict[str, Any], store: TraceStore, spec: PairSpec) -> LoadedPair:
-    """Loads a pair as :data:`options.devices` say; what ``store`` holds of it under a former id is
-    said (:func:`say_former`). Raises PairError."""
-    say_former(store, spec)
+def load(kw: dict[str, Any], spec: PairSpec) -> LoadedPair:
+    """Loads a pair as :data:`options.devices` say. Raises PairError."""
     from spectune.runtime.loading import load_pair
 
     return load_pair(spec, device=kw["device"], dtype=kw["dtype"], threads=kw["threads"])
-
-
-def say_former(store: TraceStore, spec: PairSpec) -> None:
-    """Says in one line that an earlier version stored a pair under another id, while nothing new
-    takes the place of what is there."""
-    from spectune.runtime.pair import former_id
-
-    known = {pair.id for pair in store.list_pairs()}
-    if not known or (former := former_id(spec)) not in known:  # its id takes time
-        return
-    forces = [(device, store.active_publication(former, device)) for device in ("cpu", "cuda")]
-    idle = [
-        (device, was)
-        for device, was in forces
-        if was is not None and not store.active_version(spec.id, device)
-    ]
-    if spec.id in known and not idle:
-        return
-    again = "".join(
-        f"; `policies activate {was.policy_id} --device {device}` puts in force again what was"
-        for device, was in idle
-    )
-    note(
-        f"pair {spec.name} was {former} by an earlier version, whose ids left out most of the "
-        f"weights, and is {spec.id} now: what is stored under {former} may be of other weights and "
-        f"is left alone; `tune` begins anew{again}"
-    )
 
 
 def fit_to(
@@ -236,18 +207,10 @@ def profile_of(
 
 def same_pair(pair_id: str, pair: LoadedPair, recording: str) -> None:
     """Raises TraceError where a recording is of another pair than the one that is loaded."""
-    from spectune.runtime.pair import former_id
     from spectune.traces.errors import TraceError
 
-    if pair_id == pair.id:
-        return
-    if pair_id == former_id(pair.spec):
+    if pair_id != pair.id:
         raise TraceError(
-            f"recording {recording} was made with pair {pair_id}, as {pair.spec.name} was called "
-            "by an earlier version, whose ids left out most of the weights: it may be of others; "
-            "`record` makes one of these"
+            f"recording {recording} was made with pair {pair_id}, not with {pair.id} "
+            f"({pair.spec.name}); give that pair"
         )
-    raise TraceError(
-        f"recording {recording} was made with pair {pair_id}, not with {pair.id} "
-        f"({pair.spec.name}); give that pair"
-    )

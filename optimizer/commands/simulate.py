@@ -16,6 +16,7 @@ from spectune.optimizer.commands.printing import Command, Meter, emit, note
 from spectune.optimizer.commands.run import rounds_of
 from spectune.optimizer.commands.shared import on_pair_of, open_store, policy_named, profile_of
 from spectune.optimizer.commands.under_load import (
+    check_no_load,
     check_typed,
     load_options,
     recording_on,
@@ -63,6 +64,8 @@ def simulate(**kw: Any) -> None:
     """
     if kw["arrivals"] is not None:
         check_typed(UNDER_LOAD)
+    else:
+        check_no_load("ttft", "tpot")
     check_writable(("--per-round", kw["per_round"]))
     with open_store(create=False) as store:
         if kw["recording"].endswith(".parquet"):

@@ -28,6 +28,7 @@ from spectune.optimizer.commands.shared import (
     typed,
 )
 from spectune.optimizer.commands.under_load import (
+    check_no_load,
     check_typed,
     execute_found,
     load_options,
@@ -117,6 +118,7 @@ def tune(**kw: Any) -> None:
     if kw["engine"] is not None or kw["arrivals"] is not None or kw["execute"]:
         tune_under_load(kw)
         return
+    check_no_load("ttft", "tpot", "objective")
     if kw["recording_id"] is not None:
         nothing_decoded("--recording")
     from spectune.optimizer.schedule import parse_duration
@@ -133,7 +135,7 @@ def tune(**kw: Any) -> None:
         if workload is not None:  # told again of what is left once the pair is loaded
             said_of([r.category for r in workload.requests], publish=publish)
         searched, options = search_asked(kw), decode_options(kw)
-        pair = load(kw, store, spec)
+        pair = load(kw, spec)
         if workload is not None:
             workload = fit_to(pair, workload, options, kw["overlong"])
         else:
@@ -203,14 +205,17 @@ def tune_under_load(kw: dict[str, Any]) -> None:
         )
     with open_store(create=False) as store:
         info = recording_on(store, kw["recording_id"] or "latest", kw["engine"])
-        spec = pair_spec(kw, store, info.id) if kw["execute"] else None
-        if spec is not None and spec.id != info.pair_id:
-            raise TraceError(
-                f"recording {info.id} is of pair {info.pair_id}, not of {spec.name} ({spec.id}), "
-                "which --execute would serve"
-            )
-        searched, place = search_under_load(store, info, kw), place_of(store, info)
-        proved = None if spec is None else execute_found(store, searched, spec, place, kw)
+        spec = None
+        if kw["execute"] or typed("pair", "target", "drafts"):
+            spec = pair_spec(kw, store, info.id)
+            if spec.id != info.pair_id:
+                raise TraceError(
+                    f"recording {info.id} is of pair {info.pair_id}, not of {spec.name} ({spec.id})"
+                )
+        searched, place, proved = search_under_load(store, info, kw), place_of(store, info), None
+        if kw["execute"]:
+            assert spec is not None
+            proved = execute_found(store, searched, spec, place, kw)
     show_search(searched, place, proved)
 
 

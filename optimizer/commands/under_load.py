@@ -71,6 +71,15 @@ def check_typed(read: Collection[str]) -> None:
             raise TraceError(f"{param.opts[0]} says nothing of a load; leave it out")
 
 
+def check_no_load(*names: str) -> None:
+    """Raises TraceError for an option that says something of a load, typed without one."""
+    from spectune.traces.errors import TraceError
+
+    for name in names:
+        if typed(name):
+            raise TraceError(f"--{name} is of requests under a load; say --arrivals too")
+
+
 def recording_on(store: TraceStore, recording: str, engine: str | None) -> RecordingInfo:
     """The recording that is named; where it is ``latest``, of an engine if one is given. Raises
     TraceError where it has none, or the one that is named is another's."""

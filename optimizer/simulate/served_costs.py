@@ -99,12 +99,13 @@ def _load_of(members: Sequence[_Round], draft: str, rules: ServingRules) -> Step
 @dataclass(frozen=True)
 class ServedCosts:
     """What an engine's steps cost: a profile with their terms, by draft the least and the most
-    passes of a step that were served (``passes``), and how well the terms tell the steps that they
-    were fitted to (``check``)."""
+    passes of a step that were served (``passes``), how well the terms tell the steps that they were
+    fitted to (``check``), and what was left out, in words (``elsewhere``)."""
 
     profile: LatencyProfile
     passes: Mapping[str, tuple[int, int]]
     check: Mapping[str, Any]
+    elsewhere: str = ""
 
     @property
     def drafts(self) -> tuple[str, ...]:
@@ -118,7 +119,7 @@ class ServedCosts:
             known = ", ".join(d or "none" for d in self.drafts)
             raise PolicyError(
                 f"no steps of this engine with draft {draft!r} were recorded (of: {known}); serve "
-                "with it for a while"
+                f"with it for a while{self.elsewhere}"
             )
         least, most = self.passes[draft]
         outside = sorted({g for g in gammas if not least <= g <= most})
@@ -128,11 +129,14 @@ class ServedCosts:
                 f"what steps cost that draft {', '.join(map(str, outside))} tokens with {draft!r} "
                 f"is not known: those recorded drafted {served}; let the server draft so many for "
                 "a while (`policies activate`), or serve them by `profile --engine`"
+                f"{self.elsewhere}"
             )
         return step_costs(self.profile, draft)
 
 
-def fit_served(steps: Sequence[ServedSteps], pair_id: str, device: str, dtype: str) -> ServedCosts:
+def fit_served(
+    steps: Sequence[ServedSteps], pair_id: str, device: str, dtype: str, elsewhere: str = ""
+) -> ServedCosts:
     """Costs fitted to the steps of recordings. Raises TraceError where there are too few."""
     loads = [load for found in steps for load in found.loads]
     seconds = np.array([s for found in steps for s in found.seconds])
@@ -140,7 +144,7 @@ def fit_served(steps: Sequence[ServedSteps], pair_id: str, device: str, dtype: s
         raise TraceError(
             f"{len(loads)} steps of this engine were recorded with their times, which are too few "
             f"to know what steps cost ({LEAST_STEPS} at least); serve more requests, or say "
-            "`profile --engine`"
+            f"`profile --engine`{elsewhere}"
         )
     chosen = np.unique(np.linspace(0, len(loads) - 1, FITTED_STEPS).astype(int))
     picked = [loads[i] for i in chosen]
@@ -155,7 +159,7 @@ def fit_served(steps: Sequence[ServedSteps], pair_id: str, device: str, dtype: s
         for n, load in enumerate(picked):
             if load.draft == draft:
                 predicted[n] = step_seconds(costs, *load[1:])
-    return ServedCosts(profile, passes, _check(predicted, seconds[chosen], len(loads)))
+    return ServedCosts(profile, passes, _check(predicted, seconds[chosen], len(loads)), elsewhere)
 
 
 def _check(predicted: FloatArray, executed: FloatArray, steps: int) -> dict[str, Any]:
@@ -182,10 +186,15 @@ def costs_of_engine(store: TraceStore, info: RecordingInfo) -> ServedCosts:
 
     Raises TraceError where too few steps were recorded with their times.
     """
-    same = [i for i in store.list_recordings(info.pair_id) if _made_by(i) == _made_by(info)]
+    known = [i for i in store.list_recordings(info.pair_id) if i.engine == info.engine]
+    same = [i for i in known if _made_by(i) == _made_by(info)]
+    own = info.options.get("hardware")
+    others = {str(i.options["hardware"]) for i in known if "hardware" in i.options} - {own}
+    elsewhere = f"; on {own}, as steps on {'; '.join(sorted(others))} tell nothing of it"
     steps = []
     for found in same[:POOLED]:
         kept = store.load(found.id, (), steps=True, skip_corrupted=True).requests
         steps.append(served_steps(kept, rules_of(found.engine, found.options.get("serving"))))
     device = str(info.options.get("device", "cpu"))
-    return fit_served(steps, info.pair_id, device, str(info.options.get("dtype", "")))
+    dtype = str(info.options.get("dtype", ""))
+    return fit_served(steps, info.pair_id, device, dtype, elsewhere if own and others else "")
