@@ -5,7 +5,7 @@ constant number of tokens.
     SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python python bench/load.py vllm --trace FILE.csv
 
 An engine's texts are recorded once, and its costs as ``profile --engine`` does. Then are executed
-in turn, ``--passes`` times, in another order each time: 0 to 8 tokens, no draft loaded, and the
+in turn, ``--passes`` times, all in another order each time: 0 to 8 tokens, no draft loaded, and the
 table found for low, middle and high load together, under these loads; some of them also under
 Poisson arrivals and the first arrivals of a file (a column TIMESTAMP: the Azure LLM inference
 traces), both scaled to a part of what the engine can do. Costs are recorded again before each pass,
@@ -152,11 +152,9 @@ def _held(bench: Bench, info: RecordingInfo, trace: str, passes: int) -> dict[st
     rng = np.random.default_rng(0)
     for n in range(passes):
         bench.record_costs()
-        for load, arrivals in loads.items():
-            own = [row["policy"] for row in rows if row["load"] == load]
-            for name in rng.permutation(own):
-                served = bench.run(*policies[name], arrivals)
-                runs.setdefault((str(name), load), []).append(served)
+        for row in map(rows.__getitem__, rng.permutation(len(rows))):
+            served = bench.run(*policies[row["policy"]], loads[row["load"]])
+            runs.setdefault((row["policy"], row["load"]), []).append(served)
         say(f"{time.strftime('%H:%M:%S')} pass {n + 1} of {passes}")
     for row in rows:
         served_ = runs[row["policy"], row["load"]]
