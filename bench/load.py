@@ -152,7 +152,8 @@ def _held(bench: Bench, info: RecordingInfo, trace: str, passes: int) -> dict[st
     rng = np.random.default_rng(0)
     for n in range(passes):
         bench.record_costs()
-        for row in map(rows.__getitem__, rng.permutation(len(rows))):
+        for i in rng.permutation(len(rows)):
+            row = rows[i]
             served = bench.run(*policies[row["policy"]], loads[row["load"]])
             runs.setdefault((row["policy"], row["load"]), []).append(served)
         say(f"{time.strftime('%H:%M:%S')} pass {n + 1} of {passes}")

@@ -136,6 +136,7 @@ def step_shapes(loads: Sequence[StepLoad]) -> Shapes:
         *_, drafting, reading = (share.term for share in step_terms(own[0]))
         passes, batch = between((0, *FEW), "passes", own), between(FEW, "batch", own)
         found[drafting] = _over(passes=passes, batch=batch)
+        # A third knot: a line through three is not rough, the slope between two is.
         found[reading] = _over(rows=_between((256,), prompts))
     return found
 
