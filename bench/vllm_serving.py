@@ -9,7 +9,7 @@ publication.
 policies are published while 8 clients are served; for each that came into force, the steps that
 were begun after the server had noticed it and still drafted as before. ``sampled``: tau at
 temperature 0.8, where every execution has other texts, predicted from one recording and executed.
-Figures go to ``bench/results/vllm_serving.json``; alternations are added to those that are there.
+Figures go to ``bench/results/vllm_serving.json``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from lab import (
     demo,
     fixed,
     interval_of,
-    known,
     record_engine,
     requests,
     run_parts,
@@ -100,15 +99,19 @@ def serve(of: Server, asked: list[Prompt]) -> float:
 
 def recording(alternations: int) -> dict[str, Any]:
     asked = prompts()
-    ratios = list(known("vllm_serving").get("recording", {}).get("ratios", ()))
+    ratios = []
     with server(records=True) as with_us, server(records=False) as without:
         for each in (with_us, without):
             serve(each, asked)
         for n in range(alternations):
             order = (with_us, without) if n % 2 else (without, with_us)
-            seconds = {id(each): serve(each, asked) for each in order}
+            seconds = {}
+            for each in order:
+                time.sleep(1)  # what the other server does after its last answer is over
+                seconds[id(each)] = serve(each, asked)
             ratios.append(seconds[id(without)] / seconds[id(with_us)])
-            print(f"{n + 1}: tokens/s x {ratios[-1]:.4f}", file=sys.stderr)
+            said = f"{seconds[id(with_us)]:.2f} s, without {seconds[id(without)]:.2f} s"
+            print(f"{n + 1}: tokens/s x {ratios[-1]:.4f} ({said})", file=sys.stderr)
     mean, *ends = interval_of(np.log(ratios))
     return {
         "clients": CLIENTS,
