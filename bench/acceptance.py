@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests")]
 
-SUITES = ("kills", "borders", "schedules", "verifiers")
+SUITES = ("kills", "borders")
 """Functions of :mod:`suites`; the others are ``check`` in the module of their name."""
 EXACT = ("lossless", "parity", "engines", *SUITES)
 """Checks that do not read the clock, the longest first."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -18,22 +17,14 @@ import numpy as np
 import psycopg
 from psycopg.rows import dict_row
 
-from spectune.traces.schema import policy_id
 from spectune.traces.store import TraceStore
 
 FAR_S = 400 * 86_400
 Q_LEARNING = {"kind": "q_learning", "gamma_max": 4}
-DOCUMENTS: dict[str, str] = {
-    "null": "null",
-    "a number": "5",
-    "a text": '"small"',
-    "a list": "[1, 2]",
-    "deeply nested": "[" * 2000 + "]" * 2000,
+DOCUMENTS = {
+    **databases.NOT_POLICIES,
     "unknown keys": '{"draft": "near", "windw": {"kind": "fixed"}}',
     "unknown draft": '{"draft": "nobody", "window": {"kind": "fixed", "gamma": 3}}',
-    "paths that are none": '{"draft": "near", "growth": {"kind": "static", "paths": 5}}',
-    "a kind that is none": '{"draft": {"kind": []}}',
-    "a long number": '{"draft": "near", "window": {"kind": "fixed", "gamma": ' + "9" * 5000 + "}}",
 }
 """Policy documents by name, as JSON."""
 FORGED: dict[str, tuple[str, Any]] = {
@@ -98,20 +89,9 @@ def _signal(pids: list[int], number: int) -> None:
 
 
 def publish(server: Server, store: TraceStore, pair_id: str, name: str) -> int:
-    """Puts a policy of :data:`DOCUMENTS` or :data:`FORGED` in force by SQL; its version."""
+    """Puts a policy of :data:`DOCUMENTS` or :data:`FORGED` in force; its version."""
     document = DOCUMENTS.get(name) or _naming_forged(server, store, name)
-    policy = _id_of(document)
-    server.sql(
-        "INSERT INTO policy (id, label, document, created_at) VALUES (%s, %s, %s::json, now()) "
-        "ON CONFLICT DO NOTHING",
-        (policy, name, document),
-    )
-    (row,) = server.sql(
-        "INSERT INTO publication (pair_id, device, policy_id, evidence, actor, reason, created_at) "
-        "VALUES (%s, 'cpu', %s, '{}'::json, 'garbage', %s, clock_timestamp()) RETURNING id",
-        (pair_id, policy, name),
-    )
-    return int(row["id"])
+    return databases.publish_text(store, pair_id, document, "garbage")
 
 
 def _naming_forged(server: Server, store: TraceStore, name: str) -> str:
@@ -124,14 +104,6 @@ def _naming_forged(server: Server, store: TraceStore, name: str) -> str:
     if kind == "static_tree":
         named = {"growth": {"kind": "static", "artifact": artifact}}
     return json.dumps({"draft": "near", **named})
-
-
-def _id_of(document: str) -> str:
-    """The id of a policy of this document, so that it is refused for what it says; else any."""
-    try:
-        return policy_id(json.loads(document))
-    except (ValueError, RecursionError, AttributeError):
-        return hashlib.sha256(document.encode()).hexdigest()[:12]
 
 
 def schedule(server: Server, name: str, pair_id: str) -> None:

@@ -78,10 +78,6 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
         f"({tau['kendall_tau_measured_again']:.2f}), beyond noise "
         f"{tau['kendall_tau_beyond_noise'] or 0:.2f} ({tau['pairs_beyond_noise']} pairs); final "
         "tables of `tune`: " + ", ".join(f"{100 * t['median_error']:.1f}%" for t in tables),
-        "median_error": errors[0],
-        "p90_error": errors[1],
-        "median_repeat_error": again[0],
-        "p90_repeat_error": again[1],
         "by_kind": {kind: float(np.median(own)) for kind, own in by_kind.items()},
         **tau,
         "tau_by_gamma": {draft: _taus(trace, draft) for draft in lab.pair.chain_drafts},

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import scipy.stats
 import torch
 import transformers
-from pairs import make_pair
+from pairs import fixed, make_pair, top_k
 from synthetic import flat_profile, with_heads
 
 from spectune.db.database import open_database
@@ -164,20 +164,9 @@ def requests(
 # ----------------------------------------------------------------------------------------- policies
 
 
-def fixed(gamma: int) -> Document:
-    return {"kind": "fixed", "gamma": gamma}
-
-
 def chain(draft: str, gamma: int) -> Policy:
     """A chain of a fixed window; of no tokens: autoregression."""
     return parse_policy({"draft": draft, "window": fixed(gamma)}) if gamma else AUTOREGRESSIVE
-
-
-def top_k(draft: str, width: int, gamma: int, n: int, **blocks: Any) -> Document:
-    """EAGLE-2's tree."""
-    growth = {"kind": "top_k", "width": width}
-    select = {"top_n": n}
-    return {"draft": draft, "growth": growth, "window": fixed(gamma), "select": select, **blocks}
 
 
 ADAPTIVE: list[Document] = [
@@ -388,7 +377,7 @@ def _cover(lab: Lab) -> None:
         own = [p for p in lab.grown() if p.draft == draft and p.growth.kind != "top_k"]
         sampled = not lab.options.sampling.greedy
         covers = [cover_of(p, sampled=sampled, artifacts=lab.find) for p in own]
-        look = Look([draft], GAMMA, WIDTH, DEPTH, covers=covers)
+        look = Look([draft], GAMMA, WIDTH, DEPTH, covers={draft: covers})
         look_around(lab.store, lab.pair, lab.recording, look)
 
 

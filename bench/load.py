@@ -188,7 +188,6 @@ def predicted(
         [row["load"] for row in rows],
     )
     return {
-        "costs": dict(lab.costs.check),
         **{name: _errors(rows, name) for name in ("tokens_per_s", "tpot_s")},
         "kendall_tau": {"tau": tau, "pairs": pairs},
         "regret": _regret(rows),
@@ -226,24 +225,18 @@ def again(state: Path, engine: str, trace: str, found: dict[str, Any]) -> dict[s
 def _errors(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     """How far predictions are off the median execution, and each execution off the median of the
     others."""
-    bias = [row[f"predicted_{name}"] / np.median(row[name]) - 1 for row in rows]
-    off = np.abs(bias)
+    off = [abs(row[f"predicted_{name}"] / np.median(row[name]) - 1) for row in rows]
     again = [
         abs(x / np.median([*row[name][:i], *row[name][i + 1 :]]) - 1)
         for row in rows
         for i, x in enumerate(row[name])
         if len(row[name]) > 1
     ]
-    by_load: dict[str, list[float]] = {}
-    for row, error in zip(rows, off, strict=True):
-        by_load.setdefault(row["load"], []).append(error)
     return {
         "median_error": float(np.median(off)),
         "p90_error": float(np.quantile(off, 0.9)),
-        "bias": float(np.median(bias)),
         "median_repeat_error": float(np.median(again)) if again else None,
         "p90_repeat_error": float(np.quantile(again, 0.9)) if again else None,
-        "by_load": {load: float(np.median(errors)) for load, errors in by_load.items()},
     }
 
 

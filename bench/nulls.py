@@ -1,25 +1,25 @@
 """False publications and power of a tuning's evidence, with the code that ships: a race chooses, a
 confirmation proves.
 
-    python bench/nulls.py [--nulls 1000] [--power 300] [--seed 0]   simulated executions, no model
-    python bench/nulls.py --real 20 [--budget 40]   A/A on the demo pair: policies that do the same
+    python bench/nulls.py [--only nulls power real] [--quick]
 
-Simulated requests differ in size, policies in what suits which request, executions by heavy-tailed
-noise of 12% and a machine whose pace drifts; prediction knows requests but errs by 3% a policy. A
-null is a tuning whose candidates are all as fast as the incumbent. Figures go to
-``bench/results/nulls.json``.
+``nulls`` and ``power`` are simulated: requests differ in size, policies in what suits which of
+them, executions by heavy-tailed noise of 12% and a machine whose pace drifts; prediction knows
+requests but errs by 3% a policy. A null is a tuning whose candidates are all as fast as the
+incumbent; ``real`` executes nulls, on the demo pair. Figures are added to
+``bench/results/nulls.json`` (``--quick``: a tiny size, printed alone).
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
-from lab import RESULTS, chain, demo, parser_of, requests, say
+from lab import chain, demo, requests, run_parts, say
 
 from spectune.optimizer.confirm import RACE_SHARE, Confirmation, confirm, left_s, planned
 from spectune.optimizer.execute import DecodeOptions, Executor, eliminate, encode
@@ -127,21 +127,30 @@ def series(count: int, candidates: int, requests: int, gain: float, seed: int) -
         rng = np.random.default_rng([seed, candidates, requests, n])
         found.append(tuned(rng, candidates, requests, gain))
     proven = [c for c in found if c is not None]
-    published = [c.ratio[0] for c in proven if c.holds]
+    published = sum(c.holds for c in proven)
     return {
         "candidates": candidates,
         "requests": requests,
         "gain": gain - 1.0,
         "tunings": count,
         "confirmed": len(proven),
-        "published": len(published),
-        "rate": len(published) / count,
-        "median_ratio_published": float(np.median(published)) if published else None,
+        "published": published,
+        "rate": published / count,
     }
 
 
-def real(count: int, budget_s: float) -> dict[str, Any]:
+def of_sizes(count: int, gain: float, quick: bool) -> list[dict[str, Any]]:
+    """A row of each number of candidates and of requests."""
+    rows = []
+    for size in product((2, 6, 12), (20, 80)):
+        rows.append(series(10 if quick else count, *size, gain, 0))
+        say(rows[-1])
+    return rows
+
+
+def real(quick: bool) -> dict[str, Any]:
     """A/A tunings on the demo pair: six names of one behaviour, raced and confirmed for real."""
+    count, budget_s = (1, 4.0) if quick else (20, 40.0)
     pair, workload = demo(), requests(40)
     window = {"kind": "fsm", "gamma_max": 5, "gamma_min": 5}
     # No threshold is ever reached; reading one takes time.
@@ -168,30 +177,6 @@ def real(count: int, budget_s: float) -> dict[str, Any]:
     return {"tunings": count, "published": published, "rows": rows}
 
 
-def main() -> None:
-    parser = parser_of(__doc__)
-    add = parser.add_argument
-    add("--nulls", type=int, default=1000)
-    add("--power", type=int, default=300)
-    add("--seed", type=int, default=0)
-    add("--real", type=int, metavar="N", help="run N A/A tunings instead")
-    add("--budget", type=float, default=40.0, help="seconds of each A/A tuning")
-    add("--out", type=Path, default=RESULTS / "nulls.json")
-    wanted = parser.parse_args()
-    found = json.loads(wanted.out.read_text()) if wanted.out.exists() else {}
-    if wanted.real:
-        found["real"] = real(wanted.real, wanted.budget)
-    else:
-        sizes = [(candidates, requests) for candidates in (2, 6, 12) for requests in (20, 80)]
-        for name, count, gain in (("nulls", wanted.nulls, 1.0), ("power", wanted.power, 1.05)):
-            found[name] = []
-            for size in sizes:
-                row = series(count, *size, gain, wanted.seed)
-                found[name].append(row)
-                said = f"{row['published']} of {count} published"
-                print(f"{name}: {size[0]:2} candidates, {size[1]} requests: {said}", flush=True)
-    wanted.out.write_text(json.dumps(found, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    simulated = {"nulls": partial(of_sizes, 1000, 1.0), "power": partial(of_sizes, 300, 1.05)}
+    run_parts(__doc__, "nulls", {**simulated, "real": real}, quick=False)

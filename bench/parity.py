@@ -37,8 +37,6 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
         f"chains, trees, shortlisted chains; 2 temperatures, 2 architectures); {missing} rounds "
         "beyond the recording; shortlists with stops, trees or heads, approximate: tau within "
         f"{100 * median:.2f}% in the median, {100 * worst:.1f}% at worst ({len(errors)} policies)",
-        "median_tau_error": median,
-        "worst_tau_error": worst,
         "rows": rows,
     }
 

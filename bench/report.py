@@ -39,7 +39,7 @@ SPEED_TARGET = (
 )
 PACE = "two shared cores; one factor brings the profile to the pace of the executions, as in `tune`"
 REGRET_TARGET = "98% of the best, or not behind beyond noise"
-SHORTLISTS = "tau recovered by shortlists, DynaSpec's theorems, 32768 tokens"
+SHORTLISTS = "tau recovered by shortlists, and their speed over 32768 tokens"
 PADDED = "the wide vocabulary is padded with tokens that never occur"
 LITTLE = "prompt lookup is best nearly everywhere here: there is little to choose"
 ENGINES = "other engines against one recording of theirs, round by round"
@@ -62,7 +62,7 @@ CHECKS = {
     ),
     "combination": (
         "each paper alone and all together",
-        "0.99 of the best single paper",
+        "0.99 of the best single paper, or not behind beyond noise",
         "three workloads",
     ),
     "sampled": (
@@ -70,11 +70,9 @@ CHECKS = {
         "1.4 of EAGLE's tau at temperature 1",
         "tau, not speed",
     ),
-    "shortlists": (SHORTLISTS, "0 differences, 0 violations", PADDED),
+    "shortlists": (SHORTLISTS, "0 differences", PADDED),
     "draft-choice": ("a draft for each prompt", "0.97 of the oracle's gain", LITTLE),
-    "verifiers": ("distributions of the verifiers", "all tests pass", ""),
     "kills": ("kill -9 of record and tune", "0 problems", "SQLite on one disk"),
-    "schedules": ("schedules", "all tests pass", ""),
     "borders": ("malformed input of every kind", "our errors alone", ""),
     "chaos": ("kills, outages and garbage at once", "0 failures", "databases are not recreated"),
     "engines": (ENGINES, "0 mismatches", "greedy, on a CPU; vLLM is held by `make test-vllm`"),

@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ from synthetic import drifting_text, flat_profile
 
 from spectune.db.database import open_database
 from spectune.optimizer.execute import DecodeOptions, encode, warm
-from spectune.optimizer.record import Look, look_around
 from spectune.optimizer.simulate.forest import tabulate_growth
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -34,6 +32,7 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
+from spectune.traces.recording import Recording
 from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
 
@@ -114,38 +113,26 @@ def replay(quick: bool) -> dict[str, Any]:
 
 
 def trees(quick: bool) -> list[dict[str, Any]]:
-    """Recording of trees (k 10, d 8), trees tabulated and rounds replayed a second, by draft and
-    temperature."""
+    """Trees tabulated and rounds replayed a second, by draft and temperature."""
     pair, rows = demo(), []
     for sampling in (GREEDY, SAMPLED):
         for draft in ("small",) if quick else pair.models:
-            loaded, figures = _sized(pair, draft, sampling, quick)
-            figures |= _rates(loaded, draft, sampling)
+            figures = _rates(_recorded(pair, draft, sampling, quick), draft, sampling)
             rows.append({"draft": draft, "temperature": sampling.temperature, **figures})
             print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
-def _sized(
-    pair: LoadedPair, draft: str, sampling: Sampling, quick: bool
-) -> tuple[Any, dict[str, float]]:
-    """A recording with its trees, how many starts a second were recorded, and how many bytes a
-    start takes."""
+def _recorded(pair: LoadedPair, draft: str, sampling: Sampling, quick: bool) -> Recording:
+    """A recording with its trees."""
     with tempfile.TemporaryDirectory() as folder, open_database(f"{folder}/a.db") as database:
-        store = TraceStore(database)
-        options = DecodeOptions(sampling, 16 if quick else 64)
-        recording = recorded(store, pair, requests(2 if quick else 12), options)
-        before = _size(folder, database)
-        began = time.process_time()
-        look_around(store, pair, recording, Look([draft], 0, 10, 8))
-        seconds = time.process_time() - began
-        size = _size(folder, database) - before
-        loaded = store.load(recording, trees=True)
-    starts = sum(p.positions for p in loaded.trees(draft))
-    return loaded, {"recorded_starts_per_s": starts / seconds, "bytes_per_start": size / starts}
+        store, options = TraceStore(database), DecodeOptions(sampling, 16 if quick else 64)
+        look = [draft], 0, 10, 8
+        recording = recorded(store, pair, requests(2 if quick else 12), options, *look)
+        return store.load(recording, trees=True)
 
 
-def _rates(loaded: Any, draft: str, sampling: Sampling) -> dict[str, Any]:
+def _rates(loaded: Recording, draft: str, sampling: Sampling) -> dict[str, Any]:
     """Trees tabulated and rounds replayed a second, over the recording repeated to 4,000 starts."""
     grown = loaded.trees(draft)
     repeat = max(1, 4000 // sum(p.positions for p in grown))
@@ -165,11 +152,6 @@ def _rates(loaded: Any, draft: str, sampling: Sampling) -> dict[str, Any]:
     rounds = run_replay(trace, policy).total.rounds
     replayed = rounds / best_cpu_s(lambda: run_replay(trace, policy), 40) / 1e6
     return {"tabulated_trees_per_s": rates, "replayed_million_rounds_per_s": replayed}
-
-
-def _size(folder: str, database: Any) -> int:
-    database.vacuum()
-    return sum(p.stat().st_size for p in Path(folder).glob("a.db*"))
 
 
 # ----------------------------------------------------------------------------------------- the loop

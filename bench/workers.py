@@ -10,11 +10,7 @@ window of 4. The figure goes to ``bench/results/workers.json``.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import pickle
-import platform
 import sys
 import time
 from collections.abc import Sequence
@@ -36,7 +32,6 @@ from spectune.optimizer.simulate.trace import Opened
 from spectune.runtime.policies.artifacts import Fitted
 from spectune.runtime.policies.document import Policy, parse_policy
 
-RESULTS = Path(__file__).resolve().parent / "results" / "workers.json"
 DIFFERENT, GAMMA_MAX = 1000, 4
 RECORDED = parse_policy({"draft": "small", "window": {"kind": "fixed", "gamma": 4}})
 PROFILE = flat_profile("bench", ["small"])
@@ -133,39 +128,30 @@ def measured(client: Any, rounds: float, tried: Sequence[Policy]) -> dict[str, A
         "replayed_s": round(seconds, 1),
         "replayed_rounds": replayed,
         "million_rounds_per_s": round(replayed / seconds / 1e6, 1),
-        "bytes_sent_per_policy_and_shard": len(
-            pickle.dumps((tried[0], None, requests, False, False))
-        ),
-        "bytes_received_per_request": 7 * 8,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    # Not above: processes of Dask import this module, and need no torch.
+    from lab import environment, keep, parser_of
+
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=float, default=1e8)
     parser.add_argument("--policies", type=int, default=100)
     parser.add_argument("--workers", default="2")
     asked = parser.parse_args()
     tried = policies(asked.policies)
-    load = os.getloadavg()[0]
+    before = environment()
     with connected(asked.workers) as client:
-        small = differences(client, tried, 400)
         found = {
             "workers": len(homes(client)),
-            "policies_that_differ": small,
+            "policies_that_differ": differences(client, tried, 400),
             **measured(client, asked.rounds, tried),
+            "environment": before,
         }
-    found |= {
-        "cpus": os.cpu_count(),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "load_before": load,
-    }
     print(json.dumps(found, indent=1))
     if asked.rounds >= 1e8:
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        keep("workers", found)
     sys.exit(found["policies_that_differ"] > 0)
 
 

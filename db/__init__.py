@@ -1,6 +1,6 @@
 """Remembers: tables, sessions and migrations on SQLite and PostgreSQL. Imports nothing of ours."""
 
-from spectune.db.check import BadChunk, CheckReport, check
+from spectune.db.check import check
 from spectune.db.database import Database, open_database, schema_of, upgrade
 from spectune.db.errors import (
     CorruptedChunkError,
@@ -12,8 +12,6 @@ from spectune.db.errors import (
 )
 
 __all__ = [
-    "BadChunk",
-    "CheckReport",
     "CorruptedChunkError",
     "Database",
     "DatabaseError",

@@ -16,8 +16,6 @@ from spectune.db.migrate import head
 from spectune.db.models import PACKED
 from spectune.db.urls import parse_url, shown
 
-_BATCH = 256
-"""Chunks read in one transaction."""
 _SIZE_BYTES = {
     "sqlite": "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()",
     "postgresql": "SELECT pg_database_size(current_database())",
@@ -114,27 +112,15 @@ def _chunks(database: Database, row: type[Any]) -> Iterator[BadChunk | None]:
     except DatabaseError as error:
         yield BadChunk(table.name, {}, str(error))
         return
-    named = [dict(zip((c.name for c in columns), key, strict=True)) for key in keys]
-    for i in range(0, len(named), _BATCH):
-        part = named[i : i + _BATCH]
-        try:
-            yield from _checked(database, table, part)
-        except DatabaseError:
-            # Something in there cannot be read; one by one, so that it costs one chunk.
-            for key in part:
-                try:
-                    yield from _checked(database, table, [key])
-                except DatabaseError as error:
-                    yield BadChunk(table.name, key, f"cannot be read: {error}")
-
-
-def _checked(database: Database, table: Any, keys: list[dict[str, Any]]) -> list[BadChunk | None]:
-    """What is wrong with each of these chunks, read in one transaction. Raises DatabaseError."""
-    found: list[BadChunk | None] = []
-    with database.read() as session:
-        for key in keys:
-            stored = select(table.c.sha256, table.c.data).filter_by(**key)
-            digest, data = session.execute(stored).one()
-            sound = hashlib.sha256(data).digest() == digest
-            found.append(None if sound else BadChunk(table.name, key, "checksum differs"))
-    return found
+    left, key = iter([key._asdict() for key in keys]), dict[str, Any]()
+    while True:
+        try:  # after an error a new transaction goes on, so that it costs one chunk
+            with database.read() as session:
+                for key in left:
+                    stored = select(table.c.sha256, table.c.data).filter_by(**key)
+                    found = session.execute(stored).first()  # None: it was removed meanwhile
+                    sound = found is None or hashlib.sha256(found.data).digest() == found.sha256
+                    yield None if sound else BadChunk(table.name, key, "checksum differs")
+            return
+        except DatabaseError as error:
+            yield BadChunk(table.name, key, f"cannot be read: {error}")

@@ -1,4 +1,4 @@
-"""Trains an EAGLE-3 head for the demo target, and measures what it foresees.
+"""Trains an EAGLE-3 head for the demo target.
 
     python -m demo.train_head --gsm8k gsm8k_train.jsonl --out demo/pair/head
 
@@ -9,8 +9,8 @@ of step j - 1, and attends as drafting does, to the states of step 0 up to j tok
 of each later step after that. The output matrix is the target's; the layer begins as the target's
 last one, and `fc` as the highest of the three states.
 
-The folder is an ordinary EAGLE-3 checkpoint in fp16. `--measure` only measures one. On a CPU with
-glibc see `demo.train` for two settings that make it faster.
+The folder is an ordinary EAGLE-3 checkpoint in fp16. On a CPU with glibc see `demo.train` for two
+settings that make it faster.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ import argparse
 import json
 import math
 import time
-from collections import defaultdict
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import (
@@ -39,7 +37,6 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from spectune.demo.corpus import corpus
-from spectune.demo.prompts import CATEGORIES, demo_workload
 from spectune.demo.train import (
     GSM8K,
     Windows,
@@ -56,8 +53,6 @@ from spectune.demo.train import (
 
 TAPS = 3
 """Hidden states of the target that the head reads."""
-DEPTHS = 5
-"""Length of the chains that are measured."""
 DECAY = 0.8
 """Weight of each step's loss against the step before it, EAGLE-3's."""
 
@@ -265,7 +260,7 @@ def train(args: argparse.Namespace, console: Console) -> tuple[Head, dict[str, A
             publish(head, args, {"step": index + 1})
     return head, {
         "step": args.steps,
-        "settings": settings(args, "target", "measure", "prompts"),
+        "settings": settings(args, "target"),
         "parameters": sum(p.numel() for p in head.parameters()),
         "history": history,
     }
@@ -300,90 +295,6 @@ def publish(head: Head, args: argparse.Namespace, record: dict[str, Any]) -> Non
     write_json(out / "training.json", record)
 
 
-def posterior_gumbel(
-    log_distribution: Tensor, choice: Tensor, generator: torch.Generator
-) -> Tensor:
-    """Gumbel noise [n, vocab] under which `choice` [n] is the argmax of `log_distribution` [n,
-    vocab] + noise.
-
-    Drawn from the noise's law given that choice, so text sampled by any means can be replayed as if
-    it had been sampled with the noise (Maddison, Tarlow and Minka 2014, top-down construction).
-    """
-    uniform = torch.rand(log_distribution.shape, generator=generator).clamp_min(1e-12)
-    free = log_distribution - (-uniform.log()).log()
-    top = -(-torch.rand(len(choice), 1, generator=generator).clamp_min(1e-12).log()).log()
-    # Every other value is a Gumbel truncated below the top, whose law does not depend on where it
-    # was reached.
-    below = -torch.logaddexp(-top, -free)
-    return below.scatter(1, choice[:, None], top) - log_distribution
-
-
-@torch.no_grad()
-def measure(
-    pair: Path, folder: Path, per_category: int, max_new_tokens: int = 128, seed: int = 0
-) -> dict[str, dict[str, dict[str, Any]]]:
-    """What the head and the pair's drafts foresee of texts the target wrote from the demo's
-    prompts, by draft, category and kind.
-
-    ``depth``: of chains right so far, the share right at depths 1 .. 5 (a chain behind the text
-    reads the head's own outputs); ``accepted``: tokens of a chain of 5 that the target keeps, on
-    average over all starts. Greedy, and at temperature 1 coupled.
-    """
-    spec = json.loads((pair / "pair.json").read_text())
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(pair / spec["target"])
-    target = load(pair / spec["target"])
-    others = {
-        name: load(pair / path) for name, path in spec["drafts"].items() if name != folder.name
-    }
-    head = Head(target.config)
-    head.load_state_dict(load_file(folder / "model.safetensors"))
-    unroller = Unroller(target, head)
-    torch.manual_seed(seed)
-    noise = torch.Generator().manual_seed(seed)
-    chains: dict[tuple[str, str, str], list[Tensor]] = defaultdict(list)
-    for category in CATEGORIES:
-        prompts = [p["turns"][0] for p in demo_workload() if p["category"] == category]
-        for text in prompts[:per_category]:
-            prompt = torch.tensor([tokenizer(text)["input_ids"]])
-            for kind in ("greedy", "coupled at T=1"):
-                sampling: dict[str, Any] = {"do_sample": False}
-                if kind != "greedy":
-                    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-                ids = target.generate(prompt, max_new_tokens=max_new_tokens, **sampling)
-                first = prompt.shape[1]
-                logits, features = unroller.teacher(ids)
-                written = ids[0, first:]
-                gumbel = torch.zeros(())
-                if kind != "greedy":
-                    law = logits[0, first - 1 : -1].log_softmax(-1)
-                    gumbel = posterior_gumbel(law, written, noise)
-                for name, other in others.items():
-                    law = other(ids).logits[0, first - 1 : -1].log_softmax(-1)
-                    hit = (law + gumbel).argmax(-1) == written
-                    chains[name, category, kind].append(_chains([hit] * DEPTHS))
-                hits = []
-                for hidden in unroller.steps(ids, features, DEPTHS):
-                    law = unroller.logits(hidden[0, first - 2 : -1]).log_softmax(-1)
-                    hits.append((law + gumbel).argmax(-1) == written)
-                chains[folder.name, category, kind].append(_chains(hits))
-    measured: dict[str, dict[str, dict[str, Any]]] = {}
-    for (name, category, kind), found in chains.items():
-        right = torch.cat(found).float()
-        counts = right.sum(0).tolist()
-        depth = [round(b / max(1.0, a), 4) for a, b in pairwise([float(len(right)), *counts])]
-        row = {"depth": depth, "accepted": round(sum(counts) / max(1, len(right)), 3)}
-        measured.setdefault(name, {}).setdefault(category, {})[kind] = row
-    return measured
-
-
-def _chains(hits: list[Tensor]) -> Tensor:
-    """Which of ``hits`` (step j's, by text position) a chain from each start gets right before its
-    first error: [starts, depths]."""
-    starts = max(0, len(hits[0]) - len(hits) + 1)
-    right = torch.stack([hit[j : j + starts] for j, hit in enumerate(hits)], 1)
-    return right.long().cumprod(1)
-
-
 PAIR = Path(__file__).parent / "pair"
 OPTIONS: dict[str, tuple[Any, str]] = {
     "target": (PAIR / "target", "the target's checkpoint"),
@@ -400,30 +311,20 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "learning-rate": (2e-3, ""),
     "log-every": (10, ""),
     "save-every": (100, ""),
-    "prompts": (20, "prompts a category that the head is measured on"),
 }
 
 
 def main() -> None:
-    """Parses the command line, trains, measures."""
+    """Parses the command line, trains, publishes."""
     parser = parser_of("train_head", __doc__, OPTIONS)
     add = parser.add_argument
-    add("--gsm8k", type=Path, help=GSM8K)
+    add("--gsm8k", type=Path, required=True, help=GSM8K)
     add("--bf16", action=argparse.BooleanOptionalAction, default=True, help="bf16 autocast")
-    add("--measure", action="store_true", help="only measure the head at --out")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     console = Console(soft_wrap=True)
-    if args.measure:
-        record = json.loads((args.out / "training.json").read_text())
-    else:
-        if args.gsm8k is None:
-            raise SystemExit("--gsm8k is needed to train")
-        head, record = train(args, console)
-        publish(head, args, record)
-    record["agreement"] = measure(args.target.parent, args.out, args.prompts)
-    write_json(args.out / "training.json", record)
-    console.print_json(json.dumps(record["agreement"]))
+    head, record = train(args, console)
+    publish(head, args, record)
 
 
 if __name__ == "__main__":

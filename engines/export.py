@@ -31,18 +31,17 @@ from spectune.runtime.policies.refusals import MESSAGE_LIMIT
 from spectune.traces.errors import PolicyError
 from spectune.traces.text import one_line
 
-ENGINES_EXPORTED = tuple(ENGINE_SETTINGS)
-
 
 def engine_settings(
     policy: AnyPolicy, pair: PairSpec, engine: str, version: str | None = None
 ) -> dict[str, Any]:
-    """The settings of an engine (:data:`ENGINES_EXPORTED`) for a policy, {} for one that does not
+    """The settings of an engine (of :data:`ENGINE_SETTINGS`) for a policy, {} for one that does not
     speculate: a chain of a fixed window, where the engine has it also one by batch, or EAGLE-2's
     tree of a head.
 
-    ``version`` is the engine's. Raises PolicyError for a policy that it cannot express, with the
-    nearest that it can, and for a version that has to be said or is not known.
+    ``version`` is the engine's. Raises PolicyError for a draft that the pair has not, a policy that
+    the engine cannot express, with the nearest that it can, and for a version that has to be said
+    or is not known.
     """
     if isinstance(policy, ChooserPolicy):
         raise PolicyError(
@@ -51,6 +50,9 @@ def engine_settings(
         )
     if not policy.speculates:
         return {}
+    if policy.draft not in pair.draft_names:
+        known = ", ".join(pair.draft_names)
+        raise PolicyError(f"pair {pair.name} has no draft {policy.draft!r}; it has: {known}")
     kind = ENGINE_SETTINGS[engine]
     try:
         kind.check(version)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spectune.engines.protocol import text_of
+from spectune.engines.protocol import chain_round, text_of
 from spectune.runtime.pair import PairSpec
 from spectune.traces.errors import TraceError
 from spectune.traces.files import parse_json, read_text
@@ -56,7 +56,8 @@ def read_responses(path: str, draft: str, sampling: Sampling) -> Ingested:
     rounds: Counter[Round] = Counter()
     engines: set[str] = set()
     count = told = 0
-    for number, line in enumerate(read_text(path, path, TraceError).splitlines(), 1):
+    # Not splitlines: a text may hold other line separators, such as U+2028.
+    for number, line in enumerate(read_text(path, path, TraceError).split("\n"), 1):
         if not line.strip():
             continue
         where, count = f"{path}: line {number}", count + 1
@@ -176,7 +177,7 @@ def _steps(rounds: Sequence[Round], text: Trajectory, draft: str) -> tuple[Step,
     for drafted, kept in rounds:
         start = steps[-1].start + steps[-1].emitted
         emitted = min(kept + 1, length - start)
-        step = Step(start, drafted, drafted + 1, min(kept, emitted), emitted, drafted, draft=draft)
+        step = chain_round(start, drafted, min(kept, emitted), emitted, draft=draft, policy="")
         steps.append(step)
         if emitted <= 0:
             return ()

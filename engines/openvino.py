@@ -132,9 +132,8 @@ class OpenVino(Running):
                     continue
                 ended = self._step(pipeline, running, asked, began)
                 paused = time.perf_counter()
-                for request in (running.pop(number) for number in ended):
-                    is_whole = len(request.tokens) >= asked.max_new_tokens
-                    finish: Finish = "length" if is_whole else "eos"
+                for number, finish in ended.items():
+                    request = running.pop(number)
                     yield asked.answered(request.prompt, request.tokens, finish, request.steps)
                 began += time.perf_counter() - paused
         finally:
@@ -167,14 +166,14 @@ class OpenVino(Running):
 
     def _step(
         self, pipeline: Any, running: dict[int, _Request], asked: Execution, began: float
-    ) -> list[int]:
-        """One step of the engine, noted in each request that it gave tokens to; those that
-        ended."""
+    ) -> dict[int, Finish]:
+        """One step of the engine, noted in each request that it gave tokens to; how those ended
+        that did."""
         start = time.perf_counter()
         with _translated("it failed while it served"):
             pipeline.step()
         now, seconds = time.perf_counter() - began, time.perf_counter() - start
-        batch, ended = pipeline.get_metrics().scheduled_requests, []
+        batch, ended = pipeline.get_metrics().scheduled_requests, dict[int, Finish]()
         draft, policy = self.wanted.draft, asked.policy.id
         for number, request in running.items():
             if request.handle.get_status().name == "IGNORED":
@@ -204,8 +203,8 @@ class OpenVino(Running):
                     ended_s=now,
                 )
             )
-            if output.finish_reason.name != "NONE":
-                ended.append(number)
+            if (why := output.finish_reason.name) != "NONE":
+                ended[number] = "length" if why == "LENGTH" else "eos"
         return ended
 
 

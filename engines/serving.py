@@ -27,7 +27,7 @@ from spectune.traces.errors import PairError, PolicyError
 from spectune.traces.schema import Sampling, Step, Trajectory, Verifier
 from spectune.traces.store import TraceStore
 from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
-from spectune.traces.store.traffic import CAPACITY, TrafficWriter
+from spectune.traces.store.traffic import CAPACITY, TrafficWriter, WriterStatus
 
 RECORDINGS_LIMIT = 16
 """Most recordings of one engine: one for each sampling that requests ask for."""
@@ -93,16 +93,6 @@ class Table:
     version: int = 0
 
 
-@dataclass(frozen=True)
-class ServedStatus:
-    """Requests by what became of them, and the version in force (0: none published)."""
-
-    written: int
-    dropped: int
-    pending: int
-    version: int
-
-
 class Served:
     """Follows the publications for a pair and records what is served of it.
 
@@ -158,16 +148,17 @@ class Served:
             self._dropped, self._lost = self._dropped + 1, "they come faster than they are written"
 
     @property
-    def status(self) -> ServedStatus:
+    def status(self) -> WriterStatus:
+        """Of all recordings together."""
         parts = [w.status for w in tuple(self._writers.values())]
-        return ServedStatus(
+        return WriterStatus(
             self._written + sum(p.written for p in parts),
             self._dropped + sum(p.dropped for p in parts),
             self._queue.qsize() + sum(p.pending for p in parts),
-            self.current().version,
+            next((p.error for p in reversed(parts) if p.error), None),
         )
 
-    def close(self, timeout_s: float = 5.0) -> ServedStatus:
+    def close(self, timeout_s: float = 5.0) -> WriterStatus:
         """Writes what is pending, as far as the time allows, and ends the recordings."""
         self._stop.set()
         self._thread.join(timeout_s)
@@ -220,10 +211,10 @@ class Served:
 
     def _tell_lost(self) -> None:
         """Says that requests are dropped, and why: the first, and whenever they have doubled."""
-        lost = self.status.dropped
+        status = self.status
+        lost, why = status.dropped, status.error or self._lost
         if lost > 2 * self._told or (lost and not self._told):
-            failures = [w.status.error for w in self._writers.values() if w.status.error]
-            self._say(f"requests that are not recorded: {lost} ({(failures or [self._lost])[-1]})")
+            self._say(f"requests that are not recorded: {lost} ({why})")
             self._told = lost
 
     def _open(self) -> None:

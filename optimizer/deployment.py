@@ -38,6 +38,14 @@ def check_deployment(name: str) -> str:
     return name
 
 
+def deployment_of(engine: str) -> str:
+    """The deployment that an engine follows where no other is named: the one of its name, and for
+    the native decoder the default."""
+    from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
+
+    return DEFAULT_DEPLOYMENT if engine == "native" else engine
+
+
 def tuned_for(sampling: Sampling, verifier: Verifier) -> dict[str, Any]:
     """What a publication says of the sampling that it was tuned for: all but the seed."""
     return {

@@ -48,15 +48,13 @@ class Executed:
         """Figures by load; times in seconds."""
         loads = []
         for name, served in self.served.items():
-            told = self.median(name).to_json(level)
-            del told["load"]
             predicted = self.predicted.get(name)
             loads.append({
                 "load": name,
                 "predicted_tokens_per_s": None if predicted is None else predicted.tokens_per_s,
                 "predicted_tpot_s": None if predicted is None else predicted.mean_tpot_s,
                 "each_tokens_per_s": [one.tokens_per_s for one in served],
-                "measured": told,
+                "measured": self.median(name).to_json(level),
             })  # fmt: skip
         return {
             "policy_id": self.policy.id,

@@ -3,11 +3,12 @@ trees; and what they tell of a policy."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spectune.demo.prompts import demo_workload
 from spectune.runtime.policies.document import (
+    AUTOREGRESSIVE,
     BUILT_IN,
     GAMMA_LIMIT,
     POOL_LIMIT,
@@ -24,6 +25,7 @@ from spectune.traces.workloads import Line, Turns, make_workload, take
 
 if TYPE_CHECKING:
     from spectune.runtime.recording.trees import Cover
+    from spectune.traces.store import TraceStore
     from spectune.traces.store.catalog import StoredPolicy
     from spectune.traces.store.publications import Publication
 
@@ -82,6 +84,22 @@ def published_policy(publication: Publication) -> AnyPolicy:
     return _stored(publication, f"publication {publication.version}")
 
 
+def in_force(
+    active: Publication | None, check: Callable[[AnyPolicy], object], otherwise: str
+) -> tuple[AnyPolicy, str]:
+    """(the policy in force, ""); no speculation where nothing is in force, or where ``check``
+    raises PolicyError: then with the reason, and what holds ``otherwise``."""
+    if active is None:
+        return AUTOREGRESSIVE, ""
+    try:
+        policy = published_policy(active)
+        check(policy)
+    except PolicyError as error:
+        said = str(error).removeprefix(f"publication {active.version}: ")
+        return AUTOREGRESSIVE, f"publication {active.version} cannot run ({said}), so {otherwise}"
+    return policy, ""
+
+
 def stored_policy(stored: StoredPolicy) -> AnyPolicy:
     """A policy kept in the database. Raises PolicyError naming its id where the document is
     none."""
@@ -106,6 +124,19 @@ def named_policy(name: str) -> AnyPolicy | None:
             read_json(name, f"--policy {name}", PolicyError, missing="No such file"), where=name
         )
     return None
+
+
+def policy_of(
+    store: TraceStore, name: str, pair_id: str, device: str, deployment: str
+) -> AnyPolicy | None:
+    """The policy of a name (:func:`named_policy`), of an id, or for ``active`` the one in force,
+    None where none is. Raises PolicyError, and NotFoundError for an unknown id."""
+    if (found := named_policy(name)) is not None:
+        return found
+    if name != "active":
+        return stored_policy(store.get_policy(name))
+    active = store.active_publication(pair_id, device, deployment)
+    return None if active is None else published_policy(active)
 
 
 def outcome_json(outcome: Outcome, policy: AnyPolicy) -> dict[str, Any]:

@@ -4,8 +4,8 @@ publish."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +25,6 @@ from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
-from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
 from spectune.traces.store.recordings import Appended
 
 SAMPLE = 200
@@ -88,22 +87,15 @@ def _told(evidence: Mapping[str, Any], published: int | None) -> Mapping[str, An
 
 def tuning_options(payload: Mapping[str, Any]) -> TuneOptions:
     """How the tuning of a schedule's payload is done; what it leaves out is as in TuneOptions."""
-    options = DecodeOptions(
-        Sampling(
-            float(payload.get("temperature", 0.0)),
-            int(payload.get("top_k", 0)),
-            float(payload.get("top_p", 1.0)),
-            int(payload.get("seed", 0)),
-        ),
-        int(payload.get("max_new_tokens", 128)),
-        payload.get("verifier", "coupled"),
-        tuple(payload.get("stop_strings", ())),
-        bool(payload.get("chat", True)),
-    )
-    searched: dict[str, Any] = {name: int(payload[name]) for name in SEARCHED if name in payload}
-    deployment = str(payload.get("deployment", DEFAULT_DEPLOYMENT))
-    fresh = bool(payload.get("fresh", False))
-    return TuneOptions(options=options, fresh=fresh, deployment=deployment, **searched)
+
+    def taken(names: Iterable[str]) -> dict[str, Any]:
+        return {name: payload[name] for name in names if name in payload}
+
+    sampling = Sampling(**taken(f.name for f in fields(Sampling)))
+    own = taken(f.name for f in fields(DecodeOptions)[1:])
+    own["stop_strings"] = tuple(own.get("stop_strings", ()))
+    options = DecodeOptions(sampling, **own)
+    return TuneOptions(options=options, **taken((*SEARCHED, "fresh", "deployment")))
 
 
 def _tune(
@@ -136,9 +128,7 @@ def _tune(
     return tune(store, pair, workload, in_time(), progress=progress)
 
 
-def gather(
-    store: TraceStore, pair: LoadedPair, window: timedelta, sample: int, *, key: str = ""
-) -> str:
+def gather(store: TraceStore, pair: LoadedPair, window: timedelta, sample: int, *, key: str) -> str:
     """A recording of what this pair decoded within ``window``: a random sample of the requests
     stored by any recording of it.
 
@@ -148,10 +138,9 @@ def gather(
     """
     options = {**recording_options(pair, DecodeOptions()), "gathered": key}
     spec: dict[str, Any] = {"max_new_tokens": 0, "options": options, "source": "gathered"}
-    if key:
-        ready = store.find_recording(pair.id, None, Sampling(), **spec, state="complete")
-        if ready is not None:
-            return ready.id
+    ready = store.find_recording(pair.id, None, Sampling(), **spec, state="complete")
+    if ready is not None:
+        return ready.id
     since = store.clock() - window
     found = store.recorded_since(pair.id, since, verifier="coupled")
     if not found and (others := store.recorded_since(pair.id, since)):

@@ -16,8 +16,7 @@ from spectune.traces.workloads import Turns
 SEARCHED = ("trials", "gamma_max", "tree_width", "tree_depth", "finalists")
 KEYS = {
     "pair", "workload", "column", "categories", "limit", "limit_seed", "overlong", "turns",
-    "all_turns", "recorded",
-    "device", "dtype", "threads", "temperature",
+    "recorded", "device", "dtype", "threads", "temperature",
     "top_k", "top_p", "seed", "max_new_tokens", "verifier", "stop_strings", "chat", "fresh",
     "sample", "deployment", *SEARCHED,
 }  # fmt: skip
@@ -41,14 +40,8 @@ def check_payload(payload: Mapping[str, Any]) -> None:
 
 
 def turns_asked(payload: Mapping[str, Any]) -> Turns | None:
-    """What a payload says of requests with several turns. Older ones have no ``turns``: they took
-    the first turn, or said ``all_turns``.
-
-    Raises ScheduleError.
-    """
-    if "turns" not in payload:
-        return "all" if payload.get("all_turns") else "first"
-    turns: Any = payload["turns"]
+    """What a payload says of requests with several turns. Raises ScheduleError."""
+    turns: Any = payload.get("turns")
     if turns not in (None, "first", "all"):
         raise ScheduleError(
             f'"turns" in the schedule\'s payload is {turns!r}; it must be "first", "all" or null'

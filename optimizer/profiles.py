@@ -44,7 +44,7 @@ def usable_profile(
     grown = {d for d in drafts if d != "ngram" and trees}
     here = environment(pair)
     same = {key: here[key] for key in ("device", "torch", "threads", "dtype")}.items()
-    for found in store.list_profiles(pair.id, pair.device.type, here["dtype"]):
+    for found in store.profiles(pair.id, pair.device.type, here["dtype"]):
         profile, made = found.profile, found.created_at
         recent = now - made < PROFILE_AGE and (since is None or made >= since)
         covers = set(drafts) <= set(profile.drafts) and grown <= set(profile.tree_drafts)
@@ -56,22 +56,17 @@ def usable_profile(
 
 def prediction_spread(profile: LatencyProfile, *, trees: bool) -> float:
     """The standard deviation, relative, of a predicted ratio of two policies' speeds: what the
-    profile's check found, the larger of that of chains and of trees. Checks from before it was told
-    apart give their rounds' median error."""
-    spreads = [
-        check.get("policy_spread", check.get("median_error", 1.0))
-        for check in profile.checks(trees=trees)
-    ]
+    profile's check found, the larger of that of chains and of trees."""
+    spreads = (check["policy_spread"] for check in profile.checks(trees=trees))
     return float(max(LEAST_SPREAD, *spreads))
 
 
 def doubts(stored: StoredProfile, *, trees: bool) -> str:
-    """What is to be said of a profile that failed its check; empty for one that passed. Checks from
-    before policies' errors were told have their rounds'."""
+    """What is to be said of a profile that failed its check; empty for one that passed."""
     if stored.profile.accepted(trees=trees):
         return ""
     checks = stored.profile.checks(trees=trees)
-    error = 100 * max(float(c.get("policy_error", c.get("median_error", 1.0))) for c in checks)
+    error = 100 * max(float(check["policy_error"]) for check in checks)
     return (
         f"profile {stored.id} failed its check: policies are predicted within {error:.0f}% "
         "(median), so the race weighs more"

@@ -14,35 +14,17 @@ from spectune.db.errors import StaleVersionError
 from spectune.optimizer.confirm import FLOOR, LEVEL
 from spectune.optimizer.deployment import Place, tuned_for
 from spectune.optimizer.executed_load import MOST_PASSES, Executed
-from spectune.optimizer.inputs import published_policy
 from spectune.optimizer.simulate.load import Objective
 from spectune.optimizer.timings import finite
 from spectune.optimizer.under_load import UnderLoad
 from spectune.optimizer.verdict import described
-from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
+from spectune.runtime.policies.document import Policy
 from spectune.traces.cost_table import FloatArray
-from spectune.traces.errors import PolicyError
 from spectune.traces.store import Publication, TraceStore
 
 ENOUGH: Final = 4
 """Passes whose interval is narrow enough to prove a common gain; of two and three it is many times
 as wide."""
-
-
-def to_beat(lab: UnderLoad, active: Publication | None) -> tuple[Policy, str]:
-    """(the policy in force, ""); no speculation where nothing is in force, or, with the reason,
-    where the engine cannot run what is."""
-    if active is None:
-        return AUTOREGRESSIVE, ""
-    try:
-        policy = published_policy(active)
-        lab.engine.runs(policy)
-    except PolicyError as error:
-        said = str(error).removeprefix(f"publication {active.version}: ")
-        why = f"publication {active.version} cannot run ({said}), so what is to be beaten is no"
-        return AUTOREGRESSIVE, f"{why} speculation"
-    assert isinstance(policy, Policy)  # no engine runs a chooser
-    return policy, ""
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,10 @@ from typing import Any
 
 from spectune.db import open_database
 from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.deployment import deployment_of
 from spectune.optimizer.execute import DecodeOptions, encode, outcome
 from spectune.optimizer.execute import run as execute
-from spectune.optimizer.inputs import (
-    load_workload,
-    named_policy,
-    narrowed,
-    outcome_json,
-    published_policy,
-    stored_policy,
-)
+from spectune.optimizer.inputs import load_workload, narrowed, outcome_json, policy_of
 from spectune.optimizer.overlong import made_to_fit
 from spectune.optimizer.record import Look
 from spectune.optimizer.record import record as do_record
@@ -202,16 +196,17 @@ def simulate(
     *,
     db: AnyPath | None = None,
     device: str | None = None,
-    deployment: str = DEFAULT_DEPLOYMENT,
+    deployment: str | None = None,
 ) -> Result:
     """Replays a recording under any policy: rounds and tokens exactly; seconds by the newest
     latency profile of its pair, 0 without one. ``policy`` is a document, or what ``--policy``
-    takes. A row is a request."""
+    takes; ``active`` is by default that of the recorded engine's deployment. A row is a request."""
     with open(db) as store:
         info = store.get_recording(recording)
         on = device or str(info.options.get("device", "cpu"))
         stored = store.latest_profile(info.pair_id, on, None)
-        chosen = _policy(store, policy, info.pair_id, on, deployment)
+        where = deployment or deployment_of(info.engine)
+        chosen = _policy(store, policy, info.pair_id, on, where)
         if holds_counts(info):
             found, approximate = counted(info, chosen)
         else:
@@ -324,12 +319,9 @@ def _workload(prompts: Prompts, read: dict[str, Any]) -> Workload:
 def _policy(
     store: TraceStore, policy: str | Mapping[str, Any], pair_id: str, device: str, deployment: str
 ) -> AnyPolicy:
-    if policy == "active":
-        active = store.active_publication(pair_id, device, deployment)
-        return AUTOREGRESSIVE if active is None else published_policy(active)
     if isinstance(policy, Mapping):
         return parse_policy(json.loads(json.dumps(policy)), where="policy")
-    return named_policy(policy) or stored_policy(store.get_policy(policy))
+    return policy_of(store, policy, pair_id, device, deployment) or AUTOREGRESSIVE
 
 
 def _outcome(found: Outcome, policy: AnyPolicy, verb: str, texts: Sequence[str] = ()) -> Result:

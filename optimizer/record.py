@@ -6,7 +6,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -39,8 +39,6 @@ from spectune.traces.store.traffic import TrafficWriter
 
 BATCH = 4
 """Panoramas of a draft stored in one transaction; of trees each takes a second to make."""
-Covers = Sequence[Cover] | Mapping[str, Sequence[Cover]]
-"""Growths to cover: of every draft, or by draft."""
 
 
 def whole_texts(trajectories: Iterable[Trajectory]) -> list[list[int]]:
@@ -95,10 +93,10 @@ class Look:
     """What to record of texts: the panoramas of ``drafts`` up to ``gamma_max`` (0: no chains), and,
     with a ``tree_width`` above 0, trees of so many children and ``tree_depth`` levels.
 
-    ``covers`` are growths beside EAGLE-2's; all are recorded to the same depth, so width and depth
-    are raised to the largest cover's. What replaces narrower trees holds all that any stored tree
-    of the draft holds. EAGLE heads have no chain panorama: what they propose depends on where a
-    round began, so trees hold their chains. A draft that cannot grow trees has none.
+    ``covers`` are growths beside EAGLE-2's, by draft; all are recorded to the same depth, so width
+    and depth are raised to the largest cover's. What replaces narrower trees holds all that any
+    stored tree of the draft holds. EAGLE heads have no chain panorama: what they propose depends on
+    where a round began, so trees hold their chains. A draft that cannot grow trees has none.
     """
 
     drafts: Collection[str]
@@ -106,7 +104,7 @@ class Look:
     tree_width: int = 0
     tree_depth: int = 0
     tree_proposals: Proposals = "coupled"
-    covers: Covers = ()
+    covers: Mapping[str, Sequence[Cover]] = field(default_factory=dict)
 
 
 def record(
@@ -286,7 +284,7 @@ def _jobs(
         jobs.append(_Job(f"{phase} {trees.draft}", missing, work, store.put_panoramas))
 
     for draft in (d for d in wanted.drafts if d != "ngram"):
-        own = tuple(covers.get(draft, ()) if isinstance(covers, Mapping) else covers)
+        own = tuple(covers.get(draft, ()))
         chains = 0 if draft in pair.chain_drafts else gamma
         coupled = proposals == "coupled"
         if wanted.tree_width:
@@ -329,11 +327,11 @@ def _lacking(store: TraceStore, recording: str, wanted: _Trees) -> set[int]:
     by a chain's cover."""
 
     def ask(depth: int, *also: str) -> set[int]:
-        found = store.missing_trees(
+        found = store.missing_panoramas(
             recording,
             wanted.draft,
+            depth,
             width=wanted.width,
-            depth=depth,
             proposals=wanted.proposals,
             covers=(*(c.name for c in wanted.covers), *also),
         )

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from spectune.db.errors import DatabaseError, NotFoundError, UnavailableError
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.deployment import other_sampling
-from spectune.optimizer.inputs import published_policy
+from spectune.optimizer.inputs import in_force, published_policy
 from spectune.runtime.decoder import check_lossless, prepare_for
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, Policy
@@ -143,18 +143,11 @@ def incumbent_of(
 ) -> tuple[AnyPolicy, str]:
     """(the policy in force, ""), or where there is none or it cannot run, or not under a verifier,
     (autoregression, why)."""
-    if active is None:
-        return AUTOREGRESSIVE, ""
-    try:
-        policy = published_policy(active)
+
+    def check(policy: AnyPolicy) -> None:
         _ready(store, pair, policy, profile, verifier, sampling)
-    except PolicyError as error:
-        said = str(error).removeprefix(f"publication {active.version}: ")
-        why = (
-            f"publication {active.version} cannot run ({said}), so autoregression is the incumbent"
-        )
-        return AUTOREGRESSIVE, why
-    return policy, ""
+
+    return in_force(active, check, "autoregression is the incumbent")
 
 
 def earlier_winners(

@@ -24,7 +24,7 @@ from spectune.optimizer.confirm import RACE_SHARE, Confirmation, confirm, left_s
 from spectune.optimizer.deployment import sampling_of, tunes_over
 from spectune.optimizer.execute import Comparison, DecodeOptions, Executor, encode_recorded
 from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
-from spectune.optimizer.fit.on_the_fly import read_prompts
+from spectune.optimizer.fit.on_the_fly import predict_each, read_prompts
 from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
 from spectune.optimizer.inputs import published_policy
 from spectune.optimizer.parts import Parts, mixed, split
@@ -476,7 +476,7 @@ class Tuning:
             if cover.name in own or len(own) < MOST_COVERS:
                 own[cover.name] = max(cover, own.get(cover.name, cover), key=lambda c: c.depth)
         for draft, own in covers.items():
-            look = Look([draft], wanted.gamma_max, *size, covers=tuple(own.values()))
+            look = Look([draft], wanted.gamma_max, *size, covers={draft: tuple(own.values())})
             look_around(self.store, self.pair, self.recording, look, progress=self.progress)
         return list(covers)
 
@@ -484,12 +484,13 @@ class Tuning:
         """Frequencies and routers, fitted only where by what was measured and replayed without them
         a shortlist could win."""
         here, progress = (self.store, self.pair, self.recording), self.progress
-        worth = worth_trying(self.study.bounds) if self.grown else {}
+        worth = {d: v for d, v in worth_trying(self.study.bounds).items() if d in self.grown}
         routed = [draft for draft, passes in worth.items() if "routed" in passes]
         self.shortlists = fit_shortlists(
             *here, list(worth), routed=routed, seed=self.wanted.seed, progress=progress
         )
-        ranks = ranks_for(*here, self.shortlists, self.candidates, progress=progress)
+        replayed = [p for p in self.candidates if p.draft in self.grown]
+        ranks = ranks_for(*here, self.shortlists, replayed, progress=progress)
         if ranks:
             self.open(ranks)
 
@@ -746,11 +747,10 @@ def _artifacts(
     chooser = Chooser.from_document(held.document, held.arrays)
     if chooser.chooses:
         prompts = read_prompts(pair, texts, reader=chooser.features.reader)
-        predicted = [chooser.accuracies(chooser.features.transform([p])) for p in prompts]
         document = {
             **held.document,
             PREDICTED: [{"prompt": prompt_key(t.prompt_ids)} for t in texts],
         }
-        arrays = {**held.arrays, PREDICTED: np.concatenate(predicted)}
+        arrays = {**held.arrays, PREDICTED: predict_each(chooser, prompts)}
         held = replace(held, document=document, arrays=arrays)
     return lambda asked: held if asked == name else find(asked)

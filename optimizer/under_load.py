@@ -118,9 +118,6 @@ class Scored:
     policy: Policy
     served: Mapping[str, Served]
 
-    def scores(self, objective: Objective) -> dict[str, float]:
-        return {name: objective.score(served) for name, served in self.served.items()}
-
 
 @dataclass(frozen=True)
 class Found:
@@ -170,7 +167,7 @@ class Search:
                 "for a while"
             )
         best = {name: max(constants, key=partial(self._worth, name)) for name in self.lab.loads}
-        self._reach = {name: self.lab.objective.score(s.served[name]) for name, s in best.items()}
+        self._reach = {name: self.lab.objective.worth(s.served[name]) for name, s in best.items()}
         table = max(constants, key=self._worth_of_all)
         drafts = dict.fromkeys(s.policy.draft for s in constants if s.policy.gamma_max)
         for draft in drafts if self.lab.engine.by_batch else ():
@@ -251,18 +248,16 @@ class Search:
 
     def _worth(self, name: str, scored: Scored) -> tuple[float, float]:
         served = scored.served[name]
-        return _rounded(self.lab.objective.score(served)), -served.mean_tpot_s
+        return _rounded(self.lab.objective.worth(served)), -served.mean_tpot_s
 
     def _worth_of_all(self, scored: Scored) -> tuple[float, float]:
         relative = self._relative(scored)
         return _rounded(sum(relative.values())), -sum(s.mean_tpot_s for s in scored.served.values())
 
     def _relative(self, scored: Scored) -> dict[str, float]:
-        """Scores by load, as parts of the best constant's."""
-        return {
-            name: _ratio(score, self._reach[name])
-            for name, score in scored.scores(self.lab.objective).items()
-        }
+        """How good it is by load, as parts of the best constant's."""
+        worth = self.lab.objective.worth
+        return {name: worth(served) / self._reach[name] for name, served in scored.served.items()}
 
 
 def _by_batch(draft: str, sizes: Sequence[int], gammas: Sequence[int]) -> Policy:
@@ -279,15 +274,7 @@ def _by_batch(draft: str, sizes: Sequence[int], gammas: Sequence[int]) -> Policy
     )
 
 
-def _rounded(score: float) -> float:
+def _rounded(worth: float) -> float:
     """To the gain that is noticeable."""
-    size = 10.0 ** -math.floor(math.log10(abs(score))) if score else 1.0
-    return round(score * size / NOTICEABLE) * NOTICEABLE / size
-
-
-def _ratio(score: float, best: float) -> float:
-    """How good a score is beside the best, where one below 0 (a time) is the better the smaller it
-    is."""
-    if best < 0:
-        return best / score if score else 1.0
-    return score / best if best else 1.0
+    size = 10.0 ** -math.floor(math.log10(worth))
+    return round(worth * size / NOTICEABLE) * NOTICEABLE / size

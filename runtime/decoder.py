@@ -184,7 +184,7 @@ class ModelBackend:
             return replace(verdict, read=0) if self._drafting.reads_features else verdict
         tokens, log_q = (drafted.tokens, drafted.log_q) if drafted else ([], [])
         ids = ids_tensor([self._text[-1], *tokens], target.device)
-        logits = target.chain(ids, length - 1, logits=len(ids))
+        logits, _ = target.chain(ids, length - 1, logits=len(ids))
         if request.rejects:
             verdict = verify_rejection(
                 logits, length, tokens, log_q, request.sampling, request.seed, self._rounds
@@ -203,9 +203,8 @@ class ModelBackend:
         mask = np.zeros((n + 1, view_of(root + n + 1)), dtype=np.bool_)
         mask[:, :root] = True
         mask[:, root : root + n + 1] = ancestors(tree)
-        return target.scattered(
-            ids, root + depths, root + places, torch.from_numpy(mask).to(target.device)
-        )
+        seen = torch.from_numpy(mask).to(target.device)
+        return target.run(ids, root + depths, root + places, seen)[0]
 
     def commit(self, emitted: list[int], accepted: int, drafted: Drafted | None) -> None:
         length, path = len(self._text), self._path[:accepted]
@@ -340,9 +339,9 @@ def prepare_for(
     artifacts: Artifacts | None = None,
 ) -> AnyPlan:
     """:func:`runtime.policies.prepare.prepare` for a loaded pair, with everything done that its
-    first rounds would otherwise wait for: a shortlist's weights are cut out, and the quickest ways
-    to multiply them measured; on CUDA the graphs that rounds can need are captured. It may run in
-    another thread than decoding does.
+    first rounds would otherwise wait for: a shortlist's weights are cut out; on CUDA its kernel is
+    launched, and the graphs that rounds can need are captured. It may run in another thread than
+    decoding does.
 
     Raises PolicyError as ``prepare``, and for a router of another head.
     """

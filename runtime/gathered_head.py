@@ -4,26 +4,22 @@ hidden . W[ids[j]] (+ bias[ids[j]]).
 Of the head's work only what the shortlist needs is done, O(B d) instead of O(V d) for B tokens.
 Ways to do it:
 
-- ``compiled`` (CPU, float32): compiled sums that read the rows where they lie, four at a time, so
-  that no sub-matrix is written;
-- ``gather``: the rows are copied into a buffer, then one product;
-- ``full``: the product with all rows, of which the columns wanted are kept; pays for unions that
-  are most of the vocabulary;
 - ``kernel`` (CUDA): a Triton kernel that selects and multiplies at once
-  (:mod:`runtime.cuda.kernel`).
+  (:mod:`runtime.cuda.kernel`);
+- ``compiled`` (CPU, float32): compiled sums that read the rows where they lie, four at a time, so
+  that no sub-matrix is written; faster than the two below at every size measured (docs/log.md);
+- ``gather``: the rows are copied into a buffer, then one product;
+- ``full``: the product with all rows, of which the columns wanted are kept; for unions that are
+  most of the vocabulary.
 
-Which is fastest depends on the machine, the sizes and the union, so a head measures them
-(:meth:`GatheredHead.fastest`). Ways differ in the last bits, as batch shapes do; products made by a
-library are rounded to the weights' dtype, the others only to float32."""
+Ways differ in the last bits, as batch shapes do; products made by a library are rounded to the
+weights' dtype, the others only to float32."""
 
 from __future__ import annotations
 
-import functools
 import itertools
-import math
-import time
-from collections.abc import Callable, Mapping
-from typing import Any, Final, cast
+from collections.abc import Callable
+from typing import Literal, cast
 
 import numba
 import numpy as np
@@ -37,19 +33,14 @@ from spectune.traces.errors import PolicyError
 
 FloatArray = npt.NDArray[np.float32]
 Sums = Callable[[FloatArray, FloatArray, npt.NDArray[np.int64], FloatArray], int]
-
-MEASURED_TURNS: Final = 5
-"""Calls that each way is measured by, beside a first one that does not count."""
-HOPELESS: Final = 2.0
-"""Ways this many times slower than the best are not measured further."""
+Way = Literal["kernel", "compiled", "gather", "full"]
 
 
 class GatheredHead:
     """An output matrix of which shortlists are multiplied: ``weight`` [vocab, d], ``bias`` [vocab].
 
     Hidden states are [n, d] of any float dtype, cast to the weights'; logits are float32. The
-    weights are shared with the model, not copied, unless their rows are not contiguous. A head is
-    for one thread at a time."""
+    weights are shared with the model, not copied, unless their rows are not contiguous."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight.detach().contiguous()
@@ -59,81 +50,46 @@ class GatheredHead:
         self._float_bias = None if self.bias is None else self.bias.float()
         sums = self.device.type == "cpu" and self.dtype == torch.float32
         self._rows = self.weight.numpy() if sums else None
-        self._every = torch.arange(self.vocab_size) if sums else torch.zeros(0, dtype=torch.int64)
-        compiled = ("compiled",) if sums else ()
-        kernel = ("kernel",) if kernel_runs(self.device, self.hidden_size) else ()
-        self.ways: tuple[str, ...] = (*compiled, *kernel, "gather", "full")
+        self._has_kernel = kernel_runs(self.device, self.hidden_size)
 
-    def over(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
+    def way(self, count: int) -> Way:
+        """How logits of ``count`` tokens are made."""
+        if self._rows is not None:
+            return "compiled"
+        if 2 * count > self.vocab_size:
+            return "full"
+        return "kernel" if self._has_kernel else "gather"
+
+    def over(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """Logits [n, len(ids)] of tokens ``ids`` (int64, on the head's device; ascending reads
-        memory in order, any order is right), the fastest way; None: of all, [n, vocab].
+        memory in order, any order is right).
 
         Raises PolicyError, or what torch raises, for ids beyond the matrix; on CUDA ids are not
         checked, which would wait for it."""
-        way = self.fastest(len(hidden), None if ids is None else len(ids))
+        way = self.way(len(ids))
         if hidden.requires_grad or hidden.dtype != self.dtype or not hidden.is_contiguous():
             hidden = hidden.detach().to(self.dtype).contiguous()
-        return self._over(hidden, ids, way)
-
-    def fastest(self, rows: int, count: int | None = None) -> str:
-        """The way that is fastest for ``rows`` hidden states and ``count`` tokens (None: all).
-
-        Measured on random numbers, at the next powers of two, when first asked for, and remembered
-        for all heads of the same shape, dtype and device in this process. That takes tens of
-        milliseconds, so ask for what will be needed before it is. Random number streams of torch
-        are left alone. While a CUDA graph is captured nothing is measured, and what was not
-        measured is the kernel (else ``gather``)."""
-        ways = self.ways
-        if count is None:
-            ways = tuple(w for w in ways if w in ("compiled", "full"))
-        if len(ways) == 1:
-            return ways[0]
-        rows = power_of_two(rows)
-        count = None if count is None else min(self.vocab_size, power_of_two(count))
-        threads = torch.get_num_threads()
-        key = self.device, self.dtype, self.weight.shape, threads, ways, rows, count
-        if key not in _measured:
-            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                return "kernel" if "kernel" in ways else "gather"
-            generator, ids = torch.Generator().manual_seed(0), None
-            hidden = torch.randn(rows, self.hidden_size, generator=generator)
-            hidden = hidden.to(self.device, self.dtype)
-            if count is not None:
-                some = torch.randperm(self.vocab_size, generator=generator)[:count]
-                ids = some.sort().values.to(self.device)
-            calls = {way: functools.partial(self._over, hidden, ids, way) for way in ways}
-            _measured[key] = quickest(calls, self.device)
-        return _measured[key]
-
-    def warm(self, rows: int, counts: tuple[int, int] | None = None) -> None:
-        """Measures every case that calls with up to ``rows`` hidden states and ``counts`` (least,
-        most) tokens (None: all) can meet, and launches what is compiled at a first launch, so that
-        no such call is slow."""
-        sizes: list[int | None] = [None]
-        if counts is not None:
-            sizes = [min(self.vocab_size, size) for size in _powers(*counts)]
-        for n, count in itertools.product(_powers(1, rows), sizes):
-            if self.fastest(n, count) != "kernel" or count is None:
-                continue
-            # Triton tells multiples of 16.
-            for m, size in itertools.product({n, max(1, n - 1)}, {count, max(1, count - 1)}):
-                hidden = torch.zeros(m, self.hidden_size, dtype=self.dtype, device=self.device)
-                self.over(hidden, torch.arange(size, device=self.device))
-
-    def _over(self, hidden: Tensor, ids: Tensor | None, way: str) -> Tensor:
-        """Float32 [n, len(ids)] (None: of all tokens)."""
-        if way == "kernel" and ids is not None:
+        if way == "kernel":
             return gathered_logits(hidden, self.weight, ids, bias=self.bias)
         if way == "compiled":
-            out = self._sums(hidden, self._every if ids is None else ids)
-        elif way == "gather" and ids is not None:
+            out = self._sums(hidden, ids)
+        elif way == "gather":
             out = F.linear(hidden, self.weight.index_select(0, ids)).float()
         else:
-            out = F.linear(hidden, self.weight)
-            out = (out if ids is None else out.index_select(1, ids)).float()
-        if self._float_bias is None:
-            return out
-        return out.add_(self._float_bias if ids is None else self._float_bias[ids])
+            out = F.linear(hidden, self.weight).index_select(1, ids).float()
+        return out if self._float_bias is None else out.add_(self._float_bias[ids])
+
+    def warm(self, rows: int, least: int, most: int) -> None:
+        """Launches what is compiled at a first launch for up to ``rows`` hidden states and
+        ``least`` to ``most`` tokens, so that no round waits for it."""
+        if not self._has_kernel:
+            return
+        for n, count in itertools.product(_powers(1, rows), _powers(least, most)):
+            size = min(self.vocab_size, count)
+            # Triton tells multiples of 16.
+            for m, k in itertools.product({n, max(1, n - 1)}, {size, max(1, size - 1)}):
+                hidden = torch.zeros(m, self.hidden_size, dtype=self.dtype, device=self.device)
+                self.over(hidden, torch.arange(k, device=self.device))
 
     def _sums(self, hidden: Tensor, ids: Tensor) -> Tensor:
         assert self._rows is not None
@@ -146,30 +102,10 @@ class GatheredHead:
         return out
 
 
-_measured: dict[tuple[Any, ...], str] = {}
-
-
 def _powers(least: int, most: int) -> list[int]:
     """What :func:`power_of_two` makes of the numbers from ``least`` to ``most``."""
     first, last = (power_of_two(n).bit_length() for n in (least, most))
     return [1 << bits for bits in range(first - 1, last)]
-
-
-def quickest(ways: Mapping[str, Callable[[], object]], device: torch.device) -> str:
-    """The name whose call takes least time on ``device``: the shortest of several, taken in turns,
-    which a busy machine disturbs less than a mean."""
-    times = dict.fromkeys(ways, math.inf)
-    for turn in range(MEASURED_TURNS + 1):
-        for way in ways:
-            if turn > 1 and times[way] > HOPELESS * min(times.values()):
-                continue
-            began = time.perf_counter()
-            ways[way]()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if turn:
-                times[way] = min(times[way], time.perf_counter() - began)
-    return min(ways, key=lambda way: times[way])
 
 
 def _reassociated(function: Callable[..., int]) -> Sums:

@@ -49,7 +49,12 @@ _ONES: Final = (
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """What of a generation_config would change a text, by name."""
     known = {name: config.get(name) for name in (*APPLIED, *REFUSED, *REFUSED_SAMPLED)}
-    return {n: value for n, value in known.items() if value and not (n in _ONES and value == 1)}
+    return {
+        name: value
+        for name, value in known.items()
+        if (value is not None if name.startswith("forced_") else value)  # 0 is a token
+        and not (name in _ONES and value == 1)
+    }
 
 
 def check(settings: Settings, *, greedy: bool, verifier: Verifier = "coupled") -> None:

@@ -140,7 +140,7 @@ class SlotModel(ABC):
         full = logits.new_full((logits.shape[0], self.vocab_size), -torch.inf)
         return full.index_copy_(1, self._token_ids, logits)
 
-    def _chain(
+    def chain(
         self,
         ids: Tensor,
         start: int,
@@ -302,37 +302,17 @@ class CausalModel(SlotModel):
         do not."""
         return torch.cat([self._tapped[tap] for tap in self._taps], -1)
 
-    def chain(self, ids: Tensor, start: int, *, logits: int) -> Tensor:
-        """Runs ``ids`` (int64 [n]) at slots and positions ``start ..``; every token sees all slots
-        up to its own. Returns float32 logits of the last ``logits`` tokens, ``[logits, vocab]``."""
-        return self._chain(ids, start, logits=logits)[0]
-
-    def chain_states(self, ids: Tensor, start: int) -> Tensor:
-        """:meth:`chain` without the head: the last hidden states of all, [n, hidden_size]."""
-        return self._chain(ids, start, logits=0)[1]
-
     def read(self, ids: Tensor, start: int) -> Tensor:
         """Fills the cache with ``ids`` at ``start ..`` in chunks, without logits. Returns the last
         hidden state of the last token, [1, hidden_size] ([0, hidden_size] without ``ids``)."""
         parts: list[dict[int, Tensor]] = []
         states = torch.zeros(0, self.hidden_size, device=self.device, dtype=self.dtype)
         for at in range(0, len(ids), CHUNK):
-            states = self._chain(ids[at : at + CHUNK], start + at, logits=0, replays=False)[1]
+            states = self.chain(ids[at : at + CHUNK], start + at, logits=0, replays=False)[1]
             parts.append(self._tapped)
         if len(parts) > 1:
             self._tapped = {tap: torch.cat([part[tap] for part in parts]) for tap in parts[0]}
         return states[-1:]
-
-    def scattered(self, ids: Tensor, positions: Tensor, slots: Tensor, mask: Tensor) -> Tensor:
-        """Runs ``ids`` (int64 [n]) at given positions and slots under ``mask`` (bool [n, view],
-        view a multiple of 64). Returns float32 logits ``[n, vocab]``."""
-        return self.run(ids, positions, slots, mask)[0]
-
-    def scattered_states(
-        self, ids: Tensor, positions: Tensor, slots: Tensor, mask: Tensor
-    ) -> Tensor:
-        """:meth:`scattered` without the head: the last hidden states, [n, hidden_size]."""
-        return self.run(ids, positions, slots, mask, logits=0)[1]
 
     def over(
         self,
@@ -462,7 +442,7 @@ def _away(loaded: CausalModel) -> float:
     ids = torch.arange(1, 3, device=loaded.device) % loaded.vocab_size
     loaded.reserve(2)
     loaded.chain(ids[:1], 0, logits=1)
-    ours = loaded.chain(ids[1:], 1, logits=1)[0]
+    ours = loaded.chain(ids[1:], 1, logits=1)[0][0]
     theirs = loaded.model(input_ids=ids[None], use_cache=False).logits[0, -1].float()
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
 

@@ -184,17 +184,6 @@ def near_tree_code(scale: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return (scale - scale.round()).abs_() < grown(TREE, sampling) * TREE_SCALE
 
 
-def near_order(scores: torch.Tensor, width: int, sampling: Sampling) -> torch.Tensor:
-    """Which of the first ``width`` children, scores [n, width or more] descending, may change
-    places with the one before or after: bool [n, width]."""
-    near = scores[:, :-1] - scores[:, 1:] < grown(TREE, sampling)
-    if near.shape[1] < width:
-        near = torch.nn.functional.pad(near, (0, 1))
-    marks = near.clone()
-    marks[:, 1:] |= near[:, :-1]
-    return marks
-
-
 def router_margin(w1: torch.Tensor, w2: torch.Tensor) -> float:
     """The margin of a router's scores: ``ROUTER`` times the most that it widens independent errors
     of its inputs, at least once: over clusters, sqrt(sum_j (w2_j |w1_j|)^2)."""

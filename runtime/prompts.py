@@ -31,7 +31,7 @@ def log_perplexity(model: CausalModel, ids: Sequence[int]) -> float:
     tokens, last, total = ids_tensor(list(ids), model.device), len(ids) - 1, 0.0
     for at in range(0, last, CHUNK):
         end = min(at + CHUNK, last)
-        distribution = model.chain(tokens[at:end], at, logits=end - at).log_softmax(-1)
+        distribution = model.chain(tokens[at:end], at, logits=end - at)[0].log_softmax(-1)
         total -= float(distribution.gather(-1, tokens[at + 1 : end + 1, None]).double().sum())
     return round(total / last * NAT_SCALE) / NAT_SCALE
 

@@ -43,13 +43,13 @@ class Support:
     """One shortlist: ``rows`` of the draft's output head and the target's ``ids`` of these tokens,
     both int64 [size], by ascending id.
 
-    ``trimmed``: a head of these rows alone, cut out once where every context has this shortlist.
-    ``whole``: it holds all tokens of the head.
+    ``trimmed``: weights [size, d] and biases of these rows alone, cut out once where every context
+    has this shortlist. ``whole``: it holds all tokens of the head.
     """
 
     rows: Tensor
     ids: Tensor
-    trimmed: GatheredHead | None = None
+    trimmed: tuple[Tensor, Tensor | None] | None = None
     whole: bool = False
 
 
@@ -99,7 +99,7 @@ class OutputHead:
         if not fixed or whole:
             return Support(at, known, whole=whole)
         bias = None if self.bias is None else self.bias.index_select(0, at)
-        return Support(at, known, GatheredHead(self.weight.index_select(0, at), bias))
+        return Support(at, known, (self.weight.index_select(0, at), bias))
 
 
 class Shortlists:
@@ -172,25 +172,20 @@ class Shortlists:
 
     def warm(self, widths: Sequence[int]) -> None:
         """Does before the first round what the rounds would otherwise wait for: cuts out the
-        weights of shortlists that never change, and measures the quickest way for whatever numbers
-        of rows and tokens draft steps can ask for.
-
-        ``widths``: the most nodes that each draft step reads. Safe in another thread than the one
-        that decodes: it works on heads of its own over the same weights, and what it measures is
-        remembered for all of them.
+        weights of shortlists that never change, and launches the kernel for whatever numbers of
+        rows and tokens draft steps can ask for. ``widths``: the most nodes that each draft step
+        reads. Safe in another thread than the one that decodes.
         """
         if not self.routed:
-            for step, width in enumerate(widths):
-                support = self._frequent(step)
-                if support.trimmed is not None:
-                    support.trimmed.warm(width)
+            for step in range(len(widths)):
+                self._frequent(step)
             return
-        head = GatheredHead(self.output.weight, self.output.bias)
         sizes = np.sort(self.clusters.sizes[self.clusters.sizes > 0])
         for step, width in enumerate(widths):
             count = min(self.rule.budget(step), len(sizes))
             most = min(width * count, len(sizes))
-            head.warm(width, (int(sizes[:count].sum()), int(sizes[-most:].sum())))
+            least = int(sizes[:count].sum())
+            self.output.gathered.warm(width, least, int(sizes[-most:].sum()))
 
     def beside(
         self,
@@ -253,12 +248,12 @@ class Shortlists:
     def logits(self, states: Tensor, support: Support) -> Tensor:
         """Float32 logits [n, size] of a shortlist's tokens alone, for what the output head reads,
         [n, d]."""
-        output = self.output
+        output, linear = self.output, nn.functional.linear
         if support.whole:
-            logits = nn.functional.linear(states, output.weight, output.bias).float()
+            logits = linear(states, output.weight, output.bias).float()
             return logits if output.token_ids is None else logits.index_select(1, support.rows)
         if support.trimmed is not None:
-            return support.trimmed.over(states)
+            return linear(states, *support.trimmed).float()
         return output.gathered.over(states, support.rows)
 
 

@@ -23,6 +23,7 @@ from spectune.traces.store import TraceStore
 
 if TYPE_CHECKING:  # torch is imported by those tests alone that need it
     from spectune.runtime.loading import LoadedPair
+    from spectune.runtime.pair import PairSpec
 
 # Where it is set, every process of the tests would compile every module again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -199,6 +200,14 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from pairs import make_pair
 
     return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
+def demo() -> PairSpec:
+    """The demo pair."""
+    from spectune.runtime.pair import read_pair
+
+    return read_pair("demo")
 
 
 @pytest.fixture(scope="session")

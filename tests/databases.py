@@ -1,7 +1,10 @@
-"""A PostgreSQL server for the tests, however this machine can have one; and old schemas."""
+"""A PostgreSQL server for the tests, however this machine can have one; old schemas; and
+policies that are none."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import socket
@@ -19,6 +22,8 @@ import sqlalchemy as sa
 from spectune.db import migrate
 from spectune.db.engine import WRITES, make_engine
 from spectune.db.urls import parse_url
+from spectune.traces.schema import policy_id
+from spectune.traces.store import TraceStore
 
 URL_VARIABLE = "SPECTUNE_TEST_PG_URL"
 BINARIES = "/usr/lib/postgresql"
@@ -152,3 +157,38 @@ def at_revision(url: str, revision: str) -> None:
     """Makes a new database and stops at a revision."""
     with migrating(url) as connection:
         migrate.migrate(connection, revision)
+
+
+NOT_POLICIES = {
+    "null": "null",
+    "list": "[1, 2]",
+    "5,000 digits": "9" * 5000,
+    "digits inside": '{"draft": "near", "window": {"kind": "fixed", "gamma": ' + "9" * 5000 + "}}",
+    "deep": "[" * 3000 + "]" * 3000,
+    "less deep": '{"draft": ' + "[" * 400 + "]" * 400 + "}",
+    "paths": '{"draft": "near", "growth": {"kind": "static", "paths": 5}}',
+    "kind": '{"draft": {"kind": []}}',
+    "unprintable": r'{"draft": "near\u0000", "window": {"kind": "fixed", "gamma": 3}}',
+    "half a character": r'{"draft": "\ud800"}',
+    "unprintable artifact": r'{"draft": "near", '
+    r'"growth": {"kind": "static", "artifact": "\u0000"}, "window": {"kind": "fixed"}}',
+}
+"""What no publication should name, as JSON."""
+
+
+def publish_text(
+    store: TraceStore, pair_id: str, document: str | bytes, actor: str = "test"
+) -> int:
+    """Publishes a policy whose document is this text, whoever wrote it; the version."""
+    try:
+        name = policy_id(json.loads(document))
+    except (AttributeError, ValueError, RecursionError):  # no object, or no JSON: it has no id
+        name = hashlib.sha256(repr(document).encode()).hexdigest()[:12]
+    value = ":document" if store.database.dialect == "sqlite" else "CAST(:document AS JSON)"
+    row = sa.text(
+        f"INSERT INTO policy (id, label, document, created_at) VALUES (:id, 'unknown', {value}, "
+        "'2026-01-01 00:00:00') ON CONFLICT DO NOTHING"
+    )
+    with store.database.write() as session:
+        session.execute(row, {"id": name, "document": document})
+    return store.publish(pair_id, "cpu", name, actor=actor).version

@@ -8,7 +8,6 @@ import of torch; they are real processes and die by a real SIGKILL.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import random
@@ -24,7 +23,15 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 300.0
-Facts = dict[tuple[Any, ...], bytes]
+Facts = dict[tuple[Any, ...], Any]
+KEPT = {
+    "trajectory": "recording_id, ordinal, sha256",
+    "panorama_chunk": "recording_id, kind, ordinal, draft, sha256",
+    "study": "id, sha256",
+    "latency_profile": "id, document",
+    "publication": "id, policy_id",
+}
+"""Of each table the columns of a key, and last the content that stands for the row."""
 
 
 def run_kills(
@@ -142,46 +149,30 @@ class Driver:
 
     def facts(self, database: str) -> Facts:
         """Everything committed, by key: contents that must never change again."""
-        import sqlalchemy as sa
+        from databases import run_sql
 
-        from spectune.db import open_database
-        from spectune.db.models import (
-            LatencyProfileRow,
-            PanoramaChunkRow,
-            PublicationRow,
-            StudyRow,
-            TrajectoryRow,
-        )
+        path = self.folder / database
+        return {
+            (table, *row[:-1]): row[-1]
+            for table, columns in KEPT.items()
+            for row in run_sql(path, f"SELECT {columns} FROM {table}")
+        }
 
-        found: Facts = {}
-        with open_database(str(self.folder / database)) as opened, opened.read() as session:
-            for row in session.scalars(sa.select(TrajectoryRow)):
-                found["trajectory", row.recording_id, row.ordinal] = row.sha256
-            for chunk in session.scalars(sa.select(PanoramaChunkRow)):
-                of = (chunk.recording_id, chunk.ordinal, chunk.draft)
-                found[f"panorama {chunk.kind}", *of] = chunk.sha256
-            for study in session.scalars(sa.select(StudyRow)):
-                found["study", study.id] = study.sha256
-            for profile in session.scalars(sa.select(LatencyProfileRow)):
-                found["profile", profile.id] = json.dumps(profile.document, sort_keys=True).encode()
-            for published in session.scalars(sa.select(PublicationRow)):
-                found["publication", published.id] = published.policy_id.encode()
-        return found
-
-    def complete(self, database: str) -> list[dict[tuple[Any, ...], bytes]]:
+    def complete(self, database: str) -> list[Facts]:
         """The texts and chain panoramas of every complete recording, without its id (``tune`` adds
         trees to what ``record`` made)."""
-        import sqlalchemy as sa
+        from databases import run_sql
 
-        from spectune.db import open_database
-        from spectune.db.models import RecordingRow
-
-        complete = sa.select(RecordingRow.id).where(RecordingRow.state == "complete")
-        with open_database(str(self.folder / database)) as opened, opened.read() as session:
-            ids = list(session.scalars(complete))
-        kept = ("trajectory", "panorama chain")
-        facts = [(key, v) for key, v in self.facts(database).items() if key[0] in kept]
-        return [{(k[0], *k[2:]): v for k, v in facts if k[1] == name} for name in ids]
+        asked = "SELECT id FROM recording WHERE state = 'complete'"
+        ids, facts = run_sql(self.folder / database, asked), self.facts(database)
+        return [
+            {
+                (k[0], *k[2:]): v
+                for k, v in facts.items()
+                if k[1] == name and (k[0] == "trajectory" or k[2] == "chain")
+            }
+            for (name,) in ids
+        ]
 
     def verify(self, database: str, before: Facts, what: str) -> Facts:
         from spectune.db import check

@@ -107,9 +107,14 @@ def make_pair(
     return folder / "pair.json"
 
 
+def fixed(gamma: int) -> dict[str, Any]:
+    """A window of ``gamma`` tokens."""
+    return {"kind": "fixed", "gamma": gamma}
+
+
 def chain(draft: str, gamma: int, **more: Any) -> dict[str, Any]:
     """A policy that drafts ``gamma`` tokens."""
-    return {"draft": draft, "window": {"kind": "fixed", "gamma": gamma}, **more}
+    return {"draft": draft, "window": fixed(gamma), **more}
 
 
 def top_k(draft: str, width: int, gamma: int, top_n: int, **more: Any) -> dict[str, Any]:

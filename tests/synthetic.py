@@ -102,5 +102,5 @@ def flat_profile(pair_id: str, drafts: Iterable[str], heads: Iterable[str] = ())
                 for growth in ("top_k", "static", "classifier")
             }
             terms[f"tree phase/{draft}"] = CostTable((5e-4,))
-    check = {"accepted": True, "median_error": 0.0}
+    check = {"accepted": True, "policy_error": 0.0, "policy_spread": 0.0}
     return LatencyProfile(pair_id, "cpu", "float32", terms, check=check)

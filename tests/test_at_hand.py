@@ -17,6 +17,7 @@ import click
 import pytest
 from click.testing import CliRunner
 from doors import Door, parsed
+from doors import commands as every_command
 from rich.console import Console
 from sqlalchemy import update
 from trace_values import PAIR, POLICY, POLICY_ID, a_profile, a_recording, an_outcome
@@ -38,15 +39,16 @@ NOW = datetime(2026, 11, 22, 14, 3, tzinfo=UTC)
 
 LIGHT = (
     *("db check", "db list", "db list runs", "db show rec", "traces list", "traces show"),
-    *("traces stats", "traces query", "schedule list", "schedule history"),
+    *("traces stats", "traces query", "schedule history"),
     *("policies list --pair demo", f"policies show {POLICY_ID} --pair demo"),
     *(f"policies diff '{FIXED}' {POLICY_ID} --pair demo", "run --pair nope.json"),
     *(f"policies export '{FIXED}' --pair demo --for vllm", "generate hi --pair nope.json"),
     *("tune --pair demo --workload nope.jsonl", "run --pair demo --policy nope.json"),
     *("record --pair demo --policy nope", "schedule add x --pair demo --every 6h"),
-    "schedule show x",
+    *("schedule show x", "schedule list"),
 )
 QUICK = (
+    *(([*path, "--help"], (*MODELS, "numba"), 800) for path, _ in every_command()),
     *((shlex.split(command), (*MODELS, "numba"), 800) for command in LIGHT),
     # numba looks for scipy's BLAS
     (
@@ -62,6 +64,7 @@ SCRIPT = """
 import json, sys
 from click.testing import CliRunner
 from spectune.cli import main
+assert not {"numba", "scipy", "sklearn", "sqlalchemy"} & set(sys.modules)
 found = []
 for command, modules, most in json.loads(sys.argv[1]):
     done = CliRunner().invoke(main, command)

@@ -61,7 +61,7 @@ def test_a_pass_without_a_mask_is_causal(kind: str) -> None:
         expected = own(ids[None]).logits[0]
     target.reserve(len(ids))
     target.read(ids[:-3], 0)
-    read = target.chain(ids[-3:], len(ids) - 3, logits=3)
+    read, _ = target.chain(ids[-3:], len(ids) - 3, logits=3)
     assert (read - expected[-3:]).abs().max() < 2e-4
     assert (target.canonical(ids.tolist()) - expected[-1]).abs().max() < 2e-4
     assert (target.canonical(ids.tolist()[:64]) - expected[63]).abs().max() < 2e-4

@@ -1,5 +1,4 @@
-"""The chaos run's judge finds each promise that is broken; and a small run, without models, keeps
-all of them."""
+"""The chaos run's judge finds each promise that is broken, and nothing in a run that kept all."""
 
 from __future__ import annotations
 

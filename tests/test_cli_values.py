@@ -3,7 +3,6 @@ have, several turns of a request."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -141,27 +140,14 @@ def test_a_schedules_files_and_folders_are_found_from_any_folder(
         ("demo", "demo"),
         ("w.jsonl", f"{tmp_path}/w.jsonl"),
         ("hf:openai/gsm8k,main:test", "hf:openai/gsm8k,main:test"),
+        ("hf:", "hf:"),
         ("hf:./set", f"hf:{tmp_path}/set"),
         ("hf:set,main:test", f"hf:{tmp_path}/set,main:test"),
     ):
         assert _from_anywhere(given) == kept
 
 
-@pytest.mark.parametrize(
-    ("stored", "count"),
-    [
-        ({}, 2),
-        ({"all_turns": False}, 2),
-        ({"all_turns": True}, 4),
-        ({"turns": "all"}, 4),
-        ({"turns": "first"}, 2),
-    ],
-)
-def test_payloads_of_older_schedules_mean_what_they_meant(
-    chats: Path, stored: Mapping[str, Any], count: int
-) -> None:
-    """They knew ``all_turns`` alone, and without it took the first turn."""
-    assert len(tuning_workload({"workload": [str(chats)], **stored}).requests) == count
+def test_a_payload_of_no_choice_is_refused(chats: Path) -> None:
     with pytest.raises(WorkloadError, match="3 turns"):
         tuning_workload({"workload": [str(chats)], "turns": None})
     with pytest.raises(ScheduleError, match="turns"):

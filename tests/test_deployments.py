@@ -18,7 +18,6 @@ from spectune.db import open_database
 from spectune.optimizer.changes import changes_json, changes_of, label_of, shares_of
 from spectune.optimizer.deployment import other_sampling, sampling_of, tuned_for
 from spectune.optimizer.execute import DecodeOptions, encode, outcome, run
-from spectune.optimizer.jobs import tuning_options
 from spectune.optimizer.serving import watch
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
@@ -170,11 +169,6 @@ def test_texts_of_two_temperatures_are_tuned_for_neither() -> None:
     cold, hot = (Trajectory("a", "c", ids, ids, Sampling(t), 3, "length") for t in (0.0, 0.7))
     assert sampling_of([hot, replace(hot, request_id="b")]) == tuned_for(Sampling(0.7), "coupled")
     assert sampling_of([hot, cold]) is None
-
-
-def test_a_schedule_tunes_for_its_deployment() -> None:
-    asked = tuning_options({"temperature": 0.7, "deployment": "canary"})
-    assert (asked.deployment, asked.options.sampling.temperature) == ("canary", 0.7)
 
 
 # ------------------------------------------------------------------ what ran in each round of a run

@@ -1,8 +1,5 @@
-"""The documentation is run: policies parse, tables match the code, Python blocks execute, commands
-exist, links lead somewhere.
-
-``docs/traces.md`` has tests of its own for its SQL and Python (:mod:`test_traces_docs`).
-"""
+"""The documentation is run: policies parse, tables match the code, Python and SQL blocks execute,
+commands exist, links lead somewhere."""
 
 from __future__ import annotations
 
@@ -16,11 +13,16 @@ from typing import Any
 
 import click
 import pytest
+import sqlalchemy as sa
 from doors import ROOT, parsed, put_profile, write_lines
 from pairs import make_pair
 from pydantic import BaseModel
+from trace_values import PAIR, POLICY, POLICY_ID, a_recording
 
 import spectune
+from spectune.db import Database, open_database
+from spectune.db.models import PACKED, metadata
+from spectune.db.schedules import FireRow, JobRow, ScheduleRow
 from spectune.optimizer.inputs import named_policy
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import (
@@ -32,6 +34,8 @@ from spectune.runtime.policies.document import (
     parse_policy,
 )
 from spectune.traces.schema import Request
+from spectune.traces.store import TraceStore
+from spectune.traces.store.query import acceptance_stats
 from spectune.traces.workloads import parse_request
 
 TOP = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")
@@ -40,7 +44,8 @@ PAGES = {
     for name in (*TOP, *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md"))))
 }
 POLICIES = "docs/policies.md"
-RUN_HERE = ("README.md", POLICIES, "docs/simulator.md")
+TRACES = "docs/traces.md"
+RUN_HERE = ("README.md", POLICIES, "docs/simulator.md", TRACES)
 PROMPTS = ("def add(a, b):", "The quick brown", "for i in", "Ann buys 4 apples and")
 
 
@@ -276,8 +281,8 @@ def test_the_pages_run(
     chats.write_text("".join(chats.read_text().splitlines(keepends=True)[:4]))
     simulator = run_page("docs/simulator.md", place, monkeypatch)
     simulator["store"].database.close()
-    elsewhere = ("docs/traces.md", "docs/schedules.md")
-    assert {page for page in PAGES if blocks(page, "python")} <= {*RUN_HERE, *elsewhere}
+    elsewhere = "docs/schedules.md"
+    assert {page for page in PAGES if blocks(page, "python")} <= {*RUN_HERE, elsewhere}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -320,3 +325,52 @@ def test_the_readme_has_a_place_for_results() -> None:
     text = PAGES["README.md"]
     assert text.count("<!-- results:begin -->") == text.count("<!-- results:end -->") == 1
     assert text.index("<!-- results:begin -->") < text.index("<!-- results:end -->")
+
+
+# ----------------------------------------------------------------------------------- docs/traces.md
+
+
+def example(database: Database) -> TraceStore:
+    store = TraceStore(database)
+    store.put_policy(POLICY_ID, POLICY, "small")
+    a_recording(store, n=9, drafts=("ngram", "small"), trees=True)
+    store.publish(PAIR, "cpu", POLICY_ID, actor="docs")
+    return store
+
+
+def test_the_page_of_traces_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_database(str(tmp_path / "spectune.db")) as database:
+        example(database)
+    run_page(TRACES, tmp_path, monkeypatch)["database"].close()
+    assert (tmp_path / "hard.parquet").is_file()
+
+
+def test_its_sql_examples_run_and_agree_with_the_calls(database: Database) -> None:
+    example(database)
+    asked = [*blocks(TRACES, "sql"), *blocks(TRACES, "sql", database.dialect)]
+    with database.read() as session:
+        results = [session.execute(sa.text(block)).all() for block in asked]
+    assert len(results) == 4
+    assert all(results)
+    by_draft = {dict(s.group)["draft"]: s.survival for s in acceptance_stats(database)}
+    for draft, survival in by_draft.items():
+        rows = [row for row in results[-1] if row.draft == draft]
+        assert [float(row.marginal) for row in rows] == pytest.approx(
+            survival.marginal[: len(rows)]
+        )
+        assert [float(row.conditional) for row in rows] == pytest.approx(
+            survival.conditional[: len(rows)]
+        )
+
+
+def test_its_table_of_tables_is_the_schema() -> None:
+    listed = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| (.*) \|$", PAGES[TRACES], re.MULTILINE))
+    scheduler = {row.__tablename__ for row in (ScheduleRow, FireRow, JobRow)}
+    assert set(listed) == set(metadata.tables) - scheduler
+    packed = {row.__tablename__ for row in PACKED}  # type: ignore[attr-defined]
+    for name, columns in listed.items():
+        also = {"schema_version", "codec", "sha256", "data"} if name in packed else set()
+        assert set(re.findall(r"`(\w+)`", columns)) | also == set(
+            metadata.tables[name].columns.keys()
+        ), name
+        assert ("packed" in columns) == (name in packed)

@@ -24,13 +24,13 @@ from synthetic import flat_profile, over_rows, with_terms
 from trace_values import a_panorama, a_trajectory
 
 from spectune.optimizer.fit.on_the_fly import (
+    COMPONENTS,
     RIDGES,
     Measured,
     agreement,
     fit_chooser,
     fit_features,
     least_squares,
-    persistence,
     read_prompts,
 )
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -79,10 +79,10 @@ def test_features_are_scikit_learns() -> None:
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     prompts = some_prompts()
-    features = fit_features(prompts, components=5)
+    features = fit_features(prompts)
     texts = [p.text for p in prompts]
     vectorizer = TfidfVectorizer(token_pattern=TOKEN_PATTERN, min_df=2, max_features=4096)
-    svd = TruncatedSVD(n_components=5, random_state=0).fit(vectorizer.fit_transform(texts))
+    svd = TruncatedSVD(n_components=COMPONENTS, random_state=0).fit(vectorizer.fit_transform(texts))
     unseen = [
         "Ann buys the fox",
         "",
@@ -100,9 +100,9 @@ def test_features_are_scikit_learns() -> None:
 
 def test_vectors_are_constant_scalars_and_projection_standardised() -> None:
     prompts = some_prompts()
-    features = fit_features(prompts, components=4, reader="near")
+    features = fit_features(prompts, reader="near")
     u = features.transform(prompts)
-    assert u.shape == (40, features.dimension) == (40, len(features.names)) == (40, 7)
+    assert u.shape == (40, features.dimension) == (40, len(features.names)) == (40, 10)
     np.testing.assert_array_equal(u[:, 0], 1.0)
     np.testing.assert_allclose(u[:, 1:].mean(0), 0.0, atol=1e-12)
     np.testing.assert_allclose(u[:, 1:].std(0), 1.0, atol=1e-12)
@@ -127,28 +127,33 @@ def planted(
     return features, weights, np.clip(features @ weights + rng.normal(0, noise, n), 0, 1)
 
 
-def test_without_noise_equation_5_is_exact() -> None:
-    """The estimate is the formula's (sum b b')^-1 sum b alpha."""
+def by_hand(features: np.ndarray, alpha: np.ndarray, penalty: float) -> np.ndarray:
+    """Equation 5 with a penalty on all weights but the constant's."""
+    ridge = penalty * np.diag([0.0, *[1.0] * (features.shape[1] - 1)])
+    return np.asarray(np.linalg.inv(features.T @ features + ridge) @ (features.T @ alpha))
+
+
+def test_equation_5_is_the_formulas() -> None:
+    """Without noise the least ridge is chosen, and the weights are the planted ones but for it."""
     features, weights, _ = planted()
     alpha = features @ weights
     fitted = least_squares(features, alpha)
-    np.testing.assert_allclose(fitted.weights, weights, atol=1e-10)
-    np.testing.assert_allclose(fitted.predict(features), features @ weights, atol=1e-10)
-    by_hand = np.linalg.inv(features.T @ features) @ (features.T @ alpha)
-    np.testing.assert_allclose(fitted.weights, by_hand, atol=1e-9)
+    np.testing.assert_allclose(fitted, by_hand(features, alpha, 60 * RIDGES[0]), atol=1e-9)
+    np.testing.assert_allclose(fitted, weights, atol=1e-3)
+    np.testing.assert_allclose(by_hand(features, alpha, 0.0), weights, atol=1e-10)
 
 
-def test_dependent_prompts_fall_back_to_a_ridge() -> None:
+def test_prompts_may_be_dependent_or_few() -> None:
     features, _, alpha = planted(n=40)
     twice = np.concatenate([features, features[:, 1:2]], axis=1)
     fitted = least_squares(twice, alpha)
-    assert np.isfinite(fitted.weights).all()
     # The ridge shares equally.
-    assert fitted.weights[1] == pytest.approx(fitted.weights[-1], abs=1e-9)
-    np.testing.assert_allclose(fitted.predict(twice), alpha, atol=5e-3)
-    few = least_squares(features[:3], alpha[:3])
-    assert few.weights.shape == (6,)
-    assert np.isfinite(few.weights).all()
+    assert fitted[1] == pytest.approx(fitted[-1], abs=1e-9)
+    np.testing.assert_allclose(twice @ fitted, alpha, atol=5e-3)
+    for n in (2, 3):
+        few = least_squares(features[:n], alpha[:n])
+        assert few.shape == (6,)
+        assert np.isfinite(few).all()
     for bad in (features[:0], np.full((2, 3), np.nan)):
         with pytest.raises(TraceError, match="least squares needs prompts"):
             least_squares(bad, np.zeros(len(bad)))
@@ -161,8 +166,8 @@ def test_cross_validation_shrinks_what_the_prompts_do_not_bear_out() -> None:
     unseen = np.concatenate([np.ones((500, 1)), rng.normal(size=(500, 5))], axis=1)
 
     def predicted(alpha: np.ndarray) -> list[np.ndarray]:
-        fits = (least_squares(features, alpha, ridge=ridge) for ridge in (0.0, "cv"))
-        return [fitted.predict(unseen) for fitted in fits]
+        fits = (by_hand(features, alpha, 0.0), least_squares(features, alpha))
+        return [unseen @ weights for weights in fits]
 
     plain, shrunk = predicted(untold)
     assert shrunk.std() < 0.25 * plain.std()
@@ -175,12 +180,10 @@ def test_cross_validation_shrinks_what_the_prompts_do_not_bear_out() -> None:
         error = 0.0
         for i in range(60):
             some, alpha = np.delete(features, i, 0), np.delete(untold, i)
-            fitted = least_squares(some, alpha, ridge=ridge * 60 / 59)
-            error += float((fitted.predict(features[i : i + 1])[0] - untold[i]) ** 2)
+            error += float((features[i] @ by_hand(some, alpha, 60 * ridge) - untold[i]) ** 2)
         errors.append(error)
-    best = least_squares(features, untold, ridge=RIDGES[int(np.argmin(errors))])
-    chosen = least_squares(features, untold, ridge="cv")
-    assert np.abs(chosen.weights - best.weights).max() < 0.01
+    best = by_hand(features, untold, 60 * RIDGES[int(np.argmin(errors))])
+    assert np.abs(least_squares(features, untold) - best).max() < 0.01
 
 
 # -- from accuracy to a draft ----------------------------------------------------------------------
@@ -219,6 +222,9 @@ def test_options_of_none_fixed_windows_and_sampling() -> None:
     assert windows("near", {"kind": "fixed", "gamma": 3}) == {3}
     least = windows("near", {"kind": "fsm", "gamma_min": 2, "gamma_max": 6})
     assert (min(least), max(least)) == (2, 6)
+    least = windows("near", {"kind": "heuristic", "gamma_max": 6})
+    assert (min(least), max(least)) == (1, 6)
+    assert windows("near", {"kind": "by_batch", "gamma": {"1": 3, "4": 6}}) == {3}
     sampled = over_rows((0, 1), (0.0, 2e-4))
     hot = with_terms(PROFILE, {"noise": CostTable((3e-4,)), "sampled target": sampled})
     for draft in ("none", "near"):
@@ -312,17 +318,6 @@ def test_accuracy_is_counted_from_agreement() -> None:
     said = r"no chain panorama of draft 'head' .it has: far, near, ngram.*leave heads out"
     with pytest.raises(TraceError, match=said):
         agreement(trace, "head")
-
-
-def test_persistence_tells_a_lasting_difference_from_luck() -> None:
-    trace, _ = planted_trace(90)
-    by_kind = persistence(trace, ["near", "far"])
-    assert min(c for c in by_kind.values() if c is not None) > 0.7
-    luck = persistence(trace.select(range(0, 90, 3)), ["near", "far", "none"])  # of one kind
-    assert abs(luck["near"] or 0.0) < 0.45
-    assert luck["none"] is None
-    agreed = (trace.chains["far"].agree == AGREE_YES).reshape(-1, 2, 32).mean(2)  # halves
-    assert by_kind["far"] == pytest.approx(np.corrcoef(agreed.T)[0, 1])
 
 
 def test_accuracy_under_rejection_is_the_recorded_chance() -> None:

@@ -267,11 +267,11 @@ def test_a_server_follows_its_deployment_and_refuses_what_it_cannot_run(
     pair_id = store.list_pairs()[0].id
     wanted = policy(by_batch(at1=4, at2=1), draft="near")
     good = publish(store, pair_id, wanted)
-    eventually(lambda: server.status.version == good)
+    eventually(lambda: server.current().version == good)
     assert server.current() == Table((0, 4, 1), wanted.id, good)
     bad = publish(store, pair_id, policy({"kind": "fsm"}, draft="near"))
     eventually(lambda: bool(store.acknowledgements(bad)))
-    assert server.status.version == good
+    assert server.current().version == good
     (refused,), (applied,) = store.acknowledgements(bad), store.acknowledgements(good)
     assert (refused.node, refused.status, applied.status) == ("node", "refused", "applied")
     assert "vLLM cannot run a window of kind 'fsm'" in refused.reason

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from doors import Door
 
-from spectune.engines.export import ENGINES_EXPORTED, engine_line, engine_settings, policy_of
+from spectune.engines.export import engine_line, engine_settings, policy_of
 from spectune.engines.settings import ENGINE_SETTINGS
-from spectune.runtime.pair import PairSpec, read_pair
+from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AUTOREGRESSIVE, ByBatchWindow, Policy, parse_policy
 from spectune.traces.errors import PolicyError
 
@@ -48,12 +48,7 @@ def policy(window: dict[str, Any], draft: str = "small", **blocks: Any) -> Polic
     return found
 
 
-@pytest.fixture(scope="module")
-def demo() -> PairSpec:
-    return read_pair("demo")
-
-
-@pytest.mark.parametrize("engine", ENGINES_EXPORTED)
+@pytest.mark.parametrize("engine", ENGINE_SETTINGS)
 def test_what_an_engine_can_say_is_read_back_the_same(engine: str, demo: PairSpec) -> None:
     said = 0
     wanted = [
@@ -114,6 +109,7 @@ def test_a_window_by_batch_says_the_same_for_every_size(
         ("vllm", "", {"window": {"kind": "fsm"}}, "no rule that adapts"),
         ("vllm", "", {**FOUR, "stop": {"kind": "entropy"}}, "no stop of this kind"),
         ("vllm", "", {**FOUR, "shortlist": SHORT}, "no shortlist"),
+        ("vllm", "", {**FOUR, "draft": "x"}, "no draft 'x'; it has: small, medium, head, ngram$"),
     ],
 )
 def test_what_an_engine_cannot_say_is_refused_with_the_nearest(
@@ -178,6 +174,10 @@ def test_the_printed_lines_hold_the_settings(demo: PairSpec) -> None:
     assert found[found.index("--speculative-num-steps") + 1] == "5"
     config = json.loads(words(by_batch, "tensorrt-llm")[1])["speculative_config"]
     assert config["draft_len_schedule"] == {"3": 5, "15": 3}
+    assert engine_settings(policy(FIXED[1]), demo, "tensorrt-llm")["max_draft_len"] == 4
+    tree = policy(**TREE)
+    assert engine_settings(tree, demo, "sglang")["speculative_num_draft_tokens"] == 13
+    assert engine_settings(tree, demo, "tensorrt-llm")["max_total_draft_tokens"] == 12
     small = dict(demo.drafts)["small"]
     assert " ".join(words(policy(FIXED[1]), "llamacpp")) == (
         f"llama-server --model {demo.target}.gguf --spec-type draft-simple "

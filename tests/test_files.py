@@ -195,18 +195,8 @@ def test_a_csv_computes_nothing(text: str) -> None:
     assert row["recorded_at"] == "2026-01-01T00:00:00+00:00"
 
 
-@pytest.mark.parametrize("format", ["csv", "json"])
-def test_rows_steer_no_terminal(format: str) -> None:
-    out = io.StringIO()
-    write_rows([a_row(request_id=f"č{ESCAPE}\u202e")], out, format)  # type: ignore[arg-type]
-    assert not set("\x1b\x07\x9b\u202e") & set(out.getvalue())
-    assert "č" in out.getvalue()
-    if format == "json":
-        assert json.loads(out.getvalue())[0]["request_id"] == f"č{ESCAPE}\u202e"
-
-
 def test_commands_steer_no_terminal_and_take_no_markup(door: Door, tmp_path: Path) -> None:
-    category = f"[/red]{ESCAPE}[bold]"
+    category = f"č[/red]{ESCAPE}\u202e[bold]"
     with open_database(door.db) as database:
         store = TraceStore(database)
         store.put_pair(PAIR, "demo", {})
@@ -218,10 +208,13 @@ def test_commands_steer_no_terminal_and_take_no_markup(door: Door, tmp_path: Pat
         "query",
         "query --format csv",
         "query --json",
+        "query --format json",
     ):
         found = door.call("traces", *asked.split())
         assert found.exit_code == 0, found.output
-        assert not set("\x1b\x07\x9b") & set(found.output)
+        assert not set("\x1b\x07\x9b\u202e") & set(found.output)
+        assert "č" in found.output or asked.startswith("show")
+    assert json.loads(found.output)[0]["category"] == category
     reason = f"č{ESCAPE}\u202e"
     activate = ("policies", "activate", "autoregressive", "--pair", door.pair)
     assert door.call(*activate, "--reason", reason).exit_code == 0

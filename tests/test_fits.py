@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from spectune.optimizer.fit.c2t import FEATURES, Classifier, Examples, evaluate, fine_tune, train
+from spectune.optimizer.fit.c2t import FEATURES, Examples, Trained, evaluate, fine_tune, train
 from spectune.optimizer.fit.heterospec import (
     DEEPER_LAYERS,
     MIN_FULL,
@@ -27,6 +27,7 @@ from spectune.runtime.policies.c2t import (
     ENTROPY_CODES,
     JOINT_CODES,
     WEIGHTS,
+    ClassifierWeights,
     confidence_code,
     confidence_table,
     read_weights,
@@ -134,17 +135,22 @@ def examples() -> Examples:
 
 
 @pytest.fixture(scope="module")
-def trained(examples: Examples) -> Classifier:
+def made(examples: Examples) -> Trained:
     return train(examples, learning_rate=1e-2, batch=256)
 
 
-def test_a_planted_rule_is_learned(trained: Classifier, examples: Examples) -> None:
+@pytest.fixture(scope="module")
+def trained(made: Trained) -> ClassifierWeights:
+    return made[0]
+
+
+def test_a_planted_rule_is_learned(made: Trained, examples: Examples) -> None:
     fresh = planted_trees(seed=1)
-    figures = evaluate(trained, fresh)
+    figures = evaluate(made[0], fresh)
     assert figures["recall"] is not None
     assert figures["recall"] > 0.95
     assert figures["positive_rate"] == pytest.approx(fresh.accepted.mean(), abs=0.05)
-    metrics = json.loads(json.dumps(trained.metrics, allow_nan=False))
+    metrics = json.loads(json.dumps(made[1], allow_nan=False))
     curve = metrics["curve"]
     assert [point["epoch"] for point in curve] == list(range(11))
     assert curve[-1]["loss"] < curve[1]["loss"] / 1.5
@@ -155,7 +161,7 @@ def test_a_planted_rule_is_learned(trained: Classifier, examples: Examples) -> N
     assert metrics["positives"] + metrics["held_out_accepted"] == examples.accepted.sum()
 
 
-def test_stored_weights_act_on_raw_features(trained: Classifier) -> None:
+def test_stored_weights_act_on_raw_features(trained: ClassifierWeights) -> None:
     """Against the network written out with torch, on probability, nats and depth."""
     import torch
 
@@ -169,7 +175,7 @@ def test_stored_weights_act_on_raw_features(trained: Classifier) -> None:
     np.testing.assert_allclose(trained.confidence(*codes), expected.numpy(), rtol=1e-12)
 
 
-def test_the_table_is_the_confidence(trained: Classifier) -> None:
+def test_the_table_is_the_confidence(trained: ClassifierWeights) -> None:
     table = trained.table()
     assert (table.shape, table.dtype) == ((DEPTHS, ENTROPY_CODES, JOINT_CODES), np.uint16)
     joint, entropy = np.arange(JOINT_CODES)[None, None], np.arange(ENTROPY_CODES)[None, :, None]
@@ -190,38 +196,39 @@ def test_the_table_is_the_confidence(trained: Classifier) -> None:
     "used", [("probability", "depth"), ("probability", "entropy"), ("entropy", "depth")]
 )
 def test_ablation(examples: Examples, used: tuple[str, ...]) -> None:
-    ablated = train(examples, features=used, epochs=2, hidden=12)
-    tuned = fine_tune(ablated, examples, epochs=1)
-    for made in (ablated, tuned):
-        for name, column in zip(FEATURES, made.w1.T, strict=True):
+    ablated, metrics = train(examples, features=used, epochs=2, hidden=12)
+    for weights, said in ((ablated, metrics), fine_tune(ablated, examples, epochs=1)):
+        for name, column in zip(FEATURES, weights.w1.T, strict=True):
             assert column.any() == (name in used)
-        assert made.metrics["features"] == list(used)
+        assert said["features"] == list(used)
     varied = {"probability": ([0, 50], 3, 2), "entropy": (3, [0, 50], 2), "depth": (3, 3, [1, 8])}
     for name, codes in varied.items():
         assert (np.ptp(ablated.confidence(*codes)) == 0) == (name not in used)
 
 
-def test_fine_tuning_moves_towards_other_trees(trained: Classifier, examples: Examples) -> None:
+def test_fine_tuning_moves_towards_other_trees(
+    trained: ClassifierWeights, examples: Examples
+) -> None:
     shuffled = np.random.default_rng(9).permutation(examples.tree)
     other = replace(examples, accepted=examples.joint_code > 40, tree=shuffled)
-    tuned = fine_tune(trained, other, learning_rate=1e-2, batch=64)
+    tuned, metrics = fine_tune(trained, other, learning_rate=1e-2, batch=64)
     assert [getattr(tuned, n).shape for n in WEIGHTS] == [(48, 3), (48,), (48,), (1,)]
-    curve, before = tuned.metrics["curve"], evaluate(trained, other)["recall"]
+    curve, before = metrics["curve"], evaluate(trained, other)["recall"]
     assert curve[0]["recall"] == pytest.approx(before, abs=0.05)
     assert curve[-1]["recall"] > 0.9 > curve[0]["recall"]
-    assert tuned.metrics["fine_tuned"]
-    assert tuned.metrics["positives"] == pytest.approx(0.1 * other.accepted.sum(), rel=0.15)
-    for unmoved in (fine_tune(trained, other, epochs=0), fine_tune(trained, other, 0.0)):
+    assert metrics["fine_tuned"]
+    assert metrics["positives"] == pytest.approx(0.1 * other.accepted.sum(), rel=0.15)
+    still, (scored, said) = fine_tune(trained, other, epochs=0)[0], fine_tune(trained, other, 0.0)
+    for unmoved in (still, scored):
         for name in WEIGHTS:
             np.testing.assert_array_equal(getattr(unmoved, name), getattr(trained, name))
-    assert not unmoved.metrics["fine_tuned"]
-    assert (unmoved.metrics["positives"], unmoved.metrics["recall"]) == (0, before)
+    assert not said["fine_tuned"]
+    assert (said["positives"], said["recall"]) == (0, before)
 
 
-def test_a_classifier_survives_its_document(trained: Classifier) -> None:
-    document, arrays = trained.to_document()
+def test_weights_are_read_and_checked(trained: ClassifierWeights) -> None:
+    arrays = {name: getattr(trained, name) for name in WEIGHTS}
     np.testing.assert_array_equal(read_weights(arrays).table(4, 50, 50), trained.table(4, 50, 50))
-    assert json.loads(json.dumps(document, allow_nan=False))["metrics"] == trained.metrics
     for message, held in (
         ("lacks w2", {n: a for n, a in arrays.items() if n != "w2"}),
         ("weights must be", {**arrays, "w2": arrays["w2"][:-1]}),

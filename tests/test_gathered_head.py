@@ -8,12 +8,11 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from spectune.runtime import gathered_head
 from spectune.runtime.cuda import kernel as kernels
 from spectune.runtime.cuda.kernel import (
     STAGES,
@@ -24,7 +23,7 @@ from spectune.runtime.cuda.kernel import (
     tile_for,
 )
 from spectune.runtime.cuda.streams import forked
-from spectune.runtime.gathered_head import GatheredHead
+from spectune.runtime.gathered_head import GatheredHead, Way
 from spectune.traces.errors import PairError, PolicyError
 
 CPU = torch.device("cpu")
@@ -46,12 +45,6 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
-@pytest.fixture(autouse=True)
-def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing measured by one test decides another's way."""
-    monkeypatch.setattr(gathered_head, "_measured", {})
-
-
 def draw(
     seed: int, n: int, vocab: int, d: int, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -64,12 +57,12 @@ def draw(
 
 
 def forced(
-    weight: torch.Tensor, bias: torch.Tensor | None = None, *, way: str | None
+    weight: torch.Tensor, bias: torch.Tensor | None = None, *, way: Way | None
 ) -> GatheredHead:
-    """A head that has one of its ways alone; None: all of them."""
+    """A head that goes one way; None: as it chooses."""
     head = GatheredHead(weight, bias)
-    assert way is None or way in head.ways
-    head.ways = head.ways if way is None else (way,)
+    if way is not None:
+        head.way = lambda count: way
     return head
 
 
@@ -121,18 +114,10 @@ def test_unions_of_any_size_and_order(way: str | None) -> None:
         assert_close(got, plain(hidden, weight, ids, bias))
 
 
-@pytest.mark.parametrize("way", ["compiled", "full"])
-def test_the_full_head(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathered_head, "quickest", lambda ways, device: way)
-    hidden, weight, bias = draw(8, 4, 70, 40)
-    assert_close(
-        GatheredHead(weight, bias).over(hidden), plain(hidden, weight, torch.arange(70), bias)
-    )
-
-
 def test_ways_and_tokens_that_are_not_there() -> None:
     hidden, weight, _ = draw(21, 2, 30, 8)
-    assert GatheredHead(weight.bfloat16()).ways == ("gather", "full")
+    low, head = GatheredHead(weight.bfloat16()), GatheredHead(weight)
+    assert [low.way(14), low.way(16), head.way(14)] == ["gather", "full", "compiled"]
     for ids in ([3, 30], [-1, 3], [-(2**62)]):
         with pytest.raises(PolicyError, match=r"outside 0 \.\. 29"):
             forced(weight, way="compiled").over(hidden, torch.tensor(ids))
@@ -166,7 +151,9 @@ def test_a_head_runs_its_kernel() -> None:
     assert_close(head.over(hidden, ids), plain(hidden, weight, ids, bias))
     assert_close(head.over(hidden.double()[:0], ids), torch.zeros(0, 18))
     assert_close(head.over(hidden, ids[:0]), torch.zeros(2, 0))
-    assert "kernel" not in GatheredHead(weight[:, :24]).ways  # no multiple of 16
+    low = weight.bfloat16()
+    assert GatheredHead(low).way(20) == "kernel"
+    assert GatheredHead(low[:, :24]).way(20) == "gather"  # no multiple of 16
 
 
 @with_triton
@@ -221,34 +208,6 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not kernel_runs(torch.device("cuda"), 64)
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object())
     assert kernel_runs(torch.device("cuda"), 64)
-
-
-# -- choosing a way --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("least", [1, 17, 40])
-def test_a_warm_head_measures_nothing_more(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever rows and tokens come within what was announced, on another head of the same shape
-    too."""
-    asked = []
-
-    def counted(ways: dict[str, Any], device: torch.device) -> str:
-        asked.append(tuple(ways))
-        return "gather" if "gather" in ways else "full"
-
-    monkeypatch.setattr(gathered_head, "quickest", counted)
-    hidden, weight, _ = draw(30, 6, 40, 8)
-    GatheredHead(weight).warm(5, (least, 40))
-    GatheredHead(weight).warm(5)
-    measured = len(asked)
-    head = GatheredHead(weight)
-    for n in range(1, 6):
-        for count in range(least, 41):
-            head.over(hidden[:n], torch.arange(count))
-        head.over(hidden[:n])
-    assert len(asked) == measured > 0
-    head.over(hidden[:1], torch.arange(8))
-    assert len(asked) == measured + (least > 8)
 
 
 # -- two streams -----------------------------------------------------------------------------------

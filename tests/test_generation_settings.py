@@ -125,6 +125,7 @@ HOT = Sampling(1.0)
     [
         ({"min_p": 0.1}, HOT, "coupled", "min_p, which is not applied above temperature 0"),
         ({"num_beams": 4}, Sampling(), "coupled", "num_beams, which is not applied; a pair file"),
+        ({"forced_bos_token_id": 0}, Sampling(), "coupled", "forced_bos_token_id, which is not"),
         ({"repetition_penalty": 1.3}, HOT, "rejection", "which the rejection verifier does not"),
     ],
 )

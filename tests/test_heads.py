@@ -427,14 +427,13 @@ def test_every_form_computes_what_its_format_says(
     head.reserve(len(ids) + len(drafted))
     at = 1
     for width in (20, 1, 38):
-        logits, out = head.chain(
-            torch.tensor(ids[at : at + width]), features[at - 1 : at - 1 + width], at, logits=1
-        )
+        fed = features[at - 1 : at - 1 + width]
+        logits, out = head.chain(torch.tensor(ids[at : at + width]), at, logits=1, hidden=fed)
         at += width
     assert at == len(ids)
     _close(logits[0], wanted[0])
     for j, token in enumerate(drafted):
-        logits, out = head.chain(torch.tensor([token]), out[-1:], at + j, own=True, logits=1)
+        logits, out = head.chain(torch.tensor([token]), at + j, logits=1, hidden=out[-1:], own=True)
         _close(logits[0], wanted[j + 1])
 
 
@@ -607,7 +606,7 @@ def test_taps_are_the_hidden_states_of_any_architecture(kind: str) -> None:
     mask[0, :51] = mask[1, :51] = True
     mask[1, 60] = True
     model.read(torch.tensor(ids[:50]), 0)
-    model.scattered(torch.tensor(ids[50:52]), torch.tensor([50, 51]), torch.tensor([50, 60]), mask)
+    model.run(torch.tensor(ids[50:52]), torch.tensor([50, 51]), torch.tensor([50, 60]), mask)
     _close(model.tapped, wanted[50:52])
     model.taps = ()
     model.read(torch.tensor(ids[:5]), 0)

@@ -3,7 +3,6 @@ text."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 import time
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from databases import NOT_POLICIES, publish_text
 from doors import Door, write_workload
 from synthetic import flat_profile
 from waiting import eventually
@@ -24,7 +24,7 @@ from spectune.runtime.loop import DecodeRequest, Round, StaticSource
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.reload import Published, WatchedSource
-from spectune.traces.schema import Request, Sampling, Verifier, policy_id
+from spectune.traces.schema import Request, Sampling, Verifier
 from spectune.traces.store import TraceStore
 
 TOKENS = 40
@@ -126,25 +126,6 @@ def test_the_next_round_is_the_new_policys_and_the_text_is_the_same(
     assert source.current().version == 7
 
 
-def test_what_cannot_run_is_refused_once_and_the_last_good_stays(
-    pair: LoadedPair, source: WatchedSource, board: Board
-) -> None:
-    board.publish(6, fixed(4))
-    assert source.poll()
-    board.publish(7, fixed(3, "third"))
-    tokens, rounds = swapped(pair, source, Sampling(), 3)
-    assert {r.step.policy for r in rounds} == {fixed(4).id}
-    assert tokens == autoregressive(pair, Sampling())
-    assert not source.poll()
-    (good, bad) = board.acknowledged
-    assert good == (6, "applied", "")
-    assert bad[:2] == (7, "refused")
-    assert "this pair has no draft 'third'; it has: far, near, ngram" in bad[2]
-    board.publish(8, fixed(5))
-    assert source.poll()
-    assert source.current().policy == fixed(5)
-
-
 # ----------------------------------------------------------------------- publications in a database
 
 
@@ -166,6 +147,7 @@ def test_a_runtime_follows_the_store(store: TraceStore, pair: LoadedPair) -> Non
         assert source.current().policy == fixed(3)
         two = publish(store, pair, fixed(3, "third"))
         assert not source.poll()
+        assert not source.poll()
         three = publish(store, pair, ANALYTIC)
         assert not source.poll()
         assert source.current().policy == fixed(3)
@@ -175,6 +157,7 @@ def test_a_runtime_follows_the_store(store: TraceStore, pair: LoadedPair) -> Non
         assert source.current().policy == ANALYTIC
     expected = {one: "applied", two: "refused", three: "refused", four: "applied"}
     assert statuses(store) == list(expected.items())
+    assert "no draft 'third'; it has: far, near" in store.acknowledgements(two)[0].reason
     assert "run `profile`" in store.acknowledgements(three)[0].reason
     assert store.acknowledgements(one)[0].node == "here:1"
 
@@ -202,42 +185,11 @@ def test_what_would_bias_the_text_is_refused_and_neither_incumbent_nor_tried(
 
 # ------------------------------------------------------------------------- whatever stands in a row
 
-NOT_POLICIES = {
-    "null": "null",
-    "list": "[1, 2]",
-    "5,000 digits": "9" * 5000,
-    "digits inside": '{"draft": "near", "window": {"kind": "fixed", "gamma": ' + "9" * 5000 + "}}",
-    "deep": "[" * 3000 + "]" * 3000,
-    "less deep": '{"draft": ' + "[" * 400 + "]" * 400 + "}",
-    "paths": '{"draft": "near", "growth": {"kind": "static", "paths": 5}}',
-    "kind": '{"draft": {"kind": []}}',
-    "unprintable": r'{"draft": "near\u0000", "window": {"kind": "fixed", "gamma": 3}}',
-    "half a character": r'{"draft": "\ud800"}',
-    "unprintable artifact": r'{"draft": "near", '
-    r'"growth": {"kind": "static", "artifact": "\u0000"}, "window": {"kind": "fixed"}}',
-}
 NOT_JSON = {
     "cut off": '{"draft": ',
     "not UTF-8": b'{"draft": "\xff"}',
 }
 """What SQLite alone takes into a column of JSON."""
-
-
-def publish_text(store: TraceStore, pair: LoadedPair, document: str | bytes) -> int:
-    """Publishes a policy whose document is this text, whoever wrote it."""
-    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-    try:
-        name = policy_id(json.loads(document))
-    except (AttributeError, ValueError, RecursionError):  # no object, or no JSON: it has no id
-        name = hashlib.sha256(repr(document).encode()).hexdigest()[:12]
-    value = ":document" if store.database.dialect == "sqlite" else "CAST(:document AS JSON)"
-    row = sa.text(
-        f"INSERT INTO policy (id, label, document, created_at) VALUES (:id, 'unknown', {value}, "
-        "'2026-01-01 00:00:00')"
-    )
-    with store.database.write() as session:
-        session.execute(row, {"id": name, "document": document})
-    return store.publish(pair.id, "cpu", name, actor="test").version
 
 
 def test_whatever_is_published_is_refused_and_the_last_good_one_taken(
@@ -249,7 +201,7 @@ def test_whatever_is_published_is_refused_and_the_last_good_one_taken(
     refused = []
     with watch(store, pair, None, None, interval_s=60) as source:
         for name, document in strange.items():
-            bad, before = publish_text(store, pair, document), source.current()
+            bad, before = publish_text(store, pair.id, document), source.current()
             refused.append(store.list_publications(pair.id)[0].policy_id)
             assert not source.poll(), name
             assert source.current() is before, name
@@ -303,8 +255,8 @@ def test_commands_see_past_a_document_that_is_no_policy(
     store: TraceStore, url: str, tiny_pair: Path, tmp_path: Path, pair: LoadedPair, document: str
 ) -> None:
     publish(store, pair, fixed(3))
-    older = publish_text(store, pair, '{"draft": 5}')
-    bad = publish_text(store, pair, document)
+    older = publish_text(store, pair.id, '{"draft": 5}')
+    bad = publish_text(store, pair.id, document)
     door, of_pair = Door(url, str(tiny_pair)), ("--pair", tiny_pair, "--device", "cpu")
     workload = write_workload(tmp_path / "one.jsonl", 1)
     how = ("--workload", workload, "--policy", "active", "--max-new-tokens", 4, "--json")

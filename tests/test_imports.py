@@ -219,13 +219,3 @@ def test_everything_is_imported_as_spectune() -> None:
             assert not re.search(
                 rf"^\s*(from|import) ({'|'.join(OURS[:6])})\b", text, re.MULTILINE
             ), file
-
-
-def test_every_package_is_listed_for_the_distribution() -> None:
-    import tomllib
-
-    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    packages = {
-        f"spectune.{module}" for module, file in MODULES.items() if file.name == "__init__.py"
-    }
-    assert set(setup["packages"]) == {"spectune", *packages}

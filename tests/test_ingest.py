@@ -47,12 +47,14 @@ def sglang(rounds: list[tuple[int, int]], gamma: int) -> dict[str, Any]:
     kept = [accepted for _, accepted in rounds]
     histogram = [kept.count(i) for i in range(max(kept) + 1)]
     told = {"spec_verify_ct": len(kept), "spec_num_proposed_drafts": gamma * len(kept)}
-    return {"text": "", "meta_info": {**told, "spec_correct_drafts_histogram": histogram}}
+    text = "a line\u2028another"
+    return {"text": text, "meta_info": {**told, "spec_correct_drafts_histogram": histogram}}
 
 
 def file_of(folder: Path, responses: Iterable[dict[str, Any]]) -> Path:
     path = folder / "responses.jsonl"
-    path.write_text("".join(json.dumps(r) + "\n" for r in responses))
+    lines = (json.dumps(r, ensure_ascii=False) + "\r\n" for r in responses)
+    path.write_text("".join(lines), encoding="utf-8")
     return path
 
 
@@ -113,8 +115,8 @@ def test_texts_that_come_with_token_ids_are_recorded_and_replayed_under_any_wind
     with open_database(door.db) as database:
         kept = TraceStore(database).load("latest", steps=True).requests
     assert [len(r.steps) for r in kept] == [0, 6, 6]
-    rounds = [(s.start, s.accepted, s.emitted) for s in kept[1].steps[1:]]
-    assert rounds == [(1, 3, 4), (5, 2, 3), (8, 0, 1), (9, 4, 5), (14, 2, 3)]
+    rounds = [(s.start, s.depth, s.accepted, s.emitted) for s in kept[1].steps[1:]]
+    assert rounds == [(1, 4, 3, 4), (5, 4, 2, 3), (8, 4, 0, 1), (9, 4, 4, 5), (14, 2, 2, 3)]
     door.json("record", "--resume", "latest")
     found = door.json("simulate", "--policy", window(8))
     assert found["emitted_tokens"] == 3 * 16

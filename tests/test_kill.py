@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import json
 import signal
-import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from databases import run_sql
 from doors import Door, lines, write_lines, write_workload
 from kill_driver import run_kills
 from test_hot_reload import fixed, publish, statuses
@@ -84,9 +84,7 @@ def test_an_interrupted_run_keeps_what_it_has_served(tiny_pair: Path, tmp_path: 
 def trajectories(database: Path) -> dict[tuple[str, int], tuple[bytes, str]]:
     """Every stored text: its place, and its checksum and the moment it was stored."""
     asked = "SELECT recording_id, ordinal, sha256, created_at FROM trajectory"
-    with contextlib.closing(sqlite3.connect(database)) as connection:
-        rows = connection.execute(asked).fetchall()
-    return {(recording, ordinal): (digest, at) for recording, ordinal, digest, at in rows}
+    return {(of, ordinal): (digest, at) for of, ordinal, digest, at in run_sql(database, asked)}
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from spectune.engines.llamacpp import LlamaCpp
 from spectune.engines.protocol import Answered, Load, Prompt, Wanted
 from spectune.engines.settings import gguf_of
 from spectune.runtime.loading import LoadedPair, load_pair
-from spectune.runtime.pair import PairSpec, read_pair
+from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, parse_policy
 from spectune.runtime.recording.chains import record_panorama
 from spectune.traces.errors import EngineError, PairError, PolicyError
@@ -34,13 +34,8 @@ GREEDY = Sampling()
 
 
 @pytest.fixture(scope="module")
-def spec() -> PairSpec:
-    return read_pair("demo")
-
-
-@pytest.fixture(scope="module")
-def native(spec: PairSpec) -> LoadedPair:
-    return load_pair(spec, device="cpu")
+def native(demo: PairSpec) -> LoadedPair:
+    return load_pair(demo, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +45,8 @@ def prompts(native: LoadedPair) -> list[Prompt]:
 
 
 @pytest.fixture(scope="module")
-def running(spec: PairSpec) -> Iterator[LlamaCpp]:
-    found = LlamaCpp(spec, Wanted("small", MOST, 1, 512))
+def running(demo: PairSpec) -> Iterator[LlamaCpp]:
+    found = LlamaCpp(demo, Wanted("small", MOST, 1, 512))
     yield found
     found.close()
 
@@ -123,8 +118,10 @@ def test_above_temperature_0_a_token_is_kept_iff_the_target_drew_it(
     assert sum(check_rounds(f, 4, capacities(native, f.trajectory)) for f in found) > 50
 
 
-def test_what_it_cannot_run_is_refused_at_once(running: LlamaCpp, prompts: list[Prompt]) -> None:
-    """Of what every engine refuses one case (the others are OpenVINO's), and its own."""
+def test_what_it_cannot_run_is_refused_at_once(
+    running: LlamaCpp, demo: PairSpec, prompts: list[Prompt]
+) -> None:
+    """Of what every engine refuses one case (:mod:`test_engines` has the others), and its own."""
     asked = {"sampling": GREEDY, "max_new_tokens": TOKENS}
     window = parse_policy({"draft": "small", "window": {"kind": "fsm"}})
     with pytest.raises(PolicyError, match=r"llama\.cpp cannot run a window"):
@@ -132,13 +129,13 @@ def test_what_it_cannot_run_is_refused_at_once(running: LlamaCpp, prompts: list[
     with pytest.raises(EngineError, match="use --concurrency 1"):
         running.execute(prompts, fixed(2), Load(2), **asked)
     with pytest.raises(PairError, match="not 'ngram'; it has: small, medium, head"):
-        LlamaCpp(read_pair("demo"), Wanted("ngram"))
+        LlamaCpp(demo, Wanted("ngram"))
 
 
 def test_a_server_that_dies_is_said_and_one_that_is_closed_is_gone(
-    spec: PairSpec, prompts: list[Prompt]
+    demo: PairSpec, prompts: list[Prompt]
 ) -> None:
-    found = LlamaCpp(spec, Wanted("small", MOST, 1, 512))
+    found = LlamaCpp(demo, Wanted("small", MOST, 1, 512))
     process = found._server
     assert process is not None
     answers = found.execute(prompts, fixed(MOST), Load(), sampling=GREEDY, max_new_tokens=4)
@@ -156,22 +153,22 @@ def test_a_server_that_dies_is_said_and_one_that_is_closed_is_gone(
 
 
 def test_why_a_model_cannot_be_loaded_is_said(
-    spec: PairSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    demo: PairSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"no model")
     with monkeypatch.context() as patch:
         patch.setattr(llamacpp, "gguf_file", lambda _: broken)
         with pytest.raises(EngineError, match=r"cannot load \S+broken\.gguf: (?!it died)\S+"):
-            LlamaCpp(spec, Wanted("none", 0, 1, 512))
+            LlamaCpp(demo, Wanted("none", 0, 1, 512))
     (tmp_path / "xllamacpp.py").write_text("raise ImportError('no libgomp')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(EngineError, match=r"cannot load .*: ImportError: no libgomp"):
-        LlamaCpp(spec, Wanted("small", MOST, 1, 512))
+        LlamaCpp(demo, Wanted("small", MOST, 1, 512))
 
 
 def test_a_server_ends_with_whoever_waits_for_it(
-    spec: PairSpec, monkeypatch: pytest.MonkeyPatch
+    demo: PairSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[subprocess.Popen[str]] = []
 
@@ -188,11 +185,11 @@ def test_a_server_ends_with_whoever_waits_for_it(
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", Popen)
         with pytest.raises(KeyboardInterrupt):
-            LlamaCpp(spec, Wanted("small", MOST, 1, 512))
+            LlamaCpp(demo, Wanted("small", MOST, 1, 512))
     assert made[0].poll() is not None
     gone, end = os.pipe()
     os.close(gone)
-    asked = {"model": str(gguf_file(spec.target)), "gamma": 0, "n_ctx": 64, "threads": 1}
+    asked = {"model": str(gguf_file(demo.target)), "gamma": 0, "n_ctx": 64, "threads": 1}
     command = [sys.executable, "-P", str(llamacpp.SERVER), json.dumps(asked)]
     with open(end, "wb") as nowhere:
         done = subprocess.run(command, stdout=nowhere, stdin=subprocess.PIPE, timeout=60)
@@ -230,9 +227,9 @@ def test_a_token_that_the_model_has_not_is_said(running: LlamaCpp) -> None:
         next(found)
 
 
-def test_exported_settings_are_llama_cpps_own(spec: PairSpec, tmp_path: Path) -> None:
-    drafts = dict(spec.drafts)
-    for name, folder in (("target", spec.target), ("small", drafts["small"])):
+def test_exported_settings_are_llama_cpps_own(demo: PairSpec, tmp_path: Path) -> None:
+    drafts = dict(demo.drafts)
+    for name, folder in (("target", demo.target), ("small", drafts["small"])):
         (tmp_path / name).symlink_to(folder)
         (tmp_path / f"{name}.gguf").symlink_to(gguf_file(folder))
     pair = PairSpec("p", str(tmp_path / "target"), (("small", str(tmp_path / "small")),))

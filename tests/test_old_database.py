@@ -115,8 +115,7 @@ def test_an_old_database_migrates_and_holds_what_it_held(old_url: str) -> None:
         text = page(report_on(store, "latest"))
         assert "Decode without a draft" in text
         assert "race, speed by category: Not stored" in text
-        run = store.get_run("latest")
-        assert run.outcome.total.rounds == sum(map(len, store.run_steps(run.id).values())) == 72
+        assert store.get_run("latest").outcome.total.rounds == 72
         profile = store.latest_profile(PAIR, "cpu", "float32")
         assert profile.id == "prof-da4538"
     (schedule,) = door.json("schedule", "list")["schedules"]

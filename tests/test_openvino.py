@@ -4,12 +4,12 @@ and with another draft."""
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from databases import run_sql
 from doors import Door
 
 from spectune.db import open_database, upgrade
@@ -24,7 +24,7 @@ from spectune.optimizer.record import Look, look_around
 from spectune.optimizer.simulate.replay_trace import Replay
 from spectune.optimizer.simulate.trace import simulate
 from spectune.runtime.loading import load_pair
-from spectune.runtime.pair import PairSpec, read_pair
+from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, parse_policy
 from spectune.runtime.words import load_words
 from spectune.traces.errors import EngineError, PairError, PolicyError, TraceError, WorkloadError
@@ -41,23 +41,18 @@ def fixed(gamma: int, draft: str = "small") -> AnyPolicy:
 
 
 @pytest.fixture(scope="module")
-def spec() -> PairSpec:
-    return read_pair("demo")
-
-
-@pytest.fixture(scope="module")
 def workload() -> Workload:
     return load_workload(["demo"], limit=8)
 
 
 @pytest.fixture(scope="module")
-def prompts(spec: PairSpec, workload: Workload) -> tuple[Prompt, ...]:
-    return prompts_of(load_words(spec), workload, OPTIONS)
+def prompts(demo: PairSpec, workload: Workload) -> tuple[Prompt, ...]:
+    return prompts_of(load_words(demo), workload, OPTIONS)
 
 
 @pytest.fixture(scope="module")
-def running(spec: PairSpec) -> Iterator[OpenVino]:
-    made = start("openvino", spec, Wanted("small", MOST, 4, 320, threads=1))
+def running(demo: PairSpec) -> Iterator[OpenVino]:
+    made = start("openvino", demo, Wanted("small", MOST, 4, 320, threads=1))
     assert isinstance(made, OpenVino)
     yield made
     made.close()
@@ -65,7 +60,7 @@ def running(spec: PairSpec) -> Iterator[OpenVino]:
 
 @pytest.fixture(scope="module")
 def recorded(
-    spec: PairSpec,
+    demo: PairSpec,
     running: OpenVino,
     workload: Workload,
     prompts: tuple[Prompt, ...],
@@ -77,8 +72,8 @@ def recorded(
     upgrade(url)
     with open_database(url) as database:
         store = TraceStore(database)
-        info = record_on(store, spec, running, workload, prompts, fixed(2), Load(3), OPTIONS)
-        look_around(store, load_pair(spec, device="cpu"), info.id, Look(("small", "medium"), MOST))
+        info = record_on(store, demo, running, workload, prompts, fixed(2), Load(3), OPTIONS)
+        look_around(store, load_pair(demo, device="cpu"), info.id, Look(("small", "medium"), MOST))
         store.finish_recording(info.id)
         yield store
 
@@ -123,9 +118,9 @@ def test_one_recording_predicts_every_round_of_every_number_of_tokens(
 
 
 def test_a_draft_that_it_never_ran_does_what_retracing_predicts(
-    recorded: TraceStore, spec: PairSpec, prompts: tuple[Prompt, ...]
+    recorded: TraceStore, demo: PairSpec, prompts: tuple[Prompt, ...]
 ) -> None:
-    other = start("openvino", spec, Wanted("medium", 5, 4, 320, threads=1))
+    other = start("openvino", demo, Wanted("medium", 5, 4, 320, threads=1))
     assert isinstance(other, OpenVino)
     answered = served(other, prompts, fixed(5, "medium"), Load(4))
     assert held_against_replay(recorded, fixed(5, "medium"), answered) > 50
@@ -163,38 +158,34 @@ def test_what_is_left_unread_does_not_hold_up_the_next(
     assert first.trajectory.request_id in {p.id for p in prompts}
 
 
-@pytest.mark.parametrize(
-    ("policy", "said"),
-    [
-        (fixed(MOST + 1), "drafts at most 6 tokens"),
-        (fixed(3, "medium"), "loaded the draft 'small', not 'medium'"),
-        (
-            parse_policy({"draft": "small", "window": {"kind": "by_batch", "gamma": {"1": 3}}}),
-            "nearest is 'small fixed.gamma=3.'",
-        ),
-        (parse_policy({"draft": "small", "growth": {"kind": "top_k"}}), "cannot run trees"),
-    ],
-)
-def test_what_it_cannot_run_is_refused_at_once(
-    running: OpenVino, prompts: tuple[Prompt, ...], policy: AnyPolicy, said: str
+def test_an_end_that_is_the_last_token_asked_for_is_an_end(
+    recorded: TraceStore,
+    running: OpenVino,
+    prompts: tuple[Prompt, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(PolicyError, match=said):
-        running.execute(prompts, policy, Load(), sampling=Sampling(), max_new_tokens=8)
+    output = recorded.load("latest").trajectories[0].output_ids.tolist()
+    last = next(i for i in range(8, 32) if output[i] not in output[:i])
+    monkeypatch.setattr(running, "_eos", {output[last]})
+    asked = {"sampling": Sampling(), "max_new_tokens": last + 1}
+    (done,) = running.execute(prompts[:1], fixed(3), Load(), **asked)
+    assert done.trajectory.output_ids.tolist() == output[: last + 1]
+    assert done.trajectory.finish == "eos"
 
 
-def test_the_cache_has_room_for_every_seat(spec: PairSpec, tmp_path: Path) -> None:
-    config = json.loads((Path(spec.target) / "config.json").read_text())
+def test_the_cache_has_room_for_every_seat(demo: PairSpec, tmp_path: Path) -> None:
+    config = json.loads((Path(demo.target) / "config.json").read_text())
     large = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
     (tmp_path / "config.json").write_text(json.dumps(config | large | {"head_dim": 128}))
     wanted = Wanted("none", 0, max_num_seqs=16, max_len=8192)
     assert _cache_gb([str(tmp_path)], wanted) == 1 + 34  # of 262,144 bytes a token
-    assert _cache_gb([spec.target, spec.target], Wanted("small")) == 2
+    assert _cache_gb([demo.target, demo.target], Wanted("small")) == 2
 
 
 def test_a_request_that_the_cache_cannot_hold_is_said(
-    spec: PairSpec, prompts: tuple[Prompt, ...], monkeypatch: pytest.MonkeyPatch
+    demo: PairSpec, prompts: tuple[Prompt, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = start("openvino", spec, Wanted("none", 0, 1, 320, threads=1))
+    made = start("openvino", demo, Wanted("none", 0, 1, 320, threads=1))
     assert isinstance(made, OpenVino)
     config = made._scheduler()
     config.cache_size, config.num_kv_blocks = 0, 1
@@ -204,23 +195,26 @@ def test_a_request_that_the_cache_cannot_hold_is_said(
 
 
 def test_other_refusals_name_what_is_wrong(
-    running: OpenVino, spec: PairSpec, prompts: tuple[Prompt, ...], monkeypatch: pytest.MonkeyPatch
+    running: OpenVino, demo: PairSpec, prompts: tuple[Prompt, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    by_batch = parse_policy({"draft": "small", "window": {"kind": "by_batch", "gamma": {"1": 3}}})
+    with pytest.raises(PolicyError, match=r"nearest is 'small fixed\(gamma=3\)'"):
+        running.execute(prompts, by_batch, Load(), sampling=Sampling(), max_new_tokens=8)
     with pytest.raises(PolicyError, match="at temperature 0 alone"):
         running.execute(prompts, fixed(1), Load(), sampling=Sampling(0.7), max_new_tokens=8)
     with pytest.raises(WorkloadError, match="exceed the 320 that the engine was started for"):
         running.execute(prompts, fixed(1), Load(), sampling=Sampling(), max_new_tokens=310)
     with pytest.raises(EngineError, match="an EAGLE head has no form"):
-        start("openvino", spec, Wanted("head"))
+        start("openvino", demo, Wanted("head"))
     with pytest.raises(PairError, match="not 'ngram'; it has: small, medium, head"):
-        start("openvino", spec, Wanted("ngram"))
+        start("openvino", demo, Wanted("ngram"))
     with pytest.raises(EngineError, match="is not executed from here"):
-        start("native", spec, Wanted("small"))
+        start("native", demo, Wanted("small"))
     with pytest.raises(TraceError, match="arrivals are seconds from the start"):
         Load(arrivals=(1.0, 0.5))
     monkeypatch.setattr(Engine, "installed", None)
     with pytest.raises(EngineError, match=r"not installed here; `pip install 'spectune\[openvino"):
-        start("openvino", spec, Wanted("small"))
+        start("openvino", demo, Wanted("small"))
 
 
 def test_run_and_record_take_the_engine(tmp_path: Path) -> None:
@@ -289,11 +283,7 @@ def test_a_profile_says_what_steps_cost_that_were_never_served(
     recorded: TraceStore, tmp_path: Path
 ) -> None:
     """Its recordings are the engine's: they tell of 3 drafted tokens where traffic drafted 2."""
-    with (
-        closing(sqlite3.connect(str(recorded.database.url.database))) as there,
-        closing(sqlite3.connect(tmp_path / "x.db")) as here,
-    ):
-        there.backup(here)
+    run_sql(str(recorded.database.url.database), f"VACUUM INTO '{tmp_path / 'x.db'}'")
     door, recording = Door(str(tmp_path / "x.db")), recorded.get_recording("latest").id
     three = ("--policy", json.dumps(fixed(3).spelled_out()), "--arrivals", "clients:1,2")
     asked = ("simulate", "--recording", recording, *three)

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import re
-from operator import attrgetter
 from typing import Any
 
 import pytest
 
-from spectune.engines.export import engine_settings
-from spectune.optimizer.search import complexity
-from spectune.optimizer.spaces import Space, enumerated
-from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import COMMANDS, Fitted
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, differences, parse_policy
 from spectune.runtime.policies.plan import check_verifier
@@ -196,70 +191,6 @@ def test_differences_are_listed_key_by_key() -> None:
     assert rows["window.gamma"] == (4, None)
     assert "draft" not in rows
     assert differences(left, left) == []
-
-
-def test_the_search_space_covers_its_own_enumeration() -> None:
-    """Every enumerated policy that speculates is a point of the joint space, and comes back from
-    its parameters."""
-    space = Space(("small", "ngram"), 8)
-    for policy in enumerated(("small", "ngram"), 8):
-        params = space.params(policy)
-        if not policy.speculates:
-            assert params is None
-            continue
-        assert params is not None
-        back = space.policy(params)
-        for name in ("draft", "window.kind", "stop.kind", "gamma_max"):
-            assert attrgetter(name)(back) == attrgetter(name)(policy)
-    fixed, adaptive = parse_policy(CONTRACT[0]), parse_policy(CONTRACT[2])
-    assert complexity(AUTOREGRESSIVE) < complexity(fixed) < complexity(adaptive)
-
-
-@pytest.mark.parametrize(
-    ("policy", "engine", "settings"),
-    [
-        ({"draft": "head"}, "vllm", {"method": "eagle3", "num_speculative_tokens": 4}),
-        ({"draft": "ngram"}, "vllm", {"method": "ngram"}),
-        (
-            {"draft": "small"},
-            "sglang",
-            {"speculative_algorithm": "STANDALONE", "speculative_num_draft_tokens": 5},
-        ),
-        ({"draft": "small"}, "tensorrt-llm", {"max_draft_len": 4}),
-        ({}, "vllm", {}),
-        (
-            {
-                "draft": "head",
-                "growth": {"kind": "top_k", "width": 4},
-                "select": {"top_n": 12},
-            },
-            "sglang",
-            {
-                "speculative_algorithm": "EAGLE3",
-                "speculative_num_draft_tokens": 13,
-                "speculative_num_steps": 4,
-                "speculative_eagle_topk": 4,
-            },
-        ),
-        (
-            {
-                "draft": "head",
-                "growth": {"kind": "top_k", "width": 4},
-                "select": {"top_n": 12},
-            },
-            "tensorrt-llm",
-            {"max_total_draft_tokens": 12},
-        ),
-    ],
-)
-def test_a_policy_in_the_terms_of_other_engines(
-    policy: dict[str, Any], engine: str, settings: dict[str, Any]
-) -> None:
-    """A fixed window, a method or a tree becomes each engine's own knobs; what they cannot say is
-    refused (test_exports)."""
-    said = engine_settings(parse_policy(policy), read_pair("demo"), engine)
-    assert said.items() >= settings.items()
-    assert bool(said) == bool(policy)
 
 
 NEEDS: dict[str, dict[str, Any]] = {

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import shutil
-import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from databases import run_sql
 from doors import Door, lines, put_profile, write_workload
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
@@ -58,9 +58,7 @@ def forbid_writing(url: str, table: str) -> None:
     """From now on nothing can be added to a table (PostgreSQL: nothing anywhere)."""
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
-        connection = sqlite3.connect(str(parsed.database))
-        connection.execute(f"ALTER TABLE {table} RENAME TO gone")
-        connection.close()
+        run_sql(str(parsed.database), f"ALTER TABLE {table} RENAME TO gone")
         return
     engine = make_engine(parsed)
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as server:
@@ -97,7 +95,10 @@ def kept(here: Path, found: Result) -> dict[str, Any]:
     return document
 
 
-def test_files_are_whole_though_the_database_takes_nothing(door: Door, here: Path) -> None:
+def test_files_are_whole_and_the_results_in_one_though_the_database_takes_nothing(
+    door: Door, here: Path
+) -> None:
+    whole = door.json(*run(door, "--no-store"))
     forbid_writing(door.db, "run")
     found = door.call(*run(door, "--outputs", "texts.jsonl", "--per-round", "rounds.jsonl"))
     document = kept(here, found)
@@ -106,16 +107,10 @@ def test_files_are_whole_though_the_database_takes_nothing(door: Door, here: Pat
     assert {row["request"] for row in lines(here / "rounds.jsonl")} == {"r0", "r1", "r2"}
     tokens = [row["token_ids"] for row in texts]
     assert [row["token_ids"] for row in document["texts"]] == tokens
-
-
-def test_results_that_no_file_was_asked_for_are_kept_in_one(door: Door, here: Path) -> None:
-    whole = door.json(*run(door, "--no-store"))
-    forbid_writing(door.db, "run")
-    document = kept(here, door.call(*run(door)))
+    assert [len(row) for row in tokens] == [8, 8, 8]
     for key in ("requests", "emitted_tokens", "policy_id"):
         assert document[key] == whole[key]
     assert document["pair"]
-    assert [len(row["token_ids"]) for row in document["texts"]] == [8, 8, 8]
     assert all(row["text"] and row["rounds"] for row in document["texts"])
 
 
@@ -275,8 +270,7 @@ def test_other_commands_spare_the_database_too(sqlite_door: Door, here: Path) ->
         refuses("read by this command", "tune", "--report", path)
     for command in (("report", "--out"), ("traces", "report", "--out"), ("traces", "export")):
         refuses("read by this command", *command, "./spectune.toml")
-    with sqlite3.connect("spectune.db") as connection:
-        assert connection.execute("SELECT count(*) FROM recording").fetchone() == (1,)
+    assert run_sql("spectune.db", "SELECT count(*) FROM recording") == [(1,)]
 
 
 MODEL_FILES = ("config.json", "generation_config.json", "adapter_config.json", "loose.bin")
@@ -326,10 +320,3 @@ def test_two_outputs_are_two_files(door: Door, here: Path) -> None:
     line = door.refused(*run(door, "--outputs", "out.jsonl", "--per-round", "./out.jsonl"))
     assert "--per-round ./out.jsonl: that is --outputs, too" in line
     assert not (here / "out.jsonl").exists()
-
-
-@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
-def test_an_output_may_replace_a_former_one(door: Door, here: Path) -> None:
-    for _ in range(2):
-        door.json(*run(door, "--outputs", "out.jsonl", "--no-store"))
-    assert len(lines(here / "out.jsonl")) == 3

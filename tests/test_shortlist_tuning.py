@@ -3,6 +3,7 @@ they are left out; `tune` fits them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from spectune.optimizer.search import TIE, Study, Trial, search, shortlist_bound
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.spaces import SHORTLIST_ORDER, Kinds, ShortlistLimit, Space, TreeLimit
-from spectune.optimizer.tune import TuneOptions, tune
+from spectune.optimizer.tune import TuneOptions, Tuning, tune
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
@@ -39,6 +40,7 @@ from spectune.runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, pa
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.profiling import environment
+from spectune.runtime.progress import silent
 from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Counts, LatencyProfile, Sampling, Workload
@@ -286,6 +288,19 @@ def test_a_longer_window_under_a_router_is_priced_to_its_end(recorded: Recorded)
 def tune_options(trials: int, **how: int) -> TuneOptions:
     least: dict[str, Any] = {"rivals": 0, "passes": 1, "budget_s": 4, "publish": False, **how}
     return TuneOptions(OPTIONS, ("near",), GAMMA, trials, **least)
+
+
+def test_a_shortlist_in_force_is_not_ranked_where_trees_are_left_out(recorded: Recorded) -> None:
+    """Its ranks are of trees that are recorded, but that the tuning does not open."""
+    block = recorded.limits["near"].block({"shortlist": "frequency", "size": 24})
+    here = recorded.store, recorded.pair, recorded.recording, tune_options(0, tree_width=0)
+    chains = Tuning(*here, silent, time.perf_counter, {})
+    chains.incumbent = parse_policy({"draft": "near", "shortlist": block})
+    chains.artifacts = fitted(recorded.store)
+    chains.study = Study((), 0, "", bounds={"near": {"fixed": 2.0}})
+    chains.open()
+    chains.fit_shortlists()
+    assert chains.trace.ranked == {}
 
 
 @pytest.mark.parametrize("saved", [0.9, -0.5], ids=["head dear", "head cheap"])

@@ -483,7 +483,7 @@ def test_measured_differences_between_shapes_are_below_the_routers_margin(pair: 
         exact = plan.router.scores(embedded, model.canonical_state(text[:n]))
         for width in (1, 2, 5, n):
             model.read(torch.tensor(text[: n - width]), 0)
-            state = model.chain_states(torch.tensor(text[n - width : n]), n - width)[-1:]
+            state = model.chain(torch.tensor(text[n - width : n]), n - width, logits=0)[1][-1:]
             worst = max(worst, float((plan.router.scores(embedded, state) - exact).abs().max()))
     assert 0 < worst < near_ties.router_margin(plan.router.w1, plan.router.w2) / 2
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sqlalchemy import URL
+from sqlalchemy import URL, select
 from sqlalchemy.orm import Session
 from trace_values import (
     PAIR,
@@ -26,9 +26,10 @@ from trace_values import (
 )
 
 from spectune.db import Database, NotFoundError, StaleVersionError
-from spectune.db.models import RecordingRow
+from spectune.db.models import ArtifactRow, RecordingRow, StepChunkRow
 from spectune.db.urls import parse_url
 from spectune.traces.errors import TraceError
+from spectune.traces.packing import unpack_steps
 from spectune.traces.recording import RecordingInfo
 from spectune.traces.schema import Request, Sampling, Workload, policy_id
 from spectune.traces.store import TraceStore
@@ -212,7 +213,7 @@ def test_profiles_come_back_equal_and_the_latest_is_found(store: TraceStore) -> 
     assert found.profile == second
     assert found.id == ids[1]
     assert store.latest_profile(PAIR, "tpu") is None
-    assert [p.id for p in store.list_profiles()] == ids[::-1]
+    assert [p.id for p in store.profiles()] == ids[::-1]
 
 
 def test_policies_artifacts_and_studies(store: TraceStore) -> None:
@@ -225,6 +226,7 @@ def test_policies_artifacts_and_studies(store: TraceStore) -> None:
     art = store.put_artifact(
         "q_table", {"gamma_max": 3}, {"q": table}, pair_id=PAIR, provenance={"from": "rec-1"}
     )
+    damage(store, ArtifactRow, art)
     assert art == store.put_artifact("q_table", {"gamma_max": 3}, {"q": table})
     assert art != store.put_artifact("q_table", {"gamma_max": 4}, {"q": table})
     got = store.get_artifact(art)
@@ -251,7 +253,9 @@ def test_runs_keep_their_outcome_and_rounds(store: TraceStore) -> None:
         PAIR, POLICY_ID, outcome, device="cpu", dtype="float32", purpose="validate", steps=steps
     )
     assert store.get_run(run).outcome == outcome
-    assert store.run_steps(run) == steps
+    with store.database.read() as session:
+        rows = session.scalars(select(StepChunkRow).where(StepChunkRow.run_id == run))
+        assert {row.request_id: unpack_steps(row) for row in rows} == steps
     assert [r.id for r in store.list_runs(PAIR)] == [run]
     assert store.list_runs(policy_id="nobody") == ()
 

@@ -17,7 +17,6 @@ from spectune.runtime.policies.c2t import ClassifierWeights
 from spectune.runtime.policies.heterospec import kept_nodes
 from spectune.runtime.policies.sequoia import static_levels
 from spectune.runtime.sampling import Noise
-from spectune.runtime.trees import near_ties
 from spectune.runtime.trees.draft import GrownTree, ModelDistributions, grow
 from spectune.runtime.trees.grow import INFINITE, Codes, DistributionRows, TreeRule
 from spectune.traces.schema import TREE_CODE_MAX, Sampling
@@ -203,11 +202,9 @@ class Drawn(ModelDistributions):
 class Grown:
     """Trees of one kind grown from true laws and from what passes say."""
 
-    def __init__(self, kind: str, stop: str | None, trials: int, until_differing: bool) -> None:
+    def __init__(self, kind: str, stop: str | None, trials: int) -> None:
         self.settled = self.unsure = self.differing = 0
         for trial in range(trials):
-            if until_differing and self.differing:
-                return
             rng = random.Random(f"{kind} {stop} {trial}")
             rule, depth = random_rule(rng, kind, stop), rng.randint(1, 4)
             perturbed, filtered = rng.random() < 0.5, rng.random() < 0.3
@@ -233,45 +230,6 @@ def test_what_is_left_undecided_changes_no_tree(kind: str, stop: str | None) -> 
     """Tokens, parents, depths, places, levels, passes, their widths, Phi and bin are those of the
     true laws, in every variant of what rounding could have made of them; and most undecided laws
     are left alone."""
-    found = Grown(kind, stop, 40, until_differing=False)
+    found = Grown(kind, stop, 40)
     assert found.differing == 0
     assert 0 < found.settled < (0.7 if kind == "static" else 0.85) * found.unsure
-
-
-def nothing(rule: TreeRule, tree: object, level: int, codes: near_ties.OpenCodes) -> np.ndarray:
-    return np.zeros(len(codes.near), dtype=bool)
-
-
-OPEN_CODES = near_ties.open_codes
-
-
-def narrow(rows: DistributionRows, *, perturbed: bool) -> near_ties.OpenCodes:
-    """Codes that are not open, and only the marks for what they are."""
-    found = OPEN_CODES(rows, perturbed=perturbed)
-    sure = OPEN_CODES(rows._replace(unsure=None, unsure_entropy=None), perturbed=perturbed)
-    return sure._replace(near=found.near, swapped=found.swapped)
-
-
-def steady(rows: DistributionRows, *, perturbed: bool) -> near_ties.OpenCodes:
-    """Codes that may be a unit off, without children that change places."""
-    found = OPEN_CODES(rows, perturbed=False)
-    return found._replace(swapped=np.zeros_like(found.swapped))
-
-
-@pytest.mark.parametrize(
-    ("kind", "stop", "name", "instead"),
-    [
-        *((kind, None, "_open_choices", nothing) for kind in ("top_k", "classifier", "static")),
-        *((kind, "max_entropy", "_open_stop", lambda *_: set()) for kind in ("top_k", "static")),
-        *(("static", stop, "_open_stop", lambda *_: set()) for stop in ("max_logp", "max_joint")),
-        *((kind, None, "_open_phi", lambda *_: set()) for kind in KINDS if "stratified" in kind),
-        *((kind, None, "open_codes", narrow) for kind in ("top_k", "classifier")),
-        *((kind, None, "open_codes", steady) for kind in ("classifier", "static")),
-    ],
-)
-def test_settling_less_would_be_seen(
-    kind: str, stop: str | None, name: str, instead: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The comparison above fails where one of the reasons to settle is left out."""
-    monkeypatch.setattr(near_ties, name, instead)
-    assert Grown(kind, stop, 600, until_differing=True).differing > 0

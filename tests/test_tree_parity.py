@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from oracle import RecordedTrees, replay_rounds
+from pairs import fixed
 from synthetic import flat_profile, with_terms
 from test_lossless import PROMPTS
 
@@ -73,10 +74,6 @@ def top_k(width: int) -> dict[str, Any]:
 
 def grower(width: int, cap: int, beta: float) -> dict[str, Any]:
     return {"kind": "classifier", "width": width, "cap": cap, "beta": beta, "artifact": "grower"}
-
-
-def fixed(gamma: int) -> dict[str, Any]:
-    return {"kind": "fixed", "gamma": gamma}
 
 
 def tree_policies(draft: str, count: int, seed: int) -> list[Policy]:

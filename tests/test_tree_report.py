@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 from doors import Door, one_object, write_workload
 from rich.console import Console
+from test_store import damage
 from trace_values import a_trajectory
 
 from spectune.db import open_database
+from spectune.db.models import ArtifactRow, StudyRow
 from spectune.optimizer.report.drawn_trees import LINES, tree_view
 from spectune.optimizer.report.tree_page import page
 from spectune.optimizer.report.trees import (
@@ -436,6 +438,7 @@ def test_the_report_of_a_recording(door: Door, recorded: tuple[str, str], tmp_pa
 def test_the_report_finds_what_was_fitted_and_tried(
     door: Door, recorded: tuple[str, str], tmp_path: Path
 ) -> None:
+    """What is damaged is left out."""
     name, _ = recorded
     policy = top_k(2, kind="fsm", gamma_max=3)
     with open_database(door.db) as database:
@@ -447,6 +450,7 @@ def test_the_report_finds_what_was_fitted_and_tried(
             return store.put_artifact("bins", document, pair_id=pair)
 
         _, new, _ = bins("near", 5), bins("near", 15, 40), bins("far", 99)
+        damage(store, ArtifactRow, bins("near", 20))
         trials = [
             {"policy": policy.spelled_out(), "id": policy.id, "value": 2.0, "origin": "x"},
             {"policy": {"draft": "near", "no": 1}},
@@ -454,6 +458,8 @@ def test_the_report_finds_what_was_fitted_and_tried(
         study: dict[str, Any] = {"sampler": "none", "seed": 0, "document": {}}
         store.put_study(pair, **study, trials=trials, recording_id=name)
         store.put_study(pair, **study, trials=trials[:1], recording_id=None)
+        damaged = store.put_study(pair, **study, trials=trials, recording_id=name)
+        damage(store, StudyRow, damaged)
         loaded = store.load(name, ["near"], trees=True)
         grown = {("near", "coupled"): loaded.trees("near")}
         trace = ReplayTrace(loaded.trajectories, {}, trees=grown)

@@ -1,32 +1,29 @@
-"""Tree panoramas packed, stored, widened, moved and found damaged; and the databases that are older
+"""Tree panoramas packed, stored, widened and found damaged; and the databases that are older
 than they."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import sqlalchemy as sa
-from databases import at_revision, migrating
+from databases import at_revision, migrating, run_sql
 from test_store import damage
-from trace_values import PAIR, a_panorama, a_recording, a_trajectory, a_tree
+from trace_values import a_panorama, a_recording, a_trajectory, a_tree
 
 from spectune.db import CorruptedChunkError, NotFoundError, check, migrate, open_database, upgrade
 from spectune.db.models import PanoramaChunkRow
 from spectune.traces.codec import CodecError, pack, unpack
 from spectune.traces.errors import TraceError
-from spectune.traces.packing import pack_chain, pack_tokens, pack_tree, unpack_chain, unpack_tree
+from spectune.traces.packing import pack_chain, pack_tree, unpack_chain, unpack_tree
 from spectune.traces.recording import TreeExtent
 from spectune.traces.schema import Proposals, Sampling, TreePanorama
 from spectune.traces.store import TraceStore
 from spectune.traces.store.prune import prune
 from spectune.traces.store.query import TraceFilter, acceptance_stats, request_rows
-from spectune.traces.store.transfer import export_recordings, import_recordings
 
 BOTH: tuple[Proposals, ...] = ("coupled", "probability")
 
@@ -138,7 +135,8 @@ def test_missing_trees_are_those_too_narrow_too_flat_or_not_covering(store: Trac
     recording = a_recording(store, n=4)
 
     def missing(draft: str = "small", width: int = 4, depth: int = 3, **how: Any) -> list[int]:
-        return [*store.missing_trees(recording, draft, width=width, depth=depth, **how)]
+        asked = {"width": width, "proposals": "coupled", **how}
+        return [*store.missing_panoramas(recording, draft, depth, **asked)]
 
     assert missing(width=1, depth=1) == [0, 1, 2, 3]
     assert store.tree_limits(recording, "small") == (0, 0, ())
@@ -156,7 +154,7 @@ def test_missing_trees_are_those_too_narrow_too_flat_or_not_covering(store: Trac
     info = store.get_recording(recording)
     assert info.trees == {"small": TreeExtent(3, 4, 3)}
     assert info.trees_shown() == "small 4x3 (3 of 4)"
-    for ask in (store.tree_limits, lambda r, d: store.missing_trees(r, d, width=1, depth=1)):
+    for ask in (store.tree_limits, lambda r, d: store.missing_panoramas(r, d, 1)):
         with pytest.raises(NotFoundError, match="no recording 'rec-0'"):
             ask("rec-0", "small")
 
@@ -213,18 +211,15 @@ def test_a_damaged_tree_is_named_and_the_others_are_usable(store: TraceStore, ur
     assert [(c.table, c.key["ordinal"], c.key["kind"]) for c in report.bad_chunks] == [
         ("panorama_chunk", 1, "tree")
     ]
+    assert (report.integrity, report.bad_chunks[0].problem) == ((), "checksum differs")
 
 
-# --- moving and removing
+# --- removing
 
 
-def test_trees_travel_with_their_recording_and_go_with_it(
-    store: TraceStore, tmp_path: Path
-) -> None:
+def test_trees_go_with_their_recording(store: TraceStore) -> None:
     recording = a_recording(store, n=2, trees=True)
     put_trees(store, recording, 2, proposals="probability")
-    before = store.load(recording, trees=True)
-    export_recordings(store.database, [recording], tmp_path / "out.db")
     plan = prune(store.database, recordings=[recording], dry_run=True)
     with store.database.read() as session:
         held = session.scalar(sa.select(sa.func.sum(sa.func.length(PanoramaChunkRow.data))))
@@ -232,53 +227,31 @@ def test_trees_travel_with_their_recording_and_go_with_it(
     prune(store.database, recordings=[recording])
     with store.database.read() as session:
         assert session.scalar(sa.select(sa.func.count()).select_from(PanoramaChunkRow)) == 0
-    import_recordings(store.database, tmp_path / "out.db")
-    after = store.load(recording, trees=True)
-    assert (after.requests, after.info.trees) == (before.requests, before.info.trees)
-    assert after.info.trees_q == before.info.trees_q
-    assert store.tree_limits(recording, "small") == (4, 3, ("a",))
 
 
 # --- databases of before
 
 
-def old_database(url: str) -> None:
-    """A database at revision 0001 with a recording of one request and its chain panorama, written
-    as that program did."""
+def old_database(url: str, folder: Path) -> str:
+    """A database at revision 0001 with what its tables have of a recording of one request; its
+    id."""
     at_revision(url, "0001")
-    text = a_trajectory(0)
-    tokens = vars(pack_tokens(text.prompt_ids, text.output_ids))
-    chain = vars(pack_chain(a_panorama(text, "small")))
-    now = {"created_at": datetime(2026, 11, 20, 12, tzinfo=UTC)}
-    greedy = json.dumps(asdict(Sampling()))
-    asked = {"sampling": greedy, "max_new_tokens": 64, "verifier": "coupled"}
-    request = {"recording_id": "rec-000001", "ordinal": 0}
-    rows: dict[str, dict[str, Any]] = {
-        "pair": {"id": PAIR, "name": "demo", "document": "{}", **now},
-        "recording": {
-            "id": "rec-000001", "pair_id": PAIR, "source": "record", "state": "complete",
-            "options": "{}", "progress": "{}", "spec_sha256": "0" * 64, **asked, **now,
-        },
-        "trajectory": {
-            "request_id": text.request_id, "category": text.category, "finish": "length",
-            "stop_strings": "[]", "n_prompt": 17, "n_output": 60, "rounds": 0, "drafted": 0,
-            "accepted": 0, "seconds": 0.0, **request, **asked, **now, **tokens,
-        },
-        "panorama_chunk": {
-            "draft": "small", "kind": "chain", "gamma_max": 16, "n": 60, "agree_count": 40,
-            "none_count": 0, "acceptance": 0.5, "at_risk": "[60]", "survived": "[40]",
-            **request, **chain,
-        },
-    }  # fmt: skip
+    current, tables = folder / "current.db", sa.MetaData()
+    with open_database(str(current)) as database:
+        recording = a_recording(TraceStore(database), n=1)
     with migrating(url) as connection:
-        for table, values in rows.items():
-            given = ", ".join(f":{name}" for name in values)
-            insert = f"INSERT INTO {table} ({', '.join(values)}) VALUES ({given})"
-            connection.execute(sa.text(insert), values)
+        tables.reflect(connection)
+        for table in tables.sorted_tables:
+            names = [column.name for column in table.columns]
+            into = sa.table(table.name, *map(sa.column, names)).insert()
+            if table.name != migrate.VERSION_TABLE:
+                for row in run_sql(current, f"SELECT {', '.join(names)} FROM {table.name}"):
+                    connection.execute(into, dict(zip(names, row, strict=True)))
+    return recording
 
 
-def test_an_old_database_is_upgraded_with_what_it_holds(new_url: str) -> None:
-    old_database(new_url)
+def test_an_old_database_is_upgraded_with_what_it_holds(new_url: str, tmp_path: Path) -> None:
+    recording = old_database(new_url, tmp_path)
     assert upgrade(new_url) == ("0001", migrate.head())
     assert check(new_url).ok
     with open_database(new_url) as database:
@@ -288,8 +261,8 @@ def test_an_old_database_is_upgraded_with_what_it_holds(new_url: str) -> None:
         assert loaded.info.sampling == Sampling()
         assert loaded.panoramas("small") == (a_panorama(a_trajectory(0), "small"),)
         with database.read() as session:
-            row = session.get_one(PanoramaChunkRow, ("rec-000001", 0, "small", "chain"))
+            row = session.get_one(PanoramaChunkRow, (recording, 0, "small", "chain"))
             assert (row.width, row.covers) == (0, [])
         assert loaded.info.trees == {}
-        put_trees(store, "rec-000001", 1)
+        put_trees(store, recording, 1)
         assert len(store.load("latest", trees=True).trees("small")) == 1

@@ -15,9 +15,8 @@ import torch
 import tree_reference as reference
 from tree_reference import Path
 
-import spectune.runtime.distributions
 from spectune.runtime import near_ties
-from spectune.runtime.distributions import best_of, on_host, read_distributions
+from spectune.runtime.distributions import on_host, read_distributions
 from spectune.runtime.models import CausalModel
 from spectune.runtime.policies.heterospec import kept_nodes
 from spectune.runtime.policies.sequoia import static_levels
@@ -37,12 +36,6 @@ from spectune.traces.schema import NO_BIN, Sampling
 CPU = torch.device("cpu")
 KINDS = ["chain", "top_k", "classifier", "static"]
 TRIALS = 600
-
-
-@pytest.fixture(params=["fused", "tensors"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads codes by a compiled loop (a CPU's) or by tensor operations (any device's)."""
-    monkeypatch.setattr(spectune.runtime.distributions, "fused", lambda _: request.param == "fused")
 
 
 @dataclass
@@ -142,7 +135,7 @@ def random_case(rng: random.Random, kind: str) -> Case:
     draft = reference.random_draft(
         rng, vocab, width, ties, greedy, rng.choice([0.0, 0.0, 0.3, 0.9])
     )
-    limit = gamma + rng.randint(0, 4)
+    limit = gamma + rng.choice([0, 1, 2, 3, 4, 10**6])
     return Case(draft, growth, stop, strata, rule, gamma, limit, wanted, vocab)
 
 
@@ -396,7 +389,6 @@ of_sampling = pytest.mark.parametrize(
 
 
 @of_sampling
-@pytest.mark.usefixtures("way")
 def test_rounding_changes_no_tree(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes that differ from the canonical one by rounding grow the tree that the canonical laws
     grow, where exactness is asked for.
@@ -444,14 +436,15 @@ def test_rounding_changes_no_tree(sampling: Sampling, monkeypatch: pytest.Monkey
 
 
 def test_codes_come_to_the_host_in_one_transfer_as_in_several() -> None:
-    columns = [torch.arange(6).view(2, 3), torch.tensor([7, 8]), torch.tensor([[True], [False]])]
+    scores = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+    columns = [torch.arange(6).view(2, 3), torch.tensor([[True], [False]]), scores]
     for one, other in zip(*(on_host(columns, at_once=x) for x in (True, False)), strict=True):
+        assert one.dtype == other.dtype
         assert np.array_equal(one, other)
 
 
 @of_sampling
 @pytest.mark.parametrize("vocab", [3, 11, 150])
-@pytest.mark.usefixtures("way")
 def test_codes_of_a_law(sampling: Sampling, vocab: int) -> None:
     """Children, codes and entropies as docs/trees.md defines them, in Python's own arithmetic, away
     from borders."""
@@ -497,16 +490,3 @@ def test_codes_of_a_law(sampling: Sampling, vocab: int) -> None:
             for code, p in ((codes.entropy, np.array([*q.values()])), (codes.top_entropy, top)):
                 p = p / p.sum()
                 assert code[0] == min(255, math.floor(-16 * (p * np.log(p)).sum()))
-
-
-@pytest.mark.parametrize("vocab", [8192, 50257])
-def test_best_of_long_rows(vocab: int) -> None:
-    """By blocks the largest of a row are those that ``topk`` finds, the short last block's
-    included."""
-    x = torch.randn(3, vocab, generator=torch.Generator().manual_seed(vocab)).double()
-    x[0, -1] = x[1, 0] = 9.0
-    for count in (1, 11, 33):
-        values, tokens = best_of(x, count)
-        best = x.topk(count, dim=-1)
-        assert torch.equal(values, best.values)
-        assert torch.equal(tokens, best.indices)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pairs import fixed
 from test_report import DROPPED, FAST, PLAIN, SLOWER, WINNER
 from test_report import tuned as results
 from test_tree_report import Page
@@ -38,10 +39,6 @@ def tuned(winner: Candidate, incumbent: Candidate, **more: Any) -> dict[str, Any
 PUBLISHED = {"published": {"version": 3, "policy": FAST.id}}
 
 
-def fixed(gamma: int) -> dict[str, Any]:
-    return {"kind": "fixed", "gamma": gamma}
-
-
 @pytest.mark.parametrize(
     ("document", "words"),
     [
@@ -62,6 +59,10 @@ def fixed(gamma: int) -> dict[str, Any]:
             | {"shortlist": {"kind": "frequency", "artifact": "abc", "size": 512}},
             "head drafts EAGLE-2 trees of 6 levels, 24 nodes verified, over a shortlist of "
             "512 tokens",
+        ),
+        (
+            {"draft": "small", "window": {"kind": "by_batch", "gamma": {"1": 6, "4": 2, "9": 0}}},
+            "small drafts up to 6 tokens a round, as its window (by_batch) says",
         ),
         (
             {"draft": {"kind": "ols", "artifact": "abc"}},

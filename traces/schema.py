@@ -68,6 +68,15 @@ class _ByContent:
                 return False
         return True
 
+    @classmethod
+    def columns(cls) -> tuple[str, ...]:
+        """Names of a panorama's array columns, in storage order."""
+        return tuple(
+            f.name
+            for f in fields(cls)  # type: ignore[arg-type]  # a dataclass
+            if str(f.type).startswith("npt.NDArray")
+        )
+
     def _check_shapes(self, what: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         for name, shape in shapes.items():
             got = getattr(self, name).shape
@@ -244,11 +253,6 @@ class ChainPanorama(_ByContent):
         """Output tokens of the trajectory."""
         return len(self.agree)
 
-    @classmethod
-    def columns(cls) -> tuple[str, ...]:
-        """Names of the array columns, in storage order."""
-        return ("agree", "logp", "entropy", "accept", "branch_logp", "branch_entropy", "branch_len")
-
 
 Proposals = Literal["coupled", "probability"]
 
@@ -308,21 +312,6 @@ class TreePanorama(_ByContent):
     def positions(self) -> int:
         """Output tokens of the trajectory."""
         return len(self.text_slot) - len(self.parent) - 1
-
-    @classmethod
-    def columns(cls) -> tuple[str, ...]:
-        """Names of the array columns, in storage order."""
-        return (
-            "parent",
-            "slot",
-            "tokens",
-            "logp",
-            "gap",
-            "count",
-            "entropy",
-            "top_entropy",
-            "text_slot",
-        )
 
 
 class Step(NamedTuple):

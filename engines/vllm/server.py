@@ -105,11 +105,6 @@ class Server:
         self.device, self.address = "cpu" if found.cpu else "cuda", (HOST, 0)
 
     @property
-    def process_id(self) -> int:
-        """0 where none was started."""
-        return self._process.pid if self._process is not None else 0
-
-    @property
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 

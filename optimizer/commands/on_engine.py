@@ -37,10 +37,11 @@ engine_options = together(
 
 
 def deployment_on(engine: str) -> str:
-    """The deployment that was named; else an engine's own, which has its name, and for the native
-    decoder the default."""
+    """The deployment that was named, else an engine's own."""
+    from spectune.optimizer.deployment import deployment_of
+
     named = str(click.get_current_context().params["deployment"])
-    return named if engine == NATIVE or is_given("deployment") else engine
+    return named if is_given("deployment") else deployment_of(engine)
 
 
 def check_engine(kw: dict[str, Any]) -> None:

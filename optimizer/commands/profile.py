@@ -98,7 +98,7 @@ def _profile_here(kw: dict[str, Any]) -> None:
         texts: Sequence[Trajectory] = ()
         if trees:
             if recording is not None:
-                same_pair(store.get_recording(recording).pair_id, pair, recording)
+                same_pair(store.get_recording(recording).pair_id, pair.spec, recording)
             recording, texts = texts_to_profile(store, pair.id, recording)
             on = (
                 f"the {len(texts)} texts of recording {recording}"
@@ -194,12 +194,10 @@ def _prompts(
     from spectune.optimizer.on_engine import prompts_of
     from spectune.optimizer.record import texts_to_profile
     from spectune.runtime.words import load_words
-    from spectune.traces.errors import TraceError
 
-    if recording is not None and (of := store.get_recording(recording)).pair_id != spec.id:
-        raise TraceError(
-            f"recording {of.id} is of pair {of.pair_id}, not of {spec.name} ({spec.id})"
-        )
+    if recording is not None:
+        of = store.get_recording(recording)
+        same_pair(of.pair_id, spec, of.id)
     found, texts = texts_to_profile(store, spec.id, recording)
     if not texts:
         demo = load_workload(["demo"], limit=MOST_PROMPTS)

@@ -35,7 +35,6 @@ from spectune.optimizer.commands.shared import (
 if TYPE_CHECKING:
     from spectune.optimizer.execute import DecodeOptions
     from spectune.runtime.loading import LoadedPair
-    from spectune.runtime.loop import PolicySource
     from spectune.runtime.pair import PairSpec
     from spectune.traces.store import TraceStore
 
@@ -113,13 +112,15 @@ def record(**kw: Any) -> None:
         pair = load(kw, spec)
         from spectune.optimizer.record import Look, begun_as, look_around
         from spectune.optimizer.record import record as do_record
+        from spectune.optimizer.serving import last_good
+        from spectune.runtime.loop import StaticSource
         from spectune.traces.sanity import checked
 
         with _workers(kw["workers"]), Meter() as meter:
             begun = None
             if workload is None:
                 before = store.get_recording(served or resumed)
-                same_pair(before.pair_id, pair, before.id)
+                same_pair(before.pair_id, spec, before.id)
                 if not served and before.state == "recording" and before.workload_id is not None:
                     begun, (workload, options) = before, begun_as(store, pair, before)
             sampling = before.sampling if workload is None else options.sampling
@@ -133,14 +134,20 @@ def record(**kw: Any) -> None:
             else:
                 if begun is None:
                     workload = fit_to(pair, workload, options, kw["overlong"])
-                source = _source(store, pair, kw["policy_name"], options, kw["deployment"])
+                profile = profile_of(store, None, pair.id, pair.device.type)
+                if kw["policy_name"] == "active":
+                    plan = last_good(
+                        store, pair, profile, options.verifier, options.sampling, kw["deployment"]
+                    )
+                else:
+                    plan = prepared(store, pair, kw["policy_name"], options, profile)
                 info = do_record(
                     store,
                     pair,
                     workload,
                     options,
                     look,
-                    source,
+                    StaticSource(plan),
                     fresh=kw["fresh"],
                     begun=begun,
                     progress=meter,
@@ -203,21 +210,6 @@ def _go_on(kw: dict[str, Any], store: TraceStore) -> None:
         for option in ("device", "dtype"):
             if kw[option] == "auto":
                 kw[option] = before.options.get(option, "auto")
-
-
-def _source(
-    store: TraceStore, pair: LoadedPair, name: str, options: DecodeOptions, deployment: str
-) -> PolicySource:
-    """The policy to decode by; for ``active`` the newest publication that can run here."""
-    from spectune.optimizer.serving import last_good
-    from spectune.runtime.loop import StaticSource
-
-    profile = profile_of(store, None, pair.id, pair.device.type)
-    if name == "active":
-        return StaticSource(
-            last_good(store, pair, profile, options.verifier, options.sampling, deployment)
-        )
-    return StaticSource(prepared(store, pair, name, options, profile))
 
 
 def _trees(

@@ -341,7 +341,9 @@ def traces_prune(older_than: str | None, **kw: Any) -> None:
 
     with open_store(create=False) as store:
         before = moment_before(store, older_than)
-        report = prune(store.database, before=before, **kw, vacuum=not kw["dry_run"])
+        report = prune(store.database, before=before, **kw)
+        if not report.dry_run:
+            store.database.vacuum()
     verb = "would remove" if report.dry_run else "removed"
     names = ", ".join(p.recording for p in report.removed) or "nothing"
     kept = f"; spared as evidence: {', '.join(report.kept)}" if report.kept else ""

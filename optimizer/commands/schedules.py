@@ -112,7 +112,7 @@ def _from_anywhere(workload: str) -> str:
     if not workload.startswith("hf:"):
         return str(Path(workload).resolve())
     name = re.split("[,:]", workload)[1]
-    if not Path(name).is_dir():
+    if not name or not Path(name).is_dir():
         return workload
     return f"hf:{Path(name).resolve()}{workload.removeprefix(f'hf:{name}')}"
 

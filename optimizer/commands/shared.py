@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from spectune.runtime.policies.prepared_chooser import AnyPlan
     from spectune.runtime.words import Words
     from spectune.traces.schema import LatencyProfile, Workload
-    from spectune.traces.store import Publication, TraceStore
+    from spectune.traces.store import TraceStore
 
 
 def typed(*options: str) -> bool:
@@ -31,15 +31,21 @@ def typed(*options: str) -> bool:
     return any(ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in options)
 
 
+def refuse_typed(error: type[Exception], why: str, refused: Callable[[str], bool]) -> None:
+    """Raises ``error``, which says ``why``, for the first option typed that is ``refused`` by
+    name."""
+    for param in click.get_current_context().command.params:
+        name = param.name or ""
+        if param.expose_value and refused(name) and typed(name):
+            raise error(f"{param.opts[0]} {why}")
+
+
 def nothing_decoded(by: str, *also: str) -> None:
     """Raises UsageError for an option that says what is decoded or how, or one of ``also``, typed
     beside ``by``, an option that names texts."""
+    why = f"has no effect with {by}, whose texts are there; leave it out"
     refused = {*DECODED, "limit", "limit_seed", "categories", *also}
-    for param in click.get_current_context().command.params:
-        if param.name in refused and typed(param.name):
-            raise click.UsageError(
-                f"{param.opts[0]} has no effect with {by}, whose texts are there; leave it out"
-            )
+    refuse_typed(click.UsageError, why, refused.__contains__)
 
 
 def pair_spec(
@@ -136,36 +142,24 @@ def policy_named(
     deployment: str = "default",
     *,
     option: str = "--policy",
-    warns: Callable[[Publication], str] = lambda active: "",
 ) -> AnyPolicy:
-    """A policy by built-in name, file, inline JSON, id, or ``active``; what ``warns`` says of the
-    publication in force goes to stderr. Raises PolicyError."""
+    """A policy by built-in name, file, inline JSON, id, or ``active``. Raises PolicyError."""
     from spectune.db.errors import NotFoundError
-    from spectune.optimizer.inputs import named_policy, published_policy, stored_policy
+    from spectune.optimizer.inputs import policy_of
     from spectune.runtime.policies.document import AUTOREGRESSIVE
     from spectune.traces.errors import PolicyError
     from spectune.traces.text import shortened
 
-    found = named_policy(name)
-    if found is not None:
-        return found
-    if name == "active":
-        active = store.active_publication(pair_id, device, deployment)
-        if active is None:
-            say_unpublished(pair_id, device, deployment)
-            return AUTOREGRESSIVE
-        policy = published_policy(active)
-        if warning := warns(active):
-            note(f"warning: {warning}")
-        return policy
     try:
-        stored = store.get_policy(name)
+        policy = policy_of(store, name, pair_id, device, deployment)
     except NotFoundError as error:
         raise PolicyError(
             f"{option} {shortened(name)}: neither a file, a JSON document, 'active' nor "
             f"'autoregressive', and {shortened(str(error))} (see `policies list`)"
         ) from None
-    return stored_policy(stored)
+    if policy is None:
+        say_unpublished(pair_id, device, deployment)
+    return policy or AUTOREGRESSIVE
 
 
 def say_unpublished(pair_id: str, device: str, deployment: str) -> None:
@@ -185,15 +179,15 @@ def prepared(
 ) -> AnyPlan:
     """A policy by name (:func:`policy_named`), ready to decode with a loaded pair. Says on stderr
     where it was tuned for another sampling. Raises PolicyError."""
-    from spectune.optimizer.deployment import other_sampling
-
-    def warns(active: Publication) -> str:
-        return other_sampling(active, options.sampling, options.verifier)
-
-    policy = policy_named(store, name, pair.id, pair.device.type, deployment, warns=warns)
     from spectune.optimizer.artifacts import fitted
+    from spectune.optimizer.deployment import other_sampling
     from spectune.runtime.decoder import prepare_for
 
+    where = pair.id, pair.device.type, deployment
+    policy = policy_named(store, name, *where)
+    active = store.active_publication(*where) if name == "active" else None
+    if active and (warning := other_sampling(active, options.sampling, options.verifier)):
+        note(f"warning: {warning}")
     return prepare_for(pair, policy, profile=profile, artifacts=fitted(store, pair.id))
 
 
@@ -205,12 +199,12 @@ def profile_of(
     return None if found is None else found.profile
 
 
-def same_pair(pair_id: str, pair: LoadedPair, recording: str) -> None:
-    """Raises TraceError where a recording is of another pair than the one that is loaded."""
+def same_pair(pair_id: str, spec: PairSpec, recording: str) -> None:
+    """Raises TraceError where a recording is of another pair than the one that is meant."""
     from spectune.traces.errors import TraceError
 
-    if pair_id != pair.id:
+    if pair_id != spec.id:
         raise TraceError(
-            f"recording {recording} was made with pair {pair_id}, not with {pair.id} "
-            f"({pair.spec.name}); give that pair"
+            f"recording {recording} was made with pair {pair_id}, not with {spec.id} "
+            f"({spec.name}); give that pair"
         )

@@ -140,7 +140,7 @@ def tune(**kw: Any) -> None:
             workload = fit_to(pair, workload, options, kw["overlong"])
         else:
             info = store.get_recording(kw["recording_id"])
-            same_pair(info.pair_id, pair, info.id)
+            same_pair(info.pair_id, spec, info.id)
             texts = store.load(info.id, (), skip_corrupted=True).trajectories
             said_of([text.category for text in texts], publish=publish)
             if info.state != "complete" and info.workload_id is not None:
@@ -208,10 +208,7 @@ def tune_under_load(kw: dict[str, Any]) -> None:
         spec = None
         if kw["execute"] or typed("pair", "target", "drafts"):
             spec = pair_spec(kw, store, info.id)
-            if spec.id != info.pair_id:
-                raise TraceError(
-                    f"recording {info.id} is of pair {info.pair_id}, not of {spec.name} ({spec.id})"
-                )
+            same_pair(info.pair_id, spec, info.id)
         searched, place, proved = search_under_load(store, info, kw), place_of(store, info), None
         if kw["execute"]:
             assert spec is not None

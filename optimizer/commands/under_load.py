@@ -15,7 +15,7 @@ from spectune.optimizer.commands.on_engine import deployment_on
 from spectune.optimizer.commands.options import checked, together
 from spectune.optimizer.commands.outputs import kept_unless_stored
 from spectune.optimizer.commands.printing import Meter, as_json, emit, note, say, table, to_type
-from spectune.optimizer.commands.shared import typed
+from spectune.optimizer.commands.shared import refuse_typed
 
 if TYPE_CHECKING:
     from spectune.optimizer.deployment import Place
@@ -65,19 +65,15 @@ def check_typed(read: Collection[str]) -> None:
     load."""
     from spectune.traces.errors import TraceError
 
-    for param in click.get_current_context().command.params:
-        name = param.name or ""
-        if param.expose_value and name not in read and typed(name):
-            raise TraceError(f"{param.opts[0]} says nothing of a load; leave it out")
+    why = "says nothing of a load; leave it out"
+    refuse_typed(TraceError, why, lambda name: name not in read)
 
 
 def check_no_load(*names: str) -> None:
     """Raises TraceError for an option that says something of a load, typed without one."""
     from spectune.traces.errors import TraceError
 
-    for name in names:
-        if typed(name):
-            raise TraceError(f"--{name} is of requests under a load; say --arrivals too")
+    refuse_typed(TraceError, "is of requests under a load; say --arrivals too", names.__contains__)
 
 
 def recording_on(store: TraceStore, recording: str, engine: str | None) -> RecordingInfo:
@@ -119,7 +115,10 @@ def simulate_under_load(
         "policy": policy.label(),
         "policy_id": policy.id,
         "priced_with_draft": lab.loaded(policy),
-        "loads": [{"load": name, **found.to_json(level)} for name, found in simulated.items()],
+        "loads": [
+            {"load": name, **found.to_json(level), "over_time": found.served.load()}
+            for name, found in simulated.items()
+        ],
     }
     _say_costs(lab)
     rows = []
@@ -154,8 +153,6 @@ def search_under_load(store: TraceStore, info: RecordingInfo, kw: dict[str, Any]
         figures = {
             which: scored.served[name].to_json(lab.objective) for which, scored in served.items()
         }
-        for each in figures.values():
-            del each["load"]
         fastest = {"draft": best.policy.draft, "gamma": best.policy.gamma_max}
         loads.append({"load": name, "best": fastest, "relative": found.relative[name], **figures})
     policy = found.table.policy
@@ -216,11 +213,15 @@ def execute_found(
     """Serves what a search found on its engine, beside what is in force, for about --budget;
     publishes the best where that is proved better, unless --no-publish."""
     from spectune.optimizer.executed_load import execute_all, finalists, pass_s, passes_of
-    from spectune.optimizer.proven_load import proof_of, publish_proven, to_beat
+    from spectune.optimizer.inputs import in_force
+    from spectune.optimizer.proven_load import proof_of, publish_proven
     from spectune.optimizer.schedule.times import parse_duration
+    from spectune.runtime.policies.document import Policy
 
     lab, found, data = searched
-    incumbent, unusable = to_beat(lab, place.over)
+    otherwise = "what is to be beaten is no speculation"
+    incumbent, unusable = in_force(place.over, lab.engine.runs, otherwise)
+    assert isinstance(incumbent, Policy)  # no engine runs a chooser
     those = finalists(found, lab, incumbent)
     passes, one_s = passes_of(those, float(parse_duration(kw["budget"]))), pass_s(those)
     note(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -32,6 +32,7 @@ from spectune.traces.schema import TREE_SCALE
 
 Index = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
+Trained = tuple[ClassifierWeights, dict[str, Any]]
 
 FEATURES: Final = ("probability", "entropy", "depth")
 STARTS: Final = 4000
@@ -86,25 +87,6 @@ class Examples:
         return torch.from_numpy(np.stack(columns, axis=1) * mask)
 
 
-@dataclass(frozen=True, eq=False)
-class Classifier(ClassifierWeights):
-    """Weights on raw features in the order of :data:`FEATURES`; a feature that was left out has
-    zero weights.
-
-    ``metrics``, JSON-ready: ``recall`` and ``positive_rate`` on the held-out trees, ``curve`` (both
-    and the training loss by epoch, 0 being before training), and what it was trained with.
-    """
-
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-
-    def to_document(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        """(JSON-ready document, arrays) for an artifact, whose weights :func:`read_weights`
-        reads."""
-        document = {"hidden": self.hidden, "features": list(FEATURES)}
-        document["metrics"] = dict(self.metrics)
-        return document, {name: getattr(self, name) for name in WEIGHTS}
-
-
 def fit_c2t(
     source: TreeSource,
     *,
@@ -144,13 +126,15 @@ def fit_c2t(
                 "hidden": hidden or HIDDEN,
                 "features": tuple(features) or FEATURES,
             }
-            made = train(examples, **size, **steps)
+            made, metrics = train(examples, **size, **steps)
         else:
-            made = fine_tune(first[1], examples, fraction, **steps)
+            made, metrics = fine_tune(first[1], examples, fraction, **steps)
     except ValueError as error:
         raise TraceError(f"recording {source.info.id}: {error}") from None
-    described, arrays = made.to_document()
-    fitted = described | {
+    fitted = {
+        "hidden": made.hidden,
+        "features": list(FEATURES),
+        "metrics": metrics,
         "depth": depth,
         "width": width,
         "starts": len(np.unique(examples.tree)),
@@ -163,7 +147,7 @@ def fit_c2t(
     return source.keep(
         CLASSIFIER,
         fitted,
-        arrays,
+        {name: getattr(made, name) for name in WEIGHTS},
         tuple(vars(examples).values()),
         depth,
         lambda artifact: {"growth": {**growth, "artifact": artifact}},
@@ -245,8 +229,11 @@ def train(
     features: Sequence[str] = FEATURES,
     seed: int = 0,
     **steps: Any,
-) -> Classifier:
-    """Trains a classifier as appendix B.2, on ``features`` (table 1's ablation).
+) -> Trained:
+    """Trains a classifier as appendix B.2, on ``features`` (table 1's ablation): its weights on raw
+    features in the order of :data:`FEATURES` (zeros for one that is left out), and its metrics,
+    JSON-ready: ``recall`` and ``positive_rate`` on the held-out trees, ``curve`` (both and the
+    training loss by epoch, 0 being before training), and what it was trained with.
 
     :data:`HELD_OUT` of the trees are kept for evaluation, as they are; of the others all accepted
     nodes and :data:`NEGATIVES` times as many rejected ones, drawn once without replacement, are
@@ -267,7 +254,7 @@ def fine_tune(
     *,
     seed: int = 0,
     **steps: Any,
-) -> Classifier:
+) -> Trained:
     """Goes on training with other examples (appendix B.4): ``fraction`` of their trees, none of
     them held out; 0 leaves the classifier as it is and only scores it, on all of them (transfer
     without training, table 2).
@@ -275,20 +262,20 @@ def fine_tune(
     Everything else as in :func:`train`; a feature the classifier was trained without stays out. The
     curve's epoch 0 is the classifier as it came. Raises ValueError as :func:`train` does.
     """
-    mask, weights = (classifier.w1 != 0).any(axis=0), {n: getattr(classifier, n) for n in WEIGHTS}
+    mask = (classifier.w1 != 0).any(axis=0)
     made = {"fine_tuned": fraction > 0, "fraction": fraction}
     if fraction == 0:
         curve = [{"epoch": 0, "loss": None, **evaluate(classifier, examples)}]
         nothing = examples.take(np.zeros(len(examples), np.bool_))
         metrics = _metrics(curve, nothing, examples, mask) | {"epochs": 0, "seed": seed, **made}
-        return Classifier(**weights, metrics=metrics)
+        return classifier, metrics
     held = held_out(examples.tree, HELD_OUT, seed)
     learning = examples.take(~held)
     trees = np.unique(learning.tree)
     count = min(len(trees), max(1, round(fraction * len(np.unique(examples.tree)))))
     drawn = np.random.default_rng(seed).permutation(trees)[:count]
     learning = learning.take(np.isin(learning.tree, drawn))
-    start = Weights(*map(torch.from_numpy, weights.values()))
+    start = Weights(*(torch.from_numpy(getattr(classifier, name)) for name in WEIGHTS))
     start = start._replace(w2=start.w2[None])
     steps = {"learning_rate": FINE_TUNE_RATE, **steps}
     return _descend(start, learning, examples.take(held), mask, made, seed=seed, **steps)
@@ -340,13 +327,13 @@ def _descend(
     batch: int = BATCH,
     learning_rate: float = LEARNING_RATE,
     progress: Progress = silent,
-) -> Classifier:
+) -> Trained:
     """Adam from ``start``, or from random weights, on the features in the ``mask`` of balanced
     ``examples``; ``made`` is what the metrics say beside the figures."""
 
-    def classifier(weights: Weights, metrics: Mapping[str, Any] | None = None) -> Classifier:
+    def classifier(weights: Weights) -> ClassifierWeights:
         w1, b1, w2, b2 = (w.numpy() for w in weights)
-        return Classifier(np.where(mask, w1, np.float32(0)), b1, w2[0], b2, metrics or {})
+        return ClassifierWeights(np.where(mask, w1, np.float32(0)), b1, w2[0], b2)
 
     curve: list[dict[str, Any]] = []
 
@@ -358,7 +345,8 @@ def _descend(
     x, y = used.features(mask), torch.from_numpy(used.accepted)[:, None]
     steps: dict[str, Any] = {"epochs": epochs, "batch": batch, "learning_rate": learning_rate}
     last = perceptron.train(x, y, start=start, hidden=hidden, seed=seed, after=after, **steps)
-    return classifier(last, {**_metrics(curve, used, held, mask), **steps, "seed": seed, **made})
+    metrics = {**_metrics(curve, used, held, mask), **steps, "seed": seed, **made}
+    return classifier(last), metrics
 
 
 def _carried(source: TreeSource, name: str) -> tuple[str, ClassifierWeights]:

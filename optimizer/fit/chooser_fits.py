@@ -12,10 +12,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-import numpy as np
-
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.fit.on_the_fly import fit_chooser, read_prompts
+from spectune.optimizer.fit.on_the_fly import fit_chooser, predict_each, read_prompts
 from spectune.optimizer.fit.shared import StoredFit, keep, profile_of, recording_of, search_part
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -117,10 +115,7 @@ def keep_chooser(
 ) -> StoredFit:
     """Stores a chooser with what it predicts, and by ``profile`` chooses, for every prompt of a
     source, and the candidates as policies."""
-    # One by one, as a decoder does: a product of matrices need not have the same last bits.
-    predicted = np.concatenate(
-        [chooser.accuracies(chooser.features.transform([p])) for p in source.prompts]
-    )
+    predicted = predict_each(chooser, source.prompts)
     find, trace = fitted(store, pair.id), source.trace
     ready = {
         d: compile_plan(p, pair.draft_names, profile=profile, artifacts=find)

@@ -31,13 +31,12 @@ class _LanguageModelStates(LanguageModelPasses):
         """After every token of the text, [tokens, d]; zeros where the draft reads nothing."""
         self._reserve(ROWS)
         ids = torch.tensor(self.text, device=self.device)
-        return torch.cat(
-            [self.model.chain_states(ids[at : at + CHUNK], at) for at in range(0, len(ids), CHUNK)]
-        )
+        starts = range(0, len(ids), CHUNK)
+        return torch.cat([self.model.chain(ids[at : at + CHUNK], at, logits=0)[1] for at in starts])
 
     def node_states(self, nodes: Nodes) -> Tensor:
         """After drafted nodes, [n, d]."""
-        return self.model.scattered_states(nodes.ids, *self._place(nodes))
+        return self.model.run(nodes.ids, *self._place(nodes), logits=0)[1]
 
     def canonical_before(self, length: int) -> Tensor | None:
         """After the first ``length`` - 1 tokens of the text, by a canonical pass, [1, d]; None
@@ -57,7 +56,9 @@ class _HeadStates(HeadPasses):
             self.target.read(ids[:-1], 0)
             features = self.target.tapped[:, columns(self.target, head)]
             parts = [
-                head.chain(ids[at : at + CHUNK], features[at - 1 : at + CHUNK - 1], at)[1]
+                head.chain(
+                    ids[at : at + CHUNK], at, logits=0, hidden=features[at - 1 : at + CHUNK - 1]
+                )[1]
                 for at in range(1, len(ids), CHUNK)
             ]
             out = torch.cat([out, *parts])

@@ -19,7 +19,7 @@ import torch
 
 from spectune.optimizer.fit import perceptron
 from spectune.optimizer.fit.clusters import check_draft, cohesion, fit_clusters, stored_clusters
-from spectune.optimizer.fit.draft_distributions import states_over
+from spectune.optimizer.fit.draft_distributions import WholeDistributions, states_over
 from spectune.optimizer.fit.fr_spec import count_tokens, frequency_order, shown_sizes, token_ids
 from spectune.optimizer.fit.perceptron import Weights
 from spectune.optimizer.fit.ranks import recorded_ranks
@@ -242,12 +242,9 @@ def _contexts_of(
     ``first`` on."""
     model, ids = pair.models[draft], [*text.prompt_ids.tolist(), *text.output_ids.tolist()]
     states = states_over(pair, draft, ids, 1).text_states()
-    output = model.output
+    whole = WholeDistributions(pair, draft)
     best = [
-        torch.nn.functional.linear(part, output.weight, output.bias)
-        .float()
-        .log_softmax(-1)
-        .topk(min(TOP, output.rows), dim=-1)
+        whole.logits(part).log_softmax(-1).topk(min(TOP, model.output.rows), dim=-1)
         for part in torch.split(states[first:], ROWS)
     ]
     values, rows = (torch.cat(found) for found in zip(*best, strict=True))
@@ -273,7 +270,6 @@ def train_router(
     hidden: int = HIDDEN,
     epochs: int = EPOCHS,
     learning_rate: float = LEARNING_RATE,
-    ks: Sequence[int] | None = None,
     seed: int = 0,
     progress: Progress = silent,
 ) -> tuple[Router, dict[str, Any]]:
@@ -303,7 +299,7 @@ def train_router(
     steps: dict[str, Any] = {"epochs": epochs, "batch": BATCH, "learning_rate": learning_rate}
     steps |= {"hidden": hidden, "seed": seed, "after": after}
     router = Router(*perceptron.train(learning.inputs, y, **steps))
-    scores = score_router(router, apart, clusters, frequencies, labels=labels, ks=ks)
+    scores = score_router(router, apart, clusters, frequencies, labels=labels)
     return router, {**scores, "curve": curve}
 
 
@@ -314,11 +310,10 @@ def score_router(
     frequencies: Frequencies,
     *,
     labels: int = LABELS,
-    ks: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """What the router's top k clusters keep of ``contexts`` contexts, JSON-ready, for each k of
-    ``ks`` (by default 1, 2, 4, ... below M). Mass is counted of the tokens given, so it approaches
-    the distribution's as L' grows.
+    """What the router's top k clusters keep of ``contexts`` contexts, JSON-ready, for ``ks`` 1, 2,
+    4, ... below M. Mass is counted of the tokens given, so it approaches the distribution's as L'
+    grows.
 
     ``recall``: the share of all label clusters among the top k; ``labels``: label clusters of a
     context, on average, of the draft's first ``label_tokens`` tokens. ``size``: tokens in the
@@ -327,7 +322,7 @@ def score_router(
     ``oracle``: that of the best k clusters under these probabilities, so that ``oracle - mass`` is
     the mean routing regret of corollary 5.2. ``frequency_first`` and ``frequency``: ``first`` and
     ``mass`` of one frequency shortlist of round(size) tokens."""
-    chosen_ks = list(ks or (1 << i for i in range(max(1, (clusters.count - 1).bit_length()))))
+    ks = [1 << i for i in range(max(1, (clusters.count - 1).bit_length()))]
     n, tokens, mass = len(contexts.top), contexts.top, contexts.probabilities
     weights = Weights(router.w1, router.b1, router.w2, router.b2)
     with torch.no_grad():
@@ -342,7 +337,7 @@ def score_router(
     np.add.at(by_cluster, (np.arange(n)[:, None], of), mass)
     best = np.cumsum(np.sort(by_cluster, axis=1)[:, ::-1], axis=1).mean(axis=0)
     ranks = frequencies.rank[tokens]
-    taken = {k: frequencies.size(round(float(sizes[k - 1]))) for k in chosen_ks}
+    taken = {k: frequencies.size(round(float(sizes[k - 1]))) for k in ks}
 
     def kept(inside: npt.NDArray[np.bool_]) -> float:
         return float(np.where(inside, mass, 0.0).sum(1).mean())
@@ -351,13 +346,13 @@ def score_router(
         "contexts": n,
         "label_tokens": min(labels, tokens.shape[1]),
         "labels": float(wanted.sum(1).mean()),
-        "ks": chosen_ks,
-        "recall": [float((place[wanted] < k).mean()) for k in chosen_ks],
-        "size": [float(sizes[k - 1]) for k in chosen_ks],
-        "first": [float((place_of_tokens[:, 0] < k).mean()) for k in chosen_ks],
-        "mass": [kept(place_of_tokens < k) for k in chosen_ks],
-        "oracle": [float(best[k - 1]) for k in chosen_ks],
+        "ks": ks,
+        "recall": [float((place[wanted] < k).mean()) for k in ks],
+        "size": [float(sizes[k - 1]) for k in ks],
+        "first": [float((place_of_tokens[:, 0] < k).mean()) for k in ks],
+        "mass": [kept(place_of_tokens < k) for k in ks],
+        "oracle": [float(best[k - 1]) for k in ks],
         "ceiling": float(mass.sum(1).mean()),
-        "frequency_first": [float((ranks[:, 0] < taken[k]).mean()) for k in chosen_ks],
-        "frequency": [kept(ranks < taken[k]) for k in chosen_ks],
+        "frequency_first": [float((ranks[:, 0] < taken[k]).mean()) for k in ks],
+        "frequency": [kept(ranks < taken[k]) for k in ks],
     }

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,6 @@ from spectune.runtime.policies.draft_choice import (
     NO_DRAFT,
     TARGET,
     Chooser,
-    LinearAccuracy,
     Option,
     Rule,
     checked_candidate,
@@ -57,15 +56,9 @@ PROMPTS_PER_FEATURE: Final = 3
 MAX_TERMS: Final = 4096
 MIN_PROMPTS: Final = 2
 """Most terms that TF-IDF knows, and prompts that a term must occur in."""
-FALLBACK_RIDGE: Final = 1e-3
-"""Ridge per prompt where the features are linearly dependent and ordinary least squares has no
-single answer."""
 RIDGES: Final = tuple(float(x) for x in np.logspace(-3, 3, 25))
 """Ridges per prompt that cross-validation chooses from; at the largest, predictions are hardly more
 than the mean accuracy."""
-Ridge = float | Literal["cv"]
-"""A ridge per prompt; ``cv`` is chosen by leave-one-out cross-validation, for each draft its own.
-"""
 FOLDS: Final = 5
 """Parts of cross-validation that tell whether choosing gains anything."""
 RESAMPLES: Final = 1000
@@ -99,12 +92,6 @@ def agreement(trace: ReplayTrace, draft: str) -> FloatArray:
     return np.asarray(np.where(drawn, chance, chains.agree == AGREE_YES), dtype=np.float64)
 
 
-def mean_agreement(trace: ReplayTrace, draft: str, begins: IntArray, ends: IntArray) -> FloatArray:
-    """The mean of :func:`agreement` from each begin up to its end; 0 of nothing."""
-    sums = np.concatenate([[0.0], np.cumsum(agreement(trace, draft))])
-    return np.asarray((sums[ends] - sums[begins]) / np.maximum(1, ends - begins))
-
-
 def accuracy(trace: ReplayTrace, draft: str) -> FloatArray:
     """The single-token accuracy alpha of a draft on each request of ``trace.order``, float64
     [requests]. Raises TraceError as :func:`agreement` does, and for a request without output."""
@@ -113,7 +100,8 @@ def accuracy(trace: ReplayTrace, draft: str) -> FloatArray:
         raise TraceError(
             "a request of the recording has no output, so no draft's accuracy on it; leave it out"
         )
-    return mean_agreement(trace, draft, begins, ends)
+    sums = np.concatenate([[0.0], np.cumsum(agreement(trace, draft))])
+    return np.asarray((sums[ends] - sums[begins]) / (ends - begins))
 
 
 def level_accuracies(replayed: Replay) -> FloatArray:
@@ -126,27 +114,6 @@ def level_accuracies(replayed: Replay) -> FloatArray:
     kept = np.bincount(request, weights=accepted, minlength=requests)
     rejected = np.bincount(request, weights=stopped, minlength=requests)
     return np.asarray(kept / np.maximum(1.0, kept + rejected), dtype=np.float64)
-
-
-def persistence(trace: ReplayTrace, drafts: Sequence[str]) -> dict[str, float | None]:
-    """How much of the difference between requests' accuracies lasts, by draft: the correlation,
-    over the requests of ``trace.order``, of the accuracy on the answers' first halves with that on
-    their second halves. None where either does not vary.
-
-    What a prompt can tell of its answer is bounded by it: features of a prompt that predicted a
-    half better than the other half does would have to know what the text itself does not. For whole
-    answers the share of variance that lasts is about 2 c / (1 + c) (Spearman and Brown), which no
-    R^2 can be expected to exceed.
-    """
-    begins, ends = trace.offsets[trace.order], trace.offsets[trace.order + 1]
-    halves = (begins + ends) // 2
-    found: dict[str, float | None] = {}
-    for draft in drafts:
-        first = mean_agreement(trace, draft, begins, halves)
-        second = mean_agreement(trace, draft, halves, ends)
-        varies = len(first) > 1 and first.std() > 0 and second.std() > 0
-        found[draft] = float(np.corrcoef(first, second)[0, 1]) if varies else None
-    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,19 +180,20 @@ def read_prompts(
     return tuple(read_prompt(pair, t.prompt_ids.tolist(), name) for t in trajectories)
 
 
+def predict_each(chooser: Chooser, prompts: Sequence[Prompt]) -> FloatArray:
+    """What a chooser predicts, float64 [n, drafts]: one by one, as a decoder does. A product of
+    matrices need not have the same last bits."""
+    return np.concatenate([chooser.accuracies(chooser.features.transform([p])) for p in prompts])
+
+
 # ------------------------------------------------------------------------------------------ fitting
 
 
-def fit_features(
-    prompts: Sequence[Prompt],
-    *,
-    reader: str = TARGET,
-    components: int | None = None,
-) -> PromptFeatures:
+def fit_features(prompts: Sequence[Prompt], *, reader: str = TARGET) -> PromptFeatures:
     """Fits the features to prompts: scikit-learn's ``TfidfVectorizer`` and ``TruncatedSVD``, then
     mean and deviation of each column.
 
-    ``components`` is by default :data:`COMPONENTS`, less where there are fewer than
+    TF-IDF gets :data:`COMPONENTS` dimensions, less where there are fewer than
     :data:`PROMPTS_PER_FEATURE` prompts per entry of u or fewer terms. A column that does not vary
     is left unscaled. Raises TraceError when there are fewer than 2 prompts.
     """
@@ -248,8 +216,7 @@ def fit_features(
         idf = np.asarray(vectorizer.idf_, dtype=np.float64)
     if vocabulary:
         room = len(prompts) // PROMPTS_PER_FEATURE - 1 - len(SCALARS)
-        wanted = max(0, min(COMPONENTS, room)) if components is None else components
-        k = min(wanted, len(vocabulary) - 1, len(prompts) - 1)
+        k = min(COMPONENTS, room, len(vocabulary) - 1, len(prompts) - 1)
         projection = np.zeros((0, len(vocabulary)))
         if k > 0:
             # Prompts that are all alike explain a share of no variance.
@@ -265,38 +232,24 @@ def fit_features(
     return replace(bare, center=center, scale=np.where(scale > 1e-12, scale, 1.0))
 
 
-def least_squares(features: FloatArray, alpha: FloatArray, *, ridge: Ridge = 0.0) -> LinearAccuracy:
-    """Equation 5's estimate Z = (sum b b')^-1 sum b alpha from ``features`` [n, r] and accuracies
-    [n].
+def least_squares(features: FloatArray, alpha: FloatArray) -> FloatArray:
+    """Equation 5's estimate of Z from ``features`` [n, r] and accuracies [n], with a ridge:
+    (sum b b' + ridge n D)^-1 sum b alpha, D the identity without the constant's entry; float64 [r].
 
-    With a ``ridge`` > 0, (sum b b' + ridge n D)^-1 instead, D the identity without the constant's
-    entry. At 0 it is :data:`FALLBACK_RIDGE` where the prompts are linearly dependent and there is
-    no inverse. Raises TraceError without prompts, or for numbers that are not finite.
+    The ridge is that of :data:`RIDGES` with the least squared error of leave-one-out predictions
+    (scikit-learn's ``RidgeCV``); the largest for fewer than 3 prompts. Raises TraceError without
+    prompts, or for numbers that are not finite.
     """
-    n, r = features.shape
+    from sklearn.linear_model import RidgeCV
+
+    n = len(features)
     if not n or not (np.isfinite(features).all() and np.isfinite(alpha).all()):
         raise TraceError(
             f"least squares needs prompts with finite features and accuracies; there are {n}"
         )
-    weights, _, rank, _ = np.linalg.lstsq(features, alpha, rcond=None)
-    used = _cross_validated(features, alpha) if ridge == "cv" else float(ridge)
-    used = FALLBACK_RIDGE if used == 0.0 and rank < r else used
-    if used > 0:
-        ridged = features.T @ features + used * n * np.diag([0.0, *[1.0] * (r - 1)])
-        weights = np.linalg.solve(ridged, features.T @ alpha)
-    return LinearAccuracy(np.asarray(weights, dtype=np.float64), n)
-
-
-def _cross_validated(features: FloatArray, alpha: FloatArray) -> float:
-    """The ridge per prompt of :data:`RIDGES` with the least squared error of leave-one-out
-    predictions (scikit-learn's ``RidgeCV``)."""
-    from sklearn.linear_model import RidgeCV
-
-    n, r = features.shape
-    if n < 3 or r < 2:
-        return RIDGES[-1]
-    model = RidgeCV(alphas=[n * ridge for ridge in RIDGES]).fit(features[:, 1:], alpha)
-    return float(model.alpha_) / float(n)
+    ridges = RIDGES if n > 2 else RIDGES[-1:]
+    model = RidgeCV(alphas=[n * ridge for ridge in ridges]).fit(features[:, 1:], alpha)
+    return np.array([model.intercept_, *model.coef_], dtype=np.float64)
 
 
 def calibrate(measured: Measured, options: Sequence[Option]) -> dict[str, float]:
@@ -369,7 +322,7 @@ def fit_chooser(
         features = fit_features(own, reader=reader)
         matrix = features.transform(own)
         weights = {
-            d: least_squares(matrix, alpha, ridge="cv")
+            d: least_squares(matrix, alpha)
             for d, alpha in zip(candidates, part.alphas.T, strict=True)
             if d != NO_DRAFT
         }
@@ -377,14 +330,7 @@ def fit_chooser(
         return Chooser(features, weights, dict(candidates), factors, rule, single=part.single)
 
     chooser = fitted_to(np.arange(len(chosen)))
-    chains = [d for d in candidates if d in trace.chains]
-    metrics: dict[str, Any] = {
-        "features": list(chooser.features.names),
-        "fitted_prompts": max((w.prompts for w in chooser.accuracy.values()), default=0),
-        "ridge": "cv",
-        "single": chooser.single,
-        "persistence": persistence(trace.select(fit_part), chains),
-    }
+    metrics: dict[str, Any] = {"features": list(chooser.features.names)}
     if guarded:
         gained = cross_validated(measured, chosen, fitted_to, options, profile, seed=seed)
         metrics["cross_validated"] = asdict(gained)
@@ -471,12 +417,12 @@ def evaluate(
     (:meth:`Chooser.reading_seconds`). ``prompts`` are those of ``measured``'s requests.
     ``options``: of the candidates, where they need artifacts.
 
-    ``accuracy``: mean alpha by draft. ``r2`` (None where all are equal) and ``rmse`` of the
-    predicted accuracies, by draft. ``tokens_per_s``: total tokens over total seconds of every
-    draft, of the ``oracle`` that takes each request's fastest draft, and of the rules:
-    ``throughput``, ``theorem_3``, ``known`` (the rule ``throughput`` told the true accuracies,
-    which is what better prediction could reach), and ``guarded`` (what the chooser does, which may
-    be not to choose). ``single``: the best single draft on these requests, known in hindsight.
+    ``accuracy``: mean alpha by draft. ``r2`` of the predicted accuracies, by draft (None where all
+    are equal). ``tokens_per_s``: total tokens over total seconds of every draft, of the ``oracle``
+    that takes each request's fastest draft, and of the rules: ``throughput``, ``theorem_3``,
+    ``known`` (the rule ``throughput`` told the true accuracies, which is what better prediction
+    could reach), and ``guarded`` (what the chooser does, which may be not to choose). ``single``:
+    the best single draft on these requests, known in hindsight.
     ``gain``: tokens per second over the best single draft's, less 1; ``interval``: its 95%
     bootstrap interval over requests, the single draft kept. ``share``: of the oracle's gain in
     seconds (1: the oracle, 0: the best single draft, below: worse than not choosing; None where
@@ -516,10 +462,6 @@ def evaluate(
         "tokens": tokens,
         "accuracy": dict(zip(drafts, measured.alphas.mean(0).tolist(), strict=True)),
         "r2": {d: r_squared(true, guessed) for d, (true, guessed) in fitted.items()},
-        "rmse": {
-            d: float(np.sqrt(((true - guessed) ** 2).mean()))
-            for d, (true, guessed) in fitted.items()
-        },
         "tokens_per_s": {name: tokens / float(seconds.sum()) for name, seconds in spent.items()},
         "single": single,
         "gain": {name: float(best.sum() / spent[name].sum()) - 1.0 for name in others},

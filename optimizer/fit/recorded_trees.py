@@ -19,7 +19,6 @@ from spectune.runtime.policies.document import parse_plain_policy
 from spectune.runtime.trees.grow import TreeRule
 from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.recording import how_to_record_trees
 from spectune.traces.schema import TREE_SCALE, Proposals
 from spectune.traces.store import RecordingInfo, TraceStore
 
@@ -40,11 +39,8 @@ class RecordedTrees:
 
     @classmethod
     def of(cls, trace: ReplayTrace, draft: str, proposals: Proposals = "coupled") -> RecordedTrees:
-        """Those of a trace's requests. Raises TraceError when it has no trees of the draft."""
-        forest = trace.forests.get((draft, proposals))
-        if forest is None:
-            known = ", ".join(sorted(d for d, p in trace.forests if p == proposals)) or "none"
-            raise TraceError(f"the recording has no trees of draft {draft!r} (it has: {known})")
+        """Those of a trace's requests."""
+        forest = trace.forests[draft, proposals]
         lengths = np.diff(trace.offsets)
         levels = np.minimum(
             np.repeat(trace.offsets[1:], lengths) - np.arange(lengths.sum()), forest.limit
@@ -149,31 +145,20 @@ def tree_source(
     store: TraceStore, recording: str, draft: str, proposals: Proposals = "coupled"
 ) -> TreeSource:
     """The search part of a recording with its trees of a draft. Raises PolicyError for a draft that
-    there is not, TraceError where there are no trees of it."""
+    there is not, or whose trees were not recorded, TraceError where they say nothing."""
     info = store.get_recording(recording)
-    if draft not in (info.trees if proposals == "coupled" else info.trees_q):
-        if draft == "ngram":
-            raise PolicyError(
-                "--draft ngram: it proposes one continuation and grows no trees; name another draft"
-            )
-        drafts = store.get_pair(info.pair_id).document.get("drafts", {})
-        known = {*drafts, *info.drafts, *info.trees} - {"ngram"}
-        if draft not in known:
-            raise PolicyError(
-                f"--draft {draft}: the pair of recording {info.id} has no such draft; it has: "
-                f"{', '.join(sorted(known))}"
-            )
-        by = "" if proposals == "coupled" else " by probability"
-        raise TraceError(
-            f"recording {info.id} has no trees of draft {draft!r}{by} (it has: "
-            f"{info.trees_shown() or 'none'}); {how_to_record_trees(info.id, proposals=proposals)}"
+    if draft == "ngram":
+        raise PolicyError(
+            "--draft ngram: it proposes one continuation and grows no trees; name another draft"
         )
     if info.verifier == "rejection" and not info.sampling.greedy:
         raise TraceError(
             f"recording {info.id} was decoded by the rejection verifier, whose texts do not show "
             "what trees would accept; record with the coupled one"
         )
-    trace = open_trace(store, info.id, trees=[(draft, proposals)], skip_corrupted=True).trace
+    growth = {"kind": "top_k", "proposals": proposals}
+    policy = parse_plain_policy({"draft": draft, "growth": growth})
+    trace = open_trace(store, info.id, [policy], skip_corrupted=True).trace
     trace = trace.select(search_part(trace.trajectories))
     return TreeSource(store, info, trace, RecordedTrees.of(trace, draft, proposals))
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from spectune.runtime.loop import Round
-from spectune.runtime.trees.draft import GrownTree, Pruned
+from spectune.runtime.trees.draft import Pruned
 from spectune.traces.schema import NO_BIN
 
 ACCEPTED, OWN, REJECTED = "green", "bold yellow", "dim"
@@ -44,14 +44,14 @@ def tree_view(
         label = Text(_quoted(text_of(tokens[node])) + more, style=style)
         branches[node] = branches[parents[node]].add(label)
 
-    shown = chosen_nodes(tree, path, lines)
+    shown = _chosen(tree.parents, range(kept), path, {-1}, lines, kept)
     for node in shown:
         draw(node, style=ACCEPTED if node in path else REJECTED)
     if round_.step.emitted > len(path):  # else the text ended on an accepted token
         last = path[-1] if path else -1
         if last in branches:
             branches[last].add(Text(_quoted(text_of(round_.tokens[-1])), style=OWN))
-    for node in _chosen_pruned(parents, kept, branches, lines):
+    for node in _chosen(parents, range(kept, len(parents)), [], branches, lines, SIBLINGS):
         draw(node, " not verified")
     more: Counter[int] = Counter()  # what is not drawn, by its nearest ancestor that is
     for node in range(kept, len(parents)):
@@ -74,36 +74,28 @@ def tree_view(
     return Group(Text(line, style="bold"), drawn)
 
 
-def _chosen_pruned(
-    parents: list[int], kept: int, drawn: Container[int], lines: int
-) -> Iterable[int]:
-    """Which nodes from ``kept`` on to draw, in creation order; a node's parent is drawn with it."""
-    aside = _aside(parents)
-    below: Counter[int] = Counter()
-    chosen: list[int] = []
-    for node in sorted(range(kept, len(parents)), key=lambda n: (aside[n], n)):
-        parent = parents[node]
-        if (parent in drawn or parent in chosen) and below[parent] < SIBLINGS:
-            chosen.append(node)
-            below[parent] += 1
-        if len(chosen) == lines:
-            break
-    return sorted(chosen)
+def _chosen(
+    parents: list[int],
+    nodes: Iterable[int],
+    path: list[int],
+    drawn: Container[int],
+    lines: int,
+    most: int,
+) -> list[int]:
+    """Which of ``nodes`` to draw, in creation order: the accepted ``path``, then those whose path
+    takes the fewest steps aside and down, ``most`` of a parent.
 
-
-def chosen_nodes(tree: GrownTree, path: list[int], lines: int) -> list[int]:
-    """Which kept nodes to draw, in creation order: the accepted path, then those whose path takes
-    the fewest steps aside and down.
-
-    Every node's parent is drawn with it, so that what is drawn is a tree.
+    A node's parent is ``drawn`` or chosen with it, so that what is drawn is a tree.
     """
-    order = _aside(tree.parents)
-    chosen = list(path[:lines])
-    for node in sorted(range(len(order)), key=lambda n: (order[n], n)):
+    aside, chosen = _aside(parents), list(path[:lines])
+    below: Counter[int] = Counter()
+    for node in sorted(nodes, key=lambda n: (aside[n], n)):
         if len(chosen) >= lines:
             break
-        if node not in chosen:  # its parent has a smaller order, so it is in
+        parent = parents[node]
+        if node not in chosen and (parent in drawn or parent in chosen) and below[parent] < most:
             chosen.append(node)
+            below[parent] += 1
     return sorted(chosen)
 
 

@@ -86,7 +86,7 @@ def report_on(store: TraceStore, name: str) -> TuningReport:
 
 
 def _evidence(store: TraceStore, study: Study) -> Json:
-    for name, origin in store.artifact_origins(EVIDENCE, study.pair_id):
+    for name, *_, origin in store.list_artifacts(EVIDENCE, study.pair_id):
         if origin.get("study") == study.id:
             found: Json = store.get_artifact(name).document
             return found

@@ -31,7 +31,10 @@ def policy_in_words(document: Json) -> str:
         return f"a draft is chosen for each prompt (chooser {draft.get('artifact')})"
     window = document.get("window", {})
     fixed = window.get("kind") == "fixed"
-    depth = window.get("gamma" if fixed else "gamma_max", 0)
+    if window.get("kind") == "by_batch":
+        depth = max(window["gamma"].values())
+    else:
+        depth = window.get("gamma" if fixed else "gamma_max", 0)
     if draft == "none" or depth == 0:
         return "no draft, one token a round"
     who = "prompt lookup (ngram)" if draft == "ngram" else str(draft)

@@ -2,7 +2,6 @@
 says what is guaranteed."""
 
 from spectune.optimizer.schedule.book import add_schedule as add_schedule
-from spectune.optimizer.schedule.book import get_job as get_job
 from spectune.optimizer.schedule.book import get_schedule as get_schedule
 from spectune.optimizer.schedule.book import history as history
 from spectune.optimizer.schedule.book import list_schedules as list_schedules

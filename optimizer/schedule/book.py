@@ -19,10 +19,8 @@ from spectune.db.schedules import FireRow, JobRow, ScheduleRow
 from spectune.optimizer.schedule.times import LONGEST_S, ScheduleError, Timing, parse_duration
 from spectune.optimizer.schedule.values import (
     Fire,
-    Job,
     Schedule,
     fire_of,
-    job_of,
     payload_of,
     schedule_of,
     timing_of,
@@ -194,20 +192,6 @@ def history(database: Database, name: str | None = None, *, limit: int = 50) -> 
         if name is not None:
             query = query.where(FireRow.schedule_id == _row(session, name).id)
         return tuple(fire_of(fire, schedule, job) for fire, schedule, job in session.execute(query))
-
-
-def get_job(database: Database, job_id: int) -> Job:
-    """The job of that id. Raises ScheduleError if there is none."""
-    with database.read() as session:
-        query = (
-            select(JobRow, ScheduleRow)
-            .join(ScheduleRow, ScheduleRow.id == JobRow.schedule_id)
-            .where(JobRow.id == job_id)
-        )
-        found = session.execute(query).first()
-        if found is None:
-            raise ScheduleError(f"there is no job {job_id}; `schedule history` lists them")
-        return job_of(found[0], found[1])
 
 
 def _row(session: Session, name: str, *, lock: bool = False) -> ScheduleRow:

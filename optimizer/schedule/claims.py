@@ -66,17 +66,18 @@ def claim(database: Database, owner: str, *, lease_s: float) -> Job | None:
             # SKIP LOCKED: on PostgreSQL claimers pass each other by; on SQLite write transactions
             # are serial, and it is left out.
             query = (
-                select(JobRow, is_ahead)
+                select(JobRow, ScheduleRow, is_ahead)
+                .join(ScheduleRow, ScheduleRow.id == JobRow.schedule_id)
                 .where(JobRow.state.in_(("queued", "running")))
                 .where(or_(until.is_(None), until < now, is_ahead))
                 .order_by(JobRow.fire_at, JobRow.id)
                 .limit(1)
-                .with_for_update(skip_locked=True)
+                .with_for_update(skip_locked=True, of=JobRow)
             )
             found = session.execute(query).first()
             if found is None:
                 return None
-            row, was_ahead = found
+            row, schedule, was_ahead = found
             if was_ahead:
                 log.warning(
                     "job %d: leased until %s: the database's clock was set back; claiming it",
@@ -84,8 +85,11 @@ def claim(database: Database, owner: str, *, lease_s: float) -> Job | None:
                     shown_moment(row.lease_until),
                 )
             try:
-                schedule = _schedule_to_run(session, row)
-            except ScheduleError as error:
+                if row.attempt >= row.max_attempts:
+                    silent = f"in attempt {row.attempt} of {row.max_attempts}"
+                    raise ScheduleError(f"worker {row.lease_owner} went silent {silent}")
+                payload_of(schedule)
+            except (ScheduleError, TypeError) as error:  # a hand may have written what is no number
                 row.state, row.error = "failed", str(error)
                 row.finished_at, row.lease_until = now, None
                 session.flush()
@@ -94,22 +98,6 @@ def claim(database: Database, owner: str, *, lease_s: float) -> Job | None:
             row.lease_owner, row.lease_until = owner, now + lease_s
             session.flush()
             return job_of(row, schedule)
-
-
-def _schedule_to_run(session: Session, row: JobRow) -> ScheduleRow:
-    """The schedule of a job that may have one more attempt. Raises ScheduleError, saying why, for
-    one that may not."""
-    if not (isinstance(row.attempt, int) and isinstance(row.max_attempts, int)):
-        raise ScheduleError(f"attempt {row.attempt!r} of {row.max_attempts!r} is no number")
-    if row.attempt >= row.max_attempts:
-        raise ScheduleError(
-            f"worker {row.lease_owner} went silent in attempt {row.attempt} of {row.max_attempts}"
-        )
-    schedule = session.get(ScheduleRow, row.schedule_id)
-    if schedule is None:
-        raise ScheduleError("its schedule is gone")
-    payload_of(schedule)
-    return schedule
 
 
 def owns(database: Database, job: Job, session: Session | None = None) -> bool:

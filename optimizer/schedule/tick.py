@@ -47,23 +47,11 @@ def tick(database: Database, now: datetime | None = None) -> tuple[Fire, ...]:
         moment = (now or database.now(session)).timestamp()
     noticed: list[Fire] = []
     for schedule in schedules:
-        if reason := _unreadable(schedule, moment):
-            _park(database, schedule, reason)
-        else:
+        try:
             noticed += _notice(database, schedule, moment, is_own_clock=now is not None)
+        except ScheduleError as error:
+            _park(database, schedule, str(error))
     return tuple(noticed)
-
-
-def _unreadable(schedule: ScheduleRow, now: float) -> str | None:
-    """Why nothing can be done with a schedule, or None. Its payload is looked at once it is
-    needed."""
-    try:
-        timing_of(schedule)
-        if _is_instant(schedule.next_fire_at) and schedule.next_fire_at <= now:
-            payload_of(schedule)
-    except ScheduleError as error:
-        return str(error)
-    return None
 
 
 def _is_instant(value: object) -> bool:
@@ -94,15 +82,15 @@ def _advance(session: Session, schedule: ScheduleRow, following: int) -> bool:
 def _notice(
     database: Database, schedule: ScheduleRow, now: float, *, is_own_clock: bool
 ) -> list[Fire]:
+    """Raises ScheduleError for a schedule that cannot be read, or never fires again."""
     timing, following = timing_of(schedule), schedule.next_fire_at
-    if not is_own_clock:
-        timing = timing.begun(now)
     latest = LATEST if is_own_clock else timing.next(int(now) + CLOCK_STEP_S)
     if not _is_instant(following) or following > latest:
         _set_back(database, schedule, timing.next(int(now)), now)
         return []
     if following > now:
         return []
+    payload_of(schedule)
     # Counting the slots of a long sleep takes a while, so it stays outside the transaction: the
     # swap below guards it.
     slots, following = timing.due(following, now)

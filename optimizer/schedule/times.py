@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
 from difflib import get_close_matches
 from zoneinfo import ZoneInfo, available_timezones
@@ -129,7 +129,7 @@ class Timing:
     def slots(self, after: int) -> Iterator[int]:
         """All slots later than ``after``, strictly increasing."""
         if self.interval_s is not None:
-            slot = self.anchor + max(0, (after - self.anchor) // self.interval_s) * self.interval_s
+            slot = self.anchor + (after - self.anchor) // self.interval_s * self.interval_s
             while True:
                 slot += self.interval_s
                 yield slot
@@ -141,14 +141,6 @@ class Timing:
             if slot > after:
                 yield slot
                 after = slot
-
-    def begun(self, now: float) -> Timing:
-        """The timing, of the same slots, if it was to begin later than ``now``: the schedule was
-        added by a clock that was ahead."""
-        if self.interval_s is None or self.anchor <= now:
-            return self
-        steps = int(self.anchor - now) // self.interval_s + 1
-        return replace(self, anchor=self.anchor - steps * self.interval_s)
 
     def due(self, first: int, now: float) -> tuple[tuple[int, ...], int]:
         """The slots from ``first`` (itself one) to ``now`` inclusive, and the slot after them.

@@ -77,20 +77,10 @@ def join_trees(
     Where they were recorded to different limits the smallest count. ``past`` tokens may be drafted
     beyond those that were asked for.
     """
-    if not panoramas or len(panoramas) != len(trajectories):
-        raise TraceError(
-            f"tree panoramas for {len(panoramas)} of {len(trajectories)} requests; retrace the "
-            "recording"
-        )
     first = panoramas[0]
     width = min(p.width for p in panoramas)
     roots, limits, children, offset = [], [], [], 0
     for t, p in zip(trajectories, panoramas, strict=True):
-        if (p.draft, p.shared, p.proposals) != (first.draft, first.shared, first.proposals):
-            raise TraceError(
-                f"request {t.request_id!r}: a tree panorama of another draft or kind among those "
-                f"of {first.draft!r}"
-            )
         length = len(t.output_ids)
         if p.positions != length:
             raise TraceError(

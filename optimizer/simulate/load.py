@@ -118,18 +118,13 @@ class Objective:
     ttft_s: float | None = None
     tpot_s: float | None = None
 
-    def score(self, served: Served) -> float:
-        """The larger, the better."""
-        if self.kind == "tpot":
-            return -served.mean_tpot_s
-        return served.goodput(self) if self.kind == "goodput" else served.tokens_per_s
-
     def worth(self, served: Served) -> float:
-        """What ratios are taken of: above 0, and the larger, the better. Where not one request is
-        good, half a one is."""
+        """How good it is: above 0, the larger the better. Where not one request is good, half a
+        one is."""
         if self.kind == "tpot":
             return 1 / max(served.mean_tpot_s, 1e-9)
-        return max(self.score(served), 0.5 / max(served.seconds, 1e-9))
+        figure = served.goodput(self) if self.kind == "goodput" else served.tokens_per_s
+        return max(figure, 0.5 / max(served.seconds, 1e-9))
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +201,6 @@ class Served:
             "time_per_output_token_s": quantiles(later.tolist()),
             "latency_s": quantiles((self.finished_s - self.arrived_s).tolist()),
             "goodput_requests_per_s": self.goodput(level),
-            "load": self.load(),
         }
 
 

@@ -144,10 +144,6 @@ class ReplayTrace:
         self.ranked: dict[tuple[str, str], RankedForest] = {}
         for (draft, fitted), source in (ranks or {}).items():
             key = draft, source.proposals
-            if key not in self.forests:
-                raise TraceError(
-                    f"ranks of draft {draft!r} given without its trees ({source.proposals})"
-                )
             self.ranked[draft, fitted] = join_ranks(
                 self.forests[key], self.trajectories, (trees or {})[key], source
             )

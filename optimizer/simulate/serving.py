@@ -29,7 +29,7 @@ from spectune.runtime.policies.stops import compile_stop
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.errors import TraceError
 
-STEP_COLUMNS: Final = ("batch", "rows", "prompts", "context", "passes", "waiting")
+STEP_COLUMNS: Final = ("batch", "rows", "prompts", "context", "passes")
 """Columns of :attr:`Simulated.steps`."""
 
 
@@ -202,8 +202,7 @@ def serve_queue(
             busy = max(now, busy) + step_seconds(costs, rows, prompts, size, context, passes)
             state.sizes[slot], state.ends[slot], found.ends[steps] = size, busy, busy
             row = found.steps[steps]
-            row[0], row[1], row[2], row[3] = size, rows, prompts, context
-            row[4], row[5] = passes, arrived - admitted
+            row[0], row[1], row[2], row[3], row[4] = size, rows, prompts, context, passes
             steps, flying = steps + 1, flying + 1
             if rules.cache_tokens > 0 and _held(state, running) > rules.cache_tokens:
                 return steps, rounds, now
@@ -234,7 +233,7 @@ def serve_queue(
 @dataclass(frozen=True, eq=False)
 class Simulated:
     """Requests as they would be served. ``counts`` int64 [requests, 3]: rounds after the first
-    token, accepted and drafted tokens. ``steps`` int32 [steps, 6]: :data:`STEP_COLUMNS`;
+    token, accepted and drafted tokens. ``steps`` int32 [steps, 5]: :data:`STEP_COLUMNS`;
     ``ends_s``: when each ended. ``members`` int64 [rounds, 3]: step, request and drafted tokens
     (-1: a part of its prompt was read), where that was asked for."""
 

@@ -286,7 +286,7 @@ def stored_ranks(
     kind, wanted = ranks.KIND, {"recording": info.id, "draft": draft, "proposals": proposals}
     wanted[ranks.KEY] = order.id
     damaged: CorruptedChunkError | None = None
-    for name, origin in store.artifact_origins(kind, info.pair_id):
+    for name, *_, origin in store.list_artifacts(kind, info.pair_id):
         if wanted.items() <= origin.items():
             try:
                 found = store.get_artifact(name)

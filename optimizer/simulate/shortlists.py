@@ -63,10 +63,8 @@ def join_ranks(
     source: Ranks,
 ) -> RankedForest:
     """The ranks of a forest's nodes; ``forest`` is :func:`optimizer.simulate.forest.join_trees` of
-    the same arguments. Raises TraceError where they are another draft's or lack a request."""
+    the same arguments. Raises TraceError where they lack a request."""
     what, key = source.KIND.replace("_", " "), source.KEY
-    if source.draft != forest.draft:
-        raise TraceError(f"{what} of draft {source.draft!r} given for draft {forest.draft!r}")
     known, places = {name: n for n, name in enumerate(source.digests)}, []
     for t, p in zip(trajectories, panoramas, strict=True):
         place = known.get(digest(t, p))

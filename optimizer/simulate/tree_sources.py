@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from spectune.db.errors import CorruptedChunkError
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.inputs import stored_policy
 from spectune.optimizer.report.trees import (
@@ -103,34 +104,35 @@ def _draft(info: RecordingInfo, wanted: str | None) -> tuple[str, Proposals]:
 
 
 def stored_for(store: TraceStore, pair_id: str, draft: str) -> list[Stored]:
-    """What was fitted to a draft of a pair, the newest of each kind first."""
+    """What was fitted to a draft of a pair, the newest of each kind first; what is damaged is left
+    out."""
     found = []
     for kind in (BINS, CLASSIFIER, STATIC_TREE):
         mine = 0
         for name, _, pair, _ in store.list_artifacts(kind):
             if mine == FITTED or pair not in (None, pair_id):
                 continue
-            document = store.get_artifact(name).document
-            if document.get("draft", draft) != draft:
-                continue
-            mine += 1
-            thresholds = tuple(int(t) for t in document.get("thresholds", ()))
-            found.append(
-                Stored(name, kind, thresholds, int(document.get("depth", 1)) if kind == BINS else 1)
-            )
+            with suppress(CorruptedChunkError):
+                document = store.get_artifact(name).document
+                if document.get("draft", draft) == draft:
+                    mine += 1
+                    thresholds = tuple(int(t) for t in document.get("thresholds", ()))
+                    depth = int(document.get("depth", 1)) if kind == BINS else 1
+                    found.append(Stored(name, kind, thresholds, depth))
     return found
 
 
 def tried_on(store: TraceStore, info: RecordingInfo, draft: str) -> list[tuple[Policy, str]]:
     """The fastest trials of the studies of a recording that draft with ``draft``; documents of
-    other versions are passed over."""
+    other versions, and damaged studies, are passed over."""
     documents: list[tuple[float, dict[str, Any]]] = []
     for name, *_ in store.list_studies(info.pair_id):
-        study = store.get_study(name)
-        for trial in study.trials if study.recording_id == info.id else ():
-            document = trial.get("policy")
-            if isinstance(document, dict) and document.get("draft") == draft:
-                documents.append((float(trial.get("value") or 0.0), document))
+        with suppress(CorruptedChunkError):
+            study = store.get_study(name)
+            for trial in study.trials if study.recording_id == info.id else ():
+                document = trial.get("policy")
+                if isinstance(document, dict) and document.get("draft") == draft:
+                    documents.append((float(trial.get("value") or 0.0), document))
     found: dict[str, Policy] = {}
     for _, document in sorted(documents, key=lambda d: -d[0]):
         with suppress(PolicyError):
@@ -152,7 +154,7 @@ def ran_on(store: TraceStore, info: RecordingInfo, draft: str) -> Iterator[Point
         if run.recording_id != info.id or key in seen or not counts.rounds:
             continue
         seen.add(key)
-        with suppress(PolicyError):
+        with suppress(PolicyError, CorruptedChunkError):
             policy = stored_policy(store.get_policy(run.policy_id))
             if isinstance(policy, Policy) and policy.draft == draft and policy.speculates:
                 yield point_of(policy, counts, "run")

@@ -82,7 +82,7 @@ class EagleDraft:
             end = min(len(text) - 1, self._read + CHUNK)
             ids = torch.tensor(text[self._read : end], device=self.head.device)
             features = self.features.rows[self._read - 1 : end - 1, self.columns]
-            out = self.head.read(ids, features, self._read)
+            out = self.head.chain(ids, self._read, logits=0, hidden=features, replays=False)[1]
             self._read = end
             self._states.put(end - 1, out[-1:])
 
@@ -143,12 +143,12 @@ class EagleReader(TreeReader):
         shortlists, states = self._shortlists, draft._states
         draft._read = self.length
         if shortlists is None:
-            logits, out = head.chain(ids, features, at, logits=1)
+            logits, out = head.chain(ids, at, logits=1, hidden=features)
             self._hidden = out[-1:]
             return logits
 
         def read() -> Tensor:
-            out = head.chain(ids, features, at)[1]
+            out = head.chain(ids, at, logits=0, hidden=features)[1]
             self._hidden = out[-1:]
             if shortlists.routed:
                 states.put(at, out)
@@ -167,7 +167,7 @@ class EagleReader(TreeReader):
     ) -> tuple[Tensor, Tensor]:
         hidden = self._hidden
         fed = hidden.expand(len(tokens), -1) if parents is None else hidden[parents]
-        found = self.draft.head.scattered(tokens, fed, *at, logits=logits)
+        found = self.draft.head.run(tokens, *at, logits=logits, hidden=fed, own=True)
         self._hidden = found[1]
         return found
 

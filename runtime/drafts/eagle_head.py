@@ -204,37 +204,6 @@ class EagleHead(SlotModel):
         if len(self._cos) < self.cache.capacity:
             self._cos, self._sin = self._table(self.cache.capacity)
 
-    def chain(
-        self, ids: Tensor, hidden: Tensor, start: int, *, own: bool = False, logits: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        """:meth:`scattered` for tokens ``ids`` that follow each other at slots and positions
-        ``start ..`` (``start`` >= 1); each sees slots 1 up to its own."""
-        return self._chain(ids, start, logits=logits, hidden=hidden, own=own)
-
-    def read(self, ids: Tensor, hidden: Tensor, start: int) -> Tensor:
-        """:meth:`chain` over target features alone, without logits and never by a captured pass:
-        the outputs [n, hidden_size]."""
-        return self._chain(ids, start, logits=0, hidden=hidden, replays=False)[1]
-
-    def scattered(
-        self,
-        ids: Tensor,
-        hidden: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        mask: Tensor,
-        *,
-        logits: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Runs drafted ``ids`` (int64 [n]) at given positions and slots under ``mask`` (bool [n,
-        view], view a multiple of 64; column 0 must be False).
-
-        Row i of ``hidden`` is the head's output for the token before ``ids[i]``, [n, hidden_size].
-        Returns float32 logits of the last ``logits`` tokens (None: of all), [logits, vocab], and
-        the outputs [n, hidden_size].
-        """
-        return self.run(ids, positions, slots, mask, logits=logits, hidden=hidden, own=True)
-
     def over(
         self,
         ids: Tensor,
@@ -245,7 +214,8 @@ class EagleHead(SlotModel):
         own: bool,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Row i of ``hidden`` belongs to the token before ``ids[i]``: with ``own`` the head's
-        output there, else target features [n, feature_size]. A head has no taps."""
+        output there, else target features [n, feature_size]. Slot 0 stays empty, so column 0 of
+        ``mask`` must be False. A head has no taps."""
         assert hidden is not None
         assert mask is not None
         seen = mask[None, None]

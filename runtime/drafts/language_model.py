@@ -139,7 +139,7 @@ class LanguageModelDraft:
         """One pass over ``pending``, the end of ``prefix``: float32 logits [1, vocab or size], and
         the tokens they are of (None: all)."""
         if shortlists is None:
-            return self.model.chain(pending, at, logits=1), None
+            return self.model.chain(pending, at, logits=1)[0], None
         state, support = self.forward_state(pending, at, step, prefix, shortlists)
         return shortlists.logits(state, support), support.ids
 
@@ -150,7 +150,7 @@ class LanguageModelDraft:
         draft step ``step``."""
 
         def read() -> Tensor:
-            states = self.model.chain_states(pending, at)
+            states = self.model.chain(pending, at, logits=0)[1]
             if shortlists.routed:
                 self._states.put(at, states)
             return states[-1:]
@@ -234,7 +234,7 @@ class LanguageModelReader(TreeReader):
     def root(self) -> Tensor:
         pending, at = self.draft.pending(self.text)
         if self._shortlists is None:
-            return self.draft.model.chain(pending, at, logits=1)
+            return self.draft.model.chain(pending, at, logits=1)[0]
         return self._listed(*self.draft.forward_state(pending, at, 0, self.text, self._shortlists))
 
     def _read(

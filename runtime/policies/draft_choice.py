@@ -21,13 +21,15 @@ import numpy as np
 import numpy.typing as npt
 
 from spectune.runtime.costs import token_seconds, window_costs
+from spectune.runtime.policies.blocks import ByBatchWindow, FixedWindow
 from spectune.runtime.policies.document import (
     AnyPolicy,
     ChooserPolicy,
-    FixedWindow,
     Policy,
+    Window,
     parse_policy,
 )
+from spectune.runtime.policies.heuristic import HeuristicWindow
 from spectune.runtime.policies.on_the_fly import best_window
 from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.prompt_features import SCALARS, TOKEN_PATTERN, PromptFeatures
@@ -56,19 +58,17 @@ _MEND: Final = "`fit chooser --recording ID` fits one"
 _FEATURES: Final = ("idf", "components", "center", "scale")
 
 
-@dataclass(frozen=True, eq=False)
-class LinearAccuracy:
-    """Equation 5 for one draft: alpha = u' Z.
-
-    ``weights`` float64 [r] is Z, fitted to so many ``prompts``.
-    """
-
-    weights: FloatArray
-    prompts: int
-
-    def predict(self, features: FloatArray) -> FloatArray:
-        """u' Z of each row of ``features`` [n, r]: float64 [n], not cut to [0, 1]."""
-        return np.asarray(features @ self.weights, dtype=np.float64)
+def _reach(window: Window) -> tuple[int, int]:
+    """The least and the most tokens that a window drafts for one request at a time."""
+    match window:
+        case FixedWindow():
+            return window.gamma, window.gamma
+        case ByBatchWindow():
+            return window.at(1), window.at(1)
+        case HeuristicWindow():
+            return 1, window.gamma_max
+        case _:
+            return window.gamma_min, window.gamma_max
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,13 +108,12 @@ class Option:
         rules, shortlist = (None, None) if ready is None else (ready.rules, ready.shortlist)
         costs = window_costs(profile, policy, rules, shortlist, sampled=sampled)
         round_s = np.arange(len(costs.verify_s)) * costs.draft_step_s + np.array(costs.verify_s)
-        window = policy.window
-        least = window.gamma if isinstance(window, FixedWindow) else getattr(window, "gamma_min", 0)
+        least, most = _reach(policy.window)
         return cls(
             draft,
-            round_s,
+            round_s[: most + 1],
             costs.draft_step_s,
-            min(least, len(round_s) - 1),
+            least,
             token_seconds(profile, sampled=sampled),
             profile.terms.get(f"prefill/{draft}") if policy.speculates else None,
         )
@@ -202,8 +201,8 @@ def theorem_3(alphas: FloatArray, options: Sequence[Option]) -> IntArray:
 
 @dataclass(frozen=True, eq=False)
 class Chooser:
-    """A fitted chooser: features, weights by draft, and the policy each draft is used with. An
-    immutable value.
+    """A fitted chooser: features, weights float64 [r] by draft (equation 5: alpha = u' Z), and the
+    policy each draft is used with. An immutable value.
 
     ``calibration``: by draft, seconds that replay found on the prompts fitted to over those that
     equation 3 gives at their true accuracies; 1 is the paper's model. It holds what a mean accuracy
@@ -216,7 +215,7 @@ class Chooser:
     """
 
     features: PromptFeatures
-    accuracy: Mapping[str, LinearAccuracy]
+    accuracy: Mapping[str, FloatArray]
     candidates: Mapping[str, Policy]
     calibration: Mapping[str, float] = field(default_factory=dict)
     rule: Rule = "throughput"
@@ -237,11 +236,10 @@ class Chooser:
         if not self.chooses and self.single not in self.candidates:
             raise ValueError(f"it keeps to draft {self.single!r}, which is none of its candidates")
         r = self.features.dimension
-        for name, fitted in self.accuracy.items():
-            if fitted.weights.shape != (r,):
+        for name, weights in self.accuracy.items():
+            if weights.shape != (r,):
                 raise ValueError(
-                    f"draft {name!r} has weights {fitted.weights.shape}, the features have {r} "
-                    "entries"
+                    f"draft {name!r} has weights {weights.shape}, the features have {r} entries"
                 )
 
     @property
@@ -291,8 +289,7 @@ class Chooser:
         :data:`ACC_MAX`; 0 for ``none``."""
         none = np.zeros(len(features))
         columns = [
-            none if name == NO_DRAFT else self.accuracy[name].predict(features)
-            for name in self.candidates
+            none if name == NO_DRAFT else features @ self.accuracy[name] for name in self.candidates
         ]
         return np.clip(np.stack(columns, axis=1), 0.0, ACC_MAX)
 
@@ -347,11 +344,10 @@ class Chooser:
             "reason": self.reason,
             "candidates": {name: policy.spelled_out() for name, policy in self.candidates.items()},
             "calibration": dict(self.calibration),
-            "prompts": {name: fitted.prompts for name, fitted in self.accuracy.items()},
             "metrics": dict(self.metrics),
         }
         arrays = {name: getattr(f, name) for name in _FEATURES}
-        return document, arrays | {f"weights.{d}": x.weights for d, x in self.accuracy.items()}
+        return document, arrays | {f"weights.{d}": weights for d, weights in self.accuracy.items()}
 
     @classmethod
     def from_document(
@@ -388,7 +384,7 @@ class Chooser:
             if not all(0 < factor < math.inf for factor in scales):
                 raise ValueError("scale and calibration must be finite numbers above 0")
             accuracy = {
-                name: LinearAccuracy(numbers(f"weights.{name}"), int(document["prompts"][name]))
+                name: numbers(f"weights.{name}")
                 for name in candidates
                 if f"weights.{name}" in arrays
             }

@@ -56,14 +56,12 @@ class Clusters:
     """A partition of the vocabulary into M clusters of any sizes, empty ones included (section
     4.2).
 
-    ``of`` int64 [vocab]: the cluster of each token; ``members`` int64 [vocab]: the token ids
-    cluster by cluster, ascending inside each; ``offsets`` int64 [M + 1]: cluster m is
-    ``members[offsets[m]:offsets[m + 1]]``. :meth:`of_assignment` builds them.
+    ``of`` int64 [vocab]: the cluster of each token; ``count``: M. :meth:`of_assignment` builds
+    them.
     """
 
     of: IntArray
-    members: IntArray
-    offsets: IntArray
+    count: int
 
     @classmethod
     def of_assignment(cls, assignment: npt.ArrayLike, count: int) -> Clusters:
@@ -81,23 +79,16 @@ class Clusters:
                 f"an assignment to {count} clusters must lie within 0..{count - 1}, this one is "
                 f"{of.min()}..{of.max()}"
             )
-        offsets = np.zeros(count + 1, dtype=np.int64)
-        np.cumsum(np.bincount(of, minlength=count), out=offsets[1:])
-        return cls(of, np.argsort(of, kind="stable").astype(np.int64), offsets)
+        return cls(of, count)
 
     @property
     def vocab(self) -> int:
         return len(self.of)
 
-    @property
-    def count(self) -> int:
-        """M."""
-        return len(self.offsets) - 1
-
     @cached_property
     def sizes(self) -> IntArray:
         """Tokens of each cluster, int64 [M]."""
-        return np.diff(self.offsets)
+        return np.bincount(self.of, minlength=self.count)
 
     def ids(self, clusters: npt.ArrayLike) -> IntArray:
         """The union of ``clusters`` (numbers, any shape, repeats allowed): token ids ascending,

@@ -174,7 +174,7 @@ class _Pass(RecordedText):
         ratios = []
         for at in range(self.prompt - 1, total - 1, CHUNK):
             part = ids[at : min(at + CHUNK, total - 1)]
-            log_p = log_distribution(target.chain(part, at, logits=len(part)), self.sampling)
+            log_p = log_distribution(target.chain(part, at, logits=len(part))[0], self.sampling)
             of_text = log_p.gather(-1, ids[at + 1 : at + 1 + len(part)][:, None])[:, 0]
             ratios.append(
                 (log_q_text[at - self.prompt + 1 :][: len(part)] - of_text).exp().clamp(0, 1)

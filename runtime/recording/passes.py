@@ -106,10 +106,10 @@ class LanguageModelPasses(Passes):
         self.model.read(ids[: self.prompt - 1], 0)
         for at in range(self.prompt - 1, len(self.text), CHUNK):
             part = ids[at : at + CHUNK]
-            yield self.model.chain(part, at, logits=len(part))
+            yield self.model.chain(part, at, logits=len(part))[0]
 
     def nodes(self, nodes: Nodes) -> torch.Tensor:
-        return self.model.scattered(nodes.ids, *self._place(nodes))
+        return self.model.run(nodes.ids, *self._place(nodes))[0]
 
     def canonical(self, start: int, path: list[int]) -> torch.Tensor:
         return self.model.canonical(self.text[: self.prompt + start] + path)
@@ -138,12 +138,11 @@ class HeadPasses(Passes):
         first, outputs = max(1, self.prompt - 1), list[torch.Tensor]()
         for at in range(1, first, CHUNK):
             stop = min(at + CHUNK, first)
-            head.chain(ids[at:stop], features[at - 1 : stop - 1], at)
+            head.chain(ids[at:stop], at, logits=0, hidden=features[at - 1 : stop - 1])
         for at in range(first, len(self.text), CHUNK):
             part = ids[at : at + CHUNK]
-            rows, out = head.chain(
-                part, features[at - 1 : at - 1 + len(part)], at, logits=len(part)
-            )
+            fed = features[at - 1 : at - 1 + len(part)]
+            rows, out = head.chain(part, at, logits=len(part), hidden=fed)
             if self.prompt == 1 and not outputs:
                 # Nothing was read that a row after the prompt would follow; a head drafts nothing
                 # there.
@@ -162,8 +161,8 @@ class HeadPasses(Passes):
             self._hidden[a[-1]] if a else self._root_hidden[s]
             for a, s in zip(nodes.above, nodes.starts, strict=True)
         ]
-        found, out = self.head.scattered(
-            nodes.ids, torch.stack(fed), *self._place(nodes), logits=logits
+        found, out = self.head.run(
+            nodes.ids, *self._place(nodes), logits=logits, hidden=torch.stack(fed), own=True
         )
         self._hidden = torch.cat([self._hidden[: nodes.numbers[0]], out])
         return found, out

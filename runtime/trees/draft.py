@@ -98,7 +98,7 @@ def grow(
     ``limit``) and selects its nodes. ``keep_pruned``: what was drafted and not selected is read out
     too.
     """
-    growing = Growing(rule, limit if rule.stratified else depth)
+    growing = Growing(rule, min(limit, depth + rule.alpha) if rule.stratified else depth)
     grown = GrownTree()
     wanted = min(depth, len(rule.static)) if rule.static else depth
     width, dropped = 1, 0

@@ -3,8 +3,6 @@ killed, a model that it refuses."""
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from spectune.optimizer.engine_profile import Design, serve_design, step_table
 from spectune.optimizer.simulate.served_costs import costs_of_engine
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import parse_policy
-from spectune.traces.errors import EngineError, PolicyError
+from spectune.traces.errors import EngineError
 from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
 
@@ -67,9 +65,6 @@ def test_every_load_and_policy_gives_the_same_texts(running: Vllm, prompts: list
             a, due = by_id[prompt.id], load.arrivals[i] if load.arrivals else 0.0
             assert due <= a.arrived_s <= a.first_token_s <= a.finished_s
     assert running.serving["max_num_seqs"] == SEATS
-    fsm = parse_policy({"draft": "small", "window": {"kind": "fsm"}})
-    with pytest.raises(PolicyError, match="cannot run a window of kind 'fsm'"):
-        running.execute(prompts, fsm, Load(), sampling=Sampling(), max_new_tokens=8)
 
 
 def test_a_design_that_it_served_says_what_its_steps_cost(
@@ -99,7 +94,7 @@ def test_a_server_that_dies_is_started_again_once_and_asked_what_it_had_not_answ
     def killed() -> Iterator[Answered]:
         answers = running.execute(prompts, FOUR, Load(2), **asked)
         yield next(answers)
-        os.kill(running.server.process_id, signal.SIGKILL)
+        running.server._process.kill()
         yield from answers
 
     assert texts_of(list(killed())) == known

@@ -185,20 +185,6 @@ only_small = pytest.mark.parametrize("served", ["small"], indirect=True)
 
 
 @only_small
-def test_what_it_cannot_run_is_refused_and_the_last_policy_stays(
-    served: tuple[str, Engine],
-) -> None:
-    draft, running = served
-    good = running.publish({"kind": "fixed", "gamma": 2}, draft)
-    assert running.answered(good) == ("applied", "")
-    status, reason = running.answered(running.publish({"kind": "fsm"}, draft))
-    assert status == "refused"
-    assert "window of kind 'fsm'" in reason
-    name, _ = running.run(PROMPTS[:4], 4)
-    assert {s.drafted for r in running.recorded(name, 4).requests for s in r.steps} <= {0, 1, 2}
-
-
-@only_small
 def test_200_publications_while_8_clients_are_served_change_no_text(
     served: tuple[str, Engine],
 ) -> None:

@@ -7,12 +7,8 @@ rho tokens emitted per token drafted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-from scipy.optimize import brentq
 
-from spectune.runtime.policies.on_the_fly import truncated_excess
 from spectune.runtime.policies.windows import WindowCosts
 
 
@@ -30,26 +26,6 @@ def optimal_window(beta: float, costs: WindowCosts, gamma_min: int = 0) -> int:
         windows,
         key=lambda g: expected_emitted(beta, g) / (g * costs.draft_step_s + costs.verify_s[g]),
     )
-
-
-def estimate_ratio(accepted: Sequence[int], drafted: Sequence[int]) -> float:
-    """Equation 2: the maximum-likelihood beta of rounds that drafted and accepted so many tokens,
-    censored at their windows."""
-    v, g = np.asarray(accepted), np.asarray(drafted)
-    return float(v.sum() / (v.sum() + (v < g).sum()))
-
-
-def estimate_exact(accepted: Sequence[int], drafted: Sequence[int]) -> float:
-    """Equation 11, pooled over windows: the maximum-likelihood beta under equation 10, which
-    conditions on y = accepted + 1 <= gamma + 1; 1 where it has no root below."""
-    counts, total = np.bincount(drafted, minlength=2), int(np.sum(accepted))
-
-    def missing(beta: float) -> float:
-        return float((truncated_excess(len(counts) - 1, np.array([beta])) @ counts)[0]) - total
-
-    if missing(1.0) <= 0:
-        return 1.0
-    return 0.0 if total == 0 else float(brentq(missing, 0.0, 1.0, xtol=1e-12))
 
 
 def truncated_mean(beta: float, gamma: int) -> float:

@@ -3,35 +3,12 @@ publications."""
 
 from __future__ import annotations
 
-from spectune.traces.recording import RecordedRequest, Recording, RecordingInfo, Skipped
-from spectune.traces.store.catalog import (
-    Artifact,
-    Catalog,
-    Run,
-    StoredPair,
-    StoredPolicy,
-    StoredProfile,
-    Study,
-)
-from spectune.traces.store.publications import Acknowledgement, AckStatus, Publication, Publications
+from spectune.traces.recording import RecordingInfo
+from spectune.traces.store.catalog import Catalog, StoredProfile
+from spectune.traces.store.publications import Publication, Publications
 from spectune.traces.store.recordings import Recordings
 
-__all__ = [
-    "AckStatus",
-    "Acknowledgement",
-    "Artifact",
-    "Publication",
-    "RecordedRequest",
-    "Recording",
-    "RecordingInfo",
-    "Run",
-    "Skipped",
-    "StoredPair",
-    "StoredPolicy",
-    "StoredProfile",
-    "Study",
-    "TraceStore",
-]
+__all__ = ["Publication", "RecordingInfo", "StoredProfile", "TraceStore"]
 
 
 class TraceStore(Recordings, Catalog, Publications):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from spectune.db import CorruptedChunkError, DatabaseError, UnavailableError
 from spectune.db.models import (
@@ -25,7 +25,7 @@ from spectune.db.models import (
     StudyRow,
     WorkloadRow,
 )
-from spectune.traces.packing import pack_document, unpack_document, unpack_steps
+from spectune.traces.packing import pack_document, unpack_document
 from spectune.traces.schema import (
     Counts,
     LatencyProfile,
@@ -163,19 +163,17 @@ class Catalog(Storage):
             ),
         )
 
-    def list_profiles(
-        self, pair_id: str | None = None, device: str | None = None, dtype: str | None = None
-    ) -> tuple[StoredProfile, ...]:
-        """Those that can be read."""
-        return tuple(self._profiles(pair_id=pair_id, device=device, dtype=dtype))
-
     def latest_profile(
         self, pair_id: str, device: str, dtype: str | None = None
     ) -> StoredProfile | None:
         """The newest profile of a pair on a device that can be read, or None."""
-        return next(self._profiles(pair_id=pair_id, device=device, dtype=dtype), None)
+        return next(self.profiles(pair_id, device, dtype), None)
 
-    def _profiles(self, **wanted: str | None) -> Iterator[StoredProfile]:
+    def profiles(
+        self, pair_id: str | None = None, device: str | None = None, dtype: str | None = None
+    ) -> Iterator[StoredProfile]:
+        """Those that can be read, one in memory at a time."""
+        wanted = {"pair_id": pair_id, "device": device, "dtype": dtype}
         for (name,) in self._columns(LatencyProfileRow, LatencyProfileRow.id, **wanted):
             try:
                 yield self.get_profile(name)
@@ -208,11 +206,16 @@ class Catalog(Storage):
         provenance: Document | None = None,
     ) -> str:
         """Stores something fitted; its id is 12 hex digits of the hash of kind and content: the
-        same is stored once."""
-        chunk = pack_document(document, arrays)
+        same is stored once, and mended where what is stored is damaged."""
+        chunk = vars(pack_document(document, arrays))
         name = _content_hash(kind, document, arrays or {})
         made = {"pair_id": pair_id, "provenance": dict(provenance or {})}
-        self._put(ArtifactRow, id=name, kind=kind, **made, **vars(chunk))
+        if not self._put(ArtifactRow, id=name, kind=kind, **made, **chunk):
+            try:
+                self.get_artifact(name)
+            except CorruptedChunkError:
+                with self.database.write() as session:
+                    session.execute(update(ArtifactRow).filter_by(id=name).values(**chunk))
         return name
 
     def get_artifact(self, text: str) -> Artifact:
@@ -221,18 +224,11 @@ class Catalog(Storage):
 
     def list_artifacts(
         self, kind: str | None = None, pair_id: str | None = None
-    ) -> tuple[tuple[str, str, str | None, datetime], ...]:
-        """(id, kind, pair, created_at), without unpacking them."""
+    ) -> tuple[tuple[str, str, str | None, Document], ...]:
+        """(id, kind, pair, provenance), without unpacking them."""
         row = ArtifactRow
-        columns = (row.id, row.kind, row.pair_id, row.created_at)
+        columns = (row.id, row.kind, row.pair_id, row.provenance)
         return self._columns(row, *columns, kind=kind, pair_id=pair_id)
-
-    def artifact_origins(
-        self, kind: str, pair_id: str | None = None
-    ) -> tuple[tuple[str, Document], ...]:
-        """(id, provenance), without unpacking them."""
-        row = ArtifactRow
-        return self._columns(row, row.id, row.provenance, kind=kind, pair_id=pair_id)
 
     def put_study(
         self,
@@ -319,18 +315,6 @@ class Catalog(Storage):
         self, pair_id: str | None = None, policy_id: str | None = None
     ) -> tuple[Run, ...]:
         return self._list(RunRow, _run, pair_id=pair_id, policy_id=policy_id)
-
-    def run_steps(self, run: str) -> dict[str, tuple[Step, ...]]:
-        """The rounds of a run by request id, in the order they were given. Raises
-        CorruptedChunkError naming the request."""
-        query = select(StepChunkRow).where(StepChunkRow.run_id == run)
-        with self.database.read() as session:
-            return {
-                row.request_id: unpacked(
-                    row, unpack_steps, f"run {run}: the steps of request {row.request_id!r}"
-                )
-                for row in session.scalars(query.order_by(StepChunkRow.ordinal))
-            }
 
 
 def outcome_document(outcome: Outcome) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, delete, func, select
+from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from spectune.db import Database
@@ -68,19 +68,16 @@ def prune(
     recordings: Sequence[str] = (),
     before: datetime | None = None,
     keep_last: int | None = None,
-    pair: str | None = None,
     force: bool = False,
     dry_run: bool = False,
-    vacuum: bool = False,
 ) -> PruneReport:
     """Removes recordings with all they hold.
 
     Chosen are those named in ``recordings`` (ids, beginnings, ``latest``) or else those made
-    ``before`` a moment and not among the newest ``keep_last``; ``pair`` narrows the latter. Of
-    unfinished ones only ``before`` chooses, by their last text, and only those that nobody writes
-    to any more (:func:`_abandoned`). One that a publication's evidence names is spared unless
-    ``force``; naming it raises :class:`TraceError`. ``vacuum`` gives the room back to the file
-    system (SQLite). Raises TraceError when nothing says what to remove.
+    ``before`` a moment and not among the newest ``keep_last``. Of unfinished ones only ``before``
+    chooses, by their last text, and only those that nobody writes to any more
+    (:func:`_abandoned`). One that a publication's evidence names is spared unless ``force``; naming
+    it raises :class:`TraceError`. Raises TraceError when nothing says what to remove.
     """
     if not recordings and before is None and keep_last is None:
         raise TraceError(
@@ -90,8 +87,8 @@ def prune(
         abandoned = None if before is None else min(before, database.now(session) - STILL_WRITTEN)
 
         def by_rule() -> list[str]:
-            old = _by_age(session, before, keep_last, pair)
-            return old if abandoned is None else old + _abandoned(session, abandoned, pair)
+            old = _by_age(session, before, keep_last)
+            return old if abandoned is None else old + _abandoned(session, abandoned)
 
         chosen = resolve_all(session, RecordingRow, recordings) if recordings else by_rule()
         if not dry_run:
@@ -115,8 +112,6 @@ def prune(
             for row in (StepChunkRow, PanoramaChunkRow, TrajectoryRow):
                 session.execute(delete(row).where(row.recording_id.in_(doomed)))
             session.execute(delete(RecordingRow).where(RecordingRow.id.in_(doomed)))
-    if vacuum and not dry_run:
-        database.vacuum()
     return report
 
 
@@ -141,15 +136,13 @@ def _locked(session: Session, recordings: Sequence[str]) -> frozenset[str]:
     return frozenset(session.scalars(query))
 
 
-def _by_age(
-    session: Session, before: datetime | None, keep_last: int | None, pair: str | None
-) -> list[str]:
-    finished = select(RecordingRow).where(RecordingRow.state != "recording", *_of(pair))
+def _by_age(session: Session, before: datetime | None, keep_last: int | None) -> list[str]:
+    finished = select(RecordingRow).where(RecordingRow.state != "recording")
     rows = session.scalars(finished.order_by(*newest_first(RecordingRow))).all()[keep_last or 0 :]
     return [row.id for row in rows if before is None or row.created_at < before]
 
 
-def _abandoned(session: Session, before: datetime, pair: str | None) -> list[str]:
+def _abandoned(session: Session, before: datetime) -> list[str]:
     """Unfinished recordings whose last text (or beginning, without any) is from ``before`` a
     moment, but for those of a job that is not finished, which its next attempt resumes, and served
     ones: a server that is asked nothing for long is silent, not gone."""
@@ -164,7 +157,6 @@ def _abandoned(session: Session, before: datetime, pair: str | None) -> list[str
         RecordingRow.state == "recording",
         RecordingRow.source != "serve",
         func.coalesce(last, RecordingRow.created_at) < before,
-        *_of(pair),
     )
     rows = session.scalars(begun.order_by(*newest_first(RecordingRow)))
     return [
@@ -172,10 +164,6 @@ def _abandoned(session: Session, before: datetime, pair: str | None) -> list[str
         for row in rows
         if unfinished.isdisjoint(row.options.get(name) for name in ("slot", "gathered"))
     ]
-
-
-def _of(pair: str | None) -> list[ColumnElement[bool]]:
-    return [] if pair is None else [RecordingRow.pair_id.startswith(pair, autoescape=True)]
 
 
 def _measure(session: Session, recording: str) -> Pruned:

@@ -196,14 +196,9 @@ def acceptance_stats(
 
 
 def executed_stats(
-    database: Database,
-    only: TraceFilter = EVERYTHING,
-    by: Sequence[GroupBy] = (),
-    *,
-    run: str | None = None,
+    database: Database, only: TraceFilter = EVERYTHING, by: Sequence[GroupBy] = ()
 ) -> tuple[AcceptanceStats, ...]:
-    """The same from the rounds that the matching requests were really decoded by, or from the
-    rounds of one run.
+    """The same from the rounds that the matching requests were really decoded by.
 
     ``acceptance`` is accepted over drafted tokens. ``draft`` cannot be grouped by here: a request
     may have used several.
@@ -212,19 +207,13 @@ def executed_stats(
     s, t = StepChunkRow, TrajectoryRow
     sums = (s.ordinal, s.rounds, s.accepted, s.drafted, s.at_risk, s.survived)
     of: dict[GroupBy, Any] = {"category": t.category, "recording": t.recording_id}
-    if run is not None:
-        of = {"category": s.category, "recording": s.run_id}
-    owner = s.recording_id if run is None else s.run_id
-    query = select(*(of[g] for g in groups), owner, *sums)
     with database.read() as session:
-        if run is not None:
-            query = query.where(s.run_id == run)
-        else:
-            query = (
-                query.join(t, (t.recording_id == s.recording_id) & (t.ordinal == s.ordinal))
-                .join(RecordingRow, RecordingRow.id == t.recording_id)
-                .where(*_recording_conditions(session, only), *_request_conditions(only))
-            )
+        query = (
+            select(*(of[g] for g in groups), s.recording_id, *sums)
+            .join(t, (t.recording_id == s.recording_id) & (t.ordinal == s.ordinal))
+            .join(RecordingRow, RecordingRow.id == t.recording_id)
+            .where(*_recording_conditions(session, only), *_request_conditions(only))
+        )
         return _grouped(groups, session.execute(query))
 
 

@@ -79,15 +79,15 @@ def trajectory_values(trajectory: Trajectory, steps: Sequence[Step]) -> dict[str
 def panorama_values(panorama: ChainPanorama | TreePanorama, verifier: str) -> dict[str, Any]:
     """A panorama's columns beside its chunk, with its summaries; ``verifier`` is its text's."""
     n = panorama.positions
+    of = {"draft": panorama.draft, "n": n}
     if isinstance(panorama, TreePanorama):
         agree = int((panorama.text_slot[:n] == 0).sum())
         return {
-            "draft": panorama.draft,
+            **of,
             "kind": TREE_KINDS[panorama.proposals],
             "gamma_max": panorama.depth,
             "width": panorama.width,
             "covers": list(panorama.covers),
-            "n": n,
             "agree_count": agree,
             "none_count": 0,
             "acceptance": agree / n if n else 0.0,
@@ -97,12 +97,11 @@ def panorama_values(panorama: ChainPanorama | TreePanorama, verifier: str) -> di
     kept_by: Verifier = "rejection" if verifier == "rejection" else "coupled"
     sums = survival(panorama, kept_by)
     return {
-        "draft": panorama.draft,
+        **of,
         "kind": CHAIN,
         "gamma_max": panorama.gamma_max,
         "width": 0,
         "covers": [],
-        "n": n,
         "agree_count": int((panorama.agree == AGREE_YES).sum()),
         "none_count": int((panorama.agree == AGREE_NONE).sum()),
         "acceptance": float(keep_probability(panorama, kept_by).mean()) if n else 0.0,

@@ -247,37 +247,23 @@ class Recordings(Storage):
                 stored += 1
         return stored
 
-    def missing_panoramas(self, recording: str, draft: str, gamma_max: int) -> tuple[int, ...]:
-        """Ordinals whose trajectory has no panorama of this draft with at least this gamma_max, in
-        order."""
-        return self._missing(recording, draft, CHAIN, 0, gamma_max)
-
-    def missing_trees(
+    def missing_panoramas(
         self,
         recording: str,
         draft: str,
+        gamma_max: int,
         *,
-        width: int,
-        depth: int,
-        proposals: Proposals = "coupled",
+        width: int = 0,
+        proposals: Proposals | None = None,
         covers: Collection[str] = (),
     ) -> tuple[int, ...]:
-        """Ordinals whose trajectory has no tree panorama of this draft with at least this width and
-        depth and these covers, in order."""
-        return self._missing(recording, draft, TREE_KINDS[proposals], width, depth, covers)
-
-    def _missing(
-        self,
-        recording: str,
-        draft: str,
-        kind: str,
-        width: int,
-        depth: int,
-        covers: Collection[str] = (),
-    ) -> tuple[int, ...]:
+        """Ordinals whose trajectory has no panorama of this draft with at least this gamma_max, in
+        order; with ``proposals`` no trees of so many levels, at least this width and these
+        covers."""
         p, t = PanoramaChunkRow, TrajectoryRow
+        kind = CHAIN if proposals is None else TREE_KINDS[proposals]
         enough = _panoramas(recording, draft, kind, p.ordinal, p.covers).where(
-            p.width >= width, p.gamma_max >= depth
+            p.width >= width, p.gamma_max >= gamma_max
         )
         with self.database.read() as session:
             recording_row(session, recording)
