@@ -51,6 +51,7 @@ AGREE_NO, AGREE_YES, AGREE_NONE = 0, 1, 2
 was no proposal."""
 
 
+@dataclass(frozen=True, eq=False)
 class _ByContent:
     """Dataclasses that hold arrays: equal iff all of their fields are."""
 
@@ -59,7 +60,7 @@ class _ByContent:
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
             return False
-        for f in fields(self):  # type: ignore[arg-type]  # a dataclass
+        for f in fields(self):
             a, b = getattr(self, f.name), getattr(other, f.name)
             if isinstance(a, np.ndarray):
                 if not (isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)):
@@ -71,11 +72,7 @@ class _ByContent:
     @classmethod
     def columns(cls) -> tuple[str, ...]:
         """Names of a panorama's array columns, in storage order."""
-        return tuple(
-            f.name
-            for f in fields(cls)  # type: ignore[arg-type]  # a dataclass
-            if str(f.type).startswith("npt.NDArray")
-        )
+        return tuple(f.name for f in fields(cls) if str(f.type).startswith("npt.NDArray"))
 
     def _check_shapes(self, what: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         for name, shape in shapes.items():
