@@ -89,7 +89,7 @@ class _Helpers:
 def _works(pool: ProcessPoolExecutor) -> bool:
     """Whether a pool takes work: not once one of its processes was killed, idle or not."""
     try:
-        pool.submit(os.getpid)
+        _submitted(pool, os.getpid)
     except RuntimeError:
         return False
     return True
@@ -226,7 +226,18 @@ def _hand_over(
     pool: Executor, wanted: _Wanted, work: Callable[[LoadedPair, Item], Result], item: Item
 ) -> Result:
     """Has an item done by a helper, and waits for it."""
-    return pool.submit(_apply, wanted, work, item).result()
+    done: Future[Result] = _submitted(pool, _apply, wanted, work, item)
+    return done.result()
+
+
+def _submitted(pool: Executor, call: Callable[..., Result], *arguments: Any) -> Future[Result]:
+    """Ctrl-C reaches every process of a terminal, and one that a pool begins here would say so
+    while it still loads: it inherits that the signal is blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return pool.submit(call, *arguments)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _apply(wanted: _Wanted, work: Callable[[LoadedPair, Any], Result], item: Any) -> Result:

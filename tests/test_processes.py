@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
-from multiprocessing import parent_process
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from doors import Door, write_workload
 from spectune.db import open_database
 from spectune.db.models import PanoramaChunkRow
 from spectune.optimizer import processes
-from spectune.optimizer.processes import kept_helpers, on_every_core
+from spectune.optimizer.processes import _submitted, kept_helpers, on_every_core
 from spectune.runtime.loading import LoadedPair
 from spectune.traces.errors import SpectuneError
 from spectune.traces.store import TraceStore
@@ -144,3 +146,11 @@ def test_a_killed_helper_is_said_and_replaced(
         first = [next(again) for _ in range(3)]
     assert [value for value, _ in first] == [0, 1, 4]
     assert {who for _, who in first} - {os.getpid()}, "another one works"
+
+
+def test_a_process_that_begins_hears_no_interrupt() -> None:
+    """It would print a traceback while it still imports; here the signal is heard as before."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        there = _submitted(pool, signal.pthread_sigmask, signal.SIG_BLOCK, ())
+        assert signal.SIGINT in there.result()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
