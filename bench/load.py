@@ -72,6 +72,8 @@ OPEN, OPEN_GAMMAS = 96, (1, 2, 4, 8)
 """Requests that arrive on their own, and the constants that serve them."""
 BUSY = 0.7
 """Requests that arrive, as a part of those that the engine answers at high load without a draft."""
+PAUSE_S = 1.0
+"""What another server does after its last answer is over by then."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class Bench:
         """What steps cost at this time."""
         design = Design(self.prompts, MOST, SEATS // self.part, self.options.max_new_tokens)
         for draft, running in self.engines.items():
+            time.sleep(PAUSE_S)
             serve_design(self.store, self.pair.spec, running, draft, design)
         if OFF not in self.engines:  # an engine that goes without its draft at 0 tokens
             serve_design(self.store, self.pair.spec, self.engines[DRAFT], OFF, design)
@@ -103,6 +106,7 @@ class Bench:
     def run(self, draft: str, policy: Policy, load: Load) -> Served:
         """Executes a policy under a load."""
         asked = self.prompts[: _count(load, self.part)]
+        time.sleep(PAUSE_S)
         return served_of(list(execute(self.engines[draft], asked, policy, load, self.options)))
 
 
