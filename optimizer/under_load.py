@@ -95,10 +95,11 @@ def under_load(
     wanted = policies or [
         _constant(draft, costs.passes[draft][1]) for draft in costs.drafts if draft
     ]
-    trace = open_trace(store, info.id, wanted).trace
+    opened = open_trace(store, info.id, wanted)
+    trace = opened.trace
     requests: Sequence[RecordedRequest] = ()
     if asked.partition("@")[0] == "recorded":
-        requests = store.load(info.id, (), steps=True).requests
+        requests = store.load(info.id, (), steps=True, ordinals=opened.ordinals).requests
         # They are stored in the order in which they ended.
         trace = trace.select(np.argsort(recorded_arrivals(requests), kind="stable"))
     count = limit or len(trace.order)

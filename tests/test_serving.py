@@ -347,7 +347,7 @@ def fitted() -> ServedCosts:
             found = simulated(trace, window(gamma), Load(clients))
             steps.append(served_steps(recorded(trace, found, window(gamma)), RULES))
     kept = [s._replace(loads=[load._replace(draft="small") for load in s.loads]) for s in steps]
-    return fit_served(kept, "pair", "cpu", "float32")
+    return fit_served(kept, "pair", "cpu", "float32", "`profile`")
 
 
 def test_costs_fitted_to_served_steps_predict_a_table_that_was_never_served(
@@ -379,7 +379,7 @@ def test_prompts_that_are_seldom_read_together_cost_what_their_tokens_do() -> No
         noise = float(np.exp(0.15 * rng.standard_normal()))
         per_token = 0.00024 if draft else 0.0002
         steps.seconds.append((0.005 + 0.0003 * load.rows + per_token * prompts) * noise)
-    costs = fit_served([steps], "pair", "cpu", "float32")
+    costs = fit_served([steps], "pair", "cpu", "float32", "`profile`")
     for draft, per_token in (("", 0.0002), ("small", 0.00024)):
         of = costs.of(draft, [0])
         for prompts in (150.0, 500.0, 1000.0, 2000.0):
@@ -394,7 +394,7 @@ def test_what_was_not_served_is_refused_with_what_to_record(fitted: ServedCosts)
     with pytest.raises(PolicyError, match=r"draft 'medium' were recorded .of: small.; serve with"):
         fitted.of("medium", [1])
     with pytest.raises(TraceError, match="0 steps of this engine were recorded with their times"):
-        fit_served([served_steps([], RULES)], "pair", "cpu", "float32")
+        fit_served([served_steps([], RULES)], "pair", "cpu", "float32", "`profile`")
     full = RULES._replace(cache_tokens=300)
     with pytest.raises(TraceError, match="need more than the 300 tokens of the engine's cache"):
         serve(trace_of(40), "small", (0,) * 9, Load(8), full, COSTS)
@@ -721,6 +721,35 @@ def test_recorded_requests_arrive_each_with_its_own_text(
 
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_what_a_server_has_added_since_is_left_out(
+    store: TraceStore, fitted: ServedCosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recording that is made here is refused until it is whole."""
+    trace = trace_of(3, budget=70)
+    ended = recorded(trace, simulated(trace, window(0), Load(1)), window(0))[::-1]
+    store.put_pair("pair", "pair", {})
+    monkeypatch.setattr(under_load_module, "costs_of_engine", lambda *_: fitted)
+    about = {"engine": "vllm", "serving": {"max_num_seqs": 8, "ahead": 0}}
+    found = {}
+    for source in ("serve", "record"):
+        info = store.create_recording(
+            "pair", None, Sampling(), max_new_tokens=70, options=about, source=source
+        )
+        for n, r in enumerate(ended):
+            store.append_trajectory(info.id, n, r.trajectory, r.steps)
+            if n != 1:
+                store.put_panoramas(info.id, [(n, a_panorama(r.trajectory, "small"))])
+        found[source] = info
+    for asked in ("recorded", "clients:2"):
+        lab = under_load(store, found["serve"], [window(3)], asked, Objective())
+        texts = [t.request_id for t in lab.trace.trajectories]
+        assert sorted(texts) == sorted(ended[n].trajectory.request_id for n in (0, 2))
+        assert len(lab.trace.order) == 2
+    with pytest.raises(TraceError, match="2 panoramas of draft 'small' for 3 requests"):
+        under_load(store, found["record"], [window(3)], "clients:2", Objective())
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_steps_on_other_hardware_are_named_where_they_are_missed(
     store: TraceStore, fitted: ServedCosts
 ) -> None:
@@ -730,10 +759,10 @@ def test_steps_on_other_hardware_are_named_where_they_are_missed(
         about = {"engine": "vllm", "serving": serving, "hardware": name}
         info = store.create_recording("pair", None, Sampling(), max_new_tokens=9, options=about)
     said = "on cpu, threads: 2, as steps on cpu, threads: 1 tell nothing of it"
-    with pytest.raises(TraceError, match=f"serve more requests.*; {said}"):
+    with pytest.raises(TraceError, match=f"serve more requests.*`profile --engine vllm`; {said}"):
         costs_of_engine(store, info)
-    with pytest.raises(PolicyError, match=f"by `profile --engine`; {said}"):
-        replace(fitted, elsewhere=f"; {said}").of("small", [7])
+    with pytest.raises(PolicyError, match=f"by `profile --engine vllm`; {said}"):
+        replace(fitted, served_by=f"`profile --engine vllm`; {said}").of("small", [7])
 
 
 def test_costs_are_of_one_hardware(monkeypatch: pytest.MonkeyPatch) -> None:

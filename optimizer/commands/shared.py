@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from spectune.runtime.policies.document import AnyPolicy
     from spectune.runtime.policies.prepared_chooser import AnyPlan
     from spectune.runtime.words import Words
+    from spectune.traces.recording import RecordingInfo
     from spectune.traces.schema import LatencyProfile, Workload
     from spectune.traces.store import TraceStore
 
@@ -197,6 +198,16 @@ def profile_of(
     """The profile named, else the latest of this pair and device; None where there is none."""
     found = store.get_profile(wanted) if wanted else store.latest_profile(pair_id, device)
     return None if found is None else found.profile
+
+
+def say_unseen(info: RecordingInfo, seen: int) -> None:
+    """Notes the requests of a recording that are left out, as they were served since its drafts
+    looked around."""
+    if seen < info.n_requests:
+        note(
+            f"left out: {info.n_requests - seen} of {info.n_requests} requests, served since "
+            f"`record --resume {info.id}`"
+        )
 
 
 def same_pair(pair_id: str, spec: PairSpec, recording: str) -> None:

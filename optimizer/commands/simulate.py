@@ -9,12 +9,18 @@ import click
 
 from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import flag, option
-from spectune.optimizer.commands.on_engine import deployment_on
+from spectune.optimizer.commands.on_engine import NATIVE, deployment_on
 from spectune.optimizer.commands.options import Whole
 from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored, write_rounds
 from spectune.optimizer.commands.printing import Command, Meter, emit, note
 from spectune.optimizer.commands.run import rounds_of
-from spectune.optimizer.commands.shared import on_pair_of, open_store, policy_named, profile_of
+from spectune.optimizer.commands.shared import (
+    on_pair_of,
+    open_store,
+    policy_named,
+    profile_of,
+    say_unseen,
+)
 from spectune.optimizer.commands.under_load import (
     check_no_load,
     check_typed,
@@ -106,7 +112,12 @@ def simulate(**kw: Any) -> None:
             replayed, skipped, approximate = _replayed(store, info, policy, found, kw)
             for chunk in skipped:
                 note(f"left out: request {chunk.ordinal} of {chunk.recording}: {chunk.problem}")
-            if found is None:
+            if kw["limit"] is None:
+                say_unseen(info, len(replayed.names) + len(skipped))
+            if info.engine != NATIVE:
+                seconds = "left at 0" if found is None else "those of the native decoder"
+                note(f"seconds are {seconds}: --arrivals clients:8, say, has {info.engine}'s")
+            elif found is None:
                 note(
                     "no latency profile of this pair and device: seconds are left at 0 (run "
                     "`profile`)"

@@ -15,7 +15,7 @@ from spectune.optimizer.commands.on_engine import deployment_on
 from spectune.optimizer.commands.options import checked, together
 from spectune.optimizer.commands.outputs import kept_unless_stored
 from spectune.optimizer.commands.printing import Meter, as_json, emit, note, say, table, to_type
-from spectune.optimizer.commands.shared import refuse_typed
+from spectune.optimizer.commands.shared import refuse_typed, say_unseen
 
 if TYPE_CHECKING:
     from spectune.optimizer.deployment import Place
@@ -120,6 +120,7 @@ def simulate_under_load(
             for name, found in simulated.items()
         ],
     }
+    say_unseen(info, len(lab.trace.order))
     _say_costs(lab)
     rows = []
     for name, found in simulated.items():
@@ -143,6 +144,7 @@ def search_under_load(store: TraceStore, info: RecordingInfo, kw: dict[str, Any]
     from spectune.optimizer.under_load import Search, under_load
 
     lab = under_load(store, info, [], kw["arrivals"], _objective(kw), limit=kw["limit"])
+    say_unseen(info, len(lab.trace.order))
     with Meter() as meter:
         found = Search(lab, meter).run()
     loads = []

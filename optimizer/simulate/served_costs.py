@@ -100,12 +100,12 @@ def _load_of(members: Sequence[_Round], draft: str, rules: ServingRules) -> Step
 class ServedCosts:
     """What an engine's steps cost: a profile with their terms, by draft the least and the most
     passes of a step that were served (``passes``), how well the terms tell the steps that they were
-    fitted to (``check``), and what was left out, in words (``elsewhere``)."""
+    fitted to (``check``), and by what command others are served, in words (``served_by``)."""
 
     profile: LatencyProfile
     passes: Mapping[str, tuple[int, int]]
     check: Mapping[str, Any]
-    elsewhere: str = ""
+    served_by: str
 
     @property
     def drafts(self) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ class ServedCosts:
             known = ", ".join(d or "none" for d in self.drafts)
             raise PolicyError(
                 f"no steps of this engine with draft {draft!r} were recorded (of: {known}); serve "
-                f"with it for a while{self.elsewhere}"
+                f"with it for a while, or by {self.served_by}"
             )
         least, most = self.passes[draft]
         outside = sorted({g for g in gammas if not least <= g <= most})
@@ -128,14 +128,13 @@ class ServedCosts:
             raise PolicyError(
                 f"what steps cost that draft {', '.join(map(str, outside))} tokens with {draft!r} "
                 f"is not known: those recorded drafted {served}; let the server draft so many for "
-                "a while (`policies activate`), or serve them by `profile --engine`"
-                f"{self.elsewhere}"
+                f"a while, or serve them by {self.served_by}"
             )
         return step_costs(self.profile, draft)
 
 
 def fit_served(
-    steps: Sequence[ServedSteps], pair_id: str, device: str, dtype: str, elsewhere: str = ""
+    steps: Sequence[ServedSteps], pair_id: str, device: str, dtype: str, served_by: str
 ) -> ServedCosts:
     """Costs fitted to the steps of recordings. Raises TraceError where there are too few."""
     loads = [load for found in steps for load in found.loads]
@@ -144,7 +143,7 @@ def fit_served(
         raise TraceError(
             f"{len(loads)} steps of this engine were recorded with their times, which are too few "
             f"to know what steps cost ({LEAST_STEPS} at least); serve more requests, or say "
-            f"`profile --engine`{elsewhere}"
+            f"{served_by}"
         )
     chosen = np.unique(np.linspace(0, len(loads) - 1, FITTED_STEPS).astype(int))
     picked = [loads[i] for i in chosen]
@@ -159,7 +158,7 @@ def fit_served(
         for n, load in enumerate(picked):
             if load.draft == draft:
                 predicted[n] = step_seconds(costs, *load[1:])
-    return ServedCosts(profile, passes, _check(predicted, seconds[chosen], len(loads)), elsewhere)
+    return ServedCosts(profile, passes, _check(predicted, seconds[chosen], len(loads)), served_by)
 
 
 def _check(predicted: FloatArray, executed: FloatArray, steps: int) -> dict[str, Any]:
@@ -190,11 +189,13 @@ def costs_of_engine(store: TraceStore, info: RecordingInfo) -> ServedCosts:
     same = [i for i in known if _made_by(i) == _made_by(info)]
     own = info.options.get("hardware")
     others = {str(i.options["hardware"]) for i in known if "hardware" in i.options} - {own}
-    elsewhere = f"; on {own}, as steps on {'; '.join(sorted(others))} tell nothing of it"
+    served_by = f"`profile --engine {info.engine}`"
+    if own and others:
+        served_by += f"; on {own}, as steps on {'; '.join(sorted(others))} tell nothing of it"
     steps = []
     for found in same[:POOLED]:
         kept = store.load(found.id, (), steps=True, skip_corrupted=True).requests
         steps.append(served_steps(kept, rules_of(found.engine, found.options.get("serving"))))
     device = str(info.options.get("device", "cpu"))
     dtype = str(info.options.get("dtype", ""))
-    return fit_served(steps, info.pair_id, device, dtype, elsewhere if own and others else "")
+    return fit_served(steps, info.pair_id, device, dtype, served_by)

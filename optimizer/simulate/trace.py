@@ -63,7 +63,8 @@ def open_trace(
 
     ``ranks`` of shortlists are added to those that are stored for the policies; ``ordinals``: of
     these requests alone. With ``skip_corrupted`` the trace has the requests of which nothing is
-    damaged or missing; otherwise CorruptedChunkError and TraceError name the first. Where an
+    damaged or missing; otherwise CorruptedChunkError and TraceError name the first. A server adds
+    to what it serves all the time, so of that nothing has to be there yet. Where an
     engine's prefill yields the first token, replay begins after it, and ``ngram`` copies as that
     engine does. Raises NotFoundError for an unknown recording, PolicyError for the first policy
     whose draft was not recorded, NoRequestsError where no request is left.
@@ -94,9 +95,11 @@ def open_trace(
     loaded = store.load(
         info.id, drafts, trees=bool(grown), ordinals=ordinals, skip_corrupted=skip_corrupted
     )
-    whole = loaded.having(wanted_chains) if skip_corrupted else loaded
-    for draft, proposals in grown if skip_corrupted else ():
-        whole = whole.having(trees=[draft], proposals=proposals)
+    whole = loaded
+    if skip_corrupted or info.source == "serve":
+        whole = whole.having(wanted_chains)
+        for draft, proposals in grown:
+            whole = whole.having(trees=[draft], proposals=proposals)
     if not whole.requests:
         raise NoRequestsError(f"recording {info.id} has no usable request")
     if served:
