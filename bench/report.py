@@ -307,14 +307,29 @@ def _load(d: Figures) -> list[str]:
             "constants' (95% intervals):",
             "",
         ]
-        by_load = regret["by_load"]
-        own = [(r["load"], f"{r['best_constant']}, the best executed", r["share"]) for r in by_load]
+        by_load, own = regret["by_load"], []
+        window = d["table_policy"]["window"]
+        for r in by_load:
+            drafts = _drafted(window, int(r["load"].removeprefix("clients:")))
+            said = f"{r['best_constant']}, the best executed (the table drafts {drafts} there)"
+            own.append((r["load"], said, r["share"]))
         own += [(r["load"], "the best in the other passes", r["apart"]) for r in by_load]
         own += [(r["load"], "off: no draft loaded", r["share"]) for r in regret["off"]]
         own += [("all three", r["constant"], r["share"]) for r in regret["together"]]
         own = [(*said, "{:.3f} ({:.3f} to {:.3f})".format(*share)) for *said, share in own]
         lines += table(("load", "constant", "the table beside it"), own)
     return lines
+
+
+def _drafted(window: Figures, batch: int) -> int:
+    """The tokens that a window drafts in a batch."""
+    if window["kind"] == "fixed":
+        return int(window["gamma"])
+    return int(
+        max((int(least), gamma) for least, gamma in window["gamma"].items() if int(least) <= batch)[
+            1
+        ]
+    )
 
 
 def _within(errors: Figures) -> bool:
