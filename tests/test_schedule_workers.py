@@ -85,6 +85,7 @@ def serve(
     there on, one in 10 ms."""
 
     def clock() -> datetime:
+        (folder / owner).touch()  # it is at work, and signals are heard
         passed = timedelta(minutes=min(SLOTS, (time.time() - started) * 100))
         return T0 + passed if started else LATER
 
@@ -112,16 +113,18 @@ class Crew:
         self, owner: str, steps: str, *, lease_s: float = 30.0, started: float = 0.0
     ) -> BaseProcess:
         arguments = (self.url, self.folder, owner, steps, lease_s, started, self._reports)
-        self.members.append(processes.Process(target=serve, args=arguments, daemon=True))
-        self.members[-1].start()
-        return self.members[-1]
+        member = processes.Process(target=serve, args=arguments, name=owner, daemon=True)
+        self.members.append(member)
+        member.start()
+        return member
 
     def rows(self, query: str) -> list[Any]:
         with self.database.read() as session:
             return [tuple(row) for row in session.execute(text(query))]
 
     def dismiss(self, *members: BaseProcess) -> dict[str, dict[str, int]]:
-        """Stops workers with SIGTERM and returns their reports by owner."""
+        """Stops workers with SIGTERM, once they are at work, and returns their reports by owner."""
+        eventually(lambda: all((self.folder / member.name).exists() for member in members))
         for member in members:
             os.kill(member.pid or 0, signal.SIGTERM)
         reports = dict(self._reports.get(timeout=PATIENCE_S) for _ in members)
