@@ -38,7 +38,7 @@ from spectune.optimizer.record import Look, cover_of, look_around, record
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import Grown, open_trace
 from spectune.optimizer.spaces import ShortlistLimit, TreeLimit, with_shortlist
-from spectune.optimizer.timings import Expected, Timings
+from spectune.optimizer.timings import Timings
 from spectune.runtime.decoder import Decoded
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
@@ -450,7 +450,6 @@ def compare(
     passes: int = 1,
     profile: LatencyProfile | None = None,
     artifacts: Artifacts | None = None,
-    expected: Expected | None = None,
 ) -> Comparison:
     """Executes every policy on every request ``passes`` times in turn, in another random order each
     time."""
@@ -463,4 +462,4 @@ def compare(
                 seconds[p][n, k] = executor(p, n)
         said = f"{len(seconds)} policies on {len(encoded.items)} requests"
         say(f"pass {k + 1} of {passes}: {said}")
-    return executor.comparison(Timings(seconds, expected), list(seconds))
+    return executor.comparison(Timings(seconds), list(seconds))
