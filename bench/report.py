@@ -35,7 +35,7 @@ def standalone(plot: Plot) -> str:
 
 
 SPEED_TARGET = (
-    "median 3%, 90th percentile 6%, or what measuring again differs by; tables of `tune` 5%"
+    "median 3%, 90th percentile 6%, or half of what measuring again differs by; tables of `tune` 5%"
 )
 PACE = "two shared cores; one factor brings the profile to the pace of the executions, as in `tune`"
 REGRET_TARGET = "98% of the best, or not behind beyond noise"
