@@ -325,11 +325,8 @@ def _drafted(window: Figures, batch: int) -> int:
     """The tokens that a window drafts in a batch."""
     if window["kind"] == "fixed":
         return int(window["gamma"])
-    return int(
-        max((int(least), gamma) for least, gamma in window["gamma"].items() if int(least) <= batch)[
-            1
-        ]
-    )
+    least = max(n for n in map(int, window["gamma"]) if n <= batch)
+    return int(window["gamma"][str(least)])
 
 
 def _within(errors: Figures) -> bool:

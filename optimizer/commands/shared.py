@@ -201,12 +201,12 @@ def profile_of(
 
 
 def say_unseen(info: RecordingInfo, seen: int) -> None:
-    """Notes the requests of a recording that are left out, as they were served since its drafts
-    looked around."""
+    """Notes the requests of a recording that are left out, as its drafts have not looked around in
+    them: a server adds some all the time."""
     if seen < info.n_requests:
         note(
-            f"left out: {info.n_requests - seen} of {info.n_requests} requests, served since "
-            f"`record --resume {info.id}`"
+            f"left out: {info.n_requests - seen} of {info.n_requests} requests, which lack "
+            f"panoramas; `record --resume {info.id}` makes them"
         )
 
 
