@@ -1,7 +1,7 @@
 """Simulated against executed under load, and what the table that a search finds loses to the best
 constant number of tokens.
 
-    python bench/load.py openvino --trace FILE.csv [--passes 4] [--quick]
+    python bench/load.py openvino --trace FILE.csv [--passes 4] [--alternations 12] [--quick]
     SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python python bench/load.py vllm --trace FILE.csv
 
 An engine's texts are recorded once, and its costs as ``profile --engine`` does. Then are executed
@@ -10,7 +10,10 @@ table found for low, middle and high load together, under these loads; some of t
 Poisson arrivals and the first arrivals of a file (a column TIMESTAMP: the Azure LLM inference
 traces), both scaled to a part of what the engine can do. Costs are recorded again before each pass,
 as the pace of a shared machine changes: what is predicted is held against executions of the same
-hour, none of which it was fitted to. Figures go to ``bench/results/load-ENGINE.json``.
+hour, none of which it was fitted to. Then the table and the constants that these passes cannot tell
+from the best are executed next to each other, ``--alternations`` times, and compared by that alone:
+passes take minutes, in which the pace changes by more than the constants differ. Figures go to
+``bench/results/load-ENGINE.json``.
 
 On two cores a vLLM's arithmetic and all else are steadier apart: ``OMP_NUM_THREADS=1
 VLLM_CPU_OMP_THREADS_BIND=0 taskset -c 1``. Its engine then waits for its worker in a loop that
@@ -110,7 +113,9 @@ class Bench:
         return served_of(list(execute(self.engines[draft], asked, policy, load, self.options)))
 
 
-def measured(state: Path, engine: str, trace: str, passes: int, *, quick: bool) -> dict[str, Any]:
+def measured(
+    state: Path, engine: str, trace: str, passes: int, alternations: int, *, quick: bool
+) -> dict[str, Any]:
     """Records, searches, executes; the figures."""
     pair, options = demo((DRAFT,)), DecodeOptions(Sampling(), 12 if quick else TOKENS)
     prompts = prompts_of(pair, requests(max(CLIENTS.values()) // (8 if quick else 1)), options)
@@ -124,10 +129,12 @@ def measured(state: Path, engine: str, trace: str, passes: int, *, quick: bool) 
         bench = Bench(pair, store, engines, prompts, options, 8 if quick else 1)
         info = bench.record()
         bench.record_costs()
-        return {"engine": engine, **_held(bench, info, trace, passes)}
+        return {"engine": engine, **_held(bench, info, trace, passes, alternations)}
 
 
-def _held(bench: Bench, info: RecordingInfo, trace: str, passes: int) -> dict[str, Any]:
+def _held(
+    bench: Bench, info: RecordingInfo, trace: str, passes: int, alternations: int
+) -> dict[str, Any]:
     lab = under_load(bench.store, info, [], "clients:" + ",".join(map(str, CLIENTS)), Objective())
     off, costs = OFF in bench.engines, lab.costs
     if off:  # the table is of a server that keeps its draft
@@ -165,8 +172,30 @@ def _held(bench: Bench, info: RecordingInfo, trace: str, passes: int) -> dict[st
         served_ = runs[row["policy"], row["load"]]
         row["tokens_per_s"] = [s.tokens_per_s for s in served_]
         row["tpot_s"] = [s.mean_tpot_s for s in served_]
+    _alternate(bench, rows, loads, policies, alternations)
     told = replace(lab, costs=costs_of_engine(bench.store, info))
     return {**about, **predicted(told, trace, about, rows)}
+
+
+def _alternate(
+    bench: Bench,
+    rows: Sequence[dict[str, Any]],
+    loads: dict[str, Load],
+    policies: dict[str, tuple[str, Policy]],
+    alternations: int,
+) -> None:
+    """Executes the table and its contenders next to each other, in another order each time; the
+    tokens/s are added to their rows (``alternated_tokens_per_s``)."""
+    names, rng = {"table", *_contenders(rows)}, np.random.default_rng(1)
+    for load in (f"clients:{n}" for n in CLIENTS):
+        among = [row for row in rows if row["policy"] in names and row["load"] == load]
+        for row in among:
+            row["alternated_tokens_per_s"] = []
+        for _ in range(alternations):
+            for i in rng.permutation(len(among)):
+                served = bench.run(*policies[among[i]["policy"]], loads[load])
+                among[i]["alternated_tokens_per_s"].append(served.tokens_per_s)
+        say(f"{time.strftime('%H:%M:%S')} {load}: {', '.join(r['policy'] for r in among)}")
 
 
 def predicted(
@@ -244,34 +273,47 @@ def _errors(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     }
 
 
+def _contenders(rows: Sequence[dict[str, Any]]) -> set[str]:
+    """The constants that are the best at a load, and those that all loads together do not put
+    behind the table beyond noise."""
+    regret = _regret(rows)
+    together = {r["constant"] for r in regret["together"] if r["share"][1] < 1} - {"off"}
+    return {r["best_constant"] for r in regret["by_load"]} | together
+
+
 def _regret(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The table's tokens/s as parts of each constant's, by load and over all together (geometric
-    means), with 95% intervals of the passes (Student's t of logarithms). The best constant is that
-    of the executions themselves, whose luck speaks against the table; ``apart``: beside the one
-    that was the best in all other passes."""
+    means), with 95% intervals (Student's t of logarithms). Passes choose the best constant of a
+    load. Where alternations were executed they alone measure it, so that the luck of the chosen is
+    not counted."""
     loads = [f"clients:{n}" for n in CLIENTS]
-    logs = {(row["policy"], row["load"]): np.log(row["tokens_per_s"]) for row in rows}
+    by_name = {(row["policy"], row["load"]): row for row in rows}
     others = [name for name in dict.fromkeys(row["policy"] for row in rows) if name != "table"]
     constants = [name for name in others if name != "off"]
-    best = {load: max(constants, key=lambda name: float(logs[name, load].mean())) for load in loads}
-    beside = {name: [logs["table", load] - logs[name, load] for load in loads] for name in others}
 
-    def apart(n: int) -> np.ndarray:
-        passes = range(len(logs["table", loads[n]]))
-        chosen = [
-            max(constants, key=lambda name, i=i: float(np.delete(logs[name, loads[n]], i).sum()))
-            for i in passes
-        ]
-        return np.array([beside[name][n][i] for i, name in enumerate(chosen)])
+    def logs(name: str, load: str, kind: str) -> np.ndarray:
+        return np.log(by_name[name, load][kind])
 
-    by_load, off = [], []
-    for n, load in enumerate(loads):
-        shares = {"share": interval_of(beside[best[load]][n]), "apart": interval_of(apart(n))}
-        by_load.append({"load": load, "best_constant": best[load], **shares})
-        if "off" in beside:
-            off.append({"load": load, "share": interval_of(beside["off"][n])})
+    def beside(name: str, load: str) -> np.ndarray:
+        alternated = "alternated_tokens_per_s" in by_name[name, load]
+        kind = "alternated_tokens_per_s" if alternated else "tokens_per_s"
+        return logs("table", load, kind) - logs(name, load, kind)
+
+    by_load = []
+    for load in loads:
+        means = {name: float(logs(name, load, "tokens_per_s").mean()) for name in constants}
+        best = max(constants, key=means.__getitem__)
+        by_load.append(
+            {"load": load, "best_constant": best, "share": interval_of(beside(best, load))}
+        )
     together = [
-        {"constant": name, "share": interval_of(np.mean(beside[name], axis=0))} for name in others
+        {"constant": name, "share": interval_of(np.mean([beside(name, x) for x in loads], axis=0))}
+        for name in others
+    ]
+    off = [
+        {"load": load, "share": interval_of(beside("off", load))}
+        for load in loads
+        if "off" in others
     ]
     return {"by_load": by_load, "together": together, "off": off}
 
@@ -282,6 +324,7 @@ def main() -> None:
     add("engine", choices=("openvino", "vllm"))
     add("--trace", required=True, metavar="FILE.csv", help="arrivals: the first of them are used")
     add("--passes", type=int, default=4)
+    add("--alternations", type=int, default=12, help="of the table and the best constants")
     add("--again", action="store_true", help="predict again what was executed before, and no more")
     add("--quick", action="store_true", help="a tiny size, which proves that it runs; no result")
     wanted = parser.parse_args()
@@ -291,8 +334,8 @@ def main() -> None:
     if wanted.again:
         found = again(state, wanted.engine, wanted.trace, known(name))
     else:
-        passes = 1 if wanted.quick else wanted.passes
-        found = measured(state, wanted.engine, wanted.trace, passes, quick=wanted.quick)
+        times = (1, 2) if wanted.quick else (wanted.passes, wanted.alternations)
+        found = measured(state, wanted.engine, wanted.trace, *times, quick=wanted.quick)
         found |= {"seconds": round(time.time() - began, 1), "environment": before}
     print(json.dumps({k: v for k, v in found.items() if k != "rows"}, indent=1))
     if not wanted.quick:

@@ -313,7 +313,6 @@ def _load(d: Figures) -> list[str]:
             drafts = _drafted(window, int(r["load"].removeprefix("clients:")))
             said = f"{r['best_constant']}, the best executed (the table drafts {drafts} there)"
             own.append((r["load"], said, r["share"]))
-        own += [(r["load"], "the best in the other passes", r["apart"]) for r in by_load]
         own += [(r["load"], "off: no draft loaded", r["share"]) for r in regret["off"]]
         own += [("all three", r["constant"], r["share"]) for r in regret["together"]]
         own = [(*said, "{:.3f} ({:.3f} to {:.3f})".format(*share)) for *said, share in own]
