@@ -127,7 +127,7 @@ def series(count: int, candidates: int, requests: int, gain: float, seed: int) -
         rng = np.random.default_rng([seed, candidates, requests, n])
         found.append(tuned(rng, candidates, requests, gain))
     proven = [c for c in found if c is not None]
-    published = sum(c.holds for c in proven)
+    published = sum(not c.against for c in proven)
     return {
         "candidates": candidates,
         "requests": requests,
@@ -170,10 +170,10 @@ def real(quick: bool) -> dict[str, Any]:
         executor = Executor(pair, policies, encoded)
         found, timings = decided(names, categories, executor, luckiest, time.perf_counter, budget_s)
         assert found is not None
-        published += found.holds
+        published += not found.against
         rows.append({"raced": list(timings.ratio(found.winner, names[0])), **found.to_json()})
         raced = f"raced {rows[-1]['raced'][0]:.3f}"
-        say(f"{n + 1} of {count}: {raced}, confirmed {found}; published: {found.holds}")
+        say(f"{n + 1} of {count}: {raced}, confirmed {found}; published: {not found.against}")
     return {"tunings": count, "published": published, "rows": rows}
 
 

@@ -61,11 +61,6 @@ class Confirmation:
             return "the gain is not beyond noise"
         return "" if value >= FLOOR else f"less than {FLOOR} times as fast is not worth a change"
 
-    @property
-    def holds(self) -> bool:
-        """Whether nothing speaks against a publication."""
-        return not self.against
-
     def __str__(self) -> str:
         value, low, high = self.ratio
         return (
@@ -83,7 +78,7 @@ class Confirmation:
             "floor": FLOOR,
             "requests": self.requests,
             "passes": self.passes,
-            "holds": self.holds,
+            "holds": not self.against,
             "against": self.against,
         }
 

@@ -93,14 +93,12 @@ def _decoder(pair: LoadedPair, verifier: Verifier, policy: Policy = AUTOREGRESSI
     return Decoder(pair, StaticSource(prepare(policy, pair.draft_names)), verifier)
 
 
-def encode_recorded(
-    pair: LoadedPair, trajectories: Sequence[Trajectory], chat: bool = True
-) -> Encoded:
+def encode_recorded(pair: LoadedPair, trajectories: Sequence[Trajectory]) -> Encoded:
     """The requests of recorded trajectories, ready to be decoded again: equal prompts, sampling,
     budgets."""
     first = trajectories[0]
     options = DecodeOptions(
-        first.sampling, first.max_new_tokens, first.verifier, first.stop_strings, chat
+        first.sampling, first.max_new_tokens, first.verifier, first.stop_strings
     )
     decoder = _decoder(pair, first.verifier)
     items = []

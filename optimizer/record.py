@@ -158,7 +158,7 @@ def record(
             yield ordinal, made.trajectory
 
     texts = chain(_stored(store, info.id, jobs, new), decoded())
-    _look(store, pair, info.id, jobs, texts, progress)
+    _look(pair, info.id, jobs, texts, progress)
     if info.state != "complete":
         store.finish_recording(info.id)
     return store.get_recording(info.id)
@@ -211,7 +211,7 @@ def look_around(
     """Records the panoramas and trees that a recording lacks, of drafts that may be newer than it;
     how many were made."""
     jobs = _jobs(store, pair, recording, wanted)
-    return _look(store, pair, recording, jobs, _stored(store, recording, jobs), progress)
+    return _look(pair, recording, jobs, _stored(store, recording, jobs), progress)
 
 
 def _stored(
@@ -226,7 +226,6 @@ def _stored(
 
 
 def _look(
-    store: TraceStore,
     pair: LoadedPair,
     recording: str,
     jobs: Sequence[_Job],

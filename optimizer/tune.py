@@ -357,7 +357,7 @@ class Tuning:
     def executor(self, policies: Iterable[AnyPolicy], part: Sequence[int]) -> Executor:
         """Who decodes some of the requests again under policies."""
         texts = [self.trace.trajectories[i] for i in part]
-        encoded = encode_recorded(self.pair, texts, self.wanted.options.chat)
+        encoded = encode_recorded(self.pair, texts)
         return Executor(
             self.pair,
             policies,

@@ -201,8 +201,7 @@ class Search:
 
     @property
     def _sizes(self) -> list[int]:
-        seats = self.lab.rules.max_num_seqs
-        return [1 << n for n in range(seats.bit_length()) if 1 << n <= seats]
+        return [1 << n for n in range(self.lab.rules.max_num_seqs.bit_length())]
 
     def _simplest(self, best: Scored) -> Scored:
         """The best table of fewer entries of those that lose no more than a tie under any load:

@@ -101,7 +101,7 @@ class Tuned:
     def to_json(self) -> dict[str, Any]:
         """The contract's keys ``winner``, ``predicted``, ``measured``, ``baselines``,
         ``published``, and the evidence."""
-        winner, made = self.winner, self.published
+        winner = self.winner
         baselines = [c for c in self.candidates if not c.role.startswith("finalist")]
         return {
             "winner": described(winner.policy),
@@ -112,12 +112,7 @@ class Tuned:
             "ratio_to_incumbent": finite(self.ratio),
             "confirmed": self.confirmed and self.confirmed.to_json(),
             "confirm_requests": self.confirmed.requests if self.confirmed else 0,
-            "published": made
-            and {
-                "version": made.version,
-                "policy": made.policy_id,
-                "deployment": made.deployment,
-            },
+            "published": self.published and self.published.told(),
             "reason": self.reason,
             "superseded_by": self.superseded_by,
             "recording": self.recording,
@@ -219,7 +214,7 @@ def verdict(
     stays = "the incumbent stays" if published else first
     if confirmed is None or winner.policy.id == incumbent.policy.id:
         return f"nothing executed is faster than the incumbent; {stays}", incumbent, not published
-    if not confirmed.holds:
+    if confirmed.against:
         why = f"{winner.policy.label()} was {confirmed}: {confirmed.against}"
         return f"{why}; {stays}", incumbent, not published
     return str(confirmed), winner, True

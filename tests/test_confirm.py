@@ -41,7 +41,7 @@ def test_both_are_executed_alternately_and_the_ratio_is_of_total_speed() -> None
     assert found.ratio[0] == pytest.approx(
         1.2 * size.sum() / (size * np.where(np.arange(8) % 2, 1.0, 0.9)).sum()
     )
-    assert found.holds
+    assert not found.against
     assert found.to_json()["interval"] == list(found.ratio[1:])
     unknown = Confirmation("p", (1.2, 0.0, float("inf")), 1, 1)
     assert unknown.to_json()["interval"] == [0.0, None]

@@ -212,9 +212,9 @@ def search_asked(kw: dict[str, Any]) -> dict[str, Any]:
     """What of TuneOptions :data:`search` say. Raises TraceError for trees that are too
     large."""
     from spectune.optimizer.inputs import tree_size
+    from spectune.optimizer.payload import SEARCHED
 
-    names = ("trials", "gamma_max", "tree_width", "tree_depth", "finalists")
-    chosen = {name: kw[name] for name in names}
+    chosen = {name: kw[name] for name in SEARCHED}
     if chosen["tree_width"]:
         tree_size(chosen["tree_width"], chosen["tree_depth"])
     else:

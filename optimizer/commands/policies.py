@@ -245,11 +245,8 @@ def policies_activate(
 
 
 def _emit_published(published: Publication, verb: str) -> None:
-    where = published.deployment
-    emit(
-        {"version": published.version, "policy": published.policy_id, "deployment": where},
-        f"version {published.version}: {published.label} {verb} in deployment {where}",
-    )
+    said = f"version {published.version}: {published.label} {verb} in deployment"
+    emit(published.told(), f"{said} {published.deployment}")
 
 
 def _holds_a_policy(publication: Publication) -> bool:

@@ -182,7 +182,7 @@ class Proved(NamedTuple):
     reason: str
 
     def to_json(self, level: Objective) -> dict[str, Any]:
-        over, done = self.place.over, self.published
+        over = self.place.over
         return {
             "kind": "executed",
             "executed": [one.to_json(level) for one in self.executed],
@@ -192,8 +192,7 @@ class Proved(NamedTuple):
                 "label": self.proof.incumbent.label(),
             },
             **self.proof.to_json(),
-            "published": done
-            and {"version": done.version, "policy": done.policy_id, "deployment": done.deployment},
+            "published": self.published and self.published.told(),
             "reason": self.reason,
         }
 

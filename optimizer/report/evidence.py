@@ -74,11 +74,10 @@ def evidence_document(
     tuned: Tuned, compared: Comparison, rounds: Mapping[str, Any], about: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What is stored. ``about``: whatever the report's head is to say. JSON-ready."""
-    base, raced = tuned.winner.policy.id, compared.timings.seconds
     speeds = {c.policy.id: c.executed.by_category for c in tuned.candidates}
     return {
         "tuned": tuned.to_json(),
-        "race": race_as_it_went(compared, base if base in raced else next(iter(raced))),
+        "race": race_as_it_went(compared, tuned.winner.policy.id),
         "categories": {
             policy: {name: round(counts.tokens_per_s, 2) for name, counts in of.items()}
             for policy, of in speeds.items()

@@ -112,9 +112,9 @@ def rank_profile(starts: Starts, top_n: int) -> Json:
     }
 
 
-def heat(forest: Forest, ranks: int, intervals: int = INTERVALS) -> Json:
+def heat(forest: Forest, ranks: int) -> Json:
     """C2T's figure 2 from the distributions at the recorded texts' own prefixes: rows are
-    ``intervals`` of entropy, of equal width up to the 99th percentile, columns child ranks.
+    :data:`INTERVALS` of entropy, of equal width up to the 99th percentile, columns child ranks.
 
     Interval i holds entropies from ``edges[i]`` to below ``edges[i + 1]`` nat, the last one
     everything above. ``count`` starts each; ``probability``: mean q of the child; ``acceptance``:
@@ -124,15 +124,15 @@ def heat(forest: Forest, ranks: int, intervals: int = INTERVALS) -> Json:
     ranks = min(ranks, forest.width)
     q = child_probabilities(forest.logp[forest.root], forest.count[forest.root])[:, :ranks]
     hit = forest.text_slot[forest.root][:, None] == np.arange(ranks)
-    top = max(intervals, int(np.percentile(entropy, 99)) + 1 if len(entropy) else 0)
-    edges = np.round(np.linspace(0, top, intervals + 1)).astype(np.int64)
+    top = max(INTERVALS, int(np.percentile(entropy, 99)) + 1 if len(entropy) else 0)
+    edges = np.round(np.linspace(0, top, INTERVALS + 1)).astype(np.int64)
     row = np.searchsorted(edges[1:-1], entropy, side="right")
     probability, acceptance = (
-        [means or [None] * ranks for means in _means(values, row, intervals)] for values in (q, hit)
+        [means or [None] * ranks for means in _means(values, row, INTERVALS)] for values in (q, hit)
     )
     return {
         "edges": (edges / TREE_SCALE).tolist(),
-        "count": np.bincount(row, minlength=intervals).tolist(),
+        "count": np.bincount(row, minlength=INTERVALS).tolist(),
         "probability": probability,
         "acceptance": acceptance,
     }

@@ -97,7 +97,7 @@ def run_worker(
     lease_s: float = LEASE_S,
     clock: Clock | None = None,
     stop: threading.Event | None = None,
-    watch: Watch | None = None,
+    watch: Watch = lambda event: None,
 ) -> WorkReport:
     """Ticks and runs jobs until SIGINT, SIGTERM or ``stop``; then finishes the job at hand and
     returns.
@@ -137,7 +137,7 @@ def run_once(
     owner: str | None = None,
     lease_s: float = LEASE_S,
     clock: Clock | None = None,
-    watch: Watch | None = None,
+    watch: Watch = lambda event: None,
 ) -> WorkReport:
     """Ticks once, runs jobs until none is left to claim, and returns: for cron and systemd timers.
 
@@ -165,7 +165,7 @@ class _Worker:
     owner: str
     lease_s: float
     clock: Clock | None
-    watch: Watch | None
+    watch: Watch
     stop: threading.Event
     is_busy: bool = False
     """Whether a job function runs, which a second signal may interrupt."""
@@ -195,7 +195,7 @@ class _Worker:
     def notice(self) -> None:
         for fire in tick(self.database, self.clock() if self.clock else None):
             self.report.noticed += 1
-            self._tell(fire)
+            self.watch(fire)
 
     def run_next(self) -> bool:
         """Claims and runs one job. False if there was none."""
@@ -204,12 +204,8 @@ class _Worker:
             return False
         ended = self._run(job)
         self.report.ended[ended.ending] += 1
-        self._tell(ended)
+        self.watch(ended)
         return True
-
-    def _tell(self, event: Fire | Ended) -> None:
-        if self.watch is not None:
-            self.watch(event)
 
     def _run(self, job: Job) -> Ended:
         with Heartbeat(self.database, job, self.lease_s) as beat:

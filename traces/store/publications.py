@@ -47,6 +47,10 @@ class Publication:
     deployment: str = DEFAULT_DEPLOYMENT
     sampling: Mapping[str, Any] | None = None
 
+    def told(self) -> dict[str, Any]:
+        """What is said of one just made. JSON-ready."""
+        return {"version": self.version, "policy": self.policy_id, "deployment": self.deployment}
+
 
 @dataclass(frozen=True)
 class Acknowledgement:
