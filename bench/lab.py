@@ -252,10 +252,6 @@ class Lab:
     def find(self) -> Artifacts:
         return fitted(self.store, self.pair.id)
 
-    @property
-    def heads(self) -> list[str]:
-        return list(self.pair.heads)
-
     def trace(self) -> ReplayTrace:
         """All that was recorded and ranked."""
         ranks = ranks_for(self.store, self.pair, self.recording, self.shortlists)

@@ -50,7 +50,7 @@ def _policies(lab: Lab, turn: int, each: int) -> tuple[list[Policy], list[Policy
             exact += spread_over([p for p in kind if p.draft == draft][turn % 2 :: 2], each)
     known = {p.id for p in claimed}
     rough = [p for p in lab.listed() if p.id not in known]
-    rough = [p for p in rough if p.is_tree or p.stop.kind != "none" or p.draft in lab.heads]
+    rough = [p for p in rough if p.is_tree or p.stop.kind != "none" or p.draft in lab.pair.heads]
     return exact, spread_over(rough, 2 * each)
 
 

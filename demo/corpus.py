@@ -60,11 +60,6 @@ def is_held_out(key: str) -> bool:
     return int.from_bytes(digest[:8], "big") % 100 < _HELD_OUT_PERCENT
 
 
-def stdlib_root() -> Path:
-    """The directory of the running Python's standard library."""
-    return Path(sysconfig.get_paths()["stdlib"])
-
-
 def _sources(root: Path) -> list[PurePosixPath]:
     """The modules below a folder, relative to it and sorted; folders that are left out are not
     entered, as they hold most files."""
@@ -92,7 +87,7 @@ def _read(path: Path) -> str | None:
 def code_documents(held_out: bool, /) -> tuple[Document, ...]:
     """The standard library's modules on one side of the rule, sorted by path; the key is the path
     from its root."""
-    root = stdlib_root()
+    root = Path(sysconfig.get_paths()["stdlib"])
     documents = []
     for path in _sources(root):
         if is_held_out(str(path)) != held_out:

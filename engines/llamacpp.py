@@ -103,14 +103,8 @@ class LlamaCpp(Running):
             models = f"{self._target}, {self._draft}" if gamma else str(self._target)
             self.close()
             raise EngineError(f"llama.cpp {self.version} cannot load {models}: {told['error']}")
-        self._address, self._batch_tokens = (
-            urlsplit(told["address"]).netloc,
-            told["max_batched_tokens"],
-        )
-        self._gamma = gamma
-
-    def _connection(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(self._address, timeout=ANSWER_S)
+        self._address = urlsplit(told["address"]).netloc
+        self._batch_tokens, self._gamma = told["max_batched_tokens"], gamma
 
     def _serve(self, asked: Execution) -> Generator[Answered, None, None]:
         if asked.load.clients > 1:
@@ -146,7 +140,7 @@ class LlamaCpp(Running):
             "return_tokens": True,
             "cache_prompt": False,
         }
-        at = self._connection()
+        at = http.client.HTTPConnection(self._address, timeout=ANSWER_S)
         try:
             kind = {"Content-Type": "application/json"}
             at.request("POST", "/completion", json.dumps(asked), kind)

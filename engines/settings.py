@@ -109,9 +109,6 @@ class Settings(BaseModel, ABC):
         """As JSON has it; what is not set is left out."""
         return self.model_dump(mode="json", exclude_none=True)
 
-    def quoted(self) -> str:
-        return shlex.quote(json.dumps(self.document()))
-
 
 class VllmSettings(Settings):
     """vLLM's ``--speculative-config``."""
@@ -165,7 +162,9 @@ class VllmSettings(Settings):
     @classmethod
     def line(cls, settings: Self | None, target: str) -> str:
         start = f"vllm serve {shlex.quote(target)}"
-        return start if settings is None else f"{start} --speculative-config {settings.quoted()}"
+        if settings is None:
+            return start
+        return f"{start} --speculative-config {shlex.quote(json.dumps(settings.document()))}"
 
 
 class SglangSlot(BaseModel):

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spectune.demo import PAIR_PATH, demo_workload
 from spectune.demo.corpus import END_OF_TEXT, code_documents, is_held_out
+from spectune.demo.prompts import demo_workload
 
-FOLDER = PAIR_PATH.parent
+FOLDER = Path(__file__).resolve().parent.parent / "demo" / "pair"
 MODELS = ("target", "small", "medium")
 AWKWARD = (
     "def f(x):\n\treturn  x\r\n\n\n    # caf\u00e9 \u2028 \U0001f600 \u4f60\u597d\n",
@@ -93,7 +93,7 @@ def test_pair_is_small_enough_to_ship() -> None:
 
 
 def test_pair_file_names_what_is_there() -> None:
-    pair = json.loads(PAIR_PATH.read_text())
+    pair = json.loads((FOLDER / "pair.json").read_text())
     assert pair["name"] == "demo"
     assert set(pair["drafts"]) == {"small", "medium", "head"}
     for name, folder in {"target": pair["target"], **pair["drafts"]}.items():

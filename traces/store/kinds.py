@@ -24,6 +24,7 @@ from spectune.db.models import (
     WorkloadRow,
 )
 from spectune.db.schedules import JobRow, ScheduleRow
+from spectune.traces.store.prune import older
 from spectune.traces.store.rows import meant, newest
 from spectune.traces.text import shortened
 
@@ -121,7 +122,7 @@ def prune_kinds(
     of each pair, device and dtype the newest profile, which everything is predicted by.
     """
     with database.read() if dry_run else database.write(is_long=True) as session:
-        chosen = {kind: _old(session, kind, before, keep_last) for kind in kinds}
+        chosen = {kind: older(session, _table(kind), before, keep_last) for kind in kinds}
         pages = _pages(session)
         doomed = {name for names in chosen.values() for name in names} - pages.keys()
         spared = _named_elsewhere(session, doomed) | _newest_profiles(session)
@@ -139,12 +140,6 @@ def prune_kinds(
 
 def _table(kind: str) -> Any:
     return _COLUMNS[kind][0].class_
-
-
-def _old(session: Session, kind: str, before: datetime | None, keep_last: int | None) -> list[str]:
-    row = _table(kind)
-    rows = session.execute(newest(row, row.id, row.created_at)).all()
-    return [name for name, made in rows[keep_last or 0 :] if before is None or made < before]
 
 
 def _newest_profiles(session: Session) -> set[str]:

@@ -22,7 +22,7 @@ from spectune.db.models import (
 )
 from spectune.db.schedules import JobRow
 from spectune.traces.errors import TraceError
-from spectune.traces.store.rows import newest_first, resolve_all
+from spectune.traces.store.rows import newest, resolve_all
 
 STILL_WRITTEN = timedelta(days=1)
 """An unfinished recording whose last text is younger counts as being written: panoramas, which come
@@ -87,7 +87,7 @@ def prune(
         abandoned = None if before is None else min(before, database.now(session) - STILL_WRITTEN)
 
         def by_rule() -> list[str]:
-            old = _by_age(session, before, keep_last)
+            old = older(session, RecordingRow, before, keep_last, RecordingRow.state != "recording")
             return old if abandoned is None else old + _abandoned(session, abandoned)
 
         chosen = resolve_all(session, RecordingRow, recordings) if recordings else by_rule()
@@ -136,10 +136,13 @@ def _locked(session: Session, recordings: Sequence[str]) -> frozenset[str]:
     return frozenset(session.scalars(query))
 
 
-def _by_age(session: Session, before: datetime | None, keep_last: int | None) -> list[str]:
-    finished = select(RecordingRow).where(RecordingRow.state != "recording")
-    rows = session.scalars(finished.order_by(*newest_first(RecordingRow))).all()[keep_last or 0 :]
-    return [row.id for row in rows if before is None or row.created_at < before]
+def older(
+    session: Session, row: type[Any], before: datetime | None, keep_last: int | None, *only: Any
+) -> list[str]:
+    """Ids of the rows that ``only`` holds of, made ``before`` a moment and not among the newest
+    ``keep_last`` of them."""
+    rows = session.execute(newest(row, row.id, row.created_at).where(*only)).all()
+    return [name for name, made in rows[keep_last or 0 :] if before is None or made < before]
 
 
 def _abandoned(session: Session, before: datetime) -> list[str]:
@@ -153,15 +156,14 @@ def _abandoned(session: Session, before: datetime) -> list[str]:
         .where(TrajectoryRow.recording_id == RecordingRow.id)
         .scalar_subquery()
     )
-    begun = select(RecordingRow).where(
+    begun = newest(RecordingRow).where(
         RecordingRow.state == "recording",
         RecordingRow.source != "serve",
         func.coalesce(last, RecordingRow.created_at) < before,
     )
-    rows = session.scalars(begun.order_by(*newest_first(RecordingRow)))
     return [
         row.id
-        for row in rows
+        for row in session.scalars(begun)
         if unfinished.isdisjoint(row.options.get(name) for name in ("slot", "gathered"))
     ]
 

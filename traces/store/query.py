@@ -21,7 +21,7 @@ from spectune.db.models import PanoramaChunkRow, RecordingRow, StepChunkRow, Tra
 from spectune.traces.acceptance import Survival
 from spectune.traces.recording import RecordingInfo
 from spectune.traces.store.recording_rows import CHAIN, infos
-from spectune.traces.store.rows import equal, newest_first, resolve_all
+from spectune.traces.store.rows import equal, newest, resolve_all
 
 GroupBy = Literal["draft", "category", "recording"]
 GROUPS: tuple[GroupBy, ...] = ("draft", "category", "recording")
@@ -113,13 +113,12 @@ def list_recordings(
     """Recordings that hold a matching request (or, without request conditions, match themselves),
     newest first."""
     with database.read() as session:
-        query = select(RecordingRow).where(*_recording_conditions(session, only))
+        query = newest(RecordingRow).where(*_recording_conditions(session, only))
         narrowed = _request_conditions(only)
         if narrowed:
             matching = select(TrajectoryRow).where(TrajectoryRow.recording_id == RecordingRow.id)
             query = query.where(matching.where(*narrowed).exists())
-        found = session.scalars(query.order_by(*newest_first(RecordingRow)))
-        return tuple(infos(session, found.all()))
+        return tuple(infos(session, session.scalars(query).all()))
 
 
 def request_rows(database: Database, only: TraceFilter = EVERYTHING) -> Iterator[RequestRow]:

@@ -336,9 +336,8 @@ class Recordings(Storage):
     ) -> Rows:
         """What is stored of requests, for :meth:`iterate`; at one moment."""
 
-        def of(row: type[T]) -> Any:
-            table: Any = row
-            return select(row).where(table.recording_id == recording, table.ordinal.in_(ordinals))
+        def of(row: Any) -> Any:
+            return select(row).where(row.recording_id == recording, row.ordinal.in_(ordinals))
 
         p = PanoramaChunkRow
         chosen = of(p).where(p.kind.in_(KINDS if trees else (CHAIN,))).order_by(p.draft)

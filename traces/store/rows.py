@@ -85,12 +85,7 @@ class Storage:
 def newest(row: type[Any], *columns: Any, **wanted: Any) -> Any:
     """Selects the rows with these values (None: any), or columns of them, newest first."""
     given = {name: value for name, value in wanted.items() if value is not None}
-    return select(*(columns or (row,))).filter_by(**given).order_by(*newest_first(row))
-
-
-def newest_first(row: type[Any]) -> tuple[Any, Any]:
-    """What rows are ordered by."""
-    return row.created_at.desc(), row.id
+    return select(*(columns or (row,))).filter_by(**given).order_by(row.created_at.desc(), row.id)
 
 
 def insert_absent(session: Session, row: type[DeclarativeBase], values: Mapping[str, Any]) -> bool:
@@ -124,7 +119,7 @@ def resolve(session: Session, row: type[Any], text: str) -> str:
     column: InstrumentedAttribute[str] = row.id
     what = row.__tablename__.replace("_", " ")
     if text == "latest":
-        found = session.scalar(select(column).order_by(*newest_first(row)).limit(1))
+        found: str | None = session.scalar(newest(row, column).limit(1))
         if found is None:
             raise NotFoundError(f"there is no {what} yet{_MAKERS.get(what, '')}")
         return found
