@@ -79,21 +79,17 @@ class Frequencies:
 
     @cached_property
     def rank(self) -> IntArray:
-        """Place of every token in ``order``, from 0; int64 [vocab]. A token is in ``ids(size)``
-        where its rank is below its length."""
+        """Place of every token in ``order``, from 0; int64 [vocab]. A token is in a shortlist of n
+        tokens where its rank is below n."""
         rank = np.empty_like(self.order)
         rank[self.order] = np.arange(len(self.order))
         rank.setflags(write=False)
         return rank
 
     def size(self, size: int) -> int:
-        """Tokens that :meth:`ids` gives: ``size`` raised to ``always`` and to 1, and at most the
-        vocabulary."""
+        """Tokens that a shortlist of ``size`` takes: ``size`` raised to ``always`` and to 1, and at
+        most the vocabulary."""
         return min(max(size, self.always, 1), len(self.order))
-
-    def ids(self, size: int) -> IntArray:
-        """The shortlist of ``size`` tokens, ids ascending, int64 [self.size(size)]."""
-        return np.sort(self.order[: self.size(size)])
 
     def to_document(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """(JSON-ready document, arrays) for an artifact of kind :data:`FREQUENCIES`;
