@@ -86,10 +86,6 @@ class Started:
         for pipe in (out, err, out_end, err_end):
             pipe.close()
 
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
-
     def poll(self) -> int | None:
         return self._process.exitcode
 

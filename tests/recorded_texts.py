@@ -101,7 +101,7 @@ def executed(
     pair: LoadedPair,
     policy: Policy,
     texts: Sequence[Trajectory],
-    artifacts: Artifacts,
+    artifacts: Artifacts | None = None,
     profile: LatencyProfile | None = None,
 ) -> Iterator[Decoded]:
     """The texts decoded again under a policy, by one decoder."""

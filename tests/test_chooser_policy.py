@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 from doors import Door, lines, put_profile, write_workload
 from oracle import replay_rounds
+from pairs import top_k
 from recorded_texts import request_of, store_of
 from synthetic import flat_profile
 from test_draft_choice import CANDIDATES, PROFILE, chain, planted_trace
 from test_heads import _eagle1, pair_with_heads
+from test_hot_reload import publish
 from test_lossless import PROMPTS
 from test_tree_parity import shape as shape_of
 
@@ -62,13 +64,6 @@ from spectune.traces.store import TraceStore
 TOKENS = 14
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
 
-
-def tree(draft: str, width: int, nodes: int) -> Policy:
-    document = {"draft": draft, "growth": {"kind": "top_k", "width": width}}
-    window = {"kind": "fixed", "gamma": 3}
-    return parse_policy({**document, "window": window, "select": {"top_n": nodes}})
-
-
 STOP = {"kind": "max_prob", "threshold": 0.05}
 CHAINS = {
     "none": AUTOREGRESSIVE,
@@ -76,7 +71,10 @@ CHAINS = {
     "near": chain("near", {"kind": "analytic", "gamma_max": 6}),
     "far": parse_policy({"draft": "far", "window": {"kind": "fixed", "gamma": 5}, "stop": STOP}),
 }
-TREES = {"near": tree("near", 3, 8), "head": tree("head", 2, 5)}
+TREES = {
+    "near": parse_policy(top_k("near", 3, 3, 8)),
+    "head": parse_policy(top_k("head", 2, 3, 5)),
+}
 OLS = {"draft": {"kind": "ols", "artifact": "0123456789ab"}}
 
 
@@ -294,7 +292,6 @@ def test_publications_take_effect_between_two_rounds(
 ) -> None:
     """To a chooser in the middle of a request, which chooses for its prompt, and from one;
     acknowledged, and refused with a reason."""
-    device = pair.device.type
     place.put_profile(profile)
     plain = chain("near", {"kind": "fixed", "gamma": 2})
     alone = Decoder(pair, StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names)))
@@ -309,11 +306,7 @@ def test_publications_take_effect_between_two_rounds(
 
     chains, trees = (stored(planted(pair, SOME, of)) for of in (CHAINS, TREES))
 
-    def publish(policy: Policy) -> int:
-        place.put_policy(policy.id, policy.spelled_out(), policy.label())
-        return place.publish(pair.id, device, policy.id, actor="test").version
-
-    first = publish(plain)
+    first = publish(place, pair, plain)
     with watch(
         place, pair, None, profile, sampling=sampling, interval_s=600, node="here:1"
     ) as following:
@@ -323,7 +316,7 @@ def test_publications_take_effect_between_two_rounds(
             tokens += item.tokens
             used.append(item.step.policy)
             if n % 2 == 1 and order:
-                versions.append(publish(order.pop(0)))
+                versions.append(publish(place, pair, order.pop(0)))
                 assert following.poll()
         assert tokens == wanted
         assert not order
@@ -334,7 +327,7 @@ def test_publications_take_effect_between_two_rounds(
         assert used[6] in of_trees
         assert following.current().policy == chains
         bad = stored(planted(pair, SOME, CHAINS | {"gone": chain("gone")}), seed=sampling.seed)
-        refused = publish(bad)
+        refused = publish(place, pair, bad)
         assert not following.poll()
         assert following.current().policy == chains
     said = {a.version: (a.status, a.reason) for a in place.acknowledgements() if a.version >= first}

@@ -120,6 +120,7 @@ def test_a_check_tells_no_password(postgresql_url: str) -> None:
         ("postgresql://u:hunter2/d", "cannot read"),
         ("postgresql://u@h/d?pasword=hunter2", "unknown option 'pasword'"),
         ("", "empty"),
+        (":memory:", "in-memory"),
         ("sqlite:///:memory:", "in-memory"),
         ("postgresql://u@h:port/d", "cannot read"),
         ("postgresql://nobody@127.0.0.1:1/x", "cannot reach database postgresql"),

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 from doors import Door, lines, write_workload
+from pairs import chain, top_k
 from synthetic import flat_profile
 from trace_values import PAIR, a_panorama, a_recording, a_tree
 
@@ -39,13 +40,8 @@ Q_LEARNING = {
     "draft": "other",
     "window": {"kind": "q_learning", "gamma_max": 6, "seed": 1, "epsilon": 0.3},
 }
-TREE = {
-    "draft": "small",
-    "growth": {"kind": "top_k", "width": 4},
-    "select": {"top_n": 8},
-    "window": {"kind": "fixed", "gamma": 3},
-}
-FIXED = {"draft": "small", "window": {"kind": "fixed", "gamma": 5}}
+TREE = top_k("small", 4, 3, 8)
+FIXED = chain("small", 5)
 STOPPED = {
     "window": {"kind": "fsm", "gamma_max": 8},
     "stop": {"kind": "max_prob", "threshold": 0.4},

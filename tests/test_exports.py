@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from doors import Door
+from pairs import top_k
 
 from spectune.engines.export import engine_line, engine_settings, policy_of
 from spectune.engines.settings import ENGINE_SETTINGS
@@ -31,12 +32,7 @@ BY_BATCH = [
     {"kind": "by_batch", "gamma": gamma}
     for gamma in ({"1": 4}, {"1": 5, "4": 3, "16": 0}, {"1": 5, "2": 0, "3": 5}, {"1": 2, "9": 1})
 ]
-TREE = {
-    "draft": "head",
-    "growth": {"kind": "top_k", "width": 4},
-    "window": {"kind": "fixed", "gamma": 4},
-    "select": {"top_n": 12},
-}
+TREE = top_k("head", 4, 4, 12)
 FOUR, BY = {"window": FIXED[1]}, {"window": BY_BATCH[1]}
 RISING = {"kind": "by_batch", "gamma": {"1": 2, "4": 3}}
 SHORT = {"kind": "frequency", "artifact": "a"}

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from pairs import chain
 from recorded_texts import (
     by_frequency,
     executed,
@@ -170,10 +171,7 @@ def test_stops_read_the_restricted_law(
     find, unlike, rounds = fitted(store), np.zeros(2), 0
     for size in (4, 16):
         shortlist = {"kind": "frequency", "size": size, "artifact": order}
-        window = {"kind": "fixed", "gamma": 6}
-        policy = parse_policy(
-            {"draft": DRAFT, "window": window, "shortlist": shortlist, "stop": stop}
-        )
+        policy = parse_policy(chain(DRAFT, 6, shortlist=shortlist, stop=stop))
         replayed = (run_replay(t, policy, artifacts=find, per_round=True).steps() for t in traces)
         runs = executed(pair, policy, traces[0].trajectories, find)
         for run, *both in zip(runs, *replayed, strict=True):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import make_pair
+from pairs import chain, make_pair, top_k
 from transformers import AutoModelForCausalLM
 
 from spectune.runtime.decoder import Decoder, prepare_for
@@ -23,14 +23,9 @@ from spectune.traces.schema import Request, Sampling, Verifier
 PROMPT, NEW = [5, 6, 7, 5, 6, 7, 5, 6], 24
 POLICIES: list[dict[str, Any]] = [
     {"window": {"kind": "fixed", "gamma": 0}},
-    {"draft": "near", "window": {"kind": "fixed", "gamma": 4}},
-    {"draft": "ngram", "window": {"kind": "fixed", "gamma": 3}},
-    {
-        "draft": "near",
-        "window": {"kind": "fixed", "gamma": 3},
-        "growth": {"kind": "top_k", "width": 3},
-        "select": {"top_n": 8},
-    },
+    chain("near", 4),
+    chain("ngram", 3),
+    top_k("near", 3, 3, 8),
 ]
 ASKED: list[dict[str, Any]] = [
     {"repetition_penalty": 1.4},

@@ -6,10 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 from pairs import chain, top_k
+from recorded_texts import decoded_again, executed, plain_texts
 from synthetic import flat_profile
 from test_heads import _eagle1, _eagle3_without_lm_head, _eagle31, pair_with_heads
 from test_lossless import PROMPTS
-from test_tree_parity import artifacts, covers, decode, shape, tree_policies
+from test_tree_parity import artifacts, covers, shape, tree_policies, two_texts
 
 from spectune.optimizer.execute import DecodeOptions, encode, run
 from spectune.optimizer.simulate.replay import run_replay
@@ -19,7 +20,7 @@ from spectune.runtime.drafts.eagle import CanonicalPasses
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
-from spectune.runtime.policies.document import Policy, parse_policy
+from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.recording.trees import record_tree_panorama
@@ -55,7 +56,7 @@ def test_heads_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sam
         "stop": {"kind": "max_prob", "threshold": 0.05},
     }
     policies += [parse_policy(chain("head", 4)), parse_policy({"draft": "head", **fsm})]
-    plain = [d.trajectory for d in decode(pair, Policy(), sampling)]
+    plain = two_texts(pair, sampling)
     wanted = covers([p for p in policies if p.growth.kind != "chain"], sampling, find)
     trees = [
         record_tree_panorama(pair, t, "head", WIDTH, 7, covers=wanted, chain_depth=8) for t in plain
@@ -65,10 +66,8 @@ def test_heads_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sam
     accepted = 0
     for policy in policies:
         replayed = run_replay(trace, policy, per_round=True, artifacts=find)
-        for text, ran, steps in zip(
-            plain, decode(pair, policy, sampling, find), replayed.steps(), strict=True
-        ):
-            assert ran.trajectory.output_ids.tolist() == text.output_ids.tolist(), policy.label()
+        runs = executed(pair, policy, plain, find)
+        for ran, steps in zip(runs, replayed.steps(), strict=True):
             assert [shape(s) for s in ran.steps] == [shape(s) for s in steps], policy.label()
             accepted += sum(s.accepted for s in steps)
     # A random head finds the text by the shared noise alone.
@@ -84,7 +83,7 @@ def test_a_head_is_priced_as_trees_are(pair: LoadedPair, sampling: Sampling) -> 
     window = {"kind": "analytic", "gamma_max": 5, "history": 3}
     documents = {"draft": "head"}, top_k("head", 4, 5, 9)
     policies = [parse_policy({**document, "window": window}) for document in documents]
-    plain = [d.trajectory for d in decode(pair, Policy(), sampling)]
+    plain = two_texts(pair, sampling)
     trees = [record_tree_panorama(pair, t, "head", WIDTH, 6, chain_depth=6) for t in plain]
     trace = ReplayTrace(plain, {}, trees={("head", "coupled"): trees})
     for policy in policies:
@@ -92,9 +91,8 @@ def test_a_head_is_priced_as_trees_are(pair: LoadedPair, sampling: Sampling) -> 
         in_rounds = float(replayed.round_s[:, 2].sum())
         before = sum(2 * profile.prefill_seconds(None, len(t.prompt_ids)) for t in plain)
         assert replayed.total.seconds == pytest.approx(in_rounds + before)
-        for ran, steps in zip(
-            decode(pair, policy, sampling, profile=profile), replayed.steps(), strict=True
-        ):
+        runs = executed(pair, policy, plain, profile=profile)
+        for ran, steps in zip(runs, replayed.steps(), strict=True):
             assert [shape(s) for s in ran.steps] == [shape(s) for s in steps], policy.label()
 
 
@@ -145,14 +143,9 @@ def test_a_head_takes_over_in_the_middle_of_a_text(pair: LoadedPair, sampling: S
     ]
     prepared = [prepare(parse_policy(d), pair.draft_names) for d in documents]
     decoder = Decoder(pair, Alternating(prepared))
-    plain = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)))
-    for i, prompt in enumerate([*PROMPTS[:3], "f"]):
-        request = decoder.request(
-            Request(str(i), "c", (prompt,)), pair.encode(prompt)[-40:], sampling, 32
-        )
-        ran = decoder.decode(request)
-        assert ran.trajectory == plain.decode(request).trajectory
-        assert {s.draft for s in ran.steps} > {"near", "head"}
+    prompts = {str(i): prompt for i, prompt in enumerate([*PROMPTS[:3], "f"])}
+    for text in plain_texts(pair, prompts, sampling, 32):
+        assert {s.draft for s in decoded_again(decoder, text).steps} > {"near", "head"}
 
 
 def test_a_prompt_of_one_token_has_nothing_for_a_head_to_read(pair: LoadedPair) -> None:

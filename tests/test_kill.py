@@ -133,7 +133,7 @@ def test_swaps_across_two_processes(serving: Any, tiny_pair: Path, tmp_path: Pat
     refused = publish(store, served, fixed(3, "third"))
     assert acknowledged(refused, "refused"), ended
     out, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
+    assert process.poll() == 0, err
     assert statuses(store) == [*((v, "applied") for v in (1, *applied)), (refused, "refused")]
     listed = door.json("policies", "list", *of_pair)["publications"]
     assert {p["version"]: p["applied"] for p in listed}[activated["version"]] == 1

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import chain
+from recorded_texts import executed, plain_texts
 from synthetic import flat_profile
 
 from spectune.runtime.decoder import Decoder
@@ -19,7 +20,7 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
-from spectune.traces.schema import LatencyProfile, Request, Sampling, Trajectory
+from spectune.traces.schema import Request, Sampling
 
 PROMPTS = ["def add(a, b):", "The quick brown", "Question: Bob has 9", "for i in", "x"]
 TOKENS = 24
@@ -66,37 +67,22 @@ def pair(either_pair: LoadedPair) -> LoadedPair:
     return either_pair
 
 
-@pytest.fixture(scope="module")
-def profile(pair: LoadedPair) -> LatencyProfile:
-    return flat_profile(pair.id, tuple(pair.drafts))
+NAMED = {str(i): prompt for i, prompt in enumerate(PROMPTS)}
 
 
-def decode(
-    pair: LoadedPair, policy: Policy, sampling: Sampling, profile: LatencyProfile | None = None
-) -> list[Trajectory]:
-    """All prompts under one policy, by one decoder."""
-    decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, profile=profile)))
-    found = []
-    for i, prompt in enumerate(PROMPTS):
-        request = decoder.request(
-            Request(str(i), "c", (prompt,)), pair.encode(prompt), sampling, TOKENS
-        )
-        found.append(decoder.decode(request).trajectory)
-    return found
-
-
-def test_text_is_the_same_under_every_policy(pair: LoadedPair, profile: LatencyProfile) -> None:
+def test_text_is_the_same_under_every_policy(pair: LoadedPair) -> None:
     """Token ids are identical to autoregression's with the same seed; the other policies decode in
     :mod:`test_parity`."""
-    plain = decode(pair, Policy(), FILTERED)
+    plain = plain_texts(pair, NAMED, FILTERED, TOKENS)
     near, far = pair.drafts
     for policy in policies(near, far)[::3]:
-        assert decode(pair, policy, FILTERED, profile) == plain, policy.label()
+        found = executed(pair, policy, plain, profile=flat_profile(pair.id, pair.drafts))
+        assert [done.trajectory for done in found] == plain, policy.label()
 
 
 def test_greedy_autoregression_is_generates(pair: LoadedPair) -> None:
     """At temperature 0 our loop gives what transformers' own ``generate`` gives."""
-    ours = decode(pair, Policy(), Sampling())
+    ours = plain_texts(pair, NAMED, Sampling(), TOKENS)
     reference = type(pair.target.model).from_pretrained(pair.spec.target, dtype=torch.float32)
     for prompt, trajectory in zip(PROMPTS, ours, strict=True):
         ids = torch.tensor([pair.encode(prompt)])
@@ -112,22 +98,20 @@ def test_greedy_autoregression_is_generates(pair: LoadedPair) -> None:
 
 def test_text_is_a_function_of_seed_and_request(pair: LoadedPair) -> None:
     """Another seed gives another text; order and other requests do not matter."""
-    one = decode(pair, Policy(), Sampling(temperature=1.0, seed=1))
-    two = decode(pair, Policy(), Sampling(temperature=1.0, seed=2))
-    assert one != two
-    decoder = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)))
-    last = Request(str(len(PROMPTS) - 1), "c", (PROMPTS[-1],))
-    alone = decoder.decode(
-        decoder.request(last, pair.encode(PROMPTS[-1]), Sampling(temperature=1.0, seed=1), TOKENS)
+    one, two = (
+        plain_texts(pair, NAMED, Sampling(temperature=1.0, seed=seed), TOKENS) for seed in (1, 2)
     )
-    assert alone.trajectory == one[-1]
+    assert one != two
+    last = str(len(PROMPTS) - 1)
+    alone = plain_texts(pair, {last: NAMED[last]}, Sampling(temperature=1.0, seed=1), TOKENS)
+    assert alone == one[-1:]
 
 
 def test_eos_budget_and_stop_strings_end_texts(pair: LoadedPair) -> None:
     """A text ends at EOS, at its budget, or at the token that completes a stop string, alike under
     every policy."""
     near, hot = next(iter(pair.drafts)), Sampling(temperature=1.0, seed=9)
-    plain = decode(pair, Policy(), hot)
+    plain = plain_texts(pair, NAMED, hot, TOKENS)
     stop = pair.text(plain[0].output_ids.tolist())[4:6]
     ends = set()
     for policy in (Policy(), parse_policy(chain(near, 7))):

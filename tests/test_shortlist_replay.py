@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pairs import top_k
 from recorded_texts import by_frequency, executed, plain_texts, under_windows
 from synthetic import flat_profile, over_rows, with_heads, with_terms
 from test_lossless import PROMPTS
@@ -85,14 +86,9 @@ def test_trees_under_shortlists_replay_nearly(
     """Tokens a round within a few percent of what is executed; exactly, where the shortlist holds
     everything."""
     vocab = pair.target.vocab_size
-    growth = {
-        "growth": {"kind": "top_k", "width": 3},
-        "window": {"kind": "fixed", "gamma": 4},
-        "select": {"top_n": 10},
-    }
     for size in (vocab // 2, vocab):
         shortlist = {"kind": "frequency", "size": size, "artifact": "a"}
-        policy = parse_policy({"draft": "near", **growth, "shortlist": shortlist})
+        policy = parse_policy(top_k("near", 3, 4, 10, shortlist=shortlist))
         plan = prepare(policy, pair.draft_names, artifacts=artifacts)
         runs = executed(pair, policy, trace.trajectories, artifacts)
         rounds = sum(len(done.steps) for done in runs)

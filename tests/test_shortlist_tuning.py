@@ -13,7 +13,7 @@ import numpy as np
 import optuna
 import pytest
 from doors import write_workload
-from pairs import make_pair
+from pairs import chain, make_pair
 from synthetic import flat_profile, over_rows, with_terms
 
 import spectune.optimizer.fit.tuning as tuning
@@ -68,6 +68,9 @@ class Recorded:
     limits: dict[str, ShortlistLimit]
     trace: ReplayTrace
 
+    def priced(self, fixed: float, routed: float) -> LatencyProfile:
+        return priced(flat_profile("p", ["near"]), self.limits["near"].rows, fixed, routed)
+
     def search(self, profile: LatencyProfile, **how: object) -> Study:
         given = {
             "gamma_max": GAMMA,
@@ -104,6 +107,17 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
         yield Recorded(store, pair, workload, recording, limits, trace)
 
 
+@pytest.fixture(scope="module")
+def dear(recorded: Recorded) -> LatencyProfile:
+    """A pass is its head for the most part."""
+    return recorded.priced(0.9, 0.8)
+
+
+@pytest.fixture(scope="module")
+def study(recorded: Recorded, dear: LatencyProfile) -> Study:
+    return recorded.search(dear)
+
+
 @pytest.mark.parametrize(
     "trees", [{}, {"near": TreeLimit(6, 4, bins="b" * 12)}], ids=["chains", "trees"]
 )
@@ -121,12 +135,11 @@ def test_shortlists_are_a_dimension_of_the_space(trees: dict[str, TreeLimit]) ->
         assert policy.draft == "near" or not policy.shortlisted
         kinds.add(policy.shortlist.kind)
     assert kinds == set(SHORTLIST_ORDER)
-    chain = {"draft": "near", "window": {"kind": "fixed", "gamma": 3}}
     other = {"kind": "frequency", "size": 20, "artifact": "other"}
-    assert space.params(parse_policy({**chain, "shortlist": other})) is None
+    assert space.params(parse_policy(chain("near", 3, shortlist=other))) is None
     routed = {"kind": "clusters", "k0": 4, "k1": 2, "k_min": 1, "artifact": LIMIT.router}
     fixed = Space(("near",), 8, trees=trees, shortlists={"near": LIMIT.only(["fixed"])})
-    assert fixed.params(parse_policy({**chain, "shortlist": routed})) is None
+    assert fixed.params(parse_policy(chain("near", 3, shortlist=routed))) is None
 
 
 def test_the_bound_is_what_the_smallest_shortlist_would_give() -> None:
@@ -143,11 +156,11 @@ def test_the_bound_is_what_the_smallest_shortlist_would_give() -> None:
     assert shortlist_bounds(trials, flat_profile("p", ["near"])) == {}
 
 
-def test_where_the_head_dominates_a_shortlist_wins(recorded: Recorded) -> None:
+def test_where_the_head_dominates_a_shortlist_wins(
+    recorded: Recorded, dear: LatencyProfile, study: Study
+) -> None:
     """The winner restricts the head and beats all that do not beyond a tie; values are the
-    replay's, and the search repeats itself."""
-    profile = priced(flat_profile("p", ["near"]), recorded.limits["near"].rows, 0.9, 0.8)
-    study = recorded.search(profile)
+    replay's."""
     best = study.best()
     assert best.policy.shortlisted
     assert best.value > max(t.value for t in study.trials if not t.policy.shortlisted) * (1 + TIE)
@@ -168,37 +181,36 @@ def test_where_the_head_dominates_a_shortlist_wins(recorded: Recorded) -> None:
                 rest -= set(mine)
             judged.append((recorded.trace.select(sorted(rest)), trial.policy))
         counts = [
-            run_replay(part, policy, profile, artifacts=find, approximate=True).total
+            run_replay(part, policy, dear, artifacts=find, approximate=True).total
             for part, policy in judged
         ]
         assert sum(counts, Counts()).tokens_per_s == pytest.approx(trial.value)
-    assert recorded.search(profile) == study
 
 
 def test_where_no_shortlist_saves_anything_they_are_left_out(recorded: Recorded) -> None:
     """And the study says so; a kind that saves nothing is left out by itself; asked for all the
     same they are tried."""
-    rows = recorded.limits["near"].rows
-    dear = priced(flat_profile("p", ["near"]), rows, -0.1, -0.5)
-    study = recorded.search(dear)
+    slow = recorded.priced(-0.1, -0.5)
+    study = recorded.search(slow)
     assert not any(t.policy.shortlisted for t in study.trials)
     said = study.on_shortlists()
     assert said["searched"] == {}
     assert max(said["most_gained"]["near"].values()) <= said["least_worth"]
-    assert kinds_of(recorded.search(dear, bounded=False)) == set(SHORTLIST_ORDER)
-    half = recorded.search(priced(flat_profile("p", ["near"]), rows, 0.9, -0.5))
+    assert kinds_of(recorded.search(slow, bounded=False)) == set(SHORTLIST_ORDER)
+    half = recorded.search(recorded.priced(0.9, -0.5))
     assert kinds_of(half) == {"full", "frequency", "position_frequency"}
 
 
-def test_what_is_known_is_not_tried_again_and_kinds_are_kept_to(recorded: Recorded) -> None:
+def test_what_is_known_is_not_tried_again_and_kinds_are_kept_to(
+    recorded: Recorded, dear: LatencyProfile, study: Study
+) -> None:
     """A search that goes on from an enumeration finds what one search finds; kinds leave the others
     out."""
-    profile = priced(flat_profile("p", ["near"]), recorded.limits["near"].rows, 0.9, 0.8)
-    first = recorded.search(profile, trials=0, shortlists=None)
+    first = recorded.search(dear, trials=0, shortlists=None)
     assert not any(t.policy.shortlisted for t in first.trials)
-    assert recorded.search(profile, known=first).trials == recorded.search(profile).trials
+    assert recorded.search(dear, known=first).trials == study.trials
     kinds = Kinds(windows=("fixed", "fsm"), stops=("none",), shortlists=("full", "frequency"))
-    kept = recorded.search(profile, kinds=kinds)
+    kept = recorded.search(dear, kinds=kinds)
     assert all(kinds.hold(t.policy) for t in kept.trials)
     assert kinds_of(kept) == {"full", "frequency"}
 
@@ -236,13 +248,11 @@ def test_shortlists_are_judged_by_texts_they_were_not_fitted_to(recorded: Record
         held = store.get_artifact(fold.frequencies)
         order = Frequencies.from_document(held.document, held.arrays)
         assert (np.diff(counts[order.order[order.always :]]) <= 0).all()
-    profile = priced(flat_profile("p", ["near"]), limit.rows, 0.9, 0.8)
+    profile = recorded.priced(0.9, 0.8)
     places = [n for n, name in enumerate(recorded.trace.request_ids) if name in ids]
     seen = replace(recorded, trace=recorded.trace.select(places))
     block = limit.block({"shortlist": "frequency", "size": 24})
-    policy = parse_policy(
-        {"draft": "near", "window": {"kind": "fixed", "gamma": 4}, "shortlist": block}
-    )
+    policy = parse_policy(chain("near", 4, shortlist=block))
     whole = run_replay(seen.trace, policy, profile, artifacts=fitted(store)).total
     study = seen.search(profile, trials=0, incumbents=[policy])
     (judged,) = (t for t in study.trials if t.policy.id == policy.id)
@@ -266,13 +276,10 @@ def test_no_shortlist_above_half_of_a_head_is_proposed() -> None:
 def test_a_longer_window_under_a_router_is_priced_to_its_end(recorded: Recorded) -> None:
     """Whatever was replayed before it under the same router and profile."""
     block = recorded.limits["near"].block({"shortlist": "clusters", "k0": 4, "k1": 2, "k_min": 1})
-    short, long = (
-        {"draft": "near", "window": {"kind": "fixed", "gamma": g}, "shortlist": block}
-        for g in (2, GAMMA)
-    )
+    short, long = (chain("near", g, shortlist=block) for g in (2, GAMMA))
     seconds = []
     for before in ([], [short]):
-        profile = priced(flat_profile("p", ["near"]), recorded.limits["near"].rows, 0.9, 0.8)
+        profile = recorded.priced(0.9, 0.8)
         for document in (*before, long):
             replayed = run_replay(
                 recorded.trace,

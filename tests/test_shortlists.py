@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pairs import perturbed, tiny_model, tokenizer
+from pairs import chain, perturbed, tiny_model, tokenizer
 from test_head_drafting import Alternating
 from test_heads import HIDDEN, VOCAB, _eagle1, _eagle3
 from test_tree_parity import shape
@@ -491,10 +491,10 @@ def test_measured_differences_between_shapes_are_below_the_routers_margin(pair: 
 # --------------------------------------------------------------------------- the rejection verifier
 
 
-def rejection_p_value(shortlist: dict[str, Any], seed: int) -> tuple[float, float]:
+def rejection_p_value(shortlist: dict[str, Any]) -> tuple[float, float]:
     """Chi-square of two decoded tokens against their exact law, drafted under a shortlist; the
     target's mass of the first shortlist."""
-    pair = tiny_pair(seed)
+    pair = tiny_pair()
     first = pair.target.canonical([1, 2]).double().softmax(-1)
     least = first.argsort().tolist()  # the least likely first
     w2, b2 = torch.tensor([[1.0, 0], [0, -1], [0.5, 0.5]]), torch.tensor([0.0, 0.1, 0.2])
@@ -507,14 +507,12 @@ def rejection_p_value(shortlist: dict[str, Any], seed: int) -> tuple[float, floa
         "order": Fitted("frequencies", *Frequencies(np.array(least)).to_document()),
         "router": Fitted("router", *routed.to_document()),
     }
-    policy = parse_policy(
-        {"draft": "draft", "window": {"kind": "fixed", "gamma": 2}, "shortlist": shortlist}
-    )
+    policy = parse_policy(chain("draft", 2, shortlist=shortlist))
     prepared = prepare(policy, pair.draft_names, artifacts=found.__getitem__)
     decoder = Decoder(pair, StaticSource(prepared), "rejection")
     drawn, mass = [], []
-    for seed_ in range(400):
-        request = DecodeRequest("r", [1, 2], PLAIN, seed_, 2, verifier="rejection")
+    for seed in range(400):
+        request = DecodeRequest("r", [1, 2], PLAIN, seed, 2, verifier="rejection")
         drawn.append([t for r in decoder.rounds(request) for t in r.tokens])
         chosen = decoder.backend.shortlists(prepared)
         mass.append(float(first[chosen.chosen[0].ids].sum()))
@@ -531,7 +529,7 @@ SMALL = [
 def test_rejection_is_lossless_in_law(shortlist: dict[str, Any]) -> None:
     """A shortlist that leaves out much of the target's mass: the law of the text is the target's (a
     false alarm has odds of 1 in 1000)."""
-    p_value, mass = rejection_p_value(shortlist, 7)
+    p_value, mass = rejection_p_value(shortlist)
     assert mass < 0.6
     assert p_value > 1e-3
 
@@ -551,7 +549,7 @@ def test_the_draft_law_before_the_shortlist_fails_the_same_test(
         return replace(chain, log_q=[log_distribution(row, PLAIN)[0] for row in rows])
 
     monkeypatch.setattr(LanguageModelDraft, "propose", biased)
-    assert rejection_p_value(SMALL[0], 7)[0] < 1e-6
+    assert rejection_p_value(SMALL[0])[0] < 1e-6
 
 
 # -------------------------------------------------------------------------------------------- edges
@@ -633,9 +631,7 @@ def test_ids_and_labels(pair: LoadedPair) -> None:
         assert policy.id != plain.id
         assert policy.artifacts == (shortlist["artifact"],)
         assert parse_policy(policy.spelled_out()) == policy
-    idle = parse_policy(
-        {"draft": "near", "shortlist": FREQUENT, "window": {"kind": "fixed", "gamma": 0}}
-    )
+    idle = parse_policy(chain("near", 0, shortlist=FREQUENT))
     assert prepare(idle, ["near"]).shortlist is None
     assert Policy().shortlist.kind == "full"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from databases import run_sql
-from doors import Door
+from doors import ROOT, Door
 from test_traces_codec import FORGED
 from trace_values import POLICY, POLICY_ID, a_recording, a_trajectory, steps_of
 
@@ -29,8 +29,6 @@ from spectune.traces.store import TraceStore, transfer
 from spectune.traces.store.foreign import check_trajectory
 from spectune.traces.store.query import list_recordings
 from spectune.traces.store.transfer import export_recordings, import_recordings
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")

@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 from oracle import RecordedTrees, replay_rounds
 from pairs import fixed
+from recorded_texts import executed, plain_texts
 from synthetic import flat_profile, with_terms
 from test_lossless import PROMPTS
 
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.tree_tables import ShortlistRanks
-from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.artifacts import Artifacts, Fitted
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
@@ -25,7 +24,7 @@ from spectune.runtime.recording.trees import Cover, cover_name, record_tree_pano
 from spectune.runtime.session import Sessions
 from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import LatencyProfile, Request, Sampling, Step, Trajectory
+from spectune.traces.schema import Sampling, Step, Trajectory
 
 TOKENS = 20
 WIDTH, DEPTH = 6, 7
@@ -122,20 +121,8 @@ def pair(either_pair: LoadedPair) -> LoadedPair:
     return either_pair
 
 
-def decode(
-    pair: LoadedPair,
-    policy: Policy,
-    sampling: Sampling,
-    find: Artifacts | None = None,
-    profile: LatencyProfile | None = None,
-) -> list[Any]:
-    ready = prepare(policy, pair.draft_names, artifacts=find, profile=profile)
-    decoder, done = Decoder(pair, StaticSource(ready)), []
-    for i, prompt in enumerate(PROMPTS[1:3]):
-        asked = Request(str(i), "c", (prompt,))
-        request = decoder.request(asked, pair.encode(prompt), sampling, TOKENS)
-        done.append(decoder.decode(request))
-    return done
+def two_texts(pair: LoadedPair, sampling: Sampling) -> list[Trajectory]:
+    return plain_texts(pair, {"0": PROMPTS[1], "1": PROMPTS[2]}, sampling, TOKENS)
 
 
 def covers(policies: list[Policy], sampling: Sampling, find: Artifacts) -> list[Cover]:
@@ -157,20 +144,19 @@ def test_trees_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sam
     draft = next(iter(pair.drafts))
     find = artifacts(draft)
     policies = tree_policies(draft, 12, seed=int(10 * sampling.temperature))
-    plain = [d.trajectory for d in decode(pair, Policy(), sampling)]
+    plain = two_texts(pair, sampling)
     wanted = covers(policies, sampling, find)
     trees = [record_tree_panorama(pair, t, draft, WIDTH, DEPTH, covers=wanted) for t in plain]
     trace = ReplayTrace(plain, {}, trees={(draft, "coupled"): trees})
     rounds = 0
     for policy in policies:
-        executed = decode(pair, policy, sampling, find)
         replayed = run_replay(trace, policy, per_round=True, artifacts=find)
         assert replayed.missing == 0
         assert [[shape(s) for s in steps] for steps in replayed.steps()] == plain_rounds(
             trace, policy, find
         ), policy.label()
-        for text, ran, steps in zip(plain, executed, replayed.steps(), strict=True):
-            assert ran.trajectory.output_ids.tolist() == text.output_ids.tolist(), policy.label()
+        runs = executed(pair, policy, plain, find)
+        for ran, steps in zip(runs, replayed.steps(), strict=True):
             assert [shape(s) for s in ran.steps] == [shape(s) for s in steps], policy.label()
             rounds += len(steps)
     assert rounds > 100
@@ -219,7 +205,7 @@ def test_windows_that_weigh_costs_replay_exactly(pair: LoadedPair, sampling: Sam
     draft = next(iter(pair.drafts))
     find, profile = artifacts(draft), flat_profile(pair.id, pair.drafts)
     policies = [parse_policy({"draft": draft, **d}) for d in ANALYTIC]
-    plain = [d.trajectory for d in decode(pair, Policy(), sampling)]
+    plain = two_texts(pair, sampling)
     trees = [
         record_tree_panorama(pair, t, draft, WIDTH, DEPTH, covers=covers(policies, sampling, find))
         for t in plain
@@ -229,9 +215,8 @@ def test_windows_that_weigh_costs_replay_exactly(pair: LoadedPair, sampling: Sam
     for policy in policies:
         replayed = run_replay(trace, policy, profile, per_round=True, artifacts=find)
         assert replayed.total.seconds > 0
-        for ran, steps in zip(
-            decode(pair, policy, sampling, find, profile), replayed.steps(), strict=True
-        ):
+        runs = executed(pair, policy, plain, find, profile)
+        for ran, steps in zip(runs, replayed.steps(), strict=True):
             assert [shape(s) for s in ran.steps] == [shape(s) for s in steps], policy.label()
             depths |= {s.depth for s in steps}
     assert len(depths) > 3
@@ -245,21 +230,18 @@ def test_children_by_probability_replay_exactly(pair: LoadedPair) -> None:
     growth = top_k(5) | {"proposals": "probability"}
     blocks = {"growth": growth, "window": fixed(4), "select": {"top_n": 16}}
     policy = parse_policy({"draft": draft, **blocks})
-    plain = [d.trajectory for d in decode(pair, Policy(), sampling)]
+    plain = two_texts(pair, sampling)
     trees = [record_tree_panorama(pair, t, draft, WIDTH, 5, proposals="probability") for t in plain]
     replayed = run_replay(
         ReplayTrace(plain, {}, trees={(draft, "probability"): trees}), policy, per_round=True
     )
-    for text, ran, steps in zip(
-        plain, decode(pair, policy, sampling), replayed.steps(), strict=True
-    ):
-        assert ran.trajectory.output_ids.tolist() == text.output_ids.tolist()
+    for ran, steps in zip(executed(pair, policy, plain), replayed.steps(), strict=True):
         assert [shape(s) for s in ran.steps] == [shape(s) for s in steps]
 
 
 def test_what_was_not_recorded_is_refused(pair: LoadedPair) -> None:
     draft, sampling = next(iter(pair.drafts)), Sampling()
-    plain: list[Trajectory] = [d.trajectory for d in decode(pair, Policy(), sampling)]
+    plain = two_texts(pair, sampling)
     trees = [record_tree_panorama(pair, t, draft, 3, 3) for t in plain]
     trace = ReplayTrace(plain, {}, trees={(draft, "coupled"): trees})
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doors import Door, one_object, write_workload
+from recorded_texts import plain_texts
 from rich.console import Console
 from test_store import damage
 from trace_values import a_trajectory
@@ -39,16 +40,15 @@ from spectune.optimizer.simulate.forest import join_trees
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.tree_tables import ABSENT, GrowthTable
-from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.loop import Round, StaticSource
+from spectune.runtime.loop import Round
 from spectune.runtime.policies.artifacts import Fitted
 from spectune.runtime.policies.document import Policy, parse_plain_policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.recording.trees import record_tree_panorama
 from spectune.runtime.trees.draft import GrownTree, Pruned
 from spectune.traces.errors import PolicyError
-from spectune.traces.schema import Request, Sampling, Step, TreePanorama
+from spectune.traces.schema import Sampling, Step, TreePanorama
 from spectune.traces.store import TraceStore
 
 FIGURES = ("ranks", "within", "accepted", "phi", "probability", "acceptance", "difference")
@@ -123,14 +123,12 @@ def test_heat_maps_of_known_laws() -> None:
 @pytest.fixture(scope="module")
 def trace(pair: LoadedPair) -> ReplayTrace:
     """Four texts of the tiny pair, greedy and sampled, with trees of draft ``near``."""
-    decoder = Decoder(pair, StaticSource(prepare(Policy(), pair.draft_names)))
     texts, trees = [], []
     prompts = ("def add(a, b):", "The quick brown", "for i in", "Ann buys 4 apples")
     for i, prompt in enumerate(prompts):
-        item = Request(f"r{i}", "ab"[i % 2], (prompt,))
         sampling = Sampling() if i < 2 else Sampling(temperature=0.8, seed=i)
-        request = decoder.request(item, pair.encode(prompt), sampling, 24)
-        texts.append(decoder.decode(request, item.category).trajectory)
+        (text,) = plain_texts(pair, {f"r{i}": prompt}, sampling, 24)
+        texts.append(replace(text, category="ab"[i % 2]))
         trees.append(record_tree_panorama(pair, texts[-1], "near", 4, 4))
     return ReplayTrace(texts, {}, trees={("near", "coupled"): trees})
 
