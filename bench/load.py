@@ -295,7 +295,7 @@ def _regret(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return np.log(by_name[name, load][kind])
 
     def beside(name: str, load: str) -> np.ndarray:
-        alternated = "alternated_tokens_per_s" in by_name[name, load]
+        alternated = by_name[name, load].get("alternated_tokens_per_s")
         kind = "alternated_tokens_per_s" if alternated else "tokens_per_s"
         return logs("table", load, kind) - logs(name, load, kind)
 

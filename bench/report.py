@@ -13,7 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from spectune.engines.abilities import VLLM
 from spectune.optimizer.report.charts import STYLE, WIDTH, Dot, Plot, curves, cut, dot_rows, short
+from spectune.runtime.policies.document import parse_plain_policy
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -310,24 +312,17 @@ def _load(d: Figures) -> list[str]:
             "",
         ]
         by_load, own = regret["by_load"], []
-        window = d["table_policy"]["window"]
-        for r in by_load:
-            drafts = _drafted(window, int(r["load"].removeprefix("clients:")))
-            said = f"{r['best_constant']}, the best executed (the table drafts {drafts} there)"
+        clients = [int(r["load"].removeprefix("clients:")) for r in by_load]
+        policy, most = parse_plain_policy(d["table_policy"]), max(clients)
+        gammas = VLLM.gammas(policy, draft=policy.draft, most=policy.gamma_max, max_num_seqs=most)
+        for r, n in zip(by_load, clients, strict=True):
+            said = f"{r['best_constant']}, the best executed (the table drafts {gammas[n]} there)"
             own.append((r["load"], said, r["share"]))
         own += [(r["load"], "off: no draft loaded", r["share"]) for r in regret["off"]]
         own += [("all three", r["constant"], r["share"]) for r in regret["together"]]
         own = [(*said, "{:.3f} ({:.3f} to {:.3f})".format(*share)) for *said, share in own]
         lines += table(("load", "constant", "the table beside it"), own)
     return lines
-
-
-def _drafted(window: Figures, batch: int) -> int:
-    """The tokens that a window drafts in a batch."""
-    if window["kind"] == "fixed":
-        return int(window["gamma"])
-    least = max(n for n in map(int, window["gamma"]) if n <= batch)
-    return int(window["gamma"][str(least)])
 
 
 def _within(errors: Figures) -> bool:

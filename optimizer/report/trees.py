@@ -186,9 +186,8 @@ class Point:
     """One policy: ``tau``, and verified tokens (roots included) per token of text (C2T's gamma over
     the texts' length) and per round.
 
-    ``origin``: ``grid``, ``study``, or ``run`` (replayed or executed before). ``missing``: the
-    share of its rounds that read a distribution which was not recorded, taken as one without
-    children.
+    ``origin``: ``grid`` or ``study``. ``missing``: the share of its rounds that read a distribution
+    which was not recorded, taken as one without children.
     """
 
     family: str
@@ -325,7 +324,6 @@ def tree_report(
     *,
     stored: Sequence[Stored] = (),
     tried: Iterable[tuple[Policy, str]] = (),
-    points: Sequence[Point] = (),
     artifacts: Artifacts | None = None,
     profile: LatencyProfile | None = None,
     about: Sequence[tuple[str, str]] = (),
@@ -334,8 +332,8 @@ def tree_report(
     """The figures of a trace that holds the trees of a draft, for a tree of this shape.
 
     ``stored``: what was fitted to this draft, newest first (the bins drawn are the first ones);
-    ``tried``: further policies to replay, each with its origin; ``points``: some that are known
-    already. Raises TraceError if the trees are not wide or deep enough.
+    ``tried``: further policies to replay, each with its origin. Raises TraceError if the trees are
+    not wide or deep enough.
     """
     draft, depth, top_n = shape.draft, shape.depth, shape.top_n
     rules = compile_plan(shape.policy, [draft]).rules
@@ -357,7 +355,7 @@ def tree_report(
     narrow = [replace(shape, width=1, depth=g, top_n=g).policy for g in gammas]
     chains = [replayed(policy) for policy in narrow]
     trees = [replayed(replace(shape, depth=g).policy) for g in gammas]
-    found = [*points]
+    found: list[Point] = []
     for gamma, policy, chain in zip(gammas, narrow, chains, strict=True):
         found.append(point_of(policy, chain.total, label=f"{draft} chain(gamma={gamma})"))
     skipped: list[str] = []

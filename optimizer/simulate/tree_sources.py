@@ -3,21 +3,13 @@ and the policies tried on it before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from spectune.db.errors import CorruptedChunkError
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.inputs import stored_policy
-from spectune.optimizer.report.trees import (
-    Point,
-    Stored,
-    TreeReport,
-    TreeShape,
-    point_of,
-    tree_report,
-)
+from spectune.optimizer.report.trees import Stored, TreeReport, TreeShape, tree_report
 from spectune.optimizer.report.words import sampling_in_words
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.runtime.policies.artifacts import BINS, CLASSIFIER, STATIC_TREE
@@ -70,7 +62,6 @@ def report_of(
         TreeShape(name, wide, deep, top_n, proposals),
         stored=stored_for(store, info.pair_id, name),
         tried=tried_on(store, info, name),
-        points=list(ran_on(store, info, name)),
         artifacts=fitted(store, info.pair_id),
         profile=None if profile is None else profile.profile,
         about=_about(store, info),
@@ -142,22 +133,6 @@ def tried_on(store: TraceStore, info: RecordingInfo, draft: str) -> list[tuple[P
         if len(found) == TRIED:
             break
     return [(policy, "study") for policy in found.values()]
-
-
-def ran_on(store: TraceStore, info: RecordingInfo, draft: str) -> Iterator[Point]:
-    """What executed and replayed runs of a recording came to, newest first; one run per policy and
-    kind."""
-    seen: set[tuple[str, str]] = set()
-    for run in store.list_runs(info.pair_id):
-        counts = run.outcome.total
-        key = (run.policy_id, run.outcome.kind)
-        if run.recording_id != info.id or key in seen or not counts.rounds:
-            continue
-        seen.add(key)
-        with suppress(PolicyError, CorruptedChunkError):
-            policy = stored_policy(store.get_policy(run.policy_id))
-            if isinstance(policy, Policy) and policy.draft == draft and policy.speculates:
-                yield point_of(policy, counts, "run")
 
 
 def _about(store: TraceStore, info: RecordingInfo) -> list[tuple[str, str]]:
