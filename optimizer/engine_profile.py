@@ -3,7 +3,7 @@ what its steps cost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -26,7 +26,7 @@ from spectune.traces.store import TraceStore
 TOKENS: Final = 48
 """New tokens of each request."""
 LEAST_REQUESTS: Final = 4
-"""Fewest requests that are served at one number of clients; else two for each client."""
+"""Fewest requests that a policy serves at one number of clients; else two for each client."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,6 @@ class Design:
     def context(self) -> float:
         """Tokens that a request's cache holds, in the mean."""
         return float(np.mean([len(prompt.ids) for prompt in self.prompts])) + self.tokens / 2
-
-    def loads(self) -> Iterator[tuple[int, tuple[Prompt, ...]]]:
-        """(clients, the prompts up to and with theirs): the prompts in order, from the first again
-        where there are too few."""
-        done = 0
-        for clients in doubled(self.clients):
-            done += max(LEAST_REQUESTS, 2 * clients)
-            yield clients, numbered(self.prompts, done)
 
     def policies(self, engine: Engine, draft: str) -> list[Policy]:
         """What is in force while they are served; of an engine that can, also no tokens with the
@@ -90,8 +82,8 @@ def profile_engine(
     progress: Progress = silent,
 ) -> Profiled:
     """Starts an engine without a draft and with each of the drafts, and serves the design into
-    recordings, one for each policy: those of an engine's traffic, from which its costs are known. A
-    draft that the engine cannot load is left out.
+    a recording of each, as of an engine's traffic, from which its costs are known. A draft that the
+    engine cannot load is left out.
 
     Raises EngineError or PairError where it cannot serve the target, and EngineError where it fails
     while it serves.
@@ -109,7 +101,7 @@ def profile_engine(
             say(f"left out: {draft} ({error})")
             continue
         with closing(running):
-            recordings += serve_design(store, spec, running, draft, design, progress)
+            recordings.append(serve_design(store, spec, running, draft, design, progress))
     return Profiled(tuple(recordings), left_out)
 
 
@@ -120,20 +112,21 @@ def serve_design(
     draft: str,
     design: Design,
     progress: Progress = silent,
-) -> list[str]:
-    """Serves the design on an engine that has loaded ``draft``: a recording of each policy, at each
-    number of clients."""
-    options, recordings = DecodeOptions(max_new_tokens=design.tokens), list[str]()
-    for policy in design.policies(running.engine, draft):
-        recording = ""
-        for clients, prompts in design.loads():  # what is not recorded yet is served to so many
+) -> str:
+    """Serves the design on an engine that has loaded ``draft`` into one recording, whose id this
+    is: at each number of clients one policy after the other, as the pace of a machine changes
+    meanwhile."""
+    options, recording, served = DecodeOptions(max_new_tokens=design.tokens), "", 0
+    for clients in doubled(design.clients):
+        for policy in design.policies(running.engine, draft):
+            served += max(LEAST_REQUESTS, 2 * clients)
+            prompts = numbered(design.prompts, served)  # those not recorded yet are served
             asked = running, None, prompts, policy, Load(clients), options
             info = record_on(store, spec, *asked, fresh=not recording, timed=True)
             recording = info.id
             progress(policy.label(), clients, design.clients)
-        store.finish_recording(recording)
-        recordings.append(recording)
-    return recordings
+    store.finish_recording(recording)
+    return recording
 
 
 def step_table(

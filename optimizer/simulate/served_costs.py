@@ -23,8 +23,7 @@ FITTED_STEPS: Final = 6000
 LEAST_STEPS: Final = 30
 """Fewer steps tell nothing."""
 POOLED: Final = 64
-"""Most recordings of an engine that its costs are fitted to, the newest: a profile of five drafts
-makes 41 at most."""
+"""Most recordings of an engine that its costs are fitted to, the newest."""
 
 
 class ServedSteps(NamedTuple):

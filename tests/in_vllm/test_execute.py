@@ -70,15 +70,17 @@ def test_every_load_and_policy_gives_the_same_texts(running: Vllm, prompts: list
 def test_a_design_that_it_served_says_what_its_steps_cost(
     running: Vllm, prompts: list[Prompt], tmp_path: Path
 ) -> None:
-    """Up to the most tokens, and none with the draft loaded."""
+    """Up to the most tokens, and none with the draft loaded, all at each number of clients."""
     with open_database(str(tmp_path / "x.db")) as database:
         store = TraceStore(database)
         design = Design(prompts, most=6, clients=4, tokens=24)
         made = serve_design(store, read_pair("demo"), running, "small", design)
-        found = [store.get_recording(name) for name in made]
-        costs = costs_of_engine(store, found[-1])
-    told = [(i.n_requests, i.options["device"], i.options["dtype"]) for i in found]
-    assert told == [(16, "cpu", "float32")] * 5
+        info = store.get_recording(made)
+        costs = costs_of_engine(store, info)
+        served = store.load(made, (), steps=True).requests
+    assert (info.options["device"], info.options["dtype"]) == ("cpu", "float32")
+    order = [served[n].steps[0].policy for n in (*range(0, 40, 4), *range(40, 80, 8))]
+    assert order == [p.id for p in design.policies(running.engine, "small")] * 3
     assert costs.passes == {"small": (0, 6)}
     assert costs.check["steps"] > 200
     rows = step_table(costs, running.engine, "small", Design(prompts, 6, 4))
