@@ -1,7 +1,7 @@
 """Simulated against executed under load, and what the table that a search finds loses to the best
 constant number of tokens.
 
-    python bench/load.py openvino --trace FILE.csv [--passes 4] [--alternations 12] [--quick]
+    python bench/load.py openvino --trace FILE.csv [--passes 4] [--turns 240] [--quick]
     SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python python bench/load.py vllm --trace FILE.csv
 
 An engine's texts are recorded once, and its costs as ``profile --engine`` does. Then are executed
@@ -10,10 +10,10 @@ table found for low, middle and high load together, under these loads; some of t
 Poisson arrivals and the first arrivals of a file (a column TIMESTAMP: the Azure LLM inference
 traces), both scaled to a part of what the engine can do. Costs are recorded again before each pass,
 as the pace of a shared machine changes: what is predicted is held against executions of the same
-hour, none of which it was fitted to. Then the table and the constants that these passes cannot tell
-from the best are executed next to each other, ``--alternations`` times, and compared by that alone:
-passes take minutes, in which the pace changes by more than the constants differ. Figures go to
-``bench/results/load-ENGINE.json``.
+hour, none of which it was fitted to. Then, in an engine that swaps policies while it serves, the
+table and the constants that these passes cannot tell from the best take turns of a second, as many
+as ``--turns``, and are compared by that alone: passes take minutes, in which the pace changes by
+more than the constants differ. Figures go to ``bench/results/load-ENGINE.json``.
 
 On two cores a vLLM's arithmetic and all else are steadier apart: ``OMP_NUM_THREADS=1
 VLLM_CPU_OMP_THREADS_BIND=0 taskset -c 1``. Its engine then waits for its worker in a loop that
@@ -25,10 +25,14 @@ SPECTUNE_VLLM_ARGS="--distributed-executor-backend uni"``.
 from __future__ import annotations
 
 import json
+import math
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +53,9 @@ from lab import (
     stored,
 )
 
-from spectune.engines.protocol import Load, Prompt, Running, Wanted
+from spectune.engines.protocol import Answered, Load, Prompt, Running, Wanted, numbered
 from spectune.engines.start import start
+from spectune.engines.vllm.execute import Vllm
 from spectune.optimizer.engine_profile import Design, serve_design
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.executed_load import served_of
@@ -77,6 +82,12 @@ BUSY = 0.7
 """Requests that arrive, as a part of those that the engine answers at high load without a draft."""
 PAUSE_S = 1.0
 """What another server does after its last answer is over by then."""
+DESIGNS = 3
+"""Times that costs are recorded before the search."""
+PARTS = 12
+"""Parts of all turns, each of which gives one ratio."""
+BETWEEN = 2
+"""Steps after a turn begins that are left out: what they verify another policy drafted."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +124,59 @@ class Bench:
         return served_of(list(execute(self.engines[draft], asked, policy, load, self.options)))
 
 
+def turns_of(served: Sequence[Answered], clients: int) -> list[tuple[str, int, float]]:
+    """Policy, tokens and seconds of each turn, until the first client had nothing more to send."""
+    steps: dict[float, tuple[str, int]] = {}
+    for step in (step for answered in served for step in answered.steps):
+        emitted = steps.get(step.ended_s, ("", 0))[1] + step.emitted
+        steps[step.ended_s] = step.policy, emitted
+    full = sorted(answered.finished_s for answered in served)[-clients]
+    rows = [(*steps[now], now - before) for before, now in pairwise(sorted(steps)) if now < full]
+    turns = []
+    for policy, members in groupby(rows, key=lambda row: row[0]):
+        own = list(members)[BETWEEN:]
+        if own:
+            turns.append((policy, sum(row[1] for row in own), sum(row[2] for row in own)))
+    return turns
+
+
+def take_turns(
+    running: Vllm,
+    prompts: Sequence[Prompt],
+    policies: Sequence[Policy],
+    load: Load,
+    options: DecodeOptions,
+) -> dict[str, list[float]]:
+    """The tokens/s of policies that take turns under a load, by policy: one for each part of the
+    time."""
+    over, served = threading.Event(), list[Answered]()
+
+    def swap() -> None:
+        """A turn ends when the server has looked for a publication, once a second."""
+        while not over.is_set():
+            for policy in policies:
+                running.put_in_force(policy)
+
+    with ThreadPoolExecutor(1) as thread:
+        swapping = None
+        for answered in execute(running, prompts, policies[0], load, options):
+            served.append(answered)
+            swapping = swapping or thread.submit(swap)
+        over.set()
+    assert swapping is not None
+    swapping.result()
+    turns = turns_of(served, load.clients)
+    own = [[turn[1:] for turn in turns if turn[0] == policy.id] for policy in policies]
+    common = min(map(len, own))
+    found = {}
+    for policy, mine in zip(policies, own, strict=True):
+        parts = np.array_split(np.array(mine[:common]), min(PARTS, common))
+        found[policy.id] = [float(np.divide(*part.sum(0))) for part in parts]
+    return found
+
+
 def measured(
-    state: Path, engine: str, trace: str, passes: int, alternations: int, *, quick: bool
+    state: Path, engine: str, trace: str, passes: int, turns: int, *, quick: bool
 ) -> dict[str, Any]:
     """Records, searches, executes; the figures."""
     pair, options = demo((DRAFT,)), DecodeOptions(Sampling(), 12 if quick else TOKENS)
@@ -128,13 +190,12 @@ def measured(
             engines[draft] = stack.enter_context(closing(running))
         bench = Bench(pair, store, engines, prompts, options, 8 if quick else 1)
         info = bench.record()
-        bench.record_costs()
-        return {"engine": engine, **_held(bench, info, trace, passes, alternations)}
+        for _ in range(DESIGNS):
+            bench.record_costs()
+        return {"engine": engine, **_held(bench, info, trace, passes, turns)}
 
 
-def _held(
-    bench: Bench, info: RecordingInfo, trace: str, passes: int, alternations: int
-) -> dict[str, Any]:
+def _held(bench: Bench, info: RecordingInfo, trace: str, passes: int, turns: int) -> dict[str, Any]:
     lab = under_load(bench.store, info, [], "clients:" + ",".join(map(str, CLIENTS)), Objective())
     off, costs = OFF in bench.engines, lab.costs
     if off:  # the table is of a server that keeps its draft
@@ -145,6 +206,7 @@ def _held(
         "version": info.options["engine_version"],
         "tokens": bench.options.max_new_tokens,
         "passes": passes,
+        "turns": turns,
         "part": bench.part,
         "table": table.label(),
         "table_policy": table.spelled_out(),
@@ -172,29 +234,32 @@ def _held(
         served_ = runs[row["policy"], row["load"]]
         row["tokens_per_s"] = [s.tokens_per_s for s in served_]
         row["tpot_s"] = [s.mean_tpot_s for s in served_]
-    _alternate(bench, rows, loads, policies, alternations)
+    _in_turns(bench, rows, loads, policies, turns)
     told = replace(lab, costs=costs_of_engine(bench.store, info))
     return {**about, **predicted(told, trace, about, rows)}
 
 
-def _alternate(
+def _in_turns(
     bench: Bench,
     rows: Sequence[dict[str, Any]],
     loads: dict[str, Load],
     policies: dict[str, tuple[str, Policy]],
-    alternations: int,
+    turns: int,
 ) -> None:
-    """Executes the table and its contenders next to each other, in another order each time; the
-    tokens/s are added to their rows (``alternated_tokens_per_s``)."""
-    names, rng = {"table", *_contenders(rows)}, np.random.default_rng(1)
+    """Executes the table and its contenders in turns, in an engine that swaps policies while it
+    serves; their tokens/s are added to their rows (``in_turns_tokens_per_s``)."""
+    names, running = {"table", *_contenders(rows)}, bench.engines[DRAFT]
+    if not isinstance(running, Vllm):
+        return
     for load in (f"clients:{n}" for n in CLIENTS):
         among = [row for row in rows if row["policy"] in names and row["load"] == load]
-        for row in among:
-            row["alternated_tokens_per_s"] = []
-        for _ in range(alternations):
-            for i in rng.permutation(len(among)):
-                served = bench.run(*policies[among[i]["policy"]], loads[load])
-                among[i]["alternated_tokens_per_s"].append(served.tokens_per_s)
+        rate = np.median([row["tokens_per_s"] for row in among])
+        count = math.ceil(turns * len(among) * rate / bench.options.max_new_tokens)
+        those = [policies[row["policy"]][1] for row in among]
+        prompts = numbered(bench.prompts, count)
+        found = take_turns(running, prompts, those, loads[load], bench.options)
+        for row, policy in zip(among, those, strict=True):
+            row["in_turns_tokens_per_s"] = found[policy.id]
         say(f"{time.strftime('%H:%M:%S')} {load}: {', '.join(r['policy'] for r in among)}")
 
 
@@ -284,8 +349,8 @@ def _contenders(rows: Sequence[dict[str, Any]]) -> set[str]:
 def _regret(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The table's tokens/s as parts of each constant's, by load and over all together (geometric
     means), with 95% intervals (Student's t of logarithms). Passes choose the best constant of a
-    load. Where alternations were executed they alone measure it, so that the luck of the chosen is
-    not counted."""
+    load. Those that took turns are measured by that alone, so that the luck of the chosen is not
+    counted."""
     loads = [f"clients:{n}" for n in CLIENTS]
     by_name = {(row["policy"], row["load"]): row for row in rows}
     others = [name for name in dict.fromkeys(row["policy"] for row in rows) if name != "table"]
@@ -295,8 +360,8 @@ def _regret(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return np.log(by_name[name, load][kind])
 
     def beside(name: str, load: str) -> np.ndarray:
-        alternated = by_name[name, load].get("alternated_tokens_per_s")
-        kind = "alternated_tokens_per_s" if alternated else "tokens_per_s"
+        in_turns = "in_turns_tokens_per_s" in by_name[name, load]
+        kind = "in_turns_tokens_per_s" if in_turns else "tokens_per_s"
         return logs("table", load, kind) - logs(name, load, kind)
 
     by_load = []
@@ -306,10 +371,12 @@ def _regret(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         by_load.append(
             {"load": load, "best_constant": best, "share": interval_of(beside(best, load))}
         )
-    together = [
-        {"constant": name, "share": interval_of(np.mean([beside(name, x) for x in loads], axis=0))}
-        for name in others
-    ]
+    together = []
+    for name in others:
+        logs_by_load = [beside(name, load) for load in loads]
+        count = min(map(len, logs_by_load))
+        share = interval_of(np.mean([own[:count] for own in logs_by_load], axis=0))
+        together.append({"constant": name, "share": share})
     off = [
         {"load": load, "share": interval_of(beside("off", load))}
         for load in loads
@@ -324,7 +391,7 @@ def main() -> None:
     add("engine", choices=("openvino", "vllm"))
     add("--trace", required=True, metavar="FILE.csv", help="arrivals: the first of them are used")
     add("--passes", type=int, default=4)
-    add("--alternations", type=int, default=12, help="of the table and the best constants")
+    add("--turns", type=int, default=240, help="of the table and the best constants each")
     add("--again", action="store_true", help="predict again what was executed before, and no more")
     add("--quick", action="store_true", help="a tiny size, which proves that it runs; no result")
     wanted = parser.parse_args()
@@ -334,7 +401,7 @@ def main() -> None:
     if wanted.again:
         found = again(state, wanted.engine, wanted.trace, known(name))
     else:
-        times = (1, 2) if wanted.quick else (wanted.passes, wanted.alternations)
+        times = (1, 4) if wanted.quick else (wanted.passes, wanted.turns)
         found = measured(state, wanted.engine, wanted.trace, *times, quick=wanted.quick)
         found |= {"seconds": round(time.time() - began, 1), "environment": before}
     print(json.dumps({k: v for k, v in found.items() if k != "rows"}, indent=1))

@@ -304,11 +304,10 @@ def _load(d: Figures) -> list[str]:
     lines += table(("tokens/s, predicted / executed", *loads), grid)
     if d["engine"] == "vllm":  # whose tokens can follow the batch
         regret = d["regret"]
-        alternations = max(len(r.get("alternated_tokens_per_s", ())) for r in d["rows"])
         lines += [
             f"The table that was found: {d['table']}. Its tokens/s, executed, as parts of the "
-            "constants' (95% intervals); those nearest to it were executed next to it once more, "
-            f"{alternations} times, which alone compares them:",
+            "constants' (95% intervals). Those nearest to it took turns with it in the running "
+            f"server, {d['turns']} turns of a second each, which alone compares them:",
             "",
         ]
         by_load, own = regret["by_load"], []

@@ -68,7 +68,7 @@ class Vllm(Running):
             say(f"vLLM {found.version} was not tested; tested: {', '.join(VLLM.versions)}")
         self.version, self.wanted = found.version, wanted
         self._say, self._pair_id = say, spec.id
-        self._executions, self._restarts = 0, 1
+        self._executions, self._restarts, self._in_force = 0, 1, ""
         self._read: dict[str, int] = {}
         self._folder = TemporaryDirectory(prefix="spectune-vllm-")
         self.server = Server(found, Path(self._folder.name), spec, wanted)
@@ -100,6 +100,24 @@ class Vllm(Running):
         self._database.close()
         self._folder.cleanup()
 
+    def put_in_force(self, policy: AnyPolicy) -> None:
+        """Publishes a policy to the server, unless it is in force there, and waits for its answer.
+        Raises PolicyError where it refuses."""
+        if policy.id == self._in_force:
+            return
+        store, deadline = self._store, time.monotonic() + ANSWER_S
+        store.put_policy(policy.id, policy.spelled_out(), policy.label())
+        version = store.publish(
+            self._pair_id, self.server.device, policy.id, actor="execute", deployment=DEPLOYMENT
+        ).version
+        while not (answers := store.acknowledgements(version)):
+            if not self.server.alive or time.monotonic() > deadline:
+                raise EngineError(f"vLLM took no policy: {self.server.reason()}")
+            time.sleep(LOOK_S)
+        if answers[0].status != "applied":
+            raise PolicyError(answers[0].reason)
+        self._in_force = policy.id
+
     def _warm(self) -> None:
         """One request, so that the first that counts is not the first of all."""
         body = body_of("0.0", Prompt("", "", (0, 0)), Sampling(), 2)
@@ -108,7 +126,7 @@ class Vllm(Running):
                 raise EngineError(f"vLLM died at its first request: {self.server.reason()}")
 
     def _serve(self, asked: Execution) -> Generator[Answered, None, None]:
-        self._put_in_force(asked.policy)
+        self.put_in_force(asked.policy)
         self._executions += 1
         waiting, load = dict(enumerate(asked.prompts)), asked.load
         began = time.perf_counter()
@@ -125,7 +143,7 @@ class Vllm(Running):
                     if not waiting:
                         return
             self._start_again()
-            self._put_in_force(asked.policy)
+            self.put_in_force(asked.policy)
 
     def _answers(self, sending: Sending) -> Iterator[tuple[int, RecordedRequest]]:
         """Requests of this execution that were answered and recorded, each with its number, until
@@ -153,27 +171,12 @@ class Vllm(Running):
                 if int(run) == self._executions:
                     yield int(number), request
 
-    def _put_in_force(self, policy: AnyPolicy) -> None:
-        """Publishes a policy to the server and waits for its answer. Raises PolicyError where it
-        refuses."""
-        store, deadline = self._store, time.monotonic() + ANSWER_S
-        store.put_policy(policy.id, policy.spelled_out(), policy.label())
-        version = store.publish(
-            self._pair_id, self.server.device, policy.id, actor="execute", deployment=DEPLOYMENT
-        ).version
-        while not (answers := store.acknowledgements(version)):
-            if not self.server.alive or time.monotonic() > deadline:
-                raise EngineError(f"vLLM took no policy: {self.server.reason()}")
-            time.sleep(LOOK_S)
-        if answers[0].status != "applied":
-            raise PolicyError(answers[0].reason)
-
     def _start_again(self) -> None:
         reason = self.server.reason()
         self.server.close()
         if not self._restarts:
             raise EngineError(f"vLLM died again: {reason}")
-        self._restarts -= 1
+        self._restarts, self._in_force = self._restarts - 1, ""
         self._say(f"vLLM died ({reason}); it is started again, and what it recorded is kept")
         self.server.start()
 
