@@ -637,7 +637,7 @@ def test_rows_with_anything_in_a_column(
             lambda: read_publications(store, pair.id),
             lambda: read_recordings(store),
             lambda: read_schedules(store),
-            *(store.list_policies, store.list_pairs, store.list_runs),
+            *(store.list_policies, store.list_pairs),
             lambda: [*store.profiles()],
             *(store.list_studies, lambda: store.latest_profile(pair.id, "cpu")),
             lambda: [store.get_artifact(row[0]) for row in store.list_artifacts()],

@@ -286,7 +286,7 @@ def test_served_requests_are_recorded_apart_by_their_sampling(
     server.put(*served_request("warm", Sampling(0.7)))
     done = server.close()
     assert (done.written, done.dropped, done.pending) == (4, 0, 0)
-    found = {info.sampling.temperature: info for info in store.list_recordings(source="serve")}
+    found = {info.sampling.temperature: info for info in store.list_recordings()}
     told = {t: (i.n_requests, i.state, i.engine) for t, i in found.items()}
     assert told == {0.0: (3, "complete", "vllm"), 0.7: (1, "complete", "vllm")}
     kept = store.load(found[0.7].id, steps=True).requests[0]

@@ -256,8 +256,6 @@ def test_runs_keep_their_outcome_and_rounds(store: TraceStore) -> None:
     with store.database.read() as session:
         rows = session.scalars(select(StepChunkRow).where(StepChunkRow.run_id == run))
         assert {row.request_id: unpack_steps(row) for row in rows} == steps
-    assert [r.id for r in store.list_runs(PAIR)] == [run]
-    assert store.list_runs(policy_id="nobody") == ()
 
 
 def published(store: TraceStore) -> Callable[..., int]:
@@ -326,7 +324,6 @@ def test_acknowledgements_are_kept_in_order(store: TraceStore) -> None:
     first, *others = got
     assert first == ("node-1", "refused", "no such draft")
     assert others == [("node-1", "applied", ""), ("node-2", "applied", "")]
-    assert len(store.acknowledgements(node="node-1")) == 2
     with pytest.raises(NotFoundError, match="no publication 99"):
         store.acknowledge(99, "node-1", "applied")
 
@@ -340,9 +337,7 @@ def test_requests_are_found_by_when_they_were_stored(
         then.append_trajectory(begun.id, i, a_trajectory(i))
     assert store.recorded_since(PAIR, start + timedelta(hours=2)) == ((begun.id, 2), (begun.id, 3))
     assert store.recorded_since("nobody", start) == ()
-    assert [r.id for r in store.list_recordings(PAIR, source="record", state="recording")] == [
-        begun.id
-    ]
+    assert [r.id for r in store.list_recordings(PAIR, state="recording")] == [begun.id]
     assert store.list_recordings(state="complete") == ()
 
 

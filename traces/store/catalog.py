@@ -311,11 +311,6 @@ class Catalog(Storage):
     def get_run(self, text: str) -> Run:
         return self._get(RunRow, text, _run)
 
-    def list_runs(
-        self, pair_id: str | None = None, policy_id: str | None = None
-    ) -> tuple[Run, ...]:
-        return self._list(RunRow, _run, pair_id=pair_id, policy_id=policy_id)
-
 
 def outcome_document(outcome: Outcome) -> dict[str, Any]:
     """An outcome per request, JSON-ready, with its totals for SQL; :func:`outcome_of` is the

@@ -174,11 +174,9 @@ class Publications(Storage):
             said = {"node": node, "status": status, "reason": reason, "at": self.clock()}
             session.add(AcknowledgementRow(publication_id=version, **said))
 
-    def acknowledgements(
-        self, version: int | None = None, node: str | None = None
-    ) -> tuple[Acknowledgement, ...]:
-        """Acknowledgements of a publication and by a node (each optional), oldest first."""
-        wanted = equal({AcknowledgementRow.publication_id: version, AcknowledgementRow.node: node})
+    def acknowledgements(self, version: int | None = None) -> tuple[Acknowledgement, ...]:
+        """Acknowledgements of a publication, or of all, oldest first."""
+        wanted = equal({AcknowledgementRow.publication_id: version})
         query = select(AcknowledgementRow).where(*wanted).order_by(AcknowledgementRow.id)
         with self.database.read() as session:
             rows = session.scalars(query)

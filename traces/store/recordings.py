@@ -111,11 +111,11 @@ class Recordings(Storage):
             return next(iter(infos(session, session.scalars(found).all())), None)
 
     def list_recordings(
-        self, pair_id: str | None = None, *, source: str | None = None, state: str | None = None
+        self, pair_id: str | None = None, *, state: str | None = None
     ) -> tuple[RecordingInfo, ...]:
-        """Recordings of a pair, source and state (each optional), newest first;
-        :mod:`traces.store.query` filters by more."""
-        query = newest(RecordingRow, pair_id=pair_id, source=source, state=state)
+        """Recordings of a pair and state (each optional), newest first; :mod:`traces.store.query`
+        filters by more."""
+        query = newest(RecordingRow, pair_id=pair_id, state=state)
         with self.database.read() as session:
             return tuple(infos(session, session.scalars(query).all()))
 

@@ -71,13 +71,13 @@ class Storage:
         with self.database.read() as session:
             return of(named_row(session, row, text))
 
-    def _list(self, row: type[R], of: Callable[[R], V], **wanted: Any) -> tuple[V, ...]:
-        """What the rows with these values hold (None: any), newest first."""
+    def _list(self, row: type[R], of: Callable[[R], V]) -> tuple[V, ...]:
+        """What all rows hold, newest first."""
         with self.database.read() as session:
-            return tuple(of(found) for found in session.scalars(newest(row, **wanted)))
+            return tuple(of(found) for found in session.scalars(newest(row)))
 
     def _columns(self, row: type[Any], *columns: Any, **wanted: Any) -> tuple[Any, ...]:
-        """Columns of the same rows, which are not read as a whole."""
+        """Columns of the rows with these values (None: any), newest first."""
         with self.database.read() as session:
             return tuple(map(tuple, session.execute(newest(row, *columns, **wanted))))
 
