@@ -82,6 +82,7 @@ BUSY = 0.7
 """Requests that arrive, as a part of those that the engine answers at high load without a draft."""
 PAUSE_S = 1.0
 """What another server does after its last answer is over by then."""
+IN_TURNS = "in_turns_tokens_per_s"
 DESIGNS = 3
 """Times that costs are recorded before the search."""
 PARTS = 12
@@ -247,7 +248,7 @@ def _in_turns(
     turns: int,
 ) -> None:
     """Executes the table and its contenders in turns, in an engine that swaps policies while it
-    serves; their tokens/s are added to their rows (``in_turns_tokens_per_s``)."""
+    serves; their tokens/s are added to their rows (:data:`IN_TURNS`)."""
     names, running = {"table", *_contenders(rows)}, bench.engines[DRAFT]
     if not isinstance(running, Vllm):
         return
@@ -259,7 +260,7 @@ def _in_turns(
         prompts = numbered(bench.prompts, count)
         found = take_turns(running, prompts, those, loads[load], bench.options)
         for row, policy in zip(among, those, strict=True):
-            row["in_turns_tokens_per_s"] = found[policy.id]
+            row[IN_TURNS] = found[policy.id]
         say(f"{time.strftime('%H:%M:%S')} {load}: {', '.join(r['policy'] for r in among)}")
 
 
@@ -348,29 +349,25 @@ def _contenders(rows: Sequence[dict[str, Any]]) -> set[str]:
 
 def _regret(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The table's tokens/s as parts of each constant's, by load and over all together (geometric
-    means), with 95% intervals (Student's t of logarithms). Passes choose the best constant of a
-    load. Those that took turns are measured by that alone, so that the luck of the chosen is not
-    counted."""
+    means), with 95% intervals (Student's t of logarithms). Those that took turns are measured by
+    that alone, and the best constant of a load is then the best of these: its luck counts against
+    the table."""
     loads = [f"clients:{n}" for n in CLIENTS]
     by_name = {(row["policy"], row["load"]): row for row in rows}
     others = [name for name in dict.fromkeys(row["policy"] for row in rows) if name != "table"]
     constants = [name for name in others if name != "off"]
 
-    def logs(name: str, load: str, kind: str) -> np.ndarray:
-        return np.log(by_name[name, load][kind])
-
     def beside(name: str, load: str) -> np.ndarray:
-        in_turns = "in_turns_tokens_per_s" in by_name[name, load]
-        kind = "in_turns_tokens_per_s" if in_turns else "tokens_per_s"
-        return logs("table", load, kind) - logs(name, load, kind)
+        row, table = by_name[name, load], by_name["table", load]
+        kind = IN_TURNS if IN_TURNS in row else "tokens_per_s"
+        return np.log(table[kind]) - np.log(row[kind])
 
     by_load = []
     for load in loads:
-        means = {name: float(logs(name, load, "tokens_per_s").mean()) for name in constants}
-        best = max(constants, key=means.__getitem__)
-        by_load.append(
-            {"load": load, "best_constant": best, "share": interval_of(beside(best, load))}
-        )
+        took_turns = [name for name in constants if IN_TURNS in by_name[name, load]]
+        shares = {name: beside(name, load) for name in took_turns or constants}
+        best = min(shares, key=lambda name: float(shares[name].mean()))
+        by_load.append({"load": load, "best_constant": best, "share": interval_of(shares[best])})
     together = []
     for name in others:
         logs_by_load = [beside(name, load) for load in loads]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -117,14 +118,15 @@ def serve_design(
     is: at each number of clients one policy after the other, as the pace of a machine changes
     meanwhile."""
     options, recording, served = DecodeOptions(max_new_tokens=design.tokens), "", 0
-    for clients in doubled(design.clients):
-        for policy in design.policies(running.engine, draft):
-            served += max(LEAST_REQUESTS, 2 * clients)
-            prompts = numbered(design.prompts, served)  # those not recorded yet are served
-            asked = running, None, prompts, policy, Load(clients), options
-            info = record_on(store, spec, *asked, fresh=not recording, timed=True)
-            recording = info.id
-            progress(policy.label(), clients, design.clients)
+    policies = design.policies(running.engine, draft)
+    each = {clients: max(LEAST_REQUESTS, 2 * clients) for clients in doubled(design.clients)}
+    for clients, policy in product(each, policies):
+        served += each[clients]
+        prompts = numbered(design.prompts, served)  # those not recorded yet are served
+        asked = running, None, prompts, policy, Load(clients), options
+        info = record_on(store, spec, *asked, fresh=not recording, timed=True)
+        recording = info.id
+        progress(f"requests with draft {draft}", served, len(policies) * sum(each.values()))
     store.finish_recording(recording)
     return recording
 
