@@ -93,8 +93,8 @@ def figure(name: str) -> str:
     for r in d["rows"]:
         if r["winner"] == r["best_fixed"]:
             beside = "(the winner is that window)"
-        else:
-            beside = "({:.3f}-{:.3f})".format(*r["share_interval"])
+        else:  # an end that is not known is null
+            beside = "({}-{})".format(*(f"{e:.3f}" if e else "?" for e in r["share_interval"]))
         shares.append(f"{r['workload']} {r['share_of_best']:.3f} {beside}")
     return f"{'; '.join(shares)}; without a gain `tune` published {d['no_gain']['published']}"
 

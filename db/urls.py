@@ -82,8 +82,8 @@ def _postgresql(text: str, url: URL) -> URL:
     if re.search(r"[@/?#]", account):
         # Read on, a part of the password would be the host's name, and named in errors.
         raise DatabaseError(
-            "cannot read the database URL: write @ / ? # within a user's name or password as %40 "
-            "%2F %3F %23"
+            "cannot read the database URL: write @ / ? # within a user's name or password, and @ "
+            "within an option, as %40 %2F %3F %23"
         )
     if find_spec("psycopg") is None:
         raise DatabaseError("PostgreSQL needs psycopg: pip install 'spectune[postgresql]'")

@@ -183,10 +183,17 @@ def tune(
     speeds = ("predicted_tokens_per_s", "measured_tokens_per_s")
     keys = ("role", "label", *speeds, "ratio_to_incumbent", "ratio_to_autoregressive")
     ranked = sorted(data["candidates"], key=lambda c: -float(c["ratio_to_leader"]))
+    roles: dict[str, list[str]] = {}
+    for c in ranked:
+        roles.setdefault(c["id"], []).append(c["role"])
+    rows = {
+        c["id"]: {**{key: c[key] for key in keys}, "role": ", ".join(roles[c["id"]])}
+        for c in ranked
+    }
     return Result(
         f"{tuned.winner.policy.label()}: {tuned.reason}; {done}",
         data,
-        [{key: c[key] for key in keys} for c in ranked],
+        list(rows.values()),
     )
 
 

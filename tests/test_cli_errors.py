@@ -106,6 +106,10 @@ ADD = "schedule add nightly --workload good.jsonl"
         ("policies export stop.json --for vllm", "vllm cannot express"),
         # ids
         (f"simulate --policy '{FIXED}' --recording rec-x", "there is no recording 'rec-x'"),
+        (
+            f"""simulate --policy '{FIXED}' --recording "`run it's`" """,
+            'there is no recording "`run it\'s`"',
+        ),
         ("tune --recording rec-x", " traces list`"),
         ("traces show rec-x", "there is no recording 'rec-x'"),
         ("traces show latest --request r9", "has no request 'r9'"),

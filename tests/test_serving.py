@@ -432,8 +432,8 @@ def test_arrivals_as_they_are_asked_for(tmp_path: Path) -> None:
     np.testing.assert_allclose(fast["poisson:2"].arrivals, np.array(fast["poisson:8"].arrivals) * 4)
     again = loads_of("recorded", requests, 5)["recorded"].arrivals
     assert again[:2] == pytest.approx((0.0, RULES.reply_s))
-    file, moments = tmp_path / "a.csv", ("03.9799600", "05.9799600", "04.4799600")
-    rows = "".join(f"2023-11-16 18:17:{m},1\n" for m in moments)
+    file, moments = tmp_path / "a@b.csv", ("03.9799600", "05.9799600", "04.47996")
+    rows = "".join(f"2023-11-16 18:17:{m}+00:00,1\n" for m in moments)
     file.write_text(f"TIMESTAMP,ContextTokens\n{rows}")
     assert loads_of(str(file), requests, 5)[str(file)].arrivals == pytest.approx((0.0, 0.5, 2.0))
     faster = loads_of(f"{file}@3", requests, 5, 2)[f"{file}@3"].arrivals
@@ -447,7 +447,7 @@ def test_arrivals_as_they_are_asked_for(tmp_path: Path) -> None:
             loads_of(asked, requests, 5)
     for text in ("when\n1\n", "TIMESTAMP\n1\nnan\n", "TIMESTAMP\n1\ninf\n"):
         file.write_text(text)
-        with pytest.raises(TraceError, match=r"a\.csv: needs a column TIMESTAMP"):
+        with pytest.raises(TraceError, match=r"a@b\.csv: needs a column TIMESTAMP"):
             loads_of(str(file), requests, 5)
     with pytest.raises(TraceError, match="was not recorded"):
         loads_of("recorded", [replace(requests[0], steps=())], 5)

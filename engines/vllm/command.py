@@ -17,7 +17,8 @@ SCHEDULER = "spectune.engines.vllm.Scheduler"
 
 def every_gamma(most: int, max_num_seqs: int) -> ByBatchWindow:
     """A window that names every number of tokens from 0 to ``most``, which is what vLLM captures
-    GPU graphs for: ``most`` but for the largest batches, which draft less and less."""
+    GPU graphs for: ``most`` but for the largest batches, which draft less and less. Fewer seats
+    than numbers leave the smallest out."""
     fewer = range(1, min(most, max_num_seqs - 1) + 1)
     later = {max_num_seqs - len(fewer) + less: most - less for less in fewer}
     return by_batch({1: most, **later})

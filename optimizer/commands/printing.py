@@ -212,9 +212,14 @@ def whole(text: str) -> str:
 
 
 def _command(words: str) -> click.Command | None:
-    """The command that words begin with; None where there is none, or a group of them."""
+    """The command that words begin with; None where there is none, or a group of them, or that no
+    shell reads."""
     found: click.Command | None = running().find_root().command
-    for word in words.split():
+    try:
+        split = shlex.split(words)
+    except ValueError:  # a user's own text, quoted in a message
+        return None
+    for word in split:
         if not isinstance(found, click.Group):
             break
         found = found.commands.get(word)

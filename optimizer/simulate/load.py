@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
+from os.path import isfile
 from typing import Any, Final
 
 import numpy as np
@@ -42,7 +42,9 @@ def loads_of(
             f"poisson:{rate:g}": _at_rate(np.cumsum(gaps), rate)
             for rate in _numbers(numbers, asked)
         }
-    path, _, rates = asked.partition("@")
+    path, _, rates = asked.rpartition("@")
+    if not path or isfile(asked):
+        path, rates = asked, ""
     moments = recorded_arrivals(requests) if path == "recorded" else read_arrivals(path)
     moments = np.sort(moments)[:limit] - moments.min()
     if not rates:
@@ -87,7 +89,7 @@ def recorded_arrivals(requests: Sequence[RecordedRequest]) -> FloatArray:
 def read_arrivals(path: str) -> FloatArray:
     """The moments of a CSV's column TIMESTAMP, dates or seconds. Raises TraceError for a file that
     has none."""
-    if not Path(path).is_file():
+    if not isfile(path):
         raise TraceError(f"--arrivals {path}: there is no such file; it takes {GRAMMAR}")
     try:
         with open(path, newline="", encoding="utf-8") as file:
@@ -105,7 +107,7 @@ def _seconds(text: str) -> float:
     with suppress(ValueError):
         if math.isfinite(seconds := float(text)):
             return seconds
-    return datetime.fromisoformat(text[:26]).timestamp()  # of seven decimals Python reads six
+    return datetime.fromisoformat(text).timestamp()
 
 
 @dataclass(frozen=True)
