@@ -108,7 +108,7 @@ def _measured(store: TraceStore, pair: LoadedPair, encoded: Encoded, passes: int
     about = {"recording": None, "requests": [t.request_id for t in texts]}
     source = ChooserSource(trace, read_prompts(pair, texts), about)
     how: dict[str, Any] = {"reader": prompt_reader(pair), "artifacts": fitted(store, pair.id)}
-    guarded = fit_chooser(trace, source.prompts, CANDIDATES, profile, guarded=True, **how)
+    guarded = fit_chooser(trace, source.prompts, CANDIDATES, profile, **how)
     rules = {"throughput": replace(guarded, chooses=True, reason=""), "guarded": guarded}
     rules["theorem_3"] = replace(rules["throughput"], rule="theorem_3")
     kept = {

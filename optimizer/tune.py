@@ -41,8 +41,8 @@ from spectune.optimizer.report.evidence import evidence_document, middle_request
 from spectune.optimizer.report.words import sampling_in_words
 from spectune.optimizer.search import TIE, Study, finalists, is_fixed, rivals, search, worth_trying
 from spectune.optimizer.serving import earlier_winners, incumbent_of
-from spectune.optimizer.simulate.replay import replay
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import Ranks
 from spectune.optimizer.simulate.trace import Grown, open_trace
 from spectune.optimizer.spaces import ShortlistLimit, TreeLimit, transformers_heuristic
@@ -66,7 +66,7 @@ from spectune.runtime.recording.trees import Cover
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.recording import TREE_DEPTH
 from spectune.traces.sanity import Sanity, checked
-from spectune.traces.schema import LatencyProfile, Outcome, Trajectory, Workload
+from spectune.traces.schema import LatencyProfile, Trajectory, Workload
 from spectune.traces.store import Publication, StoredProfile, TraceStore
 from spectune.traces.store.kinds import EVIDENCE
 from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
@@ -568,8 +568,8 @@ class Tuning:
         policies, part = {p.id: p for p in roles.values()}, self.parts.race
         trace = self.trace.select(part)
 
-        def replayed(policy: AnyPolicy, costs: LatencyProfile) -> Outcome:
-            return replay(trace, policy, costs, artifacts=self.artifacts, approximate=True)
+        def replayed(policy: AnyPolicy, costs: LatencyProfile) -> Replay:
+            return run_replay(trace, policy, costs, artifacts=self.artifacts, approximate=True)
 
         predictable = dict(policies)
         try:
@@ -587,7 +587,7 @@ class Tuning:
             progress=lambda done, total: self.progress("execute", done, total),
         )
         at_pace = at_pace_of(profile, self.compared.timings)
-        predicted = {name: replayed(p, at_pace) for name, p in predictable.items()}
+        predicted = {name: replayed(p, at_pace).outcome() for name, p in predictable.items()}
         self.executed = candidates_of(roles, self.compared, predicted, self.incumbent)
         fastest = fastest_of(
             [policies[name] for name in self.compared.survivors],

@@ -38,7 +38,7 @@ from spectune.optimizer.fit.on_the_fly import (
 from spectune.optimizer.fit.shared import search_part
 from spectune.optimizer.record import Look, record
 from spectune.optimizer.serving import watch
-from spectune.optimizer.simulate.replay import replay, run_replay
+from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.decoder import Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair, load_pair
@@ -195,7 +195,7 @@ def test_chains_change_no_text_and_replay_round_by_round(
     assert len({steps[0].draft for _, steps in done}) >= 2
     assert replayed.rounds is not None
     assert len(replayed.rounds) == sum(len(steps) for _, steps in done)
-    assert replay(source.trace, policy, profile, artifacts=find).total == replayed.total
+    assert replayed.outcome().total == replayed.total
 
 
 def test_choosing_is_charged_unless_the_reader_drafts(
@@ -390,18 +390,9 @@ def test_what_cannot_be_prepared_is_refused_in_one_line(
 # -- the guard -------------------------------------------------------------------------------------
 
 
-def test_the_guard_chooses_only_where_choosing_gains() -> None:
-    """Cross-validation on the requests fitted to tells the trace whose prompts speak from the one
-    whose prompts all read alike."""
-    trace, prompts = planted_trace()
-    told = fit_chooser(trace, prompts, CANDIDATES, PROFILE, reader="near", guarded=True)
-    assert told.chooses
-    assert told.metrics["cross_validated"]["interval"][0] > 0
-    assert "beyond noise" in told.reason
-    held = told.metrics["held_out"]
-    assert held["tokens_per_s"]["guarded"] == held["tokens_per_s"]["throughput"]
-    trace, prompts = planted_trace(mute=True)
-    mute = fit_chooser(trace, prompts, CANDIDATES, PROFILE, reader="near", guarded=True)
+def test_the_guard_does_not_choose_where_prompts_tell_nothing() -> None:
+    """By cross-validation on the requests fitted to: prompts that all read alike, or are few."""
+    mute = fit_chooser(*planted_trace(mute=True), CANDIDATES, PROFILE, reader="near")
     assert not mute.chooses
     assert mute.reason.endswith("not beyond noise")
     assert mute.reader is None
@@ -411,7 +402,7 @@ def test_the_guard_chooses_only_where_choosing_gains() -> None:
     assert held["share"]["throughput"] < 0.35
     assert held["tokens_per_s"]["guarded"] == held["tokens_per_s"][mute.single]
     assert held["picks"]["guarded"] == {d: 45 * (d == mute.single) for d in CANDIDATES}
-    few = fit_chooser(*planted_trace(9), CANDIDATES, PROFILE, reader="near", guarded=True)
+    few = fit_chooser(*planted_trace(9), CANDIDATES, PROFILE, reader="near")
     assert not few.chooses
     assert "5 requests are too few" in few.reason
     document, arrays = mute.to_document()
@@ -430,7 +421,8 @@ def test_any_candidate_is_weighed_by_what_its_levels_accept(
         place, pair, workload(), DecodeOptions(Sampling(), TOKENS), look, plain, fresh=True
     )
     candidates = {"ngram": CHAINS["ngram"], "near": TREES["near"]}
-    made = fit_chooser_artifact(place, info.id, pair, candidates, profile=profile)
+    costs = place.put_profile(profile)
+    made = fit_chooser_artifact(place, info.id, pair, candidates, profile=costs)
     loaded = place.load(info.id, ["near", "ngram"], trees=True)
     trees = {("near", "coupled"): loaded.trees("near", "coupled")}
     trace = ReplayTrace(
@@ -446,7 +438,7 @@ def test_any_candidate_is_weighed_by_what_its_levels_accept(
     told = evaluate(chooser, measured, read_prompts(pair, trace.trajectories), profile)
     assert told["tokens_per_s"]["near"] > 0
     assert not made.document["chooses"]
-    best = fit_chooser_artifact(place, info.id, pair, profile=profile).document["candidates"]
+    best = fit_chooser_artifact(place, info.id, pair).document["candidates"]
     assert set(best) == {"none", "near", "head", "ngram"}
     fixed = [chain("near", {"kind": "fixed", "gamma": g}) for g in (1, 2, 4)]
     seen = trace.select(search_part(trace.trajectories))

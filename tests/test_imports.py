@@ -145,7 +145,7 @@ def test_arrows(module: str) -> None:
         ("cli", "from optimizer.tune import tune"),
         ("optimizer.commands.fits", "from cli import main"),
         ("optimizer.tune", "from optimizer.commands.shared import Meter"),
-        ("runtime.loop", "from optimizer.simulate.replay import replay"),
+        ("runtime.loop", "from optimizer.simulate.replay import run_replay"),
         ("runtime.loop", "def f():\n    from traces.store import TraceStore"),
         ("runtime.loop", "import traces.workloads"),
         ("optimizer.tune", "import cli"),

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from synthetic import flat_profile, with_terms
 
-from spectune.optimizer.simulate.replay import replay, run_replay
+from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.costs import RoundKind, middles, round_costs, round_seconds
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
@@ -391,7 +391,7 @@ def test_panoramas_and_profiles_that_do_not_fit_are_refused() -> None:
 
 def test_empty_traces_and_texts_replay_to_nothing() -> None:
     policy = parse_policy({"draft": "toy"})
-    assert replay(ReplayTrace([], {"toy": []}), policy, PROFILE).total == Counts()
+    assert run_replay(ReplayTrace([], {"toy": []}), policy, PROFILE).total == Counts()
     ids = np.array([1], np.int32), np.zeros(0, np.int32)
     empty = Trajectory("e", "c", *ids, Sampling(), 8, "stop")
     zero, rows = np.zeros(0, np.uint16), np.zeros((1, 3), np.uint16)

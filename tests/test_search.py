@@ -25,7 +25,7 @@ from spectune.optimizer.search import (
     finalists,
     search,
 )
-from spectune.optimizer.simulate.replay import replay
+from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.spaces import Space, TreeLimit, enumerated, enumerated_trees
 from spectune.optimizer.tune import TuneOptions, Tuning
@@ -88,7 +88,7 @@ def test_search_finds_at_least_the_best_of_an_exhaustive_enumeration(acceptance:
     recorded, study = trace(acceptance), searched(acceptance, trials=30, seed=1)
     best, values = study.best(), {t.policy.id: t.value for t in study.trials}
     for policy in enumerated(["near"], GAMMA_MAX):
-        value = replay(recorded, policy, PROFILE).total.tokens_per_s
+        value = run_replay(recorded, policy, PROFILE).total.tokens_per_s
         assert values[policy.id] == pytest.approx(value)
         assert value <= best.value / (1 - TIE) + 1e-9
     if acceptance < 0.1:

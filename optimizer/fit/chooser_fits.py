@@ -51,7 +51,7 @@ def fit_chooser_artifact(
     pair: LoadedPair,
     candidates: Mapping[str, Policy] | None = None,
     *,
-    profile: LatencyProfile | str | None = None,
+    profile: str | None = None,
     rule: Rule = "throughput",
     seed: int = 0,
     progress: Progress = silent,
@@ -59,17 +59,12 @@ def fit_chooser_artifact(
     """Fits a chooser of ``candidates`` (a policy by draft; by default :func:`best_by_draft`) to a
     recording of this pair and stores it.
 
-    ``profile``: costs, or the id of a stored profile; by default the latest of the pair and its
-    device. The document has :func:`optimizer.fit.on_the_fly.evaluate`'s scores on the requests held
-    out, and the choice for each recorded request. Raises PolicyError for candidates that cannot be
-    weighed, TraceError where the recording is another pair's, or lacks a draft, or there is no
-    profile.
+    ``profile``: the id of a stored one, by default the latest of the pair and its device. The
+    document has :func:`optimizer.fit.on_the_fly.evaluate`'s scores on the requests held out, and
+    the choice for each recorded request. Raises PolicyError for candidates that cannot be weighed,
+    TraceError where the recording is another pair's, or lacks a draft, or there is no profile.
     """
-    costs, profile_id = (
-        (profile, None)
-        if isinstance(profile, LatencyProfile)
-        else profile_of(store, pair.id, pair.device.type, profile)
-    )
+    costs, profile_id = profile_of(store, pair.id, pair.device.type, profile)
     info = recording_of(store, recording, pair.id)
     if candidates is None:
         tried = _tried(store, info, pair)
@@ -99,7 +94,6 @@ def fit_chooser_artifact(
         costs,
         reader=prompt_reader(pair),
         rule=rule,
-        guarded=True,
         seed=seed,
         artifacts=fitted(store, pair.id),
     )

@@ -31,7 +31,6 @@ from spectune.runtime.policies.draft_choice import (
     Chooser,
     Option,
     Rule,
-    checked_candidate,
 )
 from spectune.runtime.policies.plan import compile_plan
 from spectune.runtime.policies.prompt_features import (
@@ -42,7 +41,7 @@ from spectune.runtime.policies.prompt_features import (
     raw_scalars,
 )
 from spectune.runtime.prompts import prompt_reader, read_prompt
-from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.errors import TraceError
 from spectune.traces.schema import AGREE_NONE, AGREE_YES, PROB_SCALE, LatencyProfile, Trajectory
 
 FloatArray = npt.NDArray[np.float64]
@@ -237,16 +236,11 @@ def least_squares(features: FloatArray, alpha: FloatArray) -> FloatArray:
     (sum b b' + ridge n D)^-1 sum b alpha, D the identity without the constant's entry; float64 [r].
 
     The ridge is that of :data:`RIDGES` with the least squared error of leave-one-out predictions
-    (scikit-learn's ``RidgeCV``); the largest for fewer than 3 prompts. Raises TraceError without
-    prompts, or for numbers that are not finite.
+    (scikit-learn's ``RidgeCV``); the largest for fewer than 3 prompts.
     """
     from sklearn.linear_model import RidgeCV
 
     n = len(features)
-    if not n or not (np.isfinite(features).all() and np.isfinite(alpha).all()):
-        raise TraceError(
-            f"least squares needs prompts with finite features and accuracies; there are {n}"
-        )
     ridges = RIDGES if n > 2 else RIDGES[-1:]
     model = RidgeCV(alphas=[n * ridge for ridge in ridges]).fit(features[:, 1:], alpha)
     return np.array([model.intercept_, *model.coef_], dtype=np.float64)
@@ -273,37 +267,23 @@ def fit_chooser(
     *,
     reader: str = TARGET,
     rule: Rule = "throughput",
-    parts: tuple[Sequence[int], Sequence[int]] | None = None,
-    guarded: bool = False,
     seed: int = 0,
     artifacts: Artifacts | None = None,
 ) -> Chooser:
     """Fits a chooser of ``candidates`` (a policy for each draft, ``none`` and ``ngram`` among them
-    if wanted) to a recording.
+    if wanted) to the search part of a recording (:func:`optimizer.parts.split`).
 
     ``prompts`` are those of ``trace.trajectories``, in order (:func:`read_prompts`), and ``reader``
     is who read them. A ridge by cross-validation shrinks towards the mean what the prompts do not
-    bear out. ``parts``: the requests fitted to and those held out, by default those of
-    :func:`optimizer.parts.split`; ``Chooser.metrics`` has :func:`evaluate` on both. A ``guarded``
-    one keeps to the best single draft unless :func:`cross_validated` finds a gain beyond noise;
-    ``seed`` deals the requests into its parts.
+    bear out. The chooser keeps to the best single draft unless :func:`cross_validated` finds a gain
+    beyond noise; ``seed`` deals the requests into its parts. ``Chooser.metrics`` has
+    :func:`evaluate` on the requests fitted to and on the others.
 
-    Raises PolicyError without candidates or for one that is not its draft's, TraceError when the
-    recording lacks a draft or has too few prompts.
+    Raises PolicyError for a candidate that cannot be weighed, TraceError when the recording lacks a
+    draft or has too few prompts.
     """
-    if not candidates:
-        raise PolicyError("a chooser needs drafts to choose from; give at least one policy")
-    for draft, policy in candidates.items():
-        checked_candidate(draft, policy)
-    if len(prompts) != len(trace.trajectories):
-        raise TraceError(
-            f"{len(prompts)} prompts for {len(trace.trajectories)} recorded requests; read them "
-            "from the same recording"
-        )
-    if parts is None:
-        of = split([t.category for t in trace.trajectories])
-        parts = of.search, sorted([*of.race, *of.confirm]) or of.search
-    fit_part, test_part = parts
+    parts = split([t.category for t in trace.trajectories])
+    fit_part, test_part = parts.search, sorted([*parts.race, *parts.confirm])
     measured = Measured.of(trace.select(fit_part), candidates, profile, artifacts=artifacts)
     options = tuple(
         Option.of(
@@ -330,16 +310,17 @@ def fit_chooser(
         return Chooser(features, weights, dict(candidates), factors, rule, single=part.single)
 
     chooser = fitted_to(np.arange(len(chosen)))
-    metrics: dict[str, Any] = {"features": list(chooser.features.names)}
-    if guarded:
-        gained = cross_validated(measured, chosen, fitted_to, options, profile, seed=seed)
-        metrics["cross_validated"] = asdict(gained)
-        chooser = replace(chooser, chooses=gained.holds, reason=gained.reason)
-    metrics["fit"] = evaluate(chooser, measured, chosen, profile, options=options)
-    if list(test_part) != list(fit_part):
-        others = [prompts[r] for r in test_part]
+    gained = cross_validated(measured, chosen, fitted_to, options, profile, seed=seed)
+    chooser = replace(chooser, chooses=gained.holds, reason=gained.reason)
+    metrics: dict[str, Any] = {
+        "features": list(chooser.features.names),
+        "cross_validated": asdict(gained),
+        "fit": evaluate(chooser, measured, chosen, profile, options=options),
+    }
+    if test_part:
         held_out = Measured.of(trace.select(test_part), candidates, profile, artifacts=artifacts)
-        metrics["held_out"] = evaluate(chooser, held_out, others, profile, options=options)
+        unseen = [prompts[r] for r in test_part]
+        metrics["held_out"] = evaluate(chooser, held_out, unseen, profile, options=options)
     return replace(chooser, metrics=metrics)
 
 

@@ -24,26 +24,7 @@ from spectune.runtime.policies.plan import compile_plan
 from spectune.runtime.policies.prepared_chooser import prepare_chooser, stored_chooser
 from spectune.runtime.policies.windows import WindowState, init_state
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import LatencyProfile, Outcome
-
-
-def replay(
-    trace: ReplayTrace,
-    policy: AnyPolicy,
-    profile: LatencyProfile | None = None,
-    *,
-    artifacts: Artifacts | None = None,
-    approximate: bool = False,
-) -> Outcome:
-    """What the policy costs and yields on the trace. Rounds are exact; seconds are the profile's,
-    or 0 without one.
-
-    Raises TraceError if the recording or the profile does not hold what the policy needs,
-    PolicyError if the policy needs costs and there is no profile.
-    """
-    return run_replay(
-        trace, policy, profile, artifacts=artifacts, approximate=approximate
-    ).outcome()
+from spectune.traces.schema import LatencyProfile
 
 
 def run_replay(
@@ -56,21 +37,20 @@ def run_replay(
     artifacts: Artifacts | None = None,
     approximate: bool = False,
 ) -> Replay:
-    """:func:`replay` with arrays instead of values, and on request every round. Releases the GIL
-    while it runs.
+    """What the policy costs and yields on the trace, and on request every round. Rounds are exact;
+    seconds are the profile's, or 0 without one. Releases the GIL while it runs.
 
     ``state`` goes on from an earlier session's (it is copied); by default the policy's window
-    starts anew. ``artifacts`` finds what the policy names that was fitted. A tree that would read
-    distributions which were not recorded raises TraceError, unless ``approximate``: then such nodes
-    have no children, and ``Replay.missing`` counts the rounds. It also counts those whose shortlist
-    holds none of the children recorded, where the proposal is taken to be wrong.
+    starts anew, and those of a chooser's candidates always do. ``artifacts`` finds what the policy
+    names that was fitted. A tree that would read distributions which were not recorded raises
+    TraceError, unless ``approximate``: then such nodes have no children, and ``Replay.missing``
+    counts the rounds. It also counts those whose shortlist holds none of the children recorded,
+    where the proposal is taken to be wrong.
+
+    Raises TraceError if the recording or the profile does not hold what the policy needs,
+    PolicyError if the policy needs costs and there is no profile.
     """
     if isinstance(policy, ChooserPolicy):
-        if state is not None:
-            raise ValueError(
-                "a chooser's candidates begin with windows of their own: replay one of them to go "
-                "on from a state"
-            )
         how = {"per_round": per_round, "approximate": approximate}
         return _run_chosen(trace, policy, profile, artifacts, **how)
     if profile is None and not policy.replays_exactly:
