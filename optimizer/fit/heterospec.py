@@ -19,9 +19,9 @@ from spectune.optimizer.fit.shared import StoredFit
 from spectune.optimizer.simulate.forest import tabulate_growth
 from spectune.optimizer.simulate.tree_tables import NEVER, GrowthTable
 from spectune.runtime.policies.artifacts import BINS
-from spectune.runtime.policies.document import DEFAULT_TOP_N, NODE_LIMIT
+from spectune.runtime.policies.document import DEFAULT_TOP_N
 from spectune.runtime.progress import Progress, silent
-from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.errors import TraceError
 
 Index = npt.NDArray[np.int64]
 
@@ -97,8 +97,6 @@ def fit_heterospec(
     forest = source.trees.forest
     width = width or forest.width
     depth = depth or max(1, forest.depth - ALPHA)
-    if not 1 <= top_n <= NODE_LIMIT:
-        raise PolicyError(f"--top-n {top_n}: from 1 to {NODE_LIMIT} nodes can be kept")
     trees = source.trees
     rounds = bin_rounds(trees, width, depth, top_n, count=starts, seed=seed, progress=progress)
     bins = fit_bins(rounds, depth)

@@ -15,7 +15,6 @@ children miss has to be made up for by flatter weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -40,8 +39,9 @@ DEFAULT: Final = TopKGrowth().sharpness
 LEAST: Final = 0.25
 MOST: Final = 8.0
 """Where a sharpness is looked for."""
-GRID: Final = tuple(round(LEAST * (MOST / LEAST) ** (i / 20), 4) for i in range(21))
-"""The points looked at first, at equal ratios: four to a doubling."""
+GRID: Final = tuple(round(LEAST * (MOST / LEAST) ** (i / 40), 2) for i in range(41))
+"""The points looked at, at equal ratios: eight to a doubling. Whole weights make the loss uneven in
+the small, so no derivative leads to the least."""
 HELD_OUT: Final = 0.2
 """Share of the groups (requests) that losses are reported on and nothing is fitted to."""
 SURE: Final = 2.0**-24
@@ -81,7 +81,7 @@ class ScoreExamples:
 
 @dataclass(frozen=True)
 class Score:
-    """A fitted ``sharpness``, to two decimals. ``laws`` distributions were fitted to, ``held_out``
+    """A fitted ``sharpness``. ``laws`` distributions were fitted to, ``held_out``
     others judged: ``loss`` there, in nats a child, by ``fitted``, ``default`` and ``probability``
     (q itself); ``covered``: the share of them that has a child taken; ``ranks``: :func:`_ranks`.
     ``curve``: (sharpness, loss) of :data:`GRID` on those fitted to. ``at_border``: a sharpness
@@ -187,7 +187,7 @@ def probability_loss(examples: ScoreExamples) -> float:
 
 
 def fit_sharpness(examples: ScoreExamples, group: npt.NDArray[Any], *, seed: int = 0) -> Score:
-    """The sharpness from :data:`LEAST` to :data:`MOST` with the least loss; of equal ones that
+    """The sharpness of :data:`GRID`, or the default one, with the least loss; of equal ones that
     nearest to the default.
 
     ``group`` [n]: examples of one group (a request) are fitted to or held out together,
@@ -208,8 +208,9 @@ def fit_sharpness(examples: ScoreExamples, group: npt.NDArray[Any], *, seed: int
             f"none of the children of {len(fitted)} distributions is the text's token; record more "
             "texts, or more children"
         )
-    known: dict[float, float] = {}
-    sharpness = _least(lambda s: coupled_loss(fitted, s), known)
+    losses = {s: coupled_loss(fitted, s) for s in {*GRID, DEFAULT}}
+    # Losses that differ by rounding alone are equal.
+    sharpness = min(losses, key=lambda s: (round(losses[s], 12), abs(s - DEFAULT), s))
     return Score(
         sharpness=sharpness,
         laws=len(fitted),
@@ -221,7 +222,7 @@ def fit_sharpness(examples: ScoreExamples, group: npt.NDArray[Any], *, seed: int
             "probability": probability_loss(held),
         },
         ranks=_ranks(held, sharpness),
-        curve=tuple((s, known[s]) for s in GRID),
+        curve=tuple((s, losses[s]) for s in GRID),
         at_border=sharpness in (LEAST, MOST),
     )
 
@@ -232,26 +233,6 @@ def _weights(examples: ScoreExamples, sharpness: float) -> tuple[Index, Index, F
     whole, logs = gap_weights(sharpness)
     weight = np.where(examples.exists, whole[examples.gap], 0)
     return weight, weight.sum(1), logs[examples.gap]
-
-
-def _least(loss: Callable[[float], float], known: dict[float, float]) -> float:
-    """The best sharpness to two decimals: of the grid, then in twenty steps between the neighbours
-    of its best point, then in hundredths. ``known`` takes the losses. Whole weights make the loss
-    uneven in the small, so no derivative and no golden section leads there."""
-
-    def best(points: set[float]) -> float:
-        for p in sorted(points - known.keys()):
-            known[p] = loss(p)
-        # Losses that differ by rounding alone are equal.
-        return min(points, key=lambda p: (round(known[p], 12), abs(p - DEFAULT), p))
-
-    at = GRID.index(best(set(GRID)))
-    low, high = GRID[max(0, at - 1)], GRID[min(len(GRID) - 1, at + 1)]
-    between = {round(float(x), 2) for x in np.linspace(low, high, 21)}
-    middle = best(between | ({DEFAULT} if low <= DEFAULT <= high else set()))
-    step = (high - low) / 20
-    least, most = max(LEAST, middle - step), min(MOST, middle + step)
-    return best({middle, *(n / 100 for n in range(round(100 * least), round(100 * most) + 1))})
 
 
 def _ranks(examples: ScoreExamples, sharpness: float) -> list[dict[str, float]]:

@@ -21,9 +21,9 @@ from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource
 from spectune.optimizer.fit.shared import StoredFit, profile_of
 from spectune.runtime.costs import RoundKind, pass_seconds, round_costs
 from spectune.runtime.policies.artifacts import STATIC_TREE
-from spectune.runtime.policies.document import GAMMA_LIMIT, NODE_LIMIT, WIDTH_LIMIT
+from spectune.runtime.policies.document import WIDTH_LIMIT
 from spectune.runtime.progress import Progress, silent
-from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.errors import TraceError
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -56,9 +56,6 @@ def fit_sequoia(
     the recording's pair and device by default) within these limits. Raises TraceError when the
     profile has no costs of trees or too little was recorded.
     """
-    for flag, value, limit in (("--nodes", nodes, NODE_LIMIT), ("--depth", depth, GAMMA_LIMIT)):
-        if value is not None and not 1 <= value <= limit:
-            raise PolicyError(f"{flag} {value}: from 1 to {limit} is possible")
     forest = source.trees.forest
     by_acceptance = profile is None and nodes is not None and depth is not None
     costs = None if by_acceptance else _costs(source, profile)
