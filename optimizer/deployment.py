@@ -3,19 +3,16 @@ it was tuned for."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spectune.traces.errors import PolicyError
-from spectune.traces.text import shortened
+from spectune.traces.text import check_name, shortened
 
 if TYPE_CHECKING:
     from spectune.traces.schema import Sampling, Trajectory, Verifier
     from spectune.traces.store import Publication
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True)
@@ -30,12 +27,7 @@ class Place:
 
 def check_deployment(name: str) -> str:
     """The name. Raises PolicyError where it cannot be one."""
-    if not _NAME.fullmatch(name):
-        raise PolicyError(
-            f"{shortened(name)!r} cannot name a deployment; use letters, digits, dots, dashes and "
-            "underscores, at most 100"
-        )
-    return name
+    return check_name(name, "deployment", PolicyError)
 
 
 def deployment_of(engine: str) -> str:

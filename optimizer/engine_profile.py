@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
@@ -65,13 +65,6 @@ def doubled(most: int) -> tuple[int, ...]:
     return tuple(sorted({*(1 << n for n in range(most.bit_length())), most}))
 
 
-class Profiled(NamedTuple):
-    """The recordings that were made, and by draft why there is none of it."""
-
-    recordings: tuple[str, ...]
-    left_out: dict[str, str]
-
-
 def profile_engine(
     store: TraceStore,
     spec: PairSpec,
@@ -81,10 +74,10 @@ def profile_engine(
     *,
     say: Callable[[str], None] = lambda line: None,
     progress: Progress = silent,
-) -> Profiled:
+) -> tuple[list[str], dict[str, str]]:
     """Starts an engine without a draft and with each of the drafts, and serves the design into
-    a recording of each, as of an engine's traffic, from which its costs are known. A draft that the
-    engine cannot load is left out.
+    a recording of each, as of an engine's traffic, from which its costs are known. Returns the
+    recordings, and why drafts were left out: those that the engine cannot load.
 
     Raises EngineError or PairError where it cannot serve the target, and EngineError where it fails
     while it serves.
@@ -103,7 +96,7 @@ def profile_engine(
             continue
         with closing(running):
             recordings.append(serve_design(store, spec, running, draft, design, progress))
-    return Profiled(tuple(recordings), left_out)
+    return recordings, left_out
 
 
 def serve_design(

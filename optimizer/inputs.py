@@ -24,8 +24,9 @@ from spectune.traces.workload_files import read_workload
 from spectune.traces.workloads import Line, Turns, make_workload, take
 
 if TYPE_CHECKING:
+    from spectune.runtime.pair import PairSpec
     from spectune.runtime.recording.trees import Cover
-    from spectune.traces.store import TraceStore
+    from spectune.traces.store import RecordingInfo, TraceStore
     from spectune.traces.store.catalog import StoredPolicy
     from spectune.traces.store.publications import Publication
 
@@ -78,6 +79,17 @@ def narrowed(
     return take(workload, limit, seed=limit_seed)
 
 
+def recording_of(store: TraceStore, name: str, spec: PairSpec) -> RecordingInfo:
+    """A recording of a pair. Raises TraceError for another pair's."""
+    info = store.get_recording(name)
+    if info.pair_id != spec.id:
+        raise TraceError(
+            f"recording {info.id} was made with pair {info.pair_id}, not with {spec.id} "
+            f"({spec.name}); give that pair"
+        )
+    return info
+
+
 def published_policy(publication: Publication) -> AnyPolicy:
     """The policy of a publication. Raises PolicyError naming its version where what was published
     is none."""
@@ -98,12 +110,6 @@ def in_force(
         said = str(error).removeprefix(f"publication {active.version}: ")
         return AUTOREGRESSIVE, f"publication {active.version} cannot run ({said}), so {otherwise}"
     return policy, ""
-
-
-def stored_policy(stored: StoredPolicy) -> AnyPolicy:
-    """A policy kept in the database. Raises PolicyError naming its id where the document is
-    none."""
-    return _stored(stored, f"policy {stored.id}")
 
 
 def _stored(row: Publication | StoredPolicy, where: str) -> AnyPolicy:
@@ -134,7 +140,8 @@ def policy_of(
     if (found := named_policy(name)) is not None:
         return found
     if name != "active":
-        return stored_policy(store.get_policy(name))
+        stored = store.get_policy(name)
+        return _stored(stored, f"policy {stored.id}")
     active = store.active_publication(pair_id, device, deployment)
     return None if active is None else published_policy(active)
 

@@ -33,7 +33,7 @@ from spectune.optimizer.simulate.load import Objective, Served, loads_of
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.served_costs import (
     ServedCosts,
-    ServedSteps,
+    ServedStep,
     _made_by,
     costs_of_engine,
     fit_served,
@@ -341,12 +341,12 @@ def recorded(
 def fitted() -> ServedCosts:
     """Costs fitted to what a server recorded that drafted 0, 2 and 6 tokens, one to twelve
     clients."""
-    trace, steps = trace_of(40), []
+    trace, steps = trace_of(40), list[ServedStep]()
     for gamma in (0, 2, 6):
         for clients in (1, 3, 12):
             found = simulated(trace, window(gamma), Load(clients))
-            steps.append(served_steps(recorded(trace, found, window(gamma)), RULES))
-    kept = [s._replace(loads=[load._replace(draft="small") for load in s.loads]) for s in steps]
+            steps += served_steps(recorded(trace, found, window(gamma)), RULES)
+    kept = [(load._replace(draft="small"), seconds) for load, seconds in steps]
     return fit_served(kept, "pair", "cpu", "float32", "`profile`")
 
 
@@ -369,17 +369,16 @@ def test_prompts_that_are_seldom_read_together_cost_what_their_tokens_do() -> No
     """Ten steps in two thousand read forty prompts; the smoothness of the costs does not make them
     cheap. A draft that is loaded reads them too, for a fifth of what the target takes."""
     rng = np.random.default_rng(0)
-    steps, count = ServedSteps([], []), 2000
-    for n in range(count):
+    steps: list[ServedStep] = []
+    for n in range(2000):
         batch = int(rng.integers(1, 33))
         prompts = 2000.0 if n % 200 == 0 else float(rng.choice([0, 0, 0, 0, 20, 60, 150]))
         draft = "small" if n % 400 < 200 else ""
         load = StepLoad(draft, 4.0 * batch, prompts, batch, 90.0 * batch, 0)
-        steps.loads.append(load)
         noise = float(np.exp(0.15 * rng.standard_normal()))
         per_token = 0.00024 if draft else 0.0002
-        steps.seconds.append((0.005 + 0.0003 * load.rows + per_token * prompts) * noise)
-    costs = fit_served([steps], "pair", "cpu", "float32", "`profile`")
+        steps.append((load, (0.005 + 0.0003 * load.rows + per_token * prompts) * noise))
+    costs = fit_served(steps, "pair", "cpu", "float32", "`profile`")
     for draft, per_token in (("", 0.0002), ("small", 0.00024)):
         of = costs.of(draft, [0])
         for prompts in (150.0, 500.0, 1000.0, 2000.0):
@@ -394,7 +393,7 @@ def test_what_was_not_served_is_refused_with_what_to_record(fitted: ServedCosts)
     with pytest.raises(PolicyError, match=r"draft 'medium' were recorded .of: small.; serve with"):
         fitted.of("medium", [1])
     with pytest.raises(TraceError, match="0 steps of this engine were recorded with their times"):
-        fit_served([served_steps([], RULES)], "pair", "cpu", "float32", "`profile`")
+        fit_served(served_steps([], RULES), "pair", "cpu", "float32", "`profile`")
     full = RULES._replace(cache_tokens=300)
     with pytest.raises(TraceError, match="need more than the 300 tokens of the engine's cache"):
         serve(trace_of(40), "small", (0,) * 9, Load(8), full, COSTS)

@@ -237,7 +237,7 @@ def test_shortlists_are_judged_by_texts_they_were_not_fitted_to(recorded: Record
     that no other text holds is last there. Judged by the order of all texts a small shortlist would
     look better than it is."""
     store, limit = recorded.store, recorded.limits["near"]
-    part = search_texts(store, recorded.recording, recorded.pair.id)
+    part = search_texts(store, recorded.recording, recorded.pair.spec)
     ids = [t.request_id for t in part]
     assert sorted(name for fold in limit.apart for name in fold.requests) == sorted(ids)
     assert len({fit.router for fit in (limit, *limit.apart)}) == 1 + FOLDS

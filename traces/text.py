@@ -12,6 +12,8 @@ NAME_LIMIT = 500
 LINE_LIMIT = 2_000
 """Characters of the longest line that a message takes."""
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
 # What moves a terminal's cursor, changes its state or the order of what it shows, and what no
 # encoding takes; a new line and a tab do not.
 _CONTROL = re.compile(
@@ -29,6 +31,16 @@ def unstorable(text: str) -> str | None:
     except UnicodeEncodeError:
         return "half of a surrogate pair (\\ud800 to \\udfff alone), which is no text"
     return None
+
+
+def check_name(name: str, what: str, error: type[Exception]) -> str:
+    """The name. Raises ``error`` where no ``what`` can have it."""
+    if not _NAME.fullmatch(name):
+        raise error(
+            f"{shortened(name)!r} cannot name a {what}; use letters, digits, dots, dashes and "
+            "underscores, at most 100"
+        )
+    return name
 
 
 def printable(text: str) -> str:

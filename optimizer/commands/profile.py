@@ -14,7 +14,7 @@ from spectune.optimizer.commands.on_engine import NATIVE, check_engine, engine_o
 from spectune.optimizer.commands.options import Whole
 from spectune.optimizer.commands.outputs import kept_unless_stored
 from spectune.optimizer.commands.printing import Command, Meter, emit, note, table
-from spectune.optimizer.commands.shared import load, open_store, pair_spec, same_pair
+from spectune.optimizer.commands.shared import load, open_store, pair_spec
 
 if TYPE_CHECKING:
     from spectune.engines.protocol import Prompt
@@ -90,6 +90,7 @@ def _profile_here(kw: dict[str, Any]) -> None:
         )
     with open_store() as store:
         pair = load(kw, pair_spec(kw, store, recording))
+        from spectune.optimizer.inputs import recording_of
         from spectune.optimizer.profiles import served_contexts
         from spectune.optimizer.record import texts_to_profile, whole_texts
         from spectune.optimizer.report.tables import profile_table
@@ -98,7 +99,7 @@ def _profile_here(kw: dict[str, Any]) -> None:
         texts: Sequence[Trajectory] = ()
         if trees:
             if recording is not None:
-                same_pair(store.get_recording(recording).pair_id, pair.spec, recording)
+                recording = recording_of(store, recording, pair.spec).id
             recording, texts = texts_to_profile(store, pair.id, recording)
             on = (
                 f"the {len(texts)} texts of recording {recording}"
@@ -156,10 +157,10 @@ def _profile_on_engine(kw: dict[str, Any]) -> None:
         most = kw["gamma_max"] or GAMMA_MAX
         design = Design(prompts, most, kw["concurrency"], threads=kw["threads"])
         with Meter() as meter:
-            made = profile_engine(
+            recordings, left_out = profile_engine(
                 store, spec, name, spec.draft_names, design, say=note, progress=meter
             )
-        info = store.get_recording(made.recordings[-1])
+        info = store.get_recording(recordings[-1])
         costs = costs_of_engine(store, info)
     drafts = {
         draft: {
@@ -172,8 +173,8 @@ def _profile_on_engine(kw: dict[str, Any]) -> None:
     data = {
         "engine": name,
         **{key: info.options[key] for key in ("engine_version", "device", "dtype")},
-        "recordings": list(made.recordings),
-        "left_out": made.left_out,
+        "recordings": recordings,
+        "left_out": left_out,
         "context": design.context,
         "costs": dict(costs.check),
         "drafts": drafts,
@@ -190,14 +191,13 @@ def _prompts(
 
     from spectune.engines.protocol import Prompt
     from spectune.optimizer.execute import DecodeOptions
-    from spectune.optimizer.inputs import load_workload
+    from spectune.optimizer.inputs import load_workload, recording_of
     from spectune.optimizer.on_engine import prompts_of
     from spectune.optimizer.record import texts_to_profile
     from spectune.runtime.words import load_words
 
     if recording is not None:
-        of = store.get_recording(recording)
-        same_pair(of.pair_id, spec, of.id)
+        recording = recording_of(store, recording, spec).id
     found, texts = texts_to_profile(store, spec.id, recording)
     if not texts:
         demo = load_workload(["demo"], limit=MOST_PROMPTS)

@@ -29,7 +29,6 @@ from spectune.optimizer.commands.shared import (
     policy_named,
     prepared,
     profile_of,
-    same_pair,
 )
 
 if TYPE_CHECKING:
@@ -110,6 +109,7 @@ def record(**kw: Any) -> None:
         served = _served(store, spec, kw, options) if on_engine else None
         workload = None if resumed or on_engine else workload_of(kw, spec)
         pair = load(kw, spec)
+        from spectune.optimizer.inputs import recording_of
         from spectune.optimizer.record import Look, begun_as, look_around
         from spectune.optimizer.record import record as do_record
         from spectune.optimizer.serving import last_good
@@ -119,8 +119,7 @@ def record(**kw: Any) -> None:
         with _workers(kw["workers"]), Meter() as meter:
             begun = None
             if workload is None:
-                before = store.get_recording(served or resumed)
-                same_pair(before.pair_id, spec, before.id)
+                before = recording_of(store, served or resumed, spec)
                 if not served and before.state == "recording" and before.workload_id is not None:
                     begun, (workload, options) = before, begun_as(store, pair, before)
             sampling = before.sampling if workload is None else options.sampling

@@ -208,14 +208,3 @@ def say_unseen(info: RecordingInfo, seen: int) -> None:
             f"left out: {info.n_requests - seen} of {info.n_requests} requests, which lack "
             f"panoramas; `record --resume {info.id}` makes them"
         )
-
-
-def same_pair(pair_id: str, spec: PairSpec, recording: str) -> None:
-    """Raises TraceError where a recording is of another pair than the one that is meant."""
-    from spectune.traces.errors import TraceError
-
-    if pair_id != spec.id:
-        raise TraceError(
-            f"recording {recording} was made with pair {pair_id}, not with {spec.id} "
-            f"({spec.name}); give that pair"
-        )

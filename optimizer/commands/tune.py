@@ -24,7 +24,6 @@ from spectune.optimizer.commands.shared import (
     nothing_decoded,
     open_store,
     pair_spec,
-    same_pair,
     typed,
 )
 from spectune.optimizer.commands.under_load import (
@@ -131,6 +130,7 @@ def tune(**kw: Any) -> None:
         spec = pair_spec(kw, store, kw["recording_id"])
         workload = None if kw["recording_id"] else workload_of(kw, spec)
         from spectune.optimizer.confirm import said_of
+        from spectune.optimizer.inputs import recording_of
 
         if workload is not None:  # told again of what is left once the pair is loaded
             said_of([r.category for r in workload.requests], publish=publish)
@@ -139,8 +139,7 @@ def tune(**kw: Any) -> None:
         if workload is not None:
             workload = fit_to(pair, workload, options, kw["overlong"])
         else:
-            info = store.get_recording(kw["recording_id"])
-            same_pair(info.pair_id, spec, info.id)
+            info = recording_of(store, kw["recording_id"], spec)
             texts = store.load(info.id, (), skip_corrupted=True).trajectories
             said_of([text.category for text in texts], publish=publish)
             if info.state != "complete" and info.workload_id is not None:
@@ -191,6 +190,7 @@ def tune_under_load(kw: dict[str, Any]) -> None:
     engine recorded. It is printed, with the command that puts it in force. With ``--execute`` the
     engine serves it too, beside the best constants, no speculation and what is in force, and the
     best of them is published where it is proved better than that."""
+    from spectune.optimizer.inputs import recording_of
     from spectune.traces.errors import TraceError
 
     if kw["arrivals"] is None:
@@ -208,7 +208,7 @@ def tune_under_load(kw: dict[str, Any]) -> None:
         spec = None
         if kw["execute"] or typed("pair", "target", "drafts"):
             spec = pair_spec(kw, store, info.id)
-            same_pair(info.pair_id, spec, info.id)
+            info = recording_of(store, info.id, spec)
         searched, place, proved = search_under_load(store, info, kw), place_of(store, info), None
         if kw["execute"]:
             assert spec is not None

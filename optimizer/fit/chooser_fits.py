@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.fit.on_the_fly import fit_chooser, predict_each, read_prompts
-from spectune.optimizer.fit.shared import StoredFit, keep, profile_of, recording_of, search_part
+from spectune.optimizer.fit.shared import StoredFit, keep, profile_of, search_part
+from spectune.optimizer.inputs import recording_of
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
@@ -65,7 +66,7 @@ def fit_chooser_artifact(
     TraceError where the recording is another pair's, or lacks a draft, or there is no profile.
     """
     costs, profile_id = profile_of(store, pair.id, pair.device.type, profile)
-    info = recording_of(store, recording, pair.id)
+    info = recording_of(store, recording, pair.spec)
     if candidates is None:
         tried = _tried(store, info, pair)
         chains = [Policy.model_validate({"draft": d}) for d in pair.draft_names if d in info.drafts]

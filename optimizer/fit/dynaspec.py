@@ -112,7 +112,7 @@ def fit_router(
     check_draft(pair, draft)
     if not 1 <= labels <= TOP:
         raise PolicyError(f"--labels {labels}: from 1 to {TOP} tokens can be labels")
-    texts = search_texts(store, recording, pair.id, left_out)
+    texts = search_texts(store, recording, pair.spec, left_out)
     shared = Shared() if shared is None else shared
     if (name := clusters_from or shared.clusters) is None:
         made = fit_clusters(store, pair, draft, count=clusters, seed=seed, progress=progress)

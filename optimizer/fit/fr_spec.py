@@ -47,7 +47,7 @@ def fit_fr_spec(
         texts = [np.array(_tokens_of(pair, name)) for name in corpus]
         source: dict[str, Any] = {"corpus": list(corpus)}
     else:
-        texts = token_ids(search_texts(store, recording, pair.id, left_out))
+        texts = token_ids(search_texts(store, recording, pair.spec, left_out))
         kept_out = None if left_out is None else list(left_out)
         source = {"recording": recording, "requests": len(texts), "left_out": kept_out}
     counts = count_tokens(texts, pair.target.vocab_size)

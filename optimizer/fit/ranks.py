@@ -27,7 +27,7 @@ from torch.nn import functional
 from spectune.db.errors import CorruptedChunkError
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.fit.draft_distributions import ReadText, WholeDistributions
-from spectune.optimizer.fit.shared import recording_of
+from spectune.optimizer.inputs import recording_of
 from spectune.optimizer.processes import on_every_core
 from spectune.optimizer.simulate.shortlist_ranks import (
     RANKS_OF,
@@ -232,7 +232,7 @@ def recorded_ranks(
     where one of ``orders`` is none of this draft, head and vocabulary.
     """
     ids = [store.get_artifact(name).id for name in orders]
-    info = recording_of(store, recording, pair.id)
+    info = recording_of(store, recording, pair.spec)
     loaded = store.load(info.id, [draft], trees=True, skip_corrupted=True)
     loaded = loaded.having(trees=[draft], proposals=proposals)
     if not loaded.requests:

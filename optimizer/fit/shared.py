@@ -12,10 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from spectune.db.errors import CorruptedChunkError, NotFoundError
+from spectune.optimizer.inputs import recording_of
 from spectune.optimizer.parts import split
+from spectune.runtime.pair import PairSpec
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import LatencyProfile, Trajectory
-from spectune.traces.store import RecordingInfo, TraceStore
+from spectune.traces.store import TraceStore
 from spectune.traces.store.catalog import Artifact
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -42,17 +44,6 @@ class StoredFit:
 def search_part(texts: Sequence[Trajectory]) -> list[int]:
     """The requests, by number, that fits and searches may see (:func:`optimizer.parts.split`)."""
     return split([t.category for t in texts]).search
-
-
-def recording_of(store: TraceStore, name: str, pair_id: str) -> RecordingInfo:
-    """A recording of a pair. Raises TraceError for another pair's."""
-    info = store.get_recording(name)
-    if info.pair_id != pair_id:
-        raise TraceError(
-            f"recording {info.id} is of pair {info.pair_id}, this is pair {pair_id}; name one of "
-            "this pair"
-        )
-    return info
 
 
 def profile_of(
@@ -117,11 +108,11 @@ def held_out(group: npt.NDArray[Any], share: float, seed: int) -> npt.NDArray[np
 
 
 def search_texts(
-    store: TraceStore, recording: str, pair_id: str, left_out: LeftOut | None = None
+    store: TraceStore, recording: str, spec: PairSpec, left_out: LeftOut | None = None
 ) -> list[Trajectory]:
     """The texts of a recording that fits may read: its search part, less those ``left_out``. Raises
     TraceError for a recording of another pair or without texts."""
-    info = recording_of(store, recording, pair_id)
+    info = recording_of(store, recording, spec)
     texts = store.load(info.id, [], skip_corrupted=True).trajectories
     if not texts:
         raise TraceError(f"recording {info.id} has no usable request")

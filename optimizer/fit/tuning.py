@@ -117,7 +117,7 @@ def fit_shortlists(
     usable = [d for d in drafts if d in pair.models and d in trees and trees[d].width > 1]
     if not usable:
         return {}
-    texts = [t.request_id for t in search_texts(store, recording, pair.id)]
+    texts = [t.request_id for t in search_texts(store, recording, pair.spec)]
     count = min(FOLDS, len(texts))
     folds: list[LeftOut] = [(i, count) for i in range(count)] if count > 1 else []
     parts = (None, *folds)

@@ -4,7 +4,6 @@ far."""
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from datetime import datetime
 from difflib import get_close_matches
@@ -25,12 +24,11 @@ from spectune.optimizer.schedule.values import (
     schedule_of,
     timing_of,
 )
+from spectune.traces.text import check_name
 
 MISFIRE_GRACE_S = 3_600
 """Default grace: workers that were down for an hour still run what was due; APScheduler's own
 second suits no polling worker."""
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def add_schedule(
@@ -54,11 +52,7 @@ def add_schedule(
     parameters are :class:`Schedule`'s. Raises ScheduleError for a name that is taken or unfit and
     for any value that is out of range.
     """
-    if not _NAME.fullmatch(name):
-        raise ScheduleError(
-            f"{name!r} cannot name a schedule; use letters, digits, dots, dashes and underscores, "
-            "at most 100"
-        )
+    check_name(name, "schedule", ScheduleError)
     for what, count in (("max_instances", max_instances), ("max_attempts", max_attempts)):
         if count is not None and count < 1:
             raise ScheduleError(f"{what} of schedule {name!r} is {count}; it must be at least 1")

@@ -25,13 +25,8 @@ LEAST_STEPS: Final = 30
 POOLED: Final = 64
 """Most recordings of an engine that its costs are fitted to, the newest."""
 
-
-class ServedSteps(NamedTuple):
-    """Steps as they were served, and the seconds from the end of the one before to the end of
-    each."""
-
-    loads: list[StepLoad]
-    seconds: list[float]
+ServedStep = tuple[StepLoad, float]
+"""A step as it was served, and the seconds from the end of the one before to its own."""
 
 
 class _Round(NamedTuple):
@@ -50,7 +45,7 @@ class _Round(NamedTuple):
     draft: str
 
 
-def served_steps(requests: Sequence[RecordedRequest], rules: ServingRules) -> ServedSteps:
+def served_steps(requests: Sequence[RecordedRequest], rules: ServingRules) -> list[ServedStep]:
     """The steps of a recording, put together from the rounds that ended at one moment.
 
     Left out are steps of which less than a half of the requests was recorded, prompts that were
@@ -72,14 +67,13 @@ def served_steps(requests: Sequence[RecordedRequest], rules: ServingRules) -> Se
             )
     rounds.pop(0.0, None)  # when it ended was not recorded
     loaded = next((name for name, _ in drafts.most_common() if name and rules.drafts_after), "")
-    found = ServedSteps([], [])
+    found: list[ServedStep] = []
     for ended_s, members in rounds.items():
         load = _load_of(members, next((m.draft for m in members if m.draft), loaded), rules)
         before_s = max(m.before_s for m in members)
         seconds = ended_s - before_s if before_s else min(m.round_s for m in members)
         if load is not None and seconds > 0:
-            found.loads.append(load)
-            found.seconds.append(seconds)
+            found.append((load, seconds))
     return found
 
 
@@ -133,31 +127,30 @@ class ServedCosts:
 
 
 def fit_served(
-    steps: Sequence[ServedSteps], pair_id: str, device: str, dtype: str, served_by: str
+    steps: Sequence[ServedStep], pair_id: str, device: str, dtype: str, served_by: str
 ) -> ServedCosts:
     """Costs fitted to the steps of recordings. Raises TraceError where there are too few."""
-    loads = [load for found in steps for load in found.loads]
-    seconds = np.array([s for found in steps for s in found.seconds])
-    if len(loads) < LEAST_STEPS:
+    if len(steps) < LEAST_STEPS:
         raise TraceError(
-            f"{len(loads)} steps of this engine were recorded with their times, which are too few "
+            f"{len(steps)} steps of this engine were recorded with their times, which are too few "
             f"to know what steps cost ({LEAST_STEPS} at least); serve more requests, or say "
             f"{served_by}"
         )
-    chosen = np.unique(np.linspace(0, len(loads) - 1, FITTED_STEPS).astype(int))
-    picked = [loads[i] for i in chosen]
+    chosen = np.unique(np.linspace(0, len(steps) - 1, FITTED_STEPS).astype(int))
+    picked = [steps[i][0] for i in chosen]
+    seconds = np.array([steps[i][1] for i in chosen])
     empty = LatencyProfile(pair_id, device, dtype, {})
-    profile = fit_steps(empty, step_shapes(picked), picked, seconds[chosen].tolist())
+    profile = fit_steps(empty, step_shapes(picked), picked, seconds.tolist())
     passes: dict[str, tuple[int, int]] = {}
     predicted = np.zeros(len(chosen))
     for draft in dict.fromkeys(load.draft for load in picked):
-        own = [int(load.passes) for load in loads if load.draft == draft]
+        own = [int(load.passes) for load, _ in steps if load.draft == draft]
         passes[draft] = min(own), max(own)
         costs = step_costs(profile, draft)
         for n, load in enumerate(picked):
             if load.draft == draft:
                 predicted[n] = step_seconds(costs, *load[1:])
-    return ServedCosts(profile, passes, _check(predicted, seconds[chosen], len(loads)), served_by)
+    return ServedCosts(profile, passes, _check(predicted, seconds, len(steps)), served_by)
 
 
 def _check(predicted: FloatArray, executed: FloatArray, steps: int) -> dict[str, Any]:
@@ -191,10 +184,10 @@ def costs_of_engine(store: TraceStore, info: RecordingInfo) -> ServedCosts:
     served_by = f"`profile --engine {info.engine}`"
     if own and others:
         served_by += f"; on {own}, as steps on {'; '.join(sorted(others))} tell nothing of it"
-    steps = []
+    steps: list[ServedStep] = []
     for found in same[:POOLED]:
         kept = store.load(found.id, (), steps=True, skip_corrupted=True).requests
-        steps.append(served_steps(kept, rules_of(found.engine, found.options.get("serving"))))
+        steps += served_steps(kept, rules_of(found.engine, found.options.get("serving")))
     device = str(info.options.get("device", "cpu"))
     dtype = str(info.options.get("dtype", ""))
     return fit_served(steps, info.pair_id, device, dtype, served_by)
