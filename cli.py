@@ -137,21 +137,6 @@ def _refuse(ctx: click.Context, message: str) -> None:
     ctx.exit(2)
 
 
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("spectune")
-    except PackageNotFoundError:
-        return "not installed, run from its source folder"
-
-
-def _show_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
-    if wanted and not ctx.resilient_parsing:
-        click.echo(f"spectune, {_version()}")
-        ctx.exit()
-
-
 @click.group(
     cls=Door,
     context_settings={
@@ -171,14 +156,7 @@ def _show_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> 
     "File of defaults; spectune.toml of the working folder if it is there.",
     envvar="SPECTUNE_CONFIG",
 )
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_show_version,
-    help="Show the version and exit.",
-)
+@click.version_option(package_name="spectune", message="spectune, %(version)s")
 @click.pass_context
 def main(ctx: click.Context, db_url: str, config: str | None) -> None:
     """Finds, proves and keeps the best speculative-decoding policy for your models, device and

@@ -150,8 +150,8 @@ def _confirmed(
     compared = compare(lab.pair, list(winners.values()), unseen, **how)
     rows = []
     for name, policy in winners.items():
-        speedup = compared.ratio(policy.id, AUTOREGRESSIVE.id)
-        over = compared.ratio(winners[JOINT].id, policy.id)
+        speedup = compared.timings.ratio(policy.id, AUTOREGRESSIVE.id)
+        over = compared.timings.ratio(winners[JOINT].id, policy.id)
         row = {"workload": category, "space": name, "policy": policy.label(), "speedup": speedup[0]}
         row |= {"speedup_interval": finite(speedup[1:]), "joint_over_it": finite(over)}
         row |= {"tau": compared.outcomes[policy.id].total.mean_accepted_length}
@@ -167,7 +167,7 @@ def _fastest(found: Sequence[Trial], compared: Comparison) -> Policy:
     def speed(trial: Trial) -> float:
         if trial is base:
             return 0.0
-        ratio = compared.ratio(trial.policy.id, base.policy.id)
+        ratio = compared.timings.ratio(trial.policy.id, base.policy.id)
         return weighed(ratio, trial.value / base.value, SPREAD)
 
     return max(found, key=speed).policy
@@ -189,9 +189,10 @@ def tree_methods(lab: Lab, category: str, trace: ReplayTrace, quick: bool) -> li
             for p in policies.values()
         }
         for name, policy in policies.items():
-            total, speed = replayed[policy.id], compared.ratio(policy.id, AUTOREGRESSIVE.id)[0]
+            total = replayed[policy.id]
+            speed = compared.timings.ratio(policy.id, AUTOREGRESSIVE.id)[0]
             row = {"workload": category, "draft": draft, "method": name, "speedup": speed}
-            row |= {"over_eagle2": compared.ratio(policy.id, eagle2.id)[0]}
+            row |= {"over_eagle2": compared.timings.ratio(policy.id, eagle2.id)[0]}
             row |= {"tau": total.mean_accepted_length}
             over = total.verified_tokens / replayed[eagle2.id].verified_tokens
             rows.append({**row, "verified_over_eagle2": over})

@@ -78,10 +78,10 @@ def _against_fixed(
     executor = Executor(pair, policies.values(), encoded, profile=profile)
     budget_s = 2.0 if quick else 25.0
     compared = executor.race(whole=[winner.id], expected=expected, passes=3, budget_s=budget_s)
-    fixed = [p.id for p in exhaustive]
-    left = [p for p in fixed if p in compared.survivors] or [compared.timings.leader(fixed)]
-    best = policies[max(left, key=lambda p: compared.ratio(p, winner.id, projected=True)[0])]
-    share = compare(pair, [winner, best], encoded, passes=2, profile=profile).ratio(
+    fixed, timings = [p.id for p in exhaustive], compared.timings
+    left = [p for p in fixed if p in compared.survivors] or [timings.leader(fixed)]
+    best = policies[max(left, key=lambda p: timings.ratio(p, winner.id, projected=True)[0])]
+    share = compare(pair, [winner, best], encoded, passes=2, profile=profile).timings.ratio(
         winner.id, best.id
     )
     shown = f"{share[0]:.4f} ({share[1]:.4f}-{share[2]:.4f})"
@@ -92,7 +92,7 @@ def _against_fixed(
         "best_fixed": best.label(),
         "share_of_best": share[0],
         "share_interval": finite(share[1:]),
-        "speedup": finite(compared.ratio(winner.id, AUTOREGRESSIVE.id, projected=True)),
+        "speedup": finite(timings.ratio(winner.id, AUTOREGRESSIVE.id, projected=True)),
         "tokens_per_s": {
             p.label(): compared.outcomes[p.id].total.tokens_per_s for p in policies.values()
         },

@@ -142,7 +142,7 @@ def over_full(
                 tau = found[kind].mean_accepted_length
                 row = {"category": category, "draft": draft, "shape": shape, "shortlist": kind}
                 row |= {"size": size, "tau": tau}
-                speed = compared.ratio(policy.id, policies["full"].id)[0]
+                speed = compared.timings.ratio(policy.id, policies["full"].id)[0]
                 rows.append({**row, "recovered": tau / whole, "over_full": speed})
                 say(f"{row}: {100 * rows[-1]['recovered']:.1f}% of tau")
 

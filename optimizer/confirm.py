@@ -119,12 +119,6 @@ def planned(requests: int, both_s: float, budget_s: float, most: int) -> tuple[i
     return used, max(1, min(most, fit // max(1, used)))
 
 
-def requests_to_see(gain: float) -> int:
-    """Requests held out with which a confirmation sees a true gain (0.05: 5%) with a chance of
-    :data:`POWER`."""
-    return next(n for n in count(LEAST) if least_gain(n) <= gain)
-
-
 def least_gain(requests: int) -> float:
     """The least true gain that a confirmation on so many requests sees with a chance of
     :data:`POWER`; inf below 2."""
@@ -142,7 +136,8 @@ def said_of(categories: Sequence[str], *, publish: bool) -> str:
     """
     parts = split(categories)
     total, held = len(categories), len(parts.confirm)
-    for_5 = math.ceil(requests_to_see(0.05) * len(SPLIT) / SPLIT.count("c"))
+    to_see = next(n for n in count(LEAST) if least_gain(n) <= 0.05)
+    for_5 = math.ceil(to_see * len(SPLIT) / SPLIT.count("c"))
     needs = (
         f"a gain of 5% takes about {for_5} requests (their ratios spreading by {100 * SPREAD:.0f}%)"
     )

@@ -152,12 +152,6 @@ class Comparison:
     timings: Timings
     survivors: tuple[str, ...]
 
-    def ratio(
-        self, policy_id: str, base_id: str, *, projected: bool = False
-    ) -> tuple[float, float, float]:
-        """(speed-up of one policy over another, 95% interval), as :meth:`Timings.ratio`."""
-        return self.timings.ratio(policy_id, base_id, projected=projected)
-
 
 BLOCK = 4
 """Requests between two looks at who is to be dropped."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from spectune.db.errors import DatabaseError, NotFoundError, UnavailableError
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.deployment import other_sampling
-from spectune.optimizer.inputs import in_force, published_policy
+from spectune.optimizer.inputs import published_policy
 from spectune.runtime.decoder import check_lossless, prepare_for
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, Policy
@@ -38,7 +38,8 @@ def last_good(
     or autoregression when there is none. Raises DatabaseError alone."""
     for publication in store.list_publications(pair.id, pair.device.type, deployment):
         try:
-            return _ready(store, pair, published_policy(publication), profile, verifier, sampling)
+            policy = published_policy(publication)
+            return ready_plan(store, pair, policy, profile, verifier, sampling)
         except DatabaseError:
             raise
         except Exception:  # whatever a published document makes them raise: earlier ones may run
@@ -46,7 +47,7 @@ def last_good(
     return prepare(AUTOREGRESSIVE, pair.draft_names)
 
 
-def _ready(
+def ready_plan(
     store: TraceStore,
     pair: LoadedPair,
     policy: AnyPolicy,
@@ -112,7 +113,7 @@ def watch(
             return Published(active.version, None, str(error))
 
     def ready(policy: AnyPolicy, version: int) -> AnyPlan:
-        plan = _ready(store, pair, policy, latest_profile(), verifier, sampling, version)
+        plan = ready_plan(store, pair, policy, latest_profile(), verifier, sampling, version)
         if warning := other_sampling(newest[0], sampling or Sampling(), verifier):
             warn(f"warning: {warning}")
         return plan
@@ -124,30 +125,13 @@ def watch(
     if initial is None:
         first = last_good(store, pair, profile, verifier, sampling, deployment)
     else:
-        first = _ready(store, pair, initial, profile, verifier, sampling)
+        first = ready_plan(store, pair, initial, profile, verifier, sampling)
     source = WatchedSource(
         first, fetch, ready, acknowledge, interval_s=interval_s, retry=(DatabaseError,)
     )
     source.poll()
     with source:
         yield source
-
-
-def incumbent_of(
-    store: TraceStore,
-    pair: LoadedPair,
-    active: Publication | None,
-    profile: LatencyProfile | None,
-    verifier: Verifier,
-    sampling: Sampling,
-) -> tuple[AnyPolicy, str]:
-    """(the policy in force, ""), or where there is none or it cannot run, or not under a verifier,
-    (autoregression, why)."""
-
-    def check(policy: AnyPolicy) -> None:
-        _ready(store, pair, policy, profile, verifier, sampling)
-
-    return in_force(active, check, "autoregression is the incumbent")
 
 
 def earlier_winners(

@@ -26,7 +26,7 @@ from spectune.optimizer.execute import Comparison, DecodeOptions, Executor, enco
 from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
 from spectune.optimizer.fit.on_the_fly import predict_each, read_prompts
 from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
-from spectune.optimizer.inputs import published_policy
+from spectune.optimizer.inputs import in_force, published_policy
 from spectune.optimizer.parts import Parts, mixed, split
 from spectune.optimizer.processes import kept_helpers
 from spectune.optimizer.profiles import (
@@ -40,7 +40,7 @@ from spectune.optimizer.record import Look, cover_of, look_around, record
 from spectune.optimizer.report.evidence import evidence_document, middle_request, rounds_of_one
 from spectune.optimizer.report.words import sampling_in_words
 from spectune.optimizer.search import TIE, Study, finalists, is_fixed, rivals, search, worth_trying
-from spectune.optimizer.serving import earlier_winners, incumbent_of
+from spectune.optimizer.serving import earlier_winners, ready_plan
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import Ranks
@@ -401,8 +401,10 @@ class Tuning:
         if line:
             wanted.tell(f"warning: {line}")
         verified = (texts[0].verifier, texts[0].sampling)
-        self.incumbent, self.unusable = incumbent_of(
-            store, pair, self.active, self.profile.profile, *verified
+        self.incumbent, self.unusable = in_force(
+            self.active,
+            lambda policy: ready_plan(store, pair, policy, self.profile.profile, *verified),
+            "autoregression is the incumbent",
         )
         self.artifacts = _artifacts(store, pair, self.incumbent, texts)
 

@@ -143,9 +143,9 @@ def candidates_of(
             policy,
             predicted.get(policy.id),
             compared.outcomes[policy.id],
-            compared.ratio(policy.id, incumbent.id),
-            compared.ratio(policy.id, AUTOREGRESSIVE.id),
-            compared.ratio(policy.id, leader, projected=True),
+            compared.timings.ratio(policy.id, incumbent.id),
+            compared.timings.ratio(policy.id, AUTOREGRESSIVE.id),
+            compared.timings.ratio(policy.id, leader, projected=True),
             policy.id in compared.survivors,
         )
         for role, policy in roles.items()

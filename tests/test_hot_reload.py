@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from synthetic import flat_profile
 from waiting import eventually
 
 from spectune.db import DatabaseError
-from spectune.optimizer.serving import earlier_winners, incumbent_of, watch
+from spectune.optimizer.inputs import in_force
+from spectune.optimizer.serving import earlier_winners, ready_plan, watch
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, Round, StaticSource
@@ -177,7 +179,8 @@ def test_what_would_bias_the_text_is_refused_and_neither_incumbent_nor_tried(
         asked: dict[str, Any] = {"verifier": verifier, "sampling": sampling}
         with watch(store, pair, None, None, **asked, interval_s=60) as source:
             assert source.current().policy == used
-        incumbent, why = incumbent_of(store, pair, active, None, **asked)
+        check = partial(ready_plan, store, pair, profile=None, **asked)
+        incumbent, why = in_force(active, check, "")
         assert (incumbent, "cannot run" in why) == (used, not fits)
         assert earlier_winners(store, pair, **asked) == [policy] * fits
     assert [status for _, status in statuses(store)] == ["applied", "refused", "applied"]
@@ -242,7 +245,7 @@ def test_a_published_policy_that_was_edited_runs_nowhere(
     with watch(store, pair, None, None, interval_s=60) as source:
         assert source.current().policy == fixed(2)
     newest = store.list_publications()[0]
-    policy, why = incumbent_of(store, pair, newest, None, "coupled", Sampling())
+    policy, why = in_force(newest, lambda _: None, "")
     assert policy == AUTOREGRESSIVE
     assert "another content" in why
     rollback = ("policies", "rollback", "--to", bad, "--pair", tiny_pair, "--device", "cpu")

@@ -251,15 +251,9 @@ def _source(
 
 def rounds_of(request: str, steps: Iterable[Step]) -> Iterator[dict[str, Any]]:
     """The rows of ``--per-round``."""
-    for s in steps:
-        yield {
-            "request": request,
-            "start": s.start,
-            "drafted": s.drafted,
-            "verified": s.verified,
-            "accepted": s.accepted,
-            "batch": s.batch,
-        }
+    columns = ("start", "drafted", "verified", "accepted", "batch")
+    for step in steps:
+        yield {"request": request, **{name: getattr(step, name) for name in columns}}
 
 
 def _finish(store: TraceStore, spec: PairSpec, kw: dict[str, Any], ran: Ran) -> None:

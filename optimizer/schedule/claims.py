@@ -100,18 +100,6 @@ def claim(database: Database, owner: str, *, lease_s: float) -> Job | None:
             return job_of(row, schedule)
 
 
-def owns(database: Database, job: Job, session: Session | None = None) -> bool:
-    """Whether the claim still holds and its lease has not run out.
-
-    With the ``session`` of a write transaction the answer stays true until that transaction ends:
-    nobody can claim the job in between, so what is written in it is written by the owner.
-    """
-    query = select(JobRow.lease_until).where(_claimed(job))
-    with database.read() if session is None else nullcontext(session) as asked:
-        lease_until = asked.scalar(query if session is None else query.with_for_update())
-        return lease_until is not None and lease_until > database.now(asked).timestamp()
-
-
 def renew(database: Database, job: Job, *, lease_s: float) -> bool:
     """Extends the lease to ``lease_s`` seconds from now. False if the job is no longer this
     claim's."""
@@ -234,12 +222,15 @@ class JobContext:
         return max(0.0, (self.deadline - self._clock()).total_seconds())
 
     def still_owner(self, session: Session | None = None) -> bool:
-        """Asks the database whether this worker still holds the job.
+        """Asks the database whether this worker still holds the job, and its lease has not run out.
 
-        Give the session of the write transaction that publishes: then the answer holds until it
-        commits (:func:`owns`).
+        With the ``session`` of a write transaction the answer stays true until that transaction
+        ends: nobody can claim the job in between, so what is written in it is written by the owner.
         """
-        return owns(self._database, self._job, session)
+        database, query = self._database, select(JobRow.lease_until).where(_claimed(self._job))
+        with database.read() if session is None else nullcontext(session) as asked:
+            lease_until = asked.scalar(query if session is None else query.with_for_update())
+            return lease_until is not None and lease_until > database.now(asked).timestamp()
 
     def check(self, session: Session | None = None) -> None:
         """Raises :class:`LeaseLostError` once the lease is known to be lost. Cheap: call it between
