@@ -356,7 +356,7 @@ def window_costs(
     rounds = [round_seconds(costs, int(sampled), 0, 0, 1, g, drafted[g], 0)[2] for g in gammas]
     last = policy.gamma_max
     if not last:
-        return WindowCosts(0.0, (rounds[0],))
+        return WindowCosts(0.0, (max(LEAST, rounds[0]),))
     later = costs.later_s[0 if costs.by_position else int(sampled)]
     mean_s = (later[last] - later[1]) / (last - 1) if last > 1 else costs.first_s[int(sampled), 1]
     step_s = max(LEAST, float(mean_s))

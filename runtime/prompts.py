@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from spectune.runtime.models import CHUNK, CausalModel, ids_tensor
 from spectune.runtime.policies.draft_choice import TARGET
 from spectune.runtime.policies.prompt_features import Prompt
-from spectune.traces.errors import PolicyError
 from spectune.traces.schema import NAT_SCALE
 
 if TYPE_CHECKING:
@@ -44,15 +43,6 @@ def prompt_reader(pair: LoadedPair) -> str:
 
 def read_prompt(pair: LoadedPair, ids: Sequence[int], reader: str) -> Prompt:
     """A prompt as a chooser reads it; its text is decoded from ``ids``, so that a recording's
-    prompts and served ones read alike.
-
-    Raises PolicyError when the pair has no language model of the reader's name.
-    """
-    model = pair.target if reader == TARGET else pair.drafts.get(reader)
-    if model is None:
-        known = ", ".join([*pair.drafts, TARGET])
-        raise PolicyError(
-            f"draft.artifact: the chooser reads prompts with draft {reader!r}, which this pair "
-            f"lacks (it has: {known}); fit one for it: `fit chooser --recording ID`"
-        )
+    prompts and served ones read alike."""
+    model = pair.target if reader == TARGET else pair.drafts[reader]
     return Prompt(pair.text(list(ids)), len(ids), log_perplexity(model, ids))

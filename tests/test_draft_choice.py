@@ -487,6 +487,3 @@ def test_prompts_read_alike_when_recorded_and_when_served(pair: Any) -> None:
         assert prompt == read_prompt(pair, pair.encode(text), reader)
         assert prompt.text == text
         assert prompt.tokens == len(pair.encode(text))
-    said = "reads prompts with draft 'gone', which this pair lacks.*`fit chooser --recording ID`"
-    with pytest.raises(PolicyError, match=said):
-        read_prompt(pair, [1, 2], "gone")

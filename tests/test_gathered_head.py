@@ -3,12 +3,11 @@ interpreter and compiled, two streams."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
+from unittest.mock import ANY, MagicMock, call
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from spectune.runtime.cuda.kernel import (
 )
 from spectune.runtime.cuda.streams import forked
 from spectune.runtime.gathered_head import GatheredHead, Way
-from spectune.traces.errors import PairError, PolicyError
+from spectune.traces.errors import PolicyError
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -200,10 +199,6 @@ def test_the_kernel_compiles_for_gpus(
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert not kernel_runs(CPU, 64)
-    gathered_kernel.cache_clear()
-    monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(PairError, match="needs triton"):
-        gathered_kernel(False)
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
     assert not kernel_runs(torch.device("cuda"), 64)
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object())
@@ -213,84 +208,53 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- two streams -----------------------------------------------------------------------------------
 
 
-class FakeCuda:
-    """Streams and events that write down who waits for whom, and where work is issued."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.made: list[torch.device] = []
-        self.now = "main"
-
-    def Stream(self, device: torch.device) -> FakeStream:
-        self.made.append(device)
-        return FakeStream(self, "side")
-
-    def current_stream(self, device: torch.device) -> FakeStream:
-        return FakeStream(self, self.now)
-
-    def Event(self) -> FakeEvent:
-        return FakeEvent()
-
-    def device(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
-        self.now = stream.name
-        try:
-            yield
-        finally:
-            self.now = "main"
-
-    def work(self, name: str) -> str:
-        self.log.append(f"{self.now} runs {name}")
-        return name
-
-
-class FakeStream(NamedTuple):
-    cuda: FakeCuda
-    name: str
-
-    def wait_event(self, event: FakeEvent) -> None:
-        self.cuda.log.append(f"{self.name} waits for {event.recorded}")
-
-
-class FakeEvent:
-    recorded = "nothing"
-
-    def record(self, stream: FakeStream) -> None:
-        self.recorded = stream.name
-        stream.cuda.log.append(f"{stream.name} records")
-
-
 CUDA = torch.device("cuda", 0)
-FORK, JOIN = ["main records", "side waits for main"], ["side records", "main waits for side"]
+
+
+def two_streams() -> MagicMock:
+    """``torch.cuda`` with its streams, events and both branches, which together write down what is
+    called."""
+    cuda = MagicMock()
+    cuda.current_stream.return_value, cuda.Stream.return_value = cuda.main, cuda.side
+    cuda.Event.side_effect = [cuda.begun, cuda.done] * 2
+    return cuda
+
+
+def issued(cuda: MagicMock) -> list[Any]:
+    """What was called on streams, events and branches, in order."""
+    names = re.compile(r"(main|side|stream|begun|done|core|router)\b")
+    return [c for c in cuda.mock_calls if names.match(c[0])]
+
+
+def order(cuda: MagicMock, *core: Any, failed: Any = (None, None, None)) -> list[Any]:
+    """The router on the side stream between fork and join, ``core`` on the main one."""
+    fork = [call.begun.record(cuda.main), call.side.wait_event(cuda.begun)]
+    beside = [call.stream(cuda.side), call.stream().__enter__(), call.router()]
+    join = [call.done.record(cuda.side), call.main.wait_event(cuda.done)]
+    return [*fork, *beside, call.stream().__exit__(*failed), *core, *join]
 
 
 def test_core_and_router_run_on_two_streams() -> None:
-    cuda = FakeCuda()
+    cuda = two_streams()
     for _ in range(2):
-        assert forked(lambda: cuda.work("core"), lambda: cuda.work("router"), CUDA, cuda=cuda) == (
-            "core",
-            "router",
-        )
-    assert cuda.log == [*FORK, "side runs router", "main runs core", *JOIN] * 2
-    assert cuda.made == [CUDA]  # one side stream for all
+        core, router = forked(cuda.core, cuda.router, CUDA, cuda=cuda)
+        assert core is cuda.core.return_value
+        assert router is cuda.router.return_value
+    assert issued(cuda) == order(cuda, call.core()) * 2
+    cuda.Stream.assert_called_once_with(CUDA)  # one side stream for all
 
 
-@pytest.mark.parametrize("failing", ["core", "router"])
-def test_a_failure_leaves_the_streams_joined(failing: str) -> None:
-    cuda = FakeCuda()
-
-    def run(name: str) -> str:
-        if name == failing:
-            raise RuntimeError(name)
-        return cuda.work(name)
-
-    with pytest.raises(RuntimeError, match=failing):
-        forked(lambda: run("core"), lambda: run("router"), CUDA, cuda=cuda)
-    assert cuda.log[-2:] == JOIN
-    assert cuda.now == "main"
+def test_a_failure_leaves_the_streams_joined() -> None:
+    cuda = two_streams()
+    cuda.core.side_effect = RuntimeError("core")
+    with pytest.raises(RuntimeError, match="core"):
+        forked(cuda.core, cuda.router, CUDA, cuda=cuda)
+    assert issued(cuda) == order(cuda, call.core())
+    cuda = two_streams()
+    cuda.router.side_effect = RuntimeError("router")
+    with pytest.raises(RuntimeError, match="router"):
+        forked(cuda.core, cuda.router, CUDA, cuda=cuda)
+    assert issued(cuda) == order(cuda, failed=(RuntimeError, ANY, ANY))
 
 
 def test_on_the_cpu_the_router_runs_first() -> None:

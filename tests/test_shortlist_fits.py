@@ -109,9 +109,6 @@ def test_a_partition() -> None:
         (every, every),
     ):
         assert clusters.ids(some).tolist() == ids
-    for bad in ([6], [-1]):
-        with pytest.raises(ValueError, match=r"within 0\.\.5"):
-            clusters.ids(bad)
     for assignment, count in (([0, 3], 3), ([-1, 0], 3), ([0], 0)):
         with pytest.raises(ValueError, match="an assignment to"):
             Clusters.of_assignment(assignment, count)
@@ -216,8 +213,6 @@ def test_scores_are_those_of_the_network() -> None:
     assert router.scores(*(part.bfloat16() for part in x)).dtype == torch.float32
     assert (router.inputs, router.hidden, router.clusters) == (10, 7, 5)
     assert router.scores(*(part[:0] for part in x)).shape == (0, 5)
-    with pytest.raises(ValueError, match="10 inputs cannot read embeddings of 4 and states of 4"):
-        router.scores(x[0], x[1][:, :4])
 
 
 def test_the_best_clusters_and_their_ties() -> None:

@@ -15,8 +15,6 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from spectune.traces.errors import PairError
-
 
 def power_of_two(number: int) -> int:
     """The least power of two that is at least ``number``, and 1."""
@@ -116,14 +114,8 @@ def gathered_kernel(interpreted: bool) -> Any:
     """The kernel of :func:`gathered_logits`, which Triton compiles when it is first launched.
     ``interpreted`` only keeps the interpreter's kernel apart: Triton reads ``TRITON_INTERPRET``
     when a kernel is declared."""
-    try:
-        import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    except ImportError as error:
-        raise PairError(
-            "the gathered head's kernel needs triton, which is not installed; install it or choose "
-            "another way"
-        ) from error
+    import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     def gathered(  # type: ignore[no-untyped-def]
         hidden,

@@ -73,15 +73,8 @@ class Router:
 
     def scores(self, embedding: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Scores of all clusters, float32 [n, M], for the embeddings [n, d_e] of n current tokens
-        and the draft's hidden states [n, d] of the tokens before them. Raises ValueError where d_e
-        + d is not d_r."""
-        x = torch.cat((embedding, previous), -1).float()
-        if x.shape[-1] != self.inputs:
-            raise ValueError(
-                f"a router of {self.inputs} inputs cannot read embeddings of {embedding.shape[-1]} "
-                f"and states of {previous.shape[-1]}"
-            )
-        linear = torch.nn.functional.linear
+        and the draft's hidden states [n, d] of the tokens before them; d_e + d is d_r."""
+        x, linear = torch.cat((embedding, previous), -1).float(), torch.nn.functional.linear
         return linear(linear(x, self.w1, self.b1).relu_(), self.w2, self.b2)
 
     def to_document(self) -> tuple[Document, Arrays]:

@@ -88,17 +88,11 @@ _ESTIMATORS: Final = {"ratio": RATIO, "exact": EXACT, "table": TABLE}
 
 @dataclass(frozen=True)
 class WindowCosts:
-    """Definition 1 of the on-the-fly paper: ``draft_step_s`` is a_q, ``verify_s[g]`` is b_p(g) for
-    g = 0..gamma_max, in seconds."""
+    """Definition 1 of the on-the-fly paper: ``draft_step_s`` is a_q, ``verify_s[g]`` is b_p(g),
+    above 0, for g = 0..gamma_max, in seconds."""
 
     draft_step_s: float
     verify_s: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if not (self.draft_step_s >= 0 and all(v > 0 for v in self.verify_s)):
-            raise PolicyError(
-                "the latency profile holds a verification of no duration; run `profile` again"
-            )
 
 
 _NO_ANALYTIC: Final = AnalyticRule(
@@ -209,8 +203,8 @@ def compile_window(
     ``costs`` must cover gamma = 0..gamma_max. ``q_table`` float64 [(gamma_max + 1) ** memory,
     gamma_max - gamma_min + 1] is what a ``q_learning`` window starts from: a row for the last
     windows as digits in base gamma_max + 1, latest last, a column for each window from gamma_min
-    on. Raises PolicyError if the window needs costs, or names an artifact, and they are not given
-    or do not fit.
+    on. Raises PolicyError where the window needs costs and there are none, or the table does not
+    fit.
     """
     if isinstance(window, (FixedWindow, ByBatchWindow)):
         gamma = (
@@ -243,14 +237,8 @@ def _need_costs(
             f"window.{window.kind} needs measured costs: run `profile` for this pair and "
             "device first"
         )
-    size = window.gamma_max + 1
-    if len(costs.verify_s) < size:
-        raise PolicyError(
-            f"window.{window.kind} needs verification costs up to gamma {window.gamma_max}, got up "
-            f"to {len(costs.verify_s) - 1}"
-        )
-    verify_s = np.array(costs.verify_s[:size])
-    return np.arange(size) * costs.draft_step_s + verify_s, verify_s
+    verify_s = np.array(costs.verify_s[: window.gamma_max + 1])
+    return np.arange(len(verify_s)) * costs.draft_step_s + verify_s, verify_s
 
 
 def _analytic_rule(window: AnalyticWindow, costs: WindowCosts | None) -> AnalyticRule:
@@ -300,10 +288,6 @@ def _first_table(window: QLearningWindow, q_table: npt.ArrayLike | None) -> Floa
     shape, or entries that are no finite numbers, of which the largest could not be told."""
     shape = (window.gamma_max + 1) ** window.memory, window.gamma_max - window.gamma_min + 1
     if q_table is None:
-        if window.artifact is not None:
-            raise PolicyError(
-                f"window.artifact {window.artifact!r}: no such Q-table is stored here"
-            )
         return np.zeros(shape)
     what, table = f"window.artifact: the Q-table {window.artifact or 'given'}", np.asarray(q_table)
     if table.shape != shape:
