@@ -39,7 +39,7 @@ from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import Grown, open_trace
 from spectune.optimizer.spaces import ShortlistLimit, TreeLimit, with_shortlist
 from spectune.optimizer.timings import Timings
-from spectune.runtime.decoder import Decoded
+from spectune.runtime.decoder import Decoded, prepare_for
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
@@ -284,7 +284,7 @@ class Lab:
         return found
 
     def decode(self, policy: Policy, encoded: Encoded) -> list[Decoded]:
-        prepared = prepare(policy, self.pair.draft_names, profile=self.profile, artifacts=self.find)
+        prepared = prepare_for(self.pair, policy, profile=self.profile, artifacts=self.find)
         return list(run(self.pair, StaticSource(prepared), encoded))
 
 

@@ -20,13 +20,12 @@ from spectune.optimizer.execute import DecodeOptions, Encoded, encode
 from spectune.optimizer.fit.dynaspec import fit_router
 from spectune.optimizer.fit.fr_spec import fit_fr_spec
 from spectune.optimizer.parts import split
-from spectune.runtime.decoder import Decoder
+from spectune.runtime.decoder import Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.fr_spec import frequency_budget
-from spectune.runtime.policies.prepare import prepare
 from spectune.traces.schema import Sampling, Trajectory, Workload
 from spectune.traces.store import TraceStore
 
@@ -109,14 +108,13 @@ def drafting(draft: str, shape: str, shortlist: Document | None = None) -> Polic
 
 def mean_size(fits: Fits, policy: Policy, encoded: Encoded) -> int:
     """Mean tokens of a draft step's shortlist, executed."""
-    prepared = prepare(policy, fits.pair.draft_names, artifacts=fits.find)
+    prepared = prepare_for(fits.pair, policy, artifacts=fits.find)
     decoder = Decoder(fits.pair, StaticSource(prepared), encoded.options.verifier)
     sizes: list[int] = []
     for _, request in encoded.items:
         for item in decoder.rounds(request):
-            shortlists = decoder.backend.shortlists(prepared)
-            assert shortlists is not None
-            sizes += [len(support.ids) for support in shortlists.chosen[: item.step.draft_steps]]
+            chosen = prepared.shortlists.chosen[: item.step.draft_steps]
+            sizes += [len(support.ids) for support in chosen]
     return round(float(np.mean(sizes)))
 
 

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from spectune.runtime.models import ids_tensor
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import EXPANDED_LIMIT, NODE_LIMIT, AnyPolicy, Policy
 from spectune.runtime.policies.draft_choice import TARGET, keeps_reading
-from spectune.runtime.policies.plan import Plan, check_verifier
+from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prepared_chooser import AnyPlan, ChooserPlan
 from spectune.runtime.policies.prompt_features import Prompt
@@ -35,7 +34,7 @@ from spectune.runtime.sampling import Noise
 from spectune.runtime.session import Sessions
 from spectune.runtime.shortlists import Shortlists
 from spectune.runtime.trees.draft import GrownTree, ancestors
-from spectune.runtime.verification import TargetText, verify_coupled, verify_rejection, verify_tree
+from spectune.runtime.verification import TargetText, verify_coupled, verify_rejection, walk
 from spectune.traces.errors import PolicyError, WorkloadError
 from spectune.traces.schema import (
     Finish,
@@ -78,7 +77,6 @@ class ModelBackend:
         self._noise: Noise | None = None
         self._process: Process | None = None
         self._capacity = 0
-        self._shortlists: WeakKeyDictionary[Plan, Shortlists] = WeakKeyDictionary()
         self._read_ahead: tuple[DecodeRequest, str] | None = None
 
     @property
@@ -139,26 +137,17 @@ class ModelBackend:
             self._awake.add(name)
         return draft
 
-    def shortlists(self, prepared: Plan) -> Shortlists | None:
-        """A policy's shortlist for the draft as it is loaded here; None: the whole vocabulary. What
-        :func:`prepare_for` made aside is taken, else it is made now. Raises PolicyError when the
-        artifact does not fit the draft's output head."""
-        if prepared.shortlist is None or prepared.shortlists is not None:
-            return prepared.shortlists
-        if prepared not in self._shortlists:
-            self._shortlists[prepared] = warmed_shortlists(self.pair, prepared)
-        return self._shortlists[prepared]
-
     def draft(self, prepared: Plan, gamma: int, limit: int) -> Drafted:
         request = self._request
         assert request is not None
+        assert prepared.shortlist is None or prepared.shortlists is not None
         self._drafting = self._wake(prepared.policy.draft)
         context = DraftContext(
             plan=prepared,
             sampling=request.sampling,
             noise=self._noise,
             exact=self.exact,
-            shortlists=self.shortlists(prepared),
+            shortlists=prepared.shortlists,
             own_seed=request.seed if request.rejects else None,
             salt=self._rounds,
             keeps_pruned=self.keeps_pruned,
@@ -178,7 +167,10 @@ class ModelBackend:
             widening(self.pair.settings),
         )
         if drafted is not None and drafted.tree is not None:
-            verdict = verify_tree(text, self._read_tree(drafted.tree), drafted.tree)
+            tree, logits = drafted.tree, self._read_tree(drafted.tree)
+            # A CPU looks at the rows of the path alone; elsewhere at all at once, to wait once.
+            at_once = target.device.type != "cpu"
+            verdict = walk(tree, text.tokens(logits, [0, *tree.depths], at_once=at_once))
             self._path = verdict.path
             assert self._drafting is not None
             return replace(verdict, read=0) if self._drafting.reads_features else verdict
@@ -278,10 +270,8 @@ class Decoder:
 
     def rounds(self, request: DecodeRequest) -> Iterator[Round]:
         """Streams the rounds of one request."""
-        plans = self.source.current().candidates
-        check_lossless(self.pair, (p.policy for p in plans), request.verifier, request.sampling)
-        for prepared in plans:
-            self.backend.shortlists(prepared)  # refuses what does not fit before the first token
+        policies = (plan.policy for plan in self.source.current().candidates)
+        check_lossless(self.pair, policies, request.verifier, request.sampling)
         return decode_rounds(self.backend, request, self.source, self.clock, self.sessions)
 
     def decode(
@@ -320,10 +310,21 @@ def check_lossless(
 ) -> None:
     """Raises PolicyError where a verifier cannot be used with one of the policies on a pair: it
     would bias the text, or is not built for heads."""
+    if verifier != "rejection" or sampling.greedy:
+        return
     for policy in policies:
-        check_verifier(policy, verifier, sampling)
-        is_head = policy.speculates and policy.draft not in pair.chain_drafts
-        if is_head and verifier == "rejection" and not sampling.greedy:
+        if policy.is_tree:
+            raise PolicyError(
+                f"growth {policy.growth.kind}: the rejection verifier is for chains (it would need "
+                "to know how siblings were drawn); use the coupled verifier"
+            )
+        if not getattr(policy.stop, "keep_last", True):
+            raise PolicyError(
+                "stop.keep_last false discards a sampled token because of its probability, which "
+                "the rejection verifier cannot make lossless; use the coupled verifier or "
+                "keep_last true"
+            )
+        if policy.speculates and policy.draft not in pair.chain_drafts:
             raise PolicyError(
                 f"draft {policy.draft!r} is a head, which the rejection verifier is not built for; "
                 "use the coupled verifier"

@@ -79,19 +79,9 @@ def verify_coupled(text: TargetText, logits: torch.Tensor, drafted: list[int]) -
     return Verified(len(emitted) - 1, emitted)
 
 
-def verify_tree(text: TargetText, logits: torch.Tensor, tree: GrownTree) -> Verified:
-    """Target sampling on a tree: from the root, take the target's own token; go down while a child
-    holds it.
-
-    ``logits`` float32 [1 + nodes, vocab], the root's row first. A CPU looks at the rows of the path
-    alone; elsewhere all are looked at at once, so that the host waits once.
-    """
-    return walk(tree, text.tokens(logits, [0, *tree.depths], at_once=logits.device.type != "cpu"))
-
-
 def walk(tree: GrownTree, token_after: Callable[[int, list[int]], int]) -> Verified:
-    """From the root down while a child holds the target's own token, which ``token_after`` tells of
-    a row (the root's 0) and its path."""
+    """Target sampling on a tree: from the root down while a child holds the target's own token,
+    which ``token_after`` tells of a row (the root's 0) and its path."""
     children = {
         (parent, token): i
         for i, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True))

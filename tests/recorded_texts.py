@@ -12,7 +12,7 @@ import numpy as np
 
 from spectune.db import open_database
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.runtime.decoder import Decoded, Decoder
+from spectune.runtime.decoder import Decoded, Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, StaticSource
 from spectune.runtime.policies.artifacts import Artifacts
@@ -105,7 +105,7 @@ def executed(
     profile: LatencyProfile | None = None,
 ) -> Iterator[Decoded]:
     """The texts decoded again under a policy, by one decoder."""
-    prepared = prepare(policy, pair.draft_names, profile=profile, artifacts=artifacts)
+    prepared = prepare_for(pair, policy, profile=profile, artifacts=artifacts)
     decoder = Decoder(pair, StaticSource(prepared))
     for text in texts:
         yield decoded_again(decoder, text)

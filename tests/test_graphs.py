@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from spectune.optimizer.execute import DecodeOptions, Executor, encode
 from spectune.runtime.cuda import graphs
-from spectune.runtime.cuda.graphs import prepare_graphs, use_graphs, wanted
+from spectune.runtime.cuda.graphs import CudaRecorder, prepare_graphs, use_graphs, wanted
 from spectune.runtime.decoder import Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import PolicySource, Round, StaticSource
@@ -75,7 +75,7 @@ class Tape(TorchDispatchMode):
         return out
 
 
-class FakeRecorder:
+class FakeRecorder(CudaRecorder):
     """What CUDA does, on a CPU: capturing changes nothing, a replay repeats the operations on the
     same memory without any Python of the pass, and the memory of a pass is another's as soon as it
     has ended. ``captured`` counts."""
@@ -130,13 +130,14 @@ class Twins:
             model.graphs.eager.clear()
             model.graphs.replayed.clear()
 
-    def agree(self, plan: Plan, sampling: Sampling, prompt: str = PROMPT) -> None:
+    def agree(self, policy: Policy, sampling: Sampling, prompt: str = PROMPT, **look: Any) -> None:
         """Decodes with and without graphs; the rounds must agree."""
-        plain, fast = (
-            seen(going(pair, StaticSource(plan), sampling, prompt))
-            for pair in (self.plain, self.fast)
-        )
-        assert plain == fast, plan.label
+
+        def rounds(pair: LoadedPair) -> list[Any]:
+            plan = prepare_for(pair, policy, **look)
+            return seen(going(pair, StaticSource(plan), sampling, prompt))
+
+        assert rounds(self.plain) == rounds(self.fast), policy.label()
 
     def missed(self) -> dict[str, Any]:
         """Passes of the kinds that were captured which ran eagerly, by model."""
@@ -234,8 +235,7 @@ def test_shortlisted_drafts_leave_the_head_out_of_the_graph(
         top_k(draft, 4, 3, 9, shortlist=router),
     ):
         twins.forget()
-        plan = prepare(parse_policy(document), twins.plain.draft_names, artifacts=find)
-        twins.agree(plan, sampling)
+        twins.agree(parse_policy(document), sampling, artifacts=find)
         assert twins.missed() == {}
         model = twins.fast.models[draft]
         assert {kind.head for _, kind in model.graphs.replayed} == {False}  # type: ignore[union-attr]
@@ -272,12 +272,12 @@ def test_growing_forgets_graphs_and_a_request_captures_what_it_needs(
     """A short text, a long one that grows the caches and reads over a border of views, and the
     short one again."""
     fresh = Twins(make_pair(tmp_path))
-    plan = prepare(parse_policy(top_k("near", 4, 3, 9)), fresh.fast.draft_names)
+    policy = parse_policy(top_k("near", 4, 3, 9))
     long = (PROMPT * 30)[:374]
     assert 240 < len(fresh.fast.encode(long)) < 256 - 5
     captured = []
     for prompt in (PROMPT, long, PROMPT):
-        fresh.agree(plan, HOT, prompt)
+        fresh.agree(policy, HOT, prompt)
         captured.append(fresh.recorder.captured)
         assert fresh.missed() == {}
     target, draft = fresh.fast.target.graphs, fresh.fast.drafts["near"].graphs
@@ -355,7 +355,7 @@ def test_a_pass_that_cannot_be_captured_runs_eagerly(
     near._decoder.register_forward_pre_hook(
         lambda *_: bool(torch.ones(1).sum() > 0) and None
     )  # waits for the device
-    fresh.agree(prepare(parse_policy(chain("near", 3)), fresh.fast.draft_names), HOT)
+    fresh.agree(parse_policy(chain("near", 3)), HOT)
     assert not near.graphs.shapes
     assert near.graphs.problem == "operation not permitted when stream is capturing"
     assert caplog.messages == [f"near: passes run without CUDA graphs: {near.graphs.problem}"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from spectune.runtime.decoder import check_lossless
 from spectune.runtime.policies.artifacts import COMMANDS, Fitted
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, differences, parse_policy
-from spectune.runtime.policies.plan import check_verifier
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError
@@ -119,10 +120,11 @@ def test_preparing_refuses_what_cannot_run() -> None:
     with pytest.raises(PolicyError, match="run `profile`"):
         prepare(parse_policy({"draft": "small", "window": {"kind": "analytic"}}), ["small"])
     discarding = parse_policy({"draft": "small", "stop": {"kind": "max_prob", "keep_last": False}})
-    check_verifier(discarding, "coupled", Sampling(temperature=1.0))
-    check_verifier(discarding, "rejection", Sampling())
+    pair, hot = SimpleNamespace(chain_drafts=("small",)), Sampling(temperature=1.0)
+    check_lossless(pair, [discarding], "coupled", hot)
+    check_lossless(pair, [discarding], "rejection", Sampling())
     with pytest.raises(PolicyError, match="keep_last"):
-        check_verifier(discarding, "rejection", Sampling(temperature=1.0))
+        check_lossless(pair, [discarding], "rejection", hot)
     with pytest.raises(PolicyError, match="artifact"):
         prepare(
             parse_policy({"draft": "small", "window": {"kind": "q_learning", "artifact": "abc"}}),

@@ -21,12 +21,11 @@ from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import ClusterRanks, budget_grid
-from spectune.runtime.decoder import Decoder
+from spectune.runtime.decoder import Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.artifacts import ROUTER
 from spectune.runtime.policies.document import Policy, parse_policy
-from spectune.runtime.policies.prepare import prepare
 from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import LatencyProfile, Sampling
@@ -185,15 +184,14 @@ def test_passes_are_charged_by_the_sizes_of_their_shortlists(
         run_replay(trace, policy, p, artifacts=find, per_round=True).steps()
         for p in (profile, flat)
     )
-    prepared = prepare(policy, pair.draft_names, artifacts=fitted(store))
+    prepared = prepare_for(pair, policy, artifacts=fitted(store))
     checked = 0
     for text, ours, full in zip(trace.trajectories, cheap, dear, strict=True):
         decoder = Decoder(pair, StaticSource(prepared))
         rounds = decoder.rounds(request_of(decoder, text))
         for item, here, whole in zip(rounds, ours, full, strict=True):
-            shortlists = decoder.backend.shortlists(prepared)
             if item.step.draft_steps and item.step.accepted >= item.step.draft_steps - 1:
-                used = shortlists.chosen[: item.step.draft_steps]
+                used = prepared.shortlists.chosen[: item.step.draft_steps]
                 saved = sum(pair.target.vocab_size - len(s.ids) for s in used)
                 assert whole.draft_s - here.draft_s == pytest.approx(1e-6 * saved)
                 checked += 1

@@ -119,7 +119,7 @@ def artifacts(pair: LoadedPair) -> Artifacts:
 
 def ready(pair: LoadedPair, draft: str = "none", **blocks: Any) -> Plan:
     policy = parse_policy({"draft": draft, **blocks})
-    return prepare(policy, pair.draft_names, artifacts=artifacts(pair))
+    return prepare_for(pair, policy, artifacts=artifacts(pair))
 
 
 def requests(
@@ -314,9 +314,8 @@ def followed(
         text = list(request.prompt_ids)
         noise = Noise(request.seed, pair.target.vocab_size, torch.device("cpu"))
         for item in decoder.rounds(request):
-            chosen = decoder.backend.shortlists(prepared)
             used = None if sampling.greedy else noise
-            yield list(text), item, used, [set(s.ids.tolist()) for s in chosen.chosen]
+            yield list(text), item, used, [set(s.ids.tolist()) for s in prepared.shortlists.chosen]
             text += item.tokens
 
 
@@ -460,10 +459,10 @@ def test_near_ties_of_the_router_are_settled_by_canonical_states(
         plain = getattr(model, method)
         monkeypatch.setattr(model, method, lambda *args, f=plain: asked.append(args) or f(*args))
         for more in (CHAIN, TREE):
-            prepared = ready(pair, name, shortlist=by_router(name), **more)
             seen = []
             for margin in (0.0, 1e9):
                 monkeypatch.setattr(near_ties, "ROUTER", margin)
+                prepared = ready(pair, name, shortlist=by_router(name), **more)
                 asked.clear()
                 text, steps = texts(pair, prepared, HOT, 6)
                 seen.append((text, [shape(s) for s in steps]))
@@ -508,14 +507,13 @@ def rejection_p_value(shortlist: dict[str, Any]) -> tuple[float, float]:
         "router": Fitted("router", *routed.to_document()),
     }
     policy = parse_policy(chain("draft", 2, shortlist=shortlist))
-    prepared = prepare(policy, pair.draft_names, artifacts=found.__getitem__)
+    prepared = prepare_for(pair, policy, artifacts=found.__getitem__)
     decoder = Decoder(pair, StaticSource(prepared), "rejection")
     drawn, mass = [], []
     for seed in range(400):
         request = DecodeRequest("r", [1, 2], PLAIN, seed, 2, verifier="rejection")
         drawn.append([t for r in decoder.rounds(request) for t in r.tokens])
-        chosen = decoder.backend.shortlists(prepared)
-        mass.append(float(first[chosen.chosen[0].ids].sum()))
+        mass.append(float(first[prepared.shortlists.chosen[0].ids].sum()))
     return p_value_of_two(pair, drawn), float(np.mean(mass))
 
 
@@ -588,33 +586,27 @@ def test_lower_precision_drafts_from_shortlists(pair: LoadedPair) -> None:
 
 
 def test_artifacts_that_do_not_fit_are_refused_in_one_line(pair: LoadedPair) -> None:
-    """Another head or vocabulary, or malformed: told when the policy is made ready, or by a decoder
-    before its first token. Those of another kind or draft: test_policies."""
+    """Another head or vocabulary, or malformed: told when the policy is made ready. Those of
+    another kind or draft: test_policies."""
     near, vocab = routing(pair, "near"), pair.target.vocab_size
     narrow = Router(near.router.w1[:, 1:], near.router.b1, near.router.w2, near.router.b2)
 
-    def say(found: Fitted, decodes: bool) -> str:
+    def say(found: Fitted) -> str:
         shortlist = by_router("near") if found.kind == "router" else FREQUENT
         policy = parse_policy({"draft": "near", "shortlist": shortlist, **CHAIN})
-        look = {"artifacts": lambda _: found}
-        if decodes:
-            decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, **look)))
-            request = requests(pair, decoder, COLD)[0]
         with pytest.raises(PolicyError) as error:
-            next(decoder.rounds(request)) if decodes else prepare_for(pair, policy, **look)
+            prepare_for(pair, policy, artifacts=lambda _: found)
         return str(error.value)
 
-    other = Fitted("router", *Routing(near.router, near.clusters, "0" * 16).to_document())
-    for decodes in (False, True):
-        said = say(other, decodes)
-        assert "was fitted on another output head" in said
-        assert "`fit router --recording ID --draft near`" in said
+    said = say(Fitted("router", *Routing(near.router, near.clusters, "0" * 16).to_document()))
+    assert "was fitted on another output head" in said
+    assert "`fit router --recording ID --draft near`" in said
     slim = Fitted("router", *Routing(narrow, near.clusters, near.head).to_document())
-    assert "a router of" in say(slim, True)
+    assert "a router of" in say(slim)
     short = Fitted("frequencies", *Frequencies(np.arange(vocab - 1)).to_document())
-    assert f"orders a vocabulary of {vocab - 1} tokens" in say(short, True)
+    assert f"orders a vocabulary of {vocab - 1} tokens" in say(short)
     torn = Fitted("frequencies", {"always": 0}, {"order": np.zeros(vocab, dtype=np.int64)})
-    assert "every token id once" in say(torn, False)
+    assert "every token id once" in say(torn)
 
 
 def test_ids_and_labels(pair: LoadedPair) -> None:

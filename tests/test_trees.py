@@ -30,7 +30,7 @@ from spectune.runtime.trees.grow import (
     TreeRule,
     select,
 )
-from spectune.runtime.verification import TargetText, verify_tree
+from spectune.runtime.verification import TargetText, walk
 from spectune.traces.schema import NO_BIN, Sampling
 
 CPU = torch.device("cpu")
@@ -309,9 +309,8 @@ def test_walks_as_the_papers_say(kind: str, exact: bool) -> None:
         target = reference.random_target(rng, case.draft, case.vocab, rng.choice([0.5, 0.9, 1.0]))
         accepted, bonus = reference.verify(expected.kept, target)
         logits = one_hot_logits(tree, target, case.vocab)
-        verdict = verify_tree(
-            TargetText(nobody, [7, 8], Sampling(), None, exact and case.vocab > 1), logits, tree
-        )
+        text = TargetText(nobody, [7, 8], Sampling(), None, exact and case.vocab > 1)
+        verdict = walk(tree, text.tokens(logits, [0, *tree.depths], at_once=False))
         assert verdict.tokens == [*(node.token for node in accepted), bonus]
         assert verdict.path == [expected.kept.index(node) for node in accepted]
         assert verdict.accepted == len(accepted)

@@ -13,8 +13,8 @@ cache's capacity, which no pass reads, see slot 0 alone, and their rows are drop
 nothing. Graphs hold the addresses of keys and values, so those captured before a cache grew are
 never replayed.
 
-Nothing here waits for the device. Capturing goes through a :class:`Recorder`; without CUDA there is
-none, and no pass comes here. No GPU has run this yet.
+Nothing here waits for the device. Capturing goes through a :class:`CudaRecorder`; without CUDA
+there is none, and no pass comes here. No GPU has run this yet.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,15 +83,6 @@ class Outputs(NamedTuple):
         return Outputs(change(self.states), change(self.logits), taps)
 
 
-class Recorder(Protocol):
-    """Captures a pass."""
-
-    def capture(self, run: Callable[[], None], rehearse: Callable[[], None]) -> Callable[[], None]:
-        """``run`` works on fixed tensors; returned is what repeats its work on their contents of
-        that time. Capturing does not do the work. ``rehearse`` does the same work on other tensors,
-        and may be called any number of times before."""
-
-
 class CudaRecorder:
     """Captures into CUDA graphs that share one memory pool. Replays follow each other on one
     stream, and what they give is copied out of the pool inside the graph, so no graph reads what
@@ -101,6 +92,9 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], None], rehearse: Callable[[], None]) -> Callable[[], None]:
+        """``run`` works on fixed tensors; returned is what repeats its work on their contents of
+        that time. Capturing does not do the work. ``rehearse`` does the same work on other tensors,
+        and may be called any number of times before."""
         side, current = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
         side.wait_stream(current)
         with torch.cuda.stream(side):
@@ -175,7 +169,7 @@ class PassGraphs:
     passes by tokens and kind. ``problem``: why a pass could not be captured; then no more are.
     """
 
-    def __init__(self, model: SlotModel, recorder: Recorder) -> None:
+    def __init__(self, model: SlotModel, recorder: CudaRecorder) -> None:
         self.model, self.reach, self.problem = model, 0, ""
         self.replayed: Counter[tuple[int, Kind]] = Counter()
         self.eager: Counter[tuple[int, Kind]] = Counter()
@@ -298,7 +292,7 @@ def views_up_to(reads: int, capacity: int) -> list[int]:
     return views
 
 
-def use_graphs(models: Iterable[SlotModel], recorder: Recorder) -> None:
+def use_graphs(models: Iterable[SlotModel], recorder: CudaRecorder) -> None:
     """Lets models replay what :func:`prepare_graphs` captures; what their caches hold is
     forgotten."""
     for model in models:

@@ -16,7 +16,7 @@ from spectune.runtime.policies.windows import CompiledWindow, compile_window
 from spectune.runtime.trees.grow import TreeRule
 from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError
-from spectune.traces.schema import LatencyProfile, Sampling, Verifier
+from spectune.traces.schema import LatencyProfile, Sampling
 
 if TYPE_CHECKING:  # holds tensors
     from spectune.runtime.shortlists import Shortlists
@@ -49,22 +49,6 @@ class Plan:
         """How trees grow at a sampling temperature. A chain is a tree of width 1."""
         assert self.rules is not None
         return self.rules[0 if sampling.greedy else 1]
-
-
-def check_verifier(policy: Policy, verifier: Verifier, sampling: Sampling) -> None:
-    """Raises PolicyError where a policy and a verifier would bias the text."""
-    if verifier != "rejection" or sampling.greedy:
-        return
-    if policy.is_tree:
-        raise PolicyError(
-            f"growth {policy.growth.kind}: the rejection verifier is for chains (it would need to "
-            "know how siblings were drawn); use the coupled verifier"
-        )
-    if not getattr(policy.stop, "keep_last", True):
-        raise PolicyError(
-            "stop.keep_last false discards a sampled token because of its probability, which the "
-            "rejection verifier cannot make lossless; use the coupled verifier or keep_last true"
-        )
 
 
 def compile_plan(
