@@ -3,6 +3,7 @@ trees; and what they tell of a policy."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from spectune.runtime.policies.document import (
     parse_policy,
 )
 from spectune.traces.errors import PolicyError, TraceError, WorkloadError
-from spectune.traces.files import is_file, parse_json, read_json
+from spectune.traces.files import parse_json, read_json
 from spectune.traces.recording import TREE_DEPTH, TREE_WIDTH
 from spectune.traces.schema import Outcome, Workload
 from spectune.traces.workload_files import read_workload
@@ -125,7 +126,7 @@ def named_policy(name: str) -> AnyPolicy | None:
         return BUILT_IN[name]
     if name.lstrip().startswith("{"):
         return parse_policy(parse_json(name, "--policy", PolicyError), where="--policy")
-    if is_file(name) or name.endswith(".json"):
+    if os.path.isfile(name) or name.endswith(".json"):
         return parse_policy(
             read_json(name, f"--policy {name}", PolicyError, missing="No such file"), where=name
         )

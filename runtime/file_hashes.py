@@ -8,10 +8,9 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from spectune.traces.files import is_file, replacing
+from spectune.traces.files import replacing
 
 RACY_NS = 2 * 10**9
 """A file modified this shortly before it was read may change once more and keep its time stamps:
@@ -31,35 +30,27 @@ class FileHashes:
     unwritable one costs time and nothing else.
     """
 
-    def __init__(
-        self,
-        cache: Path | None,
-        *,
-        large_bytes: int = LARGE_BYTES,
-        clock: Callable[[], int] = time.time_ns,
-    ) -> None:
-        self._cache, self._large_bytes, self._clock = cache, large_bytes, clock
+    def __init__(self, cache: Path | None) -> None:
+        self._cache = cache
         self._known: dict[str, tuple[State, str]] = {}
 
     def of(self, path: Path) -> str:
         """64 hex digits over a file's content. Raises OSError."""
         file = path.resolve(strict=True)
-        key, state, large = str(file), _state(file), file.stat().st_size >= self._large_bytes
+        key, state, large = str(file), _state(file), file.stat().st_size >= LARGE_BYTES
         if key not in self._known and large:
             self._known = self._read() | self._known
         known = self._known.get(key)
         if known is not None and known[0] == state:
             return known[1]
-        began, digest = self._clock(), self._digest(file)
+        began = time.time_ns()
+        with file.open("rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
         if _state(file) == state and max(state[1:3]) + RACY_NS < began:
             self._known[key] = state, digest
             if large:
                 self._write(key)
         return digest
-
-    def _digest(self, file: Path) -> str:
-        with file.open("rb") as content:
-            return hashlib.file_digest(content, "sha256").hexdigest()
 
     def _read(self) -> dict[str, tuple[State, str]]:
         if self._cache is not None:
@@ -76,7 +67,7 @@ class FileHashes:
         if self._cache is None:
             return
         known = (self._read() | {key: self._known[key]}).items()
-        files = {name: [*state, digest] for name, (state, digest) in known if is_file(name)}
+        files = {name: [*state, digest] for name, (state, digest) in known if os.path.isfile(name)}
         with contextlib.suppress(OSError):
             self._cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with replacing(self._cache) as file:

@@ -19,7 +19,7 @@ from typing import Any
 from spectune.runtime.file_hashes import FILES
 from spectune.runtime.generation_settings import settings_of
 from spectune.traces.errors import PairError, SpectuneError
-from spectune.traces.files import exists, is_file, read_json
+from spectune.traces.files import read_json
 from spectune.traces.text import shortened
 
 RESERVED = ("none", "ngram")
@@ -72,7 +72,7 @@ class PairSpec:
 
                 # What was fetched of a hub name when it was loaded.
                 found = try_to_load_from_cache(self.target, name)
-            if isinstance(found, str) and is_file(Path(found)):
+            if isinstance(found, str) and os.path.isfile(found):
                 return settings_of(model_config(Path(found).parent, name))
         return {}
 
@@ -120,7 +120,7 @@ class PairSpec:
                 )
 
         def resolve(path: str) -> str:
-            if base is not None and not Path(path).is_absolute() and exists(base / path):
+            if base is not None and not Path(path).is_absolute() and os.path.exists(base / path):
                 return str((base / path).resolve())
             return path
 
@@ -159,9 +159,9 @@ def read_pair(pair: str | None, target: str | None = None, drafts: Sequence[str]
         raise PairError("no pair is named: 'demo', a pair file, or a target and drafts")
     shipped = Path(__file__).resolve().parent.parent / "demo" / "pair"
     file = shipped if pair == "demo" else Path(pair)
-    if exists(file) and file.is_dir():
+    if os.path.isdir(file):
         file = file / "pair.json"
-    if not is_file(file):
+    if not os.path.isfile(file):
         raise PairError(
             f"--pair {shortened(str(pair))}: no such pair file (write 'demo', a JSON file, or use "
             "--target and --draft)"
@@ -220,7 +220,7 @@ def is_content(file: Path) -> bool:
     """Whether a file, there or not, would be one of a checkpoint's: in its folder or one below,
     named as what decides a text."""
     names = (*CONTENT, "config.json", GENERATION, ADAPTER)
-    folders = [folder for folder in file.parents[:2] if is_file(folder / "config.json")]
+    folders = [folder for folder in file.parents[:2] if os.path.isfile(folder / "config.json")]
     return any(file.relative_to(folder).match(name) for folder in folders for name in names)
 
 
@@ -228,13 +228,13 @@ def checkpoint(path: str) -> Path | None:
     """The folder of a local checkpoint, None for a hub name. Raises PairError where no checkpoint
     is."""
     folder = expanded(path)
-    if not exists(folder) and not is_local(path):
+    if not os.path.exists(folder) and not is_local(path):
         return None
-    if not is_file(folder / "config.json"):
+    if not os.path.isfile(folder / "config.json"):
         raise PairError(
             f"no model at {shortened(path)} (a folder with config.json and weights is expected)"
         )
-    if exists(folder / ADAPTER):
+    if os.path.exists(folder / ADAPTER):
         # transformers would load other weights, from where this file says, or the adapter's model
         # without it.
         raise PairError(
@@ -293,7 +293,7 @@ def is_head(path: str) -> bool:
     folder = expanded(path)
     if not is_local(path):
         return "eagle" in path.lower()
-    if not is_file(folder / "config.json"):
+    if not os.path.isfile(folder / "config.json"):
         return False
     config = head_config(folder)
     if says_eagle3(config) or any("eagle" in name for name in architectures(config)):
@@ -376,4 +376,4 @@ def expanded(path: str) -> Path:
 
 def is_local(path: str) -> bool:
     """Whether a model is named by a path rather than by its name on a hub."""
-    return path.startswith((".", "/", "~")) or exists(path) or path.count("/") != 1
+    return path.startswith((".", "/", "~")) or os.path.exists(path) or path.count("/") != 1

@@ -3,6 +3,7 @@ tokenizer, ends, context. Loads no weights."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,6 @@ from spectune.runtime.pair import (
     translated,
 )
 from spectune.traces.errors import PairError, WorkloadError
-from spectune.traces.files import is_file
 from spectune.traces.schema import Request
 
 POSITIONS = ("max_position_embeddings", "n_positions")
@@ -128,7 +128,7 @@ def eos_of(path: str) -> frozenset[int]:
     folder = checkpoint(path)
     if folder is not None:
         for name in ("generation_config.json", "config.json"):
-            found = model_config(folder, name) if is_file(folder / name) else {}
+            found = model_config(folder, name) if os.path.isfile(folder / name) else {}
             if found.get("eos_token_id") is not None:
                 return ends_of(found["eos_token_id"])
     return frozenset()

@@ -3,12 +3,13 @@ pair, always."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from pairs import make_pair
 from safetensors.torch import load_file, save_file
 
 import spectune.runtime.loading
+from spectune.runtime import file_hashes
 from spectune.runtime.file_hashes import FileHashes
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import is_head, read_pair
@@ -151,68 +153,68 @@ def test_resuming_with_other_weights_is_refused(folder: Path, tmp_path: Path) ->
 
 # ------------------------------------------------------------------------------- what is remembered
 
-LATER = 10 * 10**9
-
-
-class Counting(FileHashes):
-    """Counts the files that are read."""
-
-    reads = 0
-
-    def _digest(self, file: Path) -> str:
-        self.reads += 1
-        return super()._digest(file)
-
-
-def hashes(cache: Path | None, later_ns: int = LATER) -> Counting:
-    return Counting(cache, large_bytes=1, clock=lambda: time.time_ns() + later_ns)
-
 
 @pytest.fixture
-def weights(tmp_path: Path) -> Path:
+def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that counts as large, and as one modified long ago."""
+    monkeypatch.setattr(file_hashes, "LARGE_BYTES", 1)
+    monkeypatch.setattr(file_hashes, "RACY_NS", -(10**10))
     file = tmp_path / "weights"
     file.write_bytes(b"x" * 1000)
     return file
 
 
-def test_a_large_file_is_read_once(weights: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """Called for every file that is read."""
+    counted = MagicMock(side_effect=hashlib.file_digest)
+    monkeypatch.setattr(hashlib, "file_digest", counted)
+    return counted
+
+
+def test_a_large_file_is_read_once(weights: Path, tmp_path: Path, reads: MagicMock) -> None:
     cache = tmp_path / "cache" / "hashes.json"
-    first, second = hashes(cache), hashes(cache)
+    first, second = FileHashes(cache), FileHashes(cache)
     assert first.of(weights) == first.of(weights) == second.of(weights)
-    assert (first.reads, second.reads) == (1, 0)
+    assert reads.call_count == 1
     assert [f.name for f in cache.parent.iterdir()] == ["hashes.json"]
 
 
 def test_a_change_that_keeps_size_and_modification_time_is_seen(
     weights: Path, tmp_path: Path
 ) -> None:
-    known = hashes(tmp_path / "hashes.json")
+    known = FileHashes(tmp_path / "hashes.json")
     before, stamp = known.of(weights), weights.stat()
     weights.write_bytes(b"y" * 1000)
     os.utime(weights, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     assert known.of(weights) != before
 
 
-def test_a_file_modified_just_now_is_not_trusted(weights: Path, tmp_path: Path) -> None:
+def test_a_file_modified_just_now_is_not_trusted(
+    weights: Path, tmp_path: Path, reads: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A second change within the file system's resolution would leave the same stamp."""
-    now = hashes(tmp_path / "hashes.json", 0)
+    monkeypatch.setattr(file_hashes, "RACY_NS", 2 * 10**9)
+    now = FileHashes(tmp_path / "hashes.json")
     assert now.of(weights) == now.of(weights)
-    assert now.reads == 2
+    assert reads.call_count == 2
     assert not (tmp_path / "hashes.json").exists()
 
 
 @pytest.mark.parametrize("text", ["{", '{"files": {"PATH": [1, 2]}}', "[" * 100_000])
-def test_a_damaged_cache_is_no_cache(weights: Path, tmp_path: Path, text: str) -> None:
+def test_a_damaged_cache_is_no_cache(
+    weights: Path, tmp_path: Path, reads: MagicMock, text: str
+) -> None:
     cache = tmp_path / "hashes.json"
     cache.write_text(text.replace("PATH", str(weights)))
-    known = hashes(cache)
-    digest = known.of(weights)
-    assert digest == hashes(None).of(weights) == hashes(cache).of(weights)
-    assert known.reads == 1
+    digest = FileHashes(cache).of(weights)
+    assert digest == FileHashes(cache).of(weights)
+    assert reads.call_count == 1
+    assert digest == FileHashes(None).of(weights)
 
 
 def test_a_cache_that_cannot_be_written_changes_nothing(weights: Path) -> None:
-    assert hashes(weights / "hashes.json").of(weights) == hashes(None).of(weights)
+    assert FileHashes(weights / "hashes.json").of(weights) == FileHashes(None).of(weights)
 
 
 def test_a_head_is_told_by_its_tensors_whatever_the_file_holds(tmp_path: Path) -> None:

@@ -174,6 +174,12 @@ def test_what_is_broken_is_named_by_file_and_line(content: Any, says: str) -> No
         read(content, name, column="q")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
+def test_a_file_that_cannot_be_read_is_refused_in_one_line() -> None:
+    with pytest.raises(WorkloadError, match=r"^--workload /proc/self/mem: cannot be read \(.*\)$"):
+        read_workload(["/proc/self/mem"])
+
+
 # ------------------------------------------------------------------------------------------- limits
 
 

@@ -22,23 +22,6 @@ _DEPTH_LIMIT = 64
 walks one."""
 
 
-def is_file(path: str | Path) -> bool:
-    """Whether a regular file is there. What can name no file (a name too long, or with a NUL) names
-    none."""
-    try:
-        return Path(path).is_file()
-    except OSError:
-        return False
-
-
-def exists(path: str | Path) -> bool:
-    """Whether anything is there, with :func:`is_file`'s patience."""
-    try:
-        return Path(path).exists()
-    except OSError:
-        return False
-
-
 def read_text(
     path: str | Path, where: str, error: type[SpectuneError], *, missing: str = "no such file"
 ) -> str:

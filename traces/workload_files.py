@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from spectune.traces.errors import WorkloadError
-from spectune.traces.files import SIZE_LIMIT, is_file, parse_json, read_text
+from spectune.traces.files import SIZE_LIMIT, parse_json, read_text
 from spectune.traces.schema import Workload
 from spectune.traces.text import printable, shortened
 from spectune.traces.workloads import FORMATS, Line, Turns, make_workload
@@ -47,10 +49,12 @@ def _objects(path: str, column: str | None) -> Iterator[tuple[int, str, Any]]:
     """(number, where, object) of everything in a file or data set."""
     if path.startswith(DATA_SET):
         return _rows(_data_set(path), f"--workload {shortened(path)}", column)
-    if is_file(path):
-        with open(path, "rb") as file:
-            if file.read(4) == b"PAR1":
-                return _rows(_parquet(path), path, column)
+    magic = b""
+    if os.path.isfile(path):
+        with suppress(OSError), open(path, "rb") as file:
+            magic = file.read(4)
+    if magic == b"PAR1":
+        return _rows(_parquet(path), path, column)
     missing = "no such file (write 'demo', the path of a file, or hf:NAME of a data set)"
     text = read_text(path, f"--workload {path}", WorkloadError, missing=missing)
     if Path(path).suffix.lower() in (".csv", ".tsv"):

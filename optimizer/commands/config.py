@@ -6,6 +6,7 @@ that it is for, and an error names file and key.
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -90,9 +91,7 @@ def blamed(ctx: click.Context, key: str, source: ParameterSource | None) -> Iter
 def use_config(ctx: click.Context, named: str | None) -> Config | None:
     """Reads the file named, or the working folder's if it is there, for the options of ``ctx`` and
     its commands. Raises ConfigError."""
-    from spectune.traces.files import exists
-
-    if named is None and not exists(FILE):
+    if named is None and not os.path.exists(FILE):
         return None
     ctx.meta[_META] = found = read_config(Path(named or FILE))
     return found

@@ -50,10 +50,9 @@ def init(ctx: click.Context, pair: str | None, force: bool) -> None:
     Example:  cli.py init --pair pair.json
     """
     from spectune.traces.errors import ConfigError
-    from spectune.traces.files import exists
 
     file = Path(ctx.find_root().params["config"] or FILE)
-    if exists(file) and not force:
+    if os.path.exists(file) and not force:
         raise ConfigError(f"{file} exists already; --force replaces it")
     line = '# pair = "pair.json"            # or "demo", the pair that ships'
     if pair is not None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -93,10 +94,11 @@ def check_writable(*options: tuple[str, str | None]) -> None:
     reads, and those of any model."""
     from spectune.runtime.pair import is_content
     from spectune.traces.errors import OutputError
-    from spectune.traces.files import is_file, why_not_writable
+    from spectune.traces.files import why_not_writable
     from spectune.traces.text import shortened
 
-    taken = {Path(path).resolve(): "read by this command" for path in _read_by() if is_file(path)}
+    read = filter(os.path.isfile, _read_by())
+    taken = {Path(path).resolve(): "read by this command" for path in read}
     taken |= {path.resolve(): "the database in use" for path in database_files()}
     for option, path in options:
         if path is None:

@@ -8,6 +8,7 @@ Nothing that a file says is believed (:mod:`traces.store.foreign`).
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -32,7 +33,7 @@ from spectune.db.models import (
     WorkloadRow,
 )
 from spectune.traces.errors import TraceError
-from spectune.traces.files import is_file, why_not_writable
+from spectune.traces.files import why_not_writable
 from spectune.traces.store.foreign import (
     check_hashed,
     check_pair,
@@ -110,7 +111,7 @@ def import_recordings(database: Database, path: str | Path) -> Transfer:
     damaged; nothing of that recording is imported.
     """
     source = Path(path)
-    if not is_file(source):
+    if not os.path.isfile(source):
         raise TraceError(f"there is no file {shortened(str(source))} to import")
     with _opened(source) as session:
         recordings = session.scalars(
