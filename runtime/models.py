@@ -147,7 +147,6 @@ class SlotModel(ABC):
         *,
         logits: int,
         hidden: Tensor | None = None,
-        own: bool = False,
         replays: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """:meth:`run` for tokens that follow each other at slots and positions ``start ..``, each
@@ -160,9 +159,7 @@ class SlotModel(ABC):
             mask = causal_mask(start, stop, view, self.device)
             if self.first_slot:
                 mask[:, : self.first_slot] = False
-        return self.run(
-            ids, slots, slots, mask, logits=logits, hidden=hidden, own=own, replays=replays
-        )
+        return self.run(ids, slots, slots, mask, logits=logits, hidden=hidden, replays=replays)
 
     def run(
         self,

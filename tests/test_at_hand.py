@@ -86,9 +86,7 @@ def filled(database: Database) -> dict[str, str]:
     store = TraceStore(database)
     recording = a_recording(store)
     store.put_policy(POLICY_ID, POLICY, "small")
-    run = store.put_run(
-        PAIR, POLICY_ID, an_outcome(), device="cpu", dtype="float32", recording_id=recording
-    )
+    run = store.put_run(PAIR, POLICY_ID, an_outcome(), device="cpu", dtype="float32")
     study = store.put_study(PAIR, sampler="TPE", seed=0, document={}, recording_id=recording)
     artifact = store.put_artifact("bins", {"thresholds": [1]}, pair_id=PAIR)
     return {

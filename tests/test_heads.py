@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spectune.demo.train_head import Head, Unroller, begin_as_target
+from spectune.runtime.attention import causal_mask
 from spectune.runtime.drafts.eagle_formats import load_head
 from spectune.runtime.drafts.eagle_head import EagleHead
 from spectune.runtime.loading import load_pair
@@ -433,7 +434,10 @@ def test_every_form_computes_what_its_format_says(
     assert at == len(ids)
     _close(logits[0], wanted[0])
     for j, token in enumerate(drafted):
-        logits, out = head.chain(torch.tensor([token]), at + j, logits=1, hidden=out[-1:], own=True)
+        given, place = torch.tensor([[token], [at + j]])
+        seen = causal_mask(at + j, at + j + 1, 64, CPU)
+        seen[:, 0] = False
+        logits, out = head.run(given, place, place, seen, logits=1, hidden=out[-1:], own=True)
         _close(logits[0], wanted[j + 1])
 
 

@@ -20,7 +20,6 @@ from trace_values import (
     a_recording,
     a_trajectory,
     a_tree,
-    an_outcome,
     steps_of,
 )
 
@@ -304,17 +303,12 @@ def test_unfinished_recordings_are_pruned_by_age_once_nobody_writes_to_them(
 
 
 def test_what_a_publication_rests_on_is_spared(store: TraceStore) -> None:
-    by_evidence, by_run, free = (a_recording(at(store, NOW - i * DAY), n=2) for i in range(3))
+    cited, free = (a_recording(at(store, NOW - i * DAY), n=2) for i in range(2))
     store.put_policy("p" * 12, {}, "l")
-    run = store.put_run(
-        PAIR, "p" * 12, an_outcome(), device="cpu", dtype="float32", recording_id=by_run
-    )
-    evidence = {"search": {"recording": by_evidence}, "runs": [run]}
-    store.publish(PAIR, "cpu", "p" * 12, actor="t", evidence=evidence)
+    store.publish(PAIR, "cpu", "p" * 12, actor="t", evidence={"search": {"recording": cited}})
     report = prune(store.database, before=NOW + DAY)
     assert [p.recording for p in report.removed] == [free]
-    assert set(report.kept) == {by_evidence, by_run}
-    says = f"recording {by_run} is evidence of a publication; use --force"
-    with pytest.raises(TraceError, match=says):
-        prune(store.database, recordings=[by_run])
-    assert removed(store, recordings=[by_run], force=True) == {by_run}
+    assert report.kept == (cited,)
+    with pytest.raises(TraceError, match=f"recording {cited} is evidence of a publication; use"):
+        prune(store.database, recordings=[cited])
+    assert removed(store, recordings=[cited], force=True) == {cited}

@@ -4,7 +4,6 @@ workload is taken."""
 from __future__ import annotations
 
 import hashlib
-import heapq
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -185,16 +184,10 @@ def take(workload: Workload, limit: int | None, *, seed: int = 0) -> Workload:
     for n, request in enumerate(workload.requests):
         rank = hashlib.sha256(f"{seed}:{request.id}".encode()).digest()
         strata.setdefault((request.source, request.category), []).append((rank, n))
-    for members in strata.values():
-        members.sort()
-    order = [(-math.inf, -len(members), key) for key, members in strata.items()]
-    heapq.heapify(order)
-    kept: list[int] = []
-    taken = dict.fromkeys(strata, 0)
-    while len(kept) < limit:
-        _, size, key = heapq.heappop(order)
-        kept.append(strata[key][taken[key]][1])
-        taken[key] += 1
-        if taken[key] < -size:
-            heapq.heappush(order, (size / math.sqrt(taken[key] * (taken[key] + 1)), size, key))
-    return Workload(workload.name, tuple(workload.requests[n] for n in sorted(kept)))
+    order = sorted(
+        (-len(members) / math.sqrt(j * (j + 1)) if j else -math.inf, -len(members), key, n)
+        for key, members in strata.items()
+        for j, (_, n) in enumerate(sorted(members))
+    )
+    kept = sorted(n for *_, n in order[:limit])
+    return Workload(workload.name, tuple(workload.requests[n] for n in kept))

@@ -56,7 +56,6 @@ def measure_profile(
     most: int = 1,
     trees: bool = True,
     texts: Sequence[Sequence[int]] = (),
-    seed: int = 0,
     progress: Progress = silent,
     clock: Callable[[], float] = time.perf_counter,
 ) -> LatencyProfile:
@@ -69,7 +68,7 @@ def measure_profile(
     """
     room = pair.max_positions - 2 * gamma_max - CHECKED_TOKENS
     usable = [c for c in sorted(set(contexts or CONTEXTS)) if c <= room] or [max(1, room // 2)]
-    experiment = Experiment(pair, usable, [t for t in texts if len(t) > usable[0]], seed, clock)
+    experiment = Experiment(pair, usable, [t for t in texts if len(t) > usable[0]], clock)
     cells = cells_of(pair, gamma_max, trees=trees)
     checked = _checked_cells(pair, gamma_max, trees=trees)
     # First touches and compilation.

@@ -110,8 +110,6 @@ class Run:
     device: str
     dtype: str
     workload_id: str | None = None
-    recording_id: str | None = None
-    profile_id: str | None = None
     purpose: str = ""
     options: Document = field(default_factory=dict)
     created_at: datetime | None = None
@@ -275,14 +273,11 @@ class Catalog(Storage):
         device: str,
         dtype: str,
         workload_id: str | None = None,
-        recording_id: str | None = None,
-        profile_id: str | None = None,
         purpose: str = "",
         options: Document | None = None,
         steps: Mapping[str, Sequence[Step]] | None = None,
     ) -> str:
-        """Stores an executed or replayed run of a stored policy, with its rounds by request id if
-        given; its new id."""
+        """Stores a run of a stored policy, with its rounds by request id if given; its new id."""
         categories = {r.request_id: r.category for r in outcome.per_request}
         packed = [(name, step_values(rounds)) for name, rounds in (steps or {}).items()]
         with self.database.write() as session:
@@ -295,8 +290,6 @@ class Catalog(Storage):
                 pair_id=pair_id,
                 policy_id=policy_id,
                 workload_id=workload_id,
-                recording_id=recording_id,
-                profile_id=profile_id,
                 device=device,
                 dtype=dtype,
                 purpose=purpose,

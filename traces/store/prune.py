@@ -16,7 +16,6 @@ from spectune.db.models import (
     PanoramaChunkRow,
     PublicationRow,
     RecordingRow,
-    RunRow,
     StepChunkRow,
     TrajectoryRow,
 )
@@ -95,7 +94,7 @@ def prune(
             locked = _locked(session, chosen)
             # Whoever wrote to one of them was waited for: what he wrote may be why it stays.
             chosen = [r for r in (chosen if recordings else by_rule()) if r in locked]
-        cited = set() if force else cited_recordings(session, chosen)
+        cited = set() if force else _cited(session, chosen)
         if recordings and cited:
             name = sorted(cited)[0]
             raise TraceError(
@@ -115,13 +114,10 @@ def prune(
     return report
 
 
-def cited_recordings(session: Session, candidates: Iterable[str]) -> set[str]:
-    """Those of the candidates that the evidence of any publication names, itself or through a run
-    that it names."""
+def _cited(session: Session, candidates: Iterable[str]) -> set[str]:
+    """Those of the candidates that the evidence of any publication names."""
     evidence = "\n".join(map(json.dumps, session.scalars(select(PublicationRow.evidence))))
-    runs = session.execute(select(RunRow.id, RunRow.recording_id))
-    of_runs = {recording for run, recording in runs if run in evidence}
-    return {name for name in candidates if name in evidence or name in of_runs}
+    return {name for name in candidates if name in evidence}
 
 
 def _locked(session: Session, recordings: Sequence[str]) -> frozenset[str]:
