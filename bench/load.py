@@ -45,7 +45,6 @@ from lab import (
     environment,
     interval_of,
     keep,
-    known,
     parser_of,
     record_engine,
     requests,
@@ -313,14 +312,6 @@ def _count(load: Load, part: int) -> int:
     return max(4, (OPEN if load.arrivals else CLIENTS[load.clients]) // part)
 
 
-def again(state: Path, engine: str, trace: str, found: dict[str, Any]) -> dict[str, Any]:
-    """What is predicted today of what was executed then."""
-    store = stored(state / f"load-{engine}.db")
-    first = min(store.list_recordings(), key=lambda info: info.created_at)
-    lab = under_load(store, first, [], "clients:1", Objective())
-    return {**found, **predicted(lab, trace, found, found["rows"])}
-
-
 def _errors(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     """How far predictions are off the median execution, and each execution off the median of the
     others."""
@@ -389,18 +380,14 @@ def main() -> None:
     add("--trace", required=True, metavar="FILE.csv", help="arrivals: the first of them are used")
     add("--passes", type=int, default=4)
     add("--turns", type=int, default=240, help="of the table and the best constants each")
-    add("--again", action="store_true", help="predict again what was executed before, and no more")
     add("--quick", action="store_true", help="a tiny size, which proves that it runs; no result")
     wanted = parser.parse_args()
     state, name = ROOT / ".acceptance", f"load-{wanted.engine}"
     state.mkdir(exist_ok=True)
     before, began = environment(), time.time()
-    if wanted.again:
-        found = again(state, wanted.engine, wanted.trace, known(name))
-    else:
-        times = (1, 4) if wanted.quick else (wanted.passes, wanted.turns)
-        found = measured(state, wanted.engine, wanted.trace, *times, quick=wanted.quick)
-        found |= {"seconds": round(time.time() - began, 1), "environment": before}
+    times = (1, 4) if wanted.quick else (wanted.passes, wanted.turns)
+    found = measured(state, wanted.engine, wanted.trace, *times, quick=wanted.quick)
+    found |= {"seconds": round(time.time() - began, 1), "environment": before}
     print(json.dumps({k: v for k, v in found.items() if k != "rows"}, indent=1))
     if not wanted.quick:
         keep(name, found)

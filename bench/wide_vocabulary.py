@@ -5,8 +5,7 @@ The pair is made from the demo's checkpoints and never shipped. Every token t ge
 *shadows*, tokens t + 4096 j, whose rows of the output heads lie near its own (``NEAR``), so that
 they cost what a token costs and fall into the clusters of the tokens they resemble, but whose
 logits lie ``GAP`` nats or more below: no model proposes or emits one, and the texts are the demo
-pair's, which is measured (``padding``). One more coordinate of the hidden state does that
-(:func:`widened`).
+pair's. One more coordinate of the hidden state does that (:func:`widened`).
 
 Shadows never occur, so a frequency list would leave them out for nothing while clusters hold them.
 The order therefore has every token's shadows right behind it: a shortlist of B rows has 4096 B / V
@@ -142,24 +141,6 @@ def build(folder: Path, vocab: int) -> Path:
     file, drafts = folder / "pair.json", {name: name for name, _ in small.spec.drafts}
     file.write_text(json.dumps({"name": f"demo-{vocab}", "target": "target", "drafts": drafts}))
     return file
-
-
-def padding(pair: LoadedPair, cases: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """Requests whose text or rounds are not those of the demo pair, at temperatures 0 and 1."""
-    workload, differ, count = requests(len(CATEGORIES)), 0, 0
-    for sampling in (Sampling(), Sampling(1.0, seed=2)):
-        for draft, shape in cases:
-            policy = drafting(draft, shape)
-            found = []
-            for p in (demo(), pair):
-                encoded = encode(p, workload, DecodeOptions(sampling, 24))
-                decoded = run(p, StaticSource(prepare(policy, p.draft_names)), encoded)
-                texts = [(d.trajectory.output_ids.tolist(), d.steps) for d in decoded]
-                rounds = ([(s.start, s.drafted, s.accepted) for s in steps] for _, steps in texts)
-                found.append([(text, r) for (text, _), r in zip(texts, rounds, strict=True)])
-            count += len(found[0])
-            differ += sum(x != y for x, y in zip(*found, strict=True))
-    return {"requests": count, "requests_that_differ": differ}
 
 
 def fit(state: Path, fits: Fits, vocab: int, cases: Sequence[tuple[str, str]]) -> Fits:

@@ -166,21 +166,8 @@ def theorem_3(alphas: FloatArray, options: Sequence[Option]) -> IntArray:
     """Theorem 3 for more than two drafts: indices int64 [n] into ``options`` for ``alphas`` float64
     [n, options].
 
-    The drafts are taken by their latency ratio, smallest first; a larger one replaces the one held
-    where equation 4 holds, delta n > (delta c / delta rho) L. What the paper leaves open is decided
-    so:
-
-    - c = a_q / b_p(0), the target's plain step: one number per draft, whatever its window.
-    - d, rho and n of each draft are those at its own best window by objective 1: rho = Omega / d, n
-      = L / (d rho) = L / Omega, and so L cancels. delta n = n_held - n_larger, delta c = c_larger -
-      c_held, delta rho = rho_larger - rho_held.
-    - delta rho <= 0 (a larger window can lower rho although alpha is higher): the condition does
-      not hold. As printed it would be true for any negative delta rho; the theorem presumes an
-      *improvement*.
-    - A draft whose best window is 0, ``none`` among them, drafts nothing, and rho is not defined:
-      it is compared by equation 3 itself.
-
-    The condition is sufficient, not necessary, so larger drafts are taken too rarely.
+    A larger draft replaces the one held where equation 4 holds, n_held - n_larger > (delta c /
+    delta rho) L; docs/draft_choice.md says what c, rho and n are and what is compared otherwise.
     """
     ratio = np.array([o.draft_step_s / o.round_s[0] for o in options])
     order = sorted(range(len(options)), key=lambda k: (ratio[k], options[k].draft != NO_DRAFT))

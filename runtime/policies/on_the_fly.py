@@ -3,22 +3,11 @@ How likely the next drafted token is to be accepted, and which window that speak
 4; equations 1, 2 and 9 to 12; appendix B).
 
 Three estimates of beta = Acc(x_t | X_<t) from rounds that drafted g_i tokens and had V_i accepted:
-
-- Equation 2, sum V / (sum V + rejections). A round observes a geometric variable *censored* at its
-  window (P(V = g) = beta^g), and for that distribution equation 2 is the exact maximum-likelihood
-  estimate, not an approximation.
-- Equation 11, the maximum-likelihood root under equation 10, which is a geometric distribution
-  *truncated* (conditioned) to y = V + 1 <= g + 1. The printed polynomial is the right stationary
-  condition of equation 10, but "only one root in 0 < beta < 1" holds only while mean(y) < (g + 2) /
-  2; from there on the likelihood grows up to beta = 1, and the estimate is 1 (callers cap it). As
-  rounds are censored, not truncated, this estimate is biased upwards (mean 1.9375 at g = 4, beta =
-  0.5 reads as 0.54).
-- Equation 12, equation 11 solved for mean(y). Its printed numerator begins with gamma
-  beta^(gamma+2); expanding equation 11 gives (gamma + 1) beta^(gamma+2), the only reading that
-  stays finite as beta -> 1. That one is used.
-
-Where windows differ within the history, equations 11 and 12 become sum_i y_i = sum_i mean(g_i,
-beta), the same likelihood pooled.
+equation 2, sum V / (sum V + rejections); equation 11, where equation 10's likelihood of y = V + 1
+is largest (1 where it has no root below; callers cap it); equation 12, equation 11 solved for
+mean(y). docs/papers.md, item 5, has their biases and what is misprinted. Where windows differ
+within the history, equations 11 and 12 become sum_i y_i = sum_i mean(g_i, beta), the same
+likelihood pooled.
 
 Sums are whole numbers and times whole picoseconds, so that nothing drifts.
 """
