@@ -1,5 +1,5 @@
-"""A PostgreSQL server for the tests, however this machine can have one; old schemas; and
-policies that are none."""
+"""Databases for the tests: a PostgreSQL server, however this machine can have one; stores; old
+schemas; and policies in force, some of which are none."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from spectune.db import migrate
+from spectune.db import migrate, open_database
 from spectune.db.engine import WRITES, make_engine
 from spectune.db.urls import parse_url
+from spectune.runtime.policies.document import AnyPolicy
 from spectune.traces.schema import policy_id
 from spectune.traces.store import TraceStore
 
@@ -134,6 +135,27 @@ def free_port() -> int:
         return port
 
 
+@contextmanager
+def opened(url: Path | str) -> Iterator[TraceStore]:
+    """The store in a database, which is made if there is none."""
+    with open_database(str(url)) as database:
+        yield TraceStore(database)
+
+
+def put_in_force(
+    store: TraceStore,
+    pair_id: str,
+    policy: AnyPolicy,
+    device: str = "cpu",
+    *,
+    actor: str = "test",
+    **how: Any,
+) -> int:
+    """Stores and publishes a policy; the version."""
+    store.put_policy(policy.id, policy.spelled_out(), policy.label())
+    return store.publish(pair_id, device, policy.id, actor=actor, **how).version
+
+
 def run_sql(path: Path | str, *statements: str) -> list[Any]:
     """Runs SQL on a SQLite file without our code between; what the last statement answers. What a
     check would refuse is let through."""
@@ -157,6 +179,23 @@ def at_revision(url: str, revision: str) -> None:
     """Makes a new database and stops at a revision."""
     with migrating(url) as connection:
         migrate.migrate(connection, revision)
+
+
+def copy_rows(url: str, file: Path) -> None:
+    """Copies the rows of a SQLite file into a database, of the columns that its tables have."""
+    tables = sa.MetaData()
+    with migrating(url) as connection:
+        tables.reflect(connection)
+        for table in tables.sorted_tables:
+            if table.name == migrate.VERSION_TABLE:
+                continue
+            truths = [isinstance(column.type, sa.Boolean) for column in table.columns]
+            names = [column.name for column in table.columns]
+            # Without types values go as they stand in the file.
+            into = sa.table(table.name, *map(sa.column, names)).insert()
+            for row in run_sql(file, f"SELECT {', '.join(names)} FROM {table.name}"):
+                values = (bool(v) if is_bool else v for v, is_bool in zip(row, truths, strict=True))
+                connection.execute(into, dict(zip(names, values, strict=True)))
 
 
 NOT_POLICIES = {

@@ -18,16 +18,19 @@ from typing import Any
 
 import click
 from click.testing import CliRunner, Result
+from databases import opened
 from synthetic import flat_profile
 
 from spectune.cli import main
-from spectune.db import open_database
-from spectune.runtime.loading import load_pair
+from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import read_pair
 from spectune.runtime.profiling import environment
+from spectune.traces.schema import LatencyProfile
 from spectune.traces.store import TraceStore
 
 ROOT = Path(__file__).resolve().parent.parent
+FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
+"""A policy as it is typed."""
 USAGE = frozenset(
     (
         *("policy", "requests", "rounds", "emitted_tokens", "accepted_tokens", "drafted_tokens"),
@@ -168,22 +171,31 @@ class Door:
         return words
 
 
-def put_profile(url: str, pair_file: Path | str, *, threads: int | None = None) -> str:
-    """Stores a made-up latency profile of a tiny pair on this machine's CPU, accepted and fresh, so
-    that `tune` uses it; its id.
+def put_made_up_profile(
+    store: TraceStore,
+    pair: LoadedPair,
+    profile: LatencyProfile | None = None,
+    *,
+    threads: int | None = None,
+) -> str:
+    """Stores a latency profile, by default a made-up one, as that of a pair on this machine,
+    accepted and fresh, so that `tune` uses it; its id.
 
     Measuring takes half a minute on a busy machine, and what is measured is not what these tests
     are about. ``threads`` is what the processes that are to find it run with (default: as this
     one).
     """
-    pair = load_pair(read_pair(str(pair_file)), device="cpu")
-
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
     here = environment(pair) | ({} if threads is None else {"threads": threads})
-    made = replace(flat_profile(pair.id, pair.drafts), environment=here)
-    with open_database(url) as database:
-        store = TraceStore(database)
-        store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-        return store.put_profile(made)
+    made = profile or flat_profile(pair.id, pair.drafts)
+    return store.put_profile(replace(made, environment=here))
+
+
+def put_profile(url: str, pair_file: Path | str, *, threads: int | None = None) -> str:
+    """:func:`put_made_up_profile` on a CPU, for the pair of a file."""
+    pair = load_pair(read_pair(str(pair_file)), device="cpu")
+    with opened(url) as store:
+        return put_made_up_profile(store, pair, threads=threads)
 
 
 def one_object(text: str) -> dict[str, Any]:

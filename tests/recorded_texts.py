@@ -3,15 +3,15 @@ policy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from databases import opened
 
-from spectune.db import open_database
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.runtime.decoder import Decoded, Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, StaticSource
@@ -19,23 +19,54 @@ from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.prepared_chooser import AnyPlan
 from spectune.runtime.recording.chains import record_panorama
 from spectune.runtime.recording.trees import record_tree_panorama
-from spectune.traces.schema import LatencyProfile, Request, Sampling, Trajectory
+from spectune.traces.schema import LatencyProfile, Request, Sampling, Step, Trajectory
 from spectune.traces.store import TraceStore
+
+SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
+
+
+def shape(step: Step) -> tuple[int, ...]:
+    """What must agree of a round: all but its times."""
+    return (
+        step.start, step.drafted, step.verified, step.accepted, step.emitted, step.draft_steps,
+        step.lag, step.depth, step.bin,
+    )  # fmt: skip
+
+
+class Looked:
+    """A source whose plan depends on how often it has been looked at."""
+
+    def __init__(self, plan_at: Callable[[int], AnyPlan]) -> None:
+        self.looks, self.plan_at = 0, plan_at
+
+    def current(self) -> AnyPlan:
+        self.looks += 1
+        return self.plan_at(self.looks)
+
+
+def alternating(plans: Sequence[AnyPlan]) -> Looked:
+    """Another plan every second look."""
+    return Looked(lambda n: plans[n // 2 % len(plans)])
+
+
+def asked(
+    decoder: Decoder, prompt: str, sampling: Sampling, tokens: int, name: str = "r"
+) -> DecodeRequest:
+    """A request for so many tokens after a prompt."""
+    ids = decoder.pair.encode(prompt)
+    return decoder.request(Request(name, "x", (prompt,)), ids, sampling, tokens)
 
 
 def plain_texts(
     pair: LoadedPair, prompts: Mapping[str, str], sampling: Sampling, tokens: int
 ) -> list[Trajectory]:
     """The target's own texts, by request id."""
-    decoder, found = Decoder(pair, StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))), []
-    for name, prompt in prompts.items():
-        request = decoder.request(
-            Request(name, "x", (prompt,)), pair.encode(prompt), sampling, tokens
-        )
-        found.append(decoder.decode(request).trajectory)
-    return found
+    decoder = Decoder(pair, StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names)))
+    requests = (asked(decoder, prompt, sampling, tokens, name) for name, prompt in prompts.items())
+    return [decoder.decode(request).trajectory for request in requests]
 
 
 def request_of(decoder: Decoder, text: Trajectory) -> DecodeRequest:
@@ -58,8 +89,7 @@ def decoded_again(decoder: Decoder, text: Trajectory) -> Decoded:
 @contextmanager
 def store_of(pair: LoadedPair, folder: Path) -> Iterator[TraceStore]:
     """A store in a new file that knows the pair."""
-    with open_database(str(folder / "spectune.db")) as database:
-        store = TraceStore(database)
+    with opened(folder / "spectune.db") as store:
         store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
         yield store
 
@@ -109,6 +139,24 @@ def executed(
     decoder = Decoder(pair, StaticSource(prepared))
     for text in texts:
         yield decoded_again(decoder, text)
+
+
+def same_rounds(
+    pair: LoadedPair,
+    policy: Policy,
+    replayed: Replay,
+    texts: Sequence[Trajectory],
+    artifacts: Artifacts | None = None,
+    profile: LatencyProfile | None = None,
+) -> list[Step]:
+    """The rounds of a replay, all of which the texts, decoded again under the policy, must have."""
+    found = []
+    runs = executed(pair, policy, texts, artifacts, profile)
+    for run, steps in zip(runs, replayed.steps(), strict=True):
+        same = [shape(s) for s in run.steps] == [shape(s) for s in steps]
+        assert same, (policy.label(), run.trajectory.request_id)
+        found += steps
+    return found
 
 
 def by_frequency(texts: Sequence[Trajectory], vocab: int) -> Frequencies:

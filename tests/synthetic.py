@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
+from spectune.runtime.policies.document import Policy, parse_plain_policy
 from spectune.traces.cost_table import CostTable
 from spectune.traces.latency import LatencyProfile
 from spectune.traces.schema import AGREE_NO, AGREE_YES, ChainPanorama, Sampling, Trajectory
+
+
+def policy(draft: str, window: int | dict[str, Any], **blocks: Any) -> Policy:
+    """A policy. A whole number is a fixed window, numbers alone a window by batch size."""
+    if isinstance(window, int):
+        window = {"kind": "fixed", "gamma": window}
+    elif "kind" not in window:
+        window = {"kind": "by_batch", "gamma": window}
+    return parse_plain_policy({"draft": draft, "window": window, **blocks})
 
 
 def drifting_text(

@@ -27,10 +27,11 @@ import numpy as np
 import pytest
 import zstandard
 from click.testing import CliRunner
+from databases import opened, put_in_force
 from doors import commands, write_workload
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from synthetic import flat_profile
+from synthetic import flat_profile, policy
 from test_docs import blocks
 from test_traces_codec import sealed
 from trace_values import (
@@ -45,7 +46,6 @@ from trace_values import (
 )
 
 from spectune.cli import main
-from spectune.db.database import open_database
 from spectune.db.errors import DatabaseError
 from spectune.db.models import metadata
 from spectune.optimizer.artifacts import fitted
@@ -391,8 +391,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def store(place: Path) -> Iterator[TraceStore]:
     """A store with a recording and an artifact of each kind."""
-    with open_database(str(place)) as database:
-        store = TraceStore(database)
+    with opened(place) as store:
         a_recording(store, n=2, trees=True)
         for kind, (document, arrays, _) in ARTIFACTS.items():
             store.put_artifact(kind, document, arrays, pair_id=PAIR)
@@ -452,14 +451,14 @@ CHUNKS: dict[str, Chunk] = {
 }
 
 
-def opened(chunk: Chunk) -> tuple[Any, bytes]:
+def taken_apart(chunk: Chunk) -> tuple[Any, bytes]:
     """(header, columns) of a chunk."""
     bare = zstandard.ZstdDecompressor(dict_data=_HEADERS).decompress(chunk.data)
     start = 4 + int.from_bytes(bare[:4], "little")
     return json.loads(bare[4:start]), bare[start:]
 
 
-PARTS = {kind: opened(chunk) for kind, chunk in CHUNKS.items()}
+PARTS = {kind: taken_apart(chunk) for kind, chunk in CHUNKS.items()}
 
 
 def with_header(header: bytes, body: bytes) -> bytes:
@@ -545,7 +544,7 @@ CELLS = st.one_of(
     st.text(alphabet=string.printable, max_size=10),
 )  # fmt: skip
 
-GOOD = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 5}})
+GOOD = policy("near", 5)
 
 
 def spots() -> list[tuple[str, str]]:
@@ -560,16 +559,14 @@ def served(store: TraceStore, tiny_pair: Path) -> Iterator[Any]:
     pair = load_pair(read_pair(str(tiny_pair)), device="cpu")
     store.put_pair(pair.id, "tiny", pair.spec.to_json())
     for gamma in (2, 3):
-        policy = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": gamma}})
-        store.put_policy(policy.id, policy.spelled_out(), policy.label())
-        published = store.publish(pair.id, "cpu", policy.id, actor="test", reason="")
-        store.acknowledge(published.version, "node", "applied")
+        version = put_in_force(store, pair.id, policy("near", gamma))
+        store.acknowledge(version, "node", "applied")
     add_schedule(
         store.database, "nightly", every="1h", payload={"pair": pair.spec.to_json(), "turns": None}
     )
     for profile in (a_profile(1e-3), flat_profile(pair.id, pair.drafts)):
         store.put_profile(profile)
-    store.put_run(pair.id, policy.id, an_outcome(), device="cpu", dtype="float32")
+    store.put_run(pair.id, policy("near", 3).id, an_outcome(), device="cpu", dtype="float32")
     store.put_study(pair.id, sampler="tpe", seed=1, document={"best": 3}, trials=[{"number": 0}])
     with watch(store, pair, None, None, interval_s=3600.0) as source:
         yield pair, source
@@ -650,11 +647,10 @@ def test_rows_with_anything_in_a_column(
         with border():
             source.poll()
         assert source.current().label
-        store.put_policy(GOOD.id, GOOD.spelled_out(), GOOD.label())
-        published = store.publish(pair.id, "cpu", GOOD.id, actor="test")
+        version = put_in_force(store, pair.id, GOOD)
         assert source.poll()
         assert source.current().policy == GOOD
-        assert [a.status for a in store.acknowledgements(published.version)] == ["applied"]
+        assert [a.status for a in store.acknowledgements(version)] == ["applied"]
     finally:
         for name, last in lasts.items():
             raw.execute(f'DELETE FROM "{name}" WHERE rowid > ?', (last,))
@@ -754,8 +750,8 @@ def command_lines(draw: st.DrawFn) -> list[str]:
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with a database, a workload and a policy, to work in."""
     folder = tmp_path_factory.mktemp("flags")
-    with open_database(str(folder / "kept")) as database:
-        a_recording(TraceStore(database), n=2)
+    with opened(folder / "kept") as store:
+        a_recording(store, n=2)
     write_workload(folder / "good.jsonl", 2)
     (folder / "policy.json").write_text('{"draft": "small"}')
     before = Path.cwd()

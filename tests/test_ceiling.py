@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from databases import opened
+from doors import put_made_up_profile
 from synthetic import flat_profile, over_rows, with_terms
 from test_publishing import QUICK, WORKLOAD
 
-from spectune.db import open_database
 from spectune.optimizer.ceiling import tree_ceiling
 from spectune.optimizer.tune import tune
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.profiling import environment
-from spectune.traces.store import TraceStore
 
 GROWN = replace(QUICK, tree_width=2, tree_depth=2, publish=False, budget_s=0.1)
 SLOW = {"pass/near": over_rows((1, 9), (20e-3, 21e-3))}
@@ -23,11 +22,9 @@ SLOW = {"pass/near": over_rows((1, 9), (20e-3, 21e-3))}
 def test_no_tree_exceeds_its_draft_s_ceiling_and_a_slow_draft_s_are_not_recorded(
     tmp_path: Path, pair: LoadedPair
 ) -> None:
-    with open_database(str(tmp_path / "x.db")) as database:
-        store, told = TraceStore(database), list[str]()
-        store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-        plain = replace(flat_profile(pair.id, pair.drafts), environment=environment(pair))
-        store.put_profile(with_terms(plain, SLOW))
+    plain, told = flat_profile(pair.id, pair.drafts), list[str]()
+    with opened(tmp_path / "x.db") as store:
+        put_made_up_profile(store, pair, with_terms(plain, SLOW))
         tuned = tune(store, pair, WORKLOAD, replace(GROWN, tell=told.append))
         (why,) = tuned.left_out.values()
         assert why.startswith("cannot win: at best")
@@ -35,7 +32,7 @@ def test_no_tree_exceeds_its_draft_s_ceiling_and_a_slow_draft_s_are_not_recorded
         assert store.get_recording(tuned.recording).trees == {}
         assert tuned.to_json()["left_out"] == {"trees of near": why}
         assert store.get_study(tuned.study).document["left_out"] == {"trees of near": why}
-        store.put_profile(plain)
+        put_made_up_profile(store, pair)
         tuned = tune(store, pair, WORKLOAD, GROWN)
         assert tuned.left_out == {}
         extent = store.get_recording(tuned.recording).trees["near"]

@@ -12,18 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from databases import opened
 from doors import Door, lines, put_profile, write_workload
 from oracle import replay_rounds
 from pairs import top_k
-from recorded_texts import request_of, store_of
+from recorded_texts import SAMPLINGS, asked, plain_texts, request_of, shape, store_of
 from synthetic import flat_profile
 from test_draft_choice import CANDIDATES, PROFILE, chain, planted_trace
 from test_heads import _eagle1, pair_with_heads
 from test_hot_reload import publish
 from test_lossless import PROMPTS
-from test_tree_parity import shape as shape_of
 
-from spectune.db import open_database
 from spectune.engines.export import engine_settings
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions, Executor, encode
@@ -42,7 +41,7 @@ from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.decoder import Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair, load_pair
-from spectune.runtime.loop import DecodeRequest, StaticSource
+from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import DRAFT_CHOOSER, Fitted
 from spectune.runtime.policies.document import (
@@ -62,7 +61,6 @@ from spectune.traces.schema import LatencyProfile, Request, Sampling, Step, Work
 from spectune.traces.store import TraceStore
 
 TOKENS = 14
-SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
 
 STOP = {"kind": "max_prob", "threshold": 0.05}
 CHAINS = {
@@ -162,10 +160,10 @@ def decoded(
     return [(done.trajectory.output_ids.tolist(), done.steps) for done in found]
 
 
-def shape(step: Step) -> tuple[Any, ...]:
+def drafted(step: Step) -> tuple[Any, ...]:
     """What must agree of a round: all but its times, and the lag where nothing was drafted."""
     lag = step.lag * (step.draft_steps > 0)
-    return (*shape_of(step._replace(lag=lag)), step.draft, step.policy)
+    return (*shape(step._replace(lag=lag)), step.draft, step.policy)
 
 
 # -- decoding and replay ---------------------------------------------------------------------------
@@ -186,7 +184,7 @@ def test_chains_change_no_text_and_replay_round_by_round(
         zip(texts, done, replayed.steps(), strict=True)
     ):
         assert tokens == t.output_ids.tolist()
-        assert [shape(s) for s in steps] == [shape(s) for s in imagined]
+        assert [drafted(s) for s in steps] == [drafted(s) for s in imagined]
         (draft,) = {s.draft for s in steps}
         assert {s.policy for s in steps} == {CHAINS[draft].id}
         view = None if draft == "none" else loaded.panoramas(draft)[n]
@@ -281,11 +279,6 @@ def test_a_chooser_that_does_not_choose_is_its_single_draft(
 # -- hot reload ------------------------------------------------------------------------------------
 
 
-def a_request(decoder: Decoder, sampling: Sampling) -> DecodeRequest:
-    ids = decoder.pair.encode("def add(a, b): and so on")
-    return decoder.request(Request("r", "a", ("x",)), ids, sampling, 30)
-
-
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
 def test_publications_take_effect_between_two_rounds(
     pair: LoadedPair, place: TraceStore, profile: LatencyProfile, sampling: Sampling
@@ -294,8 +287,8 @@ def test_publications_take_effect_between_two_rounds(
     acknowledged, and refused with a reason."""
     place.put_profile(profile)
     plain = chain("near", {"kind": "fixed", "gamma": 2})
-    alone = Decoder(pair, StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names)))
-    wanted = alone.decode(a_request(alone, sampling)).trajectory.output_ids.tolist()
+    prompt = "def add(a, b): and so on"
+    (wanted,) = plain_texts(pair, {"r": prompt}, sampling, 30)
 
     def stored(chooser: Chooser, **changes: int) -> ChooserPolicy:
         document, arrays = chooser.to_document()
@@ -312,13 +305,13 @@ def test_publications_take_effect_between_two_rounds(
     ) as following:
         decoder, order = Decoder(pair, following), [chains, plain, trees, chains]
         tokens, used, versions = [], [], []
-        for n, item in enumerate(decoder.rounds(a_request(decoder, sampling))):
+        for n, item in enumerate(decoder.rounds(asked(decoder, prompt, sampling, 30))):
             tokens += item.tokens
             used.append(item.step.policy)
             if n % 2 == 1 and order:
                 versions.append(publish(place, pair, order.pop(0)))
                 assert following.poll()
-        assert tokens == wanted
+        assert tokens == wanted.output_ids.tolist()
         assert not order
         of_chains, of_trees = ({p.id for p in of.values()} for of in (CHAINS, TREES))
         assert set(used[:2]) == {plain.id} == set(used[4:6])
@@ -344,7 +337,7 @@ def test_a_lossy_candidate_is_refused(
     ready = prepare_for(pair, parse_policy(OLS), profile=profile, artifacts=memory(chooser))
     decoder = Decoder(pair, StaticSource(ready), "rejection")
     with pytest.raises(PolicyError, match="the rejection verifier is for chains"):
-        decoder.rounds(a_request(decoder, Sampling(1.0)))
+        decoder.rounds(asked(decoder, "def add(a, b):", Sampling(1.0), 30))
 
 
 # -- what cannot be prepared -----------------------------------------------------------------------
@@ -495,8 +488,8 @@ def test_fit_simulate_run_and_publish(door: Door, tiny_pair: Path, tmp_path: Pat
     published = door.json("policies", "activate", file, "--pair", tiny_pair)
     assert published["policy"] == simulated["policy_id"]
     assert door.json("run", *where, "--no-store")["policy"] == made["policy"]
-    with open_database(door.db) as database:
-        assert [a.status for a in TraceStore(database).acknowledgements()] == ["applied"]
+    with opened(door.db) as store:
+        assert [a.status for a in store.acknowledgements()] == ["applied"]
     shown = door.call("fit", "chooser", "--pair", tiny_pair, "--rule", "theorem_3")
     assert shown.exit_code == 0
     assert "over" in shown.output

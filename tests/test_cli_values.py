@@ -8,15 +8,13 @@ from typing import Any
 
 import click
 import pytest
-from doors import Door, commands, write_lines, write_workload
+from doors import FIXED, Door, commands, write_lines, write_workload
 
 from spectune.optimizer.commands.schedules import _from_anywhere
 from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.payload import tuning_workload
 from spectune.optimizer.schedule import ScheduleError
 from spectune.traces.errors import WorkloadError
-
-FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
 
 
 def parameters(kind: type[click.ParamType]) -> list[tuple[tuple[str, ...], str]]:

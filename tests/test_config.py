@@ -9,12 +9,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from databases import opened
 from doors import Door, commands, write_workload
 from test_docs import PAGES, blocks
 
-from spectune.db import open_database
 from spectune.optimizer.commands.config import KEYS, SAMPLING, Configured, read_config
-from spectune.traces.store import TraceStore
 
 FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 2}}'
 EVERY = [*KEYS, *(f"sampling.{key}" for key in SAMPLING)]
@@ -82,8 +81,8 @@ def test_paths_are_relative_to_the_file(folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(folder / "below")
     made = DOOR.json("--config", folder / "spectune.toml", "run", "--policy", FIXED)
     assert (made["requests"], made["emitted_tokens"]) == (2, 6)
-    with open_database(str(folder / "kept.db")) as database:
-        assert TraceStore(database).get_run("latest").outcome.total.emitted_tokens == 6
+    with opened(folder / "kept.db") as store:
+        assert store.get_run("latest").outcome.total.emitted_tokens == 6
     env = {"SPECTUNE_CONFIG": "../spectune.toml", "SPECTUNE_DB": "env.db"}
     assert DOOR.call("policies activate", FIXED, device="cpu", env=env).exit_code == 0
     assert Path("env.db").exists()

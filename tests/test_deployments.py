@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from databases import opened
 from doors import Door
-from test_hot_reload import fixed
+from recorded_texts import Looked
+from test_hot_reload import fixed, publish
 
-from spectune.db import open_database
 from spectune.optimizer.changes import changes_json, changes_of, label_of, shares_of
 from spectune.optimizer.deployment import other_sampling, sampling_of, tuned_for
 from spectune.optimizer.execute import DecodeOptions, encode, outcome, run
@@ -22,7 +23,6 @@ from spectune.optimizer.serving import watch
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.policies.prepared_chooser import AnyPlan
 from spectune.traces.errors import EngineError
 from spectune.traces.schema import Request, Sampling, Trajectory, Workload
 from spectune.traces.store import Publication, TraceStore
@@ -31,26 +31,21 @@ HOT = ("--temperature", 0.7, "--seed", 3)
 SHORT = ("--max-new-tokens", 4, "--no-compare")
 
 
-def publish(
+def tuned(
     store: TraceStore, pair: LoadedPair, policy: Policy, temperature: float, into: str = "default"
-) -> Publication:
-    """What `tune` publishes, without its work."""
-    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-    store.put_policy(policy.id, policy.spelled_out(), policy.label())
-    how: dict[str, Any] = {
-        "deployment": into,
-        "sampling": tuned_for(Sampling(temperature), "coupled"),
-    }
-    return store.publish(pair.id, "cpu", policy.id, actor="tune", **how)
+) -> int:
+    """What `tune` publishes, without its work; the version."""
+    sampling = tuned_for(Sampling(temperature), "coupled")
+    return publish(store, pair, policy, actor="tune", deployment=into, sampling=sampling)
 
 
 def test_a_deployments_life_at_two_temperatures(
     url: str, tiny_pair: Path, pair: LoadedPair
 ) -> None:
     """Tuned cold; a canary tuned hot; a third by hand; promoted, and rolled back."""
-    with open_database(url) as database:
-        cold = publish(TraceStore(database), pair, fixed(2), 0.0)
-        hot = publish(TraceStore(database), pair, fixed(5), 0.7, "canary")
+    with opened(url) as store:
+        cold = tuned(store, pair, fixed(2), 0.0)
+        hot = tuned(store, pair, fixed(5), 0.7, "canary")
     door, of = Door(url), ("--pair", tiny_pair, "--device", "cpu")
 
     def decoded(*asked: object) -> tuple[int, str]:
@@ -68,17 +63,17 @@ def test_a_deployments_life_at_two_temperatures(
     assert decoded() == (2, "")
     assert decoded("--deployment", "canary", *HOT) == (5, "")
     line = decoded(*HOT)[1]
-    assert f"version {cold.version} of deployment default was tuned at temperature 0.0" in line
+    assert f"version {cold} of deployment default was tuned at temperature 0.0" in line
     assert "and is used at temperature 0.7" in line
     assert " tune --temperature 0.7 --deployment default" in line
 
     third = json.dumps(fixed(3).spelled_out())
     own = door.json("policies", "activate", third, *of, "--deployment", "canary")
-    assert (active()["version"], active("canary")["version"]) == (cold.version, own["version"])
+    assert (active()["version"], active("canary")["version"]) == (cold, own["version"])
     back = door.json("policies", "rollback", *of, "--deployment", "canary")
     assert (back["policy"], back["deployment"]) == (fixed(5).id, "canary")
     assert active("canary")["temperature"] == 0.7
-    missing = door.refused("policies", "rollback", *of, "--to", hot.version)
+    missing = door.refused("policies", "rollback", *of, "--to", hot)
     assert f"no such version for pair {pair.id}" in missing
     assert "has no earlier policy" in door.refused("policies", "rollback", *of)
 
@@ -105,7 +100,7 @@ def test_a_deployments_life_at_two_temperatures(
 def test_what_was_tuned_on_another_device_was_not_tuned_here(
     url: str, store: TraceStore, tiny_pair: Path, pair: LoadedPair
 ) -> None:
-    publish(store, pair, fixed(2), 0.0)
+    tuned(store, pair, fixed(2), 0.0)
     hot = tuned_for(Sampling(0.7), "coupled")
     store.publish(pair.id, "cuda", fixed(2).id, actor="tune", sampling=hot)
     of = ("--pair", tiny_pair, "--device", "cpu")
@@ -133,13 +128,13 @@ def test_hot_reload_follows_its_deployment_and_warns(store: TraceStore, pair: Lo
     said: list[str] = []
     how: dict[str, Any] = {"deployment": "canary", "interval_s": 60, "warn": said.append}
     with watch(store, pair, None, None, sampling=Sampling(0.7), **how) as source:
-        publish(store, pair, fixed(2), 0.7)
+        tuned(store, pair, fixed(2), 0.7)
         assert not source.poll()
         assert source.current().policy == AUTOREGRESSIVE
-        publish(store, pair, fixed(3), 0.7, "canary")
+        tuned(store, pair, fixed(3), 0.7, "canary")
         assert source.poll()
         assert (source.current().policy, said) == (fixed(3), [])
-        publish(store, pair, fixed(4), 0.0, "canary")
+        tuned(store, pair, fixed(4), 0.0, "canary")
         assert source.poll()
     assert [line.split(";")[0].split("canary ")[1] for line in said] == [
         "was tuned at temperature 0.0 and is used at temperature 0.7"
@@ -174,17 +169,6 @@ def test_texts_of_two_temperatures_are_tuned_for_neither() -> None:
 # ------------------------------------------------------------------ what ran in each round of a run
 
 
-class Scripted:
-    """A source whose plan changes after so many looks, whatever the clock says."""
-
-    def __init__(self, *plans: tuple[int, AnyPlan]) -> None:
-        self.looks, self.plans = 0, plans
-
-    def current(self) -> AnyPlan:
-        self.looks += 1
-        return [plan for since, plan in self.plans if since < self.looks][-1]
-
-
 def test_a_run_is_labelled_by_what_ran_in_each_round(pair: LoadedPair) -> None:
     requests = tuple(Request(f"r{i}", "a", (f"def add(a, b): {i}",)) for i in range(3))
     encoded = encode(pair, Workload("w", requests), DecodeOptions(max_new_tokens=24))
@@ -192,7 +176,9 @@ def test_a_run_is_labelled_by_what_ran_in_each_round(pair: LoadedPair) -> None:
         prepare(fixed(g), pair.draft_names, version=v) for v, g in enumerate((2, 5, 5), 1)
     )
     unseen = prepare(fixed(7), pair.draft_names, version=9)
-    decoded = list(run(pair, Scripted((0, two), (8, five), (18, again), (10**6, unseen)), encoded))
+    plans = (0, two), (8, five), (18, again), (10**6, unseen)
+    source = Looked(lambda n: [plan for since, plan in plans if since < n][-1])
+    decoded = list(run(pair, source, encoded))
     changes, shares = changes_of(decoded), shares_of(decoded)
     (change,) = changes  # the same policy, published again, is no change
     assert (change.before, change.after, change.version) == (fixed(2).label(), fixed(5).label(), 2)

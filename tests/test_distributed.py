@@ -15,12 +15,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import sqlalchemy as sa
+from databases import opened
 from doors import Door, lines, write_workload
 from pairs import chain, top_k
 from synthetic import flat_profile
 from trace_values import PAIR, a_panorama, a_recording, a_tree
 
-from spectune.db import open_database
 from spectune.db.models import PanoramaChunkRow
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.search import search
@@ -62,8 +62,7 @@ POLICIES: list[Policy] = [AUTOREGRESSIVE, *map(parse_policy, DOCUMENTS)]
 def door(tmp_path_factory: pytest.TempPathFactory) -> Door:
     """A database with a recording of chains of two drafts and trees of one, and a profile."""
     path = tmp_path_factory.mktemp("shards") / "spectune.db"
-    with open_database(str(path)) as database:
-        store = TraceStore(database)
+    with opened(path) as store:
         recording = a_recording(store, n=REQUESTS)
         store.put_profile(PROFILE)
         for n, text in enumerate(store.load(recording).trajectories):
@@ -75,8 +74,8 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Door:
 
 @pytest.fixture
 def store(door: Door) -> Iterator[TraceStore]:
-    with open_database(door.db) as database:
-        yield TraceStore(database)
+    with opened(door.db) as store:
+        yield store
 
 
 @pytest.fixture(scope="module")
@@ -203,8 +202,8 @@ def test_retraced_by_workers(tiny_pair: Path, tmp_path: Path) -> None:
         for name, more in (("alone", ()), ("shared", ("--workers", cluster.scheduler_address))):
             door = Door(str(tmp_path / f"{name}.db"))
             recording = door.json("record", "--pair", tiny_pair, *options, *more)["recording"]
-            with open_database(door.db) as database:
-                requests = TraceStore(database).load(recording, trees=True).requests
+            with opened(door.db) as store:
+                requests = store.load(recording, trees=True).requests
             made.append([(r.trajectory, r.panoramas, r.trees) for r in requests])
     assert made[0] == made[1]
     drafts = {draft for _, chains, trees in made[0] for draft in (*chains, *trees)}

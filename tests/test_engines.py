@@ -8,11 +8,14 @@ import shlex
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from databases import put_in_force
+from synthetic import policy
 from waiting import eventually
 
 from spectune.db import DatabaseError
@@ -31,7 +34,6 @@ from spectune.runtime.policies.document import (
     AnyPolicy,
     ByBatchWindow,
     ChooserPolicy,
-    Policy,
     parse_policy,
 )
 from spectune.runtime.recording.chains import record_panorama
@@ -43,16 +45,7 @@ from spectune.traces.store import TraceStore
 from spectune.traces.store.prune import prune
 from spectune.traces.store.traffic import CAPACITY
 
-
-def by_batch(**gamma: int) -> dict[str, Any]:
-    return {"kind": "by_batch", "gamma": {size.removeprefix("at"): g for size, g in gamma.items()}}
-
-
-def policy(window: dict[str, Any], draft: str = "small", **blocks: Any) -> AnyPolicy:
-    return parse_policy({"draft": draft, "window": window, **blocks})
-
-
-FOUR = {"kind": "fixed", "gamma": 4}
+small, near = partial(policy, "small"), partial(policy, "near")
 
 
 def gammas(of: AnyPolicy) -> tuple[int, ...]:
@@ -60,11 +53,10 @@ def gammas(of: AnyPolicy) -> tuple[int, ...]:
 
 
 def test_windows_by_batch_say_what_is_drafted_from_each_size_on() -> None:
-    window = ByBatchWindow.model_validate(by_batch(at16=0, at1=5, at4=3))
-    assert [window.at(n) for n in (1, 3, 4, 15, 16, 999)] == [5, 5, 3, 3, 0, 0]
-    assert window.gamma_max == 5
-    held = policy(by_batch(at16=0, at1=5, at4=3))
-    assert isinstance(held, Policy)
+    held = small({"16": 0, "1": 5, "4": 3})
+    assert isinstance(held.window, ByBatchWindow)
+    assert [held.window.at(n) for n in (1, 3, 4, 15, 16, 999)] == [5, 5, 3, 3, 0, 0]
+    assert held.window.gamma_max == 5
     assert held.label() == "small by_batch(1: 5, 4: 3, 16: 0)"
     assert parse_policy(json.loads(held.canonical())) == held
 
@@ -83,26 +75,26 @@ def test_windows_by_batch_say_what_is_drafted_from_each_size_on() -> None:
 )
 def test_malformed_windows_by_batch_are_refused_with_what_to_write(gamma: Any, said: str) -> None:
     with pytest.raises(PolicyError, match=said):
-        policy({"kind": "by_batch", "gamma": gamma})
+        small({"kind": "by_batch", "gamma": gamma})
 
 
 def test_a_table_has_the_policys_tokens_for_every_batch_size() -> None:
-    assert gammas(policy(FOUR)) == (0, *[4] * 8)
-    assert gammas(policy(by_batch(at1=6, at3=2, at8=0))) == (0, 6, 6, 2, 2, 2, 2, 2, 0)
+    assert gammas(small(4)) == (0, *[4] * 8)
+    assert gammas(small({"1": 6, "3": 2, "8": 0})) == (0, 6, 6, 2, 2, 2, 2, 2, 0)
     assert gammas(AUTOREGRESSIVE) == (0,) * 9
 
 
 @pytest.mark.parametrize(
     ("refused", "said"),
     [
-        (policy(FOUR, draft="medium"), "loaded the draft 'small', not 'medium'"),
-        (policy({"kind": "fixed", "gamma": 7}), "at most 6 tokens"),
+        (policy("medium", 4), "loaded the draft 'small', not 'medium'"),
+        (small(7), "at most 6 tokens"),
         (
-            policy({"kind": "fsm"}),
+            small({"kind": "fsm"}),
             r"with a fixed or by_batch window, and nearest is 'small fixed\(gamma=\d+\)'",
         ),
-        (policy(FOUR, stop={"kind": "max_prob", "threshold": 0.4}), "a stop or a shortlist"),
-        (policy(FOUR, growth={"kind": "top_k"}), "cannot run trees"),
+        (small(4, stop={"kind": "max_prob", "threshold": 0.4}), "a stop or a shortlist"),
+        (small(4, growth={"kind": "top_k"}), "cannot run trees"),
         (ChooserPolicy.of("a1b2"), "one of the candidates"),
     ],
 )
@@ -166,7 +158,7 @@ def test_after_the_first_token_trees_replay_as_those_of_a_longer_prompt(
     text = np.random.default_rng(3).integers(0, 300, 30).astype(np.int32)
     whole = Trajectory("r", "c", text[:6], text[6:], Sampling(), 40, "length")
     growth = {"kind": "top_k", "width": 2, "score": "probability", "proposals": proposals}
-    grown = policy({"kind": "fixed", "gamma": 3}, "near", growth=growth)
+    grown = near(3, growth=growth)
     kind = "trees" if proposals == "coupled" else "trees_q"
 
     def trees(of: Trajectory) -> TreePanorama:
@@ -254,22 +246,16 @@ def server(url: str, tiny_pair: Path, said: list[str]) -> Iterator[Served]:
     made.close()
 
 
-def publish(store: TraceStore, pair_id: str, wanted: AnyPolicy) -> int:
-    stored = wanted.id
-    store.put_policy(stored, wanted.spelled_out(), wanted.label())
-    return store.publish(pair_id, "cpu", stored, actor="test", deployment="vllm").version
-
-
 def test_a_server_follows_its_deployment_and_refuses_what_it_cannot_run(
     server: Served, store: TraceStore, said: list[str]
 ) -> None:
     eventually(lambda: bool(store.list_pairs()))
     pair_id = store.list_pairs()[0].id
-    wanted = policy(by_batch(at1=4, at2=1), draft="near")
-    good = publish(store, pair_id, wanted)
+    wanted = near({"1": 4, "2": 1})
+    good = put_in_force(store, pair_id, wanted, deployment="vllm")
     eventually(lambda: server.current().version == good)
     assert server.current() == Table((0, 4, 1), wanted.id, good)
-    bad = publish(store, pair_id, policy({"kind": "fsm"}, draft="near"))
+    bad = put_in_force(store, pair_id, near({"kind": "fsm"}), deployment="vllm")
     eventually(lambda: bool(store.acknowledgements(bad)))
     assert server.current().version == good
     (refused,), (applied,) = store.acknowledgements(bad), store.acknowledgements(good)
@@ -303,8 +289,7 @@ def test_a_recording_of_an_engine_is_replayed_from_its_second_token_on(
     server.close()
     info = store.list_recordings()[0]
     store.put_panoramas(info.id, [(0, record_panorama(pair, request, "near", 4))])
-    fixed = policy(FOUR, draft="near")
-    trace = open_trace(store, info.id, [fixed]).trace
+    trace = open_trace(store, info.id, [near(4)]).trace
     assert [t.prompt_ids.tolist() for t in trace.trajectories] == [[0, 1, 2, 3]]
     assert trace.tokens == len(request.output_ids) - 1
 
@@ -316,8 +301,7 @@ def test_prompt_lookup_of_a_recording_is_replayed_by_the_engines_own_rule(
     request = Trajectory("r", "serve", text[:6], text[6:], Sampling(), 20, "length")
     server.put(request, served_request()[1])
     server.close()
-    lookup = policy(FOUR, draft="ngram")
-    replayed = simulate(store, "latest", lookup, None, per_round=True).replay
+    replayed = simulate(store, "latest", policy("ngram", 4), None, per_round=True).replay
     assert isinstance(replayed, Replay)
     # After "7 8 9 1 7 8 4" nothing is known; after "... 7" the first 8 9 1 7 is copied, and then
     # "5" follows where 8 4 stood.

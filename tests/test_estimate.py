@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_publishing import QUICK, WORKLOAD, put_profile
+from databases import opened
+from doors import put_made_up_profile
+from test_publishing import QUICK, WORKLOAD
 
-from spectune.db import open_database
 from spectune.optimizer.estimate import LOOKED_AT, Course, course, spoken
 from spectune.optimizer.tune import STAGES
 from spectune.runtime.loading import LoadedPair
-from spectune.traces.store import TraceStore
 
 NAMES = [name for name, _ in STAGES]
 
@@ -50,9 +50,8 @@ def test_a_bar_goes_over_all_stages_and_never_back() -> None:
 
 
 def test_earlier_tunings_tell_what_the_next_one_takes(tmp_path: Path, pair: LoadedPair) -> None:
-    with open_database(str(tmp_path / "x.db")) as database:
-        store = TraceStore(database)
-        put_profile(store, pair)
+    with opened(tmp_path / "x.db") as store:
+        put_made_up_profile(store, pair)
         assert not course(store, pair, QUICK, WORKLOAD, NAMES).known
         seconds = {"record": 20.0, "profile": 31.0, "search": 4.0, "cover": 1.0}
         for tokens, took, trees in ((72, seconds, False), (1, {"fit": 9.0}, True)):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from doors import Door
 from pairs import top_k
+from synthetic import policy
 
 from spectune.engines.export import engine_line, engine_settings, policy_of
 from spectune.engines.settings import ENGINE_SETTINGS
@@ -38,17 +39,11 @@ RISING = {"kind": "by_batch", "gamma": {"1": 2, "4": 3}}
 SHORT = {"kind": "frequency", "artifact": "a"}
 
 
-def policy(window: dict[str, Any], draft: str = "small", **blocks: Any) -> Policy:
-    found = parse_policy({"draft": draft, "window": window, **blocks})
-    assert isinstance(found, Policy)
-    return found
-
-
 @pytest.mark.parametrize("engine", ENGINE_SETTINGS)
 def test_what_an_engine_can_say_is_read_back_the_same(engine: str, demo: PairSpec) -> None:
     said = 0
     wanted = [
-        policy(w, d) for d, w in product(("small", "medium", "head", "ngram"), FIXED + BY_BATCH)
+        policy(d, w) for d, w in product(("small", "medium", "head", "ngram"), FIXED + BY_BATCH)
     ]
     wanted += [policy(**TREE), AUTOREGRESSIVE]
     for version, one in product(VERSIONS[engine], wanted):
@@ -79,13 +74,14 @@ def test_a_window_by_batch_says_the_same_for_every_size(
 ) -> None:
     held = ByBatchWindow.model_validate(window)
     expected = [held.at(n) for n in range(1, 40)]
-    vllm = engine_settings(policy(window), demo, "vllm")["num_speculative_tokens_per_batch_size"]
+    small = policy("small", window)
+    vllm = engine_settings(small, demo, "vllm")["num_speculative_tokens_per_batch_size"]
     assert [next(k for a, b, k in vllm if a <= n <= b) for n in range(1, 40)] == expected
-    slots = engine_settings(policy(window, "head"), demo, "sglang")["speculative_adaptive_config"]
+    slots = engine_settings(policy("head", window), demo, "sglang")["speculative_adaptive_config"]
     firsts = [max(int(s) for s in slots if int(s) <= n) for n in range(1, 40)]
     assert [slots[str(first)]["candidate_steps"] for first in firsts] == [[k] for k in expected]
     for version in (OLD, NEW):
-        told = engine_settings(policy(window), demo, "tensorrt-llm", version)
+        told = engine_settings(small, demo, "tensorrt-llm", version)
         assert rolled_out(told["draft_len_schedule"], version == NEW, 40) == expected
 
 
@@ -160,7 +156,7 @@ def test_the_printed_lines_hold_the_settings(demo: PairSpec) -> None:
         settings = engine_settings(wanted, demo, engine, NEW if engine == "tensorrt-llm" else None)
         return shlex.split(engine_line(settings, demo, engine))
 
-    by_batch = policy(BY_BATCH[1], "head")
+    by_batch = policy("head", BY_BATCH[1])
     found = words(by_batch, "sglang")
     assert found[0] == "echo"
     assert json.loads(found[1])["4"] == {"candidate_steps": [3]}
@@ -170,12 +166,12 @@ def test_the_printed_lines_hold_the_settings(demo: PairSpec) -> None:
     assert found[found.index("--speculative-num-steps") + 1] == "5"
     config = json.loads(words(by_batch, "tensorrt-llm")[1])["speculative_config"]
     assert config["draft_len_schedule"] == {"3": 5, "15": 3}
-    assert engine_settings(policy(FIXED[1]), demo, "tensorrt-llm")["max_draft_len"] == 4
+    assert engine_settings(policy("small", 4), demo, "tensorrt-llm")["max_draft_len"] == 4
     tree = policy(**TREE)
     assert engine_settings(tree, demo, "sglang")["speculative_num_draft_tokens"] == 13
     assert engine_settings(tree, demo, "tensorrt-llm")["max_total_draft_tokens"] == 12
     small = dict(demo.drafts)["small"]
-    assert " ".join(words(policy(FIXED[1]), "llamacpp")) == (
+    assert " ".join(words(policy("small", 4), "llamacpp")) == (
         f"llama-server --model {demo.target}.gguf --spec-type draft-simple "
         f"--spec-draft-model {small}.gguf --spec-draft-n-max 4 --spec-draft-n-min 0 "
         "--spec-draft-p-min 0"

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from databases import opened
 from doors import Door
 from trace_values import PAIR, a_trajectory
 
-from spectune.db import open_database
 from spectune.optimizer.commands.outputs import write_text
 from spectune.runtime.pair import identity
 from spectune.traces.errors import PairError, SpectuneError, WorkloadError
@@ -197,8 +197,7 @@ def test_a_csv_computes_nothing(text: str) -> None:
 
 def test_commands_steer_no_terminal_and_take_no_markup(door: Door, tmp_path: Path) -> None:
     category = f"č[/red]{ESCAPE}\u202e[bold]"
-    with open_database(door.db) as database:
-        store = TraceStore(database)
+    with opened(door.db) as store:
         store.put_pair(PAIR, "demo", {})
         recording = store.create_recording(PAIR, None, Sampling(), max_new_tokens=8).id
         store.append_trajectory(recording, 0, a_trajectory(0, category=category))

@@ -4,15 +4,17 @@ memory, as a CUDA graph does."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pairs import chain, make_pair, top_k
+from recorded_texts import Looked, asked, shape
 from test_heads import _eagle1, _eagle3_without_lm_head, pair_with_heads
 from test_shortlists import artifacts as shortlist_artifacts
-from test_tree_parity import STATIC, artifacts, shape
+from test_tree_parity import STATIC, artifacts
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -162,8 +164,7 @@ def going(
     pair: LoadedPair, source: PolicySource, sampling: Sampling, prompt: str = PROMPT
 ) -> Iterator[Round]:
     decoder = Decoder(pair, source)
-    request = decoder.request(Request("r", "c", ("x",)), pair.encode(prompt), sampling, TOKENS)
-    return decoder.rounds(request)
+    return decoder.rounds(asked(decoder, prompt, sampling, TOKENS))
 
 
 def seen(rounds: Iterable[Round]) -> list[Any]:
@@ -296,18 +297,11 @@ def test_growing_forgets_graphs_and_a_request_captures_what_it_needs(
     assert sum(target.eager.values()) == eager + 1
 
 
-class Swapped:
-    """Another policy from round ``at`` on, prepared aside at the round before, while the text is
+def swapped(first: Plan, make: Callable[[], Plan], at: int) -> Looked:
+    """Another plan from round ``at`` on, prepared aside at the round before, while the text is
     being decoded."""
-
-    def __init__(self, first: Plan, make: Callable[[], Plan], at: int) -> None:
-        self.now, self.make, self.at, self.asked = first, make, at, 0
-
-    def current(self) -> Plan:
-        self.asked += 1
-        if self.asked == self.at + 1:
-            self.now = self.make()
-        return self.now
+    made = cache(make)
+    return Looked(lambda n: made() if n > at else first)
 
 
 @both
@@ -319,11 +313,8 @@ def test_a_policy_prepared_aside_is_captured_before_its_first_round(
         twins.forget()
         policy, rounds = parse_policy(then), []
         for pair in (twins.plain, twins.fast):
-
-            def make(pair: LoadedPair = pair, policy: Policy = policy) -> Plan:
-                return prepare_for(pair, policy, artifacts=artifacts(policy.draft))
-
-            source = Swapped(prepare(first, pair.draft_names), make, 4)
+            make = partial(prepare_for, pair, policy, artifacts=artifacts(policy.draft))
+            source = swapped(prepare(first, pair.draft_names), make, 4)
             rounds.append(seen(going(pair, source, sampling)))
         assert rounds[0] == rounds[1]
         assert {name for _, name, *_ in rounds[1]} == {first.id, policy.id}

@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 from pairs import chain, top_k
-from recorded_texts import decoded_again, executed, plain_texts
+from recorded_texts import SAMPLINGS, alternating, decoded_again, plain_texts, same_rounds
 from synthetic import flat_profile
 from test_heads import _eagle1, _eagle3_without_lm_head, _eagle31, pair_with_heads
 from test_lossless import PROMPTS
-from test_tree_parity import artifacts, covers, shape, tree_policies, two_texts
+from test_tree_parity import replayed_exactly, tree_policies, two_texts
 
 from spectune.optimizer.execute import DecodeOptions, encode, run
 from spectune.optimizer.simulate.replay import run_replay
@@ -21,14 +21,12 @@ from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import parse_policy
-from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.recording.trees import record_tree_panorama
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import Request, Sampling, Workload
 
 WIDTH, DEPTH = 5, 5
-SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
 
 
 @pytest.fixture(
@@ -45,7 +43,6 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
 def test_heads_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sampling) -> None:
-    find = artifacts("head")
     policies = [
         p
         for p in tree_policies("head", 5, seed=9)
@@ -56,22 +53,10 @@ def test_heads_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sam
         "stop": {"kind": "max_prob", "threshold": 0.05},
     }
     policies += [parse_policy(chain("head", 4)), parse_policy({"draft": "head", **fsm})]
-    plain = two_texts(pair, sampling)
-    wanted = covers([p for p in policies if p.growth.kind != "chain"], sampling, find)
-    trees = [
-        record_tree_panorama(pair, t, "head", WIDTH, 7, covers=wanted, chain_depth=8) for t in plain
-    ]
+    trees, rounds = replayed_exactly(pair, policies, sampling, WIDTH, 7, chain_depth=8)
     assert not trees[0].shared
-    trace = ReplayTrace(plain, {}, trees={("head", "coupled"): trees})
-    accepted = 0
-    for policy in policies:
-        replayed = run_replay(trace, policy, per_round=True, artifacts=find)
-        runs = executed(pair, policy, plain, find)
-        for ran, steps in zip(runs, replayed.steps(), strict=True):
-            assert [shape(s) for s in ran.steps] == [shape(s) for s in steps], policy.label()
-            accepted += sum(s.accepted for s in steps)
     # A random head finds the text by the shared noise alone.
-    assert accepted > 20 or sampling.greedy
+    assert sum(s.accepted for s in rounds) > 20 or sampling.greedy
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
@@ -91,9 +76,7 @@ def test_a_head_is_priced_as_trees_are(pair: LoadedPair, sampling: Sampling) -> 
         in_rounds = float(replayed.round_s[:, 2].sum())
         before = sum(2 * profile.prefill_seconds(None, len(t.prompt_ids)) for t in plain)
         assert replayed.total.seconds == pytest.approx(in_rounds + before)
-        runs = executed(pair, policy, plain, profile=profile)
-        for ran, steps in zip(runs, replayed.steps(), strict=True):
-            assert [shape(s) for s in ran.steps] == [shape(s) for s in steps], policy.label()
+        same_rounds(pair, policy, replayed, plain, profile=profile)
 
 
 def test_near_ties_after_the_same_tokens_share_the_targets_pass(
@@ -120,17 +103,6 @@ def test_near_ties_after_the_same_tokens_share_the_targets_pass(
     assert read == [11, 10, 11]
 
 
-class Alternating:
-    """Another policy every round."""
-
-    def __init__(self, policies: list[Plan]) -> None:
-        self.policies, self.asked = policies, 0
-
-    def current(self) -> Plan:
-        self.asked += 1
-        return self.policies[self.asked // 2 % len(self.policies)]
-
-
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
 def test_a_head_takes_over_in_the_middle_of_a_text(pair: LoadedPair, sampling: Sampling) -> None:
     documents = [
@@ -142,7 +114,7 @@ def test_a_head_takes_over_in_the_middle_of_a_text(pair: LoadedPair, sampling: S
         chain("ngram", 3),
     ]
     prepared = [prepare(parse_policy(d), pair.draft_names) for d in documents]
-    decoder = Decoder(pair, Alternating(prepared))
+    decoder = Decoder(pair, alternating(prepared))
     prompts = {str(i): prompt for i, prompt in enumerate([*PROMPTS[:3], "f"])}
     for text in plain_texts(pair, prompts, sampling, 32):
         assert {s.draft for s in decoded_again(decoder, text).steps} > {"near", "head"}

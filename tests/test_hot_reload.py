@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from databases import NOT_POLICIES, publish_text
+from databases import NOT_POLICIES, publish_text, put_in_force
 from doors import Door, write_workload
-from synthetic import flat_profile
+from recorded_texts import asked, plain_texts
+from synthetic import flat_profile, policy
 from waiting import eventually
 
 from spectune.db import DatabaseError
@@ -22,26 +23,21 @@ from spectune.optimizer.inputs import in_force
 from spectune.optimizer.serving import earlier_winners, ready_plan, watch
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.loop import DecodeRequest, Round, StaticSource
-from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.runtime.loop import Round
+from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.reload import Published, WatchedSource
-from spectune.traces.schema import Request, Sampling, Verifier
+from spectune.traces.schema import Sampling, Verifier
 from spectune.traces.store import TraceStore
 
-TOKENS = 40
+TOKENS, PROMPT = 40, "def add(a, b):"
 
 
-def fixed(gamma: int, draft: str = "near") -> Policy:
-    return parse_policy({"draft": draft, "window": {"kind": "fixed", "gamma": gamma}})
-
-
-ANALYTIC = parse_policy({"draft": "near", "window": {"kind": "analytic", "gamma_max": 4}})
+fixed = partial(policy, "near")
+ANALYTIC = fixed({"kind": "analytic", "gamma_max": 4})
 TREE = parse_policy({"draft": "near", "growth": {"kind": "top_k", "width": 2}})
 LOSSY = parse_policy({"draft": "near", "stop": {"kind": "max_prob", "keep_last": False}})
-STATES = parse_policy(
-    {"draft": "near", "window": {"kind": "cache_fsm", "gamma_max": 5, "gamma_initial": 5}}
-)
+STATES = fixed({"kind": "cache_fsm", "gamma_max": 5, "gamma_initial": 5})
 
 
 class Board:
@@ -77,34 +73,23 @@ def source(board: Board, pair: LoadedPair) -> WatchedSource:
     )
 
 
-def a_request(decoder: Decoder, sampling: Sampling) -> DecodeRequest:
-    return decoder.request(
-        Request("r", "a", ("x",)), decoder.pair.encode("def add(a, b):"), sampling, TOKENS
-    )
-
-
 def swapped(
     pair: LoadedPair, source: WatchedSource, sampling: Sampling, at: int
 ) -> tuple[list[int], list[Round]]:
     """Decodes a request and looks for a publication after round ``at``."""
     decoder = Decoder(pair, source)
     rounds = []
-    for n, item in enumerate(decoder.rounds(a_request(decoder, sampling)), 1):
+    for n, item in enumerate(decoder.rounds(asked(decoder, PROMPT, sampling, TOKENS)), 1):
         rounds.append(item)
         if n == at:
             source.poll()
     return [t for r in rounds for t in r.tokens], rounds
 
 
-def autoregressive(pair: LoadedPair, sampling: Sampling) -> list[int]:
-    decoder = Decoder(pair, StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names)))
-    return decoder.decode(a_request(decoder, sampling)).trajectory.output_ids.tolist()
-
-
 @pytest.mark.parametrize(("at", "temperature"), [(1, 0.8), (5, 0.0)])
 @pytest.mark.parametrize(
     "after",
-    [fixed(5), fixed(5, "far"), fixed(5, "ngram"), AUTOREGRESSIVE, STATES],
+    [fixed(5), policy("far", 5), policy("ngram", 5), AUTOREGRESSIVE, STATES],
     ids=lambda p: p.label(),
 )
 def test_the_next_round_is_the_new_policys_and_the_text_is_the_same(
@@ -118,7 +103,8 @@ def test_the_next_round_is_the_new_policys_and_the_text_is_the_same(
     sampling = Sampling(temperature=temperature, seed=4)
     board.publish(7, after)
     tokens, rounds = swapped(pair, source, sampling, at)
-    assert tokens == autoregressive(pair, sampling)
+    (plain,) = plain_texts(pair, {"r": PROMPT}, sampling, TOKENS)
+    assert tokens == plain.output_ids.tolist()
     assert [r.step.policy for r in rounds] == [fixed(2).id] * at + [after.id] * (len(rounds) - at)
     assert len(rounds) > at + 1
     assert rounds[at - 1].step.drafted == 2
@@ -131,10 +117,9 @@ def test_the_next_round_is_the_new_policys_and_the_text_is_the_same(
 # ----------------------------------------------------------------------- publications in a database
 
 
-def publish(store: TraceStore, pair: LoadedPair, policy: Policy) -> int:
+def publish(store: TraceStore, pair: LoadedPair, policy: AnyPolicy, **how: Any) -> int:
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-    store.put_policy(policy.id, policy.spelled_out(), policy.label())
-    return store.publish(pair.id, "cpu", policy.id, actor="test").version
+    return put_in_force(store, pair.id, policy, **how)
 
 
 def statuses(store: TraceStore) -> list[tuple[int, str]]:
@@ -147,7 +132,7 @@ def test_a_runtime_follows_the_store(store: TraceStore, pair: LoadedPair) -> Non
         one = publish(store, pair, fixed(3))
         assert source.poll()
         assert source.current().policy == fixed(3)
-        two = publish(store, pair, fixed(3, "third"))
+        two = publish(store, pair, policy("third", 3))
         assert not source.poll()
         assert not source.poll()
         three = publish(store, pair, ANALYTIC)
@@ -219,7 +204,7 @@ def test_whatever_is_published_is_refused_and_the_last_good_one_taken(
             assert source.current().policy == good, name
     for name in refused:
         store.publish(pair.id, "cpu", name, actor="test")
-    last = publish(store, pair, fixed(3, "third"))
+    last = publish(store, pair, policy("third", 3))
     with watch(store, pair, None, None, interval_s=60) as source:
         assert source.current().policy == good
         assert "third" in source.last_error
@@ -334,8 +319,8 @@ def test_a_publication_is_taken_while_the_last_one_is_unacknowledged(
         board.acknowledge(version, status, reason)
 
     source._acknowledge = sometimes
-    for version, policy in ((7, fixed(5)), (8, fixed(6, "third")), (9, fixed(4))):
-        board.publish(version, policy)
+    for version, newest in ((7, fixed(5)), (8, policy("third", 6)), (9, fixed(4))):
+        board.publish(version, newest)
         with pytest.raises(DatabaseError):
             source.poll()
     assert source.current().policy == fixed(4)

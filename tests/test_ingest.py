@@ -9,16 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from databases import opened
 from doors import Door
 
 import spectune
-from spectune.db import open_database
 from spectune.engines.ingest import read_responses
 from spectune.optimizer.simulate.counted import survival_of
 from spectune.traces.acceptance import step_survival
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Sampling, Step
-from spectune.traces.store import TraceStore
 
 GAMMA = 6
 AGREES = [np.random.default_rng(i).random(400) < 0.75 for i in range(24)]
@@ -112,8 +111,8 @@ def test_texts_that_come_with_token_ids_are_recorded_and_replayed_under_any_wind
     path = file_of(tmp_path, responses)
     said = door.json("traces", "ingest", path, "--pair", tiny_pair, "--draft-name", "near")
     assert (said["requests"], said["rounds"]) == (3, 11)
-    with open_database(door.db) as database:
-        kept = TraceStore(database).load("latest", steps=True).requests
+    with opened(door.db) as store:
+        kept = store.load("latest", steps=True).requests
     assert [len(r.steps) for r in kept] == [0, 6, 6]
     rounds = [(s.start, s.depth, s.accepted, s.emitted) for s in kept[1].steps[1:]]
     assert rounds == [(1, 4, 3, 4), (5, 4, 2, 3), (8, 4, 0, 1), (9, 4, 4, 5), (14, 2, 2, 3)]

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from databases import run_sql
 from doors import Door, lines, write_lines, write_workload
 from kill_driver import run_kills
+from synthetic import policy
 from test_hot_reload import fixed, publish, statuses
 from waiting import eventually
 
@@ -130,7 +131,7 @@ def test_swaps_across_two_processes(serving: Any, tiny_pair: Path, tmp_path: Pat
     for gamma in (2, 5):
         applied.append(publish(store, served, fixed(gamma)))
         assert acknowledged(applied[-1], "applied"), ended
-    refused = publish(store, served, fixed(3, "third"))
+    refused = publish(store, served, policy("third", 3))
     assert acknowledged(refused, "refused"), ended
     out, err = process.communicate(timeout=200)
     assert process.poll() == 0, err

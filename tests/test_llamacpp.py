@@ -9,11 +9,13 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import xllamacpp
+from synthetic import policy
 
 from spectune.demo.prompts import demo_workload
 from spectune.engines import llamacpp
@@ -24,7 +26,7 @@ from spectune.engines.protocol import Answered, Load, Prompt, Wanted
 from spectune.engines.settings import gguf_of
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec
-from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, parse_policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy
 from spectune.runtime.recording.chains import record_panorama
 from spectune.traces.errors import EngineError, PairError, PolicyError
 from spectune.traces.schema import AGREE_YES, Sampling, Trajectory
@@ -51,8 +53,7 @@ def running(demo: PairSpec) -> Iterator[LlamaCpp]:
     found.close()
 
 
-def fixed(gamma: int, draft: str = "small") -> AnyPolicy:
-    return parse_policy({"draft": draft, "window": {"kind": "fixed", "gamma": gamma}})
+fixed = partial(policy, "small")
 
 
 def served(
@@ -123,7 +124,7 @@ def test_what_it_cannot_run_is_refused_at_once(
 ) -> None:
     """Of what every engine refuses one case (:mod:`test_engines` has the others), and its own."""
     asked = {"sampling": GREEDY, "max_new_tokens": TOKENS}
-    window = parse_policy({"draft": "small", "window": {"kind": "fsm"}})
+    window = policy("small", {"kind": "fsm"})
     with pytest.raises(PolicyError, match=r"llama\.cpp cannot run a window"):
         running.execute(prompts, window, Load(), **asked)
     with pytest.raises(EngineError, match="use --concurrency 1"):

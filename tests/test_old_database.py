@@ -10,20 +10,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import sqlite3
 from pathlib import Path
 from typing import Any
 
 import pytest
-import sqlalchemy as sa
-from databases import at_revision, migrating
+from databases import at_revision, copy_rows, opened
 from doors import Door
 
-from spectune.db import migrate, open_database
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.report.tuning import page, report_on
 from spectune.runtime.policies.document import parse_policy
-from spectune.traces.store import TraceStore
 
 OLD = Path(__file__).parent / "old" / "schema-0003.db"
 PAIR, RECORDING = "b4e20f8c543c", "rec-5abf98"
@@ -68,21 +64,7 @@ def old_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return str(shutil.copyfile(OLD, tmp_path / "old.db"))
     url: str = request.getfixturevalue("postgresql_url")
     at_revision(url, "0003")
-    file, tables = sqlite3.connect(OLD), sa.MetaData()
-    file.row_factory = sqlite3.Row
-    with migrating(url) as connection:
-        tables.reflect(connection)
-        for table in tables.sorted_tables:
-            if table.name == migrate.VERSION_TABLE:
-                continue
-            for row in map(dict, file.execute(f'SELECT * FROM "{table.name}"')):
-                for column in table.columns:
-                    if isinstance(column.type, sa.JSON) and row[column.name] is not None:
-                        row[column.name] = json.loads(row[column.name])
-                    if isinstance(column.type, sa.Boolean):
-                        row[column.name] = bool(row[column.name])
-                connection.execute(table.insert(), row)
-    file.close()
+    copy_rows(url, OLD)
     return url
 
 
@@ -90,8 +72,7 @@ def test_an_old_database_migrates_and_holds_what_it_held(old_url: str) -> None:
     door = Door(old_url)
     assert door.call("db", "upgrade").exit_code == 0
     assert door.json("db", "check")["ok"] is True
-    with open_database(old_url) as database:
-        store = TraceStore(database)
+    with opened(old_url) as store:
         loaded = store.load("latest", steps=True, trees=True)
         assert (loaded.info.id, loaded.info.pair_id) == (RECORDING, PAIR)
         assert loaded.drafts == ("far", "near", "ngram")

@@ -6,11 +6,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
-from databases import run_sql
+from databases import opened, run_sql
 from doors import Door
+from synthetic import policy
 
 from spectune.db import open_database, upgrade
 from spectune.engines.abilities import Engine
@@ -35,9 +37,7 @@ OPTIONS = DecodeOptions(max_new_tokens=32)
 MOST = 6
 
 
-def fixed(gamma: int, draft: str = "small") -> AnyPolicy:
-    window = {"kind": "fixed", "gamma": gamma}
-    return parse_policy({"draft": draft, "window": window}) if gamma else AUTOREGRESSIVE
+fixed = partial(policy, "small")
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +70,7 @@ def recorded(
     in by two drafts."""
     url = f"sqlite:///{tmp_path_factory.mktemp('openvino') / 'x.db'}"
     upgrade(url)
-    with open_database(url) as database:
-        store = TraceStore(database)
+    with opened(url) as store:
         info = record_on(store, demo, running, workload, prompts, fixed(2), Load(3), OPTIONS)
         look_around(store, load_pair(demo, device="cpu"), info.id, Look(("small", "medium"), MOST))
         store.finish_recording(info.id)
@@ -109,8 +108,9 @@ def test_one_recording_predicts_every_round_of_every_number_of_tokens(
 ) -> None:
     compared = 0
     for gamma, clients in ((0, 4), (1, 1), (4, 4), (6, 1), (6, 4)):
-        answered = served(running, prompts, fixed(gamma), Load(clients))
-        compared += held_against_replay(recorded, fixed(gamma), answered)
+        tried = fixed(gamma) if gamma else AUTOREGRESSIVE
+        answered = served(running, prompts, tried, Load(clients))
+        compared += held_against_replay(recorded, tried, answered)
         assert max(step.batch for done in answered for step in done.steps) == clients
         ended = [step.ended_s for done in answered for step in done.steps]
         assert all(ended.count(s.ended_s) == s.batch for done in answered for s in done.steps)
@@ -122,8 +122,9 @@ def test_a_draft_that_it_never_ran_does_what_retracing_predicts(
 ) -> None:
     other = start("openvino", demo, Wanted("medium", 5, 4, 320, threads=1))
     assert isinstance(other, OpenVino)
-    answered = served(other, prompts, fixed(5, "medium"), Load(4))
-    assert held_against_replay(recorded, fixed(5, "medium"), answered) > 50
+    five = policy("medium", 5)
+    answered = served(other, prompts, five, Load(4))
+    assert held_against_replay(recorded, five, answered) > 50
     other.close()
 
 

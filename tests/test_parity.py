@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from databases import opened
 from oracle import TraceBackend, replay_rounds
 from pairs import chain
-from recorded_texts import decoded_again, plain_texts, request_of
+from recorded_texts import decoded_again, plain_texts, request_of, shape
 from synthetic import flat_profile
 from test_lossless import policies
-from test_tree_parity import CASES, shape
+from test_tree_parity import CASES
 
-from spectune.db.database import open_database
 from spectune.optimizer.artifacts import fitted, keep_q_table
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -39,7 +39,6 @@ from spectune.traces.schema import (
     Trajectory,
     request_seed,
 )
-from spectune.traces.store import TraceStore
 
 PROMPTS = ["def add(a, b):", "Question: Bob has 9", "x"]
 GAMMA_MAX = 16
@@ -240,8 +239,7 @@ def test_a_stored_q_table_is_where_the_next_session_begins(
     trace = ReplayTrace(trajectories, panoramas)
     window = {"kind": "q_learning", "gamma_max": 6, "epsilon": 0.3}
     learned = run_replay(trace, parse_policy({"draft": near, "window": window})).state
-    with open_database(str(tmp_path / "a.db")) as database:
-        store = TraceStore(database)
+    with opened(tmp_path / "a.db") as store:
         store.put_pair(pair.id, "tiny", pair.spec.to_json())
         name = keep_q_table(store, learned, pair.id, {"from": "test"})
         assert keep_q_table(store, learned, pair.id, {}) == name

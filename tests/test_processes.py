@@ -13,15 +13,14 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from databases import opened
 from doors import Door, write_workload
 
-from spectune.db import open_database
 from spectune.db.models import PanoramaChunkRow
 from spectune.optimizer import processes
 from spectune.optimizer.processes import _submitted, kept_helpers, on_every_core
 from spectune.runtime.loading import LoadedPair
 from spectune.traces.errors import SpectuneError
-from spectune.traces.store import TraceStore
 
 TREES = ("--tree-width", 2, "--tree-depth", 2)
 
@@ -116,10 +115,9 @@ def test_what_a_kill_left_out_is_made_by_the_same_command_on_any_core(
         {draft: {"count": n, "width": 2, "depth": 2} for draft in ("near", "far")} for n in (2, 3)
     )
     monkeypatch.setattr(processes, "PATIENCE_S", 0.0)
-    with open_database(recorded.db) as database:
-        store = TraceStore(database)
+    with opened(recorded.db) as store:
         before = store.load("latest", trees=True)
-        with database.write() as session:
+        with store.database.write() as session:
             ours = (PanoramaChunkRow.kind == "tree", PanoramaChunkRow.ordinal == 1)
             session.execute(sa.delete(PanoramaChunkRow).where(*ours))
         assert recorded.json(*resumed)["trees"] == part

@@ -6,14 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from doors import write_workload
+from databases import put_in_force
+from doors import put_made_up_profile, write_workload
 from sqlalchemy import text
-from synthetic import flat_profile
+from synthetic import policy
+from test_schedule_store import HOUR, T0
 from trace_values import a_trajectory
 
 from spectune.db.database import Database
@@ -32,18 +33,15 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.profiling import environment
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Request, Sampling, Workload
 from spectune.traces.store import Publication, TraceStore
 
-T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
-HOUR = timedelta(hours=1)
 TEXTS = ("def add(a, b):", "The quick brown fox", "import json", "0 1 2 3 4")
 WORKLOAD = Workload(
     "w", tuple(Request(f"r{i}", "ab"[i % 2], (f"{TEXTS[i % 4]} {i}",)) for i in range(18))
 )
-CHOSEN = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 5}})
+CHOSEN = policy("near", 5)
 """What an operator puts in force."""
 QUICK = TuneOptions(
     options=DecodeOptions(Sampling(), 8),
@@ -57,18 +55,10 @@ QUICK = TuneOptions(
 )
 
 
-def put_profile(store: TraceStore, pair: LoadedPair) -> str:
-    """A made-up profile that a tuning uses: measuring takes seconds."""
-    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-    made = flat_profile(pair.id, pair.drafts)
-    return store.put_profile(replace(made, environment=environment(pair)))
-
-
 def activate(store: TraceStore, pair: LoadedPair, policy: Policy = CHOSEN) -> int:
     """What an operator does."""
-    store.put_policy(policy.id, policy.spelled_out(), policy.label())
     hot = tuned_for(Sampling(0.7), "coupled")
-    return store.publish(pair.id, "cpu", policy.id, actor="operator", sampling=hot).version
+    return put_in_force(store, pair.id, policy, actor="operator", sampling=hot)
 
 
 def once(phase: str, then: Callable[[], object]) -> Callable[[str, int, int], None]:
@@ -86,7 +76,7 @@ def once(phase: str, then: Callable[[], object]) -> Callable[[str, int, int], No
 
 
 def test_what_came_into_force_during_the_race_stays(store: TraceStore, pair: LoadedPair) -> None:
-    put_profile(store, pair)
+    put_made_up_profile(store, pair)
     during = once("execute", lambda: activate(store, pair))
     tuned = tune(store, pair, WORKLOAD, QUICK, progress=during)
     (only,) = store.list_publications(pair.id)
@@ -104,7 +94,7 @@ def test_what_came_into_force_during_the_race_stays(store: TraceStore, pair: Loa
 def test_the_version_compared_with_is_the_one_replaced(store: TraceStore, pair: LoadedPair) -> None:
     """Also where it came into force while the tuning was still recording: the incumbent is read
     when it is needed."""
-    put_profile(store, pair)
+    put_made_up_profile(store, pair)
     store.put_policy("b" * 12, {}, "of another deployment")
     other = store.publish(pair.id, "cpu", "b" * 12, actor="operator", deployment="canary").version
     said: list[str] = []
@@ -124,7 +114,7 @@ def test_what_a_smaller_tuning_does_not_record_is_raced_without_a_prediction(
 ) -> None:
     """`tune --quick` after a tree was published ended in an error once all was recorded and
     searched."""
-    put_profile(store, pair)
+    put_made_up_profile(store, pair)
     window = {"kind": "analytic", "costs": "profile", "gamma_max": 3}
     tree = parse_policy(
         {"draft": "near", "growth": {"kind": "top_k", "width": 2}, "window": window}
@@ -161,7 +151,7 @@ def test_what_was_published_can_be_kept_with_what_was_found(
     store: TraceStore, pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a write after the publication fails."""
-    put_profile(store, pair)
+    put_made_up_profile(store, pair)
     lost: list[Tuned] = []
 
     @contextmanager
@@ -189,7 +179,7 @@ def test_what_was_published_can_be_kept_with_what_was_found(
 def test_a_recording_says_how_it_is_tuned_on(store: TraceStore, pair: LoadedPair) -> None:
     """Whatever was asked for: with the rejection verifier no trees are recorded; texts that an
     engine sampled cannot be decoded here."""
-    put_profile(store, pair)
+    put_made_up_profile(store, pair)
     drawn = DecodeOptions(Sampling(0.7), 8, "rejection")
     plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
     info = record(store, pair, WORKLOAD, drawn, Look(("near",), 5), plain)
@@ -242,7 +232,7 @@ def test_who_lost_the_job_publishes_nothing(
 ) -> None:
     """However late it was lost: the token is looked at in the transaction that publishes."""
     store = Overtaken(database)
-    put_profile(store, pair)
+    put_made_up_profile(store, pair)
     asked = payload(pair, write_workload(tmp_path / "w.jsonl", 18)) | {"fresh": False}
     how: dict[str, Any] = {"every": "1h", "now": T0, "budget": "3s", "payload": asked}
     schedules.add_schedule(database, "nightly", **how)

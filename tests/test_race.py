@@ -4,16 +4,18 @@ ends, who wins."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from synthetic import policy
 
 from spectune.optimizer.execute import BLOCK, NEGLIGIBLE, eliminate
 from spectune.optimizer.search import PREDICTION_ERROR, Study, Trial, rivals
 from spectune.optimizer.timings import Timings, finite
 from spectune.optimizer.verdict import fastest_of
-from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 
 
 class Machine:
@@ -118,10 +120,7 @@ def test_ratios_are_over_shared_executions() -> None:
     assert finite(timings.ratio("a", "c")) == [1.0, 0.0, None]
 
 
-def fixed(gamma: int, **blocks: object) -> Policy:
-    return parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": gamma}, **blocks})
-
-
+fixed = partial(policy, "near")
 BASE = np.linspace(1.0, 2.0, 20)
 NOISY = BASE * np.where(np.arange(20) % 2, 1.05, 0.95)
 PLAIN = fixed(3)
@@ -164,7 +163,7 @@ def test_a_tree_of_three_nodes_needs_a_gain_beyond_noise() -> None:
 def test_rivals_are_the_fixed_windows_that_prediction_cannot_tell_apart() -> None:
     """Within the prediction's error of the best fixed window, fastest first, none twice; other
     kinds are not counted."""
-    heuristic = parse_policy({"draft": "near", "window": {"kind": "fsm", "gamma_max": 4}})
+    heuristic = fixed({"kind": "fsm", "gamma_max": 4})
     values = {5: 100.0, 4: 99.0, 6: 97.0, 2: 100 * (1 - PREDICTION_ERROR) - 1}
     trials = [Trial(heuristic, 120.0, ""), *(Trial(fixed(g), v, "") for g, v in values.items())]
     study = Study(tuple(trials), 0, "")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from databases import at_revision
+from databases import at_revision, opened
 from trace_values import a_recording
 
 from spectune.cli import main
@@ -53,9 +53,9 @@ elsewhere = folder
 @pytest.fixture
 def path(folder: Path) -> Path:
     made = folder / "a.db"
-    with open_database(str(made)) as database:
-        a_recording(TraceStore(database), n=2)
-        TraceStore(database).put_policy("p", {}, "first")
+    with opened(made) as store:
+        a_recording(store, n=2)
+        store.put_policy("p", {}, "first")
     return made
 
 
@@ -106,8 +106,8 @@ def test_pure_reads_need_no_place_to_write(path: Path, folder: Path) -> None:
 
 def test_a_write_to_a_read_only_file_is_one_line(path: Path, folder: Path) -> None:
     def write() -> None:
-        with open_database(str(path)) as database:
-            TraceStore(database).put_policy("q", {}, "l")
+        with opened(path) as store:
+            store.put_policy("q", {}, "l")
 
     kind, message = as_reader(folder, write)
     assert kind == "DatabaseError"
@@ -120,8 +120,8 @@ def labels(url: str) -> list[str]:
 
 
 def test_what_a_live_writer_has_in_its_log_is_read(path: Path, folder: Path) -> None:
-    with open_database(str(path)) as database:
-        TraceStore(database).put_policy("q", {}, "newest")
+    with opened(path) as store:
+        store.put_policy("q", {}, "newest")
         assert (folder / "a.db-wal").stat().st_size > 0
         assert as_reader(folder, lambda: labels(str(path))) == ["newest", "first"]
 
@@ -157,8 +157,8 @@ def test_a_link_is_as_writable_as_what_it_points_to(
     link.symlink_to(path)
 
     def write() -> None:
-        with open_database(str(link)) as database:
-            TraceStore(database).put_policy("q", {}, "second")
+        with opened(link) as store:
+            store.put_policy("q", {}, "second")
 
     assert as_reader(elsewhere, write) is None
     assert labels(str(path)) == ["second", "first"]

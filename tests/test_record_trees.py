@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from databases import opened
 from doors import Door, write_workload
 from recorded_texts import trace_of
 from synthetic import flat_profile
 from trace_values import a_tree
 
-from spectune.db import open_database
 from spectune.optimizer import record as recorder
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.record import Look, cover_of, look_around
@@ -55,8 +55,8 @@ def door(tmp_path: Path, recorded: Path, tiny_pair: Path) -> Door:
 
 @pytest.fixture
 def store(door: Door) -> Iterator[TraceStore]:
-    with open_database(door.db) as database:
-        yield TraceStore(database)
+    with opened(door.db) as store:
+        yield store
 
 
 def resumed(door: Door, *arguments: object) -> dict[str, Any]:
@@ -76,8 +76,8 @@ def test_trees_are_recorded_with_the_texts(tmp_path: Path, tiny_pair: Path) -> N
     made = door.json("record", "--pair", door.pair, "--workload", workload, *SHORT, *trees)
     assert made["trees"] == {"near": extent(2, 3, 2), "far": extent(2, 3, 2)}
     assert made["drafts"] == {"near": 2, "far": 2, "ngram": 2}
-    with open_database(door.db) as database:
-        loaded = TraceStore(database).load(made["recording"], trees=True)
+    with opened(door.db) as store:
+        loaded = store.load(made["recording"], trees=True)
     for panorama, trajectory in zip(loaded.trees("near"), loaded.trajectories, strict=True):
         assert panorama.positions == len(trajectory.output_ids)
         assert '{"kind":"top_k","score":"coupled(1.5)","width":3}' in panorama.covers

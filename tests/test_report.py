@@ -7,16 +7,15 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from synthetic import policy
 
 from spectune.optimizer.commands.printing import Meter, emit
 from spectune.optimizer.report.tables import evidence_table, outcome_table, rows_table, score_table
 from spectune.optimizer.verdict import Candidate, Tuned
-from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.traces.schema import Counts, Outcome, RequestOutcome
 
-FAST, DROPPED = (
-    parse_policy({"draft": "small", "window": {"kind": "fixed", "gamma": g}}) for g in (4, 8)
-)
+FAST, DROPPED = policy("small", 4), policy("small", 8)
 
 
 def candidate(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 from databases import run_sql
-from doors import Door, lines, put_profile, write_workload
+from doors import FIXED, Door, lines, put_profile, write_workload
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
@@ -23,7 +23,6 @@ from spectune.db.engine import make_engine
 from spectune.db.urls import parse_url
 from spectune.traces.text import shortened
 
-FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
 LEARNING = '{"draft": "near", "window": {"kind": "q_learning"}}'
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from doors import write_workload
-from test_publishing import HOUR, T0, payload, put_profile
+from doors import put_made_up_profile, write_workload
+from test_publishing import HOUR, T0, payload
 from trace_values import a_trajectory
 
 from spectune.optimizer import jobs
@@ -62,7 +62,7 @@ def work(
 def test_attempts_of_a_slot_share_its_recording_and_profile_and_the_next_slot_begins_anew(
     store: TraceStore, pair: LoadedPair, hourly: str
 ) -> None:
-    put_profile(store, pair)  # older than the slot's recording: not used
+    put_made_up_profile(store, pair)  # older than the slot's recording: not used
     with pytest.raises(SystemExit, match="decode"):
         work(store, pair, 1, dies_in="decode", after=3)
     (begun,) = store.list_recordings()
@@ -70,7 +70,7 @@ def test_attempts_of_a_slot_share_its_recording_and_profile_and_the_next_slot_be
     assert begun_as(store, pair, begun)[1].max_new_tokens == 8, "`record --resume` can finish it"
     with pytest.raises(SystemExit, match="profile"):
         work(store, pair, 1, dies_in="profile")
-    put_profile(store, pair)  # what that attempt would have measured
+    put_made_up_profile(store, pair)  # what that attempt would have measured
     assert work(store, pair, 1).ended["done"] == 1
     (made,) = store.list_recordings()
     assert (made.id, made.state, made.n_requests) == (begun.id, "complete", REQUESTS)
@@ -141,7 +141,7 @@ def test_an_attempt_that_published_and_was_gone_before_it_could_say_so_is_not_re
     # A profile newer than the slot's recording, which begins now.
     with pytest.raises(SystemExit, match="decode"):
         work(store, pair, 1, dies_in="decode")
-    put_profile(store, pair)
+    put_made_up_profile(store, pair)
     with pytest.raises(SystemExit):
         at_work(dies)
     (published,) = store.list_publications()

@@ -9,7 +9,7 @@ import signal
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 from sqlalchemy.orm import Session
+from test_schedule_store import T0
 from waiting import PATIENCE_S, eventually
 
 from spectune.db.database import Database, open_database
@@ -25,7 +26,6 @@ from spectune.optimizer import schedule as schedules
 from spectune.optimizer.schedule import Job, JobContext
 
 WORKERS, SLOTS = 8, 100
-T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
 LATER = T0 + timedelta(hours=1)
 
 # Workers come from a fork server that has imported what they need, so that eight of them cost no

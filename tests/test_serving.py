@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,10 +14,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import scipy.stats
+from databases import opened
 from doors import Door
+from synthetic import policy
 from trace_values import a_panorama, a_trajectory
 
-from spectune.db.database import open_database
 from spectune.db.models import PanoramaChunkRow
 from spectune.engines.abilities import OPENVINO, VLLM, Engine
 from spectune.engines.protocol import Answered, Load, Prompt, Running, Wanted, chain_round
@@ -86,11 +88,7 @@ def trace_of(count: int, none: float = 0.0, budget: int = 0) -> ReplayTrace:
     return ReplayTrace(made, {"small": [a_panorama(t, "small", none=none) for t in made]})
 
 
-def window(gamma: dict[str, int] | int) -> Policy:
-    kind = "fixed" if isinstance(gamma, int) else "by_batch"
-    policy = parse_policy({"draft": "small", "window": {"kind": kind, "gamma": gamma}})
-    assert isinstance(policy, Policy)
-    return policy
+window = partial(policy, "small")
 
 
 def tables(policy: Policy, rules: ServingRules) -> tuple[int, ...]:
@@ -460,8 +458,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Door:
     trace, at, ordinal = trace_of(40, budget=70), 1.0, 0
     serving = {"max_num_seqs": 8, "max_batched_tokens": 512, "max_len": 400, "ahead": 0}
     about = {"engine": "vllm", "engine_version": "0.32.0", "serving": serving}
-    with open_database(url) as database:
-        store = TraceStore(database)
+    with opened(url) as store:
         spec = read_pair("demo")
         store.put_pair(spec.id, spec.name, spec.to_json())
         info = store.create_recording(
@@ -644,8 +641,8 @@ def test_what_is_proved_by_execution_is_published(server: Door) -> None:
     nothing = {"version": None, "id": AUTOREGRESSIVE.id, "label": "autoregressive"}
     assert found["incumbent"] == nothing
     assert all(one["texts_differ"] == 0 for one in found["executed"])
-    with open_database(server.db) as database:
-        kept = TraceStore(database).active_publication(read_pair("demo").id, "cpu", "vllm")
+    with opened(server.db) as store:
+        kept = store.active_publication(read_pair("demo").id, "cpu", "vllm")
     assert kept is not None
     assert (kept.reason, kept.actor) == (found["reason"], "tune")
     assert kept.evidence["executed"] == found["executed"]
@@ -666,8 +663,8 @@ def test_what_cannot_run_is_not_what_is_to_be_beaten(server: Door, executing: li
     asked = (*EXECUTE.split(), "clients:8", "--budget", "1s", "--threads", "1")
     tree, wide = '{"draft": "small", "growth": {"kind": "top_k"}}', window(7).canonical()
     copied = '{"draft": "ngram", "window": {"kind": "fixed", "gamma": 2}}'
-    for policy, name in ((tree, "trees"), (wide, "wide"), (copied, "copied")):
-        server.json("policies", "activate", policy, "--pair", "demo", "--deployment", name)
+    for wanted, name in ((tree, "trees"), (wide, "wide"), (copied, "copied")):
+        server.json("policies", "activate", wanted, "--pair", "demo", "--deployment", name)
     found = server.json(*asked, "--deployment", "trees")
     assert "cannot run (vLLM cannot run trees" in found["reason"]
     assert found["incumbent"]["id"] == AUTOREGRESSIVE.id
@@ -692,6 +689,26 @@ def test_texts_that_cannot_be_served_again_are_said() -> None:
             executed_load._texts(cast(UnderLoad, lab))
 
 
+def stored(
+    store: TraceStore,
+    ended: Sequence[RecordedRequest],
+    source: str = "record",
+    drafts: Sequence[str] = ("small",),
+    lacking: Sequence[int] = (),
+) -> RecordingInfo:
+    """A recording of vLLM, some requests of which have no panoramas."""
+    store.put_pair("pair", "pair", {})
+    about = {"engine": "vllm", "serving": {"max_num_seqs": 8, "ahead": 0}}
+    info = store.create_recording(
+        "pair", None, Sampling(), max_new_tokens=70, options=about, source=source
+    )
+    for n, r in enumerate(ended):
+        store.append_trajectory(info.id, n, r.trajectory, r.steps)
+        panoramas = [(n, a_panorama(r.trajectory, draft)) for draft in drafts]
+        store.put_panoramas(info.id, [] if n in lacking else panoramas)
+    return info
+
+
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_recorded_requests_arrive_each_with_its_own_text(
     store: TraceStore, fitted: ServedCosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -699,13 +716,7 @@ def test_recorded_requests_arrive_each_with_its_own_text(
     """They are stored as they ended. A damaged panorama of another draft is not read for it."""
     trace = trace_of(3, budget=70)
     ended = recorded(trace, simulated(trace, window(0), Load(1)), window(0))[::-1]
-    store.put_pair("pair", "pair", {})
-    about = {"engine": "vllm", "serving": {"max_num_seqs": 8, "ahead": 0}}
-    info = store.create_recording("pair", None, Sampling(), max_new_tokens=70, options=about)
-    for n, r in enumerate(ended):
-        store.append_trajectory(info.id, n, r.trajectory, r.steps)
-        panoramas = [(n, a_panorama(r.trajectory, draft)) for draft in ("small", "other")]
-        store.put_panoramas(info.id, panoramas)
+    info = stored(store, ended, drafts=("small", "other"))
     with store.database.write() as session:
         session.get_one(PanoramaChunkRow, (info.id, 0, "other", "chain")).data = b"x"
     monkeypatch.setattr(under_load_module, "costs_of_engine", lambda *_: fitted)
@@ -726,19 +737,8 @@ def test_what_a_server_has_added_since_is_left_out(
     """A recording that is made here is refused until it is whole."""
     trace = trace_of(3, budget=70)
     ended = recorded(trace, simulated(trace, window(0), Load(1)), window(0))[::-1]
-    store.put_pair("pair", "pair", {})
     monkeypatch.setattr(under_load_module, "costs_of_engine", lambda *_: fitted)
-    about = {"engine": "vllm", "serving": {"max_num_seqs": 8, "ahead": 0}}
-    found = {}
-    for source in ("serve", "record"):
-        info = store.create_recording(
-            "pair", None, Sampling(), max_new_tokens=70, options=about, source=source
-        )
-        for n, r in enumerate(ended):
-            store.append_trajectory(info.id, n, r.trajectory, r.steps)
-            if n != 1:
-                store.put_panoramas(info.id, [(n, a_panorama(r.trajectory, "small"))])
-        found[source] = info
+    found = {source: stored(store, ended, source, lacking=[1]) for source in ("serve", "record")}
     for asked in ("recorded", "clients:2"):
         lab = under_load(store, found["serve"], [window(3)], asked, Objective())
         texts = [t.request_id for t in lab.trace.trajectories]

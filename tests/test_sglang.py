@@ -13,10 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_engines import by_batch, policy
+from databases import opened, put_in_force
+from synthetic import policy
 from waiting import eventually
 
-from spectune.db import open_database
 from spectune.engines.serving import Place, Served
 from spectune.engines.sglang import plugin
 from spectune.runtime.pair import PairSpec, read_pair
@@ -198,9 +198,7 @@ def request(name: str, tokens: int, **sampling: Any) -> Any:
 
 
 def published(store: TraceStore, wanted: AnyPolicy) -> int:
-    store.put_policy(wanted.id, wanted.spelled_out(), wanted.label())
-    pair_id = store.list_pairs()[0].id
-    return store.publish(pair_id, "cuda", wanted.id, actor="t", deployment="sglang").version
+    return put_in_force(store, store.list_pairs()[0].id, wanted, "cuda", deployment="sglang")
 
 
 def test_rounds_are_recorded_and_a_published_table_decides(
@@ -214,20 +212,19 @@ def test_rounds_are_recorded_and_a_published_table_decides(
     running.step([one, two], [[1, 2, 3], [4]], 4)
     running.step([one, two], [[1, 2, 3, 4], [5, 6]], 4)  # two of them beyond the text
     running.step([one, two], [[8], [7]], 4)  # a finished request comes once more
-    with open_database(str(tmp_path / "x.db")) as database:
-        store = TraceStore(database)
+    with opened(tmp_path / "x.db") as store:
         eventually(lambda: [r for r in store.list_recordings() if r.n_requests == 1])
         kept = store.load("latest", steps=True).requests[0]
         assert kept.trajectory.output_ids.tolist() == [9, 1, 2, 3, 1, 2]
         assert (kept.trajectory.finish, kept.trajectory.sampling) == ("length", Sampling())
         told = [(s.start, s.drafted, s.accepted, s.emitted, s.batch) for s in kept.steps]
         assert told == [(0, 0, 0, 1, 1), (1, 4, 2, 3, 2), (4, 4, 2, 2, 2)]
-        wanted = policy(by_batch(at1=4, at2=0), draft="near")
+        wanted = policy("near", {"1": 4, "2": 0})
         good = published(store, wanted)
         eventually(lambda: running.rule.get_steps_for_batch(2) == 0)
         assert running.rule.get_steps_for_batch(1) == 4
         assert running.rule.on_verify_complete([1], 1) is None
-        bad = published(store, policy({"kind": "fixed", "gamma": 3}, draft="near"))
+        bad = published(store, policy("near", 3))
         eventually(lambda: bool(store.acknowledgements(bad)))
         (refused,), (applied,) = store.acknowledgements(bad), store.acknowledgements(good)
         assert (refused.status, applied.status) == ("refused", "applied")
@@ -258,10 +255,9 @@ def test_steps_of_several_ranks_are_left_to_sglang(
 ) -> None:
     running = scheduler([1, 3], tp_size=2)
     running.step([request("a", 9)], [[1]], 3)
-    with open_database(str(tmp_path / "x.db")) as database:
-        store = TraceStore(database)
+    with opened(tmp_path / "x.db") as store:
         eventually(lambda: bool(store.list_pairs()))
-        version = published(store, policy({"kind": "fixed", "gamma": 3}, draft="near"))
+        version = published(store, policy("near", 3))
         eventually(lambda: bool(store.acknowledgements(version)))
         assert "it runs on 2 ranks" in store.acknowledgements(version)[0].reason
     assert running.rule.get_steps_for_batch(1) == 3

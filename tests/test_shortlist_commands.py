@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from databases import opened
 from doors import Door, write_workload
 from pairs import make_pair
 from transformers import PreTrainedTokenizerFast
 
-from spectune.db import open_database
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.router import Routing
-from spectune.traces.store import TraceStore
 
 TOKENS = 24
 
@@ -60,8 +59,7 @@ def simulated(door: Door, recording: str, shortlist: dict[str, Any], **how: Any)
 def test_what_is_counted_is_the_recording(door: Door, frequencies: dict[str, Any]) -> None:
     """Counts are those of the search part's prompts and outputs; special tokens come first;
     coverage grows to 1."""
-    with open_database(door.db) as database:
-        store = TraceStore(database)
+    with opened(door.db) as store:
         artifact = store.get_artifact(frequencies["artifact"])
         texts = {t.request_id: t for t in store.load(frequencies["recording"], []).trajectories}
     found = Frequencies.from_document(artifact.document, artifact.arrays)
@@ -113,8 +111,8 @@ def test_a_router_says_how_good_it_is(router: dict[str, Any], door: Door) -> Non
     for name in ("recall", "mass", "size"):
         assert scores[name] == sorted(scores[name])
     assert all(m <= o + 1e-9 for m, o in zip(scores["mass"], scores["oracle"], strict=True))
-    with open_database(door.db) as database:
-        artifact = TraceStore(database).get_artifact(router["artifact"])
+    with opened(door.db) as store:
+        artifact = store.get_artifact(router["artifact"])
     routing = Routing.from_document(artifact.document, artifact.arrays)
     assert routing.clusters.count == 12
     assert sum(router["cluster_sizes"]) == routing.clusters.vocab
@@ -125,8 +123,8 @@ def test_a_router_replays_on_its_own_recording(
 ) -> None:
     """Its cluster ranks are made with it, of all requests; chains are not called approximate, trees
     are; no ranks for another draft."""
-    with open_database(door.db) as database:
-        ranks = TraceStore(database).get_artifact(router["ranks"])
+    with opened(door.db) as store:
+        ranks = store.get_artifact(router["ranks"])
     assert len(ranks.document["requests"]) == 6 > router["requests"]
     block = {"kind": "clusters", "k0": 6, "k1": 4, "k_min": 1, "artifact": router["artifact"][:8]}
     chains = simulated(door, router["recording"], block)
@@ -177,8 +175,7 @@ def test_clusters_alone_are_taken_further(door: Door) -> None:
 
 def test_clusters_that_are_malformed_are_refused(door: Door) -> None:
     made = door.json("fit clusters --draft near --clusters 5")
-    with open_database(door.db) as database:
-        store = TraceStore(database)
+    with opened(door.db) as store:
         held = store.get_artifact(made["artifact"])
         less = {name: value for name, value in held.document.items() if name != "clusters"}
         for words, document, arrays in (

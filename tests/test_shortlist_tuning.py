@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import optuna
 import pytest
-from doors import write_workload
+from databases import opened, put_in_force
+from doors import put_made_up_profile, write_workload
 from pairs import chain, make_pair
-from synthetic import flat_profile, over_rows, with_terms
+from recorded_texts import trace_of
+from synthetic import flat_profile, over_rows, policy, with_terms
 
 import spectune.optimizer.fit.tuning as tuning
-from spectune.db import open_database
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
@@ -39,7 +40,6 @@ from spectune.runtime.policies.artifacts import ROUTER
 from spectune.runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, parse_policy
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.profiling import environment
 from spectune.runtime.progress import silent
 from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import TraceError
@@ -92,18 +92,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
     folder = tmp_path_factory.mktemp("tuning")
     pair = load_pair(read_pair(str(make_pair(folder))), device="cpu", drafts=("near",))
     workload = load_workload([str(write_workload(folder / "w.jsonl", 8))])
-    with open_database(str(folder / "spectune.db")) as database:
-        store = TraceStore(database)
+    with opened(folder / "spectune.db") as store:
         plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
         recording = record(store, pair, workload, OPTIONS, Look(("near",), GAMMA, 6, 3), plain).id
         limits = fit_shortlists(store, pair, recording, ["near", "ngram"], seed=1)
-        loaded = store.load(recording, trees=True)
-        trace = ReplayTrace(
-            loaded.trajectories,
-            {"near": loaded.panoramas("near")},
-            trees={("near", "coupled"): loaded.trees("near")},
-            ranks=ranks_for(store, pair, recording, limits),
-        )
+        ranks = ranks_for(store, pair, recording, limits)
+        trace = trace_of(store, recording, ["near"], ranks)
         yield Recorded(store, pair, workload, recording, limits, trace)
 
 
@@ -317,11 +311,9 @@ def test_tune_fits_and_executes_shortlists_where_they_may_win(
     """With a profile in which the head dominates, a shortlist is among those executed; in one where
     it does not, nothing is fitted."""
     pair = recorded.pair
-    profile = replace(flat_profile(pair.id, pair.drafts), environment=environment(pair))
-    with open_database(str(tmp_path / "spectune.db")) as database:
-        store = TraceStore(database)
-        store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-        store.put_profile(priced(profile, recorded.limits["near"].rows, saved, saved))
+    plain, rows = flat_profile(pair.id, pair.drafts), recorded.limits["near"].rows
+    with opened(tmp_path / "spectune.db") as store:
+        put_made_up_profile(store, pair, priced(plain, rows, saved, saved))
         wanted = tune_options(5, finalists=2, tree_width=4, tree_depth=3)
         tuned = tune(store, pair, recorded.workload, wanted)
         document = store.get_study(tuned.study).document
@@ -346,14 +338,10 @@ def test_a_chooser_is_raced_where_it_is_predicted_to_gain(
     whose choices for these are worked out."""
     monkeypatch.setattr(Gained, "holds", property(lambda self: True))
     store, pair = recorded.store, recorded.pair
-    store.put_profile(replace(flat_profile(pair.id, pair.drafts), environment=environment(pair)))
-    single = {
-        "none": AUTOREGRESSIVE,
-        "near": parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 3}}),
-    }
+    put_made_up_profile(store, pair)
+    single = {"none": AUTOREGRESSIVE, "near": policy("near", 3)}
     incumbent = parse_policy(fit_chooser_artifact(store, recorded.recording, pair, single).policy)
-    store.put_policy(incumbent.id, incumbent.spelled_out(), incumbent.label())
-    store.publish(pair.id, pair.device.type, incumbent.id, actor="test")
+    put_in_force(store, pair.id, incumbent)
     others = load_workload(
         [str(write_workload(tmp_path / "w.jsonl", 6, ("for i in", "Ann has 3 apples")))]
     )

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 import torch
 from pairs import chain, perturbed, tiny_model, tokenizer
-from test_head_drafting import Alternating
+from recorded_texts import alternating, asked, shape
 from test_heads import HIDDEN, VOCAB, _eagle1, _eagle3
-from test_tree_parity import shape
 from test_verifiers import PLAIN, p_value_of_two, tiny_pair
 from transformers import AutoModelForCausalLM
 
@@ -122,13 +121,8 @@ def ready(pair: LoadedPair, draft: str = "none", **blocks: Any) -> Plan:
     return prepare_for(pair, policy, artifacts=artifacts(pair))
 
 
-def requests(
-    pair: LoadedPair, decoder: Decoder, sampling: Sampling, tokens: int = TOKENS
-) -> list[DecodeRequest]:
-    return [
-        decoder.request(Request(str(i), "c", (prompt,)), pair.encode(prompt), sampling, tokens)
-        for i, prompt in enumerate(PROMPTS)
-    ]
+def requests(decoder: Decoder, sampling: Sampling, tokens: int = TOKENS) -> list[DecodeRequest]:
+    return [asked(decoder, prompt, sampling, tokens, str(i)) for i, prompt in enumerate(PROMPTS)]
 
 
 def texts(
@@ -136,7 +130,7 @@ def texts(
 ) -> tuple[list[list[int]], list[Step]]:
     """Output ids of all prompts, and all steps."""
     decoder = Decoder(pair, StaticSource(prepared))
-    done = [decoder.decode(r) for r in requests(pair, decoder, sampling, tokens)]
+    done = [decoder.decode(r) for r in requests(decoder, sampling, tokens)]
     return [d.trajectory.output_ids.tolist() for d in done], [s for d in done for s in d.steps]
 
 
@@ -204,8 +198,8 @@ def test_policies_are_swapped_in_the_middle_of_a_text(pair: LoadedPair, sampling
         {"draft": "own", "shortlist": by_router("own"), **CHAIN},
     ]
     plain, used = Decoder(pair, StaticSource(ready(pair))), set()
-    decoder = Decoder(pair, Alternating([ready(pair, **d) for d in documents]))
-    for request in requests(pair, plain, sampling, 40):
+    decoder = Decoder(pair, alternating([ready(pair, **d) for d in documents]))
+    for request in requests(plain, sampling, 40):
         done, alone = decoder.decode(request), plain.decode(request)
         assert done.trajectory.output_ids.tolist() == alone.trajectory.output_ids.tolist()
         used |= {s.policy for s in done.steps}
@@ -310,7 +304,7 @@ def followed(
     """Every round of all prompts: the text before it, the round, the request's noise, and the
     shortlists it used."""
     decoder = Decoder(pair, StaticSource(prepared))
-    for request in requests(pair, decoder, sampling, tokens):
+    for request in requests(decoder, sampling, tokens):
         text = list(request.prompt_ids)
         noise = Noise(request.seed, pair.target.vocab_size, torch.device("cpu"))
         for item in decoder.rounds(request):

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from databases import run_sql
+from databases import opened, run_sql
 from trace_values import PAIR, a_panorama, a_recording, a_trajectory, steps_of
 from waiting import eventually
 
@@ -45,8 +45,7 @@ def append_for_ever(url: str, recording: str, said: int) -> None:
 
 
 def test_killed_at_random_moments_nothing_acknowledged_is_lost(url: str) -> None:
-    with open_database(url) as database:
-        store = TraceStore(database)
+    with opened(url) as store:
         store.put_pair(PAIR, "demo", {})
         recording = store.create_recording(PAIR, None, Sampling(), max_new_tokens=64).id
     chance = random.Random(7)
@@ -70,8 +69,8 @@ def test_killed_at_random_moments_nothing_acknowledged_is_lost(url: str) -> None
         acknowledged.update(int(line) for line in text.split("\n")[:-1])
         report = check(url)
         assert report.ok, report.problems
-    with open_database(url) as database:
-        loaded = TraceStore(database).load(recording, steps=True)
+    with opened(url) as store:
+        loaded = store.load(recording, steps=True)
     assert len(acknowledged) > KILLS
     assert acknowledged <= {r.ordinal for r in loaded.requests if r.panoramas}
     # Resumed each time where it was killed: no holes, and at most the request in hand lacks its
@@ -88,8 +87,8 @@ def test_a_check_names_what_cannot_be_read_and_not_what_is_removed_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "spectune.db"
-    with open_database(str(path)) as database:
-        recording = a_recording(TraceStore(database), n=5)
+    with opened(path) as store:
+        recording = a_recording(store, n=5)
     sound = check(str(path))
     assert sound.ok
     run_sql(path, "UPDATE trajectory SET data = 'a text' WHERE ordinal = 2")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from databases import run_sql
+from databases import opened, run_sql
 from doors import ROOT, Door
 from test_traces_codec import FORGED
 from trace_values import POLICY, POLICY_ID, a_recording, a_trajectory, steps_of
@@ -36,11 +36,10 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An exported recording of three requests with chains, trees, rounds, a workload and a
     policy."""
     folder = tmp_path_factory.mktemp("exported")
-    with open_database(str(folder / "a.db")) as database:
-        store = TraceStore(database)
+    with opened(folder / "a.db") as store:
         store.put_policy(POLICY_ID, POLICY, "small")
         recording = a_recording(store, n=3, trees=True)
-        export_recordings(database, [recording], folder / "moved.db")
+        export_recordings(store.database, [recording], folder / "moved.db")
     return folder / "moved.db"
 
 
@@ -272,15 +271,15 @@ def test_a_file_that_is_no_database_is_one_line(
 
 def test_a_database_in_use_is_imported_whole(tmp_path: Path, empty: Database) -> None:
     used = tmp_path / "used.db"
-    with open_database(str(used)) as database:
-        first = a_recording(TraceStore(database), n=2)
+    with opened(used) as store:
+        first = a_recording(store, n=2)
         run_sql(used, "PRAGMA wal_checkpoint(TRUNCATE)")
-        second = a_recording(TraceStore(database), n=2)
+        second = a_recording(store, n=2)
         assert (tmp_path / "used.db-wal").stat().st_size
         assert set(import_recordings(empty, used).added) == {first, second}
     # And what a kill left: the log alone holds the second one.
-    with open_database(str(used)) as database:
-        third = a_recording(TraceStore(database), n=1)
+    with opened(used) as store:
+        third = a_recording(store, n=1)
         for ending in ("", "-wal"):
             shutil.copyfile(f"{used}{ending}", f"{tmp_path / 'killed.db'}{ending}")
     assert third in import_recordings(empty, tmp_path / "killed.db").added

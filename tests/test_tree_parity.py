@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from oracle import RecordedTrees, replay_rounds
 from pairs import fixed
-from recorded_texts import executed, plain_texts
+from recorded_texts import plain_texts, same_rounds, shape
 from synthetic import flat_profile, with_terms
 from test_lossless import PROMPTS
 
@@ -24,7 +24,7 @@ from spectune.runtime.recording.trees import Cover, cover_name, record_tree_pano
 from spectune.runtime.session import Sessions
 from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import Sampling, Step, Trajectory
+from spectune.traces.schema import Sampling, Step, Trajectory, TreePanorama
 
 TOKENS = 20
 WIDTH, DEPTH = 6, 7
@@ -57,14 +57,6 @@ def artifacts(draft: str) -> Artifacts:
         "grower": Fitted("classifier", {"draft": draft}, weights),
     }
     return lambda name: found[name]
-
-
-def shape(step: Step) -> tuple[int, ...]:
-    """What must agree of a round: all but its times."""
-    return (
-        step.start, step.drafted, step.verified, step.accepted, step.emitted, step.draft_steps,
-        step.lag, step.depth, step.bin,
-    )  # fmt: skip
 
 
 def top_k(width: int) -> dict[str, Any]:
@@ -135,31 +127,35 @@ def covers(policies: list[Policy], sampling: Sampling, find: Artifacts) -> list[
             p.depth_max,
         )
         for p in policies
-        if p.growth.kind != "top_k"
+        if p.growth.kind not in ("top_k", "chain")
     ]
 
 
-@pytest.mark.parametrize(("either_pair", "sampling"), CASES, indirect=["either_pair"], ids=str)
-def test_trees_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sampling) -> None:
-    draft = next(iter(pair.drafts))
-    find = artifacts(draft)
-    policies = tree_policies(draft, 12, seed=int(10 * sampling.temperature))
-    plain = two_texts(pair, sampling)
-    wanted = covers(policies, sampling, find)
-    trees = [record_tree_panorama(pair, t, draft, WIDTH, DEPTH, covers=wanted) for t in plain]
-    trace = ReplayTrace(plain, {}, trees={(draft, "coupled"): trees})
-    rounds = 0
+def replayed_exactly(
+    pair: LoadedPair, policies: list[Policy], sampling: Sampling, width: int, depth: int, **how: Any
+) -> tuple[list[TreePanorama], list[Step]]:
+    """The trees of two texts, and their rounds under policies of one draft: alike in replay, in the
+    plain loop over the trees and decoded again, with the same texts."""
+    draft = policies[0].draft
+    find, plain = artifacts(draft), two_texts(pair, sampling)
+    how |= {"covers": covers(policies, sampling, find)}
+    trees = [record_tree_panorama(pair, t, draft, width, depth, **how) for t in plain]
+    trace, rounds = ReplayTrace(plain, {}, trees={(draft, "coupled"): trees}), []
     for policy in policies:
         replayed = run_replay(trace, policy, per_round=True, artifacts=find)
         assert replayed.missing == 0
         assert [[shape(s) for s in steps] for steps in replayed.steps()] == plain_rounds(
             trace, policy, find
         ), policy.label()
-        runs = executed(pair, policy, plain, find)
-        for ran, steps in zip(runs, replayed.steps(), strict=True):
-            assert [shape(s) for s in ran.steps] == [shape(s) for s in steps], policy.label()
-            rounds += len(steps)
-    assert rounds > 100
+        rounds += same_rounds(pair, policy, replayed, plain, find)
+    return trees, rounds
+
+
+@pytest.mark.parametrize(("either_pair", "sampling"), CASES, indirect=["either_pair"], ids=str)
+def test_trees_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sampling) -> None:
+    policies = tree_policies(next(iter(pair.drafts)), 12, seed=int(10 * sampling.temperature))
+    _, rounds = replayed_exactly(pair, policies, sampling, WIDTH, DEPTH)
+    assert len(rounds) > 100
 
 
 def plain_rounds(
@@ -215,10 +211,7 @@ def test_windows_that_weigh_costs_replay_exactly(pair: LoadedPair, sampling: Sam
     for policy in policies:
         replayed = run_replay(trace, policy, profile, per_round=True, artifacts=find)
         assert replayed.total.seconds > 0
-        runs = executed(pair, policy, plain, find, profile)
-        for ran, steps in zip(runs, replayed.steps(), strict=True):
-            assert [shape(s) for s in ran.steps] == [shape(s) for s in steps], policy.label()
-            depths |= {s.depth for s in steps}
+        depths |= {s.depth for s in same_rounds(pair, policy, replayed, plain, find, profile)}
     assert len(depths) > 3
     none = with_terms(profile, {"top_k/near": None, "top_k/head": None})
     with pytest.raises(PolicyError, match="no costs of trees for draft"):
@@ -235,8 +228,7 @@ def test_children_by_probability_replay_exactly(pair: LoadedPair) -> None:
     replayed = run_replay(
         ReplayTrace(plain, {}, trees={(draft, "probability"): trees}), policy, per_round=True
     )
-    for ran, steps in zip(executed(pair, policy, plain), replayed.steps(), strict=True):
-        assert [shape(s) for s in ran.steps] == [shape(s) for s in steps]
+    same_rounds(pair, policy, replayed, plain)
 
 
 def test_what_was_not_recorded_is_refused(pair: LoadedPair) -> None:

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from databases import opened
 from doors import Door, one_object, write_workload
 from recorded_texts import plain_texts
 from rich.console import Console
 from test_store import damage
 from trace_values import a_trajectory
 
-from spectune.db import open_database
 from spectune.db.models import ArtifactRow, StudyRow
 from spectune.optimizer.report.drawn_trees import LINES, tree_view
 from spectune.optimizer.report.tree_page import page
@@ -49,7 +49,6 @@ from spectune.runtime.recording.trees import record_tree_panorama
 from spectune.runtime.trees.draft import GrownTree, Pruned
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import Sampling, Step, TreePanorama
-from spectune.traces.store import TraceStore
 
 FIGURES = ("ranks", "within", "accepted", "phi", "probability", "acceptance", "difference")
 FIGURES += ("gamma", "verified", "bins", "categories")
@@ -439,8 +438,7 @@ def test_the_report_finds_what_was_fitted_and_tried(
     """What is damaged is left out."""
     name, _ = recorded
     policy = top_k(2, kind="fsm", gamma_max=3)
-    with open_database(door.db) as database:
-        store = TraceStore(database)
+    with opened(door.db) as store:
         pair = store.get_recording(name).pair_id
 
         def bins(draft: str, *thresholds: int) -> str:

@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from databases import opened, put_in_force
+from synthetic import policy
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 from waiting import eventually
 
-from spectune.db import open_database
 from spectune.engines.vllm.command import SCHEDULER, speculative_config
 from spectune.runtime.pair import PairSpec, read_pair
-from spectune.runtime.policies.document import parse_policy
 from spectune.traces.recording import Recording
 from spectune.traces.store import TraceStore
 
@@ -62,10 +62,8 @@ class Engine:
 
     def publish(self, window: dict[str, Any], draft: str, **blocks: Any) -> int:
         """Publishes a policy; its version."""
-        policy = parse_policy({"draft": draft, "window": window, **blocks})
-        self.store.put_policy(policy.id, policy.spelled_out(), policy.label())
-        where = {"actor": "test", "deployment": "vllm"}
-        return self.store.publish(self.spec.id, "cpu", policy.id, **where).version
+        wanted = policy(draft, window, **blocks)
+        return put_in_force(self.store, self.spec.id, wanted, deployment="vllm")
 
     def answered(self, version: int) -> tuple[str, str]:
         """Status and reason of the server's answer to a publication."""
@@ -115,8 +113,8 @@ def engine(folder: Path, draft: str) -> Iterator[Engine]:
         speculative_config=speculative_config(dict(spec.drafts).get(draft), MOST, SEATS),
         scheduler_cls=SCHEDULER,
     )
-    with open_database(url) as database:
-        made = Engine(AsyncLLM.from_engine_args(arguments), TraceStore(database), spec)
+    with opened(url) as store:
+        made = Engine(AsyncLLM.from_engine_args(arguments), store, spec)
         try:
             yield made
         finally:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from databases import opened
 from served import SEATS, tokens_of
 
-from spectune.db.database import open_database
 from spectune.demo.prompts import demo_workload
 from spectune.engines.protocol import Answered, Load, Prompt, Wanted
 from spectune.engines.vllm.execute import Vllm
@@ -19,7 +19,6 @@ from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import parse_policy
 from spectune.traces.errors import EngineError
 from spectune.traces.schema import Sampling
-from spectune.traces.store import TraceStore
 
 TEXTS = [line["turns"][0] for line in demo_workload()][::6][:16]
 FOUR = parse_policy({"draft": "small", "window": {"kind": "fixed", "gamma": 4}})
@@ -71,8 +70,7 @@ def test_a_design_that_it_served_says_what_its_steps_cost(
     running: Vllm, prompts: list[Prompt], tmp_path: Path
 ) -> None:
     """Up to the most tokens, and none with the draft loaded, all at each number of clients."""
-    with open_database(str(tmp_path / "x.db")) as database:
-        store = TraceStore(database)
+    with opened(tmp_path / "x.db") as store:
         design = Design(prompts, most=6, clients=4, tokens=24)
         made = serve_design(store, read_pair("demo"), running, "small", design)
         info = store.get_recording(made)
