@@ -3,8 +3,10 @@ round by round."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,6 +41,26 @@ class RecordedTrees(NamedTuple):
     shortlist: ShortlistRanks | None = None
 
 
+def held_slots(
+    node: int, forest: Forest, shortlist: ShortlistRanks | None, level: int, read: Iterable[int]
+) -> list[int]:
+    """The slots of a node's children, under a shortlist of those that it holds at a level whose
+    pass reads these nodes."""
+    slots = list(range(int(forest.count[node]) if node >= 0 else 0))
+    if shortlist is None:
+        return slots
+    budget, union = int(shortlist.budgets[level]), shortlist.union
+    added: set[int] = set()
+    if len(union.order):
+        added.update(*(union.order[n, :budget].tolist() for n in read if n >= 0))
+    return [
+        slot
+        for slot in slots
+        if shortlist.ranks[node, slot] < budget
+        or (added and int(union.cluster[node, slot]) in added)
+    ]
+
+
 class _RecordedTree:
     """The distributions of one start, looked up node by node. Raises TraceError for one that was
     not recorded."""
@@ -69,26 +91,10 @@ class _RecordedTree:
     def decide_near_ties(self, growing: Growing, *, reads_phi: bool) -> None:
         """Recorded codes have no near ties left."""
 
-    def _held(self, node: int) -> list[int]:
-        """The slots of a node's children, under a shortlist of those that it holds at this
-        level."""
-        slots = list(range(int(self.forest.count[node]) if node >= 0 else 0))
-        if (shortlist := self.shortlist) is None:
-            return slots
-        budget, union = int(shortlist.budgets[self.level]), shortlist.union
-        added: set[int] = set()
-        if len(union.order):
-            added.update(*(union.order[n, :budget].tolist() for n in self.nodes if n >= 0))
-        return [
-            slot
-            for slot in slots
-            if shortlist.ranks[node, slot] < budget
-            or (added and int(union.cluster[node, slot]) in added)
-        ]
-
     def _rows(self) -> DistributionRows:
         f = self.forest
-        self.slots = [self._held(node) for node in self.nodes]
+        how = f, self.shortlist, self.level, self.nodes
+        self.slots = [held_slots(node, *how) for node in self.nodes]
         self.level += 1
         codes = np.zeros((3, len(self.nodes), f.width), dtype=np.int64)
         of_nodes = np.zeros((3, len(self.nodes)), dtype=np.int64)
@@ -207,15 +213,67 @@ class TraceBackend:
         self._at += len(emitted)
 
 
+RoundSeconds = Callable[..., tuple[float, float, float]]
+"""(drafting, verification, the whole round) in seconds of a context, the tokens that the draft has
+to read, its passes, drafted and emitted tokens."""
+
+
+class Instant(Fraction):
+    """A time without rounding: two are exactly as far apart as what passed between them took."""
+
+    def __sub__(self, other: Any) -> Any:
+        return float(super().__sub__(other))
+
+
+class Timed:
+    """A backend whose rounds take the seconds of a cost model, by its own ``clock``."""
+
+    canonical_passes = 0
+
+    def __init__(self, backend: TraceBackend, seconds: RoundSeconds) -> None:
+        self.backend, self.seconds = backend, seconds
+        self.began = self.now = Instant()
+
+    def clock(self) -> Any:
+        return self.now
+
+    def begin(self, request: DecodeRequest, prepared: Plan) -> None:
+        self.context = len(request.prompt_ids) - 1
+        self.backend.begin(request, prepared)
+
+    def draft(self, prepared: Plan, gamma: int, limit: int) -> Drafted:
+        drafted = self.backend.draft(prepared, gamma, limit)
+        self.now = self._after(self._seconds(drafted, 0)[0])
+        return drafted
+
+    def verify(self, drafted: Drafted | None) -> Verified:
+        verdict = self.backend.verify(drafted)
+        self.now = self._after(*self._seconds(drafted, len(verdict.tokens))[:2])
+        return verdict
+
+    def commit(self, emitted: list[int], accepted: int, drafted: Drafted | None) -> None:
+        self.backend.commit(emitted, accepted, drafted)
+        self.began = self.now = self._after(self._seconds(drafted, len(emitted))[2])
+        self.context += len(emitted)
+
+    def _seconds(self, drafted: Drafted | None, emitted: int) -> tuple[float, float, float]:
+        made = drafted or Drafted(count=0, steps=0, lag=0)
+        return self.seconds(self.context, made.lag, made.steps, made.count, emitted)
+
+    def _after(self, *seconds: float) -> Instant:
+        return Instant(self.began + sum(map(Fraction, seconds)))
+
+
 def replay_rounds(
     trajectory: Trajectory,
     panorama: ChainPanorama | None,
     prepared: AnyPlan,
     sessions: Sessions | None = None,
     trees: RecordedTrees | None = None,
+    seconds: RoundSeconds | None = None,
 ) -> list[Round]:
     """Every round of one request under one plan, by the plain loop. ``sessions`` hold what windows
-    carry on."""
+    carry on; ``seconds`` is what rounds take."""
     length = len(trajectory.output_ids)
 
     def ends_at(output: list[int], new: list[int]) -> int | None:
@@ -231,4 +289,8 @@ def replay_rounds(
     )
     speculates = any(plan.policy.speculates for plan in prepared.candidates)
     backend = TraceBackend(trajectory, panorama if speculates else None, trees)
-    return list(decode_rounds(backend, request, StaticSource(prepared), sessions=sessions))
+    source, kept = StaticSource(prepared), {"sessions": sessions}
+    if seconds is None:
+        return list(decode_rounds(backend, request, source, **kept))
+    timed = Timed(backend, seconds)
+    return list(decode_rounds(timed, request, source, timed.clock, **kept))

@@ -1,34 +1,28 @@
-"""The fast replay against a literal one: a toy draft, a function of its prefix, is really run,
-token by token.
-
-Panoramas are derived from the toy by brute force, policies and stops are random, and every round
-must be equal. The literal replay below is written from the semantics of a round
-(runtime/policies/windows.py and stops.py), not from the kernel.
-"""
+"""The fast replay against the plain loop over the same recording: random texts, chains, policies
+and stops, and every round must be equal."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
-from synthetic import flat_profile, with_terms
+from oracle import RoundSeconds, replay_rounds
+from synthetic import flat_profile, policy, with_terms
+from trace_values import a_panorama, a_trajectory
 
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.costs import RoundKind, middles, round_costs, round_seconds
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.session import Session
+from spectune.runtime.session import Sessions
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import (
-    AGREE_NO,
-    AGREE_NONE,
     AGREE_YES,
     PROB_SCALE,
     ChainPanorama,
@@ -39,166 +33,21 @@ from spectune.traces.schema import (
     Trajectory,
 )
 
-VOCABULARY, EOS, GAMMA_MAX = 23, 0, 7
-
-
-class Proposal(NamedTuple):
-    token: int
-    logp: int
-    entropy: int
-
-
-@dataclass(frozen=True)
-class Toy:
-    """A target and a draft as hashes of the whole prefix. ``agreement`` and ``silence``: chances
-    that the draft follows the target, or proposes nothing."""
-
-    seed: int
-    agreement: float
-    silence: float = 0.0
-
-    def _uniform(self, what: str, prefix: list[int]) -> float:
-        digest = hashlib.blake2b(f"{self.seed}/{what}/{prefix}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") / 2**64
-
-    def target(self, prefix: list[int]) -> int:
-        if self._uniform("end", prefix) < 0.01:
-            return EOS
-        return 1 + int(self._uniform("target", prefix) * (VOCABULARY - 1))
-
-    def propose(self, prefix: list[int]) -> Proposal | None:
-        return proposed(self, tuple(prefix))
-
-    def proposal(self, prefix: list[int]) -> Proposal | None:
-        if self._uniform("silent", prefix) < self.silence:
-            return None
-        token, doubt = self.target(prefix), 1.0
-        if self._uniform("follow", prefix) >= self.agreement:
-            other, doubt = int(self._uniform("other", prefix) * (VOCABULARY - 2)), 2.5
-            token = 1 + (token + other) % (VOCABULARY - 1)
-        logp, entropy = self._uniform("p", prefix) * 200, self._uniform("h", prefix) * 500
-        return Proposal(token, int(logp * doubt), int(entropy * doubt))
-
-    def trajectory(self, name: str, budget: int, temperature: float = 0.0) -> Trajectory:
-        length = 1 + int(self._uniform(name, []) * 20)
-        prompt = [1 + int(self._uniform(f"{name}-prompt-{i}", []) * 9) for i in range(length)]
-        output: list[int] = []
-        while len(output) < budget and (not output or output[-1] != EOS):
-            output.append(self.target([*prompt, *output]))
-        finish: Any = "eos" if output[-1] == EOS else "length"
-        ids = np.array(prompt, dtype=np.int32), np.array(output, dtype=np.int32)
-        return Trajectory(name, name[:1], *ids, Sampling(temperature), budget, finish)
-
-    def panorama(self, t: Trajectory, gamma_max: int = GAMMA_MAX) -> ChainPanorama:
-        """By brute force, from what the columns are said to mean."""
-        prompt, output = t.prompt_ids.tolist(), t.output_ids.tolist()
-        agree, logp, entropy, rows = [], [], [], []
-
-        def continuation(prefix: list[int], count: int) -> list[Proposal]:
-            found: list[Proposal] = []
-            while len(found) < count:
-                proposal = self.propose([*prefix, *(p.token for p in found)])
-                if proposal is None:
-                    break
-                found.append(proposal)
-            return found
-
-        for i, token in enumerate(output):
-            prefix = [*prompt, *output[:i]]
-            proposal = self.propose(prefix)
-            logp.append(proposal.logp if proposal else 0)
-            entropy.append(proposal.entropy if proposal else 0)
-            if proposal is None:
-                agree.append(AGREE_NONE)
-            elif proposal.token == token:
-                agree.append(AGREE_YES)
-            else:
-                agree.append(AGREE_NO)
-                rows.append(continuation([*prefix, proposal.token], gamma_max - 1))
-        rows.append(continuation([*prompt, *output], gamma_max))
-        branches = np.zeros((2, len(rows), gamma_max), dtype=np.uint16)
-        for r, row in enumerate(rows):
-            branches[0, r, : len(row)] = [p.logp for p in row]
-            branches[1, r, : len(row)] = [p.entropy for p in row]
-        kinds = np.array(agree, dtype=np.uint8)
-        accept = np.where(kinds == AGREE_YES, PROB_SCALE, 0)
-        codes = (np.array(column, dtype=np.uint16) for column in (logp, entropy, accept))
-        lengths = np.array([len(row) for row in rows], dtype=np.uint8)
-        return ChainPanorama("toy", gamma_max, kinds, *codes, *branches, lengths)
-
-
-@lru_cache(maxsize=1 << 14)
-def proposed(toy: Toy, prefix: tuple[int, ...]) -> Proposal | None:
-    """Many policies ask a toy for the same."""
-    return toy.proposal(list(prefix))
-
-
+VOCABULARY, GAMMA_MAX = 23, 7
+SIX = (9, 58, 31, 47, 2, 40)
 PROFILE = flat_profile("toy", ["toy"])
-Seconds = tuple[float, float, float]
-
-
-def literal_request(
-    toy: Toy,
-    t: Trajectory,
-    policy: Policy,
-    session: Session,
-    timer: Callable[[int, Step], Seconds],
-) -> list[Step]:
-    """Decodes one request with the toy draft really running."""
-    prompt, text = t.prompt_ids.tolist(), t.output_ids.tolist()
-    stop: Any = policy.stop
-    if stop.kind == "entropy":
-        most = math.floor(256 * (1 - stop.threshold) ** 2 / stop.scale)
-    elif stop.kind != "none":
-        most = math.floor(-256 * math.log(stop.threshold))
-    output: list[int] = []
-    lag, steps_done = 1, []
-    session.start(prompt)
-    while len(output) < len(text):
-        start = len(output)
-        gamma = min(session.gamma, t.max_new_tokens - start - 1)
-        chain: list[int] = []
-        passes, joint = 0, 0
-        for _ in range(gamma):
-            passes += 1
-            proposal = toy.propose([*prompt, *output, *chain])
-            if proposal is None:
-                break
-            joint += proposal.logp
-            read = {"max_prob": proposal.logp, "joint_prob": joint, "entropy": proposal.entropy}
-            triggered = stop.kind != "none" and read[stop.kind] > most
-            if not triggered or stop.keep_last:
-                chain.append(proposal.token)
-            if triggered:
-                break
-        agrees = [a == b for a, b in zip(chain, text[start:], strict=False)]
-        accepted = [*agrees, False].index(False)
-        emitted = text[start : start + accepted + 1]
-        accepted = min(accepted, len(emitted))
-        counts = (len(chain), len(chain) + 1, accepted, len(emitted), passes, lag)
-        step = Step(start, *counts, policy.draft, policy.id, depth=len(chain))
-        draft_s, verify_s, round_s = timer(len(prompt) + start - 1, step)
-        steps_done.append(step._replace(draft_s=draft_s, verify_s=verify_s, round_s=round_s))
-        session.observe(len(chain), accepted, emitted, draft_s, verify_s)
-        lag = len(emitted) - min(accepted, passes - 1) if passes else lag + len(emitted)
-        output += emitted
-    return steps_done
+toy = partial(policy, "toy")
 
 
 def costs_of(
     profile: LatencyProfile | None, policy: Policy, trace: ReplayTrace, *, sampled: bool
-) -> Callable[[int, Step], Seconds]:
+) -> RoundSeconds:
     """Seconds of one round at a time, from the tables that the replay looks into."""
     if profile is None:
-        return lambda context, step: (0.0, 0.0, 0.0)
+        return lambda context, *counts: (0.0, 0.0, 0.0)
     kind = RoundKind.of(policy, tree=False)
     costs = round_costs(profile, kind, middles(trace.max_context))
-
-    def seconds(context: int, step: Step) -> Seconds:
-        counts = step.lag, step.draft_steps, step.drafted, step.emitted
-        return round_seconds(costs, int(sampled), context, 0, *counts)
-
-    return seconds
+    return lambda context, *counts: round_seconds(costs, int(sampled), context, 0, *counts)
 
 
 def random_policy(rng: np.random.Generator) -> Policy:
@@ -227,30 +76,58 @@ def random_policy(rng: np.random.Generator) -> Policy:
     stop = stops[int(rng.integers(len(stops)))]
     if stop["kind"] != "none":
         stop["keep_last"] = bool(rng.random() < 0.5)
-    return parse_policy(
-        {"draft": "toy", "window": windows[int(rng.integers(len(windows)))], "stop": stop}
-    )
+    return toy(windows[int(rng.integers(len(windows)))], stop=stop)
 
 
-def toy_trace(toy: Toy, requests: int = 5, temperature: float = 0.0) -> ReplayTrace:
-    rng = np.random.default_rng(toy.seed)
-    trajectories = [
-        toy.trajectory(f"{'ab'[i % 2]}{i}", int(rng.integers(1, 60)), temperature)
-        for i in range(requests)
-    ]
-    return ReplayTrace(trajectories, {"toy": [toy.panorama(t) for t in trajectories]})
+class Recorded:
+    """Texts of few different tokens, a half of which end before their budget, and chains of a draft
+    ``toy``. ``agreement`` and ``silence``: chances that it follows the text, or proposes
+    nothing."""
 
+    def __init__(
+        self,
+        seed: int,
+        agreement: float = 0.85,
+        silence: float = 0.0,
+        *,
+        lengths: Sequence[int] | None = None,
+        temperature: float = 0.0,
+    ) -> None:
+        self.rng, self.chances = np.random.default_rng(seed), (agreement * (1 - silence), silence)
+        self.texts = [
+            self.text(n, Sampling(temperature))
+            for n in lengths or self.rng.integers(1, 60, 5).tolist()
+        ]
+        self.chains = [self.panorama(text) for text in self.texts]
+        self.trace = ReplayTrace(self.texts, {"toy": self.chains})
 
-def literal(
-    toy: Toy, trace: ReplayTrace, policy: Policy, profile: LatencyProfile | None
-) -> list[list[Step]]:
-    session = Session(prepare(policy, ["toy"], profile=profile).window)
-    out = []
-    for r in trace.order.tolist():
-        t = trace.trajectories[r]
-        timer = costs_of(profile, policy, trace, sampled=not t.sampling.greedy)
-        out.append(literal_request(toy, t, policy, session, timer))
-    return out
+    def text(self, n: int, sampling: Sampling) -> Trajectory:
+        made = a_trajectory(int(self.rng.integers(2**32)), n=n, sampling=sampling)
+        ids = {name: getattr(made, name) % VOCABULARY for name in ("prompt_ids", "output_ids")}
+        return replace(made, **ids, max_new_tokens=n + int(self.rng.choice([0, 9])))
+
+    def panorama(self, text: Trajectory) -> ChainPanorama:
+        agreement, silence = self.chances
+        seed = int(self.rng.integers(2**32))
+        how = {"seed": seed, "gamma_max": GAMMA_MAX, "agreement": agreement, "none": silence}
+        made = a_panorama(text, "toy", **how)
+        if not silence:
+            return made
+        spoken = self.rng.geometric(silence, len(made.branch_len)) - 1
+        return replace(made, branch_len=np.minimum(made.branch_len, spoken).astype(np.uint8))
+
+    def rounds(
+        self, policy: Policy, profile: LatencyProfile | None, part: ReplayTrace | None = None
+    ) -> list[list[Step]]:
+        """Every round by the plain loop."""
+        trace, found = part or self.trace, []
+        plan, sessions = prepare(policy, ["toy"], profile=profile), Sessions()
+        for r in trace.order.tolist():
+            text = self.texts[r]
+            seconds = costs_of(profile, policy, trace, sampled=not text.sampling.greedy)
+            rounds = replay_rounds(text, self.chains[r], plan, sessions, seconds=seconds)
+            found.append([r.step for r in rounds])
+        return found
 
 
 def without_times(steps: list[list[Step]]) -> list[list[Step]]:
@@ -260,14 +137,15 @@ def without_times(steps: list[list[Step]]) -> list[list[Step]]:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_every_round_equals_the_literal_one(seed: int) -> None:
-    """25 toys x 12 random policies: equal rounds, and seconds equal to rounding."""
+def test_every_round_equals_the_plain_loops(seed: int) -> None:
+    """25 recordings x 12 random policies: equal rounds, and seconds equal to rounding."""
     rng = np.random.default_rng(seed)
-    toy = Toy(seed, float(rng.uniform(0.3, 0.97)), silence=float(rng.choice([0.0, 0.0, 0.1])))
-    trace = toy_trace(toy, temperature=float(rng.choice([0.0, 1.0])))
+    chances = float(rng.uniform(0.3, 0.97)), float(rng.choice([0.0, 0.0, 0.1]))
+    recorded = Recorded(seed, *chances, temperature=float(rng.choice([0.0, 1.0])))
+    trace = recorded.trace
     for _ in range(12):
         policy = random_policy(rng)
-        expected = literal(toy, trace, policy, PROFILE)
+        expected = recorded.rounds(policy, PROFILE)
         got = run_replay(trace, policy, PROFILE, per_round=True)
         assert without_times(got.steps()) == without_times(expected), policy.label()
         flat = [s for request in expected for s in request]
@@ -291,22 +169,20 @@ def test_every_round_equals_the_literal_one(seed: int) -> None:
     ],
 )
 def test_windows_beyond_the_recording_replay_exactly_without_a_stop(window: Any) -> None:
-    toy, policy = Toy(0, 0.9), parse_policy({"draft": "toy", "window": window})
-    trace = toy_trace(toy)
-    expected = literal(toy, trace, policy, None)
-    assert run_replay(trace, policy, per_round=True).steps() == expected
+    recorded, policy = Recorded(0, 0.9), toy(window)
+    got = run_replay(recorded.trace, policy, per_round=True).steps()
+    assert got == recorded.rounds(policy, None)
 
 
 def test_autoregressive_makes_one_token_a_round_and_needs_no_panorama() -> None:
-    trajectories = [Toy(1, 0.5).trajectory("a", 20)]
-    trace = ReplayTrace(trajectories, {})
+    trace = ReplayTrace([a_trajectory(1, n=20)], {})
     result = run_replay(trace, AUTOREGRESSIVE, PROFILE, per_round=True)
     assert result.total.rounds == result.total.verified_tokens == trace.tokens
     assert result.total.drafted_tokens == result.total.draft_steps == 0
     assert [s.lag for s in result.steps()[0]] == list(range(1, trace.tokens + 1))
     seconds = costs_of(PROFILE, AUTOREGRESSIVE, trace, sampled=False)
     context = int(trace.prompts[0]) - 1
-    expected = sum(seconds(context + s.start, s)[2] for s in result.steps()[0])
+    expected = sum(seconds(context + s.start, s.lag, 0, 0, 1)[2] for s in result.steps()[0])
     before = PROFILE.request_seconds(None, trace.prompts)[0]
     assert result.seconds[0] == pytest.approx(expected + before)
     assert run_replay(trace, AUTOREGRESSIVE).total.seconds == 0.0
@@ -315,39 +191,29 @@ def test_autoregressive_makes_one_token_a_round_and_needs_no_panorama() -> None:
 def test_a_draft_that_rested_for_long_pays_for_what_it_missed() -> None:
     """Nothing is ever accepted: the window rests at 0 for a history of 90 rounds, then the draft
     has 91 tokens to read."""
-    toy = Toy(0, 0.0)
-    long = next(
-        t for t in (toy.trajectory(f"a{i}", 250) for i in range(99)) if len(t.output_ids) > 100
-    )
-    trace = ReplayTrace([long], {"toy": [toy.panorama(long)]})
-    policy = parse_policy(
-        {"draft": "toy", "window": {"kind": "analytic", "gamma_max": 7, "history": 90}}
-    )
-    expected = literal(toy, trace, policy, PROFILE)[0]
-    got = run_replay(trace, policy, PROFILE, per_round=True).steps()[0]
+    recorded = Recorded(0, 0.0, lengths=[200])
+    policy = toy({"kind": "analytic", "gamma_max": 7, "history": 90})
+    expected = recorded.rounds(policy, PROFILE)[0]
+    got = run_replay(recorded.trace, policy, PROFILE, per_round=True).steps()[0]
     assert max(s.lag for s in got if s.draft_steps) == 91
     assert [s.draft_s for s in got] == pytest.approx([s.draft_s for s in expected], rel=1e-12)
 
 
 def test_selected_requests_replay_as_alone_unless_the_window_carries() -> None:
-    toy = Toy(5, 0.85)
-    trace = toy_trace(toy, requests=6)
+    recorded = Recorded(5, lengths=SIX)
+    trace = recorded.trace
     part = trace.select([4, 1])
     assert part.request_ids == (trace.request_ids[4], trace.request_ids[1])
-    fsm = parse_policy({"draft": "toy", "window": {"kind": "fsm"}})
+    fsm = toy({"kind": "fsm"})
     assert np.array_equal(run_replay(part, fsm).counts, run_replay(trace, fsm).counts[[4, 1]])
-    heuristic = parse_policy({"draft": "toy", "window": {"kind": "heuristic", "gamma_max": 7}})
-    assert run_replay(part, heuristic, per_round=True).steps() == literal(
-        toy, part, heuristic, None
-    )
+    heuristic = toy({"kind": "heuristic", "gamma_max": 7})
+    got = run_replay(part, heuristic, per_round=True).steps()
+    assert got == recorded.rounds(heuristic, None, part)
 
 
 def test_sessions_continue_from_a_state() -> None:
-    toy = Toy(6, 0.85)
-    trace = toy_trace(toy, requests=6)
-    policy = parse_policy(
-        {"draft": "toy", "window": {"kind": "q_learning", "gamma_max": 5, "epsilon": 0.4}}
-    )
+    trace = Recorded(6, lengths=SIX).trace
+    policy = toy({"kind": "q_learning", "gamma_max": 5, "epsilon": 0.4})
     whole = run_replay(trace, policy)
     first = run_replay(trace.select([0, 1, 2]), policy)
     before = first.state.learner.q.copy()
@@ -377,14 +243,13 @@ def test_what_was_not_recorded_is_refused_with_the_remedy(
     policy: dict[str, Any], silence: float, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        run_replay(toy_trace(Toy(2, 0.8, silence)), parse_policy(policy))
+        run_replay(Recorded(2, 0.8, silence).trace, parse_policy(policy))
 
 
 def test_panoramas_and_profiles_that_do_not_fit_are_refused() -> None:
-    toy = Toy(2, 0.8)
-    trace = toy_trace(toy)
+    trace, longer = Recorded(2).trace, a_panorama(a_trajectory(0, n=61), "toy")
     with pytest.raises(TraceError, match="positions"):
-        ReplayTrace(trace.trajectories[:1], {"toy": [toy.panorama(toy.trajectory("other", 61))]})
+        ReplayTrace(trace.trajectories[:1], {"toy": [longer]})
     with pytest.raises(PolicyError, match="no costs for draft 'toy'"):
         run_replay(trace, parse_policy({"draft": "toy"}), with_terms(PROFILE, {"pass/toy": None}))
 
@@ -417,7 +282,7 @@ def rejection_trace(chance: float, seed: int = 0, temperature: float = 1.0) -> R
     return ReplayTrace([t], {"toy": [ChainPanorama("toy", GAMMA_MAX, *columns)]}, seed=seed)
 
 
-FOUR = parse_policy({"draft": "toy", "window": {"kind": "fixed", "gamma": 4}})
+FOUR = toy(4)
 
 
 @pytest.mark.parametrize("chance", [0.3, 0.8])

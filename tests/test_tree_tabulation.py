@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import tree_reference as reference
+from oracle import held_slots
 from test_trees import random_growth
 
 from spectune.optimizer.simulate.forest import Forest, tabulate_growth
@@ -70,26 +71,12 @@ class Recorded:
             node = int(self.forest.child[node, slot]) if node >= 0 else -1
         return node
 
-    def held(self, path: tuple[int, ...], node: int) -> list[int]:
-        """The slots of a node's children that the shortlist holds."""
-        slots, shortlist = range(self.forest.count[node]), self.shortlist
-        if shortlist is None:
-            return list(slots)
-        budget, union, added = shortlist.budgets[len(path)], shortlist.union, set()
-        if self.levels is not None and len(union.order):
-            read = (self.node(other) for other in self.levels[len(path)])
-            added = {c for n in read if n >= 0 for c in union.order[n, :budget].tolist()}
-        return [
-            s
-            for s in slots
-            if shortlist.ranks[node, s] < budget or (added and int(union.cluster[node, s]) in added)
-        ]
-
     def __call__(self, path: tuple[int, ...]) -> reference.Law:
         f, node = self.forest, self.node(path)
         if node < 0:
             return reference.Law([], [], [], 0, 0)
-        slots = self.held(path, node)
+        read = () if self.levels is None else map(self.node, self.levels[len(path)])
+        slots = held_slots(node, f, self.shortlist, len(path), read)
         logp, gap = f.logp[node, slots].tolist(), f.gap[node, slots].astype(int)
         gap = (gap - gap[:1]).tolist()
         return reference.Law(slots, logp, gap, int(f.entropy[node]), int(f.top_entropy[node]))
