@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from databases import run_sql
-from doors import USAGE, Door, lines, one_object, put_profile, write_workload
+from databases import opened, run_sql
+from doors import FIXED, USAGE, Door, lines, one_object, put_profile, write_workload
 from synthetic import flat_profile
 from test_policies import CONTRACT
 from test_report import PLAIN, WINNER
@@ -23,7 +23,6 @@ from test_report import tuned as results
 import spectune.optimizer.commands.report
 import spectune.optimizer.tune
 import spectune.runtime.profiling
-from spectune.db import open_database
 from spectune.db.errors import DatabaseError
 from spectune.optimizer import processes
 from spectune.optimizer.execute import DecodeOptions
@@ -32,9 +31,7 @@ from spectune.optimizer.jobs import tuning_options
 from spectune.optimizer.tune import TuneOptions
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Sampling
-from spectune.traces.store import TraceStore
 
-FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
 SHORT = {"max_new_tokens": 16}
 LESS = {"trials": 8, "finalists": 2, "budget": "1s", "gamma_max": 12}
 QUICK = {**LESS, "tree_width": 2, "tree_depth": 3}
@@ -175,8 +172,8 @@ def test_profile_measures_trees_on_the_newest_recorded_texts(
     monkeypatch.setattr(spectune.runtime.profiling, "measure_profile", measure)
     for named in ({}, {"recording": recording}, {"recording": "latest"}):
         assert f"texts of recording {recording}" in door.call("profile", **named).stderr
-    with open_database(door.db) as database:
-        loaded = TraceStore(database).load(recording)
+    with opened(door.db) as store:
+        loaded = store.load(recording)
     expected = [[*t.prompt_ids.tolist(), *t.output_ids.tolist()] for t in loaded.trajectories]
     assert seen == [expected] * 3
     assert len(expected) > 1
@@ -446,13 +443,6 @@ def test_a_schedule_tunes_on_what_was_recorded(
     assert (gathered["source"], gathered["state"]) == ("gathered", "complete")
     assert gathered["n_requests"] >= 6
     assert door.call("schedule history now").exit_code == 0
-
-
-def test_the_database_is_named_by_the_environment(tmp_path: Path) -> None:
-    there = tmp_path / "there.db"
-    made = Door(None).call("db upgrade", json=True, env={"SPECTUNE_DB": str(there)})
-    assert one_object(made.stdout)["before"] is None
-    assert there.is_file()
 
 
 @pytest.mark.parametrize("asked", [{}, {"report": "page.html"}])

@@ -156,11 +156,6 @@ def test_a_windows_costs_add_up_to_rounds(policy: dict[str, object], sampled: bo
     assert len(costs.verify_s) == gamma + 1
 
 
-def test_json_round_trip() -> None:
-    assert LatencyProfile.from_json(json.loads(json.dumps(PROFILE.to_json()))) == PROFILE
-    assert PROFILE.scaled(2.0).seconds("round") == 2 * PROFILE.seconds("round")
-
-
 def test_documents_of_curves_are_read_as_terms() -> None:
     """A profile that was stored before profiles consisted of terms: its rounds cost what they did,
     to a few percent."""

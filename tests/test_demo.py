@@ -3,7 +3,6 @@ speculating with."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -90,17 +89,6 @@ def test_pair_is_small_enough_to_ship() -> None:
     assert size_bytes <= 24_000_000
     models = (FOLDER / name / "model.safetensors" for name in MODELS)
     assert sum(path.stat().st_size for path in models) <= 20_000_000
-
-
-def test_pair_file_names_what_is_there() -> None:
-    pair = json.loads((FOLDER / "pair.json").read_text())
-    assert pair["name"] == "demo"
-    assert set(pair["drafts"]) == {"small", "medium", "head"}
-    for name, folder in {"target": pair["target"], **pair["drafts"]}.items():
-        wanted = {"config.json", "model.safetensors"}
-        if name != "head":
-            wanted |= {"tokenizer.json", "tokenizer_config.json"}
-        assert wanted <= {path.name for path in (FOLDER / folder).iterdir()}
 
 
 def test_tokenizers_are_one() -> None:

@@ -4,6 +4,7 @@ and policies that use what was fitted."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import sqlalchemy as sa
+from databases import opened
 from doors import Door, write_workload
 from synthetic import flat_profile, with_terms
 from test_hot_reload import publish
 from tree_reference import Law, Node, Stratify, TopK, build, cheapest_first, verify
 
-from spectune.db import open_database
 from spectune.db.models import ArtifactRow
 from spectune.optimizer.fit.c2t import classifier_examples
 from spectune.optimizer.fit.heterospec import bin_rounds
@@ -55,8 +56,8 @@ def door(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Door:
 @pytest.fixture(scope="module")
 def shared(door: Door) -> Iterator[TraceStore]:
     """The store behind :func:`door`."""
-    with open_database(door.db) as database:
-        yield TraceStore(database)
+    with opened(door.db) as store:
+        yield store
 
 
 def fit(door: Door, kind: str, draft: str = "near", **options: Any) -> dict[str, Any]:
@@ -217,11 +218,6 @@ def test_starts_are_of_the_requests_selected_and_chosen_by_seed(shared: TraceSto
     assert few.tolist() != trees.pick(2, 9, 4).tolist()
     with pytest.raises(TraceError, match="goes on for 99 tokens"):
         trees.pick(99, 9, 0)
-    wider = r"5 children of a node are asked for, the recording holds 4: .*--tree-width 5"
-    with pytest.raises(TraceError, match=wider):
-        trees.rules(5, 2)
-    with pytest.raises(TraceError, match="--tree-depth 9"):
-        trees.rules(2, 9)
 
 
 # -- the commands
@@ -361,8 +357,8 @@ def test_artifacts_of_another_pair_or_of_other_trees(
             "bins --draft near --proposals probability",
             "--tree-proposals probability` makes them",
         ),
-        ("bins --draft near --depth 6", "the recording holds 5"),
-        ("classifier --draft near --width 5", "the recording holds 4"),
+        ("bins --draft near --depth 6", "the recording holds 5: .*--tree-depth 6"),
+        ("classifier --draft near --width 5", "the recording holds 4: .*--tree-width 5"),
         ("score --draft near --width 5", "the recording holds 4"),
         ("score --draft near --width 1", "needs distributions of two or more children"),
         ("score --draft near --starts 1", "of two groups or more; record more"),
@@ -374,7 +370,7 @@ def test_artifacts_of_another_pair_or_of_other_trees(
     ],
 )
 def test_what_cannot_be_fitted(door: Door, command: str, says: str) -> None:
-    assert says in door.error(f"fit {command}")
+    assert re.search(says, door.error(f"fit {command}"))
 
 
 def test_what_cannot_be_fine_tuned(door: Door) -> None:

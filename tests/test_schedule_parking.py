@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 from doors import Door, one_object
 from sqlalchemy import make_url, text
 from sqlalchemy.orm import Session
+from test_schedule_store import HOUR, T0
 
 from spectune.db.database import Database, open_database
 from spectune.optimizer import schedule as schedules
 from spectune.optimizer.schedule import Job, JobContext, ScheduleError, Timing
 
-T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
-HOUR = timedelta(hours=1)
 DAY = timedelta(days=1)
 
 Cases = list[tuple[dict[str, Any], str]]
@@ -135,16 +134,19 @@ def test_a_mended_schedule_is_resumed(database: Database) -> None:
     assert len(schedules.tick(database, resumed.next_fire_at)) == 1
 
 
-def test_the_job_of_a_payload_spoilt_after_it_was_queued_fails_and_the_others_run(
+def test_the_job_of_what_was_spoilt_after_it_was_queued_fails_and_the_others_run(
     database: Database,
 ) -> None:
-    daily(database, "x", "y")
+    daily(database, "x", "y", "z")
     schedules.tick(database, T0 + DAY)
     spoil(database, "x", {"payload": "{" if database.dialect == "sqlite" else "[1]"})
+    spoil(database, "y", {"budget_s": 1e300})  # which is no time that could be
     report = schedules.run_once(database, answer, clock=lambda: T0 + DAY)
     assert (report.ended["done"], report.ended["lost"]) == (1, 0)
-    job = next(f.job for f in schedules.history(database) if f.schedule == "x")
-    assert (job.state, job.error) == ("failed", "the payload is no JSON object")
+    jobs = {f.schedule: f.job for f in schedules.history(database)}
+    assert (jobs["x"].state, jobs["x"].error) == ("failed", "the payload is no JSON object")
+    assert jobs["y"].state == "failed"
+    assert jobs["y"].error.startswith("OverflowError: ")
 
 
 DEEP = "[" * 3_000 + "]" * 3_000

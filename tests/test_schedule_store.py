@@ -402,18 +402,6 @@ def test_a_database_that_is_away_for_a_moment_fails_no_job(database: Database) -
     assert (job.state, job.attempt, job.error) == ("failed", 3, "cannot reach database")
 
 
-def test_a_job_that_no_worker_can_begin_fails_and_the_next_goes_on(database: Database) -> None:
-    """Its budget is no time that could be."""
-    hourly(database)
-    hourly(database, "other")
-    schedules.tick(database, T0 + HOUR)
-    with database.write() as session:
-        spoilt = update(ScheduleRow).where(ScheduleRow.name == "nightly").values(budget_s=1e300)
-        session.execute(spoilt)
-    ended = schedules.run_once(database, answer, clock=lambda: T0 + HOUR).ended
-    assert ended == {"done": 1, "failed": 1, "lost": 0, "released": 0}
-
-
 class Flaky(Database):
     """A database whose write transactions fail as often as ``absences`` says, one word each."""
 

@@ -19,7 +19,6 @@ from trace_values import (
     PAIR,
     a_panorama,
     a_profile,
-    a_recording,
     a_trajectory,
     an_outcome,
     steps_of,
@@ -193,15 +192,6 @@ def test_a_panorama_must_fit_its_trajectory(store: TraceStore, begun: RecordingI
         store.put_panoramas(begun.id, [(0, a_panorama(a_trajectory(0, n=21), "small"))])
     with pytest.raises(NotFoundError, match="no trajectory 7"):
         store.put_panoramas(begun.id, [(7, a_panorama(a_trajectory(0), "small"))])
-
-
-def test_missing_panoramas_are_told_and_can_be_left_out(store: TraceStore) -> None:
-    recording = a_recording(store, n=3, drafts=("small",))
-    store.append_trajectory(recording, 3, a_trajectory(3))
-    loaded = store.load(recording)
-    with pytest.raises(TraceError, match="3 panoramas of draft 'small' for 4 requests"):
-        loaded.panoramas("small")
-    assert len(loaded.having(["small"]).panoramas("small")) == 3
 
 
 def test_profiles_come_back_equal_and_the_latest_is_found(store: TraceStore) -> None:

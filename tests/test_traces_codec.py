@@ -110,11 +110,15 @@ def test_any_flipped_bit_is_noticed(where: int, bit: int) -> None:
 
 
 def test_other_kinds_and_newer_versions_are_refused() -> None:
-    chunk = pack_steps(steps_of(a_trajectory(0)))
-    with pytest.raises(CodecError, match="holds 'steps', not 'chain'"):
-        unpack_chain(chunk)
+    for chunk, reader, said in (
+        (STEPS, unpack_chain, "holds 'steps', not 'chain'"),
+        (TREE, unpack_chain, "holds 'tree', not 'chain'"),
+        (CHAIN, unpack_tree, "holds 'chain', not 'tree'"),
+    ):
+        with pytest.raises(CodecError, match=said):
+            reader(chunk)
     with pytest.raises(CodecError, match=f"version {SCHEMA_VERSION + 1}"):
-        unpack_steps(replace(chunk, schema_version=SCHEMA_VERSION + 1))
+        unpack_steps(replace(STEPS, schema_version=SCHEMA_VERSION + 1))
 
 
 @pytest.mark.parametrize("n", [64, 512])
@@ -212,6 +216,8 @@ STEPS = pack_steps(steps_of(a_trajectory(0)))
 CHAIN = pack_chain(a_panorama(a_trajectory(0), "small"))
 TREE = pack_tree(a_tree(a_trajectory(0), "small"))
 TOKENS = pack_tokens(np.zeros(3, np.int32), np.zeros(4, np.int32))
+NODES, SAID = unpack(TREE)
+PARENT, COUNT = NODES["parent"], NODES["count"]
 WRONG = [
     (STEPS, unpack_steps, {"start": None}),
     (STEPS, unpack_steps, {"drafts": []}),
@@ -227,6 +233,15 @@ WRONG = [
     (TREE, unpack_tree, {"depth": "3"}),
     (TREE, unpack_tree, {"covers": [[]]}),
     (TREE, unpack_tree, {"text_slot": np.full(183, 9, np.uint8)}),
+    *((TREE, unpack_tree, {name: None}) for name in {**NODES, **SAID}.keys() - {"kind"}),
+    *((TREE, unpack_tree, {"width": 5}), (TREE, unpack_tree, {"proposals": "other"})),
+    *((TREE, unpack_tree, {"token_bytes": 3}), (TREE, unpack_tree, {"slot": NODES["slot"] + 4})),
+    *(
+        (TREE, unpack_tree, {"parent": parent})
+        for parent in (PARENT[:-1], PARENT + len(COUNT), -PARENT - 1)
+    ),
+    *((TREE, unpack_tree, {"count": count}) for count in (COUNT + 4, COUNT.astype(np.int32))),
+    (TREE, unpack_tree, {"text_slot": NODES["text_slot"][: len(PARENT)]}),
     (TOKENS, unpack_tokens, {"output": np.zeros((2, 2), np.int32)}),
     (TOKENS, unpack_tokens, {"output": np.zeros(2, np.float64)}),
     (pack_document({"a": 1}), unpack_document, {"document": None}),
@@ -235,7 +250,7 @@ WRONG = [
 
 def test_columns_that_their_kind_does_not_have_are_one_error() -> None:
     for chunk, reader, values in WRONG:
-        with pytest.raises(CodecError):
+        with pytest.raises(CodecError, match="is no "):
             reader(changed(chunk, **values))
 
 
@@ -259,19 +274,24 @@ def test_a_chunk_that_unpacks_to_more_than_any_of_ours_takes_no_memory() -> None
 
 
 def test_a_forged_chunk_costs_what_a_damaged_one_does(store: TraceStore) -> None:
-    recording = a_recording(store, n=4)
-    chunk = FORGED["nested"]
+    recording, chunk = a_recording(store, n=5, trees=True), FORGED["nested"]
+    forged: list[tuple[Any, dict[str, str], str]] = [
+        (TrajectoryRow, {}, "its token ids"),
+        (PanoramaChunkRow, {"kind": "chain"}, "panorama of draft 'small'"),
+        (StepChunkRow, {}, "its steps"),
+        (PanoramaChunkRow, {"kind": "tree"}, "tree panorama of draft 'small'"),
+    ]
     with store.database.write() as session:
-        for ordinal, table in enumerate((TrajectoryRow, PanoramaChunkRow, StepChunkRow)):
-            row: Any = session.query(table).filter_by(recording_id=recording, ordinal=ordinal).one()
+        for n, (table, of, _) in enumerate(forged):
+            row = session.query(table).filter_by(recording_id=recording, ordinal=n, **of).one()
             row.data, row.sha256 = chunk.data, chunk.sha256
-    for ordinal in range(3):
-        what = (
-            f"recording {recording}, request {ordinal}: .* cannot be used .*; the others still can"
-        )
-        with pytest.raises(CorruptedChunkError, match=what):
-            list(store.iterate(recording, steps=True, ordinals=[ordinal]))
-    loaded = store.load(recording, steps=True, skip_corrupted=True)
-    assert [(s.ordinal, s.draft) for s in loaded.skipped] == [(0, None), (1, "small"), (2, None)]
-    (last,) = store.iterate(recording, steps=True, ordinals=[3])
-    assert loaded.having(["small"]).requests[-1] == last
+    for ordinal, (*_, what) in enumerate(forged):
+        said = f"recording {recording}, request {ordinal}: {what} cannot be used .*; the others sti"
+        with pytest.raises(CorruptedChunkError, match=said):
+            list(store.iterate(recording, steps=True, trees=True, ordinals=[ordinal]))
+    assert len(list(store.iterate(recording, steps=True, ordinals=[3]))) == 1  # no tree is read
+    loaded = store.load(recording, steps=True, trees=True, skip_corrupted=True)
+    skipped = [(s.ordinal, s.draft) for s in loaded.skipped]
+    assert skipped == [(0, None), (1, "small"), (2, None), (3, "small")]
+    (last,) = store.iterate(recording, steps=True, trees=True, ordinals=[4])
+    assert loaded.having(["small"], trees=["small"]).requests[-1] == last

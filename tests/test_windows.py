@@ -12,10 +12,17 @@ from typing import Any, Protocol
 
 import numpy as np
 import pytest
+from papers.on_the_fly import expected_emitted
 from scipy.optimize import minimize_scalar
 
-from spectune.runtime.policies.document import Policy, Window, parse_policy
-from spectune.runtime.policies.on_the_fly import BETAS, SHARES, TABLE_KNOTS
+from spectune.runtime.policies.document import Window, parse_policy
+from spectune.runtime.policies.on_the_fly import (
+    BETAS,
+    SHARES,
+    TABLE_KNOTS,
+    even_betas,
+    tabulated_windows,
+)
 from spectune.runtime.policies.windows import (
     WindowCosts,
     WindowState,
@@ -156,19 +163,6 @@ def started(document: dict[str, Any]) -> Machine:
     for r in random_rounds(2, 50):
         m.advance(*outcome_of(m.gamma, r))
     return m
-
-
-@every_window
-def test_windows_begin_as_the_document_says_and_stay_within_bounds(
-    document: dict[str, Any],
-) -> None:
-    policy, m = Policy(draft="small", window=window_of(document)), Machine(document)
-    assert m.gamma == getattr(policy.window, "first", policy.gamma_max)
-    for r in random_rounds(1, 480):
-        if r[0]:
-            m.reset()
-        assert 0 <= m.gamma <= policy.gamma_max
-        m.advance(*outcome_of(m.gamma, r))
 
 
 @every_window
@@ -333,9 +327,9 @@ class Analytic:
 
     @staticmethod
     def table(pairs: list[tuple[int, int]]) -> float:
-        """Equation 12 (with its first coefficient mended) at the knots, summed over the rounds,
-        inverted linearly.
-        """
+        """Equation 12 with its first term mended, at the knots, summed over the rounds, inverted
+        linearly. The paper prints gamma beta^(gamma+2) there, which contradicts its equation 11 and
+        diverges at beta = 1."""
         knots = np.linspace(0, 1, TABLE_KNOTS)
 
         def mean(g: int, b: float) -> float:
@@ -458,6 +452,24 @@ def test_running_sums_do_not_drift(costs: str) -> None:
         long.advance(*step)
         short.advance(*step)
     assert content(long.state) == content(short.state)
+
+
+@pytest.mark.parametrize("gamma_max", [4, 8, 16])
+def test_windows_looked_up_are_as_fast_as_equation_1s(gamma_max: int) -> None:
+    """Over betas and shares of a drafted token's seconds: 0.02% slower in the mean, 4% at worst."""
+    rng, betas = np.random.default_rng(5), even_betas(0.98)
+    b = 1.0 + 0.043 * np.arange(gamma_max + 1)
+    table, lost = tabulated_windows(betas, np.round(b * 1e9).astype(np.int64), 0), []
+    for beta, share in rng.uniform((0.0, 0.001), (0.98, 0.999), (2_000, 2)).tolist():
+        costs = WindowCosts(share, tuple(((1 - share) * b).tolist()))
+        speeds = [
+            expected_emitted(beta, g) / (g * costs.draft_step_s + costs.verify_s[g])
+            for g in range(gamma_max + 1)
+        ]
+        chosen = table[int(share * len(table)), int((beta > betas).sum())]
+        lost.append(1 - speeds[chosen] / max(speeds))
+    assert np.mean(lost) < 2e-4
+    assert max(lost) < 0.04
 
 
 def test_q_tables_that_do_not_fit_are_refused() -> None:

@@ -51,7 +51,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(content: Any, name: str = "w", **how: Any) -> tuple[Request, ...]:
-    Path(name).write_text(content if isinstance(content, str) else json.dumps(content))
+    text = content if isinstance(content, str | bytes) else json.dumps(content)
+    Path(name).write_bytes(text if isinstance(text, bytes) else text.encode())
     return read_workload([name], **how).requests
 
 
@@ -162,6 +163,12 @@ BROKEN: tuple[tuple[Any, str], ...] = (
     ("prompt\n \n", "w.csv:2: the prompt is empty"),
     ("", "w.csv:1: name the column .*it has: none"),
     ("PAR1" + "x" * 40, "w: not Parquet"),
+    ({"turns": []}, "w:1: 'turns' must be a list of at least one string"),
+    ({"turns": [" "]}, "w:1: turn 0 is empty"),
+    (["a", "x"], "w: item 1: expected an object"),
+    ('{"id": "a", "turns": ["x"]}\n' * 2, "w:2: the id 'a' was used at w:1"),
+    ("", ".*w: the workload is empty"),
+    (b"\xff\xfe", ".*w: not UTF-8"),
 )
 
 

@@ -28,13 +28,6 @@ def optimal_window(beta: float, costs: WindowCosts, gamma_min: int = 0) -> int:
     )
 
 
-def truncated_mean(beta: float, gamma: int) -> float:
-    """Equation 12 with its first term mended: the mean of y under equation 10. The paper prints
-    gamma beta^(gamma+2) there, which contradicts its equation 11 and diverges at beta = 1."""
-    top = (gamma + 1) * beta ** (gamma + 2) - (gamma + 2) * beta ** (gamma + 1) + 1
-    return top / (beta ** (gamma + 2) - beta ** (gamma + 1) - beta + 1)
-
-
 def acceptance_rate(beta: float, gamma: int) -> float:
     """rho = Omega / gamma (section 5). The text says accepted per drafted; equations 3 and 8 hold
     for emitted per drafted."""
