@@ -112,7 +112,7 @@ def _measured(store: TraceStore, pair: LoadedPair, encoded: Encoded, passes: int
     rules = {"throughput": replace(guarded, chooses=True, reason=""), "guarded": guarded}
     rules["theorem_3"] = replace(rules["throughput"], rule="theorem_3")
     kept = {
-        name: ChooserPolicy.of(keep_chooser(store, pair, source, c, profile).artifact)
+        name: ChooserPolicy.of(keep_chooser(store, pair, source, c).artifact)
         for name, c in rules.items()
     }
     policies = {**CANDIDATES, **kept}

@@ -17,8 +17,8 @@ from spectune.engines.protocol import chain_round, text_of
 from spectune.runtime.pair import PairSpec
 from spectune.traces.errors import TraceError
 from spectune.traces.files import parse_json, read_text
-from spectune.traces.schema import Finish, Sampling, Step, Trajectory
-from spectune.traces.store import TraceStore
+from spectune.traces.schema import Finish, Sampling, Step, Trajectory, Verifier
+from spectune.traces.store import Asked, TraceStore
 
 Round = tuple[int, int]
 """Tokens drafted, tokens of them accepted."""
@@ -92,14 +92,10 @@ def keep(store: TraceStore, spec: PairSpec, found: Ingested, draft: str, samplin
     if not found.requests:
         options |= {"counts": found.counts(), "responses": found.responses - found.without}
     store.put_pair(spec.id, spec.name, spec.to_json())
+    longest = max((text.max_new_tokens for text, _ in found.requests), default=1)
+    verifier: Verifier = "coupled" if sampling.greedy else "greedy"
     made = store.create_recording(
-        spec.id,
-        None,
-        sampling,
-        max_new_tokens=max((text.max_new_tokens for text, _ in found.requests), default=1),
-        verifier="coupled" if sampling.greedy else "greedy",
-        options=options,
-        source="serve",
+        Asked(spec.id, None, sampling, longest, verifier, options, source="serve")
     )
     store.append_trajectories(made.id, [(i, *one) for i, one in enumerate(found.requests)])
     store.finish_recording(made.id)

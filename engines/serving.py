@@ -25,7 +25,7 @@ from spectune.runtime.policies.document import AnyPolicy, parse_policy
 from spectune.runtime.reload import Published, Status, WatchedSource, reason_of
 from spectune.traces.errors import PairError, PolicyError
 from spectune.traces.schema import Sampling, Step, Trajectory, Verifier
-from spectune.traces.store import TraceStore
+from spectune.traces.store import Asked, TraceStore
 from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
 from spectune.traces.store.traffic import CAPACITY, TrafficWriter, WriterStatus
 
@@ -278,15 +278,9 @@ class Served:
         if key not in self._writers:
             if len(self._writers) >= RECORDINGS_LIMIT:
                 return None
-            info = store.create_recording(
-                self._pair_id,
-                None,
-                of.sampling,
-                max_new_tokens=self.place.max_len,
-                verifier=of.verifier,
-                options=self.place.about,
-                source="serve",
-            )
+            most, about = self.place.max_len, self.place.about
+            asked = Asked(self._pair_id, None, of.sampling, most, of.verifier, about, "serve")
+            info = store.create_recording(asked)
             self._writers[key] = TrafficWriter(store, info.id)
             self._say(f"recording {info.id} (temperature {of.sampling.temperature:g})")
         return self._writers[key]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from spectune.optimizer.confirm import RACE_SHARE
 from spectune.optimizer.profiles import usable_profile
-from spectune.optimizer.record import recording_spec
+from spectune.optimizer.record import asked_of
 
 if TYPE_CHECKING:
     from spectune.optimizer.execute import DecodeOptions
@@ -143,6 +143,5 @@ def course(
 def _is_recorded(
     store: TraceStore, pair: LoadedPair, options: DecodeOptions, workload: Workload
 ) -> bool:
-    how = recording_spec(pair, options)
-    same = (pair.id, workload.digest(), options.sampling)
-    return store.find_recording(*same, **how, state="complete") is not None
+    asked = asked_of(pair, workload.digest(), options)
+    return store.find_recording(asked, state="complete") is not None

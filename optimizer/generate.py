@@ -44,7 +44,6 @@ def generate(
     item = Request("prompt", "prompt", (prompt,))
     ids = pair.encode_request(item, chat=options.chat)
     decoder = Decoder(pair, StaticSource(prepared), options.verifier)
-    decoder.backend.keeps_pruned = True
     request = decoder.request(
         item, ids, options.sampling, options.max_new_tokens, options.stop_strings
     )

@@ -24,7 +24,7 @@ from spectune.runtime.pair import PairSpec
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Sampling
-from spectune.traces.store import TraceStore
+from spectune.traces.store import Asked, TraceStore
 from spectune.traces.store.recordings import Appended
 
 SAMPLE = 200
@@ -137,8 +137,8 @@ def gather(store: TraceStore, pair: LoadedPair, window: timedelta, sample: int, 
     decodes by one.
     """
     options = {**recording_options(pair, DecodeOptions()), "gathered": key}
-    spec: dict[str, Any] = {"max_new_tokens": 0, "options": options, "source": "gathered"}
-    ready = store.find_recording(pair.id, None, Sampling(), **spec, state="complete")
+    asked = Asked(pair.id, None, Sampling(), 0, options=options, source="gathered")
+    ready = store.find_recording(asked, state="complete")
     if ready is not None:
         return ready.id
     since = store.clock() - window
@@ -162,7 +162,7 @@ def gather(store: TraceStore, pair: LoadedPair, window: timedelta, sample: int, 
         for request in store.iterate(source, drafts=(), ordinals=[at], steps=True):
             content = (request.trajectory.request_id, request.trajectory.output_ids.tobytes())
             items.setdefault(content, (ordinal, request.trajectory, request.steps))
-    made = store.create_recording(pair.id, None, Sampling(), **spec)
+    made = store.create_recording(asked)
     store.append_trajectories(made.id, list(items.values()))
     store.finish_recording(made.id)
     return made.id

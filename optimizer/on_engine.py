@@ -17,7 +17,7 @@ from spectune.runtime.progress import Progress, silent
 from spectune.runtime.words import Texts
 from spectune.traces.errors import EngineError
 from spectune.traces.schema import Outcome, RequestOutcome, Verifier, Workload, latency_json
-from spectune.traces.store import RecordingInfo, TraceStore
+from spectune.traces.store import Asked, RecordingInfo, TraceStore
 
 WARM_TOKENS = 8
 
@@ -94,15 +94,10 @@ def record_on(
     name = spec.id
     store.put_pair(name, spec.name, spec.to_json())
     digest = None if workload is None else store.put_workload(workload)
-    asked: dict[str, Any] = {
-        "max_new_tokens": options.max_new_tokens,
-        "verifier": verifier_of(options),
-        "options": about_recording(running, options),
-    }
-    found = None
-    if not fresh:
-        found = store.find_recording(name, digest, options.sampling, **asked, state="recording")
-    info = found or store.create_recording(name, digest, options.sampling, **asked)
+    most, about = options.max_new_tokens, about_recording(running, options)
+    asked = Asked(name, digest, options.sampling, most, verifier_of(options), about)
+    found = None if fresh else store.find_recording(asked, state="recording")
+    info = found or store.create_recording(asked)
     have = store.recorded_ordinals(info.id)
     missing = {p.id: n for n, p in enumerate(prompts) if n not in have}
     if missing:

@@ -211,13 +211,12 @@ def simulate(
     with open(db) as store:
         info = store.get_recording(recording)
         on = device or str(info.options.get("device", "cpu"))
-        stored = store.latest_profile(info.pair_id, on, None)
         where = deployment or deployment_of(info.engine)
         chosen = _policy(store, policy, info.pair_id, on, where)
         if holds_counts(info):
             found, approximate = counted(info, chosen)
         else:
-            profile = stored.profile if stored else None
+            profile = store.profile_of(info.pair_id, on)
             replayed, _, approximate = do_simulate(store, info.id, chosen, profile)
             found = replayed.outcome()
     if approximate:
@@ -240,8 +239,7 @@ def run(
     :func:`record`'s. A row is a request, with its text."""
     loaded, workload, options = _prepared("run", target, drafts, prompts, pair, how)
     with open(db, create=True) as store:
-        stored = store.latest_profile(loaded.id, loaded.device.type, None)
-        profile = stored.profile if stored else None
+        profile = store.profile_of(loaded.id, loaded.device.type)
         if policy == "active":
             plan = last_good(store, loaded, profile, options.verifier, options.sampling, deployment)
         else:

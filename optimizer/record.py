@@ -34,7 +34,7 @@ from spectune.runtime.trees.grow import TreeRule
 from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import Proposals, Trajectory, Workload
-from spectune.traces.store import RecordingInfo, TraceStore
+from spectune.traces.store import Asked, RecordingInfo, TraceStore
 from spectune.traces.store.traffic import TrafficWriter
 
 BATCH = 4
@@ -77,15 +77,11 @@ def recording_options(pair: LoadedPair, options: DecodeOptions) -> dict[str, Any
     }
 
 
-def recording_spec(
-    pair: LoadedPair, options: DecodeOptions, more: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """What a store finds or makes a recording by, beside pair, workload and sampling."""
-    return {
-        "max_new_tokens": options.max_new_tokens,
-        "verifier": options.verifier,
-        "options": {**recording_options(pair, options), **(more or {})},
-    }
+def asked_of(pair: LoadedPair, workload_id: str, options: DecodeOptions, slot: str = "") -> Asked:
+    """What a store finds or makes a recording by."""
+    about = recording_options(pair, options) | ({"slot": slot} if slot else {})
+    most, verifier = options.max_new_tokens, options.verifier
+    return Asked(pair.id, workload_id, options.sampling, most, verifier, about)
 
 
 @dataclass(frozen=True)
@@ -133,15 +129,14 @@ def record(
     """
     encoded = encode(pair, workload, options)
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-    same = (pair.id, store.put_workload(workload), options.sampling)
-    spec = recording_spec(pair, options, {"slot": slot} if slot else None)
+    asked = asked_of(pair, store.put_workload(workload), options, slot)
     info = begun
     if info is None and not fresh:
-        info = store.find_recording(*same, **spec, state="recording")
+        info = store.find_recording(asked, state="recording")
         if info is None and reuse_complete:
-            info = store.find_recording(*same, **spec, state="complete")
+            info = store.find_recording(asked, state="complete")
     if info is None:
-        info = store.create_recording(*same, **spec)
+        info = store.create_recording(asked)
     have = store.recorded_ordinals(info.id)
     new = {n: one for n, one in enumerate(encoded.items) if n not in have}
     jobs = _jobs(store, pair, info.id, wanted, new)
@@ -415,15 +410,9 @@ def record_served(
     ``about``: what else its texts depend on. What could not be written is in the writer's status.
     """
     store.put_pair(pair_id, spec.name, spec.to_json())
-    info = store.create_recording(
-        pair_id,
-        None,
-        options.sampling,
-        max_new_tokens=options.max_new_tokens,
-        verifier=options.verifier,
-        options=about,
-        source="serve",
-    )
+    most, verifier = options.max_new_tokens, options.verifier
+    asked = Asked(pair_id, None, options.sampling, most, verifier, about, source="serve")
+    info = store.create_recording(asked)
     with TrafficWriter(store, info.id) as writer:
         try:
             yield writer

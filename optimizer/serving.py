@@ -96,10 +96,6 @@ def watch(
     device, who = pair.device.type, node or f"{socket.gethostname()}:{os.getpid()}"
     newest: list[Publication] = []  # what was fetched last
 
-    def latest_profile() -> LatencyProfile | None:
-        found = store.latest_profile(pair.id, device)
-        return found.profile if found is not None else profile
-
     def fetch() -> Published | None:
         if store.active_version(pair.id, device, deployment) == source.seen:
             return None
@@ -113,7 +109,8 @@ def watch(
             return Published(active.version, None, str(error))
 
     def ready(policy: AnyPolicy, version: int) -> AnyPlan:
-        plan = ready_plan(store, pair, policy, latest_profile(), verifier, sampling, version)
+        costs = store.profile_of(pair.id, device) or profile
+        plan = ready_plan(store, pair, policy, costs, verifier, sampling, version)
         if warning := other_sampling(newest[0], sampling or Sampling(), verifier):
             warn(f"warning: {warning}")
         return plan

@@ -23,8 +23,8 @@ from spectune.optimizer.ceiling import tree_ceiling
 from spectune.optimizer.confirm import RACE_SHARE, Confirmation, confirm, left_s, planned, said_of
 from spectune.optimizer.deployment import sampling_of, tunes_over
 from spectune.optimizer.execute import Comparison, DecodeOptions, Executor, encode_recorded
-from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
-from spectune.optimizer.fit.on_the_fly import predict_each, read_prompts
+from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact, predictions
+from spectune.optimizer.fit.on_the_fly import read_prompts
 from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
 from spectune.optimizer.inputs import in_force, published_policy
 from spectune.optimizer.parts import Parts, mixed, split
@@ -60,7 +60,7 @@ from spectune.runtime.policies.document import (
 )
 from spectune.runtime.policies.draft_choice import Chooser
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.policies.prepared_chooser import PREDICTED, plain_policies, prompt_key
+from spectune.runtime.policies.prepared_chooser import plain_policies
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.recording.trees import Cover
 from spectune.traces.errors import PolicyError, TraceError
@@ -749,10 +749,7 @@ def _artifacts(
     chooser = Chooser.from_document(held.document, held.arrays)
     if chooser.chooses:
         prompts = read_prompts(pair, texts, reader=chooser.features.reader)
-        document = {
-            **held.document,
-            PREDICTED: [{"prompt": prompt_key(t.prompt_ids)} for t in texts],
-        }
-        arrays = {**held.arrays, PREDICTED: predict_each(chooser, prompts)}
+        rows, predicted = predictions(chooser, texts, prompts)
+        document, arrays = {**held.document, **rows}, {**held.arrays, **predicted}
         held = replace(held, document=document, arrays=arrays)
     return lambda asked: held if asked == name else find(asked)

@@ -3,7 +3,6 @@ batch size) is best at given loads."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,9 +28,6 @@ from spectune.traces.store import TraceStore
 
 SWEEPS: Final = 3
 """Most times that a search goes over the sizes of a table."""
-NOTICEABLE: Final = 1e-3
-"""Relative gain below which a table is not taken for better: the shorter time per output token then
-decides."""
 
 
 @dataclass(frozen=True)
@@ -275,6 +271,6 @@ def _by_batch(draft: str, sizes: Sequence[int], gammas: Sequence[int]) -> Policy
 
 
 def _rounded(worth: float) -> float:
-    """To the gain that is noticeable."""
-    size = 10.0 ** -math.floor(math.log10(worth))
-    return round(worth * size / NOTICEABLE) * NOTICEABLE / size
+    """To four digits: a table that gains less is not taken for better, the shorter time per output
+    token then decides."""
+    return float(f"{worth:.4g}")

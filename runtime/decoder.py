@@ -53,11 +53,9 @@ class ModelBackend:
     request to request.
 
     ``every_shape``: on CUDA, passes of every shape are captured before a request, not those of its
-    policy alone (the profiler's, whose policies take turns). ``keeps_pruned``: trees hold what was
-    drafted and not verified, for a reader to look at."""
+    policy alone (the profiler's, whose policies take turns)."""
 
     every_shape = False
-    keeps_pruned = False
 
     def __init__(self, pair: LoadedPair) -> None:
         self.pair = pair
@@ -150,7 +148,6 @@ class ModelBackend:
             shortlists=prepared.shortlists,
             own_seed=request.seed if request.rejects else None,
             salt=self._rounds,
-            keeps_pruned=self.keeps_pruned,
         )
         return self._drafting.propose(self._text, gamma, limit, context)
 

@@ -23,7 +23,7 @@ from spectune.runtime.pair import identity
 from spectune.traces.errors import PairError, SpectuneError, WorkloadError
 from spectune.traces.files import why_not_writable
 from spectune.traces.schema import Sampling
-from spectune.traces.store import TraceStore
+from spectune.traces.store import Asked, TraceStore
 from spectune.traces.store.export import export_rows, write_rows
 from spectune.traces.store.query import RequestRow
 from spectune.traces.workload_files import read_workload
@@ -88,9 +88,7 @@ def test_a_workload_keeps_what_every_database_keeps(store: TraceStore, tmp_path:
     file.write_text(json.dumps(line))
     workload = read_workload([str(file)])
     store.put_pair(PAIR, "demo", {})
-    recording = store.create_recording(
-        PAIR, store.put_workload(workload), Sampling(), max_new_tokens=8
-    ).id
+    recording = store.create_recording(Asked(PAIR, store.put_workload(workload), Sampling(), 8)).id
     kept = a_trajectory(0, category=workload.requests[0].category)
     store.append_trajectory(recording, 0, kept)
     assert store.load(recording).trajectories == (kept,)
@@ -199,7 +197,7 @@ def test_commands_steer_no_terminal_and_take_no_markup(door: Door, tmp_path: Pat
     category = f"č[/red]{ESCAPE}\u202e[bold]"
     with opened(door.db) as store:
         store.put_pair(PAIR, "demo", {})
-        recording = store.create_recording(PAIR, None, Sampling(), max_new_tokens=8).id
+        recording = store.create_recording(Asked(PAIR, None, Sampling(), 8)).id
         store.append_trajectory(recording, 0, a_trajectory(0, category=category))
     for asked in (
         "show",

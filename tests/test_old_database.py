@@ -97,7 +97,7 @@ def test_an_old_database_migrates_and_holds_what_it_held(old_url: str) -> None:
         assert "Decode without a draft" in text
         assert "race, speed by category: Not stored" in text
         assert store.get_run("latest").outcome.total.rounds == 72
-        profile = store.latest_profile(PAIR, "cpu", "float32")
+        profile = store.latest_profile(PAIR, "cpu")
         assert profile.id == "prof-da4538"
     (schedule,) = door.json("schedule", "list")["schedules"]
     assert (schedule["name"], schedule["when"], schedule["parked"]) == ("nightly", "every 6h", None)

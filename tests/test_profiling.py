@@ -38,7 +38,7 @@ from spectune.runtime.profiling.fit import Prefill, fit_profile, shapes_of
 from spectune.traces.errors import TraceError
 from spectune.traces.latency import LatencyProfile
 from spectune.traces.schema import Sampling, Trajectory
-from spectune.traces.store import TraceStore
+from spectune.traces.store import Asked, TraceStore
 
 TRUE = flat_profile("p", ["near"])
 
@@ -212,7 +212,7 @@ def test_a_profile_is_measured_on_the_newest_recording_with_texts(store: TraceSt
     store.put_pair("p", "pair", {})
     made = []
     for texts in ([a_trajectory(0)], []):
-        info = store.create_recording("p", None, Sampling(), max_new_tokens=64)
+        info = store.create_recording(Asked("p", None, Sampling(), 64))
         store.append_trajectories(info.id, [(i, text, ()) for i, text in enumerate(texts)])
         store.finish_recording(info.id)
         made.append(info.id)

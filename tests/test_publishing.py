@@ -35,7 +35,7 @@ from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_pol
 from spectune.runtime.policies.prepare import prepare
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Request, Sampling, Workload
-from spectune.traces.store import Publication, TraceStore
+from spectune.traces.store import Asked, Publication, TraceStore
 
 TEXTS = ("def add(a, b):", "The quick brown fox", "import json", "0 1 2 3 4")
 WORKLOAD = Workload(
@@ -75,6 +75,7 @@ def once(phase: str, then: Callable[[], object]) -> Callable[[str, int, int], No
 # --- what came into force meanwhile
 
 
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_what_came_into_force_during_the_race_stays(store: TraceStore, pair: LoadedPair) -> None:
     put_made_up_profile(store, pair)
     during = once("execute", lambda: activate(store, pair))
@@ -91,6 +92,7 @@ def test_what_came_into_force_during_the_race_stays(store: TraceStore, pair: Loa
     assert store.get_recording(tuned.recording).state == "complete"
 
 
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_the_version_compared_with_is_the_one_replaced(store: TraceStore, pair: LoadedPair) -> None:
     """Also where it came into force while the tuning was still recording: the incumbent is read
     when it is needed."""
@@ -188,8 +190,7 @@ def test_a_recording_says_how_it_is_tuned_on(store: TraceStore, pair: LoadedPair
     assert {c.policy.growth.kind for c in tuned.candidates if c.policy.speculates} == {"chain"}
     assert store.get_recording(info.id).trees == {}
     texts = [a_trajectory(i, sampling=Sampling(0.7), verifier="greedy") for i in range(18)]
-    how: dict[str, Any] = {"max_new_tokens": 64, "verifier": "greedy"}
-    served = store.create_recording(pair.id, None, Sampling(0.7), **how).id
+    served = store.create_recording(Asked(pair.id, None, Sampling(0.7), 64, "greedy")).id
     store.append_trajectories(served, [(i, text, ()) for i, text in enumerate(texts)])
     with pytest.raises(TraceError, match=rf"recording {served} was sampled by an engine"):
         tune_recording(store, pair, served, asked)
@@ -226,7 +227,9 @@ def payload(pair: LoadedPair, workload: Path) -> dict[str, Any]:
     return {**about, "max_new_tokens": 8, **searched, "fresh": True}
 
 
-@pytest.mark.parametrize("lose", [taken_over, removed])
+@pytest.mark.parametrize(
+    ("url", "lose"), [("postgresql", taken_over), ("sqlite", removed)], indirect=["url"]
+)
 def test_who_lost_the_job_publishes_nothing(
     database: Database, pair: LoadedPair, tmp_path: Path, lose: Callable[[Database], None]
 ) -> None:

@@ -31,7 +31,7 @@ from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.recording.trees import cover_name
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import Proposals, Trajectory, TreePanorama
-from spectune.traces.store import TraceStore
+from spectune.traces.store import Asked, TraceStore
 
 SHORT = ("--max-new-tokens", 8, "--gamma-max", 4)
 GROWTH = {"kind": "static", "paths": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]}
@@ -95,8 +95,8 @@ def test_resume_finishes_what_was_begun(door: Door, store: TraceStore) -> None:
     whole = store.get_recording(store.resolve_recording("latest"))
 
     def begin(**options: object) -> str:
-        kept = {"max_new_tokens": whole.max_new_tokens, "options": {**whole.options, **options}}
-        return store.create_recording(whole.pair_id, whole.workload_id, whole.sampling, **kept).id
+        of = (whole.pair_id, whole.workload_id, whole.sampling, whole.max_new_tokens)
+        return store.create_recording(Asked(*of, options={**whole.options, **options})).id
 
     begun, newer, other = begin(), begin(), begin(dtype="bfloat16")
     again = ("record", "--pair", door.pair, "--gamma-max", 4, "--resume")

@@ -23,7 +23,7 @@ from spectune.runtime.loading import LoadedPair
 from spectune.traces.errors import TraceError
 from spectune.traces.recording import RecordedRequest
 from spectune.traces.schema import Sampling
-from spectune.traces.store import TraceStore
+from spectune.traces.store import Asked, TraceStore
 
 REQUESTS = 18
 """So many that a winner can be confirmed."""
@@ -60,7 +60,7 @@ def work(
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_attempts_of_a_slot_share_its_recording_and_profile_and_the_next_slot_begins_anew(
-    store: TraceStore, pair: LoadedPair, hourly: str
+    store: TraceStore, pair: LoadedPair, hourly: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_made_up_profile(store, pair)  # older than the slot's recording: not used
     with pytest.raises(SystemExit, match="decode"):
@@ -68,15 +68,22 @@ def test_attempts_of_a_slot_share_its_recording_and_profile_and_the_next_slot_be
     (begun,) = store.list_recordings()
     assert (begun.state, begun.n_requests) == ("recording", 3)
     assert begun_as(store, pair, begun)[1].max_new_tokens == 8, "`record --resume` can finish it"
-    with pytest.raises(SystemExit, match="profile"):
-        work(store, pair, 1, dies_in="profile")
+
+    def gone(*_arguments: object, **_how: object) -> None:
+        raise SystemExit("profile")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("spectune.optimizer.profiles.measure_profile", gone)
+        with pytest.raises(SystemExit, match="profile"):
+            work(store, pair, 1)
     put_made_up_profile(store, pair)  # what that attempt would have measured
     assert work(store, pair, 1).ended["done"] == 1
     (made,) = store.list_recordings()
     assert (made.id, made.state, made.n_requests) == (begun.id, "complete", REQUESTS)
     assert len([*store.profiles()]) == 2
+    monkeypatch.setattr("spectune.optimizer.profiles.measure_profile", gone)
     with pytest.raises(SystemExit, match="profile"):
-        work(store, pair, 2, dies_in="profile")
+        work(store, pair, 2)
     assert [r.id == made.id for r in store.list_recordings()] == [False, True]
 
 
@@ -96,7 +103,7 @@ def test_a_sample_that_was_killed_is_taken_anew_and_holds_no_request_twice(
     store: TraceStore, pair: LoadedPair
 ) -> None:
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-    served = store.create_recording(pair.id, None, Sampling(), max_new_tokens=64, source="serve").id
+    served = store.create_recording(Asked(pair.id, None, Sampling(), 64, source="serve")).id
     store.append_trajectories(served, [(i, a_trajectory(i), ()) for i in range(9)])
     with pytest.raises(SystemExit, match="gather"):
         gather(Killed(store.database), pair, HOUR, 6, key="slot")
@@ -114,7 +121,7 @@ def test_what_an_engine_drew_is_not_sampled(store: TraceStore, pair: LoadedPair)
     plain = [a_trajectory(i) for i in range(9, 12)]
     for texts in (drawn, plain):
         of, verifier = texts[0].sampling, texts[0].verifier
-        served = store.create_recording(pair.id, None, of, max_new_tokens=64, verifier=verifier)
+        served = store.create_recording(Asked(pair.id, None, of, 64, verifier))
         if texts is plain:
             with pytest.raises(TraceError, match=r"none of the 9 requests .*`tune --arrivals"):
                 gather(store, pair, HOUR, 3, key="none")
@@ -124,6 +131,7 @@ def test_what_an_engine_drew_is_not_sampled(store: TraceStore, pair: LoadedPair)
     assert sorted(held) == sorted(text.request_id for text in plain)
 
 
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 def test_an_attempt_that_published_and_was_gone_before_it_could_say_so_is_not_repeated(
     store: TraceStore, pair: LoadedPair, hourly: str
 ) -> None:

@@ -54,7 +54,7 @@ from spectune.traces.errors import EngineError, PolicyError, TraceError
 from spectune.traces.latency import LatencyProfile
 from spectune.traces.recording import RecordedRequest, RecordingInfo
 from spectune.traces.schema import AGREE_NONE, AGREE_YES, Sampling, Step
-from spectune.traces.store import TraceStore
+from spectune.traces.store import Asked, TraceStore
 
 PROFILE = LatencyProfile(
     "pair", "cpu", "float32",
@@ -96,7 +96,7 @@ def tables(policy: Policy, rules: ServingRules) -> tuple[int, ...]:
 
 
 @dataclass
-class Asked:
+class Booked:
     """A request as vLLM's books have it."""
 
     name: int
@@ -121,14 +121,14 @@ class Oracle:
     rules: ServingRules
     gammas: tuple[int, ...]
     costs: StepCosts
-    waiting: list[Asked] = field(default_factory=list)
-    running: list[Asked] = field(default_factory=list)
+    waiting: list[Booked] = field(default_factory=list)
+    running: list[Booked] = field(default_factory=list)
     members: list[tuple[int, int, int]] = field(default_factory=list)
     steps: list[list[float]] = field(default_factory=list)
 
-    def schedule(self) -> list[tuple[Asked, int, int]]:
+    def schedule(self) -> list[tuple[Booked, int, int]]:
         budget = given = self.rules.max_batched_tokens
-        scheduled: list[tuple[Asked, int, int]] = []
+        scheduled: list[tuple[Booked, int, int]] = []
         for r in list(self.running):
             if budget <= 0 or given <= self.rules.draft_slots:
                 break
@@ -162,12 +162,12 @@ class Oracle:
             budget, given = budget - new, given - new - self.rules.draft_slots
         return scheduled
 
-    def proposals(self, r: Asked) -> int:
+    def proposals(self, r: Booked) -> int:
         at = r.agree[r.out :]
         left = next((i for i, a in enumerate(at) if a != AGREE_YES), None)
         return left if left is not None and at[left] == AGREE_NONE else 999
 
-    def seconds(self, scheduled: list[tuple[Asked, int, int]]) -> float:
+    def seconds(self, scheduled: list[tuple[Booked, int, int]]) -> float:
         reading = [r.computed < r.prompt for r, *_ in scheduled]
         prompts = sum(new for (_, new, _), read in zip(scheduled, reading, strict=True) if read)
         rows = sum(new for _, new, _ in scheduled) - prompts
@@ -185,7 +185,7 @@ class Oracle:
             for term, count, rows, context, passes, batch in step_terms(load)
         )
 
-    def after_schedule(self, scheduled: list[tuple[Asked, int, int]]) -> None:
+    def after_schedule(self, scheduled: list[tuple[Booked, int, int]]) -> None:
         for r, new, drafted in scheduled:
             r.computed += new
             self.members.append((len(self.steps) - 1, r.name, drafted))
@@ -193,7 +193,7 @@ class Oracle:
                 r.placeholders += 1 + drafted
                 r.spec = self.gammas[len(scheduled)]
 
-    def update(self, scheduled: list[tuple[Asked, int, int]], now: float) -> list[Asked]:
+    def update(self, scheduled: list[tuple[Booked, int, int]], now: float) -> list[Booked]:
         ended = []
         for r, _, drafted in scheduled:
             if r.finished >= 0 or drafted < 0:
@@ -210,11 +210,11 @@ class Oracle:
         self.running = [r for r in self.running if r.finished < 0]
         return ended
 
-    def serve(self, every: list[Asked], clients: int) -> None:
+    def serve(self, every: list[Booked], clients: int) -> None:
         coming, sent, now, busy = list(every), len(every), 0.0, 0.0
         if clients:
             sent = min(clients, len(every))
-        flying: list[tuple[float, list[tuple[Asked, int, int]]]] = []
+        flying: list[tuple[float, list[tuple[Booked, int, int]]]] = []
         while True:
             while coming and coming[0].name < sent and coming[0].arrived <= now:
                 self.waiting.append(coming.pop(0))
@@ -240,7 +240,7 @@ class Oracle:
 
 def by_oracle(
     trace: ReplayTrace, policy: Policy, load: Load, rules: ServingRules
-) -> tuple[Oracle, list[Asked]]:
+) -> tuple[Oracle, list[Booked]]:
     oracle = Oracle(rules, tables(policy, rules), COSTS)
     count, every = len(load.arrivals) or len(trace.order), []
     for i in range(count):
@@ -250,7 +250,7 @@ def by_oracle(
         agree = [0, *chains.agree[begin : begin + len(t.output_ids)].tolist()]
         arrived = load.arrivals[i] if load.arrivals else i * rules.reply_s
         lengths = len(t.prompt_ids) - 1, len(t.output_ids) + 1, t.max_new_tokens + 1
-        every.append(Asked(i, *lengths, agree, arrived))
+        every.append(Booked(i, *lengths, agree, arrived))
     oracle.serve(every, 0 if load.arrivals else load.clients)
     return oracle, every
 
@@ -461,9 +461,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Door:
     with opened(url) as store:
         spec = read_pair("demo")
         store.put_pair(spec.id, spec.name, spec.to_json())
-        info = store.create_recording(
-            spec.id, None, Sampling(), max_new_tokens=64, options=about, source="serve"
-        )
+        asked = Asked(spec.id, None, Sampling(), 64, options=about, source="serve")
+        info = store.create_recording(asked)
         for gamma in (0, 1, 3, 6):
             for clients in (1, 8):
                 found = simulated(trace, window(gamma), Load(clients))
@@ -699,9 +698,8 @@ def stored(
     """A recording of vLLM, some requests of which have no panoramas."""
     store.put_pair("pair", "pair", {})
     about = {"engine": "vllm", "serving": {"max_num_seqs": 8, "ahead": 0}}
-    info = store.create_recording(
-        "pair", None, Sampling(), max_new_tokens=70, options=about, source=source
-    )
+    asked = Asked("pair", None, Sampling(), 70, options=about, source=source)
+    info = store.create_recording(asked)
     for n, r in enumerate(ended):
         store.append_trajectory(info.id, n, r.trajectory, r.steps)
         panoramas = [(n, a_panorama(r.trajectory, draft)) for draft in drafts]
@@ -756,7 +754,7 @@ def test_steps_on_other_hardware_are_named_where_they_are_missed(
     serving = {"max_num_seqs": 8, "ahead": 0}
     for name in ("cpu, threads: 1", "cpu, threads: 2"):
         about = {"engine": "vllm", "serving": serving, "hardware": name}
-        info = store.create_recording("pair", None, Sampling(), max_new_tokens=9, options=about)
+        info = store.create_recording(Asked("pair", None, Sampling(), 9, options=about))
     said = "on cpu, threads: 2, as steps on cpu, threads: 1 tell nothing of it"
     with pytest.raises(TraceError, match=f"serve more requests.*`profile --engine vllm`; {said}"):
         costs_of_engine(store, info)

@@ -31,7 +31,7 @@ from spectune.traces.errors import TraceError
 from spectune.traces.packing import unpack_steps
 from spectune.traces.recording import RecordingInfo
 from spectune.traces.schema import Request, Sampling, Workload, policy_id
-from spectune.traces.store import TraceStore
+from spectune.traces.store import Asked, TraceStore
 from spectune.traces.store.kinds import list_kind
 from spectune.traces.store.prune import PruneReport, prune
 
@@ -46,7 +46,7 @@ POLICY_ID = policy_id(POLICY)
 @pytest.fixture
 def begun(store: TraceStore) -> RecordingInfo:
     store.put_pair(PAIR, "demo", {"target": "x"})
-    return store.create_recording(PAIR, store.put_workload(WORKLOAD), GREEDY, max_new_tokens=64)
+    return store.create_recording(Asked(PAIR, store.put_workload(WORKLOAD), GREEDY, 64))
 
 
 def damage(store: TraceStore, row: type, *key: object) -> None:
@@ -77,10 +77,10 @@ def test_workloads_come_back_equal_and_are_stored_once(store: TraceStore) -> Non
 
 def test_a_recording_needs_its_pair_and_workload(store: TraceStore) -> None:
     with pytest.raises(NotFoundError, match="no pair"):
-        store.create_recording("nothing", None, GREEDY, max_new_tokens=8)
+        store.create_recording(Asked("nothing", None, GREEDY, 8))
     store.put_pair(PAIR, "demo", {})
     with pytest.raises(NotFoundError, match="no workload"):
-        store.create_recording(PAIR, "nothing", GREEDY, max_new_tokens=8)
+        store.create_recording(Asked(PAIR, "nothing", GREEDY, 8))
 
 
 def test_a_trajectory_comes_back_equal_with_its_steps(
@@ -121,9 +121,8 @@ def test_an_unfinished_recording_is_found_by_what_was_asked(
     def find(
         sampling: Sampling = GREEDY, max_new_tokens: int = 64, state: Any = "recording"
     ) -> RecordingInfo | None:
-        return store.find_recording(
-            PAIR, begun.workload_id, sampling, max_new_tokens=max_new_tokens, state=state
-        )
+        asked = Asked(PAIR, begun.workload_id, sampling, max_new_tokens)
+        return store.find_recording(asked, state=state)
 
     assert find() == begun
     assert find(max_new_tokens=65) is find(Sampling(0.5)) is None
@@ -141,7 +140,7 @@ def test_ids_may_be_shortened_and_latest_is_the_newest(
     assert len(begun.id) == 10
     assert store.resolve_recording(begun.id[:9]) == begun.id
     newer = TraceStore(store.database, clock=lambda: datetime.now(UTC) + timedelta(days=1))
-    second = newer.create_recording(PAIR, None, GREEDY, max_new_tokens=8, source="serve")
+    second = newer.create_recording(Asked(PAIR, None, GREEDY, 8, source="serve"))
     assert store.resolve_recording("latest") == second.id
     for bad, says in {"rec-": "ambiguous", "": "no recording ''", "rec-z": "no recording"}.items():
         with pytest.raises(NotFoundError, match=says):
@@ -152,7 +151,7 @@ def test_a_taken_id_is_not_given_twice(store: TraceStore) -> None:
     store.put_pair(PAIR, "demo", {})
     tokens = iter(["aaaaaa", "aaaaaa", "bbbbbb"])
     fixed = TraceStore(store.database, token=lambda: next(tokens))
-    ids = [fixed.create_recording(PAIR, None, GREEDY, max_new_tokens=8).id for _ in range(2)]
+    ids = [fixed.create_recording(Asked(PAIR, None, GREEDY, 8)).id for _ in range(2)]
     assert ids == ["rec-aaaaaa", "rec-bbbbbb"]
 
 
@@ -199,7 +198,7 @@ def test_profiles_come_back_equal_and_the_latest_is_found(store: TraceStore) -> 
     first, second, cuda = a_profile(0.001), a_profile(0.002), a_profile(0.003, device="cuda")
     ids = [store.put_profile(p) for p in (first, second, cuda)]
     assert store.get_profile(ids[0]).profile == first
-    found = store.latest_profile(PAIR, "cpu", "float32")
+    found = store.latest_profile(PAIR, "cpu")
     assert found.profile == second
     assert found.id == ids[1]
     assert store.latest_profile(PAIR, "tpu") is None

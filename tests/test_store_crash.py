@@ -25,7 +25,7 @@ from spectune.traces import codec
 from spectune.traces.errors import TraceError
 from spectune.traces.recording import RecordedRequest
 from spectune.traces.schema import Sampling
-from spectune.traces.store import TraceStore
+from spectune.traces.store import Asked, TraceStore
 from spectune.traces.store.traffic import TrafficWriter
 
 KILLS = 6
@@ -47,7 +47,7 @@ def append_for_ever(url: str, recording: str, said: int) -> None:
 def test_killed_at_random_moments_nothing_acknowledged_is_lost(url: str) -> None:
     with opened(url) as store:
         store.put_pair(PAIR, "demo", {})
-        recording = store.create_recording(PAIR, None, Sampling(), max_new_tokens=64).id
+        recording = store.create_recording(Asked(PAIR, None, Sampling(), 64)).id
     chance = random.Random(7)
     acknowledged: set[int] = set()
     for _ in range(KILLS):
@@ -112,7 +112,7 @@ def test_a_check_names_what_cannot_be_read_and_not_what_is_removed_meanwhile(
 @pytest.fixture
 def served(store: TraceStore) -> str:
     store.put_pair(PAIR, "demo", {})
-    return store.create_recording(PAIR, None, Sampling(), max_new_tokens=64, source="serve").id
+    return store.create_recording(Asked(PAIR, None, Sampling(), 64, source="serve")).id
 
 
 def test_the_writer_stores_everything_in_order(store: TraceStore, served: str) -> None:

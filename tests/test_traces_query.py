@@ -30,7 +30,7 @@ from spectune.optimizer.schedule import claims
 from spectune.traces.acceptance import Survival, keep_probability, step_survival, survival
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Sampling
-from spectune.traces.store import TraceStore
+from spectune.traces.store import Asked, TraceStore
 from spectune.traces.store.export import export_rows
 from spectune.traces.store.prune import prune
 from spectune.traces.store.query import (
@@ -51,7 +51,7 @@ def at(store: TraceStore, moment: datetime) -> TraceStore:
 
 
 def begun(store: TraceStore, **how: Any) -> str:
-    return store.create_recording(PAIR, None, Sampling(), max_new_tokens=8, **how).id
+    return store.create_recording(Asked(PAIR, None, Sampling(), 8, **how)).id
 
 
 def removed(store: TraceStore, **how: Any) -> set[str]:

@@ -30,7 +30,7 @@ TOKENS = 20
 WIDTH, DEPTH = 6, 7
 SAMPLINGS = [
     Sampling(),
-    Sampling(temperature=0.7, top_p=0.95, seed=3),
+    Sampling(temperature=0.7, top_k=20, top_p=0.95, seed=3),
     Sampling(temperature=1.0, seed=4),
 ]
 CASES = [
@@ -196,6 +196,7 @@ ANALYTIC: list[dict[str, Any]] = [
 """Windows that weigh what trees cost."""
 
 
+@pytest.mark.parametrize("either_pair", ["llama"], indirect=True)
 @pytest.mark.parametrize("sampling", SAMPLINGS[::2], ids=lambda s: f"T{s.temperature}")
 def test_windows_that_weigh_costs_replay_exactly(pair: LoadedPair, sampling: Sampling) -> None:
     draft = next(iter(pair.drafts))
@@ -218,6 +219,7 @@ def test_windows_that_weigh_costs_replay_exactly(pair: LoadedPair, sampling: Sam
         run_replay(trace, policies[0], none, artifacts=find)
 
 
+@pytest.mark.parametrize("either_pair", ["llama"], indirect=True)
 def test_children_by_probability_replay_exactly(pair: LoadedPair) -> None:
     draft, sampling = next(iter(pair.drafts)), SAMPLINGS[2]
     growth = top_k(5) | {"proposals": "probability"}
@@ -231,6 +233,7 @@ def test_children_by_probability_replay_exactly(pair: LoadedPair) -> None:
     same_rounds(pair, policy, replayed, plain)
 
 
+@pytest.mark.parametrize("either_pair", ["llama"], indirect=True)
 def test_what_was_not_recorded_is_refused(pair: LoadedPair) -> None:
     draft, sampling = next(iter(pair.drafts)), Sampling()
     plain = two_texts(pair, sampling)

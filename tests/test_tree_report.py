@@ -328,8 +328,8 @@ def with_pruned() -> Round:
     with a child of its own."""
     round_ = a_round()
     assert round_.tree is not None
-    pruned = Pruned([13, 14, 23, 24, 30], [-1, -1, 0, 1, 9], [1, 1, 2, 2, 3])
-    return replace(round_, tree=replace(round_.tree, pruned=pruned))
+    round_.tree.pruned = Pruned([13, 14, 23, 24, 30], [-1, -1, 0, 1, 9], [1, 1, 2, 2, 3])
+    return round_
 
 
 def test_what_was_not_verified_is_drawn_too() -> None:
@@ -371,8 +371,8 @@ def test_every_node_is_drawn_or_counted_once() -> None:
         while (children := [i for i in range(n) if parents[i] == at]) and rng.integers(3):
             at = int(rng.choice(children))
             path.append(at)
-        pruned = Pruned(list(range(n, n + more)), parents[n:], [1] * more)
-        tree = GrownTree(tokens=list(range(n)), parents=parents[:n], depths=[1] * n, pruned=pruned)
+        tree = GrownTree(tokens=list(range(n)), parents=parents[:n], depths=[1] * n)
+        tree.pruned = Pruned(list(range(n, n + more)), parents[n:], [1] * more)
         round_ = Round(Step(0, n, n + 1, 0, len(path), 1), [], [], None, tree, path)
         text = drawn(tree_view(1, round_, "root", lambda token: f"t{token}"))
         shown = re.findall(r'"t(\d+)"( not verified)?', text)

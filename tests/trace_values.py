@@ -25,7 +25,7 @@ from spectune.traces.schema import (
     Workload,
     policy_id,
 )
-from spectune.traces.store import TraceStore
+from spectune.traces.store import Asked, TraceStore
 
 PAIR = "5f1d0c6a9e2b"
 POLICY = {"draft": "small"}
@@ -176,9 +176,8 @@ def a_recording(
     of the draft ``small``; its id."""
     store.put_pair(PAIR, "demo", {"target": "t"})
     workload = Workload("w", tuple(Request(f"r{i}", CATEGORIES[i % 3], ("x",)) for i in range(n)))
-    info = store.create_recording(
-        PAIR, store.put_workload(workload), Sampling(), max_new_tokens=64, verifier=verifier
-    )
+    asked = Asked(PAIR, store.put_workload(workload), Sampling(), 64, verifier)
+    info = store.create_recording(asked)
     for i in range(n):
         trajectory = a_trajectory(i, verifier=verifier)
         store.append_trajectory(info.id, i, trajectory, steps_of(trajectory))

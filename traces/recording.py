@@ -51,6 +51,19 @@ class TreeExtent:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What a recording is asked for: equal questions, equal hash."""
+
+    pair_id: str
+    workload_id: str | None
+    sampling: Sampling
+    max_new_tokens: int
+    verifier: Verifier = "coupled"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    source: str = "record"
+
+
+@dataclass(frozen=True)
 class RecordingInfo:
     """A recording without its chunks.
 

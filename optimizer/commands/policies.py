@@ -17,7 +17,6 @@ from spectune.optimizer.commands.shared import (
     open_store,
     pair_spec,
     policy_named,
-    profile_of,
 )
 
 if TYPE_CHECKING:
@@ -226,7 +225,7 @@ def policies_activate(
         from spectune.runtime.policies.prepare import prepare
 
         # What every runtime would refuse later is refused now.
-        profile = profile_of(store, None, spec.id, device)
+        profile = store.profile_of(spec.id, device)
         prepare(policy, spec.draft_names, profile=profile, artifacts=fitted(store, spec.id))
         store.put_pair(spec.id, spec.name, spec.to_json())
         store.put_policy(policy.id, policy.spelled_out(), policy.label())

@@ -28,7 +28,6 @@ from spectune.optimizer.commands.shared import (
     pair_spec,
     policy_named,
     prepared,
-    profile_of,
 )
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ def record(**kw: Any) -> None:
             else:
                 if begun is None:
                     workload = fit_to(pair, workload, options, kw["overlong"])
-                profile = profile_of(store, None, pair.id, pair.device.type)
+                profile = store.profile_of(pair.id, pair.device.type)
                 if kw["policy_name"] == "active":
                     plan = last_good(
                         store, pair, profile, options.verifier, options.sampling, kw["deployment"]

@@ -28,7 +28,6 @@ from spectune.optimizer.commands.shared import (
     open_store,
     pair_spec,
     prepared,
-    profile_of,
     say_unpublished,
 )
 
@@ -116,7 +115,7 @@ def _decoded(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: Dec
 
     workload = fit_to(pair, workload, options, kw["overlong"])
     encoded = encode(pair, workload, options)
-    profile = profile_of(store, kw["profile_id"], pair.id, pair.device.type)
+    profile = store.profile_of(pair.id, pair.device.type, kw["profile_id"])
 
     def changed(decoded: list[Decoded]) -> None:
         before = decoded[-2].plans[-1][1] if decoded[1:] else None

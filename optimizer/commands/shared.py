@@ -192,14 +192,6 @@ def prepared(
     return prepare_for(pair, policy, profile=profile, artifacts=fitted(store, pair.id))
 
 
-def profile_of(
-    store: TraceStore, wanted: str | None, pair_id: str, device: str
-) -> LatencyProfile | None:
-    """The profile named, else the latest of this pair and device; None where there is none."""
-    found = store.get_profile(wanted) if wanted else store.latest_profile(pair_id, device)
-    return None if found is None else found.profile
-
-
 def say_unseen(info: RecordingInfo, seen: int) -> None:
     """Notes the requests of a recording that are left out, as its drafts have not looked around in
     them: a server adds some all the time."""

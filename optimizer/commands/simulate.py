@@ -18,7 +18,6 @@ from spectune.optimizer.commands.shared import (
     on_pair_of,
     open_store,
     policy_named,
-    profile_of,
     say_unseen,
 )
 from spectune.optimizer.commands.under_load import (
@@ -86,7 +85,7 @@ def simulate(**kw: Any) -> None:
         if kw["arrivals"] is not None:
             simulate_under_load(store, info, policy, kw)
             return
-        found = profile_of(store, kw["profile_id"], info.pair_id, device)
+        found = store.profile_of(info.pair_id, device, kw["profile_id"])
         from spectune.optimizer.artifacts import keep_q_table, q_table
         from spectune.optimizer.inputs import outcome_json
         from spectune.optimizer.report.tables import outcome_table

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.fit.on_the_fly import fit_chooser, predict_each, read_prompts
+from spectune.optimizer.fit.on_the_fly import FloatArray, fit_chooser, predict_each, read_prompts
 from spectune.optimizer.fit.shared import StoredFit, keep, profile_of, search_part
 from spectune.optimizer.inputs import recording_of
 from spectune.optimizer.simulate.replay import run_replay
@@ -23,13 +23,12 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import DRAFT_CHOOSER
 from spectune.runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy
 from spectune.runtime.policies.draft_choice import NO_DRAFT, Chooser, Rule
-from spectune.runtime.policies.plan import compile_plan
 from spectune.runtime.policies.prepared_chooser import PREDICTED, prompt_key
 from spectune.runtime.policies.prompt_features import Prompt
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.prompts import prompt_reader
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import LatencyProfile
+from spectune.traces.schema import LatencyProfile, Trajectory
 from spectune.traces.store import RecordingInfo, TraceStore
 
 TRIED: Final = 3
@@ -61,9 +60,9 @@ def fit_chooser_artifact(
     recording of this pair and stores it.
 
     ``profile``: the id of a stored one, by default the latest of the pair and its device. The
-    document has :func:`optimizer.fit.on_the_fly.evaluate`'s scores on the requests held out, and
-    the choice for each recorded request. Raises PolicyError for candidates that cannot be weighed,
-    TraceError where the recording is another pair's, or lacks a draft, or there is no profile.
+    document has :func:`optimizer.fit.on_the_fly.evaluate`'s scores on the requests held out. Raises
+    PolicyError for candidates that cannot be weighed, TraceError where the recording is another
+    pair's, or lacks a draft, or there is no profile.
     """
     costs, profile_id = profile_of(store, pair.id, pair.device.type, profile)
     info = recording_of(store, recording, pair.spec)
@@ -98,48 +97,38 @@ def fit_chooser_artifact(
         seed=seed,
         artifacts=fitted(store, pair.id),
     )
-    return keep_chooser(store, pair, source, chooser, costs)
+    return keep_chooser(store, pair, source, chooser)
 
 
 def keep_chooser(
-    store: TraceStore,
-    pair: LoadedPair,
-    source: ChooserSource,
-    chooser: Chooser,
-    profile: LatencyProfile,
+    store: TraceStore, pair: LoadedPair, source: ChooserSource, chooser: Chooser
 ) -> StoredFit:
-    """Stores a chooser with what it predicts, and by ``profile`` chooses, for every prompt of a
-    source, and the candidates as policies."""
-    predicted = predict_each(chooser, source.prompts)
-    find, trace = fitted(store, pair.id), source.trace
-    ready = {
-        d: compile_plan(p, pair.draft_names, profile=profile, artifacts=find)
-        for d, p in chooser.candidates.items()
-    }
-    options = [chooser.options(profile, sampled=sampled, ready=ready) for sampled in (False, True)]
-    choices = [
-        chooser.drafts[int(chooser.decide(row[None], options[int(hot)], [prompt], [budget])[0])]
-        for row, hot, prompt, budget in zip(
-            predicted, trace.sampled > 0, trace.prompts, trace.budgets, strict=True
-        )
-    ]
+    """Stores a chooser with what it predicts for every prompt of a source, and the candidates as
+    policies."""
     described, arrays = chooser.to_document()
-    document = {
-        **source.about,
-        "pair": pair.id,
-        **described,
-        PREDICTED: [
-            {"request": t.request_id, "prompt": prompt_key(t.prompt_ids), "draft": draft}
-            for t, draft in zip(trace.trajectories, choices, strict=True)
-        ],
-    }
-    evidence: dict[str, Any] = {"fitted_to": [predicted]}
-    evidence["recording"] = source.about.get("recording")
-    stored = {**arrays, PREDICTED: predicted}
-    artifact = keep(store, DRAFT_CHOOSER, document, stored, pair_id=pair.id, **evidence)
+    rows, predicted = predictions(chooser, source.trace.trajectories, source.prompts)
+    document = {**source.about, "pair": pair.id, **described, **rows}
+    artifact = keep(
+        store,
+        DRAFT_CHOOSER,
+        document,
+        {**arrays, **predicted},
+        pair_id=pair.id,
+        fitted_to=list(predicted.values()),
+        recording=source.about.get("recording"),
+    )
     for policy in chooser.candidates.values():  # rounds name the candidate that drafted
         store.put_policy(policy.id, policy.spelled_out(), policy.label())
     return StoredFit(artifact, DRAFT_CHOOSER, document, ChooserPolicy.of(artifact).spelled_out())
+
+
+def predictions(
+    chooser: Chooser, texts: Sequence[Trajectory], prompts: Sequence[Prompt]
+) -> tuple[dict[str, Any], dict[str, FloatArray]]:
+    """What an artifact's document and its arrays hold of the recorded texts' prompts: which they
+    are, and what the chooser predicts for them."""
+    rows = [{"prompt": prompt_key(t.prompt_ids)} for t in texts]
+    return {PREDICTED: rows}, {PREDICTED: predict_each(chooser, prompts)}
 
 
 def best_by_draft(

@@ -12,7 +12,6 @@ from rich.text import Text
 from rich.tree import Tree
 
 from spectune.runtime.loop import Round
-from spectune.runtime.trees.draft import Pruned
 from spectune.traces.schema import NO_BIN
 
 ACCEPTED, OWN, REJECTED = "green", "bold yellow", "dim"
@@ -35,7 +34,7 @@ def tree_view(
     """
     tree, path = round_.tree, round_.path
     assert tree is not None
-    kept, pruned = len(tree.tokens), tree.pruned or Pruned([], [], [])
+    kept, pruned = len(tree.tokens), tree.pruned
     tokens, parents = [*tree.tokens, *pruned.tokens], [*tree.parents, *pruned.parents]
     drawn = Tree(Text(_quoted(root)), guide_style=REJECTED)
     branches = {-1: drawn}
@@ -64,11 +63,9 @@ def tree_view(
             branches[at].add(Text(f"+ {count} more not verified", style=REJECTED))
     if len(shown) < kept:
         drawn.add(Text(f"… {kept - len(shown)} more verified", style=REJECTED))
-    # Where it is not known which nodes were drafted, all candidates are counted.
-    among = f"{tree.pool} grown" if tree.pruned is None else f"{len(tokens)} drafted"
     bin_ = "" if tree.bin == NO_BIN else f", bin {tree.bin}"
     line = (
-        f"round {number}: {kept} nodes verified of {among}, depth "
+        f"round {number}: {kept} nodes verified of {len(tokens)} drafted, depth "
         f"{max(tree.depths, default=0)}{bin_}, {len(path)} accepted"
     )
     return Group(Text(line, style="bold"), drawn)
@@ -116,7 +113,7 @@ def tree_json(round_: Round) -> dict[str, Any] | None:
     nodes; ``emitted``: the tokens added to the text; ``start``: those there were; ``grown``:
     candidates before selection; ``bin``: HeteroSpec's, or null. ``pruned``: the same three arrays
     over the nodes that were drafted and not verified, where numbers count the verified nodes first,
-    then these; null where these were not kept.
+    then these.
     """
     tree = round_.tree
     if tree is None:
@@ -130,7 +127,7 @@ def tree_json(round_: Round) -> dict[str, Any] | None:
         "emitted": round_.tokens,
         "grown": tree.pool,
         "bin": None if tree.bin == NO_BIN else tree.bin,
-        "pruned": None if tree.pruned is None else tree.pruned._asdict(),
+        "pruned": tree.pruned._asdict(),
     }
 
 

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from spectune.db.database import Database
 from spectune.db.schedules import FireRow, JobRow, ScheduleRow
-from spectune.optimizer.schedule.times import LONGEST_S, ScheduleError, Timing, parse_duration
+from spectune.optimizer.schedule.times import ScheduleError, Timing, parse_duration
 from spectune.optimizer.schedule.values import (
     Fire,
     Schedule,
@@ -53,42 +53,31 @@ def add_schedule(
     for any value that is out of range.
     """
     check_name(name, "schedule", ScheduleError)
-    for what, count in (("max_instances", max_instances), ("max_attempts", max_attempts)):
-        if count is not None and count < 1:
-            raise ScheduleError(f"{what} of schedule {name!r} is {count}; it must be at least 1")
-    budget_s = float(parse_duration(budget)) if isinstance(budget, str) else budget
-    if budget_s is not None and not 0 < budget_s <= LONGEST_S:
-        raise ScheduleError(
-            f"the budget of schedule {name!r} is {budget_s}; it must be more than 0 seconds and at "
-            "most ten years"
-        )
+    timing = Timing.parse(cron=cron, every=every, tz=tz, anchor=0)
     grace_s = parse_duration(misfire_grace) if isinstance(misfire_grace, str) else misfire_grace
-    if grace_s is not None and grace_s < 0:
-        raise ScheduleError(
-            f"the misfire grace of schedule {name!r} is {grace_s}; it must be at least 0 seconds"
-        )
-    document = _payload(name, payload)
-    Timing.parse(cron=cron, every=every, tz=tz, anchor=0)  # refused before a new database is made
+    row = ScheduleRow(
+        name=name,
+        cron=timing.cron,
+        interval_s=timing.interval_s,
+        tz=timing.tz,
+        anchor_at=timing.anchor,
+        misfire_grace_s=grace_s,
+        coalesce=coalesce,
+        max_instances=max_instances,
+        max_attempts=max_attempts,
+        budget_s=float(parse_duration(budget)) if isinstance(budget, str) else budget,
+        enabled=True,
+        payload=_payload(name, payload),
+    )
+    try:
+        timing_of(row)  # refused before a new database is made
+    except ScheduleError as error:
+        raise ScheduleError(f"schedule {name!r} cannot be added: {error}") from None
     try:
         with database.write() as session:
-            moment = (now or database.now(session)).timestamp()
-            timing = Timing.parse(cron=cron, every=every, tz=tz, anchor=int(moment))
-            row = ScheduleRow(
-                name=name,
-                cron=timing.cron,
-                interval_s=timing.interval_s,
-                tz=timing.tz,
-                anchor_at=timing.anchor,
-                next_fire_at=timing.next(timing.anchor),
-                misfire_grace_s=grace_s,
-                coalesce=coalesce,
-                max_instances=max_instances,
-                max_attempts=max_attempts,
-                budget_s=budget_s,
-                enabled=True,
-                payload=document,
-                created_at=moment,
-            )
+            row.created_at = (now or database.now(session)).timestamp()
+            row.anchor_at = int(row.created_at)
+            row.next_fire_at = timing_of(row).next(row.anchor_at)
             session.add(row)
             session.flush()
             return schedule_of(row)

@@ -113,7 +113,7 @@ _WITHIN = {
     "max_attempts": (1, 2**31),
     "max_instances": (1, 2**31),
     "misfire_grace_s": (0, 2**63),
-    "budget_s": (0, LONGEST_S),
+    "budget_s": (1e-9, LONGEST_S),
 }
 """The least and the most of a schedule's columns of numbers; whole ones but for the budget."""
 
@@ -124,7 +124,7 @@ def timing_of(row: ScheduleRow) -> Timing:
     for column, (least, most) in _WITHIN.items():
         value, kinds = getattr(row, column), (int, float) if column == "budget_s" else (int,)
         if value is not None and not (isinstance(value, kinds) and least <= value <= most):
-            raise ScheduleError(f"{column} is {value!r}")
+            raise ScheduleError(f"{column} is {value!r}, not from {least:g} to {most:g}")
     try:
         return Timing.parse(cron=row.cron, every=row.interval_s, tz=row.tz, anchor=row.anchor_at)
     except (TypeError, ValueError, ArithmeticError) as error:

@@ -20,7 +20,7 @@ reach" in all of them. That is enough because no window exceeds
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -78,12 +78,12 @@ class Chains(NamedTuple):
 
 
 def join_chains(trajectories: Sequence[Trajectory], panoramas: Sequence[ChainPanorama]) -> Chains:
-    """Joins one draft's panoramas, one per trajectory in the same order. Raises TraceError where
-    they do not match.
+    """Joins one draft's panoramas, at least one, one per trajectory in the same order. Raises
+    TraceError where they do not match.
 
     Where they were recorded to different gamma_max the shortest counts.
     """
-    reach = min((p.gamma_max for p in panoramas), default=0)
+    reach = min(p.gamma_max for p in panoramas)
     rows, ends, offset = [], [], 0
     for t, p in zip(trajectories, panoramas, strict=True):
         if len(p.agree) != len(t.output_ids):
@@ -95,33 +95,25 @@ def join_chains(trajectories: Sequence[Trajectory], panoramas: Sequence[ChainPan
         rows.append(offset + np.cumsum(left) - left)
         offset += len(p.branch_len)
         ends.append(offset - 1)
-    length = _joined([np.minimum(p.branch_len, reach) for p in panoramas], np.uint8)
-    agree = _joined([p.agree for p in panoramas], np.uint8)
+    length = np.concatenate([np.minimum(p.branch_len, reach) for p in panoramas])
+    agree = np.concatenate([p.agree for p in panoramas])
     keys = [request_seed(t.sampling.seed, t.request_id) for t in trajectories]
     drawn = [t.verifier == "rejection" and not t.sampling.greedy for t in trajectories]
     return Chains(
         gamma_max=reach,
         agree=agree,
-        logp=_joined([p.logp for p in panoramas], np.uint16),
-        entropy=_joined([p.entropy for p in panoramas], np.uint16),
-        accept=_joined([p.accept for p in panoramas], np.uint16),
-        row=_joined(rows, np.int64),
+        logp=np.concatenate([p.logp for p in panoramas]),
+        entropy=np.concatenate([p.entropy for p in panoramas]),
+        accept=np.concatenate([p.accept for p in panoramas]),
+        row=np.concatenate(rows),
         end_row=np.array(ends, dtype=np.int64),
-        branch_logp=_joined([p.branch_logp[:, :reach] for p in panoramas], np.uint16, reach),
-        branch_entropy=_joined([p.branch_entropy[:, :reach] for p in panoramas], np.uint16, reach),
+        branch_logp=np.concatenate([p.branch_logp[:, :reach] for p in panoramas]),
+        branch_entropy=np.concatenate([p.branch_entropy[:, :reach] for p in panoramas]),
         branch_len=length,
         drawn=np.array(drawn, dtype=np.bool_),
         key=np.array(keys, dtype=np.int64),
         runs_out=bool((agree == AGREE_NONE).any() or (length < max(0, reach - 1)).any()),
     )
-
-
-def _joined(
-    parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic], columns: int | None = None
-) -> npt.NDArray[Any]:
-    if not parts:
-        return np.zeros(0 if columns is None else (0, columns), dtype=dtype)
-    return np.ascontiguousarray(np.concatenate(parts).astype(dtype))
 
 
 def check_reach(policy: Policy, chains: Chains) -> None:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from spectune.db.errors import CorruptedChunkError
 from spectune.runtime.policies.artifacts import FREQUENCIES, ROUTER
+from spectune.runtime.policies.refusals import MALFORMED, lacking
 from spectune.traces.schema import NAT_SCALE, Proposals, Trajectory, TreePanorama
 
 if TYPE_CHECKING:
@@ -90,8 +91,15 @@ class Ranks:
 
     def rows_of(self, request: int) -> Columns:
         """The columns of a request, by its place."""
-        rows = slice(*self.text_offsets[request : request + 2])
-        return {name: getattr(self, name)[rows] for name in self.TEXTS}
+        return {
+            name: getattr(self, name)[slice(*offsets[request : request + 2])]
+            for name, offsets in self._offsets.items()
+        }
+
+    @property
+    def _offsets(self) -> dict[str, Index]:
+        """Where the requests' rows begin and the last one's end, [R + 1], by column."""
+        return dict.fromkeys(self.TEXTS, self.text_offsets)
 
     def at_budget(self, codes: npt.NDArray[np.uint16], budget: int) -> FloatArray:
         """Codes [T, B] at a budget, float64 [T]: as kept, between the budgets kept linear in their
@@ -138,28 +146,16 @@ class Ranks:
     def from_document(
         cls, document: Mapping[str, Any], arrays: Columns, artifact: str = ""
     ) -> Self:
-        """The ranks of :meth:`to_document`. Raises ValueError for anything else."""
-        what = cls.KIND.replace("_", " ")
-        for where, names in (
-            (document, ("draft", cls.KEY, "proposals", cls.NUMBER, "budgets", "requests")),
-            (arrays, cls.ARRAYS),
-        ):
-            for name in names:
-                if name not in where:
-                    raise ValueError(f"not {what}: {name} is missing")
+        """The ranks of :meth:`to_document`. Raises one of :data:`refusals.MALFORMED` for anything
+        else."""
         fields: dict[str, Any] = {n: document[n] for n in ("draft", "proposals", cls.NUMBER)}
         fields |= {"fitted": document[cls.KEY], "artifact": artifact}
         fields |= {"budgets": tuple(document["budgets"]), "digests": tuple(document["requests"])}
         made = cls(**(fields | {name: arrays[name] for name in cls.ARRAYS}))
-        for name, wanted in made._rows().items():
-            if (rows := len(arrays[name])) != wanted:
-                raise ValueError(f"not {what}: {name} has {rows} rows, not {wanted}")
+        for name, offsets in made._offsets.items():
+            if len(offsets) != len(made.digests) + 1 or len(arrays[name]) != offsets[-1]:
+                raise ValueError(f"{name} has {len(arrays[name])} rows, not those of its requests")
         return made
-
-    def _rows(self) -> dict[str, int]:
-        """How many rows arrays must have."""
-        texts = dict.fromkeys(self.TEXTS, int(self.text_offsets[-1]))
-        return {"text_offsets": len(self.digests) + 1, **texts}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -204,14 +200,9 @@ class ClusterRanks(Ranks):
             for k, row in zip(budgets, super().kept(budgets), strict=False)
         ]
 
-    def rows_of(self, request: int) -> Columns:
-        """The same."""
-        nodes = slice(*self.node_offsets[request : request + 2])
-        return {**super().rows_of(request), **{n: getattr(self, n)[nodes] for n in self.NODES}}
-
-    def _rows(self) -> dict[str, int]:
-        nodes = dict.fromkeys(self.NODES, int(self.node_offsets[-1]))
-        return {**super()._rows(), "node_offsets": len(self.digests) + 1, **nodes}
+    @property
+    def _offsets(self) -> dict[str, Index]:
+        return super()._offsets | dict.fromkeys(self.NODES, self.node_offsets)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -293,8 +284,10 @@ def stored_ranks(
                 return ranks.from_document(found.document, found.arrays, name)
             except CorruptedChunkError as error:
                 damaged = error
-            except ValueError as error:
-                damaged = CorruptedChunkError(f"artifact {name} ({kind}) cannot be used ({error})")
+            except MALFORMED as error:
+                damaged = CorruptedChunkError(
+                    f"artifact {name} ({kind}) cannot be used ({lacking(error)})"
+                )
     if damaged is not None:
         remedy = how_to_rank(info.id, order.id, draft, proposals, ranks.KEY)
         raise CorruptedChunkError(f"{damaged}; {remedy}") from damaged

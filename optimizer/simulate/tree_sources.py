@@ -56,14 +56,13 @@ def report_of(
     trace = open_trace(
         store, info.id, chains=[name] if name in info.drafts else [], trees=[(name, proposals)]
     ).trace
-    profile = store.latest_profile(info.pair_id, str(info.options.get("device", "cpu")))
     report = tree_report(
         trace,
         TreeShape(name, wide, deep, top_n, proposals),
         stored=stored_for(store, info.pair_id, name),
         tried=tried_on(store, info, name),
         artifacts=fitted(store, info.pair_id),
-        profile=None if profile is None else profile.profile,
+        profile=store.profile_of(info.pair_id, str(info.options.get("device", "cpu"))),
         about=_about(store, info),
         progress=progress,
     )

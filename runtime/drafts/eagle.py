@@ -15,7 +15,7 @@ from spectune.runtime.drafts.passes import Places, TreeReader, propose_tree, sho
 from spectune.runtime.drafts.protocol import DraftContext, Drafted
 from spectune.runtime.models import CHUNK, CausalModel
 from spectune.runtime.shortlists import Shortlists, States
-from spectune.runtime.trees.draft import GrownTree, Pruned
+from spectune.runtime.trees.draft import GrownTree
 
 
 class Features:
@@ -88,8 +88,7 @@ class EagleDraft:
 
     def propose(self, text: list[int], depth: int, limit: int, context: DraftContext) -> Drafted:
         if len(text) < 2:  # there is nothing to read before the second token
-            none = Pruned([], [], []) if context.keeps_pruned else None
-            return Drafted(0, 0, len(text) - self._read, [], GrownTree(pruned=none))
+            return Drafted(0, 0, len(text) - self._read, [], GrownTree())
         routed = context.shortlists is not None and context.shortlists.routed
         if routed and self._read == len(text) - 1 > 1 and self._states.at(len(text) - 2) is None:
             self._read -= 1  # rounds without a router do not keep states: that token is read again

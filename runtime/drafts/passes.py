@@ -120,7 +120,7 @@ def propose_tree(
     """Grows a tree by a draft's passes, as the policy says."""
     rule = context.plan.rule(context.sampling)
     source = ModelDistributions(rule, reader, context.sampling, context.noise, context.exact)
-    tree = grow(rule, depth, limit, source, keep_pruned=context.keeps_pruned)
+    tree = grow(rule, depth, limit, source)
     return Drafted(len(tree.tokens), tree.steps, lag, tree.tokens, tree)
 
 

@@ -29,8 +29,7 @@ class DraftContext:
 
     ``exact`` asks that near ties be decided by the canonical pass. ``shortlists``: which tokens
     each step evaluates; None: all. ``own_seed`` is set where proposals must be drawn independently
-    of the target's noise; ``salt`` then counts rounds. ``keeps_pruned``: a tree holds what was
-    drafted and not selected."""
+    of the target's noise; ``salt`` then counts rounds."""
 
     plan: Plan
     sampling: Sampling
@@ -39,7 +38,6 @@ class DraftContext:
     shortlists: Shortlists | None = None
     own_seed: int | None = None
     salt: int = 0
-    keeps_pruned: bool = False
 
 
 @dataclass(frozen=True)

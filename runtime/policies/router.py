@@ -17,6 +17,7 @@ from spectune.runtime.policies.refusals import stored_count, stored_numbers
 Document = dict[str, Any]
 Arrays = dict[str, npt.NDArray[Any]]
 ROUTER_WEIGHTS: Final = ("w1", "b1", "w2", "b2")
+ROUTER_SIZES: Final = ("inputs", "hidden", "clusters")
 HASH_DIGITS: Final = 16
 
 
@@ -77,23 +78,6 @@ class Router:
         x, linear = torch.cat((embedding, previous), -1).float(), torch.nn.functional.linear
         return linear(linear(x, self.w1, self.b1).relu_(), self.w2, self.b2)
 
-    def to_document(self) -> tuple[Document, Arrays]:
-        """(JSON-ready document, arrays); :meth:`from_document` reads them."""
-        sizes = {"inputs": self.inputs, "hidden": self.hidden, "clusters": self.clusters}
-        return sizes, {name: getattr(self, name).cpu().numpy() for name in ROUTER_WEIGHTS}
-
-    @classmethod
-    def from_document(
-        cls, document: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
-    ) -> Router:
-        """The router of :meth:`to_document`, on the CPU. Raises one of
-        :data:`refusals.MALFORMED` for anything else."""
-        weights = (stored_numbers(arrays, name, "f") for name in ROUTER_WEIGHTS)
-        made = cls(*(torch.from_numpy(w.astype(np.float32)) for w in weights))
-        for name in ("inputs", "hidden", "clusters"):
-            stored_count(document, name, getattr(made, name))
-        return made
-
 
 def top_clusters(scores: torch.Tensor, k: int) -> torch.Tensor:
     """The ``k`` clusters of highest score of every row of ``scores`` [n, M], best first, ties by
@@ -121,9 +105,10 @@ class Routing:
     def to_document(self) -> tuple[Document, Arrays]:
         """(JSON-ready document, arrays) for an artifact of a router; :meth:`from_document` reads
         them."""
-        of_router, weights = self.router.to_document()
+        sizes = {name: getattr(self.router, name) for name in ROUTER_SIZES}
+        weights = {name: getattr(self.router, name).cpu().numpy() for name in ROUTER_WEIGHTS}
         of_clusters, partition = self.clusters.to_document()
-        return {**of_router, **of_clusters, "head": self.head}, {**weights, **partition}
+        return {**sizes, **of_clusters, "head": self.head}, {**weights, **partition}
 
     @classmethod
     def from_document(
@@ -135,7 +120,11 @@ class Routing:
         if not isinstance(head, str):
             raise ValueError("head must be the hash of an output head")
         clusters = Clusters.from_document(document, arrays)
-        return cls(Router.from_document(document, arrays), clusters, head)
+        weights = (stored_numbers(arrays, name, "f") for name in ROUTER_WEIGHTS)
+        router = Router(*(torch.from_numpy(w.astype(np.float32)) for w in weights))
+        for name in ROUTER_SIZES:
+            stored_count(document, name, getattr(router, name))
+        return cls(router, clusters, head)
 
 
 def head_hash(weight: torch.Tensor) -> str:

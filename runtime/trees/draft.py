@@ -9,6 +9,7 @@ it when decoding, a recorded panorama in the oracle.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -69,8 +70,9 @@ class GrownTree:
     ``tokens``, ``parents`` (index among the kept nodes, -1: the root), ``depths`` (from 1) of the
     kept nodes in creation order; ``expanded``: which of the nodes that the draft read each is, -1
     if none. ``levels`` kept of the growth, ``steps`` passes made, ``widths`` the nodes each pass
-    read (1 for the first). ``bin`` is HeteroSpec's, ``phi`` in 1/16 nat. ``pruned`` is None unless
-    it was asked for.
+    read (1 for the first). ``bin`` is HeteroSpec's, ``phi`` in 1/16 nat. ``drafted``: what
+    :attr:`pruned` is read from: the candidates, how many levels of them, a dropped one included,
+    and the kept nodes' places.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -83,21 +85,30 @@ class GrownTree:
     phi: int = 0
     bin: int = NO_BIN
     pool: int = 0
-    pruned: Pruned | None = None
+    drafted: tuple[Tree, int, list[int]] | None = field(default=None, compare=False, repr=False)
+
+    @cached_property
+    def pruned(self) -> Pruned:
+        """What was drafted and not kept."""
+        if self.drafted is None:
+            return Pruned([], [], [])
+        tree, levels, kept = self.drafted
+        size = int(tree.size[levels])
+        left = tree.cost[:size] < INFINITE
+        left[kept] = False
+        places = left.nonzero()[0]
+        number = np.empty(size + 1, dtype=np.int64)
+        number[[*kept, *places]] = np.arange(len(kept) + len(places))
+        number[ROOT] = -1
+        depths = 1 + np.searchsorted(tree.size[1 : levels + 1], places, side="right")
+        return Pruned(
+            tree.token[places].tolist(), number[tree.parent[places]].tolist(), depths.tolist()
+        )
 
 
-def grow(
-    rule: TreeRule,
-    depth: int,
-    limit: int,
-    source: DistributionSource,
-    *,
-    keep_pruned: bool = False,
-) -> GrownTree:
+def grow(rule: TreeRule, depth: int, limit: int, source: DistributionSource) -> GrownTree:
     """Grows one tree of at most ``depth`` levels (the window's; HeteroSpec may extend it up to
-    ``limit``) and selects its nodes. ``keep_pruned``: what was drafted and not selected is read out
-    too.
-    """
+    ``limit``) and selects its nodes."""
     growing = Growing(rule, min(limit, depth + rule.alpha) if rule.stratified else depth)
     grown = GrownTree()
     wanted = min(depth, len(rule.static)) if rule.static else depth
@@ -127,24 +138,8 @@ def grow(
     top_n = rule.top_n_of(grown.bin)
     chosen = select(tree, grown.levels, grown.steps, top_n)
     grown.tokens, grown.parents, grown.depths, grown.expanded, places = chosen
-    if keep_pruned:
-        grown.pruned = _pruned(tree, grown.levels + dropped, places)
+    grown.drafted = tree, grown.levels + dropped, places
     return grown
-
-
-def _pruned(tree: Tree, levels: int, kept: list[int]) -> Pruned:
-    """The candidates of the first ``levels`` beside those in the places ``kept``."""
-    size = int(tree.size[levels])
-    left = tree.cost[:size] < INFINITE
-    left[kept] = False
-    places = left.nonzero()[0]
-    number = np.empty(size + 1, dtype=np.int64)
-    number[[*kept, *places]] = np.arange(len(kept) + len(places))
-    number[ROOT] = -1
-    depths = 1 + np.searchsorted(tree.size[1 : levels + 1], places, side="right")
-    return Pruned(
-        tree.token[places].tolist(), number[tree.parent[places]].tolist(), depths.tolist()
-    )
 
 
 def ancestors(tree: GrownTree) -> npt.NDArray[np.bool_]:

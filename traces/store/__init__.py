@@ -3,12 +3,12 @@ publications."""
 
 from __future__ import annotations
 
-from spectune.traces.recording import RecordingInfo
+from spectune.traces.recording import Asked, RecordingInfo
 from spectune.traces.store.catalog import Catalog, StoredProfile
 from spectune.traces.store.publications import Publication, Publications
 from spectune.traces.store.recordings import Recordings
 
-__all__ = ["Publication", "RecordingInfo", "StoredProfile", "TraceStore"]
+__all__ = ["Asked", "Publication", "RecordingInfo", "StoredProfile", "TraceStore"]
 
 
 class TraceStore(Recordings, Catalog, Publications):

@@ -161,11 +161,16 @@ class Catalog(Storage):
             ),
         )
 
-    def latest_profile(
-        self, pair_id: str, device: str, dtype: str | None = None
-    ) -> StoredProfile | None:
+    def latest_profile(self, pair_id: str, device: str) -> StoredProfile | None:
         """The newest profile of a pair on a device that can be read, or None."""
-        return next(self.profiles(pair_id, device, dtype), None)
+        return next(self.profiles(pair_id, device), None)
+
+    def profile_of(
+        self, pair_id: str, device: str, name: str | None = None
+    ) -> LatencyProfile | None:
+        """The profile named, else the latest of a pair and device; None where there is none."""
+        found = self.get_profile(name) if name else self.latest_profile(pair_id, device)
+        return None if found is None else found.profile
 
     def profiles(
         self, pair_id: str | None = None, device: str | None = None, dtype: str | None = None

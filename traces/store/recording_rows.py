@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from sqlalchemy import func, select
@@ -17,7 +17,7 @@ from spectune.db.models import PanoramaChunkRow, RecordingRow, TrajectoryRow
 from spectune.traces.acceptance import compact, keep_probability, step_survival, survival
 from spectune.traces.codec import CodecError
 from spectune.traces.packing import pack_steps, pack_tokens, unpack_tokens
-from spectune.traces.recording import RecordingInfo, TreeExtent
+from spectune.traces.recording import Asked, RecordingInfo, TreeExtent
 from spectune.traces.schema import (
     AGREE_NONE,
     AGREE_YES,
@@ -32,8 +32,6 @@ from spectune.traces.schema import (
 from spectune.traces.store.rows import value_of
 
 CHAIN = "chain"
-ASKED = ("pair_id", "workload_id", "sampling", "max_new_tokens", "verifier", "options", "source")
-"""Columns that say what a recording was asked for."""
 TREE_KINDS: dict[Proposals, str] = {"coupled": "tree", "probability": "tree_q"}
 """The kind of a panorama's row, by how the trees' children are ranked."""
 
@@ -111,8 +109,8 @@ def panorama_values(panorama: ChainPanorama | TreePanorama, verifier: str) -> di
 
 
 def spec_hash(asked: Mapping[str, Any]) -> str:
-    """SHA-256 of what a recording was asked for, hex: equal questions, equal hash."""
-    spec = [asked[name] for name in ASKED]
+    """SHA-256 of the columns that say what a recording was asked for (:class:`Asked`), hex."""
+    spec = [asked[field.name] for field in fields(Asked)]
     return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
 
 

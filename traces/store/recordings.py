@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -19,11 +19,10 @@ from spectune.db.models import (
 )
 from spectune.traces.errors import TraceError
 from spectune.traces.packing import pack_panorama, unpack_chain, unpack_steps, unpack_tree
-from spectune.traces.recording import RecordedRequest, Recording, RecordingInfo, Skipped
+from spectune.traces.recording import Asked, RecordedRequest, Recording, RecordingInfo, Skipped
 from spectune.traces.schema import (
     ChainPanorama,
     Proposals,
-    Sampling,
     Step,
     Trajectory,
     TreePanorama,
@@ -68,45 +67,25 @@ class Rows(NamedTuple):
 class Recordings(Storage):
     """Recordings, their trajectories, panoramas and executed rounds."""
 
-    def create_recording(
-        self,
-        pair_id: str,
-        workload_id: str | None,
-        sampling: Sampling,
-        *,
-        max_new_tokens: int,
-        verifier: Verifier = "coupled",
-        options: Mapping[str, Any] | None = None,
-        source: str = "record",
-    ) -> RecordingInfo:
+    def create_recording(self, asked: Asked) -> RecordingInfo:
         """Begins a recording in state ``recording``. The pair and the workload must be stored
         already (NotFoundError)."""
-        asked = _asked(pair_id, workload_id, sampling, max_new_tokens, verifier, options, source)
-        how = {"state": "recording", "progress": {}, "spec_sha256": spec_hash(asked)}
+        columns = asdict(asked)
+        how = {"state": "recording", "progress": {}, "spec_sha256": spec_hash(columns)}
         with self.database.write() as session:
-            require(session, WorkloadRow, workload_id)
-            new = self._insert_new(session, RecordingRow, "rec", **asked, **how)
+            require(session, WorkloadRow, asked.workload_id)
+            new = self._insert_new(session, RecordingRow, "rec", **columns, **how)
             return infos(session, [session.get_one(RecordingRow, new)])[0]
 
     def find_recording(
-        self,
-        pair_id: str,
-        workload_id: str | None,
-        sampling: Sampling,
-        *,
-        state: Literal["recording", "complete"],
-        max_new_tokens: int,
-        verifier: Verifier = "coupled",
-        options: Mapping[str, Any] | None = None,
-        source: str = "record",
+        self, asked: Asked, *, state: Literal["recording", "complete"]
     ) -> RecordingInfo | None:
-        """The newest recording begun with exactly these arguments that is in ``state``, or None.
+        """The newest recording that was asked for exactly so and is in ``state``, or None.
 
         One in state ``recording`` is what a killed ``record`` resumes; a ``complete`` one is what
         ``tune`` need not record again.
         """
-        asked = _asked(pair_id, workload_id, sampling, max_new_tokens, verifier, options, source)
-        found = newest(RecordingRow, spec_sha256=spec_hash(asked), state=state).limit(1)
+        found = newest(RecordingRow, spec_sha256=spec_hash(asdict(asked)), state=state).limit(1)
         with self.database.read() as session:
             return next(iter(infos(session, session.scalars(found).all())), None)
 
@@ -349,27 +328,6 @@ class Recordings(Storage):
                 list(session.scalars(chosen)),
                 list(session.scalars(of(StepChunkRow))) if steps else [],
             )
-
-
-def _asked(
-    pair_id: str,
-    workload_id: str | None,
-    sampling: Sampling,
-    max_new_tokens: int,
-    verifier: str,
-    options: Mapping[str, Any] | None,
-    source: str,
-) -> dict[str, Any]:
-    """What a recording was asked for, as columns."""
-    return {
-        "pair_id": pair_id,
-        "workload_id": workload_id,
-        "sampling": asdict(sampling),
-        "max_new_tokens": max_new_tokens,
-        "verifier": verifier,
-        "options": dict(options or {}),
-        "source": source,
-    }
 
 
 def _panoramas(recording: str, draft: str, kind: str, *columns: Any) -> Any:
