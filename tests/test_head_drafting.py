@@ -27,11 +27,19 @@ from spectune.traces.errors import PolicyError
 from spectune.traces.schema import Request, Sampling, Workload
 
 WIDTH, DEPTH = 5, 5
+HEADS = [_eagle3_without_lm_head, _eagle1, _eagle31]
+each = pytest.mark.parametrize(
+    ("pair", "sampling"),
+    [(HEADS[0], SAMPLINGS[0]), (HEADS[1], SAMPLINGS[1]), (HEADS[2], SAMPLINGS[1])],
+    indirect=["pair"],
+    ids=["eagle3-T0.0", "eagle1-T1.0", "eagle3.1-T1.0"],
+)
+"""Each head at one temperature; `make acceptance` decodes one at both."""
 
 
 @pytest.fixture(
     scope="module",
-    params=[_eagle3_without_lm_head, _eagle1, _eagle31],
+    params=HEADS,
     ids=["eagle3", "eagle1", "eagle3.1"],
 )
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
@@ -41,7 +49,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return load_pair(read_pair(str(file)), device="cpu")
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
+@each
 def test_heads_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sampling) -> None:
     policies = [
         p
@@ -103,7 +111,7 @@ def test_near_ties_after_the_same_tokens_share_the_targets_pass(
     assert read == [11, 10, 11]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
+@each
 def test_a_head_takes_over_in_the_middle_of_a_text(pair: LoadedPair, sampling: Sampling) -> None:
     documents = [
         chain("near", 2),

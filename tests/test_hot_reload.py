@@ -86,11 +86,15 @@ def swapped(
     return [t for r in rounds for t in r.tokens], rounds
 
 
-@pytest.mark.parametrize(("at", "temperature"), [(1, 0.8), (5, 0.0)])
 @pytest.mark.parametrize(
-    "after",
-    [fixed(5), policy("far", 5), policy("ngram", 5), AUTOREGRESSIVE, STATES],
-    ids=lambda p: p.label(),
+    ("after", "at", "temperature"),
+    [
+        (fixed(5), 1, 0.8),
+        (policy("far", 5), 5, 0.0),
+        (policy("ngram", 5), 5, 0.8),
+        (AUTOREGRESSIVE, 1, 0.0),
+        (STATES, 5, 0.8),
+    ],
 )
 def test_the_next_round_is_the_new_policys_and_the_text_is_the_same(
     pair: LoadedPair,

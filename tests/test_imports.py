@@ -132,15 +132,12 @@ def test_the_test_sees_a_wrong_arrow(module: str, line: str) -> None:
 
 def needed(tree: ast.Module) -> ast.Module:
     """A module without what only the type checker imports."""
-
-    class Needed(ast.NodeTransformer):
-        def visit_If(self, node: ast.If) -> ast.AST:
-            if ast.unparse(node.test).endswith("TYPE_CHECKING"):
-                node.body = [ast.Pass()]
-            return self.generic_visit(node)
-
-    found: ast.Module = Needed().visit(tree)
-    return found
+    tree.body = [
+        node
+        for node in tree.body
+        if not isinstance(node, ast.If) or ast.unparse(node.test) != "TYPE_CHECKING"
+    ]
+    return tree
 
 
 def circles(arrows: dict[str, set[str]]) -> list[set[str]]:

@@ -1,9 +1,6 @@
-"""The one idea: text does not depend on the policy. Tested on two architectures, here under a top-k
-filter.
-
-:mod:`test_parity` and :mod:`test_tree_parity` compare the texts of the same policies at
-temperatures 0, 0.7 and 1.
-"""
+"""Texts: autoregression's are ``generate``'s, functions of seed and request, and end where they
+should. That no policy changes them :mod:`test_parity` and :mod:`test_tree_parity` show, with every
+replay."""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import chain
-from recorded_texts import executed, plain_texts
-from synthetic import flat_profile
+from recorded_texts import plain_texts
 
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
@@ -24,7 +20,6 @@ from spectune.traces.schema import Request, Sampling
 
 PROMPTS = ["def add(a, b):", "The quick brown", "Question: Bob has 9", "for i in", "x"]
 TOKENS = 24
-FILTERED = Sampling(temperature=1.0, top_k=20, seed=5)
 
 
 def policies(near: str, far: str) -> list[Policy]:
@@ -68,16 +63,6 @@ def pair(either_pair: LoadedPair) -> LoadedPair:
 
 
 NAMED = {str(i): prompt for i, prompt in enumerate(PROMPTS)}
-
-
-def test_text_is_the_same_under_every_policy(pair: LoadedPair) -> None:
-    """Token ids are identical to autoregression's with the same seed; the other policies decode in
-    :mod:`test_parity`."""
-    plain = plain_texts(pair, NAMED, FILTERED, TOKENS)
-    near, far = pair.drafts
-    for policy in policies(near, far)[::3]:
-        found = executed(pair, policy, plain, profile=flat_profile(pair.id, pair.drafts))
-        assert [done.trajectory for done in found] == plain, policy.label()
 
 
 def test_greedy_autoregression_is_generates(pair: LoadedPair) -> None:

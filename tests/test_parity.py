@@ -43,6 +43,8 @@ from spectune.traces.schema import (
 PROMPTS = ["def add(a, b):", "Question: Bob has 9", "x"]
 GAMMA_MAX = 16
 TOKENS = 24
+llama = pytest.mark.parametrize("either_pair", ["llama"], indirect=True)
+"""Where an architecture makes no difference."""
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +165,7 @@ def test_panorama_is_the_drafts_own_chain(pair: LoadedPair, record: Record) -> N
                     assert abs(codes[1] - entropy) <= 1
 
 
+@llama
 def test_retrace_of_a_stored_text_equals_the_first_recording(
     pair: LoadedPair, record: Record
 ) -> None:
@@ -174,6 +177,7 @@ def test_retrace_of_a_stored_text_equals_the_first_recording(
         assert [record_panorama(again, t, name, GAMMA_MAX) for t in trajectories] == panoramas[name]
 
 
+@llama
 def test_shorter_panoramas_are_prefixes(pair: LoadedPair, record: Record) -> None:
     """What a panorama of gamma_max 5 says is what one of 16 says: recording wider changes
     nothing."""
@@ -188,7 +192,7 @@ def test_shorter_panoramas_are_prefixes(pair: LoadedPair, record: Record) -> Non
             assert np.array_equal(own, other)
 
 
-@pytest.mark.parametrize("either_pair", ["llama"], indirect=True)
+@llama
 def test_rejection_is_replayed_in_law(pair: LoadedPair) -> None:
     """The rejection verifier's accepted tokens, executed, are close to what its recorded
     probabilities predict."""
@@ -215,6 +219,7 @@ def test_rejection_is_replayed_in_law(pair: LoadedPair) -> None:
     assert predicted == pytest.approx(measured, rel=0.1)
 
 
+@llama
 def test_coupled_replays_of_a_rejection_text_differ_only_in_acceptance(
     pair: LoadedPair, record: Record
 ) -> None:
@@ -229,6 +234,7 @@ def test_coupled_replays_of_a_rejection_text_differ_only_in_acceptance(
     assert coupled.accepted_tokens != rejection.accepted_tokens
 
 
+@llama
 def test_a_stored_q_table_is_where_the_next_session_begins(
     pair: LoadedPair, record: Record, tmp_path: Path
 ) -> None:

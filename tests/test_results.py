@@ -156,6 +156,7 @@ def lose_database(url: str, here: Path) -> None:
     engine.dispose()
 
 
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 def test_what_a_race_has_shown_is_kept_where_it_cannot_be_published(door: Door, here: Path) -> None:
     write_workload(here / "many.jsonl", 18)
     put_profile(door.db, door.pair)

@@ -190,7 +190,11 @@ def test_each_of_100_slots_fires_once_and_runs_once_under_8_workers(crew: Crew) 
     assert len({owner for _key, owner in executed}) > 1
 
 
-@pytest.mark.parametrize("steps", ["run wait publish", "run publish wait"])
+@pytest.mark.parametrize(
+    ("url", "steps"),
+    [("sqlite", "run wait publish"), ("postgresql", "run publish wait")],
+    indirect=["url"],
+)
 def test_the_job_of_a_killed_worker_is_finished_by_another_and_published_once(
     crew: Crew, steps: str
 ) -> None:
