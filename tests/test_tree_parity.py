@@ -13,6 +13,7 @@ from recorded_texts import plain_texts, same_rounds, shape
 from synthetic import flat_profile, with_terms
 from test_lossless import PROMPTS
 
+from spectune.optimizer.record import cover_of
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.tree_tables import ShortlistRanks
@@ -20,9 +21,8 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import Artifacts, Fitted
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.recording.trees import Cover, cover_name, record_tree_panorama
+from spectune.runtime.recording.trees import Cover, record_tree_panorama
 from spectune.runtime.session import Sessions
-from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import Sampling, Step, Trajectory, TreePanorama
 
@@ -119,13 +119,8 @@ def two_texts(pair: LoadedPair, sampling: Sampling) -> list[Trajectory]:
 
 def covers(policies: list[Policy], sampling: Sampling, find: Artifacts) -> list[Cover]:
     """What the recorder must cover beside its base."""
-    sampled = not sampling.greedy
     return [
-        Cover(
-            cover_name(p.growth, sampled=sampled),
-            compile_tree(p, sampled=sampled, artifacts=find),
-            p.depth_max,
-        )
+        cover_of(p, sampled=not sampling.greedy, artifacts=find)
         for p in policies
         if p.growth.kind not in ("top_k", "chain")
     ]
