@@ -45,7 +45,7 @@ class Engine:
         tokens."""
         self._runs += 1
         name = f"run{self._runs}-"
-        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 16, **sampling})
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, **sampling})
 
         async def one(i: int, prompt: str, gate: asyncio.Semaphore) -> list[int]:
             tokens: list[int] = []

@@ -39,7 +39,7 @@ from spectune.traces.store import TraceStore
 
 PROMPTS = [line["turns"][0] for line in demo_workload()][::4][:32]
 SERVED: dict[str, list[list[int]]] = {}
-WINDOWS = [{"kind": "fixed", "gamma": g} for g in (1, 2, 3, 4, 5, 7)] + [
+WINDOWS = [{"kind": "fixed", "gamma": g} for g in (1, 4, 2, 3, 5, 7)] + [
     {"kind": "by_batch", "gamma": {"1": 8, "2": 5, "4": 3, "7": 1}},
     {"kind": "by_batch", "gamma": {"1": 6, "3": 0, "6": 2}},
 ]
@@ -126,7 +126,7 @@ def test_a_text_and_its_drafts_predict_every_round_of_every_policy(
     first = [request.trajectory for request in running.recorded(name, len(PROMPTS)).requests]
     known = {tuple(t.prompt_ids.tolist()): ahead(pair, t, draft) for t in first}
     rounds = 0
-    for window in WINDOWS if draft != "medium" else WINDOWS[::3]:
+    for n, window in enumerate(WINDOWS if draft != "medium" else [*WINDOWS[:2], WINDOWS[6]]):
         policy = parse_policy({"draft": draft, "window": window})
         gammas = VLLM.gammas(policy, draft=draft, most=MOST, max_num_seqs=8)
         assert running.answered(running.publish(window, draft)) == ("applied", "")
@@ -137,11 +137,12 @@ def test_a_text_and_its_drafts_predict_every_round_of_every_policy(
             for request in running.recorded(name, len(PROMPTS)).requests:
                 ids = tuple(request.trajectory.prompt_ids.tolist())
                 rounds += check_rounds(request, known[ids], gammas)
+        if n == 1:  # before the same texts are recorded once more
+            latest = running.store.resolve_recording("latest")
+            look_around(running.store, pair, latest, Look((draft,), MOST))
+            assert sum(replayed_alike(running.store, draft, g) for g in (1, 4)) > 300
     print(f"{draft}: {rounds} rounds")
-    assert rounds > 1000
-    latest = running.store.resolve_recording("latest")
-    look_around(running.store, pair, latest, Look((draft,), MOST))
-    assert sum(replayed_alike(running.store, draft, g) for g in (1, 4)) > 300
+    assert rounds > 900
 
 
 @pytest.mark.parametrize("served", ["small", "head", "ngram"], indirect=True)
