@@ -29,5 +29,5 @@ def _expand_kernel_impl(output, input_val, cu_num_tokens, replace_from, replace_
     output.copy_(torch.where(input_val == replace_from, replace_to, input_val).repeat_interleave(counts))
 PYTHON
 pip -c constraints.txt -r .venv-vllm/requirements.txt
-pip -c constraints.txt -e . pytest
+pip -c constraints.txt -e . pytest pytest-xdist
 touch .venv-vllm/.installed

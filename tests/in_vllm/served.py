@@ -119,6 +119,7 @@ def engine(folder: Path, draft: str) -> Iterator[Engine]:
         enable_prefix_caching=False,
         speculative_config=speculative_config(dict(spec.drafts).get(draft), MOST, SEATS),
         scheduler_cls=SCHEDULER,
+        distributed_executor_backend="uni",  # vLLM's choice where there is one GPU
     )
     with opened(url) as store:
         made = Engine(AsyncLLM.from_engine_args(arguments), store, spec)

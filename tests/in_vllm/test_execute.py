@@ -71,7 +71,7 @@ def test_a_design_that_it_served_says_what_its_steps_cost(
 ) -> None:
     """Up to the most tokens, and none with the draft loaded, all at each number of clients."""
     with opened(tmp_path / "x.db") as store:
-        design = Design(prompts, most=6, clients=4, tokens=24)
+        design = Design(prompts, most=6, clients=4, tokens=16)
         made = serve_design(store, read_pair("demo"), running, "small", design)
         info = store.get_recording(made)
         costs = costs_of_engine(store, info)
@@ -88,7 +88,7 @@ def test_a_design_that_it_served_says_what_its_steps_cost(
 def test_a_server_that_dies_is_started_again_once_and_asked_what_it_had_not_answered(
     running: Vllm, prompts: list[Prompt], said: list[str]
 ) -> None:
-    asked = {"sampling": Sampling(), "max_new_tokens": 16}
+    asked = {"sampling": Sampling(), "max_new_tokens": 8}
     known = texts_of(list(running.execute(prompts, FOUR, Load(8), **asked)))
 
     def killed() -> Iterator[Answered]:

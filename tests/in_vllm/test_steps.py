@@ -164,7 +164,7 @@ def test_every_step_of_vllm_is_foretold(prompts: list[str]) -> None:
         for rate in (0.15, 0.6)
     )
     trace = None
-    for budget, loads in ((2048, [Load(8), slow, Load(11), fast]), (96, [Load(8), fast])):
+    for budget, loads in ((2048, [Load(8), slow, Load(11)]), (96, [Load(8), fast])):
         with stepped(budget) as of:
             for load in loads:
                 for gammas in TABLES if (budget, load.clients) == (2048, 8) else TABLES[:2]:

@@ -159,7 +159,7 @@ def test_above_temperature_0_a_token_is_kept_iff_it_is_the_drafts_likeliest(
     assert how == {(Sampling(0.8, 0, 0.9), "greedy")}
     rounds = sum(check_rounds(r, ahead(pair, r.trajectory, draft), gammas) for r in requests)
     assert rounds > 100
-    assert sum(s.accepted for r in requests for s in r.steps) > 50
+    assert sum(s.accepted for r in requests for s in r.steps) > 20
 
 
 def replayed_alike(store: TraceStore, draft: str, gamma: int) -> int:
