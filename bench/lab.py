@@ -404,16 +404,14 @@ def interval_of(logs: npt.NDArray[np.float64]) -> list[float]:
 
 
 def agreement(
-    predicted: Sequence[float], executed: Sequence[Sequence[float]], among: Sequence[object] = ()
+    predicted: Sequence[float], executed: Sequence[Sequence[float]]
 ) -> tuple[float | None, int]:
-    """Kendall's tau of predictions with executions, over the pairs whose executions do not overlap
-    (``among``: and that are of one group); and how many pairs these are."""
+    """Kendall's tau of predictions with executions, over the pairs whose executions do not overlap;
+    and how many pairs these are."""
     signs = []
     for i, j in combinations(range(len(predicted)), 2):
         is_above = min(executed[i]) > max(executed[j])
-        if (is_above or min(executed[j]) > max(executed[i])) and (
-            not among or among[i] == among[j]
-        ):
+        if is_above or min(executed[j]) > max(executed[i]):
             signs.append(np.sign(predicted[i] - predicted[j]) * (1 if is_above else -1))
     return (float(np.mean(signs)) if signs else None), len(signs)
 

@@ -1,7 +1,7 @@
 """Simulated against executed under load, and what the table that a search finds loses to the best
 constant number of tokens.
 
-    python bench/load.py openvino --trace FILE.csv [--passes 4] [--turns 240] [--quick]
+    python bench/load.py openvino --trace FILE.csv [--passes 4] [--turns 120] [--quick]
     SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python python bench/load.py vllm --trace FILE.csv
 
 An engine's texts are recorded once, and its costs as ``profile --engine`` does. Then are executed
@@ -11,9 +11,10 @@ Poisson arrivals and the first arrivals of a file (a column TIMESTAMP: the Azure
 traces), both scaled to a part of what the engine can do. Costs are recorded again before each pass,
 as the pace of a shared machine changes: what is predicted is held against executions of the same
 hour, none of which it was fitted to. Then, in an engine that swaps policies while it serves, the
-table and the constants that these passes cannot tell from the best take turns of a second, as many
-as ``--turns``, and are compared by that alone: passes take minutes, in which the pace changes by
-more than the constants differ. Figures go to ``bench/results/load-ENGINE.json``.
+table and the constants take turns of a second, and are compared by that alone: passes take minutes,
+in which the pace changes by more than the constants differ. A quarter of ``--turns`` goes to all,
+the rest to those that this does not put behind the table. Figures go to
+``bench/results/load-ENGINE.json``.
 
 On two cores a vLLM's arithmetic and all else are steadier apart: ``OMP_NUM_THREADS=1
 VLLM_CPU_OMP_THREADS_BIND=0 taskset -c 1``. Its engine then waits for its worker in a loop that
@@ -26,20 +27,17 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import combinations, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from lab import (
     ROOT,
-    agreement,
     chain,
     demo,
     environment,
@@ -52,13 +50,12 @@ from lab import (
     stored,
 )
 
-from spectune.engines.protocol import Answered, Load, Prompt, Running, Wanted, numbered
+from spectune.engines.protocol import Answered, Load, Prompt, Running, Swapping, Wanted, numbered
 from spectune.engines.start import start
-from spectune.engines.vllm.execute import Vllm
 from spectune.optimizer.engine_profile import Design, serve_design
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.executed_load import served_of
-from spectune.optimizer.on_engine import execute, prompts_of
+from spectune.optimizer.on_engine import Turns, execute, prompts_of
 from spectune.optimizer.record import Look
 from spectune.optimizer.simulate.load import Objective, Served, loads_of
 from spectune.optimizer.simulate.served_costs import costs_of_engine
@@ -84,8 +81,8 @@ PAUSE_S = 1.0
 IN_TURNS = "in_turns_tokens_per_s"
 DESIGNS = 3
 """Times that costs are recorded before the search."""
-PARTS = 12
-"""Parts of all turns, each of which gives one ratio."""
+PART = 5
+"""Turns of a policy that give one figure."""
 BETWEEN = 2
 """Steps after a turn begins that are left out: what they verify another policy drafted."""
 
@@ -141,36 +138,20 @@ def turns_of(served: Sequence[Answered], clients: int) -> list[tuple[str, int, f
 
 
 def take_turns(
-    running: Vllm,
+    running: Swapping,
     prompts: Sequence[Prompt],
     policies: Sequence[Policy],
     load: Load,
     options: DecodeOptions,
 ) -> dict[str, list[float]]:
-    """The tokens/s of policies that take turns under a load, by policy: one for each part of the
-    time."""
-    over, served = threading.Event(), list[Answered]()
-
-    def swap() -> None:
-        """A turn ends when the server has looked for a publication, once a second."""
-        while not over.is_set():
-            for policy in policies:
-                running.put_in_force(policy)
-
-    with ThreadPoolExecutor(1) as thread:
-        swapping = None
-        for answered in execute(running, prompts, policies[0], load, options):
-            served.append(answered)
-            swapping = swapping or thread.submit(swap)
-        over.set()
-    assert swapping is not None
-    swapping.result()
-    turns = turns_of(served, load.clients)
+    """The tokens/s of policies that take turns under a load, by policy: one for every few turns, in
+    order."""
+    turns = turns_of(list(Turns(running, policies).serve(prompts, load, options)), load.clients)
     own = [[turn[1:] for turn in turns if turn[0] == policy.id] for policy in policies]
     common = min(map(len, own))
     found = {}
     for policy, mine in zip(policies, own, strict=True):
-        parts = np.array_split(np.array(mine[:common]), min(PARTS, common))
+        parts = np.array_split(np.array(mine[:common]), max(1, common // PART))
         found[policy.id] = [float(np.divide(*part.sum(0))) for part in parts]
     return found
 
@@ -225,7 +206,9 @@ def _held(bench: Bench, info: RecordingInfo, trace: str, passes: int, turns: int
     rng = np.random.default_rng(0)
     for n in range(passes):
         bench.record_costs()
-        for i in rng.permutation(len(rows)):
+        # Those under one load are compared: they are executed within minutes.
+        turn = {load: rng.random() for load in loads}
+        for i in sorted(rng.permutation(len(rows)), key=lambda i: turn[rows[i]["load"]]):
             row = rows[i]
             served = bench.run(*policies[row["policy"]], loads[row["load"]])
             runs.setdefault((row["policy"], row["load"]), []).append(served)
@@ -246,21 +229,26 @@ def _in_turns(
     policies: dict[str, tuple[str, Policy]],
     turns: int,
 ) -> None:
-    """Executes the table and its contenders in turns, in an engine that swaps policies while it
+    """Executes the table and the constants in turns, in an engine that swaps policies while it
     serves; their tokens/s are added to their rows (:data:`IN_TURNS`)."""
-    names, running = {"table", *_contenders(rows)}, bench.engines[DRAFT]
-    if not isinstance(running, Vllm):
+    running = bench.engines[DRAFT]
+    if not isinstance(running, Swapping):
         return
-    for load in (f"clients:{n}" for n in CLIENTS):
-        among = [row for row in rows if row["policy"] in names and row["load"] == load]
-        rate = np.median([row["tokens_per_s"] for row in among])
-        count = math.ceil(turns * len(among) * rate / bench.options.max_new_tokens)
-        those = [policies[row["policy"]][1] for row in among]
-        prompts = numbered(bench.prompts, count)
-        found = take_turns(running, prompts, those, loads[load], bench.options)
-        for row, policy in zip(among, those, strict=True):
-            row[IN_TURNS] = found[policy.id]
-        say(f"{time.strftime('%H:%M:%S')} {load}: {', '.join(r['policy'] for r in among)}")
+    everyone = {row["policy"] for row in rows} - {"off"}
+    names = dict.fromkeys((f"clients:{n}" for n in CLIENTS), everyone)
+    few = max(1, turns // 4)
+    for count in (few, turns - few):
+        for load, those in names.items():
+            among = [row for row in rows if row["policy"] in those and row["load"] == load]
+            rate = np.median([row["tokens_per_s"] for row in among])
+            asked = math.ceil(count * len(among) * rate / bench.options.max_new_tokens)
+            own = [policies[row["policy"]][1] for row in among]
+            prompts = numbered(bench.prompts, asked)
+            found = take_turns(running, prompts, own, loads[load], bench.options)
+            for row, policy in zip(among, own, strict=True):
+                row.setdefault(IN_TURNS, []).extend(found[policy.id])
+            say(f"{time.strftime('%H:%M:%S')} {load}: {', '.join(r['policy'] for r in among)}")
+        names = {load: {"table", *_contenders(rows, load)} for load in names}
 
 
 def predicted(
@@ -280,14 +268,9 @@ def predicted(
         served = asked.simulate(policy, load).served
         row["predicted_tokens_per_s"] = served.tokens_per_s
         row["predicted_tpot_s"] = served.mean_tpot_s
-    tau, pairs = agreement(
-        [row["predicted_tokens_per_s"] for row in rows],
-        [row["tokens_per_s"] for row in rows],
-        [row["load"] for row in rows],
-    )
     return {
         **{name: _errors(rows, name) for name in ("tokens_per_s", "tpot_s")},
-        "kendall_tau": {"tau": tau, "pairs": pairs},
+        "kendall_tau": _tau(rows),
         "regret": _regret(rows),
         "rows": list(rows),
     }
@@ -330,33 +313,55 @@ def _errors(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     }
 
 
-def _contenders(rows: Sequence[dict[str, Any]]) -> set[str]:
-    """The constants that are the best at a load, and those that all loads together do not put
-    behind the table beyond noise."""
-    regret = _regret(rows)
-    together = {r["constant"] for r in regret["together"] if r["share"][1] < 1} - {"off"}
-    return {r["best_constant"] for r in regret["by_load"]} | together
+def _beside(row: dict[str, Any], other: dict[str, Any]) -> np.ndarray:
+    """Logarithms of a row's tokens/s as parts of another's: in turns where both took them."""
+    kind = IN_TURNS if IN_TURNS in row and IN_TURNS in other else "tokens_per_s"
+    return np.array([math.log(a / b) for a, b in zip(row[kind], other[kind], strict=False)])
+
+
+def _tau(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Kendall's tau of predicted tokens/s with executed, over the pairs of policies under one load
+    that differ beyond noise: of those that took turns by the 95% interval of their ratio, of others
+    where no execution of one is within those of the other."""
+    signs = []
+    for one, other in combinations(rows, 2):
+        if one["load"] != other["load"]:
+            continue
+        if IN_TURNS in one and IN_TURNS in other:
+            _, low, high = interval_of(_beside(one, other))
+        else:
+            own, its = one["tokens_per_s"], other["tokens_per_s"]
+            low, high = min(own) / max(its), max(own) / min(its)
+        if low > 1 or high < 1:
+            is_above = one["predicted_tokens_per_s"] > other["predicted_tokens_per_s"]
+            signs.append(1 if is_above == (low > 1) else -1)
+    return {"tau": float(np.mean(signs)) if signs else None, "pairs": len(signs)}
+
+
+def _contenders(rows: Sequence[dict[str, Any]], load: str) -> set[str]:
+    """The constants that are not behind the table beyond noise, at a load or at all together."""
+    here = [row for row in rows if row["load"] == load]
+    table = next(row for row in here if row["policy"] == "table")
+    near = {row["policy"] for row in here if interval_of(_beside(table, row))[1] < 1}
+    near |= {r["constant"] for r in _regret(rows)["together"] if r["share"][1] < 1}
+    return near - {"off"}
 
 
 def _regret(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The table's tokens/s as parts of each constant's, by load and over all together (geometric
-    means), with 95% intervals (Student's t of logarithms). Those that took turns are measured by
-    that alone, and the best constant of a load is then the best of these: its luck counts against
-    the table."""
+    means), with 95% intervals (Student's t of logarithms). The best constant of a load is the best
+    as executed: its luck counts against the table."""
     loads = [f"clients:{n}" for n in CLIENTS]
     by_name = {(row["policy"], row["load"]): row for row in rows}
     others = [name for name in dict.fromkeys(row["policy"] for row in rows) if name != "table"]
     constants = [name for name in others if name != "off"]
 
     def beside(name: str, load: str) -> np.ndarray:
-        row, table = by_name[name, load], by_name["table", load]
-        kind = IN_TURNS if IN_TURNS in row else "tokens_per_s"
-        return np.log(table[kind]) - np.log(row[kind])
+        return _beside(by_name["table", load], by_name[name, load])
 
     by_load = []
     for load in loads:
-        took_turns = [name for name in constants if IN_TURNS in by_name[name, load]]
-        shares = {name: beside(name, load) for name in took_turns or constants}
+        shares = {name: beside(name, load) for name in constants}
         best = min(shares, key=lambda name: float(shares[name].mean()))
         by_load.append({"load": load, "best_constant": best, "share": interval_of(shares[best])})
     together = []
@@ -379,13 +384,13 @@ def main() -> None:
     add("engine", choices=("openvino", "vllm"))
     add("--trace", required=True, metavar="FILE.csv", help="arrivals: the first of them are used")
     add("--passes", type=int, default=4)
-    add("--turns", type=int, default=240, help="of the table and the best constants each")
+    add("--turns", type=int, default=120, help="of the table and the best constants each")
     add("--quick", action="store_true", help="a tiny size, which proves that it runs; no result")
     wanted = parser.parse_args()
     state, name = ROOT / ".acceptance", f"load-{wanted.engine}"
     state.mkdir(exist_ok=True)
     before, began = environment(), time.time()
-    times = (1, 4) if wanted.quick else (wanted.passes, wanted.turns)
+    times = (1, 24) if wanted.quick else (wanted.passes, wanted.turns)
     found = measured(state, wanted.engine, wanted.trace, *times, quick=wanted.quick)
     found |= {"seconds": round(time.time() - began, 1), "environment": before}
     print(json.dumps({k: v for k, v in found.items() if k != "rows"}, indent=1))

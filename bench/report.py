@@ -286,11 +286,16 @@ def _load(d: Figures) -> list[str]:
     ]
     again = ("executed again, median", "90th percentile", "5% and 10%, or again")
     columns = ("predicted", "off, median", "90th percentile", *again)
+    apart = "their executions do not overlap"
+    if any("in_turns_tokens_per_s" in r for r in d["rows"]):
+        apart = (
+            f"where they took turns, the 95% interval of their ratio is clear of 1; else {apart}"
+        )
     about = (
         f"Each policy executed {d['passes']} times in turn; predicted from steps recorded in "
         f"between, in runs of their own. Kendall's tau {d['kendall_tau']['tau']:.2f} over the "
-        f"{d['kendall_tau']['pairs']} pairs of policies under one load whose executions do not "
-        "overlap."
+        f"{d['kendall_tau']['pairs']} pairs of policies under one load that differ beyond noise "
+        f"({apart})."
     )
     loads, policies = (dict.fromkeys(r[key] for r in d["rows"]) for key in ("load", "policy"))
     cells = {}
@@ -306,8 +311,9 @@ def _load(d: Figures) -> list[str]:
         regret = d["regret"]
         lines += [
             f"The table that was found: {d['table']}. Its tokens/s, executed, as parts of the "
-            "constants' (95% intervals). Those nearest to it took turns with it in the running "
-            f"server, {d['turns']} turns of a second each, which alone compares them:",
+            "constants' (95% intervals). All took turns with it in the running server, which alone "
+            f"compares them: {d['turns'] // 4} of a second each, then {d['turns']} in all for "
+            "those not behind it by then:",
             "",
         ]
         by_load, own = regret["by_load"], []

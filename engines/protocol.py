@@ -174,6 +174,15 @@ class Running(ABC):
         """Ends it. Harmless when it has ended."""
 
 
+class Swapping(Running):
+    """A pair in an engine that takes another policy while it serves."""
+
+    @abstractmethod
+    def put_in_force(self, policy: AnyPolicy) -> None:
+        """Has it take a policy, unless that is in force, and waits until it is. Raises PolicyError
+        where it refuses, EngineError where it does not answer."""
+
+
 def numbered(prompts: Iterable[Prompt], count: int) -> tuple[Prompt, ...]:
     """So many requests of these prompts in order, from the first again where there are fewer."""
     again = enumerate(islice(cycle(prompts), count))

@@ -12,14 +12,14 @@ from typing import Any, Final
 import numpy as np
 
 from spectune.engines.abilities import Engine
-from spectune.engines.protocol import Load, Prompt, Running, Wanted, numbered
+from spectune.engines.protocol import Load, Prompt, Running, Swapping, Wanted, numbered
 from spectune.engines.start import start
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.on_engine import record_on
+from spectune.optimizer.on_engine import Turns, record_on
 from spectune.optimizer.simulate.served_costs import ServedCosts
 from spectune.runtime.costs import step_seconds
 from spectune.runtime.pair import PairSpec
-from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_plain_policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, Policy, parse_plain_policy
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import EngineError, PairError
 from spectune.traces.store import TraceStore
@@ -28,6 +28,9 @@ TOKENS: Final = 48
 """New tokens of each request."""
 LEAST_REQUESTS: Final = 4
 """Fewest requests that a policy serves at one number of clients; else two for each client."""
+LEAST_TURNS: Final = 3
+"""Fewest turns of a policy at one number of clients, in an engine that swaps policies while it
+serves."""
 
 
 @dataclass(frozen=True)
@@ -108,18 +111,27 @@ def serve_design(
     progress: Progress = silent,
 ) -> str:
     """Serves the design on an engine that has loaded ``draft`` into one recording, whose id this
-    is: at each number of clients one policy after the other, as the pace of a machine changes
-    meanwhile."""
+    is: at each number of clients all policies, as the pace of a machine changes meanwhile. They
+    take turns, where it swaps them while it serves: what differs between them is what is sought."""
     options, recording, served = DecodeOptions(max_new_tokens=design.tokens), "", 0
     policies = design.policies(running.engine, draft)
     each = {clients: max(LEAST_REQUESTS, 2 * clients) for clients in doubled(design.clients)}
-    for clients, policy in product(each, policies):
-        served += each[clients]
-        prompts = numbered(design.prompts, served)  # those not recorded yet are served
-        asked = running, None, prompts, policy, Load(clients), options
-        info = record_on(store, spec, *asked, fresh=not recording, timed=True)
-        recording = info.id
-        progress(f"requests with draft {draft}", served, len(policies) * sum(each.values()))
+    total = len(policies) * sum(each.values())
+    turns = None
+    if isinstance(running, Swapping) and len(policies) > 1:
+        turns = Turns(running, policies)
+    those: Sequence[AnyPolicy | Turns] = policies if turns is None else [turns]
+    for clients, policy in product(each, those):
+        least = 0 if turns is None else turns.taken + LEAST_TURNS * len(policies)
+        while True:
+            served += each[clients] * (len(policies) // len(those))
+            prompts = numbered(design.prompts, served)  # those not recorded yet are served
+            asked = running, None, prompts, policy, Load(clients), options
+            info = record_on(store, spec, *asked, fresh=not recording, timed=True)
+            recording = info.id
+            progress(f"requests with draft {draft}", served, max(served, total))
+            if turns is None or turns.taken >= least:
+                break
     store.finish_recording(recording)
     return recording
 

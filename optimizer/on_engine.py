@@ -3,12 +3,15 @@ recorded, and what it came to."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from itertools import cycle
 from typing import Any
 
 from spectune.engines.abilities import Engine
-from spectune.engines.protocol import Answered, Load, Prompt, Running
+from spectune.engines.protocol import Answered, Load, Prompt, Running, Swapping
 from spectune.optimizer.execute import DecodeOptions, counts_of
 from spectune.runtime.hardware import hardware
 from spectune.runtime.pair import PairSpec
@@ -52,6 +55,43 @@ def execute(
     return running.execute(prompts, policy, load, sampling=sampling, max_new_tokens=most)
 
 
+class Turns:
+    """Policies that take turns while an engine serves, so that what the machine does meanwhile
+    falls on all alike. A turn ends when the next policy is in force, in vLLM after a second;
+    ``taken``: turns that ended."""
+
+    def __init__(self, running: Swapping, policies: Sequence[AnyPolicy]) -> None:
+        self.running, self.taken = running, 0
+        self._following = cycle(policies)
+        self._policy = next(self._following)
+
+    def serve(
+        self, prompts: Sequence[Prompt], load: Load, options: DecodeOptions
+    ) -> Generator[Answered, None, None]:
+        """Serves the prompts as :func:`execute` does, the first of them in the turn that has not
+        ended. Raises PolicyError for a policy that the engine refuses."""
+        over, swapping = threading.Event(), list[Future[None]]()
+        with ThreadPoolExecutor(1) as thread:
+            try:
+                for answered in execute(self.running, prompts, self._policy, load, options):
+                    if not swapping:
+                        swapping.append(thread.submit(self._swap, over))
+                    yield answered
+            finally:
+                over.set()
+        for swapped in swapping:
+            swapped.result()
+
+    def _swap(self, over: threading.Event) -> None:
+        while not over.is_set():
+            self._policy = next(self._following)
+            try:
+                self.running.put_in_force(self._policy)
+            except EngineError:  # it died: who is served starts it again, or says so
+                return
+            self.taken += not over.is_set()
+
+
 def about_recording(running: Running, options: DecodeOptions) -> dict[str, Any]:
     """What else an engine's texts and seconds depend on, as stored with their recording: as the
     native decoder's, and the engine's own."""
@@ -79,7 +119,7 @@ def record_on(
     running: Running,
     workload: Workload | None,
     prompts: Sequence[Prompt],
-    policy: AnyPolicy,
+    policy: AnyPolicy | Turns,
     load: Load,
     options: DecodeOptions,
     *,
@@ -101,9 +141,13 @@ def record_on(
     have = store.recorded_ordinals(info.id)
     missing = {p.id: n for n, p in enumerate(prompts) if n not in have}
     if missing:
-        with closing(
-            execute(running, [prompts[n] for n in missing.values()], policy, load, options)
-        ) as served:
+        texts = [prompts[n] for n in missing.values()]
+        answering = (
+            policy.serve(texts, load, options)
+            if isinstance(policy, Turns)
+            else execute(running, texts, policy, load, options)
+        )
+        with closing(answering) as served:
             for done, answered in enumerate(list(served) if timed else served, len(have) + 1):
                 ordinal = missing[answered.trajectory.request_id]
                 store.append_trajectory(info.id, ordinal, answered.trajectory, answered.steps)

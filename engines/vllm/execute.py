@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from spectune.db.database import open_database
 from spectune.engines.abilities import VLLM
-from spectune.engines.protocol import Answered, Execution, Load, Prompt, Running, Wanted
+from spectune.engines.protocol import Answered, Execution, Load, Prompt, Swapping, Wanted
 from spectune.engines.vllm.server import DEPLOYMENT, Server, installed
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AnyPolicy
@@ -50,7 +50,7 @@ def _to_stderr(line: str) -> None:
     print(printable(line), file=sys.stderr)
 
 
-class Vllm(Running):
+class Vllm(Swapping):
     """A pair in vLLM, by the Python that ``SPECTUNE_VLLM_PYTHON`` names, by default this one. A
     server that dies is started again once, and asked again what it had not answered; what it had
     recorded is kept. ``say`` gets a line then, and for a version that was not tested."""
@@ -101,8 +101,7 @@ class Vllm(Running):
         self._folder.cleanup()
 
     def put_in_force(self, policy: AnyPolicy) -> None:
-        """Publishes a policy to the server, unless it is in force there, and waits for its answer.
-        Raises PolicyError where it refuses."""
+        """Publishes it to the server, which looks once a second."""
         if policy.id == self._in_force:
             return
         store, deadline = self._store, time.monotonic() + ANSWER_S
