@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -56,7 +57,8 @@ from spectune.traces.store import TraceStore
 
 CLIENTS, REQUESTS, TOKENS, MOST = 8, 32, 48, 8
 PUBLICATIONS, PAUSE_S = 200, 0.1
-TEMPERATURE, SAMPLED, SAMPLED_DRAFTS, GAMMAS = 0.8, 300, ("small", "head"), (1, 2, 5, 8)
+TEMPERATURE, SAMPLED_CLIENTS, SAMPLED_DRAFTS, GAMMAS = 0.8, 32, ("small", "head"), (1, 2, 5, 8)
+PROMPTS, TEXTS_EACH = 300, 4
 HERE = Path(__file__).resolve().parent
 
 
@@ -202,14 +204,22 @@ def obeyed(noticed: list[tuple[float, str]], steps: list[Step]) -> tuple[list[in
 
 def sampled(**_: Any) -> dict[str, Any]:
     pair, options = demo(SAMPLED_DRAFTS), DecodeOptions(Sampling(TEMPERATURE), TOKENS)
-    workload = requests(SAMPLED)
+    asked_once = requests(PROMPTS)
+    several = (
+        replace(request, id=f"{request.id}:{nth}")
+        for nth in range(TEXTS_EACH)
+        for request in asked_once.requests
+    )
+    workload = replace(asked_once, requests=tuple(several))
     asked = prompts_of(pair, workload, options)
     rows: list[dict[str, Any]] = []
     with TemporaryDirectory() as folder:
         store = stored(Path(folder) / "sampled.db")
         for draft in SAMPLED_DRAFTS:
-            with closing(start("vllm", pair.spec, Wanted(draft, MOST, CLIENTS, 1024))) as running:
-                load, look = Load(CLIENTS), Look((draft,), MOST)
+            with closing(
+                start("vllm", pair.spec, Wanted(draft, MOST, SAMPLED_CLIENTS, 1024))
+            ) as running:
+                load, look = Load(SAMPLED_CLIENTS), Look((draft,), MOST)
                 how = (workload, asked, chain(draft, 3), load, options, look)
                 info = record_engine(store, pair, running, *how, fresh=True)
                 for gamma in GAMMAS:
