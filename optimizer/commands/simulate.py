@@ -114,8 +114,11 @@ def simulate(**kw: Any) -> None:
             if kw["limit"] is None:
                 say_unseen(info, len(replayed.names) + len(skipped))
             if info.engine != NATIVE:
-                seconds = "left at 0" if found is None else "those of the native decoder"
-                note(f"seconds are {seconds}: --arrivals clients:8, say, has {info.engine}'s")
+                seconds = "not known" if found is None else "the native decoder's"
+                note(
+                    f"seconds are {seconds}: those of {info.engine} depend on its load, which "
+                    "--arrivals says (clients:8, say)"
+                )
             elif found is None:
                 note(
                     "no latency profile of this pair and device: seconds are left at 0 (run "
