@@ -528,7 +528,7 @@ def test_a_table_is_found_for_several_loads(server: Door, tiny_pair: Path, tmp_p
     goodput = server.call(*tune, "--arrivals", "clients:1", "--objective", "goodput")
     assert "needs --ttft or --tpot" in goodput.output
     for more in ("--quick", "--temperature 0.7", "--workers 2", "--report x"):
-        said = f"{more.split()[0]} says nothing of a load; leave it out"
+        said = f"{more.split()[0]} says nothing of a load"
         assert said in server.refused(*tune, "--arrivals", "clients:1", *more.split())
     assert "are for --execute" in server.refused(*tune, "--arrivals", "clients:1", "--threads", "1")
     assert "say --arrivals too" in server.refused("tune", "--objective", "tpot")

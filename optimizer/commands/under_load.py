@@ -65,7 +65,7 @@ def check_typed(read: Collection[str]) -> None:
     load."""
     from spectune.traces.errors import TraceError
 
-    why = "says nothing of a load; leave it out"
+    why = "says nothing of a load, whose requests are those of `record --engine`; leave it out"
     refuse_typed(TraceError, why, lambda name: name not in read)
 
 
