@@ -19,6 +19,7 @@ from spectune.runtime.policies.document import AnyPolicy
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.words import Texts
 from spectune.traces.errors import EngineError
+from spectune.traces.recording import DESIGNED
 from spectune.traces.schema import Outcome, RequestOutcome, Verifier, Workload, latency_json
 from spectune.traces.store import Asked, RecordingInfo, TraceStore
 
@@ -129,13 +130,15 @@ def record_on(
 ) -> RecordingInfo:
     """Serves what an unfinished recording of the same arguments lacks, or all of it, each request
     committed as it ends; the recording, which still is to be looked around in and finished.
-    ``workload``: what the prompts are of, where that is to be kept. ``timed``: all is committed
-    when all is served, as that takes 5% of the speed of an engine on the same cores."""
+    ``workload``: what the prompts are of, where that is to be kept. ``timed``: a design
+    whose seconds are sought; all is committed when all is served, as that takes 5% of the speed of
+    an engine on the same cores."""
     name = spec.id
     store.put_pair(name, spec.name, spec.to_json())
     digest = None if workload is None else store.put_workload(workload)
     most, about = options.max_new_tokens, about_recording(running, options)
-    asked = Asked(name, digest, options.sampling, most, verifier_of(options), about)
+    source = DESIGNED if timed else "record"
+    asked = Asked(name, digest, options.sampling, most, verifier_of(options), about, source)
     found = None if fresh else store.find_recording(asked, state="recording")
     info = found or store.create_recording(asked)
     have = store.recorded_ordinals(info.id)

@@ -33,6 +33,7 @@ from spectune.runtime.recording.trees import Cover, base_covers, cover_name, rec
 from spectune.runtime.trees.grow import TreeRule
 from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.recording import DESIGNED
 from spectune.traces.schema import Proposals, Trajectory, Workload
 from spectune.traces.store import Asked, RecordingInfo, TraceStore
 from spectune.traces.store.traffic import TrafficWriter
@@ -55,7 +56,8 @@ def texts_to_profile(
     Raises NotFoundError where none has that name, TraceError where the one named holds no text.
     """
     if recording is None:
-        names = [r.id for r in store.list_recordings(pair_id, state="complete")]
+        done = store.list_recordings(pair_id, state="complete")
+        names = [r.id for r in done if r.source != DESIGNED]
     else:
         names = [recording]
     for name in names:

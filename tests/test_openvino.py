@@ -308,6 +308,7 @@ def test_a_profile_says_what_steps_cost_that_were_never_served(
         store = TraceStore(database)
         infos = [store.get_recording(name) for name in data["recordings"]]
         kept = store.load(infos[0].id, steps=True).requests
+        assert store.get_recording("latest").id == recording  # a profile is no traffic
     assert [(i.engine, i.state, i.n_requests, i.options["dtype"]) for i in infos] == [
         ("openvino", "complete", n, "float32") for n in (8, 24, 24)
     ]

@@ -63,14 +63,18 @@ class Asked:
     source: str = "record"
 
 
+DESIGNED = "profile"
+"""The source of what ``profile --engine`` served: steps whose costs were sought, and no traffic."""
+
+
 @dataclass(frozen=True)
 class RecordingInfo:
     """A recording without its chunks.
 
-    ``state`` is ``recording`` until it is ``complete``. ``source`` is ``record``, ``serve`` or
-    ``gathered``. ``n_requests``, ``n_output_tokens`` and ``drafts`` (draft to number of
-    chain panoramas) count what is stored now, and so do ``trees`` and ``trees_q`` (proposals
-    ``coupled`` and ``probability``).
+    ``state`` is ``recording`` until it is ``complete``. ``source`` is ``record``, ``serve``,
+    ``gathered`` or :data:`DESIGNED`. ``n_requests``, ``n_output_tokens`` and ``drafts`` (draft to
+    number of chain panoramas) count what is stored now, and so do ``trees`` and ``trees_q``
+    (proposals ``coupled`` and ``probability``).
     """
 
     id: str

@@ -80,11 +80,11 @@ def recording_on(store: TraceStore, recording: str, engine: str | None) -> Recor
     """The recording that is named; where it is ``latest``, of an engine if one is given. Raises
     TraceError where it has none, or the one that is named is another's."""
     from spectune.traces.errors import TraceError
+    from spectune.traces.recording import DESIGNED
 
     if engine is not None and recording == "latest":
-        found = next(
-            (i for i in store.list_recordings() if i.engine == engine and i.n_requests), None
-        )
+        traffic = (i for i in store.list_recordings() if i.source != DESIGNED)
+        found = next((i for i in traffic if i.engine == engine and i.n_requests), None)
         if found is None:
             raise TraceError(
                 f"--engine {engine}: nothing that it served was recorded yet; docs/engines.md "

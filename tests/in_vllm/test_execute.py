@@ -10,6 +10,7 @@ import pytest
 from databases import opened
 from served import SEATS, tokens_of
 
+from spectune.db.errors import NotFoundError
 from spectune.demo.prompts import demo_workload
 from spectune.engines.protocol import Answered, Load, Prompt, Wanted
 from spectune.engines.vllm.execute import Vllm
@@ -75,6 +76,8 @@ def test_a_design_that_it_served_says_what_its_steps_cost(
         design = Design(prompts, most=6, clients=4, tokens=16)
         made = serve_design(store, read_pair("demo"), running, "small", design)
         info = store.get_recording(made)
+        with pytest.raises(NotFoundError, match="there is no recording yet"):
+            store.get_recording("latest")  # it is no traffic
         costs = costs_of_engine(store, info)
         served = store.load(made, (), steps=True).requests
     assert (info.options["device"], info.options["dtype"]) == ("cpu", "float32")

@@ -19,7 +19,14 @@ from spectune.db.models import (
 )
 from spectune.traces.errors import TraceError
 from spectune.traces.packing import pack_panorama, unpack_chain, unpack_steps, unpack_tree
-from spectune.traces.recording import Asked, RecordedRequest, Recording, RecordingInfo, Skipped
+from spectune.traces.recording import (
+    DESIGNED,
+    Asked,
+    RecordedRequest,
+    Recording,
+    RecordingInfo,
+    Skipped,
+)
 from spectune.traces.schema import (
     ChainPanorama,
     Proposals,
@@ -101,8 +108,8 @@ class Recordings(Storage):
     def recorded_since(
         self, pair_id: str, since: datetime, *, verifier: Verifier | None = None
     ) -> tuple[tuple[str, int], ...]:
-        """(recording, ordinal) of every request of a pair stored at ``since`` or later, oldest
-        first; with ``verifier`` of those alone that were decoded by it.
+        """(recording, ordinal) of every request of a pair's traffic stored at ``since`` or later,
+        oldest first; with ``verifier`` of those alone that were decoded by it.
 
         It goes by the request's moment and not the recording's: serving appends to one recording
         for days.
@@ -111,7 +118,8 @@ class Recordings(Storage):
         query = (
             select(t.recording_id, t.ordinal)
             .join(RecordingRow, RecordingRow.id == t.recording_id)
-            .where(RecordingRow.pair_id == pair_id, t.created_at >= since)
+            .where(RecordingRow.pair_id == pair_id, RecordingRow.source != DESIGNED)
+            .where(t.created_at >= since)
             .order_by(t.created_at, t.recording_id, t.ordinal)
         )
         if verifier is not None:

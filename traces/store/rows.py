@@ -15,8 +15,9 @@ from sqlalchemy.orm import DeclarativeBase, InstrumentedAttribute, Session
 
 from spectune.db import CorruptedChunkError, Database, NotFoundError
 from spectune.db.base import Unreadable
-from spectune.db.models import Packed, PairRow
+from spectune.db.models import Packed, PairRow, RecordingRow
 from spectune.traces.codec import CodecError
+from spectune.traces.recording import DESIGNED
 
 R = TypeVar("R", bound=DeclarativeBase)
 V = TypeVar("V")
@@ -114,12 +115,15 @@ def _insert(session: Session, row: Any) -> Any:
 
 
 def resolve(session: Session, row: type[Any], text: str) -> str:
-    """The one id of a kind of row that ``text`` is, or begins, or ``latest``. Raises NotFoundError
-    when there is none or more than one."""
+    """The one id of a kind of row that ``text`` is, or begins, or ``latest`` (of recordings those
+    of traffic). Raises NotFoundError when there is none or more than one."""
     column: InstrumentedAttribute[str] = row.id
     what = row.__tablename__.replace("_", " ")
     if text == "latest":
-        found: str | None = session.scalar(newest(row, column).limit(1))
+        rows = newest(row, column)
+        if row is RecordingRow:
+            rows = rows.where(RecordingRow.source != DESIGNED)
+        found: str | None = session.scalar(rows.limit(1))
         if found is None:
             raise NotFoundError(f"there is no {what} yet{_MAKERS.get(what, '')}")
         return found
