@@ -29,7 +29,7 @@ from spectune.db.models import ArtifactRow, RecordingRow, StepChunkRow
 from spectune.db.urls import parse_url
 from spectune.traces.errors import TraceError
 from spectune.traces.packing import unpack_steps
-from spectune.traces.recording import RecordingInfo
+from spectune.traces.recording import DESIGNED, RecordingInfo
 from spectune.traces.schema import Request, Sampling, Workload, policy_id
 from spectune.traces.store import Asked, TraceStore
 from spectune.traces.store.kinds import list_kind
@@ -327,6 +327,11 @@ def test_requests_are_found_by_when_they_were_stored(
     assert store.recorded_since(PAIR, start + timedelta(hours=2)) == ((begun.id, 2), (begun.id, 3))
     assert store.recorded_since("nobody", start) == ()
     assert [r.id for r in store.list_recordings(PAIR, state="recording")] == [begun.id]
+    profiled = store.create_recording(Asked(PAIR, None, GREEDY, 8, source=DESIGNED))
+    store.append_trajectory(profiled.id, 0, a_trajectory(0))
+    found = store.recorded_since(PAIR, start + timedelta(hours=2))
+    assert found == ((begun.id, 2), (begun.id, 3))  # what a profile served is no traffic
+    assert store.resolve_recording("latest") == begun.id
     assert store.list_recordings(state="complete") == ()
 
 
