@@ -53,7 +53,9 @@ def slot_attention(
         query = query.reshape(batch, key.shape[1], groups * width, dim)
         attention_mask = attention_mask.repeat(1, 1, groups, 1)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
-    return out.view(batch, heads, width, value.shape[-1]).transpose(1, 2).contiguous(), None
+    # Some kernels lay the output out by rows, not by heads.
+    out = out.reshape(batch, heads, width, value.shape[-1])
+    return out.transpose(1, 2).contiguous(), None
 
 
 def causal_mask(start: int, stop: int, view: int, device: torch.device) -> torch.Tensor:

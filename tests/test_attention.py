@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from pairs import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -77,3 +78,18 @@ def test_wide_masks_are_taken_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(slot_attention(torch.nn.Module(), q, k, k, mask)[0], whole)
     with pytest.raises(ValueError, match="explicit mask"):
         slot_attention(torch.nn.Module(), q, k, k, None)
+
+
+def test_a_kernel_may_lay_its_output_out_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CUDA's memory-efficient one does."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, heads, n, 8, generator=generator) for heads, n in ((4, 3), (2, 12)))
+    mask = torch.rand(1, 1, 3, 12, generator=generator) > 0.3
+    by_heads = slot_attention(torch.nn.Module(), q, k, k, mask)[0]
+    plain = F.scaled_dot_product_attention
+
+    def by_rows(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return plain(*args, **kwargs).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", by_rows)
+    torch.testing.assert_close(slot_attention(torch.nn.Module(), q, k, k, mask)[0], by_heads)
