@@ -14,14 +14,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from spectune.runtime.cuda.streams import forked
 from spectune.runtime.gathered_head import GatheredHead
 from spectune.runtime.near_ties import near_clusters, router_margin
 from spectune.runtime.policies.fr_spec import Frequencies
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 
 STATES_KEPT: Final = 160
 """Positions of the text whose hidden states a draft remembers; more than any round looks back."""
-
-C = TypeVar("C")
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,48 +184,36 @@ class Shortlists:
             least = int(sizes[:count].sum())
             self.output.gathered.warm(width, least, int(sizes[-most:].sum()))
 
-    def beside(
+    def select(
         self,
-        core: Callable[[], C],
         step: int,
         tokens: Tensor,
         previous: Tensor | None,
         canonical: Callable[[int], Tensor | None],
         exists: Tensor | None = None,
-    ) -> tuple[C, Support]:
-        """What the draft's ``core`` returns, and the shortlist of a draft step: the union of the
-        clusters that the router selects for each of the beam's n nodes (algorithm 1, lines 3 to
-        12).
+    ) -> Support:
+        """The shortlist of a draft step: the union of the clusters that the router selects for each
+        of the beam's n nodes (algorithm 1, lines 3 to 12), at which the host looks.
 
         ``tokens`` int64 [n]: the nodes'; ``previous`` [n, d]: the hidden states of the tokens
         before them, None where there are none (zeros stand for them). ``canonical`` gives the one
-        of node i, [1, d], from a canonical pass, and is called after the core. ``exists`` bool [n]:
-        the nodes that count, None: all; if none does, all do, since nothing reads their
-        distributions.
-
-        The router needs the current tokens and the states before them alone, so on CUDA the two
-        overlap on two streams (:func:`runtime.cuda.streams.forked`), and the host looks at the
-        clusters behind both.
+        of node i, [1, d], from a canonical pass. ``exists`` bool [n]: the nodes that count, None:
+        all; if none does, all do, since nothing reads their distributions.
         """
         if not self.routed:
-            return core(), self._note(step, self._frequent(step))
+            return self._note(step, self._frequent(step))
         count = min(self.rule.budget(step), self.clusters.count)
-
-        def route() -> tuple[Tensor, Tensor, Tensor | None]:  # nothing here waits for the device
-            embedded = self.model.embedded(tokens)
-            scores = self.scores(embedded, previous)
-            near = near_clusters(scores, count, self.margin) if self.exact else None
-            return embedded, top_clusters(scores, count), near
-
-        cored, (embedded, best, near) = forked(core, route, self.model.device)
-        picked, nodes = best.cpu().numpy(), list(range(len(tokens)))
+        embedded = self.model.embedded(tokens)
+        scores = self.scores(embedded, previous)
+        near = near_clusters(scores, count, self.margin) if self.exact else None
+        picked, nodes = top_clusters(scores, count).cpu().numpy(), list(range(len(tokens)))
         if exists is not None and bool(exists.any()):
             nodes = exists.nonzero()[:, 0].tolist()
         if near is not None and bool(near.any()):
             for node in (i for i in nodes if bool(near[i])):
                 scores = self.scores(embedded[node : node + 1], canonical(node))
                 picked[node] = top_clusters(scores, count)[0].cpu().numpy()
-        return cored, self._note(step, self.output.support(self.clusters.ids(picked[nodes])))
+        return self._note(step, self.output.support(self.clusters.ids(picked[nodes])))
 
     def scores(self, embedded: Tensor, previous: Tensor | None) -> Tensor:
         """The router's scores float32 [n, M] for embeddings [n, d_e] and the states before them [n,

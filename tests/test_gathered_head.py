@@ -1,13 +1,11 @@
 """Logits over a union of tokens: every way against the plain formula, the kernel in Triton's
-interpreter and compiled, two streams."""
+interpreter and compiled."""
 
 from __future__ import annotations
 
 import re
 import sys
 from pathlib import Path
-from typing import Any
-from unittest.mock import ANY, MagicMock, call
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from spectune.runtime.cuda.kernel import (
     kernel_runs,
     tile_for,
 )
-from spectune.runtime.cuda.streams import forked
 from spectune.runtime.gathered_head import GatheredHead, Way
 from spectune.traces.errors import PolicyError
 
@@ -203,62 +200,3 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not kernel_runs(torch.device("cuda"), 64)
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object())
     assert kernel_runs(torch.device("cuda"), 64)
-
-
-# -- two streams -----------------------------------------------------------------------------------
-
-
-CUDA = torch.device("cuda", 0)
-
-
-def two_streams() -> MagicMock:
-    """``torch.cuda`` with its streams, events and both branches, which together write down what is
-    called."""
-    cuda = MagicMock()
-    cuda.current_stream.return_value, cuda.Stream.return_value = cuda.main, cuda.side
-    cuda.Event.side_effect = [cuda.begun, cuda.done] * 2
-    return cuda
-
-
-def issued(cuda: MagicMock) -> list[Any]:
-    """What was called on streams, events and branches, in order."""
-    names = re.compile(r"(main|side|stream|begun|done|core|router)\b")
-    return [c for c in cuda.mock_calls if names.match(c[0])]
-
-
-def order(cuda: MagicMock, *core: Any, failed: Any = (None, None, None)) -> list[Any]:
-    """The router on the side stream between fork and join, ``core`` on the main one."""
-    fork = [call.begun.record(cuda.main), call.side.wait_event(cuda.begun)]
-    beside = [call.stream(cuda.side), call.stream().__enter__(), call.router()]
-    join = [call.done.record(cuda.side), call.main.wait_event(cuda.done)]
-    return [*fork, *beside, call.stream().__exit__(*failed), *core, *join]
-
-
-def test_core_and_router_run_on_two_streams() -> None:
-    cuda = two_streams()
-    for _ in range(2):
-        core, router = forked(cuda.core, cuda.router, CUDA, cuda=cuda)
-        assert core is cuda.core.return_value
-        assert router is cuda.router.return_value
-    assert issued(cuda) == order(cuda, call.core()) * 2
-    cuda.Stream.assert_called_once_with(CUDA)  # one side stream for all
-
-
-def test_a_failure_leaves_the_streams_joined() -> None:
-    cuda = two_streams()
-    cuda.core.side_effect = RuntimeError("core")
-    with pytest.raises(RuntimeError, match="core"):
-        forked(cuda.core, cuda.router, CUDA, cuda=cuda)
-    assert issued(cuda) == order(cuda, call.core())
-    cuda = two_streams()
-    cuda.router.side_effect = RuntimeError("router")
-    with pytest.raises(RuntimeError, match="router"):
-        forked(cuda.core, cuda.router, CUDA, cuda=cuda)
-    assert issued(cuda) == order(cuda, failed=(RuntimeError, ANY, ANY))
-
-
-def test_on_the_cpu_the_router_runs_first() -> None:
-    log: list[str] = []
-    got = forked(lambda: log.append("core") or 1, lambda: log.append("router") or 2, CPU, cuda=None)
-    assert got == (1, 2)
-    assert log == ["router", "core"]

@@ -68,8 +68,8 @@ class TreeReader(ABC):
         if self._shortlists is None:
             return self._read(tokens, parents, at, None)[0]
         self._levels.append((tokens, parents))
-        states, support = self._shortlists.beside(
-            lambda: self.model.state(self._read(tokens, parents, at, 0)[1]),
+        states = self.model.state(self._read(tokens, parents, at, 0)[1])
+        support = self._shortlists.select(
             depth,
             tokens,
             self._last.expand(len(tokens), -1) if parents is None else self._last[parents],
@@ -136,12 +136,7 @@ def shortlisted(
     the shortlist for what follows.
 
     ``read`` makes the pass; ``before`` is the state of the token before the last (None: there is
-    none, or no router asks). Where that token is pending too, the router waits for the pass; else
-    the two overlap."""
-    last = pending[-1:]
-    if not shortlists.routed:
-        return shortlists.beside(read, step, last, None, canonical)
-    if len(pending) > 1:
-        states = read()
-        return shortlists.beside(lambda: states, step, last, before(), canonical)
-    return shortlists.beside(read, step, last, before(), canonical)
+    none), which a router asks for."""
+    states = read()
+    previous = before() if shortlists.routed else None
+    return states, shortlists.select(step, pending[-1:], previous, canonical)
