@@ -52,6 +52,8 @@ PER_REQUEST: Final = 10
 CHECKS: Final = 3
 CHECKED_TOKENS: Final = 12
 """Requests of each policy to check with in a sweep and at each temperature, and their tokens."""
+PREFILLS: Final = 3
+"""Prefills of each draft and length: one may be slow, as the first of a shape is on a GPU."""
 SAMPLINGS: Final = (Sampling(), Sampling(temperature=1.0))
 GAMMAS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)
 """Lengths of the chains that are measured, beside the longest."""
@@ -109,8 +111,8 @@ class Experiment:
         self.backend.every_shape = True
 
     def sweep(self, cells: Mapping[str, Sequence[Cell]], checked: Sequence[Cell] = ()) -> None:
-        """Every cell of every draft once at each temperature, every prefill, and short requests
-        under each cell of ``checked``, in random order."""
+        """Every cell of every draft once at each temperature, prefills, and short requests under
+        each cell of ``checked``, in random order."""
         work: list[Callable[[], None]] = []
         for number, cell in enumerate(checked):
             for sampling in SAMPLINGS * CHECKS:
@@ -122,7 +124,7 @@ class Experiment:
                     work.append(partial(self.request, order[i : i + PER_REQUEST], sampling))
         for name in ("", *self.pair.models):
             lengths = (min(8, self.contexts[0]), self.contexts[0], self.contexts[-1])
-            work += [partial(self.prefill, name, length) for length in lengths]
+            work += [partial(self.prefill, name, length) for length in lengths * PREFILLS]
         for i in self.rng.permutation(len(work)):
             work[i]()
 
