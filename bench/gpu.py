@@ -1,67 +1,116 @@
-"""What captured passes save on a GPU.
+"""What only a GPU shows.
 
-    python bench/gpu.py [--device cuda] [--layers 16] [--hidden 2048] [--context 512]
-    python bench/gpu.py --device cpu --quick    (the logic alone: no figure of it means anything)
+    python bench/gpu.py [--only texts passes shortlists tune] [--quick]
 
-A random target of Llama's architecture and a draft of a few such layers; eager and replayed
-requests take turns. ``rounds`` has milliseconds of a round under each kind of policy. Texts are
-compared: shapes differ in their last bits, so the first difference may be a near tie; ``gap`` is
-how far apart the target's two best tokens were there (nats, by the canonical pass), and must be
-small.
+``texts``: texts and replayed rounds of the demo pair, which must not depend on the policy, in
+float32, and how often bfloat16 parts them. ``passes``: milliseconds of a round, eager and by
+captured passes in turn. ``shortlists``: the Triton kernel beside a library's products. ``tune``: a
+whole tuning of a pair at the cost of large models (:mod:`ballast`).
 
-Figures go to ``bench/results/gpu-DEVICE.json``. Exit code 1 if a difference is more than rounding
-explains.
+``--quick`` is a tiny size that proves that it runs, also without a GPU. Figures go to
+``bench/results/gpu.json``.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
+import lab
+import numpy as np
 import torch
-from lab import fixed, keep, parser_of, top_k
+from ballast import LARGE, TINY, build
+from lab import GREEDY, ROOT, SAMPLED, fixed, laboratory, requests, run_parts, say, top_k
+from lossless import texts_differ
+from parity import claimed, compared
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from spectune.optimizer.execute import DecodeOptions, encode
+from spectune.runtime.cuda.found import sees_cuda
 from spectune.runtime.cuda.graphs import CudaRecorder, prepare_graphs, use_graphs
 from spectune.runtime.decoder import Decoder, prepare_for
+from spectune.runtime.gathered_head import GatheredHead
+from spectune.runtime.hardware import hardware
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, StaticSource
-from spectune.runtime.models import CausalModel, pick_device, pick_dtype
+from spectune.runtime.models import CausalModel
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.artifacts import Fitted
 from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.sampling import Noise, scaled
-from spectune.traces.errors import SpectuneError
 from spectune.traces.schema import Sampling
 
-SIZES = {
-    "layers": 16, "draft_layers": 2, "hidden": 2048, "heads": 32, "kv_heads": 8, "vocab": 128256,
-    "context": 512, "requests": 4, "new_tokens": 96,
-}  # fmt: skip
-TINY = {
-    "layers": 2, "draft_layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab": 320,
-    "context": 48, "requests": 1, "new_tokens": 24,
-}  # fmt: skip
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+CONTEXT, NEW_TOKENS, REQUESTS = 512, 64, 3
+VOCAB = 128256
+BINS = Fitted("bins", {"thresholds": [60, 120, 180, 240, 300], "depth": 5, "draft": "draft"}, {})
 TREE = top_k("draft", 8, 5, 60)
+STRATIFIED = {"artifact": "bins", "alpha": 3, "fractions": [0.3, 0.6, 1.0]}
 POLICIES: dict[str, dict[str, Any]] = {
     "autoregressive": {"draft": "none"},
     "chain, gamma 4": {"draft": "draft", "window": fixed(4)},
     "EAGLE-2, N 60": TREE,
-    "HeteroSpec, N 60": {
-        **TREE,
-        "stratify": {"artifact": "bins", "alpha": 3, "fractions": [0.3, 0.6, 1.0]},
-    },
+    "HeteroSpec, N 60": {**TREE, "stratify": STRATIFIED},
 }
-BINS = Fitted("bins", {"thresholds": [60, 120, 180, 240, 300], "depth": 5, "draft": "draft"}, {})
-TOLERANCE = {torch.float32: 4e-4, torch.float16: 0.1, torch.bfloat16: 0.5}
-"""Nats by which rounding may part passes of different shapes."""
+
+
+# ------------------------------------------------------------------------------------------ texts
+
+
+def texts(quick: bool = False) -> dict[str, Any]:
+    """Rounds that differ from replay, and texts from autoregression's: in float32 none may.
+    ``largest_gap``: how far apart the two tokens were, in nats, where a text parts first."""
+    dtypes = ("float32",) if DEVICE.type == "cpu" else ("float32", "bfloat16")
+    cases = [(dtype, turn) for dtype in dtypes for turn in range(2)]
+    with ProcessPoolExecutor(min(len(cases), os.cpu_count() or 1), get_context("spawn")) as pool:
+        made = list(pool.map(partial(_texts, quick), *zip(*cases, strict=True)))
+    return {
+        "found_without_torch": sees_cuda() == torch.cuda.is_available(),
+        "runs": made,
+        "holds": not any(m["texts_differ"] + m["rounds_differ"] for m in made[:2]),
+    }
+
+
+def _texts(quick: bool, dtype: str, turn: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    lab.ON.update(device=DEVICE.type, dtype=dtype)
+    sampling, each = (GREEDY, SAMPLED)[turn], 1 if quick else 2
+    with tempfile.TemporaryDirectory() as folder:
+        one = laboratory(Path(folder), "demo", sampling, True)
+        options = DecodeOptions(sampling, 8 if quick else 24)
+        asked = encode(one.pair, requests(2 if quick else 6, skip=60), options)
+        rows, trace = texts_differ(one, asked, turn, each), one.trace()
+        rounds = [compared(one, trace, p, 6, exact=True) for p in claimed(one, turn, each)]
+    graphs = [m.graphs for m in (one.pair.target, *one.pair.models.values()) if m.graphs]
+    return {
+        "dtype": dtype,
+        "temperature": sampling.temperature,
+        "policies": len(rows),
+        "texts": sum(r["prompts"] for r in rows),
+        "texts_differ": sum(r["differ"] for r in rows),
+        "largest_gap": max(r["gap"] for r in rows),
+        "rounds": sum(r["rounds"] for r in rounds),
+        "rounds_differ": sum(r["mismatches"] for r in rounds),
+        "passes_replayed": sum(sum(g.replayed.values()) for g in graphs),
+        "passes_eager": sum(sum(g.eager.values()) for g in graphs),
+        "problems": [g.problem for g in graphs if g.problem],
+    }
+
+
+# ----------------------------------------------------------------------------------------- passes
 
 
 class Repeating:
@@ -73,9 +122,8 @@ class Repeating:
 
 
 @contextmanager
-def replaying(pair: LoadedPair, replayed: bool) -> Iterator[None]:
+def replaying(models: Sequence[CausalModel], replayed: bool) -> Iterator[None]:
     """Takes the graphs away meanwhile, unless ``replayed``."""
-    models = [pair.target, *pair.drafts.values()]
     kept = [model.graphs for model in models]
     for model in models if not replayed else ():
         model.graphs = None
@@ -84,125 +132,182 @@ def replaying(pair: LoadedPair, replayed: bool) -> Iterator[None]:
         model.graphs = graphs
 
 
-def random_model(
-    wanted: argparse.Namespace, device: torch.device, dtype: torch.dtype, layers: int, seed: int
-) -> CausalModel:
-    torch.manual_seed(seed)
+def random_model(name: str, hidden: int, layers: int, vocab: int) -> CausalModel:
+    """Of Llama's architecture, whose passes can be captured."""
+    torch.manual_seed(layers)
     config = LlamaConfig(
-        vocab_size=wanted.vocab,
-        hidden_size=wanted.hidden,
-        intermediate_size=4 * wanted.hidden,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
         num_hidden_layers=layers,
-        num_attention_heads=wanted.heads,
-        num_key_value_heads=wanted.kv_heads,
-        max_position_embeddings=wanted.context + 1024,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 64,
+        max_position_embeddings=CONTEXT + 1024,
     )
-    with device:
-        model = LlamaForCausalLM(config).to(dtype)
+    with DEVICE:
+        model = LlamaForCausalLM(config).to(
+            torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+        )
     with torch.no_grad():  # so that distributions are neither flat nor certain
         model.get_output_embeddings().weight.mul_(8.0)
-    return CausalModel(model, "target")
+    made = CausalModel(model, name)
+    use_graphs([made], CudaRecorder() if DEVICE.type == "cuda" else Repeating())
+    return made
 
 
-class Graphs:
-    """A random pair whose passes can be captured, under the clock."""
+def pair_of(target: CausalModel, draft: CausalModel) -> LoadedPair:
+    spec = PairSpec("gpu", "target", (("draft", "draft"),))
+    return LoadedPair(spec, target, {"draft": draft}, None, frozenset())
 
-    def __init__(
-        self, wanted: argparse.Namespace, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self.wanted, self.device = wanted, device
-        target, draft = (
-            random_model(wanted, device, dtype, n, i)
-            for i, n in enumerate((wanted.layers, wanted.draft_layers))
-        )
-        spec = PairSpec("gpu", "random", (("draft", "random"),))
-        self.pair = LoadedPair(spec, target, {"draft": draft}, None, frozenset())
-        draft.name = "draft"
-        use_graphs((target, draft), CudaRecorder() if device.type == "cuda" else Repeating())
-        plain = prepare(AUTOREGRESSIVE, self.pair.draft_names)
-        prepare_graphs(self.pair, plain, wanted.context + 256)
-        if target.graphs is not None and target.graphs.problem:
-            raise SystemExit(f"error: nothing could be captured: {target.graphs.problem}")
 
-    def tokens(self, count: int, seed: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(self.wanted.vocab, (count,), generator=generator).to(self.device)
-
-    def rounds(self, name: str, sampling: Sampling) -> dict[str, Any]:
-        """A row for one policy."""
-        policy = parse_policy(POLICIES[name])
+@torch.no_grad()
+def passes(quick: bool = False) -> list[dict[str, Any]]:
+    """A row for each policy and temperature, by a target of a billion random parameters or so and
+    a draft of a few layers; ``gap``: how far apart the target's two best were, in nats, where
+    texts part first."""
+    sizes = (64, 2, 1, 320) if quick else (2048, 16, 2, VOCAB)
+    hidden, layers, few, vocab = sizes
+    target, draft = (random_model(n, hidden, k, vocab) for n, k in (("t", layers), ("draft", few)))
+    pair = LoadedPair(
+        PairSpec("gpu", "t", (("draft", "d"),)), target, {"draft": draft}, None, frozenset()
+    )
+    prepare_graphs(pair, prepare(AUTOREGRESSIVE, pair.draft_names), CONTEXT + 256)
+    rows = []
+    for name, document in POLICIES.items():
         began = time.perf_counter()
-        prepared = prepare_for(self.pair, policy, artifacts=lambda _: BINS)
-        capture_s = time.perf_counter() - began
-        decoder = Decoder(self.pair, StaticSource(prepared))
-        taken: dict[bool, list[float]] = {False: [], True: []}
-        gaps: list[float | None] = []
-        for n in range(self.wanted.requests + 1):
-            prompt = self.tokens(self.wanted.context, 1000 + n).tolist()
-            request = DecodeRequest(str(n), prompt, sampling, n + 1, self.wanted.new_tokens)
-            texts = {}
-            for replayed in (False, True):
-                with replaying(self.pair, replayed):
-                    texts[replayed] = decoder.decode(request)
+        prepared = prepare_for(pair, parse_policy(document), artifacts=lambda _: BINS)
+        prepare_graphs(pair, prepared, CONTEXT + NEW_TOKENS + 1)
+        row = {"policy": name, "capture_s": time.perf_counter() - began}
+        decoder = Decoder(pair, StaticSource(prepared))
+        for sampling in (GREEDY, Sampling(1.0, seed=1)):
+            rows.append(
+                {**row, **_rounds(decoder, sampling, vocab), "problem": target.graphs.problem}
+            )
+            say(rows[-1])
+    return rows
+
+
+def _rounds(decoder: Decoder, sampling: Sampling, vocab: int) -> dict[str, Any]:
+    pair, taken = decoder.pair, dict[bool, list[float]]({False: [], True: []})
+    gaps: list[float] = []
+    for n in range(REQUESTS + 1):
+        prompt = np.random.default_rng(n).integers(vocab, size=CONTEXT).tolist()
+        request = DecodeRequest(str(n), prompt, sampling, n + 1, NEW_TOKENS)
+        made = {}
+        for replayed in (False, True):
+            with replaying([pair.target, pair.drafts["draft"]], replayed):
+                made[replayed] = decoder.decode(request)
             if n:  # the first request warms up
-                for replayed, text in texts.items():
-                    taken[replayed] += [step.round_s for step in text.steps]
-                ids = (texts[r].trajectory.output_ids.tolist() for r in (False, True))
-                gaps.append(self._gap(request, *ids))
-        apart = [gap for gap in gaps if gap is not None]
-        eager, graph = (1e3 * statistics.median(taken[replayed]) for replayed in (False, True))
-        row = {"policy": name, "temperature": sampling.temperature, "texts": len(gaps)}
-        row |= {"eager_ms": eager, "graph_ms": graph, "speedup": eager / graph}
-        same, gap = len(gaps) - len(apart), max(apart, default=0.0)
-        return {**row, "capture_s": capture_s, "same": same, "gap": gap}
-
-    def _gap(self, request: DecodeRequest, one: list[int], other: list[int]) -> float | None:
-        """Nats between the scores of the two tokens where two texts part; None where they do
-        not."""
-        at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-        if at is None:
-            return None
-        target, prefix = self.pair.target, request.prompt_ids + one[:at]
-        scores = scaled(target.canonical(prefix), request.sampling)
-        if not request.sampling.greedy:
-            scores = scores + Noise(request.seed, target.vocab_size, target.device).row(len(prefix))
-        return float((scores[one[at]] - scores[other[at]]).abs())
+                taken[replayed] += [step.round_s for step in made[replayed].steps]
+        ids = (made[r].trajectory.output_ids.tolist() for r in (False, True))
+        gaps += [gap] if (gap := lab.gap_of(pair, request, *ids)) is not None else []
+    eager, graph = (1e3 * statistics.median(taken[replayed]) for replayed in (False, True))
+    row = {"temperature": sampling.temperature, "eager_ms": eager, "graph_ms": graph}
+    problem = pair.target.graphs.problem if pair.target.graphs else ""
+    apart = {
+        "problem": problem,
+        "texts": REQUESTS + 1,
+        "differ": len(gaps),
+        "largest_gap": max(gaps, default=0.0),
+    }
+    return {**row, "speedup": eager / graph, **apart}
 
 
-def measured(wanted: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    dtype = pick_dtype("auto", device)
-    graphs = Graphs(wanted, device, dtype)
-    kinds = (Sampling(), Sampling(temperature=1.0, seed=1))
-    rounds = [graphs.rounds(name, sampling) for name in POLICIES for sampling in kinds]
-    agrees = all(row["gap"] <= TOLERANCE[dtype] for row in rounds)
-    return {"dtype": str(dtype), "agrees": agrees, "rounds": rounds}
+# ------------------------------------------------------------------------------------- shortlists
 
 
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--quick", action="store_true", help="a tiny size")
-    for name, size in SIZES.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size)
-    wanted = parser.parse_args()
-    if wanted.quick:
-        vars(wanted).update(TINY)
-    try:
-        device = pick_device(wanted.device)
-    except SpectuneError as error:
-        raise SystemExit(f"error: {error}") from None
-    if device.type != "cuda" and not wanted.quick:
-        raise SystemExit("error: there are no CUDA graphs to time: try --quick")
-    torch.set_num_threads(1)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    found: dict[str, Any] = {"device": name, "torch": torch.__version__}
-    with torch.no_grad():
-        found |= measured(wanted, device)
-    print(json.dumps(found, indent=1))
-    if not wanted.quick:
-        keep(f"gpu-{device.type}", found)
-    sys.exit(not found["agrees"])
+def milliseconds(run: Callable[[], object]) -> float:
+    """The median of a hundred launches."""
+    if DEVICE.type == "cpu":
+        began = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - began)
+    from triton.testing import do_bench
 
+    return float(do_bench(run, warmup=10, rep=50, return_mode="median"))
+
+
+@torch.no_grad()
+def shortlists(quick: bool = False) -> list[dict[str, Any]]:
+    """Milliseconds of a gathered head's products; ``away``: the kernel's distance from float64's as
+    a part of its length."""
+    rows = []
+    for hidden in (64,) if quick else (2048, 4096):
+        weight = torch.randn(640 if quick else VOCAB, hidden, device=DEVICE, dtype=DTYPE) * 0.02
+        for count in (64, 128) if quick else (1024, 4096, 16384, 32768, 60000):
+            for n in (1, 8) if quick else (1, 8, 60):
+                rows.append(_products(GatheredHead(weight), count, n))
+                say(rows[-1])
+    return rows
+
+
+def _products(head: GatheredHead, count: int, n: int) -> dict[str, Any]:
+    """Of ``n`` hidden states with ``count`` tokens, spread over the vocabulary."""
+    weight, linear = head.weight, torch.nn.functional.linear
+    ids = torch.randperm(head.vocab_size, device=DEVICE)[:count].sort().values
+    states = torch.randn(n, head.hidden_size, device=DEVICE, dtype=DTYPE)
+    exact = states.double() @ weight[ids].double().T
+    return {
+        "hidden": head.hidden_size,
+        "tokens": count,
+        "states": n,
+        "way": head.way(count),
+        "away": float((head.over(states, ids) - exact).norm() / exact.norm()),
+        "over_ms": milliseconds(lambda: head.over(states, ids)),
+        "gather_ms": milliseconds(lambda: linear(states, weight.index_select(0, ids))),
+        "full_ms": milliseconds(lambda: linear(states, weight)),
+    }
+
+
+# ------------------------------------------------------------------------------------------- tune
+
+
+def tune(quick: bool = False) -> dict[str, Any]:
+    """The table of ``tune``, and how far its predictions were off."""
+    folder = Path(os.environ.get("SPECTUNE_BALLAST") or tempfile.mkdtemp(prefix="ballast-"))
+    file, began = folder / "pair.json", time.perf_counter()
+    if not file.exists():
+        dtype = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+        build(folder, TINY if quick else LARGE, DEVICE.type, dtype)
+    say(f"built in {time.perf_counter() - began:.0f} s")
+    torch.cuda.empty_cache()
+    size = (18, 12, "4s") if quick else (24, 48, "30s")
+    limit, tokens, budget = map(str, size)
+    command = [
+        sys.executable,
+        str(ROOT / "cli.py"),
+        "--db",
+        str(folder / "gpu.db"),
+        "tune",
+        "--json",
+    ]
+    command += ["--pair", str(file), "--limit", limit, "--max-new-tokens", tokens, "--fresh"]
+    command += ["--budget", budget, "--report", "none", "--trials", "50"]
+    began = time.perf_counter()
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    made = json.loads(done.stdout)
+    rows = [*made["baselines"].values(), *made["candidates"]]
+    table = {row["id"]: row for row in rows if row["measured_tokens_per_s"]}
+    kept = ("label", "role", "predicted_tokens_per_s", "measured_tokens_per_s", "measured_interval",
+            "mean_accepted_length", "ratio_to_autoregressive", "executed_requests")  # fmt: skip
+    off = [r["predicted_tokens_per_s"] / r["measured_tokens_per_s"] - 1 for r in table.values()]
+    return {
+        "models": "8B, draft of 0.1B, EAGLE-3 head: ballast" if not quick else "tiny, ballast",
+        "on": hardware(DEVICE.type),
+        "winner": made["winner"]["label"],
+        "published": made["published"],
+        "reason": made["reason"],
+        "texts_differ": made["texts_differ"],
+        "median_error": float(np.median(np.abs(off))),
+        "largest_error": float(np.max(np.abs(off))),
+        "wall_s": time.perf_counter() - began,
+        "seconds": made["seconds"],
+        "table": [{key: row.get(key) for key in kept} for row in table.values()],
+    }
+
+
+PARTS = {"texts": texts, "passes": passes, "shortlists": shortlists, "tune": tune}
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    run_parts(__doc__, "gpu", PARTS, lambda: {"device": hardware(DEVICE.type)}, quick=False)

@@ -41,11 +41,12 @@ from spectune.optimizer.spaces import ShortlistLimit, TreeLimit, with_shortlist
 from spectune.optimizer.timings import Timings
 from spectune.runtime.decoder import Decoded, prepare_for
 from spectune.runtime.loading import LoadedPair, load_pair
-from spectune.runtime.loop import StaticSource
+from spectune.runtime.loop import DecodeRequest, StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.sampling import Noise, scaled
 from spectune.traces.latency import LatencyProfile
 from spectune.traces.recording import RecordingInfo
 from spectune.traces.schema import Sampling, Step, Workload
@@ -129,9 +130,13 @@ def environment() -> dict[str, Any]:
 # ------------------------------------------------------------------------------ pairs and requests
 
 
+ON: dict[str, str] = {"device": "cpu"}
+"""Where pairs are, and in which dtype."""
+
+
 def demo(drafts: Sequence[str] | None = None) -> LoadedPair:
-    """The pair that ships, in float32 on the CPU."""
-    return load_pair(read_pair("demo"), device="cpu", drafts=drafts)
+    """The pair that ships, in float32 on the CPU unless :data:`ON` says otherwise."""
+    return load_pair(read_pair("demo"), **ON, drafts=drafts)
 
 
 def gpt2(state: Path) -> LoadedPair:
@@ -419,6 +424,21 @@ def agreement(
 def tau_of(decoded: Sequence[Decoded]) -> float:
     """Tokens a round."""
     return sum(s.emitted for d in decoded for s in d.steps) / sum(len(d.steps) for d in decoded)
+
+
+def gap_of(
+    pair: LoadedPair, request: DecodeRequest, one: Sequence[int], other: Sequence[int]
+) -> float | None:
+    """Nats between the scores of the two tokens where two texts part, by the canonical pass; None
+    where they do not."""
+    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+    if at is None:
+        return None
+    target, prefix = pair.target, [*request.prompt_ids, *one[:at]]
+    scores = scaled(target.canonical(prefix), request.sampling)
+    if not request.sampling.greedy:
+        scores = scores + Noise(request.seed, target.vocab_size, target.device).row(len(prefix))
+    return float((scores[one[at]] - scores[other[at]]).abs())
 
 
 shape = attrgetter(

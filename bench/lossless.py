@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lab import GREEDY, SAMPLED, Lab, laboratory, requests, say, spread_over, tau_of
+from lab import GREEDY, SAMPLED, Lab, gap_of, laboratory, requests, say, spread_over, tau_of
 
 from spectune.optimizer.execute import DecodeOptions, Encoded, encode
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
@@ -59,11 +59,13 @@ def texts_differ(lab: Lab, encoded: Encoded, turn: int, each: int) -> list[dict[
             own = [p for p in kind if p.draft == draft]
             for policy in spread_over(own[(turn + n) % 3 :: 3], each):
                 found, tau = texts(policy)
-                differ = sum(a != b for a, b in zip(found, plain, strict=True))
+                each_of = zip(encoded.items, found, plain, strict=True)
+                gaps = [gap_of(lab.pair, item[1], a, b) for item, a, b in each_of if a != b]
                 row = {"pair": lab.name, "policy": policy.label(), "temperature": temperature}
-                rows.append({**row, "prompts": len(plain), "tau": tau, "differ": differ})
+                row |= {"prompts": len(plain), "tau": tau, "differ": len(gaps)}
+                rows.append({**row, "gap": max((g or 0.0 for g in gaps), default=0.0)})
                 label = f"{lab.name} T={temperature} {policy.label()}"
-                say(f"{label}: {differ} of {len(plain)} differ")
+                say(f"{label}: {len(gaps)} of {len(plain)} differ")
     return rows
 
 

@@ -44,14 +44,19 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
 def _policies(lab: Lab, turn: int, each: int) -> tuple[list[Policy], list[Policy]]:
     """One in two of every kind and draft, by ``turn``: those that replay claims exactly, and those
     under shortlists that it does not."""
-    exact, claimed = [], lab.listed(exact=True)
-    for kind in (lab.chains(), lab.grown(), claimed):
-        for draft in lab.pair.draft_names:
-            exact += spread_over([p for p in kind if p.draft == draft][turn % 2 :: 2], each)
-    known = {p.id for p in claimed}
+    known = {p.id for p in lab.listed(exact=True)}
     rough = [p for p in lab.listed() if p.id not in known]
     rough = [p for p in rough if p.is_tree or p.stop.kind != "none" or p.draft in lab.pair.heads]
-    return exact, spread_over(rough, 2 * each)
+    return claimed(lab, turn, each), spread_over(rough, 2 * each)
+
+
+def claimed(lab: Lab, turn: int, each: int) -> list[Policy]:
+    """One in two of those that replay claims exactly, of every kind and draft, by ``turn``."""
+    exact = []
+    for kind in (lab.chains(), lab.grown(), lab.listed(exact=True)):
+        for draft in lab.pair.draft_names:
+            exact += spread_over([p for p in kind if p.draft == draft][turn % 2 :: 2], each)
+    return exact
 
 
 def compared(

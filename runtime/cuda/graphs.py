@@ -14,7 +14,7 @@ nothing. Graphs hold the addresses of keys and values, so those captured before 
 never replayed.
 
 Nothing here waits for the device. Capturing goes through a :class:`CudaRecorder`; without CUDA
-there is none, and no pass comes here. No GPU has run this yet.
+there is none, and no pass comes here.
 """
 
 from __future__ import annotations

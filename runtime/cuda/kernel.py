@@ -1,6 +1,6 @@
 """The Triton kernel of the gathered head (DynaSpec, algorithm 1, line 13: FUSED_INDEX_GEMM):
 selects rows of an output matrix and multiplies at once, so that no sub-matrix is written. It runs
-on CUDA, and anywhere under Triton's interpreter; no GPU has run it yet.
+on CUDA, and anywhere under Triton's interpreter.
 """
 
 from __future__ import annotations
