@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # torch is imported by those tests alone that need it
 # Where it is set, every process of the tests would compile every module again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Texts are compared in float32, and CUDA's default is bfloat16: bench/gpu.py is for GPUs.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 TEMPLATE = "spectune_template"
 SCHEMA = """

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from spectune.runtime.drafts.protocol import LONG_LAG
 from spectune.runtime.policies.document import EXPANDED_LIMIT, NODE_LIMIT, WIDTH_LIMIT
@@ -46,6 +47,14 @@ FIRST_VIEW: Final = 256
 """Slots that the smallest captured pass reads."""
 REHEARSALS: Final = 3
 """Passes before a capture, in which libraries choose their kernels and make their workspaces."""
+KERNELS: Final = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+"""Of attention in captured passes. cuDNN's are the fastest, but it plans them for each shape, in
+0.1 s or more: eager passes, of many shapes, do without (:func:`runtime.loading.load_pair`)."""
 SWITCH: Final = "SPECTUNE_CUDA_GRAPHS"
 """Environment variable; 0 leaves graphs out."""
 
@@ -97,13 +106,14 @@ class CudaRecorder:
         and may be called any number of times before."""
         side, current = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
         side.wait_stream(current)
-        with torch.cuda.stream(side):
-            for _ in range(REHEARSALS):
-                rehearse()
-        current.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            run()
+        with sdpa_kernel(KERNELS):
+            with torch.cuda.stream(side):
+                for _ in range(REHEARSALS):
+                    rehearse()
+            current.wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                run()
         replay: Callable[[], None] = graph.replay
         return replay
 
