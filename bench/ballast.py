@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,9 +94,12 @@ def weighed(
     return _among(out, int(config["num_hidden_layers"]), layers, filled)
 
 
-def _among(made: Tensors, own: int, layers: int, filled: Any) -> Tensors:
+def _among(
+    made: Tensors, own: int, layers: int, filled: Callable[[torch.Tensor, int, int], torch.Tensor]
+) -> Tensors:
     """A model's layers among others that add nothing; its middle and its last three, before which
-    EAGLE-3 reads, are those of the new one."""
+    EAGLE-3 reads, are those of the new one. ``filled`` sets weights among random ones, by rows and
+    columns."""
     if own == layers:
         return made
     first = {n: x for n, x in made.items() if n.startswith("model.layers.0.")}

@@ -267,24 +267,18 @@ def tune(quick: bool = False) -> dict[str, Any]:
     folder = Path(os.environ.get("SPECTUNE_BALLAST") or tempfile.mkdtemp(prefix="ballast-"))
     file, began = folder / "pair.json", time.perf_counter()
     if not file.exists():
-        dtype = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
-        build(folder, TINY if quick else LARGE, DEVICE.type, dtype)
+        build(folder, TINY if quick else LARGE, DEVICE.type, DTYPE)
     say(f"built in {time.perf_counter() - began:.0f} s")
     torch.cuda.empty_cache()
-    size = (18, 12, "4s") if quick else (24, 48, "30s")
-    limit, tokens, budget = map(str, size)
-    command = [
-        sys.executable,
-        str(ROOT / "cli.py"),
-        "--db",
-        str(folder / "gpu.db"),
-        "tune",
-        "--json",
-    ]
-    command += ["--pair", str(file), "--limit", limit, "--max-new-tokens", tokens, "--fresh"]
-    command += ["--budget", budget, "--report", "none", "--trials", "50"]
+    size = "--limit 18 --max-new-tokens 12 --budget 4s"
+    if not quick:
+        size = "--limit 24 --max-new-tokens 48 --budget 30s"
+    own = f"--json --fresh --report none --trials 50 {size}".split()
+    where = [str(ROOT / "cli.py"), "--db", str(folder / "gpu.db"), "tune", "--pair", str(file)]
     began = time.perf_counter()
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, *where, *own], stdout=subprocess.PIPE, text=True, check=True
+    )
     made = json.loads(done.stdout)
     rows = [*made["baselines"].values(), *made["candidates"]]
     table = {row["id"]: row for row in rows if row["measured_tokens_per_s"]}
