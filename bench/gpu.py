@@ -145,9 +145,7 @@ def random_model(name: str, hidden: int, layers: int, vocab: int) -> CausalModel
         max_position_embeddings=CONTEXT + 1024,
     )
     with DEVICE:
-        model = LlamaForCausalLM(config).to(
-            torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
-        )
+        model = LlamaForCausalLM(config).to(DTYPE)
     with torch.no_grad():  # so that distributions are neither flat nor certain
         model.get_output_embeddings().weight.mul_(8.0)
     made = CausalModel(model, name)
@@ -155,22 +153,16 @@ def random_model(name: str, hidden: int, layers: int, vocab: int) -> CausalModel
     return made
 
 
-def pair_of(target: CausalModel, draft: CausalModel) -> LoadedPair:
-    spec = PairSpec("gpu", "target", (("draft", "draft"),))
-    return LoadedPair(spec, target, {"draft": draft}, None, frozenset())
-
-
 @torch.no_grad()
 def passes(quick: bool = False) -> list[dict[str, Any]]:
     """A row for each policy and temperature, by a target of a billion random parameters or so and
-    a draft of a few layers; ``gap``: how far apart the target's two best were, in nats, where
-    texts part first."""
-    sizes = (64, 2, 1, 320) if quick else (2048, 16, 2, VOCAB)
-    hidden, layers, few, vocab = sizes
-    target, draft = (random_model(n, hidden, k, vocab) for n, k in (("t", layers), ("draft", few)))
-    pair = LoadedPair(
-        PairSpec("gpu", "t", (("draft", "d"),)), target, {"draft": draft}, None, frozenset()
-    )
+    a draft of a few layers; ``largest_gap``: how far apart the target's two best were, in nats,
+    where a text parts first; ``problem``: why a pass could not be captured."""
+    hidden, layers, few, vocab = (64, 2, 1, 320) if quick else (2048, 16, 2, VOCAB)
+    target = random_model("target", hidden, layers, vocab)
+    drafts = {"draft": random_model("draft", hidden, few, vocab)}
+    spec = PairSpec("gpu", "random", (("draft", "random"),))
+    pair = LoadedPair(spec, target, drafts, None, frozenset())
     prepare_graphs(pair, prepare(AUTOREGRESSIVE, pair.draft_names), CONTEXT + 256)
     rows = []
     for name, document in POLICIES.items():
@@ -180,9 +172,7 @@ def passes(quick: bool = False) -> list[dict[str, Any]]:
         row = {"policy": name, "capture_s": time.perf_counter() - began}
         decoder = Decoder(pair, StaticSource(prepared))
         for sampling in (GREEDY, Sampling(1.0, seed=1)):
-            rows.append(
-                {**row, **_rounds(decoder, sampling, vocab), "problem": target.graphs.problem}
-            )
+            rows.append(row | _rounds(decoder, sampling, vocab))
             say(rows[-1])
     return rows
 
@@ -203,21 +193,16 @@ def _rounds(decoder: Decoder, sampling: Sampling, vocab: int) -> dict[str, Any]:
         gaps += [gap] if (gap := lab.gap_of(pair, request, *ids)) is not None else []
     eager, graph = (1e3 * statistics.median(taken[replayed]) for replayed in (False, True))
     row = {"temperature": sampling.temperature, "eager_ms": eager, "graph_ms": graph}
+    row |= {"speedup": eager / graph, "texts": REQUESTS + 1, "differ": len(gaps)}
     problem = pair.target.graphs.problem if pair.target.graphs else ""
-    apart = {
-        "problem": problem,
-        "texts": REQUESTS + 1,
-        "differ": len(gaps),
-        "largest_gap": max(gaps, default=0.0),
-    }
-    return {**row, "speedup": eager / graph, **apart}
+    return {**row, "largest_gap": max(gaps, default=0.0), "problem": problem}
 
 
 # ------------------------------------------------------------------------------------- shortlists
 
 
 def milliseconds(run: Callable[[], object]) -> float:
-    """The median of a hundred launches."""
+    """The median of many launches."""
     if DEVICE.type == "cpu":
         began = time.perf_counter()
         run()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spectune.runtime.drafts.eagle_head import EagleHead
-from spectune.runtime.drafts.passes import Places, TreeReader, propose_tree, shortlisted
+from spectune.runtime.drafts.passes import Places, TreeReader, propose_tree
 from spectune.runtime.drafts.protocol import DraftContext, Drafted
 from spectune.runtime.models import CHUNK, CausalModel
 from spectune.runtime.shortlists import Shortlists, States
@@ -139,27 +139,20 @@ class EagleReader(TreeReader):
         draft, head, at = self.draft, self.draft.head, self.draft._read
         ids = torch.tensor(self.text[at:], device=self.device)
         features = draft.features.rows[at - 1 : self.length - 1, draft.columns]
-        shortlists, states = self._shortlists, draft._states
+        shortlists = self._shortlists
         draft._read = self.length
         if shortlists is None:
             logits, out = head.chain(ids, at, logits=1, hidden=features)
             self._hidden = out[-1:]
             return logits
-
-        def read() -> Tensor:
-            out = head.chain(ids, at, logits=0, hidden=features)[1]
-            self._hidden = out[-1:]
-            if shortlists.routed:
-                states.put(at, out)
-            return head.state(self._hidden)
-
-        def before() -> Tensor | None:
-            out = states.at(self.length - 2)
-            return None if out is None else head.state(out)
-
-        return self._listed(
-            *shortlisted(shortlists, 0, ids, read, before, lambda _: self._state_before([]))
-        )
+        out = head.chain(ids, at, logits=0, hidden=features)[1]
+        self._hidden, before = out[-1:], None
+        if shortlists.routed:
+            draft._states.put(at, out)
+            before = draft._states.at(self.length - 2)
+        previous = None if before is None else head.state(before)
+        support = shortlists.select(0, ids[-1:], previous, lambda _: self._state_before([]))
+        return self._listed(head.state(self._hidden), support)
 
     def _read(
         self, tokens: Tensor, parents: Tensor | None, at: Places, logits: int | None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from spectune.runtime import near_ties
-from spectune.runtime.drafts.passes import Places, TreeReader, propose_tree, shortlisted
+from spectune.runtime.drafts.passes import Places, TreeReader, propose_tree
 from spectune.runtime.drafts.protocol import LONG_LAG, DraftContext, Drafted
 from spectune.runtime.models import CausalModel, ids_tensor
 from spectune.runtime.near_ties import near_code
@@ -148,19 +148,14 @@ class LanguageModelDraft:
     ) -> tuple[Tensor, Support]:
         """The same pass without the head: the last state [1, hidden_size], and the shortlist of
         draft step ``step``."""
-
-        def read() -> Tensor:
-            states = self.model.chain(pending, at, logits=0)[1]
-            if shortlists.routed:
-                self._states.put(at, states)
-            return states[-1:]
-
-        def before() -> Tensor | None:
-            return self._states.at(len(prefix) - 2)
-
-        return shortlisted(
-            shortlists, step, pending, read, before, lambda _: state_before(self.model, prefix)
+        states = self.model.chain(pending, at, logits=0)[1]
+        if shortlists.routed:
+            self._states.put(at, states)
+        before = self._states.at(len(prefix) - 2)
+        support = shortlists.select(
+            step, pending[-1:], before, lambda _: state_before(self.model, prefix)
         )
+        return states[-1:], support
 
     def _choose(
         self,

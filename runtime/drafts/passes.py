@@ -4,7 +4,6 @@ see, which tokens are evaluated."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -122,21 +121,3 @@ def propose_tree(
     source = ModelDistributions(rule, reader, context.sampling, context.noise, context.exact)
     tree = grow(rule, depth, limit, source)
     return Drafted(len(tree.tokens), tree.steps, lag, tree.tokens, tree)
-
-
-def shortlisted(
-    shortlists: Shortlists,
-    step: int,
-    pending: Tensor,
-    read: Callable[[], Tensor],
-    before: Callable[[], Tensor | None],
-    canonical: Callable[[int], Tensor | None],
-) -> tuple[Tensor, Support]:
-    """A pass over the ``pending`` tokens, the end of a chain: its last state [1, hidden_size], and
-    the shortlist for what follows.
-
-    ``read`` makes the pass; ``before`` is the state of the token before the last (None: there is
-    none), which a router asks for."""
-    states = read()
-    previous = before() if shortlists.routed else None
-    return states, shortlists.select(step, pending[-1:], previous, canonical)
