@@ -65,7 +65,10 @@ def causal_mask(start: int, stop: int, view: int, device: torch.device) -> torch
 
 
 def register() -> None:
-    """Makes ``attn_implementation="spectune"`` known; calling it again is harmless."""
+    """Makes ``attn_implementation="spectune"`` known, and turns cuDNN's kernels off in the whole
+    process: it plans them for each shape, in 0.1 s or more, and eager passes are of many. Calling
+    it again is harmless."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
     AttentionInterface.register(NAME, slot_attention)
     # Without a mask of ours attention is causal.
     AttentionMaskInterface.register(NAME, lambda *_args, **_kwargs: None)

@@ -108,15 +108,12 @@ def load_pair(
     head.
 
     ``threads`` are torch's on a CPU; by default one for a small target, else torch's own choice (or
-    ``OMP_NUM_THREADS``). On CUDA cuDNN's attention is turned off in the whole process, but for
-    captured passes. Raises PairError on a missing model, a vocabulary that differs, a head of
+    ``OMP_NUM_THREADS``). Raises PairError on a missing model, a vocabulary that differs, a head of
     another target, or files that change meanwhile.
     """
     check_threads(threads)
     content = spec.id
     where = pick_device(device)
-    if where.type == "cuda":  # eager passes are of many shapes
-        torch.backends.cuda.enable_cudnn_sdp(False)
     kind = pick_dtype(dtype, where)
     target = load_model(spec.target, name="target", device=where, dtype=kind)
     if not is_local(spec.target):

@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pairs import tiny_model
+from torch.nn.attention import sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spectune.runtime.attention import slot_attention
+from spectune.runtime.cuda.graphs import KERNELS
 from spectune.runtime.models import CausalModel
 
 VOCAB, LONG = 60, 4096
@@ -93,3 +95,12 @@ def test_a_kernel_may_lay_its_output_out_by_rows(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", by_rows)
     torch.testing.assert_close(slot_attention(torch.nn.Module(), q, k, k, mask)[0], by_heads)
+
+
+def test_eager_passes_do_without_cudnn() -> None:
+    """And captured ones do not."""
+    model("llama")
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    with sdpa_kernel(KERNELS):
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

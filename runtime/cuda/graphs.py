@@ -53,8 +53,8 @@ KERNELS: Final = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""Of attention in captured passes. cuDNN's are the fastest, but it plans them for each shape, in
-0.1 s or more: eager passes, of many shapes, do without (:func:`runtime.loading.load_pair`)."""
+"""Of attention in captured passes: cuDNN's, the fastest, too, which eager passes do without
+(:func:`runtime.attention.register`)."""
 SWITCH: Final = "SPECTUNE_CUDA_GRAPHS"
 """Environment variable; 0 leaves graphs out."""
 
