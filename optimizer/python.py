@@ -22,7 +22,6 @@ from spectune.optimizer.overlong import made_to_fit
 from spectune.optimizer.record import Look
 from spectune.optimizer.record import record as do_record
 from spectune.optimizer.serving import last_good
-from spectune.optimizer.simulate.counted import counted, holds_counts
 from spectune.optimizer.simulate.trace import simulate as do_simulate
 from spectune.optimizer.tune import TuneOptions
 from spectune.optimizer.tune import tune as do_tune
@@ -213,15 +212,11 @@ def simulate(
         on = device or str(info.options.get("device", "cpu"))
         where = deployment or deployment_of(info.engine)
         chosen = _policy(store, policy, info.pair_id, on, where)
-        if holds_counts(info):
-            found, approximate = counted(info, chosen)
-        else:
-            profile = store.profile_of(info.pair_id, on)
-            replayed, _, approximate = do_simulate(store, info.id, chosen, profile)
-            found = replayed.outcome()
+        profile = store.profile_of(info.pair_id, on)
+        replayed, _, approximate = do_simulate(store, info.id, chosen, profile)
     if approximate:
         _warn([f"approximate: {approximate}"])
-    return _outcome(found, chosen, "predicted")
+    return _outcome(replayed.outcome(), chosen, "predicted")
 
 
 def run(

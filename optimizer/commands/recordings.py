@@ -8,20 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import flag, option
 from spectune.optimizer.commands.database import moment_before
-from spectune.optimizer.commands.options import (
-    FILE,
-    TEMPERATURE,
-    TOP_P,
-    FiniteRange,
-    Whole,
-    together,
-)
+from spectune.optimizer.commands.options import FILE, FiniteRange, Whole, together
 from spectune.optimizer.commands.outputs import check_writable, write_text
 from spectune.optimizer.commands.printing import Group, Meter, as_json, emit, table
-from spectune.optimizer.commands.shared import open_store, pair_spec
+from spectune.optimizer.commands.shared import open_store
 
 if TYPE_CHECKING:
     from spectune.traces.store.query import TraceFilter
@@ -29,7 +21,7 @@ if TYPE_CHECKING:
 
 @click.group(cls=Group)
 def traces() -> None:
-    """Recordings: list, show, stats, report, query, export, import, ingest, prune."""
+    """Recordings: list, show, stats, report, query, export, import, prune."""
 
 
 SHARE = FiniteRange(0, 1)
@@ -265,63 +257,6 @@ def traces_import(path: str) -> None:
     emit(
         {"added": list(moved.added), "present": list(moved.present), "chunks": moved.chunks},
         f"added {added}; already here: {present}",
-    )
-
-
-@traces.command("ingest")
-@click.argument("path", metavar="RESPONSES", type=FILE)
-@opts.pair
-@option(
-    "--draft-name draft",
-    "The draft that the server loaded, or ngram.",
-    required=True,
-    metavar="NAME",
-)
-@option("--temperature", "As the requests asked for.", TEMPERATURE, default=0.0)
-@option("--top-k", "0: off.", Whole(0), default=0)
-@option("--top-p", "1: off.", TOP_P, default=1.0)
-def traces_ingest(
-    path: str, draft: str, temperature: float, top_k: int, top_p: float, **kw: Any
-) -> None:
-    """Record what responses of vLLM or SGLang, one a line, say of their drafts: for servers without
-    our plugin.
-
-    With token ids (vLLM's return_token_ids) texts are recorded, and `record --resume` makes them
-    replayable under any window and draft. Without them, only how many tokens each round kept is
-    recorded: `simulate` answers for windows up to the served one, and goes no further.
-
-    \b
-    Example:  cli.py traces ingest responses.jsonl --pair pair.json --draft-name small
-    """
-    from spectune.engines.ingest import keep, read_responses
-    from spectune.traces.errors import PairError
-    from spectune.traces.schema import Sampling
-
-    sampling, spec = Sampling(temperature, top_k, top_p), pair_spec(kw)
-    if draft not in spec.draft_names:
-        raise PairError(
-            f"--draft-name {draft}: pair {spec.name} has no such draft; it has: "
-            f"{', '.join(spec.draft_names)}"
-        )
-    found = read_responses(path, draft, sampling)
-    with open_store() as store:
-        recording = keep(store, spec, found, draft, sampling)
-    requests, rounds = len(found.requests), sum(found.rounds.values())
-    data = {
-        "recording": recording,
-        "engine": found.engine,
-        "requests": requests,
-        "rounds": rounds,
-        "responses": found.responses,
-        "without": found.without,
-        "counts": found.counts(),
-    }
-    what = f"{requests} requests with their texts" if requests else "counts without texts"
-    left = f"; {found.without} say nothing of rounds" if found.without else ""
-    emit(
-        data,
-        f"recording {recording}: {what}, {rounds} rounds of {found.responses} responses of "
-        f"{found.engine}{left}",
     )
 
 

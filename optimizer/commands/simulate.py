@@ -89,7 +89,6 @@ def simulate(**kw: Any) -> None:
         from spectune.optimizer.artifacts import keep_q_table, q_table
         from spectune.optimizer.inputs import outcome_json
         from spectune.optimizer.report.tables import outcome_table
-        from spectune.optimizer.simulate.counted import counted, holds_counts
         from spectune.runtime.policies.document import ChooserPolicy
         from spectune.traces.errors import PolicyError
 
@@ -98,47 +97,34 @@ def simulate(**kw: Any) -> None:
                 "--keep-q-table: a chooser's candidates keep their tables to themselves; simulate "
                 "one of them"
             )
-        if holds_counts(info):
-            for name in ("per_round", "keep_q_table", "limit", "workers"):
-                if kw[name]:
-                    raise PolicyError(
-                        f"--{name.replace('_', '-')}: recording {info.id} has counts of rounds, "
-                        "and no requests to replay"
-                    )
-            outcome, approximate = counted(info, policy)
-            data = outcome_json(outcome, policy)
-        else:
-            replayed, skipped, approximate = _replayed(store, info, policy, found, kw)
-            for chunk in skipped:
-                note(f"left out: request {chunk.ordinal} of {chunk.recording}: {chunk.problem}")
-            if kw["limit"] is None:
-                say_unseen(info, len(replayed.names) + len(skipped))
-            if info.engine != NATIVE:
-                seconds = "not known" if found is None else "the native decoder's"
-                note(
-                    f"seconds are {seconds}: those of {info.engine} depend on its load, which "
-                    "--arrivals says (clients:8, say)"
-                )
-            elif found is None:
-                note(
-                    "no latency profile of this pair and device: seconds are left at 0 (run "
-                    "`profile`)"
-                )
-            if kw["per_round"]:
-                pairs = zip(replayed.names, replayed.steps(), strict=True)
-                rows = (row for (request, _), steps in pairs for row in rounds_of(request, steps))
-                write_rounds(kw["per_round"], rows)
-            outcome = replayed.outcome()
-            data = outcome_json(outcome, policy)
-            if replayed.chosen:
-                data["picks"] = dict(sorted(Counter(replayed.chosen).items()))
-            if kw["keep_q_table"]:
-                about = {"recording": info.id, "policy": policy.spelled_out()}
-                with kept_unless_stored(
-                    lambda: {**data, "q_table": q_table(replayed.state).tolist()}
-                ):
-                    data["artifact"] = keep_q_table(store, replayed.state, info.pair_id, about)
-                note(f"artifact {data['artifact']}")
+        replayed, skipped, approximate = _replayed(store, info, policy, found, kw)
+        for chunk in skipped:
+            note(f"left out: request {chunk.ordinal} of {chunk.recording}: {chunk.problem}")
+        if kw["limit"] is None:
+            say_unseen(info, len(replayed.names) + len(skipped))
+        if info.engine != NATIVE:
+            seconds = "not known" if found is None else "the native decoder's"
+            note(
+                f"seconds are {seconds}: those of {info.engine} depend on its load, which "
+                "--arrivals says (clients:8, say)"
+            )
+        elif found is None:
+            note(
+                "no latency profile of this pair and device: seconds are left at 0 (run `profile`)"
+            )
+        if kw["per_round"]:
+            pairs = zip(replayed.names, replayed.steps(), strict=True)
+            rows = (row for (request, _), steps in pairs for row in rounds_of(request, steps))
+            write_rounds(kw["per_round"], rows)
+        outcome = replayed.outcome()
+        data = outcome_json(outcome, policy)
+        if replayed.chosen:
+            data["picks"] = dict(sorted(Counter(replayed.chosen).items()))
+        if kw["keep_q_table"]:
+            about = {"recording": info.id, "policy": policy.spelled_out()}
+            with kept_unless_stored(lambda: {**data, "q_table": q_table(replayed.state).tolist()}):
+                data["artifact"] = keep_q_table(store, replayed.state, info.pair_id, about)
+            note(f"artifact {data['artifact']}")
     if approximate:
         note(f"approximate: {approximate}")
         data["approximate"] = True

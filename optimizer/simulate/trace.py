@@ -15,7 +15,6 @@ from spectune.db.errors import NotFoundError
 from spectune.engines.abilities import VLLM, engine_named
 from spectune.engines.vllm.prompt_lookup import LEAST, MOST, copied
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.simulate.counted import INSTEAD, holds_counts
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace, proposals_of
 from spectune.optimizer.simulate.shortlist_ranks import Ranks, how_to_rank, stored_ranks
@@ -70,8 +69,6 @@ def open_trace(
     whose draft was not recorded, NoRequestsError where no request is left.
     """
     info = store.get_recording(recording)
-    if holds_counts(info):
-        raise TraceError(f"recording {info.id} has counts of rounds without texts; {INSTEAD}")
     engine = engine_named(info.engine)
     served = engine.prefill_emits
     wanted_chains, grown, found = set(chains), set(trees), dict(ranks or {})
