@@ -31,7 +31,7 @@ SUITES = ("kills", "borders")
 """Functions of :mod:`suites`; the others are ``check`` in the module of their name."""
 EXACT = ("lossless", "parity", "engines", *SUITES)
 """Checks that do not read the clock, the longest first."""
-TIMED = ("fidelity", "combination", "regret", "draft_choice", "sampled", "shortlists", "chaos")
+TIMED = ("fidelity", "combination", "regret", "draft_choice", "sampled", "shortlists")
 CHECKS = (*EXACT, *TIMED)
 
 

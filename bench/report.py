@@ -76,7 +76,6 @@ CHECKS = {
     "draft-choice": ("a draft for each prompt", "0.97 of the oracle's gain", LITTLE),
     "kills": ("kill -9 of record and tune", "0 problems", "SQLite on one disk"),
     "borders": ("malformed input of every kind", "our errors alone", ""),
-    "chaos": ("kills, outages and garbage at once", "0 failures", "databases are not recreated"),
     "engines": (ENGINES, "0 mismatches", "greedy, on a CPU; vLLM is held by `make test-vllm`"),
 }
 """Title, target, and what it leaves out of each check."""
@@ -362,7 +361,7 @@ def highlights() -> str:
         rows.append((r["workload"], plain, f"{r['winner']}: {best}", f"{r['speedup'][0]:.2f}"))
     names = ("workload", "autoregressive, tokens/s", "published policy, tokens/s", "speed-up")
     lines = table(names, rows)
-    lines += [f"- {CHECKS[name][0]}: {figure(name)}" for name in ("lossless", "fidelity", "chaos")]
+    lines += [f"- {CHECKS[name][0]}: {figure(name)}" for name in ("lossless", "fidelity")]
     found = load("load-vllm")
     shares = [r["share"][0] for r in found["regret"]["together"] if r["constant"] != "off"]
     errors = found["tokens_per_s"]

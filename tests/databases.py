@@ -78,10 +78,9 @@ def server_binaries() -> Path | None:
 
 
 class Server:
-    """A server of this system's programs in a folder of its own, on the loopback alone; ``options``
-    as ``postgres -c`` takes them."""
+    """A server of this system's programs in a folder of its own, on the loopback alone."""
 
-    def __init__(self, binaries: Path, **options: object) -> None:
+    def __init__(self, binaries: Path) -> None:
         self.folder, port = Path(tempfile.mkdtemp(prefix="spectune-pg-", dir="/tmp")), free_port()
         self.url = f"postgresql://postgres@127.0.0.1:{port}/postgres"
         self._as_user: list[str] = []
@@ -89,10 +88,10 @@ class Server:
             self._as_user = ["runuser", "-u", "postgres", "--"]
             shutil.chown(self.folder, "postgres")
         given = {"listen_addresses": "127.0.0.1", "fsync": "off", "max_connections": 120}
-        given |= {"shared_buffers": "32MB", **options}
+        given |= {"shared_buffers": "32MB"}
         settings = " ".join(f"-c {name}={value}" for name, value in given.items())
         self._options = f"-k {self.folder} -p {port} {settings}"
-        self._binaries, self.data = binaries, self.folder / "data"
+        self._binaries, self._data = binaries, self.folder / "data"
         self._run("initdb", "-A", "trust", "-U", "postgres", "-E", "UTF8", "--no-sync")
 
     def start(self) -> None:
@@ -101,10 +100,9 @@ class Server:
             "pg_ctl", "-l", str(self.folder / "log"), "-o", self._options, "-w", "-t", "60", "start"
         )
 
-    def stop(self, mode: str = "immediate") -> None:
-        """``fast``: connections are cut; ``immediate``: memory is dropped as well, as in a
-        crash."""
-        self._run("pg_ctl", "-m", mode, "-w", "stop")
+    def stop(self) -> None:
+        """Cuts connections and drops what is in memory, as in a crash."""
+        self._run("pg_ctl", "-m", "immediate", "-w", "stop")
 
     def close(self) -> None:
         """Ends the server, if it runs, and removes its folder."""
@@ -114,7 +112,7 @@ class Server:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _run(self, program: str, *arguments: str) -> None:
-        command = [*self._as_user, str(self._binaries / program), "-D", str(self.data), *arguments]
+        command = [*self._as_user, str(self._binaries / program), "-D", str(self._data), *arguments]
         # Not through pipes: the server would inherit them and keep them open.
         with open(self.folder / f"{program}.out", "w+") as out:
             how = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
@@ -215,9 +213,7 @@ NOT_POLICIES = {
 """What no publication should name, as JSON."""
 
 
-def publish_text(
-    store: TraceStore, pair_id: str, document: str | bytes, actor: str = "test"
-) -> int:
+def publish_text(store: TraceStore, pair_id: str, document: str | bytes) -> int:
     """Publishes a policy whose document is this text, whoever wrote it; the version."""
     try:
         name = policy_id(json.loads(document))
@@ -230,4 +226,4 @@ def publish_text(
     )
     with store.database.write() as session:
         session.execute(row, {"id": name, "document": document})
-    return store.publish(pair_id, "cpu", name, actor=actor).version
+    return store.publish(pair_id, "cpu", name, actor="test").version

@@ -175,27 +175,23 @@ def put_made_up_profile(
     store: TraceStore,
     pair: LoadedPair,
     profile: LatencyProfile | None = None,
-    *,
-    threads: int | None = None,
 ) -> str:
     """Stores a latency profile, by default a made-up one, as that of a pair on this machine,
     accepted and fresh, so that `tune` uses it; its id.
 
     Measuring takes half a minute on a busy machine, and what is measured is not what these tests
-    are about. ``threads`` is what the processes that are to find it run with (default: as this
-    one).
+    are about.
     """
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-    here = environment(pair) | ({} if threads is None else {"threads": threads})
     made = profile or flat_profile(pair.id, pair.drafts)
-    return store.put_profile(replace(made, environment=here))
+    return store.put_profile(replace(made, environment=environment(pair)))
 
 
-def put_profile(url: str, pair_file: Path | str, *, threads: int | None = None) -> str:
+def put_profile(url: str, pair_file: Path | str) -> str:
     """:func:`put_made_up_profile` on a CPU, for the pair of a file."""
     pair = load_pair(read_pair(str(pair_file)), device="cpu")
     with opened(url) as store:
-        return put_made_up_profile(store, pair, threads=threads)
+        return put_made_up_profile(store, pair)
 
 
 def one_object(text: str) -> dict[str, Any]:
