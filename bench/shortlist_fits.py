@@ -39,13 +39,12 @@ Budget = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Fits:
-    """A pair, a recording's two parts, and ids of what was fitted: one order of tokens, and a
-    router by draft."""
+    """A pair, the part of a recording that nothing was fitted to, and ids of what was fitted: one
+    order of tokens, and a router by draft."""
 
     pair: LoadedPair
     store: TraceStore
     workload: Workload
-    search: tuple[Trajectory, ...]
     test: tuple[Trajectory, ...]
     frequencies: str
     routers: dict[str, str]
@@ -90,12 +89,11 @@ def fit(state: Path, drafts: Sequence[str], quick: bool) -> Fits:
     recording = recorded(store, pair, workload, options)
     texts = store.load(recording, []).trajectories
     parts = split([t.category for t in texts])
-    held_out = sorted([*parts.race, *parts.confirm])
-    search, test = (tuple(texts[i] for i in part) for part in (parts.search, held_out))
+    test = tuple(texts[i] for i in sorted([*parts.race, *parts.confirm]))
     frequencies = fit_fr_spec(store, recording, pair).artifact
     clusters = 16 if quick else CLUSTERS
     routers = {d: fit_router(store, recording, pair, d, clusters=clusters).artifact for d in drafts}
-    return Fits(pair, store, workload, search, test, frequencies, routers)
+    return Fits(pair, store, workload, test, frequencies, routers)
 
 
 def drafting(draft: str, shape: str, shortlist: Document | None = None) -> Policy:
