@@ -413,10 +413,6 @@ def test_figures_of_what_was_served() -> None:
     limits = {(1.0, None): 0.1, (2.0, 0.5): 0.2, (2.0, 0.4): 0.1, (0.5, None): 0.0}
     for most, good in limits.items():
         assert served.goodput(Objective("goodput", *most)) == good
-    load = served.load()
-    assert sum(part["tokens_per_s"] * 0.5 for part in load) == pytest.approx(6)
-    assert sum(part["waiting"] * 0.5 for part in load) == pytest.approx(3)
-    assert [part["decoding"] for part in load] == pytest.approx([0] * 4 + [2] * 4 + [1] * 12)
 
 
 def test_arrivals_as_they_are_asked_for(tmp_path: Path) -> None:
@@ -483,7 +479,6 @@ def test_a_policy_is_simulated_under_load_by_command(server: Door) -> None:
     found = server.json(*asked, "--engine", "vllm", *loads)
     alone, crowded = found["loads"]
     assert [one["load"] for one in (alone, crowded)] == ["clients:1", "clients:8"]
-    assert len(alone["over_time"]) == 20
     assert (alone["mean_batch"], found["engine"], found["max_num_seqs"]) == (1.0, "vllm", 8)
     assert crowded["tokens_per_s"] > alone["tokens_per_s"]
     assert set(alone["latency_s"]) == {"mean", "p50", "p95", "p99"}

@@ -115,10 +115,7 @@ def simulate_under_load(
         "policy": policy.label(),
         "policy_id": policy.id,
         "priced_with_draft": lab.loaded(policy),
-        "loads": [
-            {"load": name, **found.to_json(level), "over_time": found.served.load()}
-            for name, found in simulated.items()
-        ],
+        "loads": [{"load": name, **found.to_json(level)} for name, found in simulated.items()],
     }
     say_unseen(info, len(lab.trace.order))
     _say_costs(lab)

@@ -22,8 +22,6 @@ from spectune.traces.recording import RecordedRequest
 from spectune.traces.schema import quantiles
 
 GRAMMAR: Final = "FILE, FILE@RATE, recorded, poisson:RATE or clients:N"
-BINS: Final = 20
-"""Parts of the time that load over time is told for."""
 
 
 def loads_of(
@@ -175,21 +173,6 @@ class Served:
             good &= self.tpot_s <= level.tpot_s
         return float(good.sum() / self.seconds) if self.seconds > 0 else 0.0
 
-    def load(self) -> list[dict[str, float]]:
-        """Load over time: in parts of equal length the mean number of requests that waited for
-        their first token and that were decoded after it, and tokens a second."""
-        edges = self.arrived_s.min() + np.linspace(0.0, self.seconds, BINS + 1)
-        width = np.diff(edges)
-        rate = (self.tokens - 1) / np.maximum(1e-9, self.finished_s - self.first_s)
-        once, firsts = np.ones(len(self.tokens)), np.histogram(self.first_s, edges)[0]
-        columns = {
-            "waiting": _until(edges, self.arrived_s, self.first_s, once),
-            "decoding": _until(edges, self.first_s, self.finished_s, once),
-            "tokens_per_s": _until(edges, self.first_s, self.finished_s, rate) + firsts,
-        }
-        rows = zip(edges[:-1] - edges[0], *(c / width for c in columns.values()), strict=True)
-        return [dict(zip(("from_s", *columns), map(float, row), strict=True)) for row in rows]
-
     def to_json(self, level: Objective) -> dict[str, Any]:
         """Figures for people and programs; times in seconds."""
         later = self.tpot_s[self.tokens > 1]
@@ -204,17 +187,3 @@ class Served:
             "latency_s": quantiles((self.finished_s - self.arrived_s).tolist()),
             "goodput_requests_per_s": self.goodput(level),
         }
-
-
-def _until(edges: FloatArray, begins: FloatArray, ends: FloatArray, rate: FloatArray) -> FloatArray:
-    """What rates that last from ``begins`` to ``ends`` add up to between edges, float64 [edges -
-    1]."""
-
-    def summed(moments: FloatArray) -> FloatArray:
-        order = np.argsort(moments)
-        at = np.searchsorted(moments[order], edges, side="right")
-        rates = np.concatenate(([0.0], np.cumsum(rate[order])))
-        weighted = np.concatenate(([0.0], np.cumsum((rate * moments)[order])))
-        return np.asarray(rates[at] * edges - weighted[at])
-
-    return np.diff(summed(begins) - summed(ends))
