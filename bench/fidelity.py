@@ -11,7 +11,6 @@ import numpy as np
 from lab import (
     GAMMA,
     GREEDY,
-    Lab,
     agreement,
     chain,
     compare,
@@ -27,13 +26,13 @@ from lab import (
 from scipy.stats import kendalltau
 
 from spectune.optimizer.execute import Comparison, DecodeOptions
-from spectune.optimizer.profiles import at_pace_of, expected_seconds
+from spectune.optimizer.profiles import common_factor, expected_seconds
+from spectune.optimizer.report.words import prediction_in_words
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.timings import Timings
+from spectune.optimizer.timings import Expected, Timings
 from spectune.optimizer.tune import TuneOptions, tune
 from spectune.runtime.policies.document import Policy
-from spectune.traces.latency import LatencyProfile
 
 PASSES = 2
 """Of a measurement."""
@@ -50,7 +49,8 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     beside another changes meanwhile. Predictions are held against the mean of both. What it is off
     by itself, half of what they differ by, is the bar where it is larger than 3% (90th percentile:
     6%). Costs are those of two profiles, one from before the first measurement and one from after
-    it. As in `tune`, one factor brings a profile to the pace of the executions.
+    it. Errors are told as predicted, and after the one common factor of each profile that is fitted
+    to the same executions; the bars are for the latter.
     """
     lab = laboratory(state, "demo", GREEDY, quick)
     if not quick:  # the laboratory's may be of a time when the machine ran at another pace
@@ -68,29 +68,36 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     second = compare(lab.pair, every, lab.encoded(limit), passes=PASSES, **how)
     both = seconds_of(first, second)
     means = {p: ((one + other) / 2)[:, None] for p, (one, other) in both.items()}
-    paced = [
-        at_pace_of(profile, Timings(means, expected_seconds(part, every, profile, lab.find)))
-        for profile in profiles
-    ]
+    expected = [expected_seconds(part, every, profile, lab.find) for profile in profiles]
+    factors = [common_factor(Timings(means, seconds)) for seconds in expected]
     rows = []
     for kind, found in policies.items():
-        rows += executed(lab, paced, part, kind, found, first, both)
+        rows += executed(expected, factors, kind, found, first, both)
     exact = [r for r in rows if r["kind"] != "shortlists"]  # whose rounds are replayed exactly
-    errors, again = (
+    errors, again, before = (
         np.quantile(np.abs([r[name] for r in exact]), (0.5, 0.9)).tolist()
-        for name in ("error", "repeat_error")
+        for name in ("error_after_factor", "repeat_error", "error")
     )
-    table, tau = max(t["median_error"] for t in tables), _agreement(exact)
+    table, tau = max(t["median_error_after_factor"] for t in tables), _agreement(exact)
     is_near = errors[0] <= max(0.03, again[0] / 2) and errors[1] <= max(0.06, again[1] / 2)
-    by_kind = {k: [abs(r["error"]) for r in rows if r["kind"] == k] for k in policies}
+    by_kind = {k: [abs(r["error_after_factor"]) for r in rows if r["kind"] == k] for k in policies}
+    said = ", ".join(f"{factor:.3f}" for factor in factors)
     return {
         "holds": is_near and table <= 0.05,
-        "summary": f"chains and trees: median {100 * errors[0]:.1f}%, 90th percentile "
-        f"{100 * errors[1]:.1f}% over {len(exact)} policies (measuring again, minutes later: "
+        "summary": f"chains and trees, {len(exact)} policies: as predicted {100 * before[0]:.1f}% "
+        f"off in the median, 90th percentile {100 * before[1]:.1f}%; after one common factor a "
+        f"profile ({said}) {100 * errors[0]:.1f}%, {100 * errors[1]:.1f}% (measuring again, "
+        "minutes later: "
         f"{100 * again[0]:.1f}%, {100 * again[1]:.1f}%), Kendall tau {tau['kendall_tau']:.2f} "
         f"({tau['kendall_tau_measured_again']:.2f}), beyond noise "
         f"{tau['kendall_tau_beyond_noise'] or 0:.2f} ({tau['pairs_beyond_noise']} pairs); final "
-        "tables of `tune`: " + ", ".join(f"{100 * t['median_error']:.1f}%" for t in tables),
+        "tables of `tune`: "
+        + ", ".join(
+            f"{100 * t['median_error']:.1f}%, after its factor ({t['common_factor']:.3f}) "
+            f"{100 * t['median_error_after_factor']:.1f}%"
+            for t in tables
+        ),
+        "common_factors": factors,
         "by_kind": {kind: float(np.median(own)) for kind, own in by_kind.items()},
         **tau,
         "tau_by_gamma": {draft: _taus(trace, draft) for draft in lab.pair.chain_drafts},
@@ -109,23 +116,24 @@ def seconds_of(first: Comparison, second: Comparison) -> dict[str, tuple[Any, An
 
 
 def executed(
-    lab: Lab,
-    profiles: Sequence[LatencyProfile],
-    trace: ReplayTrace,
+    expected: Sequence[Expected],
+    factors: Sequence[float],
     kind: str,
     policies: list[Policy],
     compared: Comparison,
     both: dict[str, tuple[Any, Any]],
 ) -> list[dict[str, Any]]:
-    """A row of each policy: what replay says of the executed requests, at their pace, in the mean
-    of the profiles, and what they took, in the mean of ``both`` measurements and in each."""
+    """A row of each policy: what replay says of the executed requests in the mean of the profiles
+    (``expected``), as it is and divided by each profile's factor, and what they took, in the mean
+    of ``both`` measurements and in each."""
     rows = []
     for policy in policies:
-        told = [expected_seconds(trace, [policy], p, lab.find)[policy.id].sum() for p in profiles]
+        told = [seconds[policy.id].sum() for seconds in expected]
         total = compared.outcomes[policy.id].total
         tokens, (first, again) = total.emitted_tokens, (s.sum() for s in both[policy.id])
         seconds = {
             "predicted": np.mean(told),
+            "predicted_after_factor": np.mean(np.divide(told, factors)),
             "measured": (first + again) / 2,
             "first": first,
             "repeated": again,
@@ -133,7 +141,8 @@ def executed(
         row = {"kind": kind, "id": policy.id, "policy": policy.label()}
         row |= {"tau": total.mean_accepted_length}
         row |= {f"{name}_tokens_per_s": float(tokens / s) for name, s in seconds.items()}
-        row |= {"error": float(seconds["measured"] / seconds["predicted"] - 1)}
+        for name in ("", "_after_factor"):
+            row[f"error{name}"] = float(seconds["measured"] / seconds[f"predicted{name}"] - 1)
         rows.append({**row, "repeat_error": float(first / again - 1)})
     return rows
 
@@ -168,10 +177,9 @@ def _tuned(state: Path, name: str, quick: bool) -> dict[str, Any]:
     wanted = TuneOptions(options=options, trials=trials, budget_s=budget_s, tree_width=width)
     workload = requests(count, letters=None if name == "demo" else 200)
     tuned = tune(stored(state / f"tuned-{name}.db", fresh=True), pair, workload, wanted)
-    table = [c.to_json() for c in tuned.candidates]
-    errors = [abs(c["predicted_tokens_per_s"] / c["measured_tokens_per_s"] - 1) for c in table]
-    median = float(np.median(errors))
-    say(f"tune of {name}: median error {100 * median:.1f}%")
-    keys = ("label", "predicted_tokens_per_s", "measured_tokens_per_s")
-    rows = [{key: c[key] for key in keys} for c in table]
-    return {"pair": name, "median_error": median, "seconds": dict(tuned.seconds), "rows": rows}
+    found = tuned.to_json()
+    say(f"tune of {name}: {prediction_in_words(found['prediction'])}")
+    speeds = ("predicted", "predicted_after_factor", "measured")
+    keys = ("label", *(f"{speed}_tokens_per_s" for speed in speeds))
+    rows = [{key: c[key] for key in keys} for c in found["candidates"]]
+    return {"pair": name, **found["prediction"], "seconds": found["seconds"], "rows": rows}

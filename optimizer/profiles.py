@@ -1,5 +1,5 @@
-"""Which latency profile a pair's policies are judged by: found or measured, brought to the pace of
-what was executed, and how far it is to be trusted."""
+"""Which latency profile a pair's policies are judged by: found or measured, and how far it is to be
+trusted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spectune.optimizer.timings import Expected, Timings
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AnyPolicy
-from spectune.runtime.profiling import environment, measure_profile, refit_scale
+from spectune.runtime.profiling import environment, measure_profile
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.latency import LatencyProfile
 from spectune.traces.schema import Trajectory
@@ -135,16 +135,20 @@ def expected_seconds(
     }
 
 
-def at_pace_of(profile: LatencyProfile, timings: Timings) -> LatencyProfile:
-    """The profile at the pace of executions: predictions beside measurements are then in one unit.
-    A request counts with its median."""
-    if timings.expected is None:
-        return profile
-    predicted: list[float] = []
-    executed: list[float] = []
-    for policy, expected in timings.expected.items():
+def common_factor(timings: Timings) -> float:
+    """The one factor that brings predicted speeds to those executed: the median, over the requests
+    of every policy of which something was predicted, of predicted over executed seconds (a request
+    counts with the median of its executions); 1 where nothing was predicted.
+
+    It is fitted to the executions beside which it is then shown, so what is off after it says how
+    policies compare, not how fast they are.
+    """
+    ratios: list[float] = []
+    for policy, expected in (timings.expected or {}).items():
         seconds = timings.seconds[policy]
         ran = ~np.isnan(seconds).all(1)
-        predicted += expected[ran].tolist()
-        executed += np.nanmedian(seconds[ran], axis=1).tolist() if ran.any() else []
-    return refit_scale(profile, predicted, executed)
+        if ran.any():
+            executed = np.nanmedian(seconds[ran], axis=1)
+            known = (expected[ran] > 0) & (executed > 0)
+            ratios += (expected[ran][known] / executed[known]).tolist()
+    return float(np.median(ratios)) if ratios else 1.0

@@ -179,7 +179,8 @@ def tune(
         tuned = do_tune(store, loaded, workload, wanted, progress=progress)
     data, version = tuned.to_json(), tuned.published and tuned.published.version
     done = f"published as version {version}" if version else "nothing published"
-    speeds = ("predicted_tokens_per_s", "measured_tokens_per_s")
+    kinds = ("predicted", "predicted_after_factor", "measured")
+    speeds = (f"{kind}_tokens_per_s" for kind in kinds)
     keys = ("role", "label", *speeds, "ratio_to_incumbent", "ratio_to_autoregressive")
     ranked = sorted(data["candidates"], key=lambda c: -float(c["ratio_to_leader"]))
     roles: dict[str, list[str]] = {}

@@ -30,7 +30,7 @@ from spectune.optimizer.inputs import in_force, published_policy
 from spectune.optimizer.parts import Parts, mixed, split
 from spectune.optimizer.processes import kept_helpers
 from spectune.optimizer.profiles import (
-    at_pace_of,
+    common_factor,
     doubts,
     expected_seconds,
     prediction_spread,
@@ -66,7 +66,7 @@ from spectune.runtime.recording.trees import Cover
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.recording import TREE_DEPTH
 from spectune.traces.sanity import Sanity, checked
-from spectune.traces.schema import LatencyProfile, Trajectory, Workload
+from spectune.traces.schema import Trajectory, Workload
 from spectune.traces.store import Publication, StoredProfile, TraceStore
 from spectune.traces.store.kinds import EVIDENCE
 from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
@@ -570,12 +570,12 @@ class Tuning:
         policies, part = {p.id: p for p in roles.values()}, self.parts.race
         trace = self.trace.select(part)
 
-        def replayed(policy: AnyPolicy, costs: LatencyProfile) -> Replay:
-            return run_replay(trace, policy, costs, artifacts=self.artifacts, approximate=True)
+        def replayed(policy: AnyPolicy) -> Replay:
+            return run_replay(trace, policy, profile, artifacts=self.artifacts, approximate=True)
 
         predictable = dict(policies)
         try:
-            replayed(self.incumbent, profile)
+            replayed(self.incumbent)
         except (PolicyError, TraceError) as error:
             # A tuning of chains records no trees, which may be in force.
             del predictable[self.incumbent.id]
@@ -588,8 +588,7 @@ class Tuning:
             budget_s=wanted.budget_s * RACE_SHARE,
             progress=lambda done, total: self.progress("execute", done, total),
         )
-        at_pace = at_pace_of(profile, self.compared.timings)
-        predicted = {name: replayed(p, at_pace).outcome() for name, p in predictable.items()}
+        predicted = {name: replayed(p).outcome() for name, p in predictable.items()}
         self.executed = candidates_of(roles, self.compared, predicted, self.incumbent)
         fastest = fastest_of(
             [policies[name] for name in self.compared.survivors],
@@ -649,6 +648,7 @@ class Tuning:
             beyond=self.study.left_out(),
             left_out=self.left_out,
             workload=self.workload,
+            common_factor=common_factor(self.compared.timings),
         )
         with wanted.publishing(tuned):
             store.put_policy(chosen.policy.id, chosen.policy.spelled_out(), chosen.policy.label())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from spectune.optimizer.confirm import Confirmation
@@ -29,8 +30,9 @@ class Candidate:
     incumbent's, with a 95% interval over requests, and ``over_plain`` over autoregression's, each
     on the race's requests that both were executed on. ``raced`` is its speed over the leader's,
     projected to all of the race's requests, and ``left`` says whether the race ended with it.
-    ``predicted`` is None where the recording lacks what it is replayed from. The best of many is
-    flattered by these: :class:`optimizer.confirm.Confirmation` is what counts."""
+    ``predicted`` is by the profile as it was measured, and None where the recording lacks what it
+    is replayed from. The best of many is flattered by these:
+    :class:`optimizer.confirm.Confirmation` is what counts."""
 
     role: str
     policy: AnyPolicy
@@ -41,12 +43,18 @@ class Candidate:
     raced: tuple[float, float, float] = (1.0, 1.0, 1.0)
     left: bool = True
 
-    def to_json(self) -> dict[str, Any]:
-        predicted = None if self.predicted is None else self.predicted.total.tokens_per_s
+    @property
+    def predicted_tokens_per_s(self) -> float | None:
+        return None if self.predicted is None else self.predicted.total.tokens_per_s
+
+    def to_json(self, common_factor: float) -> dict[str, Any]:
+        """``common_factor``: :attr:`Tuned.common_factor`."""
+        predicted = self.predicted_tokens_per_s
         return {
             "role": self.role,
             **described(self.policy),
             "predicted_tokens_per_s": predicted,
+            "predicted_after_factor_tokens_per_s": predicted and predicted * common_factor,
             "measured_tokens_per_s": self.executed.total.tokens_per_s,
             "measured_interval": list(self.executed.tokens_per_s_interval()),
             "mean_accepted_length": self.executed.total.mean_accepted_length,
@@ -68,7 +76,8 @@ class Tuned:
     stays (``reason`` says why), or version ``superseded_by`` that came into force meanwhile;
     ``confirmed`` is what the race's winner was against the incumbent on requests held out, None
     where that is the incumbent; ``beyond`` is :meth:`optimizer.search.Study.left_out`;
-    ``left_out``: trees that were not tried, and why."""
+    ``left_out``: trees that were not tried, and why; ``common_factor``:
+    :func:`optimizer.profiles.common_factor` of the race."""
 
     winner: Candidate
     incumbent: Candidate
@@ -88,6 +97,31 @@ class Tuned:
     left_out: Mapping[str, str] = field(default_factory=dict)
     workload: Sanity = field(default_factory=Sanity)
     superseded_by: int | None = None
+    common_factor: float = 1.0
+
+    @property
+    def prediction(self) -> dict[str, Any] | None:
+        """How far predicted speeds are off those executed, relative, of the policies of which one
+        was predicted: as predicted, and after one common factor that is fitted to the same
+        executions. None where nothing was predicted."""
+        unique = {c.policy.id: c for c in self.candidates}.values()
+        ratios = [
+            c.predicted_tokens_per_s / c.executed.total.tokens_per_s
+            for c in unique
+            if c.predicted_tokens_per_s and c.executed.total.tokens_per_s
+        ]
+        if not ratios:
+            return None
+        before = [abs(ratio - 1) for ratio in ratios]
+        after = [abs(ratio * self.common_factor - 1) for ratio in ratios]
+        return {
+            "policies": len(ratios),
+            "median_error": median(before),
+            "largest_error": max(before),
+            "common_factor": self.common_factor,
+            "median_error_after_factor": median(after),
+            "largest_error_after_factor": max(after),
+        }
 
     @property
     def ratio(self) -> tuple[float, float, float]:
@@ -101,14 +135,15 @@ class Tuned:
     def to_json(self) -> dict[str, Any]:
         """The contract's keys ``winner``, ``predicted``, ``measured``, ``baselines``,
         ``published``, and the evidence."""
-        winner = self.winner
+        winner, factor = self.winner, self.common_factor
         baselines = [c for c in self.candidates if not c.role.startswith("finalist")]
         return {
             "winner": described(winner.policy),
             "predicted": winner.predicted and winner.predicted.to_json(),
             "measured": winner.executed.to_json(),
-            "baselines": {c.role: c.to_json() for c in baselines},
-            "candidates": [c.to_json() for c in self.candidates],
+            "prediction": self.prediction,
+            "baselines": {c.role: c.to_json(factor) for c in baselines},
+            "candidates": [c.to_json(factor) for c in self.candidates],
             "ratio_to_incumbent": finite(self.ratio),
             "confirmed": self.confirmed and self.confirmed.to_json(),
             "confirm_requests": self.confirmed.requests if self.confirmed else 0,

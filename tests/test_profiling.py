@@ -17,7 +17,7 @@ from trace_values import a_trajectory
 
 import spectune.runtime.profiling.measure
 from spectune.optimizer.profiles import (
-    at_pace_of,
+    common_factor,
     doubts,
     prediction_spread,
     profile_for,
@@ -32,7 +32,6 @@ from spectune.runtime.profiling import (
     ACCEPTED_ERROR,
     measure_profile,
     predicted_seconds,
-    refit_scale,
 )
 from spectune.runtime.profiling.fit import Prefill, fit_profile, shapes_of
 from spectune.traces.errors import TraceError
@@ -105,14 +104,14 @@ def test_near_ties_cost_as_often_as_they_come() -> None:
     assert ours == pytest.approx(theirs)
 
 
-def test_the_scale_is_refitted_by_a_robust_ratio() -> None:
-    predicted = [1.0, 2.0, 3.0, 4.0, 5.0]
-    again = refit_scale(TRUE, predicted, [1.3 * p for p in predicted[:4]] + [500.0])
-    assert again == TRUE.scaled(1.3)
-    assert refit_scale(TRUE, [], []) == TRUE
-    timings = Timings({"a": np.array([[2.2, np.nan], [4.0, 4.8]])}, {"a": np.array([2.0, 4.0])})
-    assert at_pace_of(TRUE, timings).terms["round"].seconds == pytest.approx((1.1e-4,))
-    assert at_pace_of(TRUE, Timings({})) == TRUE
+def test_one_common_factor_brings_predictions_to_the_executions() -> None:
+    """It is robust: one execution that was interrupted does not move it."""
+    timings = Timings(
+        {"a": np.array([[2.2, np.nan], [4.0, 4.8]]), "b": np.array([[1.1, 1.1], [500.0, np.nan]])},
+        {"a": np.array([2.0, 4.0]), "b": np.array([1.0, 3.0])},
+    )
+    assert common_factor(timings) == pytest.approx(1 / 1.1)
+    assert common_factor(Timings({})) == 1.0
 
 
 @pytest.fixture(scope="module")

@@ -128,7 +128,7 @@ def test_what_a_smaller_tuning_does_not_record_is_raced_without_a_prediction(
     assert tuned.incumbent.executed.total.rounds
     assert [line for line in said if "is raced without a prediction: " in line]
     assert tuned.to_json()["baselines"]["incumbent"]["predicted_tokens_per_s"] is None
-    assert "Prediction was off" in page(report_on(store, tuned.study))
+    assert "Predicted speeds were off by" in page(report_on(store, tuned.study))
     assert evidence_table(tuned)
 
 

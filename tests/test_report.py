@@ -61,10 +61,45 @@ def test_the_evidence_compares_policies_that_were_not_executed_on_the_same_reque
     ]
     assert [row[0] for row in rows] == ["finalist 1", "finalist 2", "autoregressive"]
     assert float(rows[1][4]) > float(rows[0][4])
-    assert [row[5] for row in rows] == ["4 of 4", "2 of 4", "4 of 4"]
-    assert [row[7] for row in rows] == ["1.600", "1.667", "1.000"]
-    assert [row[8] for row in rows] == ["1.000", "0.830 (0.800-0.860)", "0.625 (0.600-0.650)"]
+    assert [row[6] for row in rows] == ["4 of 4", "2 of 4", "4 of 4"]
+    assert [row[8] for row in rows] == ["1.600", "1.667", "1.000"]
+    assert [row[9] for row in rows] == ["1.000", "0.830 (0.800-0.860)", "0.625 (0.600-0.650)"]
     assert any("dropped early, behind beyond noise: 1;" in line for line in lines)
+
+
+def test_a_prediction_is_shown_as_made_and_after_the_factor_fitted_to_the_same_executions() -> None:
+    """Speeds that are all predicted twice too high are off by 100%, whatever a factor that is
+    fitted afterwards brings that to."""
+    twice = [
+        replace(c, predicted=Outcome(c.policy.label(), "replayed", in_half_the_time(c)))
+        for c in (WINNER, SLOWER, PLAIN)
+    ]
+    made = replace(tuned(twice[0], twice[2], *twice), common_factor=0.5)
+    assert made.to_json()["prediction"] == {
+        "policies": 3,
+        "median_error": pytest.approx(1.0),
+        "largest_error": pytest.approx(1.0),
+        "common_factor": 0.5,
+        "median_error_after_factor": pytest.approx(0.0),
+        "largest_error_after_factor": pytest.approx(0.0),
+    }
+    (first, *_) = made.to_json()["candidates"]
+    assert first["predicted_tokens_per_s"] == pytest.approx(160.0)
+    assert first["predicted_after_factor_tokens_per_s"] == pytest.approx(80.0)
+    text = printed(evidence_table(made))
+    assert text.count("+100.0% (+0.0%)") == 3
+    assert (
+        "Predicted speeds were off by 100.0% in the median of 3 policies; after one common factor "
+        "fitted to these executions (0.500), by 0.0%" in text
+    )
+
+
+def in_half_the_time(c: Candidate) -> tuple[RequestOutcome, ...]:
+    """What was executed, twice as fast."""
+    return tuple(
+        replace(r, counts=replace(r.counts, seconds=r.counts.seconds / 2))
+        for r in c.executed.per_request
+    )
 
 
 def test_the_evidence_is_silent_on_who_was_dropped_where_nobody_was() -> None:

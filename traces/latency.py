@@ -4,7 +4,7 @@ table."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -114,14 +114,6 @@ class LatencyProfile:
         term = f"{'gathered' if routed else 'head'}/{draft}"
         own = self.seconds(term, rows=np.minimum(size, whole))
         return np.asarray(own - self.seconds(f"head/{draft}", rows=whole))
-
-    def scaled(self, factor: float) -> LatencyProfile:
-        """The same profile of a device slower by ``factor``."""
-        terms = self.terms.items()
-        return replace(
-            self,
-            terms={n: replace(t, seconds=tuple(factor * s for s in t.seconds)) for n, t in terms},
-        )
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; :meth:`from_json` is its inverse."""

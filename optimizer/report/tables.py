@@ -10,13 +10,13 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from spectune.optimizer.report.fitting import FittingTable, cell, header
-from spectune.optimizer.report.words import LATENCIES
+from spectune.optimizer.report.words import LATENCIES, prediction_in_words
 from spectune.traces.schema import TREE_SCALE, Counts, LatencyProfile, Outcome
 from spectune.traces.text import printable
 
 if TYPE_CHECKING:
     from spectune.optimizer.changes import Change, Share
-    from spectune.optimizer.verdict import Tuned
+    from spectune.optimizer.verdict import Candidate, Tuned
 
 
 def shown(
@@ -104,8 +104,9 @@ def evidence_table(tuned: Tuned) -> RenderableType:
                 ", ".join(roles[c.policy.id]),
                 c.policy.label(),
                 f"{c.executed.total.mean_accepted_length:.2f}",
-                "-" if c.predicted is None else f"{c.predicted.total.tokens_per_s:.1f}",
+                "-" if c.predicted is None else f"{c.predicted_tokens_per_s:.1f}",
                 f"{c.executed.total.tokens_per_s:.1f}",
+                _error(c, tuned.common_factor),
                 f"{len(c.executed.per_request)} of {tuned.test_requests}",
                 f"{c.ratio[0]:.3f}",
                 f"{c.over_plain[0]:.3f}",
@@ -115,7 +116,8 @@ def evidence_table(tuned: Tuned) -> RenderableType:
     notes = [
         f"{tuned.trials} policies replayed on {tuned.search_requests} requests, {len(unique)} "
         f"executed on {tuned.test_requests} others; "
-        f"requests whose text differed between policies: {tuned.texts_differ}"
+        f"requests whose text differed between policies: {tuned.texts_differ}",
+        prediction_in_words(tuned.prediction),
     ]
     dropped = (c for c in unique.values() if not c.left)
     if fewer := sum(len(c.executed.per_request) < tuned.test_requests for c in dropped):
@@ -133,10 +135,19 @@ def evidence_table(tuned: Tuned) -> RenderableType:
             f"{best['value']:.1f} tokens/s (record more with --cover)"
         )
     notes.append("seconds: " + ", ".join(f"{k} {v:.0f}" for k, v in tuned.seconds.items()))
-    names = ("role", "policy", "tau", "predicted", "measured tokens/s", "on requests")
-    ratios = ("vs incumbent", "vs autoregressive", "vs leader (95%)")
+    names = ("role", "policy", "tau", "predicted", "measured tokens/s", "error (after factor)")
+    ratios = ("on requests", "vs incumbent", "vs autoregressive", "vs leader (95%)")
     title = "Executed on requests the search has not seen"
     return shown(title, (*names, *ratios), rows, "\n".join(notes), words=range(2), styles=styles)
+
+
+def _error(candidate: Candidate, factor: float) -> str:
+    """How far a prediction is off what was executed, and in brackets after the common factor."""
+    predicted, measured = candidate.predicted_tokens_per_s, candidate.executed.total.tokens_per_s
+    if not predicted or not measured:
+        return "-"
+    off, after = (100 * (speed / measured - 1) for speed in (predicted, predicted * factor))
+    return f"{off:+.1f}% ({after:+.1f}%)"
 
 
 def profile_table(profile: LatencyProfile, name: str) -> RenderableType:

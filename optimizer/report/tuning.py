@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, Final
 
 from spectune.db.errors import NotFoundError
@@ -29,6 +28,7 @@ from spectune.optimizer.report.words import (
     finding,
     outcome_in_words,
     policy_in_words,
+    prediction_in_words,
     savings,
     speculates,
     verdict_in_words,
@@ -102,6 +102,7 @@ class _Results:
     others are compared with."""
 
     def __init__(self, tuned: Json) -> None:
+        self.of = tuned["prediction"]
         self.candidates = {c["id"]: c for c in tuned["candidates"]}
         self.labels = {name: c["label"] for name, c in self.candidates.items()}
         self.base = "the winner" if finding(tuned).deploys else "the incumbent"
@@ -132,23 +133,23 @@ class _Results:
         plot = Plot((0.0, end), (0.0, end), height=300, legend=self.all)
         plot.axes("measured (tokens/s)", "predicted (tokens/s)")
         plot.line([(0, 0), (end, end)], "s6 dash")
-        rows, errors = [], []
+        rows = []
         for c, x, y, low, high in sorted(compared, key=lambda row: row[0]["id"] in self.colours):
             colour, label = self.colours.get(c["id"], "6"), c["label"]
             if high > low:
                 plot.line([(low, y), (high, y)], f"s{colour}")
             said = f"predicted {y:.1f}, measured {x:.1f} ({low:.1f} to {high:.1f}) tokens/s"
             plot.dot(x, y, colour, f"{label}: {said}")
-            errors.append(abs(y / x - 1) if x else 0.0)
-            rows.append((label, float(y), float(x), float(low), float(high)))
+            after = float(c["predicted_after_factor_tokens_per_s"])
+            rows.append((label, float(y), after, float(x), float(low), float(high)))
+        names = ("policy", "predicted", "after the factor", "measured", "from", "to")
         return figure(
             "prediction",
-            f"Prediction was off by {100 * median(errors):.1f}% in the median of {len(errors)} "
-            "policies",
-            "Each point is an executed policy; bars are 95% intervals over requests; on the dashed "
-            "line both are equal.",
+            prediction_in_words(self.of),
+            "Each point is an executed policy, as predicted by the profile before anything was "
+            "executed; bars are 95% intervals over requests; on the dashed line both are equal.",
             plot,
-            numbers(("policy", "predicted", "measured", "from", "to"), rows, text=1),
+            numbers(names, rows, text=1),
         )
 
     def race(self, race: Sequence[Json]) -> str:

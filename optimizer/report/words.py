@@ -142,6 +142,20 @@ def _against(confirmed: Json) -> str:
     return f": {confirmed['against']}" if confirmed.get("against") else ""
 
 
+def prediction_in_words(prediction: Json | None) -> str:
+    """How far a tuning's predictions were off (``prediction`` of ``tune --json``), as made, and
+    after the factor that is fitted to the same executions."""
+    if prediction is None:
+        return "Nothing was predicted"
+    off, after = (100 * prediction[f"median_error{key}"] for key in ("", "_after_factor"))
+    count = prediction["policies"]
+    return (
+        f"Predicted speeds were off by {off:.1f}% in the median of {count} "
+        f"polic{'y' if count == 1 else 'ies'}; after one common factor fitted to these executions "
+        f"({prediction['common_factor']:.3f}), by {after:.1f}%"
+    )
+
+
 def closing(tuned: Json, where: str, commands: Iterable[tuple[str, str]]) -> str:
     """The last lines of ``tune``: what is in force now, ``where``, how much faster than what, and
     what to type next: (command, what it shows) of each. At most 80 columns, commands excepted."""

@@ -1,6 +1,5 @@
 """Latency profiles: rounds of a designed experiment, terms fitted to them, and a check."""
 
-from spectune.runtime.profiling.fit import refit_scale
 from spectune.runtime.profiling.measure import (
     ACCEPTED_ERROR,
     environment,
@@ -8,4 +7,4 @@ from spectune.runtime.profiling.measure import (
     predicted_seconds,
 )
 
-__all__ = ["ACCEPTED_ERROR", "environment", "measure_profile", "predicted_seconds", "refit_scale"]
+__all__ = ["ACCEPTED_ERROR", "environment", "measure_profile", "predicted_seconds"]

@@ -282,12 +282,3 @@ def _near_ties(
             seconds = passes / distributions * table.at(rows=np.array(contexts))
             made[name] = CostTable(tuple(seconds.tolist()), ("context",), (tuple(contexts),))
     return made
-
-
-def refit_scale(
-    profile: LatencyProfile, predicted: Sequence[float], executed: Sequence[float]
-) -> LatencyProfile:
-    """The profile at the pace of other executions: scaled by the median ratio of executed seconds
-    to those predicted."""
-    ratios = [e / p for p, e in zip(predicted, executed, strict=True) if p > 0 and e > 0]
-    return profile.scaled(float(np.median(ratios))) if ratios else profile
