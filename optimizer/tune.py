@@ -38,7 +38,7 @@ from spectune.optimizer.profiles import (
 )
 from spectune.optimizer.record import Look, cover_of, look_around, record
 from spectune.optimizer.report.evidence import evidence_document, middle_request, rounds_of_one
-from spectune.optimizer.report.words import sampling_in_words
+from spectune.optimizer.report.words import sampling_in_words, verifier_in_words
 from spectune.optimizer.search import TIE, Study, finalists, is_fixed, rivals, search, worth_trying
 from spectune.optimizer.serving import earlier_winners, ready_plan
 from spectune.optimizer.simulate.replay import run_replay
@@ -157,6 +157,7 @@ def tune(
     ``wanted.guard`` raises.
     """
     _tell_number(wanted, [r.category for r in workload.requests])
+    _tell_verifier(wanted)
     slot = (wanted.idempotency_key or "") if wanted.fresh else ""
     wanted.begins("record")
     began = clock()
@@ -196,6 +197,7 @@ def tune_recording(
         texts = store.load(recording, (), skip_corrupted=True).trajectories
         _tell_number(wanted, [t.category for t in texts])
         wanted = as_recorded(wanted, recording, texts[0])
+        _tell_verifier(wanted)
     tuning = Tuning(store, pair, recording, wanted, progress, clock, dict(seconds or {}))
     for name, stage in STAGES:
         began = clock()
@@ -223,6 +225,12 @@ def _tell_number(wanted: TuneOptions, categories: Sequence[str]) -> None:
     line = said_of(categories, publish=wanted.publish)
     if line:
         wanted.tell(line)
+
+
+def _tell_verifier(wanted: TuneOptions) -> None:
+    """Says what the default verifier costs chains above temperature 0."""
+    if wanted.options.verifier == "coupled" and not wanted.options.sampling.greedy:
+        wanted.tell(verifier_in_words())
 
 
 def _recording_policy(pair: LoadedPair) -> Policy:

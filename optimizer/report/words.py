@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from spectune.traces.schema import Sampling
 
@@ -22,6 +22,21 @@ STOPS = {
     "joint_prob": "the draft as a whole is unsure",
     "entropy": "its distribution is wide",
 }
+
+
+COUPLED_COSTS_CHAINS: Final = (4, 31)
+"""Percent of a chain's speed that the verifier `coupled` costs against `rejection` at temperature 1
+on the demo pair, smallest and largest over workloads (`bench/results/acceptance-sampled.json`)."""
+
+
+def verifier_in_words() -> str:
+    """What the default verifier costs above temperature 0."""
+    low, high = COUPLED_COSTS_CHAINS
+    return (
+        "above temperature 0 the default verifier (coupled) makes chains slower than --verifier "
+        f"rejection does: by {low} to {high}% at temperature 1 on the demo pair; trees and heads "
+        "need coupled"
+    )
 
 
 def policy_in_words(document: Json) -> str:
@@ -179,9 +194,10 @@ def closing(tuned: Json, where: str, commands: Iterable[tuple[str, str]]) -> str
 
 
 def savings(tuned: Json, device: str, *, gpus: int = 1, price: float | None = None) -> list[str]:
-    """What deploying the winner saves, a clause each: device hours per million tokens, device hours
-    a day of ``gpus`` devices that are busy all day, and at a ``price`` of an hour money. Empty
-    where nothing is to be deployed."""
+    """What deploying the winner saves where requests are decoded one at a time, as they were when
+    it was measured, a clause each: device hours per million tokens, device hours a day of ``gpus``
+    devices that are busy all day, and at a ``price`` of an hour money. Empty where nothing is to be
+    deployed."""
     found = finding(tuned)
     if not found.deploys:
         return []
@@ -201,14 +217,19 @@ def savings(tuned: Json, device: str, *, gpus: int = 1, price: float | None = No
         return 24 * gpus * (1 - 1 / ratio)
 
     said = [
-        f"it saves {amount(a_million, f'{hours} per million tokens')}",
-        f"Of {gpus} such device{'s' if gpus > 1 else ''} busy all day it saves "
-        f"{amount(a_day, f'{hours} a day', 1)}.",
+        f"it saves {amount(a_million, f'{hours} per million tokens')} where requests "
+        "are decoded one at a time",
+        f"Of {gpus} such device{'s' if gpus > 1 else ''} busy all day, one request at a time each, "
+        f"it saves {amount(a_day, f'{hours} a day', 1)}.",
     ]
     if price is not None:
         million = amount(a_million, "per million tokens", price=price)
         day = amount(a_day, "a day", price=price)
         said.append(f"At {price:g} an hour that is {million}, or {day}.")
+    said.append(
+        "Many requests at once may lose by speculating: `tune --arrivals` measures an engine under "
+        "your load."
+    )
     return said
 
 
