@@ -18,7 +18,7 @@ from spectune.optimizer.on_engine import execute
 from spectune.optimizer.simulate.load import Objective, Served
 from spectune.optimizer.under_load import Found, Scored, UnderLoad
 from spectune.runtime.pair import PairSpec
-from spectune.runtime.policies.document import Policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.progress import Progress
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import Trajectory
@@ -65,11 +65,12 @@ class Executed:
 
 
 def finalists(found: Found, lab: UnderLoad, incumbent: Policy) -> list[Scored]:
-    """Who is executed: the table, the best constant of each load, no speculation, and what is to be
-    beaten, each once; that one first where it is none of the others, as the engine may not load its
-    draft."""
-    those = [found.table, *found.best.values()]
-    those += [] if found.nothing is None else [found.nothing]
+    """Who is executed: the table, the best constant of each load, a server without a draft (also
+    where nothing is predicted of it), one that has the draft loaded and drafts 0 tokens, and what
+    is to be beaten, each once; that one first where it is none of the others, as the engine may not
+    load its draft."""
+    those = [found.table, *found.best.values(), found.off or Scored(AUTOREGRESSIVE, {})]
+    those += [] if found.idle is None else [found.idle]
     if incumbent.id not in {s.policy.id for s in those}:
         try:
             predicted = {
@@ -113,7 +114,7 @@ def execute_all(
     longest = max(len(prompt.ids) for prompt in recorded) + options.max_new_tokens
     groups = dict[str, list[Scored]]()
     for scored in those:
-        groups.setdefault(lab.loaded(scored.policy) or "none", []).append(scored)
+        groups.setdefault(lab.server_draft(scored.policy) or "none", []).append(scored)
     served: dict[tuple[str, str], list[Served]] = {
         (s.policy.id, name): [] for s in those for name in lab.loads
     }

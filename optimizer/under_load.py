@@ -43,21 +43,18 @@ class UnderLoad:
     loads: Mapping[str, Load]
     objective: Objective
     count: int
+    unserved: tuple[str, ...] = ()
+    """Drafts of the pair with which no steps were recorded."""
 
-    def loaded(self, policy: Policy) -> str:
-        """The draft that the engine has loaded under a policy. One that drafts nothing is priced
-        without a draft where such a server was recorded, or the engine goes without it then; else
-        with the one that is loaded all the same."""
-        if policy.gamma_max and policy.speculates:
-            return policy.draft
-        return (
-            "" if "" in self.costs.drafts or not self.rules.drafts_after else self.costs.drafts[0]
-        )
+    def server_draft(self, policy: Policy) -> str:
+        """The draft that the server of a policy has loaded, "" for none. An engine that decides on
+        a draft at the beginning of a step goes without it at 0 tokens."""
+        drafts = policy.speculates or (policy.draft != "none" and self.rules.drafts_after)
+        return policy.draft if drafts else ""
 
     def simulate(self, policy: Policy, load: Load) -> Simulated:
         """A policy under a load. Raises PolicyError where the engine cannot run it, or where too
         little was served to know what it costs."""
-        loaded = self.loaded(policy)
         gammas = self.engine.gammas(
             policy, draft=policy.draft, most=policy.gamma_max, max_num_seqs=self.rules.max_num_seqs
         )
@@ -67,7 +64,7 @@ class UnderLoad:
             gammas,
             load,
             self.rules,
-            self.costs.of(loaded, gammas[1:]),
+            self.costs.of(self.server_draft(policy), gammas[1:]),
             count=self.count,
         )
 
@@ -99,9 +96,10 @@ def under_load(
         # They are stored in the order in which they ended.
         trace = trace.select(np.argsort(recorded_arrivals(requests), kind="stable"))
     count = limit or len(trace.order)
-    return UnderLoad(
-        info, engine, rules, costs, trace, loads_of(asked, requests, count, limit), objective, count
-    )
+    loads = loads_of(asked, requests, count, limit)
+    drafts = dict(store.get_pair(info.pair_id).document.get("drafts", {}))
+    unserved = tuple(draft for draft in drafts if draft not in costs.drafts)
+    return UnderLoad(info, engine, rules, costs, trace, loads, objective, count, unserved)
 
 
 def _constant(draft: str, gamma: int) -> Policy:
@@ -120,18 +118,29 @@ class Scored:
 class Found:
     """What a search found. ``table``: the policy that is best over all loads together, ``relative``
     to the best constant number of tokens at each. ``constants``: every draft with every constant,
-    and no draft; ``best``: of these the best by load. ``simulated``: policies tried."""
+    and no draft; ``best``: of these the best by load. ``simulated``: policies tried;
+    ``beyond``: by load the share of steps of more or fewer requests than were recorded, where there
+    are any."""
 
     table: Scored
     constants: tuple[Scored, ...]
     best: Mapping[str, Scored]
     relative: Mapping[str, float]
     simulated: int
+    beyond: Mapping[str, float]
 
     @property
-    def nothing(self) -> Scored | None:
-        """How no speculation does, where that is known."""
-        return next((s for s in self.constants if not s.policy.gamma_max), None)
+    def off(self) -> Scored | None:
+        """How a server without a draft does, where one was recorded."""
+        return next((s for s in self.constants if s.policy.draft == "none"), None)
+
+    @property
+    def idle(self) -> Scored | None:
+        """How a server does that has a draft loaded and drafts 0 tokens, where that is known: the
+        table's draft, else any. None for an engine that goes without its draft then."""
+        idle = {s.policy.draft: s for s in self.constants if not s.policy.speculates}
+        idle.pop("none", None)
+        return idle.get(self.table.policy.draft) or next(iter(idle.values()), None)
 
     @property
     def stops_at(self) -> str | None:
@@ -150,19 +159,21 @@ class Search:
         self.lab, self._progress = lab, progress
         self._known: dict[str, Scored] = {}
         self._reach: dict[str, float] = {}
+        self._beyond = dict.fromkeys(lab.loads, 0.0)
 
     def run(self) -> Found:
-        """Raises PolicyError where the costs of not one constant are known."""
+        """Raises PolicyError where no steps with a draft were recorded: no draft can be judged."""
         every = list(self._constants())
+        if not any(policy.speculates for policy in every):
+            costs = self.lab.costs
+            raise PolicyError(
+                "no steps that draft were recorded, so no draft can be judged; serve with a draft "
+                f"for a while, or have {costs.served_by} serve every draft of the pair"
+            )
         constants = []
         for done, policy in enumerate(every, 1):
             constants.append(self.scored(policy))
             self._progress("constants", done, len(every))
-        if not constants:
-            raise PolicyError(
-                "no steps were recorded from which to know what drafting costs; serve with a draft "
-                "for a while"
-            )
         best = {name: max(constants, key=partial(self._worth, name)) for name in self.lab.loads}
         self._reach = {name: self.lab.objective.worth(s.served[name]) for name, s in best.items()}
         table = max(constants, key=self._worth_of_all)
@@ -173,27 +184,32 @@ class Search:
                 key=self._worth_of_all,
             )
             table = max(table, self._simplest(self._descended(first)), key=self._worth_of_all)
-        return Found(table, tuple(constants), best, self._relative(table), len(self._known))
+        beyond = {name: share for name, share in self._beyond.items() if share}
+        relative = self._relative(table)
+        return Found(table, tuple(constants), best, relative, len(self._known), beyond)
 
     def scored(self, policy: Policy) -> Scored:
         """A policy under every load, remembered."""
         if policy.id not in self._known:
-            served = {
-                name: self.lab.simulate(policy, load).served
-                for name, load in self.lab.loads.items()
-            }
+            served = {}
+            for name, load in self.lab.loads.items():
+                simulated = self.lab.simulate(policy, load)
+                served[name] = simulated.served
+                share = self.lab.costs.beyond(self.lab.server_draft(policy), simulated.batches)
+                self._beyond[name] = max(self._beyond[name], share)
             self._known[policy.id] = Scored(policy, served)
         return self._known[policy.id]
 
     def _constants(self) -> Iterator[Policy]:
-        passes = self.lab.costs.passes
-        nothing = self.lab.loaded(Policy())
-        if nothing in passes and passes[nothing][0] == 0:
+        """No draft, where such a server was recorded, and every number of tokens of every draft
+        that was; 0 where that leaves the draft loaded."""
+        passes, least_of_all = self.lab.costs.passes, 0 if self.lab.rules.drafts_after else 1
+        if "" in passes:
             yield Policy()
         for draft, (least, most) in passes.items():
-            yield from (
-                _constant(draft, gamma) for gamma in range(max(1, least), most + 1) if draft
-            )
+            if draft:
+                for gamma in range(max(least_of_all, least), most + 1):
+                    yield _constant(draft, gamma)
 
     @property
     def _sizes(self) -> list[int]:

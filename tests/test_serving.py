@@ -388,8 +388,12 @@ def test_what_was_not_served_is_refused_with_what_to_record(fitted: ServedCosts)
     assert fitted.passes == {"small": (0, 6)}
     with pytest.raises(PolicyError, match=r"draft 7, 8 tokens with 'small' .* drafted 0 to 6"):
         fitted.of("small", [0, 7, 8])
-    with pytest.raises(PolicyError, match=r"draft 'medium' were recorded .of: small.; serve with"):
+    with pytest.raises(
+        PolicyError, match=r"draft 'medium' were recorded .with: small.; serve with"
+    ):
         fitted.of("medium", [1])
+    with pytest.raises(PolicyError, match=r"without a draft were recorded .* restart it without"):
+        fitted.of("", [0])
     with pytest.raises(TraceError, match="0 steps of this engine were recorded with their times"):
         fit_served(served_steps([], RULES), "pair", "cpu", "float32", "`profile`")
     full = RULES._replace(cache_tokens=300)
@@ -501,6 +505,61 @@ def test_a_policy_is_simulated_under_load_by_command(server: Door) -> None:
         assert said in server.error("simulate", "--policy", wanted, *more.split())
 
 
+def without_a_draft(url: Path, clients: int) -> Door:
+    """A database with what a server recorded that had no draft loaded, for so many clients."""
+    trace = trace_of(40, budget=70)
+    serving = {"max_num_seqs": 8, "max_batched_tokens": 512, "max_len": 400, "ahead": 0}
+    about = {"engine": "openvino", "engine_version": "2026.4", "serving": serving}
+    with opened(str(url)) as store:
+        spec = read_pair("demo")
+        store.put_pair(spec.id, spec.name, spec.to_json())
+        info = store.create_recording(Asked(spec.id, None, Sampling(), 64, options=about))
+        found = simulated(trace, window(0), Load(clients))
+        for n, r in enumerate(recorded(trace, found, window(0))):
+            steps = [s._replace(draft="") for s in r.steps]
+            store.append_trajectory(info.id, n, r.trajectory, steps)
+            for draft in spec.draft_names:
+                store.put_panoramas(info.id, [(n, a_panorama(r.trajectory, draft))])
+    return Door(str(url))
+
+
+def test_drafts_that_no_server_ran_are_not_judged(tmp_path: Path) -> None:
+    """`record --engine` serves without a draft: nothing then says what one costs, and `tune` said
+    that not to speculate is best."""
+    door = without_a_draft(tmp_path / "plain.db", 8)
+    for arrivals in ("clients:1,8", "poisson:4"):
+        said = door.error("tune", "--engine", "openvino", "--arrivals", arrivals)
+        assert "no steps that draft were recorded, so no draft can be judged" in said
+        assert "profile --engine openvino` serve every draft of the pair" in said
+    drafted = '{"draft": "small", "window": {"kind": "fixed", "gamma": 2}}'
+    assert "no steps of this engine with draft 'small' were recorded" in door.error(
+        "simulate", "--policy", drafted, "--arrivals", "clients:8"
+    )
+
+
+def test_loads_of_other_batches_than_were_recorded_are_warned_of(tmp_path: Path) -> None:
+    door = without_a_draft(tmp_path / "eight.db", 8)
+    asked = ("simulate", "--policy", "autoregressive", "--arrivals")
+    said = " ".join(door.call(*asked, "clients:1,8").stderr.split())
+    assert "clients:1: 100% of its steps are of more or fewer requests than any" in said
+    assert "clients:8: " not in said
+
+
+def test_a_search_says_what_servers_without_a_draft_do_or_that_it_is_not_known(
+    server: Door,
+) -> None:
+    asked = ("tune", "--engine", "vllm", "--arrivals", "clients:1,8")
+    found = server.json(*asked)
+    assert [load["off"] for load in found["loads"]] == [None, None]
+    assert all(load["loaded_0_tokens"]["tokens_per_s"] > 0 for load in found["loads"])
+    assert "medium" in found["drafts_not_served"]
+    told = server.call(*asked)
+    shown = " ".join(told.output.split())
+    assert "off (no draft loaded): not measured: restart vLLM without the draft" in shown
+    assert "profile --engine vllm` measures it on a server of its own" in shown
+    assert "not judged, as no step with them was recorded: medium" in " ".join(told.stderr.split())
+
+
 def test_a_table_is_found_for_several_loads(server: Door, tiny_pair: Path, tmp_path: Path) -> None:
     found = server.json("tune", "--engine", "vllm", "--arrivals", "clients:1,3,8")
     shares = [load["relative"] for load in found["loads"]]
@@ -552,15 +611,15 @@ def test_a_table_has_no_entry_that_its_costs_cannot_tell(
         loss = near.get((clients, gamma), 0.1 * abs(gamma - best[clients]))
         done = np.array([1.0 / (1.0 - loss)])
         served = Served(np.zeros(1), done / 2, done, np.array([100]))
-        return cast(Simulated, SimpleNamespace(served=served))
+        return cast(Simulated, SimpleNamespace(served=served, batches=np.array([clients])))
 
     lab = SimpleNamespace(
         loads={f"clients:{c}": Load(c) for c in best},
-        costs=SimpleNamespace(passes={"small": (1, 5)}),
+        costs=SimpleNamespace(passes={"small": (1, 5)}, beyond=lambda draft, batches: 0.0),
         rules=RULES,
         engine=VLLM,
         objective=Objective(),
-        loaded=lambda policy: "small",
+        server_draft=lambda policy: "small",
         simulate=simulate,
     )
     found = Search(cast(UnderLoad, lab), silent).run()
@@ -622,9 +681,12 @@ def test_what_is_proved_by_execution_is_published(server: Door) -> None:
     first = server.json(*asked, "1s")
     assert (first["passes"], first["published"]) == (1, None)
     needs = int(re.findall(r"--budget (\d+)s fits 4 passes", first["reason"])[0])
-    plain = {one["label"]: one["loads"] for one in first["executed"]}["autoregressive"]
-    assert [load["load"] for load in plain] == ["clients:1", "clients:8"]
-    assert all(load["predicted_tokens_per_s"] is not None for load in plain)
+    loads = {one["label"]: one["loads"] for one in first["executed"]}
+    # No server without a draft was recorded: nothing is predicted of one, and it is executed.
+    for label, predicted in (("autoregressive", False), ("small fixed(gamma=0)", True)):
+        assert [load["load"] for load in loads[label]] == ["clients:1", "clients:8"]
+        known = [load["predicted_tokens_per_s"] is not None for load in loads[label]]
+        assert known == [predicted] * 2
     assert server.json(*asked, f"{needs}s", "--no-publish")["reason"].endswith("--no-publish")
     found = server.json(*asked, f"{needs}s")
     assert found["passes"] == 4
@@ -648,7 +710,8 @@ def test_what_is_proved_by_execution_is_published(server: Door) -> None:
     in_force = "simulate --policy active --arrivals clients:8"
     assert server.json(in_force)["policy_id"] == winner
     assert simulate("active", db=server.db)["policy_id"] == winner
-    assert server.json(in_force, "--deployment", "other")["policy_id"] == AUTOREGRESSIVE.id
+    said = server.error(in_force, "--deployment", "other")  # where nothing is in force
+    assert "no steps of this engine without a draft were recorded" in said
 
 
 def test_what_cannot_run_is_not_what_is_to_be_beaten(server: Door, executing: list[Wanted]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
@@ -22,11 +22,17 @@ if TYPE_CHECKING:
     from spectune.optimizer.executed_load import Executed
     from spectune.optimizer.proven_load import Proof
     from spectune.optimizer.simulate.load import Objective, Served
-    from spectune.optimizer.under_load import Found, UnderLoad
+    from spectune.optimizer.under_load import Found, Scored, UnderLoad
     from spectune.runtime.pair import PairSpec
     from spectune.runtime.policies.document import AnyPolicy, Policy
     from spectune.traces.recording import RecordingInfo
     from spectune.traces.store import Publication, TraceStore
+
+
+OFF: Final = "off (no draft loaded)"
+IDLE: Final = "draft loaded, 0 tokens"
+BEYOND: Final = 0.25
+"""Share of a load's steps from which on it is said that such batches were not recorded."""
 
 
 def _seconds(text: str) -> float:
@@ -114,11 +120,13 @@ def simulate_under_load(
         **_about(lab),
         "policy": policy.label(),
         "policy_id": policy.id,
-        "priced_with_draft": lab.loaded(policy),
+        "server_draft": lab.server_draft(policy),
         "loads": [{"load": name, **found.to_json(level)} for name, found in simulated.items()],
     }
     say_unseen(info, len(lab.trace.order))
     _say_costs(lab)
+    draft = lab.server_draft(policy)
+    _say_beyond(lab, {name: lab.costs.beyond(draft, s.batches) for name, s in simulated.items()})
     rows = []
     for name, found in simulated.items():
         rounds, accepted, _ = found.counts.sum(0).tolist()
@@ -147,10 +155,10 @@ def search_under_load(store: TraceStore, info: RecordingInfo, kw: dict[str, Any]
     loads = []
     for name, best in found.best.items():
         served = {"best_constant": best, "table": found.table}
-        if found.nothing is not None:
-            served["no_speculation"] = found.nothing
+        served |= {"off": found.off, "loaded_0_tokens": found.idle}
         figures = {
-            which: scored.served[name].to_json(lab.objective) for which, scored in served.items()
+            which: scored and scored.served[name].to_json(lab.objective)
+            for which, scored in served.items()
         }
         fastest = {"draft": best.policy.draft, "gamma": best.policy.gamma_max}
         loads.append({"load": name, "best": fastest, "relative": found.relative[name], **figures})
@@ -163,6 +171,8 @@ def search_under_load(store: TraceStore, info: RecordingInfo, kw: dict[str, Any]
         "label": policy.label(),
         "simulated": found.simulated,
         "no_speculation_from": found.stops_at,
+        "steps_beyond_the_recorded_batches": dict(found.beyond),
+        "drafts_not_served": list(lab.unserved),
         "loads": loads,
     }
     return Searched(lab, found, data)
@@ -256,9 +266,22 @@ def show_search(searched: Searched, place: Place, proved: Proved | None) -> None
     for name, best in found.best.items():
         told = {"load": name, "best draft": best.policy.draft, "tokens": best.policy.gamma_max}
         beside = {"table": f"{100 * found.relative[name]:.1f}%"}
+        beside |= {
+            OFF: _share(found.off, best, name, level),
+            IDLE: _share(found.idle, best, name, level),
+        }
         rows.append(told | _row(name, best.served[name], level) | beside)
     _say_costs(lab)
-    on = f"best constant by load on {lab.info.engine} (predicted), and the table beside it"
+    _say_beyond(lab, found.beyond)
+    if lab.unserved:
+        note(
+            f"not judged, as no step with them was recorded: {', '.join(lab.unserved)}; "
+            f"{lab.costs.served_by} serves every draft of the pair"
+        )
+    on = (
+        f"best constant by load on {lab.info.engine} (predicted), and beside it the table, a "
+        "server without a draft, and one that drafts 0 tokens"
+    )
     outcome = {"published": None, "reason": why} if proved is None else proved.to_json(level)
     emit({**data, **outcome}, table(rows, title=on))
     if as_json():
@@ -273,9 +296,55 @@ def show_search(searched: Searched, place: Place, proved: Proved | None) -> None
     )
     if found.stops_at is not None:
         say(f"Not to speculate is best from {found.stops_at} on.")
+    for line in without_a_draft(lab, found, proved is not None):
+        say(line)
     if proved is not None:
         say(_concluded(lab, proved))
     _say_next(found.table.policy if proved is None else proved.proof.winner, proved, place)
+
+
+def _share(scored: Scored | None, best: Scored, name: str, level: Objective) -> str:
+    """How good a policy is predicted to be under a load, as a part of the best constant."""
+    if scored is None:
+        return "not measured"
+    worth = level.worth(scored.served[name]) / level.worth(best.served[name])
+    return f"{100 * worth:.1f}%"
+
+
+def server_in_words(policy: Policy) -> str:
+    """A policy as a server runs it."""
+    if policy.draft == "none":
+        return OFF
+    return policy.label() if policy.speculates else f"{policy.draft} loaded, 0 tokens"
+
+
+def without_a_draft(lab: UnderLoad, found: Found, executed: bool) -> list[str]:
+    """What is not known of servers that do not speculate, and how to measure it."""
+    lines = []
+    if found.off is None and not executed:
+        lines.append(
+            f"{OFF}: not measured: restart {lab.engine.title} without the draft, or "
+            f"{lab.costs.served_by} measures it on a server of its own."
+        )
+    if found.idle is None and lab.rules.drafts_after:
+        lines.append(
+            f"{IDLE}: not measured: let the server draft 0 tokens for a while, or "
+            f"{lab.costs.served_by} does."
+        )
+    if not lab.rules.drafts_after:
+        lines.append(f"{IDLE}: {lab.engine.title} goes without its draft then, as if off.")
+    return lines
+
+
+def _say_beyond(lab: UnderLoad, beyond: Mapping[str, float]) -> None:
+    """Warns of loads whose batches the recordings say nothing of: by load, the share of steps."""
+    for name, share in beyond.items():
+        if share >= BEYOND:
+            note(
+                f"{name}: {100 * share:.0f}% of its steps are of more or fewer requests than any "
+                f"that was recorded, so its figures are extrapolated; {lab.costs.served_by} serves "
+                "such batches"
+            )
 
 
 def _concluded(lab: UnderLoad, proved: Proved) -> str:
@@ -285,7 +354,7 @@ def _concluded(lab: UnderLoad, proved: Proved) -> str:
     if done is not None:
         return (
             f"In force {where}: version {done.version}, {done.label}. By {lab.objective.kind}, "
-            f"{proved.reason}."
+            f"{proved.reason}.{_restart(lab, proved.proof.winner)}{_saved(lab, proved)}"
         )
     stays = (
         "nothing is"
@@ -293,6 +362,32 @@ def _concluded(lab: UnderLoad, proved: Proved) -> str:
         else f"version {place.over.version}, {place.over.label}, stays"
     )
     return f"Nothing is published: {proved.reason}. In force {where}: {stays}."
+
+
+def _restart(lab: UnderLoad, winner: Policy) -> str:
+    """What a server has to be told that cannot unload its draft."""
+    if winner.draft != "none" or not lab.rules.drafts_after:
+        return ""
+    return (
+        f" That was measured on a server without a draft: restart {lab.engine.title} without it; "
+        "one that keeps it loaded drafts 0 tokens meanwhile."
+    )
+
+
+def _saved(lab: UnderLoad, proved: Proved) -> str:
+    """Machine hours that a million tokens take under each load, of the winner and of what it
+    replaces, as executed."""
+    one, other = (
+        next(e for e in proved.executed if e.policy.id == policy.id)
+        for policy in (proved.proof.winner, proved.proof.incumbent)
+    )
+    hours = "GPU hours" if proved.place.device.startswith("cuda") else "machine hours"
+    said = ", ".join(
+        f"{1e6 / 3600 / one.median(name).tokens_per_s:.2f} instead of "
+        f"{1e6 / 3600 / other.median(name).tokens_per_s:.2f} at {name}"
+        for name in lab.loads
+    )
+    return f" A million tokens take {said} {hours} (medians of {proved.proof.passes} passes)."
 
 
 def _say_next(policy: Policy, proved: Proved | None, place: Place) -> None:
@@ -322,7 +417,7 @@ def _beside(one: Executed, name: str) -> dict[str, Any]:
         off = f"{100 * (predicted.tokens_per_s / measured.tokens_per_s - 1):+.1f}%"
     return {
         "load": name,
-        "policy": one.policy.label(),
+        "policy": server_in_words(one.policy),
         "predicted": speed,
         "tokens/s": f"{measured.tokens_per_s:.1f}",
         "from-to": f"{min(each):.1f}-{max(each):.1f}",

@@ -50,8 +50,10 @@ def policy_in_words(document: Json) -> str:
         depth = max(window["gamma"].values())
     else:
         depth = window.get("gamma" if fixed else "gamma_max", 0)
-    if draft == "none" or depth == 0:
+    if draft == "none":
         return "no draft, one token a round"
+    if depth == 0:
+        return f"no draft, one token a round ({draft} stays loaded)"
     who = "prompt lookup (ngram)" if draft == "ngram" else str(draft)
     growth = document.get("growth", {}).get("kind", "chain")
     if growth == "chain":
@@ -74,7 +76,7 @@ def policy_in_words(document: Json) -> str:
 
 def speculates(document: Json) -> bool:
     """Whether a policy drafts at all."""
-    return policy_in_words(document) != policy_in_words({})
+    return not policy_in_words(document).startswith(policy_in_words({}))
 
 
 def sampling_in_words(sampling: Sampling) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from spectune.engines.rules import ServingRules, rules_of
 from spectune.runtime.costs import StepCosts, StepLoad, step_costs, step_seconds
@@ -92,11 +93,14 @@ def _load_of(members: Sequence[_Round], draft: str, rules: ServingRules) -> Step
 @dataclass(frozen=True)
 class ServedCosts:
     """What an engine's steps cost: a profile with their terms, by draft the least and the most
-    passes of a step that were served (``passes``), how well the terms tell the steps that they were
-    fitted to (``check``), and by what command others are served, in words (``served_by``)."""
+    passes of a step that were served (``passes``) and the least and most requests of one, but for
+    the :data:`LEAST_STEPS` smallest and largest (``batches``), how well the terms tell the steps
+    that they were fitted to (``check``), and by what command others are served, in words
+    (``served_by``)."""
 
     profile: LatencyProfile
     passes: Mapping[str, tuple[int, int]]
+    batches: Mapping[str, tuple[int, int]]
     check: Mapping[str, Any]
     served_by: str
 
@@ -109,10 +113,15 @@ class ServedCosts:
         """The costs of the steps of an engine that has loaded ``draft`` and drafts ``gammas``.
         Raises PolicyError where too little was served to know them, with what to record."""
         if draft not in self.passes:
-            known = ", ".join(d or "none" for d in self.drafts)
+            known = ", ".join(d or "no draft" for d in self.drafts)
+            if not draft:
+                raise PolicyError(
+                    f"no steps of this engine without a draft were recorded (with: {known}): "
+                    f"restart it without the draft for a while, or serve by {self.served_by}"
+                )
             raise PolicyError(
-                f"no steps of this engine with draft {draft!r} were recorded (of: {known}); serve "
-                f"with it for a while, or by {self.served_by}"
+                f"no steps of this engine with draft {draft!r} were recorded (with: {known}); "
+                f"serve with it for a while, or by {self.served_by}"
             )
         least, most = self.passes[draft]
         outside = sorted({g for g in gammas if not least <= g <= most})
@@ -124,6 +133,12 @@ class ServedCosts:
                 f"a while, or serve them by {self.served_by}"
             )
         return step_costs(self.profile, draft)
+
+    def beyond(self, draft: str, batches: npt.NDArray[np.int32]) -> float:
+        """The share of simulated steps, given by their numbers of requests, that are of more or
+        fewer requests than any that was served with this draft."""
+        least, most = self.batches[draft]
+        return float(np.mean((batches < least) | (batches > most))) if len(batches) else 0.0
 
 
 def fit_served(
@@ -142,15 +157,19 @@ def fit_served(
     empty = LatencyProfile(pair_id, device, dtype, {})
     profile = fit_steps(empty, step_shapes(picked), picked, seconds.tolist())
     passes: dict[str, tuple[int, int]] = {}
+    batches: dict[str, tuple[int, int]] = {}
     predicted = np.zeros(len(chosen))
     for draft in dict.fromkeys(load.draft for load in picked):
-        own = [int(load.passes) for load, _ in steps if load.draft == draft]
-        passes[draft] = min(own), max(own)
+        own = [load for load, _ in steps if load.draft == draft]
+        drafted, together = sorted(load.passes for load in own), sorted(load.batch for load in own)
+        few = min(LEAST_STEPS, len(own)) - 1
+        passes[draft] = int(drafted[0]), int(drafted[-1])
+        batches[draft] = int(together[few]), int(together[-1 - few])
         costs = step_costs(profile, draft)
         for n, load in enumerate(picked):
             if load.draft == draft:
                 predicted[n] = step_seconds(costs, *load[1:])
-    return ServedCosts(profile, passes, _check(predicted, seconds, len(steps)), served_by)
+    return ServedCosts(profile, passes, batches, _check(predicted, seconds, len(steps)), served_by)
 
 
 def _check(predicted: FloatArray, executed: FloatArray, steps: int) -> dict[str, Any]:

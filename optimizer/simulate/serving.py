@@ -243,6 +243,11 @@ class Simulated:
     ends_s: FloatArray
     members: npt.NDArray[np.int64]
 
+    @property
+    def batches(self) -> npt.NDArray[np.int32]:
+        """The requests of each step: int32 [steps]."""
+        return self.steps[:, 0]
+
     def to_json(self, level: Objective) -> dict[str, Any]:
         """The figures of what was served, and of rounds and steps."""
         rounds, accepted, drafted = self.counts.sum(0).tolist()
