@@ -1,0 +1,74 @@
+"""What a figure shows of its target: it is met by the unfavourable end of an interval alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+from typing import Any, Final
+
+import numpy as np
+
+MET: Final = "met"
+NOT_SHOWN: Final = "not shown"
+NOT_MET: Final = "**not met**"
+TOO_FEW: Final = "too few requests"
+NOT_COMPARABLE: Final = "not comparable"
+LEAST: Final = 20
+"""Requests from which on a figure of speed is given."""
+RESAMPLES: Final = 2000
+
+Interval = Sequence[float | None]
+
+
+def exactly(holds: bool) -> str:
+    """Of a count that is to be 0."""
+    return MET if holds else NOT_MET
+
+
+def at_least(interval: Interval, target: float) -> str:
+    """Of a figure that is to be large, by the ends of its 95% interval; None is an end that is not
+    known."""
+    low, high = interval
+    if low is not None and low >= target:
+        return MET
+    return NOT_MET if high is not None and high < target else NOT_SHOWN
+
+
+def at_most(interval: Interval, target: float) -> str:
+    """Of a figure that is to be small."""
+    low, high = (None if end is None else -end for end in interval)
+    return at_least((high, low), -target)
+
+
+def worst(verdicts: Iterable[str]) -> str:
+    """Of a target with several parts."""
+    return max(verdicts, key=(MET, NOT_SHOWN, NOT_MET).index)
+
+
+def quantile_interval(values: Sequence[float], quantile: float) -> tuple[float, float]:
+    """The 95% interval of a quantile of a population that these are drawn from (bootstrap)."""
+    rng = np.random.default_rng(0)
+    drawn = rng.choice(np.asarray(values), (RESAMPLES, len(values)))
+    low, high = np.quantile(np.quantile(drawn, quantile, axis=1), (0.025, 0.975))
+    return float(low), float(high)
+
+
+def geometric_mean(ratios: Sequence[Interval]) -> tuple[float, float, float]:
+    """The geometric mean of independent ratios, each with the ends of its interval, and its
+    interval. An upper end that is not known is taken for 9."""
+    logs = [math.log(ratio or math.nan) for ratio, *_ in ratios]
+    halves = [math.log((high or 9.0) / (ratio or math.nan)) for ratio, _, high in ratios]
+    mean, half = math.exp(fmean(logs)), math.exp(math.hypot(*halves) / len(ratios))
+    return mean, mean / half, mean * half
+
+
+def joint_over_best(rows: Sequence[dict[str, Any]], papers: Sequence[str]) -> tuple[float, ...]:
+    """All papers together over the best single paper of each workload, and its 95% interval: of
+    rows of ``acceptance-combination``."""
+    best: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if row["space"] in papers:
+            other = best.setdefault(row["workload"], row)
+            best[row["workload"]] = max(row, other, key=lambda r: float(r["speedup"]))
+    return geometric_mean([row["joint_over_it"] for row in best.values()])

@@ -1,0 +1,90 @@
+"""README and docs/results.md say no more than bench/results shows."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spectune.optimizer.report.words import COUPLED_COSTS_CHAINS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    """The modules ``report`` and ``verdicts`` of bench/."""
+    sys.path.insert(0, str(ROOT / "bench"))
+    try:
+        import report
+        import verdicts
+    finally:
+        sys.path.remove(str(ROOT / "bench"))
+    return report, verdicts
+
+
+@pytest.mark.parametrize(
+    ("interval", "target", "verdict"),
+    [
+        ((0.98, 1.10), 0.98, "met"),
+        ((0.979, 1.10), 0.98, "not shown"),
+        ((0.930, 0.993), 1.0, "**not met**"),  # the joint winner of the four papers
+        ((None, 1.5), 1.0, "not shown"),
+        ((0.5, None), 1.0, "not shown"),
+    ],
+)
+def test_only_the_unfavourable_end_of_an_interval_meets_a_target(
+    bench: Any, interval: tuple[float | None, float | None], target: float, verdict: str
+) -> None:
+    _, verdicts = bench
+    assert verdicts.at_least(interval, target) == verdict
+    mirrored = [None if end is None else -end for end in reversed(interval)]
+    assert verdicts.at_most(mirrored, -target) == verdict
+
+
+def test_an_error_is_within_its_bar_only_where_its_interval_is(bench: Any) -> None:
+    """A median of 2% over four policies of 1 to 20% is no proof of 3%."""
+    report, verdicts = bench
+    few, many = [0.01, 0.02, 0.02, 0.2], [0.01, 0.02, 0.02] * 40
+    low, high = verdicts.quantile_interval(many, 0.5)
+    assert low == high == pytest.approx(0.02)
+    assert report._near(many, [0.0], (0.03, 0.06)) == "met"
+    assert report._near(few, [0.0], (0.03, 0.06)) == "not shown"
+    assert report._near([0.1] * 9, [0.0], (0.03, 0.06)) == "**not met**"
+
+
+def test_readme_holds_what_the_generator_writes(bench: Any) -> None:
+    report, _ = bench
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{report.BEGIN}\n{report.highlights()}\n{report.END}" in text
+    results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert "\n".join(report.checks()) in results
+
+
+def test_what_won_and_what_is_left_out_stand_beside_a_claim(bench: Any) -> None:
+    """The comparison with a server without a draft; the GPU's ballast; the default verifier."""
+    report, _ = bench
+    said = report.highlights()
+    (off,) = (r for r in report.load("load-vllm")["regret"]["together"] if r["constant"] == "off")
+    ratio, low, high = off["share"]
+    assert f"{ratio:.3f} ({low:.3f} to {high:.3f}) of the tokens/s of a server without" in said
+    assert "every constant over" not in said
+    tuning = report.load("gpu")["tune"]
+    assert said.startswith(f"**{tuning['on']}**, a pair ballasted to 8B")
+    assert f"{tuning['tuned']['confirmed']['requests']} requests held out" in said
+    low, high = report.coupled_costs_chains()
+    assert (low, high) == COUPLED_COSTS_CHAINS
+    assert f"costs a chain {low} to {high}% of its speed" in said
+
+
+def test_results_of_few_requests_or_of_another_budget_are_no_claim(bench: Any) -> None:
+    report, _ = bench
+    assert report.verdict("combination") == "**not met**"
+    assert report.verdict("shortlists") == "texts: met; tau: not comparable"
+    trees = "\n".join(report._ranges()).split("### ")[1]
+    rows = [line for line in trees.splitlines() if "EAGLE-2 |" in line]
+    assert rows
+    assert all("too few requests (3 a workload)" in row for row in rows)
+    assert "of texts that fits have seen as well" in trees
