@@ -247,40 +247,56 @@ def _products(head: GatheredHead, count: int, n: int) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------- tune
 
 
+KEPT = (
+    "winner",
+    "ratio_to_incumbent",
+    "confirmed",
+    "confirm_requests",
+    "search_requests",
+    "test_requests",
+    "trials",
+    "texts_differ",
+    "prediction",
+    "reason",
+    "seconds",
+)
+"""Of a tuning's results."""
+
+
 def tune(quick: bool = False) -> dict[str, Any]:
-    """The table of ``tune``, and how far its predictions were off."""
+    """A whole tuning as a user types it, and how far its predictions were off."""
     folder = Path(os.environ.get("SPECTUNE_BALLAST") or tempfile.mkdtemp(prefix="ballast-"))
     file, began = folder / "pair.json", time.perf_counter()
     if not file.exists():
         build(folder, TINY if quick else LARGE, DEVICE.type, DTYPE)
     say(f"built in {time.perf_counter() - began:.0f} s")
     torch.cuda.empty_cache()
-    size = "--limit 18 --max-new-tokens 12 --budget 4s"
-    if not quick:
-        size = "--limit 24 --max-new-tokens 48 --budget 30s"
-    own = f"--json --fresh --report none --trials 50 {size}".split()
-    where = [str(ROOT / "cli.py"), "--db", str(folder / "gpu.db"), "tune", "--pair", str(file)]
+    size = "--limit 36 --max-new-tokens 48 --budget 60s --trials 200"
+    if quick:
+        size = "--limit 18 --max-new-tokens 12 --budget 4s --trials 50"
+    asked = f"tune --pair {file} --device {DEVICE.type} {size}"
+    where = [str(ROOT / "cli.py"), "--db", str(folder / "gpu.db")]
+    more = ["--json", "--fresh", "--report", "none"]
     began = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, *where, *own], stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, *where, *asked.split(), *more],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
-    made = json.loads(done.stdout)
-    rows = [*made["baselines"].values(), *made["candidates"]]
-    table = {row["id"]: row for row in rows if row["measured_tokens_per_s"]}
-    speeds = ("predicted_tokens_per_s", "predicted_after_factor_tokens_per_s")
-    kept = ("label", "role", *speeds, "measured_tokens_per_s", "measured_interval",
-            "mean_accepted_length", "ratio_to_autoregressive", "executed_requests")  # fmt: skip
+    wall_s, tuned = time.perf_counter() - began, json.loads(done.stdout)
+    unique = {c["id"]: c for c in tuned["candidates"]}
+    kept = ("role", "label", "predicted_tokens_per_s", "predicted_after_factor_tokens_per_s",
+            "measured_tokens_per_s", "measured_interval", "mean_accepted_length",
+            "ratio_to_autoregressive", "ratio_to_autoregressive_interval",
+            "executed_requests")  # fmt: skip
+    candidates = [{key: c[key] for key in kept} for c in unique.values()]
     return {
-        "models": "8B, draft of 0.1B, EAGLE-3 head: ballast" if not quick else "tiny, ballast",
         "on": hardware(DEVICE.type),
-        "winner": made["winner"]["label"],
-        "published": made["published"],
-        "reason": made["reason"],
-        "texts_differ": made["texts_differ"],
-        "prediction": made["prediction"],
-        "wall_s": time.perf_counter() - began,
-        "seconds": made["seconds"],
-        "table": [{key: row.get(key) for key in kept} for row in table.values()],
+        "models": "tiny models" if quick else "8B, with a draft of 0.1B and an EAGLE-3 head",
+        "command": asked.replace(str(file), "ballast/pair.json"),
+        "wall_s": wall_s,
+        "tuned": {**{key: tuned[key] for key in KEPT}, "candidates": candidates},
     }
 
 
