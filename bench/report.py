@@ -437,32 +437,38 @@ def results() -> str:
 
 
 def _on_gpu() -> list[str]:
-    """The tuning that a GPU has run, and what it leaves out."""
-    found = load("gpu")["tune"]
+    """The tunings that a GPU has run, and what they leave out."""
+    runs = load("gpu")["tune"]
+    first, again = runs[0], [_tuned_on_gpu(run) for run in runs[1:]]
+    return [
+        f"**{first['on']}**, a pair ballasted to {first['models']}: a whole `tune` took "
+        f"{_tuned_on_gpu(first)}.{''.join(f' Tuned once more: {run}.' for run in again)} What this "
+        "leaves out: ballast has the demo pair's texts and acceptance at the cost of large models; "
+        f"one request at a time; {first['tuned']['confirmed']['requests']} requests held out. "
+        f"(`python bench/gpu.py --only tune`; `{first['command']}`)",
+        "",
+    ]
+
+
+def _tuned_on_gpu(found: Figures) -> str:
+    """What one tuning took and found, and how far its predictions were off."""
     tuned = found["tuned"]
     confirmed, prediction = tuned["confirmed"], tuned["prediction"]
     low, high = confirmed["interval"]
-    after = (
-        f"{100 * prediction['median_error_after_factor']:.1f}% off in the median of "
-        f"{prediction['policies']} policies after one common factor"
-    )
+    after = f"{100 * prediction['median_error_after_factor']:.1f}% off in the median"
     if prediction["median_error"] is None:
-        after += " that is fitted to the same executions (it and the error before it were not kept)"
+        off = f"{after} after one common factor (it and the error before it were not kept)"
     else:
-        after = (
-            f"{100 * prediction['median_error']:.1f}% off, {after} fitted to the same executions "
-            f"({prediction['common_factor']:.3f})"
+        off = (
+            f"{100 * prediction['median_error']:.1f}% off in the median as made, {after} after one "
+            f"common factor ({prediction['common_factor']:.3f})"
         )
-    return [
-        f"**{found['on']}**, a pair ballasted to {found['models']}: a whole `tune` took "
-        f"{found['wall_s']:.0f} s and published {policy_in_words(tuned['winner']['policy'])}: "
+    return (
+        f"{found['wall_s']:.0f} s and published {policy_in_words(tuned['winner']['policy'])}, "
         f"**{confirmed['ratio']:.2f} times autoregression** (99% interval {low:.2f} to "
-        f"{high:.2f}). Predicted speeds were {after}. What this leaves out: ballast has the demo "
-        "pair's texts and acceptance at the cost of large models; one request at a time; "
-        f"{confirmed['requests']} requests held out. (`{found['command']}`, "
-        "[gpu.json](bench/results/gpu.json))",
-        "",
-    ]
+        f"{high:.2f}); speeds of its {prediction['policies']} executed policies were predicted "
+        f"{off}"
+    )
 
 
 def highlights() -> str:
