@@ -184,6 +184,21 @@ def open_database(url: str, *, create: bool = True, lazily: bool = False) -> Dat
     return Database(parsed)
 
 
+def open_file(path: Path) -> Database:
+    """Opens a SQLite file at this program's schema to be read; opening changes nothing in it.
+
+    Raises :class:`SchemaError` for another schema and for a file that is no database of ours,
+    :class:`DatabaseError` for one that cannot be read.
+    """
+    url = URL.create("sqlite", database=str(path))
+    found = _schema_of(url)
+    if found is None:
+        raise SchemaError(f"{path} is not a spectune database")
+    if found != head():
+        raise _of_another_version(url, found)
+    return Database(url)
+
+
 def upgrade(url: str) -> tuple[str | None, str]:
     """Brings a database to this program's schema: (revision before, revision now). Creates it when
     it is new.
@@ -196,14 +211,24 @@ def upgrade(url: str) -> tuple[str | None, str]:
 def schema_of(url: str) -> str | None:
     """The revision a database has, None if it has none. Changes nothing. Raises
     :class:`DatabaseError`."""
-    parsed = parse_url(url)
-    _file_exists(parsed)
-    engine = make_engine(parsed)
+    return _schema_of(parse_url(url))
+
+
+def _schema_of(url: URL) -> str | None:
+    _file_exists(url)
+    engine = make_engine(url)
     try:
-        with translated(parsed), engine.connect() as connection:
+        with translated(url), engine.connect() as connection:
             return current(connection)
     finally:
         engine.dispose()
+
+
+def _of_another_version(url: URL, found: str) -> SchemaError:
+    return SchemaError(
+        f"{shown(url)} was made by another version of spectune (schema {found}, this program's is "
+        f"{head()}); open it with that version, or name another database"
+    )
 
 
 def _one_moment(url: URL) -> dict[str, Any]:

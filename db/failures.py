@@ -83,7 +83,7 @@ def understood(url: URL) -> Iterator[None]:
 
 
 _SQLITE_SAYS = {
-    "not a database": "{name} is not a SQLite database; give another file to --db",
+    "not a database": "{name} is not a SQLite database; name another file",
     "unable to open": "cannot open database file {name}: check that it exists and that its folder "
     "can be written",
     "readonly": "database file {name} is read-only; check its permissions and its folder's",

@@ -23,7 +23,6 @@ from spectune.traces.files import replacing
 from spectune.traces.recording import RecordingInfo
 from spectune.traces.store import TraceStore
 from spectune.traces.store.export import pyarrow_modules
-from spectune.traces.store.foreign import check_values
 from spectune.traces.store.recording_rows import CHAIN
 from spectune.traces.store.recordings import BATCH, Rows
 from spectune.traces.store.rows import values_of
@@ -99,7 +98,6 @@ class RecordingFile(TraceStore):
             stored = file.read_row_groups(groups.tolist()).to_pylist() if len(groups) else []
             found = [_stored(values, info) for values in stored if values["ordinal"] in wanted]
         for row in found:
-            check_values(row)
             if isinstance(row, TrajectoryRow):
                 rows.texts.append(row)
             elif (drafts is None or row.draft in drafts) and (trees or row.kind == CHAIN):

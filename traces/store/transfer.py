@@ -1,29 +1,29 @@
 """Whole recordings moved between databases, in a file that is itself a small database of the same
 schema.
 
-So the file's format is the schema: chunks travel as they are stored, checksums and all, an old file
-is upgraded by the same migrations as an old database, and ``--db FILE`` opens one to look around.
-Nothing that a file says is believed (:mod:`traces.store.foreign`).
+So the file's format is the schema: chunks travel as they are stored, checksums and all, and
+``--db FILE`` opens one to look around. What it holds is trusted like a checkpoint.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sqlite3
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from alembic.util.exc import CommandError
-from sqlalchemy import StaticPool, create_engine, select
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy import select
 from sqlalchemy.orm import DeclarativeBase, Session
 
-from spectune.db import CorruptedChunkError, Database, SchemaError, migrate, open_database
+from spectune.db import CorruptedChunkError, Database, open_database, open_file
+from spectune.db.failures import translated
 from spectune.db.models import (
+    Packed,
     PairRow,
     PanoramaChunkRow,
     PolicyRow,
@@ -34,34 +34,10 @@ from spectune.db.models import (
 )
 from spectune.traces.errors import TraceError
 from spectune.traces.files import why_not_writable
-from spectune.traces.store.foreign import (
-    check_hashed,
-    check_pair,
-    check_panorama,
-    check_recording,
-    check_steps,
-    check_trajectory,
-)
 from spectune.traces.store.rows import insert_absent, resolve_all, values_of
 from spectune.traces.text import shortened
 
 _BATCH = 256
-_BUSY_S = 60
-_PAGES = 4096
-"""Pages copied at a time, so that Ctrl-C is heard."""
-_STRANGE = """
-    SELECT type, name FROM sqlite_master
-    WHERE coalesce(rootpage, 0) = 0
-       OR NOT (type = 'table' AND sql LIKE 'CREATE TABLE%'
-               OR type = 'index' AND (sql IS NULL OR sql LIKE 'CREATE INDEX%'
-                                      OR sql LIKE 'CREATE UNIQUE INDEX%'))
-    UNION ALL
-    SELECT 'computed column', m.name || '.' || x.name FROM sqlite_master AS m,
-        pragma_table_xinfo(m.name) AS x
-    WHERE m.type = 'table' AND x.hidden <> 0
-"""
-"""What no file of ours holds: views, triggers, virtual tables, computed columns. Reading them would
-run what the file says."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +54,8 @@ def export_recordings(database: Database, recordings: Sequence[str], path: str |
     """Writes whole recordings (ids, beginnings of ids, or ``latest``) with their pair, workload and
     policies to a new file.
 
-    Raises :class:`TraceError` if the file exists or cannot be written, or a recording is none that
-    could be imported, NotFoundError for an unknown recording, CorruptedChunkError for a damaged
-    chunk.
+    Raises :class:`TraceError` if the file exists or cannot be written, NotFoundError for an unknown
+    recording, CorruptedChunkError for a damaged chunk.
     """
     target = Path(path)
     if problem := why_not_writable(target):
@@ -90,8 +65,9 @@ def export_recordings(database: Database, recordings: Sequence[str], path: str |
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".spectune-export-") as folder:
             part = Path(folder) / "part.db"
-            with open_database(str(part)) as receiver, database.snapshot() as source:
-                moved = _move(source, receiver, resolve_all(source, RecordingRow, recordings))
+            with open_database(str(part)) as receiver, database.snapshot() as session:
+                names = resolve_all(session, RecordingRow, recordings)
+                moved = _move(database, session, receiver, names)
             # Out of WAL mode a database is one file.
             with closing(sqlite3.connect(part)) as connection:
                 connection.execute("PRAGMA journal_mode=DELETE")
@@ -105,213 +81,90 @@ def import_recordings(database: Database, path: str | Path) -> Transfer:
     """Adds every recording of an exported file, or of a database that is in use; what is here
     already stays as it is, so importing twice changes nothing.
 
-    Each recording is looked through before it is one transaction. Raises :class:`TraceError` if the
-    file is missing, cannot be read, or a recording is not what its hashes say or differs from the
-    one of the same id here, SchemaError if it is no export, CorruptedChunkError if a chunk is
-    damaged; nothing of that recording is imported.
+    Each recording is one transaction. Raises :class:`TraceError` if the file is missing or a
+    recording differs from the one of the same id here, SchemaError if it is no export or another
+    version's, CorruptedChunkError if a chunk is damaged, and DatabaseError if the file is; nothing
+    of that recording is imported.
     """
     source = Path(path)
-    if not os.path.isfile(source):
+    if not os.path.isfile(source):  # Path.is_file raises for names that are too long
         raise TraceError(f"there is no file {shortened(str(source))} to import")
-    with _opened(source) as session:
-        recordings = session.scalars(
-            select(RecordingRow.id).order_by(RecordingRow.created_at, RecordingRow.id)
-        ).all()
-        if not all(isinstance(name, str) for name in recordings):
-            raise TraceError(f"cannot import {path}: the id of a recording is no text")
-        return _move(session, database, recordings)
+    with open_file(source) as opened, opened.snapshot() as session:
+        query = select(RecordingRow.id).order_by(RecordingRow.created_at, RecordingRow.id)
+        return _move(opened, session, database, session.scalars(query).all())
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Session]:
-    """A session on a copy of a file at our schema. Raises TraceError, or SchemaError where the file
-    is not ours.
-
-    The copy is SQLite's own temporary database: it has no name, so that nothing of it is left
-    whatever ends this process.
-    """
-    copy = sqlite3.connect("", isolation_level=None, check_same_thread=False)
-    engine = create_engine("sqlite://", creator=lambda: copy, poolclass=StaticPool)
-    try:
-        _copy_into(copy, path)
-        _examine(copy, path)
-        with engine.connect() as connection:
-            found, known = migrate.current(connection), migrate.revisions()
-            if found is None:
-                raise SchemaError(
-                    f"{path} is not a spectune database; import a file that `traces export "
-                    "recordings.db` wrote"
-                )
-            if found not in known:
-                raise SchemaError(
-                    f"{path} has schema {found}, newer than this program's {known[-1]}; upgrade "
-                    "spectune"
-                )
-            if found != known[-1]:
-                migrate.migrate(connection)
-        with Session(engine) as session:
-            yield session
-    except (sqlite3.Error, SQLAlchemyError, CommandError) as error:
-        # Whatever a file that is not ours lacks or holds twice.
-        cause = shortened(" ".join(str(getattr(error, "orig", None) or error).split()))
-        raise TraceError(f"cannot import {path}: {cause}") from None
-    finally:
-        engine.dispose()
-        copy.close()
-
-
-def _copy_into(copy: sqlite3.Connection, path: Path) -> None:
-    """Copies every committed page, also those of a write-ahead log beside the file, and leaves the
-    file and its folder as they are.
-
-    Raises TraceError, or sqlite3.Error.
-    """
-    path = path.resolve()
-    log = path.with_name(f"{path.name}-wal")
-    before = _stamp(path)
-    # Opening a file of WAL mode makes a log beside it. Where there is none nobody uses the file,
-    # and it can be read as it lies.
-    alone = _says_wal(path) and not log.exists()
-    name = f"{path.as_uri()}?{'immutable=1' if alone else 'mode=ro'}"
-    with closing(sqlite3.connect(name, uri=True, timeout=_BUSY_S, isolation_level=None)) as source:
-        # One snapshot for all of the copy; and whoever holds the file is waited for here, where
-        # there is a limit.
-        source.execute("BEGIN")
-        source.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        source.backup(copy, pages=_PAGES)
-    if alone and (log.exists() or _stamp(path) != before):
-        raise TraceError(f"{path} was written to while it was read; import it again")
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_mtime_ns, found.st_size
-
-
-def _says_wal(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(20)[18:] == b"\x02\x02"
-
-
-def _examine(copy: sqlite3.Connection, path: Path) -> None:
-    """Raises TraceError unless a file is whole and holds tables and indexes alone. From here on
-    nothing that it says is run."""
-    for pragma in ("trusted_schema=OFF", "ignore_check_constraints=ON", "cell_size_check=ON"):
-        copy.execute(f"PRAGMA {pragma}")
-    strange = copy.execute(_STRANGE).fetchone()
-    if strange is not None:
-        raise TraceError(
-            f"cannot import {path}: it holds a {strange[0]} named {shortened(str(strange[1]))!r}, "
-            "which no export does"
-        )
-    # Pages that belong to two rows would make a small file endless.
-    (found,) = copy.execute("PRAGMA quick_check(1)").fetchone()
-    if found != "ok":
-        raise TraceError(
-            f"cannot import {path}: the file is damaged ({shortened(' '.join(found.split()))})"
-        )
-
-
-def _move(source: Session, receiver: Database, recordings: Sequence[str]) -> Transfer:
+def _move(
+    source: Database, session: Session, receiver: Database, recordings: Sequence[str]
+) -> Transfer:
     added: list[str] = []
     present: list[str] = []
     chunks = 0
     for recording in recordings:
-        try:
-            policies = _check(source, recording)
-        except (TraceError, CorruptedChunkError) as error:
-            raise type(error)(
-                f"recording {shortened(recording)}, {error}; nothing of it was taken over"
-            ) from None
-        except (TypeError, ValueError, LookupError, OverflowError, RecursionError) as error:
-            # A column of JSON that is none, a moment that is none.
-            raise TraceError(
-                f"recording {shortened(recording)} cannot be read ({error}); nothing of it was "
-                "taken over"
-            ) from None
+        is_new = False
         with receiver.write() as sink:
-            is_new, copied = _move_one(source, sink, recording, policies)
+            for row in _rows(source, session, recording):
+                if isinstance(row, RecordingRow):
+                    _check_same(sink, row)
+                is_added = _copy(sink, row)
+                if isinstance(row, RecordingRow):
+                    is_new = is_added
+                elif isinstance(row, Packed):
+                    chunks += is_added
         (added if is_new else present).append(recording)
-        chunks += copied
     return Transfer(tuple(added), tuple(present), chunks)
 
 
-def _check(source: Session, recording: str) -> frozenset[str]:
-    """The policies that a recording's rounds name, once everything of it is known to be sound."""
-    row = source.get_one(RecordingRow, recording)
-    check_recording(row)
-    check_pair(_there(source, PairRow, row.pair_id))
-    if row.workload_id is not None:
-        check_hashed(_there(source, WorkloadRow, row.workload_id))
-    positions: dict[int, int] = {}
-    for trajectory in _chunks(source, TrajectoryRow, recording):
-        check_trajectory(trajectory)
-        positions[trajectory.ordinal] = trajectory.n_output
-    used: set[str] = set()
-    for panorama in _chunks(source, PanoramaChunkRow, recording):
-        check_panorama(panorama, _of(positions, panorama))
-    for steps in _chunks(source, StepChunkRow, recording):
-        _of(positions, steps)
-        check_steps(steps)
-        used.update(steps.policies)
-    for policy in _named(source, used):
-        check_hashed(policy)
-    return frozenset(used)
-
-
-def _there(source: Session, table: type[Any], name: str) -> Any:
-    found = source.get(table, name)
-    if found is None:
-        raise TraceError(f"its {table.__tablename__} {shortened(str(name))!r} is missing")
-    return found
-
-
-def _of(positions: dict[int, int], row: Any) -> int:
-    if row.ordinal not in positions:
+def _check_same(sink: Session, row: RecordingRow) -> None:
+    there = sink.get(RecordingRow, row.id)
+    if there is not None and there.spec_sha256 != row.spec_sha256:
         raise TraceError(
-            f"{row.__tablename__.replace('_', ' ')} {row.ordinal!r} belongs to no request of it"
+            f"a different recording is called {row.id} in the database imported into; nothing of "
+            "it was imported"
         )
-    return positions[row.ordinal]
 
 
-def _chunks(source: Session, table: type[Any], recording: str) -> Iterator[Any]:
-    """Rows of a recording in order, one in memory at a time."""
+def _rows(source: Database, session: Session, recording: str) -> Iterator[Any]:
+    """All rows that belong to a recording, those that others refer to first, a batch of chunks in
+    memory at a time. Raises DatabaseError of the source, TraceError, CorruptedChunkError."""
+    with translated(source.url):
+        row = session.get_one(RecordingRow, recording)
+        yield _required(session, PairRow, row.pair_id, recording)
+        if row.workload_id is not None:
+            yield _required(session, WorkloadRow, row.workload_id, recording)
+        yield row
+        policies: set[str] = set()
+        for table in (TrajectoryRow, PanoramaChunkRow, StepChunkRow):
+            for chunk in _chunks(session, table, recording):
+                yield chunk
+                if isinstance(chunk, StepChunkRow):
+                    policies.update(chunk.policies)
+        yield from session.scalars(select(PolicyRow).where(PolicyRow.id.in_(policies)))
+
+
+def _required(session: Session, table: type[Any], name: str, recording: str) -> Any:
+    row = session.get(table, name)
+    if row is None:
+        raise TraceError(f"recording {recording}: its {table.__tablename__} {name!r} is missing")
+    return row
+
+
+def _chunks(session: Session, table: type[Any], recording: str) -> Iterator[Any]:
     query = (
         select(table)
         .where(table.recording_id == recording)
         .order_by(table.ordinal)
         .execution_options(yield_per=_BATCH)
     )
-    for row in source.scalars(query):
+    for row in session.scalars(query):
+        if hashlib.sha256(row.data).digest() != row.sha256:
+            what = row.__tablename__.replace("_", " ")
+            raise CorruptedChunkError(
+                f"recording {recording}, request {row.ordinal}: its {what} is damaged (checksum "
+                "differs); nothing of the recording was taken over"
+            )
         yield row
-        source.expunge(row)
-
-
-def _named(source: Session, policies: Collection[str]) -> Iterable[PolicyRow]:
-    return source.scalars(select(PolicyRow).where(PolicyRow.id.in_(policies)))
-
-
-def _move_one(
-    source: Session, sink: Session, recording: str, policies: frozenset[str]
-) -> tuple[bool, int]:
-    """Whether the recording is new to ``sink``, and how many chunks were."""
-    row = source.get_one(RecordingRow, recording)
-    there = sink.get(RecordingRow, recording)
-    if there is not None and there.spec_sha256 != row.spec_sha256:
-        raise TraceError(
-            f"a different recording is called {recording} in the database imported into; nothing "
-            "of it was imported"
-        )
-    _copy(sink, source.get_one(PairRow, row.pair_id))
-    if row.workload_id is not None:
-        _copy(sink, source.get_one(WorkloadRow, row.workload_id))
-    _copy(sink, row)
-    copied = 0
-    for table in (TrajectoryRow, PanoramaChunkRow, StepChunkRow):
-        copied += sum(_copy(sink, chunk) for chunk in _chunks(source, table, recording))
-    for policy in _named(source, policies):
-        _copy(sink, policy)
-    return there is None, copied
+        session.expunge(row)
 
 
 def _copy(sink: Session, row: DeclarativeBase) -> bool:
