@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from spectune.db.engine import LONG, NO_BEGIN, WRITES, make_engine
 from spectune.db.errors import DatabaseError, SchemaError
 from spectune.db.failures import translated, understood
-from spectune.db.migrate import current, foreign_tables, head, keep_copy, migrate, revisions
+from spectune.db.migrate import current, foreign_tables, head, migrate, revisions
 from spectune.db.models import metadata
 from spectune.db.sqlite import is_read_only, real_path
 from spectune.db.urls import parse_url, shown
@@ -170,7 +170,7 @@ def open_database(url: str, *, create: bool = True, lazily: bool = False) -> Dat
     """Opens a database at this program's schema.
 
     A new one is created if ``create``, with ``lazily`` a file by the first write, until which it
-    reads as empty. An older SQLite file is upgraded after a copy of it is put beside it. Raises
+    reads as empty. An older SQLite file is upgraded. Raises
     :class:`SchemaError` for a newer schema, for an older PostgreSQL one (``db upgrade`` mends it)
     and for a database that is not ours, and :class:`DatabaseError` when it, or the folder of a
     file, is missing or cannot be reached.
@@ -272,8 +272,6 @@ def _prepare(url: URL, *, create: bool, may_upgrade: bool) -> tuple[str | None, 
                 # Another process may have done it while this one waited for the lock.
                 before = _revision(connection, url, create=create, may_upgrade=may_upgrade)
                 if before != head():
-                    if before is not None and is_sqlite:
-                        keep_copy(path, before)
                     migrate(connection)
                     if is_sqlite:
                         _keys_hold(connection, url)

@@ -1,23 +1,14 @@
-"""The schema's history: which revision a database has, how to bring it to ours, and the copy of a
-SQLite file that is left beside it then."""
+"""The schema's history: which revision a database has, and how to bring it to ours."""
 
 from __future__ import annotations
 
-import filecmp
-import glob
-import itertools
-import os
-import secrets
-import sqlite3
 import threading
-from contextlib import closing
 from pathlib import Path
 
 from sqlalchemy import Connection, inspect, text
 
-from spectune.db.errors import DatabaseError, SchemaError
+from spectune.db.errors import SchemaError
 from spectune.db.models import metadata
-from spectune.db.sqlite import real_path
 
 VERSION_TABLE = "spectune_schema"
 _FOLDER = Path(__file__).with_name("migrations")
@@ -67,52 +58,3 @@ def migrate(connection: Connection, to: str = "head") -> None:
     config.set_main_option("path_separator", "os")
     with _ALEMBIC:
         command.upgrade(config, to)
-
-
-def keep_copy(path: Path, revision: str) -> Path:
-    """Puts a copy of the file at ``revision`` beside it and returns its name,
-    ``NAME.before-REVISION`` or with ``-2``, ``-3``, ...
-
-    Of a link it lies beside what that points to. Call it while this process holds the file's write
-    lock: then it copies what is about to be upgraded, and nobody else copies. A copy that is there
-    is never replaced; an equal one, of an upgrade that was killed, is the copy. It appears under
-    its name whole and on the disk. Raises :class:`DatabaseError` when it cannot be made, and leaves
-    nothing then.
-    """
-    path = real_path(path)
-    name = f"{path.name}.before-{revision}"
-    partial = path.with_name(f"{name}.{secrets.token_hex(4)}.part")
-    try:
-        # Those of processes that were killed: we hold the lock.
-        for left in path.parent.glob(f"{glob.escape(name)}.*.part*"):
-            left.unlink()
-        try:
-            # The backup API, not a file copy: committed pages may still be in the write-ahead log.
-            with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(partial)) as to:
-                source.backup(to)
-            return _put_in_place(partial, name)
-        finally:
-            partial.unlink(missing_ok=True)
-    except (OSError, sqlite3.Error) as error:
-        raise DatabaseError(
-            f"cannot put a copy of {path} beside it before upgrading it: {error}; nothing was "
-            "changed"
-        ) from error
-
-
-def _put_in_place(partial: Path, name: str) -> Path:
-    for number in itertools.count(1):
-        target = partial.with_name(name if number == 1 else f"{name}-{number}")
-        if not target.exists():
-            break
-        if filecmp.cmp(partial, target, shallow=False):
-            return target
-    partial.replace(target)
-    if os.name == "posix":
-        # A new name survives a power cut only once its folder is on the disk.
-        handle = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-    return target

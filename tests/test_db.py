@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import resource
 import signal
 import sqlite3
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -271,157 +269,7 @@ def test_a_failed_upgrade_leaves_the_old_schema_whole(
     assert "half" not in tables_of(url)
 
 
-# --- the copy before an upgrade
-
-
-def old_file(folder: Path) -> Path:
-    """A file at the first revision that holds one policy."""
-    path = folder / "old.db"
-    at_revision(str(path), "0001")
-    document = json.dumps({"long": "x" * 100_000})
-    run_sql(path, f"INSERT INTO policy VALUES ('p', 'kept', '{document}', '2026-01-01 00:00:00')")
-    return path
-
-
-def copies_of(path: Path) -> dict[str, tuple[str, str]]:
-    """By name, every file that an upgrade left beside a database: its revision and its policy."""
-    ask = f"SELECT version_num, label FROM {migrate.VERSION_TABLE}, policy"
-    return {p.name: run_sql(p, ask)[0] for p in sorted(path.parent.glob(f"{path.name}.*"))}
-
-
-def test_an_old_file_opened_by_several_processes_has_one_copy_of_the_old_schema(
-    tmp_path: Path,
-) -> None:
-    path = old_file(tmp_path)
-    open_by_several(str(path), 6)
-    assert copies_of(path) == {"old.db.before-0001": ("0001", "kept")}
-    with open_database(str(path)) as database, database.read() as session:
-        assert session.get_one(PolicyRow, "p").label == "kept"
-
-
-@pytest.fixture
-def overtaken(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str | None]]:
-    """Makes another process upgrade a database right after this one first looked at it; what the
-    looks found."""
-
-    def arrange(url: str) -> list[str | None]:
-        looked, current = list[str | None](), migrate.current
-
-        def other_is_faster(connection: sa.Connection) -> str | None:
-            looked.append(current(connection))
-            if len(looked) == 1:
-                upgrade(url)
-            return looked[-1]
-
-        replaced(monkeypatch, "current", other_is_faster)
-        return looked
-
-    return arrange
-
-
-def test_the_copy_is_old_though_another_process_upgrades_between_look_and_lock(
-    tmp_path: Path, overtaken: Callable[[str], list[str | None]]
-) -> None:
-    path = old_file(tmp_path)
-    looked = overtaken(str(path))
-    open_database(str(path)).close()
-    assert looked[0] == "0001"
-    assert copies_of(path) == {"old.db.before-0001": ("0001", "kept")}
-
-
-def test_a_database_created_while_it_is_looked_at_is_no_foreign_one(
-    postgresql_url: str, overtaken: Callable[[str], list[str | None]]
-) -> None:
-    looked = overtaken(postgresql_url)
-    with open_database(postgresql_url) as database:
-        assert TraceStore(database).list_policies() == ()
-    assert looked[0] is None
-
-
-def test_a_copy_that_is_there_is_never_replaced(tmp_path: Path) -> None:
-    path = old_file(tmp_path)
-    upgrade(str(path))
-    for label in ("more", "most", "most"):
-        # Put back from the copy, used by an old program, and opened by this one again.
-        path.write_bytes((tmp_path / "old.db.before-0001").read_bytes())
-        run_sql(path, f"UPDATE policy SET label = '{label}'")
-        upgrade(str(path))
-    assert sorted(label for _, label in copies_of(path).values()) == ["kept", "more", "most"]
-
-
-def _upgrade_until(url: str, moment: int) -> None:
-    """Upgrades, and is killed at the ``moment``-th time that a file is opened, renamed or removed,
-    or before it commits."""
-    passed = 0
-
-    def one_more() -> None:
-        nonlocal passed
-        passed += 1
-        if passed > moment:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def hook(event: str, _arguments: Any) -> None:
-        if event in ("sqlite3.connect", "sqlite3.connect/handle", "os.rename", "os.remove"):
-            one_more()
-
-    def counted(*arguments: Any) -> None:
-        one_more()
-        real(*arguments)
-        one_more()
-
-    real = migrate.migrate
-    migrate.migrate = database.migrate = counted
-    sys.addaudithook(hook)
-    upgrade(url)
-
-
-def test_killed_at_any_moment_of_an_upgrade_nothing_is_lost(tmp_path: Path) -> None:
-    original, killed = old_file(tmp_path).read_bytes(), 0
-    for moment in range(100):
-        folder = tmp_path / str(moment)
-        folder.mkdir()
-        path = folder / "old.db"
-        path.write_bytes(original)
-        child = multiprocessing.get_context("fork").Process(
-            target=_upgrade_until, args=(str(path), moment)
-        )
-        child.start()
-        child.join()
-        if child.exitcode == 0:
-            break
-        assert child.exitcode == -signal.SIGKILL
-        killed += 1
-        if schema_of(str(path)) != "0001":
-            assert copies_of(path) == {"old.db.before-0001": ("0001", "kept")}
-        with open_database(str(path)) as database:
-            assert [policy.label for policy in TraceStore(database).list_policies()] == ["kept"]
-        assert copies_of(path) == {"old.db.before-0001": ("0001", "kept")}
-    assert killed > 6
-
-
-def _upgrade_where_files_stay_small(url: str, results: Any) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    try:
-        upgrade(url)
-    except Exception as error:
-        results.put(repr(error))
-
-
-def test_without_room_for_the_copy_nothing_is_changed(tmp_path: Path) -> None:
-    path, context = old_file(tmp_path), multiprocessing.get_context("fork")
-    before, results = path.read_bytes(), context.Queue()
-    assert len(before) > 100_000
-    child = context.Process(target=_upgrade_where_files_stay_small, args=(str(path), results))
-    child.start()
-    said = results.get(timeout=60)
-    child.join()
-    assert said.startswith("DatabaseError")
-    assert "cannot put a copy" in said
-    assert path.read_bytes() == before
-    assert copies_of(path) == {}
-
-
-# --- processes that meet
+# --- processes that meet, and one that is killed
 
 
 def at_once(count: int, act: Callable[[], None]) -> None:
@@ -454,6 +302,68 @@ def open_by_several(url: str, count: int) -> None:
 
 def test_a_new_database_opened_by_several_processes_at_once(new_url: str) -> None:
     open_by_several(new_url, 3)
+
+
+@pytest.fixture
+def overtaken(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str | None]]:
+    """Makes another process upgrade a database right after this one first looked at it; what the
+    looks found."""
+
+    def arrange(url: str) -> list[str | None]:
+        looked, current = list[str | None](), migrate.current
+
+        def other_is_faster(connection: sa.Connection) -> str | None:
+            looked.append(current(connection))
+            if len(looked) == 1:
+                upgrade(url)
+            return looked[-1]
+
+        replaced(monkeypatch, "current", other_is_faster)
+        return looked
+
+    return arrange
+
+
+def test_a_database_created_while_it_is_looked_at_is_no_foreign_one(
+    postgresql_url: str, overtaken: Callable[[str], list[str | None]]
+) -> None:
+    looked = overtaken(postgresql_url)
+    with open_database(postgresql_url) as database:
+        assert TraceStore(database).list_policies() == ()
+    assert looked[0] is None
+
+
+def _upgrade_until(url: str, moment: int) -> None:
+    """Upgrades, and is killed before its ``moment``-th statement."""
+    passed = 0
+
+    def one_more(*_: Any) -> None:
+        nonlocal passed
+        passed += 1
+        if passed > moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sa.event.listen(sa.Engine, "before_cursor_execute", one_more)
+    upgrade(url)
+
+
+def test_a_database_whose_making_was_killed_at_any_moment_can_be_opened(tmp_path: Path) -> None:
+    killed = 0
+    for moment in range(0, 200, 3):
+        path = tmp_path / f"{moment}.db"
+        child = multiprocessing.get_context("fork").Process(
+            target=_upgrade_until, args=(str(path), moment)
+        )
+        child.start()
+        child.join()
+        if child.exitcode == 0:
+            break
+        assert child.exitcode == -signal.SIGKILL
+        killed += 1
+        with open_database(str(path)) as database:
+            assert TraceStore(database).list_policies() == ()
+        assert check(str(path)).ok
+    assert killed > 6
 
 
 COUNTER = policy_id({})

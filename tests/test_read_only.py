@@ -164,18 +164,6 @@ def test_a_link_is_as_writable_as_what_it_points_to(
     assert labels(str(path)) == ["second", "first"]
 
 
-def test_the_copy_before_an_upgrade_lies_beside_the_file_that_a_link_points_to(
-    tmp_path: Path,
-) -> None:
-    for name in ("data", "app"):
-        (tmp_path / name).mkdir()
-    at_revision(str(tmp_path / "data" / "a.db"), "0001")
-    (tmp_path / "app" / "link.db").symlink_to(tmp_path / "data" / "a.db")
-    open_database(str(tmp_path / "app" / "link.db")).close()
-    assert [p.name for p in (tmp_path / "app").iterdir()] == ["link.db"]
-    assert (tmp_path / "data" / "a.db.before-0001").is_file()
-
-
 def test_a_link_to_itself_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.db").symlink_to("a.db")
     with pytest.raises(DatabaseError, match="cannot open database file"):
