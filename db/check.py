@@ -56,8 +56,14 @@ class CheckReport:
     @property
     def problems(self) -> tuple[str, ...]:
         """One line each, for people."""
-        older = f"schema is {self.schema}, this program's is {self.head}; run `db upgrade`"
-        schema = () if self.schema == self.head else (older,)
+        schema: tuple[str, ...] = ()
+        if self.schema is None:
+            schema = ("it has no tables; `db upgrade` creates them",)
+        elif self.schema != self.head:
+            schema = (
+                f"it was made by another version of spectune (schema {self.schema}, this program's "
+                f"is {self.head}); open it with that version",
+            )
         return (*schema, *self.integrity, *self.foreign_keys, *(str(c) for c in self.bad_chunks))
 
     def to_json(self) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""An open database: read and write transactions, and the schema brought to ours before anybody sees
-it."""
+"""An open database: read and write transactions, and its tables made before anybody sees it."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from sqlalchemy.orm import Session
 from spectune.db.engine import LONG, NO_BEGIN, WRITES, make_engine
 from spectune.db.errors import DatabaseError, SchemaError
 from spectune.db.failures import translated, understood
-from spectune.db.migrate import current, foreign_tables, head, migrate, revisions
+from spectune.db.migrate import current, foreign_tables, head, migrate
 from spectune.db.models import metadata
 from spectune.db.sqlite import is_read_only, real_path
 from spectune.db.urls import parse_url, shown
@@ -101,7 +100,7 @@ class Database:
         return self._stand_in
 
     def _make(self) -> None:
-        _prepare(self.url, create=True, may_upgrade=True)
+        _prepare(self.url, create=True)
         self._missing = False
 
     @contextmanager
@@ -170,17 +169,16 @@ def open_database(url: str, *, create: bool = True, lazily: bool = False) -> Dat
     """Opens a database at this program's schema.
 
     A new one is created if ``create``, with ``lazily`` a file by the first write, until which it
-    reads as empty. An older SQLite file is upgraded. Raises
-    :class:`SchemaError` for a newer schema, for an older PostgreSQL one (``db upgrade`` mends it)
-    and for a database that is not ours, and :class:`DatabaseError` when it, or the folder of a
-    file, is missing or cannot be reached.
+    reads as empty. Raises :class:`SchemaError` for another version's schema and for a database that
+    is not ours, and :class:`DatabaseError` when it, or the folder of a file, is missing or cannot
+    be reached.
     """
     parsed = parse_url(url)
     is_sqlite = parsed.get_backend_name() == "sqlite"
     if is_sqlite and create and lazily and not Path(str(parsed.database)).exists():
         _folder_exists(parsed)
         return Database(parsed, is_missing=True)
-    _prepare(parsed, create=create, may_upgrade=is_sqlite)
+    _prepare(parsed, create=create)
     return Database(parsed)
 
 
@@ -200,12 +198,11 @@ def open_file(path: Path) -> Database:
 
 
 def upgrade(url: str) -> tuple[str | None, str]:
-    """Brings a database to this program's schema: (revision before, revision now). Creates it when
-    it is new.
+    """Gives a new database its tables: (revision before, revision now).
 
     Raises :class:`SchemaError` or :class:`DatabaseError` as :func:`open_database` does.
     """
-    return _prepare(parse_url(url), create=True, may_upgrade=True)
+    return _prepare(parse_url(url), create=True)
 
 
 def schema_of(url: str) -> str | None:
@@ -243,8 +240,9 @@ def _file_exists(url: URL) -> None:
         )
 
 
-def _prepare(url: URL, *, create: bool, may_upgrade: bool) -> tuple[str | None, str]:
-    """Brings the schema to ours where that is asked for: (revision before, revision now)."""
+def _prepare(url: URL, *, create: bool) -> tuple[str | None, str]:
+    """Makes the tables where there are none and that is asked for: (revision before, revision
+    now)."""
     is_sqlite, path = url.get_backend_name() == "sqlite", Path(str(url.database))
     if is_sqlite:
         (_folder_exists if create else _file_exists)(url)
@@ -254,36 +252,30 @@ def _prepare(url: URL, *, create: bool, may_upgrade: bool) -> tuple[str | None, 
             # One snapshot: tables that another process is just creating must not pass for somebody
             # else's.
             with engine.connect().execution_options(**_one_moment(url)) as connection:
-                before = _revision(connection, url, create=create, may_upgrade=may_upgrade)
-            if before == head():
+                before = _revision(connection, url, create=create)
+            if before is not None:
                 return before, before
             if is_sqlite and is_read_only(path):
-                has = "is empty" if before is None else f"has schema {before}"
                 raise SchemaError(
-                    f"database {shown(url)} {has} and is read-only; copy it to a folder that can "
-                    "be written, and open it there"
+                    f"database {shown(url)} is empty and is read-only; copy it to a folder that "
+                    "can be written, and open it there"
                 )
-            with (
-                engine.execution_options(**WRITES, **LONG).connect() as connection,
-                connection.begin(),
-            ):
+            with engine.execution_options(**WRITES).connect() as connection, connection.begin():
                 if not is_sqlite:
                     connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
                 # Another process may have done it while this one waited for the lock.
-                before = _revision(connection, url, create=create, may_upgrade=may_upgrade)
-                if before != head():
+                before = _revision(connection, url, create=create)
+                if before is None:
                     migrate(connection)
-                    if is_sqlite:
-                        _keys_hold(connection, url)
             return before, head()
     finally:
         engine.dispose()
 
 
-def _revision(connection: Connection, url: URL, *, create: bool, may_upgrade: bool) -> str | None:
-    """The revision found, once it is clear that it can be brought to ours; otherwise raises what
+def _revision(connection: Connection, url: URL, *, create: bool) -> str | None:
+    """This program's revision, or None for a database that may become ours; otherwise raises what
     the user must know."""
-    found, known = current(connection), revisions()
+    found = current(connection)
     if found is None:
         others = foreign_tables(connection)
         if others:
@@ -293,15 +285,8 @@ def _revision(connection: Connection, url: URL, *, create: bool, may_upgrade: bo
             )
         if not create:
             raise DatabaseError(f"database {shown(url)} is empty; `db upgrade` creates its tables")
-    elif found not in known:
-        raise SchemaError(
-            f"database {shown(url)} has schema {found}, newer than this program's {known[-1]}; "
-            "upgrade spectune"
-        )
-    elif found != known[-1] and not may_upgrade:
-        raise SchemaError(
-            f"database {shown(url)} has schema {found}, older than {known[-1]}; run `db upgrade`"
-        )
+    elif found != head():
+        raise _of_another_version(url, found)
     return found
 
 
@@ -312,13 +297,4 @@ def _folder_exists(url: URL) -> None:
         raise DatabaseError(
             f"there is no folder {folder} for the database {shown(url)}; create it, or give "
             "another file to --db"
-        )
-
-
-def _keys_hold(connection: Connection, url: URL) -> None:
-    broken = connection.exec_driver_sql("PRAGMA foreign_key_check").fetchall()
-    if broken:
-        raise SchemaError(
-            f"upgrading {shown(url)} would break {len(broken)} references, first in table "
-            f"{broken[0][0]!r}; nothing was changed"
         )

@@ -23,9 +23,8 @@ NO_BEGIN = {"spectune_no_begin": True}
 def make_engine(url: URL, *, migrating: bool = False) -> Engine:
     """An engine for a parsed URL; ``migrating`` prepares the database for it, and may create it.
 
-    SQLite: the connections of :mod:`db.sqlite`, foreign keys off while ``migrating`` (altering a
-    table there copies and drops it, which would cascade), and BEGIN under our control, because a
-    transaction that reads before it writes fails under contention unless it began IMMEDIATE.
+    SQLite: the connections of :mod:`db.sqlite`, and BEGIN under our control, because a transaction
+    that reads before it writes fails under contention unless it began IMMEDIATE.
     PostgreSQL: the limits of :mod:`db.postgresql`.
     """
     serializer = partial(

@@ -13,7 +13,7 @@ class UnavailableError(DatabaseError):
 
 
 class SchemaError(DatabaseError):
-    """The database's schema is newer or older than this program and cannot be used as it is."""
+    """The database was made by another version of this program, or by another program."""
 
 
 class NotFoundError(DatabaseError):

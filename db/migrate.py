@@ -1,4 +1,4 @@
-"""The schema's history: which revision a database has, and how to bring it to ours."""
+"""Which revision of the schema a database has, and how a new one gets its tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 from sqlalchemy import Connection, inspect, text
 
-from spectune.db.errors import SchemaError
 from spectune.db.models import metadata
 
 VERSION_TABLE = "spectune_schema"
@@ -16,29 +15,17 @@ _FOLDER = Path(__file__).with_name("migrations")
 _ALEMBIC = threading.Lock()
 
 
-def revisions() -> tuple[str, ...]:
-    """Every revision this program knows, oldest first: what the names of their files begin with."""
-    files = (_FOLDER / "versions").glob("[0-9]*_*.py")
-    return tuple(sorted(file.name.partition("_")[0] for file in files))
-
-
 def head() -> str:
-    """The revision this program works with."""
-    return revisions()[-1]
+    """The revision this program works with: what the name of the last file begins with."""
+    return max(p.name.partition("_")[0] for p in (_FOLDER / "versions").glob("[0-9]*_*.py"))
 
 
 def current(connection: Connection) -> str | None:
-    """The revision a database has, or None if it never had one. Raises :class:`SchemaError` for
-    more than one."""
+    """The revision a database has, or None if it never had one."""
     if not inspect(connection).has_table(VERSION_TABLE):
         return None
-    found = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalars().all()
-    if len(found) > 1:
-        raise SchemaError(
-            f"table {VERSION_TABLE} names {len(found)} schemas, not one; restore the database from "
-            "a backup"
-        )
-    return str(found[0]) if found else None
+    found: str | None = connection.scalar(text(f"SELECT version_num FROM {VERSION_TABLE}"))
+    return found
 
 
 def foreign_tables(connection: Connection) -> list[str]:
@@ -48,8 +35,8 @@ def foreign_tables(connection: Connection) -> list[str]:
     return sorted(names if connection.dialect.name == "sqlite" else names & set(metadata.tables))
 
 
-def migrate(connection: Connection, to: str = "head") -> None:
-    """Upgrades inside the caller's transaction, so that a crash leaves the old schema whole."""
+def migrate(connection: Connection) -> None:
+    """Makes the tables inside the caller's transaction: a crash leaves nothing half done."""
     from alembic import command  # imported by what migrates alone
     from alembic.config import Config
 
@@ -57,4 +44,4 @@ def migrate(connection: Connection, to: str = "head") -> None:
     config.set_main_option("script_location", str(_FOLDER).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
     with _ALEMBIC:
-        command.upgrade(config, to)
+        command.upgrade(config, "head")

@@ -135,8 +135,8 @@ class PanoramaChunkRow(Packed, Base):
     draft: Mapped[str] = mapped_column(String(128), primary_key=True)
     kind: Mapped[Str16] = mapped_column(primary_key=True)
     gamma_max: Mapped[int]
-    width: Mapped[int] = mapped_column(default=0, server_default="0")
-    covers: Mapped[list[Any]] = mapped_column(default=list, server_default="[]")
+    width: Mapped[int]
+    covers: Mapped[list[Any]]
     n: Mapped[int]
     agree_count: Mapped[int]
     none_count: Mapped[int]
@@ -263,9 +263,7 @@ class PublicationRow(Base):
     __tablename__ = "publication"
 
     id: Mapped[int] = mapped_column(primary_key=True)
-    deployment: Mapped[str] = mapped_column(
-        String(100), default="default", server_default="default"
-    )
+    deployment: Mapped[str] = mapped_column(String(100))
     pair_id: Mapped[str] = mapped_column(ForeignKey("pair.id"))
     device: Mapped[str]
     policy_id: Mapped[str] = mapped_column(ForeignKey("policy.id"))

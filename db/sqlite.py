@@ -32,10 +32,10 @@ def is_read_only(path: Path) -> bool:
 def connect(path: Path, *, migrating: bool) -> sqlite3.Connection:
     """A connection in autocommit mode; transactions begin by hand.
 
-    While ``migrating`` a new file is made, one that is there is switched to WAL, and foreign keys
-    are off. Otherwise a file that is missing is an error, and nothing but a write transaction
-    writes to it. One that is read-only is read as it is. Raises sqlite3.Error, and
-    :class:`DatabaseError` for a read-only file whose last changes cannot be read.
+    While ``migrating`` a new file is made, and one that is there is switched to WAL. Otherwise a
+    file that is missing is an error, and nothing but a write transaction writes to it. One that is
+    read-only is read as it is. Raises sqlite3.Error, and :class:`DatabaseError` for a read-only
+    file whose last changes cannot be read.
     """
     path = real_path(path)
     read_only = is_read_only(path)
@@ -47,7 +47,7 @@ def connect(path: Path, *, migrating: bool) -> sqlite3.Connection:
             connection.execute(f"PRAGMA page_size={PAGE_SIZE_BYTES}")
             _use_wal(connection)
         connection.execute("PRAGMA synchronous=NORMAL")
-        connection.execute(f"PRAGMA foreign_keys={'OFF' if migrating else 'ON'}")
+        connection.execute("PRAGMA foreign_keys=ON")
         connection.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
     except BaseException:
         connection.close()

@@ -1,5 +1,5 @@
-"""Databases for the tests: a PostgreSQL server, however this machine can have one; stores; old
-schemas; and policies in force, some of which are none."""
+"""Databases for the tests: a PostgreSQL server, however this machine can have one; stores; and
+policies in force, some of which are none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from spectune.db import migrate, open_database
+from spectune.db import open_database
 from spectune.db.engine import WRITES, make_engine
 from spectune.db.urls import parse_url
 from spectune.runtime.policies.document import AnyPolicy
@@ -166,34 +166,11 @@ def run_sql(path: Path | str, *statements: str) -> list[Any]:
 
 @contextmanager
 def migrating(url: str) -> Iterator[sa.Connection]:
-    """A connection, in a transaction, as an upgrade has it."""
+    """A connection, in a transaction, as making the tables has it."""
     engine = make_engine(parse_url(url), migrating=True)
     with engine.execution_options(**WRITES).connect() as connection, connection.begin():
         yield connection
     engine.dispose()
-
-
-def at_revision(url: str, revision: str) -> None:
-    """Makes a new database and stops at a revision."""
-    with migrating(url) as connection:
-        migrate.migrate(connection, revision)
-
-
-def copy_rows(url: str, file: Path) -> None:
-    """Copies the rows of a SQLite file into a database, of the columns that its tables have."""
-    tables = sa.MetaData()
-    with migrating(url) as connection:
-        tables.reflect(connection)
-        for table in tables.sorted_tables:
-            if table.name == migrate.VERSION_TABLE:
-                continue
-            truths = [isinstance(column.type, sa.Boolean) for column in table.columns]
-            names = [column.name for column in table.columns]
-            # Without types values go as they stand in the file.
-            into = sa.table(table.name, *map(sa.column, names)).insert()
-            for row in run_sql(file, f"SELECT {', '.join(names)} FROM {table.name}"):
-                values = (bool(v) if is_bool else v for v, is_bool in zip(row, truths, strict=True))
-                connection.execute(into, dict(zip(names, values, strict=True)))
 
 
 NOT_POLICIES = {

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from databases import at_revision, opened
+from databases import opened
 from trace_values import a_recording
 
 from spectune.cli import main
@@ -170,13 +170,13 @@ def test_a_link_to_itself_is_one_line(tmp_path: Path) -> None:
         open_database(str(tmp_path / "a.db"))
 
 
-def test_an_old_schema_that_cannot_be_upgraded_is_one_line(folder: Path) -> None:
-    path = folder / "old.db"
-    at_revision(str(path), "0001")
-    kind, message = as_reader(folder, lambda: labels(str(path)))
+def test_an_empty_file_that_cannot_be_filled_is_one_line(folder: Path) -> None:
+    path = folder / "empty.db"
+    path.touch()
+    kind, message = as_reader(folder, lambda: open_database(str(path)).close())
     assert kind == SchemaError.__name__
-    assert "has schema 0001 and is read-only; copy it" in message
-    assert as_reader(folder, lambda: schema_of(str(path))) == "0001"
+    assert "is empty and is read-only; copy it" in message
+    assert as_reader(folder, lambda: schema_of(str(path))) is None
 
 
 def test_a_check_changes_no_file(path: Path, tmp_path: Path) -> None:

@@ -4,22 +4,20 @@ than they."""
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import sqlalchemy as sa
-from databases import at_revision, copy_rows, opened
 from test_store import damage
-from trace_values import a_panorama, a_recording, a_trajectory, a_tree
+from trace_values import a_recording, a_trajectory, a_tree
 
-from spectune.db import NotFoundError, check, migrate, upgrade
+from spectune.db import NotFoundError, check
 from spectune.db.models import PanoramaChunkRow
 from spectune.traces.errors import TraceError
 from spectune.traces.packing import pack_tree, unpack_tree
 from spectune.traces.recording import TreeExtent
-from spectune.traces.schema import Proposals, Sampling, TreePanorama
+from spectune.traces.schema import Proposals, TreePanorama
 from spectune.traces.store import TraceStore
 from spectune.traces.store.prune import prune
 from spectune.traces.store.query import TraceFilter, acceptance_stats, request_rows
@@ -185,33 +183,3 @@ def test_trees_go_with_their_recording(store: TraceStore) -> None:
     prune(store.database, recordings=[recording])
     with store.database.read() as session:
         assert session.scalar(sa.select(sa.func.count()).select_from(PanoramaChunkRow)) == 0
-
-
-# --- databases of before
-
-
-def old_database(url: str, folder: Path) -> str:
-    """A database at revision 0001 with what its tables have of a recording of one request; its
-    id."""
-    at_revision(url, "0001")
-    with opened(folder / "current.db") as store:
-        recording = a_recording(store, n=1)
-    copy_rows(url, folder / "current.db")
-    return recording
-
-
-def test_an_old_database_is_upgraded_with_what_it_holds(new_url: str, tmp_path: Path) -> None:
-    recording = old_database(new_url, tmp_path)
-    assert upgrade(new_url) == ("0001", migrate.head())
-    assert check(new_url).ok
-    with opened(new_url) as store:
-        loaded = store.load("latest", trees=True)
-        assert loaded.trajectories == (a_trajectory(0),)
-        assert loaded.info.sampling == Sampling()
-        assert loaded.panoramas("small") == (a_panorama(a_trajectory(0), "small"),)
-        with store.database.read() as session:
-            row = session.get_one(PanoramaChunkRow, (recording, 0, "small", "chain"))
-            assert (row.width, row.covers) == (0, [])
-        assert loaded.info.trees == {}
-        put_trees(store, recording, 1)
-        assert len(store.load("latest", trees=True).trees("small")) == 1

@@ -1,1 +1,1 @@
-"""One module per revision of the schema."""
+"""The revision of the schema."""

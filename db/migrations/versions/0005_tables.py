@@ -1,0 +1,18 @@
+"""Makes the tables of this program.
+
+Nothing has been released, so the tables are the first schema: whoever changes them gives this
+revision a new number, and databases of another number are refused.
+"""
+
+from __future__ import annotations
+
+from alembic import op
+
+from spectune.db.models import metadata
+
+revision = "0005"
+down_revision = None
+
+
+def upgrade() -> None:
+    metadata.create_all(op.get_bind(), checkfirst=False)
