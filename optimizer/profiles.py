@@ -39,8 +39,8 @@ def usable_profile(
     since: datetime | None = None,
 ) -> StoredProfile | None:
     """The newest accepted profile of this pair in this environment that covers the drafts (and
-    their ``trees``) and windows up to ``gamma_max`` (earlier ones do not say, and count), unless it
-    is a day old, or older than ``since``."""
+    their ``trees``) and windows up to ``gamma_max``, unless it is a day old, or older than
+    ``since``."""
     grown = {d for d in drafts if d != "ngram" and trees}
     here = environment(pair)
     same = {key: here[key] for key in ("device", "torch", "threads", "dtype")}.items()
@@ -48,7 +48,7 @@ def usable_profile(
         profile, made = found.profile, found.created_at
         recent = now - made < PROFILE_AGE and (since is None or made >= since)
         covers = set(drafts) <= set(profile.drafts) and grown <= set(profile.tree_drafts)
-        covers &= profile.environment.get("gamma_max", gamma_max) >= gamma_max
+        covers &= profile.environment.get("gamma_max", 0) >= gamma_max
         if same <= profile.environment.items() and recent and covers:
             return found if profile.accepted(trees=trees) else None
     return None

@@ -14,7 +14,7 @@ import spectune
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("cli", "traces", "runtime", "optimizer", "engines", "db", "demo", "bench", "tests")
 FACTS = {
-    *("traces.schema", "traces.cost_table", "traces.latency", "traces.latency_curves"),
+    *("traces.schema", "traces.cost_table", "traces.latency"),
     *("traces.errors", "traces.codec", "traces.packing", "traces.files", "traces.text"),
     *("traces.workloads", "traces.workload_files", "traces.sanity", "traces.recording"),
     "traces.acceptance",

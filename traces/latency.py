@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from spectune.traces.cost_table import CostTable, FloatArray
-from spectune.traces.latency_curves import terms_of_curves
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class LatencyProfile:
     - Its output head (rows: tokens evaluated): ``head/D`` whole or trimmed, ``gathered/D`` by a
       router.
     - ``round`` and ``tree round/D`` per round; ``prefill/target`` and ``prefill/D`` (rows): a
-      prompt's pass, and what begins a request; older profiles have a ``request`` of their own.
+      prompt's pass, and what begins a request.
 
     - Of an engine that serves many requests at once: ``step`` (batch), ``step target`` (rows
       verified, tokens in all caches) and ``step prompts`` (rows); with a loaded draft ``step
@@ -99,7 +98,7 @@ class LatencyProfile:
     def request_seconds(self, draft: str | None, prompt_tokens: npt.ArrayLike) -> FloatArray:
         """Seconds before the first round of requests with these prompts, in their shape; ``draft``
         None: nothing is drafted."""
-        seconds = self.seconds("request") + self.prefill_seconds(None, prompt_tokens)
+        seconds = self.prefill_seconds(None, prompt_tokens)
         return seconds if draft is None else seconds + self.prefill_seconds(draft, prompt_tokens)
 
     def shortlist_sizes(self, draft: str, *, routed: bool) -> tuple[float, ...]:
@@ -121,12 +120,8 @@ class LatencyProfile:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LatencyProfile:
-        """Rebuilds a profile from :meth:`to_json`, or from a document of before profiles were terms
-        (:func:`traces.latency_curves.terms_of_curves`). Raises KeyError or TypeError on a malformed
+        """Rebuilds a profile from :meth:`to_json`. Raises KeyError or TypeError on a malformed
         document."""
-        known = ("pair_id", "device", "dtype", "environment", "check")
-        if "terms" not in data:
-            return cls(**{k: data[k] for k in known if k in data}, terms=terms_of_curves(data))
         terms = {}
         for name, t in data["terms"].items():
             knots = tuple(tuple(k) for k in t["knots"])

@@ -76,9 +76,9 @@ _STEPS: _Layout = {
     **dict.fromkeys(("draft", "policy"), (np.uint16, 1)),
 }
 """In storage order; ``draft`` and ``policy`` are places in lists of names."""
-_LATER = frozenset({"depth", "bin", "batch", "arrived_s", "ended_s"})
-"""Columns that came later, and are left out where they say nothing: no trees, one request in every
-step, no clock."""
+_OPTIONAL = frozenset({"depth", "bin", "batch", "arrived_s", "ended_s"})
+"""Columns that are left out where they say nothing: no trees, one request in every step, no
+clock."""
 
 
 def pack_tokens(prompt_ids: Int32Array, output_ids: Int32Array) -> Chunk:
@@ -214,7 +214,7 @@ def pack_steps(steps: Sequence[Step]) -> Chunk:
 
 def unpack_steps(chunk: Chunk) -> tuple[Step, ...]:
     """The rounds in order. Raises :class:`CodecError`."""
-    columns, meta = _of_kind(chunk, "steps", _STEPS, _LATER)
+    columns, meta = _of_kind(chunk, "steps", _STEPS, _OPTIONAL)
     if len({len(column) for column in columns.values()}) > 1:
         raise CodecError("is no list of rounds: its columns have different lengths")
     n = len(columns["start"])

@@ -137,21 +137,9 @@ class Workload:
         return h.hexdigest()
 
 
-_LATER_BLOCKS: Mapping[str, Any] = {
-    "stratify": None,
-    "select": {"top_n": None},
-    "shortlist": {"kind": "full"},
-}
-"""Blocks of a policy that came later, as a policy that does not use them spells them out."""
-
-
 def policy_content(document: Mapping[str, Any]) -> str:
-    """One line of JSON of a policy's spelled-out document: equal policies, equal text. Blocks that
-    came later are left out where they are not used, so that a chain policy keeps the id it always
-    had."""
-    missing = object()
-    used = {k: v for k, v in document.items() if v != _LATER_BLOCKS.get(k, missing)}
-    return json.dumps(used, sort_keys=True, separators=(",", ":"))
+    """One line of JSON of a policy's spelled-out document: equal policies, equal text."""
+    return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
 
 def policy_id(document: Mapping[str, Any]) -> str:

@@ -40,9 +40,7 @@ from spectune.traces.store.query import TraceFilter, acceptance_stats
 
 ROUNDS_DRAWN: Final = 24
 LABELS_LISTED: Final = 8
-NOT_STORED: Final = (
-    "Not stored: this tuning was made by an earlier version, or its evidence was pruned."
-)
+NOT_STORED: Final = "Not stored: its evidence was pruned."
 
 
 @dataclass(frozen=True)
