@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import URL, Connection, Engine, StaticPool, create_engine, text
 from sqlalchemy.orm import Session
 
-from spectune.db.engine import LONG, NO_BEGIN, WRITES, make_engine
+from spectune.db.engine import NO_BEGIN, WRITES, make_engine
 from spectune.db.errors import DatabaseError, SchemaError
 from spectune.db.failures import translated, understood
 from spectune.db.migrate import current, foreign_tables, head, migrate
@@ -65,17 +65,12 @@ class Database:
             yield session
 
     @contextmanager
-    def write(self, *, is_long: bool = False) -> Iterator[Session]:
+    def write(self) -> Iterator[Session]:
         """A write transaction, committed when the block ends and rolled back if it raises. Does not
-        nest.
-
-        A statement of one that ``is_long`` may take an hour. Raises :class:`DatabaseError` when the
-        database is unreachable or stays locked.
-        """
+        nest. Raises :class:`DatabaseError` when the database is unreachable or stays locked."""
         if self._missing:
             self._make()
-        engine = self._writing.execution_options(**LONG) if is_long else self._writing
-        with self._alone(), self._transaction(engine) as session:
+        with self._alone(), self._transaction(self._writing) as session:
             yield session
 
     @contextmanager

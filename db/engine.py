@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,17 @@ from spectune.db.sqlite import connect as connect_sqlite
 
 WRITES = {"spectune_write": True}
 """Execution option of connections that write: on SQLite they begin IMMEDIATE."""
-LONG = {"spectune_long": True}
-"""Execution option of transactions whose statements may take an hour (PostgreSQL)."""
 NO_BEGIN = {"spectune_no_begin": True}
 """Execution option of connections for statements that no transaction may hold."""
+CONNECT_ARGS: Mapping[str, Any] = {
+    "connect_timeout": 10,
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 60_000,
+    "options": "-c lock_timeout=60s",
+}
+"""libpq's parameters, unless the URL has its own: seconds, ``tcp_user_timeout`` in milliseconds."""
 
 
 def make_engine(url: URL, *, migrating: bool = False) -> Engine:
@@ -25,7 +32,7 @@ def make_engine(url: URL, *, migrating: bool = False) -> Engine:
 
     SQLite: the connections of :mod:`db.sqlite`, and BEGIN under our control, because a transaction
     that reads before it writes fails under contention unless it began IMMEDIATE.
-    PostgreSQL: the limits of :mod:`db.postgresql`.
+    PostgreSQL: :data:`CONNECT_ARGS`.
     """
     serializer = partial(
         json.dumps, ensure_ascii=False, allow_nan=False, default=_plain, separators=(",", ":")
@@ -56,33 +63,8 @@ def _sqlite_engine(url: URL, serializer: Callable[[Any], str], migrating: bool) 
 
 
 def _postgresql_engine(url: URL, serializer: Callable[[Any], str]) -> Engine:
-    from spectune.db.postgresql import CONNECTING
-    from spectune.db.postgresql import Connection as Driver
-
-    defaults = {name: value for name, value in CONNECTING.items() if name not in url.query}
-    engine = create_engine(
-        url, connect_args=defaults, pool_pre_ping=True, json_serializer=serializer
-    )
-
-    @event.listens_for(engine, "do_connect")
-    def do_connect(_dialect: object, _record: object, given: list[Any], named: Any) -> Driver:
-        return Driver.connect(*given, **named)
-
-    @event.listens_for(engine, "connect")
-    def on_connect(connection: Driver, _record: object) -> None:
-        connection.limit(str(url.query.get("options", "")))
-
-    @event.listens_for(engine, "begin")
-    def on_begin(connection: Connection) -> None:
-        driver: Any = connection.connection.driver_connection
-        driver.begin(is_long=connection.get_execution_options().get("spectune_long", False))
-
-    @event.listens_for(engine, "checkin")
-    def on_checkin(connection: Driver | None, _record: object) -> None:
-        if connection is not None:
-            connection.rest()
-
-    return engine
+    defaults = {name: value for name, value in CONNECT_ARGS.items() if name not in url.query}
+    return create_engine(url, connect_args=defaults, pool_pre_ping=True, json_serializer=serializer)
 
 
 def _plain(value: Any) -> Any:

@@ -1,5 +1,4 @@
-"""A PostgreSQL server that is there and does not answer: nothing waits for ever, and what is only
-slow is not cut."""
+"""A PostgreSQL server that is there and does not answer: connecting gives up, no decode waits."""
 
 from __future__ import annotations
 
@@ -8,15 +7,23 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from databases import put_in_force
+from recorded_texts import asked
 from sqlalchemy.engine import make_url
+from synthetic import policy
 
 from spectune.db import DatabaseError, UnavailableError, open_database, upgrade
-from spectune.db import postgresql as limits
+from spectune.optimizer.serving import watch
+from spectune.runtime.decoder import Decoder
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.reload import WatchedSource
+from spectune.traces.schema import Sampling
+from spectune.traces.store import TraceStore
 
 HANGS_S = 30.0
 """Far more than any limit here: who takes longer hangs."""
@@ -93,80 +100,34 @@ def through(wire: Wire, postgresql_url: str) -> str:
     return url.render_as_string(hide_password=False).replace("+psycopg", "")
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "GRACE_S", 0.3)
-    monkeypatch.setattr(limits, "PING_S", 0.3)
-
-
-@contextmanager
-def no_hang() -> Iterator[None]:
-    begun = time.monotonic()
-    yield
-    assert time.monotonic() - begun < HANGS_S
-
-
-def ask(database: Any, statement: str = "SELECT 1", *, then: Any = None, **how: Any) -> Any:
-    """What a transaction is answered; ``then`` is done in it, and it asks once more."""
-    with database.write(**how) as session:
-        answer = session.execute(sa.text(statement)).scalar_one()
-        if then is not None:
-            then()
-            session.execute(sa.text(statement)).scalar_one()
-        return answer
-
-
 def test_a_port_that_never_answers_is_given_up() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, no_hang():
-        port = listener.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port, begun = listener.getsockname()[1], time.monotonic()
         with pytest.raises(UnavailableError, match="cannot reach database"):
             open_database(f"postgresql://u@127.0.0.1:{port}/d?connect_timeout=2")
+        assert time.monotonic() - begun < HANGS_S
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_server_that_falls_silent_in_a_statement_is_given_up_and_found_again(
-    wire: Wire, through: str
+def test_a_server_that_hangs_stops_no_decode(
+    wire: Wire, through: str, pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = f"{through}?connect_timeout=2&options=-c%20statement_timeout=300ms"
-    with open_database(given) as database, no_hang():
-        says = "no answer for 1 s; the server is stopped or cut off"
-        with pytest.raises(UnavailableError, match=says):
-            ask(database, then=wire.freeze)
-        # An idle connection of the pool is not trusted, and a new one is not had.
-        with pytest.raises(UnavailableError, match="cannot reach database"):
-            ask(database)
-        wire.thaw()
-        assert ask(database) == 1
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_long_statement_is_cut_only_where_it_was_not_announced(postgresql_url: str) -> None:
-    upgrade(postgresql_url)
-    with open_database(f"{postgresql_url}?options=-c%20statement_timeout=200ms") as database:
-        sleep = "SELECT 1 FROM pg_sleep(0.8)"
-        says = r"statement timeout; add \?options=-c%20statement_timeout"
-        with pytest.raises(UnavailableError, match=says):
-            ask(database, sleep)
-        assert ask(database, sleep, is_long=True) == 1
-        assert ask(database, "SHOW statement_timeout") == "200ms"
-
-
-@pytest.mark.usefixtures("impatient")
-def test_what_may_take_long_may_not_take_for_ever(
-    wire: Wire, through: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "LONG_S", 0.4, raising=False)
-    given = f"{through}?connect_timeout=2&options=-c%20statement_timeout=100ms"
-    with open_database(given) as database, no_hang():
-        with pytest.raises(UnavailableError, match="statement timeout"):
-            ask(database, "SELECT 1 FROM pg_sleep(5)", is_long=True)
-        with pytest.raises(UnavailableError, match="the server is stopped or cut off"):
-            ask(database, then=wire.freeze, is_long=True)
-    # Whoever allows ordinary statements more, or everything, allows it to these.
-    wire.thaw()
-    for allowed in ("0", "2h"):
-        with open_database(f"{through}?options=-c%20statement_timeout={allowed}") as database:
-            assert ask(database, "SHOW statement_timeout", is_long=True) == allowed
+    """The policy watcher and the writer of traffic have threads of their own, and leaving them
+    takes their patience and no longer."""
+    monkeypatch.setattr(WatchedSource, "patience_s", 0.5)
+    with open_database(through) as database:
+        store = TraceStore(database)
+        store.put_pair(pair.id, "tiny", pair.spec.to_json())
+        put_in_force(store, pair.id, policy("near", 3))
+        begun = time.monotonic()
+        with watch(store, pair, None, None, interval_s=0.05) as source:
+            wire.freeze()
+            time.sleep(0.5)  # the watcher asks meanwhile, and is not answered
+            decoder = Decoder(pair, source)
+            rounds = [*decoder.rounds(asked(decoder, "def add(a, b):", Sampling(), 20))]
+            assert rounds[-1].step.policy == policy("near", 3).id
+        assert time.monotonic() - begun < HANGS_S
+        assert "was given up" in source.left
+        wire.close()
 
 
 def test_who_waits_for_a_lock_is_told_so(postgresql_url: str) -> None:
@@ -181,19 +142,18 @@ def test_who_waits_for_a_lock_is_told_so(postgresql_url: str) -> None:
             database.lock(session, "name")
 
 
-DEFAULT = ("2min", "1min", "10", "30", "60000")
+LIMITS = ("1min", "10", "30", "60000")
 
 
 @pytest.mark.parametrize(
     ("query", "expected"),
     [
-        ("", DEFAULT),
+        ("", LIMITS),
         (
             "connect_timeout=3&keepalives_idle=7&tcp_user_timeout=9000",
-            (*DEFAULT[:2], *"37", "9000"),
+            (LIMITS[0], *"37", "9000"),
         ),
-        ("options=-c%20statement_timeout=0%20-c%20lock_timeout=5s", ("0", "5s", *DEFAULT[2:])),
-        ("options=-c%20work_mem=8MB", DEFAULT),
+        ("options=-c%20lock_timeout=5s", ("5s", *LIMITS[1:])),
     ],
 )
 def test_a_url_has_the_last_word_on_the_limits(
@@ -201,21 +161,11 @@ def test_a_url_has_the_last_word_on_the_limits(
 ) -> None:
     upgrade(postgresql_url)
     with open_database(f"{postgresql_url}?{query}") as database, database.read() as session:
-        shows = [f"SHOW {name}" for name in ("statement_timeout", "lock_timeout")]
-        shown = [session.execute(sa.text(show)).scalar_one() for show in shows]
+        lock_timeout = session.execute(sa.text("SHOW lock_timeout")).scalar_one()
         connection: Any = session.connection().connection.driver_connection
         given = connection.info.get_parameters()
         names = ("connect_timeout", "keepalives_idle", "tcp_user_timeout")
-        assert (*shown, *(given[name] for name in names)) == expected
-
-
-def test_a_limit_of_the_database_itself_is_kept(postgresql_url: str) -> None:
-    upgrade(postgresql_url)
-    with open_database(postgresql_url) as database, database.write() as session:
-        name = session.execute(sa.text("SELECT current_database()")).scalar_one()
-        session.execute(sa.text(f"ALTER DATABASE {name} SET statement_timeout = '7s'"))
-    with open_database(postgresql_url) as database:
-        assert ask(database, "SHOW statement_timeout") == "7s"
+        assert (lock_timeout, *(given[name] for name in names)) == expected
 
 
 def test_a_limit_that_is_no_number_is_one_line(postgresql_url: str) -> None:

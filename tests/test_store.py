@@ -347,8 +347,8 @@ class Pausing(Database):
         self.met, self.has_written = threading.Barrier(2), threading.Event()
 
     @contextmanager
-    def write(self, *, is_long: bool = False) -> Iterator[Session]:
-        with super().write(is_long=is_long) as session:
+    def write(self) -> Iterator[Session]:
+        with super().write() as session:
             yield session
             session.flush()
             self.has_written.set()

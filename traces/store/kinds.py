@@ -121,7 +121,7 @@ def prune_kinds(
     stays names: a publication, a schedule or its jobs, a policy, a run, a study, an artifact; and
     of each pair, device and dtype the newest profile, which everything is predicted by.
     """
-    with database.read() if dry_run else database.write(is_long=True) as session:
+    with database.read() if dry_run else database.write() as session:
         chosen = {kind: older(session, _table(kind), before, keep_last) for kind in kinds}
         pages = _pages(session)
         doomed = {name for names in chosen.values() for name in names} - pages.keys()

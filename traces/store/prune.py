@@ -82,7 +82,7 @@ def prune(
         raise TraceError(
             "say what to prune: recordings by id, an age (before), or how many to keep (keep_last)"
         )
-    with database.read() if dry_run else database.write(is_long=True) as session:
+    with database.read() if dry_run else database.write() as session:
         abandoned = None if before is None else min(before, database.now(session) - STILL_WRITTEN)
 
         def by_rule() -> list[str]:
