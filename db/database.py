@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from spectune.db.engine import NO_BEGIN, WRITES, make_engine
 from spectune.db.errors import DatabaseError, SchemaError
-from spectune.db.failures import translated, understood
+from spectune.db.failures import translated
 from spectune.db.migrate import current, foreign_tables, head, migrate
 from spectune.db.models import metadata
 from spectune.db.sqlite import is_read_only, real_path
@@ -51,14 +51,13 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[Session]:
         """A read transaction: one snapshot on SQLite, read committed on PostgreSQL. Raises
-        :class:`DatabaseError`."""
-        with understood(self.url), self._transaction(self._to_read()) as session:
+        :class:`DatabaseError`; what the block itself raises is passed on."""
+        with self._transaction(self._to_read()) as session:
             yield session
 
     @contextmanager
     def snapshot(self) -> Iterator[Session]:
-        """A read transaction that sees one moment, on PostgreSQL too. Who uses it judges the rows:
-        a value that is none of its column raises whatever reading it raises. Raises
+        """A read transaction that sees one moment, on PostgreSQL too. Raises
         :class:`DatabaseError`."""
         engine = self._to_read().execution_options(**_one_moment(self.url))
         with self._transaction(engine) as session:

@@ -33,15 +33,6 @@ _LATER_SQLITE = frozenset(
         sqlite3.SQLITE_CANTOPEN,
     }
 )
-_NO_VALUE = (
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
-"""What reading a row raises whose values are none of its columns'."""
 _NO_TABLE = re.compile(r'no such table: (?:main\.)?(\S+)|relation "(\S+)" does not exist')
 
 
@@ -62,23 +53,6 @@ def translated(url: URL) -> Iterator[None]:
     except PoolTimeoutError as error:
         raise UnavailableError(
             f"database {shown(url)}: all its connections are in use; try again"
-        ) from error
-
-
-@contextmanager
-def understood(url: URL) -> Iterator[None]:
-    """Around reading rows: what is no value of its column becomes one :class:`DatabaseError`.
-
-    SQLite keeps any value in any column, and columns of JSON any document, so a row of another's
-    making shows only where it is read.
-    """
-    try:
-        yield
-    except _NO_VALUE as error:
-        said = " ".join(str(error).split())[:200]
-        raise DatabaseError(
-            f"database {shown(url)} holds a row that spectune did not write ({said}); restore a "
-            "copy of it"
         ) from error
 
 

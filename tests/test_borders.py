@@ -1,4 +1,4 @@
-"""Whatever comes in over a border (policies, artifacts, chunks, rows, workloads, command lines),
+"""Whatever comes in over a border (policies, artifacts, chunks, workloads, command lines),
 what goes wrong is one of our errors, said in one line, within seconds and bounded memory.
 
 ``SPECTUNE_BORDERS=full`` tries twenty times as many cases, as ``bench/acceptance.py --only
@@ -14,11 +14,10 @@ import resource
 import shutil
 import signal
 import sqlite3
-import string
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -27,35 +26,26 @@ import numpy as np
 import pytest
 import zstandard
 from click.testing import CliRunner
-from databases import opened, put_in_force
+from databases import opened
 from doors import commands, write_workload
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from synthetic import flat_profile, policy
+from synthetic import flat_profile
 from test_docs import blocks
 from test_traces_codec import sealed
 from trace_values import (
     PAIR,
     a_panorama,
-    a_profile,
     a_recording,
     a_trajectory,
     a_tree,
-    an_outcome,
     steps_of,
 )
 
 from spectune.cli import main
 from spectune.db.errors import DatabaseError
-from spectune.db.models import metadata
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.inputs import load_workload
-from spectune.optimizer.jobs import tuning_options
-from spectune.optimizer.payload import check_payload, tuning_workload
-from spectune.optimizer.schedule import add_schedule, get_schedule, history, list_schedules, tick
-from spectune.optimizer.serving import watch
-from spectune.runtime.loading import load_pair
-from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import (
     BINS,
     CLASSIFIER,
@@ -72,14 +62,6 @@ from spectune.traces import packing
 from spectune.traces.codec import _HEADERS, CODEC, SCHEMA_VERSION, Chunk, CodecError, unpack
 from spectune.traces.errors import SpectuneError
 from spectune.traces.store import TraceStore
-from spectune.traces.store.publications import Publication
-from spectune.traces.store.query import (
-    TraceFilter,
-    acceptance_stats,
-    executed_stats,
-    list_recordings,
-    request_rows,
-)
 
 FULL = os.environ.get("SPECTUNE_BORDERS") == "full"
 LONGEST_LINE = 4000
@@ -522,141 +504,6 @@ def test_forged_chunks(forged: tuple[str, Chunk]) -> None:
         unpack(chunk)
     with border(CodecError):
         getattr(packing, f"unpack_{kind.removesuffix('_q')}")(chunk)
-
-
-# --------------------------------------------------------------------------------------------- rows
-
-CELLS = st.one_of(
-    st.none(),
-    st.integers(-(2**63), 2**63 - 1),
-    st.sampled_from([0, -1, 2**40, 2**63 - 1, 9e18, float("inf"), -1e300, 0.5]),
-    st.sampled_from([
-        "null", "5", '"small"', "[1,2]", "[]", "{}", "{", "", "NaN", "true", '{"a": 1e999}',
-        "9" * 5000, "[" * 5000, '{"a":' * 5000,
-        '{"growth": {"kind": "static", "paths": 5}}', '{"draft": '
-            '{"kind": []}}', "x" * 5000, "No/Such_Zone", "* * * * *", "61 * * * *",
-        '{"pair": 5}', '{"pair": {}, "turns": 3}', '{"pair": {}, '
-            '"temperature": "hot"}', '{"pair": {}, "workload": 5}',
-    ]),
-    st.binary(max_size=12),
-    JSON.map(lambda v: json.dumps(v)[:4000]),
-    mutated(POLICIES).map(lambda v: json.dumps(v)[:4000]),
-    st.text(alphabet=string.printable, max_size=10),
-)  # fmt: skip
-
-GOOD = policy("near", 5)
-
-
-def spots() -> list[tuple[str, str]]:
-    """Every column but the ids."""
-    every = (column for table in metadata.sorted_tables for column in table.columns)
-    return [(column.table.name, column.name) for column in every if column.name != "id"]
-
-
-@pytest.fixture(scope="module")
-def served(store: TraceStore, tiny_pair: Path) -> Iterator[Any]:
-    """(pair, a source that watches this store's publications for it, a schedule's name)."""
-    pair = load_pair(read_pair(str(tiny_pair)), device="cpu")
-    store.put_pair(pair.id, "tiny", pair.spec.to_json())
-    for gamma in (2, 3):
-        version = put_in_force(store, pair.id, policy("near", gamma))
-        store.acknowledge(version, "node", "applied")
-    add_schedule(
-        store.database, "nightly", every="1h", payload={"pair": pair.spec.to_json(), "turns": None}
-    )
-    for profile in (a_profile(1e-3), flat_profile(pair.id, pair.drafts)):
-        store.put_profile(profile)
-    store.put_run(pair.id, policy("near", 3).id, an_outcome(), device="cpu", dtype="float32")
-    store.put_study(pair.id, sampler="tpe", seed=1, document={"best": 3}, trials=[{"number": 0}])
-    with watch(store, pair, None, None, interval_s=3600.0) as source:
-        yield pair, source
-
-
-def read_publications(store: TraceStore, pair_id: str) -> None:
-    found: Sequence[Publication] = store.list_publications(pair_id, "cpu")
-    for publication in found:
-        with border():
-            prepare(parse_policy(publication.document), ("near", "far"))
-    store.acknowledgements()
-
-
-def read_recordings(store: TraceStore) -> None:
-    database = store.database
-    for info in list_recordings(database, TraceFilter()):
-        info.to_json()
-        with border():
-            store.load(info.id, skip_corrupted=True)
-        with border():
-            store.load(info.id, trees=True)
-    list(request_rows(database, TraceFilter()))
-    acceptance_stats(database, TraceFilter(), ["draft", "category"])
-    executed_stats(database, TraceFilter(), ["category"])
-
-
-def read_schedules(store: TraceStore) -> None:
-    for schedule in list_schedules(store.database):
-        schedule.to_json()
-        with border():
-            check_payload(schedule.payload)
-            tuning_options(schedule.payload)
-            tuning_workload({**schedule.payload, "limit": 1})
-    history(store.database)
-    get_schedule(store.database, "nightly")
-    tick(store.database)
-
-
-@cases("rows", 30)
-@given(st.sampled_from(spots()), CELLS)
-@example(("policy", "document"), "null")
-@example(("policy", "document"), "[" * 5000)
-@example(("policy", "document"), "{")
-@example(("schedule", "tz"), "No/Such_Zone")
-@example(("schedule", "payload"), "5")
-@example(("latency_profile", "document"), "{}")
-@example(("latency_profile", "created_at"), "no date")
-@example(("pair", "document"), "{")
-@example(("artifact", "provenance"), "{")
-def test_rows_with_anything_in_a_column(
-    store: TraceStore, raw: sqlite3.Connection, served: Any, spot: tuple[str, str], cell: Any
-) -> None:
-    table, column = spot
-    pair, source = served
-    columns = [c.name for c in metadata.tables[table].columns]
-    saved = raw.execute(f'SELECT {", ".join(columns)}, rowid FROM "{table}"').fetchall()
-    added = ("acknowledgement", "publication", "policy")
-    lasts = {name: raw.execute(f'SELECT max(rowid) FROM "{name}"').fetchone()[0] for name in added}
-    try:
-        raw.execute(f'UPDATE "{table}" SET "{column}" = ?', (cell,))
-    except sqlite3.IntegrityError:  # no row can be so
-        return
-    try:
-        for read in (
-            lambda: read_publications(store, pair.id),
-            lambda: read_recordings(store),
-            lambda: read_schedules(store),
-            *(store.list_policies, store.list_pairs),
-            lambda: [*store.profiles()],
-            *(store.list_studies, lambda: store.latest_profile(pair.id, "cpu")),
-            lambda: [store.get_artifact(row[0]) for row in store.list_artifacts()],
-            *(partial(get, "latest") for get in (store.get_profile, store.get_workload)),
-            *(partial(get, "latest") for get in (store.get_run, store.get_study)),
-        ):
-            with border():
-                read()
-        source.seen = 0
-        with border():
-            source.poll()
-        assert source.current().label
-        version = put_in_force(store, pair.id, GOOD)
-        assert source.poll()
-        assert source.current().policy == GOOD
-        assert [a.status for a in store.acknowledgements(version)] == ["applied"]
-    finally:
-        for name, last in lasts.items():
-            raw.execute(f'DELETE FROM "{name}" WHERE rowid > ?', (last,))
-        raw.executemany(
-            f'UPDATE "{table}" SET {", ".join(f"{c} = ?" for c in columns)} WHERE rowid = ?', saved
-        )
 
 
 # ---------------------------------------------------------------------------------------- workloads

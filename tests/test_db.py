@@ -345,6 +345,15 @@ def test_a_failed_write_leaves_nothing(database: Database) -> None:
     assert TraceStore(database).list_policies() == ()
 
 
+@pytest.mark.parametrize("error", [KeyError, TypeError, ValueError, AttributeError])
+@pytest.mark.parametrize("transaction", [Database.read, Database.snapshot, Database.write])
+def test_an_error_of_the_program_in_a_transaction_is_told_as_it_is(
+    database: Database, transaction: Callable[[Database], Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error, match="ours"), transaction(database):
+        raise error("ours")
+
+
 def test_database_time_is_utc_and_moves(database: Database) -> None:
     with database.read() as session:
         first = database.now(session)

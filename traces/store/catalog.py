@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from sqlalchemy import select, update
 
-from spectune.db import CorruptedChunkError, DatabaseError, UnavailableError
+from spectune.db import CorruptedChunkError
 from spectune.db.models import (
     ArtifactRow,
     LatencyProfileRow,
@@ -162,7 +162,7 @@ class Catalog(Storage):
         )
 
     def latest_profile(self, pair_id: str, device: str) -> StoredProfile | None:
-        """The newest profile of a pair on a device that can be read, or None."""
+        """The newest profile of a pair on a device, or None."""
         return next(self.profiles(pair_id, device), None)
 
     def profile_of(
@@ -175,15 +175,10 @@ class Catalog(Storage):
     def profiles(
         self, pair_id: str | None = None, device: str | None = None, dtype: str | None = None
     ) -> Iterator[StoredProfile]:
-        """Those that can be read, one in memory at a time."""
+        """Newest first, one in memory at a time."""
         wanted = {"pair_id": pair_id, "device": device, "dtype": dtype}
         for (name,) in self._columns(LatencyProfileRow, LatencyProfileRow.id, **wanted):
-            try:
-                yield self.get_profile(name)
-            except UnavailableError:
-                raise
-            except DatabaseError:
-                continue  # of another's making, or a newer spectune's: the others are still good
+            yield self.get_profile(name)
 
     def put_policy(self, policy_id: str, document: Document, label: str) -> None:
         """Stores a policy under the hash of its content; one that is there already is left alone.
