@@ -3,17 +3,12 @@ PostgreSQL."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar
 
-from sqlalchemy import JSON, DateTime, Double, MetaData, String, Text, type_coerce
+from sqlalchemy import JSON, DateTime, Double, MetaData, String, Text
 from sqlalchemy.engine import Dialect
-from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import DeclarativeBase
-from sqlalchemy.sql.elements import ColumnElement
-from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import TypeDecorator
 
 
@@ -39,58 +34,6 @@ class UtcDateTime(TypeDecorator[datetime]):
         if value is None or value.tzinfo is not None:
             return value and value.astimezone(UTC)
         return value.replace(tzinfo=UTC)
-
-
-class Unreadable(str):
-    """What stands in a column of JSON and cannot be read as such; ``problem`` says why in a few
-    words."""
-
-    problem: str
-
-
-class OutsideJson(TypeDecorator[Any]):
-    """JSON that anybody may have written: reading it never fails. What is no JSON, or more than
-    this program can hold (whole numbers of thousands of digits, deep nesting), comes out as
-    :class:`Unreadable`."""
-
-    impl = JSON
-    cache_ok = True
-
-    def column_expression(self, column: ColumnElement[Any]) -> ColumnElement[Any]:
-        return type_coerce(_AsText(column), self)
-
-    def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], Any]:
-        return _read_json
-
-
-class _AsText(FunctionElement[Any]):
-    """A column as it is stored: drivers would otherwise read JSON, or text, while fetching, where
-    one bad row costs all of them."""
-
-    inherit_cache = True
-
-
-@compiles(_AsText)
-def _as_text(element: _AsText, compiler: Any, **how: Any) -> str:
-    return f"CAST({compiler.process(element.clauses, **how)} AS TEXT)"
-
-
-@compiles(_AsText, "sqlite")
-def _as_bytes(element: _AsText, compiler: Any, **how: Any) -> str:
-    return f"CAST({compiler.process(element.clauses, **how)} AS BLOB)"
-
-
-def _read_json(stored: str | bytes | None) -> Any:
-    if stored is None:
-        return None
-    try:
-        return json.loads(stored)
-    except (RecursionError, ValueError) as error:
-        as_text = stored if isinstance(stored, str) else stored.decode(errors="backslashreplace")
-        found = Unreadable(as_text)
-        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        found.problem = f"cannot be read as JSON ({why})"
-        return found
 
 
 Document = dict[str, Any]

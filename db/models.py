@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from sqlalchemy import (
+    JSON,
     BigInteger,
     CheckConstraint,
     ForeignKey,
@@ -23,7 +24,7 @@ from sqlalchemy import (
 from sqlalchemy.orm import Mapped, mapped_column
 
 import spectune.db.schedules  # noqa: F401  # its tables are on the same metadata
-from spectune.db.base import Base, Document, OutsideJson, Str16, Str32, Str64, Str200
+from spectune.db.base import Base, Document, Str16, Str32, Str64, Str200
 
 CASCADE = "CASCADE"
 
@@ -154,7 +155,7 @@ class PolicyRow(Base):
 
     id: Mapped[Str64] = mapped_column(primary_key=True)
     label: Mapped[str]
-    document: Mapped[Any] = mapped_column(OutsideJson)
+    document: Mapped[Document]
     created_at: Mapped[datetime]
 
 
@@ -267,9 +268,9 @@ class PublicationRow(Base):
     pair_id: Mapped[str] = mapped_column(ForeignKey("pair.id"))
     device: Mapped[str]
     policy_id: Mapped[str] = mapped_column(ForeignKey("policy.id"))
-    sampling: Mapped[Any] = mapped_column(OutsideJson(none_as_null=True), nullable=True)
+    sampling: Mapped[Document | None] = mapped_column(JSON(none_as_null=True))
     supersedes: Mapped[int | None] = mapped_column(ForeignKey("publication.id"))
-    evidence: Mapped[Any] = mapped_column(OutsideJson)
+    evidence: Mapped[Document]
     actor: Mapped[str]
     reason: Mapped[str]
     idempotency_key: Mapped[Str200 | None] = mapped_column(unique=True)

@@ -9,12 +9,10 @@ else reads these tables, but :mod:`traces.store.prune`, which spares what a job 
 
 from __future__ import annotations
 
-from typing import Any
-
-from sqlalchemy import BigInteger, CheckConstraint, ForeignKey, Index, String
+from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKey, Index, String
 from sqlalchemy.orm import Mapped, mapped_column
 
-from spectune.db.base import Base, OutsideJson, Str16, Str64, Str200
+from spectune.db.base import Base, Document, Str16, Str64, Str200
 
 OUTCOMES = ("enqueued", "misfired", "coalesced", "skipped")
 """What became of a slot: a job; nothing, as it came too late; nothing, as a later slot of the same
@@ -59,7 +57,7 @@ class ScheduleRow(Base):
     enabled: Mapped[bool]
     parked: Mapped[str | None]
     """Why a schedule that could not be read was disabled; NULL: it was not."""
-    payload: Mapped[Any] = mapped_column(OutsideJson)
+    payload: Mapped[Document]
     created_at: Mapped[float]
 
 
@@ -99,7 +97,7 @@ class JobRow(Base):
     lease_owner: Mapped[Str200 | None]
     lease_until: Mapped[float | None]
     idempotency_key: Mapped[str] = mapped_column(String(300), unique=True)
-    result: Mapped[Any] = mapped_column(OutsideJson(none_as_null=True), nullable=True)
+    result: Mapped[Document | None] = mapped_column(JSON(none_as_null=True))
     error: Mapped[str | None]
     queued_at: Mapped[float]
     started_at: Mapped[float | None]

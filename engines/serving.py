@@ -244,8 +244,6 @@ class Served:
         if found is None:
             return None
         name = f"publication {found.version}"
-        if found.problem:
-            return Published(found.version, None, f"{name}: the document {found.problem}")
         try:
             return Published(found.version, parse_policy(found.document, where=name))
         except PolicyError as error:

@@ -3,7 +3,6 @@ policies in force, some of which are none."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -176,10 +175,7 @@ def migrating(url: str) -> Iterator[sa.Connection]:
 NOT_POLICIES = {
     "null": "null",
     "list": "[1, 2]",
-    "5,000 digits": "9" * 5000,
-    "digits inside": '{"draft": "near", "window": {"kind": "fixed", "gamma": ' + "9" * 5000 + "}}",
-    "deep": "[" * 3000 + "]" * 3000,
-    "less deep": '{"draft": ' + "[" * 400 + "]" * 400 + "}",
+    "deep": '{"draft": ' + "[" * 400 + "]" * 400 + "}",
     "paths": '{"draft": "near", "growth": {"kind": "static", "paths": 5}}',
     "kind": '{"draft": {"kind": []}}',
     "unprintable": r'{"draft": "near\u0000", "window": {"kind": "fixed", "gamma": 3}}',
@@ -190,12 +186,9 @@ NOT_POLICIES = {
 """What no publication should name, as JSON."""
 
 
-def publish_text(store: TraceStore, pair_id: str, document: str | bytes) -> int:
+def publish_text(store: TraceStore, pair_id: str, document: str) -> int:
     """Publishes a policy whose document is this text, whoever wrote it; the version."""
-    try:
-        name = policy_id(json.loads(document))
-    except (AttributeError, ValueError, RecursionError):  # no object, or no JSON: it has no id
-        name = hashlib.sha256(repr(document).encode()).hexdigest()[:12]
+    name = policy_id(json.loads(document))
     value = ":document" if store.database.dialect == "sqlite" else "CAST(:document AS JSON)"
     row = sa.text(
         f"INSERT INTO policy (id, label, document, created_at) VALUES (:id, 'unknown', {value}, "

@@ -39,7 +39,6 @@ is given."""
 SQLITE_ALONE: Cases = [
     ({"misfire_grace_s": "long"}, "misfire_grace_s is 'long'"),
     ({"budget_s": "much"}, "budget_s is 'much'"),
-    ({"payload": "{"}, "the payload is no JSON object"),
     ({"cron": None, "interval_s": "often"}, "'often' is not a duration"),
     ({"cron": b"0 13 * * *"}, "its timing cannot be used ("),
     ({"tz": b"UTC"}, "its timing cannot be used ("),
@@ -139,7 +138,7 @@ def test_the_job_of_what_was_spoilt_after_it_was_queued_fails_and_the_others_run
 ) -> None:
     daily(database, "x", "y", "z")
     schedules.tick(database, T0 + DAY)
-    spoil(database, "x", {"payload": "{" if database.dialect == "sqlite" else "[1]"})
+    spoil(database, "x", {"payload": "[1]"})
     spoil(database, "y", {"budget_s": 1e300})  # which is no time that could be
     report = schedules.run_once(database, answer, clock=lambda: T0 + DAY)
     assert (report.ended["done"], report.ended["lost"]) == (1, 0)
@@ -149,21 +148,18 @@ def test_the_job_of_what_was_spoilt_after_it_was_queued_fails_and_the_others_run
     assert jobs["y"].error.startswith("OverflowError: ")
 
 
-DEEP = "[" * 3_000 + "]" * 3_000
 JOBS: Cases = [
     ({"lease_until": float("inf")}, "done"),
     ({"lease_until": 1e300}, "done"),
     ({"fire_at": 10**15}, "done"),
     ({"queued_at": 1e15, "started_at": -1e300, "finished_at": float("nan")}, "done"),
     ({"result": "[1]"}, "done"),
-    ({"result": DEEP}, "done"),
     ({"attempt": 7}, "worker None went silent in attempt 7 of 3"),
 ]
 """What a hand may have written into a job's row, and how the job ends."""
 JOBS_OF_SQLITE: Cases = [
     ({"lease_until": "soon"}, "done"),
     ({"fire_at": "then", "queued_at": b"then"}, "done"),
-    ({"result": "{"}, "done"),
     ({"attempt": "many"}, "'>=' not supported between instances of 'str' and 'int'"),
     ({"max_attempts": 2.5}, "done"),
 ]

@@ -14,9 +14,9 @@ from databases import opened, run_sql
 from doors import Door
 from trace_values import POLICY, POLICY_ID, a_recording, a_trajectory, steps_of
 
-from spectune.db import CorruptedChunkError, Database, open_database
+from spectune.db import Database, open_database
 from spectune.db.models import PolicyRow, WorkloadRow
-from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
 from spectune.traces.schema import policy_id
 from spectune.traces.store import TraceStore, transfer
 from spectune.traces.store.query import list_recordings
@@ -58,37 +58,6 @@ def nothing_of(database: Database) -> bool:
 # --- ids that are hashes
 
 OTHER = parse_policy({"draft": "ngram", "window": {"kind": "fixed", "gamma": 64}})
-UNLIKE = "has another content than its id says"
-
-
-def test_no_policy_takes_the_place_of_another(
-    store: TraceStore, url: str, tmp_path: Path, tiny_pair: Path
-) -> None:
-    """A row that came before ids were looked at: the wrong policy is neither run nor published
-    under this id."""
-    wanted = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 5}})
-    forged = Policy.model_validate({"draft": "ngram", "window": {"kind": "fixed", "gamma": 64}})
-    store.put_policy(wanted.id, forged.spelled_out(), "looks well")
-    for act in (
-        lambda: store.put_policy(wanted.id, wanted.spelled_out(), wanted.label()),
-        lambda: store.get_policy(wanted.id),
-    ):
-        with pytest.raises(CorruptedChunkError, match=f"policy {wanted.id} {UNLIKE}"):
-            act()
-    (tmp_path / "wanted.json").write_text(json.dumps(wanted.spelled_out()))
-    door = Door(url, str(tiny_pair))
-    for name in (wanted.id, tmp_path / "wanted.json"):
-        assert wanted.id in door.refused("policies", "activate", name, "--pair", door.pair)
-    assert store.list_publications() == ()
-
-
-def test_no_workload_takes_the_place_of_another(store: TraceStore) -> None:
-    recording = store.get_recording(a_recording(store, n=2))
-    with store.database.write() as session:
-        row = session.get_one(WorkloadRow, recording.workload_id)
-        row.content = [["r0", "code", ["something else"]], ["r1", "prose", ["x"]]]
-    with pytest.raises(CorruptedChunkError, match=f"workload {recording.workload_id} {UNLIKE}"):
-        store.get_workload(str(recording.workload_id))
 
 
 def test_the_hash_of_a_policy_is_of_its_document_as_stored() -> None:

@@ -33,10 +33,9 @@ from spectune.traces.schema import (
     RequestOutcome,
     Step,
     Workload,
-    policy_id,
 )
 from spectune.traces.store.recording_rows import step_values
-from spectune.traces.store.rows import Storage, named_row, readable, require, unpacked, value_of
+from spectune.traces.store.rows import Storage, named_row, require, unpacked, value_of
 
 Document = Mapping[str, Any]
 
@@ -62,14 +61,12 @@ class StoredProfile:
 
 @dataclass(frozen=True)
 class StoredPolicy:
-    """A policy document; ``id`` is the hash of its content. ``document`` and ``problem`` as
-    :class:`traces.store.publications.Publication`'s."""
+    """A policy document; ``id`` is the hash of its content."""
 
     id: str
     label: str
-    document: Any
+    document: Document
     created_at: datetime
-    problem: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,8 +140,7 @@ class Catalog(Storage):
         return digest
 
     def get_workload(self, text: str) -> Workload:
-        """Raises CorruptedChunkError where the digest is another's."""
-        return self._get(WorkloadRow, text, workload_of)
+        return self._get(WorkloadRow, text, lambda row: Workload.from_json(row.name, row.content))
 
     def put_profile(self, profile: LatencyProfile) -> str:
         """Stores a latency profile; its new id."""
@@ -181,18 +177,15 @@ class Catalog(Storage):
             yield self.get_profile(name)
 
     def put_policy(self, policy_id: str, document: Document, label: str) -> None:
-        """Stores a policy under the hash of its content; one that is there already is left alone.
-        Raises CorruptedChunkError where that one has another content, so that nobody runs or
-        publishes it in this one's place."""
-        if not self._put(PolicyRow, id=policy_id, label=label, document=dict(document)):
-            self.get_policy(policy_id)
+        """Stores a policy under the hash of its content; one that is there already is left
+        alone."""
+        self._put(PolicyRow, id=policy_id, label=label, document=dict(document))
 
     def get_policy(self, text: str) -> StoredPolicy:
-        """Raises CorruptedChunkError where the id is another policy's."""
-        return self._get(PolicyRow, text, policy_of)
+        return self._get(PolicyRow, text, lambda row: value_of(StoredPolicy, row))
 
     def list_policies(self) -> tuple[StoredPolicy, ...]:
-        return self._list(PolicyRow, _policy)
+        return self._list(PolicyRow, lambda row: value_of(StoredPolicy, row))
 
     def put_artifact(
         self,
@@ -331,31 +324,6 @@ def outcome_of(document: Document) -> Outcome:
     return Outcome(document["policy"], document["kind"], per_request)
 
 
-def workload_of(row: WorkloadRow) -> Workload:
-    """The workload that a row holds. Raises CorruptedChunkError unless its id is the digest of
-    it."""
-    try:
-        workload = Workload.from_json(row.name, row.content)
-        if workload.digest() == row.id and len(workload.requests) == row.n_requests:
-            return workload
-    except (TypeError, ValueError):
-        pass  # no workload at all
-    raise _mistaken("workload", row.id)
-
-
-def policy_of(row: PolicyRow) -> StoredPolicy:
-    """The policy that a row holds. Raises CorruptedChunkError unless its id is the hash of it."""
-    if not isinstance(row.document, dict) or policy_id(row.document) != row.id:
-        raise _mistaken("policy", row.id)
-    return _policy(row)
-
-
-def _mistaken(what: str, name: str) -> CorruptedChunkError:
-    return CorruptedChunkError(
-        f"{what} {name} has another content than its id says; restore the database from a backup"
-    )
-
-
 def _content_hash(kind: str, document: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> str:
     h = hashlib.sha256(json.dumps([kind, document], sort_keys=True, ensure_ascii=False).encode())
     for name in sorted(arrays):
@@ -363,11 +331,6 @@ def _content_hash(kind: str, document: Any, arrays: Mapping[str, npt.NDArray[Any
         h.update(f"{name} {array.dtype.str} {array.shape}".encode())
         h.update(array.tobytes())
     return h.hexdigest()[:12]
-
-
-def _policy(row: PolicyRow) -> StoredPolicy:
-    document, problem = readable(row.document)
-    return value_of(StoredPolicy, row, document=document, problem=problem)
 
 
 def _run(row: RunRow) -> Run:

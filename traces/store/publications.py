@@ -13,8 +13,7 @@ from sqlalchemy.orm import Session
 
 from spectune.db import NotFoundError, StaleVersionError
 from spectune.db.models import AcknowledgementRow, PairRow, PolicyRow, PublicationRow
-from spectune.traces.schema import policy_id
-from spectune.traces.store.rows import Storage, equal, is_stored, readable, require, value_of
+from spectune.traces.store.rows import Storage, equal, is_stored, require, value_of
 
 AckStatus = Literal["applied", "refused"]
 DEFAULT_DEPLOYMENT: Final = "default"
@@ -24,26 +23,20 @@ DEFAULT_DEPLOYMENT: Final = "default"
 class Publication:
     """A policy put in force. ``version`` grows; the largest of a deployment, pair and device is in
     force. ``sampling`` is what it was tuned for (``temperature``, ``top_k``, ``top_p``,
-    ``verifier``), None where nobody knows.
-
-    ``document`` is the policy's, whatever JSON value stands there, and None where it cannot be
-    read; ``problem`` says why it is not to be used: it cannot be read, or is not what the policy's
-    id is the hash of. ``evidence`` is empty where it cannot be read.
-    """
+    ``verifier``), None where nobody knows. ``document`` is the policy's."""
 
     version: int
     pair_id: str
     device: str
     policy_id: str
     label: str
-    document: Any
+    document: Mapping[str, Any]
     supersedes: int | None
     evidence: Mapping[str, Any]
     actor: str
     reason: str
     idempotency_key: str | None
     created_at: datetime
-    problem: str = ""
     deployment: str = DEFAULT_DEPLOYMENT
     sampling: Mapping[str, Any] | None = None
 
@@ -207,18 +200,4 @@ def _version(session: Session, pair_id: str, device: str, deployment: str) -> in
 
 
 def _publication(row: PublicationRow, policy: PolicyRow) -> Publication:
-    document, problem = readable(policy.document)
-    if isinstance(document, dict) and policy_id(document) != policy.id:
-        problem = (
-            "has another content than the id of its policy says; restore the database from a backup"
-        )
-    return value_of(
-        Publication,
-        row,
-        version=row.id,
-        label=policy.label,
-        document=document,
-        evidence=row.evidence if isinstance(row.evidence, Mapping) else {},
-        problem=problem,
-        sampling=row.sampling if isinstance(row.sampling, Mapping) else None,
-    )
+    return value_of(Publication, row, version=row.id, label=policy.label, document=policy.document)

@@ -14,7 +14,6 @@ from sqlalchemy.dialects import sqlite
 from sqlalchemy.orm import DeclarativeBase, InstrumentedAttribute, Session
 
 from spectune.db import CorruptedChunkError, Database, NotFoundError
-from spectune.db.base import Unreadable
 from spectune.db.models import Packed, PairRow, RecordingRow
 from spectune.traces.codec import CodecError
 from spectune.traces.recording import DESIGNED
@@ -183,11 +182,6 @@ def value_of(kind: type[V], row: DeclarativeBase, **others: Any) -> V:
 def values_of(row: DeclarativeBase) -> dict[str, Any]:
     """A row's values by column."""
     return {column.key: getattr(row, column.key) for column in inspect(row).mapper.column_attrs}
-
-
-def readable(document: Any) -> tuple[Any, str]:
-    """(document, "") as it was stored, or (None, why it cannot be read)."""
-    return (None, document.problem) if isinstance(document, Unreadable) else (document, "")
 
 
 def unpacked(row: Packed, unpack: Callable[[Any], V], what: str) -> V:
