@@ -1,4 +1,4 @@
-"""Whatever comes in over a border (policies, artifacts, chunks, workloads, command lines),
+"""Whatever comes in over a border (policies, artifacts, workloads, command lines),
 what goes wrong is one of our errors, said in one line, within seconds and bounded memory.
 
 ``SPECTUNE_BORDERS=full`` tries twenty times as many cases, as ``bench/acceptance.py --only
@@ -7,7 +7,6 @@ borders`` does; ``SPECTUNE_BORDERS_REPORT`` names a file for how many there were
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import resource
@@ -24,7 +23,6 @@ from typing import Any
 import click
 import numpy as np
 import pytest
-import zstandard
 from click.testing import CliRunner
 from databases import opened
 from doors import commands, write_workload
@@ -32,14 +30,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from synthetic import flat_profile
 from test_docs import blocks
-from test_traces_codec import sealed
 from trace_values import (
     PAIR,
-    a_panorama,
     a_recording,
-    a_trajectory,
-    a_tree,
-    steps_of,
 )
 
 from spectune.cli import main
@@ -59,7 +52,6 @@ from spectune.runtime.policies.draft_choice import Chooser
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prompt_features import PromptFeatures
 from spectune.traces import packing
-from spectune.traces.codec import _HEADERS, CODEC, SCHEMA_VERSION, Chunk, CodecError, unpack
 from spectune.traces.errors import SpectuneError
 from spectune.traces.store import TraceStore
 
@@ -418,92 +410,6 @@ def test_forged_artifacts(
     policy = parse_policy(json.loads(reader))
     with border():
         prepare(policy, DRAFTS, profile=PROFILE, artifacts=fitted(store, PAIR))
-
-
-# ------------------------------------------------------------------------------------------- chunks
-
-TRAJECTORY = a_trajectory(1, n=12)
-CHUNKS: dict[str, Chunk] = {
-    "tokens": packing.pack_tokens(TRAJECTORY.prompt_ids, TRAJECTORY.output_ids),
-    "chain": packing.pack_chain(a_panorama(TRAJECTORY, "small", gamma_max=4)),
-    "tree": packing.pack_tree(a_tree(TRAJECTORY, "small")),
-    "tree_q": packing.pack_tree(a_tree(TRAJECTORY, "small", proposals="probability")),
-    "steps": packing.pack_steps(steps_of(TRAJECTORY)),
-    "document": packing.pack_document({"a": [1]}, {"values": np.ones((2, 3))}),
-}
-
-
-def taken_apart(chunk: Chunk) -> tuple[Any, bytes]:
-    """(header, columns) of a chunk."""
-    bare = zstandard.ZstdDecompressor(dict_data=_HEADERS).decompress(chunk.data)
-    start = 4 + int.from_bytes(bare[:4], "little")
-    return json.loads(bare[4:start]), bare[start:]
-
-
-PARTS = {kind: taken_apart(chunk) for kind, chunk in CHUNKS.items()}
-
-
-def with_header(header: bytes, body: bytes) -> bytes:
-    return len(header).to_bytes(4, "little") + header + body
-
-
-DTYPES = [
-    *("O", "|O", "<M8[ns]", "<U1000000000", "|V9", "i4,i4", ""),
-    *("x", "<f16", "|S0", "<c16", ">i4", "|b1", "{}"),
-]
-SHAPES = st.one_of(
-    st.lists(NUMBERS.filter(lambda n: not isinstance(n, float)), max_size=3),
-    st.sampled_from([[2**31, 2**31], [0] * 70]),
-)
-
-
-LONG_TREE = json.dumps(PARTS["tree"][0]).replace('"coupled"', f'"{"coupled" * 1000}"').encode()
-"""A header whose value is longer than a line."""
-
-
-@st.composite
-def forged_chunks(draw: st.DrawFn) -> tuple[str, Chunk]:
-    kind = draw(st.sampled_from(sorted(CHUNKS)))
-    header, body = PARTS[kind]
-    kinds = ["header", "header", "header", "dtype", "shape", "body", "bytes", "text", "not zstd"]
-    what = draw(st.sampled_from(kinds))
-    if what == "not zstd":
-        data = draw(st.binary(max_size=60))
-        return kind, Chunk(SCHEMA_VERSION, CODEC, hashlib.sha256(data).digest(), data)
-    if what == "bytes":
-        return kind, sealed(draw(st.binary(max_size=60)))
-    if what == "text":
-        text = draw(st.text(max_size=30)).encode("utf-8", "replace")
-        return kind, sealed(with_header(text, body))
-    if what == "body":
-        flip = bytearray(body)
-        for at in draw(st.lists(st.integers(0, max(0, len(body) - 1)), max_size=4)):
-            flip[at : at + 1] = bytes([draw(st.integers(0, 255))]) if body else b""
-        cut = draw(st.integers(0, len(body)) | st.none())
-        return kind, sealed(with_header(json.dumps(header).encode(), bytes(flip[:cut])))
-    if what in ("dtype", "shape") and header[1]:
-        column = draw(st.integers(0, len(header[1]) - 1))
-        other = draw(st.sampled_from(DTYPES) if what == "dtype" else SHAPES)
-        header = changed(header, (1, column, 1 if what == "dtype" else 2), lambda _: other)
-    else:
-        header = draw(mutated([header]))
-    try:
-        text = json.dumps(header).encode()
-    except (ValueError, RecursionError):
-        text = b"[" * 2000
-    return kind, sealed(with_header(text, body))
-
-
-@cases("chunks", 225)
-@given(forged_chunks())
-@example(("document", sealed(with_header(b"[" * 100_000, b""))))
-@example(("tree", sealed(with_header(LONG_TREE, PARTS["tree"][1]))))
-def test_forged_chunks(forged: tuple[str, Chunk]) -> None:
-    kind, chunk = forged
-    with border(CodecError):
-        unpack(chunk)
-    with border(CodecError):
-        getattr(packing, f"unpack_{kind.removesuffix('_q')}")(chunk)
 
 
 # ---------------------------------------------------------------------------------------- workloads

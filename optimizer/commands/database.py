@@ -142,7 +142,7 @@ def db_prune(
 
 @db.command("upgrade")
 def db_upgrade() -> None:
-    """Bring the database to this program's schema (a new one is created).
+    """Make the tables of a new database; one that has them stays as it is.
 
     \b
     Example:  cli.py --db postgresql://user@host/spectune db upgrade

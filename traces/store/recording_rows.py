@@ -15,7 +15,6 @@ from sqlalchemy.orm import Session
 from spectune.db import NotFoundError
 from spectune.db.models import PanoramaChunkRow, RecordingRow, TrajectoryRow
 from spectune.traces.acceptance import compact, keep_probability, step_survival, survival
-from spectune.traces.codec import CodecError
 from spectune.traces.packing import pack_steps, pack_tokens, unpack_tokens
 from spectune.traces.recording import Asked, RecordingInfo, TreeExtent
 from spectune.traces.schema import (
@@ -130,13 +129,10 @@ def recording_row(session: Session, recording: str, *, writing: bool = False) ->
 def trajectory_of(row: Any) -> Trajectory:
     """The value that the row of a text holds. Raises :class:`CodecError`."""
     prompt, output = unpack_tokens(row)
-    try:
-        asked: dict[str, Any] = {
-            "sampling": Sampling(**row.sampling),
-            "stop_strings": tuple(row.stop_strings),
-        }
-    except TypeError:
-        raise CodecError("its sampling parameters or stop strings are none") from None
+    asked: dict[str, Any] = {
+        "sampling": Sampling(**row.sampling),
+        "stop_strings": tuple(row.stop_strings),
+    }
     return value_of(Trajectory, row, prompt_ids=prompt, output_ids=output, **asked)
 
 
