@@ -154,7 +154,7 @@ def search_under_load(store: TraceStore, info: RecordingInfo, kw: dict[str, Any]
         found = Search(lab, meter).run()
     loads = []
     for name, best in found.best.items():
-        served = {"best_constant": best, "table": found.table}
+        served: dict[str, Scored | None] = {"best_constant": best, "table": found.table}
         served |= {"off": found.off, "loaded_0_tokens": found.idle}
         figures = {
             which: scored and scored.served[name].to_json(lab.objective)
