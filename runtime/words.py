@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from spectune.runtime.pair import (
     translated,
 )
 from spectune.traces.errors import PairError, WorkloadError
+from spectune.traces.files import read_json
 from spectune.traces.schema import Request
 
 POSITIONS = ("max_position_embeddings", "n_positions")
@@ -148,9 +150,27 @@ def tokenizer_of(path: str) -> Any:
     if is_local(path) and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
         return None
     with translated(f"tokenizer of {path}"):
-        return AutoTokenizer.from_pretrained(
-            folder if is_local(path) else path, trust_remote_code=False
-        )
+        where = folder if is_local(path) else path
+        found = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+        if not _templated(found):
+            found.chat_template = _processors_template(str(where))
+    return found
+
+
+def _processors_template(path: str) -> Any:
+    """The chat template in the files of a checkpoint's processor, which no tokenizer reads; None
+    where they have none."""
+    from transformers.utils import cached_file
+
+    for name in ("chat_template.json", "processor_config.json"):
+        with suppress(OSError):  # as transformers says that there is none
+            file = cached_file(path, name)
+            template = read_json(file, file, PairError).get("chat_template")
+            if isinstance(template, list):  # several, by name
+                return {each["name"]: each["template"] for each in template}
+            if template:
+                return template
+    return None
 
 
 def target_tokenizer(spec: PairSpec) -> Any:
