@@ -3,7 +3,7 @@ batch size) is best at given loads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, pairwise
@@ -77,10 +77,11 @@ def under_load(
     objective: Objective,
     *,
     limit: int | None = None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> UnderLoad:
     """Makes ready to simulate policies, or none: those of every draft that the engine had loaded,
-    under the loads that ``asked`` says. Raises as :func:`open_trace`, :func:`loads_of` and
-    :func:`costs_of_engine` do."""
+    under the loads that ``asked`` says; ``tell`` is told how a file of arrivals was read. Raises as
+    :func:`open_trace`, :func:`loads_of` and :func:`costs_of_engine` do."""
     engine, rules = engine_named(info.engine), rules_of(info.engine, info.options.get("serving"))
     for policy in policies:
         engine.runs(policy)
@@ -96,7 +97,7 @@ def under_load(
         # They are stored in the order in which they ended.
         trace = trace.select(np.argsort(recorded_arrivals(requests), kind="stable"))
     count = limit or len(trace.order)
-    loads = loads_of(asked, requests, count, limit)
+    loads = loads_of(asked, requests, count, limit, tell=tell)
     drafts = dict(store.get_pair(info.pair_id).document.get("drafts", {}))
     unserved = tuple(draft for draft in drafts if draft not in costs.drafts)
     return UnderLoad(info, engine, rules, costs, trace, loads, objective, count, unserved)

@@ -444,10 +444,49 @@ def test_arrivals_as_they_are_asked_for(tmp_path: Path) -> None:
             loads_of(asked, requests, 5)
     for text in ("when\n1\n", "TIMESTAMP\n1\nnan\n", "TIMESTAMP\n1\ninf\n"):
         file.write_text(text)
-        with pytest.raises(TraceError, match=r"a@b\.csv: needs a column TIMESTAMP"):
+        with pytest.raises(TraceError, match=r"a@b\.csv(:3)?: .*needs a column TIMESTAMP"):
             loads_of(str(file), requests, 5)
     with pytest.raises(TraceError, match="was not recorded"):
         loads_of("recorded", [replace(requests[0], steps=())], 5)
+
+
+AZURE = "TIMESTAMP,ContextTokens\n2023-11-16 18:15:46.6805900,374\n2023-11-16 18:15:48.1805900,9\n"
+BURST = "Timestamp,Model,Request tokens\n5,ChatGPT,472\n45,GPT-4,1087\n"
+MOON = '{"timestamp": 0, "input_length": 7, "hash_ids": [0]}\n{"timestamp": 3000, "hash_ids": []}\n'
+MIXED = "TIMESTAMP\n2024-05-10 00:00:00+00:00\n2024-05-10 00:00:01.5\n"
+TRACES = (
+    ("\ufeff" + AZURE, 1.5, "of 'TIMESTAMP', dates"),
+    (MIXED, 1.5, "dates"),
+    (BURST, 40.0, "of 'Timestamp', numbers in s"),
+    (MOON, 3.0, "of 'timestamp', numbers in ms"),
+    ('[{"arrival_time": 1}, {"arrival_time": 3.5}]', 2.5, "numbers in s"),
+    ("time_us,n\n0,1\n2500000,1\n", 2.5, "of 'time_us', numbers in us"),
+    ("Arrival Time (ms)\n0\n2500\n", 2.5, "numbers in ms"),
+    ("TIMESTAMP\n1715299200\n1715299201\n", 1.0, "numbers in s"),
+    ("TIMESTAMP\n1715299200000\n1715299201000\n", 1.0, "numbers in ms"),
+    ("TIMESTAMP\n1715299200000000000\n1715299201000000000\n", 1.0, "numbers in ns"),
+)
+NO_TRACES = (
+    ("TIMESTAMP\n1\n\n,2\n", "a.csv:4: '' is no date and no number"),
+    ("TIMESTAMP\n1\n2024-05-10\n", "'TIMESTAMP' has dates and numbers"),
+    ('{"timestamp": 1}\n{"timestamp": null}', "a.csv:2: None is no date and no number"),
+    ('{"timestamp": 1}\n5', "a.csv:2: expected an object, not int"),
+    ("TIMESTAMP\n", "holds no request"),
+)
+
+
+def test_public_traces_are_read_and_their_unit_is_said(tmp_path: Path) -> None:
+    file, said = tmp_path / "a.csv", list[str]()
+    for text, span_s, says in TRACES:
+        file.write_text(text, encoding="utf-8")
+        ((_, load),) = loads_of(str(file), (), 5, tell=said.append).items()
+        assert load.arrivals == pytest.approx((0.0, span_s), abs=1e-4), text
+        assert f"a.csv: 2 arrivals in {span_s:.6g} s" in said[-1]
+        assert says in said[-1]
+    for text, says in NO_TRACES:
+        file.write_text(text)
+        with pytest.raises(TraceError, match=says):
+            loads_of(str(file), (), 5)
 
 
 @pytest.fixture(scope="module")
@@ -476,7 +515,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Door:
     return Door(url)
 
 
-def test_a_policy_is_simulated_under_load_by_command(server: Door) -> None:
+def test_a_policy_is_simulated_under_load_by_command(server: Door, tmp_path: Path) -> None:
     policy = '{"draft": "small", "window": {"kind": "by_batch", "gamma": {"1": 6, "4": 2}}}'
     asked = ("simulate", "--policy", policy)
     loads = ("--arrivals", "clients:1,8", "--tpot", "40ms")
@@ -489,6 +528,10 @@ def test_a_policy_is_simulated_under_load_by_command(server: Door) -> None:
     assert found["costs"]["median_error"] < 0.05
     again = server.json(*asked, "--arrivals", "poisson:40", "--limit", "500")
     assert again["loads"][0]["requests"] == 500
+    file = tmp_path / "trace.csv"
+    file.write_text(BURST)
+    told = server.call(*asked, "--arrivals", file, "--tpot", "40ms")
+    assert "2 arrivals in 40 s, of 'Timestamp', numbers in s" in told.stderr
     told = server.call(*asked, "--arrivals", "clients:12")
     assert "had 8 seats (max_num_seqs): of 12 clients the others wait" in told.stderr
     fsm, seven = '{"draft": "small", "window": {"kind": "fsm"}}', window(7).canonical()

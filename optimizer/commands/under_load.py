@@ -114,7 +114,7 @@ def simulate_under_load(
     engine_named(info.engine).runs(policy)
     assert isinstance(policy, Policy)
     level = _objective({**kw, "objective": "throughput"})
-    lab = under_load(store, info, [policy], kw["arrivals"], level, limit=kw["limit"])
+    lab = under_load(store, info, [policy], kw["arrivals"], level, limit=kw["limit"], tell=note)
     simulated = {name: lab.simulate(policy, load) for name, load in lab.loads.items()}
     data = {
         **_about(lab),
@@ -148,7 +148,8 @@ def search_under_load(store: TraceStore, info: RecordingInfo, kw: dict[str, Any]
     """The search of `tune --arrivals`."""
     from spectune.optimizer.under_load import Search, under_load
 
-    lab = under_load(store, info, [], kw["arrivals"], _objective(kw), limit=kw["limit"])
+    level = _objective(kw)
+    lab = under_load(store, info, [], kw["arrivals"], level, limit=kw["limit"], tell=note)
     say_unseen(info, len(lab.trace.order))
     with Meter() as meter:
         found = Search(lab, meter).run()

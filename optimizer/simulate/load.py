@@ -3,18 +3,15 @@ simulated."""
 
 from __future__ import annotations
 
-import csv
-import math
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from os.path import isfile
 from typing import Any, Final
 
 import numpy as np
 
 from spectune.engines.protocol import Load
+from spectune.optimizer.simulate.arrivals import read_arrivals
 from spectune.optimizer.simulate.chain_tables import Index
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.errors import TraceError
@@ -25,11 +22,17 @@ GRAMMAR: Final = "FILE, FILE@RATE, recorded, poisson:RATE or clients:N"
 
 
 def loads_of(
-    asked: str, requests: Sequence[RecordedRequest], count: int, limit: int | None = None
+    asked: str,
+    requests: Sequence[RecordedRequest],
+    count: int,
+    limit: int | None = None,
+    *,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Load]:
     """The loads that ``--arrivals`` asks for, by name: one, or one for each of several numbers
     (``poisson:1,2,4``). ``count`` requests come by chance, always by the same; of those recorded or
-    in a file all, or the first ``limit``. Raises TraceError for anything else, with what is known.
+    in a file all, or the first ``limit``; ``tell`` is told how a file was read. Raises TraceError
+    for anything else, with what is known.
     """
     kind, _, numbers = asked.partition(":")
     if kind == "clients" and numbers:
@@ -43,7 +46,10 @@ def loads_of(
     path, _, rates = asked.rpartition("@")
     if not path or isfile(asked):
         path, rates = asked, ""
-    moments = recorded_arrivals(requests) if path == "recorded" else read_arrivals(path)
+    if path == "recorded":
+        moments = recorded_arrivals(requests)
+    else:
+        moments = read_arrivals(path, tell, f"there is no such file; it takes {GRAMMAR}")
     moments = np.sort(moments)[:limit] - moments.min()
     if not rates:
         return {asked: _at_rate(moments, 1.0)}
@@ -82,30 +88,6 @@ def recorded_arrivals(requests: Sequence[RecordedRequest]) -> FloatArray:
             "clients:N or a file"
         )
     return np.array(found)
-
-
-def read_arrivals(path: str) -> FloatArray:
-    """The moments of a CSV's column TIMESTAMP, dates or seconds. Raises TraceError for a file that
-    has none."""
-    if not isfile(path):
-        raise TraceError(f"--arrivals {path}: there is no such file; it takes {GRAMMAR}")
-    try:
-        with open(path, newline="", encoding="utf-8") as file:
-            found = [_seconds(row["TIMESTAMP"]) for row in csv.DictReader(file)]
-    except (KeyError, ValueError, TypeError, UnicodeDecodeError, csv.Error) as error:
-        raise TraceError(
-            f"--arrivals {path}: needs a column TIMESTAMP of dates or seconds ({error})"
-        ) from error
-    if not found:
-        raise TraceError(f"--arrivals {path}: holds no request")
-    return np.array(found)
-
-
-def _seconds(text: str) -> float:
-    with suppress(ValueError):
-        if math.isfinite(seconds := float(text)):
-            return seconds
-    return datetime.fromisoformat(text).timestamp()
 
 
 @dataclass(frozen=True)
