@@ -43,6 +43,10 @@ class DecodeOptions:
     stop_strings: tuple[str, ...] = ()
     chat: bool = True
 
+    def most_tokens(self, request: Request) -> int:
+        """The most new tokens of a request, which may ask for fewer than others."""
+        return min(self.max_new_tokens, request.max_new_tokens or self.max_new_tokens)
+
 
 def counts_of(steps: Sequence[Step], seconds: float) -> Counts:
     """Sums of one request's rounds."""
@@ -81,11 +85,11 @@ class Encoded:
 
 def encode(pair: LoadedPair, workload: Workload, options: DecodeOptions) -> Encoded:
     """Tokenises every prompt. Raises WorkloadError for the first that is empty or does not fit."""
-    decoder, how = _decoder(pair, options.verifier), (options.sampling, options.max_new_tokens)
-    items = []
+    decoder, items = _decoder(pair, options.verifier), []
     for item in workload.requests:
-        ids = pair.encode_request(item, chat=options.chat)
-        items.append((item, decoder.request(item, ids, *how, options.stop_strings)))
+        ids, most = pair.encode_request(item, chat=options.chat), options.most_tokens(item)
+        stops = tuple(dict.fromkeys((*options.stop_strings, *item.stop)))
+        items.append((item, decoder.request(item, ids, options.sampling, most, stops)))
     return Encoded(tuple(items), options)
 
 
@@ -116,7 +120,7 @@ def run(pair: LoadedPair, source: PolicySource, encoded: Encoded) -> Iterator[De
     prepare_graphs(pair, source.current(), encoded.longest)
     decoder = Decoder(pair, source, encoded.options.verifier)
     for item, request in encoded.items:
-        yield decoder.decode(request, item.category, encoded.options.stop_strings)
+        yield decoder.decode(request, item.category)
 
 
 def warm(pair: LoadedPair, encoded: Encoded) -> None:
@@ -241,8 +245,7 @@ class Executor:
     def __call__(self, policy_id: str, n: int) -> float:
         """Its seconds."""
         item, request = self.encoded.items[n]
-        stops = self.encoded.options.stop_strings
-        decoded = self._decoders[policy_id].decode(request, item.category, stops)
+        decoded = self._decoders[policy_id].decode(request, item.category)
         steps, seconds = decoded.steps, decoded.seconds
         self._texts[n].add(tuple(decoded.trajectory.output_ids.tolist()))
         ran = self._ran[policy_id].setdefault(n, [])

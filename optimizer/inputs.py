@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from spectune.demo.prompts import demo_workload
@@ -22,7 +23,7 @@ from spectune.traces.files import parse_json, read_json
 from spectune.traces.recording import TREE_DEPTH, TREE_WIDTH
 from spectune.traces.schema import Outcome, Workload
 from spectune.traces.workload_files import read_workload
-from spectune.traces.workloads import Line, Turns, make_workload, take
+from spectune.traces.workloads import BadRows, Line, Turns, make_workload, take
 
 if TYPE_CHECKING:
     from spectune.runtime.pair import PairSpec
@@ -40,10 +41,11 @@ def load_workload(
     categories: Sequence[str] = (),
     column: str | None = None,
     limit_seed: int = 0,
+    bad_rows: BadRows = "few",
 ) -> Workload:
     """``demo``, or files and data sets read as one workload; ``turns`` says what is made of
-    requests that have several, ``column`` where the prompts are. Of ``limit`` requests
-    :func:`traces.workloads.take` says which.
+    requests that have several, ``column`` where the prompts are, ``bad_rows`` what is done about
+    rows that are none. Of ``limit`` requests :func:`traces.workloads.take` says which.
 
     Raises WorkloadError when malformed, empty, nothing is left of it, or a request has several
     turns and ``turns`` is None.
@@ -55,7 +57,7 @@ def load_workload(
     elif "demo" in names:
         raise WorkloadError("--workload demo cannot be mixed with files; record them apart")
     else:
-        workload = read_workload(names, turns=turns, column=column)
+        workload = read_workload(names, turns=turns, column=column, bad_rows=bad_rows)
     return narrowed(workload, limit=limit, categories=categories, limit_seed=limit_seed)
 
 
@@ -76,7 +78,7 @@ def narrowed(
                 f"--category {', '.join(categories)}: no such category in {workload.name}; it has: "
                 f"{known}"
             )
-        workload = Workload(workload.name, kept)
+        workload = replace(workload, requests=kept)
     return take(workload, limit, seed=limit_seed)
 
 

@@ -26,20 +26,29 @@ def made_to_fit(
     left, and where no prompt has room.
     """
     room = pair.max_positions - options.max_new_tokens
+    rooms = {r.id: pair.max_positions - options.most_tokens(r) for r in workload.requests}
     sizes = {r.id: len(pair.encode_request(r, chat=options.chat)) for r in workload.requests}
-    beyond = [name for name, size in sizes.items() if size > room]
+    beyond = [name for name, size in sizes.items() if size > rooms[name]]
+    more = sum((r.max_new_tokens or 0) > options.max_new_tokens for r in workload.requests)
+    said = (
+        f"{more} of {len(sizes)} requests ask for more than --max-new-tokens "
+        f"{options.max_new_tokens}, and end there"
+        if more
+        else ""
+    )
     if not beyond:
-        return workload, ""
+        return workload, said
     counted = f"{len(beyond)} of {len(sizes)} prompts"
     if overlong == "error" or room < 1:
+        new = pair.max_positions - rooms[beyond[0]]
         raise WorkloadError(
-            f"request {beyond[0]}: {sizes[beyond[0]]} prompt tokens + {options.max_new_tokens} new "
+            f"request {beyond[0]}: {sizes[beyond[0]]} prompt tokens + {new} new "
             f"ones exceed the context of {pair.max_positions}, as in {counted}; lower "
             "--max-new-tokens, or leave them out or cut them by --overlong skip or --overlong "
             "truncate"
         )
     if overlong == "skip":
-        kept = tuple(r for r in workload.requests if sizes[r.id] <= room)
+        kept = tuple(r for r in workload.requests if sizes[r.id] <= rooms[r.id])
         if not kept:
             raise WorkloadError(
                 f"--overlong skip: nothing is left, {counted} are longer than {room} tokens"
@@ -47,27 +56,30 @@ def made_to_fit(
         done = "left out"
     else:
         kept = tuple(
-            r if sizes[r.id] <= room else _cut(pair, r, options.chat, room)
+            r if sizes[r.id] <= rooms[r.id] else _cut(pair, r, options.chat, rooms[r.id])
             for r in workload.requests
         )
         done = "cut at their beginning"
-    return replace(
-        workload, requests=kept
-    ), f"{counted} were longer than {room} tokens and were {done}"
+    cut = f"{counted} were longer than {room} tokens and were {done}"
+    return replace(workload, requests=kept), f"{cut}; {said}" if said else cut
 
 
 def _cut(pair: LoadedPair | Words, request: Request, chat: bool, room: int) -> Request:
     def fits(shorter: Request) -> bool:
         return 0 < len(pair.encode_request(shorter, chat=chat)) <= room
 
+    if request.ids:
+        return replace(request, ids=request.ids[-room:])
     last = request
     for last in _fewer_messages(request):
         if fits(last):
             return last
     *before, text = last.turns if last.roles else last.turns[:1]
 
+    more = (*last.messages[:-1], "") if last.messages else ()  # its parts are of the whole text
+
     def ending(start: int) -> Request:
-        return replace(last, turns=(*before, text[start:]))
+        return replace(last, turns=(*before, text[start:]), messages=more)
 
     start = bisect.bisect_left(range(len(text)), True, key=lambda start: fits(ending(start)))
     if not text[start:].strip():
@@ -84,9 +96,7 @@ def _fewer_messages(request: Request) -> Iterator[Request]:
     kept = 1 if request.roles[:1] == ("system",) else 0
     for n, role in enumerate(request.roles):
         if role == "user" and n > kept:
-            system = slice(0, kept)
-            roles, turns = (
-                (*request.roles[system], *request.roles[n:]),
-                (*request.turns[system], *request.turns[n:]),
+            roles, turns, messages = (
+                (*of[:kept], *of[n:]) for of in (request.roles, request.turns, request.messages)
             )
-            yield replace(request, roles=roles, turns=turns)
+            yield replace(request, roles=roles, turns=turns, messages=messages)

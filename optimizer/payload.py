@@ -15,8 +15,8 @@ from spectune.traces.workloads import Turns
 
 SEARCHED = ("trials", "gamma_max", "tree_width", "tree_depth", "finalists")
 KEYS = {
-    "pair", "workload", "column", "categories", "limit", "limit_seed", "overlong", "turns",
-    "recorded", "device", "dtype", "threads", "temperature",
+    "pair", "workload", "column", "categories", "limit", "limit_seed", "overlong", "bad_rows",
+    "turns", "recorded", "device", "dtype", "threads", "temperature",
     "top_k", "top_p", "seed", "max_new_tokens", "verifier", "stop_strings", "chat", "fresh",
     "sample", "deployment", *SEARCHED,
 }  # fmt: skip
@@ -58,4 +58,5 @@ def tuning_workload(payload: Mapping[str, Any]) -> Workload:
         categories=tuple(payload.get("categories", ())),
         column=payload.get("column"),
         limit_seed=payload.get("limit_seed", 0),
+        bad_rows=payload.get("bad_rows", "few"),
     )

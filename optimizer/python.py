@@ -131,7 +131,8 @@ def record(
     ``target`` and ``drafts`` are checkpoints, or ``pair`` a pair's file, ``demo`` or a loaded pair
     (by default SPECTUNE_PAIR's). ``how`` takes the fields of DecodeOptions and Sampling,
     ``device``, ``dtype``, ``threads``, and of a workload ``limit``, ``limit_seed``, ``categories``,
-    ``overlong``, ``turns`` (of no Workload) and ``column`` (of a file). A row is a request.
+    ``overlong``, ``turns`` and ``bad_rows`` (of no Workload) and ``column`` (of a file). A row is a
+    request.
     """
     loaded, workload, options = _prepared("record", target, drafts, prompts, pair, how)
     plain = StaticSource(prepare(AUTOREGRESSIVE, loaded.draft_names))
@@ -265,7 +266,10 @@ def _prepared(
 
     sampling = Sampling(**taken(f.name for f in fields(Sampling)))
     options = DecodeOptions(sampling, **taken(f.name for f in fields(DecodeOptions)[1:]))
-    read, drawn = taken(("turns", "column")), taken(("limit", "limit_seed", "categories"))
+    read, drawn = (
+        taken(("turns", "column", "bad_rows")),
+        taken(("limit", "limit_seed", "categories")),
+    )
     overlong, where = how.pop("overlong", "error"), taken(("device", "dtype", "threads"))
     if left := how.keys() - set(own):
         raise TypeError(f"spectune.{call}() got unexpected arguments: {', '.join(sorted(left))}")
@@ -275,7 +279,7 @@ def _prepared(
         check_conversations(found.target, workload.requests, chat=options.chat)
     loaded = found if isinstance(found, LoadedPair) else load_pair(found, **where)
     workload, done = made_to_fit(loaded, workload, options, overlong)
-    _warn([done] if done else [])
+    _warn([*workload.notes, *([done] if done else [])])
     return loaded, workload, options
 
 
@@ -307,7 +311,7 @@ def _workload(prompts: Prompts, read: dict[str, Any]) -> Workload:
     if isinstance(prompts, (str, os.PathLike)):
         return load_workload([os.fspath(prompts)], **read)
     is_whole = isinstance(prompts, Workload)
-    if refused := sorted(read.keys() - (set() if is_whole else {"turns"})):
+    if refused := sorted(read.keys() - (set() if is_whole else {"turns", "bad_rows"})):
         kind = "a Workload" if is_whole else "a list of them"
         raise WorkloadError(f"{', '.join(refused)}: for prompts of a file, not for {kind}")
     if isinstance(prompts, Workload):

@@ -149,7 +149,7 @@ def record(
         warm(pair, encoded)
         decoder = Decoder(pair, source, options.verifier)
         for ordinal, (item, request) in new.items():
-            made = decoder.decode(request, item.category, options.stop_strings)
+            made = decoder.decode(request, item.category)
             store.append_trajectory(info.id, ordinal, made.trajectory, made.steps)
             progress("decode", ordinal + 1, len(encoded.items))
             yield ordinal, made.trajectory

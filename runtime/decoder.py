@@ -263,6 +263,7 @@ class Decoder:
             eos_ids=self.pair.eos_ids,
             verifier=self.verifier,
             ends_at=self.pair.stopper(stop_strings) if stop_strings else None,
+            stop_strings=stop_strings,
         )
 
     def rounds(self, request: DecodeRequest) -> Iterator[Round]:
@@ -271,9 +272,7 @@ class Decoder:
         check_lossless(self.pair, policies, request.verifier, request.sampling)
         return decode_rounds(self.backend, request, self.source, self.clock, self.sessions)
 
-    def decode(
-        self, request: DecodeRequest, category: str = "", stop_strings: tuple[str, ...] = ()
-    ) -> Decoded:
+    def decode(self, request: DecodeRequest, category: str = "") -> Decoded:
         """Decodes a request to its end."""
         began = self.clock()
         steps: list[Step] = []
@@ -297,7 +296,7 @@ class Decoder:
             max_new_tokens=request.max_new_tokens,
             finish=finish,
             verifier=request.verifier,
-            stop_strings=stop_strings,
+            stop_strings=request.stop_strings,
         )
         return Decoded(trajectory, tuple(steps), seconds, tuple(plans))
 

@@ -26,7 +26,7 @@ class DecodeRequest:
     """What to decode. ``seed`` is the request's own (:func:`traces.schema.request_seed`).
 
     ``ends_at`` tells, given the output so far and the new tokens, how many of the new ones to keep
-    if a stop string ends the text among them, else None."""
+    if one of ``stop_strings`` ends the text among them, else None."""
 
     id: str
     prompt_ids: list[int]
@@ -36,6 +36,7 @@ class DecodeRequest:
     eos_ids: frozenset[int] = frozenset()
     verifier: Verifier = "coupled"
     ends_at: Callable[[list[int], list[int]], int | None] | None = None
+    stop_strings: tuple[str, ...] = ()
 
     @property
     def rejects(self) -> bool:

@@ -3,11 +3,14 @@ tokenizer, ends, context. Loads no weights."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Collection, Iterable
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, Literal
 
 from spectune.runtime.pair import (
     PairSpec,
@@ -37,22 +40,31 @@ class Texts:
 
     def encode_request(self, request: Request, *, chat: bool) -> list[int]:
         """Token ids of a request's first turn or conversation, in the chat template when the
-        tokenizer has one and ``chat`` is set.
+        tokenizer has one and ``chat`` is set; those of a request that has no text, as they are.
 
         Without ``chat`` a conversation's texts stand one after the other, a blank line between
-        them. Raises WorkloadError for one where ``chat`` is set and there is no template.
+        them. Raises WorkloadError for one where ``chat`` is set and there is no template, and for
+        ids that are no tokens.
         """
+        if request.ids:
+            if (most := max(request.ids)) >= len(self.tokenizer):
+                raise WorkloadError(
+                    f"request {request.id}: token {most} of its prompt is none of the target's "
+                    f"{len(self.tokenizer)}"
+                )
+            return list(request.ids)
         texts = request.turns if request.roles else request.turns[:1]
+        chat = chat and not request.is_plain
         if chat and _templated(self.tokenizer):
-            said = zip(request.roles or ("user",), texts, strict=True)
-            messages = [{"role": role, "content": text} for role, text in said]
             what = f"request {request.id}: the target's chat template (--no-chat leaves it out)"
             with translated(what):
                 out = self.tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, return_dict=True
+                    _messages(request, texts, self.tokenizer),
+                    **{"add_generation_prompt": True, **json.loads(request.template or "{}")},
+                    return_dict=True,
                 )
             return list(out["input_ids"])
-        if chat and len(texts) > 1:
+        if chat and _needs_template(request):
             raise _no_template(request)
         return self.encode("\n\n".join(texts))
 
@@ -89,7 +101,7 @@ class Words(Texts):
 def check_conversations(target: str, requests: Iterable[Request], *, chat: bool) -> None:
     """Raises WorkloadError for the conversation that :meth:`Texts.encode_request` refuses. Reads
     the target's tokenizer, and that only where there are conversations."""
-    first = next((r for r in requests if chat and r.roles and len(r.turns) > 1), None)
+    first = next((r for r in requests if chat and _needs_template(r)), None)
     if first is not None and (found := tokenizer_of(target)) is not None and not _templated(found):
         raise _no_template(first)
 
@@ -98,12 +110,58 @@ def _templated(tokenizer: Any) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
+def _needs_template(request: Request) -> bool:
+    is_talk = bool(request.roles) and len(request.turns) > 1
+    return not (request.is_plain or request.ids) and (is_talk or bool(request.template))
+
+
 def _no_template(request: Request) -> WorkloadError:
+    if request.roles and len(request.turns) > 1:
+        what, instead = (
+            f"a conversation of {len(request.turns)} messages needs",
+            ("puts a blank line between its messages instead"),
+        )
+    else:
+        said = ", ".join(json.loads(request.template))
+        what, instead = f"what it says to a chat template ({said}) needs", "leaves that out"
     return WorkloadError(
-        f"request {request.id}: a conversation of {len(request.turns)} messages needs a chat "
-        "template, and the target's tokenizer "
-        "has none; --no-chat puts a blank line between its messages instead"
+        f"request {request.id}: {what} a chat template, and the target's tokenizer has none; "
+        f"--no-chat {instead}"
     )
+
+
+def _messages(request: Request, texts: Sequence[str], tokenizer: Any) -> list[dict[str, Any]]:
+    """A request as its template reads it. A message of several texts is handed over in parts where
+    the template goes through parts, and else as vLLM writes it, a line break between them."""
+    content = _content(tokenizer, str(tokenizer.chat_template))
+    said = []
+    more = request.messages or ("",) * len(texts)
+    for role, text, own in zip(request.roles or ("user",), texts, more, strict=True):
+        message = {"role": role, "content": text, **json.loads(own or "{}")}
+        parts = message["content"] if isinstance(message["content"], list) else [text]
+        if content == "parts" or (content == "either" and len(parts) > 1):
+            message["content"] = [{"type": "text", "text": part} for part in parts]
+        else:
+            message["content"] = text
+        said.append(message)
+    return said
+
+
+@lru_cache(maxsize=8)
+def _content(tokenizer: Any, template: str) -> Literal["string", "parts", "either"]:
+    """What a tokenizer's template takes for a message's content, found by trying."""
+
+    def written(content: Any) -> str:
+        with suppress(Exception):  # whatever a template raises that cannot read this
+            messages = [{"role": "user", "content": content}]
+            return str(tokenizer.apply_chat_template(messages, tokenize=False))
+        return ""
+
+    probe = "a text of ours"
+    whole, parts = written(probe), written([{"type": "text", "text": probe}])
+    if probe not in parts or re.search("""['"]text['"]""", parts):  # the list itself, written out
+        return "string"
+    return "either" if probe in whole else "parts"
 
 
 def load_words(spec: PairSpec) -> Words:

@@ -12,6 +12,8 @@ from doors import Door
 from transformers import AutoTokenizer
 
 import spectune
+from spectune.optimizer.payload import tuning_workload
+from spectune.traces.errors import WorkloadError
 
 PLAIN = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -64,3 +66,135 @@ def test_a_template_that_a_processor_keeps_is_applied(chats: Chats, file: str) -
     (chats.target / file).write_text("{")
     rows = chats.file([{"prompt": "x"}])
     assert f"{file}: not JSON" in chats.door.error("run", pair=chats.door.pair, workload=rows)
+
+
+TOOLS = (
+    "{%- if tools %}[TOOLS]{% for t in tools %}{{ t.function.name }};{% endfor %}{% endif %}"
+    "{%- for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}({{ m.reasoning_content }})"
+    "{% endif %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "[{{ p.text }}]{% endfor %}{% endif %}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}({{ c.function.arguments.place }}){% endfor %}{% endfor %}"
+    "{%- if add_generation_prompt %}<assistant>{% if enable_thinking is defined and not "
+    "enable_thinking %}<nothink>{% endif %}{{ reasoning_effort }}{% endif %}"
+)
+"""A template that reads all that servers hand over."""
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALL = {"id": "1", "function": {"name": "weather", "arguments": '{"place": "Bern"}'}}
+ASKED = {"role": "user", "content": "Rain?"}
+USED = [
+    *(ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}),
+    {"role": "tool", "tool_call_id": "1", "content": "Yes."},
+]
+PARTS = [{"type": "text", "text": "Sum up."}, {"type": "text", "text": "A file."}]
+BEGUN = {"role": "assistant", "content": "Sure, "}
+
+
+def test_a_row_goes_through_the_template_as_a_server_would_write_it(chats: Chats) -> None:
+    chats.template(TOOLS)
+    chat = {"url": "/v1/chat/completions", "method": "POST"}
+    plain = {"url": "/v1/completions", "method": "POST"}
+    thinking = {"chat_template_kwargs": {"enable_thinking": False}}
+    going_on = {"continue_final_message": True, "add_generation_prompt": False}
+    thought = {**BEGUN, "reasoning_content": "Hm."}
+    rows: list[tuple[dict[str, Any], list[str]]] = [
+        ({"custom_id": "a", **chat, "body": {"messages": [ASKED], **thinking}},
+            ["<user>Rain?<assistant><nothink>"]),
+        ({"custom_id": "b", **chat, "body": {"messages": [ASKED], "tools": [TOOL]}},
+            ["[TOOLS]weather;<user>Rain?<assistant>"]),
+        ({"prompt": "Rain?", "tools": json.dumps([TOOL]), "reasoning_effort": "low"},
+            ["[TOOLS]weather;<user>Rain?<assistant>low"]),
+        ({"messages": USED, "tools": [TOOL]},
+            ["[TOOLS]weather;<user>Rain?<assistant>weather(Bern)<tool>Yes.<assistant>"]),
+        ({"messages": [{"role": "user", "content": PARTS}]},
+            ["<user>[Sum up.][A file.]<assistant>"]),
+        ({"messages": [ASKED, BEGUN], **going_on}, ["<user>Rain?<assistant>Sure, "]),
+        ({"messages": [ASKED, thought, ASKED]},
+            ["<user>Rain?<assistant>(Hm.)Sure, <user>Rain?<assistant>"]),
+        ({"custom_id": "c", **plain, "body": {"prompt": "def f(x):"}}, ["def f(x):"]),
+        ({"custom_id": "d", **plain, "body": {"prompt": ["one", "two"]}}, ["one", "two"]),
+        ({"custom_id": "e", **plain, "body": {"prompt": [40, 41, 42]}}, ["HIJ"]),
+        ({"prompt": [[40], [41, 42]]}, ["H", "IJ"]),
+    ]  # fmt: skip
+    asked, written = zip(*rows, strict=True)
+    vocabulary = AutoTokenizer.from_pretrained(chats.target)
+    ids = vocabulary.decode([40, 41, 42])
+    expected = [text for texts in written for text in texts]
+    expected[-3:] = [ids, vocabulary.decode([40]), vocabulary.decode([41, 42])]
+    assert chats.prompts(list(asked)) == expected
+    beyond = chats.file([{"prompt": [1, 100_000]}])
+    line = chats.door.error("run", pair=chats.door.pair, workload=beyond)
+    assert "token 100000 of its prompt is none of the target's 300" in line
+
+
+def test_what_only_a_template_reads_is_refused_where_there_is_none(chats: Chats) -> None:
+    rows = chats.file([{"id": "a", "prompt": "Rain?", "tools": [TOOL]}])
+    line = chats.door.error("run", pair=chats.door.pair, workload=rows)
+    assert "request a: what it says to a chat template (tools) needs a chat template" in line
+    chats.door.json("run", pair=chats.door.pair, workload=rows, max_new_tokens=2, no_chat=True)
+
+
+def test_a_row_says_how_long_its_text_may_be_and_where_it_ends(
+    chats: Chats, recwarn: pytest.WarningsRecorder
+) -> None:
+    free = chats.recorded([{"id": "a", "prompt": "The quick brown fox"}], max_new_tokens=40)
+    text = AutoTokenizer.from_pretrained(chats.target).decode(free[0].output_ids)
+    end = text[8:10]
+    asks = {"id": "a", "prompt": "The quick brown fox", "temperature": 0.5}
+    rows = [
+        {**asks, "max_tokens": 5}, {**asks, "id": "b", "max_completion_tokens": 7},
+        {**asks, "id": "c", "stop": end}, {**asks, "id": "d", "stop": ["never there", end]},
+        {**asks, "id": "e", "output_tokens": 1000}, asks,
+    ]  # fmt: skip
+    file, pair = chats.file(rows), chats.door.pair
+    made = chats.door.call(
+        "record", pair=pair, workload=file, max_new_tokens=40, gamma_max=4, json=True
+    )
+    for said in (
+        "ignored: temperature in 6 rows\n",
+        "1 id was used before, and got a number (ID#2)\n",
+        "1 of 6 requests ask for more than --max-new-tokens 40, and end there\n",
+    ):
+        assert said in made.stderr
+    recording = json.loads(made.stdout)["recording"]
+    with spectune.open(chats.door.db) as store:
+        texts = store.load(recording, ()).trajectories
+        stored = store.get_workload(store.get_recording(recording).workload_id)
+    assert [r.max_new_tokens for r in stored.requests] == [5, 7, None, None, 1000, None]
+    assert [t.max_new_tokens for t in texts] == [5, 7, 40, 40, 40, 40]
+    assert [len(t.output_ids) for t in texts[:2]] == [5, 7]
+    whole = free[0].output_ids.tolist()
+    stopped = texts[2].output_ids.tolist()
+    assert [t.output_ids.tolist() for t in texts] == [
+        *(whole[:5], whole[:7], stopped, stopped, whole, whole)
+    ]
+    assert len(stopped) < len(whole)
+    assert [t.finish for t in texts[2:4]] == ["stop", "stop"]
+    assert [t.stop_strings for t in texts[2:5]] == [(end,), ("never there", end), ()]
+    policy = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'
+    how: dict[str, Any] = {"policy": policy, "pair": pair, "max_new_tokens": 40}
+    outputs = chats.folder / "outputs"
+    chats.door.json("run", **how, workload=file, outputs=outputs)
+    again = [json.loads(line)["token_ids"] for line in outputs.read_text().splitlines()]
+    assert again == [t.output_ids.tolist() for t in texts]
+    replayed = chats.door.json("simulate", policy=policy, recording=recording)
+    assert replayed["emitted_tokens"] == sum(map(len, again))
+
+
+def test_bad_rows_are_told_and_refused_by_command_and_by_call(chats: Chats) -> None:
+    good = [{"id": f"{n}", "prompt": "Rain?"} for n in range(4)]
+    file, pair = chats.file([*good, {"id": "x", "messages": []}]), chats.door.pair
+    how: dict[str, Any] = {"pair": pair, "max_new_tokens": 2}
+    told = chats.door.call("run", policy="autoregressive", workload=file, **how)
+    said = f"1 of 5 rows left out: {file}:5: 'messages' must be a list of at least one message"
+    assert told.exit_code == 0
+    assert said in told.stderr
+    line = chats.door.error("run", workload=file, bad_rows="error", **how)
+    assert f"{file}:5: 'messages' must be a list" in line
+    with pytest.warns(UserWarning, match="1 of 5 rows left out: "):
+        ran = spectune.run("autoregressive", prompts=file, db=chats.door.db, **how)
+    assert len(ran.rows) == 4
+    with pytest.raises(WorkloadError, match=":5: 'messages' must be a list"):
+        spectune.run("autoregressive", prompts=file, db=chats.door.db, bad_rows="error", **how)
+    payload = {"pair": {}, "workload": [str(file)], "bad_rows": "error"}
+    with pytest.raises(WorkloadError, match=":5: 'messages' must be a list"):
+        tuning_workload(payload)

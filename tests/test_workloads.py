@@ -139,6 +139,7 @@ def said(role: str, content: Any) -> list[dict[str, Any]]:
     return [{"role": role, "content": content}]
 
 
+CALLED = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
 NO_USER = [{"conversations": SHAREGPT}, {"conversations": GREETED[:1]}]
 NO_TEXT = [{"from": "human", "value": None}]
 BROKEN: tuple[tuple[Any, str], ...] = (
@@ -149,7 +150,21 @@ BROKEN: tuple[tuple[Any, str], ...] = (
     ({"question": "x", "n": 1}, "w:1: no prompt among its keys .'question', 'n'.; .*--column"),
     ({"messages": []}, "w:1: 'messages' must be a list of at least one message"),
     ({"messages": [{"role": "user"}]}, 'w:1: message 0 must be {"role", "content"}'),
-    ({"messages": said("tool", "x")}, "w:1: message 0: 'role' is 'tool'; known are user"),
+    ({"messages": said("critic", "x")}, "w:1: message 0: 'role' is 'critic'; known are user"),
+    ({"messages": said("tool", "x")}, "w:1: 'messages' has no message of a user"),
+    ({"messages": [CALLED]}, "w:1: message 0: its tool_calls must be"),
+    ({"prompt": ["x", 5]}, "w:1: 'prompt' must be a string, a list of token ids"),
+    ({"prompt": []}, "w:1: the prompt is empty"),
+    ({"prompt": "x", "max_tokens": 0}, "w:1: 'max_tokens' must be a whole number above 0"),
+    ({"prompt": "x", "stop": 5}, "w:1: 'stop' must be a string, or a list"),
+    ({"prompt": "x", "tools": "x"}, "w:1: 'tools' must be a list of objects"),
+    ({"prompt": "x", "documents": ["x"]}, "w:1: 'documents' must be a list of objects"),
+    ({"messages": said("user", 5)}, "w:1: message 0 is no text"),
+    ({"prompt": "x", "chat_template_kwargs": 5}, "w:1: 'chat_template_kwargs' must be"),
+    (
+        {"prompt": "x", "chat_template_kwargs": {"tokenize": 0}},
+        "w:1: 'chat_template_kwargs' cannot say 'tokenize'",
+    ),
     ({"messages": said("user", [{"type": "image_url"}])}, "w:1: message 0 is no text; pictures"),
     ({"messages": [*OPENAI[:3], *said("user", "")]}, "w:1: message 3 is empty"),
     ({"conversations": "x"}, "w:1: 'conversations' must be a list"),
@@ -166,7 +181,6 @@ BROKEN: tuple[tuple[Any, str], ...] = (
     ({"turns": []}, "w:1: 'turns' must be a list of at least one string"),
     ({"turns": [" "]}, "w:1: turn 0 is empty"),
     (["a", "x"], "w: item 1: expected an object"),
-    ('{"id": "a", "turns": ["x"]}\n' * 2, "w:2: the id 'a' was used at w:1"),
     ("", ".*w: the workload is empty"),
     (b"\xff\xfe", ".*w: not UTF-8"),
 )
@@ -177,8 +191,94 @@ def test_what_is_broken_is_named_by_file_and_line(content: Any, says: str) -> No
     name = "w.csv" if says.startswith("w.csv") else "w"
     with pytest.raises(WorkloadError, match=f"^{says}"):
         read(content, name)
-    with pytest.raises(WorkloadError, match=r"w: no 'q' .--column|no column 'q'|w:\d.*|w: .*"):
+    unnamed = r"w: no 'q' .--column|no column 'q'|not CSV|w:\d.*|w: .*"
+    with pytest.raises(WorkloadError, match=unnamed):
         read(content, name, column="q")
+
+
+GOOD = [{"id": f"c{n}", "conversations": SHAREGPT} for n in range(4)]
+CALLS = [SHAREGPT[1], {"from": "function_call", "value": "{}"}, SHAREGPT[3]]
+BAD_ROWS: tuple[tuple[Any, str], ...] = (
+    ({"id": "x", "conversations": []}, "must be a list of at least one message"),
+    ({"id": "x", "conversations": [{"from": "human", "value": ""}]}, "message 0 is empty"),
+    ({"id": "x", "conversations": GREETED[:1]}, "has no message of a user's"),
+    ({"id": "x", "conversations": CALLS}, "message 1: 'from' is 'function_call'"),
+    ({"id": "x", "prompt": "cut \ud83d"}, "half of a surrogate pair"),
+    ({"id": "x", "prompt": "zero \0"}, "a NUL character"),
+    (5, "expected an object, not int"),
+)
+
+
+@pytest.mark.parametrize(("bad", "why"), BAD_ROWS, ids=[why for _, why in BAD_ROWS])
+def test_a_few_bad_rows_are_left_out_and_counted(bad: Any, why: str) -> None:
+    Path("list.json").write_text(json.dumps([*GOOD, bad]))
+    Path("lines.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in [bad, *GOOD]))
+    for name, where in (("list.json", "list.json: item 5"), ("lines.jsonl", "lines.jsonl:1")):
+        kept = read_workload([name])
+        assert [r.id for r in kept.requests] == ["c0", "c1", "c2", "c3"]
+        (said,) = kept.notes
+        assert said.startswith(f"1 of 5 rows left out: {where}: ")
+        assert why in said
+        with pytest.raises(WorkloadError, match=f"^{where}: "):
+            read_workload([name], bad_rows="error")
+
+
+def test_many_bad_rows_are_refused_unless_they_are_to_be_left_out() -> None:
+    rows = [GOOD[0], *(row for row, _ in BAD_ROWS[:2]), "{", GOOD[1]]
+    lines = "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
+    many = (
+        r"^w:2: .* at least one message; w:3: message 0 is empty; w:4: not JSON .*; 3 of 5 rows "
+        "are bad, more than a quarter: --bad-rows skip leaves them out$"
+    )
+    with pytest.raises(WorkloadError, match=many):
+        read(lines)
+    assert [r.id for r in read(lines, bad_rows="skip")] == ["c0", "c1"]
+    with pytest.raises(WorkloadError, match=r"2 of 2 rows are bad, and nothing is left$"):
+        read("{\n{", bad_rows="skip")
+    with pytest.raises(WorkloadError, match=r"w.csv:3: 3 fields"):
+        read("prompt,b\n1,2\n1,2,3\n", "w.csv", bad_rows="error")
+    assert len(read("prompt,b\n1,2\n1,2,3\n", "w.csv", bad_rows="skip")) == 1
+    undecided = "\n".join(map(json.dumps, [*GOOD, {"turns": ["a", "b"]}]))
+    with pytest.raises(WorkloadError, match="w:5: 2 turns; say --all-turns"):
+        read(undecided, bad_rows="skip")
+
+
+def test_an_id_that_was_used_gets_a_number() -> None:
+    rows = [{"id": i, "prompt": p} for i, p in (("a", "x"), ("a#2", "y"), ("a", "z"), ("a", "z"))]
+    Path("w").write_text("\n".join(map(json.dumps, rows)))
+    found = read_workload(["w"])
+    assert [r.id for r in found.requests] == ["a", "a#2", "a#3", "a#4"]
+    assert found.notes == ("2 ids were used before, and got a number (ID#2)",)
+
+
+def test_what_is_not_read_of_rows_is_named_once() -> None:
+    body = {"model": "m", "messages": [OPENAI[1] | {"weight": 1}], "temperature": 0.5, "n": None}
+    rows: list[Any] = [{"custom_id": f"{n}", "body": body} for n in range(2)]
+    rows.append({"prompt": "x", "answer": "y", "messages": OPENAI, "temperature": 1})
+    Path("w").write_text("\n".join(map(json.dumps, rows)))
+    (said,) = read_workload(["w"]).notes
+    assert said == (
+        "ignored: temperature in 3 rows, messages[].weight in 2 rows, model in 2 rows, answer in 1 "
+        "row, messages in 1 row"
+    )
+    Path("w.csv").write_text("prompt,answer,max_tokens\nWhy?,x,7\nWho?,,\n")
+    table = read_workload(["w.csv"])
+    assert table.notes == ("ignored: answer in 1 row",)
+    assert [r.max_new_tokens for r in table.requests] == [7, None]
+
+
+def test_a_column_is_that_of_the_files_that_have_it() -> None:
+    Path("chats").write_text(json.dumps({"messages": OPENAI}))
+    Path("q.csv").write_text("question,prompt\nWhy?,not this\n")
+    Path("q.jsonl").write_text('{"question": "Who?"}\n')
+    found = read_workload(["chats", "q.csv", "q.jsonl"], column="question")
+    assert [r.turns[-1] for r in found.requests] == ["Two?", "Why?", "Who?"]
+    (told,) = found.notes
+    assert told == "chats: no 'question' in it, so it is read without --column"
+    with pytest.raises(WorkloadError, match=r"q.jsonl:1: no prompt among its keys \('question'"):
+        read_workload(["q.csv", "q.jsonl"], column="prompt")
+    with pytest.raises(WorkloadError, match="--column answer: none of the files has it"):
+        read_workload(["q.csv", "q.jsonl"], column="answer")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
@@ -241,6 +341,35 @@ def test_a_conversation_goes_through_the_chat_template(
         pair.encode_request(SO_FAR, chat=True)
 
 
+LOOPS = (
+    "{% for m in messages %}{{ m['role'] }}: {% for p in m['content'] %}[{{ p.text }}]{% endfor %}"
+    "{% endfor %}"
+)
+EITHER = LOOPS.replace(
+    "{% for p", "{% if m['content'] is string %}[{{ m['content'] }}]{% else %}{% for p"
+)
+EITHER = EITHER.replace("{% endfor %}{% endfor %}", "{% endfor %}{% endif %}{% endfor %}")
+
+
+def test_several_texts_of_a_message_are_joined_or_go_to_a_template_that_goes_through_them(
+    pair: LoadedPair, chatting: LoadedPair
+) -> None:
+    texts = [{"type": "text", "text": "Sum up."}, {"type": "text", "text": "A file."}]
+    (parts,) = read({"messages": said("user", texts)})
+    assert Workload.from_json("w", Workload("w", (parts,)).to_json()).requests == (parts,)
+    for template, one, several in (
+        (chatting.tokenizer.chat_template, "user: One?\nassistant:", "user: Sum up.\nA file.\n"),
+        (LOOPS, "user: [One?]", "user: [Sum up.][A file.]"),
+        (EITHER, "user: [One?]", "user: [Sum up.][A file.]"),
+    ):
+        tokenizer = copy.deepcopy(pair.tokenizer)
+        tokenizer.chat_template = template
+        written = replace(pair, tokenizer=tokenizer)
+        assert pair.text(written.encode_request(ONE, chat=True)) == one
+        assert pair.text(written.encode_request(parts, chat=True)).startswith(several)
+    assert pair.encode_request(parts, chat=True) == pair.encode("Sum up.\nA file.")
+
+
 def test_prompts_beyond_the_context_are_left_out_or_cut_and_counted(
     pair: LoadedPair, chatting: LoadedPair
 ) -> None:
@@ -263,6 +392,16 @@ def test_prompts_beyond_the_context_are_left_out_or_cut_and_counted(
     assert room - 8 < len(chatting.encode_request(kept.requests[1], chat=True)) <= room
     so_far = {"turns": ("Be kind.", "And then?"), "roles": ("system", "user")}
     assert kept.requests[2] == replace(talk, **so_far)
+    ids, own = replace(short, id="i", ids=(7,) * 600), replace(long, id="o", max_new_tokens=8)
+    kept, said = made_to_fit(chatting, Workload("w", (ids, own)), options, "truncate")
+    assert kept.requests[0].ids == (7,) * room
+    assert room + 16 < len(chatting.encode_request(kept.requests[1], chat=True)) <= room + 24
+    parts = replace(long, id="p", messages=(json.dumps({"content": ["x", words[2:]]}),))
+    kept, _ = made_to_fit(chatting, Workload("w", (parts,)), options, "truncate")
+    assert room - 8 < len(chatting.encode_request(kept.requests[0], chat=True)) <= room
+    asks = Workload("w", (replace(short, id="z", max_new_tokens=99), short))
+    more = "1 of 2 requests ask for more than --max-new-tokens 32, and end there"
+    assert made_to_fit(pair, asks, options, "error") == (asks, more)
     fits = Workload("w", (short,))
     assert made_to_fit(pair, fits, options, "error") == (fits, "")
     with pytest.raises(WorkloadError, match="--overlong skip: nothing is left"):

@@ -43,9 +43,9 @@ def read_text(
         raise error(f"{where}: not UTF-8 text (byte {problem.start})") from None
 
 
-def parse_json(text: str, where: str, error: type[SpectuneError]) -> Any:
+def parse_json(text: str, where: str, error: type[SpectuneError], *, storable: bool = True) -> Any:
     """A JSON document from a user. Raises ``error``, its line beginning with ``where``, for what is
-    none, is nested beyond reason, or holds text that no database keeps."""
+    none, and unless it need not be ``storable`` as :func:`check_storable` does."""
     where = shortened(where)
     try:
         data = json.loads(text)
@@ -53,6 +53,14 @@ def parse_json(text: str, where: str, error: type[SpectuneError]) -> Any:
         raise error(f"{where}: not JSON (nested too deeply)") from None
     except ValueError as problem:
         raise error(f"{where}: not JSON ({problem})") from None
+    if storable:
+        check_storable(data, where, error)
+    return data
+
+
+def check_storable(data: Any, where: str, error: type[SpectuneError]) -> None:
+    """Raises ``error``, its line beginning with ``where``, for JSON that is nested beyond reason,
+    or holds text that no database keeps."""
     level = [data]
     for _ in range(_DEPTH_LIMIT):
         for entry in level:
@@ -60,7 +68,7 @@ def parse_json(text: str, where: str, error: type[SpectuneError]) -> Any:
                 raise error(f"{where}: {found}")
         level = [inner for entry in level for inner in _inside(entry)]
         if not level:
-            return data
+            return
     raise error(f"{where}: not JSON of ours (nested more than {_DEPTH_LIMIT} deep)")
 
 

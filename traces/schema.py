@@ -86,8 +86,12 @@ class Request:
     """One prompt of a workload: an id unique in it, a category, and its texts (at least one).
 
     Without ``roles`` the first text is the prompt. With them, one each, the texts are a
-    conversation's messages, the last of them the user's: together they are the prompt. ``source``
-    is the file it was read from, no part of its content.
+    conversation's messages, the last of them the user's or a tool's: together they are the prompt.
+    ``messages``, one each or none, are JSON objects of what else they say to a chat template
+    (``content``: the parts of a text that has several), ``template`` one of what is said beside
+    them (``tools``). No template is applied where it ``is_plain``. ``ids`` are the prompt's tokens
+    where it has no text. It asks for ``max_new_tokens`` at most, and to end at a string of
+    ``stop``. ``source`` is the file it was read from, no part of its content.
     """
 
     id: str
@@ -95,19 +99,47 @@ class Request:
     turns: tuple[str, ...]
     roles: tuple[str, ...] = ()
     source: str = field(default="", compare=False)
+    messages: tuple[str, ...] = ()
+    template: str = ""
+    is_plain: bool = False
+    ids: tuple[int, ...] = ()
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def more(self) -> dict[str, Any]:
+        """What it says beside texts and roles, JSON-ready, where it says anything."""
+        own = {name: getattr(self, name) for name in ASKED}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in own.items() if v}
+
+
+ASKED = {
+    "messages": (list, str),
+    "template": (str, None),
+    "is_plain": (bool, None),
+    "ids": (list, int),
+    "max_new_tokens": (int, None),
+    "stop": (list, str),
+}
+"""What a request may say beside texts and roles: its type, and that of what is in it."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A named list of requests. ``name`` is ``demo`` or the files' names joined by ``+``."""
+    """A named list of requests. ``name`` is ``demo`` or the files' names joined by ``+``;
+    ``notes`` are lines on how it was read, no part of its content."""
 
     name: str
     requests: tuple[Request, ...]
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     def to_json(self) -> list[list[Any]]:
         """The requests, JSON-ready; :meth:`from_json` is its inverse."""
         return [
-            [r.id, r.category, list(r.turns), *([list(r.roles)] if r.roles else [])]
+            [
+                *(r.id, r.category, list(r.turns)),
+                *([list(r.roles)] if r.roles or r.more() else []),
+                *([r.more()] if r.more() else []),
+            ]
             for r in self.requests
         ]
 
@@ -117,15 +149,22 @@ class Workload:
         else."""
         requests = []
         for name_of, category, turns, *more in content:
-            roles = more[0] if more else []
-            known = isinstance(turns, list) and isinstance(roles, list) and len(more) <= 1
-            if not (known and len(roles) in (0, len(turns))):
+            roles, own = [*more, [], {}][:2] if len(more) != 1 else (more[0], {})
+            known = isinstance(turns, list) and isinstance(roles, list) and len(more) <= 2
+            if not (known and len(roles) in (0, len(turns)) and isinstance(own, dict)):
                 raise TypeError(
                     "a request is [id, category, turns], or with as many roles as turns"
                 )
+            for key, value in own.items():
+                kind, inner = ASKED.get(key, (None, None))
+                if type(value) is not kind or (
+                    isinstance(value, list) and any(type(v) is not inner for v in value)
+                ):
+                    raise TypeError(f"a request has no {key!r} like that")
             if not all(isinstance(text, str) for text in (name_of, category, *turns, *roles)):
                 raise TypeError("a request is [id, category, turns], all of them texts")
-            requests.append(Request(name_of, category, tuple(turns), tuple(roles)))
+            own = {k: tuple(v) if isinstance(v, list) else v for k, v in own.items()}
+            requests.append(Request(name_of, category, tuple(turns), tuple(roles), **own))
         return cls(name, tuple(requests))
 
     def digest(self) -> str:
@@ -133,7 +172,7 @@ class Workload:
         digest."""
         h = hashlib.sha256()
         for request in self.to_json():
-            h.update(json.dumps(request, ensure_ascii=False).encode())
+            h.update(json.dumps(request, ensure_ascii=False, sort_keys=True).encode())
         return h.hexdigest()
 
 

@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 FILE: Final = "spectune.toml"
 _META: Final = "spectune.config"
 KEYS: Final = (
-    *("pair", "workload", "column", "overlong", "database"),
+    *("pair", "workload", "column", "overlong", "bad_rows", "database"),
     *("deployment", "budget", "device", "dtype", "threads"),
 )
 SAMPLING: Final = ("temperature", "top_k", "top_p", "seed", "verifier", "max_new_tokens", "stop")

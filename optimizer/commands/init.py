@@ -21,6 +21,7 @@ TEMPLATE: Final = """\
 # workload = "chats.jsonl"      # or several: ["chats.jsonl", "code.jsonl"]
 # column = "prompt"             # of tables and JSON lines: what holds the prompts
 # overlong = "error"            # prompts beyond the context: or "skip", "truncate"
+# bad_rows = "few"              # rows without a prompt: few (left out), error, skip
 # database = "spectune.db"      # a file, or postgresql://user@host/name
 # deployment = "default"        # each has one policy in force
 # budget = "80s"                # how long tune executes

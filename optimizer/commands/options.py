@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from spectune.optimizer.commands.config import F, flag, option
+from spectune.optimizer.commands.printing import note
 
 if TYPE_CHECKING:
     from spectune.optimizer.execute import DecodeOptions
@@ -140,7 +141,19 @@ workload = together(
         key="workload",
         multiple=True,
     ),
-    option("--column", "The column, or key, that holds the prompts.", key="column"),
+    option(
+        "--column",
+        "The column, or key, that holds the prompts, in the files that have it.",
+        key="column",
+    ),
+    option(
+        "--bad-rows",
+        "Rows that hold no prompt: leave out a few (a quarter at most), refuse the first, or leave "
+        "out all.",
+        click.Choice(["few", "error", "skip"]),
+        key="bad_rows",
+        default="few",
+    ),
     option("--category categories", "Only requests of this category; repeatable.", multiple=True),
     flag(
         "--all-turns",
@@ -243,11 +256,14 @@ def workload_of(kw: dict[str, Any], spec: PairSpec) -> Workload:
 
 
 def drawn(kw: dict[str, Any]) -> Workload:
-    """The workload of :data:`workload`. Raises WorkloadError."""
+    """The workload of :data:`workload`; how it was read is said. Raises WorkloadError."""
     from spectune.optimizer.inputs import load_workload
 
-    own = {key: kw[key] for key in ("limit", "categories", "column", "limit_seed")}
-    return load_workload(kw["workloads"], turns=turns_of(kw), **own)
+    own = {key: kw[key] for key in ("limit", "categories", "column", "limit_seed", "bad_rows")}
+    workload = load_workload(kw["workloads"], turns=turns_of(kw), **own)
+    for line in workload.notes:
+        note(line)
+    return workload
 
 
 def turns_of(kw: dict[str, Any]) -> Turns | None:

@@ -194,8 +194,9 @@ class Meter:
 SAME: Final = {"pair", "target", "drafts", "device", "dtype", "threads", "deployment"}
 """Options that say on what a command works."""
 DECODED: Final = {
-    *("workloads", "column", "all_turns", "first_turn", "overlong", "max_new_tokens"),
+    *("workloads", "column", "all_turns", "first_turn", "overlong", "bad_rows"),
     *("temperature", "top_k", "top_p", "seed", "verifier", "stop_strings", "no_chat"),
+    "max_new_tokens",
 }
 """Options that say how and what it decodes."""
 _QUOTED = re.compile("`([^`]+)`")

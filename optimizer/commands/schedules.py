@@ -84,7 +84,7 @@ def schedule_add(name: str, **kw: Any) -> None:
         payload |= {
             "workload": [_from_anywhere(name) for name in kw["workloads"]] or ["demo"],
             "categories": list(kw["categories"]),
-            **{key: kw[key] for key in ("limit", "limit_seed", "column", "overlong")},
+            **{key: kw[key] for key in ("limit", "limit_seed", "column", "overlong", "bad_rows")},
             "turns": turns_of(kw),
             "fresh": True,
         }
