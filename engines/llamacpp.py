@@ -129,7 +129,7 @@ class LlamaCpp(Running):
         """What the server says of a request, event by event. Raises EngineError where it fails."""
         asked = {
             "prompt": list(prompt.ids),
-            "n_predict": of.max_new_tokens,
+            "n_predict": of.most_tokens(prompt),
             "temperature": of.sampling.temperature,
             "top_k": of.sampling.top_k,
             "top_p": of.sampling.top_p,

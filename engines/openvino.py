@@ -118,7 +118,7 @@ class OpenVino(Running):
 
     def _answers(self, pipeline: Any, asked: Execution) -> Generator[Answered, None, None]:
         waiting, running = deque(asked.prompts), dict[int, _Request]()
-        load, config = asked.load, self._config(asked)
+        load = asked.load
         began, sent = time.perf_counter(), 0
         try:
             while waiting or running:
@@ -126,7 +126,7 @@ class OpenVino(Running):
                 for _ in range(min(len(waiting), load.due(now, sent, len(running)))):
                     arrived = load.arrivals[sent] if load.arrivals else now
                     self._sent, sent = self._sent + 1, sent + 1
-                    running[self._sent] = self._send(pipeline, waiting.popleft(), config, arrived)
+                    running[self._sent] = self._send(pipeline, waiting.popleft(), asked, arrived)
                 if not running:
                     time.sleep(max(0.0, load.arrivals[sent] - now))
                     continue
@@ -143,20 +143,21 @@ class OpenVino(Running):
                 while running and pipeline.has_non_finished_requests():
                     pipeline.step()
 
-    def _send(self, pipeline: Any, prompt: Prompt, config: Any, arrived_s: float) -> _Request:
+    def _send(self, pipeline: Any, prompt: Prompt, asked: Execution, arrived_s: float) -> _Request:
         import openvino as ov
 
+        config = self._config(asked, prompt)
         with _translated(f"request {prompt.id}"):
             handle = pipeline.add_request(
                 self._sent, ov.Tensor(np.array([prompt.ids], dtype=np.int64)), config
             )
         return _Request(prompt, handle, arrived_s)
 
-    def _config(self, asked: Execution) -> Any:
+    def _config(self, asked: Execution, prompt: Prompt) -> Any:
         import openvino_genai as genai
 
         config = genai.GenerationConfig()
-        config.max_new_tokens = asked.max_new_tokens
+        config.max_new_tokens = asked.most_tokens(prompt)
         config.do_sample = False
         config.apply_chat_template = False
         config.stop_token_ids = self._eos
@@ -186,7 +187,8 @@ class OpenVino(Running):
             (output,) = request.handle.read().values()
             new, before = list(output.generated_ids), len(request.tokens)
             # The prompt's pass drafts nothing, and no round drafts what could not be kept.
-            drafted = min(asked.gamma, asked.max_new_tokens - before - 1) if before else 0
+            most = asked.most_tokens(request.prompt)
+            drafted = min(asked.gamma, most - before - 1) if before else 0
             accepted, emitted = min(drafted, len(new) - 1), len(new)
             request.tokens += new
             request.steps.append(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any, ClassVar, Final
 
@@ -23,11 +23,13 @@ FLOAT32_ON_CPU: Final = {"device": "cpu", "dtype": "float32"}
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request to execute: its id, unique in the execution, its category, and its token ids."""
+    """A request to execute: its id, unique in the execution, its category, its token ids, and the
+    most new tokens where it asks for fewer than others."""
 
     id: str
     category: str
     ids: tuple[int, ...]
+    max_new_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,10 @@ class Execution:
     sampling: Sampling
     max_new_tokens: int
 
+    def most_tokens(self, prompt: Prompt) -> int:
+        """The most new tokens of a request."""
+        return min(self.max_new_tokens, prompt.max_new_tokens or self.max_new_tokens)
+
     def answered(
         self, prompt: Prompt, tokens: Sequence[int], finish: Finish, steps: Sequence[Step]
     ) -> Answered:
@@ -114,7 +120,7 @@ class Execution:
             prompt.ids,
             tokens,
             sampling=self.sampling,
-            max_new_tokens=self.max_new_tokens,
+            max_new_tokens=self.most_tokens(prompt),
             finish=finish,
         )
         return Answered(text, tuple(steps))
@@ -155,15 +161,17 @@ class Running(ABC):
         for, and EngineError where the engine fails."""
         own, longest = self.wanted, self.wanted.max_len
         _, gamma = self.engine.gammas(policy, draft=own.draft, most=own.most, max_num_seqs=1)
+        asked = Execution(prompts, policy, gamma, load, sampling, max_new_tokens)
         for prompt in prompts:
             if not prompt.ids:
                 raise WorkloadError(f"request {prompt.id}: the prompt has no tokens")
-            if len(prompt.ids) + max_new_tokens > longest:
+            most = asked.most_tokens(prompt)
+            if len(prompt.ids) + most > longest:
                 raise WorkloadError(
-                    f"request {prompt.id}: {len(prompt.ids)} prompt tokens + {max_new_tokens} new "
-                    f"ones exceed the {longest} that the engine was started for"
+                    f"request {prompt.id}: {len(prompt.ids)} prompt tokens + {most} new ones "
+                    f"exceed the {longest} that the engine was started for"
                 )
-        return self._serve(Execution(prompts, policy, gamma, load, sampling, max_new_tokens))
+        return self._serve(asked)
 
     @abstractmethod
     def _serve(self, asked: Execution) -> Generator[Answered, None, None]:
@@ -186,7 +194,7 @@ class Swapping(Running):
 def numbered(prompts: Iterable[Prompt], count: int) -> tuple[Prompt, ...]:
     """So many requests of these prompts in order, from the first again where there are fewer."""
     again = enumerate(islice(cycle(prompts), count))
-    return tuple(Prompt(f"{n}", prompt.category, prompt.ids) for n, prompt in again)
+    return tuple(replace(prompt, id=f"{n}") for n, prompt in again)
 
 
 def draft_of(engine: Engine, spec: PairSpec, wanted: Wanted) -> str | None:

@@ -29,7 +29,9 @@ WARM_TOKENS = 8
 def prompts_of(words: Texts, workload: Workload, options: DecodeOptions) -> tuple[Prompt, ...]:
     """A workload's requests as token ids."""
     return tuple(
-        Prompt(r.id, r.category, tuple(words.encode_request(r, chat=options.chat)))
+        Prompt(
+            r.id, r.category, tuple(words.encode_request(r, chat=options.chat)), r.max_new_tokens
+        )
         for r in workload.requests
     )
 

@@ -238,6 +238,14 @@ def test_run_and_record_take_the_engine(tmp_path: Path) -> None:
     data = door.json("record", *common, *engine)
     assert data["options"]["engine"] == "openvino"
     assert sorted(data["drafts"]) == ["medium", "ngram", "small"]
+    own = [{"prompt": "def add(a, b):", "max_tokens": most, "stop": "x"} for most in (3, 9, 99)]
+    (tmp_path / "own").write_text("".join(f"{json.dumps(row)}\n" for row in own))
+    asks = ("--pair", "demo", "--workload", tmp_path / "own", *common[4:], "--outputs", texts)
+    said = door.call("run", *asks, *engine)
+    assert said.exit_code == 0, said.output
+    assert "ignored: stop in 3 requests (OpenVINO GenAI is not told of stop" in said.stderr
+    found = [json.loads(row)["token_ids"] for row in texts.read_text().splitlines()]
+    assert [len(ids) for ids in found] == [3, 9, 12]
 
 
 TREE = '{"draft": "small", "growth": {"kind": "top_k"}}'

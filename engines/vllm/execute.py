@@ -131,8 +131,8 @@ class Vllm(Swapping):
         began = time.perf_counter()
         while waiting:
             bodies = {
-                i: body_of(f"{self._executions}.{i}", prompt, asked.sampling, asked.max_new_tokens)
-                for i, prompt in waiting.items()
+                i: body_of(f"{self._executions}.{i}", p, asked.sampling, asked.most_tokens(p))
+                for i, p in waiting.items()
             }
             moments = tuple(load.arrivals[i] for i in waiting) if load.arrivals else ()
             rest = replace(load, arrivals=moments)
@@ -260,6 +260,6 @@ def body_of(name: str, prompt: Prompt, sampling: Sampling, max_new_tokens: int) 
 
 def _answered(request: RecordedRequest, prompt: Prompt, of: Execution, began: float) -> Answered:
     named = replace(request.trajectory, request_id=prompt.id, category=prompt.category)
-    text = replace(named, sampling=of.sampling, max_new_tokens=of.max_new_tokens)
+    text = replace(named, sampling=of.sampling, max_new_tokens=of.most_tokens(prompt))
     moments = ((s, s.arrived_s - began, s.ended_s - began) for s in request.steps)
     return Answered(text, tuple(s._replace(arrived_s=a, ended_s=e) for s, a, e in moments))

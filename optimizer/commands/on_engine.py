@@ -93,6 +93,11 @@ class OnEngine:
         self.workload: Workload = fit_to(self.words, workload, options, kw["overlong"])
         self.prompts: tuple[Prompt, ...] = prompts_of(self.words, self.workload, options)
         self.load: Load = Load(kw["concurrency"])
+        if ends := sum(bool(r.stop) for r in self.workload.requests):
+            note(
+                f"ignored: stop in {ends} requests ({engine.title} is not told of stop strings by "
+                "this command)"
+            )
 
     @contextmanager
     def started(self) -> Iterator[Running]:
