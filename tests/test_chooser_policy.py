@@ -22,7 +22,9 @@ from test_draft_choice import CANDIDATES, PROFILE, chain, planted_trace
 from test_heads import _eagle1, pair_with_heads
 from test_hot_reload import publish
 from test_lossless import PROMPTS
+from test_store import damage
 
+from spectune.db.models import StudyRow
 from spectune.engines.export import engine_settings
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions, Executor, encode
@@ -430,6 +432,11 @@ def test_any_candidate_is_weighed_by_what_its_levels_accept(
     told = evaluate(chooser, measured, read_prompts(pair, trace.trajectories), profile)
     assert told["tokens_per_s"]["near"] > 0
     assert not made.document["chooses"]
+    study: dict[str, Any] = {"sampler": "none", "seed": 0, "document": {}}
+    trials = [{"policy": {"draft": "near", "unknown": 1}, "value": 2.0}]
+    for _ in range(2):  # what cannot be read, and what is damaged, is passed over
+        name = place.put_study(pair.id, **study, trials=trials, recording_id=info.id)
+    damage(place, StudyRow, name)
     best = fit_chooser_artifact(place, info.id, pair).document["candidates"]
     assert set(best) == {"none", "near", "head", "ngram"}
     fixed = [chain("near", {"kind": "fixed", "gamma": g}) for g in (1, 2, 4)]

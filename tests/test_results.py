@@ -263,12 +263,12 @@ def test_other_commands_spare_the_database_too(sqlite_door: Door, here: Path) ->
     (here / "rec.parquet").write_bytes(b"of a recording")
     recorded = ("--recording", "rec.parquet", "--per-round", "./rec.parquet")
     refuses("read by this command", "simulate", "--policy", FIXED, *recorded)
-    refuses("", "traces", "report", "--out", "spectune.db")
+    refuses("", "report", "--out", "spectune.db")
     refuses("", "traces", "export", "rows.csv")
     (here / "spectune.toml").write_text('pair = "pair"\nworkload = "three.jsonl"\n')
     for path in ("three.jsonl", "pair/pair.json", "spectune.toml"):
         refuses("read by this command", "tune", "--report", path)
-    for command in (("report", "--out"), ("traces", "report", "--out"), ("traces", "export")):
+    for command in (("report", "--out"), ("traces", "export")):
         refuses("read by this command", *command, "./spectune.toml")
     assert run_sql("spectune.db", "SELECT count(*) FROM recording") == [(1,)]
 

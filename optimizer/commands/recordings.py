@@ -1,4 +1,4 @@
-"""`traces`: what is recorded, looked at, counted, drawn, moved and removed."""
+"""`traces`: what is recorded, looked at, counted, moved and removed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import click
 from spectune.optimizer.commands.config import flag, option
 from spectune.optimizer.commands.database import moment_before
 from spectune.optimizer.commands.options import FILE, FiniteRange, Whole, together
-from spectune.optimizer.commands.outputs import check_writable, write_text
-from spectune.optimizer.commands.printing import Group, Meter, as_json, emit, table
+from spectune.optimizer.commands.outputs import check_writable
+from spectune.optimizer.commands.printing import Group, as_json, emit, table
 from spectune.optimizer.commands.shared import open_store
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @click.group(cls=Group)
 def traces() -> None:
-    """Recordings: list, show, stats, report, query, export, import, prune."""
+    """Recordings: list, show, stats, query, export, import, prune."""
 
 
 SHARE = FiniteRange(0, 1)
@@ -134,49 +134,6 @@ def traces_stats(by: str, executed: bool, **kw: Any) -> None:
     shown = tuple(g for g in groups if not (executed and g == "draft"))
     columns = (*shown, "requests", "acceptance", "mean_accepted_length", "by_position")
     emit({"stats": rows}, table(rows, columns, "acceptance"))
-
-
-@traces.command("report")
-@click.argument("recording", default="latest")
-@option(
-    "--draft", "Draft whose trees are meant; default: the first that has trees of every request."
-)
-@option("--out", "The page; default: trees-RECORDING-DRAFT.html here.", FILE)
-@option("--top-n", "Nodes kept of a tree.", Whole(1, 256), default=60)
-@option("--width", "Children of a node; default: as recorded.", Whole(2, 32))
-@option("--depth", "Levels; default: as recorded.", Whole(1, 64))
-def traces_report(recording: str, draft: str | None, out: str | None, **size: Any) -> None:
-    """Draw what a recording's draft trees do: one HTML page that needs nothing else, with the
-    figures of the tree papers.
-
-    Terminal Confidence Ranks, probability and acceptance by entropy and rank, tau by window and by
-    verified tokens for many policies, entropy bins, categories. The recording must hold trees
-    (`record --tree-width 8 --tree-depth 8`).
-
-    \b
-    Example:  cli.py traces report latest --out trees.html
-              cli.py traces report latest --draft small --top-n 32 --depth 6
-    """
-    from spectune.optimizer.simulate.tree_sources import report_of
-
-    check_writable(("--out", out))
-    with open_store(create=False) as store, Meter() as meter:
-        report, name = report_of(
-            store,
-            store.resolve_recording(recording),
-            draft,
-            **size,
-            progress=lambda done, total: meter("replay", done, total),
-        )
-    from spectune.optimizer.report.tree_page import page
-
-    path = out or f"trees-{name}-{report.draft}.html"
-    write_text(path, [page(report)])
-    left_out = f", {len(report.skipped)} policies left out" if report.skipped else ""
-    emit(
-        {"path": path, "recording": name, **report.to_json()},
-        f"{path}: trees of draft {report.draft}, {len(report.points)} policies{left_out}",
-    )
 
 
 @traces.command("query")

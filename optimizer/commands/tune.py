@@ -36,7 +36,6 @@ from spectune.optimizer.commands.under_load import (
     search_under_load,
     show_search,
 )
-from spectune.runtime.progress import silent
 
 if TYPE_CHECKING:
     from spectune.traces.store import TraceStore
@@ -248,7 +247,7 @@ def page_of(
     if path == "none":
         return None, None
     try:
-        return str(write_report(store, study, path, silent)["path"]), None
+        return str(write_report(store, study, path)["path"]), None
     except (OutputError, DatabaseError) as error:
         if path is not None:
             return None, error

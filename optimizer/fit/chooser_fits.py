@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from spectune.db.errors import CorruptedChunkError
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.fit.on_the_fly import FloatArray, fit_chooser, predict_each, read_prompts
 from spectune.optimizer.fit.shared import StoredFit, keep, profile_of, search_part
@@ -21,7 +22,7 @@ from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import DRAFT_CHOOSER
-from spectune.runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, parse_policy
 from spectune.runtime.policies.draft_choice import NO_DRAFT, Chooser, Rule
 from spectune.runtime.policies.prepared_chooser import PREDICTED, prompt_key
 from spectune.runtime.policies.prompt_features import Prompt
@@ -178,14 +179,31 @@ def best_by_draft(
 def _tried(store: TraceStore, info: RecordingInfo, pair: LoadedPair) -> dict[str, list[Policy]]:
     """The fastest few policies of each draft in the recording's studies. Heads have no chain
     panorama, so their chains are named here."""
-    from spectune.optimizer.simulate.tree_sources import tried_on
-
-    found = {
-        draft: [policy for policy, _ in tried_on(store, info, draft)][:TRIED]
-        for draft in pair.draft_names
-    }
+    found = {draft: _fastest(store, info, draft) for draft in pair.draft_names}
     for draft in found.keys() & info.trees.keys() - set(pair.chain_drafts):
         found[draft] = found[draft] or [
             Policy.model_validate({"draft": draft, "window": {"kind": "fixed", "gamma": 2}})
         ]
     return found
+
+
+def _fastest(store: TraceStore, info: RecordingInfo, draft: str) -> list[Policy]:
+    """The fastest trials of the studies of a recording that draft with ``draft``; documents of
+    other versions, and damaged studies, are passed over."""
+    documents: list[tuple[float, dict[str, Any]]] = []
+    for name, *_ in store.list_studies(info.pair_id):
+        with suppress(CorruptedChunkError):
+            study = store.get_study(name)
+            for trial in study.trials if study.recording_id == info.id else ():
+                document = trial.get("policy")
+                if isinstance(document, dict) and document.get("draft") == draft:
+                    documents.append((float(trial.get("value") or 0.0), document))
+    found: dict[str, Policy] = {}
+    for _, document in sorted(documents, key=lambda d: -d[0]):
+        with suppress(PolicyError):
+            policy = parse_policy(document)
+            if isinstance(policy, Policy) and policy.speculates and policy.replays_exactly:
+                found.setdefault(policy.id, policy)
+        if len(found) == TRIED:
+            break
+    return list(found.values())

@@ -56,7 +56,6 @@ svg .grid { stroke: var(--grid); }
 .s2 { stroke: var(--c2); } .s3 { stroke: var(--c3); } .s4 { stroke: var(--c4); }
 .s5 { stroke: var(--c5); }
 .s6 { stroke: var(--soft); stroke-width: 1; } .dash { stroke-dasharray: 5 4; }
-.hollow { fill: var(--page); stroke-width: 1.5; }
 .legend { display: flex; flex-wrap: wrap; gap: .1rem .9rem; list-style: none; margin: .25rem 0;
   padding: 0; font-size: .88rem; }
 .legend i { display: inline-block; width: .7rem; height: .7rem; margin-right: .35rem;
@@ -75,8 +74,8 @@ td.text { text-align: left; overflow-wrap: anywhere; min-width: 6.5rem; }
 """
 
 Cell = str | int | float | None
-Point = tuple[float, float, str] | tuple[float, float, str, bool]
-"""(x, y, what a browser says of it, whether its mark is hollow)."""
+Point = tuple[float, float, str]
+"""(x, y, what a browser says of it)."""
 Curve = tuple[str, str, Sequence[Point], bool]
 """(name, number of its colour, points, whether a line joins them)."""
 Dot = tuple[float, tuple[float | None, float | None], str, str]
@@ -155,13 +154,10 @@ class Plot:
         places = " ".join(f"{short(x)},{short(y)}" for x, y in (self.at(*p) for p in points))
         self.add("polyline", class_=class_, points=places, title=title)
 
-    def dot(
-        self, x: float, y: float, colour: str, title: str, r: float = 4.5, *, hollow: bool = False
-    ) -> None:
+    def dot(self, x: float, y: float, colour: str, title: str, r: float = 4.5) -> None:
         """A mark at a point of the data."""
         at_x, at_y = self.at(x, y)
-        look = f"hollow s{colour}" if hollow else f"f{colour}"
-        self.add("circle", title=title, class_=look, cx=at_x, cy=at_y, r=r)
+        self.add("circle", title=title, class_=f"f{colour}", cx=at_x, cy=at_y, r=r)
 
 
 def figure(name: str, title: str, caption: str, plot: Plot, table: str = "") -> str:
@@ -234,18 +230,16 @@ def top(values: Iterable[float | None]) -> float:
     return 1.08 * max((v for v in values if v is not None), default=1.0) or 1.0
 
 
-def curves(
-    x_name: str, y_name: str, given: Sequence[Curve], low: float = 0.0, *, height: float = 230
-) -> Plot:
+def curves(x_name: str, y_name: str, given: Sequence[Curve]) -> Plot:
     """Series of points, some joined by lines; those with a name are the legend."""
     points = [p for _, _, series, _ in given for p in series]
-    plot = Plot((0.0, top(p[0] for p in points)), (low, top(p[1] for p in points)), height=height)
+    plot = Plot((0.0, top(p[0] for p in points)), (0.0, top(p[1] for p in points)))
     plot.axes(x_name, y_name)
     for _, colour, series, joined in given:
         if joined:
-            plot.line([p[:2] for p in series], f"s{colour} dash")
-        for x, y, said, *hollow in series:
-            plot.dot(x, y, colour, said, hollow=any(hollow))
+            plot.line([(x, y) for x, y, _ in series], f"s{colour} dash")
+        for x, y, said in series:
+            plot.dot(x, y, colour, said)
     plot.legend = [(name, colour) for name, colour, _, _ in given if name]
     return plot
 

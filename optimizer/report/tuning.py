@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -377,10 +377,8 @@ def headline(report: TuningReport, *, gpus: int = 1, price: float | None = None)
     return verdict_in_words(report.tuned, report.device, gpus=gpus, price=price)
 
 
-def page(
-    report: TuningReport, *, gpus: int = 1, price: float | None = None, more: Iterable[str] = ()
-) -> str:
-    """The whole page; ``more`` are further sections."""
+def page(report: TuningReport, *, gpus: int = 1, price: float | None = None) -> str:
+    """The whole page."""
     tuned, study = report.tuned, report.study
     about = [
         ("study", f"{study.id}, {study.created_at:%Y-%m-%d %H:%M} UTC"),
@@ -399,4 +397,4 @@ def page(
         winner = tuned["winner"]
         words = policy_in_words(winner["policy"])
         about.append(("policy", f"{winner['label']} ({winner['id']}): {words}"))
-    return document(title, lead, about, "\n".join([*sections(report), *more]), "report")
+    return document(title, lead, about, "\n".join(sections(report)), "report")
