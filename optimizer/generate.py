@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.text import Text
 
 from spectune.optimizer.execute import DecodeOptions, counts_of, first_token_s
-from spectune.optimizer.report.drawn_trees import ACCEPTED, OWN, tree_json, tree_view
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, Round, StaticSource
@@ -19,6 +18,8 @@ from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prepared_chooser import AnyPlan
 from spectune.traces.schema import Request
 from spectune.traces.text import printable
+
+ACCEPTED, OWN = "green", "bold yellow"
 
 
 def generate(
@@ -29,17 +30,13 @@ def generate(
     console: Console,
     *,
     compare: bool = True,
-    show_trees: bool = False,
 ) -> dict[str, Any]:
     """Streams the continuation of ``prompt``: drafted and accepted tokens in green, the target's
-    own in yellow. Where trees were drafted the last one is drawn below, or with ``show_trees``
-    every one.
+    own in yellow.
 
     Returns ``text``, ``token_ids``, ``rounds``, ``tau``, ``tokens_per_s``,
     ``time_to_first_token_s`` and, with ``compare``, ``autoregressive_tokens_per_s`` and
-    whether the texts are equal; where trees were drafted also ``trees``, one per round
-    (:func:`optimizer.report.drawn_trees.tree_json`). Raises
-    WorkloadError when the prompt does not fit.
+    whether the texts are equal. Raises WorkloadError when the prompt does not fit.
     """
     item = Request("prompt", "prompt", (prompt,))
     ids = pair.encode_request(item, chat=options.chat)
@@ -66,12 +63,6 @@ def generate(
         "time_to_first_token_s": first_s,
     }
     console.print()
-    grown = [i for i, r in enumerate(rounds) if r.tree is not None]
-    if grown or any(plan.policy.is_tree for plan in prepared.candidates):
-        result["trees"] = [tree_json(r) for r in rounds]
-    for i in grown if show_trees else grown[-1:]:
-        before = pair.text([[*ids, *output][len(ids) + rounds[i].step.start - 1]])
-        console.print(tree_view(i + 1, rounds[i], before, lambda token: pair.text([token])))
     colours = (("accepted draft tokens", ACCEPTED), "  ", ("the target's own", OWN))
     console.print(Text.assemble(*colours, f"   policy: {prepared.label}"))
     line = (

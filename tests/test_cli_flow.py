@@ -267,6 +267,9 @@ def test_generate(door: Door, tuned: dict[str, Any]) -> None:
     assert made.keys() >= {"text", "token_ids", "rounds", "same_text", *speeds}
     assert made["same_text"] is True
     assert len(made["token_ids"]) == 16
+    top_k = '{"draft": "near", "growth": {"kind": "top_k", "width": 3}}'
+    tree = door.json("generate", "def add(", **SHORT, policy=top_k, no_compare=True)
+    assert tree["token_ids"] == made["token_ids"]
     shown = door.call("generate", "def add(", **SHORT, policy=FIXED)
     assert shown.exit_code == 0
     assert "tokens/s against" in shown.stdout

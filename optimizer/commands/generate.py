@@ -27,11 +27,8 @@ from spectune.optimizer.commands.shared import (
 @opts.deployment
 @option("--policy policy_name", default="active")
 @flag("--no-compare", "Do not decode again autoregressively for comparison.")
-@flag("--show-trees", "Draw the tree of every round, not of the last alone.")
-def generate(prompt: str, no_compare: bool, show_trees: bool, **kw: Any) -> None:
+def generate(prompt: str, no_compare: bool, **kw: Any) -> None:
     """Stream a text, showing which tokens were drafted and accepted and which the target supplied.
-
-    Where the policy grows trees, the last round's is drawn below the text.
 
     \b
     Example:  cli.py generate "def fibonacci(n):" --pair demo --max-new-tokens 64
@@ -55,8 +52,6 @@ def generate(prompt: str, no_compare: bool, show_trees: bool, **kw: Any) -> None
         plan = prepared(store, pair, kw["policy_name"], options, found, kw["deployment"])
     console = console_for(stderr=as_json())
     console.width = 10_000 if not console.is_terminal else console.width
-    result = do_generate(
-        pair, plan, prompt, options, console, compare=not no_compare, show_trees=show_trees
-    )
+    result = do_generate(pair, plan, prompt, options, console, compare=not no_compare)
     if as_json():
         emit(result)

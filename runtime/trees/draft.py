@@ -9,15 +9,13 @@ it when decoding, a recorded panorama in the oracle.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from spectune.runtime.distributions import read_distributions
-from spectune.runtime.policies.eagle2 import INFINITE
 from spectune.runtime.policies.heterospec import bin_of
 from spectune.runtime.sampling import Noise
 from spectune.runtime.trees.grow import (
@@ -50,19 +48,6 @@ class DistributionSource(Protocol):
         """Decides near ties of the level just added; ``reads_phi``: Phi is read of it."""
 
 
-class Pruned(NamedTuple):
-    """What one drafting phase drafted and did not send to verification: the candidates that
-    selection left and those of a level that the stop dropped, in creation order.
-
-    ``tokens``, ``depths`` (from 1) and ``parents`` (-1: the root; numbers count the kept nodes
-    first, then these).
-    """
-
-    tokens: list[int]
-    parents: list[int]
-    depths: list[int]
-
-
 @dataclass
 class GrownTree:
     """What one drafting phase grew and chose.
@@ -70,9 +55,7 @@ class GrownTree:
     ``tokens``, ``parents`` (index among the kept nodes, -1: the root), ``depths`` (from 1) of the
     kept nodes in creation order; ``expanded``: which of the nodes that the draft read each is, -1
     if none. ``levels`` kept of the growth, ``steps`` passes made, ``widths`` the nodes each pass
-    read (1 for the first). ``bin`` is HeteroSpec's, ``phi`` in 1/16 nat. ``drafted``: what
-    :attr:`pruned` is read from: the candidates, how many levels of them, a dropped one included,
-    and the kept nodes' places.
+    read (1 for the first). ``bin`` is HeteroSpec's, ``phi`` in 1/16 nat.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -84,26 +67,6 @@ class GrownTree:
     widths: list[int] = field(default_factory=list)
     phi: int = 0
     bin: int = NO_BIN
-    pool: int = 0
-    drafted: tuple[Tree, int, list[int]] | None = field(default=None, compare=False, repr=False)
-
-    @cached_property
-    def pruned(self) -> Pruned:
-        """What was drafted and not kept."""
-        if self.drafted is None:
-            return Pruned([], [], [])
-        tree, levels, kept = self.drafted
-        size = int(tree.size[levels])
-        left = tree.cost[:size] < INFINITE
-        left[kept] = False
-        places = left.nonzero()[0]
-        number = np.empty(size + 1, dtype=np.int64)
-        number[[*kept, *places]] = np.arange(len(kept) + len(places))
-        number[ROOT] = -1
-        depths = 1 + np.searchsorted(tree.size[1 : levels + 1], places, side="right")
-        return Pruned(
-            tree.token[places].tolist(), number[tree.parent[places]].tolist(), depths.tolist()
-        )
 
 
 def grow(rule: TreeRule, depth: int, limit: int, source: DistributionSource) -> GrownTree:
@@ -112,7 +75,7 @@ def grow(rule: TreeRule, depth: int, limit: int, source: DistributionSource) -> 
     growing = Growing(rule, min(limit, depth + rule.alpha) if rule.stratified else depth)
     grown = GrownTree()
     wanted = min(depth, len(rule.static)) if rule.static else depth
-    width, dropped = 1, 0
+    width = 1
     while growing.depth < wanted:
         rows = source.expand(growing, width) if growing.depth else source.root()
         grown.widths.append(width)
@@ -126,7 +89,6 @@ def grow(rule: TreeRule, depth: int, limit: int, source: DistributionSource) -> 
         if rule.reads_stop and growing.stops:
             if not rule.keep_last:
                 growing.undo()
-                dropped = 1
             break
         if reads_phi:
             thresholds = np.array(rule.thresholds, dtype=np.int64)
@@ -134,11 +96,9 @@ def grow(rule: TreeRule, depth: int, limit: int, source: DistributionSource) -> 
             grown.bin = bin_of(grown.phi, depth, thresholds, rule.fitted_depth)
             wanted = min(limit, depth + rule.extension(grown.bin))
     tree, grown.levels, grown.steps = growing.tree, growing.depth, len(grown.widths)
-    grown.pool = int(tree.size[grown.levels])
     top_n = rule.top_n_of(grown.bin)
     chosen = select(tree, grown.levels, grown.steps, top_n)
-    grown.tokens, grown.parents, grown.depths, grown.expanded, places = chosen
-    grown.drafted = tree, grown.levels + dropped, places
+    grown.tokens, grown.parents, grown.depths, grown.expanded = chosen
     return grown
 
 

@@ -461,26 +461,26 @@ class Growing:
 
 def select(
     tree: Tree, levels: int, passes: int, top_n: int | None
-) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
+) -> tuple[list[int], list[int], list[int], list[int]]:
     """The ``top_n`` cheapest candidates of the first ``levels`` (EAGLE-2, section 4.2; None: all),
     after so many passes.
 
     Lists in creation order: tokens, parents (among the chosen, -1: the root), depths (from 1),
-    which of the nodes that the passes read each is (-1: none), and its place among the candidates.
+    and which of the nodes that the passes read each is (-1: none).
     """
     size = int(tree.size[levels])
     chosen = np.empty(size if top_n is None else min(size, top_n), dtype=np.int64)
-    number, found = np.empty(size, dtype=np.int64), np.empty((5, len(chosen)), dtype=np.int64)
+    number, found = np.empty(size, dtype=np.int64), np.empty((4, len(chosen)), dtype=np.int64)
     count = _select(tree, levels, passes, chosen, number, found)
-    tokens, parents, depths, read, places = found[:, :count].tolist()
-    return tokens, parents, depths, read, places
+    tokens, parents, depths, read = found[:, :count].tolist()
+    return tokens, parents, depths, read
 
 
 @compiled(eagle2)
 def _select(
     tree: Tree, levels: int, passes: int, chosen: Index, number: Index, found: Index
 ) -> int:
-    """Writes what :func:`select` lists into ``found`` [5, n]; how many nodes. Scratch: ``chosen``
+    """Writes what :func:`select` lists into ``found`` [4, n]; how many nodes. Scratch: ``chosen``
     [n], ``number`` [size]."""
     size, count = tree.size[levels], chosen.shape[0]
     if count < size:
@@ -499,7 +499,7 @@ def _select(
         number[at] = count
         found[0, count] = tree.token[at]
         found[1, count] = ROOT if tree.parent[at] == ROOT else number[tree.parent[at]]
-        found[2, count], found[3, count], found[4, count] = level, -1, at
+        found[2, count], found[3, count] = level, -1
         count += 1
     read = 0
     for above in range(1, min(levels, passes - 1) + 1):
