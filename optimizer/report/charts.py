@@ -271,9 +271,7 @@ def section(title: str, *parts: str) -> str:
     return f'<section><h2>{safe(title)}</h2><div class="charts">{"".join(parts)}</div></section>'
 
 
-def document(
-    title: str, lead: Sequence[str], about: Iterable[tuple[str, str]], body: str, made_by: str
-) -> str:
+def document(title: str, lead: Sequence[str], about: Iterable[tuple[str, str]], body: str) -> str:
     """A whole page: its title is what is to be said first."""
     facts = "".join(
         f"<div><dt>{safe(name)}</dt><dd>{safe(value)}</dd></div>" for name, value in about
@@ -285,6 +283,6 @@ def document(
         f"<title>{safe(title)}</title><style>{STYLE}</style></head>\n<body><header><h1>{safe(title)}</h1>"
         + "".join(f"<p>{safe(line)}</p>" for line in lead)
         + f"<dl>{facts}</dl></header>\n<main>{body}</main>\n"
-        f"<footer><p>Made by spectune's <code>{safe(made_by)}</code>. Point at a mark for its "
-        f"numbers.</p></footer></body></html>\n"
+        "<footer><p>Made by spectune's <code>report</code>. Point at a mark for its "
+        "numbers.</p></footer></body></html>\n"
     )

@@ -397,4 +397,4 @@ def page(report: TuningReport, *, gpus: int = 1, price: float | None = None) -> 
         winner = tuned["winner"]
         words = policy_in_words(winner["policy"])
         about.append(("policy", f"{winner['label']} ({winner['id']}): {words}"))
-    return document(title, lead, about, "\n".join(sections(report)), "report")
+    return document(title, lead, about, "\n".join(sections(report)))
