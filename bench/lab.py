@@ -36,7 +36,7 @@ from spectune.optimizer.on_engine import record_on
 from spectune.optimizer.profiles import profile_for
 from spectune.optimizer.record import Look, cover_of, look_around, record
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.simulate.trace import Grown, open_trace
+from spectune.optimizer.simulate.trace import open_trace
 from spectune.optimizer.spaces import ShortlistLimit, TreeLimit, with_shortlist
 from spectune.optimizer.timings import Timings
 from spectune.runtime.decoder import Decoded, prepare_for
@@ -260,9 +260,12 @@ class Lab:
     def trace(self) -> ReplayTrace:
         """All that was recorded and ranked."""
         ranks = ranks_for(self.store, self.pair, self.recording, self.shortlists)
-        grown: list[Grown] = [(draft, "coupled") for draft in self.pair.models]
         return open_trace(
-            self.store, self.recording, chains=self.pair.chain_drafts, trees=grown, ranks=ranks
+            self.store,
+            self.recording,
+            chains=self.pair.chain_drafts,
+            trees=self.pair.models,
+            ranks=ranks,
         ).trace
 
     def encoded(self, limit: int | None = None) -> Encoded:

@@ -138,8 +138,8 @@ def _rates(loaded: Recording, draft: str, sampling: Sampling) -> dict[str, Any]:
     repeat = max(1, 4000 // sum(p.positions for p in grown))
     own = loaded.trajectories
     texts = [replace(t, request_id=f"{i} {t.request_id}") for i in range(repeat) for t in own]
-    trace = ReplayTrace(texts, {}, trees={(draft, "coupled"): list(grown) * repeat})
-    forest, rates = trace.forests[draft, "coupled"], {}
+    trace = ReplayTrace(texts, {}, trees={draft: list(grown) * repeat})
+    forest, rates = trace.forests[draft], {}
     every = np.arange(len(forest.root))
     for width, depth in ((10, 6), (10, 8), (6, 6)):
         policy = parse_policy(top_k(draft, width, depth, 60))

@@ -117,9 +117,8 @@ class TrajectoryRow(Packed, Base):
 
 
 class PanoramaChunkRow(Packed, Base):
-    """What one draft would propose from every start of one trajectory; ``kind`` is ``chain``, or of
-    its trees ``tree`` (children ranked with the target's noise) or ``tree_q`` (ranked by
-    probability alone).
+    """What one draft would propose from every start of one trajectory; ``kind`` is ``chain``, or
+    of its trees ``tree``.
 
     ``n`` positions; ``agree_count`` proposals that equal the text, ``none_count`` positions without
     a proposal; ``acceptance`` the mean chance that the verifier keeps a proposal. ``survived[j]``

@@ -69,8 +69,8 @@ def engine_settings(
 def policy_of(
     settings: Mapping[str, Any], pair: PairSpec, engine: str, version: str | None = None
 ) -> Policy:
-    """The policy that :func:`engine_settings` wrote so. Of a tree, blocks that say nothing at
-    temperature 0 (``score``, ``proposals``) come back by default; what does not speculate comes
+    """The policy that :func:`engine_settings` wrote so. Of a tree, ``score``
+    comes back by default; what does not speculate comes
     back as ``autoregressive``.
 
     Raises PolicyError for settings that break the engine's rules, or say what no policy does.

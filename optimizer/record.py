@@ -34,7 +34,7 @@ from spectune.runtime.trees.grow import TreeRule
 from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.recording import DESIGNED
-from spectune.traces.schema import Proposals, Trajectory, Workload
+from spectune.traces.schema import Trajectory, Workload
 from spectune.traces.store import Asked, RecordingInfo, TraceStore
 from spectune.traces.store.traffic import TrafficWriter
 
@@ -101,7 +101,6 @@ class Look:
     gamma_max: int = 16
     tree_width: int = 0
     tree_depth: int = 0
-    tree_proposals: Proposals = "coupled"
     covers: Mapping[str, Sequence[Cover]] = field(default_factory=dict)
 
 
@@ -265,7 +264,7 @@ def _jobs(
 ) -> list[_Job]:
     """What a recording lacks, draft by draft; all of ``new``, requests that are still to be
     decoded."""
-    gamma, proposals, covers = wanted.gamma_max, wanted.tree_proposals, wanted.covers
+    gamma, covers = wanted.gamma_max, wanted.covers
     jobs = []
     for draft in wanted.drafts:
         if draft in pair.chain_drafts and gamma:
@@ -282,14 +281,12 @@ def _jobs(
     for draft in (d for d in wanted.drafts if d != "ngram"):
         own = tuple(covers.get(draft, ()))
         chains = 0 if draft in pair.chain_drafts else gamma
-        coupled = proposals == "coupled"
         if wanted.tree_width:
             width = max([wanted.tree_width, *(c.rule.width for c in own)])
             depth = max([wanted.tree_depth, *(c.depth for c in own)])
-            held = chains if coupled else 0
-            grow("trees", _Trees(draft, width, depth, proposals, own, held))
-        if chains and not (wanted.tree_width and coupled):
-            grow("panorama", _Trees(draft, 1, 1, "coupled", (), chains))
+            grow("trees", _Trees(draft, width, depth, own, chains))
+        elif chains:
+            grow("panorama", _Trees(draft, 1, 1, (), chains))
     return jobs
 
 
@@ -313,7 +310,6 @@ class _Trees:
     draft: str
     width: int
     depth: int
-    proposals: Proposals
     covers: tuple[Cover, ...]
     chain_depth: int
 
@@ -328,14 +324,13 @@ def _lacking(store: TraceStore, recording: str, wanted: _Trees) -> set[int]:
             wanted.draft,
             depth,
             width=wanted.width,
-            proposals=wanted.proposals,
             covers=(*(c.name for c in wanted.covers), *also),
         )
         return set(found)
 
     missing = ask(max(wanted.depth, wanted.chain_depth))
     if missing and wanted.chain_depth > wanted.depth:
-        for name in store.tree_limits(recording, wanted.draft, wanted.proposals)[2]:
+        for name in store.tree_limits(recording, wanted.draft)[2]:
             if _chain_depth(name) >= wanted.chain_depth:
                 missing &= ask(wanted.depth, name)
     return missing
@@ -344,25 +339,25 @@ def _lacking(store: TraceStore, recording: str, wanted: _Trees) -> set[int]:
 def _united(store: TraceStore, recording: str, wanted: _Trees) -> _Trees:
     """What is wanted and all that any stored tree of the draft holds, so that recording it again
     loses nothing."""
-    width, depth, names = store.tree_limits(recording, wanted.draft, wanted.proposals)
+    width, depth, names = store.tree_limits(recording, wanted.draft)
     width, depth = max(width, wanted.width), max(depth, wanted.depth)
     chains = {c for name in names if (c := _chain_depth(name))} | {wanted.chain_depth}
     if width == 1:
         depth = max(depth, *chains)
     sampled = not store.get_recording(recording).sampling.greedy
-    base = base_covers(width, depth, sampled=sampled, proposals=wanted.proposals)
+    base = base_covers(width, depth, sampled=sampled)
     by_itself = {c.name for c in base}
     rules = {c.name: c.rule for c in wanted.covers}
     for name in names:
         if name not in rules and name not in by_itself and not _chain_depth(name):
-            rules[name] = _stored_rule(name, wanted.draft, wanted.proposals, sampled, fitted(store))
+            rules[name] = _stored_rule(name, wanted.draft, sampled, fitted(store))
     covers = [Cover(name, rule, depth) for name, rule in rules.items() if name not in by_itself]
-    one = TreeRule(width=1, frontier=1, by_probability=wanted.proposals == "probability")
+    one = TreeRule(width=1, frontier=1)
     for c in sorted(chains - {0}):
         name = json.dumps({"depth": c, "kind": "chain"}, separators=(",", ":"))
         covers.append(Cover(name, one, c))
     deepest = max(chains) if max(chains) > depth else 0
-    return _Trees(wanted.draft, width, depth, wanted.proposals, tuple(covers), deepest)
+    return _Trees(wanted.draft, width, depth, tuple(covers), deepest)
 
 
 def _chain_depth(name: str) -> int:
@@ -372,13 +367,11 @@ def _chain_depth(name: str) -> int:
     return int(data["depth"]) if data["kind"] == "chain" else 0
 
 
-def _stored_rule(
-    name: str, draft: str, proposals: Proposals, sampled: bool, artifacts: Artifacts
-) -> TreeRule:
+def _stored_rule(name: str, draft: str, sampled: bool, artifacts: Artifacts) -> TreeRule:
     """The growth that a cover's name tells (:func:`runtime.recording.trees.cover_name`). Raises
     PolicyError when its artifact is gone."""
     data = json.loads(name)
-    growth: dict[str, Any] = {"kind": data["kind"], "proposals": proposals}
+    growth: dict[str, Any] = {"kind": data["kind"]}
     if data["kind"] == "static":
         growth["artifact" if isinstance(data["paths"], str) else "paths"] = data["paths"]
     else:

@@ -44,7 +44,7 @@ from spectune.optimizer.serving import earlier_winners, ready_plan
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import Ranks
-from spectune.optimizer.simulate.trace import Grown, open_trace
+from spectune.optimizer.simulate.trace import open_trace
 from spectune.optimizer.spaces import ShortlistLimit, TreeLimit, transformers_heuristic
 from spectune.optimizer.verdict import Candidate, Tuned, candidates_of, fastest_of, verdict
 from spectune.runtime.loading import LoadedPair
@@ -303,12 +303,11 @@ class Tuning:
 
     def open(self, ranks: Mapping[tuple[str, str], Ranks] | None = None) -> None:
         """Opens the trace anew, as something was recorded or ranked since."""
-        grown: list[Grown] = [(d, "coupled") for d in self.grown]
         opened = open_trace(
             self.store,
             self.recording,
             chains=self.chains,
-            trees=grown,
+            trees=self.grown,
             ranks=ranks,
             skip_corrupted=True,
         )

@@ -29,7 +29,6 @@ def read_distributions(
     noise: torch.Tensor | None,
     width: int,
     *,
-    by_probability: bool = False,
     entropy: bool = False,
     top_entropy: bool = False,
     exact: bool = False,
@@ -40,10 +39,10 @@ def read_distributions(
     """Codes of the distributions behind float32 ``logits`` [n, vocab].
 
     ``noise`` float32 [vocab] or [n, vocab] is the target's at the children's position, None when
-    greedy. ``width`` children are read (k). ``by_probability`` ranks them by q alone. Codes that
-    are not asked for are 0. ``exact`` marks near ties of the children's order and of the codes that
-    are read. With ``ids`` int64 [size], ascending, ``logits`` are of these tokens alone, [n, size],
-    and the distributions are over this shortlist; children beyond its size do not exist.
+    greedy. ``width`` children are read (k). Codes that are not asked for are 0. ``exact`` marks
+    near ties of the children's order and of the codes that are read. With ``ids`` int64 [size],
+    ascending, ``logits`` are of these tokens alone, [n, size], and the distributions are over this
+    shortlist; children beyond its size do not exist.
     """
     if ids is not None:
         noise = None if noise is None else noise.index_select(-1, ids)
@@ -57,7 +56,7 @@ def read_distributions(
     if (mask := kept(x, sampling)) is not None:
         near_filter = near_ties.near_membership(x, sampling) if exact else None
         x = x.masked_fill(~mask, -math.inf)
-    perturbed = x if noise is None or by_probability else x + noise
+    perturbed = x if noise is None else x + noise
     scores, tokens = perturbed.topk(min(width + 1, vocab), -1)
     tokens = tokens[:, :width]
     q = x.softmax(-1) if reads_logp or entropy else None

@@ -122,7 +122,7 @@ def trace_of(
     return ReplayTrace(
         loaded.trajectories,
         {d: loaded.panoramas(d) for d in drafts},
-        trees={(d, "coupled"): loaded.trees(d) for d in drafts},
+        trees={d: loaded.trees(d) for d in drafts},
         ranks=ranks,
     )
 

@@ -418,7 +418,7 @@ def test_any_candidate_is_weighed_by_what_its_levels_accept(
     costs = place.put_profile(profile)
     made = fit_chooser_artifact(place, info.id, pair, candidates, profile=costs)
     loaded = place.load(info.id, ["near", "ngram"], trees=True)
-    trees = {("near", "coupled"): loaded.trees("near", "coupled")}
+    trees = {"near": loaded.trees("near")}
     trace = ReplayTrace(
         loaded.trajectories, {d: loaded.panoramas(d) for d in ("near", "ngram")}, trees=trees
     )

@@ -40,7 +40,7 @@ from spectune.runtime.recording.chains import record_panorama
 from spectune.runtime.recording.trees import record_tree_panorama
 from spectune.traces.errors import PairError, PolicyError, TraceError
 from spectune.traces.recording import RecordedRequest
-from spectune.traces.schema import Proposals, Sampling, Step, Trajectory, TreePanorama
+from spectune.traces.schema import Sampling, Step, Trajectory, TreePanorama
 from spectune.traces.store import TraceStore
 from spectune.traces.store.prune import prune
 from spectune.traces.store.traffic import CAPACITY
@@ -151,26 +151,22 @@ def test_after_the_first_token_panoramas_are_those_of_a_longer_prompt(
         assert cut.panoramas[draft] == record_panorama(pair, cut.trajectory, draft, 5)
 
 
-@pytest.mark.parametrize("proposals", ["coupled", "probability"])
-def test_after_the_first_token_trees_replay_as_those_of_a_longer_prompt(
-    pair: LoadedPair, proposals: Proposals
-) -> None:
+def test_after_the_first_token_trees_replay_as_those_of_a_longer_prompt(pair: LoadedPair) -> None:
     text = np.random.default_rng(3).integers(0, 300, 30).astype(np.int32)
     whole = Trajectory("r", "c", text[:6], text[6:], Sampling(), 40, "length")
-    growth = {"kind": "top_k", "width": 2, "score": "probability", "proposals": proposals}
+    growth = {"kind": "top_k", "width": 2, "score": "probability"}
     grown = near(3, growth=growth)
-    kind = "trees" if proposals == "coupled" else "trees_q"
 
     def trees(of: Trajectory) -> TreePanorama:
-        return record_tree_panorama(pair, of, "near", 2, 3, proposals=proposals)
+        return record_tree_panorama(pair, of, "near", 2, 3)
 
-    cut = RecordedRequest(0, whole, **{kind: {"near": trees(whole)}}).after_first()
+    cut = RecordedRequest(0, whole, trees={"near": trees(whole)}).after_first()
 
     def replayed(each: TreePanorama) -> object:
-        trace = ReplayTrace([cut.trajectory], {}, trees={("near", proposals): [each]})
+        trace = ReplayTrace([cut.trajectory], {}, trees={"near": [each]})
         return run_replay(trace, grown, per_round=True).steps()
 
-    assert replayed(getattr(cut, kind)["near"]) == replayed(trees(cut.trajectory))
+    assert replayed(cut.trees["near"]) == replayed(trees(cut.trajectory))
 
 
 def looked_up(text: list[int], most: int, least: int) -> int | None:

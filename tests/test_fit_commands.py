@@ -73,9 +73,7 @@ class Recorded:
     def __init__(self, store: TraceStore, recording: str, draft: str) -> None:
         self.loaded = store.load(recording, [draft], trees=True)
         self.trees = self.loaded.trees(draft)
-        self.trace = ReplayTrace(
-            self.loaded.trajectories, {}, trees={(draft, "coupled"): self.trees}
-        )
+        self.trace = ReplayTrace(self.loaded.trajectories, {}, trees={draft: self.trees})
         self.coupled = not self.loaded.info.sampling.greedy
         self.children: list[dict[tuple[int, int], int]] = []
         for p in self.trees:
@@ -329,11 +327,8 @@ def test_a_classifier_is_carried_to_another_draft(door: Door, shared: TraceStore
     assert all(np.array_equal(old.arrays[w], new.arrays[w]) for w in ("w1", "b1", "w2", "b2"))
 
 
-def test_artifacts_of_another_pair_or_of_other_trees(
-    door: Door, shared: TraceStore, pair: LoadedPair
-) -> None:
-    """A draft's name is no proof: the artifact may be of another pair's draft, or fitted to trees
-    that rank children otherwise."""
+def test_artifacts_of_another_pair(door: Door, shared: TraceStore, pair: LoadedPair) -> None:
+    """A draft's name is no proof: the artifact may be of another pair's draft."""
     shared.put_pair(OTHER_PAIR, "other", pair.spec.to_json())
     document = {"paths": [[0], [1]], "draft": "near"}
     theirs = growing(shared.put_artifact("static_tree", document, pair_id=OTHER_PAIR))
@@ -342,10 +337,6 @@ def test_artifacts_of_another_pair_or_of_other_trees(
     assert fitted_for in door.error("simulate", policy=policy)
     resume = "record --resume latest --device cpu"
     assert fitted_for in door.error(resume, pair=door.pair, cover=policy)
-    by_q = growing(shared.put_artifact("static_tree", {**document, "proposals": "probability"}))
-    line = door.error("simulate", policy=json.dumps(by_q.spelled_out()))
-    says = "was fitted to trees of proposals 'probability', this policy's growth has 'coupled'"
-    assert says in line
 
 
 @pytest.mark.parametrize(
@@ -353,10 +344,6 @@ def test_artifacts_of_another_pair_or_of_other_trees(
     [
         ("bins --draft third", "has no draft 'third'; it has: far, near"),
         ("bins --draft ngram", "grows no trees"),
-        (
-            "bins --draft near --proposals probability",
-            "--tree-proposals probability` makes them",
-        ),
         ("bins --draft near --depth 6", "the recording holds 5: .*--tree-depth 6"),
         ("classifier --draft near --width 5", "the recording holds 4: .*--tree-width 5"),
         ("score --draft near --width 5", "the recording holds 4"),

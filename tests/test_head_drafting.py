@@ -78,7 +78,7 @@ def test_a_head_is_priced_as_trees_are(pair: LoadedPair, sampling: Sampling) -> 
     policies = [parse_policy({**document, "window": window}) for document in documents]
     plain = two_texts(pair, sampling)
     trees = [record_tree_panorama(pair, t, "head", WIDTH, 6, chain_depth=6) for t in plain]
-    trace = ReplayTrace(plain, {}, trees={("head", "coupled"): trees})
+    trace = ReplayTrace(plain, {}, trees={"head": trees})
     for policy in policies:
         replayed = run_replay(trace, policy, profile, per_round=True)
         in_rounds = float(replayed.round_s[:, 2].sum())

@@ -30,7 +30,7 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.recording.trees import cover_name
 from spectune.traces.errors import PolicyError
-from spectune.traces.schema import Proposals, Trajectory, TreePanorama
+from spectune.traces.schema import Trajectory, TreePanorama
 from spectune.traces.store import Asked, TraceStore
 
 SHORT = ("--max-new-tokens", 8, "--gamma-max", 4)
@@ -131,9 +131,6 @@ def test_trees_are_widened_and_never_narrowed(door: Door, store: TraceStore) -> 
         assert len(new.parent) > len(old.parent)
     assert resumed(door, "--tree-width", 2, "--tree-depth", 2)["trees"]["near"] == extent(3, 3, 4)
     assert store.load("latest", trees=True).trees("near") == wide
-    by_q = resumed(door, "--tree-width", 2, "--tree-depth", 2, "--tree-proposals", "probability")
-    assert by_q["trees_q"]["near"] == extent(3, 2, 2)
-    assert by_q["trees"]["near"] == extent(3, 3, 4)
 
 
 def test_one_limit_alone_or_a_cover_takes_the_default_of_the_other(door: Door) -> None:
@@ -236,22 +233,18 @@ def retraced(store: TraceStore, pair: LoadedPair, monkeypatch: pytest.MonkeyPatc
         _pair: LoadedPair, text: Trajectory, draft: str, width: int, depth: int, **how: Any
     ) -> TreePanorama:
         calls.add((draft, width, depth, how["chain_depth"]))
-        how = {"proposals": how["proposals"], "covers": tuple(c.name for c in how["covers"])}
-        return a_tree(text, draft, width=width, depth=depth, **how)
+        covers = tuple(c.name for c in how["covers"])
+        return a_tree(text, draft, width=width, depth=depth, covers=covers)
 
     monkeypatch.setattr(recorder, "record_tree_panorama", fake)
     headed = replace(pair, heads={"head": object()})  # type: ignore[dict-item]  # only its name is looked at
     recording = store.resolve_recording("latest")
 
     def made(
-        width: int,
-        depth: int,
-        chains: int,
-        drafts: tuple[str, ...] = headed.draft_names,
-        proposals: Proposals = "coupled",
+        width: int, depth: int, chains: int, drafts: tuple[str, ...] = headed.draft_names
     ) -> Any:
         calls.clear()
-        look_around(store, headed, recording, Look(drafts, chains, width, depth, proposals))
+        look_around(store, headed, recording, Look(drafts, chains, width, depth))
         return set(calls)
 
     return made
@@ -262,8 +255,6 @@ def test_heads_get_their_chains_as_trees(retraced: Retrace) -> None:
     assert retraced(0, 0, 6) == retraced(0, 0, 4) == set()
     assert retraced(3, 2, 6) == {("near", 3, 2, 0), ("far", 3, 2, 0), ("head", 3, 6, 0)}
     assert retraced(3, 2, 6) == retraced(2, 2, 5) == set()
-    by_probability = retraced(3, 2, 6, proposals="probability")
-    assert by_probability == {(d, 3, 2, 0) for d in ("near", "far", "head")}
 
 
 # --- mistakes
@@ -284,7 +275,6 @@ def cover(**changes: object) -> tuple[str, str]:
         ((*cover(draft="other"),), "the pair has no draft 'other' (it has: near, far, ngram)"),
         ((*cover(), "--tree-width", 1), "its trees are 2 wide; give --tree-width 2 instead of 1"),
         ((*cover(), "--tree-depth", 2), "its trees are 3 deep; give --tree-depth 3 instead of 2"),
-        ((*cover(), "--tree-proposals", "probability"), "record those apart"),
         (cover(growth={"kind": "static", "artifact": "0123"}), "there is no artifact '0123'"),
     ],
 )

@@ -202,7 +202,7 @@ def test_a_text_beyond_the_recorded_children_is_known(trace: ReplayTrace) -> Non
     from whole laws."""
     found = 0
     for (draft, _), ranked in trace.ranked.items():
-        forest, ranks, row = trace.forests[draft, "coupled"], ranked.source, ranked.row
+        forest, ranks, row = trace.forests[draft], ranked.source, ranked.row
         beyond = (forest.text_slot[forest.root] == 255) & (ranks.better[row] > ranks.own[row])
         assert (ranks.better[row][beyond] < M).all(), "a token that is best of all is a child"
         found += int(beyond.sum())
@@ -316,7 +316,7 @@ def test_trees_under_shortlists_replay_nearly(
         replayed = fast.total.rounds
         assert replayed == rounds if size == vocab else replayed == pytest.approx(rounds, rel=0.05)
         assert plan.shortlist is not None
-        held = shortlist_ranks(wide.forests["near", "coupled"], plan.shortlist, WIDE[2])
+        held = shortlist_ranks(wide.forests["near"], plan.shortlist, WIDE[2])
         plain = plain_rounds(wide, policy, find, held)
         assert [[shape(s) for s in steps] for steps in fast.steps()] == plain
 
@@ -487,7 +487,7 @@ def test_what_cannot_be_ranked_or_replayed_is_said(
     (key, routed), *_ = trace.ranked.items()
     loaded = store.load(recording, ["near"], trees=True)
     drawn = [replace(t, verifier="rejection") for t in loaded.trajectories]
-    chains, trees = {"near": loaded.panoramas("near")}, {("near", "coupled"): loaded.trees("near")}
+    chains, trees = {"near": loaded.panoramas("near")}, {"near": loaded.trees("near")}
     other = ReplayTrace(drawn, chains, trees=trees, ranks={key: routed.source})
     with pytest.raises(TraceError, match="rejection verifier"):
         run_replay(other, policy, artifacts=find)
@@ -518,7 +518,7 @@ def test_what_is_no_order_is_refused(store: TraceStore, pair: LoadedPair, record
         ranks_of(store, pair, recording, "far", malformed)
     two, codes = np.zeros(2), np.zeros((2, 1), np.uint16)
     ranks = FrequencyRanks(
-        draft="far", fitted="a", proposals="coupled", vocab=9, budgets=(1,), digests=("x",),
+        draft="far", fitted="a", vocab=9, budgets=(1,), digests=("x",),
         text_offsets=np.array([0, 2]),
         own=two, better=two, text_code=codes[0], mass_code=codes, entropy_code=codes,
         open=np.zeros(2, np.bool_),

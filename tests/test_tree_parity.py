@@ -135,7 +135,7 @@ def replayed_exactly(
     find, plain = artifacts(draft), two_texts(pair, sampling)
     how |= {"covers": covers(policies, sampling, find)}
     trees = [record_tree_panorama(pair, t, draft, width, depth, **how) for t in plain]
-    trace, rounds = ReplayTrace(plain, {}, trees={(draft, "coupled"): trees}), []
+    trace, rounds = ReplayTrace(plain, {}, trees={draft: trees}), []
     for policy in policies:
         replayed = run_replay(trace, policy, per_round=True, artifacts=find)
         assert replayed.missing == 0
@@ -159,7 +159,7 @@ def plain_rounds(
     """Every round by the plain loop over the recorded trees."""
     assert policy.draft is not None
     plan, sessions = prepare(policy, [policy.draft], artifacts=find), Sessions()
-    forest, found = trace.forests[policy.draft, "coupled"], []
+    forest, found = trace.forests[policy.draft], []
     for text, offset in zip(trace.trajectories, trace.offsets.tolist(), strict=False):
         trees = RecordedTrees(forest, offset, shortlist)
         rounds = replay_rounds(text, None, plan, sessions, trees)
@@ -202,7 +202,7 @@ def test_windows_that_weigh_costs_replay_exactly(pair: LoadedPair, sampling: Sam
         record_tree_panorama(pair, t, draft, WIDTH, DEPTH, covers=covers(policies, sampling, find))
         for t in plain
     ]
-    trace = ReplayTrace(plain, {}, trees={(draft, "coupled"): trees})
+    trace = ReplayTrace(plain, {}, trees={draft: trees})
     depths = set()
     for policy in policies:
         replayed = run_replay(trace, policy, profile, per_round=True, artifacts=find)
@@ -215,25 +215,11 @@ def test_windows_that_weigh_costs_replay_exactly(pair: LoadedPair, sampling: Sam
 
 
 @pytest.mark.parametrize("either_pair", ["llama"], indirect=True)
-def test_children_by_probability_replay_exactly(pair: LoadedPair) -> None:
-    draft, sampling = next(iter(pair.drafts)), SAMPLINGS[2]
-    growth = top_k(5) | {"proposals": "probability"}
-    blocks = {"growth": growth, "window": fixed(4), "select": {"top_n": 16}}
-    policy = parse_policy({"draft": draft, **blocks})
-    plain = two_texts(pair, sampling)
-    trees = [record_tree_panorama(pair, t, draft, WIDTH, 5, proposals="probability") for t in plain]
-    replayed = run_replay(
-        ReplayTrace(plain, {}, trees={(draft, "probability"): trees}), policy, per_round=True
-    )
-    same_rounds(pair, policy, replayed, plain)
-
-
-@pytest.mark.parametrize("either_pair", ["llama"], indirect=True)
 def test_what_was_not_recorded_is_refused(pair: LoadedPair) -> None:
     draft, sampling = next(iter(pair.drafts)), Sampling()
     plain = two_texts(pair, sampling)
     trees = [record_tree_panorama(pair, t, draft, 3, 3) for t in plain]
-    trace = ReplayTrace(plain, {}, trees={(draft, "coupled"): trees})
+    trace = ReplayTrace(plain, {}, trees={draft: trees})
 
     def policy(width: int, gamma: int) -> Policy:
         blocks = {"growth": top_k(width), "window": fixed(gamma), "select": {"top_n": 9}}

@@ -17,12 +17,10 @@ from spectune.db.models import PanoramaChunkRow
 from spectune.traces.errors import TraceError
 from spectune.traces.packing import pack_tree, unpack_tree
 from spectune.traces.recording import TreeExtent
-from spectune.traces.schema import Proposals, TreePanorama
+from spectune.traces.schema import TreePanorama
 from spectune.traces.store import TraceStore
 from spectune.traces.store.prune import prune
 from spectune.traces.store.query import TraceFilter, acceptance_stats, request_rows
-
-BOTH: tuple[Proposals, ...] = ("coupled", "probability")
 
 
 def put_trees(
@@ -36,11 +34,11 @@ def put_trees(
 # --- packing
 
 
-@pytest.mark.parametrize("proposals", BOTH)
+@pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize(("n", "vocab", "width"), [(0, 300, 5), (1, 65536, 1), (70, 150_000, 10)])
-def test_a_tree_comes_back_equal(n: int, vocab: int, width: int, proposals: Proposals) -> None:
+def test_a_tree_comes_back_equal(n: int, vocab: int, width: int, greedy: bool) -> None:
     covers = ('{"kind":"top_k","width":1}', '{"kind":"static","paths":[[0],[1]]}')
-    how: dict[str, Any] = {"width": width, "proposals": proposals, "vocab": vocab}
+    how: dict[str, Any] = {"width": width, "greedy": greedy, "vocab": vocab}
     tree = a_tree(a_trajectory(1, n=n), "small", depth=7, covers=covers, **how)
     back = unpack_tree(pack_tree(tree))
     assert back == tree
@@ -63,29 +61,23 @@ def test_codes_of_every_value_come_back() -> None:
 # --- storing
 
 
-@pytest.mark.parametrize("proposals", BOTH)
-def test_trees_come_back_beside_chains_when_asked_for(
-    store: TraceStore, proposals: Proposals
-) -> None:
+def test_trees_come_back_beside_chains_when_asked_for(store: TraceStore) -> None:
     recording = a_recording(store, n=3, drafts=("ngram", "small"))
-    made = put_trees(store, recording, 3, proposals=proposals)
+    made = put_trees(store, recording, 3)
     chains = store.load(recording)
-    assert all(not r.trees and not r.trees_q for r in chains.requests)
+    assert all(not r.trees for r in chains.requests)
     assert chains.drafts == ("ngram", "small")
     loaded = store.load(recording, ["small"], trees=True)
-    assert loaded.trees("small", proposals) == tuple(made)
+    assert loaded.trees("small") == tuple(made)
     assert loaded.panoramas("small") == chains.panoramas("small")
-    assert store.load(recording, ["ngram"], trees=True).requests[0].trees_of(proposals) == {}
+    assert store.load(recording, ["ngram"], trees=True).requests[0].trees == {}
     (second,) = store.iterate(recording, trees=True, ordinals=[1])
-    assert second.trees_of(proposals) == {"small": made[1]}
+    assert second.trees == {"small": made[1]}
     info = store.get_recording(recording)
     assert info.drafts == {"ngram": 3, "small": 3}
-    coupled = proposals == "coupled"
-    held, none = (info.trees, info.trees_q) if coupled else (info.trees_q, info.trees)
-    assert (held, none) == ({"small": TreeExtent(3, 4, 3)}, {})
-    told = info.to_json()["trees" if coupled else "trees_q"]
-    assert told == {"small": {"count": 3, "width": 4, "depth": 3}}
-    assert info.trees_shown() == "small 4x3" + ("" if coupled else " by probability")
+    assert info.trees == {"small": TreeExtent(3, 4, 3)}
+    assert info.to_json()["trees"] == {"small": {"count": 3, "width": 4, "depth": 3}}
+    assert info.trees_shown() == "small 4x3"
 
 
 def test_questions_about_chains_do_not_see_trees(store: TraceStore) -> None:
@@ -101,8 +93,7 @@ def test_missing_trees_are_those_too_narrow_too_flat_or_not_covering(store: Trac
     recording = a_recording(store, n=4)
 
     def missing(draft: str = "small", width: int = 4, depth: int = 3, **how: Any) -> list[int]:
-        asked = {"width": width, "proposals": "coupled", **how}
-        return [*store.missing_panoramas(recording, draft, depth, **asked)]
+        return [*store.missing_panoramas(recording, draft, depth, width=width, **how)]
 
     assert missing(width=1, depth=1) == [0, 1, 2, 3]
     assert store.tree_limits(recording, "small") == (0, 0, ())
@@ -115,7 +106,7 @@ def test_missing_trees_are_those_too_narrow_too_flat_or_not_covering(store: Trac
     assert missing(width=5) == [0, 2, 3]
     assert missing(depth=4) == [0, 1, 3]
     assert missing(covers=("a", "b")) == [0, 2, 3]
-    assert missing(proposals="probability") == missing("other") == [0, 1, 2, 3]
+    assert missing("other") == [0, 1, 2, 3]
     assert store.tree_limits(recording, "small") == (6, 5, ("a", "b", "c"))
     info = store.get_recording(recording)
     assert info.trees == {"small": TreeExtent(3, 4, 3)}
@@ -140,9 +131,6 @@ def test_trees_are_replaced_by_what_holds_more_and_never_narrowed(store: TraceSt
     ):
         assert store.put_panoramas(recording, [(0, more)]) == 1
         assert store.load(recording, trees=True).trees("small") == (more,)
-    by_q = a_tree(text, "small", proposals="probability", width=1)
-    assert store.put_panoramas(recording, [(0, by_q)]) == 1
-    assert store.load(recording, trees=True).trees("small", "probability") == (by_q,)
 
 
 def test_absent_trees_name_the_command(store: TraceStore) -> None:
@@ -152,8 +140,6 @@ def test_absent_trees_name_the_command(store: TraceStore) -> None:
     command = f"--resume {recording} --tree-width 8 --tree-depth 8"
     with pytest.raises(TraceError, match=rf"1 tree panoramas .* for 2 requests; .*{command}"):
         loaded.trees("small")
-    with pytest.raises(TraceError, match="--tree-proposals probability` makes"):
-        loaded.trees("small", "probability")
     assert len(loaded.having(trees=["small"]).trees("small")) == 1
     put_trees(store, recording, 2)
     with pytest.raises(TraceError, match="load it with trees=True"):
@@ -175,7 +161,6 @@ def test_a_damaged_tree_is_found(store: TraceStore, url: str) -> None:
 
 def test_trees_go_with_their_recording(store: TraceStore) -> None:
     recording = a_recording(store, n=2, trees=True)
-    put_trees(store, recording, 2, proposals="probability")
     plan = prune(store.database, recordings=[recording], dry_run=True)
     with store.database.read() as session:
         held = session.scalar(sa.select(sa.func.sum(sa.func.length(PanoramaChunkRow.data))))

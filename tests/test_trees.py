@@ -442,13 +442,11 @@ def test_codes_of_a_law(sampling: Sampling, vocab: int) -> None:
         own = np.random.default_rng(trial)
         logits = own.normal(0, own.choice([0.5, 2.0, 6.0]), vocab).astype(np.float32)
         g = None if sampling.greedy else Noise(trial, vocab, CPU).row(3)
-        by_probability = trial % 2 == 0
         rows = read_distributions(
             torch.from_numpy(logits)[None],
             sampling,
             g,
             k,
-            by_probability=by_probability,
             entropy=True,
             top_entropy=True,
             exact=True,
@@ -461,7 +459,7 @@ def test_codes_of_a_law(sampling: Sampling, vocab: int) -> None:
             order = [t for t, b in zip(order, before, strict=True) if b < sampling.top_p]
         total = sum(math.exp(x[token]) for token in order)
         q = {token: math.exp(x[token]) / total for token in order}
-        noise = np.zeros(vocab) if g is None or by_probability else g.numpy()
+        noise = np.zeros(vocab) if g is None else g.numpy()
         score = {token: x[token] + float(noise[token]) for token in order}
         best = sorted(order, key=lambda token: -score[token])[: min(k, vocab)]
         codes = rows.codes

@@ -14,7 +14,6 @@ from spectune.traces.schema import (
     ChainPanorama,
     Counts,
     Outcome,
-    Proposals,
     Request,
     RequestOutcome,
     Sampling,
@@ -92,12 +91,12 @@ def a_tree(
     seed: int = 0,
     width: int = 4,
     depth: int = 3,
-    proposals: Proposals = "coupled",
+    greedy: bool = False,
     covers: tuple[str, ...] = ("a",),
     vocab: int = 4096,
 ) -> TreePanorama:
     """A tree panorama of twice as many nodes off the text as on it, each with a parent that has it
-    as a child."""
+    as a child; ``greedy``: children are in the order of their probabilities."""
     rng = np.random.default_rng([seed, len(draft), width, depth])
     roots = len(trajectory.output_ids) + 1
     m = 2 * roots
@@ -106,9 +105,8 @@ def a_tree(
     def codes(*shape: int) -> np.ndarray:
         return np.minimum(rng.gamma(1.0, 30.0, shape), 255).astype(np.uint8)
 
-    by_q = proposals == "probability"
-    logp = np.sort(codes(n, width), axis=1) if by_q else codes(n, width)
-    gap = (logp - logp[:, :1]) if by_q else np.sort(codes(n, width), axis=1)
+    logp = np.sort(codes(n, width), axis=1) if greedy else codes(n, width)
+    gap = (logp - logp[:, :1]) if greedy else np.sort(codes(n, width), axis=1)
     count = rng.integers(1, width + 1, n).astype(np.uint8)
     parent = (rng.random(m) * np.arange(roots, n)).astype(np.int32)
     text_slot = np.concatenate([rng.integers(0, width, roots), np.full(m, 255)]).astype(np.uint8)
@@ -116,7 +114,6 @@ def a_tree(
         draft=draft,
         width=width,
         depth=depth,
-        proposals=proposals,
         shared=True,
         covers=covers,
         parent=parent,

@@ -20,7 +20,7 @@ from spectune.traces.schema import (
 )
 
 NANOSECONDS = 1e9
-_TREE_META = ("draft", "width", "depth", "proposals", "shared")
+_TREE_META = ("draft", "width", "depth", "shared")
 """What a tree panorama says of itself beside its columns and covers."""
 _TOKEN_DTYPES = {2: "<u2", 4: "<i4"}
 """Of token ids, by the bytes that each takes."""
@@ -70,7 +70,7 @@ def pack_tree(panorama: TreePanorama) -> Chunk:
 
     ``tokens`` are the bytes of whole ids, node by node (the least of 2 and 4 each), because cousins
     share children. Codes of siblings are stored as differences, modulo 256: where every node's
-    ``logp`` ascends (children ranked by q) ``logp`` from the sibling before and ``gap`` from what
+    ``logp`` ascends ``logp`` from the sibling before and ``gap`` from what
     ``logp`` says of it, else ``logp`` as it is and ``gap`` from the sibling before.
     """
     p, columns = panorama, {name: getattr(panorama, name) for name in panorama.columns()}

@@ -15,7 +15,6 @@ from spectune.traces.errors import TraceError
 from spectune.traces.schema import (
     AGREE_NO,
     ChainPanorama,
-    Proposals,
     Sampling,
     Step,
     Trajectory,
@@ -27,17 +26,9 @@ TREE_WIDTH, TREE_DEPTH = 8, 8
 """Children and levels of recorded trees where nobody says."""
 
 
-def how_to_record_trees(
-    recording: str,
-    width: int = TREE_WIDTH,
-    depth: int = TREE_DEPTH,
-    proposals: Proposals = "coupled",
-) -> str:
+def how_to_record_trees(recording: str, width: int = TREE_WIDTH, depth: int = TREE_DEPTH) -> str:
     """The command that makes trees, for messages."""
-    flag = "" if proposals == "coupled" else f" --tree-proposals {proposals}"
-    return (
-        f"`record --resume {recording} --tree-width {width} --tree-depth {depth}{flag}` makes them"
-    )
+    return f"`record --resume {recording} --tree-width {width} --tree-depth {depth}` makes them"
 
 
 @dataclass(frozen=True)
@@ -73,8 +64,7 @@ class RecordingInfo:
 
     ``state`` is ``recording`` until it is ``complete``. ``source`` is ``record``, ``serve``,
     ``gathered`` or :data:`DESIGNED`. ``n_requests``, ``n_output_tokens`` and ``drafts`` (draft to
-    number of chain panoramas) count what is stored now, and so do ``trees`` and ``trees_q``
-    (proposals ``coupled`` and ``probability``).
+    number of chain panoramas) count what is stored now, and so do ``trees``.
     """
 
     id: str
@@ -93,7 +83,6 @@ class RecordingInfo:
     n_output_tokens: int = 0
     drafts: Mapping[str, int] = field(default_factory=dict)
     trees: Mapping[str, TreeExtent] = field(default_factory=dict)
-    trees_q: Mapping[str, TreeExtent] = field(default_factory=dict)
 
     @property
     def engine(self) -> str:
@@ -104,10 +93,9 @@ class RecordingInfo:
         """Draft, width x depth of its trees, and of how many requests where not all have one; for
         people."""
         parts = []
-        for suffix, extents in (("", self.trees), (" by probability", self.trees_q)):
-            for draft, e in extents.items():
-                of = "" if e.count == self.n_requests else f" ({e.count} of {self.n_requests})"
-                parts.append(f"{draft} {e.width}x{e.depth}{suffix}{of}")
+        for draft, e in self.trees.items():
+            of = "" if e.count == self.n_requests else f" ({e.count} of {self.n_requests})"
+            parts.append(f"{draft} {e.width}x{e.depth}{of}")
         return ", ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
@@ -126,29 +114,20 @@ class RecordingInfo:
             name: data[name] and datetime.fromisoformat(data[name])
             for name in ("created_at", "finished_at")
         }
-        trees = {
-            name: {d: TreeExtent(**e) for d, e in data[name].items()}
-            for name in ("trees", "trees_q")
-        }
-        return cls(**{**data, **moments, **trees, "sampling": Sampling(**data["sampling"])})
+        trees = {d: TreeExtent(**e) for d, e in data["trees"].items()}
+        return cls(**{**data, **moments, "trees": trees, "sampling": Sampling(**data["sampling"])})
 
 
 @dataclass(frozen=True)
 class RecordedRequest:
     """One request of a recording: its place, its trajectory, a panorama per draft, the rounds it
-    was decoded by, and, where they were asked for, the trees per draft: ``trees`` of proposals
-    ``coupled``, ``trees_q`` of ``probability``."""
+    was decoded by, and, where they were asked for, the trees per draft."""
 
     ordinal: int
     trajectory: Trajectory
     panoramas: Mapping[str, ChainPanorama] = field(default_factory=dict)
     steps: tuple[Step, ...] = ()
     trees: Mapping[str, TreePanorama] = field(default_factory=dict)
-    trees_q: Mapping[str, TreePanorama] = field(default_factory=dict)
-
-    def trees_of(self, proposals: Proposals) -> Mapping[str, TreePanorama]:
-        """The trees of one kind of proposals, by draft."""
-        return self.trees if proposals == "coupled" else self.trees_q
 
     def after_first(self) -> RecordedRequest:
         """The same from the second token on, its first read as a part of the prompt; without
@@ -165,7 +144,6 @@ class RecordedRequest:
             rest,
             {name: _after_first(p) for name, p in self.panoramas.items()},
             trees={name: _grown_after_first(p) for name, p in self.trees.items()},
-            trees_q={name: _grown_after_first(p) for name, p in self.trees_q.items()},
         )
 
 
@@ -236,13 +214,12 @@ class Recording:
             )
         return found
 
-    def trees(self, draft: str, proposals: Proposals = "coupled") -> tuple[TreePanorama, ...]:
+    def trees(self, draft: str) -> tuple[TreePanorama, ...]:
         """One tree panorama per trajectory, in order. Raises :class:`TraceError` if any is missing
         (see :meth:`having`), or the recording was loaded without trees."""
-        held = [r.trees_of(proposals) for r in self.requests]
-        found = tuple(trees[draft] for trees in held if draft in trees)
+        found = tuple(r.trees[draft] for r in self.requests if draft in r.trees)
         if len(found) < len(self.requests):
-            stored = self.info.trees if proposals == "coupled" else self.info.trees_q
+            stored = self.info.trees
             all_stored = draft in stored and stored[draft].count >= len(self.requests)
             if all_stored and not found and not self.skipped:
                 raise TraceError(
@@ -251,24 +228,16 @@ class Recording:
                 )
             raise TraceError(
                 f"recording {self.info.id} has {len(found)} tree panoramas of draft {draft!r} for "
-                f"{len(self.requests)} requests; "
-                + how_to_record_trees(self.info.id, proposals=proposals)
+                f"{len(self.requests)} requests; {how_to_record_trees(self.info.id)}"
             )
         return found
 
-    def having(
-        self,
-        drafts: Iterable[str] = (),
-        *,
-        trees: Collection[str] = (),
-        proposals: Proposals = "coupled",
-    ) -> Recording:
+    def having(self, drafts: Iterable[str] = (), *, trees: Collection[str] = ()) -> Recording:
         """The part whose requests have a panorama of every draft named, and a tree panorama of
         every one in ``trees``."""
         wanted = tuple(drafts)
 
         def whole(r: RecordedRequest) -> bool:
-            grown = r.trees_of(proposals)
-            return all(d in r.panoramas for d in wanted) and all(d in grown for d in trees)
+            return all(d in r.panoramas for d in wanted) and all(d in r.trees for d in trees)
 
         return replace(self, requests=tuple(r for r in self.requests if whole(r)))

@@ -278,9 +278,6 @@ class ChainPanorama(_ByContent):
         return len(self.agree)
 
 
-Proposals = Literal["coupled", "probability"]
-
-
 @dataclass(frozen=True, eq=False)
 class TreePanorama(_ByContent):
     """The distributions a draft would read while it drafts trees from *every* start of one
@@ -309,7 +306,6 @@ class TreePanorama(_ByContent):
     draft: str
     width: int
     depth: int
-    proposals: Proposals
     shared: bool
     covers: tuple[str, ...]
     parent: npt.NDArray[np.int32]

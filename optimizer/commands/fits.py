@@ -17,7 +17,6 @@ from spectune.optimizer.commands.shared import load, open_store, pair_spec, poli
 
 if TYPE_CHECKING:
     from spectune.optimizer.fit.shared import StoredFit
-    from spectune.traces.schema import Proposals
 
 View = Callable[[dict[str, Any]], Any]
 
@@ -32,17 +31,10 @@ def recording_option(help: str) -> Callable[[F], F]:
     return option("--recording", help, default="latest")
 
 
-proposals_option = option(
-    "--proposals",
-    "Trees recorded with these --tree-proposals.",
-    click.Choice(["coupled", "probability"]),
-    default="coupled",
-)
 with_trees = recording_option("One recorded with --tree-width and --tree-depth.")
 tree_options = together(
     with_trees,
     option("--draft", "Draft whose trees are fitted to, by name.", required=True),
-    proposals_option,
 )
 seed_option = option("--seed", type=SEED, default=0)
 sample_options = together(
@@ -78,14 +70,13 @@ def _fit_trees(
     *,
     recording: str,
     draft: str,
-    proposals: Proposals,
     **options: Any,
 ) -> None:
     """Runs a fit of trees on what was asked for and shows what came of it."""
     from spectune.optimizer.fit.recorded_trees import tree_source
 
     with open_store(create=False) as store, Meter() as meter:
-        source = tree_source(store, store.resolve_recording(recording), draft, proposals)
+        source = tree_source(store, store.resolve_recording(recording), draft)
         made = fit(source, progress=meter, **_given(options))
     _shown(made, view)
 
@@ -362,7 +353,6 @@ def router(**kw: Any) -> None:
 @with_trees
 @option("--router", "A router that `fit router` made.", metavar="ID")
 @option("--frequencies", "A frequency order that `fit frequencies` made.", metavar="ID")
-@proposals_option
 def ranks(**kw: Any) -> None:
     """Where a router puts the clusters of everything recorded, or a frequency order its tokens, so
     that `simulate` replays policies with it. `fit router` and `fit frequencies` make this for their
@@ -380,5 +370,4 @@ def ranks(**kw: Any) -> None:
         kw["recording"],
         router=kw["router"],
         frequencies=kw["frequencies"],
-        proposals=kw["proposals"],
     )

@@ -63,12 +63,6 @@ if TYPE_CHECKING:
     metavar="1..64",
 )
 @option(
-    "--tree-proposals",
-    "How trees rank children: with the target's noise, or by probability alone; default: as "
-    "--cover has it, else coupled.",
-    click.Choice(["coupled", "probability"]),
-)
-@option(
     "--cover covers",
     "FILE, inline JSON or ID of a policy whose trees must replay exactly; repeatable. top_k needs "
     "none at its usual scores.",
@@ -192,9 +186,7 @@ def _without_trees(kw: dict[str, Any]) -> None:
         raise click.UsageError(
             "--resume goes on with what is recorded, without an engine; leave --engine out"
         )
-    if kw["covers"] or any(
-        kw[name] is not None for name in ("tree_width", "tree_depth", "tree_proposals")
-    ):
+    if kw["covers"] or any(kw[name] is not None for name in ("tree_width", "tree_depth")):
         raise click.UsageError(
             f"--engine {kw['engine']} drafts chains alone: leave --tree-... and --cover out"
         )
@@ -218,14 +210,13 @@ def _trees(
     from spectune.optimizer.artifacts import fitted
     from spectune.optimizer.inputs import tree_size
     from spectune.optimizer.record import cover_of
-    from spectune.traces.errors import PolicyError, TraceError
+    from spectune.traces.errors import PolicyError
 
-    width, depth, proposals = (kw[f"tree_{key}"] for key in ("width", "depth", "proposals"))
-    if (width, depth, proposals, kw["covers"]) == (None, None, None, ()):
+    width, depth = kw["tree_width"], kw["tree_depth"]
+    if (width, depth, kw["covers"]) == (None, None, ()):
         return {}
     named: list[tuple[str, Any]] = []
     by_draft: dict[str, list[Any]] = {}
-    ranked: dict[str, str] = {}
     for name in kw["covers"]:
         policy = policy_named(store, name, pair.id, pair.device.type, option="--cover")
         if policy.draft not in pair.draft_names:
@@ -236,15 +227,5 @@ def _trees(
         cover = cover_of(policy, sampled=sampled, artifacts=fitted(store, pair.id))
         named.append((name, cover))
         by_draft.setdefault(policy.draft, []).append(cover)
-        ranked[getattr(policy.growth, "proposals", "coupled")] = name
-    asked = {proposals} if proposals else set(ranked) or {"coupled"}
-    if len(asked | set(ranked)) > 1:
-        other = next(r for r in ranked if r != proposals)
-        raise TraceError(
-            f"--cover {ranked[other]}: its trees rank children by proposals {other!r}, other trees "
-            "asked for do not; record those apart "
-            f"(`record --resume ID --tree-proposals {other} --cover POLICY`)"
-        )
     width, depth = tree_size(width, depth, named)
-    of = {"tree_proposals": asked.pop(), "covers": by_draft}
-    return {"tree_width": width, "tree_depth": depth, **of}
+    return {"tree_width": width, "tree_depth": depth, "covers": by_draft}

@@ -153,12 +153,12 @@ def best_by_draft(
     find = fitted(store, pair.id)
     trace = trace.select(search_part(trace.trajectories))
     found = {NO_DRAFT: AUTOREGRESSIVE}
-    drafts = dict.fromkeys([*trace.chains, *(draft for draft, _ in trace.forests)])
+    drafts = dict.fromkeys([*trace.chains, *trace.forests])
     for n, draft in enumerate(drafts):
         if draft in trace.chains:
             depth = trace.chains[draft].gamma_max
         else:
-            depth = max(f.depth for (d, _), f in trace.forests.items() if d == draft)
+            depth = trace.forests[draft].depth
         chains = [p for p in enumerated((draft,), depth) if p.speculates]
         seconds: dict[str, tuple[float, Policy]] = {}
         for policy in [*chains, *tried.get(draft, ())]:

@@ -212,11 +212,10 @@ class WholeDistributions:
     def better(self, read: ReadText, logits: Tensor, start: int) -> npt.NDArray[np.bool_] | None:
         """Rows whose tokens are better than the text's next one after ``start`` output tokens,
         where that is none of the recorded children, bool [rows]; ``logits`` [rows]. All for a token
-        that the head lacks. None, where filters or proposals by probability leave unsaid what the
-        draft would propose."""
+        that the head lacks. None, where filters leave unsaid what the draft would propose."""
         trajectory, sampling = read.trajectory, read.trajectory.sampling
         vocab = self.pair.target.vocab_size
-        if read.panorama.proposals != "coupled" or filters(sampling, vocab):
+        if filters(sampling, vocab):
             return None
         token = int(trajectory.output_ids[start])
         row = int(self.row[token])

@@ -32,7 +32,7 @@ from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.router import Router, Routing, top_clusters
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import Proposals, Trajectory
+from spectune.traces.schema import Trajectory
 from spectune.traces.store import TraceStore
 
 IntArray = npt.NDArray[np.int64]
@@ -168,7 +168,6 @@ def fit_ranks(
     *,
     router: str | None = None,
     frequencies: str | None = None,
-    proposals: Proposals = "coupled",
     progress: Progress = silent,
 ) -> StoredFit:
     """Stores the ranks of a recording under a stored router or frequency order, which replays of
@@ -191,9 +190,8 @@ def fit_ranks(
             "name a language-model draft"
         )
     document: dict[str, Any] = {"recording": store.get_recording(recording).id, "pair": pair.id}
-    document |= {"draft": draft, "proposals": proposals}
-    how: dict[str, Any] = {"proposals": proposals, "progress": progress}
-    (ranks,) = recorded_ranks(store, pair, recording, draft, [order.id], **how)
+    document["draft"] = draft
+    (ranks,) = recorded_ranks(store, pair, recording, draft, [order.id], progress=progress)
     document |= {"requests": len(ranks.digests), ranks.KEY: ranks.fitted}
     if isinstance(ranks, ClusterRanks):
         document |= {"clusters": ranks.clusters, "nodes": len(ranks.ranks)}

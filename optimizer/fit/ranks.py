@@ -50,7 +50,7 @@ from spectune.runtime.recording.trees import OFF_TEXT, ROWS
 from spectune.runtime.shortlists import Shortlists
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.recording import how_to_record_trees
-from spectune.traces.schema import Proposals, Trajectory, TreePanorama
+from spectune.traces.schema import Trajectory, TreePanorama
 from spectune.traces.store import TraceStore
 
 KEPT: Final = 16
@@ -220,7 +220,6 @@ def recorded_ranks(
     draft: str,
     orders: Sequence[str],
     *,
-    proposals: Proposals = "coupled",
     progress: Progress = silent,
 ) -> list[Ranks]:
     """The ranks of a recording's distributions of a draft under stored routers and frequency
@@ -234,20 +233,20 @@ def recorded_ranks(
     ids = [store.get_artifact(name).id for name in orders]
     info = recording_of(store, recording, pair.spec)
     loaded = store.load(info.id, [draft], trees=True, skip_corrupted=True)
-    loaded = loaded.having(trees=[draft], proposals=proposals)
+    loaded = loaded.having(trees=[draft])
     if not loaded.requests:
         raise TraceError(
             f"recording {info.id} has no trees of draft {draft!r}, whose distributions a "
-            f"shortlist's ranks are of; " + how_to_record_trees(info.id, proposals=proposals)
+            f"shortlist's ranks are of; {how_to_record_trees(info.id)}"
         )
-    items = list(zip(loaded.trajectories, loaded.trees(draft, proposals), strict=True))
+    items = list(zip(loaded.trajectories, loaded.trees(draft), strict=True))
     digests = tuple(digest(*item) for item in items)
     find = fitted(store, pair.id)
     whole: dict[str, Ranks] = {}
     made_by = {name: _order(pair, draft, name, find(name)) for name in ids}
     for name in ids:
         with suppress(CorruptedChunkError):
-            if (found := stored_ranks(store, info.id, draft, name, proposals)) is not None:
+            if (found := stored_ranks(store, info.id, draft, name)) is not None:
                 whole[name] = found
     lacking = {
         name: find(name)
@@ -261,7 +260,6 @@ def recorded_ranks(
                 columns,
                 draft=draft,
                 fitted=name,
-                proposals=proposals,
                 digests=digests,
                 budgets=made_by[name].budgets,
                 **made_by[name].about,
@@ -273,7 +271,7 @@ def recorded_ranks(
 def keep_ranks(store: TraceStore, pair_id: str, recording: str, made: Ranks) -> Ranks:
     """Stores ranks of a recording; the same with the artifact's id."""
     document, arrays = made.to_document()
-    origin = {key: document[key] for key in ("draft", made.KEY, "proposals")}
+    origin = {key: document[key] for key in ("draft", made.KEY)}
     origin["recording"] = recording
     document |= {**origin, "pair": pair_id}
     name = store.put_artifact(made.KIND, document, arrays, pair_id=pair_id, provenance=origin)

@@ -19,7 +19,7 @@ from spectune.runtime.policies.document import parse_plain_policy
 from spectune.runtime.trees.grow import TreeRule
 from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import TREE_SCALE, Proposals
+from spectune.traces.schema import TREE_SCALE
 from spectune.traces.store import RecordingInfo, TraceStore
 
 Index = npt.NDArray[np.int64]
@@ -32,21 +32,20 @@ class RecordedTrees:
     text is known: tokens to the end of the text, and to that of the budget."""
 
     forest: Forest
-    proposals: Proposals
     starts: Index
     levels: Index
     sampled: npt.NDArray[np.bool_]
 
     @classmethod
-    def of(cls, trace: ReplayTrace, draft: str, proposals: Proposals = "coupled") -> RecordedTrees:
+    def of(cls, trace: ReplayTrace, draft: str) -> RecordedTrees:
         """Those of a trace's requests."""
-        forest = trace.forests[draft, proposals]
+        forest = trace.forests[draft]
         lengths = np.diff(trace.offsets)
         levels = np.minimum(
             np.repeat(trace.offsets[1:], lengths) - np.arange(lengths.sum()), forest.limit
         )
         starts = np.flatnonzero(np.repeat(np.isin(np.arange(len(lengths)), trace.order), lengths))
-        return cls(forest, proposals, starts, levels, np.repeat(trace.sampled > 0, lengths))
+        return cls(forest, starts, levels, np.repeat(trace.sampled > 0, lengths))
 
     def pick(self, least: int, count: int, seed: int) -> Index:
         """At most ``count`` starts with at least ``least`` levels, chosen by ``seed``, ascending.
@@ -73,7 +72,7 @@ class RecordedTrees:
                     f"{asked} {what} are asked for, the recording holds {held}: `record --resume "
                     f"ID {flag} {asked}` makes more"
                 )
-        growth = {"kind": "top_k", "width": width, "proposals": self.proposals}
+        growth = {"kind": "top_k", "width": width}
         window = {"kind": "fixed", "gamma": depth}
         policy = parse_plain_policy(
             {"draft": self.forest.draft, "growth": growth, "window": window}
@@ -110,7 +109,6 @@ class TreeSource:
             "pair": self.info.pair_id,
             "recording": self.info.id,
             "sampling": asdict(self.info.sampling),
-            "proposals": self.trees.proposals,
             "recorded": {"width": self.trees.forest.width, "depth": self.trees.forest.depth},
             "requests": len(self.trace.order),
         }
@@ -136,14 +134,10 @@ class TreeSource:
             self.store, kind, document, arrays, pair_id=pair, fitted_to=fitted_to, **origin
         )
         policy = {"draft": draft, "window": {"kind": "fixed", "gamma": gamma}, **blocks(artifact)}
-        if self.trees.proposals != "coupled":
-            policy["growth"]["proposals"] = self.trees.proposals
         return StoredFit(artifact, kind, document, policy)
 
 
-def tree_source(
-    store: TraceStore, recording: str, draft: str, proposals: Proposals = "coupled"
-) -> TreeSource:
+def tree_source(store: TraceStore, recording: str, draft: str) -> TreeSource:
     """The search part of a recording with its trees of a draft. Raises PolicyError for a draft that
     there is not, or whose trees were not recorded, TraceError where they say nothing."""
     info = store.get_recording(recording)
@@ -156,11 +150,10 @@ def tree_source(
             f"recording {info.id} was decoded by the rejection verifier, whose texts do not show "
             "what trees would accept; record with the coupled one"
         )
-    growth = {"kind": "top_k", "proposals": proposals}
-    policy = parse_plain_policy({"draft": draft, "growth": growth})
+    policy = parse_plain_policy({"draft": draft, "growth": {"kind": "top_k"}})
     trace = open_trace(store, info.id, [policy], skip_corrupted=True).trace
     trace = trace.select(search_part(trace.trajectories))
-    return TreeSource(store, info, trace, RecordedTrees.of(trace, draft, proposals))
+    return TreeSource(store, info, trace, RecordedTrees.of(trace, draft))
 
 
 def child_probabilities(

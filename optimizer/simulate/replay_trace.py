@@ -54,7 +54,6 @@ from spectune.traces.schema import (
     Counts,
     LatencyProfile,
     Outcome,
-    Proposals,
     RequestOutcome,
     Step,
     Trajectory,
@@ -93,18 +92,13 @@ class Memo(Generic[Made]):
         return self._kept[key]
 
 
-def proposals_of(policy: Policy) -> Proposals:
-    """How the trees that a policy is replayed from rank children."""
-    return getattr(policy.growth, "proposals", "coupled")
-
-
 class ReplayTrace:
     """Trajectories and panoramas as flat arrays, with what has been tabulated from them.
 
     ``panoramas`` maps each draft to its panoramas, one per trajectory in the same order. Requests
     are replayed in order, which matters only to windows that carry their state from one to the
     next. ``seed`` chooses the draws of requests decoded by the rejection verifier. ``trees`` maps
-    (draft, proposals) to tree panoramas likewise. ``ranks`` maps (draft, artifact of a shortlist)
+    drafts to tree panoramas likewise. ``ranks`` maps (draft, artifact of a shortlist)
     to what ``optimizer.fit`` finds; that draft's trees must be given as well. Shortlists of kind
     ``clusters`` need them, chains under the others are exact with them. ``copies`` maps drafts that
     copy, whatever the window, to what each request's starts would, uint8 [2, positions]: how many
@@ -119,7 +113,7 @@ class ReplayTrace:
         panoramas: Mapping[str, Sequence[ChainPanorama]],
         *,
         seed: int = 0,
-        trees: Mapping[tuple[str, str], Sequence[TreePanorama]] | None = None,
+        trees: Mapping[str, Sequence[TreePanorama]] | None = None,
         ranks: Mapping[tuple[str, str], Ranks] | None = None,
         copies: Mapping[str, Sequence[npt.NDArray[np.uint8]]] | None = None,
         past: int = 0,
@@ -138,14 +132,13 @@ class ReplayTrace:
         self.chains: dict[str, Chains] = {
             d: join_chains(self.trajectories, p) for d, p in panoramas.items()
         }
-        self.forests: dict[tuple[str, str], Forest] = {
+        self.forests: dict[str, Forest] = {
             k: join_trees(self.trajectories, p, past) for k, p in (trees or {}).items()
         }
         self.ranked: dict[tuple[str, str], RankedForest] = {}
         for (draft, fitted), source in (ranks or {}).items():
-            key = draft, source.proposals
             self.ranked[draft, fitted] = join_ranks(
-                self.forests[key], self.trajectories, (trees or {})[key], source
+                self.forests[draft], self.trajectories, (trees or {})[draft], source
             )
         self.copies = {
             draft: np.concatenate(found, axis=1) for draft, found in (copies or {}).items()
@@ -237,11 +230,7 @@ class ReplayTrace:
         """The ranks under a policy's shortlist, if they were given; its artifact may be
         abbreviated."""
         for (draft, fitted), ranked in self.ranked.items():
-            if (
-                draft == policy.draft
-                and fitted.startswith(rule.block.artifact)
-                and ranked.source.proposals == proposals_of(policy)
-            ):
+            if draft == policy.draft and fitted.startswith(rule.block.artifact):
                 return ranked
         return None
 
@@ -249,21 +238,18 @@ class ReplayTrace:
         """Whether a policy is replayed from tree panoramas: it grows trees, or its draft is a head
         (whose chains are trees too)."""
         return policy.is_tree or (
-            policy.speculates
-            and policy.draft not in self.chains
-            and (policy.draft, "coupled") in self.forests
+            policy.speculates and policy.draft not in self.chains and policy.draft in self.forests
         )
 
     def forest(self, policy: Policy, width: int = 1) -> Forest:
         """The trees that a policy is replayed from. Raises TraceError, which says how to record
         ``width`` children of a node, where there are none."""
-        proposals = proposals_of(policy)
-        forest = self.forests.get((policy.draft, proposals))
+        forest = self.forests.get(policy.draft)
         if forest is None:
-            known = ", ".join(sorted({d for d, p in self.forests if p == proposals})) or "none"
+            known = ", ".join(sorted(self.forests)) or "none"
             raise TraceError(
                 f"the recording has no trees of draft {policy.draft!r} (it has: {known}); "
-                + how_to_record_trees("ID", width, policy.depth_max, proposals)
+                + how_to_record_trees("ID", width, policy.depth_max)
             )
         return forest
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from spectune.db.errors import CorruptedChunkError
 from spectune.runtime.policies.artifacts import FREQUENCIES, ROUTER
 from spectune.runtime.policies.refusals import MALFORMED, lacking
-from spectune.traces.schema import NAT_SCALE, Proposals, Trajectory, TreePanorama
+from spectune.traces.schema import NAT_SCALE, Trajectory, TreePanorama
 
 if TYPE_CHECKING:
     from spectune.traces.store import TraceStore
@@ -68,7 +68,6 @@ class Ranks:
 
     draft: str
     fitted: str
-    proposals: Proposals
     budgets: tuple[int, ...]
     digests: tuple[str, ...]
     text_offsets: Index
@@ -135,7 +134,6 @@ class Ranks:
         document = {
             "draft": self.draft,
             self.KEY: self.fitted,
-            "proposals": self.proposals,
             self.NUMBER: getattr(self, self.NUMBER),
             "budgets": list(self.budgets),
             "requests": list(self.digests),
@@ -148,7 +146,7 @@ class Ranks:
     ) -> Self:
         """The ranks of :meth:`to_document`. Raises one of :data:`refusals.MALFORMED` for anything
         else."""
-        fields: dict[str, Any] = {n: document[n] for n in ("draft", "proposals", cls.NUMBER)}
+        fields: dict[str, Any] = {n: document[n] for n in ("draft", cls.NUMBER)}
         fields |= {"fitted": document[cls.KEY], "artifact": artifact}
         fields |= {"budgets": tuple(document["budgets"]), "digests": tuple(document["requests"])}
         made = cls(**(fields | {name: arrays[name] for name in cls.ARRAYS}))
@@ -255,16 +253,14 @@ def digest(trajectory: Trajectory, panorama: TreePanorama) -> str:
     """16 hexadecimal digits of all that a request's rows of ranks depend on beside the draft and
     the order."""
     t, p = trajectory, panorama
-    h = hashlib.sha256(f"{t.request_id}\0{t.sampling}\0{p.proposals}\0{p.shared}".encode())
+    h = hashlib.sha256(f"{t.request_id}\0{t.sampling}\0{p.shared}".encode())
     for array in (t.prompt_ids, t.output_ids, p.parent, p.slot, p.tokens, p.count):
         h.update(f"{array.shape}".encode())
         h.update(np.ascontiguousarray(array).tobytes())
     return h.hexdigest()[:16]
 
 
-def stored_ranks(
-    store: TraceStore, recording: str, draft: str, fitted: str, proposals: Proposals = "coupled"
-) -> Ranks | None:
+def stored_ranks(store: TraceStore, recording: str, draft: str, fitted: str) -> Ranks | None:
     """The newest stored ranks of a recording under the router or the frequency order ``fitted``,
     None where there are none. Ids may be abbreviated.
 
@@ -274,7 +270,7 @@ def stored_ranks(
     """
     info, order = store.get_recording(recording), store.get_artifact(fitted)
     ranks = RANKS_OF.get(order.kind, ClusterRanks)
-    kind, wanted = ranks.KIND, {"recording": info.id, "draft": draft, "proposals": proposals}
+    kind, wanted = ranks.KIND, {"recording": info.id, "draft": draft}
     wanted[ranks.KEY] = order.id
     damaged: CorruptedChunkError | None = None
     for name, *_, origin in store.list_artifacts(kind, info.pair_id):
@@ -289,14 +285,11 @@ def stored_ranks(
                     f"artifact {name} ({kind}) cannot be used ({lacking(error)})"
                 )
     if damaged is not None:
-        remedy = how_to_rank(info.id, order.id, draft, proposals, ranks.KEY)
+        remedy = how_to_rank(info.id, order.id, draft, ranks.KEY)
         raise CorruptedChunkError(f"{damaged}; {remedy}") from damaged
     return None
 
 
-def how_to_rank(
-    recording: str, fitted: str, draft: str, proposals: Proposals = "coupled", key: str = "router"
-) -> str:
+def how_to_rank(recording: str, fitted: str, draft: str, key: str = "router") -> str:
     """The command that makes ranks, for messages."""
-    flag = "" if proposals == "coupled" else f" --proposals {proposals}"
-    return f"`fit ranks --recording {recording} --{key} {fitted} --draft {draft}{flag}` makes them"
+    return f"`fit ranks --recording {recording} --{key} {fitted} --draft {draft}` makes them"

@@ -72,7 +72,7 @@ def join_ranks(
             raise TraceError(
                 f"request {t.request_id!r}: there are no {what} of it under {key} {source.fitted} "
                 "(the recording has grown since); "
-                + how_to_rank("ID", source.fitted, source.draft, source.proposals, key)
+                + how_to_rank("ID", source.fitted, source.draft, key)
             )
         places.append(place)
     begins = source.text_offsets[places]

@@ -16,7 +16,7 @@ from spectune.engines.abilities import VLLM, engine_named
 from spectune.engines.vllm.prompt_lookup import LEAST, MOST, copied
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace, proposals_of
+from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import Ranks, how_to_rank, stored_ranks
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.artifacts import Artifacts
@@ -24,12 +24,9 @@ from spectune.runtime.policies.document import GAMMA_LIMIT, AnyPolicy, FullShort
 from spectune.runtime.policies.prepared_chooser import plain_policies
 from spectune.runtime.policies.shortlist_rule import compile_shortlist
 from spectune.traces.errors import PairError, PolicyError, TraceError
-from spectune.traces.recording import TREE_DEPTH, Skipped, TreeExtent, how_to_record_trees
-from spectune.traces.schema import LatencyProfile, Proposals, Trajectory
+from spectune.traces.recording import TREE_DEPTH, Skipped, how_to_record_trees
+from spectune.traces.schema import LatencyProfile, Trajectory
 from spectune.traces.store import RecordingInfo, TraceStore
-
-Grown = tuple[str, Proposals]
-"""Trees of a draft, by how they rank children."""
 
 
 class NoRequestsError(TraceError):
@@ -52,7 +49,7 @@ def open_trace(
     policies: Iterable[AnyPolicy] = (),
     *,
     chains: Iterable[str] = (),
-    trees: Iterable[Grown] = (),
+    trees: Iterable[str] = (),
     ranks: Mapping[tuple[str, str], Ranks] | None = None,
     ordinals: Collection[int] | None = None,
     skip_corrupted: bool = False,
@@ -80,7 +77,7 @@ def open_trace(
         if policy.draft != "ngram" or not served:
             _check_recorded(store, policy, info, as_tree)
         if as_tree or policy.shortlisted:
-            grown.add((policy.draft, proposals_of(policy)))
+            grown.add(policy.draft)
         if not as_tree:
             wanted_chains.add(policy.draft)
         if (ranked := ranks_of(store, info.id, policy)) is not None:
@@ -88,15 +85,13 @@ def open_trace(
     looked_up = served and "ngram" in wanted_chains
     if looked_up:  # by the engine's rule, which needs no panorama
         wanted_chains.remove("ngram")
-    drafts = sorted({*wanted_chains, *(draft for draft, _ in grown)})
+    drafts = sorted({*wanted_chains, *grown})
     loaded = store.load(
         info.id, drafts, trees=bool(grown), ordinals=ordinals, skip_corrupted=skip_corrupted
     )
     whole = loaded
     if skip_corrupted or info.source == "serve":
-        whole = whole.having(wanted_chains)
-        for draft, proposals in grown:
-            whole = whole.having(trees=[draft], proposals=proposals)
+        whole = whole.having(wanted_chains, trees=grown)
     if not whole.requests:
         raise NoRequestsError(f"recording {info.id} has no usable request")
     if served:
@@ -104,7 +99,7 @@ def open_trace(
     trace = ReplayTrace(
         whole.trajectories,
         {draft: whole.panoramas(draft) for draft in sorted(wanted_chains)},
-        trees={key: whole.trees(*key) for key in sorted(grown)},
+        trees={draft: whole.trees(draft) for draft in sorted(grown)},
         ranks=found,
         copies={"ngram": _copied(whole.trajectories, info)} if looked_up else None,
         past=GAMMA_LIMIT * engine.past_end,
@@ -127,20 +122,15 @@ def _copied(trajectories: Iterable[Trajectory], info: RecordingInfo) -> list[npt
 def replayed_as_tree(policy: Policy, info: RecordingInfo) -> bool:
     """Whether a policy is replayed from trees: where it grows them, or its draft is a head, whose
     chains are recorded so."""
-    grown = _grown_in(info, proposals_of(policy))
-    return policy.is_tree or (policy.draft in grown and policy.draft not in info.drafts)
-
-
-def _grown_in(info: RecordingInfo, proposals: Proposals) -> Mapping[str, TreeExtent]:
-    return info.trees if proposals == "coupled" else info.trees_q
+    return policy.is_tree or (policy.draft in info.trees and policy.draft not in info.drafts)
 
 
 def _check_recorded(store: TraceStore, policy: Policy, info: RecordingInfo, as_tree: bool) -> None:
     """Raises PolicyError where the recording has not what the policy is replayed from."""
-    draft, proposals = policy.draft, proposals_of(policy)
+    draft = policy.draft
     # A shortlist looks at the draft's distributions.
     needs_trees = as_tree or policy.shortlisted
-    lacks_trees = needs_trees and draft not in _grown_in(info, proposals)
+    lacks_trees = needs_trees and draft not in info.trees
     if not lacks_trees and (as_tree or draft in info.drafts):
         return
     with suppress(NotFoundError, PairError):
@@ -154,8 +144,7 @@ def _check_recorded(store: TraceStore, policy: Policy, info: RecordingInfo, as_t
         depth = max(TREE_DEPTH, policy.depth_max)
         raise PolicyError(
             f"draft: recording {info.id} has no trees of draft {draft!r} (it has: "
-            f"{info.trees_shown() or 'none'}); "
-            + how_to_record_trees(info.id, depth=depth, proposals=proposals)
+            f"{info.trees_shown() or 'none'}); " + how_to_record_trees(info.id, depth=depth)
         )
     raise PolicyError(
         f"draft: recording {info.id} has no panorama of draft {draft!r}; it has: "
@@ -170,7 +159,7 @@ def ranks_of(store: TraceStore, recording: str, policy: Policy) -> Ranks | None:
     shortlist = policy.shortlist
     if not policy.speculates or isinstance(shortlist, FullShortlist):
         return None
-    return stored_ranks(store, recording, policy.draft, shortlist.artifact, proposals_of(policy))
+    return stored_ranks(store, recording, policy.draft, shortlist.artifact)
 
 
 class Simulated(NamedTuple):
@@ -215,7 +204,7 @@ def check_ranked(
             order = rule.block.artifact
             raise PolicyError(
                 f"shortlist: recording {info.id} has no cluster ranks of router {order}; "
-                + how_to_rank(info.id, order, plain.draft, proposals_of(plain))
+                + how_to_rank(info.id, order, plain.draft)
             )
 
 
@@ -232,10 +221,10 @@ def why_approximate(
                 "(docs/shortlists.md)"
             )
         if rounds:
-            order, proposals = getattr(policy.shortlist, "artifact", "ID"), proposals_of(policy)
+            order = getattr(policy.shortlist, "artifact", "ID")
             return (
                 f"in {rounds} rounds the shortlist holds none of the recorded children; "
-                f"{how_to_rank(info.id, order, policy.draft, proposals, 'frequencies')}, "
+                f"{how_to_rank(info.id, order, policy.draft, 'frequencies')}, "
                 "with which it is exact"
             )
         if getattr(policy.window, "costs", "") == "recent":

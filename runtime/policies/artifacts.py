@@ -86,7 +86,7 @@ def _misfit(policy: AnyPolicy, name: str, kind: str, found: Fitted) -> str:
         return f"artifact {name} is a {found.kind}, not a {kind}; `{command}` makes one"
     if not isinstance(policy, Policy):
         return ""
-    draft, proposals = found.document.get("draft"), found.document.get("proposals")
+    draft = found.document.get("draft")
     if draft not in (None, policy.draft):
         said = (
             f"{name} was fitted on draft {draft!r}, this policy drafts with {policy.draft!r}; "
@@ -94,11 +94,4 @@ def _misfit(policy: AnyPolicy, name: str, kind: str, found: Fitted) -> str:
         )
         carry = f" (a classifier may be carried over: `fit classifier --from {name}`)"
         return said + carry if kind == CLASSIFIER else said
-    own = getattr(policy.growth, "proposals", proposals)
-    if kind in (BINS, CLASSIFIER, STATIC_TREE) and proposals not in (None, own):
-        return (
-            f"{name} was fitted to trees of proposals {proposals!r}, this policy's growth has "
-            f"{own!r}; set "
-            f"growth.proposals to {proposals!r}, or fit one to trees of proposals {own!r}"
-        )
     return ""

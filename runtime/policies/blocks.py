@@ -145,19 +145,16 @@ class TreeGrowth(Block):
     """What dynamic trees share. ``score`` is the estimate of acceptance that ranks nodes:
     ``probability`` is the product of the draft's probabilities (EAGLE-2), ``coupled`` a softmax
     over the perturbed gaps of siblings, ``auto`` the first at temperature 0 and the second above.
-    ``proposals`` ranks a node's children: ``coupled`` by log q + g with the target's noise,
-    ``probability`` by q."""
+    """
 
     width: Width = 8
     score: Literal["auto", "probability", "coupled"] = "auto"
     sharpness: Annotated[float, Field(gt=0.0, le=16.0)] = 1.5
-    proposals: Literal["coupled", "probability"] = "coupled"
 
     def is_coupled(self, *, sampled: bool) -> bool:
         """Whether nodes are ranked by the coupled score; ``sampled``: the temperature is above
         0."""
-        auto = sampled and self.proposals == "coupled"
-        return self.score == "coupled" or (self.score == "auto" and auto)
+        return self.score == "coupled" or (self.score == "auto" and sampled)
 
 
 class FullShortlist(Block):

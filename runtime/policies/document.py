@@ -279,8 +279,6 @@ class Policy(Document):
                 shown.append(growth.score)
             if growth.sharpness != 1.5:
                 shown.append(f"sharpness={growth.sharpness:.4g}")
-            if growth.proposals != "coupled":
-                shown.append("q-children")
             parts.append(f"{growth.kind}({', '.join(shown)})")
         if self.select.top_n is not None:
             parts.append(f"N={self.select.top_n}")

@@ -19,7 +19,6 @@ class StaticGrowth(Block):
 
     kind: Literal["static"] = "static"
     paths: tuple[tuple[Annotated[int, Field(ge=0, lt=WIDTH_LIMIT)], ...], ...] = ()
-    proposals: Literal["coupled", "probability"] = "coupled"
     artifact: str | None = None
 
     @model_validator(mode="after")

@@ -28,7 +28,7 @@ from spectune.runtime.policies.document import (
 )
 from spectune.runtime.recording.passes import Nodes, RecordedText
 from spectune.runtime.trees.grow import NONE, Codes, DistributionRows, Growing, TreeRule
-from spectune.traces.schema import Proposals, Trajectory, TreePanorama
+from spectune.traces.schema import Trajectory, TreePanorama
 
 GROUP = 8
 """Starts of a head grown together."""
@@ -67,24 +67,22 @@ def cover_name(growth: Growth, *, sampled: bool) -> str:
     return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
 
-def base_covers(
-    width: int, depth: int, *, sampled: bool, proposals: Proposals, chain_depth: int = 0
-) -> list[Cover]:
+def base_covers(width: int, depth: int, *, sampled: bool, chain_depth: int = 0) -> list[Cover]:
     """EAGLE-2's growth at every width up to ``width``: ranked by probability where that is the
     default score, and by the coupled score at each of ``SHARPNESSES``; chains to ``chain_depth`` if
     that is deeper."""
-    by_probability = proposals == "probability"
     scores: list[tuple[Literal["probability", "coupled"], float]] = []
-    if by_probability or not sampled:
+    if not sampled:
         scores.append(("probability", SHARPNESSES[0]))
-    if not by_probability:
-        scores += [("coupled", sharpness) for sharpness in SHARPNESSES]
-    chain = TreeRule(1, 1, by_probability=by_probability)
-    found = [Cover(cover_name(ChainGrowth(), sampled=sampled), chain, max(depth, chain_depth))]
+    scores += [("coupled", sharpness) for sharpness in SHARPNESSES]
+    chain = Cover(
+        cover_name(ChainGrowth(), sampled=sampled), TreeRule(1, 1), max(depth, chain_depth)
+    )
+    found = [chain]
     for w in range(2, width + 1):
         for score, sharpness in scores:
-            growth = TopKGrowth(width=w, score=score, sharpness=sharpness, proposals=proposals)
-            rule = TreeRule(w, w, score == "coupled", sharpness, by_probability)
+            growth = TopKGrowth(width=w, score=score, sharpness=sharpness)
+            rule = TreeRule(w, w, score == "coupled", sharpness)
             found.append(Cover(cover_name(growth, sampled=sampled), rule, depth))
     return found
 
@@ -96,16 +94,15 @@ def record_tree_panorama(
     width: int,
     depth: int,
     *,
-    proposals: Proposals = "coupled",
     covers: Sequence[Cover] = (),
     chain_depth: int = 0,
 ) -> TreePanorama:
     """The distributions of one draft over one trajectory: for EAGLE-2's growth at every width up to
     ``width`` and ``depth`` levels, for the growths of ``covers`` besides, and for chains of
     ``chain_depth``."""
-    text = _Recorder(pair, trajectory, draft, width, proposals == "probability")
+    text = _Recorder(pair, trajectory, draft, width)
     sampled = not text.sampling.greedy
-    base = base_covers(width, depth, sampled=sampled, proposals=proposals, chain_depth=chain_depth)
+    base = base_covers(width, depth, sampled=sampled, chain_depth=chain_depth)
     covers = [*base, *covers]
     text.read_roots()
     # Starts that share no nodes are taken a few at a time, so that what a pass sees stays short.
@@ -118,7 +115,6 @@ def record_tree_panorama(
         draft=draft,
         width=width,
         depth=depth,
-        proposals=proposals,
         shared=text.shared,
         covers=tuple(sorted({cover.name for cover in covers})),
         **{name: columns[name][roots:n].copy() for name in ("parent", "slot")},
@@ -130,11 +126,9 @@ class _Recorder(RecordedText):
     """The distributions read so far of one text, a node each, in columns; the first ``roots`` nodes
     are the text's own prefixes. ``child`` [n, k] numbers the nodes below, -1: not read."""
 
-    def __init__(
-        self, pair: LoadedPair, trajectory: Trajectory, draft: str, width: int, by_q: bool
-    ) -> None:
+    def __init__(self, pair: LoadedPair, trajectory: Trajectory, draft: str, width: int) -> None:
         super().__init__(pair, trajectory, draft)
-        self.width, self.by_probability = width, by_q
+        self.width = width
         self.roots = self.n = self._first = len(self.output) + 1
         words, wide = {"tokens", "parent", "position", "child"}, {"tokens", "logp", "gap", "child"}
         shapes = (16 * self.roots, width), 16 * self.roots
@@ -258,7 +252,6 @@ class _Recorder(RecordedText):
             self.sampling,
             noise,
             self.width,
-            by_probability=self.by_probability,
             entropy=True,
             top_entropy=True,
             exact=exact,

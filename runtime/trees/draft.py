@@ -158,7 +158,6 @@ class ModelDistributions:
             self.sampling,
             None if self.noise is None else self.noise.row(reader.length + depth - 1),
             rule.width,
-            by_probability=rule.by_probability,
             entropy=rule.reads_entropy,
             top_entropy=rule.stratified,
             exact=exact,
@@ -169,7 +168,7 @@ class ModelDistributions:
 
     def decide_near_ties(self, growing: Growing, *, reads_phi: bool) -> None:
         sampling = self.sampling
-        perturbed = self.noise is not None and not self.rule.by_probability
+        perturbed = self.noise is not None
         filtered = not sampling.greedy and (sampling.top_p < 1.0 or sampling.top_k > 0)
         while nodes := undecided_nodes(
             self.rule,

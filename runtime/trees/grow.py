@@ -106,7 +106,6 @@ class TreeRule:
     frontier: int
     coupled: bool = False
     sharpness: float = 1.5
-    by_probability: bool = False
     top_n: int | None = None
     confidence: npt.NDArray[np.int32] | None = None
     beta_code: int = 0

@@ -52,7 +52,6 @@ def compile_tree(policy: Policy, *, sampled: bool, artifacts: Artifacts | None =
     }
     if isinstance(growth, ChainGrowth):
         return TreeRule(width=1, frontier=1, **common)
-    common["by_probability"] = growth.proposals == "probability"
     if isinstance(growth, StaticGrowth):
         paths = growth.paths or read_artifact(policy, "growth", STATIC_TREE, artifacts, read_paths)
         width, levels = static_levels(paths)

@@ -21,7 +21,6 @@ from spectune.traces.schema import (
     AGREE_NONE,
     AGREE_YES,
     ChainPanorama,
-    Proposals,
     Sampling,
     Step,
     Trajectory,
@@ -30,9 +29,8 @@ from spectune.traces.schema import (
 )
 from spectune.traces.store.rows import value_of
 
-CHAIN = "chain"
-TREE_KINDS: dict[Proposals, str] = {"coupled": "tree", "probability": "tree_q"}
-"""The kind of a panorama's row, by how the trees' children are ranked."""
+CHAIN, TREE = "chain", "tree"
+"""Kinds of a panorama's row."""
 
 
 def step_values(steps: Sequence[Step]) -> dict[str, Any]:
@@ -81,7 +79,7 @@ def panorama_values(panorama: ChainPanorama | TreePanorama, verifier: str) -> di
         agree = int((panorama.text_slot[:n] == 0).sum())
         return {
             **of,
-            "kind": TREE_KINDS[panorama.proposals],
+            "kind": TREE,
             "gamma_max": panorama.depth,
             "width": panorama.width,
             "covers": list(panorama.covers),
@@ -148,7 +146,7 @@ def infos(session: Session, rows: Sequence[RecordingRow]) -> list[RecordingInfo]
         )
     }
     drafts: dict[str, dict[str, int]] = {}
-    trees: dict[tuple[str, str], dict[str, TreeExtent]] = {}
+    trees: dict[str, dict[str, TreeExtent]] = {}
     p = PanoramaChunkRow
     counted = (
         select(
@@ -162,7 +160,7 @@ def infos(session: Session, rows: Sequence[RecordingRow]) -> list[RecordingInfo]
         if kind == CHAIN:
             drafts.setdefault(name, {})[draft] = count
         else:
-            trees.setdefault((name, kind), {})[draft] = TreeExtent(count, width, depth)
+            trees.setdefault(name, {})[draft] = TreeExtent(count, width, depth)
     return [
         value_of(
             RecordingInfo,
@@ -171,8 +169,7 @@ def infos(session: Session, rows: Sequence[RecordingRow]) -> list[RecordingInfo]
             n_requests=int(requests.get(row.id, (0, 0))[0]),
             n_output_tokens=int(requests.get(row.id, (0, 0))[1]),
             drafts=drafts.get(row.id, {}),
-            trees=trees.get((row.id, TREE_KINDS["coupled"]), {}),
-            trees_q=trees.get((row.id, TREE_KINDS["probability"]), {}),
+            trees=trees.get(row.id, {}),
         )
         for row in rows
     ]

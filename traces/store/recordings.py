@@ -29,7 +29,6 @@ from spectune.traces.recording import (
 )
 from spectune.traces.schema import (
     ChainPanorama,
-    Proposals,
     Step,
     Trajectory,
     TreePanorama,
@@ -37,7 +36,7 @@ from spectune.traces.schema import (
 )
 from spectune.traces.store.recording_rows import (
     CHAIN,
-    TREE_KINDS,
+    TREE,
     infos,
     panorama_values,
     recording_row,
@@ -58,7 +57,7 @@ from spectune.traces.store.rows import (
 
 BATCH = 64
 """Requests read per query when iterating."""
-KINDS = (CHAIN, *TREE_KINDS.values())
+KINDS = (CHAIN, TREE)
 Appended = tuple[int, Trajectory, Sequence[Step]]
 T = TypeVar("T")
 
@@ -241,14 +240,13 @@ class Recordings(Storage):
         gamma_max: int,
         *,
         width: int = 0,
-        proposals: Proposals | None = None,
         covers: Collection[str] = (),
     ) -> tuple[int, ...]:
         """Ordinals whose trajectory has no panorama of this draft with at least this gamma_max, in
-        order; with ``proposals`` no trees of so many levels, at least this width and these
+        order; with a ``width`` no trees of so many levels, at least this width and these
         covers."""
         p, t = PanoramaChunkRow, TrajectoryRow
-        kind = CHAIN if proposals is None else TREE_KINDS[proposals]
+        kind = TREE if width else CHAIN
         enough = _panoramas(recording, draft, kind, p.ordinal, p.covers).where(
             p.width >= width, p.gamma_max >= gamma_max
         )
@@ -258,13 +256,11 @@ class Recordings(Storage):
             have = {n for n, names in session.execute(enough) if set(covers) <= set(names)}
         return tuple(sorted(every - have))
 
-    def tree_limits(
-        self, recording: str, draft: str, proposals: Proposals = "coupled"
-    ) -> tuple[int, int, tuple[str, ...]]:
+    def tree_limits(self, recording: str, draft: str) -> tuple[int, int, tuple[str, ...]]:
         """(width, depth, covers): the most that any stored tree panorama of this draft holds; (0,
         0, ()) where there is none."""
         p = PanoramaChunkRow
-        query = _panoramas(recording, draft, TREE_KINDS[proposals], p.width, p.gamma_max, p.covers)
+        query = _panoramas(recording, draft, TREE, p.width, p.gamma_max, p.covers)
         with self.database.read() as session:
             recording_row(session, recording)
             rows = session.execute(query).all()
@@ -376,5 +372,4 @@ def _requests(
                 held[chunk.kind][chunk.draft] = value
         rounds = executed.get(text.ordinal)
         steps = () if rounds is None else usable(rounds, unpack_steps, "its steps") or ()
-        chains, coupled, by_probability = held.values()
-        yield RecordedRequest(text.ordinal, trajectory, chains, steps, coupled, by_probability)
+        yield RecordedRequest(text.ordinal, trajectory, held[CHAIN], steps, held[TREE])
