@@ -287,7 +287,7 @@ def test_no_command_replaces_a_file_of_a_model(sqlite_door: Door, here: Path) ->
     commands = itertools.cycle(
         (
             ("simulate", "--policy", FIXED, "--per-round"),
-            ("traces", "report", "--out"),
+            ("report", "--out"),
             ("traces", "export"),
         )
     )
