@@ -29,39 +29,29 @@ NEAR = 1e-3
 
 
 def check(state: Path, quick: bool = False) -> dict[str, Any]:
-    """OpenVINO and llama.cpp: a recording under one policy, one request at a time, predicts every
-    round of other policies.
+    """OpenVINO: a recording under one policy, one request at a time, predicts every round of other
+    policies.
 
     Recorded: small, 2 tokens. Predicted, then run: small with 0 to 8 tokens and medium, which the
-    engine had not loaded, one request at a time, and on OpenVINO eight. A round that differs is
-    shown with its gap: nats between the two best tokens where it is decided.
+    engine had not loaded, one request at a time and eight. A round that differs is shown with its
+    gap: nats between the two best tokens where it is decided.
     """
-    found = [
-        _of_engine(name, clients, state, quick)
-        for name, clients in (("openvino", (1, SEATS)), ("llamacpp", (1,)))
-    ]
-    summary = "; ".join(one["summary"] for one in found)
-    return {"holds": all(one["holds"] for one in found), "summary": summary, "engines": found}
-
-
-def _of_engine(name: str, concurrencies: Sequence[int], state: Path, quick: bool) -> dict[str, Any]:
-    """The check of one engine."""
     pair, count, tokens = demo(("small", "medium")), 4 if quick else 32, 12 if quick else 96
     options = DecodeOptions(Sampling(), tokens)
     workload = requests(count)
     prompts = prompts_of(pair, workload, options)
     longest = max(len(prompt.ids) for prompt in prompts) + tokens
-    store = stored(state / f"engines-{name}.db", fresh=True)
+    store = stored(state / "engines.db", fresh=True)
     rows: list[dict[str, Any]] = []
     for draft, gammas in (("small", range(MOST + 1)), ("medium", (1, 3, 5, 8))):
-        running = start(name, pair.spec, Wanted(draft, MOST, SEATS, longest))
+        running = start("openvino", pair.spec, Wanted(draft, MOST, SEATS, longest))
         if draft == "small":
             look = Look(("small", "medium"), MOST)
             asked = (workload, prompts, chain(draft, 2), Load(), options, look)
             record_engine(store, pair, running, *asked)
         how: dict[str, Any] = {"sampling": options.sampling, "max_new_tokens": tokens}
         for gamma in gammas[:: 4 if quick else 1]:
-            for clients in concurrencies:
+            for clients in (1, SEATS):
                 policy = chain(draft, gamma)
                 served = list(running.execute(prompts, policy, Load(clients), **how))
                 held = _held(store, pair, policy, prompts, served)

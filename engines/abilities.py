@@ -166,16 +166,6 @@ OPENVINO = Engine(
     ("fixed",),
     "with the next request",
 )
-LLAMACPP = Engine(
-    "llamacpp",
-    "llama.cpp",
-    ("xllamacpp",),
-    "pip install 'spectune[llamacpp]'",
-    ("2026.10",),
-    ("fixed",),
-    "with a restart",
-    batches=False,
-)
 SGLANG = Engine(
     "sglang",
     "SGLang",
@@ -185,7 +175,7 @@ SGLANG = Engine(
     ("fixed", "by_batch"),
     "at the next step",
 )
-ENGINES = {engine.name: engine for engine in (NATIVE, VLLM, OPENVINO, LLAMACPP, SGLANG)}
+ENGINES = {engine.name: engine for engine in (NATIVE, VLLM, OPENVINO, SGLANG)}
 
 
 def engine_named(name: str) -> Engine:

@@ -23,12 +23,8 @@ def start(name: str, spec: PairSpec, wanted: Wanted) -> Running:
         from spectune.engines.openvino import OpenVino
 
         return OpenVino(spec, wanted)
-    if name == "llamacpp":
-        from spectune.engines.llamacpp import LlamaCpp
-
-        return LlamaCpp(spec, wanted)
     if name == "vllm":
         from spectune.engines.vllm.execute import Vllm
 
         return Vllm(spec, wanted)
-    raise EngineError(f"{engine.title} is not executed from here; known: llamacpp, openvino, vllm")
+    raise EngineError(f"{engine.title} is not executed from here; known: openvino, vllm")

@@ -27,7 +27,7 @@ NATIVE = "native"
 engine_option = option(
     "--engine",
     "What executes (`engines` lists what each can do).",
-    click.Choice([NATIVE, "vllm", "openvino", "llamacpp"]),
+    click.Choice([NATIVE, "vllm", "openvino"]),
     default=NATIVE,
 )
 engine_options = together(
@@ -51,10 +51,9 @@ def check_engine(kw: dict[str, Any]) -> None:
 
     engine = engine_named(kw["engine"])
     if kw["concurrency"] > 1 and not engine.batches:
-        who = "the native decoder" if engine.name == NATIVE else engine.title
         raise EngineError(
-            f"--concurrency {kw['concurrency']}: {who} serves one request at a time; --engine "
-            "openvino or vllm serves many"
+            f"--concurrency {kw['concurrency']}: the native decoder serves one request at a time; "
+            "--engine openvino or vllm serves many"
         )
     if engine.name != NATIVE and (kw["device"] != "auto" or kw["dtype"] != "auto"):
         where = (

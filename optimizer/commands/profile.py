@@ -139,11 +139,6 @@ def _profile_on_engine(kw: dict[str, Any]) -> None:
     from spectune.traces.errors import EngineError
 
     name = kw["engine"]
-    if name == "llamacpp":
-        raise EngineError(
-            "--engine llamacpp serves one request at a time, so its steps have no costs by batch; "
-            "`run --engine llamacpp --policy POLICY` measures a policy there"
-        )
     check_engine(kw)
     if kw["contexts"] or kw["no_trees"] or kw["repeats"] != 1:
         raise EngineError(
