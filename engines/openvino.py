@@ -8,20 +8,17 @@ without the draft: it has no other way.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from spectune.engines.abilities import OPENVINO
-from spectune.engines.gguf import folder_of, gguf_file, kept
+from spectune.engines.openvino_model import folder_of, model_folder
 from spectune.engines.protocol import (
     Answered,
     Execution,
@@ -31,7 +28,7 @@ from spectune.engines.protocol import (
     chain_round,
     draft_of,
 )
-from spectune.runtime.pair import PairSpec, identity, model_config
+from spectune.runtime.pair import PairSpec, translated
 from spectune.runtime.words import eos_of
 from spectune.traces.errors import EngineError, PolicyError
 from spectune.traces.schema import Finish, Step
@@ -39,7 +36,6 @@ from spectune.traces.text import one_line
 
 PRECISION: Final = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 """Its defaults (bfloat16 where the processor has it, a cache of 8 bits) change texts."""
-MODEL: Final = "openvino_model.xml"
 STEP_TOKENS: Final = 2048
 """Least tokens that a step may hold, so that a prompt of ordinary length is read in one."""
 
@@ -161,6 +157,8 @@ class OpenVino(Running):
         config.do_sample = False
         config.apply_chat_template = False
         config.stop_token_ids = self._eos
+        if self._eos:  # else the tokenizer's is taken
+            config.set_eos_token_id(min(self._eos))
         if asked.gamma:
             config.num_assistant_tokens = asked.gamma
         return config
@@ -213,43 +211,21 @@ class OpenVino(Running):
 def _cache_gb(models: Sequence[str], wanted: Wanted) -> int:
     """GB of cache in which every request of a step has room for its longest text, in float32; one
     more for each model, as the engine deals them out by whole ones."""
+    from transformers import AutoConfig
+
     values = 0
     for path in models:
-        config = model_config(folder_of(path))
-        heads = int(config["num_attention_heads"])
-        size = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
-        values += config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * size
+        with translated(f"{path}: its config.json cannot be read"):
+            config = AutoConfig.from_pretrained(folder_of(path)).get_text_config()
+        heads = config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        values += (
+            config.num_hidden_layers
+            * size
+            * (getattr(config, "num_key_value_heads", None) or heads)
+        )
     tokens = wanted.max_num_seqs * (wanted.max_len + wanted.most)
     return len(models) + int(tokens * values * 2 * 4 / 1e9)
-
-
-def model_folder(path: str, version: str) -> Path:
-    """A checkpoint as OpenVINO's files, made where they are not there yet; equal content, equal
-    folder.
-
-    Raises EngineError for what cannot be converted, PairError where no checkpoint is.
-    """
-    weights = gguf_file(path, "float16")  # its reader knows no float32
-    made = kept("openvino") / f"{identity(path)}-{version}"
-    if (made / MODEL).is_file():
-        return made
-    import openvino_genai as genai
-
-    part = Path(tempfile.mkdtemp(prefix=made.name, suffix=".part", dir=made.parent))
-    try:
-        (part / weights.name).symlink_to(weights)
-        with _translated(f"{path} cannot be converted"):
-            genai.LLMPipeline(str(part / weights.name), "CPU", enable_save_ov_model=True)
-        (part / weights.name).unlink()
-        if not (part / MODEL).is_file():
-            raise EngineError(
-                f"{OPENVINO.title}: {path} cannot be converted: no {MODEL} was written"
-            )
-        with suppress(OSError):  # another process was there first
-            part.rename(made)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return made
 
 
 @contextmanager

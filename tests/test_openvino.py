@@ -4,6 +4,7 @@ and with another draft."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -17,6 +18,7 @@ from synthetic import policy
 from spectune.db import open_database, upgrade
 from spectune.engines.abilities import Engine
 from spectune.engines.openvino import OpenVino, _cache_gb
+from spectune.engines.openvino_model import model_folder
 from spectune.engines.protocol import Answered, Load, Prompt, Wanted
 from spectune.engines.start import start
 from spectune.optimizer.execute import DecodeOptions
@@ -26,7 +28,7 @@ from spectune.optimizer.record import Look, look_around
 from spectune.optimizer.simulate.replay_trace import Replay
 from spectune.optimizer.simulate.trace import simulate
 from spectune.runtime.loading import load_pair
-from spectune.runtime.pair import PairSpec
+from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, parse_policy
 from spectune.runtime.words import load_words
 from spectune.traces.errors import EngineError, PairError, PolicyError, TraceError, WorkloadError
@@ -172,6 +174,33 @@ def test_an_end_that_is_the_last_token_asked_for_is_an_end(
     (done,) = running.execute(prompts[:1], fixed(3), Load(), **asked)
     assert done.trajectory.output_ids.tolist() == output[: last + 1]
     assert done.trajectory.finish == "eos"
+
+
+def test_a_checkpoint_is_converted_once_for_its_content(
+    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = Path(shutil.copytree(read_pair(str(tiny_pair)).target, tmp_path / "model"))
+    made = model_folder(str(folder), "1")
+    (model,) = made.glob("*model.xml")
+    moment = model.stat().st_mtime_ns
+    assert model_folder(str(folder.rename(tmp_path / "elsewhere")), "1") == made
+    assert model.stat().st_mtime_ns == moment
+    assert list(made.parent.iterdir()) == [made]
+
+
+def test_what_cannot_be_converted_is_said_and_leaves_nothing(
+    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = Path(shutil.copytree(read_pair(str(tiny_pair)).target, tmp_path / "model"))
+    with pytest.raises(EngineError, match="fetch it"):
+        model_folder("someone/some-model", "1")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(EngineError, match=f"{folder}: OpenVINO GenAI asks for a tokenizer"):
+        model_folder(str(folder), "1")
+    assert list((tmp_path / "cache/spectune/openvino").iterdir()) == []
 
 
 def test_the_cache_has_room_for_every_seat(demo: PairSpec, tmp_path: Path) -> None:
