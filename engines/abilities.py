@@ -166,16 +166,7 @@ OPENVINO = Engine(
     ("fixed",),
     "with the next request",
 )
-SGLANG = Engine(
-    "sglang",
-    "SGLang",
-    ("sglang",),
-    "pip install sglang",
-    (),
-    ("fixed", "by_batch"),
-    "at the next step",
-)
-ENGINES = {engine.name: engine for engine in (NATIVE, VLLM, OPENVINO, SGLANG)}
+ENGINES = {engine.name: engine for engine in (NATIVE, VLLM, OPENVINO)}
 
 
 def engine_named(name: str) -> Engine:

@@ -1,1 +1,0 @@
-"""SGLang: a plugin that records rounds and puts published numbers of steps in force."""
