@@ -13,7 +13,6 @@ from spectune.engines.settings import (
     ENGINE_SETTINGS,
     Drafting,
     Settings,
-    VersionError,
     algorithm_of,
     gguf_of,
 )
@@ -32,16 +31,13 @@ from spectune.traces.errors import PolicyError
 from spectune.traces.text import one_line
 
 
-def engine_settings(
-    policy: AnyPolicy, pair: PairSpec, engine: str, version: str | None = None
-) -> dict[str, Any]:
+def engine_settings(policy: AnyPolicy, pair: PairSpec, engine: str) -> dict[str, Any]:
     """The settings of an engine (of :data:`ENGINE_SETTINGS`) for a policy, {} for one that does not
     speculate: a chain of a fixed window, where the engine has it also one by batch, or EAGLE-2's
     tree of a head.
 
-    ``version`` is the engine's. Raises PolicyError for a draft that the pair has not, a policy that
-    the engine cannot express, with the nearest that it can, and for a version that has to be said
-    or is not known.
+    Raises PolicyError for a draft that the pair has not, and a policy that the engine cannot
+    express, with the nearest that it can.
     """
     if isinstance(policy, ChooserPolicy):
         raise PolicyError(
@@ -53,12 +49,8 @@ def engine_settings(
     if policy.draft not in pair.draft_names:
         known = ", ".join(pair.draft_names)
         raise PolicyError(f"pair {pair.name} has no draft {policy.draft!r}; it has: {known}")
-    kind = ENGINE_SETTINGS[engine]
     try:
-        kind.check(version)
-        return kind.of(_drafting(policy, pair), version).document()
-    except VersionError as error:
-        raise PolicyError(f"{engine}: {error}") from None
+        return ENGINE_SETTINGS[engine].of(_drafting(policy, pair)).document()
     except ValueError as error:
         raise PolicyError(
             f"{engine} cannot express {policy.label()!r}: {_said(error)}; "
@@ -66,11 +58,9 @@ def engine_settings(
         ) from None
 
 
-def policy_of(
-    settings: Mapping[str, Any], pair: PairSpec, engine: str, version: str | None = None
-) -> Policy:
-    """The policy that :func:`engine_settings` wrote so. Of a tree, ``score``
-    comes back by default; what does not speculate comes
+def policy_of(settings: Mapping[str, Any], pair: PairSpec, engine: str) -> Policy:
+    """The policy that :func:`engine_settings` wrote so. Of a tree, ``score`` comes back by
+    default; what does not speculate comes
     back as ``autoregressive``.
 
     Raises PolicyError for settings that break the engine's rules, or say what no policy does.
@@ -78,8 +68,7 @@ def policy_of(
     if not settings:
         return AUTOREGRESSIVE
     try:
-        ENGINE_SETTINGS[engine].check(version)
-        found = ENGINE_SETTINGS[engine].model_validate(settings).drafting(version)
+        found = ENGINE_SETTINGS[engine].model_validate(settings).drafting()
     except ValueError as error:
         raise PolicyError(f"settings of {engine}: {_said(error)}") from None
     at = gguf_of if engine == "llamacpp" else str

@@ -1,21 +1,19 @@
 """What engines' settings for speculation may say, after their documentation, and what they mean.
 
 vLLM 0.32 (``--speculative-config``), SGLang 0.5.23 (``--speculative-*`` and its adaptive
-configuration), TensorRT-LLM 1.2 (``speculative_config``) and llama.cpp b11549 (``--spec-*``).
-They are checked when they are made and when they are read; what breaks a rule raises ValueError
-(pydantic's ValidationError is one).
+configuration) and llama.cpp b11549 (``--spec-*``). They are checked when they are made and when
+they are read; what breaks a rule raises ValueError (pydantic's ValidationError is one).
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -32,12 +30,6 @@ Algorithm = Literal["", "eagle", "eagle3"]
 ALGORITHMS: dict[str, Algorithm] = {"eagle": "eagle", "eagle3": "eagle3"}
 
 HEADS_ALONE = "SGLang takes steps by batch size with a chain of an EAGLE head alone"
-UPPER_BOUNDS = "1.3.0rc8"
-"""From this version on ``draft_len_schedule`` has largest batch sizes, before it least ones."""
-
-
-class VersionError(ValueError):
-    """An engine's version is missing where settings depend on it, or is not known."""
 
 
 @dataclass(frozen=True)
@@ -82,28 +74,20 @@ def schedule_of(window: ByBatchWindow) -> list[list[int]]:
 
 class Settings(BaseModel, ABC):
     """Settings of an engine: :meth:`of` says a drafting in them, :meth:`drafting` reads it back,
-    :meth:`line` serves with them. ``since``: the first version whose documentation they follow."""
+    :meth:`line` serves with them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    since: ClassVar[str]
 
     @classmethod
     @abstractmethod
-    def of(cls, drafting: Drafting, version: str | None) -> Self: ...
+    def of(cls, drafting: Drafting) -> Self: ...
 
     @abstractmethod
-    def drafting(self, version: str | None) -> Drafting: ...
+    def drafting(self) -> Drafting: ...
 
     @classmethod
     @abstractmethod
     def line(cls, settings: Self | None, target: str) -> str: ...
-
-    @classmethod
-    def check(cls, version: str | None) -> None:
-        """Raises VersionError for a version from before :attr:`since`, or that is none."""
-        if version is not None and _numbers(version) < _numbers(cls.since):
-            known = f"settings are known from {cls.since} on, not for {version}"
-            raise VersionError(f"{known}; without --engine-version they are those of {cls.since}")
 
     def document(self) -> dict[str, object]:
         """As JSON has it; what is not set is left out."""
@@ -113,7 +97,6 @@ class Settings(BaseModel, ABC):
 class VllmSettings(Settings):
     """vLLM's ``--speculative-config``."""
 
-    since = "0.32"
     method: Literal["draft_model", "eagle", "eagle3", "ngram"]
     model: str | None = None
     num_speculative_tokens: Positive
@@ -138,7 +121,7 @@ class VllmSettings(Settings):
         return self
 
     @classmethod
-    def of(cls, drafting: Drafting, version: str | None) -> Self:
+    def of(cls, drafting: Drafting) -> Self:
         if drafting.width is not None:
             raise ValueError("vLLM has no trees")
         window, looks_up = drafting.window, drafting.model is None
@@ -153,7 +136,7 @@ class VllmSettings(Settings):
         }
         return cls.model_validate(said)
 
-    def drafting(self, version: str | None) -> Drafting:
+    def drafting(self) -> Drafting:
         ranges = self.num_speculative_tokens_per_batch_size
         gammas = None if ranges is None else {first: gamma for first, _, gamma in ranges}
         window = windowed(gammas, self.num_speculative_tokens)
@@ -181,7 +164,6 @@ class SglangSettings(Settings):
     SGLang looks a batch up by the size of the CUDA graph that it is padded to.
     """
 
-    since = "0.5.23"
     speculative_algorithm: Literal["STANDALONE", "EAGLE", "EAGLE3", "NGRAM"]
     speculative_draft_model_path: str | None = None
     speculative_num_steps: Positive | None = None
@@ -214,7 +196,7 @@ class SglangSettings(Settings):
         return self
 
     @classmethod
-    def of(cls, drafting: Drafting, version: str | None) -> Self:
+    def of(cls, drafting: Drafting) -> Self:
         steps, window = drafting.gamma_max, drafting.window
         if drafting.model is None:
             if isinstance(window, ByBatchWindow):
@@ -233,7 +215,7 @@ class SglangSettings(Settings):
             said |= {"speculative_adaptive": True, "speculative_adaptive_config": slots}
         return cls.model_validate(said)
 
-    def drafting(self, version: str | None) -> Drafting:
+    def drafting(self) -> Drafting:
         path, width = self.speculative_draft_model_path, self.speculative_eagle_topk
         tokens, slots = self.speculative_num_draft_tokens - 1, self.speculative_adaptive_config
         if self.speculative_algorithm == "NGRAM":
@@ -264,120 +246,13 @@ class SglangSettings(Settings):
         return first + " ".join([start, *_flags(said), *flags])
 
 
-class TensorRTSettings(Settings):
-    """TensorRT-LLM's ``speculative_config``. What ``draft_len_schedule`` means changed in
-    :data:`UPPER_BOUNDS`."""
-
-    since = "1.2"
-    decoding_type: Literal["DraftTarget", "Eagle", "Eagle3", "NGram"]
-    speculative_model: str | None = None
-    max_draft_len: Positive
-    draft_len_schedule: dict[Positive, Count] | None = None
-    max_matching_ngram_size: Positive | None = None
-    use_dynamic_tree: Literal[True] | None = None
-    dynamic_tree_max_topK: Positive | None = None
-    max_total_draft_tokens: Positive | None = None
-
-    @model_validator(mode="after")
-    def _rules(self) -> Self:
-        if (self.decoding_type == "NGram") != (self.speculative_model is None):
-            raise ValueError('"speculative_model" names the draft, and is left out for NGram')
-        schedule, width = self.draft_len_schedule, self.dynamic_tree_max_topK
-        nodes = self.max_total_draft_tokens
-        if schedule is not None and (not schedule or schedule[min(schedule)] != self.max_draft_len):
-            raise ValueError("draft_len_schedule begins with max_draft_len")
-        if schedule is not None and max(schedule.values()) > self.max_draft_len:
-            raise ValueError("draft_len_schedule drafts at most max_draft_len")
-        if not (self.use_dynamic_tree is None) == (width is None) == (nodes is None):
-            raise ValueError("a dynamic tree has a top-K and a number of tokens")
-        if width is not None and nodes is not None:
-            least, most = self.max_draft_len, width * self.max_draft_len
-            if not least <= nodes <= most:
-                raise ValueError(
-                    f"depth {least} and top-K {width} have {least} to {most} tokens, not {nodes}"
-                )
-        return self
-
-    @classmethod
-    def of(cls, drafting: Drafting, version: str | None) -> Self:
-        said: dict[str, object] = {"decoding_type": "NGram", "max_matching_ngram_size": 3}
-        if drafting.model is not None:
-            kind = drafting.algorithm.title() or "DraftTarget"
-            said = {"decoding_type": kind, "speculative_model": drafting.model}
-        said["max_draft_len"] = drafting.gamma_max
-        if isinstance(drafting.window, ByBatchWindow):
-            said["draft_len_schedule"] = _schedule(drafting.window, cls._by_largest(version))
-        if drafting.width is not None:
-            said |= {
-                "use_dynamic_tree": True,
-                "dynamic_tree_max_topK": drafting.width,
-                "max_total_draft_tokens": drafting.top_n,
-            }
-        return cls.model_validate(said)
-
-    def drafting(self, version: str | None) -> Drafting:
-        gammas = self.draft_len_schedule
-        if gammas is not None and self._by_largest(version):
-            lasts = sorted(gammas)
-            ends = zip([0, *lasts], [*(gammas[last] for last in lasts), 0], strict=True)
-            gammas = {last + 1: gamma for last, gamma in ends if last < BATCH_LIMIT}
-        algorithm = ALGORITHMS.get(self.decoding_type.lower(), "")
-        return Drafting(
-            self.speculative_model,
-            algorithm,
-            windowed(gammas, self.max_draft_len),
-            self.dynamic_tree_max_topK,
-            self.max_total_draft_tokens,
-        )
-
-    @classmethod
-    def _by_largest(cls, version: str | None) -> bool:
-        """Whether its schedules have largest batch sizes. Raises VersionError for None."""
-        if version is None:
-            raise VersionError(
-                "TensorRT-LLM reads draft_len_schedule by least batch sizes before "
-                f"{UPPER_BOUNDS}, by largest ones from it on; say --engine-version"
-            )
-        return _numbers(version) >= _numbers(UPPER_BOUNDS)
-
-    @classmethod
-    def line(cls, settings: Self | None, target: str) -> str:
-        if settings is None:
-            return f"trtllm-serve {shlex.quote(target)}"
-        said = {"speculative_config": settings.document()}
-        written = shlex.quote(json.dumps(said))  # JSON is YAML
-        serve = f"trtllm-serve {shlex.quote(target)} --extra_llm_api_options speculative.yaml"
-        return f"echo {written} > speculative.yaml && {serve}"
-
-
 def _flags(said: Mapping[str, object]) -> list[str]:
     return [f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in said.items()]
-
-
-def _schedule(window: ByBatchWindow, by_largest: bool) -> dict[int, int]:
-    """A ``draft_len_schedule``; by largest sizes nothing is drafted beyond the last."""
-    if not by_largest:
-        return dict(window.gamma)
-    lasts = [*(size - 1 for size, _ in window.gamma[1:]), BATCH_LIMIT]
-    found = {last: gamma for last, (_, gamma) in zip(lasts, window.gamma, strict=True)}
-    if window.gamma[-1][1] == 0:
-        del found[BATCH_LIMIT]
-    return found
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """A version to compare: a release candidate comes before its release. Raises VersionError."""
-    found = re.fullmatch(r"[vb]?(\d+)(?:\.(\d+))?(?:\.(\d+))?(?:rc(\d+))?(?:\.post\d+)?", version)
-    if found is None:
-        raise VersionError(f"{version!r} is no version; write it as {UPPER_BOUNDS}")
-    *parts, candidate = found.groups()
-    return *(int(part or 0) for part in parts), 1 << 30 if candidate is None else int(candidate)
 
 
 class LlamaCppSettings(Settings):
     """llama.cpp's ``--spec-*`` arguments. Models are GGUF files."""
 
-    since = "b11549"
     spec_type: Literal["draft-simple", "draft-eagle3"]
     spec_draft_model: str
     spec_draft_n_max: Positive
@@ -385,7 +260,7 @@ class LlamaCppSettings(Settings):
     spec_draft_p_min: Literal[0] = 0
 
     @classmethod
-    def of(cls, drafting: Drafting, version: str | None) -> Self:
+    def of(cls, drafting: Drafting) -> Self:
         if drafting.width is not None:
             raise ValueError("llama.cpp has no trees")
         if isinstance(drafting.window, ByBatchWindow):
@@ -400,7 +275,7 @@ class LlamaCppSettings(Settings):
         }
         return cls.model_validate({**said, "spec_draft_n_max": drafting.gamma_max})
 
-    def drafting(self, version: str | None) -> Drafting:
+    def drafting(self) -> Drafting:
         algorithm: Algorithm = "eagle3" if self.spec_type == "draft-eagle3" else ""
         window = FixedWindow(gamma=self.spec_draft_n_max)
         return Drafting(self.spec_draft_model.removesuffix(".gguf"), algorithm, window)
@@ -419,6 +294,5 @@ def gguf_of(path: str) -> str:
 ENGINE_SETTINGS: dict[str, type[Settings]] = {
     "vllm": VllmSettings,
     "sglang": SglangSettings,
-    "tensorrt-llm": TensorRTSettings,
     "llamacpp": LlamaCppSettings,
 }

@@ -20,14 +20,6 @@ from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AUTOREGRESSIVE, ByBatchWindow, Policy, parse_policy
 from spectune.traces.errors import PolicyError
 
-OLD, NEW = "1.2", "1.3.0rc8"
-"""Versions of TensorRT-LLM on both sides of the change of draft_len_schedule's meaning."""
-VERSIONS = {
-    "vllm": (None, "0.33.1"),
-    "sglang": (None,),
-    "tensorrt-llm": (OLD, NEW),
-    "llamacpp": (None, "b12000"),
-}
 FIXED = [{"kind": "fixed", "gamma": gamma} for gamma in (1, 4, 64)]
 BY_BATCH = [
     {"kind": "by_batch", "gamma": gamma}
@@ -46,26 +38,17 @@ def test_what_an_engine_can_say_is_read_back_the_same(engine: str, demo: PairSpe
         policy(d, w) for d, w in product(("small", "medium", "head", "ngram"), FIXED + BY_BATCH)
     ]
     wanted += [policy(**TREE), AUTOREGRESSIVE]
-    for version, one in product(VERSIONS[engine], wanted):
+    for one in wanted:
         try:
-            settings = engine_settings(one, demo, engine, version)
+            settings = engine_settings(one, demo, engine)
         except PolicyError:
             continue
         said += 1
         settings = json.loads(json.dumps(settings))  # as a file has them
-        assert policy_of(settings, demo, engine, version) == one
+        assert policy_of(settings, demo, engine) == one
         if settings:
             assert ENGINE_SETTINGS[engine].model_validate(settings).document() == settings
-    per_version = {"vllm": 29, "sglang": 18, "tensorrt-llm": 30, "llamacpp": 10}[engine]
-    assert said == per_version * len(VERSIONS[engine])
-
-
-def rolled_out(schedule: dict[str, int], by_largest: bool, sizes: int) -> list[int]:
-    """What TensorRT-LLM's documentation says of a schedule, size by size."""
-    known = {int(size): gamma for size, gamma in schedule.items()}
-    if by_largest:
-        return [next((known[s] for s in sorted(known) if n <= s), 0) for n in range(1, sizes)]
-    return [known[max(s for s in known if s <= n)] for n in range(1, sizes)]
+    assert said == {"vllm": 29, "sglang": 18, "llamacpp": 10}[engine]
 
 
 @pytest.mark.parametrize("window", BY_BATCH)
@@ -80,36 +63,28 @@ def test_a_window_by_batch_says_the_same_for_every_size(
     slots = engine_settings(policy("head", window), demo, "sglang")["speculative_adaptive_config"]
     firsts = [max(int(s) for s in slots if int(s) <= n) for n in range(1, 40)]
     assert [slots[str(first)]["candidate_steps"] for first in firsts] == [[k] for k in expected]
-    for version in (OLD, NEW):
-        told = engine_settings(small, demo, "tensorrt-llm", version)
-        assert rolled_out(told["draft_len_schedule"], version == NEW, 40) == expected
 
 
 @pytest.mark.parametrize(
-    ("engine", "version", "document", "said"),
+    ("engine", "document", "said"),
     [
-        ("sglang", "", BY, 'a chain of an EAGLE head alone; the nearest.*"gamma": 5'),
-        ("tensorrt-llm", NEW, {"window": RISING}, "begins with max_draft_len"),
-        ("tensorrt-llm", "", BY, "before 1.3.0rc8, by largest ones from it on; say --engine-ver"),
-        ("tensorrt-llm", "1.2.0rc5", FOUR, "known from 1.2 on, not for 1.2.0rc5"),
-        ("tensorrt-llm", "new", FOUR, "'new' is no version"),
-        ("tensorrt-llm", NEW, {**TREE, "select": {"top_n": 30}}, "have 4 to 16 tokens, not 30"),
-        ("sglang", "", {**TREE, "select": {"top_n": 60}}, "draft 4 to 52 tokens"),
-        ("llamacpp", "", BY, "as many tokens at every batch size"),
-        ("llamacpp", "", {**FOUR, "draft": "ngram"}, "by rules of its own; the nearest is a chain"),
-        ("vllm", "", TREE, 'vLLM has no trees; the nearest that it can is {"draft": "head"'),
-        ("vllm", "", {"window": {"kind": "fsm"}}, "no rule that adapts"),
-        ("vllm", "", {**FOUR, "stop": {"kind": "entropy"}}, "no stop of this kind"),
-        ("vllm", "", {**FOUR, "shortlist": SHORT}, "no shortlist"),
-        ("vllm", "", {**FOUR, "draft": "x"}, "no draft 'x'; it has: small, medium, head, ngram$"),
+        ("sglang", BY, 'a chain of an EAGLE head alone; the nearest.*"gamma": 5'),
+        ("sglang", {**TREE, "select": {"top_n": 60}}, "draft 4 to 52 tokens"),
+        ("llamacpp", BY, "as many tokens at every batch size"),
+        ("llamacpp", {**FOUR, "draft": "ngram"}, "by rules of its own; the nearest is a chain"),
+        ("vllm", TREE, 'vLLM has no trees; the nearest that it can is {"draft": "head"'),
+        ("vllm", {"window": {"kind": "fsm"}}, "no rule that adapts"),
+        ("vllm", {**FOUR, "stop": {"kind": "entropy"}}, "no stop of this kind"),
+        ("vllm", {**FOUR, "shortlist": SHORT}, "no shortlist"),
+        ("vllm", {**FOUR, "draft": "x"}, "no draft 'x'; it has: small, medium, head, ngram$"),
     ],
 )
 def test_what_an_engine_cannot_say_is_refused_with_the_nearest(
-    engine: str, version: str, document: dict[str, Any], said: str, demo: PairSpec
+    engine: str, document: dict[str, Any], said: str, demo: PairSpec
 ) -> None:
     wanted = parse_policy({"draft": "small", **document})
     with pytest.raises(PolicyError, match=said):
-        engine_settings(wanted, demo, engine, version or None)
+        engine_settings(wanted, demo, engine)
 
 
 VLLM = {"num_speculative_tokens": 2}
@@ -153,7 +128,7 @@ def test_settings_that_are_no_policy_are_refused(
 
 def test_the_printed_lines_hold_the_settings(demo: PairSpec) -> None:
     def words(wanted: Policy, engine: str) -> list[str]:
-        settings = engine_settings(wanted, demo, engine, NEW if engine == "tensorrt-llm" else None)
+        settings = engine_settings(wanted, demo, engine)
         return shlex.split(engine_line(settings, demo, engine))
 
     by_batch = policy("head", BY_BATCH[1])
@@ -164,12 +139,8 @@ def test_the_printed_lines_hold_the_settings(demo: PairSpec) -> None:
     adaptive = "--speculative-adaptive --speculative-adaptive-config adaptive.json"
     assert " ".join(found[-3:]) == adaptive
     assert found[found.index("--speculative-num-steps") + 1] == "5"
-    config = json.loads(words(by_batch, "tensorrt-llm")[1])["speculative_config"]
-    assert config["draft_len_schedule"] == {"3": 5, "15": 3}
-    assert engine_settings(policy("small", 4), demo, "tensorrt-llm")["max_draft_len"] == 4
     tree = policy(**TREE)
     assert engine_settings(tree, demo, "sglang")["speculative_num_draft_tokens"] == 13
-    assert engine_settings(tree, demo, "tensorrt-llm")["max_total_draft_tokens"] == 12
     small = dict(demo.drafts)["small"]
     assert " ".join(words(policy("small", 4), "llamacpp")) == (
         f"llama-server --model {demo.target}.gguf --spec-type draft-simple "
@@ -178,15 +149,13 @@ def test_the_printed_lines_hold_the_settings(demo: PairSpec) -> None:
     )
     assert engine_line({}, demo, "llamacpp") == f"llama-server --model {demo.target}.gguf"
     spaced = replace(demo, target="my models/t")
-    for engine in ("vllm", "sglang", "tensorrt-llm", "llamacpp"):
+    for engine in ("vllm", "sglang", "llamacpp"):
         found = shlex.split(engine_line({}, spaced, engine))
         assert any(word.startswith("my models/t") for word in found), engine
 
 
-def test_the_command_asks_for_the_version_where_it_matters(tmp_path: Path, tiny_pair: Path) -> None:
-    door = Door(str(tmp_path / "x.db"))
+def test_the_command_prints_the_settings(tmp_path: Path, tiny_pair: Path) -> None:
     wanted = json.dumps({"draft": "near", "window": BY_BATCH[1]})
-    export = ("policies", "export", wanted, "--pair", tiny_pair, "--for", "tensorrt-llm")
-    assert "say --engine-version" in door.refused(*export)
-    told = door.json(*export, "--engine-version", "1.3.0")
-    assert told["draft_len_schedule"] == {"3": 5, "15": 3}
+    export = ("policies", "export", wanted, "--pair", tiny_pair, "--for", "vllm")
+    told = Door(str(tmp_path / "x.db")).json(*export)
+    assert told["num_speculative_tokens_per_batch_size"][:2] == [[1, 3, 5], [4, 15, 3]]

@@ -28,7 +28,7 @@ def speculative_config(path: str | None, most: int, max_num_seqs: int) -> dict[s
     """vLLM's ``--speculative-config``: up to ``most`` tokens of a draft (None: prompt lookup),
     every number named, so that graphs are captured for each."""
     window = every_gamma(most, max_num_seqs)
-    return VllmSettings.of(Drafting(path, algorithm_of(path), window), None).document()
+    return VllmSettings.of(Drafting(path, algorithm_of(path), window)).document()
 
 
 def server_arguments(

@@ -306,30 +306,24 @@ def policies_rollback(to: int | None, deployment: str, **kw: Any) -> None:
 @click.argument("policy_name", metavar="POLICY", default="active")
 @option(
     "--for engine",
-    type=click.Choice(["spectune", "vllm", "sglang", "tensorrt-llm", "llamacpp"]),
+    type=click.Choice(["spectune", "vllm", "sglang", "llamacpp"]),
     default="spectune",
 )
-@option(
-    "--engine-version",
-    "Whose settings: what they mean changes from version to version.",
-    metavar="VERSION",
-)
 @opts.place
-def policies_export(policy_name: str, engine: str, engine_version: str | None, **kw: Any) -> None:
+def policies_export(policy_name: str, engine: str, **kw: Any) -> None:
     """Print a policy as a document, or as another engine's settings where they can say the same:
     JSON on stdout, and on stderr the line that serves with them.
 
     \b
     Example:  cli.py policies export active > policy.json
               cli.py policies export active --for vllm
-              cli.py policies export active --for tensorrt-llm --engine-version 1.3.0
     """
     spec = pair_spec(kw)
     (policy,) = _policies(spec, kw, policy_name)
     from spectune.engines.export import engine_line, engine_settings
 
     ours = engine == "spectune"
-    data = policy.spelled_out() if ours else engine_settings(policy, spec, engine, engine_version)
+    data = policy.spelled_out() if ours else engine_settings(policy, spec, engine)
     click.echo(json.dumps(data, indent=None if as_json() else 2))
     if not ours and not as_json():
         note(engine_line(data, spec, engine))
