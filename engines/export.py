@@ -1,4 +1,4 @@
-"""A policy as other engines' settings where they can say the same, and settings as a policy."""
+"""A policy as other engines' settings where they can say the same."""
 
 from __future__ import annotations
 
@@ -6,19 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
 from spectune.engines.abilities import nearest_chain
-from spectune.engines.settings import (
-    ENGINE_SETTINGS,
-    Drafting,
-    Settings,
-    algorithm_of,
-    gguf_of,
-)
+from spectune.engines.settings import ENGINE_SETTINGS, Drafting, algorithm_of
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import (
-    AUTOREGRESSIVE,
     AnyPolicy,
     ByBatchWindow,
     ChooserPolicy,
@@ -26,9 +17,7 @@ from spectune.runtime.policies.document import (
     Policy,
     TopKGrowth,
 )
-from spectune.runtime.policies.refusals import MESSAGE_LIMIT
 from spectune.traces.errors import PolicyError
-from spectune.traces.text import one_line
 
 
 def engine_settings(policy: AnyPolicy, pair: PairSpec, engine: str) -> dict[str, Any]:
@@ -50,45 +39,16 @@ def engine_settings(policy: AnyPolicy, pair: PairSpec, engine: str) -> dict[str,
         known = ", ".join(pair.draft_names)
         raise PolicyError(f"pair {pair.name} has no draft {policy.draft!r}; it has: {known}")
     try:
-        return ENGINE_SETTINGS[engine].of(_drafting(policy, pair)).document()
+        return ENGINE_SETTINGS[engine].settings(_drafting(policy, pair))
     except ValueError as error:
         raise PolicyError(
-            f"{engine} cannot express {policy.label()!r}: {_said(error)}; "
-            f"{_said_of_nearest(policy)}"
+            f"{engine} cannot express {policy.label()!r}: {error}; {_said_of_nearest(policy)}"
         ) from None
-
-
-def policy_of(settings: Mapping[str, Any], pair: PairSpec, engine: str) -> Policy:
-    """The policy that :func:`engine_settings` wrote so. Of a tree, ``score`` comes back by
-    default; what does not speculate comes
-    back as ``autoregressive``.
-
-    Raises PolicyError for settings that break the engine's rules, or say what no policy does.
-    """
-    if not settings:
-        return AUTOREGRESSIVE
-    try:
-        found = ENGINE_SETTINGS[engine].model_validate(settings).drafting()
-    except ValueError as error:
-        raise PolicyError(f"settings of {engine}: {_said(error)}") from None
-    at = gguf_of if engine == "llamacpp" else str
-    names = {at(path): name for name, path in reversed(pair.drafts)}
-    draft = "ngram" if found.model is None else names.get(at(found.model))
-    if draft is None:
-        raise PolicyError(f"settings of {engine}: no draft of pair {pair.name} is {found.model}")
-    document: dict[str, Any] = {"draft": draft, "window": found.window.model_dump()}
-    if found.width is not None:
-        document |= {
-            "growth": {"kind": "top_k", "width": found.width},
-            "select": {"top_n": found.top_n},
-        }
-    return Policy.model_validate(document)
 
 
 def engine_line(settings: Mapping[str, Any], pair: PairSpec, engine: str) -> str:
     """What to type to serve the pair's target with :func:`engine_settings`."""
-    kind: type[Settings] = ENGINE_SETTINGS[engine]
-    return kind.line(kind.model_validate(settings) if settings else None, pair.target)
+    return ENGINE_SETTINGS[engine].line(settings, pair.target)
 
 
 def _drafting(policy: Policy, pair: PairSpec) -> Drafting:
@@ -123,13 +83,3 @@ def _said_of_nearest(policy: Policy) -> str:
         return "the nearest is a chain of another draft"
     near = json.dumps({"draft": chain.draft, "window": chain.window.model_dump()})
     return f"the nearest that it can is {near}, and `simulate` says what that is worth"
-
-
-def _said(error: ValueError) -> str:
-    """The first reason, in one line."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    said = str(first["msg"]).removeprefix("Value error, ")
-    return one_line(f"{where}: {said}" if where else said, MESSAGE_LIMIT)

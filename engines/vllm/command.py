@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from spectune.engines.settings import Drafting, VllmSettings, algorithm_of, by_batch
+from spectune.engines.settings import Drafting, algorithm_of, vllm_settings
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.blocks import ByBatchWindow
 from spectune.traces.errors import PairError
@@ -21,14 +22,15 @@ def every_gamma(most: int, max_num_seqs: int) -> ByBatchWindow:
     than numbers leave the smallest out."""
     fewer = range(1, min(most, max_num_seqs - 1) + 1)
     later = {max_num_seqs - len(fewer) + less: most - less for less in fewer}
-    return by_batch({1: most, **later})
+    gammas = {str(size): gamma for size, gamma in {1: most, **later}.items()}
+    return ByBatchWindow.model_validate({"kind": "by_batch", "gamma": gammas})
 
 
-def speculative_config(path: str | None, most: int, max_num_seqs: int) -> dict[str, object]:
+def speculative_config(path: str | None, most: int, max_num_seqs: int) -> dict[str, Any]:
     """vLLM's ``--speculative-config``: up to ``most`` tokens of a draft (None: prompt lookup),
     every number named, so that graphs are captured for each."""
     window = every_gamma(most, max_num_seqs)
-    return VllmSettings.of(Drafting(path, algorithm_of(path), window)).document()
+    return vllm_settings(Drafting(path, algorithm_of(path), window))
 
 
 def server_arguments(

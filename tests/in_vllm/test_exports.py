@@ -9,7 +9,7 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from spectune.engines.export import engine_settings, policy_of
+from spectune.engines.export import engine_settings
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import ByBatchWindow, Policy, parse_policy
 
@@ -43,4 +43,3 @@ def test_vllm_reads_of_exported_settings_what_the_policy_says(
         assert lookup[1 : SEATS + 1] == [policy.window.at(n) for n in range(1, SEATS + 1)]
     else:
         assert schedule is None
-    assert policy_of(settings, spec, "vllm") == policy
