@@ -110,7 +110,7 @@ def _stateful(model: Any) -> Any:
         """Keys and values of each layer in turn, [batch, heads, tokens, size]."""
 
         def __init__(self, tensors: list[Any]) -> None:
-            self.tensors, self.layers = tensors, []
+            self.tensors, self.layers = tensors, list[Any]()
 
         def update(self, keys: Any, values: Any, layer: int, *args: Any, **kwargs: Any) -> Any:
             for i, new in ((2 * layer, keys), (2 * layer + 1, values)):
