@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from databases import put_in_force
+from doors import Door
 from synthetic import policy
 from waiting import eventually
 
@@ -22,7 +23,7 @@ from spectune.db import DatabaseError
 from spectune.engines.abilities import ENGINES, VLLM, engine_named
 from spectune.engines.serving import RECORDINGS_LIMIT, Place, Served, Table
 from spectune.engines.settings import schedule_of
-from spectune.engines.vllm.command import every_gamma, line_of, server_arguments
+from spectune.engines.vllm.command import every_gamma
 from spectune.engines.vllm.prompt_lookup import copied
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
@@ -115,18 +116,56 @@ def test_every_number_of_tokens_is_named_to_the_server() -> None:
         }
 
 
-def test_the_printed_command_serves_the_pair_with_its_draft(tiny_pair: Path) -> None:
-    spec = read_pair(str(tiny_pair))
-    made = server_arguments(spec, draft="far", most=4, max_num_seqs=16)
-    words = shlex.split(line_of({"SPECTUNE_DB": "/a b/x.db"}, made))
-    assert words[:4] == ["SPECTUNE_DB=/a b/x.db", "vllm", "serve", spec.target]
-    config = json.loads(words[words.index("--speculative-config") + 1])
-    assert (config["model"], config["num_speculative_tokens"]) == (dict(spec.drafts)["far"], 4)
+COMMAND = ("engines", "vllm", "command")
+
+
+def config_in(line: str) -> dict[str, Any]:
+    """The speculative configuration of a printed line."""
+    words = shlex.split(line)
+    config: dict[str, Any] = json.loads(words[words.index("--speculative-config") + 1])
+    return config
+
+
+def test_the_printed_command_serves_the_pair_with_its_draft(
+    tiny_pair: Path, tmp_path: Path
+) -> None:
+    spec, door = read_pair(str(tiny_pair)), Door(str(tmp_path / "a b.db"))
+
+    def printed(*asked: object) -> str:
+        return str(door.json(*COMMAND, "--pair", tiny_pair, *asked)["line"])
+
+    words = shlex.split(line := printed("--draft-name", "far"))
+    assert words[:3] == [
+        f"SPECTUNE_DB={tmp_path / 'a b.db'}",
+        f"SPECTUNE_PAIR={tiny_pair}",
+        "SPECTUNE_DEPLOYMENT=vllm",
+    ]
+    assert words[3:6] == ["vllm", "serve", spec.target]
     assert words[words.index("--scheduler-cls") + 1] == "spectune.engines.vllm.Scheduler"
-    lookup = server_arguments(spec, draft="ngram", most=4, max_num_seqs=16)
-    assert "prompt_lookup_max" in json.loads(lookup[6])
-    with pytest.raises(PairError, match="no such draft; it has: near, far, ngram"):
-        server_arguments(spec, draft="x", most=4, max_num_seqs=16)
+    far = {"method": "draft_model", "model": dict(spec.drafts)["far"]}
+    assert config_in(line) == {**far, "num_speculative_tokens": 3}
+    lookup = config_in(printed("--draft-name", "ngram", "--gamma", 5))
+    assert (lookup["method"], lookup["num_speculative_tokens"]) == ("ngram", 5)
+    assert "num_speculative_tokens_per_batch_size" not in lookup
+    told = door.call(*COMMAND, "--pair", tiny_pair, "--draft-name", "x")
+    assert told.exit_code == 2
+    assert "no such draft; it has: near, far, ngram" in told.stderr
+
+
+def test_the_printed_command_starts_at_the_number_that_was_asked_for(
+    tiny_pair: Path, tmp_path: Path
+) -> None:
+    """At every batch size, whatever may be published later."""
+    door = Door(str(tmp_path / "x.db"))
+    asked = ("--pair", tiny_pair, "--gamma", 2, "--gamma-max", 8, "--max-num-seqs", 256)
+    config = config_in(str(door.json(*COMMAND, *asked)["line"]))
+    assert config["num_speculative_tokens"] == 8
+    ((first, last, tokens),) = config["num_speculative_tokens_per_batch_size"]
+    assert (first, tokens) == (1, 2)
+    assert last >= 256
+    told = door.call(*COMMAND, "--pair", tiny_pair, "--gamma", 4, "--gamma-max", 3)
+    assert told.exit_code == 2
+    assert "--gamma 4 is more than --gamma-max 3" in told.stderr
 
 
 def test_an_engine_that_is_not_known_is_named() -> None:

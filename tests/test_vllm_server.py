@@ -4,6 +4,7 @@ ended."""
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -146,3 +147,33 @@ def test_a_python_without_vllm_is_said_with_what_to_install(
         installed()
     with pytest.raises(PairError, match="has no draft 'x'; it has: near, far, ngram"):
         Vllm(read_pair(str(tiny_pair)), Wanted("x"))
+
+
+STUB = """\
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+print("WARNING spectune: nothing is recorded or followed: KeyError('x')", flush=True)
+HTTPServer(("127.0.0.1", int(sys.argv[-1])), Healthy).serve_forever()
+"""
+
+
+def test_a_server_in_which_our_scheduler_does_nothing_is_no_server_of_ours(
+    tmp_path: Path, tiny_pair: Path
+) -> None:
+    """Else its first answer would be waited for in vain."""
+    (tmp_path / "stub.py").write_text(STUB)
+    made = Server(
+        Installed("", "0.32.0", cpu=True), tmp_path, read_pair(str(tiny_pair)), Wanted("none")
+    )
+    made.arguments = [sys.executable, str(tmp_path / "stub.py")]
+    with pytest.raises(
+        EngineError, match=r"without spectune: nothing is .* followed: KeyError\('x'\)$"
+    ):
+        made.start()
+    assert not made.alive

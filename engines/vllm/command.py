@@ -10,8 +10,8 @@ from typing import Any
 
 from spectune.engines.settings import Drafting, algorithm_of, vllm_settings
 from spectune.runtime.pair import PairSpec
-from spectune.runtime.policies.blocks import ByBatchWindow
-from spectune.traces.errors import PairError
+from spectune.runtime.policies.blocks import ByBatchWindow, FixedWindow
+from spectune.traces.errors import PairError, PolicyError
 
 SCHEDULER = "spectune.engines.vllm.Scheduler"
 
@@ -22,31 +22,49 @@ def every_gamma(most: int, max_num_seqs: int) -> ByBatchWindow:
     than numbers leave the smallest out."""
     fewer = range(1, min(most, max_num_seqs - 1) + 1)
     later = {max_num_seqs - len(fewer) + less: most - less for less in fewer}
-    gammas = {str(size): gamma for size, gamma in {1: most, **later}.items()}
-    return ByBatchWindow.model_validate({"kind": "by_batch", "gamma": gammas})
+    return _by_batch({1: most, **later})
+
+
+def _by_batch(gammas: Mapping[int, int]) -> ByBatchWindow:
+    """A window of so many tokens from each batch size on."""
+    named = {str(size): gamma for size, gamma in gammas.items()}
+    return ByBatchWindow.model_validate({"kind": "by_batch", "gamma": named})
 
 
 def speculative_config(path: str | None, most: int, max_num_seqs: int) -> dict[str, Any]:
-    """vLLM's ``--speculative-config``: up to ``most`` tokens of a draft (None: prompt lookup),
-    every number named, so that graphs are captured for each."""
+    """vLLM's ``--speculative-config`` of a server of our own: up to ``most`` tokens of a draft
+    (None: prompt lookup), every number named, so that graphs are captured for each."""
     window = every_gamma(most, max_num_seqs)
     return vllm_settings(Drafting(path, algorithm_of(path), window))
 
 
-def server_arguments(
-    spec: PairSpec, *, draft: str | None, most: int, max_num_seqs: int
-) -> tuple[str, ...]:
-    """How to serve a pair with one of its drafts, by default its first, drafting at most ``most``
-    tokens; ``max_num_seqs`` is at least 2.
+def initial_config(path: str | None, gamma: int, most: int) -> dict[str, Any]:
+    """vLLM's ``--speculative-config`` of a user's server: ``gamma`` tokens at every batch size, up
+    to ``most`` once something is published. Only where these differ it has a schedule, which
+    changes what vLLM pads and which graphs it captures."""
+    window = FixedWindow(gamma=gamma) if gamma == most else _by_batch({1: gamma})
+    settings = vllm_settings(Drafting(path, algorithm_of(path), window))
+    return settings | {"num_speculative_tokens": most}
 
-    Raises PairError for a draft that the pair has not.
+
+def server_arguments(
+    spec: PairSpec, *, draft: str | None, gamma: int, most: int | None, max_num_seqs: int
+) -> tuple[str, ...]:
+    """How to serve a pair with one of its drafts, by default its first, drafting ``gamma`` tokens
+    until something is published, and at most ``most`` (None: as many) from then on.
+
+    Raises PairError for a draft that the pair has not, PolicyError where ``gamma`` is more than
+    ``most``.
     """
+    most = gamma if most is None else most
+    if gamma > most:
+        raise PolicyError(f"--gamma {gamma} is more than --gamma-max {most}")
     drafts = dict(spec.drafts)
     name = draft or next(iter(drafts), "ngram")
     if name != "ngram" and name not in drafts:
         has = ", ".join(spec.draft_names)
         raise PairError(f"--draft-name {name}: pair {spec.name} has no such draft; it has: {has}")
-    config = json.dumps(speculative_config(drafts.get(name), most, max_num_seqs))
+    config = json.dumps(initial_config(drafts.get(name), gamma, most))
     serve = ("vllm", "serve", spec.target, "--max-num-seqs", str(max_num_seqs))
     return *serve, "--speculative-config", config, "--scheduler-cls", SCHEDULER
 

@@ -29,7 +29,7 @@ from spectune.engines.serving import Place, Served, Table, served_pair
 from spectune.runtime.hardware import hardware
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AnyPolicy
-from spectune.traces.errors import PairError
+from spectune.traces.errors import PairError, PolicyError
 from spectune.traces.schema import Finish, Sampling, Step, Verifier
 
 logger = init_logger(f"vllm.{__name__}")  # below "vllm" it has vLLM's handlers and format
@@ -61,38 +61,40 @@ class _Before(NamedTuple):
 
 
 class Scheduler(AsyncScheduler):
-    """Records rounds and texts, and puts the published number of draft tokens in force at the next
-    ``schedule()``.
+    """Records rounds and texts, and drafts by the published table from the next ``schedule()`` on.
 
-    Raises RuntimeError at the start of a server whose vLLM lacks what is used here.
+    Until a table is published vLLM's own choice of draft tokens stays. Whatever of ours fails,
+    vLLM goes on as without us, and one line of its log says so.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.dynamic_sd_lookup: list[int] | None
         self._spectune: Served | None = None
         self._scheduled: dict[int, tuple[float, str]] = {}  # when it was, and by whose policy
         self._decoding: dict[str, _Served] = {}
-        self._updated_at, self._trouble = 0.0, ""
+        self._updated_at, self._failed = 0.0, set[type[Exception]]()
         self._clock = time.perf_counter() - time.time()  # arrivals are told by the other one
         if not os.environ.get("SPECTUNE_DB"):
             logger.warning(
                 "spectune: SPECTUNE_DB is not set, so nothing is recorded and no policy followed"
             )
             return
-        found, tested = vllm.__version__, ", ".join(VLLM.versions)
+        try:
+            self._start()
+        except Exception as error:  # whatever a new version changed
+            logger.warning("spectune: nothing is recorded or followed: %r", error)
+
+    def _start(self) -> None:
+        found = vllm.__version__
         if not VLLM.tested(found):
+            tested = ", ".join(VLLM.versions)
             logger.warning("spectune: vLLM %s was not tested; tested: %s", found, tested)
-        if not hasattr(self, "dynamic_sd_lookup"):
-            raise RuntimeError(
-                f"spectune cannot set the draft tokens of vLLM {found}; tested: {tested}"
-            )
         config = self.vllm_config
         speculative = config.speculative_config
-        table = self._own_table()
-        self._in_force = table
-        if speculative is not None and self.dynamic_sd_lookup is None:
-            self.dynamic_sd_lookup = list(table.gammas)
+        self._in_force = initial = Table(())  # until something is published
+        self._vllms_lookup = getattr(self, "dynamic_sd_lookup", None)
+        if speculative is not None and (why := self._unsafe()):
+            logger.warning("spectune: every policy is refused here: %s", why)
         device, ranks = str(config.device_config.device_type), config.parallel_config.world_size
         about: dict[str, Any] = {
             "engine": "vllm",
@@ -108,23 +110,37 @@ class Scheduler(AsyncScheduler):
         self._above_zero: Verifier = "rejection" if probabilistic else "greedy"
         place = Place.here(device, about, config.model_config.max_model_len)
         self._spectune = Served(
-            place, self._pair, table, self._gammas, lambda line: logger.info("spectune: %s", line)
+            place, self._pair, initial, self._gammas, lambda line: logger.info("spectune: %s", line)
         )
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """vLLM's own, under the table in force."""
         if self._spectune is None:
             return super().schedule(*args, **kwargs)
-        table = self._spectune.current()
-        if table is not self._in_force:
-            self.dynamic_sd_lookup = list(table.gammas)
-            self._in_force = table
+        policy = ""
+        with self._guarded():
+            policy = self._take_table(self._spectune)
         began = time.perf_counter()
         output = super().schedule(*args, **kwargs)
-        self._scheduled[id(output)] = began, table.policy
-        if len(self._scheduled) > IN_FLIGHT:
-            del self._scheduled[next(iter(self._scheduled))]
+        with self._guarded():
+            self._scheduled[id(output)] = began, policy
+            if len(self._scheduled) > IN_FLIGHT:
+                del self._scheduled[next(iter(self._scheduled))]
         return output
+
+    def _take_table(self, served: Served) -> str:
+        """Puts the newest table in force; its policy. vLLM's own choice stays where none is
+        published, and returns where something fails."""
+        try:
+            table = served.current()
+            if table is not self._in_force and self.vllm_config.speculative_config is not None:
+                lookup = list(table.gammas) if table.version else self._vllms_lookup
+                self.dynamic_sd_lookup: Any = lookup
+            self._in_force = table
+        except Exception:
+            self.dynamic_sd_lookup, self._in_force = self._vllms_lookup, Table(())
+            raise
+        return table.policy
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -133,10 +149,10 @@ class Scheduler(AsyncScheduler):
         if self._spectune is None:
             return super().update_from_output(scheduler_output, model_runner_output)
         before: list[_Before] = []
-        with self._noting():
+        with self._guarded():
             before = self._before(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        with self._noting():
+        with self._guarded():
             self._note(scheduler_output, before)
         return outputs
 
@@ -144,14 +160,14 @@ class Scheduler(AsyncScheduler):
         """vLLM's own; what was decoded of an aborted request (a stop string found outside, a client
         that left) is kept."""
         ended: list[Request] = super().finish_requests(*args, **kwargs)
-        with self._noting():
+        with self._guarded():
             for request in ended:
                 self._ended(request)
         return ended
 
     def shutdown(self) -> None:
         """vLLM's own, after what is pending was written."""
-        with self._noting():
+        with self._guarded():
             if self._spectune is not None:
                 done = self._spectune.close()
                 logger.info(
@@ -160,15 +176,16 @@ class Scheduler(AsyncScheduler):
         super().shutdown()
 
     @contextmanager
-    def _noting(self) -> Iterator[None]:
-        """Whatever goes wrong inside, in a vLLM that changed, is said once; serving goes on. The
-        requests that are being decoded are left out then, as they may lack a round."""
+    def _guarded(self) -> Iterator[None]:
+        """Whatever goes wrong inside, in a vLLM that changed, is said once for each kind of error;
+        serving goes on. The requests that are being decoded are left out then, as they may lack a
+        round."""
         try:
             yield
         except Exception as error:
-            if repr(error) != self._trouble:
-                logger.warning("spectune: rounds are not recorded: %r", error)
-            self._trouble = repr(error)
+            if type(error) not in self._failed:
+                logger.warning("spectune: rounds are lost, and vLLM goes on: %r", error)
+            self._failed.add(type(error))
             self._decoding.clear()
 
     def _rules(self) -> dict[str, Any]:
@@ -185,10 +202,33 @@ class Scheduler(AsyncScheduler):
             "ahead": config.max_concurrent_batches - 1,
         }
 
-    def _own_table(self) -> Table:
-        """What the server was started with."""
-        fixed = (0, *[self.num_spec_tokens] * self.scheduler_config.max_num_seqs)
-        return Table(tuple(self.dynamic_sd_lookup or fixed))
+    def _unsafe(self) -> str:
+        """Why no table may be put in force in this server; empty where one may."""
+        ranks = self.vllm_config.parallel_config.data_parallel_size
+        if ranks > 1:
+            return (
+                f"vLLM with data parallelism (data_parallel_size {ranks}) cannot follow a policy: "
+                "its ranks would draft different numbers of tokens and wait for each other for "
+                "ever"
+            )
+        seats, most = self.scheduler_config.max_num_seqs, self.num_spec_tokens
+        try:
+            from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+            built = build_dynamic_sd_schedule_lookup(
+                [(1, seats, most)],
+                vllm_max_batch_size=seats,
+                vllm_num_speculative_tokens=most,
+            )
+            forms = [built, self.dynamic_sd_lookup]
+        except Exception as error:  # whatever a new version changed
+            return f"vLLM {vllm.__version__} lacks what sets its draft tokens: {error!r}"
+        if built is None or not all(form is None or _is_flat(form, seats) for form in forms):
+            return (
+                f"vLLM {vllm.__version__} keeps its draft tokens in another form than one number "
+                f"for each batch size; tested: {', '.join(VLLM.versions)}"
+            )
+        return ""
 
     def _pair(self) -> tuple[PairSpec, str]:
         """The pair that is served, and the draft that is loaded. Raises PairError where
@@ -202,6 +242,9 @@ class Scheduler(AsyncScheduler):
         return served_pair(target, loaded, "none" if method is None else "ngram")
 
     def _gammas(self, policy: AnyPolicy, draft: str) -> tuple[int, ...]:
+        """Tokens by batch size. Raises PolicyError for what this server cannot follow."""
+        if self.vllm_config.speculative_config is not None and (why := self._unsafe()):
+            raise PolicyError(why)
         most, seats = self.num_spec_tokens, self.scheduler_config.max_num_seqs
         return VLLM.gammas(policy, draft=draft, most=most, max_num_seqs=seats)
 
@@ -276,6 +319,15 @@ class Scheduler(AsyncScheduler):
             stop=(params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ()),
         )
         self._spectune.put(text, served.steps)
+
+
+def _is_flat(lookup: Any, seats: int) -> bool:
+    """Whether it has one whole number for each batch size, and one for 0."""
+    return (
+        isinstance(lookup, list)
+        and len(lookup) == seats + 1
+        and all(type(tokens) is int for tokens in lookup)
+    )
 
 
 def _finish(request: Request) -> Finish:

@@ -29,6 +29,8 @@ from spectune.traces.errors import EngineError
 
 HOST: Final = "127.0.0.1"
 DEPLOYMENT: Final = "execute"
+UNHEARD: Final = "nothing is recorded or followed: "
+"""How the reason begins, in a server's log, where our scheduler does nothing."""
 START_S: Final = 900.0
 """Seconds that a server may take to start: large models are read from disks and compiled for."""
 _ASK: Final = """
@@ -117,7 +119,7 @@ class Server:
 
     def start(self) -> None:
         """Starts it and waits until it answers. Raises EngineError with vLLM's reason where it ends
-        before."""
+        before, and where it serves without our scheduler's recording."""
         with socket.socket() as free:
             free.bind((HOST, 0))
             self.address = free.getsockname()
@@ -137,6 +139,9 @@ class Server:
                 self.close()
                 raise EngineError(f"vLLM did not start: {self.reason()}")
             time.sleep(0.1)
+        if failed := re.search(f"{UNHEARD}.*", self.log.read_text(errors="replace")):
+            self.close()
+            raise EngineError(f"vLLM serves without spectune: {failed[0][:300]}")
 
     def _answers(self) -> bool:
         try:

@@ -59,17 +59,23 @@ def vllm() -> None:
     "The draft that the server loads, or ngram; default: the pair's first.",
     metavar="NAME",
 )
-@option("--gamma-max", "Most tokens drafted in a step.", Whole(1, 64), default=8)
+@option("--gamma", "Tokens drafted until something is published.", Whole(1, 64), default=3)
+@option(
+    "--gamma-max",
+    "Most tokens that a published policy may draft; default: as --gamma.",
+    Whole(1, 64),
+)
 @option("--max-num-seqs", "Most requests in a step, as vLLM's option.", Whole(2), default=256)
 @option("--deployment", "Name of what it follows.", default="vllm", envvar="SPECTUNE_DEPLOYMENT")
 def command(**kw: Any) -> None:
     """Print the command line of a server that records its traffic and follows what is published.
 
-    The server then drafts what `policies activate POLICY --deployment vllm` puts in force, from the
-    next step on.
+    It drafts --gamma tokens until `policies activate POLICY --deployment vllm` publishes a policy,
+    and what that says from the next step on. A --gamma-max above --gamma needs a schedule by batch
+    size, with which vLLM captures other CUDA graphs from its start on (docs/engines.md).
 
     \b
-    Example:  cli.py engines vllm command --pair pair.json --draft-name small
+    Example:  cli.py engines vllm command --pair pair.json --draft-name small --gamma 3
     """
     from spectune.engines.vllm.command import line_of, server_arguments
     from spectune.optimizer.deployment import check_deployment
@@ -90,7 +96,11 @@ def command(**kw: Any) -> None:
     if root.get_parameter_source("db_url") is ParameterSource.ENVIRONMENT:
         del environment["SPECTUNE_DB"]  # it is there, and may hold a password
     arguments = server_arguments(
-        spec, draft=kw["draft"], most=kw["gamma_max"], max_num_seqs=kw["max_num_seqs"]
+        spec,
+        draft=kw["draft"],
+        gamma=kw["gamma"],
+        most=kw["gamma_max"],
+        max_num_seqs=kw["max_num_seqs"],
     )
     line = line_of(environment, arguments)
     made = {"pair": spec.id, "environment": environment, "arguments": list(arguments)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -100,9 +100,11 @@ def tokens_of(texts: Sequence[str]) -> list[list[int]]:
 
 
 @contextmanager
-def engine(folder: Path, draft: str) -> Iterator[Engine]:
+def engine(
+    folder: Path, draft: str, config: Mapping[str, object] | None = None
+) -> Iterator[Engine]:
     """An engine that loaded a draft of the demo pair, or looks up (``ngram``), recording into a new
-    database in ``folder``."""
+    database in ``folder``; without a speculative ``config`` that of our own servers."""
     spec, url = read_pair("demo"), str(folder / "vllm.db")
     os.environ |= {
         **{"SPECTUNE_DB": url, "SPECTUNE_PAIR": "demo", "SPECTUNE_DEPLOYMENT": "vllm"},
@@ -115,7 +117,9 @@ def engine(folder: Path, draft: str) -> Iterator[Engine]:
         max_num_seqs=SEATS,
         enforce_eager=True,
         enable_prefix_caching=False,
-        speculative_config=speculative_config(dict(spec.drafts).get(draft), MOST, SEATS),
+        speculative_config=dict(
+            config or speculative_config(dict(spec.drafts).get(draft), MOST, SEATS)
+        ),
         scheduler_cls=SCHEDULER,
         distributed_executor_backend="uni",  # vLLM's choice where there is one GPU
     )

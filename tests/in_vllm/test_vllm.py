@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +21,7 @@ from vllm.v1.spec_decode.ngram_proposer import (
 
 from spectune.demo.prompts import demo_workload
 from spectune.engines.abilities import VLLM
+from spectune.engines.vllm.command import initial_config
 from spectune.engines.vllm.prompt_lookup import LEAST
 from spectune.engines.vllm.prompt_lookup import MOST as LONGEST
 from spectune.engines.vllm.scheduler import Scheduler, _Served
@@ -213,6 +215,28 @@ def test_200_publications_while_8_clients_are_served_change_no_text(
     assert len({a.version for a in running.store.acknowledgements()} & set(published)) > 1
 
 
+def test_a_server_of_a_printed_command_starts_at_its_number_and_takes_a_policy(
+    tmp_path: Path,
+) -> None:
+    config = initial_config(dict(read_pair("demo").drafts)["small"], 4, 4)
+    with engine(tmp_path, "small", config) as running:
+        name, texts = running.run(PROMPTS[:8], 4)
+        assert drafted(running, name) == {4}
+        window = {"kind": "by_batch", "gamma": {"1": 3, "2": 1}}
+        assert running.answered(running.publish(window, "small")) == ("applied", "")
+        name, same = running.run(PROMPTS[:8], 4)
+        assert same == texts
+        assert drafted(running, name) == {1, 3}
+        status, reason = running.answered(running.publish({"kind": "fixed", "gamma": 5}, "small"))
+        assert (status, "at most 4 tokens, not 5" in reason) == ("refused", True)
+
+
+def drafted(running: Engine, name: str) -> set[int]:
+    """How many tokens the rounds of a run drafted, the prompts' left out."""
+    found = running.recorded(name, 8).requests
+    return {step.drafted for request in found for step in request.steps[1:]}
+
+
 def test_drafts_that_no_pair_names_are_not_recorded() -> None:
     config = SimpleNamespace(method="mtp", model="target")
     made = Scheduler.__new__(Scheduler)
@@ -225,10 +249,10 @@ def test_drafts_that_no_pair_names_are_not_recorded() -> None:
 
 def test_what_goes_wrong_while_rounds_are_noted_stops_no_server() -> None:
     made = Scheduler.__new__(Scheduler)
-    made._trouble, made._decoding = "", {"r": _Served()}
-    with made._noting():
+    made._failed, made._decoding = set(), {"r": _Served()}
+    with made._guarded():
         raise AttributeError("a vLLM that changed")
-    assert "a vLLM that changed" in made._trouble
+    assert made._failed == {AttributeError}
     assert not made._decoding
 
 
