@@ -108,6 +108,11 @@ def shown(url: URL) -> str:
     return hidden.render_as_string(hide_password=True).replace(quote_plus(_STARS), _STARS)
 
 
+def has_secret(url: URL) -> bool:
+    """Whether it holds a password, or another option that is secret."""
+    return any(True for _ in _secrets(url))
+
+
 def masked(url: URL, text: str) -> str:
     """``text`` without the secrets of ``url``, as they are and as a URL writes them."""
     forms = {

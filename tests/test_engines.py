@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from databases import put_in_force
 from doors import Door
 from synthetic import policy
 from waiting import eventually
 
+from spectune.cli import main
 from spectune.db import DatabaseError
 from spectune.engines.abilities import ENGINES, VLLM, engine_named
 from spectune.engines.serving import RECORDINGS_LIMIT, Place, Served, Table
@@ -166,6 +168,44 @@ def test_the_printed_command_starts_at_the_number_that_was_asked_for(
     told = door.call(*COMMAND, "--pair", tiny_pair, "--gamma", 4, "--gamma-max", 3)
     assert told.exit_code == 2
     assert "--gamma 4 is more than --gamma-max 3" in told.stderr
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["postgresql://user:h%40rd@db.local/traffic", "postgresql://user@db.local/x?password=h%40rd"],
+)
+@pytest.mark.parametrize("typed", [True, False])
+def test_the_printed_command_names_the_variable_that_holds_a_password(
+    tiny_pair: Path, monkeypatch: pytest.MonkeyPatch, url: str, typed: bool
+) -> None:
+    if typed:
+        monkeypatch.delenv("SPECTUNE_DB", raising=False)
+    else:
+        monkeypatch.setenv("SPECTUNE_DB", url)
+    told = CliRunner().invoke(
+        main, [*(("--db", url) if typed else ()), *COMMAND, "--pair", str(tiny_pair), "--json"]
+    )
+    assert told.exit_code == 0, told.output
+    assert "h%40rd" not in told.output
+    assert "h@rd" not in told.output
+    assert json.loads(told.stdout)["line"].startswith('SPECTUNE_DB="$SPECTUNE_DB" SPECTUNE_PAIR=')
+    assert ("export SPECTUNE_DB='postgresql://user" in told.stderr) is typed
+
+
+def test_the_printed_command_reaches_the_environments_database(
+    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From whatever folder it is started."""
+    monkeypatch.chdir(tmp_path)
+    for named, reached in (
+        ("served.db", str(tmp_path / "served.db")),
+        ("sqlite:///served.db", str(tmp_path / "served.db")),
+        ("postgresql://user@db.local/traffic", "postgresql://user@db.local/traffic"),
+    ):
+        monkeypatch.setenv("SPECTUNE_DB", named)
+        told = CliRunner().invoke(main, [*COMMAND, "--pair", str(tiny_pair)])
+        assert told.exit_code == 0, told.output
+        assert f"SPECTUNE_DB={reached}" in shlex.split(told.stdout)
 
 
 def test_an_engine_that_is_not_known_is_named() -> None:

@@ -4,6 +4,7 @@ draft tokens that are named in it."""
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -70,6 +71,9 @@ def server_arguments(
 
 
 def line_of(environment: Mapping[str, str], arguments: Sequence[str]) -> str:
-    """One line to paste."""
-    set_first = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+    """One line to paste. A value of ``$NAME`` is that variable's where it is pasted."""
+    set_first = [
+        f'{name}="{value}"' if re.fullmatch(r"\$[A-Z_]+", value) else f"{name}={shlex.quote(value)}"
+        for name, value in environment.items()
+    ]
     return " ".join([*set_first, *map(shlex.quote, arguments)])

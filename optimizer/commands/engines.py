@@ -11,8 +11,8 @@ from click.core import ParameterSource
 from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import option
 from spectune.optimizer.commands.options import Whole
-from spectune.optimizer.commands.printing import Group, emit, json_option, table
-from spectune.optimizer.commands.shared import pair_spec
+from spectune.optimizer.commands.printing import Group, emit, json_option, note, table
+from spectune.optimizer.commands.shared import database_url, pair_spec
 
 
 @click.group(invoke_without_command=True)
@@ -74,6 +74,8 @@ def command(**kw: Any) -> None:
     and what that says from the next step on. A --gamma-max above --gamma needs a schedule by batch
     size, with which vLLM captures other CUDA graphs from its start on (docs/engines.md).
 
+    A password in the database's URL is not printed: the line names the variable SPECTUNE_DB.
+
     \b
     Example:  cli.py engines vllm command --pair pair.json --draft-name small --gamma 3
     """
@@ -86,15 +88,13 @@ def command(**kw: Any) -> None:
             "--target: the server reads its pair from a file; write a pair file and name it "
             "by --pair"
         )
-    pair, root = kw["pair"], click.get_current_context().find_root()
+    pair = kw["pair"]
     spec = pair_spec(kw)
     environment = {
-        "SPECTUNE_DB": root.obj if "://" in root.obj else str(Path(root.obj).absolute()),
+        "SPECTUNE_DB": _database(),
         "SPECTUNE_PAIR": pair if pair == "demo" else str(Path(pair).absolute()),
         "SPECTUNE_DEPLOYMENT": check_deployment(kw["deployment"]),
     }
-    if root.get_parameter_source("db_url") is ParameterSource.ENVIRONMENT:
-        del environment["SPECTUNE_DB"]  # it is there, and may hold a password
     arguments = server_arguments(
         spec,
         draft=kw["draft"],
@@ -105,3 +105,20 @@ def command(**kw: Any) -> None:
     line = line_of(environment, arguments)
     made = {"pair": spec.id, "environment": environment, "arguments": list(arguments)}
     emit({**made, "line": line}, line)
+
+
+def _database() -> str:
+    """The database as a server anywhere on this machine reaches it; where its URL holds a password,
+    the variable that is to hold it."""
+    from spectune.db.urls import has_secret, parse_url, shown
+
+    text = database_url()
+    url = parse_url(text)
+    if url.get_backend_name() == "sqlite":
+        return str(Path(str(url.database)).absolute())
+    if not has_secret(url):
+        return text
+    source = click.get_current_context().find_root().get_parameter_source("db_url")
+    if source is not ParameterSource.ENVIRONMENT:
+        note(f"set SPECTUNE_DB first, with the password: export SPECTUNE_DB='{shown(url)}'")
+    return "$SPECTUNE_DB"
