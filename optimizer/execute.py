@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from spectune.optimizer.texts import ComparedTexts
 from spectune.optimizer.timings import Expected, Timings
 from spectune.runtime.cuda.graphs import prepare_graphs
 from spectune.runtime.decoder import Decoded, Decoder, prepare_for
@@ -147,14 +148,18 @@ def outcome(policy: str, decoded: Sequence[Decoded]) -> Outcome:
 @dataclass(frozen=True)
 class Comparison:
     """Policies executed on the same requests in interleaved blocks, ``outcomes`` by policy id.
-    ``texts_differ`` counts requests whose tokens were not equal under every policy: 0 unless
-    arithmetic is of low precision. ``timings`` has every execution, ``survivors`` the policies that
-    a race did not drop."""
+    ``texts`` are the requests, of which those differ whose tokens were not equal in every
+    execution: none unless arithmetic is of low precision. ``timings`` has every execution,
+    ``survivors`` the policies that a race did not drop."""
 
     outcomes: dict[str, Outcome]
-    texts_differ: int
+    texts: ComparedTexts
     timings: Timings
     survivors: tuple[str, ...]
+
+    @property
+    def texts_differ(self) -> int:
+        return self.texts.differ
 
 
 BLOCK = 4
@@ -240,22 +245,33 @@ class Executor:
             )
         # Of every execution, by policy and request: what it did, and seconds to the first token.
         self._ran: dict[str, dict[int, list[tuple[Counts, float]]]] = {p: {} for p in self.policies}
-        self._texts: list[set[tuple[int, ...]]] = [set() for _ in encoded.items]
+        # By request, of every execution: the policy's id and the tokens.
+        self._texts: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in encoded.items]
+        self._dtype = str(pair.target.dtype).removeprefix("torch.")
 
     def __call__(self, policy_id: str, n: int) -> float:
         """Its seconds."""
         item, request = self.encoded.items[n]
         decoded = self._decoders[policy_id].decode(request, item.category)
         steps, seconds = decoded.steps, decoded.seconds
-        self._texts[n].add(tuple(decoded.trajectory.output_ids.tolist()))
+        self._texts[n].append((policy_id, tuple(decoded.trajectory.output_ids.tolist())))
         ran = self._ran[policy_id].setdefault(n, [])
         ran.append((counts_of(steps, seconds), first_token_s(steps, seconds)))
         return seconds
 
     @property
-    def texts_differ(self) -> int:
-        """Requests whose tokens were not equal under every policy."""
-        return sum(len(t) > 1 for t in self._texts)
+    def texts(self) -> ComparedTexts:
+        """Requests that were executed more than once, beside autoregression executed again."""
+        found = [[text for _, text in ran] for ran in self._texts if len(ran) > 1]
+        plain = [[text for name, text in ran if name == AUTOREGRESSIVE.id] for ran in self._texts]
+        again = [texts for texts in plain if len(texts) > 1]
+        return ComparedTexts(
+            sum(len(set(texts)) > 1 for texts in found),
+            len(found),
+            self._dtype,
+            sum(len(set(texts)) > 1 for texts in again),
+            len(again),
+        )
 
     def race(self, **how: Any) -> Comparison:
         """Executes all in a race, so that most of the time goes to telling the fastest apart;
@@ -275,4 +291,4 @@ class Executor:
                 first_s = float(np.median([first for _, first in ran]))
                 rows.append(RequestOutcome(item.id, item.category, counts, first_s))
             outcomes[name] = Outcome(policy.label(), "executed", tuple(rows))
-        return Comparison(outcomes, self.texts_differ, timings, tuple(survivors))
+        return Comparison(outcomes, self.texts, timings, tuple(survivors))

@@ -16,6 +16,7 @@ from spectune.engines.start import start
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.on_engine import execute
 from spectune.optimizer.simulate.load import Objective, Served
+from spectune.optimizer.texts import ComparedTexts
 from spectune.optimizer.under_load import Found, Scored, UnderLoad
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
@@ -30,13 +31,13 @@ MOST_PASSES: Final = 9
 @dataclass(frozen=True)
 class Executed:
     """A policy on the engine: what was ``predicted`` of it by load (nothing where too little was
-    recorded for that), and what was ``served``, one for each time. ``differ``: texts that were
-    others than the recorded."""
+    recorded for that), and what was ``served``, one for each time. ``texts`` are compared with the
+    recorded, at temperature 0."""
 
     policy: Policy
     predicted: Mapping[str, Served]
     served: Mapping[str, tuple[Served, ...]]
-    differ: int
+    texts: ComparedTexts
 
     def median(self, name: str) -> Served:
         """Of an odd number of executions the one of median tokens per second, of an even one the
@@ -59,7 +60,7 @@ class Executed:
         return {
             "policy_id": self.policy.id,
             "label": self.policy.label(),
-            "texts_differ": self.differ,
+            "texts": self.texts.to_json(),
             "loads": loads,
         }
 
@@ -118,7 +119,7 @@ def execute_all(
     served: dict[tuple[str, str], list[Served]] = {
         (s.policy.id, name): [] for s in those for name in lab.loads
     }
-    differ = dict.fromkeys((s.policy.id for s in those), 0)
+    found = {s.policy.id: _Texts(s.policy, texts) for s in those}
     for draft, group in passes * list(groups.items()):
         most = max(1, *(s.policy.gamma_max for s in group))
         wanted = Wanted(draft, most, lab.rules.max_num_seqs, longest, threads)
@@ -128,14 +129,14 @@ def execute_all(
                 answered = list(execute(running, prompts, policy, load, options))
                 served[policy.id, name].append(served_of(answered))
                 if options.sampling.greedy:
-                    differ[policy.id] += sum(_differs(done, texts) for done in answered)
+                    found[policy.id].add(name, answered, running.runs_on["dtype"])
                 progress("execute", sum(map(len, served.values())), passes * len(served))
     return [
         Executed(
             s.policy,
             s.served,
             {name: tuple(served[s.policy.id, name]) for name in lab.loads},
-            differ[s.policy.id],
+            found[s.policy.id].compared,
         )
         for s in those
     ]
@@ -159,10 +160,29 @@ def _texts(lab: UnderLoad) -> list[Trajectory]:
     return texts
 
 
-def _differs(done: Answered, texts: Sequence[Trajectory]) -> bool:
-    """Whether a numbered request's text is another than the recorded."""
-    recorded = texts[int(done.trajectory.request_id) % len(texts)]
-    return not np.array_equal(recorded.output_ids, done.trajectory.output_ids)
+class _Texts:
+    """A policy's texts beside those recorded; autoregression's also beside those of its first
+    execution under the same load."""
+
+    def __init__(self, policy: Policy, recorded: Sequence[Trajectory]) -> None:
+        self.compared = ComparedTexts(0, 0, "", batch="under the same load")
+        self._plain = not (policy.speculates and policy.gamma_max)
+        self._recorded = recorded
+        self._first: dict[tuple[str, int], Any] = {}
+
+    def add(self, load: str, answered: Sequence[Answered], dtype: str) -> None:
+        differ = repeats_differ = repeats = 0
+        for done in answered:
+            number, ids = int(done.trajectory.request_id), done.trajectory.output_ids
+            differ += not np.array_equal(
+                ids, self._recorded[number % len(self._recorded)].output_ids
+            )
+            if self._plain:
+                first = self._first.setdefault((load, number), ids)
+                repeats += first is not ids
+                repeats_differ += not np.array_equal(ids, first)
+        one = ComparedTexts(differ, len(answered), dtype, repeats_differ, repeats)
+        self.compared = replace(self.compared + one, dtype=dtype)
 
 
 def _whole(rest: Trajectory) -> Trajectory:

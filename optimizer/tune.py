@@ -46,6 +46,7 @@ from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import Ranks
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.optimizer.spaces import ShortlistLimit, TreeLimit, transformers_heuristic
+from spectune.optimizer.texts import ComparedTexts
 from spectune.optimizer.verdict import Candidate, Tuned, candidates_of, fastest_of, verdict
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
@@ -281,7 +282,7 @@ class Tuning:
     executed: list[Candidate] = field(init=False)
     winner: Candidate = field(init=False)
     confirmed: Confirmation | None = None
-    texts_differ: int = 0
+    texts: ComparedTexts = field(init=False)
 
     @property
     def drafts(self) -> tuple[str, ...]:
@@ -604,7 +605,7 @@ class Tuning:
             prediction_spread(profile, trees=wanted.tree_size[0] > 0),
         )
         self.winner = next(c for c in self.executed if c.policy.id == fastest.id)
-        self.texts_differ = self.compared.texts_differ
+        self.texts = self.compared.texts
 
     def confirm(self) -> None:
         """The race's winner and the incumbent alone, on requests that nothing was fitted to or
@@ -625,7 +626,7 @@ class Tuning:
             passes=passes,
             progress=lambda done, total: self.progress("confirm", done, total),
         )
-        self.texts_differ += executor.texts_differ
+        self.texts += executor.texts
 
     def conclude(self) -> Tuned:
         """What was found, published if it is to take the place of what is in force. Stores what the
@@ -644,7 +645,7 @@ class Tuning:
             recording=self.recording,
             profile=self.profile.id,
             study=self.study_id,
-            texts_differ=self.texts_differ,
+            texts=self.texts,
             test_requests=max(len(c.executed.per_request) for c in self.executed),
             search_requests=len(self.parts.search),
             trials=len(self.study.trials),

@@ -12,6 +12,7 @@ from typing import Any
 from spectune.optimizer.confirm import Confirmation
 from spectune.optimizer.execute import Comparison
 from spectune.optimizer.search import TIE, complexity
+from spectune.optimizer.texts import ComparedTexts
 from spectune.optimizer.timings import Timings, finite
 from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, Policy
 from spectune.traces.sanity import Sanity
@@ -85,7 +86,7 @@ class Tuned:
     recording: str
     profile: str
     study: str
-    texts_differ: int
+    texts: ComparedTexts
     test_requests: int
     search_requests: int
     trials: int
@@ -156,7 +157,7 @@ class Tuned:
             "search_requests": self.search_requests,
             "test_requests": self.test_requests,
             "trials": self.trials,
-            "texts_differ": self.texts_differ,
+            "texts": self.texts.to_json(),
             "beyond_the_recording": dict(self.beyond),
             "left_out": dict(self.left_out),
             "workload": self.workload.to_json(),

@@ -310,7 +310,7 @@ def test_what_is_best_under_load_is_executed_beside_its_prediction(recorded: Tra
     texts = recorded.load(told["recording"]).trajectories[:4]
     tokens = sum(len(text.output_ids) for text in texts)
     for one in told["executed"]:
-        assert one["texts_differ"] == 0
+        assert one["texts"]["differ"] == 0
         assert [load["load"] for load in one["loads"]] == ["clients:1", "clients:3"]
         for load in one["loads"]:
             measured = load["measured"]

@@ -11,6 +11,7 @@ from synthetic import policy
 
 from spectune.optimizer.commands.printing import Meter, emit
 from spectune.optimizer.report.tables import evidence_table, outcome_table, rows_table, score_table
+from spectune.optimizer.texts import ComparedTexts
 from spectune.optimizer.verdict import Candidate, Tuned
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.traces.schema import Counts, Outcome, RequestOutcome
@@ -40,8 +41,8 @@ def tuned(winner: Candidate, incumbent: Candidate, *candidates: Candidate) -> Tu
     """The results of a tuning that published nothing."""
     return Tuned(
         winner, incumbent, candidates, "rec-1", "prof-1", "study-1",
-        texts_differ=0, test_requests=4, search_requests=6, trials=9, published=None,
-        reason="said why",
+        texts=ComparedTexts(0, 4, "float32"), test_requests=4, search_requests=6, trials=9,
+        published=None, reason="said why",
     )  # fmt: skip
 
 
@@ -55,7 +56,10 @@ SLOWER = candidate("finalist 2", DROPPED, [0.6, 0.6], 1.667, (0.83, 0.8, 0.86), 
 def test_the_evidence_compares_policies_that_were_not_executed_on_the_same_requests() -> None:
     """A policy that was dropped after two easy requests has the most tokens/s, and is not the
     fastest."""
-    lines = printed(evidence_table(tuned(WINNER, PLAIN, WINNER, SLOWER, PLAIN))).splitlines()
+    text = printed(evidence_table(tuned(WINNER, PLAIN, WINNER, SLOWER, PLAIN)))
+    same = "0 of 4 texts differ (float32; autoregression was not repeated)"
+    assert same in " ".join(text.split())
+    lines = text.splitlines()
     rows = [
         [cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")
     ]

@@ -328,7 +328,7 @@ def test_tune_fits_and_executes_shortlists_where_they_may_win(
         assert len(routers) == 1 + FOLDS
     else:
         assert (said["searched"], executed, routers) == ({}, {"full"}, ())
-    assert tuned.texts_differ == 0
+    assert tuned.texts.differ == 0
 
 
 def test_a_chooser_is_raced_where_it_is_predicted_to_gain(
@@ -352,4 +352,4 @@ def test_a_chooser_is_raced_where_it_is_predicted_to_gain(
     assert tuned.incumbent.policy == incumbent
     for candidate in raced.values():
         assert candidate.predicted.total.rounds == candidate.executed.total.rounds
-    assert tuned.texts_differ == 0
+    assert tuned.texts.differ == 0

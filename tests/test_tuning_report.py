@@ -20,6 +20,7 @@ from spectune.optimizer.execute import Comparison
 from spectune.optimizer.report.evidence import evidence_document
 from spectune.optimizer.report.tuning import TuningReport, page
 from spectune.optimizer.report.words import closing, policy_in_words, verdict_in_words
+from spectune.optimizer.texts import ComparedTexts
 from spectune.optimizer.timings import Timings
 from spectune.optimizer.verdict import Candidate
 from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
@@ -178,7 +179,7 @@ def document(found: dict[str, Any]) -> dict[str, Any]:
         DROPPED.id: np.array([[0.6, nan], [0.6, nan], [nan, nan], [nan, nan]]),
         AUTOREGRESSIVE.id: np.array([[1.0, nan], [1.0, nan], [3.0, nan], [3.0, nan]]),
     }
-    compared = Comparison({}, 0, Timings(seconds), (FAST.id,))
+    compared = Comparison({}, ComparedTexts(0, 0, "float32"), Timings(seconds), (FAST.id,))
     texts = [f"t{i} " for i in range(9)]
     made = results(WINNER, PLAIN, WINNER, BEHIND, PLAIN, replace(PLAIN, role="incumbent"))
     rounds = {

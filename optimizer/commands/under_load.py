@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from spectune.optimizer.executed_load import Executed
     from spectune.optimizer.proven_load import Proof
     from spectune.optimizer.simulate.load import Objective, Served
+    from spectune.optimizer.texts import ComparedTexts
     from spectune.optimizer.under_load import Found, Scored, UnderLoad
     from spectune.runtime.pair import PairSpec
     from spectune.runtime.policies.document import AnyPolicy, Policy
@@ -189,11 +190,18 @@ class Proved(NamedTuple):
     published: Publication | None
     reason: str
 
+    @property
+    def texts(self) -> ComparedTexts:
+        """Of all that were executed."""
+        first, *others = (one.texts for one in self.executed)
+        return sum(others, start=first)
+
     def to_json(self, level: Objective) -> dict[str, Any]:
         over = self.place.over
         return {
             "kind": "executed",
             "executed": [one.to_json(level) for one in self.executed],
+            "texts": self.texts.to_json(),
             "incumbent": {
                 "version": over and over.version,
                 "id": self.proof.incumbent.id,
@@ -290,7 +298,7 @@ def show_search(searched: Searched, place: Place, proved: Proved | None) -> None
     if proved is not None:
         executed = [_beside(one, name) for name in lab.loads for one in proved.executed]
         emit(None, table(executed, title="executed beside predicted"))
-        say(f"texts that differ from those recorded: {sum(one.differ for one in proved.executed)}")
+        say(f"Beside those recorded: {proved.texts}")
     say(
         f"\n{found.simulated} policies simulated. Best over these loads together: "
         f"{found.table.policy.label()}"

@@ -115,8 +115,7 @@ def evidence_table(tuned: Tuned) -> RenderableType:
         )
     notes = [
         f"{tuned.trials} policies replayed on {tuned.search_requests} requests, {len(unique)} "
-        f"executed on {tuned.test_requests} others; "
-        f"requests whose text differed between policies: {tuned.texts_differ}",
+        f"executed on {tuned.test_requests} others; between executions {tuned.texts}",
         prediction_in_words(tuned.prediction),
     ]
     dropped = (c for c in unique.values() if not c.left)
