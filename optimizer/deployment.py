@@ -11,8 +11,10 @@ from spectune.traces.errors import PolicyError
 from spectune.traces.text import check_name, shortened
 
 if TYPE_CHECKING:
+    from spectune.runtime.policies.document import AnyPolicy
     from spectune.traces.schema import Sampling, Trajectory, Verifier
     from spectune.traces.store import Publication
+    from spectune.traces.store.publications import Acknowledgement
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,26 @@ def deployment_of(engine: str) -> str:
     from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
 
     return DEFAULT_DEPLOYMENT if engine == "native" else engine
+
+
+def refusal(deployment: str, policy: AnyPolicy) -> str:
+    """Why the engine whose deployment it is cannot run a policy; empty where it can, and where no
+    engine has the deployment's name."""
+    from spectune.engines.abilities import ENGINES
+
+    try:
+        if deployment in ENGINES:
+            ENGINES[deployment].runs(policy)
+    except PolicyError as error:
+        return f"deployment {deployment}: {error}"
+    return ""
+
+
+def answers_in_words(answers: Iterable[Acknowledgement]) -> str:
+    """What servers did with a publication, each once, the newest of its answers."""
+    newest = {answer.node: answer for answer in answers}
+    said = [f"{a.node} {a.status}{a.reason and f': {a.reason}'}" for a in newest.values()]
+    return "; ".join(said) or "nobody has applied it yet"
 
 
 def tuned_for(sampling: Sampling, verifier: Verifier) -> dict[str, Any]:

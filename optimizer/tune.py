@@ -21,7 +21,7 @@ from spectune.db.errors import CorruptedChunkError, StaleVersionError
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.ceiling import tree_ceiling
 from spectune.optimizer.confirm import RACE_SHARE, Confirmation, confirm, left_s, planned, said_of
-from spectune.optimizer.deployment import sampling_of, tunes_over
+from spectune.optimizer.deployment import refusal, sampling_of, tunes_over
 from spectune.optimizer.execute import Comparison, DecodeOptions, Executor, encode_recorded
 from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact, predictions
 from spectune.optimizer.fit.on_the_fly import read_prompts
@@ -660,7 +660,10 @@ class Tuning:
         )
         with wanted.publishing(tuned):
             store.put_policy(chosen.policy.id, chosen.policy.spelled_out(), chosen.policy.label())
-            if replaces and wanted.publish:
+            refused = refusal(wanted.deployment, chosen.policy)
+            if replaces and wanted.publish and refused:
+                tuned = replace(tuned, refused=refused)
+            elif replaces and wanted.publish:
                 tuned = self.published(tuned)
         with wanted.publishing(tuned):
             store.put_artifact(

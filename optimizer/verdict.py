@@ -76,9 +76,9 @@ class Tuned:
     """What a tuning found and did. ``published`` is the new publication, None when the incumbent
     stays (``reason`` says why), or version ``superseded_by`` that came into force meanwhile;
     ``confirmed`` is what the race's winner was against the incumbent on requests held out, None
-    where that is the incumbent; ``beyond`` is :meth:`optimizer.search.Study.left_out`;
-    ``left_out``: trees that were not tried, and why; ``common_factor``:
-    :func:`optimizer.profiles.common_factor` of the race."""
+    where that is the incumbent; ``refused``: why the deployment's engine cannot run it; ``beyond``
+    is :meth:`optimizer.search.Study.left_out`; ``left_out``: trees that were not tried, and why;
+    ``common_factor``: :func:`optimizer.profiles.common_factor` of the race."""
 
     winner: Candidate
     incumbent: Candidate
@@ -98,6 +98,7 @@ class Tuned:
     left_out: Mapping[str, str] = field(default_factory=dict)
     workload: Sanity = field(default_factory=Sanity)
     superseded_by: int | None = None
+    refused: str = ""
     common_factor: float = 1.0
 
     @property
@@ -151,6 +152,7 @@ class Tuned:
             "published": self.published and self.published.told(),
             "reason": self.reason,
             "superseded_by": self.superseded_by,
+            "refused": self.refused or None,
             "recording": self.recording,
             "profile": self.profile,
             "study": self.study,

@@ -222,3 +222,48 @@ def test_an_engine_follows_the_deployment_of_its_name(
         told = door.call(command, "--engine", engine, "--pair", "demo", "--limit", 1, *named)
         assert where in told.stderr
         assert "not started here" in told.stderr
+
+
+TREE = '{"draft": "near", "growth": {"kind": "top_k"}}'
+
+
+def test_what_a_deployments_engine_cannot_run_is_not_published(
+    tmp_path: Path, tiny_pair: Path
+) -> None:
+    door, of = Door(str(tmp_path / "x.db")), ("--pair", tiny_pair, "--device", "cpu")
+    vllm = (*of, "--deployment", "vllm")
+    refused = door.refused("policies", "activate", TREE, *vllm)
+    assert "deployment vllm: vLLM cannot run trees" in refused
+    door.json("policies", "activate", TREE, *of, "--deployment", "canary")
+    refused = door.refused("policies", "activate", "active", "--from", "canary", *vllm)
+    assert "vLLM cannot run trees" in refused
+    assert door.json("policies", "list", *vllm)["publications"] == []
+
+
+def test_what_servers_did_with_a_publication_is_told(tmp_path: Path, tiny_pair: Path) -> None:
+    door, of = Door(str(tmp_path / "x.db")), ("--pair", tiny_pair, "--device", "cpu")
+    told = door.call("policies", "activate", json.dumps(fixed(2).spelled_out()), *of)
+    assert told.exit_code == 0
+    assert "is published in deployment default; nobody has applied it yet" in " ".join(
+        told.stdout.split()
+    )
+    assert "in force" not in told.output
+    (row,) = door.json("policies", "deployments")["deployments"]
+    assert row["servers"] == []
+    assert "nobody has" in " ".join(door.call("policies", "deployments").stdout.split())
+    with opened(tmp_path / "x.db") as store:
+        store.acknowledge(1, "east", "applied")
+        store.acknowledge(1, "west", "refused", "it loaded another draft")
+    (row,) = door.json("policies", "deployments")["deployments"]
+    assert [(s["server"], s["status"], s["reason"]) for s in row["servers"]] == [
+        ("east", "applied", ""),
+        ("west", "refused", "it loaded another draft"),
+    ]
+    wide = door.call("policies", "deployments", env={"COLUMNS": "300"}).stdout
+    assert "east applied; west refused: it loaded another draft" in wide
+    back = door.json("policies", "activate", json.dumps(fixed(3).spelled_out()), *of)
+    assert back["servers"] == []
+    told = door.call("policies", "rollback", *of)
+    assert "is published again in deployment default; nobody has applied it yet" in " ".join(
+        told.stdout.split()
+    )

@@ -757,7 +757,7 @@ def test_what_is_proved_by_execution_is_published(server: Door) -> None:
     assert kept.sampling["temperature"] == 0
     again = " ".join(server.call(*asked, f"{needs}s").output.split())
     assert (
-        f"nothing executed is better than {kept.label}. In force in deployment vllm"
+        f"nothing executed is better than {kept.label}. Published before in deployment vllm"
         in again
     )
     assert f"version 1, {kept.label}, stays." in again

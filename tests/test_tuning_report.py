@@ -77,12 +77,12 @@ def test_policies_in_words(document: dict[str, Any], words: str) -> None:
 CONFIRMED = {"id": FAST.id, "ratio": 1.02, "interval": [0.97, 1.07], "level": 0.99, "requests": 7}
 HELD = {"confirmed": CONFIRMED, "confirm_requests": 7}
 LATE = "version 7 came into force meanwhile and was not compared, so it stays"
-CLOSING = "# decodes with what is in force\ncli.py run --policy active"
+CLOSING = "# decodes with what is published\ncli.py run --policy active"
 
 
 def last_lines(found: dict[str, Any]) -> str:
     """What ``tune`` ends with, on one line; each line of text is within 80 columns."""
-    commands = [("cli.py run --policy active", "decodes with what is in force")]
+    commands = [("cli.py run --policy active", "decodes with what is published")]
     text = closing(found, "for pair demo on cpu", commands)
     assert max(map(len, text.splitlines())) < 80
     assert text.endswith(f"\n{CLOSING}")
@@ -94,7 +94,8 @@ def last_lines(found: dict[str, Any]) -> str:
     [
         (
             tuned(WINNER, PLAIN, **PUBLISHED),
-            "In force now for pair demo on cpu, as version 3: small drafts 4 tokens a round. It "
+            "Published for pair demo on cpu, as version 3: small drafts 4 tokens a round "
+            "(`policies deployments` shows who applied it). It "
             "decodes 1.60 times as fast as decoding without a draft (95% interval 1.60 to 1.60): "
             "80 tokens/s on 4 requests",
         ),
@@ -125,7 +126,8 @@ def last_lines(found: dict[str, Any]) -> str:
         ),
         (
             tuned(PLAIN, PLAIN, published={"version": 1, "policy": AUTOREGRESSIVE.id}),
-            "In force now for pair demo on cpu, as version 1: no draft, one token a round. Nothing "
+            "Published for pair demo on cpu, as version 1: no draft, one token a round "
+            "(`policies deployments` shows who applied it). Nothing "
             "executed",
         ),
     ],

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from spectune.runtime.pair import PairSpec
     from spectune.runtime.policies.document import AnyPolicy
     from spectune.traces.store import Publication, TraceStore
+    from spectune.traces.store.publications import Acknowledgement
 
 
 ABOUT = ("policy", "label", "temperature", "created_at")
@@ -51,17 +52,38 @@ def _policies(spec: PairSpec, kw: dict[str, Any], *names: str) -> list[AnyPolicy
 
 @policies.command("deployments")
 def policies_deployments() -> None:
-    """What is in force, where: a line for every deployment, pair and device.
+    """What is published, where, and what each server did with it: a line for every deployment, pair
+    and device. A server that refuses goes on with the last policy that it applied.
 
     \b
     Example:  cli.py policies deployments
     """
+    from spectune.optimizer.deployment import answers_in_words
+
     with open_store(create=False) as store:
         names = {pair.id: pair.name for pair in store.list_pairs()}
-        rows = [_row(published, names) for published in store.in_force()]
-    told = [{**row, "pair": f"{row['pair']} ({row['pair_id']})"} for row in rows]
-    columns = ("deployment", "pair", "device", "version", *ABOUT)
-    emit({"deployments": rows}, table(told, columns, "in force"))
+        newest = [(p, store.acknowledgements(p.version)) for p in store.in_force()]
+    rows = [
+        {**_row(published, names), "servers": _servers(answers)} for published, answers in newest
+    ]
+    told = [
+        {
+            **row,
+            "pair": f"{row['pair']} ({row['pair_id']})",
+            "servers": answers_in_words(answers),
+        }
+        for row, (_, answers) in zip(rows, newest, strict=True)
+    ]
+    columns = ("deployment", "pair", "device", "version", *ABOUT, "servers")
+    emit({"deployments": rows}, table(told, columns, "published"))
+
+
+def _servers(answers: Iterable[Acknowledgement]) -> list[dict[str, Any]]:
+    """What each server did with a publication, the newest of its answers."""
+    return [
+        {"server": a.node, "status": a.status, "reason": a.reason, "at": a.at.isoformat()}
+        for a in {a.node: a for a in answers}.values()
+    ]
 
 
 @policies.command("list")
@@ -199,7 +221,9 @@ def policies_diff(left: str, right: str, **kw: Any) -> None:
 def policies_activate(
     policy_name: str, reason: str | None, source: str | None, deployment: str, **kw: Any
 ) -> None:
-    """Publish a policy: running decoders of the deployment take it up between two rounds.
+    """Publish a policy: running decoders of the deployment take it up between two rounds, and
+    `policies deployments` shows who did. In a deployment of an engine's name what that engine
+    cannot run is refused.
 
     A policy that was tuned keeps what sampling it was tuned for.
 
@@ -222,9 +246,13 @@ def policies_activate(
             )
         policy = policy_named(store, policy_name, spec.id, device, source or deployment)
         from spectune.optimizer.artifacts import fitted
+        from spectune.optimizer.deployment import refusal
         from spectune.runtime.policies.prepare import prepare
+        from spectune.traces.errors import PolicyError
 
         # What every runtime would refuse later is refused now.
+        if why := refusal(deployment, policy):
+            raise PolicyError(why)
         profile = store.profile_of(spec.id, device)
         prepare(policy, spec.draft_names, profile=profile, artifacts=fitted(store, spec.id))
         store.put_pair(spec.id, spec.name, spec.to_json())
@@ -240,23 +268,30 @@ def policies_activate(
             sampling=next(tuned, None),
             reason=reason or (f"promoted from {source}" if source else "activated by hand"),
         )
-    _emit_published(published, "is in force")
+        _emit_published(store, published, "is published")
 
 
-def _emit_published(published: Publication, verb: str) -> None:
+def _emit_published(store: TraceStore, published: Publication, verb: str) -> None:
+    from spectune.optimizer.deployment import answers_in_words
+
+    answers = store.acknowledgements(published.version)
     said = f"version {published.version}: {published.label} {verb} in deployment"
-    emit(published.told(), f"{said} {published.deployment}")
+    emit(
+        {**published.told(), "servers": _servers(answers)},
+        f"{said} {published.deployment}; {answers_in_words(answers)}",
+    )
 
 
-def _holds_a_policy(publication: Publication) -> bool:
+def _can_return(publication: Publication) -> bool:
+    """Whether it holds a policy, and one that the deployment's engine can run."""
+    from spectune.optimizer.deployment import refusal
     from spectune.optimizer.inputs import published_policy
     from spectune.traces.errors import PolicyError
 
     try:
-        published_policy(publication)
+        return not refusal(publication.deployment, published_policy(publication))
     except PolicyError:
         return False
-    return True
 
 
 @policies.command("rollback")
@@ -264,11 +299,13 @@ def _holds_a_policy(publication: Publication) -> bool:
 @opts.place
 def policies_rollback(to: int | None, deployment: str, **kw: Any) -> None:
     """Publish an earlier policy of the deployment again. Nothing is erased: the rollback is a new
-    version. Publications that hold no policy are passed over.
+    version. Publications that hold no policy, or none that the deployment's engine can run, are
+    passed over.
 
     \b
     Example:  cli.py policies rollback
     """
+    from spectune.optimizer.deployment import refusal
     from spectune.optimizer.inputs import published_policy
     from spectune.traces.errors import PolicyError
 
@@ -278,9 +315,12 @@ def policies_rollback(to: int | None, deployment: str, **kw: Any) -> None:
         found = store.list_publications(pair_id, device, deployment)
         if to is None:
             others = (p for p in found[1:] if p.policy_id != found[0].policy_id)
-            earlier = next(filter(_holds_a_policy, others), None)
-        elif earlier := next((p for p in found if p.version == to), None):
-            published_policy(earlier)  # refused here as every runtime would
+            earlier = next(filter(_can_return, others), None)
+        else:
+            earlier = next((p for p in found if p.version == to), None)
+            # What every runtime would refuse is refused here.
+            if earlier and (why := refusal(deployment, published_policy(earlier))):
+                raise PolicyError(why)
         if earlier is None:
             raise PolicyError(
                 f"deployment {deployment} has no earlier policy to go back to {where}; "
@@ -299,7 +339,7 @@ def policies_rollback(to: int | None, deployment: str, **kw: Any) -> None:
             reason=f"rollback of version {found[0].version} to {earlier.version}",
             expected=found[0].version,
         )
-    _emit_published(published, "is in force again")
+        _emit_published(store, published, "is published again")
 
 
 @policies.command("export")

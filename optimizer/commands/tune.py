@@ -259,11 +259,11 @@ def _next(tuned: dict[str, Any]) -> list[tuple[str, str]]:
     """What to type after a tuning, and what it is for."""
     winner, page = tuned["winner"]["id"], tuned["report"]
     look = (f"policies show {winner}", "the policy, key by key")
-    then = ("run --policy active", "decodes with what is in force")
+    then = ("run --policy active", "decodes with what is published")
     if tuned["published"]:
-        look = ("policies show active", "the policy in force, and its evidence")
+        look = ("policies show active", "the published policy, and its evidence")
     elif winner != tuned["baselines"]["incumbent"]["id"] and not tuned["superseded_by"]:
-        then = (f"policies activate {winner}", "puts the winner in force")
+        then = (f"policies activate {winner}", "publishes the winner")
     typed = [(to_type(words), what) for words, what in (look, then)]
     if page is not None:
         what = "predicted against measured, the race, latency, what was tried: open it"

@@ -357,20 +357,21 @@ def _say_beyond(lab: UnderLoad, beyond: Mapping[str, float]) -> None:
 
 
 def _concluded(lab: UnderLoad, proved: Proved) -> str:
-    """What is in force now, where, and how much better than what."""
+    """What is published now, where, and how much better than what."""
     place, done = proved.place, proved.published
     where = f"in deployment {place.deployment} for pair {lab.info.pair_id} on {place.device}"
     if done is not None:
         return (
-            f"In force {where}: version {done.version}, {done.label}. By {lab.objective.kind}, "
-            f"{proved.reason}.{_restart(lab, proved.proof.winner)}{_saved(lab, proved)}"
+            f"Published {where}: version {done.version}, {done.label} (`policies deployments` "
+            f"shows who applied it). By {lab.objective.kind}, {proved.reason}."
+            f"{_restart(lab, proved.proof.winner)}{_saved(lab, proved)}"
         )
     stays = (
         "nothing is"
         if place.over is None
         else f"version {place.over.version}, {place.over.label}, stays"
     )
-    return f"Nothing is published: {proved.reason}. In force {where}: {stays}."
+    return f"Nothing is published: {proved.reason}. Published before {where}: {stays}."
 
 
 def _restart(lab: UnderLoad, winner: Policy) -> str:
@@ -404,13 +405,13 @@ def _say_next(policy: Policy, proved: Proved | None, place: Place) -> None:
     not."""
     there = f"--deployment {place.deployment} --device {place.device}"
     if proved is not None and proved.published is not None:
-        what, command = "the policy in force, and its evidence", f"policies show active {there}"
+        what, command = "the published policy, and its evidence", f"policies show active {there}"
     elif place.over is None or place.over.policy_id != policy.id:
         gamma = policy.window.model_dump(mode="json")["gamma"]
         window = {"kind": policy.window.kind, "gamma": gamma}
         document = json.dumps({"draft": policy.draft, "window": window})
         named = document if policy.speculates else "autoregressive"
-        what, command = "puts it in force", f"policies activate {there} '{named}'"
+        what, command = "publishes it", f"policies activate {there} '{named}'"
     else:
         return
     say(f"# {what}\n{to_type(command)}")

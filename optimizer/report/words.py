@@ -174,11 +174,16 @@ def prediction_in_words(prediction: Json | None) -> str:
 
 
 def closing(tuned: Json, where: str, commands: Iterable[tuple[str, str]]) -> str:
-    """The last lines of ``tune``: what is in force now, ``where``, how much faster than what, and
+    """The last lines of ``tune``: what was published, ``where``, how much faster than what, and
     what to type next: (command, what it shows) of each. At most 80 columns, commands excepted."""
     found, published = finding(tuned), tuned["published"]
     if published:
-        first = f"In force now {where}, as version {published['version']}: {found.name}."
+        first = (
+            f"Published {where}, as version {published['version']}: {found.name} (`policies "
+            "deployments` shows who applied it)."
+        )
+    elif found.deploys and tuned.get("refused"):
+        first = f"Nothing was published: {tuned['refused']}. The winner: {found.name}."
     elif found.deploys and tuned.get("superseded_by"):
         first = f"Nothing was published: {tuned['reason']}. The winner: {found.name}."
     elif found.deploys:
