@@ -11,11 +11,20 @@ import numpy as np
 import pytest
 from synthetic import policy
 
-from spectune.optimizer.execute import BLOCK, NEGLIGIBLE, eliminate
+from spectune.optimizer.execute import (
+    BLOCK,
+    NEGLIGIBLE,
+    DecodeOptions,
+    Executor,
+    eliminate,
+    encode,
+)
 from spectune.optimizer.search import PREDICTION_ERROR, Study, Trial, rivals
 from spectune.optimizer.timings import Timings, finite
 from spectune.optimizer.verdict import fastest_of
+from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
+from spectune.traces.schema import Request, Workload
 
 
 class Machine:
@@ -170,3 +179,14 @@ def test_rivals_are_the_fixed_windows_that_prediction_cannot_tell_apart() -> Non
     assert [t.policy for t in rivals(study, [heuristic])] == [fixed(5), fixed(4), fixed(6)]
     assert [t.policy for t in rivals(study, [heuristic, fixed(5)], 1)] == [fixed(4)]
     assert rivals(Study((Trial(AUTOREGRESSIVE, 1.0, ""),), 0, ""), []) == []
+
+
+def test_executed_texts_are_counted_beside_autoregression_repeated(pair: LoadedPair) -> None:
+    requests = tuple(Request(f"r{i}", "code", (f"def f{i}(",)) for i in range(3))
+    encoded = encode(pair, Workload("w", requests), DecodeOptions(max_new_tokens=8))
+    executor = Executor(pair, [AUTOREGRESSIVE, policy("near", 2)], encoded)
+    for name, request in (("near", 0), ("none", 0), ("none", 1), ("none", 1), ("near", 2)):
+        executor(AUTOREGRESSIVE.id if name == "none" else policy("near", 2).id, request)
+    assert str(executor.texts) == (
+        "0 of 2 texts differ (float32; autoregression repeated at the same batch: 0 of 1)"
+    )

@@ -105,6 +105,10 @@ def last_lines(found: dict[str, Any]) -> str:
         ),
         (tuned(WINNER, PLAIN), "Nothing was published, as asked. The winner for pair demo"),
         (
+            tuned(WINNER, PLAIN, refused="deployment vllm: vLLM cannot run trees"),
+            "Nothing was published: deployment vllm: vLLM cannot run trees. The winner: small",
+        ),
+        (
             tuned(BEHIND, BEHIND),
             "Nothing changes for pair demo on cpu: small drafts 8 tokens a round. Nothing executed "
             "is faster beyond noise; the best of the others, small fixed(gamma=4), decodes 1.60 "
