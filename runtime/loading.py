@@ -78,6 +78,15 @@ class LoadedPair(Texts):
         return (*self.models, "ngram")
 
     @property
+    def hidden_states(self) -> dict[str, dict[str, Any]]:
+        """By head, the ``states`` of the target that it reads (``CausalModel.taps``) and the
+        ``convention`` by which its configuration names them."""
+        return {
+            name: {"states": list(head.taps), "convention": head.convention}
+            for name, head in self.heads.items()
+        }
+
+    @property
     def max_positions(self) -> int:
         """Longest sequence that every model of the pair can hold."""
         return min(model.max_positions for model in (self.target, *self.models.values()))

@@ -169,8 +169,8 @@ def _eagle3_without_lm_head() -> Case:
 
 
 def _eagle3_vllm() -> Case:
-    """Renamed as vLLM does, with every option: other ids (nested: + 1), head_dim, biases, its own
-    embedding, a second layer."""
+    """Renamed as vLLM does, with every option: other ids (outputs of layers), head_dim, biases, its
+    own embedding, a second layer."""
     case = _eagle3(
         5,
         "safetensors",
@@ -179,7 +179,7 @@ def _eagle3_vllm() -> Case:
         bias=True,
         norm_before_residual=True,
         num_hidden_layers=2,
-        eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 6], "use_aux_hidden_state": True},
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 6], "use_aux_hidden_state": True},
     )
     make = _random(6)
     case.tensors |= _layer(make, "layers.1", case.config, False, SECOND)
@@ -189,7 +189,7 @@ def _eagle3_vllm() -> Case:
         k if k.startswith(outside) else "model." + k.replace("midlayer.", "layers.0."): t
         for k, t in case.tensors.items()
     }
-    case.taps = (1, 3, 7)
+    case.taps = (2, 3, 7)
     return case
 
 
@@ -481,6 +481,7 @@ def _put(key: str, tensor: Tensor) -> Callable[[Case], None]:
 
 
 ONES = torch.ones(HIDDEN)
+IDS = "eagle_aux_hidden_state_layer_ids"
 ERRORS: dict[str, tuple[Callable[[Case], Any], str]] = {
     "width": (_set(target_hidden_size=64), "states of width 64, the target's are 48 wide"),
     "vocabulary": (_set(vocab_size=301), "a vocabulary of 301 tokens, the target one of 300"),
@@ -517,7 +518,11 @@ ERRORS: dict[str, tuple[Callable[[Case], Any], str]] = {
     "no rotation": (_set(num_attention_heads=16, num_key_value_heads=8, head_dim=3), ""),
     "many layers": (_set(num_hidden_layers=10**9), ""),
     "a list for a size": (_set(target_hidden_size=[48]), ""),
-    "words for numbers": (_set(eagle_aux_hidden_state_layer_ids=["low", "middle", "high"]), ""),
+    "words for numbers": (_set(**{IDS: ["low", "middle", "high"]}), f"{IDS} .*layer numbers"),
+    "other states twice": (
+        _set(**{IDS: [2, 3, 5], "eagle_config": {IDS: [2, 3, 4]}}),
+        rf"{IDS} \[2, 3, 5\] and, in eagle_config, \[2, 3, 4\]",
+    ),
 }
 
 

@@ -212,7 +212,7 @@ def chooser(**kw: Any) -> None:
 
     with open_store() as store, Meter() as meter:
         recording = store.resolve_recording(kw["recording"])
-        pair = load(kw, pair_spec(kw, store, recording))
+        pair = load(kw, pair_spec(kw, store, recording), notes=False)
         from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
         from spectune.optimizer.report.tables import chooser_table
         from spectune.runtime.policies.document import Policy
@@ -266,7 +266,7 @@ def _fit_shortlists(
     kw["drafts"] = tuple(d for d in kw["drafts"] if "=" in d)
     with open_store() as store, Meter() as meter:
         recording = ["" if name is None else store.resolve_recording(name) for name in texts]
-        pair = load(kw, pair_spec(kw, store, next(filter(None, recording), None)))
+        pair = load(kw, pair_spec(kw, store, next(filter(None, recording), None)), notes=False)
         from spectune.optimizer.fit.clusters import check_draft
         from spectune.optimizer.report.tables import shortlist_fit_table
 

@@ -41,7 +41,7 @@ def generate(prompt: str, no_compare: bool, **kw: Any) -> None:
         spec = pair_spec(kw, store)
         check_policy(store, kw["policy_name"])
         options = decode_options(kw)
-        pair = load(kw, spec)
+        pair = load(kw, spec, notes=False)
         from spectune.optimizer.execute import encode
         from spectune.optimizer.generate import generate as do_generate
         from spectune.traces.schema import Request, Workload

@@ -127,7 +127,8 @@ def _profile_here(kw: dict[str, Any]) -> None:
                 f"{100 * check['policy_error']:.0f}% (median); the machine is busy, or changed its "
                 "speed while measuring: run `profile` again"
             )
-    emit({"profile": name, **measured.to_json()}, lambda: profile_table(measured, name))
+    data = {"profile": name, "heads": pair.hidden_states, **measured.to_json()}
+    emit(data, lambda: profile_table(measured, name))
 
 
 def _profile_on_engine(kw: dict[str, Any]) -> None:

@@ -149,7 +149,7 @@ def record(**kw: Any) -> None:
         note(line)
     data = {"recording": info.id, "pair": info.pair_id, **info.to_json()}
     emit(
-        {**data, "workload": checks.to_json()},
+        {**data, "heads": pair.hidden_states, "workload": checks.to_json()},
         f"recording {info.id}: {info.n_requests} requests, {info.n_output_tokens} tokens, "
         f"panoramas of {', '.join(info.drafts)}"
         + (f"; trees of {shown}" if (shown := info.trees_shown()) else ""),

@@ -88,7 +88,8 @@ def run(**kw: Any) -> None:
 class Ran:
     """What was executed of a workload, and on what. It is stored under the policy that made most of
     its tokens; ``policies``: all others that a round may name. ``engine`` says which another one
-    than the native decoder was, ``latency`` what its users waited for."""
+    than the native decoder was, ``latency`` what its users waited for. ``heads``: the hidden states
+    that the heads of a pair read that was decoded here."""
 
     words: Texts
     workload: Workload
@@ -102,6 +103,7 @@ class Ran:
     policies: Iterable[AnyPolicy] = ()
     engine: Mapping[str, Any] = field(default_factory=dict)
     latency: Mapping[str, Any] | None = None
+    heads: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _decoded(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: DecodeOptions) -> Ran:
@@ -141,6 +143,7 @@ def _decoded(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: Dec
         device=pair.device.type,
         dtype=str(pair.target.dtype).removeprefix("torch."),
         changes=changes,
+        heads=pair.hidden_states,
         policies={plan.policy.id: plan.policy for plan in plans}.values(),
     )
 
@@ -266,7 +269,7 @@ def _finish(store: TraceStore, spec: PairSpec, kw: dict[str, Any], ran: Ran) -> 
     most = max(ran.shares, key=lambda share: share.counts.emitted_tokens).policy
     changed = changes_json(ran.shares, ran.changes)
     label = {"label": ran.outcome.policy}
-    data = {**outcome_json(ran.outcome, most), **label, **changed, **ran.engine}
+    data = {**outcome_json(ran.outcome, most), **label, **changed, **ran.engine, "heads": ran.heads}
     if ran.engine:
         data["latency"] = ran.latency
     steps = {d.trajectory.request_id: d.steps for d in ran.served}

@@ -82,11 +82,15 @@ def pair_spec(
     return spec
 
 
-def load(kw: dict[str, Any], spec: PairSpec) -> LoadedPair:
-    """Loads a pair as :data:`options.devices` say. Raises PairError."""
+def load(kw: dict[str, Any], spec: PairSpec, *, notes: bool = True) -> LoadedPair:
+    """Loads a pair as :data:`options.devices` say; ``notes`` says which hidden states its heads
+    read. Raises PairError."""
     from spectune.runtime.loading import load_pair
 
-    return load_pair(spec, device=kw["device"], dtype=kw["dtype"], threads=kw["threads"])
+    pair = load_pair(spec, device=kw["device"], dtype=kw["dtype"], threads=kw["threads"])
+    for head in pair.heads.values() if notes else ():
+        note(head.reads())
+    return pair
 
 
 def fit_to(

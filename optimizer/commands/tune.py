@@ -175,7 +175,7 @@ def tune(**kw: Any) -> None:
             else:
                 tuned = do_tune(store, pair, workload, wanted, progress=meter)
         page, failed = page_of(store, tuned.study, kw["report_path"])
-        found = {**tuned.to_json(), "report": page}
+        found = {**tuned.to_json(), "heads": pair.hidden_states, "report": page}
     emit(found, lambda: evidence_table(tuned))
     if not as_json():
         where = f"in deployment {kw['deployment']}, for pair {pair.spec.name} on {pair.device.type}"

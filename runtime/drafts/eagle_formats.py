@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from spectune.runtime.drafts.eagle_head import EagleHead, HeadNet, HeadShape
+from spectune.runtime.drafts.eagle_head import Convention, EagleHead, HeadNet, HeadShape
 from spectune.runtime.models import FINAL, CausalModel
 from spectune.runtime.pair import expanded, head_config, is_local, says_eagle3, translated
 from spectune.traces.errors import PairError
@@ -66,7 +66,7 @@ def _head(
     for key in sizes:
         if not isinstance(config.get(key), int):
             raise PairError(f"{folder / 'config.json'} says no {key}")
-    taps = _taps(config, target.num_layers) if eagle3 else (FINAL,)
+    taps, convention = _taps(config, target.num_layers) if eagle3 else ((FINAL,), "last")
     shape = _shape(config, tensors, target, taps, eagle3)
     token_ids = _token_ids(tensors, target, shape)
     with torch.device("meta"):  # sizes that a configuration makes up cost nothing
@@ -98,15 +98,17 @@ def _head(
         target,
         name=name,
         taps=taps,
+        convention=convention,
         rotary=rotary,
         token_ids=None if token_ids is None else token_ids.to(device),
         embed=embed,
     )
 
 
+STATE_IDS: Final = "eagle_aux_hidden_state_layer_ids"
 _BESIDE = (
     *("architectures", "speculators_model_type", "draft_vocab_size", "target_hidden_size"),
-    *("eagle_config", "eagle_aux_hidden_state_layer_ids", "norm_before_residual"),
+    *("eagle_config", STATE_IDS, "norm_before_residual"),
     *("norm_output", "norm_before_fc", "fc_norm"),
 )
 """What the speculators format has beside the sizes of a layer, which it nests."""
@@ -172,14 +174,30 @@ def _take(tensors: Tensors, key: str, *shape: int) -> Tensor:
     return tensor
 
 
-def _taps(config: Config, layers: int) -> tuple[int, ...]:
-    """The hidden states an EAGLE-3 head reads: of a low, a middle and a high layer unless the
-    configuration says otherwise."""
-    key = "eagle_aux_hidden_state_layer_ids"
-    nested, top = (config.get("eagle_config") or {}).get(key), config.get(key)
-    if nested is not None:
-        return tuple(int(i) + 1 for i in nested)
-    return (2, layers // 2, layers - 3) if top is None else tuple(int(i) for i in top)
+def _taps(config: Config, layers: int) -> tuple[tuple[int, ...], Convention]:
+    """The hidden states that an EAGLE-3 head reads, as ``CausalModel.taps`` counts them (state i is
+    what layer i reads), and how its configuration names them.
+
+    Published ids follow two conventions: outputs of layers (state = id + 1; SpecForge, ModelOpt),
+    and boundaries (state = id; vLLM, speculators). Heads read a low layer, by default the output of
+    layer 1, which is state 2; so ids without a 1 are boundaries, and so are those that reach the
+    number of layers, which is the output of no layer. Without ids the states are 2, L/2 and L-3, as
+    in the engines.
+    """
+    nested, top = (config.get("eagle_config") or {}).get(STATE_IDS), config.get(STATE_IDS)
+    found = [_resolved(ids, layers) for ids in (nested, top) if ids]
+    if len({taps for taps, _ in found}) > 1:
+        raise PairError(f"config.json has {STATE_IDS} {top} and, in eagle_config, {nested}")
+    return found[0] if found else ((2, layers // 2, layers - 3), "default")
+
+
+def _resolved(ids: Any, layers: int) -> tuple[tuple[int, ...], Convention]:
+    """States by the ids of a configuration, and the convention these follow."""
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise PairError(f"config.json has {STATE_IDS} {ids!r}; it must be a list of layer numbers")
+    if 1 in ids and layers not in ids:
+        return tuple(i + 1 for i in ids), "outputs"
+    return tuple(ids), "boundaries"
 
 
 def _switch(config: Config, key: str) -> bool:
@@ -227,7 +245,8 @@ def _shape(
     layers, fused = target.num_layers, len(taps) * target.hidden_size
     if eagle3 and not all(0 <= tap <= layers for tap in taps):
         raise PairError(
-            f"the head reads hidden states {list(taps)}; the target has states 0 to {layers}"
+            f"the head reads hidden states {list(taps)}; the target has states 0 to {layers} "
+            f"({STATE_IDS} names them)"
         )
     fc = tensors.get("fc.weight")
     if fc is None:

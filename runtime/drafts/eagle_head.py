@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,11 @@ from spectune.runtime.models import CausalModel, SlotModel
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, query [1, H, n, D], key and value [1, Hkv, n, D]) -> [1, n, H, D]: attention, with
 whatever memory the caller keeps."""
+
+Convention = Literal["outputs", "boundaries", "default", "last"]
+"""How a head's configuration names the target's hidden states: by the layers whose outputs they
+are, by the boundaries between layers (state i is what layer i reads), not at all (the default
+states), or as the last one, after the final norm."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +169,7 @@ class EagleHead(SlotModel):
     """A loaded head over its slot cache.
 
     ``taps`` are the target's hidden states that it reads (``CausalModel.taps``), ``feature_size``
-    their width together. Where a head's training stopped (``max_position_embeddings``, 2048 in most
+    their width together, ``convention`` how its configuration names them. Where a head's training stopped (``max_position_embeddings``, 2048 in most
     configurations whatever the target's) limits nothing: positions are relative, so
     ``max_positions`` is the target's.
     """
@@ -177,6 +183,7 @@ class EagleHead(SlotModel):
         *,
         name: str,
         taps: tuple[int, ...],
+        convention: Convention,
         rotary: LlamaRotaryEmbedding,
         token_ids: Tensor | None = None,
         embed: nn.Module | None = None,
@@ -187,9 +194,23 @@ class EagleHead(SlotModel):
         lm_head = net.lm_head or target.model.get_output_embeddings()
         super().__init__(name, own, embed, lm_head, net.shape.layers, token_ids)
         self.vocab_size, self.max_positions = target.vocab_size, target.max_positions
+        self.convention = convention
         self.taps, self.hidden_size, self.feature_size = taps, net.shape.hidden, net.shape.fused
         self.rotary = rotary.to(self.device)
         self._cos, self._sin = self._table(1)
+
+    def reads(self) -> str:
+        """A line on the target's hidden states that the head reads, and by what."""
+        if self.convention == "last":
+            return f"{self.name} reads the target's last hidden state, after the final norm"
+        states = ", ".join(map(str, self.taps))
+        if self.convention == "default":
+            return (
+                f"{self.name}: states not named in its config.json: default 2, L/2, L-3 of the "
+                f"target's L layers, here {states}"
+            )
+        how = "outputs of layers" if self.convention == "outputs" else "boundaries between layers"
+        return f"{self.name} reads the target's hidden states {states} (its ids count {how})"
 
     def _table(self, size: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions 0 .. ``size`` - 1, each [size, head_dim]."""

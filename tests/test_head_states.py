@@ -1,0 +1,110 @@
+"""Which of the target's hidden states a head reads, by every way in which its configuration may
+name them, and what is said of it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doors import Door
+from pairs import chain
+from test_heads import Case, _eagle3, pair_with_heads
+
+from spectune.runtime.decoder import Decoder
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.loop import StaticSource
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.document import parse_policy
+from spectune.runtime.policies.prepare import prepare
+from spectune.traces.schema import Request, Sampling
+
+LAYERS = 8
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def nested(ids: list[int]) -> dict[str, Any]:
+    return {"eagle_config": {IDS: ids, "use_aux_hidden_state": True}}
+
+
+FORMS: dict[str, tuple[Mapping[str, Any], list[int], str]] = {
+    "unnamed": ({}, [2, 4, 5], "default"),
+    "empty": (nested([]), [2, 4, 5], "default"),
+    "outputs": (nested([1, 3, 4]), [2, 4, 5], "outputs"),
+    "boundaries": (nested([2, 4, 5]), [2, 4, 5], "boundaries"),
+    "top_outputs": ({IDS: [1, 3, 4]}, [2, 4, 5], "outputs"),
+    "top_boundaries": ({IDS: [2, 4, 5]}, [2, 4, 5], "boundaries"),
+    "both": ({**nested([1, 3, 4]), IDS: [2, 4, 5]}, [2, 4, 5], "outputs"),
+    "up_to_the_last": (nested([4, 6, 8]), [4, 6, 8], "boundaries"),
+    "first_and_last": (nested([1, 6, 8]), [1, 6, 8], "boundaries"),
+    "others": (nested([1, 4, 7]), [2, 5, 8], "outputs"),
+}
+"""A head's configuration, the states that it names of a target of 8 layers, and how."""
+
+
+def _head(keys: Mapping[str, Any]) -> Case:
+    case = _eagle3(file="safetensors")
+    case.config |= copy.deepcopy(dict(keys))
+    return case
+
+
+@pytest.fixture(scope="module")
+def pair_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pair with the same head once for each form of configuration."""
+    heads = {name: _head(keys) for name, (keys, _, _) in FORMS.items()}
+    return pair_with_heads(tmp_path_factory.mktemp("states"), LAYERS, **heads)
+
+
+@pytest.fixture(scope="module")
+def pair(pair_file: Path) -> LoadedPair:
+    return load_pair(read_pair(str(pair_file)), device="cpu")
+
+
+def accepted(pair: LoadedPair, draft: str) -> list[tuple[int, int, int]]:
+    """What a head has accepted, round by round."""
+    plan = prepare(parse_policy(chain(draft, 4)), pair.draft_names)
+    decoder = Decoder(pair, StaticSource(plan))
+    ids = pair.encode("The quick brown fox")
+    done = decoder.decode(decoder.request(Request("r", "c", ("x",)), ids, Sampling(), 32))
+    return [(step.start, step.drafted, step.accepted) for step in done.steps]
+
+
+def test_the_states_that_are_read_are_those_that_were_meant(pair: LoadedPair) -> None:
+    wanted = {
+        name: {"states": states, "convention": how} for name, (_, states, how) in FORMS.items()
+    }
+    assert pair.hidden_states == wanted
+
+
+def test_a_head_drafts_the_same_however_its_states_are_named(pair: LoadedPair) -> None:
+    by_states: dict[tuple[int, ...], list[Any]] = {}
+    for name, (_, states, _) in FORMS.items():
+        by_states.setdefault(tuple(states), []).append(accepted(pair, name))
+    assert [len(found) for found in by_states.values()] == [7, 1, 1, 1]
+    assert all(found == [found[0]] * len(found) for found in by_states.values())
+
+
+def test_commands_say_which_states_are_read(pair_file: Path, tmp_path: Path) -> None:
+    """Once a head, and in their JSON."""
+    (tmp_path / "w.jsonl").write_text('{"prompt": "def add(a, b):"}\n')
+    door = Door(str(tmp_path / "runs.db"))
+    policy = json.dumps(chain("boundaries", 3))
+    of = ("--pair", pair_file, "--workload", tmp_path / "w.jsonl", "--max-new-tokens", 8)
+    run = ("run", "--policy", policy, *of)
+    said = door.call(*run).stderr
+    for line in (
+        "unnamed: states not named in its config.json: default 2, L/2, L-3 of the target's L "
+        "layers, here 2, 4, 5",
+        "outputs reads the target's hidden states 2, 4, 5 (its ids count outputs of layers)",
+        "boundaries reads the target's hidden states 2, 4, 5 (its ids count boundaries between "
+        "layers)",
+        "up_to_the_last reads the target's hidden states 4, 6, 8 (its ids count boundaries "
+        "between layers)",
+    ):
+        assert said.splitlines().count(line) == 1, said
+    found = door.json(*run)["heads"]
+    assert found["boundaries"] == {"states": [2, 4, 5], "convention": "boundaries"}
+    assert found["outputs"] == {"states": [2, 4, 5], "convention": "outputs"}
