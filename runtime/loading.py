@@ -14,7 +14,7 @@ from spectune.runtime.cuda.graphs import CudaRecorder, use_graphs, wanted
 from spectune.runtime.drafts.eagle_formats import load_head
 from spectune.runtime.drafts.eagle_head import EagleHead
 from spectune.runtime.generation_settings import Process, Settings, processor
-from spectune.runtime.models import CausalModel, load_model, pick_device, pick_dtype
+from spectune.runtime.models import FINAL, CausalModel, load_model, pick_device, pick_dtype
 from spectune.runtime.pair import PairSpec, check_threads, is_head, is_local, translated
 from spectune.runtime.words import (
     Texts,
@@ -79,10 +79,13 @@ class LoadedPair(Texts):
 
     @property
     def hidden_states(self) -> dict[str, dict[str, Any]]:
-        """By head, the ``states`` of the target that it reads (``CausalModel.taps``) and the
-        ``convention`` by which its configuration names them."""
+        """By head, the ``states`` of the target that it reads (as ``CausalModel.taps`` counts them,
+        or ``last``) and the ``convention`` by which its configuration names them."""
         return {
-            name: {"states": list(head.taps), "convention": head.convention}
+            name: {
+                "states": ["last" if tap == FINAL else tap for tap in head.taps],
+                "convention": head.convention,
+            }
             for name, head in self.heads.items()
         }
 

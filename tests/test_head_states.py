@@ -12,18 +12,17 @@ from typing import Any
 import pytest
 from doors import Door
 from pairs import chain
-from test_heads import Case, _eagle3, pair_with_heads
+from test_heads import IDS, Case, _eagle3, _eagle3_last_state, pair_with_heads
 
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
-from spectune.runtime.policies.document import parse_policy
+from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
 from spectune.traces.schema import Request, Sampling
 
 LAYERS = 8
-IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def nested(ids: list[int]) -> dict[str, Any]:
@@ -55,6 +54,8 @@ def _head(keys: Mapping[str, Any]) -> Case:
 def pair_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pair with the same head once for each form of configuration."""
     heads = {name: _head(keys) for name, (keys, _, _) in FORMS.items()}
+    heads["last"] = _eagle3_last_state()
+    heads["last"].config["eagle_config"]["parallel_draft_step"] = 1
     return pair_with_heads(tmp_path_factory.mktemp("states"), LAYERS, **heads)
 
 
@@ -76,6 +77,7 @@ def test_the_states_that_are_read_are_those_that_were_meant(pair: LoadedPair) ->
     wanted = {
         name: {"states": states, "convention": how} for name, (_, states, how) in FORMS.items()
     }
+    wanted["last"] = {"states": ["last"], "convention": "last"}
     assert pair.hidden_states == wanted
 
 
@@ -85,6 +87,17 @@ def test_a_head_drafts_the_same_however_its_states_are_named(pair: LoadedPair) -
         by_states.setdefault(tuple(states), []).append(accepted(pair, name))
     assert [len(found) for found in by_states.values()] == [7, 1, 1, 1]
     assert all(found == [found[0]] * len(found) for found in by_states.values())
+
+
+def test_a_head_of_one_state_drafts_and_changes_no_text(pair: LoadedPair) -> None:
+    plan = prepare(parse_policy(chain("last", 4)), pair.draft_names)
+    texts = []
+    for source in (StaticSource(plan), StaticSource(prepare(Policy(), pair.draft_names))):
+        decoder = Decoder(pair, source)
+        ids = pair.encode("The quick brown fox")
+        done = decoder.decode(decoder.request(Request("r", "c", ("x",)), ids, Sampling(), 24))
+        texts.append(done.trajectory.output_ids.tolist())
+    assert texts[0] == texts[1]
 
 
 def test_commands_say_which_states_are_read(pair_file: Path, tmp_path: Path) -> None:
@@ -103,6 +116,8 @@ def test_commands_say_which_states_are_read(pair_file: Path, tmp_path: Path) -> 
         "layers)",
         "up_to_the_last reads the target's hidden states 4, 6, 8 (its ids count boundaries "
         "between layers)",
+        "last reads the target's last hidden state, after the final norm; ignored of its "
+        "eagle_config: parallel_draft_step",
     ):
         assert said.splitlines().count(line) == 1, said
     found = door.json(*run)["heads"]

@@ -30,6 +30,7 @@ from tests.pairs import make_pair, tiny_model, tokenizer
 
 VOCAB, HIDDEN, LAYERS = 300, 48, 7
 TAPS = (2, 3, 4)
+IDS = "eagle_aux_hidden_state_layer_ids"
 CPU = torch.device("cpu")
 LLAMA3 = {
     "rope_type": "llama3",
@@ -255,6 +256,17 @@ def _speculators() -> Case:
     return case
 
 
+def _eagle3_last_state() -> Case:
+    """One state, the target's last, and no ``fc``, as ModelOpt publishes heads of a short
+    context."""
+    switches = {"use_aux_hidden_state": False, "use_last_layernorm": True, IDS: []}
+    switches |= {"use_input_layernorm_in_first_layer": True, "use_mtp_layernorm": False}
+    case = _eagle3(13, eagle_config=switches)
+    del case.tensors["fc.weight"]
+    case.taps = (FINAL,)
+    return case
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "eagle1": _eagle1,
     "eagle2-llama3": _eagle2_llama3,
@@ -264,6 +276,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "eagle3.1": _eagle31,
     "eagle3-norm-before-fc": _eagle3_norm_before_fc,
     "speculators": _speculators,
+    "eagle3-last-state": _eagle3_last_state,
 }
 
 
@@ -336,7 +349,8 @@ def reference(case: Case, target: Any, ids: list[int], drafted: list[int]) -> Te
         features = torch.cat(fused, -1)
         if (config.get("eagle_config") or {}).get("norm_before_fc"):
             features = _norm(features, t["input_norm.weight"], eps)
-        rows = list(features) if old else list(F.linear(features, t["fc.weight"], t.get("fc.bias")))
+        fuses = not old and "fc.weight" in t
+        rows = list(F.linear(features, t["fc.weight"], t.get("fc.bias")) if fuses else features)
         logits = []
         for count in range(len(drafted) + 1):
             e, h = embedding[[*ids[1:], *drafted[:count]]], torch.stack(rows)
@@ -481,7 +495,6 @@ def _put(key: str, tensor: Tensor) -> Callable[[Case], None]:
 
 
 ONES = torch.ones(HIDDEN)
-IDS = "eagle_aux_hidden_state_layer_ids"
 ERRORS: dict[str, tuple[Callable[[Case], Any], str]] = {
     "width": (_set(target_hidden_size=64), "states of width 64, the target's are 48 wide"),
     "vocabulary": (_set(vocab_size=301), "a vocabulary of 301 tokens, the target one of 300"),
@@ -489,7 +502,26 @@ ERRORS: dict[str, tuple[Callable[[Case], Any], str]] = {
     "rows": (_set(draft_vocab_size=41), "lm_head.weight has 40 rows, draft_vocab_size is 41"),
     "d2t": (_put("d2t", torch.full((40,), VOCAB)), "d2t does not map"),
     "layers": (_set(eagle_aux_hidden_state_layer_ids=[2, 4, 8]), "target has states 0 to 7"),
-    "missing fc": (_without("fc.weight"), "has no tensor fc.weight"),
+    "missing fc": (
+        _without("fc.weight"),
+        r"has no tensor fc.weight \(a head of one state says use_aux_hidden_state false\)",
+    ),
+    "fc of no use": (
+        _set(eagle_config={"use_aux_hidden_state": False}),
+        "use_aux_hidden_state false, but the head has fc.weight",
+    ),
+    "norm of no use": (
+        lambda case: [
+            _without("fc.weight")(case),
+            _set(use_aux_hidden_state=False, norm_before_fc=True)(case),
+        ],
+        "use_aux_hidden_state false, but the head has norm_before_fc",
+    ),
+    "norms of another kind": (
+        _set(eagle_config={"use_mtp_layernorm": True}),
+        "use_mtp_layernorm true, which is of a kind of head that is not known",
+    ),
+    "no last norm": (_set(use_last_layernorm=False), "use_last_layernorm false"),
     "missing d2t": (_without("d2t"), "has no tensor d2t"),
     "shape": (
         _put("midlayer.mlp.up_proj.weight", ONES),
@@ -542,6 +574,7 @@ def test_a_head_that_does_not_fit_is_refused_in_one_line(
     [
         (_eagle1, _without("fc.bias"), {}, "has no tensor fc.bias"),
         (_eagle1, _set(), {"hidden": 32}, "states of width 48, the target's are 32 wide"),
+        (_eagle3_last_state, _set(), {"hidden": 32}, "use_aux_hidden_state false, .* is 48 wide"),
         (_eagle1, _set(norm_output=True), {}, "has norm_output, but nothing else of EAGLE-3"),
         (_eagle3, _set(), {"layers": 2}, r"states \[2, 1, -1\]; the target has states 0 to 2"),
     ],

@@ -66,8 +66,9 @@ def _head(
     for key in sizes:
         if not isinstance(config.get(key), int):
             raise PairError(f"{folder / 'config.json'} says no {key}")
-    taps, convention = _taps(config, target.num_layers) if eagle3 else ((FINAL,), "last")
-    shape = _shape(config, tensors, target, taps, eagle3)
+    fuses = not eagle3 or _switch(config, FUSES, True)
+    taps, convention = _taps(config, target.num_layers) if eagle3 and fuses else ((FINAL,), "last")
+    shape = _shape(config, tensors, target, taps, eagle3, fuses)
     token_ids = _token_ids(tensors, target, shape)
     with torch.device("meta"):  # sizes that a configuration makes up cost nothing
         net = HeadNet(shape).requires_grad_(False)
@@ -102,14 +103,25 @@ def _head(
         rotary=rotary,
         token_ids=None if token_ids is None else token_ids.to(device),
         embed=embed,
+        unread=tuple(sorted(set(config.get("eagle_config") or {}) - FOLLOWED)),
     )
 
 
 STATE_IDS: Final = "eagle_aux_hidden_state_layer_ids"
+FUSES: Final = "use_aux_hidden_state"
+NORMS: Final = ("norm_output", "norm_before_fc", "fc_norm")
+KNOWN_VALUES: Final = {
+    "use_last_layernorm": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_mtp_layernorm": False,
+}
+"""Switches of ModelOpt's heads, and the one value of each that is built here."""
+FOLLOWED: Final = {STATE_IDS, FUSES, *NORMS, *KNOWN_VALUES}
+"""Keys of ``eagle_config`` that are read."""
 _BESIDE = (
     *("architectures", "speculators_model_type", "draft_vocab_size", "target_hidden_size"),
     *("eagle_config", STATE_IDS, "norm_before_residual"),
-    *("norm_output", "norm_before_fc", "fc_norm"),
+    *(*NORMS, FUSES, *KNOWN_VALUES),
 )
 """What the speculators format has beside the sizes of a layer, which it nests."""
 
@@ -200,20 +212,20 @@ def _resolved(ids: Any, layers: int) -> tuple[tuple[int, ...], Convention]:
     return tuple(ids), "boundaries"
 
 
-def _switch(config: Config, key: str) -> bool:
-    """A switch of EAGLE-3.1, at the top or in ``eagle_config``; off where nothing is said."""
+def _switch(config: Config, key: str, default: bool = False) -> bool:
+    """A switch, at the top or in ``eagle_config``; ``default`` where nothing is said."""
     places = config.get(key), (config.get("eagle_config") or {}).get(key)
     said = [v for v in places if v is not None]
     if not all(isinstance(v, bool) for v in said) or len(set(said)) > 1:
         raise PairError(
             f"config.json has {key} {' and '.join(map(repr, said))}; it must be true or false"
         )
-    return said[:1] == [True]
+    return bool(said[0]) if said else default
 
 
 def _norms(config: Config, tensors: Tensors, eagle3: bool) -> dict[str, bool]:
     """EAGLE-3.1's norms that a head has, by their switches. The tensors must agree with these."""
-    found = {key: _switch(config, key) for key in ("norm_output", "norm_before_fc", "fc_norm")}
+    found = {key: _switch(config, key) for key in NORMS}
     on = [key for key, is_on in found.items() if is_on]
     if on and not eagle3:
         raise PairError(f"config.json has {on[0]}, but nothing else of EAGLE-3")
@@ -231,10 +243,37 @@ def _norms(config: Config, tensors: Tensors, eagle3: bool) -> dict[str, bool]:
     return found
 
 
+def _check_unfused(config: Config, tensors: Tensors, hidden: int, target: CausalModel) -> None:
+    """Raises PairError where a head that says it takes the target's last state as it is cannot."""
+    if hidden != target.hidden_size:
+        raise PairError(
+            f"config.json has {FUSES} false, so the head takes the target's last state as it is; "
+            f"it is {hidden} wide, the target's states are {target.hidden_size} wide"
+        )
+    stray = [key for key in tensors if key.startswith(("fc.", "fc_norm.", "input_norm."))]
+    stray += [key for key in ("norm_before_fc", "fc_norm") if _switch(config, key)]
+    if stray:
+        raise PairError(
+            f"config.json has {FUSES} false, but the head has {stray[0]}, which fuses several "
+            "states; say what was trained"
+        )
+
+
 def _shape(
-    config: Config, tensors: Tensors, target: CausalModel, taps: tuple[int, ...], eagle3: bool
+    config: Config,
+    tensors: Tensors,
+    target: CausalModel,
+    taps: tuple[int, ...],
+    eagle3: bool,
+    fuses: bool,
 ) -> HeadShape:
     """The head's sizes, checked against the target's."""
+    for key, value in KNOWN_VALUES.items():
+        if _switch(config, key, value) != value:
+            raise PairError(
+                f"config.json has {key} {str(not value).lower()}, which is of a kind of head that "
+                "is not known here"
+            )
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     reads = int(config.get("target_hidden_size") or (target.hidden_size if eagle3 else hidden))
     if reads != target.hidden_size:
@@ -243,15 +282,18 @@ def _shape(
             f"{target.hidden_size} wide"
         )
     layers, fused = target.num_layers, len(taps) * target.hidden_size
-    if eagle3 and not all(0 <= tap <= layers for tap in taps):
+    if eagle3 and fuses and not all(0 <= tap <= layers for tap in taps):
         raise PairError(
             f"the head reads hidden states {list(taps)}; the target has states 0 to {layers} "
             f"({STATE_IDS} names them)"
         )
     fc = tensors.get("fc.weight")
-    if fc is None:
-        raise PairError("the checkpoint has no tensor fc.weight")
-    if eagle3 and fc.shape[-1] != fused:
+    if not fuses:
+        _check_unfused(config, tensors, hidden, target)
+    elif fc is None:
+        only_last = f" (a head of one state says {FUSES} false)" if eagle3 else ""
+        raise PairError(f"the checkpoint has no tensor fc.weight{only_last}")
+    elif eagle3 and fc.shape[-1] != fused:
         raise PairError(
             f"the head's fc takes {fc.shape[-1]} features, but {len(taps)} hidden states of the "
             f"target have {fused}; it was trained for another target"
@@ -297,6 +339,7 @@ def _shape(
         norm_before_fc=norms["norm_before_fc"],
         fc_norms=len(taps) if norms["fc_norm"] else 0,
         draft_vocab=None if lm_head is None else draft_vocab,
+        fuses=fuses,
         # EAGLE-3's own code never gives fc a bias, whatever the flag says; what the checkpoint
         # holds is what was trained.
         fc_bias="fc.bias" in tensors or (not eagle3 and config.get("bias") is True),

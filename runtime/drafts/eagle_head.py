@@ -60,6 +60,7 @@ class HeadShape:
     norm_before_fc: bool = False
     fc_norms: int = 0
     draft_vocab: int | None = None
+    fuses: bool = True
     fc_bias: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -121,7 +122,7 @@ class HeadNet(nn.Module):
         self.fc_norm = nn.ModuleList(
             nn.RMSNorm(shape.fused // shape.fc_norms, shape.eps) for _ in range(shape.fc_norms)
         )
-        self.fc = nn.Linear(width, shape.hidden, bias=shape.fc_bias)
+        self.fc = nn.Linear(width, shape.hidden, bias=shape.fc_bias) if shape.fuses else None
         self.layers = nn.ModuleList(HeadLayer(shape, i) for i in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden, shape.eps) if shape.eagle3 else None
         self.lm_head = (
@@ -145,9 +146,9 @@ class HeadNet(nn.Module):
         Outputs are what the head is fed where the target has no features: with ``norm_output``
         after the norm.
         """
-        if not self.shape.eagle3:
+        if self.fc is not None and not self.shape.eagle3:
             hidden = self.fc(torch.cat((embedded, hidden), -1))
-        elif not own:
+        elif self.fc is not None and not own:
             hidden = self.fc(self._normed(hidden))
         for layer in self.layers:
             hidden = layer(hidden, embedded, rotary, attend)
@@ -169,9 +170,10 @@ class EagleHead(SlotModel):
     """A loaded head over its slot cache.
 
     ``taps`` are the target's hidden states that it reads (``CausalModel.taps``), ``feature_size``
-    their width together, ``convention`` how its configuration names them. Where a head's training stopped (``max_position_embeddings``, 2048 in most
-    configurations whatever the target's) limits nothing: positions are relative, so
-    ``max_positions`` is the target's.
+    their width together, ``convention`` how its configuration names them. Where a head's training
+    stopped (``max_position_embeddings``, 2048 in most configurations whatever the target's) limits
+    nothing: positions are relative, so ``max_positions`` is the target's. ``unread`` are keys of
+    its configuration's ``eagle_config`` that nothing here follows.
     """
 
     first_slot = 1
@@ -187,6 +189,7 @@ class EagleHead(SlotModel):
         rotary: LlamaRotaryEmbedding,
         token_ids: Tensor | None = None,
         embed: nn.Module | None = None,
+        unread: tuple[str, ...] = (),
     ) -> None:
         self.net = net.eval().requires_grad_(False)
         own = [*net.parameters(), *(() if embed is None else embed.parameters())]
@@ -194,23 +197,26 @@ class EagleHead(SlotModel):
         lm_head = net.lm_head or target.model.get_output_embeddings()
         super().__init__(name, own, embed, lm_head, net.shape.layers, token_ids)
         self.vocab_size, self.max_positions = target.vocab_size, target.max_positions
-        self.convention = convention
+        self.convention, self.unread = convention, unread
         self.taps, self.hidden_size, self.feature_size = taps, net.shape.hidden, net.shape.fused
         self.rotary = rotary.to(self.device)
         self._cos, self._sin = self._table(1)
 
     def reads(self) -> str:
-        """A line on the target's hidden states that the head reads, and by what."""
-        if self.convention == "last":
-            return f"{self.name} reads the target's last hidden state, after the final norm"
+        """A line on the target's hidden states that the head reads, and what of its configuration
+        is not followed."""
         states = ", ".join(map(str, self.taps))
-        if self.convention == "default":
-            return (
-                f"{self.name}: states not named in its config.json: default 2, L/2, L-3 of the "
-                f"target's L layers, here {states}"
-            )
-        how = "outputs of layers" if self.convention == "outputs" else "boundaries between layers"
-        return f"{self.name} reads the target's hidden states {states} (its ids count {how})"
+        line = {
+            "last": f"{self.name} reads the target's last hidden state, after the final norm",
+            "default": f"{self.name}: states not named in its config.json: default 2, L/2, L-3 of "
+            f"the target's L layers, here {states}",
+            "outputs": f"{self.name} reads the target's hidden states {states} (its ids count "
+            "outputs of layers)",
+            "boundaries": f"{self.name} reads the target's hidden states {states} (its ids count "
+            "boundaries between layers)",
+        }[self.convention]
+        ignored = ", ".join(self.unread)
+        return f"{line}; ignored of its eagle_config: {ignored}" if ignored else line
 
     def _table(self, size: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions 0 .. ``size`` - 1, each [size, head_dim]."""
