@@ -18,8 +18,8 @@ from spectune.runtime.models import FINAL, CausalModel, load_model, pick_device,
 from spectune.runtime.pair import PairSpec, check_threads, is_head, is_local, translated
 from spectune.runtime.words import (
     Texts,
-    check_tokenizer,
     ends_of,
+    shared_tokens,
     target_tokenizer,
     tokenizer_of,
 )
@@ -32,7 +32,7 @@ class LoadedPair(Texts):
 
     ``drafts`` are language models, ``heads`` EAGLE heads on the target; where there are heads, the
     target's ``taps`` are what they read. ``settings``: what the target's generation_config asks of
-    its texts.
+    its texts. ``notes``: lines on how the drafts were read.
     """
 
     spec: PairSpec
@@ -42,6 +42,7 @@ class LoadedPair(Texts):
     eos_ids: frozenset[int]
     heads: dict[str, EagleHead] = field(default_factory=dict)
     settings: Settings = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def id(self) -> str:
@@ -133,21 +134,25 @@ def load_pair(
     tokenizer = target_tokenizer(spec)
     loaded: dict[str, CausalModel] = {}
     heads: dict[str, EagleHead] = {}
+    notes: list[str] = []
     for name, path in spec.drafts:
         if drafts is not None and name not in drafts:
             continue
         if is_head(path):
             heads[name] = load_head(path, name=name, target=target, device=where, dtype=kind)
+            notes.append(heads[name].reads())
             continue
-        model = load_model(path, name=name, device=where, dtype=kind)
-        check_tokenizer(name, path, tokenizer)
-        if model.vocab_size < target.vocab_size and tokenizer_of(path) is not None:
-            model.widen(target.vocab_size)
-        if model.vocab_size != target.vocab_size:
+        model, own = load_model(path, name=name, device=where, dtype=kind), tokenizer_of(path)
+        if own is None and model.vocab_size != target.vocab_size:
             raise PairError(
                 f"draft {name!r} has a vocabulary of {model.vocab_size} tokens, the target one of "
-                f"{target.vocab_size}; a draft must share the target's tokenizer"
+                f"{target.vocab_size}, and no tokenizer that says which they share; put the "
+                "target's beside it, if it is the same"
             )
+        shared = None if own is None else shared_tokens(name, own, tokenizer)
+        if shared is not None:
+            notes.append(_unshared(name, shared, own, tokenizer))
+        model.share(target.vocab_size, shared)
         loaded[name] = model
     small = where.type == "cpu" and target.num_parameters < SMALL
     if threads is None:
@@ -157,7 +162,7 @@ def load_pair(
     with translated(f"target: eos_token_id of {spec.target}"):
         eos = getattr(target.model.generation_config, "eos_token_id", None)
         eos = ends_of(tokenizer.eos_token_id if eos is None else eos)
-    pair = LoadedPair(spec, target, loaded, tokenizer, eos, heads, spec.settings)
+    pair = LoadedPair(spec, target, loaded, tokenizer, eos, heads, spec.settings, tuple(notes))
     with translated(f"target: generation_config of {spec.target}"):
         if (process := pair.processor(1)) is not None:  # values that it does not take are told here
             process(torch.zeros(target.vocab_size, device=where), [0])
@@ -168,3 +173,17 @@ def load_pair(
     if wanted(where):
         use_graphs((target, *pair.models.values()), CudaRecorder())
     return pair
+
+
+def _unshared(name: str, shared: frozenset[int], own: Any, target: Any) -> str:
+    """A line on the tokens that a draft never proposes, as it and the target differ in them."""
+    here, there = ({n: token for token, n in words.get_vocab().items()} for words in (own, target))
+    different = {*here, *there} - shared
+    first = min(different)
+    one, other = (
+        repr(tokens[first]) if first in tokens else "no token" for tokens in (here, there)
+    )
+    return (
+        f"{name} never proposes {len(different)} added tokens that it does not share with the "
+        f"target (first: {first}, {one} there and {other} in the target's)"
+    )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -210,6 +210,8 @@ class CausalModel(SlotModel):
     """One loaded language model. ``canonical_passes`` counts."""
 
     canonical_passes = 0
+    _last_row: int | None = None
+    """The last token that the model has a row for, where its target may have more."""
 
     def __init__(self, model: Any, name: str) -> None:
         attention.register()
@@ -242,18 +244,26 @@ class CausalModel(SlotModel):
         self._hooks: list[Any] = []
         self._hooked = _Hooked()
 
-    def widen(self, vocab: int) -> None:
-        """Tokens from the model's own vocabulary's size up to ``vocab`` get a logit of -inf: rows
-        that only fill up the matrix of a larger model with the same tokenizer."""
-        self._token_ids = torch.arange(self.vocab_size, device=self.device)
+    def share(self, vocab: int, tokens: Collection[int] | None) -> None:
+        """Makes this a draft for a target of ``vocab`` tokens. Those that are not among the shared
+        ``tokens`` (None: all), or for which the model has no row, get a logit of -inf."""
+        rows = self.vocab_size
+        both = range(min(rows, vocab))
+        ids = [*both] if tokens is None else [i for i in both if i in tokens]
         self.vocab_size = vocab
+        if len(ids) == rows == vocab:
+            return
+        self._last_row = rows - 1
+        self._token_ids = torch.tensor(ids, device=self.device)
+        if len(ids) < rows:
+            self._lm_head = _rows_of(self._lm_head, self._token_ids)
 
     def embedded(self, ids: Tensor) -> Tensor:
         return super().embedded(self._known(ids))
 
     def _known(self, ids: Tensor) -> Tensor:
         """``ids``, those that the model has no row for as its last token."""
-        return ids if self._token_ids is None else ids.clamp_max(len(self._token_ids) - 1)
+        return ids if self._last_row is None else ids.clamp_max(self._last_row)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -367,6 +377,19 @@ class CausalModel(SlotModel):
         if FINAL in self._taps and last is None:
             taps[FINAL] = hidden
         return hidden, taps
+
+
+def _rows_of(linear: Any, rows: Tensor) -> nn.Linear:
+    """A part of an output matrix; the first rows are no copy."""
+    count, width = len(rows), int(linear.weight.shape[1])
+    first = int(rows[-1]) == count - 1 if count else True
+    bias = getattr(linear, "bias", None)
+    part = nn.Linear(width, count, bias=bias is not None, device="meta")
+    for name in ("weight", "bias") if bias is not None else ("weight",):
+        whole = getattr(linear, name).detach()
+        chosen = whole[:count] if first else whole.index_select(0, rows)
+        setattr(part, name, nn.Parameter(chosen, requires_grad=False))
+    return part
 
 
 def ids_tensor(tokens: list[int], device: torch.device) -> Tensor:

@@ -169,7 +169,8 @@ def load_words(spec: PairSpec) -> Words:
     spec.check()
     found = target_tokenizer(spec)
     for name, path in spec.drafts:
-        check_tokenizer(name, path, found)
+        if (own := tokenizer_of(path)) is not None:
+            shared_tokens(name, own, found)
     eos = eos_of(spec.target) or ends_of(found.eos_token_id)
     models = (spec.target, *(path for _, path in spec.drafts if not is_head(path)))
     configs = [model_config(folder) for folder in map(checkpoint, models) if folder is not None]
@@ -242,16 +243,25 @@ def target_tokenizer(spec: PairSpec) -> Any:
     return found
 
 
-def check_tokenizer(name: str, path: str, target: Any) -> None:
-    """Raises PairError where the draft at ``path`` has another vocabulary than the target."""
-    own = tokenizer_of(path)
-    if own is None:
-        return
+def shared_tokens(name: str, own: Any, target: Any) -> frozenset[int] | None:
+    """Ids that are the same token to a draft's ``own`` tokenizer and the target's; None where all
+    are. Tokens that were added to a vocabulary (reserved, special) may differ or be missing: they
+    are not shared. Raises PairError where an ordinary token differs."""
     mine, theirs = own.get_vocab(), target.get_vocab()
-    if mine != theirs:
-        token = next(t for t in {**theirs, **mine} if mine.get(t) != theirs.get(t))
-        raise PairError(
-            f"draft {name!r} has another vocabulary than the target: {token!r} is "
-            f"{mine.get(token)} there and {theirs.get(token)} "
-            "in the target's; a draft must share the target's tokenizer"
-        )
+    if mine == theirs:
+        return None
+    here, there = ({n: token for token, n in vocab.items()} for vocab in (mine, theirs))
+    added, added_there = own.added_tokens_decoder, target.added_tokens_decoder
+    different = [n for n in sorted({*here, *there}) if here.get(n) != there.get(n)]
+    for n in different:
+        if (n in here and n not in added) or (n in there and n not in added_there):
+            raise PairError(
+                f"draft {name!r} has another vocabulary than the target: token {n} is "
+                f"{_quoted(here.get(n))} there and {_quoted(there.get(n))} in the target's; a "
+                "draft must share the target's tokenizer (added tokens may differ)"
+            )
+    return frozenset({*here} - {*different})
+
+
+def _quoted(token: str | None) -> str:
+    return "no token" if token is None else repr(token)

@@ -3,12 +3,15 @@ architectures."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pairs import chain, make_pair, tiny_model, tokenizer
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken
 from torch import nn
 from transformers import (
     BloomConfig,
@@ -32,6 +35,7 @@ from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.recording.chains import record_panorama
+from spectune.runtime.words import load_words
 from spectune.traces.errors import PairError
 from spectune.traces.schema import Request, Sampling
 
@@ -137,11 +141,90 @@ def test_a_draft_may_lack_rows_that_only_fill_up_the_matrix(
     assert len(decoded(policy, [*ids, 302], 4).trajectory.output_ids) > 0
 
 
-def test_drafts_that_are_larger_than_the_target_are_refused(tmp_path: Path) -> None:
+def test_drafts_of_another_size_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
     make_pair(tmp_path)
     tiny_model("llama", 304).save_pretrained(tmp_path / "far")
+    for file in (tmp_path / "far").glob("tokenizer*"):
+        file.unlink()
     with pytest.raises(PairError, match="'far' has a vocabulary of 304 tokens, the target one of"):
         load_pair(read_pair(str(tmp_path)))
+
+
+def with_tokens(folder: Path, rows: int, *added: str) -> None:
+    """Gives a model of a pair so many rows, and tokens that were added to its vocabulary."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    model.save_pretrained(folder)
+    words = tokenizer(300)
+    words.add_tokens([AddedToken(token, special=True) for token in added])
+    words.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "never"),
+    [
+        ((304,), (312,), ()),
+        ((320,), (304,), range(304, 320)),
+        ((304, "<think>", "</think>"), (304,), range(300, 304)),
+        ((304,), (304, "<tool>"), range(300, 304)),
+        ((302, "<|im_start|>", "<b>"), (302, "<|reserved_0|>", "<b>"), (300,)),
+        ((304, "<|im_start|>"), (312, "<a>", "<b>"), range(300, 304)),
+    ],
+    ids=["wider", "narrower", "added to the target", "added to the draft", "renamed", "both"],
+)
+@pytest.mark.parametrize("drawn", [Sampling(), Sampling(0.8, seed=3)], ids=str)
+def test_a_draft_may_differ_in_added_tokens_and_padding(
+    tmp_path: Path, target: Any, draft: Any, never: Sequence[int], drawn: Sampling
+) -> None:
+    """Tokens that not both have a name for are never proposed, however likely the draft finds
+    them."""
+    make_pair(tmp_path)
+    with_tokens(tmp_path / "target", *target)
+    with_tokens(tmp_path / "near", *draft)
+    weights = load_file(tmp_path / "near" / "model.safetensors")
+    weights["lm_head.weight"][300:] *= 1000.0
+    save_file(weights, tmp_path / "near" / "model.safetensors", metadata={"format": "pt"})
+    pair = load_pair(read_pair(str(tmp_path)), drafts=["near"])
+    ids = pair.encode("def add(a, b):")
+    assert pair.drafts["near"].canonical(ids).isneginf().nonzero()[:, 0].tolist() == [*never]
+
+    def decoded(under: Any) -> Any:
+        decoder = Decoder(pair, StaticSource(prepare(under, pair.draft_names)))
+        return decoder.decode(decoder.request(Request("r", "c", ("x",)), ids, drawn, 24))
+
+    plain, done = decoded(Policy()), decoded(parse_policy(chain("near", 4)))
+    assert done.trajectory.output_ids.tolist() == plain.trajectory.output_ids.tolist()
+    assert sum(step.accepted for step in done.steps) > 0 or len(target) + len(draft) == 2
+    if not drawn.temperature:
+        theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+        found = theirs.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)
+        assert found[0, len(ids) :].tolist() == plain.trajectory.output_ids.tolist()
+    panorama = record_panorama(pair, plain.trajectory, "near", 4)
+    trace = ReplayTrace([plain.trajectory], {"near": [panorama]})
+    (replayed,) = run_replay(trace, parse_policy(chain("near", 4)), per_round=True).steps()
+    told = [(s.start, s.drafted, s.accepted) for s in done.steps]
+    assert [(s.start, s.drafted, s.accepted) for s in replayed] == told
+    named = [line for line in pair.notes if "never proposes" in line]
+    assert len(named) == (len(target) + len(draft) > 2)
+
+
+def test_a_renamed_token_is_named_and_an_ordinary_one_refuses(tmp_path: Path) -> None:
+    make_pair(tmp_path)
+    with_tokens(tmp_path / "target", 304, "<|im_start|>")
+    with_tokens(tmp_path / "near", 304, "<|reserved_0|>")
+    pair = load_pair(read_pair(str(tmp_path)), drafts=["near"])
+    assert pair.notes == (
+        "near never proposes 1 added tokens that it does not share with the target (first: 300, "
+        "'<|reserved_0|>' there and '<|im_start|>' in the target's)",
+    )
+    tokenizer(290).save_pretrained(tmp_path / "near")
+    said = (
+        r"^draft 'near' has another vocabulary than the target: token 290 is no token there and "
+        r".* in the target's; a draft must share the target's tokenizer"
+    )
+    for load in (load_pair, load_words):
+        with pytest.raises(PairError, match=said):
+            load(read_pair(str(tmp_path)))
 
 
 def test_stop_strings_are_found_whatever_was_new_at_once(padded: LoadedPair) -> None:

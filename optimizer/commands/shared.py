@@ -83,13 +83,13 @@ def pair_spec(
 
 
 def load(kw: dict[str, Any], spec: PairSpec, *, notes: bool = True) -> LoadedPair:
-    """Loads a pair as :data:`options.devices` say; ``notes`` says which hidden states its heads
-    read. Raises PairError."""
+    """Loads a pair as :data:`options.devices` say; with ``notes`` what is to be known of its drafts
+    is said. Raises PairError."""
     from spectune.runtime.loading import load_pair
 
     pair = load_pair(spec, device=kw["device"], dtype=kw["dtype"], threads=kw["threads"])
-    for head in pair.heads.values() if notes else ():
-        note(head.reads())
+    for line in pair.notes if notes else ():
+        note(line)
     return pair
 
 
