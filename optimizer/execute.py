@@ -84,13 +84,21 @@ class Encoded:
         return max(sizes, default=0)
 
 
-def encode(pair: LoadedPair, workload: Workload, options: DecodeOptions) -> Encoded:
-    """Tokenises every prompt. Raises WorkloadError for the first that is empty or does not fit."""
+def encode(
+    pair: LoadedPair,
+    workload: Workload,
+    options: DecodeOptions,
+    drafts: Collection[str] | None = None,
+) -> Encoded:
+    """Tokenises every prompt. Raises WorkloadError for the first that is empty or does not fit the
+    target and the ``drafts`` that are used (None: all of the pair's)."""
+    used = pair.draft_names if drafts is None else drafts
     decoder, items = _decoder(pair, options.verifier), []
     for item in workload.requests:
         ids, most = pair.encode_request(item, chat=options.chat), options.most_tokens(item)
         stops = tuple(dict.fromkeys((*options.stop_strings, *item.stop)))
-        items.append((item, decoder.request(item, ids, options.sampling, most, stops)))
+        request = decoder.request(item, ids, options.sampling, most, stops, drafts=used)
+        items.append((item, request))
     return Encoded(tuple(items), options)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -17,16 +17,22 @@ Overlong = Literal["error", "skip", "truncate"]
 
 
 def made_to_fit(
-    pair: LoadedPair | Words, workload: Workload, options: DecodeOptions, overlong: Overlong
+    pair: LoadedPair | Words,
+    workload: Workload,
+    options: DecodeOptions,
+    overlong: Overlong,
+    drafts: Collection[str] | None = None,
 ) -> tuple[Workload, str]:
     """(the workload, its overlong prompts left out or cut; what was done, in a line, or nothing).
+    What limits is the context of the target and of the ``drafts`` that are used (None: all).
 
     What is cut is a prompt's beginning, as what is continued stands at the end; of a conversation
     first whole messages after the system's. Raises WorkloadError for ``error``, where nothing is
     left, and where no prompt has room.
     """
-    room = pair.max_positions - options.max_new_tokens
-    rooms = {r.id: pair.max_positions - options.most_tokens(r) for r in workload.requests}
+    context = pair.context(drafts)
+    room = context.positions - options.max_new_tokens
+    rooms = {r.id: context.positions - options.most_tokens(r) for r in workload.requests}
     sizes = {r.id: len(pair.encode_request(r, chat=options.chat)) for r in workload.requests}
     beyond = [name for name, size in sizes.items() if size > rooms[name]]
     more = sum((r.max_new_tokens or 0) > options.max_new_tokens for r in workload.requests)
@@ -40,10 +46,10 @@ def made_to_fit(
         return workload, said
     counted = f"{len(beyond)} of {len(sizes)} prompts"
     if overlong == "error" or room < 1:
-        new = pair.max_positions - rooms[beyond[0]]
+        new = context.positions - rooms[beyond[0]]
         raise WorkloadError(
             f"request {beyond[0]}: {sizes[beyond[0]]} prompt tokens + {new} new "
-            f"ones exceed the context of {pair.max_positions}, as in {counted}; lower "
+            f"ones exceed {context}, as in {counted}; lower "
             "--max-new-tokens, or leave them out or cut them by --overlong skip or --overlong "
             "truncate"
         )
@@ -60,7 +66,7 @@ def made_to_fit(
             for r in workload.requests
         )
         done = "cut at their beginning"
-    cut = f"{counted} were longer than {room} tokens and were {done}"
+    cut = f"{counted} were longer than {room} tokens ({context}) and were {done}"
     return replace(workload, requests=kept), f"{cut}; {said}" if said else cut
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from html import escape
@@ -18,14 +18,14 @@ from spectune.optimizer.deployment import deployment_of
 from spectune.optimizer.execute import DecodeOptions, encode, outcome
 from spectune.optimizer.execute import run as execute
 from spectune.optimizer.inputs import load_workload, narrowed, outcome_json, policy_of
-from spectune.optimizer.overlong import made_to_fit
+from spectune.optimizer.overlong import Overlong, made_to_fit
 from spectune.optimizer.record import Look
 from spectune.optimizer.record import record as do_record
 from spectune.optimizer.serving import last_good
 from spectune.optimizer.simulate.trace import simulate as do_simulate
 from spectune.optimizer.tune import TuneOptions
 from spectune.optimizer.tune import tune as do_tune
-from spectune.runtime.decoder import prepare_for
+from spectune.runtime.decoder import drafts_of, prepare_for
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import PairSpec, read_pair
@@ -134,7 +134,8 @@ def record(
     ``overlong``, ``turns`` and ``bad_rows`` (of no Workload) and ``column`` (of a file). A row is a
     request.
     """
-    loaded, workload, options = _prepared("record", target, drafts, prompts, pair, how)
+    loaded, workload, options, overlong = _prepared("record", target, drafts, prompts, pair, how)
+    workload = _fitted(loaded, workload, options, overlong)
     plain = StaticSource(prepare(AUTOREGRESSIVE, loaded.draft_names))
     with open(db, create=True) as store:
         info = do_record(
@@ -174,8 +175,9 @@ def tune(
     ``budget_s``, ``deployment``, ``tree_width`` ...). A row is a policy that was executed, fastest
     first (by the race: on other requests tokens/s do not compare)."""
     own = [f.name for f in fields(TuneOptions)]
-    loaded, workload, options = _prepared("tune", target, drafts, prompts, pair, how, own)
+    loaded, workload, options, overlong = _prepared("tune", target, drafts, prompts, pair, how, own)
     wanted = TuneOptions(**{"options": options, "tell": lambda line: _warn([line]), **how})
+    workload = _fitted(loaded, workload, options, overlong, wanted.drafts or None)
     with open(db, create=True) as store:
         tuned = do_tune(store, loaded, workload, wanted, progress=progress)
     data, version = tuned.to_json(), tuned.published and tuned.published.version
@@ -234,7 +236,7 @@ def run(
 ) -> Result:
     """Executes a policy on prompts and measures it; nothing is stored. Arguments are
     :func:`record`'s. A row is a request, with its text."""
-    loaded, workload, options = _prepared("run", target, drafts, prompts, pair, how)
+    loaded, workload, options, overlong = _prepared("run", target, drafts, prompts, pair, how)
     with open(db, create=True) as store:
         profile = store.profile_of(loaded.id, loaded.device.type)
         if policy == "active":
@@ -243,7 +245,10 @@ def run(
             chosen = _policy(store, policy, loaded.id, loaded.device.type, deployment)
             find = fitted(store, loaded.id)
             plan = prepare_for(loaded, chosen, profile=profile, artifacts=find)
-        decoded = list(execute(loaded, StaticSource(plan), encode(loaded, workload, options)))
+        used = drafts_of(plan)
+        workload = _fitted(loaded, workload, options, overlong, used)
+        encoded = encode(loaded, workload, options, used)
+        decoded = list(execute(loaded, StaticSource(plan), encoded))
     texts = [loaded.text(d.trajectory.output_ids.tolist()) for d in decoded]
     return _outcome(outcome(plan.label, decoded), plan.policy, "measured", texts)
 
@@ -256,10 +261,10 @@ def _prepared(
     pair: AnyPath | LoadedPair | None,
     how: dict[str, Any],
     own: Sequence[str] = (),
-) -> tuple[LoadedPair, Workload, DecodeOptions]:
-    """A pair, prompts that fit it and how they are decoded; what is used of ``how`` is taken out of
-    it. Raises TypeError, before anything is read, where more is left than what is the ``call``'s
-    ``own``."""
+) -> tuple[LoadedPair, Workload, DecodeOptions, Overlong]:
+    """A pair, prompts, how they are decoded and what is done with those that do not fit
+    (:func:`_fitted`); what is used of ``how`` is taken out of it. Raises TypeError, before anything
+    is read, where more is left than what is the ``call``'s ``own``."""
 
     def taken(names: Iterable[str]) -> dict[str, Any]:
         return {name: how.pop(name) for name in names if name in how}
@@ -278,9 +283,21 @@ def _prepared(
     if not isinstance(found, LoadedPair):
         check_conversations(found.target, workload.requests, chat=options.chat)
     loaded = found if isinstance(found, LoadedPair) else load_pair(found, **where)
-    workload, done = made_to_fit(loaded, workload, options, overlong)
+    return loaded, workload, options, overlong
+
+
+def _fitted(
+    pair: LoadedPair,
+    workload: Workload,
+    options: DecodeOptions,
+    overlong: Overlong,
+    drafts: Collection[str] | None = None,
+) -> Workload:
+    """The workload with its prompts in the context of the target and the ``drafts`` that are used
+    (None: all); warns of what was done."""
+    kept, done = made_to_fit(pair, workload, options, overlong, drafts)
     _warn([*workload.notes, *([done] if done else [])])
-    return loaded, workload, options
+    return kept
 
 
 def _pair(

@@ -128,7 +128,7 @@ def record(
     fast this goes, never what is recorded. Every request is committed as it ends, so that a kill
     loses at most the one in hand.
     """
-    encoded = encode(pair, workload, options)
+    encoded = encode(pair, workload, options, wanted.drafts)
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
     asked = asked_of(pair, store.put_workload(workload), options, slot)
     info = begun
@@ -191,6 +191,7 @@ class _Job:
     """Panoramas to be made of one draft: ``work`` of each missing request, stored by ``put``."""
 
     phase: str
+    draft: str
     missing: Collection[int]
     work: Work
     put: Callable[[str, list[tuple[int, Any]]], int]
@@ -237,6 +238,7 @@ def _look(
         for ordinal, trajectory in texts:
             for n, job in enumerate(jobs):
                 if ordinal in job.missing:
+                    _check_context(pair, job.draft, trajectory)
                     asked.append((n, ordinal))
                     yield job.work, trajectory
 
@@ -252,6 +254,16 @@ def _look(
             progress(jobs[n].phase, done[n], len(jobs[n].missing))
     rest = zip(jobs, batches, strict=True)
     return made + sum(job.put(recording, batch) for job, batch in rest if batch)
+
+
+def _check_context(pair: LoadedPair, draft: str, text: Trajectory) -> None:
+    """Raises TraceError for a text that a draft does not hold: it was decoded without it."""
+    size, context = len(text.prompt_ids) + len(text.output_ids), pair.context([draft])
+    if size > context.positions:
+        raise TraceError(
+            f"request {text.request_id}: its text of {size} tokens exceeds {context}; leave that "
+            "draft out of the pair, or record shorter texts"
+        )
 
 
 def _work(pair: LoadedPair, item: tuple[Work, Trajectory]) -> Any:
@@ -270,13 +282,13 @@ def _jobs(
         if draft in pair.chain_drafts and gamma:
             missing = {*store.missing_panoramas(recording, draft, gamma), *new}
             work = partial(record_panorama, draft=draft, gamma_max=gamma)
-            jobs.append(_Job(f"panorama {draft}", missing, work, store.put_panoramas))
+            jobs.append(_Job(f"panorama {draft}", draft, missing, work, store.put_panoramas))
 
     def grow(phase: str, trees: _Trees) -> None:
         missing = {*_lacking(store, recording, trees), *new}
         made = _united(store, recording, trees) if missing else trees
         work = partial(record_tree_panorama, **vars(made))
-        jobs.append(_Job(f"{phase} {trees.draft}", missing, work, store.put_panoramas))
+        jobs.append(_Job(f"{phase} {trees.draft}", trees.draft, missing, work, store.put_panoramas))
 
     for draft in (d for d in wanted.drafts if d != "ngram"):
         own = tuple(covers.get(draft, ()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -121,10 +121,15 @@ class ModelBackend:
         if len(self._text) > 1:
             target.read(torch.tensor(self._text[:-1], device=target.device), 0)
         self._features.kept = False
-        if prepared.policy.speculates:
+        if prepared.policy.speculates and self._holds(name):
             if self._drafts[name].reads_features:
                 self._features.begin_prefilled(self._capacity, len(self._text) - 1)
             self._wake(name)
+
+    def _holds(self, name: str) -> bool:
+        """Whether the request in hand fits a draft's context: a policy may be swapped for one whose
+        draft holds less, and then nothing is drafted until the request ends."""
+        return self._capacity - 1 <= self.pair.context([name]).positions
 
     def _wake(self, name: str) -> Draft:
         """The draft behind a name, after it has read the text but for its last token where it did
@@ -135,9 +140,11 @@ class ModelBackend:
             self._awake.add(name)
         return draft
 
-    def draft(self, prepared: Plan, gamma: int, limit: int) -> Drafted:
+    def draft(self, prepared: Plan, gamma: int, limit: int) -> Drafted | None:
         request = self._request
         assert request is not None
+        if not self._holds(prepared.policy.draft):
+            return None
         assert prepared.shortlist is None or prepared.shortlists is not None
         self._drafting = self._wake(prepared.policy.draft)
         context = DraftContext(
@@ -242,16 +249,20 @@ class Decoder:
         sampling: Sampling,
         max_new_tokens: int,
         stop_strings: tuple[str, ...] = (),
+        *,
+        drafts: Collection[str] | None = None,
     ) -> DecodeRequest:
-        """Builds a request. Raises WorkloadError when prompt and budget exceed the models' context,
-        or the prompt is empty."""
+        """Builds a request. Raises WorkloadError when prompt and budget exceed the context of the
+        target or of the ``drafts`` (default: those of the policy in force), or the prompt is
+        empty."""
         if not prompt_ids:
             raise WorkloadError(f"request {item.id}: the prompt has no tokens")
-        limit = self.pair.max_positions
-        if len(prompt_ids) + max_new_tokens > limit:
+        used = drafts_of(self.source.current()) if drafts is None else drafts
+        context = self.pair.context(used)
+        if len(prompt_ids) + max_new_tokens > context.positions:
             raise WorkloadError(
                 f"request {item.id}: {len(prompt_ids)} prompt tokens + {max_new_tokens} new ones "
-                f"exceed the context of {limit}; shorten the prompt or lower --max-new-tokens"
+                f"exceed {context}; shorten the prompt or lower --max-new-tokens"
             )
         check(self.pair.settings, greedy=sampling.greedy, verifier=self.verifier)
         return DecodeRequest(
@@ -299,6 +310,13 @@ class Decoder:
             stop_strings=request.stop_strings,
         )
         return Decoded(trajectory, tuple(steps), seconds, tuple(plans))
+
+
+def drafts_of(plan: AnyPlan) -> frozenset[str]:
+    """The drafts that a plan may use, a chooser's reader among them."""
+    reader = plan.chooser.reader if isinstance(plan, ChooserPlan) else None
+    own = {each.policy.draft for each in plan.candidates if each.policy.speculates}
+    return frozenset(own | ({reader} if reader else set()))
 
 
 def check_lossless(

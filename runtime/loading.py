@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -91,9 +91,8 @@ class LoadedPair(Texts):
         }
 
     @property
-    def max_positions(self) -> int:
-        """Longest sequence that every model of the pair can hold."""
-        return min(model.max_positions for model in (self.target, *self.models.values()))
+    def positions(self) -> tuple[int, Mapping[str, int]]:  # type: ignore[override]
+        return self.target.max_positions, {n: d.max_positions for n, d in self.drafts.items()}
 
     @property
     def device(self) -> torch.device:

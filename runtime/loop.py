@@ -71,9 +71,9 @@ class Backend(Protocol):
     def begin(self, request: DecodeRequest, prepared: Plan) -> None:
         """Makes ready for the first round of a request (prefill)."""
 
-    def draft(self, prepared: Plan, gamma: int, limit: int) -> Drafted:
+    def draft(self, prepared: Plan, gamma: int, limit: int) -> Drafted | None:
         """Drafts at most ``gamma`` > 0 levels from the current end of the text; HeteroSpec may go
-        on up to ``limit``."""
+        on up to ``limit``. None where the draft cannot hold the request."""
 
     def verify(self, drafted: Drafted | None) -> Verified:
         """The target's verdict on the drafted tokens (None: it only supplies its own token)."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,10 +29,39 @@ POSITIONS = ("max_position_embeddings", "n_positions")
 """What configurations call the longest sequence of a model."""
 
 
+@dataclass(frozen=True)
+class Context:
+    """The longest sequence, in tokens, that some models hold, and which of them holds no more."""
+
+    positions: int
+    model: str
+
+    def __str__(self) -> str:
+        return f"the context of {self.positions} of {self.model}"
+
+
 class Texts:
-    """What a pair's ``tokenizer`` reads and writes."""
+    """What a pair's ``tokenizer`` reads and writes; ``positions``: the longest sequence of the
+    target and of its drafts, by name."""
 
     tokenizer: Any
+    positions: tuple[int, Mapping[str, int]]
+
+    def context(self, drafts: Collection[str] | None = None) -> Context:
+        """The longest sequence that the target and these drafts hold; without ``drafts``, all of
+        the pair's. Prompt lookup, heads and no draft hold what the target does."""
+        target, others = self.positions
+        own = [
+            Context(size, f"draft {name!r}")
+            for name, size in others.items()
+            if drafts is None or name in drafts
+        ]
+        return min([Context(target, "the target"), *own], key=lambda one: one.positions)
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence that every model of the pair can hold."""
+        return self.context().positions
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt as the target sees it (with the tokenizer's own special tokens)."""
@@ -90,12 +119,12 @@ class Texts:
 
 @dataclass(frozen=True)
 class Words(Texts):
-    """A target's tokenizer, the tokens that end its texts, and the longest sequence that every
-    model of its pair holds."""
+    """A target's tokenizer, the tokens that end its texts, and the longest sequences of the models
+    of its pair."""
 
     tokenizer: Any
     eos_ids: frozenset[int]
-    max_positions: int
+    positions: tuple[int, Mapping[str, int]]
 
 
 def check_conversations(target: str, requests: Iterable[Request], *, chat: bool) -> None:
@@ -172,15 +201,24 @@ def load_words(spec: PairSpec) -> Words:
         if (own := tokenizer_of(path)) is not None:
             shared_tokens(name, own, found)
     eos = eos_of(spec.target) or ends_of(found.eos_token_id)
-    models = (spec.target, *(path for _, path in spec.drafts if not is_head(path)))
-    configs = [model_config(folder) for folder in map(checkpoint, models) if folder is not None]
-    configs = [c | (c.get("text_config") or {}) for c in configs]
-    sizes = [c[name] for c in configs for name in POSITIONS if c.get(name) is not None]
-    if not sizes:
+    drafts = {name: _positions(path) for name, path in spec.drafts if not is_head(path)}
+    known = {name: size for name, size in drafts.items() if size is not None}
+    own = _positions(spec.target)
+    if own is None and not known:
         raise PairError(
             f"target: {spec.target} says no max_position_embeddings, or is no folder; give a folder"
         )
-    return Words(found, eos, int(min(sizes)))
+    return Words(found, eos, (min(known.values()) if own is None else own, known))
+
+
+def _positions(path: str) -> int | None:
+    """The longest sequence of a model, as its configuration says; None where it says none, or is no
+    folder."""
+    folder = checkpoint(path)
+    config = {} if folder is None else model_config(folder)
+    config |= config.get("text_config") or {}
+    sizes = [int(config[name]) for name in POSITIONS if config.get(name) is not None]
+    return min(sizes, default=None)
 
 
 def eos_of(path: str) -> frozenset[int]:

@@ -212,7 +212,7 @@ def test_a_head_is_told_by_its_tensors_whatever_the_file_holds(tmp_path: Path) -
 
 def test_words_without_models_are_those_of_the_loaded_pair(either_pair: LoadedPair) -> None:
     alone, loaded = load_words(either_pair.spec), either_pair
-    assert (alone.eos_ids, alone.max_positions) == (loaded.eos_ids, loaded.max_positions)
+    assert (alone.eos_ids, alone.positions) == (loaded.eos_ids, loaded.positions)
     assert alone.encode("def add(a, b):") == loaded.encode("def add(a, b):")
 
 

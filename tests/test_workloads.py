@@ -379,10 +379,15 @@ def test_prompts_beyond_the_context_are_left_out_or_cut_and_counted(
     short, long = Request("a", "c", ("x",)), Request("b", "c", (words,))
     talk = Request("t", "c", ("Be kind.", words, "Yes.", "And then?"), SO_FAR.roles)
     workload = Workload("w", (short, long, talk))
-    beyond = r"request b: .*exceed the context of 512, as in 2 of 3 prompts; .*--overlong skip"
+    beyond = (
+        r"request b: .*exceed the context of 512 of the target, as in 2 of 3 prompts; "
+        r".*--overlong skip"
+    )
     with pytest.raises(WorkloadError, match=beyond):
         made_to_fit(chatting, workload, options, "error")
-    long_ones = f"2 of 3 prompts were longer than {room} tokens and were"
+    long_ones = (
+        f"2 of 3 prompts were longer than {room} tokens (the context of 512 of the target) and were"
+    )
     kept, said = made_to_fit(chatting, workload, options, "skip")
     assert (kept.requests, said) == ((short,), f"{long_ones} left out")
     kept, said = made_to_fit(chatting, workload, options, "truncate")

@@ -69,8 +69,15 @@ class OnEngine:
     started."""
 
     def __init__(
-        self, store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: DecodeOptions
+        self,
+        store: TraceStore,
+        spec: PairSpec,
+        kw: dict[str, Any],
+        options: DecodeOptions,
+        *,
+        every_draft: bool = False,
     ) -> None:
+        """``every_draft``: texts are to fit all drafts of the pair, not the policy's alone."""
         from spectune.engines.abilities import engine_named
         from spectune.engines.protocol import Load
         from spectune.optimizer.on_engine import check_options, prompts_of
@@ -89,7 +96,8 @@ class OnEngine:
         assert isinstance(policy, Policy)  # no engine runs a chooser
         self.policy: Policy = policy
         self.words: Words = load_words(spec)
-        self.workload: Workload = fit_to(self.words, workload, options, kw["overlong"])
+        used = None if every_draft else [policy.draft]
+        self.workload: Workload = fit_to(self.words, workload, options, kw["overlong"], used)
         self.prompts: tuple[Prompt, ...] = prompts_of(self.words, self.workload, options)
         self.load: Load = Load(kw["concurrency"])
         if ends := sum(bool(r.stop) for r in self.workload.requests):

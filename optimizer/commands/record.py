@@ -161,7 +161,7 @@ def _served(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: Deco
     its id."""
     from spectune.optimizer.on_engine import record_on
 
-    asked = OnEngine(store, spec, kw, options)
+    asked = OnEngine(store, spec, kw, options, every_draft=True)
     texts = (asked.workload, asked.prompts, asked.policy, asked.load, options)
     with asked.started() as running, Meter() as meter:
         return record_on(store, spec, running, *texts, fresh=kw["fresh"], progress=meter).id

@@ -114,9 +114,10 @@ def _decoded(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: Dec
     from spectune.optimizer.execute import encode, outcome
     from spectune.optimizer.execute import run as execute
     from spectune.optimizer.record import record_served, recording_options
+    from spectune.runtime.decoder import drafts_of
 
-    workload = fit_to(pair, workload, options, kw["overlong"])
-    encoded = encode(pair, workload, options)
+    # What the target does not hold is refused before anything else is said.
+    workload = fit_to(pair, workload, options, kw["overlong"], ())
     profile = store.profile_of(pair.id, pair.device.type, kw["profile_id"])
 
     def changed(decoded: list[Decoded]) -> None:
@@ -126,6 +127,10 @@ def _decoded(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: Dec
 
     recording = record_served(store, pair.id, spec, options, recording_options(pair, options))
     with _source(store, pair, kw, profile, options) as source:
+        used = drafts_of(source.current())
+        if pair.context(used) != pair.context(()):
+            workload = fit_to(pair, workload, options, kw["overlong"], used)
+        encoded = encode(pair, workload, options, used)
         decoded, writer = _gathered(
             "run", execute(pair, source, encoded), len(encoded.items), kw, recording, changed
         )

@@ -3,7 +3,7 @@ pair."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -94,13 +94,17 @@ def load(kw: dict[str, Any], spec: PairSpec, *, notes: bool = True) -> LoadedPai
 
 
 def fit_to(
-    pair: LoadedPair | Words, workload: Workload, options: DecodeOptions, overlong: Overlong
+    pair: LoadedPair | Words,
+    workload: Workload,
+    options: DecodeOptions,
+    overlong: Overlong,
+    drafts: Collection[str] | None = None,
 ) -> Workload:
-    """The workload with its prompts in the pair's context (:func:`optimizer.overlong.made_to_fit`);
-    what was done is said."""
+    """The workload with its prompts in the context of the target and the ``drafts`` that are used
+    (:func:`optimizer.overlong.made_to_fit`); what was done is said."""
     from spectune.optimizer.overlong import made_to_fit
 
-    kept, done = made_to_fit(pair, workload, options, overlong)
+    kept, done = made_to_fit(pair, workload, options, overlong, drafts)
     if done:
         note(done)
     return kept

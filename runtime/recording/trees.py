@@ -107,7 +107,8 @@ def record_tree_panorama(
     text.read_roots()
     # Starts that share no nodes are taken a few at a time, so that what a pass sees stays short.
     starts, group = np.arange(len(text.output)), len(text.output) if text.shared else GROUP
-    budgets = min(trajectory.max_new_tokens - 1, pair.max_positions - text.prompt) - starts
+    room = pair.context([draft]).positions - text.prompt
+    budgets = min(trajectory.max_new_tokens - 1, room) - starts
     for at in range(0, len(starts), max(1, group)):
         text.grow(covers, starts[at : at + group], budgets[at : at + group])
     n, roots, columns = text.n, text.roots, text.columns

@@ -1,0 +1,124 @@
+"""A draft with a shorter context than its target limits the texts of policies that use it, and no
+others; what limits is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doors import Door
+from pairs import chain, make_pair, tiny_model, tokenizer
+
+import spectune
+from spectune.runtime.decoder import Decoder
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.loop import StaticSource
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.words import load_words
+from spectune.traces.errors import WorkloadError
+from spectune.traces.schema import Request, Sampling
+
+SHORT = 64
+LONG_PROMPT = "The quick brown fox jumps over the lazy dog, and the dog sleeps. " * 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pair whose draft ``far`` holds 64 tokens (GPT-2's positions are a table: beyond it a pass
+    fails), the others 512."""
+    folder = tmp_path_factory.mktemp("contexts")
+    make_pair(folder)
+    vocab = len(tokenizer())
+    tiny_model("gpt2", vocab, positions=SHORT).save_pretrained(folder / "far")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> LoadedPair:
+    return load_pair(read_pair(str(folder)), device="cpu")
+
+
+def decoder_of(pair: LoadedPair, document: Any) -> Decoder:
+    policy = document if isinstance(document, Policy) else parse_policy(document)
+    return Decoder(pair, StaticSource(prepare(policy, pair.draft_names)))
+
+
+def test_policies_without_the_short_draft_decode_long_texts(pair: LoadedPair) -> None:
+    ids = pair.encode(LONG_PROMPT)
+    assert SHORT < len(ids) < 400
+    texts = []
+    for policy in (AUTOREGRESSIVE, chain("ngram", 4), chain("near", 4)):
+        decoder = decoder_of(pair, policy)
+        done = decoder.decode(decoder.request(Request("r", "c", ("x",)), ids, Sampling(), 32))
+        texts.append(done.trajectory.output_ids.tolist())
+    assert texts[0] == texts[1] == texts[2]
+    with pytest.raises(WorkloadError, match=r"32 new ones exceed the context of 64 of draft 'far'"):
+        decoder_of(pair, chain("far", 4)).request(Request("r", "c", ("x",)), ids, Sampling(), 32)
+    with pytest.raises(WorkloadError, match="exceed the context of 512 of the target"):
+        decoder_of(pair, AUTOREGRESSIVE).request(Request("r", "c", ("x",)), ids, Sampling(), 500)
+
+
+def test_a_policy_that_is_swapped_in_with_the_short_draft_changes_no_text(pair: LoadedPair) -> None:
+    ids, item = pair.encode(LONG_PROMPT), Request("r", "c", ("x",))
+    plain = decoder_of(pair, AUTOREGRESSIVE)
+    wanted = plain.decode(plain.request(item, ids, Sampling(), 24)).trajectory.output_ids.tolist()
+    source = StaticSource(prepare(parse_policy(chain("near", 2)), pair.draft_names))
+    decoder = Decoder(pair, source)
+    tokens: list[int] = []
+    for n, made in enumerate(decoder.rounds(decoder.request(item, ids, Sampling(), 24))):
+        tokens += made.tokens
+        if n == 1:
+            source.prepared = prepare(parse_policy(chain("far", 4)), pair.draft_names)
+        assert n < 2 or made.step.drafted == 0
+    assert tokens == wanted
+
+
+def test_what_an_engine_is_told_has_the_same_limits(folder: Path, pair: LoadedPair) -> None:
+    words = load_words(read_pair(str(folder)))
+    for drafts in ((), ("none",), ("ngram",), ("near",), ("far",), ("near", "far"), None):
+        assert words.context(drafts) == pair.context(drafts)
+        assert pair.context(drafts).positions == (
+            SHORT if drafts is None or "far" in drafts else 512
+        )
+
+
+def test_commands_limit_by_the_drafts_that_they_use(folder: Path, tmp_path: Path) -> None:
+    work, db = tmp_path / "w.jsonl", tmp_path / "runs.db"
+    work.write_text(json.dumps({"prompt": LONG_PROMPT}) + "\n")
+    door = Door(str(db))
+    of = ("--pair", folder, "--workload", work, "--max-new-tokens", 16)
+    for policy in ("autoregressive", json.dumps(chain("ngram", 3))):
+        assert door.json("run", "--policy", policy, *of)["emitted_tokens"] > 0
+    far = json.dumps(chain("far", 3))
+    for command in (("run", "--policy", far), ("record",)):
+        line = door.error(*command, *of)
+        assert "exceed the context of 64 of draft 'far'" in line
+    one = ("generate", LONG_PROMPT, "--pair", folder, "--max-new-tokens", 16, "--no-compare")
+    assert door.json(*one, "--policy", "autoregressive")["token_ids"]
+    assert "the context of 64 of draft 'far'" in door.error(*one, "--policy", far)
+
+
+def test_python_limits_by_the_drafts_of_the_policy(pair: LoadedPair, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"pair": pair, "db": tmp_path / "runs.db", "max_new_tokens": 8}
+    found = spectune.run(chain("ngram", 3), prompts=[LONG_PROMPT], **how)
+    assert len(found.rows) == 1
+    with pytest.raises(WorkloadError, match="the context of 64 of draft 'far'"):
+        spectune.run(chain("far", 3), prompts=[LONG_PROMPT], **how)
+
+
+def test_texts_that_a_draft_does_not_hold_are_refused_where_it_is_to_look_at_them(
+    folder: Path, tmp_path: Path
+) -> None:
+    """What served traffic holds was decoded without that draft."""
+    work = tmp_path / "w.jsonl"
+    work.write_text(json.dumps({"prompt": LONG_PROMPT}) + "\n")
+    door = Door(str(tmp_path / "runs.db"))
+    of = ("--pair", folder, "--workload", work, "--max-new-tokens", 8)
+    ran = door.call("run", "--policy", "autoregressive", *of, "--record")
+    assert ran.exit_code == 0, ran.output
+    line = door.error("record", "--resume", "latest", "--pair", folder)
+    assert "exceeds the context of 64 of draft 'far'" in line
