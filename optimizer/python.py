@@ -33,11 +33,13 @@ from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, parse_
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.words import check_conversations
+from spectune.traces.acceptance import hardly_accepted
 from spectune.traces.errors import PairError, WorkloadError
 from spectune.traces.sanity import checked
 from spectune.traces.schema import Outcome, Sampling, Workload
 from spectune.traces.store import TraceStore
 from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
+from spectune.traces.store.query import first_positions
 from spectune.traces.workloads import Line, make_workload
 
 AnyPath = str | os.PathLike[str]
@@ -142,8 +144,9 @@ def record(
             store, loaded, workload, options, Look(loaded.draft_names, gamma_max), plain
         )
         texts = store.load(info.id, (), skip_corrupted=True).trajectories
+        first = first_positions(store.database, info.id)
     found = checked(texts)
-    _warn(found.lines())
+    _warn([*found.lines(), *hardly_accepted(first, loaded.heads)])
     rows = [
         {
             "request": t.request_id,
@@ -156,6 +159,7 @@ def record(
         for t in texts
     ]
     data = {"recording": info.id, "pair": info.pair_id, **info.to_json()}
+    data["first_position"] = {draft: one.to_json() for draft, one in first.items()}
     said = f"recording {info.id}: {info.n_requests} requests, {info.n_output_tokens} tokens"
     return Result(said, {**data, "workload": found.to_json()}, rows)
 

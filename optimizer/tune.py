@@ -64,6 +64,7 @@ from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prepared_chooser import plain_policies
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.recording.trees import Cover
+from spectune.traces.acceptance import hardly_accepted
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.recording import TREE_DEPTH
 from spectune.traces.sanity import Sanity, checked
@@ -71,6 +72,7 @@ from spectune.traces.schema import Trajectory, Workload
 from spectune.traces.store import Publication, StoredProfile, TraceStore
 from spectune.traces.store.kinds import EVIDENCE
 from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
+from spectune.traces.store.query import first_positions
 
 if TYPE_CHECKING:
     from spectune.optimizer.simulate.distributed import Shards
@@ -382,8 +384,14 @@ class Tuning:
         if len(texts) != self.store.get_recording(self.recording).n_requests:  # some are damaged
             _tell_number(self.wanted, [t.category for t in texts])
         self.workload = checked(texts)
-        for line in self.workload.lines():
+        for line in (*self.workload.lines(), *self._hardly_accepted(self.chains)):
             self.wanted.tell(line)
+
+    def _hardly_accepted(self, drafts: Iterable[str]) -> list[str]:
+        """Warnings of drafts that are next to never right on the recorded texts."""
+        first = first_positions(self.store.database, self.recording)
+        wanted = {draft: first[draft] for draft in drafts if draft in first}
+        return hardly_accepted(wanted, self.pair.heads)
 
     def measure(self) -> None:
         """What rounds cost on this device, and with that, what there is to beat."""
@@ -446,6 +454,8 @@ class Tuning:
         heads."""
         if self.grown:
             self.look(Look(self.grown, self.wanted.gamma_max, *self.wanted.tree_size))
+            for line in self._hardly_accepted(d for d in self.grown if d not in self.chains):
+                self.wanted.tell(line)
 
     def fit(self) -> None:
         """Bins, classifiers, static trees and scores, fitted to the search part."""

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 from doors import Door
-from pairs import chain
+from pairs import chain, perturbed, tiny_model, tokenizer
 from test_heads import IDS, Case, _eagle3, _eagle3_last_state, pair_with_heads
 
+import spectune
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
@@ -123,3 +124,56 @@ def test_commands_say_which_states_are_read(pair_file: Path, tmp_path: Path) -> 
     found = door.json(*run)["heads"]
     assert found["boundaries"] == {"states": [2, 4, 5], "convention": "boundaries"}
     assert found["outputs"] == {"states": [2, 4, 5], "convention": "outputs"}
+
+
+@pytest.fixture(scope="module")
+def poor_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pair with a head and a draft ``far`` that have nothing to do with the target."""
+    folder = tmp_path_factory.mktemp("poor")
+    file = pair_with_heads(folder, LAYERS, head=_head({}))
+    vocab = len(tokenizer())
+    (target := tiny_model("llama", vocab, layers=LAYERS)).save_pretrained(folder / "target")
+    perturbed(target, 0.02, 1).save_pretrained(folder / "near")
+    tiny_model("llama", vocab, seed=9).save_pretrained(folder / "far")
+    return file
+
+
+PROMPTS = ["def add(a, b):", "The quick brown", "Question: Ann has", "for i in range", "print(i)"]
+WARNINGS = {
+    "far": "it is no smaller model of the target's family, or its weights are damaged",
+    "head": "it reads other hidden states than it was trained on (eagle_aux_hidden_state_layer_ids "
+    "in its config.json), or was trained for another target",
+}
+
+
+def test_drafts_that_are_next_to_never_right_are_warned_of(poor_pair: Path, tmp_path: Path) -> None:
+    """After a recording, a run and a call from Python, each once; a good draft, prompt lookup, and
+    too few positions are not."""
+    work = tmp_path / "w.jsonl"
+    work.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    door = Door(str(tmp_path / "runs.db"))
+    of = ("--pair", poor_pair, "--workload", work, "--max-new-tokens", 80, "--gamma-max", 2)
+    recorded = door.call("record", *of, json=True)
+    assert recorded.exit_code == 0, recorded.output
+    first = json.loads(recorded.stdout)["first_position"]
+    assert set(first) == {"near", "far", "head", "ngram"}
+    assert min(found["positions"] for found in first.values()) >= 300
+    assert max(first["far"]["acceptance"], first["head"]["acceptance"]) < 0.05
+    assert first["near"]["acceptance"] > 0.3
+    warned = [x for x in recorded.stderr.splitlines() if "next to never right" in x]
+    assert len(warned) == 2
+    for draft, why in WARNINGS.items():
+        (line,) = [x for x in warned if repr(draft) in x]
+        assert line.startswith("warning: ")
+        assert line.endswith(why)
+        assert f"of {first[draft]['positions']} first tokens " in line
+    few = door.call("record", *of, limit=1, fresh=True)
+    assert "never right" not in few.stderr
+    for draft in ("near", *WARNINGS):
+        ran = door.call("run", "--policy", json.dumps(chain(draft, 1)), *of[:-2], "--no-store")
+        said = [x for x in ran.stderr.splitlines() if "next to never right" in x]
+        assert [repr(draft) in x for x in said] == [True] * (draft in WARNINGS)
+    with pytest.warns(UserWarning, match="'head' is next to never right"):
+        spectune.record(
+            prompts=PROMPTS, pair=poor_pair, db=tmp_path / "own.db", max_new_tokens=80, gamma_max=2
+        )

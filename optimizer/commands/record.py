@@ -107,7 +107,9 @@ def record(**kw: Any) -> None:
         from spectune.optimizer.record import record as do_record
         from spectune.optimizer.serving import last_good
         from spectune.runtime.loop import StaticSource
+        from spectune.traces.acceptance import hardly_accepted
         from spectune.traces.sanity import checked
+        from spectune.traces.store.query import first_positions
 
         with _workers(kw["workers"]), Meter() as meter:
             begun = None
@@ -145,9 +147,11 @@ def record(**kw: Any) -> None:
                     progress=meter,
                 )
         checks = checked(store.load(info.id, (), skip_corrupted=True).trajectories)
-    for line in checks.lines():
+        first = first_positions(store.database, info.id)
+    for line in (*checks.lines(), *hardly_accepted(first, pair.heads)):
         note(line)
     data = {"recording": info.id, "pair": info.pair_id, **info.to_json()}
+    data["first_position"] = {draft: found.to_json() for draft, found in first.items()}
     emit(
         {**data, "heads": pair.hidden_states, "workload": checks.to_json()},
         f"recording {info.id}: {info.n_requests} requests, {info.n_output_tokens} tokens, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -269,6 +270,7 @@ def _finish(store: TraceStore, spec: PairSpec, kw: dict[str, Any], ran: Ran) -> 
     from spectune.optimizer.changes import changes_json
     from spectune.optimizer.inputs import outcome_json
     from spectune.optimizer.report.tables import outcome_table
+    from spectune.traces.acceptance import executed_first, hardly_accepted
     from spectune.traces.errors import OutputError
 
     most = max(ran.shares, key=lambda share: share.counts.emitted_tokens).policy
@@ -322,4 +324,6 @@ def _finish(store: TraceStore, spec: PairSpec, kw: dict[str, Any], ran: Ran) -> 
             )
         if failed is not None:
             raise failed
+    for line in hardly_accepted(executed_first(chain(*steps.values())), ran.heads):
+        note(line)
     emit(data, lambda: outcome_table(ran.outcome, ran.shares, ran.changes))

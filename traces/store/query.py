@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, and_, select
+from sqlalchemy import ColumnElement, and_, func, select
 from sqlalchemy.orm import Session
 
 from spectune.db import Database
 from spectune.db.models import PanoramaChunkRow, RecordingRow, StepChunkRow, TrajectoryRow
-from spectune.traces.acceptance import Survival
+from spectune.traces.acceptance import FirstPosition, Survival
 from spectune.traces.recording import RecordingInfo
 from spectune.traces.store.recording_rows import CHAIN, infos
 from spectune.traces.store.rows import equal, newest, resolve_all
@@ -192,6 +192,21 @@ def acceptance_stats(
             .where(*_panorama_conditions(only))
         )
         return _grouped(by, session.execute(query))
+
+
+def first_positions(database: Database, recording: str) -> dict[str, FirstPosition]:
+    """By draft, how often its first token is accepted, over every start of the chain and tree
+    panoramas of a recording."""
+    p = PanoramaChunkRow
+    query = (
+        select(p.draft, func.sum(p.acceptance * p.n), func.sum(p.n))
+        .where(p.recording_id == recording)
+        .group_by(p.draft)
+        .order_by(p.draft)
+    )
+    with database.read() as session:
+        rows = session.execute(query).all()
+    return {draft: FirstPosition(float(kept) / n, int(n)) for draft, kept, n in rows if n}
 
 
 def executed_stats(
