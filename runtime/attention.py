@@ -18,6 +18,9 @@ NAME = "spectune"
 MASK_ENTRIES = 1 << 24
 """Entries that a mask has at most where it is folded and turned into floats; wider passes attend by
 blocks of queries."""
+APPLIED_ELSEWHERE = ("dropout", "position_ids", "sliding_window", "use_cache")
+"""What models say to any attention and is not its part here: nothing is dropped, positions are in
+queries and keys already, and texts end before a window slides."""
 
 
 def slot_attention(
@@ -34,8 +37,12 @@ def slot_attention(
 
     Without a mask attention is causal, and keys and queries must be of the same tokens (Q = S).
     Returns the output ``[B, Q, H, D]``, contiguous. Raises ValueError where Q != S without a mask:
-    it would attend to rejected tokens in silence.
+    it would attend to rejected tokens in silence; and for what else a model asks of its attention
+    (sinks, capped or biased scores).
     """
+    asked = (n for n, v in kwargs.items() if n not in APPLIED_ELSEWHERE and v is not None)
+    if (other := next((n for n in asked if kwargs[n] is not False), None)) is not None:
+        raise ValueError(f"its attention is not reproduced here: it uses {other}")
     batch, heads, width, dim = query.shape
     groups = heads // key.shape[1]
     if attention_mask is None:

@@ -104,6 +104,8 @@ SMALL = 32_000_000
 """Parameters below which one CPU thread decodes as fast as several (measured, docs/log.md): passes
 are too short to be shared, and threads that wait for each other slow down whatever else runs on the
 machine."""
+SAMPLE = "It was the best of times, it was the worst of times, it was the age of wisdom."
+"""A text on which models are compared with their own code."""
 _OWN_CHOICE = torch.get_num_threads()
 """Torch's threads before a pair asked for others: they are the whole process's."""
 
@@ -127,10 +129,11 @@ def load_pair(
     content = spec.id
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
-    target = load_model(spec.target, name="target", device=where, dtype=kind)
+    tokenizer = target_tokenizer(spec)
+    sample = tokenizer(SAMPLE)["input_ids"]
+    target = load_model(spec.target, name="target", device=where, dtype=kind, sample=sample)
     if not is_local(spec.target):
         content = spec.id  # what was fetched of a hub name is known now
-    tokenizer = target_tokenizer(spec)
     loaded: dict[str, CausalModel] = {}
     heads: dict[str, EagleHead] = {}
     notes: list[str] = []
@@ -141,7 +144,8 @@ def load_pair(
             heads[name] = load_head(path, name=name, target=target, device=where, dtype=kind)
             notes.append(heads[name].reads())
             continue
-        model, own = load_model(path, name=name, device=where, dtype=kind), tokenizer_of(path)
+        model = load_model(path, name=name, device=where, dtype=kind, sample=sample)
+        own = tokenizer_of(path)
         if own is None and model.vocab_size != target.vocab_size:
             raise PairError(
                 f"draft {name!r} has a vocabulary of {model.vocab_size} tokens, the target one of "

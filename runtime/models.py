@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -40,8 +40,11 @@ CHUNK = 512
 """Longest pass over a prompt; longer ones are cut so that masks stay small."""
 FINAL = -1
 """As a tap: the last hidden state, after the final norm."""
-LOGITS_AWAY = 0.1
-"""Part of the largest logit by which ours may differ from the model's own, in any dtype."""
+LEAST_TOLERANCE = 1e-3
+"""Part of the logits' spread by which ours may differ from the model's own where rounding is
+finer."""
+SAMPLE_TOKENS = 16
+"""Tokens on which a loaded model is compared with its own code."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -406,11 +409,21 @@ MOST_TENSORS = 200_000
 """More than any model has of weights, each expert's counted."""
 
 
-def load_model(path: str, *, name: str, device: torch.device, dtype: torch.dtype) -> CausalModel:
-    """Loads a checkpoint folder or hub name, and runs one token through it.
+def load_model(
+    path: str,
+    *,
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    sample: Sequence[int] = (),
+) -> CausalModel:
+    """Loads a checkpoint folder or hub name, and compares it with its own code on the tokens of
+    ``sample``, a text (by default tokens from all over the vocabulary).
 
     Raises PairError, in one line, when there is none, it is not a causal LM that runs, its
-    configuration is not that of its weights, or it needs code of its own.
+    configuration is not that of its weights, it needs code of its own, or its texts would not be
+    those of transformers: its weights are quantized in a way that nothing reads, or its attention
+    or its logits are not reproduced here.
     """
     folder = expanded(path) if is_local(path) else None
     if folder is not None:
@@ -429,12 +442,7 @@ def load_model(path: str, *, name: str, device: torch.device, dtype: torch.dtype
                 f"({len(missing)} such tensors)"
             )
         loaded = CausalModel(model.to(device), name)
-        away = _away(loaded)
-    if not away < LOGITS_AWAY:
-        raise PairError(
-            f"{name}: {path} makes its logits in a way that is not supported yet: they are scaled "
-            f"or capped, or its attention is another (off by {away:.0%} of the largest)"
-        )
+        _check_reproduced(loaded, path, sample)
     return loaded
 
 
@@ -455,16 +463,42 @@ def _reach(config: Any) -> int:
 
 
 @torch.no_grad()
-def _away(loaded: CausalModel) -> float:
-    """How far the logits after two tokens, read one after the other, are from those of the model's
-    own forward pass, as a part of the largest. Shapes that do not fit each other are told here."""
-    # Token 0 is often padding, whose embedding is zero.
-    ids = torch.arange(1, 3, device=loaded.device) % loaded.vocab_size
-    loaded.reserve(2)
-    loaded.chain(ids[:1], 0, logits=1)
-    ours = loaded.chain(ids[1:], 1, logits=1)[0][0]
-    theirs = loaded.model(input_ids=ids[None], use_cache=False).logits[0, -1].float()
-    return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
+def _check_reproduced(loaded: CausalModel, path: str, sample: Sequence[int]) -> None:
+    """Raises PairError where the logits after each of a few tokens are not those of the model's
+    forward pass with transformers' eager attention, up to rounding. Shapes that do not fit each
+    other are told here."""
+    model, vocab = loaded.model, loaded.vocab_size
+    length = min(SAMPLE_TOKENS, loaded.max_positions)
+    spread = [vocab * i // length for i in range(1, length)]
+    ids = torch.tensor([*sample, *spread, 0][:length], device=loaded.device) % vocab
+    loaded.reserve(length)
+    half = length // 2
+    parts = [(ids[:half], 0), (ids[half:], half)]
+    ours = torch.cat([loaded.chain(x, at, logits=len(x))[0] for x, at in parts if len(x)])
+    model.set_attn_implementation("eager")
+    try:
+        states = loaded._decoder(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+        theirs = model(input_ids=ids[None], use_cache=False).logits[0].float()
+    finally:
+        model.set_attn_implementation(attention.NAME)
+
+    def away(logits: Tensor) -> float:
+        """A part of the logits' spread, as at half of the tokens: a router of experts may round to
+        other experts at some."""
+        spread = (theirs - theirs.mean(-1, keepdim=True)).norm(dim=-1).clamp_min(1e-6)
+        return float(((logits - theirs).norm(dim=-1) / spread).median())
+
+    rounding = torch.finfo(loaded.dtype).eps
+    if not (off := away(loaded.head(states))) < max(LEAST_TOLERANCE, 2 * rounding):
+        raise PairError(
+            f"{loaded.name}: {path} makes its logits in a way that is not supported yet: they "
+            f"are scaled or capped (off by {off:.1%} of their spread)"
+        )
+    if not (off := away(ours)) < max(LEAST_TOLERANCE, 16 * rounding):
+        raise PairError(
+            f"{loaded.name}: the attention of {path} is not reproduced here (its logits are off by "
+            f"{off:.1%} of their spread from those of transformers' eager attention)"
+        )
 
 
 def _check_layers(config: Mapping[str, Any], where: str) -> None:

@@ -3,6 +3,7 @@ architectures."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,17 @@ from transformers import (
     BloomConfig,
     CohereConfig,
     Gemma3TextConfig,
+    GptOssConfig,
     GraniteConfig,
+    GraniteSWAConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
+    NanoChatConfig,
     Phi3Config,
     PreTrainedConfig,
 )
-from transformers.models.auto import AutoModelForCausalLM
+from transformers.models.auto import AutoConfig, AutoModelForCausalLM
 
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -51,6 +57,7 @@ SIZES = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
+FULL = {"layer_types": ["full_attention"] * 2}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4}
 
 
@@ -65,6 +72,17 @@ def loaded(folder: Path, make: type[PreTrainedConfig], **own: Any) -> Any:
     [
         (GraniteConfig, {"logits_scaling": 8.0}, "scaled or capped"),
         (CohereConfig, {"logit_scale": 0.0625}, "scaled or capped"),
+        (NanoChatConfig, {"final_logit_softcapping": 0.5}, "scaled or capped"),
+        (
+            GptOssConfig,
+            {**FULL, "head_dim": 12, "num_local_experts": 2},
+            "is not reproduced here: it uses",
+        ),
+        (
+            GraniteSWAConfig,
+            {**FULL, "logits_scaling": 1.0},
+            "is not reproduced here: it uses s_aux",
+        ),
         (BloomConfig, {"n_layer": 2, "n_head": 4}, "has an attention of its own"),
         (Gemma3TextConfig, {"head_dim": 12}, "attention of kind sliding_attention"),
     ],
@@ -74,6 +92,44 @@ def test_models_that_would_give_other_texts_are_refused(
 ) -> None:
     with pytest.raises(PairError, match=f"^target: .*{said}"):
         loaded(tmp_path, make, **own)
+
+
+class OtherConfig(LlamaConfig):
+    model_type = "llama_of_an_eager_trait"
+
+
+class OtherForCausalLM(LlamaForCausalLM):
+    """A Llama that turns its keys around, in its eager attention alone."""
+
+    config_class = OtherConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.k_proj.register_forward_hook(self._turned)
+
+    def _turned(self, _module: nn.Module, _args: Any, keys: torch.Tensor) -> torch.Tensor:
+        return -keys if self.config._attn_implementation == "eager" else keys
+
+
+AutoConfig.register(OtherConfig.model_type, OtherConfig)
+AutoModelForCausalLM.register(OtherConfig, OtherForCausalLM)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_whatever_else_attention_does_is_told_by_transformers_own(
+    tmp_path: Path, dtype: str
+) -> None:
+    """A target and a draft whose attention is another in transformers' eager passes: neither is
+    run, in any dtype; as the Llamas that they are without it, both are."""
+    make_pair(tmp_path)
+    assert load_pair(read_pair(str(tmp_path)), dtype=dtype).draft_names == ("near", "far", "ngram")
+    for name in ("near", "target"):
+        file = tmp_path / name / "config.json"
+        document = json.loads(file.read_text()) | {"model_type": OtherConfig.model_type}
+        file.write_text(json.dumps(document | {"architectures": ["OtherForCausalLM"]}))
+        with pytest.raises(PairError, match=f"^{name}: the attention of .*{name} is not reprod"):
+            load_pair(read_pair(str(tmp_path)), dtype=dtype)
 
 
 @pytest.mark.parametrize(
