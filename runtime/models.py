@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache
+from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging as transformers_logging
 
 from spectune.runtime import attention
@@ -431,6 +433,10 @@ def load_model(
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     with translated(f"{name}: cannot load {path}"):
+        config = AutoConfig.from_pretrained(folder or path, trust_remote_code=False)
+        quantized = _is_quantized(config, f"{name}: {path}")
+        if folder is not None and not quantized:
+            _check_stored(folder, f"{name}: {path}")
         with _bounded(None if folder is None else _weight_bytes(folder)):
             model, found = AutoModelForCausalLM.from_pretrained(
                 folder or path, dtype=dtype, trust_remote_code=False, output_loading_info=True
@@ -441,6 +447,8 @@ def load_model(
                 f"{name}: the weights of {path} lack {missing[0]}, which config.json asks for "
                 f"({len(missing)} such tensors)"
             )
+        if not quantized:
+            _check_scales(model, found["unexpected_keys"], f"{name}: {path}")
         loaded = CausalModel(model.to(device), name)
         _check_reproduced(loaded, path, sample)
     return loaded
@@ -460,6 +468,57 @@ def _reach(config: Any) -> int:
         )
         reach += [int(first)] if first else []
     return min(reach)
+
+
+def _is_quantized(config: Any, where: str) -> bool:
+    """Whether transformers quantizes or dequantizes the weights of a configuration. Raises
+    PairError for a quantization that it leaves out, with a warning at most."""
+    for part in (config, config.get_text_config()):
+        asked = getattr(part, "quantization_config", None)
+        if not asked:
+            continue
+        asked = asked if isinstance(asked, dict) else asked.to_dict()
+        if part is not config or not AutoHfQuantizer.supports_quant_method(asked):
+            method = asked.get("quant_method")
+            raise PairError(
+                f"{where} is quantized by {method}, which transformers does not read; give a "
+                "checkpoint in bfloat16, or of a quantization that it reads"
+            )
+        return True
+    return False
+
+
+def _check_stored(folder: Path, where: str) -> None:
+    """Raises PairError where the weights of a folder are stored as numbers that only scales make
+    weights of. Pickles do not say; :func:`_check_scales` tells theirs."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118  (it is no mapping)
+                kind = str(tensors.get_slice(key).get_dtype())
+                packed = kind in ("I8", "U8") and key.endswith("weight")
+                if packed or kind.startswith(("F8", "F6", "F4")):
+                    raise PairError(
+                        f"{where} stores {key} as {kind}, and its config.json says no "
+                        "quantization_config by which to read it; give a checkpoint in bfloat16, "
+                        "or of a quantization that transformers reads"
+                    )
+
+
+def _check_scales(model: Any, unexpected: Iterable[str], where: str) -> None:
+    """Raises PairError where a checkpoint has scales of weights for which its model, which is not
+    quantized, has no place."""
+    modules = {name for name, _ in model.named_modules()} - {""}
+    for key in sorted(unexpected):
+        module, _, last = key.rpartition(".")
+        of_weights = ("scale" in last or "zero_point" in last) and (
+            "weight" in last or module in modules
+        )
+        if of_weights:
+            raise PairError(
+                f"{where} has {key}, which nothing reads: its weights are quantized, and its "
+                "config.json says no quantization_config by which to read them; give a checkpoint "
+                "in bfloat16, or of a quantization that transformers reads"
+            )
 
 
 @torch.no_grad()

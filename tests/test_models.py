@@ -132,6 +132,72 @@ def test_whatever_else_attention_does_is_told_by_transformers_own(
             load_pair(read_pair(str(tmp_path)), dtype=dtype)
 
 
+PROJECTION = "model.layers.1.mlp.down_proj.weight"
+"""A weight of a tiny Llama."""
+
+
+def as_float8(tensors: dict[str, torch.Tensor]) -> None:
+    """As NVIDIA's ModelOpt stores weights: float8, and a scale by which to multiply them."""
+    for name in [n for n in tensors if n.endswith("proj.weight")]:
+        scale = tensors[name].abs().max() / 448.0
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = scale
+
+
+def as_int8(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[PROJECTION] = (tensors[PROJECTION] * 50).to(torch.int8)
+
+
+def with_scales(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{PROJECTION}_scale_inv"] = torch.full((1, 1), 0.5)
+
+
+def with_input_scales(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[PROJECTION.replace("weight", "input_scale")] = torch.tensor(0.02)
+
+
+def with_scales_of_no_weight(tensors: dict[str, torch.Tensor]) -> None:
+    """As a checkpoint of text and images has them: of modules that a language model lacks."""
+    tensors["logit_scale"] = torch.ones(1)
+    tensors["vision.layers.0.layer_scale"] = torch.ones(8)
+
+
+@pytest.mark.parametrize("name", ["target", "near"])
+@pytest.mark.parametrize(
+    ("change", "config", "pickled", "said"),
+    [
+        (as_float8, {}, False, "stores .* as F8_E4M3"),
+        (as_float8, {}, True, "_scale, which nothing reads"),
+        (as_float8, {"quant_method": "modelopt", "quant_algo": "FP8"}, False, "by modelopt"),
+        (as_int8, {}, False, "stores .* as I8"),
+        (with_scales, {}, False, "_scale_inv, which nothing reads"),
+        (with_input_scales, {}, False, "input_scale, which nothing reads"),
+        (with_scales_of_no_weight, {}, False, ""),
+    ],
+)
+def test_weights_that_nothing_dequantizes_are_refused(
+    tmp_path: Path, name: str, change: Any, config: dict[str, Any], pickled: bool, said: str
+) -> None:
+    make_pair(tmp_path)
+    folder = tmp_path / name
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    if pickled:
+        (folder / "model.safetensors").unlink()
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if config:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
+    if not said:
+        assert load_pair(read_pair(str(tmp_path)), drafts=["near"]).drafts
+        return
+    with pytest.raises(PairError, match=f"^{name}: .*{name} .*{said}") as told:
+        load_pair(read_pair(str(tmp_path)))
+    assert "\n" not in str(told.value)
+
+
 @pytest.mark.parametrize(
     ("make", "own", "reach"),
     [
