@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 from spectune.runtime import attention
 from spectune.runtime.attention import causal_mask
 from spectune.runtime.cache import SlotCache, view_of
-from spectune.runtime.pair import expanded, is_local, model_config, translated
+from spectune.runtime.pair import described, expanded, is_local, model_config, translated
 from spectune.runtime.shortlists import OutputHead
 from spectune.traces.errors import PairError
 
@@ -432,7 +432,7 @@ def load_model(
         _check_layers(model_config(folder), f"{name}: {folder / 'config.json'}")
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    with translated(f"{name}: cannot load {path}"):
+    with translated(f"{name}: cannot load {described(path)}"):
         config = AutoConfig.from_pretrained(folder or path, trust_remote_code=False)
         quantized = _is_quantized(config, f"{name}: {path}")
         if folder is not None and not quantized:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import pickletools
+import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,10 +23,11 @@ from spectune.traces.errors import PairError, SpectuneError
 from spectune.traces.files import read_json
 from spectune.traces.text import shortened
 
-RESERVED = ("none", "ngram")
-"""Draft names every pair has: no draft, and prompt lookup."""
+RESERVED = ("none", "ngram", "target")
+"""Names that are not a draft's: no draft, prompt lookup, and the model that drafts are for."""
 DRAFT_NAME_LIMIT = 128
 """Characters of a draft's name: what a recording's panoramas keep of it."""
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -374,6 +376,12 @@ def expanded(path: str) -> Path:
         return Path(path)
 
 
+def described(path: str) -> str:
+    """A model's path or name for a message, a hub name with a word on why it is taken for one."""
+    return path if is_local(path) else f"{path} (no folder here, so the name of one on the hub)"
+
+
 def is_local(path: str) -> bool:
-    """Whether a model is named by a path rather than by its name on a hub."""
-    return path.startswith((".", "/", "~")) or os.path.exists(path) or path.count("/") != 1
+    """Whether a model is named by a path rather than by its name on a hub (``gpt2``,
+    ``openai-community/gpt2``)."""
+    return os.path.exists(path) or HUB_NAME.fullmatch(path) is None

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from spectune.runtime.pair import (
     PairSpec,
     checkpoint,
+    described,
     expanded,
     is_head,
     is_local,
@@ -103,16 +104,21 @@ class Texts:
 
     def stopper(self, strings: tuple[str, ...]) -> Callable[[list[int], list[int]], int | None]:
         """Finds the first new token at which one of ``strings`` has appeared in the decoded
-        output."""
+        output; those that hold a special token, in the output with its special tokens."""
         longest = max(len(s.encode()) for s in strings)  # a token holds a byte at least
+        added = self.tokenizer.added_tokens_decoder.values()
+        special = [str(token) for token in added if token.special]
+        marked = [s for s in strings if any(token in s for token in special)]
+        plain = [s for s in strings if s not in marked]
+
+        def appears(ids: list[int]) -> bool:
+            text = self.text(ids) if plain else ""
+            whole = str(self.tokenizer.decode(ids)) if marked else ""
+            return any(s in text for s in plain) or any(s in whole for s in marked)
 
         def ends_at(output: list[int], new: list[int]) -> int | None:
             tail = output[-(longest + 8) :]
-            for i in range(1, len(new) + 1):
-                text = self.text(tail + new[:i])
-                if any(s in text for s in strings):
-                    return i
-            return None
+            return next((i for i in range(1, len(new) + 1) if appears(tail + new[:i])), None)
 
         return ends_at
 
@@ -246,7 +252,7 @@ def tokenizer_of(path: str) -> Any:
     folder = expanded(path)
     if is_local(path) and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
         return None
-    with translated(f"tokenizer of {path}"):
+    with translated(f"tokenizer of {described(path)}"):
         where = folder if is_local(path) else path
         found = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
         if not _templated(found):

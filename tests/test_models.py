@@ -361,6 +361,34 @@ def test_stop_strings_are_found_whatever_was_new_at_once(padded: LoadedPair) -> 
         assert at + (ends_at(ids[:at], ids[at : at + width]) or 0) == one
 
 
+def test_a_stop_string_may_be_a_special_token(tmp_path: Path) -> None:
+    """``<|im_end|>``, which ends no text by itself, ends those that ask for it, under any policy;
+    what stands before it is searched as it is read."""
+    words = tokenizer(300)
+    words.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    model, end = tiny_model("llama", 301), 300
+    (tmp_path / "pair.json").write_text(json.dumps({"target": ".", "drafts": {"same": "."}}))
+    words.save_pretrained(tmp_path)
+
+    def decoded(stops: tuple[str, ...], policy: dict[str, Any]) -> tuple[list[int], str]:
+        model.save_pretrained(tmp_path)
+        pair = load_pair(read_pair(str(tmp_path)))
+        plan = prepare(parse_policy(policy), pair.draft_names)
+        decoder, item = Decoder(pair, StaticSource(plan)), Request("r", "c", ("x",))
+        ids = pair.encode("def add(a, b):")
+        text = decoder.decode(decoder.request(item, ids, Sampling(), 12, stops)).trajectory
+        return text.output_ids.tolist(), text.finish
+
+    plain, _ = decoded((), {})
+    at = next(i for i, token in enumerate(plain) if i > 2 and token not in plain[:i])
+    with torch.no_grad():  # where that token was likeliest the end now is
+        model.lm_head.weight[end] = 1.001 * model.lm_head.weight[plain[at]]
+    for policy in ({}, chain("same", 5), chain("ngram", 3)):
+        assert decoded((), policy)[1] == "length"
+        assert decoded(("<|im_end|>",), policy) == ([*plain[:at], end], "stop")
+        assert decoded(("nowhere", "<|im_end|>"), policy) == ([*plain[:at], end], "stop")
+
+
 def test_noise_is_the_same_and_few_rows_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "ROWS_KEPT", 3)
     monkeypatch.setattr(sampling, "NOISE_KEPT", 0)

@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -15,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import spectune
 import spectune.runtime.loading
 from spectune.runtime import file_hashes
 from spectune.runtime.file_hashes import FileHashes
@@ -232,3 +235,32 @@ def test_a_large_pair_does_not_keep_the_threads_that_a_small_one_set(
     finally:
         torch.set_num_threads(before)
     assert found == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["tiny", "some/tiny"])
+def test_a_hub_name_needs_no_organisation(tiny_pair: Path, tmp_path: Path, name: str) -> None:
+    """A model that was fetched before, offline: by its name it is the folder's. What looks like a
+    path stays one."""
+    cached = tmp_path / f"models--{name.replace('/', '--')}"
+    shutil.copytree(tiny_pair.parent / "target", cached / "snapshots" / "0")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0")
+    outside = {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
+    cli = Path(spectune.__file__).with_name("cli.py")
+
+    def generated(target: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(cli), "generate", "def", "--max-new-tokens", "8", "--json"]
+        return subprocess.run(
+            [*command, "--target", target],
+            cwd=tmp_path,
+            env=os.environ | outside,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    by_name, by_path = generated(name), generated(str(tiny_pair.parent / "target"))
+    assert by_name.returncode == 0, by_name.stderr
+    assert json.loads(by_name.stdout)["token_ids"] == json.loads(by_path.stdout)["token_ids"]
+    for path in (f"./{name}", f"{name}/one/more", f"~/{name}"):
+        assert "no model at" in generated(path).stderr
