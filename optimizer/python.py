@@ -220,7 +220,8 @@ def simulate(
         on = device or str(info.options.get("device", "cpu"))
         where = deployment or deployment_of(info.engine)
         chosen = _policy(store, policy, info.pair_id, on, where)
-        profile = store.profile_of(info.pair_id, on)
+        dtype = info.options.get("dtype")
+        profile = store.profile_of(info.pair_id, device=on, dtype=dtype)
         replayed, _, approximate = do_simulate(store, info.id, chosen, profile)
     if approximate:
         _warn([f"approximate: {approximate}"])
@@ -242,7 +243,7 @@ def run(
     :func:`record`'s. A row is a request, with its text."""
     loaded, workload, options, overlong = _prepared("run", target, drafts, prompts, pair, how)
     with open(db, create=True) as store:
-        profile = store.profile_of(loaded.id, loaded.device.type)
+        profile = store.profile_of(loaded.id, **loaded.place)
         if policy == "active":
             plan = last_good(store, loaded, profile, options.verifier, options.sampling, deployment)
         else:

@@ -87,11 +87,12 @@ def watch(
 ) -> Iterator[WatchedSource[AnyPlan]]:
     """A policy source that follows a deployment's publications for this pair and device.
 
-    ``initial`` (None: the last good publication) is in force until the first look, which happens
-    before this returns. A publication that is no policy, cannot be prepared (an unknown draft, a
-    window that needs costs and has none) or that ``verifier`` would make lossy is acknowledged as
-    refused. ``warn`` is told of one that was tuned for another sampling, as it comes into force.
-    Raises PolicyError when ``initial`` cannot run.
+    ``profile``: what windows weigh costs by; None: whenever a policy comes into force, the newest
+    of this pair on this hardware in this dtype. ``initial`` (None: the last good publication) is in
+    force until the first look, which happens before this returns. A publication that is no policy,
+    cannot be prepared (an unknown draft, a window that needs costs and has none) or that
+    ``verifier`` would make lossy is acknowledged as refused. ``warn`` is told of one that was tuned
+    for another sampling, as it comes into force. Raises PolicyError when ``initial`` cannot run.
     """
     device, who = pair.device.type, node or f"{socket.gethostname()}:{os.getpid()}"
     newest: list[Publication] = []  # what was fetched last
@@ -109,7 +110,8 @@ def watch(
             return Published(active.version, None, str(error))
 
     def ready(policy: AnyPolicy, version: int) -> AnyPlan:
-        costs = store.profile_of(pair.id, device) or profile
+        # Costs of this hardware may have been measured meanwhile.
+        costs = profile or store.profile_of(pair.id, **pair.place)
         plan = ready_plan(store, pair, policy, costs, verifier, sampling, version)
         if warning := other_sampling(newest[0], sampling or Sampling(), verifier):
             warn(f"warning: {warning}")
@@ -119,10 +121,11 @@ def watch(
         with suppress(NotFoundError):  # a publication that is gone needs no answer
             store.acknowledge(version, who, status, reason)
 
+    now = profile or store.profile_of(pair.id, **pair.place)
     if initial is None:
-        first = last_good(store, pair, profile, verifier, sampling, deployment)
+        first = last_good(store, pair, now, verifier, sampling, deployment)
     else:
-        first = ready_plan(store, pair, initial, profile, verifier, sampling)
+        first = ready_plan(store, pair, initial, now, verifier, sampling)
     source = WatchedSource(
         first, fetch, ready, acknowledge, interval_s=interval_s, retry=(DatabaseError,)
     )

@@ -14,6 +14,7 @@ from spectune.runtime.cuda.graphs import CudaRecorder, use_graphs, wanted
 from spectune.runtime.drafts.eagle_formats import load_head
 from spectune.runtime.drafts.eagle_head import EagleHead
 from spectune.runtime.generation_settings import Process, Settings, processor
+from spectune.runtime.hardware import cpu_name
 from spectune.runtime.models import FINAL, CausalModel, load_model, pick_device, pick_dtype
 from spectune.runtime.pair import PairSpec, check_threads, is_head, is_local, translated
 from spectune.runtime.words import (
@@ -55,6 +56,16 @@ class LoadedPair(Texts):
         if not self.settings:
             return None
         return processor(self.settings, prompt_tokens, self.eos_ids, self.device)
+
+    @property
+    def place(self) -> dict[str, str]:
+        """``device``, ``dtype`` and the name of the ``hardware``: what its costs are of."""
+        cuda = self.device.type == "cuda"
+        return {
+            "device": self.device.type,
+            "dtype": str(self.target.dtype).removeprefix("torch."),
+            "hardware": torch.cuda.get_device_name() if cuda else cpu_name(),
+        }
 
     @property
     def exact(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from spectune.runtime.hardware import cpu_name
 from spectune.runtime.policies.document import Policy, parse_plain_policy
 from spectune.traces.cost_table import CostTable
 from spectune.traces.latency import LatencyProfile
@@ -114,4 +115,5 @@ def flat_profile(pair_id: str, drafts: Iterable[str], heads: Iterable[str] = ())
             }
             terms[f"tree phase/{draft}"] = CostTable((5e-4,))
     check = {"accepted": True, "policy_error": 0.0, "policy_spread": 0.0}
-    return LatencyProfile(pair_id, "cpu", "float32", terms, check=check)
+    here = {"device": cpu_name(), "dtype": "float32"}
+    return LatencyProfile(pair_id, "cpu", "float32", terms, environment=here, check=check)

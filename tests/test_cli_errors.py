@@ -344,7 +344,7 @@ def test_a_conversation_without_a_template_is_refused_before_the_pair_is_loaded(
         ('{"draft": "near", "window": {"gamma": NaN, "kind": "fixed"}}', "window.gamma"),
         ('{"draft": "near"', "--policy: not JSON"),
         ('{"draft": "third"}', "no draft 'third'; it has: far, near, ngram"),
-        (ANALYTIC, "window.analytic needs measured costs: run `"),
+        (ANALYTIC, "window.analytic needs a latency profile of this pair on this hardware and in"),
         ("0123456789ab", "--policy 0123456789ab: neither a file"),
         ("nowhere.json", "--policy nowhere.json: No such file"),
     ],

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from spectune.optimizer.inputs import in_force
 from spectune.optimizer.serving import earlier_winners, ready_plan, watch
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.loop import Round
+from spectune.runtime.loop import Round, StaticSource
 from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.reload import Published, WatchedSource
@@ -124,6 +125,44 @@ def test_the_next_round_is_the_new_policys_and_the_text_is_the_same(
 def publish(store: TraceStore, pair: LoadedPair, policy: AnyPolicy, **how: Any) -> int:
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
     return put_in_force(store, pair.id, policy, **how)
+
+
+def test_costs_of_another_dtype_or_machine_are_not_used(
+    store: TraceStore, pair: LoadedPair
+) -> None:
+    """A window that weighs costs is refused until there are some of this hardware and dtype, and
+    then follows the newest of those; one that is given is followed."""
+    mine = flat_profile(pair.id, pair.drafts)
+    dear = {**mine.terms, "target": mine.terms["pass/near"]}  # verified for what a draft costs
+    other = {**mine.environment, "device": "Another Processor"}
+    foreign = replace(mine, dtype="bfloat16", terms=dear), replace(mine, environment=other)
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+
+    def told(profile: Any = None) -> tuple[Any, str]:
+        publish(store, pair, ANALYTIC)
+        with watch(store, pair, None, profile, interval_s=60) as source:
+            return source.current(), source.last_error
+
+    for profile in foreign:
+        store.put_profile(profile)
+        plan, error = told()
+        assert plan.policy == AUTOREGRESSIVE
+        assert error.startswith("window.analytic needs a latency profile of this pair on this")
+        assert "`profile`" in error
+    store.put_profile(mine)
+    store.put_profile(foreign[0])
+
+    def drafted(plan: Any) -> list[int]:
+        decoder = Decoder(pair, StaticSource(plan))
+        done = decoder.decode(asked(decoder, PROMPT, Sampling(), TOKENS))
+        return [step.drafted for step in done.steps]
+
+    by_mine, by_foreign = (
+        drafted(prepare(ANALYTIC, pair.draft_names, profile=p)) for p in (mine, foreign[0])
+    )
+    assert by_mine != by_foreign
+    assert drafted(told()[0]) == by_mine
+    assert drafted(told(foreign[0])[0]) == by_foreign
 
 
 def statuses(store: TraceStore) -> list[tuple[int, str]]:

@@ -48,7 +48,7 @@ def generate(prompt: str, no_compare: bool, **kw: Any) -> None:
 
         # What does not fit is refused before anything else is said.
         encode(pair, Workload("prompt", (Request("prompt", "prompt", (prompt,)),)), options, ())
-        found = store.profile_of(pair.id, pair.device.type)
+        found = store.profile_of(pair.id, **pair.place)
         plan = prepared(store, pair, kw["policy_name"], options, found, kw["deployment"])
     console = console_for(stderr=as_json())
     console.width = 10_000 if not console.is_terminal else console.width

@@ -253,7 +253,7 @@ def policies_activate(
         # What every runtime would refuse later is refused now.
         if why := refusal(deployment, policy):
             raise PolicyError(why)
-        profile = store.profile_of(spec.id, device)
+        profile = store.profile_of(spec.id, device=device)
         prepare(policy, spec.draft_names, profile=profile, artifacts=fitted(store, spec.id))
         store.put_pair(spec.id, spec.name, spec.to_json())
         store.put_policy(policy.id, policy.spelled_out(), policy.label())

@@ -128,7 +128,7 @@ def record(**kw: Any) -> None:
             else:
                 if begun is None:
                     workload = fit_to(pair, workload, options, kw["overlong"])
-                profile = store.profile_of(pair.id, pair.device.type)
+                profile = store.profile_of(pair.id, **pair.place)
                 if kw["policy_name"] == "active":
                     plan = last_good(
                         store, pair, profile, options.verifier, options.sampling, kw["deployment"]

@@ -58,7 +58,9 @@ T = TypeVar("T", "Decoded", "Answered")
 @opts.decoding
 @engine_options
 @opts.deployment
-@option("--profile profile_id", "Profile for windows that need costs; default: the latest.")
+@option(
+    "--profile profile_id", "Profile for windows that need costs; default: the latest made here."
+)
 @option("--outputs", "Write the texts, one JSON line per request.", FILE)
 @opts.per_round
 @flag(
@@ -119,7 +121,7 @@ def _decoded(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: Dec
 
     # What the target does not hold is refused before anything else is said.
     workload = fit_to(pair, workload, options, kw["overlong"], ())
-    profile = store.profile_of(pair.id, pair.device.type, kw["profile_id"])
+    profile = store.get_profile(kw["profile_id"]).profile if kw["profile_id"] else None
 
     def changed(decoded: list[Decoded]) -> None:
         before = decoded[-2].plans[-1][1] if decoded[1:] else None
@@ -232,7 +234,8 @@ def _source(
     from spectune.runtime.loop import StaticSource
 
     if name != "active":
-        yield StaticSource(prepared(store, pair, name, options, profile))
+        costs = profile or store.profile_of(pair.id, **pair.place)
+        yield StaticSource(prepared(store, pair, name, options, costs))
         return
     from spectune.optimizer.serving import watch
 

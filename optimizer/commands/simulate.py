@@ -85,7 +85,8 @@ def simulate(**kw: Any) -> None:
         if kw["arrivals"] is not None:
             simulate_under_load(store, info, policy, kw)
             return
-        found = store.profile_of(info.pair_id, device, kw["profile_id"])
+        dtype = info.options.get("dtype")
+        found = store.profile_of(info.pair_id, kw["profile_id"], device=device, dtype=dtype)
         from spectune.optimizer.artifacts import keep_q_table, q_table
         from spectune.optimizer.inputs import outcome_json
         from spectune.optimizer.report.tables import outcome_table
@@ -110,7 +111,8 @@ def simulate(**kw: Any) -> None:
             )
         elif found is None:
             note(
-                "no latency profile of this pair and device: seconds are left at 0 (run `profile`)"
+                "no latency profile of this pair and device in the recording's dtype: seconds are "
+                "left at 0 (run `profile`)"
             )
         if kw["per_round"]:
             pairs = zip(replayed.names, replayed.steps(), strict=True)

@@ -65,7 +65,7 @@ def fit_chooser_artifact(
     PolicyError for candidates that cannot be weighed, TraceError where the recording is another
     pair's, or lacks a draft, or there is no profile.
     """
-    costs, profile_id = profile_of(store, pair.id, pair.device.type, profile)
+    costs, profile_id = profile_of(store, pair.id, profile, **pair.place)
     info = recording_of(store, recording, pair.spec)
     if candidates is None:
         tried = _tried(store, info, pair)

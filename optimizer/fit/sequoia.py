@@ -279,9 +279,12 @@ class _Costs(NamedTuple):
 
 def _costs(source: TreeSource, profile: str | None) -> _Costs:
     otherwise = "or give --nodes N --depth D to choose by acceptance alone"
-    device, draft = str(source.info.options.get("device", "cpu")), source.trees.forest.draft
+    about, draft = source.info.options, source.trees.forest.draft
+    device, dtype = str(about.get("device", "cpu")), about.get("dtype")
     pair_id, hint = source.info.pair_id, f", {otherwise}"
-    measured, profile_id = profile_of(source.store, pair_id, device, profile, hint)
+    measured, profile_id = profile_of(
+        source.store, pair_id, profile, hint, device=device, dtype=dtype
+    )
     if draft not in measured.tree_drafts:
         raise TraceError(
             f"profile {profile_id} has no costs of trees for draft {draft!r}: run `profile` again, "

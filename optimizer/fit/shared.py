@@ -47,14 +47,24 @@ def search_part(texts: Sequence[Trajectory]) -> list[int]:
 
 
 def profile_of(
-    store: TraceStore, pair_id: str, device: str, name: str | None, otherwise: str = ""
+    store: TraceStore,
+    pair_id: str,
+    name: str | None,
+    otherwise: str = "",
+    *,
+    device: str,
+    dtype: str | None = None,
+    hardware: str | None = None,
 ) -> tuple[LatencyProfile, str]:
-    """A stored profile, by default the latest of a pair and device, and its id. Raises TraceError
-    where there is none, saying what else could be done, and for another pair's."""
-    found = store.get_profile(name) if name else store.latest_profile(pair_id, device)
+    """A stored profile, by default the latest of a pair, device, dtype and hardware, and its id.
+    Raises TraceError where there is none, saying what else could be done, and for another
+    pair's."""
+    latest = store.latest_profile
+    found = store.get_profile(name) if name else latest(pair_id, device, dtype, hardware)
     if found is None:
+        on = " in ".join(x for x in (hardware or device, dtype) if x)
         raise TraceError(
-            f"there is no latency profile of pair {pair_id} on {device}: run `profile`{otherwise}"
+            f"there is no latency profile of pair {pair_id} on {on}: run `profile`{otherwise}"
         )
     if found.profile.pair_id != pair_id:
         raise TraceError(

@@ -234,8 +234,8 @@ def _need_costs(
     """(gamma a_q + b_p(gamma), b_p(gamma)), float64 [gamma_max + 1] each."""
     if costs is None:
         raise PolicyError(
-            f"window.{window.kind} needs measured costs: run `profile` for this pair and "
-            "device first"
+            f"window.{window.kind} needs a latency profile of this pair on this hardware and in "
+            "this dtype: run `profile` here first, with the same --device and --dtype"
         )
     verify_s = np.array(costs.verify_s[: window.gamma_max + 1])
     return np.arange(len(verify_s)) * costs.draft_step_s + verify_s, verify_s

@@ -22,7 +22,6 @@ from spectune.runtime.costs import (
     round_costs,
     round_seconds,
 )
-from spectune.runtime.hardware import cpu_name
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import FixedWindow, FsmWindow, MaxProbStop, Policy
 from spectune.runtime.profiling.experiment import (
@@ -165,11 +164,11 @@ def environment(pair: LoadedPair) -> dict[str, Any]:
     """What a latency profile was measured in."""
     cuda = pair.device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name() if cuda else cpu_name(),
+        "device": pair.place["hardware"],
         "driver": torch.version.cuda if cuda else None,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "dtype": pair.place["dtype"],
         "threads": torch.get_num_threads(),
         "cpus": os.cpu_count(),
         "platform": platform.platform(),

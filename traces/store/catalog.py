@@ -157,15 +157,34 @@ class Catalog(Storage):
             ),
         )
 
-    def latest_profile(self, pair_id: str, device: str) -> StoredProfile | None:
-        """The newest profile of a pair on a device, or None."""
-        return next(self.profiles(pair_id, device), None)
+    def latest_profile(
+        self,
+        pair_id: str,
+        device: str,
+        dtype: str | None = None,
+        hardware: str | None = None,
+    ) -> StoredProfile | None:
+        """The newest profile of a pair on a device, in a dtype and on hardware of that name (None:
+        any); None where there is none."""
+        fits = (
+            found
+            for found in self.profiles(pair_id, device, dtype)
+            if hardware in (None, found.profile.environment.get("device"))
+        )
+        return next(fits, None)
 
     def profile_of(
-        self, pair_id: str, device: str, name: str | None = None
+        self,
+        pair_id: str,
+        name: str | None = None,
+        *,
+        device: str,
+        dtype: str | None = None,
+        hardware: str | None = None,
     ) -> LatencyProfile | None:
-        """The profile named, else the latest of a pair and device; None where there is none."""
-        found = self.get_profile(name) if name else self.latest_profile(pair_id, device)
+        """The profile named, else :meth:`latest_profile`; None where there is none."""
+        latest = self.latest_profile
+        found = self.get_profile(name) if name else latest(pair_id, device, dtype, hardware)
         return None if found is None else found.profile
 
     def profiles(
