@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -140,11 +140,18 @@ def load_pair(
     content = spec.id
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
-    tokenizer = target_tokenizer(spec)
-    sample = tokenizer(SAMPLE)["input_ids"]
+
+    @cache
+    def words() -> Any:
+        return target_tokenizer(spec)
+
+    def sample() -> list[int]:
+        return list(words()(SAMPLE)["input_ids"])
+
     target = load_model(spec.target, name="target", device=where, dtype=kind, sample=sample)
     if not is_local(spec.target):
         content = spec.id  # what was fetched of a hub name is known now
+    tokenizer = words()
     loaded: dict[str, CausalModel] = {}
     heads: dict[str, EagleHead] = {}
     notes: list[str] = []

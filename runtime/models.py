@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -417,10 +417,10 @@ def load_model(
     name: str,
     device: torch.device,
     dtype: torch.dtype,
-    sample: Sequence[int] = (),
+    sample: Callable[[], Sequence[int]] = tuple,
 ) -> CausalModel:
-    """Loads a checkpoint folder or hub name, and compares it with its own code on the tokens of
-    ``sample``, a text (by default tokens from all over the vocabulary).
+    """Loads a checkpoint folder or hub name, and compares it with its own code on the tokens that
+    ``sample`` gives, a text (by default tokens from all over the vocabulary).
 
     Raises PairError, in one line, when there is none, it is not a causal LM that runs, its
     configuration is not that of its weights, it needs code of its own, or its texts would not be
@@ -450,7 +450,7 @@ def load_model(
         if not quantized:
             _check_scales(model, found["unexpected_keys"], f"{name}: {path}")
         loaded = CausalModel(model.to(device), name)
-        _check_reproduced(loaded, path, sample)
+        _check_reproduced(loaded, path, sample())
     return loaded
 
 
