@@ -39,6 +39,10 @@ AGAIN_S = 0.5
 """Seconds until a Ctrl-C that nobody heard is raised again."""
 
 
+RESUMING = ("record", "tune", "schedule")
+"""Commands that go on, typed again, with what an interrupted one has committed."""
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM: what Ctrl-C would have closed is closed; a second one kills at once."""
 
@@ -118,9 +122,10 @@ class Door(click.Group):
         except (KeyboardInterrupt, RuntimeError) as stopped:
             if isinstance(stopped, RuntimeError) and not interrupts.seen:
                 raise
+            resumes = ctx.invoked_subcommand in RESUMING
+            then = "goes on from there" if resumes else "begins anew"
             click.echo(
-                "interrupted; what was committed is kept, the same command goes on from there",
-                err=True,
+                f"interrupted; what was committed is kept, the same command {then}", err=True
             )
             ctx.exit(143 if isinstance(stopped, Terminated) else 130)
         finally:

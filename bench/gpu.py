@@ -255,7 +255,7 @@ KEPT = (
     "search_requests",
     "test_requests",
     "trials",
-    "texts_differ",
+    "texts",
     "prediction",
     "reason",
     "seconds",

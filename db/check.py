@@ -12,6 +12,7 @@ from sqlalchemy import inspect, select
 
 from spectune.db.database import Database, schema_of
 from spectune.db.errors import DatabaseError
+from spectune.db.failures import CHECK_IT
 from spectune.db.migrate import head
 from spectune.db.models import PACKED
 from spectune.db.urls import parse_url, shown
@@ -73,8 +74,17 @@ class CheckReport:
 def check(url: str) -> CheckReport:
     """Reads everything and changes nothing. Raises :class:`DatabaseError` only when the database
     cannot be opened at all."""
-    parsed = parse_url(url)
-    schema, newest = schema_of(url), head()
+    parsed, newest = parse_url(url), head()
+    try:
+        schema = schema_of(url)
+    except DatabaseError as error:
+        damaged = _cause(error)
+        if damaged == str(error):
+            raise
+        raise DatabaseError(
+            f"{damaged}: not even its schema can be read; restore a copy, or save what is left by "
+            f"`sqlite3 {shown(parsed)} .recover | sqlite3 rescued.db`"
+        ) from None
     if schema != newest:
         return CheckReport(shown(parsed), schema, newest)
     with Database(parsed) as database:
@@ -98,13 +108,18 @@ def check(url: str) -> CheckReport:
     return CheckReport(shown(parsed), schema, newest, chunks, int(size), integrity, broken, bad)
 
 
+def _cause(error: DatabaseError) -> str:
+    """An error without the advice to run this check."""
+    return str(error).removesuffix(CHECK_IT)
+
+
 def _ask(database: Database, question: str) -> tuple[str, ...]:
     """The first column of the answer, or why there is none."""
     try:
         with database.read() as session:
             return tuple(str(row[0]) for row in session.connection().exec_driver_sql(question))
     except DatabaseError as error:
-        return (str(error),)
+        return (_cause(error),)
 
 
 def _chunks(database: Database, row: type[Any]) -> Iterator[BadChunk | None]:
@@ -116,7 +131,7 @@ def _chunks(database: Database, row: type[Any]) -> Iterator[BadChunk | None]:
         with database.read() as session:
             keys = session.execute(select(*columns).order_by(*columns)).all()
     except DatabaseError as error:
-        yield BadChunk(table.name, {}, str(error))
+        yield BadChunk(table.name, {}, _cause(error))
         return
     left, key = iter([key._asdict() for key in keys]), dict[str, Any]()
     while True:
@@ -129,4 +144,4 @@ def _chunks(database: Database, row: type[Any]) -> Iterator[BadChunk | None]:
                     yield None if sound else BadChunk(table.name, key, "checksum differs")
             return
         except DatabaseError as error:
-            yield BadChunk(table.name, key, f"cannot be read: {error}")
+            yield BadChunk(table.name, key, f"cannot be read: {_cause(error)}")

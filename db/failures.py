@@ -56,6 +56,8 @@ def translated(url: URL) -> Iterator[None]:
         ) from error
 
 
+CHECK_IT = "; run `db check` to see what is still usable"
+"""What is said of a damaged database, but by that command."""
 _SQLITE_SAYS = {
     "not a database": "{name} is not a SQLite database; name another file",
     "unable to open": "cannot open database file {name}: check that it exists and that its folder "
@@ -63,7 +65,7 @@ _SQLITE_SAYS = {
     "readonly": "database file {name} is read-only; check its permissions and its folder's",
     "locked": "database {name} is busy: another process has held its write lock for "
     f"{BUSY_TIMEOUT_S} s",
-    "malformed": "database {name} is damaged ({cause}); run `db check` to see what is still usable",
+    "malformed": "database {name} is damaged ({cause})" + CHECK_IT,
 }
 """What the user reads where SQLite's message has these words."""
 _POSTGRESQL_SAYS = {

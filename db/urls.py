@@ -86,7 +86,7 @@ def _postgresql(text: str, url: URL) -> URL:
             "within an option, as %40 %2F %3F %23"
         )
     if find_spec("psycopg") is None:
-        raise DatabaseError("PostgreSQL needs psycopg: pip install 'spectune[postgresql]'")
+        raise DatabaseError("PostgreSQL needs psycopg: `pip install 'psycopg[binary]'`")
     from psycopg import pq
 
     known = {option.keyword.decode() for option in pq.Conninfo.get_defaults()}

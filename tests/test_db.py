@@ -382,6 +382,13 @@ def test_a_damaged_file_is_one_clear_line(tmp_path: Path) -> None:
     report = check(url)
     assert not report.ok
     assert report.integrity
+    assert not any("db check" in line for line in report.problems)
+    with open(url, "r+b") as file:  # the schema's own page
+        file.seek(100)
+        file.write(bytes(3000))
+    with pytest.raises(DatabaseError, match=r"is damaged .*restore a copy, or save") as refused:
+        check(url)
+    assert "db check" not in str(refused.value)
 
 
 # --- a database that goes away

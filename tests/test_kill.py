@@ -28,7 +28,8 @@ from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import read_pair
 from spectune.traces.store import TraceStore
 
-INTERRUPTED = "interrupted; what was committed is kept, the same command goes on from there\n"
+KEPT = "interrupted; what was committed is kept, the same command"
+INTERRUPTED, ANEW = f"{KEPT} goes on from there\n", f"{KEPT} begins anew\n"
 KILLS = 2
 """`make acceptance` makes 50."""
 
@@ -203,4 +204,4 @@ def test_an_interrupt_that_a_callback_swallows_is_heard(
     finally:
         signal.signal(signal.SIGINT, before)
     assert closed == [then]
-    assert (ended.exit_code, ended.stderr) == (130, INTERRUPTED)
+    assert (ended.exit_code, ended.stderr) == (130, ANEW)

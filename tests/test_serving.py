@@ -4,6 +4,7 @@ figures it gives."""
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -602,6 +603,15 @@ def test_a_search_says_what_servers_without_a_draft_do_or_that_it_is_not_known(
     assert "off (no draft loaded): not measured: restart vLLM without the draft" in shown
     assert "profile --engine vllm` measures it on a server of its own" in shown
     assert "not judged, as no step with them was recorded: medium" in " ".join(told.stderr.split())
+
+
+def test_the_command_that_a_search_under_load_prints_last_does_what_it_says(server: Door) -> None:
+    """It names the pair, which the search took from the recording."""
+    last = server.call("tune", "--engine", "vllm", "--arrivals", "clients:1,8", "--limit", "40")
+    what, command = last.stdout.splitlines()[-2:]
+    assert what == "# publishes it"
+    words = shlex.split(command)
+    server.json(*words[words.index("policies") :], "--deployment", "as-printed")
 
 
 def test_a_table_is_found_for_several_loads(server: Door, tiny_pair: Path, tmp_path: Path) -> None:

@@ -75,8 +75,8 @@ def installed() -> Installed:
         )
     if ours != "True":
         raise EngineError(
-            f"spectune is not installed beside vLLM {where}; `{python} -m pip install spectune` "
-            "installs it"
+            f"spectune is not installed beside vLLM {where}; `{python} -m pip install FOLDER` "
+            "installs it, where FOLDER is a checkout of it or a wheel"
         )
     return Installed(python, of_gpu or of_cpu, not of_gpu or of_gpu.endswith("+cpu"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -190,7 +191,7 @@ def tune_under_load(kw: dict[str, Any]) -> None:
     engine serves it too, beside the best constants, no speculation and what is in force, and the
     best of them is published where it is proved better than that."""
     from spectune.optimizer.inputs import recording_of
-    from spectune.traces.errors import TraceError
+    from spectune.traces.errors import PairError, TraceError
 
     if kw["arrivals"] is None:
         raise TraceError(
@@ -208,6 +209,9 @@ def tune_under_load(kw: dict[str, Any]) -> None:
         if kw["execute"] or typed("pair", "target", "drafts"):
             spec = pair_spec(kw, store, info.id)
             info = recording_of(store, info.id, spec)
+        else:
+            with suppress(PairError):  # the command that is printed last names it
+                pair_spec(kw, store, info.id)
         searched, place, proved = search_under_load(store, info, kw), place_of(store, info), None
         if kw["execute"]:
             assert spec is not None

@@ -67,7 +67,7 @@ def connected(workers: str) -> Iterator[Client]:
     try:
         from distributed import Client, LocalCluster
     except ImportError:
-        raise SpectuneError("--workers needs Dask: pip install 'spectune[dask]'") from None
+        raise SpectuneError("--workers needs Dask: `pip install distributed`") from None
     with ExitStack() as stack:
         if workers.isdecimal():
             cluster = LocalCluster(

@@ -92,5 +92,5 @@ def pyarrow_modules() -> tuple[Any, Any]:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
-        raise TraceError("Parquet needs pyarrow: pip install 'spectune[parquet]'") from None
+        raise TraceError("Parquet needs pyarrow: `pip install pyarrow`") from None
     return pa, pq
