@@ -128,13 +128,13 @@ def least_gain(requests: int) -> float:
     return float(math.expm1(quantiles * SPREAD / math.sqrt(requests)))
 
 
-def said_of(categories: Sequence[str], *, publish: bool) -> str:
+def said_of(categories: Sequence[str], *, publish: bool, parts: Parts | None = None) -> str:
     """What is to be said, before any work, of requests of these categories; empty where a gain of
-    5% will be seen.
+    5% will be seen. ``parts``: those of requests that a recording is left with.
 
     Raises TraceError where nothing could be raced, or, if something is to be published, confirmed.
     """
-    parts = split(categories)
+    parts = split(categories) if parts is None else parts
     total, held = len(categories), len(parts.confirm)
     to_see = next(n for n in count(LEAST) if least_gain(n) <= 0.05)
     for_5 = math.ceil(to_see * len(SPLIT) / SPLIT.count("c"))

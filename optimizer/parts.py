@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from spectune.traces.store import TraceStore
 
 SPLIT = "scsrscsrsc"
 """Where a category's requests go in turn, and again from the beginning: to search, confirm or race.
@@ -33,6 +36,18 @@ def split(categories: Sequence[str]) -> Parts:
         seen[category] = n + 1
         parts[SPLIT[n % len(SPLIT)]].append(i)
     return Parts(parts["s"], parts["r"], parts["c"])
+
+
+def recorded_parts(store: TraceStore, recording: str, ordinals: Sequence[int]) -> Parts:
+    """The parts of some of a recording's requests, by their place in ``ordinals``.
+
+    All requests of the recording are dealt, damaged ones included: who cannot read one of them has
+    the others in the same parts as who can."""
+    categories = store.request_categories(recording)
+    place = {ordinal: i for i, ordinal in enumerate(ordinals)}
+    dealt = split(list(categories.values()))
+    numbers = [place.get(ordinal) for ordinal in categories]
+    return Parts(*([i for n in part if (i := numbers[n]) is not None] for part in dealt))
 
 
 def mixed(part: Iterable[int], categories: Sequence[str]) -> list[int]:

@@ -27,7 +27,7 @@ from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact, prediction
 from spectune.optimizer.fit.on_the_fly import read_prompts
 from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
 from spectune.optimizer.inputs import in_force, published_policy
-from spectune.optimizer.parts import Parts, mixed, split
+from spectune.optimizer.parts import Parts, mixed, recorded_parts
 from spectune.optimizer.processes import kept_helpers
 from spectune.optimizer.profiles import (
     common_factor,
@@ -197,8 +197,10 @@ def tune_recording(
     verifier. ``seconds`` are those that stages took before. Raises TraceError where an engine
     sampled them."""
     if seconds is None:
-        texts = store.load(recording, (), skip_corrupted=True).trajectories
-        _tell_number(wanted, [t.category for t in texts])
+        requests = store.load(recording, (), skip_corrupted=True).requests
+        texts = [r.trajectory for r in requests]
+        parts = recorded_parts(store, recording, [r.ordinal for r in requests])
+        _tell_number(wanted, [t.category for t in texts], parts)
         wanted = as_recorded(wanted, recording, texts[0])
         _tell_verifier(wanted)
     tuning = Tuning(store, pair, recording, wanted, progress, clock, dict(seconds or {}))
@@ -222,10 +224,12 @@ def as_recorded(wanted: TuneOptions, recording: str, text: Trajectory) -> TuneOp
     return replace(wanted, options=how)
 
 
-def _tell_number(wanted: TuneOptions, categories: Sequence[str]) -> None:
+def _tell_number(
+    wanted: TuneOptions, categories: Sequence[str], parts: Parts | None = None
+) -> None:
     """What so many requests will not show, before any work. Raises TraceError where they are too
     few."""
-    line = said_of(categories, publish=wanted.publish)
+    line = said_of(categories, publish=wanted.publish, parts=parts)
     if line:
         wanted.tell(line)
 
@@ -316,7 +320,7 @@ class Tuning:
         )
         self.trace, self.ordinals = opened.trace, opened.ordinals
         categories = [t.category for t in self.trace.trajectories]
-        search, *rest = split(categories)
+        search, *rest = recorded_parts(self.store, self.recording, self.ordinals)
         self.parts = Parts(search, *(mixed(part, categories) for part in rest))
 
     def search(self, trials: int, known: Study | None = None) -> None:
@@ -382,7 +386,7 @@ class Tuning:
         self.look(Look(self.chains, self.wanted.gamma_max))
         texts = self.trace.trajectories
         if len(texts) != self.store.get_recording(self.recording).n_requests:  # some are damaged
-            _tell_number(self.wanted, [t.category for t in texts])
+            _tell_number(self.wanted, [t.category for t in texts], self.parts)
         self.workload = checked(texts)
         for line in (*self.workload.lines(), *self._hardly_accepted(self.chains)):
             self.wanted.tell(line)

@@ -36,7 +36,7 @@ from spectune.optimizer.fit.on_the_fly import (
     fit_features,
     read_prompts,
 )
-from spectune.optimizer.fit.shared import search_part
+from spectune.optimizer.parts import split
 from spectune.optimizer.record import Look, record
 from spectune.optimizer.serving import watch
 from spectune.optimizer.simulate.replay import run_replay
@@ -440,7 +440,7 @@ def test_any_candidate_is_weighed_by_what_its_levels_accept(
     best = fit_chooser_artifact(place, info.id, pair).document["candidates"]
     assert set(best) == {"none", "near", "head", "ngram"}
     fixed = [chain("near", {"kind": "fixed", "gamma": g}) for g in (1, 2, 4)]
-    seen = trace.select(search_part(trace.trajectories))
+    seen = trace.select(split([t.category for t in trace.trajectories]).search)
     seconds, *others = (
         run_replay(seen, p, profile).seconds.sum() for p in (parse_policy(best["near"]), *fixed)
     )

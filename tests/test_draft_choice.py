@@ -33,7 +33,7 @@ from spectune.optimizer.fit.on_the_fly import (
     least_squares,
     read_prompts,
 )
-from spectune.optimizer.fit.shared import search_part
+from spectune.optimizer.parts import split
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.costs import window_costs
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
@@ -356,7 +356,7 @@ def test_evaluation_is_what_its_picks_cost() -> None:
     trace, prompts = planted_trace(30)
     chooser = choosing(trace, prompts)
     held = chooser.metrics["held_out"]
-    test_part = sorted({*range(30)} - {*search_part(trace.trajectories)})
+    test_part = sorted({*range(30)} - {*split([t.category for t in trace.trajectories]).search})
     some = [prompts[r] for r in test_part]
     seconds = Measured.of(trace.select(test_part), CANDIDATES, PROFILE).seconds
     names, options = list(CANDIDATES), chooser.options(PROFILE)
@@ -376,7 +376,7 @@ def test_evaluation_is_what_its_picks_cost() -> None:
 def test_calibration_scales_the_model_to_replay() -> None:
     trace, prompts = planted_trace(30)
     chooser = choosing(trace, prompts)
-    seen = trace.select(search_part(trace.trajectories))
+    seen = trace.select(split([t.category for t in trace.trajectories]).search)
     measured, options = Measured.of(seen, CANDIDATES, PROFILE), chooser.options(PROFILE)
     # Only the context differs from the reference.
     assert chooser.calibration["none"] == pytest.approx(1.0, abs=0.25)

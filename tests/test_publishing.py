@@ -22,7 +22,9 @@ from spectune.db.errors import DatabaseError
 from spectune.optimizer import schedule as schedules
 from spectune.optimizer.deployment import tuned_for
 from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.fit.shared import search_texts
 from spectune.optimizer.jobs import tuning_job
+from spectune.optimizer.parts import recorded_parts
 from spectune.optimizer.record import Look, record
 from spectune.optimizer.report.tables import evidence_table
 from spectune.optimizer.report.tuning import page, report_on
@@ -171,6 +173,31 @@ def test_what_is_tuned_on_is_counted_again_where_chunks_are_damaged(
     with pytest.raises(TraceError, match=r"5 requests leave|on different ones: 5"):
         tune_recording(store, pair, lost, replace(QUICK, begins=begun.append))
     assert begun == ["record"]
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_a_damaged_panorama_moves_no_request_to_another_part(
+    store: TraceStore, pair: LoadedPair
+) -> None:
+    """A tuning leaves the damaged request out, a fit to the texts alone reads it: neither races or
+    confirms on what the other is fitted to."""
+    put_made_up_profile(store, pair)
+    plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
+    info = record(store, pair, WORKLOAD, QUICK.options, Look(("near",), 5), plain)
+    whole = recorded_parts(store, info.id, range(18))
+    with store.database.write() as session:
+        session.execute(
+            text("UPDATE panorama_chunk SET data = :data WHERE ordinal = 0"), {"data": b"x"}
+        )
+    fitted_to = {t.request_id for t in search_texts(store, info.id, pair.spec)}
+    tuned = tune_recording(store, pair, info.id, QUICK)
+    assert tuned.search_requests == len(fitted_to) - 1
+    raced = {r.request_id for c in tuned.candidates for r in c.executed.per_request}
+    assert raced == {f"r{i}" for i in whole.race}
+    assert not raced & fitted_to
+    left = recorded_parts(store, info.id, range(1, 18))
+    assert [n + 1 for n in left.confirm] == whole.confirm
+    assert not {f"r{n}" for n in whole.confirm} & fitted_to
 
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)

@@ -131,6 +131,7 @@ def tune(**kw: Any) -> None:
         workload = None if kw["recording_id"] else workload_of(kw, spec)
         from spectune.optimizer.confirm import said_of
         from spectune.optimizer.inputs import recording_of
+        from spectune.optimizer.parts import recorded_parts
 
         if workload is not None:  # told again of what is left once the pair is loaded
             said_of([r.category for r in workload.requests], publish=publish)
@@ -140,8 +141,9 @@ def tune(**kw: Any) -> None:
             workload = fit_to(pair, workload, options, kw["overlong"])
         else:
             info = recording_of(store, kw["recording_id"], spec)
-            texts = store.load(info.id, (), skip_corrupted=True).trajectories
-            said_of([text.category for text in texts], publish=publish)
+            requests = store.load(info.id, (), skip_corrupted=True).requests
+            parts = recorded_parts(store, info.id, [r.ordinal for r in requests])
+            said_of([r.trajectory.category for r in requests], publish=publish, parts=parts)
             if info.state != "complete" and info.workload_id is not None:
                 note(
                     f"recording {info.id} was never finished: tuning on the {info.n_requests} "
@@ -166,7 +168,7 @@ def tune(**kw: Any) -> None:
             **searched,
         )
         if workload is None:
-            wanted = as_recorded(wanted, info.id, texts[0])
+            wanted = as_recorded(wanted, info.id, requests[0].trajectory)
         expected = course(store, pair, wanted, workload, [name for name, _ in STAGES])
         note(quick + expected.told(budget_s))
         with Meter(expected) as meter:

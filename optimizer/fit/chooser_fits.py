@@ -15,8 +15,9 @@ from typing import Any, Final
 from spectune.db.errors import CorruptedChunkError
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.fit.on_the_fly import FloatArray, fit_chooser, predict_each, read_prompts
-from spectune.optimizer.fit.shared import StoredFit, keep, profile_of, search_part
+from spectune.optimizer.fit.shared import StoredFit, keep, profile_of
 from spectune.optimizer.inputs import recording_of
+from spectune.optimizer.parts import recorded_parts
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
@@ -71,14 +72,16 @@ def fit_chooser_artifact(
         tried = _tried(store, info, pair)
         chains = [Policy.model_validate({"draft": d}) for d in pair.draft_names if d in info.drafts]
         wanted = [*chains, *(p for found in tried.values() for p in found)]
-        trace = open_trace(store, info.id, wanted, skip_corrupted=True).trace
-        candidates = best_by_draft(store, trace, pair, tried, costs, progress=progress)
+        opened = open_trace(store, info.id, wanted, skip_corrupted=True)
+        seen = opened.trace.select(recorded_parts(store, info.id, opened.ordinals).search)
+        candidates = best_by_draft(store, seen, pair, tried, costs, progress=progress)
     else:
         unknown = sorted(candidates.keys() - {NO_DRAFT, *pair.draft_names})
         if unknown:
             known = ", ".join(sorted(pair.draft_names))
             raise PolicyError(f"draft: this pair has no draft {unknown[0]!r}; it has: {known}")
-        trace = open_trace(store, info.id, candidates.values(), skip_corrupted=True).trace
+        opened = open_trace(store, info.id, candidates.values(), skip_corrupted=True)
+    trace = opened.trace
     progress("reading prompts", 0, 1)
     about = {
         "recording": info.id,
@@ -93,6 +96,7 @@ def fit_chooser_artifact(
         source.prompts,
         candidates,
         costs,
+        parts=recorded_parts(store, info.id, opened.ordinals),
         reader=prompt_reader(pair),
         rule=rule,
         seed=seed,
@@ -141,9 +145,9 @@ def best_by_draft(
     *,
     progress: Progress = silent,
 ) -> dict[str, Policy]:
-    """The fastest policy of every draft by replay of the requests that a search may see: of all
-    chains that :func:`optimizer.spaces.enumerated` has, and of those in ``tried``. ``none`` comes
-    first.
+    """The fastest policy of every draft by replay of ``trace``, the requests that a search may see:
+    of all chains that :func:`optimizer.spaces.enumerated` has, and of those in ``tried``. ``none``
+    comes first.
 
     Policies that the recording or the profile is not enough for are passed over, and drafts of
     which nothing is left. Raises TraceError where no draft is.
@@ -151,7 +155,6 @@ def best_by_draft(
     from spectune.optimizer.spaces import enumerated  # optuna takes a while to import
 
     find = fitted(store, pair.id)
-    trace = trace.select(search_part(trace.trajectories))
     found = {NO_DRAFT: AUTOREGRESSIVE}
     drafts = dict.fromkeys([*trace.chains, *trace.forests])
     for n, draft in enumerate(drafts):

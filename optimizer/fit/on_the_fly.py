@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from spectune.optimizer.parts import split
+from spectune.optimizer.parts import Parts, split
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.runtime.loading import LoadedPair
@@ -265,13 +265,15 @@ def fit_chooser(
     candidates: Mapping[str, Policy],
     profile: LatencyProfile,
     *,
+    parts: Parts | None = None,
     reader: str = TARGET,
     rule: Rule = "throughput",
     seed: int = 0,
     artifacts: Artifacts | None = None,
 ) -> Chooser:
     """Fits a chooser of ``candidates`` (a policy for each draft, ``none`` and ``ngram`` among them
-    if wanted) to the search part of a recording (:func:`optimizer.parts.split`).
+    if wanted) to the search part of a trace: of ``parts``, which a recording has
+    (:func:`optimizer.parts.recorded_parts`), or as :func:`optimizer.parts.split` deals.
 
     ``prompts`` are those of ``trace.trajectories``, in order (:func:`read_prompts`), and ``reader``
     is who read them. A ridge by cross-validation shrinks towards the mean what the prompts do not
@@ -282,7 +284,7 @@ def fit_chooser(
     Raises PolicyError for a candidate that cannot be weighed, TraceError when the recording lacks a
     draft or has too few prompts.
     """
-    parts = split([t.category for t in trace.trajectories])
+    parts = split([t.category for t in trace.trajectories]) if parts is None else parts
     fit_part, test_part = parts.search, sorted([*parts.race, *parts.confirm])
     measured = Measured.of(trace.select(fit_part), candidates, profile, artifacts=artifacts)
     options = tuple(

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spectune.optimizer.fit.shared import Arrays, StoredFit, keep, search_part
+from spectune.optimizer.fit.shared import Arrays, StoredFit, keep
+from spectune.optimizer.parts import recorded_parts
 from spectune.optimizer.simulate.forest import Forest
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
@@ -151,8 +152,8 @@ def tree_source(store: TraceStore, recording: str, draft: str) -> TreeSource:
             "what trees would accept; record with the coupled one"
         )
     policy = parse_plain_policy({"draft": draft, "growth": {"kind": "top_k"}})
-    trace = open_trace(store, info.id, [policy], skip_corrupted=True).trace
-    trace = trace.select(search_part(trace.trajectories))
+    opened = open_trace(store, info.id, [policy], skip_corrupted=True)
+    trace = opened.trace.select(recorded_parts(store, info.id, opened.ordinals).search)
     return TreeSource(store, info, trace, RecordedTrees.of(trace, draft))
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from spectune.db.errors import CorruptedChunkError, NotFoundError
 from spectune.optimizer.inputs import recording_of
-from spectune.optimizer.parts import split
+from spectune.optimizer.parts import recorded_parts
 from spectune.runtime.pair import PairSpec
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import LatencyProfile, Trajectory
@@ -39,11 +39,6 @@ class StoredFit:
     def to_json(self) -> dict[str, Any]:
         found = {"artifact": self.artifact, "kind": self.kind}
         return {**found, **self.document, "policy": self.policy}
-
-
-def search_part(texts: Sequence[Trajectory]) -> list[int]:
-    """The requests, by number, that fits and searches may see (:func:`optimizer.parts.split`)."""
-    return split([t.category for t in texts]).search
 
 
 def profile_of(
@@ -123,8 +118,9 @@ def search_texts(
     """The texts of a recording that fits may read: its search part, less those ``left_out``. Raises
     TraceError for a recording of another pair or without texts."""
     info = recording_of(store, recording, spec)
-    texts = store.load(info.id, [], skip_corrupted=True).trajectories
-    if not texts:
+    requests = store.load(info.id, [], skip_corrupted=True).requests
+    parts = recorded_parts(store, info.id, [r.ordinal for r in requests])
+    part = [requests[i].trajectory for i in parts.search]
+    if not part:
         raise TraceError(f"recording {info.id} has no usable request")
-    part = [texts[i] for i in search_part(texts)]
     return [t for i, t in enumerate(part) if left_out is None or i % left_out[1] != left_out[0]]

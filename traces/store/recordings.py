@@ -195,6 +195,13 @@ class Recordings(Storage):
         with self.database.read() as session:
             return frozenset(session.scalars(found))
 
+    def request_categories(self, recording: str) -> dict[int, str]:
+        """The category of every request by ordinal, in order; of damaged ones too."""
+        t = TrajectoryRow
+        of = select(t.ordinal, t.category).where(t.recording_id == recording).order_by(t.ordinal)
+        with self.database.read() as session:
+            return dict(session.execute(of).tuples())
+
     def put_panoramas(
         self, recording: str, items: Sequence[tuple[int, ChainPanorama | TreePanorama]]
     ) -> int:
