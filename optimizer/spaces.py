@@ -238,8 +238,9 @@ def enumerated(drafts: Sequence[str], gamma_max: int) -> list[Policy]:
         for gamma in sorted({min(gamma, gamma_max) for gamma in (4, 8, gamma_max)}):
             policies.append(_policy(draft, {"kind": "analytic", "gamma_max": gamma}))
             policies.append(_policy(draft, {"kind": "q_learning", "gamma_max": gamma}))
-            stop = {"kind": "max_prob", "threshold": 0.4}
-            policies.append(_policy(draft, {"kind": "fixed", "gamma": gamma}, stop=stop))
+            if draft != "ngram":
+                stop = {"kind": "max_prob", "threshold": 0.4}
+                policies.append(_policy(draft, {"kind": "fixed", "gamma": gamma}, stop=stop))
     return policies
 
 
@@ -310,7 +311,8 @@ def _tree_blocks(limit: TreeLimit) -> Iterator[dict[str, Any]]:
 @dataclass(frozen=True)
 class Space:
     """The joint space of draft x window x stop as Optuna parameters; with ``trees`` also of growth
-    x selection x bins, with ``shortlists`` of what the draft evaluates of its output head."""
+    x selection x bins, with ``shortlists`` of what the draft evaluates of its output head. A draft
+    has the parameters alone that change what it does: ``ngram`` has no stop."""
 
     drafts: tuple[str, ...]
     gamma_max: int
@@ -319,23 +321,24 @@ class Space:
     shortlists: Mapping[str, ShortlistLimit] = field(default_factory=dict)
 
     def distributions(self, chosen: Mapping[str, Any]) -> dict[str, BaseDistribution]:
-        """The parameters that exist beside those ``chosen``: at first the kinds of blocks, then
-        what these have, then what a shortlist has."""
+        """The parameters that exist beside those ``chosen``: at first draft and window, then the
+        kinds of blocks that the draft has, then what these have."""
         found: dict[str, BaseDistribution] = {
             "draft": CategoricalDistribution(self.drafts),
             "window": CategoricalDistribution(self.kinds.windows),
-            "stop": CategoricalDistribution(self.kinds.stops),
         }
-        if self.trees:
-            found["growth"] = CategoricalDistribution(self.kinds.growths)
         if not chosen:
             return found
         found["gamma"] = IntDistribution(1, self.gamma_max)
-        found |= {**WINDOWS[chosen["window"]], **STOPS[chosen["stop"]]}
+        found |= WINDOWS[chosen["window"]]
         if "gamma_initial" in found:
             found["gamma_initial"] = IntDistribution(1, min(8, self.gamma_max))
-        if self.trees:
-            found |= self._of_growth(chosen["growth"])
+        if chosen["draft"] != "ngram":
+            found["stop"] = CategoricalDistribution(self.kinds.stops)
+            found |= STOPS[chosen.get("stop", "none")]
+        if chosen["draft"] in self.trees:
+            found["growth"] = CategoricalDistribution(self.kinds.growths)
+            found |= self._of_growth(chosen.get("growth", "chain"))
         if chosen["draft"] in self.shortlists:
             found |= self._of_shortlist(chosen.get("shortlist", "full"))
         return found
@@ -408,9 +411,9 @@ class Space:
     def policy(self, chosen: Mapping[str, Any]) -> Policy:
         """The policy of a set of parameters."""
         limit, gamma = self.trees.get(chosen["draft"]), chosen["gamma"]
-        stop: dict[str, Any] = {"kind": chosen["stop"]}
-        if chosen["stop"] != "none":
-            stop["threshold"] = round(chosen[chosen["stop"]], 4)
+        stop: dict[str, Any] = {"kind": chosen.get("stop", "none")}
+        if stop["kind"] != "none":
+            stop["threshold"] = round(chosen[stop["kind"]], 4)
         blocks: dict[str, Any] = {}
         if limit is not None and limit.can_grow(chosen["growth"]):
             gamma = min(gamma, limit.depth)

@@ -77,6 +77,11 @@ for _ in range(5000):
         (near(shortlist={**ROUTED, "k0": 3, "k1": 4}), "k0 3 >= k1 4 >= k_min 1 does not hold"),
         (near(draft="ngram", shortlist=FREQUENT), 'draft "ngram" has none; use another draft'),
         (
+            {"draft": "ngram", "stop": {"kind": "max_prob", "threshold": 0.4}},
+            'stop "max_prob" reads a draft\'s probabilities, and draft "ngram" has none; leave the '
+            "stop out",
+        ),
+        (
             {**OLS, "window": {"kind": "fsm"}},
             "has every other block in the candidates of its artifact; leave 'window' out",
         ),

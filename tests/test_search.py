@@ -27,7 +27,7 @@ from spectune.optimizer.search import (
 )
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.spaces import Space, TreeLimit, enumerated, enumerated_trees
+from spectune.optimizer.spaces import STOP_ORDER, Space, TreeLimit, enumerated, enumerated_trees
 from spectune.optimizer.tune import TuneOptions, Tuning
 from spectune.optimizer.verdict import Candidate, verdict
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
@@ -240,6 +240,21 @@ def test_every_policy_of_the_enumeration_can_seed_the_sampler() -> None:
     assert any(p.growth.kind == "classifier" and p.growth.width == 1 for p in policies), (
         "C2T's chain mode"
     )
+
+
+def test_ngram_is_tried_without_stops_and_trees() -> None:
+    """It has no probabilities that would end a chain: its trials differ in what it does."""
+    space = Space(("small", "ngram"), 8, trees={"small": LIMIT})
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    asked = [study.ask() for _ in range(60)]
+    policies = [space.suggest(trial) for trial in asked]
+    stops = {"small": set[str](), "ngram": set[str]()}
+    for trial, policy in zip(asked, policies, strict=True):
+        stops[policy.draft].add(policy.stop.kind)
+        if policy.draft == "ngram":
+            assert not trial.params.keys() & {"stop", "growth", *STOP_ORDER}
+    assert stops == {"small": set(STOP_ORDER), "ngram": {"none"}}
+    assert {p.stop.kind for p in enumerated(("ngram",), 8)} == {"none"}
 
 
 def test_policies_that_did_the_same_race_once_as_the_simplest() -> None:

@@ -131,6 +131,11 @@ class Policy(Document):
                 'draft "ngram" proposes one continuation and cannot grow a tree; use growth '
                 '"chain" or another draft'
             )
+        if self.draft == "ngram" and not isinstance(self.stop, NoStop):
+            raise ValueError(
+                f'stop "{self.stop.kind}" reads a draft\'s probabilities, and draft "ngram" has '
+                "none; leave the stop out, or use another draft"
+            )
         if self.shortlisted and self.draft in ("none", "ngram"):
             raise ValueError(
                 f'shortlist "{self.shortlist.kind}" restricts a draft\'s output head, and draft '
