@@ -20,6 +20,7 @@ from spectune.runtime.loop import DecodeRequest, PolicySource, StaticSource
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, FixedWindow, Policy
 from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.session import Sessions
 from spectune.traces.schema import (
     Counts,
     LatencyProfile,
@@ -229,8 +230,9 @@ def eliminate(
 
 class Executor:
     """Decodes one request (by number) of a workload under one policy (by id), and keeps what that
-    did. Windows that carry state keep one controller for all requests. Raises PolicyError if a
-    policy cannot run."""
+    did. Requests come in order, pass by pass: windows that learn carry what they learned from
+    request to request, as in a replay, and start anew with each pass, as they would have learned
+    these very requests. Raises PolicyError if a policy cannot run."""
 
     def __init__(
         self,
@@ -245,6 +247,8 @@ class Executor:
         warm(pair, encoded)
         self.policies, self.encoded, self._clock = {p.id: p for p in policies}, encoded, clock
         self._decoders: dict[str, Decoder] = {}
+        self._latest: dict[str, int] = {}
+        """The request that each policy decoded last."""
         for name, policy in self.policies.items():
             plan = prepare_for(pair, policy, profile=profile, artifacts=artifacts)
             prepare_graphs(pair, plan, encoded.longest)
@@ -260,7 +264,11 @@ class Executor:
     def __call__(self, policy_id: str, n: int) -> float:
         """Its seconds."""
         item, request = self.encoded.items[n]
-        decoded = self._decoders[policy_id].decode(request, item.category)
+        decoder = self._decoders[policy_id]
+        if n <= self._latest.get(policy_id, -1):
+            decoder.sessions = Sessions()
+        self._latest[policy_id] = n
+        decoded = decoder.decode(request, item.category)
         steps, seconds = decoded.steps, decoded.seconds
         self._texts[n].append((policy_id, tuple(decoded.trajectory.output_ids.tolist())))
         ran = self._ran[policy_id].setdefault(n, [])

@@ -4,11 +4,14 @@ ends, who wins."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
+from recorded_texts import plain_texts
 from synthetic import policy
 
 from spectune.optimizer.execute import (
@@ -20,11 +23,14 @@ from spectune.optimizer.execute import (
     encode,
 )
 from spectune.optimizer.search import PREDICTION_ERROR, Study, Trial, rivals
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.timings import Timings, finite
 from spectune.optimizer.verdict import fastest_of
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
-from spectune.traces.schema import Request, Workload
+from spectune.runtime.recording.chains import record_panorama
+from spectune.traces.schema import Request, Sampling, Workload
 
 
 class Machine:
@@ -190,3 +196,29 @@ def test_executed_texts_are_counted_beside_autoregression_repeated(pair: LoadedP
     assert str(executor.texts) == (
         "0 of 2 texts differ (float32; autoregression repeated at the same batch: 0 of 1)"
     )
+
+
+def test_a_window_that_learns_begins_each_pass_as_it_began_the_first(pair: LoadedPair) -> None:
+    """What it learned of these very requests would not help it on others. Within a pass it goes on
+    from request to request, as its replay does."""
+    learns = {"kind": "q_learning", "gamma_max": 6, "epsilon": 0.2, "learning_rate": 0.5}
+    learner = policy("ngram", learns)
+    prompts = ("a b a b a b a b", "x = 1; x = 1; x =", "0 1 2 0 1 2 0 1 2")
+    asked = Workload("w", tuple(Request(f"r{i}", "", (p,)) for i, p in enumerate(prompts)))
+    encoded = encode(pair, asked, DecodeOptions(max_new_tokens=40))
+    ticks = count()
+    executor = Executor(pair, [learner], encoded, clock=lambda: float(next(ticks)))
+    numbers = range(len(prompts))
+    passes = [[executor(learner.id, n) for n in numbers] for _ in range(3)]
+    assert passes[0] == passes[1] == passes[2], "as many rounds, which is what this clock counts"
+    texts = plain_texts(pair, {f"r{i}": p for i, p in enumerate(prompts)}, Sampling(), 40)
+    trace = ReplayTrace(texts, {"ngram": [record_panorama(pair, t, "ngram", 6) for t in texts]})
+    executed = executor.comparison(
+        Timings({learner.id: np.array(passes).T}), [learner.id]
+    ).outcomes[learner.id]
+    replayed = run_replay(trace, learner).outcome()
+    for done, told in zip(executed.per_request, replayed.per_request, strict=True):
+        assert replace(done.counts, seconds=0.0) == replace(told.counts, seconds=0.0)
+    alone = [run_replay(trace.select([n]), learner).counts[0, 0] for n in numbers]
+    together = [r.counts.rounds for r in replayed.per_request]
+    assert alone != together, "the state that is carried shows"
