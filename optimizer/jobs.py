@@ -4,6 +4,7 @@ publish."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from spectune.optimizer.deployment import tuned_for
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.overlong import made_to_fit
 from spectune.optimizer.payload import SEARCHED, check_payload, tuning_workload
@@ -25,7 +27,7 @@ from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Sampling
 from spectune.traces.store import Asked, TraceStore
-from spectune.traces.store.recordings import Appended
+from spectune.traces.store.recordings import Appended, Recorded
 
 SAMPLE = 200
 """Requests taken of recorded traffic unless the payload says otherwise."""
@@ -37,6 +39,7 @@ def tuning_job(
     load: Callable[..., LoadedPair] = load_pair,
     progress: Progress = silent,
     page: Callable[[str], str | None] = lambda study: None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Execute:
     """A job function for the scheduler's workers: tunes what the payload names and publishes under
     the slot's idempotency key.
@@ -44,7 +47,7 @@ def tuning_job(
     Attempts of one slot share its recording and profile, and one after the publication only reports
     it. Loaded pairs are kept from job to job. The result holds the winner, the version published
     (None if the incumbent stays), why, and ``report``: what ``page`` returns of the study, the path
-    of its page.
+    of its page. ``tell`` is called with what a user should know of recorded traffic.
     """
     loaded: dict[tuple[str, str, str, int | None], tuple[LoadedPair, int]] = {}
 
@@ -68,7 +71,9 @@ def tuning_job(
             context.check()
             progress(f"{job.schedule}: {phase}", done, total)
 
-        tuned = _tune(store, pair, payload, context, step)
+        tuned = _tune(
+            store, pair, payload, context, step, lambda line: tell(f"{job.schedule}: {line}")
+        )
         told = _told(tuned.to_json(), tuned.published.version if tuned.published else None)
         return {**told, "report": page(tuned.study)}
 
@@ -104,6 +109,7 @@ def _tune(
     payload: Mapping[str, Any],
     context: JobContext,
     progress: Progress,
+    tell: Callable[[str], None],
 ) -> Tuned:
     wanted = tuning_options(payload)
     wanted = replace(
@@ -121,48 +127,79 @@ def _tune(
     if payload.get("recorded"):
         window = timedelta(seconds=parse_duration(str(payload["recorded"])))
         sample = int(payload.get("sample", SAMPLE))
-        recording = gather(store, pair, window, sample, key=context.idempotency_key)
+        recording = gather(store, pair, window, sample, key=context.idempotency_key, tell=tell)
         return tune_recording(store, pair, recording, in_time(), progress=progress)
     overlong = payload.get("overlong", "error")
     workload, _ = made_to_fit(pair, tuning_workload(payload), wanted.options, overlong)
     return tune(store, pair, workload, in_time(), progress=progress)
 
 
-def gather(store: TraceStore, pair: LoadedPair, window: timedelta, sample: int, *, key: str) -> str:
+def gather(
+    store: TraceStore,
+    pair: LoadedPair,
+    window: timedelta,
+    sample: int,
+    *,
+    key: str,
+    tell: Callable[[str], None] = lambda line: None,
+) -> str:
     """A recording of what this pair decoded within ``window``: a random sample of the requests
-    stored by any recording of it.
+    stored by any recording of it, all of one temperature, filters and verifier, as a policy is
+    tuned for. Where there were several the most common is taken, of equals the latest, and
+    ``tell`` is called with a line on that.
 
     Doing it again with the same ``key`` finds the recording made before, which is stored whole.
-    Raises TraceError where nothing was recorded, or nothing by the coupled verifier: one comparison
-    decodes by one.
+    Raises TraceError where nothing was recorded, or only what an engine sampled, which nothing
+    decodes again here.
     """
-    options = {**recording_options(pair, DecodeOptions()), "gathered": key}
-    asked = Asked(pair.id, None, Sampling(), 0, options=options, source="gathered")
-    ready = store.find_recording(asked, state="complete")
+    complete = store.list_recordings(pair.id, state="complete")
+    ready = next((r for r in complete if r.options.get("gathered") == key), None)
     if ready is not None:
         return ready.id
-    since = store.clock() - window
-    found = store.recorded_since(pair.id, since, verifier="coupled")
-    if not found and (others := store.recorded_since(pair.id, since)):
+    traffic = store.recorded_since(pair.id, store.clock() - window)
+    ours = [r for r in traffic if r.verifier != "greedy" or r.sampling.greedy]
+    if traffic and not ours:
         raise TraceError(
-            f"none of the {len(others)} requests recorded with pair {pair.id} in the last "
-            f"{window} was decoded by the coupled verifier, as an engine's are not above "
+            f"none of the {len(traffic)} requests recorded with pair {pair.id} in the last "
+            f"{window} was decoded by a verifier of ours, as an engine's are not above "
             "temperature 0; `tune --arrivals recorded` tunes for an engine's traffic"
         )
-    if not found:
+    if not ours:
         raise TraceError(
             f"nothing was recorded with pair {pair.id} in the last {window}; run `record`, or `run "
             "--record`"
+        )
+    numbers = Counter(_decoded_by(r) for r in reversed(ours))
+    how, number = numbers.most_common(1)[0]
+    found = [r for r in ours if _decoded_by(r) == how]
+    latest = found[-1]
+    if number < len(ours):
+        said = tuned_for(latest.sampling, latest.verifier).items()
+        shown = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in said)
+        tell(
+            f"recorded traffic has {len(numbers)} samplings; this tunes for the most common, "
+            f"{shown}: {number} of {len(ours)} requests"
         )
     rng = np.random.default_rng(0)
     picked = sorted(rng.permutation(len(found))[:sample].tolist())
     items: dict[tuple[str, bytes], Appended] = {}
     for ordinal, index in enumerate(picked):
-        source, at = found[index]
+        source, at = found[index][:2]
         for request in store.iterate(source, drafts=(), ordinals=[at], steps=True):
             content = (request.trajectory.request_id, request.trajectory.output_ids.tobytes())
             items.setdefault(content, (ordinal, request.trajectory, request.steps))
-    made = store.create_recording(asked)
+    options = {**recording_options(pair, DecodeOptions()), "gathered": key}
+    most = max(text.max_new_tokens for _, text, _ in items.values())
+    made = store.create_recording(
+        Asked(pair.id, None, latest.sampling, most, latest.verifier, options, source="gathered")
+    )
     store.append_trajectories(made.id, list(items.values()))
     store.finish_recording(made.id)
     return made.id
+
+
+def _decoded_by(request: Recorded) -> tuple[object, ...]:
+    """What a policy is tuned for: all but the seed, and at temperature 0 nothing else matters."""
+    if request.sampling.greedy:
+        return (0.0,)
+    return tuple(tuned_for(request.sampling, request.verifier).values())

@@ -131,6 +131,38 @@ def test_what_an_engine_drew_is_not_sampled(store: TraceStore, pair: LoadedPair)
     assert sorted(held) == sorted(text.request_id for text in plain)
 
 
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_traffic_is_stored_as_it_was_sampled(store: TraceStore, pair: LoadedPair) -> None:
+    """Of several samplings the most common, whatever its seeds, which is said; a later attempt
+    finds it, whatever came since."""
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    hot = [
+        a_trajectory(i, sampling=Sampling(0.7, seed=i % 2), verifier="rejection") for i in range(4)
+    ]
+    served = store.create_recording(Asked(pair.id, None, hot[0].sampling, 64, "rejection"))
+    store.append_trajectories(served.id, [(i, text, ()) for i, text in enumerate(hot)])
+    said: list[str] = []
+    alone = store.get_recording(gather(store, pair, HOUR, 9, key="alone", tell=said.append))
+    assert (alone.sampling.temperature, alone.verifier) == (0.7, "rejection")
+    assert alone.max_new_tokens == max(text.max_new_tokens for text in hot)
+    assert said == []
+    plain = [a_trajectory(i) for i in range(4, 7)]
+    others = store.create_recording(Asked(pair.id, None, Sampling(), 64))
+    store.append_trajectories(others.id, [(i, text, ()) for i, text in enumerate(plain)])
+    made = gather(store, pair, HOUR, 9, key="mixed", tell=said.append)
+    assert store.get_recording(made).sampling.temperature == 0.7
+    (line,) = said
+    assert "2 samplings" in line
+    assert "temperature 0.7" in line
+    assert "4 of 7 requests" in line
+    held = {r.trajectory.request_id for r in store.iterate(made)}
+    assert held <= {text.request_id for text in hot}
+    more = [a_trajectory(i) for i in range(7, 11)]
+    store.append_trajectories(others.id, [(i, text, ()) for i, text in enumerate(more, 3)])
+    assert gather(store, pair, HOUR, 9, key="mixed") == made
+    assert store.get_recording(gather(store, pair, HOUR, 9, key="later")).sampling.greedy
+
+
 @pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 def test_an_attempt_that_published_and_was_gone_before_it_could_say_so_is_not_repeated(
     store: TraceStore, pair: LoadedPair, hourly: str

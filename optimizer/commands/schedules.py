@@ -242,7 +242,9 @@ def _work(work: Callable[..., Any], **how: Any) -> None:
         from spectune.optimizer.jobs import tuning_job
 
         with Meter() as meter:
-            job = tuning_job(store, progress=meter, page=lambda study: page_of(store, study)[0])
+            job = tuning_job(
+                store, progress=meter, page=lambda study: page_of(store, study)[0], tell=note
+            )
             report = work(store.database, job, watch=lambda e: note(_schedule_line(e)), **how)
     data = report.to_json()
     emit(data, ", ".join(f"{v} {k}" for k, v in data.items()))

@@ -29,6 +29,7 @@ from spectune.traces.recording import (
 )
 from spectune.traces.schema import (
     ChainPanorama,
+    Sampling,
     Step,
     Trajectory,
     TreePanorama,
@@ -70,6 +71,15 @@ class Rows(NamedTuple):
     steps: list[StepChunkRow]
 
 
+class Recorded(NamedTuple):
+    """Where a request of some traffic is stored, and how it was decoded."""
+
+    recording: str
+    ordinal: int
+    sampling: Sampling
+    verifier: Verifier
+
+
 class Recordings(Storage):
     """Recordings, their trajectories, panoramas and executed rounds."""
 
@@ -104,27 +114,28 @@ class Recordings(Storage):
         with self.database.read() as session:
             return tuple(infos(session, session.scalars(query).all()))
 
-    def recorded_since(
-        self, pair_id: str, since: datetime, *, verifier: Verifier | None = None
-    ) -> tuple[tuple[str, int], ...]:
-        """(recording, ordinal) of every request of a pair's traffic stored at ``since`` or later,
-        oldest first; with ``verifier`` of those alone that were decoded by it.
+    def recorded_since(self, pair_id: str, since: datetime) -> tuple[Recorded, ...]:
+        """Every request of a pair's traffic stored at ``since`` or later, oldest first; a copy of
+        it that was gathered is no more traffic.
 
         It goes by the request's moment and not the recording's: serving appends to one recording
         for days.
         """
         t = TrajectoryRow
         query = (
-            select(t.recording_id, t.ordinal)
+            select(t.recording_id, t.ordinal, t.sampling, t.verifier)
             .join(RecordingRow, RecordingRow.id == t.recording_id)
-            .where(RecordingRow.pair_id == pair_id, RecordingRow.source != DESIGNED)
+            .where(
+                RecordingRow.pair_id == pair_id, RecordingRow.source.not_in((DESIGNED, "gathered"))
+            )
             .where(t.created_at >= since)
             .order_by(t.created_at, t.recording_id, t.ordinal)
         )
-        if verifier is not None:
-            query = query.where(t.verifier == verifier)
         with self.database.read() as session:
-            return tuple((recording, ordinal) for recording, ordinal in session.execute(query))
+            return tuple(
+                Recorded(recording, ordinal, Sampling(**sampling), verifier)
+                for recording, ordinal, sampling, verifier in session.execute(query)
+            )
 
     def resolve_recording(self, text: str) -> str:
         """The id meant by an id, an unambiguous beginning of one, or ``latest``. Raises
