@@ -13,17 +13,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import (
-    BrokenExecutor,
-    Executor,
-    Future,
-    ProcessPoolExecutor,
-    ThreadPoolExecutor,
-)
+from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from multiprocessing import get_context, parent_process
-from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from spectune.runtime.loading import SMALL, LoadedPair, load_pair
@@ -63,7 +55,7 @@ class _Helpers:
         counted = hasattr(os, "sched_getaffinity")
         cores = len(os.sched_getaffinity(0)) if counted else os.cpu_count() or 1
         self.count = cores - 1
-        self._pools: dict[_Wanted, ProcessPoolExecutor] = {}
+        self._pools: dict[_Wanted, Executor] = {}
 
     def of(self, pair: LoadedPair, wait_s: float) -> Executor | None:
         """Those who have a pair loaded; None where they could not help, or are not there and would
@@ -76,17 +68,21 @@ class _Helpers:
         small = pair.device.type == "cpu" and pair.target.num_parameters < SMALL
         if not (small and self.count and wait_s > PATIENCE_S):
             return None
-        pool = ProcessPoolExecutor(self.count, get_context("spawn"), _begin, (wanted,))
-        self._pools[wanted] = pool
+        # Those of the standard library run the user's script once more, which fails without a
+        # guard for `__main__`.
+        from joblib.externals.loky import ProcessPoolExecutor
+
+        begin = {"initializer": _begin, "initargs": (wanted, os.getpid())}
+        pool = self._pools[wanted] = ProcessPoolExecutor(self.count, **begin)
         return pool
 
     def end(self) -> None:
-        """Ends them; what they are at is lost."""
+        """Ends them, once each is done with what it is at."""
         for pool in self._pools.values():
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown()
 
 
-def _works(pool: ProcessPoolExecutor) -> bool:
+def _works(pool: Executor) -> bool:
     """Whether a pool takes work: not once one of its processes was killed, idle or not."""
     try:
         _submitted(pool, os.getpid)
@@ -208,17 +204,16 @@ _turn = threading.Lock()
 """Of a helper's threads: one works at a time, as a pair's passes are made for one."""
 
 
-def _begin(wanted: _Wanted) -> None:
+def _begin(wanted: _Wanted, parent: int) -> None:
     """Loads the pair. Ctrl-C is the parent's to handle; without a parent the process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = parent_process()
-    assert parent is not None
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     _pair(wanted)
 
 
-def _end_with(parent: BaseProcess) -> None:
-    parent.join()
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.2)
     os._exit(1)
 
 

@@ -6,15 +6,15 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
-from multiprocessing import get_context, parent_process
+from multiprocessing import parent_process
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 from databases import opened
 from doors import Door, write_workload
+from joblib.externals.loky import ProcessPoolExecutor
 
 from spectune.db.models import PanoramaChunkRow
 from spectune.optimizer import processes
@@ -148,7 +148,7 @@ def test_a_killed_helper_is_said_and_replaced(
 
 def test_a_process_that_begins_hears_no_interrupt() -> None:
     """It would print a traceback while it still imports; here the signal is heard as before."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1) as pool:
         there = _submitted(pool, signal.pthread_sigmask, signal.SIG_BLOCK, ())
         assert signal.SIGINT in there.result()
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

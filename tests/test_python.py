@@ -74,6 +74,31 @@ def test_the_notebook_runs(
     assert "measured tokens per s" in html
 
 
+SCRIPT = """
+import os
+import spectune
+from spectune.optimizer import processes
+
+print("the script begins")
+os.sched_getaffinity = lambda _: {0, 1}
+processes.PATIENCE_S = 0.0
+recorded = spectune.record(pair=PAIR, prompts=PROMPTS, max_new_tokens=8)
+policy = {"draft": "near", "window": {"kind": "fixed", "gamma": 4}}
+print(recorded["n_requests"], len(spectune.simulate(policy).rows) > 0)
+"""
+
+
+def test_a_script_without_a_guard_is_run_once(tiny_pair: Path, tmp_path: Path) -> None:
+    """README's example as a file: the processes that help to record do not run it again."""
+    names = {"PAIR": str(tiny_pair), "PROMPTS": [f"{p} {n}" for n, p in enumerate(PROMPTS)]}
+    script = tmp_path / "example.py"
+    script.write_text("\n".join(f"{k} = {v!r}" for k, v in names.items()) + SCRIPT)
+    how: dict[str, Any] = {"capture_output": True, "text": True, "cwd": tmp_path}
+    done = subprocess.run([sys.executable, str(script)], **how)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["the script begins", "6 True"]
+
+
 def test_a_result_is_shown_and_becomes_a_data_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"a": 1, "b": "<b>" + "x" * 200}, {"a": 0.123456, "c": None}]
     result = Result("2 < 3", {"policy": {"draft": "none"}, "n": 2}, rows)
