@@ -37,7 +37,7 @@ def test_rejection_survival_is_the_expected_run() -> None:
     assert keep_probability(panorama, "rejection") == pytest.approx(keep)
 
 
-def test_tau_is_one_plus_the_sum_of_the_marginals_for_executed_rounds() -> None:
+def test_tau_is_what_executed_rounds_emitted() -> None:
     steps = steps_of(a_trajectory(2, n=200))
     got = step_survival(steps)
     assert got.mean_accepted_length == pytest.approx(sum(s.emitted for s in steps) / len(steps))
@@ -45,6 +45,9 @@ def test_tau_is_one_plus_the_sum_of_the_marginals_for_executed_rounds() -> None:
     for j, share in enumerate(got.conditional):
         reached = [s for s in steps if s.drafted > j and s.accepted >= j]
         assert share == sum(s.accepted > j for s in reached) / len(reached)
+    for j, share in enumerate(got.marginal):
+        tried = [s for s in steps if s.drafted > j]
+        assert share == sum(s.accepted > j for s in tried) / len(tried)
 
 
 def test_survival_adds_up_over_different_depths() -> None:
@@ -52,7 +55,7 @@ def test_survival_adds_up_over_different_depths() -> None:
         step_survival([Step(0, 2, 3, 1, 2, 2)]),
         step_survival([Step(0, 4, 5, 4, 5, 4), Step(5, 0, 1, 0, 1, 0)]),
     )
-    assert a + b == Survival(3, (2, 2, 1, 1), (2, 1, 1, 1))
+    assert a + b == Survival(3, (2, 2, 1, 1), (2, 1, 1, 1), (2, 2, 1, 1))
     assert step_survival([]) + Survival() == Survival()
     assert Survival().mean_accepted_length == 0.0
 

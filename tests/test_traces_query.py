@@ -28,7 +28,7 @@ from spectune.optimizer import schedule as schedules
 from spectune.optimizer.schedule import claims
 from spectune.traces.acceptance import Survival, keep_probability, step_survival, survival
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import Sampling
+from spectune.traces.schema import Sampling, Step
 from spectune.traces.store import Asked, TraceStore
 from spectune.traces.store.export import export_rows
 from spectune.traces.store.prune import prune
@@ -143,6 +143,27 @@ def test_executed_rounds_have_their_own_statistics(store: TraceStore) -> None:
     assert [dict(s.group) for s in executed_stats(store.database, by=("category",))] == [
         {"category": c} for c in ("code", "math", "prose")
     ]
+
+
+def test_positions_are_judged_by_the_rounds_that_drafted_as_far(store: TraceStore) -> None:
+    """Whatever windows were mixed: a first proposal is kept in three of four rounds that have one.
+    Each round counts for its own draft."""
+    recording = a_recording(store, n=0)
+    drafted = [(4, 3, "small"), (1, 1, "small"), (1, 0, "ngram"), (0, 0, "ngram"), (2, 1, "small")]
+    text, steps, start = a_trajectory(0, n=10), [], 0
+    for n, kept, draft in drafted:
+        steps.append(Step(start, n, n + 1, kept, kept + 1, n, draft=draft, depth=n))
+        start += kept + 1
+    store.append_trajectory(recording, 0, text, steps)
+    (got,) = executed_stats(store.database)
+    assert got.to_json()["marginal"] == [3 / 4, 1 / 2, 1.0, 0.0]
+    assert got.survival.mean_accepted_length == start / len(drafted)
+    by_draft = executed_stats(store.database, by=("draft", "category"))
+    assert [(dict(s.group)["draft"], s.survival.starts) for s in by_draft] == [
+        ("ngram", 2),
+        ("small", 3),
+    ]
+    assert by_draft[1].to_json()["marginal"] == [1.0, 1 / 2, 1.0, 0.0]
 
 
 # --- exports

@@ -23,11 +23,13 @@ from spectune.traces.schema import AGREE_YES, PROB_SCALE, ChainPanorama, Step, V
 @dataclass(frozen=True)
 class Survival:
     """Sums over ``starts``: ``at_risk[j]`` kept proposals 0..j-1 and had a j-th to judge;
-    ``survived[j]`` kept that too."""
+    ``survived[j]`` kept that too. ``drafted[j]``: executed rounds that drafted a j-th; empty for
+    panoramas, which draft one from every start."""
 
     starts: int = 0
     at_risk: tuple[float, ...] = ()
     survived: tuple[float, ...] = ()
+    drafted: tuple[float, ...] = ()
 
     def __add__(self, other: Survival) -> Survival:
         """Sums over the starts of both; where one has fewer positions its missing ones count as
@@ -36,6 +38,7 @@ class Survival:
             self.starts + other.starts,
             tuple(a + b for a, b in zip_longest(self.at_risk, other.at_risk, fillvalue=0.0)),
             tuple(a + b for a, b in zip_longest(self.survived, other.survived, fillvalue=0.0)),
+            tuple(a + b for a, b in zip_longest(self.drafted, other.drafted, fillvalue=0.0)),
         )
 
     @property
@@ -48,13 +51,14 @@ class Survival:
 
     @property
     def marginal(self) -> tuple[float, ...]:
-        """P(proposals 0..j are all kept), over all starts."""
-        return tuple(s / self.starts if self.starts else 0.0 for s in self.survived)
+        """P(proposals 0..j are all kept | a j-th is drafted)."""
+        of = self.drafted or (self.starts,) * len(self.survived)
+        return tuple(s / n if n else 0.0 for s, n in zip(self.survived, of, strict=True))
 
     @property
     def mean_accepted_length(self) -> float:
-        """tau of drafting as far as the columns go: 1 + the sum of the marginals."""
-        return 1.0 + sum(self.marginal) if self.starts else 0.0
+        """tau of drafting as far as the columns go: 1 + the mean number of proposals kept."""
+        return 1.0 + sum(self.survived) / self.starts if self.starts else 0.0
 
     @property
     def histogram(self) -> tuple[float, ...]:
@@ -97,12 +101,14 @@ def survival(panorama: ChainPanorama, verifier: Verifier) -> Survival:
 
 def step_survival(steps: Sequence[Step]) -> Survival:
     """The same from executed rounds: position j is at risk in rounds that drafted more than j
-    tokens and kept at least j."""
-    drafted = np.array([s.drafted for s in steps], dtype=np.int64)
+    levels and kept at least j."""
+    drafted = np.array([s.depth or s.drafted for s in steps], dtype=np.int64)
     accepted = np.array([s.accepted for s in steps], dtype=np.int64)
     depth = range(int(drafted.max(initial=0)))
     at_risk = tuple(float(((drafted > j) & (accepted >= j)).sum()) for j in depth)
-    return Survival(len(steps), at_risk, tuple(float((accepted > j).sum()) for j in depth))
+    survived = tuple(float((accepted > j).sum()) for j in depth)
+    tried = tuple(float((drafted > j).sum()) for j in depth)
+    return Survival(len(steps), at_risk, survived, tried)
 
 
 def compact(sums: Sequence[float]) -> list[int | float]:

@@ -110,8 +110,8 @@ def traces_show(recording: str, request_id: str | None) -> None:
 def traces_stats(by: str, executed: bool, **kw: Any) -> None:
     """Acceptance, overall and by position in the draft.
 
-    marginal: share of chains that reach a position; conditional: of those that reached the one
-    before.
+    marginal: share of the chains drafted as far that are kept up to a position; conditional: of
+    those that are kept up to the one before.
 
     \b
     Example:  cli.py traces stats --by draft,category
@@ -131,8 +131,7 @@ def traces_stats(by: str, executed: bool, **kw: Any) -> None:
         rows = [s.to_json() for s in call(store.database, _filter(kw), groups)]
     for row in rows:
         row["by_position"] = " ".join(f"{x:.2f}" for x in row["marginal"][:10])
-    shown = tuple(g for g in groups if not (executed and g == "draft"))
-    columns = (*shown, "requests", "acceptance", "mean_accepted_length", "by_position")
+    columns = (*groups, "requests", "acceptance", "mean_accepted_length", "by_position")
     emit({"stats": rows}, table(rows, columns, "acceptance"))
 
 

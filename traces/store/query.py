@@ -1,8 +1,8 @@
 """Questions about recordings: which there are, what their requests were like, how far drafts
 survived.
 
-These are the public calls behind ``cli.py traces list|show|stats|query|export``. Everything is
-answered from summary columns; no chunk is unpacked.
+These are the public calls behind ``cli.py traces list|show|stats|query|export``. All but what is
+said of executed rounds is answered from summary columns.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from sqlalchemy.orm import Session
 
 from spectune.db import Database
 from spectune.db.models import PanoramaChunkRow, RecordingRow, StepChunkRow, TrajectoryRow
-from spectune.traces.acceptance import FirstPosition, Survival
+from spectune.traces.acceptance import FirstPosition, Survival, step_survival
+from spectune.traces.packing import unpack_steps
 from spectune.traces.recording import RecordingInfo
 from spectune.traces.store.recording_rows import CHAIN, infos
-from spectune.traces.store.rows import equal, newest, resolve_all
+from spectune.traces.store.rows import equal, newest, resolve_all, unpacked
 
 GroupBy = Literal["draft", "category", "recording"]
 GROUPS: tuple[GroupBy, ...] = ("draft", "category", "recording")
@@ -88,8 +89,7 @@ class RequestRow:
 
 @dataclass(frozen=True)
 class AcceptanceStats:
-    """Acceptance of one group: over every start of its panoramas, or over executed rounds
-    (``draft`` ``executed``)."""
+    """Acceptance of one group: over every start of its panoramas, or over executed rounds."""
 
     group: tuple[tuple[str, str], ...]
     requests: int
@@ -180,7 +180,6 @@ def acceptance_stats(
                 *(of[g] for g in by),
                 t.recording_id,
                 t.ordinal,
-                p.n,
                 p.acceptance * p.n,
                 p.n,
                 p.at_risk,
@@ -191,7 +190,11 @@ def acceptance_stats(
             .where(*_recording_conditions(session, only), *_request_conditions(only))
             .where(*_panorama_conditions(only))
         )
-        return _grouped(by, session.execute(query))
+        found = (
+            (tuple(key), (recording, ordinal), kept, n, Survival(n, tuple(risk), tuple(survived)))
+            for *key, recording, ordinal, kept, n, risk, survived in session.execute(query)
+        )
+        return _grouped(by, found)
 
 
 def first_positions(database: Database, recording: str) -> dict[str, FirstPosition]:
@@ -212,38 +215,50 @@ def first_positions(database: Database, recording: str) -> dict[str, FirstPositi
 def executed_stats(
     database: Database, only: TraceFilter = EVERYTHING, by: Sequence[GroupBy] = ()
 ) -> tuple[AcceptanceStats, ...]:
-    """The same from the rounds that the matching requests were really decoded by.
+    """The same from the rounds that the matching requests were really decoded by, which are read:
+    ``draft`` is that of each round, and a position's marginal is of the rounds that drafted as far.
 
-    ``acceptance`` is accepted over drafted tokens. ``draft`` cannot be grouped by here: a request
-    may have used several.
+    ``acceptance`` is accepted over drafted tokens. Raises CorruptedChunkError for damaged rounds.
     """
-    groups = [g for g in by if g != "draft"]
     s, t = StepChunkRow, TrajectoryRow
-    sums = (s.ordinal, s.rounds, s.accepted, s.drafted, s.at_risk, s.survived)
-    of: dict[GroupBy, Any] = {"category": t.category, "recording": t.recording_id}
+    query = (
+        select(t.category, s)
+        .join(t, (t.recording_id == s.recording_id) & (t.ordinal == s.ordinal))
+        .join(RecordingRow, RecordingRow.id == t.recording_id)
+    )
+
+    def rows(session: Session) -> Iterator[_Row]:
+        conditions = (*_recording_conditions(session, only), *_request_conditions(only))
+        found = session.execute(query.where(*conditions).execution_options(yield_per=500))
+        for category, row in found:
+            what = f"the rounds of request {row.ordinal} of recording {row.recording_id}"
+            steps = unpacked(row, unpack_steps, what)
+            of = {"category": category, "recording": row.recording_id, "draft": ""}
+            for draft in sorted({r.draft for r in steps}) if "draft" in by else [None]:
+                own = [r for r in steps if draft in (None, r.draft)]
+                key = tuple(str(draft) if g == "draft" else of[g] for g in by)
+                kept, drafted = sum(r.accepted for r in own), sum(r.drafted for r in own)
+                yield key, (row.recording_id, row.ordinal), kept, drafted, step_survival(own)
+
     with database.read() as session:
-        query = (
-            select(*(of[g] for g in groups), s.recording_id, *sums)
-            .join(t, (t.recording_id == s.recording_id) & (t.ordinal == s.ordinal))
-            .join(RecordingRow, RecordingRow.id == t.recording_id)
-            .where(*_recording_conditions(session, only), *_request_conditions(only))
-        )
-        return _grouped(groups, session.execute(query))
+        return _grouped(by, rows(session))
 
 
-def _grouped(by: Sequence[GroupBy], rows: Iterable[Any]) -> tuple[AcceptanceStats, ...]:
-    """Rows are (group..., owner, ordinal, starts, kept, of, at_risk, survived), pooled by group;
-    ``kept`` out of ``of`` is the acceptance."""
+_Row = tuple[tuple[str, ...], tuple[str, int], float, float, Survival]
+"""Of a request or a part of it its group, whose it is (recording, ordinal), tokens kept, out of how
+many, and its sums by position."""
+
+
+def _grouped(by: Sequence[GroupBy], rows: Iterable[_Row]) -> tuple[AcceptanceStats, ...]:
+    """Rows pooled by group."""
     sums: defaultdict[tuple[str, ...], Survival] = defaultdict(Survival)
     shares: defaultdict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
     requests: defaultdict[tuple[str, ...], set[tuple[str, int]]] = defaultdict(set)
-    for row in rows:
-        key = tuple(row[: len(by)])
-        owner, ordinal, starts, kept, of, at_risk, survived = row[len(by) :]
-        sums[key] += Survival(starts, tuple(at_risk), tuple(survived))
+    for key, request, kept, of, survival in rows:
+        sums[key] += survival
         shares[key][0] += kept
         shares[key][1] += of
-        requests[key].add((owner, ordinal))
+        requests[key].add(request)
     return tuple(
         AcceptanceStats(
             tuple(zip(by, key, strict=True)),
