@@ -13,6 +13,7 @@ from typing import Any
 from spectune.engines.abilities import Engine
 from spectune.engines.protocol import Answered, Load, Prompt, Running, Swapping
 from spectune.optimizer.execute import DecodeOptions, counts_of
+from spectune.optimizer.record import put_policies
 from spectune.runtime.hardware import hardware
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AnyPolicy
@@ -64,7 +65,7 @@ class Turns:
     ``taken``: turns that ended."""
 
     def __init__(self, running: Swapping, policies: Sequence[AnyPolicy]) -> None:
-        self.running, self.taken = running, 0
+        self.running, self.policies, self.taken = running, policies, 0
         self._following = cycle(policies)
         self._policy = next(self._following)
 
@@ -143,6 +144,7 @@ def record_on(
     asked = Asked(name, digest, options.sampling, most, verifier_of(options), about, source)
     found = None if fresh else store.find_recording(asked, state="recording")
     info = found or store.create_recording(asked)
+    put_policies(store, policy.policies if isinstance(policy, Turns) else [policy])
     have = store.recorded_ordinals(info.id)
     missing = {p.id: n for n, p in enumerate(prompts) if n not in have}
     if missing:

@@ -24,9 +24,11 @@ from spectune.runtime.policies.artifacts import Artifacts, Fitted
 from spectune.runtime.policies.document import (
     DEFAULT_TOP_N,
     GAMMA_LIMIT,
+    AnyPolicy,
     Policy,
     parse_plain_policy,
 )
+from spectune.runtime.policies.prepared_chooser import AnyPlan
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.recording.chains import record_panorama
 from spectune.runtime.recording.trees import Cover, base_covers, cover_name, record_tree_panorama
@@ -138,6 +140,7 @@ def record(
             info = store.find_recording(asked, state="complete")
     if info is None:
         info = store.create_recording(asked)
+    put_policies(store, policies_of(source.current()))
     have = store.recorded_ordinals(info.id)
     new = {n: one for n, one in enumerate(encoded.items) if n not in have}
     jobs = _jobs(store, pair, info.id, wanted, new)
@@ -404,6 +407,17 @@ def _stored_rule(name: str, draft: str, sampled: bool, artifacts: Artifacts) -> 
     )
 
 
+def policies_of(plan: AnyPlan) -> list[AnyPolicy]:
+    """What rounds under a plan may name: its policy, and those that it chooses from."""
+    return [each.policy for each in (plan, *plan.candidates)]
+
+
+def put_policies(store: TraceStore, policies: Iterable[AnyPolicy]) -> None:
+    """Stores what rounds name, so that whoever reads these can look it up."""
+    for policy in policies:
+        store.put_policy(policy.id, policy.spelled_out(), policy.label())
+
+
 @contextmanager
 def record_served(
     store: TraceStore,
@@ -411,12 +425,15 @@ def record_served(
     spec: PairSpec,
     options: DecodeOptions,
     about: Mapping[str, Any],
+    policies: Iterable[AnyPolicy],
 ) -> Iterator[TrafficWriter]:
     """A new recording of what is served (source ``serve``), written while serving goes on, and
     ended however that ends: tokens and rounds only; panoramas are made when it is tuned on.
-    ``about``: what else its texts depend on. What could not be written is in the writer's status.
+    ``about``: what else its texts depend on; ``policies``: those in force as it begins. What could
+    not be written is in the writer's status.
     """
     store.put_pair(pair_id, spec.name, spec.to_json())
+    put_policies(store, policies)
     most, verifier = options.max_new_tokens, options.verifier
     asked = Asked(pair_id, None, options.sampling, most, verifier, about, source="serve")
     info = store.create_recording(asked)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from databases import put_in_force
-from doors import put_made_up_profile, write_workload
+from doors import Door, put_made_up_profile, write_workload
 from sqlalchemy import text
 from synthetic import policy
 from test_schedule_store import HOUR, T0
@@ -246,6 +246,24 @@ def test_a_recording_says_how_it_is_tuned_on(store: TraceStore, pair: LoadedPair
     store.append_trajectories(served, [(i, text, ()) for i, text in enumerate(texts)])
     with pytest.raises(TraceError, match=rf"recording {served} was sampled by an engine"):
         tune_recording(store, pair, served, asked)
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_what_recorded_rounds_name_is_stored(
+    store: TraceStore, pair: LoadedPair, tiny_pair: Path, tmp_path: Path
+) -> None:
+    """By whatever they were decoded: a tuning's own short window, or a file given to `run`."""
+    short = StaticSource(prepare(policy("near", 2), pair.draft_names))
+    record(store, pair, WORKLOAD, QUICK.options, Look(()), short)
+    given = tmp_path / "policy.json"
+    given.write_text(policy("near", 3).canonical())
+    door = Door(store.database.url.render_as_string(hide_password=False), str(tiny_pair))
+    asked = ("--workload", write_workload(tmp_path / "w.jsonl", 2), "--max-new-tokens", 8)
+    door.json("run", "--policy", given, "--pair", tiny_pair, *asked, "--record", "--no-store")
+    for info in store.list_recordings():
+        steps = [s for r in store.load(info.id, (), steps=True).requests for s in r.steps]
+        (named,) = {s.policy for s in steps}
+        assert store.get_policy(named).id == named
 
 
 # --- whose job it is

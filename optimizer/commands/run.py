@@ -116,7 +116,7 @@ def _decoded(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: Dec
     from spectune.optimizer.changes import changes_of, label_of, shares_of
     from spectune.optimizer.execute import encode, outcome
     from spectune.optimizer.execute import run as execute
-    from spectune.optimizer.record import record_served, recording_options
+    from spectune.optimizer.record import policies_of, record_served, recording_options
     from spectune.runtime.decoder import drafts_of
 
     # What the target does not hold is refused before anything else is said.
@@ -128,19 +128,19 @@ def _decoded(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: Dec
         for change in changes_of(decoded[-1:], before):
             note(str(change))
 
-    recording = record_served(store, pair.id, spec, options, recording_options(pair, options))
+    about = recording_options(pair, options)
     with _source(store, pair, kw, profile, options) as source:
-        used = drafts_of(source.current())
-        if pair.context(used) != pair.context(()):
-            workload = fit_to(pair, workload, options, kw["overlong"], used)
-        encoded = encode(pair, workload, options, used)
+        drafts = drafts_of(source.current())
+        if pair.context(drafts) != pair.context(()):
+            workload = fit_to(pair, workload, options, kw["overlong"], drafts)
+        encoded = encode(pair, workload, options, drafts)
+        first = policies_of(source.current())
+        recording = record_served(store, pair.id, spec, options, about, first)
         decoded, writer = _gathered(
             "run", execute(pair, source, encoded), len(encoded.items), kw, recording, changed
         )
     shares, changes = shares_of(decoded), changes_of(decoded)
-    plans = [
-        each for done in decoded for _, plan in done.plans for each in (plan, *plan.candidates)
-    ]
+    used = [p for done in decoded for _, plan in done.plans for p in policies_of(plan)]
     return Ran(
         pair,
         workload,
@@ -152,7 +152,7 @@ def _decoded(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: Dec
         dtype=str(pair.target.dtype).removeprefix("torch."),
         changes=changes,
         heads=pair.hidden_states,
-        policies={plan.policy.id: plan.policy for plan in plans}.values(),
+        policies={policy.id: policy for policy in used}.values(),
     )
 
 
@@ -177,7 +177,8 @@ def _served(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: Deco
             "concurrency": asked.load.clients,
         }
         texts = replace(options, verifier=verifier_of(options))
-        recording = record_served(store, spec.id, spec, texts, about_recording(running, options))
+        about = about_recording(running, options)
+        recording = record_served(store, spec.id, spec, texts, about, [asked.policy])
         executed = execute(running, asked.prompts, asked.policy, asked.load, options)
         answered, writer = _gathered("serve", executed, len(asked.prompts), kw, recording)
     order = {prompt.id: n for n, prompt in enumerate(asked.prompts)}
@@ -272,6 +273,7 @@ def _finish(store: TraceStore, spec: PairSpec, kw: dict[str, Any], ran: Ran) -> 
     ``--record`` wrote, and prints."""
     from spectune.optimizer.changes import changes_json
     from spectune.optimizer.inputs import outcome_json
+    from spectune.optimizer.record import put_policies
     from spectune.optimizer.report.tables import outcome_table
     from spectune.traces.acceptance import executed_first, hardly_accepted
     from spectune.traces.errors import OutputError
@@ -312,8 +314,7 @@ def _finish(store: TraceStore, spec: PairSpec, kw: dict[str, Any], ran: Ran) -> 
             ran.writer.check()
         if not kw["no_store"]:
             store.put_pair(spec.id, spec.name, spec.to_json())
-            for policy in (most, *ran.policies):
-                store.put_policy(policy.id, policy.spelled_out(), policy.label())
+            put_policies(store, (most, *ran.policies))
             store.put_run(
                 spec.id,
                 most.id,
