@@ -73,8 +73,9 @@ class _Helpers:
         from joblib.externals.loky import ProcessPoolExecutor
 
         begin = {"initializer": _begin, "initargs": (wanted, os.getpid())}
-        pool = self._pools[wanted] = ProcessPoolExecutor(self.count, **begin)
-        return pool
+        new: Executor = ProcessPoolExecutor(self.count, **begin)
+        self._pools[wanted] = new
+        return new
 
     def end(self) -> None:
         """Ends them, once each is done with what it is at."""

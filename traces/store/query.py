@@ -222,7 +222,7 @@ def executed_stats(
     """
     s, t = StepChunkRow, TrajectoryRow
     query = (
-        select(t.category, s)
+        select(t.recording_id, t.category, s)
         .join(t, (t.recording_id == s.recording_id) & (t.ordinal == s.ordinal))
         .join(RecordingRow, RecordingRow.id == t.recording_id)
     )
@@ -230,15 +230,15 @@ def executed_stats(
     def rows(session: Session) -> Iterator[_Row]:
         conditions = (*_recording_conditions(session, only), *_request_conditions(only))
         found = session.execute(query.where(*conditions).execution_options(yield_per=500))
-        for category, row in found:
-            what = f"the rounds of request {row.ordinal} of recording {row.recording_id}"
+        for recording, category, row in found:
+            what = f"the rounds of request {row.ordinal} of recording {recording}"
             steps = unpacked(row, unpack_steps, what)
-            of = {"category": category, "recording": row.recording_id, "draft": ""}
+            of = {"category": category, "recording": recording}
             for draft in sorted({r.draft for r in steps}) if "draft" in by else [None]:
                 own = [r for r in steps if draft in (None, r.draft)]
                 key = tuple(str(draft) if g == "draft" else of[g] for g in by)
                 kept, drafted = sum(r.accepted for r in own), sum(r.drafted for r in own)
-                yield key, (row.recording_id, row.ordinal), kept, drafted, step_survival(own)
+                yield key, (recording, row.ordinal), kept, drafted, step_survival(own)
 
     with database.read() as session:
         return _grouped(by, rows(session))

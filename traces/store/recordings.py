@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from sqlalchemy import select
 
@@ -133,7 +133,7 @@ class Recordings(Storage):
         )
         with self.database.read() as session:
             return tuple(
-                Recorded(recording, ordinal, Sampling(**sampling), verifier)
+                Recorded(recording, ordinal, Sampling(**sampling), cast(Verifier, verifier))
                 for recording, ordinal, sampling, verifier in session.execute(query)
             )
 
@@ -211,7 +211,7 @@ class Recordings(Storage):
         t = TrajectoryRow
         of = select(t.ordinal, t.category).where(t.recording_id == recording).order_by(t.ordinal)
         with self.database.read() as session:
-            return dict(session.execute(of).tuples())
+            return dict(session.execute(of).tuples().all())
 
     def put_panoramas(
         self, recording: str, items: Sequence[tuple[int, ChainPanorama | TreePanorama]]
