@@ -207,10 +207,12 @@ class Recordings(Storage):
             return frozenset(session.scalars(found))
 
     def request_categories(self, recording: str) -> dict[int, str]:
-        """The category of every request by ordinal, in order; of damaged ones too."""
+        """The category of every request by ordinal, in order; of damaged ones too. Takes the
+        recording as :meth:`get_recording` does."""
         t = TrajectoryRow
-        of = select(t.ordinal, t.category).where(t.recording_id == recording).order_by(t.ordinal)
         with self.database.read() as session:
+            name = resolve(session, RecordingRow, recording)
+            of = select(t.ordinal, t.category).where(t.recording_id == name).order_by(t.ordinal)
             return dict(session.execute(of).tuples().all())
 
     def put_panoramas(
