@@ -156,15 +156,18 @@ class Head(nn.Module):
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
+def taps(layers: int) -> tuple[int, int, int]:
+    """The hidden states that the head reads, what a low, a middle and a high layer of the target
+    read: EAGLE-3's rule where a configuration names none."""
+    return 2, layers // 2, layers - 3
+
+
 class Unroller:
     """The target and the head over whole texts: the target's law and, step by step, the head's."""
 
     def __init__(self, target: LlamaForCausalLM, head: Head) -> None:
         self.target, self.head = target, head
-        layers = target.config.num_hidden_layers
-        # EAGLE-3's rule where a configuration says nothing: what a low, a middle and a high layer
-        # read.
-        self.taps = (2, layers // 2, layers - 3)
+        self.taps = taps(target.config.num_hidden_layers)
         self.rotary = LlamaRotaryEmbedding(target.config)
 
     @torch.no_grad()
@@ -271,6 +274,7 @@ def publish(head: Head, args: argparse.Namespace, record: dict[str, Any]) -> Non
     out: Path = args.out
     out.mkdir(parents=True, exist_ok=True)
     target = json.loads((args.target / "config.json").read_text())
+    states = taps(target["num_hidden_layers"])
     kept = (
         "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
         "head_dim", "vocab_size", "hidden_act", "rms_norm_eps", "max_position_embeddings",
@@ -285,6 +289,7 @@ def publish(head: Head, args: argparse.Namespace, record: dict[str, Any]) -> Non
         "num_hidden_layers": 1,
         "rope_theta": target["rope_parameters"]["rope_theta"],
         "tie_word_embeddings": False,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(states)},
         "dtype": "float16",
     }
     write_json(out / "config.json", config)

@@ -18,9 +18,12 @@ NAME = "spectune"
 MASK_ENTRIES = 1 << 24
 """Entries that a mask has at most where it is folded and turned into floats; wider passes attend by
 blocks of queries."""
-APPLIED_ELSEWHERE = ("dropout", "position_ids", "sliding_window", "use_cache")
+APPLIED_ELSEWHERE = (
+    *("dropout", "position_ids", "sliding_window", "use_cache"),
+    *("vision_feature_layer", "vision_feature_select_strategy"),
+)
 """What models say to any attention and is not its part here: nothing is dropped, positions are in
-queries and keys already, and texts end before a window slides."""
+queries and keys already, texts end before a window slides, and there are no pictures."""
 
 
 def slot_attention(

@@ -538,14 +538,16 @@ def _check_reproduced(loaded: CausalModel, path: str, sample: Sequence[int]) -> 
     try:
         states = loaded._decoder(input_ids=ids[None], use_cache=False).last_hidden_state[0]
         theirs = model(input_ids=ids[None], use_cache=False).logits[0].float()
+        shorter = model(input_ids=ids[None, : half or 1], use_cache=False).logits[0].float()
     finally:
         model.set_attn_implementation(attention.NAME)
 
     def away(logits: Tensor) -> float:
         """A part of the logits' spread, as at half of the tokens: a router of experts may round to
         other experts at some."""
-        spread = (theirs - theirs.mean(-1, keepdim=True)).norm(dim=-1).clamp_min(1e-6)
-        return float(((logits - theirs).norm(dim=-1) / spread).median())
+        same = theirs[: len(logits)]
+        spread = (same - same.mean(-1, keepdim=True)).norm(dim=-1).clamp_min(1e-6)
+        return float(((logits - same).norm(dim=-1) / spread).median())
 
     rounding = torch.finfo(loaded.dtype).eps
     if not (off := away(loaded.head(states))) < max(LEAST_TOLERANCE, 2 * rounding):
@@ -553,7 +555,8 @@ def _check_reproduced(loaded: CausalModel, path: str, sample: Sequence[int]) -> 
             f"{loaded.name}: {path} makes its logits in a way that is not supported yet: they "
             f"are scaled or capped (off by {off:.1%} of their spread)"
         )
-    if not (off := away(ours)) < max(LEAST_TOLERANCE, 16 * rounding):
+    # What a model itself makes of other shapes of the same pass tells how it carries rounding on.
+    if not (off := away(ours)) < max(LEAST_TOLERANCE, 16 * rounding, 4 * away(shorter)):
         raise PairError(
             f"{loaded.name}: the attention of {path} is not reproduced here (its logits are off by "
             f"{off:.1%} of their spread from those of transformers' eager attention)"

@@ -28,6 +28,8 @@ RESERVED = ("none", "ngram", "target")
 DRAFT_NAME_LIMIT = 128
 """Characters of a draft's name: what a recording's panoramas keep of it."""
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+HUB_NAME_LIMIT = 96
+"""Characters of a hub name."""
 
 
 @dataclass(frozen=True)
@@ -384,4 +386,6 @@ def described(path: str) -> str:
 def is_local(path: str) -> bool:
     """Whether a model is named by a path rather than by its name on a hub (``gpt2``,
     ``openai-community/gpt2``)."""
-    return os.path.exists(path) or HUB_NAME.fullmatch(path) is None
+    if len(path) > HUB_NAME_LIMIT or HUB_NAME.fullmatch(path) is None:
+        return True
+    return os.path.exists(path)

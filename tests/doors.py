@@ -184,7 +184,7 @@ def put_made_up_profile(
     """
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
     made = profile or flat_profile(pair.id, pair.drafts)
-    return store.put_profile(replace(made, environment=environment(pair)))
+    return store.put_profile(replace(made, environment={**environment(pair), "gamma_max": 64}))
 
 
 def put_profile(url: str, pair_file: Path | str) -> str:

@@ -95,7 +95,7 @@ def tuned(door: Door, folder: Path, recording: str, profile: str) -> dict[str, A
 def counts(outcome: Mapping[str, Any]) -> dict[str, Any]:
     """An outcome's figures that do not depend on time."""
     speed = {"seconds", "tokens_per_s", "tokens_per_s_interval", "latency"}
-    timed = {"changes", "by_policy", "by_category", "kind", *speed}
+    timed = {"changes", "by_policy", "by_category", "kind", "heads", *speed}
     by_category = {
         name: counts({"by_category": {}, **c}) for name, c in outcome.get("by_category", {}).items()
     }
