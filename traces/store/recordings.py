@@ -213,7 +213,7 @@ class Recordings(Storage):
         with self.database.read() as session:
             name = resolve(session, RecordingRow, recording)
             of = select(t.ordinal, t.category).where(t.recording_id == name).order_by(t.ordinal)
-            return {ordinal: category for ordinal, category in session.execute(of)}
+            return {row.ordinal: row.category for row in session.execute(of)}
 
     def put_panoramas(
         self, recording: str, items: Sequence[tuple[int, ChainPanorama | TreePanorama]]
