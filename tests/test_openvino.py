@@ -243,7 +243,7 @@ def test_other_refusals_name_what_is_wrong(
     with pytest.raises(TraceError, match="arrivals are seconds from the start"):
         Load(arrivals=(1.0, 0.5))
     monkeypatch.setattr(Engine, "installed", None)
-    with pytest.raises(EngineError, match=r"not installed here; `pip install 'spectune\[openvino"):
+    with pytest.raises(EngineError, match="not installed here; `pip install openvino-genai`"):
         start("openvino", demo, Wanted("small"))
 
 

@@ -237,11 +237,11 @@ def test_a_large_pair_does_not_keep_the_threads_that_a_small_one_set(
     assert found == [1, 2]
 
 
-@pytest.mark.parametrize("name", ["tiny", "some/tiny"])
-def test_a_hub_name_needs_no_organisation(tiny_pair: Path, tmp_path: Path, name: str) -> None:
+def test_a_hub_name_needs_no_organisation(tiny_pair: Path, tmp_path: Path) -> None:
     """A model that was fetched before, offline: by its name it is the folder's. What looks like a
     path stays one."""
-    cached = tmp_path / f"models--{name.replace('/', '--')}"
+    name = "tiny"
+    cached = tmp_path / f"models--{name}"
     shutil.copytree(tiny_pair.parent / "target", cached / "snapshots" / "0")
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("0")

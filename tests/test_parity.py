@@ -71,6 +71,7 @@ def random_policies(drafts: Sequence[str], count: int, seed: int) -> list[Policy
             stop["threshold"] = round(float(rng.uniform(0.01, 0.8)), 3)
             stop["keep_last"] = bool(rng.integers(2))
         draft = str(rng.choice(list(drafts)))
+        stop = {"kind": "none"} if draft == "ngram" else stop  # it has no probabilities to read
         found.append(parse_policy({"draft": draft, "window": window, "stop": stop}))
     return found
 

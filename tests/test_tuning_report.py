@@ -46,11 +46,11 @@ PUBLISHED = {"published": {"version": 3, "policy": FAST.id}}
         ({"draft": "small", "window": fixed(4)}, "small drafts 4 tokens a round"),
         (
             {
-                "draft": "ngram",
+                "draft": "small",
                 "window": {"kind": "fsm", "gamma_max": 8},
                 "stop": {"kind": "max_prob", "threshold": 0.4},
             },
-            "prompt lookup (ngram) drafts up to 8 tokens a round, as its window (fsm) says, and "
+            "small drafts up to 8 tokens a round, as its window (fsm) says, and "
             "stops where its next token is unsure",
         ),
         (
