@@ -47,9 +47,9 @@ AND pid <> pg_backend_pid() AND backend_type = 'client backend'
 """
 SLOWEST = (
     "cli_flow schedule_workers db store schedule_store silent_server at_hand transfer imports "
-    "kill shortlists shortlist_replay openvino shortlist_tuning publishing parity head_drafting "
-    "fit_commands chooser_policy processes schedule_retries tree_parity distributed docs borders "
-    "vllm"
+    "kill openvino shortlists parity serving shortlist_replay python publishing chooser_policy "
+    "processes distributed tree_parity shortlist_tuning pair head_states models head_drafting "
+    "fit_commands schedule_retries docs borders vllm"
 )
 """Test files that are begun first: the longest, as one of them would keep a single worker busy at
 the end. While the first tunes, and so compiles what is compiled, eight need none of it."""

@@ -15,6 +15,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from doors import Door
 from safetensors.torch import load_file, save_file
 
 import spectune
@@ -237,30 +238,29 @@ def test_a_large_pair_does_not_keep_the_threads_that_a_small_one_set(
     assert found == [1, 2]
 
 
-def test_a_hub_name_needs_no_organisation(tiny_pair: Path, tmp_path: Path) -> None:
+def test_a_hub_name_needs_no_organisation(
+    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A model that was fetched before, offline: by its name it is the folder's. What looks like a
     path stays one."""
-    name = "tiny"
-    cached = tmp_path / f"models--{name}"
+    cached = tmp_path / "models--tiny"
     shutil.copytree(tiny_pair.parent / "target", cached / "snapshots" / "0")
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("0")
+    monkeypatch.chdir(tmp_path)
+    generate = ("generate", "def", "--max-new-tokens", "8", "--target")
+    # The folder of what was fetched is read once a process.
     outside = {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
     cli = Path(spectune.__file__).with_name("cli.py")
-
-    def generated(target: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(cli), "generate", "def", "--max-new-tokens", "8", "--json"]
-        return subprocess.run(
-            [*command, "--target", target],
-            cwd=tmp_path,
-            env=os.environ | outside,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    by_name, by_path = generated(name), generated(str(tiny_pair.parent / "target"))
+    by_name = subprocess.run(
+        [sys.executable, str(cli), *generate, "tiny", "--json"],
+        env=os.environ | outside,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert by_name.returncode == 0, by_name.stderr
-    assert json.loads(by_name.stdout)["token_ids"] == json.loads(by_path.stdout)["token_ids"]
-    for path in (f"./{name}", f"{name}/one/more", f"~/{name}"):
-        assert "no model at" in generated(path).stderr
+    by_path = Door(None).json(*generate, tiny_pair.parent / "target")
+    assert json.loads(by_name.stdout)["token_ids"] == by_path["token_ids"]
+    for path in ("./tiny", "tiny/one/more", "~/tiny"):
+        assert "no model at" in Door(None).error(*generate, path)
