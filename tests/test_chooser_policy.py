@@ -87,7 +87,7 @@ def test_the_document_round_trips() -> None:
     policy = parse_policy(OLS)
     assert isinstance(policy, ChooserPolicy)
     assert policy.spelled_out() == OLS
-    again = parse_policy(json.loads(policy.canonical()))
+    again = parse_policy(json.loads(policy.to_text()))
     assert again == policy
     assert again.id == policy.id != ChooserPolicy.of("0123456789ac").id
     assert policy.label() == "ols(0123456789ab)"

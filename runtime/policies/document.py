@@ -78,7 +78,7 @@ class Document(Block):
         """The document with every default written, JSON-ready."""
         return self.model_dump(mode="json")
 
-    def canonical(self) -> str:
+    def to_text(self) -> str:
         """One line of JSON: equal policies, equal text (:func:`traces.schema.policy_content`)."""
         return policy_content(self.spelled_out())
 
