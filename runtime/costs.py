@@ -77,11 +77,6 @@ class RoundKind(NamedTuple):
         return f"{'gathered' if self.routed else 'head'}/{self.draft}"
 
     @property
-    def per_distribution(self) -> str:
-        """The term over (context) that is charged per distribution that a draft's passes make."""
-        return f"{'sampled ' * self.sampled}{'tree ' * bool(self.growth)}near ties/{self.draft}"
-
-    @property
     def verification(self) -> tuple[str, ...]:
         """Terms over (rows, context) of the target's pass."""
         when = {
@@ -95,7 +90,7 @@ class RoundKind(NamedTuple):
     @property
     def per_token(self) -> tuple[str, ...]:
         """Terms over (context), charged per emitted token."""
-        return ("sampled near ties", "noise") if self.sampled else ("near ties",)
+        return ("noise",) if self.sampled else ()
 
     @property
     def rest(self) -> tuple[str, ...]:
@@ -120,8 +115,7 @@ class Share(NamedTuple):
 class MeasuredRound(NamedTuple):
     """An executed round: its kind, what it read, and its seconds. ``rows``: what each pass of the
     draft read, the lag first. ``head``: tokens that the draft's output head evaluated per pass, 0
-    where that is not priced apart. ``canonical``: passes for near ties while drafting and while
-    verifying."""
+    where that is not priced apart."""
 
     kind: RoundKind
     context: int
@@ -132,11 +126,10 @@ class MeasuredRound(NamedTuple):
     verify_s: float
     round_s: float
     head: int = 0
-    canonical: tuple[int, int] = (0, 0)
 
 
 def drafting_terms(r: MeasuredRound) -> Iterator[Share]:
-    """What drafting consists of, but for near ties."""
+    """What drafting consists of."""
     for term in r.kind.once:
         yield Share(term, 1.0, 0.0, r.context, len(r.rows))
     for rows in r.rows:
@@ -147,7 +140,7 @@ def drafting_terms(r: MeasuredRound) -> Iterator[Share]:
 
 
 def verification_terms(r: MeasuredRound) -> Iterator[Share]:
-    """What verification consists of, near ties included."""
+    """What verification consists of."""
     for term in r.kind.verification:
         yield Share(term, 1.0, r.drafted + 1, r.context, 0.0)
     for term in r.kind.per_token:
@@ -246,8 +239,6 @@ def round_costs(
         first = np.zeros((len(verify), len(rows)))
         return RoundCosts(first, np.zeros((len(verify), 1)), verify, emitted, rest_s, False)
     later = _by_place(pass_seconds(profile, k, contexts, rows) for k in kinds)
-    near = _by_place(_total(profile, (k.per_distribution,), contexts) for k in kinds)
-    first = later - near * (rows - 1)  # a lag of any length makes one distribution
     counts = np.arange(1.0, GAMMA_LIMIT + 1)
     per_phase = [profile.seconds(term, passes=counts) for term in kind.once]
     once = np.append(0.0, np.sum(per_phase, axis=0))
@@ -263,7 +254,7 @@ def round_costs(
         count = min(beyond.shape[1], shortlist_s.shape[-1])
         beyond = beyond[:, :count] + shortlist_s[..., :count]
     beyond = np.ascontiguousarray(beyond)
-    return RoundCosts(first, beyond, verify, emitted, rest_s, passes is not None)
+    return RoundCosts(later, beyond, verify, emitted, rest_s, passes is not None)
 
 
 def _by_place(tables: Iterable[FloatArray]) -> FloatArray:
@@ -275,12 +266,10 @@ def _by_place(tables: Iterable[FloatArray]) -> FloatArray:
 def pass_seconds(
     profile: LatencyProfile, kind: RoundKind, contexts: FloatArray, rows: FloatArray
 ) -> FloatArray:
-    """What a pass of a draft takes that makes a distribution of every one of its rows, float64
-    [contexts, rows]."""
-    near = _total(profile, (kind.per_distribution,), contexts)
+    """What a pass of a draft takes, float64 [contexts, rows]."""
     sizes = profile.shortlist_sizes(kind.draft, routed=False)  # where the head is priced apart
     head_s = float(profile.seconds(f"head/{kind.draft}", rows=sizes[-1])) if sizes else 0.0
-    return _total(profile, kind.per_pass, contexts, rows) + head_s + near * rows
+    return _total(profile, kind.per_pass, contexts, rows) + head_s
 
 
 def _total(

@@ -18,7 +18,7 @@ from spectune.runtime.drafts.eagle import EagleDraft, Features
 from spectune.runtime.drafts.language_model import LanguageModelDraft
 from spectune.runtime.drafts.ngram import NgramDraft
 from spectune.runtime.drafts.protocol import Draft, DraftContext, Drafted
-from spectune.runtime.generation_settings import Process, check, widening
+from spectune.runtime.generation_settings import Process, check
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, PolicySource, Round, Verified, decode_rounds
 from spectune.runtime.models import ids_tensor
@@ -59,7 +59,6 @@ class ModelBackend:
 
     def __init__(self, pair: LoadedPair) -> None:
         self.pair = pair
-        self.exact = pair.exact
         self._features = Features(pair.target)
         self._readers = {name: LanguageModelDraft(model) for name, model in pair.drafts.items()}
         heads = {name: EagleDraft(head, self._features) for name, head in pair.heads.items()}
@@ -76,13 +75,6 @@ class ModelBackend:
         self._process: Process | None = None
         self._capacity = 0
         self._read_ahead: tuple[DecodeRequest, str] | None = None
-
-    @property
-    def canonical_passes(self) -> int:
-        """Canonical passes that its language models have made for near ties so far (a head's are
-        mostly the target's)."""
-        models = (self.pair.target, *self.pair.drafts.values())
-        return sum(model.canonical_passes for model in models)
 
     def choose(self, request: DecodeRequest, chooser: ChooserPlan) -> Plan:
         """The candidate for a request's prompt. The draft that reads the perplexity has then read
@@ -151,7 +143,6 @@ class ModelBackend:
             plan=prepared,
             sampling=request.sampling,
             noise=self._noise,
-            exact=self.exact,
             shortlists=prepared.shortlists,
             own_seed=request.seed if request.rejects else None,
             salt=self._rounds,
@@ -161,15 +152,7 @@ class ModelBackend:
     def verify(self, drafted: Drafted | None) -> Verified:
         request, target, length = self._request, self.pair.target, len(self._text)
         assert request is not None
-        text = TargetText(
-            target,
-            self._text,
-            request.sampling,
-            self._noise,
-            self.exact,
-            self._process,
-            widening(self.pair.settings),
-        )
+        text = TargetText(self._text, request.sampling, self._noise, self._process)
         if drafted is not None and drafted.tree is not None:
             tree, logits = drafted.tree, self._read_tree(drafted.tree)
             # A CPU looks at the rows of the path alone; elsewhere at all at once, to wait once.
@@ -379,7 +362,7 @@ def warmed_shortlists(pair: LoadedPair, prepared: Plan) -> Shortlists:
     """
     rule = prepared.shortlist
     assert rule is not None
-    made = Shortlists(rule, pair.models[rule.draft], pair.exact)
+    made = Shortlists(rule, pair.models[rule.draft])
     trees, steps = prepared.rules or (), range(1, prepared.policy.depth_max + 1)
     made.warm([max([1, *(tree.step_width(step) for tree in trees)]) for step in steps])
     return made

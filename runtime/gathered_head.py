@@ -4,7 +4,7 @@ hidden . W[ids[j]] (+ bias[ids[j]]).
 Of the head's work only what the shortlist needs is done, O(B d) instead of O(V d) for B tokens.
 Ways to do it:
 
-- ``kernel`` (CUDA): a Triton kernel that selects and multiplies at once
+- ``kernel`` (CUDA, not in float64): a Triton kernel that selects and multiplies at once
   (:mod:`runtime.cuda.kernel`);
 - ``compiled`` (CPU, float32): compiled sums that read the rows where they lie, four at a time, so
   that no sub-matrix is written; faster than the two below at every size measured (docs/log.md);
@@ -50,7 +50,9 @@ class GatheredHead:
         self._float_bias = None if self.bias is None else self.bias.float()
         sums = self.device.type == "cpu" and self.dtype == torch.float32
         self._rows = self.weight.numpy() if sums else None
-        self._has_kernel = kernel_runs(self.device, self.hidden_size)
+        # The kernel sums in float32.
+        fine = self.dtype == torch.float64
+        self._has_kernel = not fine and kernel_runs(self.device, self.hidden_size)
 
     def way(self, count: int) -> Way:
         """How logits of ``count`` tokens are made."""

@@ -72,12 +72,6 @@ def check(settings: Settings, *, greedy: bool, verifier: Verifier = "coupled") -
             )
 
 
-def widening(settings: Settings) -> float:
-    """How much the settings widen differences between logits, and so what rounding does to them."""
-    penalty = float(settings.get("repetition_penalty", 1.0))
-    return max(penalty, 1 / penalty)
-
-
 def processor(
     settings: Settings, prompt_tokens: int, eos_ids: frozenset[int], device: torch.device
 ) -> Process | None:

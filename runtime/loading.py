@@ -29,7 +29,7 @@ from spectune.traces.errors import PairError
 
 @dataclass
 class LoadedPair(Texts):
-    """Models and tokenizer. ``exact`` says that near ties are decided canonically (float32).
+    """Models and tokenizer.
 
     ``drafts`` are language models, ``heads`` EAGLE heads on the target; where there are heads, the
     target's ``taps`` are what they read. ``settings``: what the target's generation_config asks of
@@ -66,10 +66,6 @@ class LoadedPair(Texts):
             "dtype": str(self.target.dtype).removeprefix("torch."),
             "hardware": torch.cuda.get_device_name() if cuda else cpu_name(),
         }
-
-    @property
-    def exact(self) -> bool:
-        return bool(self.target.dtype == torch.float32)
 
     @property
     def models(self) -> dict[str, CausalModel | EagleHead]:

@@ -58,11 +58,7 @@ class Verified:
 
 
 class Backend(Protocol):
-    """Where drafts and verdicts come from. ``canonical_passes``: how many passes near ties have
-    cost so far."""
-
-    @property
-    def canonical_passes(self) -> int: ...
+    """Where drafts and verdicts come from."""
 
     def choose(self, request: DecodeRequest, chooser: ChooserPlan) -> Plan:
         """The candidate of a chooser under which the request is decoded. Called before ``begin``,
@@ -103,8 +99,7 @@ class StaticSource:
 class Round:
     """One round as the loop yields it: its step, the tokens it emitted, what was drafted, how the
     text ended, if it did, and the tree with the accepted nodes' numbers in it, where one was
-    drafted. ``canonical_passes``: of drafting and of verification. ``in_force``: what the source
-    had, a chooser rather than its candidate."""
+    drafted. ``in_force``: what the source had, a chooser rather than its candidate."""
 
     step: Step
     tokens: list[int]
@@ -112,7 +107,6 @@ class Round:
     finish: Finish | None
     tree: GrownTree | None = None
     path: list[int] = field(default_factory=list)
-    canonical_passes: tuple[int, int] = (0, 0)
     in_force: AnyPlan | None = None
 
 
@@ -136,7 +130,7 @@ def decode_rounds(
     plan, session = _taken_up(in_force, backend, request, sessions, output)
     backend.begin(request, plan)
     while finish is None:
-        began, passes_before = clock(), backend.canonical_passes
+        began = clock()
         if (found := source.current()) is not in_force:
             in_force = found
             plan, session = _taken_up(in_force, backend, request, sessions, output)
@@ -144,9 +138,9 @@ def decode_rounds(
         limit = request.max_new_tokens - start - 1  # the last token of a round is the target's own
         gamma = min(session.gamma, limit)
         drafted = backend.draft(plan, gamma, limit) if gamma > 0 else None
-        drafted_at, passes_between = clock(), backend.canonical_passes
+        drafted_at = clock()
         verdict = backend.verify(drafted)
-        verified_at, passes_after = clock(), backend.canonical_passes
+        verified_at = clock()
         draft_s, verify_s = drafted_at - began, verified_at - drafted_at
         tokens, finish = _cut(request, output, verdict.tokens)
         accepted = min(verdict.accepted, len(tokens))
@@ -172,8 +166,7 @@ def decode_rounds(
         )
         lag = _lag_after(drafted, verdict, accepted, len(tokens))
         path = verdict.path[:accepted]
-        passes = passes_between - passes_before, passes_after - passes_between
-        yield Round(step, tokens, drafted.tokens, finish, drafted.tree, path, passes, in_force)
+        yield Round(step, tokens, drafted.tokens, finish, drafted.tree, path, in_force)
 
 
 def _taken_up(

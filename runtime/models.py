@@ -2,9 +2,7 @@
 
 A :class:`SlotModel` makes two kinds of pass over its cache: tokens that follow each other, and
 tokens anywhere under the caller's mask. A :class:`CausalModel` is a transformers model with our
-attention; its *canonical* pass reads a whole prefix without cache, and is the arbiter of near ties:
-a function of the prefix alone, whatever shapes decoding has used. Methods named ``.._states`` leave
-the output head out, for drafts that evaluate a part of it (:mod:`runtime.shortlists`).
+attention.
 """
 
 from __future__ import annotations
@@ -47,7 +45,12 @@ LEAST_TOLERANCE = 1e-3
 finer."""
 SAMPLE_TOKENS = 16
 """Tokens on which a loaded model is compared with its own code."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def pick_device(device: str) -> torch.device:
@@ -60,7 +63,8 @@ def pick_device(device: str) -> torch.device:
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """``auto`` is float32 on a CPU (where parity is exact) and bfloat16 on CUDA."""
+    """``auto`` is float32 on a CPU and bfloat16 on CUDA. In float64 rounding changes no text: it is
+    for tests of exactness."""
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return DTYPES[dtype]
@@ -199,22 +203,15 @@ class SlotModel(ABC):
 
 class _Hooked(threading.local):
     """Where hooks put the hidden states of the pass in hand: passes are captured aside while
-    another thread decodes. ``last``: the tap at which the pass ends, as nothing after it is asked
-    for."""
+    another thread decodes."""
 
     def __init__(self) -> None:
         self.rows: dict[int, Tensor] = {}
-        self.last: int | None = None
-
-
-class _Read(Exception):
-    """Ends a pass at its last tap."""
 
 
 class CausalModel(SlotModel):
-    """One loaded language model. ``canonical_passes`` counts."""
+    """One loaded language model."""
 
-    canonical_passes = 0
     _last_row: int | None = None
     """The last token that the model has a row for, where its target may have more."""
 
@@ -296,8 +293,6 @@ class CausalModel(SlotModel):
 
                 def before(module: Any, args: Any, kwargs: Any, tap: int = tap) -> None:
                     self._hooked.rows[tap] = (args[0] if args else kwargs["hidden_states"])[0]
-                    if tap == self._hooked.last:
-                        raise _Read
 
                 self._hooks.append(layers[tap].register_forward_pre_hook(before, with_kwargs=True))
             else:
@@ -310,9 +305,18 @@ class CausalModel(SlotModel):
     @property
     def tapped(self) -> Tensor:
         """Hidden states of all taps of the last pass (or of all tokens of the last ``read``), side
-        by side: [tokens, len(taps) * hidden_size]. The next pass replaces them; the canonical ones
-        do not."""
+        by side: [tokens, len(taps) * hidden_size]. The next pass replaces them."""
         return torch.cat([self._tapped[tap] for tap in self._taps], -1)
+
+    def features(self, ids: list[int]) -> Tensor:
+        """The hidden states of all taps after a text ``ids``, [len(ids), len(taps) * hidden_size],
+        in one pass that leaves the cache and :attr:`tapped` alone."""
+        taps = self._hooked.rows = {}
+        known = torch.tensor([ids], device=self.device)
+        out: Tensor = self._decoder(input_ids=known, use_cache=False).last_hidden_state[0]
+        if FINAL in self._taps:
+            taps[FINAL] = out
+        return torch.cat([taps[tap] for tap in self._taps], -1)
 
     def read(self, ids: Tensor, start: int) -> Tensor:
         """Fills the cache with ``ids`` at ``start ..`` in chunks, without logits. Returns the last
@@ -346,42 +350,6 @@ class CausalModel(SlotModel):
         if FINAL in self._taps:
             taps[FINAL] = out
         return out, taps
-
-    def canonical(self, prefix: list[int]) -> Tensor:
-        """Float32 logits ``[vocab]`` after ``prefix``, computed in one pass without cache: the same
-        bits for the same prefix."""
-        return self.head(self.canonical_state(prefix))[0]
-
-    def canonical_state(self, prefix: list[int]) -> Tensor:
-        """The last hidden state [1, hidden_size] after ``prefix`` from the canonical pass."""
-        return self._canonical(prefix)[0][-1:]
-
-    def canonical_features(self, prefix: list[int], taps: tuple[int, ...]) -> Tensor:
-        """Hidden states ``taps`` (some of ``self.taps``) of ``prefix`` from the canonical pass,
-        [len(prefix), len(taps) * hidden_size]. Layers above the last of them are not run."""
-        tapped = self._canonical(prefix, None if FINAL in taps else max(taps))[1]
-        return torch.cat([tapped[tap] for tap in taps], -1)
-
-    def _canonical(
-        self, prefix: list[int], last: int | None = None
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Last hidden states [len(prefix), hidden_size] and those of the taps, in one pass without
-        cache; with ``last`` of the taps up to that one, and no last hidden states if layers lie
-        above it."""
-        self.canonical_passes += 1
-        ids = torch.tensor([prefix], device=self.device)
-        hidden = torch.zeros(0, self.hidden_size)
-        taps = self._hooked.rows = {}
-        self._hooked.last = last
-        try:
-            hidden = self._decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
-        except _Read:
-            pass
-        finally:
-            self._hooked.last = None
-        if FINAL in self._taps and last is None:
-            taps[FINAL] = hidden
-        return hidden, taps
 
 
 def _rows_of(linear: Any, rows: Tensor) -> nn.Linear:

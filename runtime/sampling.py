@@ -2,8 +2,7 @@
 
 Every choice is ``argmax(logits / T + g)`` over the tokens that top-k and top-p keep, with Gumbel
 noise g a pure function of (request seed, absolute position, token id): drawing from the
-distribution, yet the same whatever policy decodes. At temperature 0 the noise is left out. What
-rounding could change of it, :mod:`runtime.near_ties` knows.
+distribution, yet the same whatever policy decodes. At temperature 0 the noise is left out.
 """
 
 from __future__ import annotations
@@ -145,37 +144,22 @@ def kept(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
     """Which tokens top-k, then top-p keep: bool ``[..., vocab]``, or None when both are off."""
     if not filters(sampling, logits.shape[-1]):
         return None
-    return kept_by(logits, sampling, (0.0,))[0]
+    mask = torch.ones_like(logits, dtype=torch.bool)
+    if 0 < sampling.top_k < logits.shape[-1]:
+        mask = logits >= logits.topk(sampling.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(~mask, -math.inf)
+    if sampling.top_p < 1.0:
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+        probabilities = ordered.softmax(-1)
+        keep = probabilities.cumsum(-1) - probabilities < sampling.top_p
+        keep[..., 0] = True
+        mask = mask & torch.zeros_like(keep).scatter_(-1, order, keep)
+    return mask
 
 
 def filters(sampling: Sampling, vocab_size: int) -> bool:
     """Whether top-k or top-p leaves anything out."""
     return not sampling.greedy and (sampling.top_p < 1.0 or 0 < sampling.top_k < vocab_size)
-
-
-def kept_by(
-    logits: torch.Tensor, sampling: Sampling, slacks: tuple[float, ...]
-) -> list[torch.Tensor]:
-    """:func:`kept`, where a filter is on, for each slack, in probability for top-p and nats for
-    top-k: > 0 keeps more, < 0 fewer."""
-    ranked = 0 < sampling.top_k < logits.shape[-1]
-    if ranked and sampling.top_p < 1.0 and len(slacks) > 1:
-        # The nucleus depends on which tokens top-k leaves.
-        return [kept_by(logits, sampling, (slack,))[0] for slack in slacks]
-    masks = [torch.ones_like(logits, dtype=torch.bool) for _ in slacks]
-    if ranked:
-        kth = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
-        masks = [logits >= kth - slack for slack in slacks]
-        logits = logits.masked_fill(~masks[0], -math.inf)
-    if sampling.top_p < 1.0:
-        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-        probabilities = ordered.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities
-        for i, slack in enumerate(slacks):
-            keep = before < sampling.top_p + slack
-            keep[..., 0] = True
-            masks[i] = masks[i] & torch.zeros_like(keep).scatter_(-1, order, keep)
-    return masks
 
 
 def log_distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

@@ -11,7 +11,7 @@ policy's rule for one draft; docs/shortlists.md says what is exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from spectune.runtime.gathered_head import GatheredHead
-from spectune.runtime.near_ties import near_clusters, router_margin
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.router import Routing, head_hash, top_clusters
 from spectune.runtime.policies.shortlist_rule import ShortlistRule
@@ -102,13 +101,12 @@ class OutputHead:
 class Shortlists:
     """A rule for one draft: which tokens each draft step evaluates, and their logits.
 
-    ``exact``: canonical passes decide the router's near ties. ``chosen`` holds the shortlists of
-    the current round, step by step. Raises PolicyError when the artifact does not fit the draft's
-    output head.
+    ``chosen`` holds the shortlists of the current round, step by step. Raises PolicyError when the
+    artifact does not fit the draft's output head.
     """
 
-    def __init__(self, rule: ShortlistRule, model: SlotModel, exact: bool) -> None:
-        self.rule, self.model, self.output, self.exact = rule, model, model.output, exact
+    def __init__(self, rule: ShortlistRule, model: SlotModel) -> None:
+        self.rule, self.model, self.output = rule, model, model.output
         self.chosen: list[Support] = []
         self._supports: dict[int, Support] = {}
         self._order = np.zeros(0, dtype=np.int64)
@@ -118,7 +116,6 @@ class Shortlists:
             self._check_routing(rule.routing)
             self.router = rule.routing.router.to(model.device)
             self.clusters = rule.routing.clusters
-            self.margin = router_margin(self.router.w1, self.router.w2)
             if (self.clusters.sizes == 0).any():
                 self._empty = torch.from_numpy(self.clusters.sizes == 0).to(model.device)
         else:
@@ -189,31 +186,22 @@ class Shortlists:
         step: int,
         tokens: Tensor,
         previous: Tensor | None,
-        canonical: Callable[[int], Tensor | None],
         exists: Tensor | None = None,
     ) -> Support:
         """The shortlist of a draft step: the union of the clusters that the router selects for each
         of the beam's n nodes (algorithm 1, lines 3 to 12), at which the host looks.
 
         ``tokens`` int64 [n]: the nodes'; ``previous`` [n, d]: the hidden states of the tokens
-        before them, None where there are none (zeros stand for them). ``canonical`` gives the one
-        of node i, [1, d], from a canonical pass. ``exists`` bool [n]: the nodes that count, None:
-        all; if none does, all do, since nothing reads their distributions.
+        before them, None where there are none (zeros stand for them). ``exists`` bool [n]: the
+        nodes that count, None: all; if none does, all do, since nothing reads their distributions.
         """
         if not self.routed:
             return self._note(step, self._frequent(step))
         count = min(self.rule.budget(step), self.clusters.count)
-        embedded = self.model.embedded(tokens)
-        scores = self.scores(embedded, previous)
-        near = near_clusters(scores, count, self.margin) if self.exact else None
-        picked, nodes = top_clusters(scores, count).cpu().numpy(), list(range(len(tokens)))
+        picked = top_clusters(self.scores(self.model.embedded(tokens), previous), count)
         if exists is not None and bool(exists.any()):
-            nodes = exists.nonzero()[:, 0].tolist()
-        if near is not None and bool(near.any()):
-            for node in (i for i in nodes if bool(near[i])):
-                scores = self.scores(embedded[node : node + 1], canonical(node))
-                picked[node] = top_clusters(scores, count)[0].cpu().numpy()
-        return self._note(step, self.output.support(self.clusters.ids(picked[nodes])))
+            picked = picked[exists]
+        return self._note(step, self.output.support(self.clusters.ids(picked.cpu().numpy())))
 
     def scores(self, embedded: Tensor, previous: Tensor | None) -> Tensor:
         """The router's scores float32 [n, M] for embeddings [n, d_e] and the states before them [n,

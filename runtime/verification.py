@@ -18,26 +18,27 @@ import torch
 
 from spectune.runtime.generation_settings import Process
 from spectune.runtime.loop import Verified
-from spectune.runtime.models import CausalModel
-from spectune.runtime.near_ties import Choices
-from spectune.runtime.sampling import Noise, gumbel_row, log_distribution, stream_key, uniform
+from spectune.runtime.sampling import (
+    Noise,
+    choose,
+    gumbel_row,
+    log_distribution,
+    stream_key,
+    uniform,
+)
 from spectune.runtime.trees.draft import GrownTree
 from spectune.traces.schema import Sampling
 
 
 @dataclass(frozen=True)
 class TargetText:
-    """What the target's own tokens after a text depend on: its ``sampling``, the ``noise`` (None
-    when greedy), and what ``process`` makes of logits (None: nothing; ``widened``: how much it
-    widens errors of theirs). ``exact``: near ties are decided canonically."""
+    """What the target's own tokens after the text ``ids`` depend on: its ``sampling``, the
+    ``noise`` (None when greedy), and what ``process`` makes of logits (None: nothing)."""
 
-    target: CausalModel
     ids: list[int]
     sampling: Sampling
     noise: Noise | None
-    exact: bool
     process: Process | None = None
-    widened: float = 1.0
 
     def tokens(
         self, logits: torch.Tensor, depths: Sequence[int], at_once: bool
@@ -50,19 +51,15 @@ class TargetText:
             noise = None
             if self.noise is not None:
                 noise = torch.stack([self.noise.row(len(self.ids) + depth) for depth in depths])
-            every = Choices(logits, self.sampling, noise, exact=self.exact)
-            return lambda row, path: every.token(
-                row, lambda: self.target.canonical(self.ids + path)
-            )
-
-        process = self.process or (lambda given, _: given)
+            tokens: list[int] = choose(logits, self.sampling, noise).tolist()
+            return lambda row, _: tokens[row]
 
         def one(row: int, path: list[int]) -> int:
-            prefix = self.ids + path
-            noise = None if self.noise is None else self.noise.row(len(prefix))[None]
-            scores = process(logits[row], prefix)[None]
-            choices = Choices(scores, self.sampling, noise, exact=self.exact, widened=self.widened)
-            return choices.token(0, lambda: process(self.target.canonical(prefix), prefix))
+            scores, length = logits[row : row + 1], len(self.ids) + len(path)
+            if self.process is not None:
+                scores = self.process(scores[0], self.ids + path)[None]
+            noise = None if self.noise is None else self.noise.row(length)[None]
+            return int(choose(scores, self.sampling, noise))
 
         return one
 

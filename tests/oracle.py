@@ -19,7 +19,7 @@ from spectune.runtime.policies.prepared_chooser import AnyPlan, ChooserPlan
 from spectune.runtime.policies.stops import STOP_NONE, should_stop
 from spectune.runtime.session import Sessions
 from spectune.runtime.trees.draft import grow
-from spectune.runtime.trees.grow import Codes, DistributionRows, Growing
+from spectune.runtime.trees.grow import Codes, Growing
 from spectune.runtime.verification import walk
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import (
@@ -69,10 +69,10 @@ class _RecordedTree:
         self.forest, self.shortlist, self.level = trees.forest, trees.shortlist, 0
         self.nodes = [int(trees.forest.root[trees.first + start])]
 
-    def root(self) -> DistributionRows:
+    def root(self) -> Codes:
         return self._rows()
 
-    def expand(self, growing: Growing, width: int) -> DistributionRows:
+    def expand(self, growing: Growing, width: int) -> Codes:
         tree, forest, nodes = growing.tree, self.forest, []
         columns = (x[growing.depth, :width].tolist() for x in (tree.place, tree.above, tree.rank))
         for place, above, rank in zip(*columns, strict=True):
@@ -88,10 +88,7 @@ class _RecordedTree:
         self.nodes = nodes
         return self._rows()
 
-    def decide_near_ties(self, growing: Growing, *, reads_phi: bool) -> None:
-        """Recorded codes have no near ties left."""
-
-    def _rows(self) -> DistributionRows:
+    def _rows(self) -> Codes:
         f = self.forest
         how = f, self.shortlist, self.level, self.nodes
         self.slots = [held_slots(node, *how) for node in self.nodes]
@@ -104,7 +101,7 @@ class _RecordedTree:
                 of_children = f.tokens[node, slots], f.logp[node, slots], gap - gap[0]
                 codes[:, row, : len(slots)] = of_children
                 of_nodes[:, row] = f.entropy[node], f.top_entropy[node], len(slots)
-        return DistributionRows(Codes.of(*codes, *of_nodes))
+        return Codes.of(*codes, *of_nodes)
 
 
 class TraceBackend:
@@ -114,8 +111,6 @@ class TraceBackend:
     Chains are read from ``panorama``, trees (a head's chains are trees too) from ``trees``. Raises
     TraceError when a stop would read beyond the window that was recorded, a tree beyond what was.
     """
-
-    canonical_passes = 0
 
     def __init__(
         self,
@@ -227,8 +222,6 @@ class Instant(Fraction):
 
 class Timed:
     """A backend whose rounds take the seconds of a cost model, by its own ``clock``."""
-
-    canonical_passes = 0
 
     def __init__(self, backend: TraceBackend, seconds: RoundSeconds) -> None:
         self.backend, self.seconds = backend, seconds

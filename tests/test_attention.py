@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spectune.runtime.attention import slot_attention
 from spectune.runtime.cuda.graphs import KERNELS
-from spectune.runtime.models import CausalModel
+from spectune.runtime.models import FINAL, CausalModel
 
 VOCAB, LONG = 60, 4096
 
@@ -40,24 +40,25 @@ def model(kind: str) -> CausalModel:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_memory_grows_with_the_context_not_with_its_square(kind: str) -> None:
-    """Making room, reading a prompt and a canonical pass: no tensor has more than 1024 elements a
-    token, where a causal mask has 4096.
+    """Making room, reading a prompt, and a pass without the cache: no tensor has more than 1024
+    elements a token, where a causal mask has 4096.
 
     At 131,072 tokens masks are 64 MiB (512 rows); a mask of all pairs would be 16 GiB.
     """
     target, ids = model(kind), torch.arange(LONG) % VOCAB
+    target.taps = (FINAL,)
     with Largest() as largest:
         target.reserve(LONG)
         target.read(ids, 0)
         target.chain(ids[-1:], LONG - 1, logits=1)
-        target.canonical(ids.tolist())
+        target.features(ids.tolist())
     assert largest.elements <= 1024 * LONG
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_pass_without_a_mask_is_causal(kind: str) -> None:
-    """Canonical logits, and those after a prompt read in parts, against the forward pass of
-    transformers with its own attention."""
+    """Logits after a text read at once, and after a prompt read in parts, against the forward pass
+    of transformers with its own attention."""
     target, ids = model(kind), torch.arange(700).square() % VOCAB
     own = tiny_model(kind, VOCAB, positions=LONG)
     with torch.no_grad():
@@ -66,8 +67,9 @@ def test_a_pass_without_a_mask_is_causal(kind: str) -> None:
     target.read(ids[:-3], 0)
     read, _ = target.chain(ids[-3:], len(ids) - 3, logits=3)
     assert (read - expected[-3:]).abs().max() < 2e-4
-    assert (target.canonical(ids.tolist()) - expected[-1]).abs().max() < 2e-4
-    assert (target.canonical(ids.tolist()[:64]) - expected[63]).abs().max() < 2e-4
+    target.taps = (FINAL,)
+    at_once = target.head(target.features(ids.tolist()))
+    assert (at_once - expected).abs().max() < 2e-4
 
 
 def test_wide_masks_are_taken_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

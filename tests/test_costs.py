@@ -39,7 +39,6 @@ PROFILE = with_terms(
     with_heads(flat_profile("p", ["small"], ["head"]), ["small", "head"], 96),
     {
         "noise": CostTable((3e-5,)),
-        "near ties": CostTable((1e-5, 3e-5), ("context",), ((32.0, 512.0),)),
         "phase/small": CostTable((1e-4, 5e-4), ("passes",), ((1.0, 16.0),)),
         "after/small": CostTable((2e-4,)),
         "tree round/head": CostTable((7e-5,)),
@@ -59,8 +58,7 @@ KINDS = (
 
 
 def literal(profile: LatencyProfile, r: MeasuredRound) -> list[float]:
-    """The sums of a round's terms, near ties of a draft left out, at the middle of its context's
-    bucket."""
+    """The sums of a round's terms at the middle of its context's bucket."""
     context = r.context // BUCKET * BUCKET + (BUCKET - 1) / 2
     draft_s, verify_s, rest_s = (
         sum(
@@ -83,13 +81,6 @@ def test_a_round_costs_the_sum_of_its_terms(
     np.testing.assert_allclose(
         predicted_seconds(PROFILE, [measured])[0], literal(PROFILE, measured), rtol=1e-12
     )
-
-
-def test_near_ties_of_a_draft_are_charged_by_the_distribution() -> None:
-    profile = with_terms(PROFILE, {"tree near ties/small": CostTable((1e-3,))})
-    r = MeasuredRound(RoundKind("small", "top_k"), 100, (7, 4, 8), 12, 1, 0.0, 0.0, 0.0)
-    apart = predicted_seconds(profile, [r])[0] - predicted_seconds(PROFILE, [r])[0]
-    assert apart == pytest.approx([13e-3, 0.0, 13e-3])
 
 
 def test_lags_and_contexts_beyond_the_tables() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,8 @@ from torch import Tensor
 
 from spectune.demo.train_head import Head, Unroller, begin_as_target
 from spectune.runtime.attention import causal_mask
+from spectune.runtime.cache import view_of
+from spectune.runtime.drafts.eagle import columns
 from spectune.runtime.drafts.eagle_formats import load_head
 from spectune.runtime.drafts.eagle_head import EagleHead
 from spectune.runtime.loading import load_pair
@@ -419,6 +421,22 @@ def _load(case: Case, folder: Path, target: CausalModel) -> EagleHead:
     )
 
 
+def head_after(
+    head: EagleHead, text: list[int], features: Tensor, drafted: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
+    """Logits [vocab] and the output [1, hidden_size] of a head after a text with the target's
+    ``features`` and drafted tokens, each on the output before it."""
+    head.reserve(len(text) + len(drafted))
+    fed = features[: len(text) - 1]
+    logits, out = head.chain(torch.tensor(text[1:]), 1, logits=1, hidden=fed)
+    for at, token in enumerate(drafted, len(text)):
+        given, place = torch.tensor([[token], [at]])
+        seen = causal_mask(at, at + 1, view_of(at + 1), CPU)
+        seen[:, 0] = False
+        logits, out = head.run(given, place, place, seen, logits=1, hidden=out[-1:], own=True)
+    return logits[0], out[-1:]
+
+
 def _close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
 
@@ -435,24 +453,16 @@ def test_every_form_computes_what_its_format_says(
     assert (head.vocab_size, head.max_positions) == (VOCAB, target.max_positions)
     ids, drafted = _ids(60), _ids(4, 1)
     wanted = reference(case, plain, ids, drafted)
-    features = target.canonical_features(ids, head.taps)
+    features = target.features(ids)[:, columns(target, head)]
     for count in range(len(drafted) + 1):
-        _close(head.canonical(ids, features, drafted[:count]), wanted[count])
-    # The same, cached: the text in uneven pieces, then each drafted token on the output before it.
-    head.reserve(len(ids) + len(drafted))
-    at = 1
+        _close(head_after(head, ids, features, drafted[:count])[0], wanted[count])
+    at = 1  # the text in uneven pieces
     for width in (20, 1, 38):
         fed = features[at - 1 : at - 1 + width]
-        logits, out = head.chain(torch.tensor(ids[at : at + width]), at, logits=1, hidden=fed)
+        logits, _ = head.chain(torch.tensor(ids[at : at + width]), at, logits=1, hidden=fed)
         at += width
     assert at == len(ids)
     _close(logits[0], wanted[0])
-    for j, token in enumerate(drafted):
-        given, place = torch.tensor([[token], [at + j]])
-        seen = causal_mask(at + j, at + j + 1, 64, CPU)
-        seen[:, 0] = False
-        logits, out = head.run(given, place, place, seen, logits=1, hidden=out[-1:], own=True)
-        _close(logits[0], wanted[j + 1])
 
 
 def test_training_goes_through_what_drafting_computes(
@@ -479,7 +489,7 @@ def test_training_goes_through_what_drafting_computes(
             logits = unroller.logits(hidden)[0]
             for row in range(j, 19, 3):
                 text, drafted = ids[: row + 2 - j], ids[row + 2 - j : row + 2]
-                _close(logits[row], head.canonical(text, features[0], drafted))
+                _close(logits[row], head_after(head, text, features[0], drafted)[0])
 
 
 def _without(key: str) -> Callable[[Case], None]:
@@ -638,10 +648,8 @@ def test_taps_are_the_hidden_states_of_any_architecture(kind: str) -> None:
     model.read(torch.tensor(ids), 0)
     _close(model.tapped, wanted)
     before = model.tapped
-    # The arbiter of near ties leaves what a pass has kept alone.
-    _close(model.canonical_features(ids[:50], (4, 0)), torch.cat([states[4], states[0]], -1)[:50])
-    model.canonical(ids[:9])
-    assert torch.equal(model.tapped, before)
+    _close(model.features(ids[:50]), wanted[:50])
+    assert torch.equal(model.tapped, before)  # of the pass over the cache
     model.chain(torch.tensor(ids[40:50]), 40, logits=1)
     _close(model.tapped, wanted[40:50])
     mask = torch.zeros(2, 64, dtype=torch.bool)

@@ -1,6 +1,6 @@
-"""Texts: autoregression's are ``generate``'s, functions of seed and request, and end where they
-should. That no policy changes them :mod:`test_parity` and :mod:`test_tree_parity` show, with every
-replay."""
+"""Texts, in float64: autoregression's are ``generate``'s, functions of seed and request, and end
+where they should. That no policy changes them :mod:`test_parity` and :mod:`test_tree_parity` show,
+with every replay."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ NAMED = {str(i): prompt for i, prompt in enumerate(PROMPTS)}
 def test_greedy_autoregression_is_generates(pair: LoadedPair) -> None:
     """At temperature 0 our loop gives what transformers' own ``generate`` gives."""
     ours = plain_texts(pair, NAMED, Sampling(), TOKENS)
-    reference = type(pair.target.model).from_pretrained(pair.spec.target, dtype=torch.float32)
+    reference = type(pair.target.model).from_pretrained(pair.spec.target, dtype=torch.float64)
     for prompt, trajectory in zip(PROMPTS, ours, strict=True):
         ids = torch.tensor([pair.encode(prompt)])
         out = reference.generate(

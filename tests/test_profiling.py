@@ -85,25 +85,6 @@ def test_the_fit_recovers_rounds_through_noise_and_slow_moments() -> None:
     assert abs(np.median(apart)) < 0.01
 
 
-def test_near_ties_cost_as_often_as_they_come() -> None:
-    """Rounds with canonical passes, however long, tell how often near ties come and nothing
-    else."""
-    rounds = drawn_rounds(400, 2, noise=0.0, slow=0.0)
-    tied = [
-        r._replace(canonical=(0, 1), verify_s=1.0, round_s=2.0) if n % 20 == 0 else r
-        for n, r in enumerate(rounds)
-    ]
-    profile = fitted_to(tied)
-    canonical_s = profile.seconds("prefill/target", rows=272)
-    for name, sampled in (("near ties", False), ("sampled near ties", True)):
-        own = [r for r in tied if r.kind.sampled == sampled]
-        rate = sum(r.canonical[1] for r in own) / sum(r.emitted for r in own)
-        assert profile.seconds(name, context=272) == pytest.approx(rate * canonical_s)
-    plain = fitted_to([r for r in tied if r.canonical == (0, 0)])
-    ours, theirs = (p.seconds("target", rows=4, context=100) for p in (profile, plain))
-    assert ours == pytest.approx(theirs)
-
-
 def test_one_common_factor_brings_predictions_to_the_executions() -> None:
     """It is robust: one execution that was interrupted does not move it."""
     timings = Timings(

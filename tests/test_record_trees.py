@@ -113,6 +113,8 @@ def test_resume_finishes_what_was_begun(door: Door, store: TraceStore) -> None:
     assert texts[0] == texts[1]
     assert len(texts[0]) == 3
     assert store.get_recording(newer).n_requests == 0
+    fine = begin(dtype="float64")
+    assert door.json(*again, fine, "--dtype", "float64")["state"] == "complete"
     line = door.refused(*again, other, "--dtype", "float32")
     assert f"recording {other} is unfinished and was begun on cpu in bfloat16" in line
     assert "--device cpu --dtype bfloat16" in line

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 from pairs import chain, perturbed, tiny_model, tokenizer
-from recorded_texts import alternating, asked, shape
-from test_heads import HIDDEN, VOCAB, _eagle1, _eagle3
-from test_verifiers import PLAIN, p_value_of_two, tiny_pair
+from recorded_texts import alternating, asked
+from test_heads import HIDDEN, VOCAB, _eagle1, _eagle3, head_after
+from test_verifiers import PLAIN, logits_after, p_value_of_two, tiny_pair
 from transformers import AutoModelForCausalLM
 
-from spectune.runtime import near_ties
 from spectune.runtime.decoder import Decoder, prepare_for
+from spectune.runtime.drafts.eagle import columns
 from spectune.runtime.drafts.language_model import LanguageModelDraft
 from spectune.runtime.drafts.protocol import DraftContext, Drafted
 from spectune.runtime.loading import LoadedPair, load_pair
@@ -67,7 +67,7 @@ def shortlists_of(draft: str) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
     """A target, a language model ``near`` that often agrees with it, and two heads: one with a
-    vocabulary of its own."""
+    vocabulary of its own. In float64 rounding changes no choice."""
     folder: Path = tmp_path_factory.mktemp("shortlists")
     words = tokenizer(VOCAB)
     target = tiny_model("llama", len(words), hidden=HIDDEN, layers=2)
@@ -81,7 +81,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
     (folder / "pair.json").write_text(
         json.dumps({"name": "shortlists", "target": "target", "drafts": drafts})
     )
-    return load_pair(read_pair(str(folder / "pair.json")), device="cpu")
+    return load_pair(read_pair(str(folder / "pair.json")), device="cpu", dtype="float64")
 
 
 def order(vocab: int) -> list[int]:
@@ -219,6 +219,8 @@ class Reference:
         if draft in pair.drafts:
             path = dict(pair.spec.drafts)[draft]
             self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+        else:  # one of its own: the pair's is in the middle of a text
+            self.apart = load_pair(pair.spec, device="cpu", dtype="float64")
         plan = routing(pair, draft)
         self.weights = [getattr(plan.router, n).double().numpy() for n in ("w1", "b1", "w2", "b2")]
         self.cluster_of = plan.clusters.of.tolist()
@@ -236,9 +238,9 @@ class Reference:
         if self.draft in self.pair.drafts:
             with torch.no_grad():
                 return self.model.model(torch.tensor([text + path])).last_hidden_state[0, -1]
-        head = self.pair.heads[self.draft]
-        features = self.pair.target.canonical_features(text[:-1], head.taps)
-        out = head.canonical_output(text, features, path)[0]
+        head, target = self.apart.heads[self.draft], self.apart.target
+        features = target.features(text[:-1])[:, columns(target, head)]
+        out = head_after(head, text, features, path)[1][0]
         norm = head.net.norm
         if self.draft == "own":
             out = out / (out.pow(2).mean() + norm.eps).sqrt() * norm.weight
@@ -419,7 +421,7 @@ def ranks_of(paths: list[list[int]], path: list[int]) -> list[int]:
 def test_a_proposal_depends_on_the_prefix_alone(pair: LoadedPair) -> None:
     """What a draft proposes in the middle of a text, whatever it had read, is what a draft proposes
     that reads the text anew."""
-    again = load_pair(pair.spec, device="cpu", drafts=["near"]).drafts["near"]
+    again = load_pair(pair.spec, device="cpu", dtype="float64", drafts=["near"]).drafts["near"]
     fresh, rounds, lags = LanguageModelDraft(again), 0, set()
     window = {"kind": "fsm", "gamma_max": 5}
     routed = by_router("near")
@@ -429,56 +431,14 @@ def test_a_proposal_depends_on_the_prefix_alone(pair: LoadedPair) -> None:
         for text, item, noise, chosen in followed(pair, prepared, sampling):
             if not item.drafted:
                 continue
-            # Without near ties a draft that does not look for any proposes the same.
-            for exact in (True, False):
-                shortlists, depth = Shortlists(prepared.shortlist, again, exact), len(item.drafted)
-                context = DraftContext(prepared, sampling, noise, exact, shortlists)
-                fresh.begin(text, 512)
-                assert fresh.propose(text, depth, depth, context).tokens == item.drafted
-                assert [set(s.ids.tolist()) for s in shortlists.chosen] == chosen
+            shortlists, depth = Shortlists(prepared.shortlist, again), len(item.drafted)
+            context = DraftContext(prepared, sampling, noise, shortlists)
+            fresh.begin(text, 512)
+            assert fresh.propose(text, depth, depth, context).tokens == item.drafted
+            assert [set(s.ids.tolist()) for s in shortlists.chosen] == chosen
             rounds, lags = rounds + 1, lags | {item.step.lag}
     assert rounds > 8
     assert lags == {1, 2}
-
-
-def test_near_ties_of_the_router_are_settled_by_canonical_states(
-    pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a margin so wide that every choice is settled, rounds are the same, and each node's
-    state was computed anew."""
-    asked = []
-    for name in ("near", "head"):
-        model = pair.drafts.get(name) or pair.heads[name]
-        method = "canonical_state" if name == "near" else "canonical_output"
-        plain = getattr(model, method)
-        monkeypatch.setattr(model, method, lambda *args, f=plain: asked.append(args) or f(*args))
-        for more in (CHAIN, TREE):
-            seen = []
-            for margin in (0.0, 1e9):
-                monkeypatch.setattr(near_ties, "ROUTER", margin)
-                prepared = ready(pair, name, shortlist=by_router(name), **more)
-                asked.clear()
-                text, steps = texts(pair, prepared, HOT, 6)
-                seen.append((text, [shape(s) for s in steps]))
-                assert (len(asked) > 10) == (margin > 0)
-            assert seen[0] == seen[1]
-
-
-def test_measured_differences_between_shapes_are_below_the_routers_margin(pair: LoadedPair) -> None:
-    """Scores from passes of several shapes differ from the canonical ones by less than a half of
-    what counts as a tie."""
-    model, plan = pair.drafts["near"], routing(pair, "near")
-    text = [t % model.vocab_size for t in range(3, 180, 2)]
-    worst = 0.0
-    model.reserve(256)
-    for n in range(5, len(text), 6):
-        embedded = model.embedded(torch.tensor(text[n : n + 1]))
-        exact = plan.router.scores(embedded, model.canonical_state(text[:n]))
-        for width in (1, 2, 5, n):
-            model.read(torch.tensor(text[: n - width]), 0)
-            state = model.chain(torch.tensor(text[n - width : n]), n - width, logits=0)[1][-1:]
-            worst = max(worst, float((plan.router.scores(embedded, state) - exact).abs().max()))
-    assert 0 < worst < near_ties.router_margin(plan.router.w1, plan.router.w2) / 2
 
 
 # --------------------------------------------------------------------------- the rejection verifier
@@ -488,7 +448,7 @@ def rejection_p_value(shortlist: dict[str, Any]) -> tuple[float, float]:
     """Chi-square of two decoded tokens against their exact law, drafted under a shortlist; the
     target's mass of the first shortlist."""
     pair = tiny_pair()
-    first = pair.target.canonical([1, 2]).double().softmax(-1)
+    first = logits_after(pair.target, [1, 2]).double().softmax(-1)
     least = first.argsort().tolist()  # the least likely first
     w2, b2 = torch.tensor([[1.0, 0], [0, -1], [0.5, 0.5]]), torch.tensor([0.0, 0.1, 0.2])
     routed = Routing(
@@ -535,9 +495,7 @@ def test_the_draft_law_before_the_shortlist_fails_the_same_test(
 
     def biased(self: LanguageModelDraft, text: list[int], *rest: Any) -> Drafted:
         chain = propose(self, text, *rest)
-        rows = [
-            self.model.canonical(text + chain.tokens[:j])[None] for j in range(len(chain.tokens))
-        ]
+        rows = [logits_after(self.model, text + chain.tokens[:j])[None] for j in range(chain.count)]
         return replace(chain, log_q=[log_distribution(row, PLAIN)[0] for row in rows])
 
     monkeypatch.setattr(LanguageModelDraft, "propose", biased)
@@ -563,7 +521,7 @@ def test_one_token_and_the_first_tokens_of_a_text(pair: LoadedPair) -> None:
 
 
 def test_lower_precision_drafts_from_shortlists(pair: LoadedPair) -> None:
-    """bfloat16, where nothing is settled: what is drafted lies in the shortlist of its step;
+    """bfloat16: what is drafted lies in the shortlist of its step;
     routers are those of the same heads."""
     low = load_pair(pair.spec, device="cpu", dtype="bfloat16")
     for draft in ("near", "own"):

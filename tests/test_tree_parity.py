@@ -1,5 +1,5 @@
 """Trees change no text, and replay of tree policies is the runtime round by round: two
-architectures, three temperatures, every growth."""
+architectures in float64, three temperatures, every growth."""
 
 from __future__ import annotations
 

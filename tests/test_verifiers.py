@@ -92,9 +92,7 @@ def draw_coupled(p: torch.Tensor, q: torch.Tensor, seed: int) -> list[int]:
             previous = int(choose(q[previous][None], PLAIN, row[None])[0])
             drafted.append(previous)
         states = [text[-1] if text else VOCAB, *drafted]
-        no_model: CausalModel = None  # type: ignore[assignment]  # without `exact` it is not asked
-        target = TargetText(no_model, text, PLAIN, noise, False)
-        text += verify_coupled(target, p[states], drafted).tokens
+        text += verify_coupled(TargetText(text, PLAIN, noise), p[states], drafted).tokens
     return text[:LENGTH]
 
 
@@ -165,11 +163,17 @@ def tiny_pair() -> LoadedPair:
     return LoadedPair(PairSpec("tiny", "target", ()), model("target", 0), drafts, None, frozenset())
 
 
+def logits_after(model: CausalModel, prefix: list[int]) -> torch.Tensor:
+    """Float32 logits [vocab] after a prefix, read at once and without the slot cache."""
+    logits: torch.Tensor = model.model(torch.tensor([prefix]), use_cache=False).logits[0, -1]
+    return logits.float()
+
+
 def p_value_of_two(pair: LoadedPair, drawn: list[list[int]]) -> float:
     """:func:`p_value` of two tokens decoded after the prompt [1, 2] by the target's law."""
     law, target = [], pair.target
-    for token, chance in enumerate(target.canonical([1, 2]).double().softmax(-1)):
-        law.append(chance * target.canonical([1, 2, token]).double().softmax(-1))
+    for token, chance in enumerate(logits_after(target, [1, 2]).double().softmax(-1)):
+        law.append(chance * logits_after(target, [1, 2, token]).double().softmax(-1))
     return p_value(torch.cat(law).numpy(), [a * VOCAB + b for a, b in drawn])
 
 

@@ -22,14 +22,12 @@ class LatencyProfile:
 
     - The target: ``target`` (rows, context), ``tree target`` and ``sampled target`` (rows): what
       its pass takes more for a tree, and at temperature > 0; ``noise``: per emitted token at
-      temperature > 0; ``near ties`` and ``sampled near ties`` (context): per emitted token.
+      temperature > 0.
     - A draft D: ``pass/D`` (rows, context); ``phase/D`` (passes): once a round, not of a head;
       ``after/D``: what the target's pass takes more after it; ``sampled pass/D`` (rows). ``stop
       KIND`` per pass of a chain.
     - Its trees: ``tree phase/D`` (passes), and per pass (rows) that grows by ``top_k/D``,
       ``static/D`` or ``classifier/D``, with ``stratify/D`` and ``tree stop/D``.
-    - Its near ties (context), per distribution read: ``near ties/D`` of chains, ``tree near
-      ties/D``, and ``sampled`` before either.
     - Its output head (rows: tokens evaluated): ``head/D`` whole or trimmed, ``gathered/D`` by a
       router.
     - ``round`` and ``tree round/D`` per round; ``prefill/target`` and ``prefill/D`` (rows): a

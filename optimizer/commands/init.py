@@ -26,7 +26,7 @@ TEMPLATE: Final = """\
 # deployment = "default"        # each has one policy in force
 # budget = "80s"                # how long tune executes
 # device = "auto"               # cpu, cuda
-# dtype = "auto"                # float32, bfloat16, float16
+# dtype = "auto"                # float64, float32, bfloat16, float16
 # threads = 1                   # of the CPU
 
 [sampling]                      # what it is served with is what it should be tuned for

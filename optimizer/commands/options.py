@@ -127,7 +127,7 @@ devices = together(
     device,
     option(
         "--dtype",
-        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+        type=click.Choice(["auto", "float64", "float32", "bfloat16", "float16"]),
         key="dtype",
         default="auto",
     ),

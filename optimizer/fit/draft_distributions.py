@@ -17,7 +17,6 @@ from spectune.optimizer.simulate.shortlist_ranks import UNKNOWN_CODE
 from spectune.runtime.drafts.eagle import columns
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.models import CHUNK
-from spectune.runtime.near_ties import near_rival
 from spectune.runtime.recording.passes import HeadPasses, LanguageModelPasses, Nodes
 from spectune.runtime.recording.trees import ROWS
 from spectune.runtime.sampling import Noise, filters, log_distribution, scaled
@@ -37,11 +36,6 @@ class _LanguageModelStates(LanguageModelPasses):
     def node_states(self, nodes: Nodes) -> Tensor:
         """After drafted nodes, [n, d]."""
         return self.model.run(nodes.ids, *self._place(nodes), logits=0)[1]
-
-    def canonical_before(self, length: int) -> Tensor | None:
-        """After the first ``length`` - 1 tokens of the text, by a canonical pass, [1, d]; None
-        where the draft reads nothing there."""
-        return self.model.canonical_state(self.text[: length - 1]) if length > 1 else None
 
 
 class _HeadStates(HeadPasses):
@@ -67,9 +61,6 @@ class _HeadStates(HeadPasses):
 
     def node_states(self, nodes: Nodes) -> Tensor:
         return self.head.state(self._read(nodes, logits=0)[1])
-
-    def canonical_before(self, length: int) -> Tensor | None:
-        return self.head.state(self._canonical.output(length - 1, [])) if length > 2 else None
 
 
 def states_over(
@@ -222,10 +213,6 @@ class WholeDistributions:
         if row < 0:
             return np.ones(len(self.ids), np.bool_)
         x = self._perturbed(logits, start, trajectory)
-        if self.pair.exact and near_rival(x, row, sampling):
-            ids = torch.from_numpy(self.ids).to(logits.device)
-            logits = read.reader.canonical(start, []).index_select(0, ids)
-            x = self._perturbed(logits, start, trajectory)
         above = x > x[row]
         above[:row] |= x[:row] == x[row]
         return np.asarray(above.cpu().numpy())

@@ -5,9 +5,8 @@ A frequency order (FR-Spec, PA-FR) is one for all contexts. A router's (DynaSpec
 follows the draft's hidden states: here the draft reads recorded texts, and the nodes of their tree
 panoramas, as it does while decoding; at each node the router orders the clusters, and of that order
 is kept what replays ask (:class:`optimizer.simulate.shortlist_ranks.ClusterRanks`). At prefixes of
-the text near ties are decided by canonical states, as in :mod:`runtime.shortlists`: the first k
-clusters of a canonical order are what the runtime selects at every k. Nodes off the text serve
-trees, whose replay under shortlists is approximate; their near ties stay.
+the text the first k clusters of that order are what the runtime selects at every k. Nodes off the
+text serve trees, whose replay under shortlists is approximate.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from spectune.optimizer.simulate.shortlist_ranks import (
     stored_ranks,
 )
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.near_ties import near_cluster_places
 from spectune.runtime.policies.artifacts import FREQUENCIES, Fitted, read_artifact
 from spectune.runtime.policies.document import ClustersShortlist, Policy
 from spectune.runtime.policies.fr_spec import Frequencies, FrequencyShortlist
@@ -132,7 +130,7 @@ class RouterOrder:
         )
         rule = compile_shortlist(policy, lambda _: held)
         assert rule is not None
-        self.exact, self.shortlists = pair.exact, Shortlists(rule, pair.models[draft], pair.exact)
+        self.shortlists = Shortlists(rule, pair.models[draft])
         self.clusters, self.model = self.shortlists.clusters, self.shortlists.model
         self.count = self.clusters.count
         self.budgets = budget_grid(self.count)
@@ -158,8 +156,6 @@ class RouterOrder:
         following = np.append(self.of[read.following[:-1]], self.count)
         exists = np.arange(panorama.width) < panorama.count[:, None]
         children = np.where(exists, self.of[panorama.tokens], self.count)
-        if self.exact:
-            self._decide(read, scores, np.concatenate([children[:roots], following[:, None]], 1))
         self.order = top_clusters(scores, self.count)
         places = functional.pad(self.order.argsort(-1), (0, 1), value=self.count)
         self.place_of = places.cpu().numpy()
@@ -168,18 +164,6 @@ class RouterOrder:
         self.better = _least_before(read, self.ranks[:roots], self.count)
         self.better[-1] = 0
         self.first = self.order[:roots].cpu().numpy()
-
-    def _decide(self, read: ReadText, scores: Tensor, watched: npt.NDArray[np.int64]) -> None:
-        """Replaces, in place, scores [N, M] of those text prefixes at which rounding could move one
-        of the clusters ``watched`` int64 [T, K + 1] (M: none) in the order: by scores from
-        canonical states, as the runtime does."""
-        places = near_cluster_places(scores[: len(watched)], self.shortlists.margin)
-        by_cluster = functional.pad(places, (0, 1))
-        near = by_cluster.gather(1, torch.from_numpy(watched).to(scores.device)).any(1)
-        for i in near.nonzero()[:, 0].tolist():
-            state = read.reader.canonical_before(read.prompt + i)
-            embedded = self.model.embedded(read.tokens[i : i + 1])
-            scores[i] = self.shortlists.scores(embedded, state)[0]
 
     def by_order(self, rows: slice, values: Tensor) -> Tensor:
         """``values`` of the head's rows summed by cluster, best cluster first."""

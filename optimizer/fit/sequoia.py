@@ -323,6 +323,6 @@ def _tree(acceptance: RankAcceptance, nodes: int, depth: int, costs: _Costs | No
         chosen = choose(acceptance.chance, *costs[:3], max_nodes=nodes, max_depth=depth)
     except ValueError as error:
         raise TraceError(f"no static tree: {error}") from None
-    # Noise and near ties are paid for each token emitted, whatever the tree.
+    # Noise is paid for each token emitted, whatever the tree.
     rate = 1.0 / (1.0 / chosen.expected_tokens_per_s + costs.token_s)
     return StaticTree(chosen.paths, chosen.expected_emitted, rate)

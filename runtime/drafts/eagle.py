@@ -45,7 +45,7 @@ class Features:
         """Where a head takes over in the middle of a text whose features were not kept, one pass
         makes those of all but the last token."""
         if len(text) > 1 and (not self.kept or self.count < len(text) - 1):
-            self.begin(capacity, self.target.canonical_features(text[:-1], self.target.taps))
+            self.begin(capacity, self.target.features(text[:-1]))
 
     def put(self, at: int, path: list[int]) -> None:
         """Keeps those of tokens ``at ..`` from the target's last pass: of the root and the nodes
@@ -99,32 +99,6 @@ class EagleDraft:
         self._read = min(self._read, length)
 
 
-class CanonicalPasses:
-    """A head's canonical passes after the first tokens of one text: functions of these and of what
-    is drafted after them, alone. The pass of the target, the dearest part, is made once for all
-    that follow the same tokens, as the near ties of one round do."""
-
-    def __init__(self, target: CausalModel, head: EagleHead, text: list[int]) -> None:
-        self.target, self.head, self.text = target, head, text
-        self._read = 0
-        self._features = torch.zeros(0)
-
-    def output(self, length: int, path: list[int]) -> torch.Tensor:
-        """The output [1, hidden_size] after ``length`` tokens (two or more) of the text and a
-        drafted ``path``."""
-        return self.head.canonical_output(self.text[:length], self._of(length), path)
-
-    def distribution(self, length: int, path: list[int]) -> torch.Tensor:
-        """Float32 logits [vocab] after the same."""
-        return self.head.canonical(self.text[:length], self._of(length), path)
-
-    def _of(self, length: int) -> torch.Tensor:
-        if self._read != length:
-            self._features = self.target.canonical_features(self.text[: length - 1], self.head.taps)
-            self._read = length
-        return self._features
-
-
 class EagleReader(TreeReader):
     """A head's passes over one tree."""
 
@@ -133,7 +107,6 @@ class EagleReader(TreeReader):
         self.draft = draft
         self._hidden = torch.zeros(0)
         """The head's outputs of the last pass, which it is fed at the next."""
-        self._passes = CanonicalPasses(draft.features.target, draft.head, text)
 
     def root(self) -> Tensor:
         draft, head, at = self.draft, self.draft.head, self.draft._read
@@ -151,7 +124,7 @@ class EagleReader(TreeReader):
             draft._states.put(at, out)
             before = draft._states.at(self.length - 2)
         previous = None if before is None else head.state(before)
-        support = shortlists.select(0, ids[-1:], previous, lambda _: self._state_before([]))
+        support = shortlists.select(0, ids[-1:], previous)
         return self._listed(head.state(self._hidden), support)
 
     def _read(
@@ -162,10 +135,3 @@ class EagleReader(TreeReader):
         found = self.draft.head.run(tokens, *at, logits=logits, hidden=fed, own=True)
         self._hidden = found[1]
         return found
-
-    def _canonical(self, path: list[int]) -> Tensor:
-        return self._passes.distribution(self.length, path)
-
-    def _state_before(self, path: list[int]) -> Tensor | None:
-        read, path = (self.length, path[:-1]) if path else (self.length - 1, path)
-        return None if read < 2 else self.model.state(self._passes.output(read, path))

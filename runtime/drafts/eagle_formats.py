@@ -48,7 +48,9 @@ def load_head(
         except PairError as error:
             raise PairError(f"{name}: {error}") from None
         # Sizes that fit the tensors and not each other are told here, not in the first request.
-        head.canonical([0, 0], torch.zeros(1, head.feature_size, device=device, dtype=dtype))
+        head.reserve(2)
+        features = torch.zeros(1, head.feature_size, device=device, dtype=dtype)
+        head.chain(torch.tensor([0], device=device), 1, logits=1, hidden=features)
     return head
 
 

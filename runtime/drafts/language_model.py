@@ -6,23 +6,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spectune.runtime import near_ties
 from spectune.runtime.drafts.passes import Places, TreeReader, propose_tree
 from spectune.runtime.drafts.protocol import LONG_LAG, DraftContext, Drafted
 from spectune.runtime.models import CausalModel, ids_tensor
-from spectune.runtime.near_ties import near_code
-from spectune.runtime.policies.stops import (
-    STOP_ENTROPY,
-    STOP_JOINT_PROB,
-    STOP_MAX_PROB,
-    STOP_NONE,
-    CompiledStop,
-    should_stop,
-)
+from spectune.runtime.policies.stops import STOP_ENTROPY, STOP_NONE, should_stop
 from spectune.runtime.prompts import log_perplexity
-from spectune.runtime.sampling import entropy_of, gumbel_row, log_distribution, nat_code, stream_key
+from spectune.runtime.sampling import (
+    choose,
+    entropy_of,
+    gumbel_row,
+    log_distribution,
+    nat_code,
+    stream_key,
+)
 from spectune.runtime.shortlists import Shortlists, States, Support
-from spectune.traces.schema import Sampling
 
 
 class LanguageModelDraft:
@@ -100,31 +97,28 @@ class LanguageModelDraft:
         lag = len(text) - self._read
         pending, at = self.pending(text)
         stop, shortlists = context.plan.stop, context.shortlists
-        reads = stop.kind != STOP_NONE or context.own_seed is not None
-        # Else no token is looked at on the host: no device sync until the end.
-        looks = reads or context.exact or (shortlists is not None and shortlists.routed)
-        prefix = list(text)
+        # Without a stop no token is looked at on the host: no device sync until the end.
+        needs_log_q = stop.kind != STOP_NONE or context.own_seed is not None
         drafted: list[Tensor] = []
         log_qs: list[Tensor] = []
         steps = joint = 0
         ended = False
         while steps < depth and not ended:
-            logits, ids = self._forward(pending, at, steps, prefix, shortlists)
+            logits, ids = self._forward(pending, at, steps, shortlists)
             at += len(pending)
-            log_q = log_distribution(logits, context.sampling)[0] if reads else None
-            column = self._choose(logits, log_q, prefix, len(text) + steps, context, ids)
+            log_q = log_distribution(logits, context.sampling)[0] if needs_log_q else None
+            column = self._choose(logits, log_q, len(text) + steps, context, ids)
             steps += 1
             pending = column if ids is None else ids[column]
             if stop.kind != STOP_NONE:
                 assert log_q is not None
-                codes = self._codes(log_q, int(column), prefix, context, ids)
-                joint += codes[0]
-                ended = should_stop(stop, codes[0], joint, codes[1])
+                logp = nat_code(-float(log_q[column]))
+                entropy = nat_code(float(entropy_of(log_q))) if stop.kind == STOP_ENTROPY else 0
+                joint += logp
+                ended = should_stop(stop, logp, joint, entropy)
                 if ended and not stop.keep_last:
                     break
             drafted.append(pending)
-            if looks:
-                prefix.append(int(pending))
             if context.own_seed is not None and log_q is not None:
                 # Outside a shortlist q is 0: ratio and residual of the rejection verifier are of
                 # what was drawn from.
@@ -134,86 +128,49 @@ class LanguageModelDraft:
         return Drafted(len(tokens), steps, lag, tokens, log_q=log_qs)
 
     def _forward(
-        self, pending: Tensor, at: int, step: int, prefix: list[int], shortlists: Shortlists | None
+        self, pending: Tensor, at: int, step: int, shortlists: Shortlists | None
     ) -> tuple[Tensor, Tensor | None]:
-        """One pass over ``pending``, the end of ``prefix``: float32 logits [1, vocab or size], and
+        """One pass over ``pending`` at positions ``at ..``: float32 logits [1, vocab or size], and
         the tokens they are of (None: all)."""
         if shortlists is None:
             return self.model.chain(pending, at, logits=1)[0], None
-        state, support = self.forward_state(pending, at, step, prefix, shortlists)
+        state, support = self.forward_state(pending, at, step, shortlists)
         return shortlists.logits(state, support), support.ids
 
     def forward_state(
-        self, pending: Tensor, at: int, step: int, prefix: list[int], shortlists: Shortlists
+        self, pending: Tensor, at: int, step: int, shortlists: Shortlists
     ) -> tuple[Tensor, Support]:
         """The same pass without the head: the last state [1, hidden_size], and the shortlist of
         draft step ``step``."""
         states = self.model.chain(pending, at, logits=0)[1]
         if shortlists.routed:
             self._states.put(at, states)
-        before = self._states.at(len(prefix) - 2)
-        support = shortlists.select(
-            step, pending[-1:], before, lambda _: state_before(self.model, prefix)
-        )
+        before = self._states.at(at + len(pending) - 2)
+        support = shortlists.select(step, pending[-1:], before)
         return states[-1:], support
 
     def _choose(
         self,
         logits: Tensor,
         log_q: Tensor | None,
-        prefix: list[int],
         position: int,
         context: DraftContext,
         ids: Tensor | None,
     ) -> Tensor:
-        """The column of ``logits`` [1, size] that is proposed at ``position``, after ``prefix``,
-        int64 [1]: coupled with the target's noise, or drawn from q by a stream of its own. ``ids``
-        int64 [size] are the tokens of a shortlist; None: columns are tokens."""
-        model, sampling = self.model, context.sampling
+        """The column of ``logits`` [1, size] that is proposed at ``position``, int64 [1]: coupled
+        with the target's noise, or drawn from q by a stream of its own. ``ids`` int64 [size] are
+        the tokens of a shortlist; None: columns are tokens."""
         if ids is not None and ids.shape[0] == 1:
             return torch.zeros_like(ids)
         if context.own_seed is not None:
             assert log_q is not None
             key = stream_key(context.own_seed, position, "draft", context.salt)
-            own = gumbel_row(key, model.vocab_size, model.device)
+            own = gumbel_row(key, self.model.vocab_size, self.model.device)
             return (log_q + (own if ids is None else own[ids])).argmax(-1, keepdim=True)
         noise = None if context.noise is None else context.noise.row(position)[None]
         if noise is not None and ids is not None:
             noise = noise.index_select(-1, ids)
-        canonical = (lambda _: _canonical(model, prefix, ids)) if context.exact else None
-        return near_ties.choose(logits, sampling, noise, canonical)
-
-    def _codes(
-        self,
-        log_q: Tensor,
-        column: int,
-        prefix: list[int],
-        context: DraftContext,
-        ids: Tensor | None,
-    ) -> tuple[int, int]:
-        """Codes of -log q of a column and of the entropy. Those near a border that the stop looks
-        at come from the canonical pass."""
-        stop, nats = context.plan.stop, -log_q[column]
-        entropy = entropy_of(log_q) if stop.kind == STOP_ENTROPY else torch.zeros_like(nats)
-        codes = nat_code(float(nats)), nat_code(float(entropy))
-        if (
-            context.exact
-            and log_q.shape[0] > 1
-            and _near_tie(nats, entropy, codes, stop, context.sampling)
-        ):
-            return canonical_codes(self.model, prefix, column, context.sampling, ids)
-        return codes
-
-
-def _near_tie(
-    nats: Tensor, entropy: Tensor, codes: tuple[int, int], stop: CompiledStop, sampling: Sampling
-) -> bool:
-    """Whether rounding could change what a stop decides."""
-    if stop.kind == STOP_ENTROPY:
-        return abs(codes[1] - stop.max_entropy_code) <= 1 and bool(near_code(entropy, sampling))
-    if stop.kind == STOP_MAX_PROB and abs(codes[0] - stop.max_logp_code) > 1:
-        return False
-    return stop.kind in (STOP_MAX_PROB, STOP_JOINT_PROB) and bool(near_code(nats, sampling))
+        return choose(logits, context.sampling, noise)
 
 
 class LanguageModelReader(TreeReader):
@@ -230,7 +187,7 @@ class LanguageModelReader(TreeReader):
         pending, at = self.draft.pending(self.text)
         if self._shortlists is None:
             return self.draft.model.chain(pending, at, logits=1)[0]
-        return self._listed(*self.draft.forward_state(pending, at, 0, self.text, self._shortlists))
+        return self._listed(*self.draft.forward_state(pending, at, 0, self._shortlists))
 
     def _read(
         self, tokens: Tensor, parents: Tensor | None, at: Places, logits: int | None
@@ -239,35 +196,3 @@ class LanguageModelReader(TreeReader):
         if self._shortlists is not None and self._shortlists.routed:
             self.draft._nodes.append(found[1])
         return found
-
-    def _canonical(self, path: list[int]) -> Tensor:
-        return self.draft.model.canonical(self.text + path)
-
-    def _state_before(self, path: list[int]) -> Tensor | None:
-        return state_before(self.draft.model, self.text + path)
-
-
-def state_before(model: CausalModel, prefix: list[int]) -> Tensor | None:
-    """The state of the token before the last of ``prefix`` by a canonical pass, [1, hidden_size];
-    None where there is none."""
-    return model.canonical_state(prefix[:-1]) if len(prefix) > 1 else None
-
-
-def _canonical(model: CausalModel, prefix: list[int], ids: Tensor | None) -> Tensor:
-    """Float32 canonical logits after ``prefix``: of tokens ``ids`` int64 [size], None: of all."""
-    logits = model.canonical(prefix)
-    return logits if ids is None else logits.index_select(0, ids)
-
-
-def canonical_codes(
-    model: CausalModel,
-    prefix: list[int],
-    column: int,
-    sampling: Sampling,
-    ids: Tensor | None = None,
-) -> tuple[int, int]:
-    """Codes of -log q(token | prefix) and of q's entropy from the canonical pass: one answer for
-    one prefix. ``ids`` int64 [size] restrict q to a shortlist, whose token ``column`` is then
-    meant; None: columns are tokens."""
-    log_q = log_distribution(_canonical(model, prefix, ids)[None], sampling)[0]
-    return nat_code(float(-log_q[column])), nat_code(float(entropy_of(log_q)))

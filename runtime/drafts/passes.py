@@ -33,8 +33,6 @@ class TreeReader(ABC):
         self._mask: Tensor | None = None
         self._last = torch.zeros(0)
         """Under shortlists, the states of the nodes read last, [n, d]."""
-        self._levels: list[tuple[Tensor, Tensor | None]] = []
-        """Under shortlists, the tokens of every level and the places of their parents."""
 
     @abstractmethod
     def root(self) -> Tensor:
@@ -48,15 +46,6 @@ class TreeReader(ABC):
         """Float32 logits [logits (None: n), vocab] after n tokens, children of the nodes read last
         in places ``parents`` (None: of the root), and the hidden states [n, hidden_size]."""
 
-    @abstractmethod
-    def _canonical(self, path: list[int]) -> Tensor:
-        """Float32 logits [vocab] after the text and ``path`` by a canonical pass."""
-
-    @abstractmethod
-    def _state_before(self, path: list[int]) -> Tensor | None:
-        """The state of the token before the last of the text and ``path`` by a canonical pass, [1,
-        hidden_size]; None where there is none."""
-
     def level(
         self, tokens: Tensor, parents: Tensor | None, depth: int, exists: Tensor | None = None
     ) -> Tensor:
@@ -66,36 +55,20 @@ class TreeReader(ABC):
         at = self._place(len(tokens), parents, depth)
         if self._shortlists is None:
             return self._read(tokens, parents, at, None)[0]
-        self._levels.append((tokens, parents))
         states = self.model.state(self._read(tokens, parents, at, 0)[1])
         support = self._shortlists.select(
             depth,
             tokens,
             self._last.expand(len(tokens), -1) if parents is None else self._last[parents],
-            lambda node: self._state_before(self._path(node)),
             exists,
         )
         return self._listed(states, support)
-
-    def _path(self, node: int) -> list[int]:
-        """Tokens from the root's child to a node of the last level."""
-        found = []
-        for tokens, parents in reversed(self._levels):
-            found.append(int(tokens[node]))
-            node = 0 if parents is None else int(parents[node])
-        return found[::-1]
 
     def _listed(self, states: Tensor, support: Support) -> Tensor:
         """Logits [n, size] over a shortlist for the states [n, d] of a level."""
         assert self._shortlists is not None
         self._last, self.ids = states, support.ids
         return self._shortlists.logits(states, support)
-
-    def canonical(self, path: list[int]) -> Tensor:
-        """Float32 logits [vocab or size] after the text and ``path``: one answer whatever the
-        batch."""
-        logits = self._canonical(path)
-        return logits if self.ids is None else logits.index_select(0, self.ids)
 
     def _place(self, n: int, parents: Tensor | None, depth: int) -> Places:
         """The next n slots behind the text; each node sees the text, its ancestors and itself."""
@@ -118,6 +91,6 @@ def propose_tree(
 ) -> Drafted:
     """Grows a tree by a draft's passes, as the policy says."""
     rule = context.plan.rule(context.sampling)
-    source = ModelDistributions(rule, reader, context.sampling, context.noise, context.exact)
+    source = ModelDistributions(rule, reader, context.sampling, context.noise)
     tree = grow(rule, depth, limit, source)
     return Drafted(len(tree.tokens), tree.steps, lag, tree.tokens, tree)

@@ -27,14 +27,12 @@ LONG_LAG: Final = 64
 class DraftContext:
     """What a draft may read of the request and the policy in force.
 
-    ``exact`` asks that near ties be decided by the canonical pass. ``shortlists``: which tokens
-    each step evaluates; None: all. ``own_seed`` is set where proposals must be drawn independently
-    of the target's noise; ``salt`` then counts rounds."""
+    ``shortlists``: which tokens each step evaluates; None: all. ``own_seed`` is set where proposals
+    must be drawn independently of the target's noise; ``salt`` then counts rounds."""
 
     plan: Plan
     sampling: Sampling
     noise: Noise | None
-    exact: bool
     shortlists: Shortlists | None = None
     own_seed: int | None = None
     salt: int = 0

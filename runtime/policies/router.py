@@ -75,8 +75,10 @@ class Router:
     def scores(self, embedding: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Scores of all clusters, float32 [n, M], for the embeddings [n, d_e] of n current tokens
         and the draft's hidden states [n, d] of the tokens before them; d_e + d is d_r."""
-        x, linear = torch.cat((embedding, previous), -1).float(), torch.nn.functional.linear
-        return linear(linear(x, self.w1, self.b1).relu_(), self.w2, self.b2)
+        x, linear = torch.cat((embedding, previous), -1), torch.nn.functional.linear
+        dtype = torch.promote_types(x.dtype, torch.float32)  # float64 where the draft is in it
+        w1, b1, w2, b2 = (getattr(self, name).to(dtype) for name in ROUTER_WEIGHTS)
+        return linear(linear(x.to(dtype), w1, b1).relu_(), w2, b2).float()
 
 
 def top_clusters(scores: torch.Tensor, k: int) -> torch.Tensor:

@@ -2,8 +2,8 @@
 short blocks of random order.
 
 One request serves one draft; before every block the policy source puts another policy in force. So
-texts, lags, acceptance and near ties are those of service, and what draft and target evict from
-each other's caches is in every sample.
+texts, lags and acceptance are those of service, and what draft and target evict from each other's
+caches is in every sample.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def measured(made: Round, cell: Cell, prompt_tokens: int, sampling: Sampling) ->
         rows, kind = (step.lag, *later), cell.kind._replace(sampled=kind.sampled)
     return MeasuredRound(
         kind, prompt_tokens + step.start - 1, rows, step.drafted, step.emitted,
-        step.draft_s, step.verify_s, step.round_s, cell.head, made.canonical_passes,
+        step.draft_s, step.verify_s, step.round_s, cell.head,
     )  # fmt: skip
 
 

@@ -110,7 +110,7 @@ def shapes_of(
         for head, routed in (("head", False), ("gathered", True)):
             sizes = sorted({r.head for r in own if r.head and r.kind.routed is routed})
             found |= {f"{head}/{draft}": _over(rows=sizes)} if sizes else {}
-    # The other terms are constants, but for those of near ties, which are counted and not fitted.
+    # The other terms are constants.
     kinds = {r.kind for r in rounds}
     others = {"noise"}.union(*((*k.verification, *k.per_pass, *k.rest) for k in kinds))
     return {**{name: _over() for name in sorted(others - found.keys())}, **found}
@@ -231,19 +231,16 @@ def fit_profile(
     rounds: Sequence[MeasuredRound],
     prefills: Sequence[Prefill],
 ) -> LatencyProfile:
-    """``profile`` with terms fitted to rounds and prefills. Rounds with canonical passes tell how
-    often near ties come, and nothing else."""
-    plain = [r for r in rounds if r.canonical == (0, 0)]
-    drafting = [r for r in plain if r.rows]
-    rest = [max(1e-7, r.round_s - r.draft_s - r.verify_s) for r in plain]
+    """``profile`` with terms fitted to rounds and prefills."""
+    drafting = [r for r in rounds if r.rows]
+    rest = [max(1e-7, r.round_s - r.draft_s - r.verify_s) for r in rounds]
     terms = fit_terms(shapes, [_prefill_load(p) for p in prefills], [p.seconds for p in prefills])
     for found, of, seconds in (
         (drafting, drafting_terms, [r.draft_s for r in drafting]),
-        (plain, verification_terms, [r.verify_s for r in plain]),
-        (plain, rest_terms, rest),
+        (rounds, verification_terms, [r.verify_s for r in rounds]),
+        (rounds, rest_terms, rest),
     ):
         terms |= fit_terms(shapes, [list(of(r)) for r in found], seconds)
-    terms |= _near_ties(terms, rounds, shapes["target"].knots[1])
     return replace(profile, terms=terms)
 
 
@@ -258,27 +255,3 @@ def fit_steps(
 def _prefill_load(prefill: Prefill) -> list[Share]:
     models = filter(None, ("target", prefill.draft))
     return [Share(f"prefill/{name}", 1.0, float(prefill.rows), 0.0, 0.0) for name in models]
-
-
-def _near_ties(
-    terms: Mapping[str, CostTable], rounds: Sequence[MeasuredRound], contexts: Sequence[float]
-) -> dict[str, CostTable]:
-    """What near ties cost per emitted token and per distribution of a draft: how often they came,
-    times a canonical pass, which reads the whole prefix as a prefill does. A head's are mostly the
-    target's passes."""
-    language_models = {r.kind.draft for r in rounds if not r.kind.growth}
-    counts: dict[str, tuple[str, list[tuple[int, int]]]] = {}
-    for r in rounds:
-        emitted = counts.setdefault(r.kind.per_token[0], ("target", []))[1]
-        emitted.append((r.canonical[1], r.emitted))
-        if r.rows:
-            reader = r.kind.draft if r.kind.draft in language_models else "target"
-            read = counts.setdefault(r.kind.per_distribution, (reader, []))[1]
-            read.append((r.canonical[0], 1 + sum(r.rows[1:])))
-    made = {}
-    for name, (reader, found) in counts.items():
-        if (table := terms.get(f"prefill/{reader}")) is not None:
-            passes, distributions = np.sum(found, axis=0).tolist()
-            seconds = passes / distributions * table.at(rows=np.array(contexts))
-            made[name] = CostTable(tuple(seconds.tolist()), ("context",), (tuple(contexts),))
-    return made

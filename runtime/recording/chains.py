@@ -3,25 +3,22 @@
 What lies on the text comes from one teacher-forced pass. A draft leaves the text where its proposal
 differs from it; what it proposes from there on depends on that position alone, so one branch per
 disagreement is continued, all branches in one pass per depth: the text's keys and values are shared
-and a mask keeps the branches apart. The values equal those that decoding computes: choices and
-codes that rounding could change are decided by the same canonical pass as there.
+and a mask keeps the branches apart. The values equal those that decoding computes, as far as
+rounding leaves passes of different shapes equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from spectune.runtime.drafts.language_model import canonical_codes
 from spectune.runtime.drafts.ngram import NgramIndex
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.models import CHUNK, CausalModel
-from spectune.runtime.near_ties import choose, near_code
 from spectune.runtime.recording.passes import Nodes, RecordedText
-from spectune.runtime.sampling import entropy_of, log_distribution
+from spectune.runtime.sampling import choose, entropy_of, log_distribution
 from spectune.traces.schema import (
     AGREE_NO,
     AGREE_NONE,
@@ -97,8 +94,7 @@ class _Pass(RecordedText):
         chunks = self.passes.roots()
         for logits in (rows for chunk in chunks for rows in torch.split(chunk, BRANCHES)):
             lengths = range(read, read + len(logits))
-            prefix = partial(self._prefix, read)
-            tokens, log_q, *codes = self._decide(logits, lengths, prefix)
+            tokens, log_q, *codes = self._propose(logits, lengths)
             parts.append((tokens.cpu().numpy(), *codes))
             following = ids[read : read + len(logits)]
             of_text.append(log_q[: len(following)].gather(-1, following[:, None])[:, 0])
@@ -106,28 +102,16 @@ class _Pass(RecordedText):
         proposals, logp, entropy = map(np.concatenate, zip(*parts, strict=True))
         return proposals, logp, entropy, torch.cat(of_text)
 
-    def _prefix(self, read: int, row: int) -> list[int]:
-        return self.text[: read + row]
-
-    def _decide(
-        self, logits: torch.Tensor, lengths: Sequence[int], prefix: Callable[[int], list[int]]
+    def _propose(
+        self, logits: torch.Tensor, lengths: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, np.ndarray]:
-        """Proposals and codes of rows of logits, each row decided as decoding would decide it.
-        ``lengths``: tokens that rows come after, ``prefix`` these tokens of a row."""
-        model, sampling = self.model, self.sampling
-        noise = None if self.noise is None else torch.stack([self.noise.row(n) for n in lengths])
-        canonical = (lambda row: model.canonical(prefix(row))) if self.exact else None
-        tokens = choose(logits, sampling, noise, canonical)
-        log_q = log_distribution(logits, sampling)
+        """Proposals, log q, and codes of rows of logits, which come after ``lengths`` tokens."""
+        sampling, noise = self.sampling, None
+        if self.noise is not None:
+            noise = torch.stack([self.noise.row(n) for n in lengths])
+        tokens, log_q = choose(logits, sampling, noise), log_distribution(logits, sampling)
         nats = -log_q.gather(-1, tokens[:, None])[:, 0]
-        entropy = entropy_of(log_q)
-        codes_p, codes_h = _codes(nats), _codes(entropy)
-        if self.exact:
-            near = near_code(nats, sampling) | near_code(entropy, sampling)
-            for row in near.nonzero()[:, 0].tolist():
-                decided = canonical_codes(model, prefix(row), int(tokens[row]), sampling)
-                codes_p[row], codes_h[row] = decided
-        return tokens, log_q, codes_p, codes_h
+        return tokens, log_q, _codes(nats), _codes(entropy_of(log_q))
 
     def _continue(
         self,
@@ -141,27 +125,19 @@ class _Pass(RecordedText):
         gamma_max - 1 proposals each, writing entry j for the one after 1 + j tokens off the text.
         """
         model, width = self.model, len(outputs)
+        first = np.array(outputs) + self.prompt + 1  # tokens before each branch's proposal
         positions = torch.tensor(outputs, device=model.device) + self.prompt
         tokens = torch.tensor(wrong, device=model.device)
-        prefixes = [
-            [*self.text[: self.prompt + at], token]
-            for at, token in zip(outputs, wrong, strict=True)
-        ]
         for j in range(self.gamma_max - 1):
             # A model's last position ends a branch; a decode under the budget never gets there.
-            alive = [len(prefix) <= model.max_positions for prefix in prefixes]
-            if not any(alive):
+            alive = first + j <= model.max_positions
+            if not alive.any():
                 break
             numbers = list(range(j * width, (j + 1) * width))
             above = [list(range(i, j * width, width)) for i in range(width)]
             logits = self.passes.nodes(Nodes(tokens, positions + j, numbers, above, outputs))
-            lengths_now = [len(prefix) for prefix in prefixes]
-            tokens, _, logp[:, j], entropy[:, j] = self._decide(
-                logits, lengths_now, prefixes.__getitem__
-            )
+            tokens, _, logp[:, j], entropy[:, j] = self._propose(logits, (first + j).tolist())
             lengths[alive] = j + 1
-            for prefix, token in zip(prefixes, tokens.tolist(), strict=True):
-                prefix.append(token)
 
     def _accept(self, agree: np.ndarray, log_q_text: torch.Tensor) -> np.ndarray:
         """min(1, q(x) / p(x)) of the text's tokens, in 1/65535."""

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import torch
 
 from spectune.runtime.cache import view_of
-from spectune.runtime.drafts.eagle import CanonicalPasses, columns
+from spectune.runtime.drafts.eagle import columns
 from spectune.runtime.drafts.eagle_head import EagleHead
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.models import CHUNK, CausalModel
@@ -52,11 +52,6 @@ class Passes(ABC):
     @abstractmethod
     def nodes(self, nodes: Nodes) -> torch.Tensor:
         """Float32 logits [n, vocab] after drafted nodes."""
-
-    @abstractmethod
-    def canonical(self, start: int, path: list[int]) -> torch.Tensor:
-        """Float32 logits [vocab] after the first ``start`` output tokens and the drafted
-        ``path``."""
 
     def _reserve(self, nodes: int) -> None:
         self.cached.reserve(len(self.text) + nodes)
@@ -111,9 +106,6 @@ class LanguageModelPasses(Passes):
     def nodes(self, nodes: Nodes) -> torch.Tensor:
         return self.model.run(nodes.ids, *self._place(nodes))[0]
 
-    def canonical(self, start: int, path: list[int]) -> torch.Tensor:
-        return self.model.canonical(self.text[: self.prompt + start] + path)
-
 
 class HeadPasses(Passes):
     """A head's passes: the text with the target's features, drafted nodes with the head's own
@@ -125,7 +117,6 @@ class HeadPasses(Passes):
     def __init__(self, target: CausalModel, head: EagleHead, text: list[int], prompt: int) -> None:
         super().__init__(head, text, prompt)
         self.target, self.head = target, head
-        self._canonical = CanonicalPasses(target, head, text)
         self._root_hidden = torch.zeros(0)
         self._hidden = torch.zeros(0)
 
@@ -167,9 +158,6 @@ class HeadPasses(Passes):
         self._hidden = torch.cat([self._hidden[: nodes.numbers[0]], out])
         return found, out
 
-    def canonical(self, start: int, path: list[int]) -> torch.Tensor:
-        return self._canonical.distribution(self.prompt + start, path)
-
 
 class RecordedText:
     """One recorded text as a panorama pass reads it: ``output`` follows the first ``prompt`` tokens
@@ -179,7 +167,7 @@ class RecordedText:
         self.sampling = Sampling() if trajectory.verifier == "greedy" else trajectory.sampling
         self.output: list[int] = trajectory.output_ids.tolist()
         self.text = [*trajectory.prompt_ids.tolist(), *self.output]
-        self.prompt, self.exact = len(trajectory.prompt_ids), pair.exact
+        self.prompt = len(trajectory.prompt_ids)
         self.passes: Passes
         if draft in pair.heads:
             self.passes = HeadPasses(pair.target, pair.heads[draft], self.text, self.prompt)

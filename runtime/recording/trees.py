@@ -4,8 +4,7 @@ of a recorded text.
 The growths are *run*, all starts at once, by the functions that decode with them
 (:class:`runtime.trees.grow.Growing`); what any of them expands is read once. A distribution is a
 function of its prefix (a head's: of its start and prefix), so starts share nodes: what one start
-reads off the text, the next one finds read. Codes that rounding could change are decided by the
-canonical pass, all of them.
+reads off the text, the next one finds read.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from spectune.runtime.policies.document import (
     TopKGrowth,
 )
 from spectune.runtime.recording.passes import Nodes, RecordedText
-from spectune.runtime.trees.grow import NONE, Codes, DistributionRows, Growing, TreeRule
+from spectune.runtime.trees.grow import NONE, Codes, Growing, TreeRule
 from spectune.traces.schema import Trajectory, TreePanorama
 
 GROUP = 8
@@ -235,25 +234,6 @@ class _Recorder(RecordedText):
         if self.noise is not None:
             known = {p: self.noise.row(p) for p in set(positions)}
             noise = torch.stack([known[p] for p in positions])
-        rows = self._rows(logits, noise, self.exact)
-        if rows.unsure is not None and rows.unsure_entropy is not None:
-            for i in (rows.unsure.any(1) | rows.unsure_entropy).nonzero()[0].tolist():
-                path, start = self._path(int(numbers[i]))
-                parent, slot = (self.columns[name][path] for name in ("parent", "slot"))
-                tokens = self.columns["tokens"][parent, slot].tolist()
-                row = self.passes.canonical(start, tokens)[None]
-                rows.decide(i, self._rows(row, None if noise is None else noise[i], False).codes)
-        return rows.codes
-
-    def _rows(
-        self, logits: torch.Tensor, noise: torch.Tensor | None, exact: bool
-    ) -> DistributionRows:
         return read_distributions(
-            logits,
-            self.sampling,
-            noise,
-            self.width,
-            entropy=True,
-            top_entropy=True,
-            exact=exact,
+            logits, self.sampling, noise, self.width, entropy=True, top_entropy=True
         )

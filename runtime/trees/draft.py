@@ -20,15 +20,11 @@ from spectune.runtime.policies.heterospec import bin_of
 from spectune.runtime.sampling import Noise
 from spectune.runtime.trees.grow import (
     NONE,
-    ROOT,
     Codes,
-    DistributionRows,
     Growing,
-    Tree,
     TreeRule,
     select,
 )
-from spectune.runtime.trees.near_ties import undecided_nodes
 from spectune.traces.schema import NO_BIN, Sampling
 
 if TYPE_CHECKING:
@@ -38,14 +34,11 @@ if TYPE_CHECKING:
 class DistributionSource(Protocol):
     """Where the distributions of one tree come from."""
 
-    def root(self) -> DistributionRows:
+    def root(self) -> Codes:
         """The distribution after the text, one row."""
 
-    def expand(self, growing: Growing, width: int) -> DistributionRows:
+    def expand(self, growing: Growing, width: int) -> Codes:
         """The distributions after the last frontier's first ``width`` nodes, [width, k]."""
-
-    def decide_near_ties(self, growing: Growing, *, reads_phi: bool) -> None:
-        """Decides near ties of the level just added; ``reads_phi``: Phi is read of it."""
 
 
 @dataclass
@@ -77,11 +70,9 @@ def grow(rule: TreeRule, depth: int, limit: int, source: DistributionSource) -> 
     wanted = min(depth, len(rule.static)) if rule.static else depth
     width = 1
     while growing.depth < wanted:
-        rows = source.expand(growing, width) if growing.depth else source.root()
+        codes = source.expand(growing, width) if growing.depth else source.root()
         grown.widths.append(width)
-        growing.add(rows.codes)
-        reads_phi = rule.stratified and growing.depth == depth
-        source.decide_near_ties(growing, reads_phi=reads_phi)
+        growing.add(codes)
         width = growing.width
         if rule.confidence is not None and width == 0:
             growing.undo()
@@ -90,7 +81,7 @@ def grow(rule: TreeRule, depth: int, limit: int, source: DistributionSource) -> 
             if not rule.keep_last:
                 growing.undo()
             break
-        if reads_phi:
+        if rule.stratified and growing.depth == depth:
             thresholds = np.array(rule.thresholds, dtype=np.int64)
             grown.phi = growing.phi
             grown.bin = bin_of(grown.phi, depth, thresholds, rule.fitted_depth)
@@ -116,41 +107,27 @@ def ancestors(tree: GrownTree) -> npt.NDArray[np.bool_]:
 
 
 class ModelDistributions:
-    """Distributions from a draft's passes; near ties that could change what is drafted are decided
-    by the canonical pass, where ``exact``."""
+    """Distributions from a draft's passes."""
 
     def __init__(
-        self,
-        rule: TreeRule,
-        reader: TreeReader,
-        sampling: Sampling,
-        noise: Noise | None,
-        exact: bool,
+        self, rule: TreeRule, reader: TreeReader, sampling: Sampling, noise: Noise | None
     ) -> None:
         self.rule, self.reader, self.sampling, self.noise = rule, reader, sampling, noise
-        self.exact = exact
-        self.rows: list[DistributionRows] = []
-        self._ids: list[torch.Tensor | None] = []
         reader.ids = None  # no pass was made
 
-    def root(self) -> DistributionRows:
-        return self._read(self.reader.root(), 1)
+    def root(self) -> Codes:
+        return self._codes(self.reader.root(), 1)
 
-    def expand(self, growing: Growing, width: int) -> DistributionRows:
+    def expand(self, growing: Growing, width: int) -> Codes:
         tree, level, device = growing.tree, growing.depth, self.reader.device
         place = tree.place[level, :width]
         tokens = torch.from_numpy(tree.token[np.maximum(place, 0)]).to(device)
         above = None if level == 1 else torch.from_numpy(tree.above[level, :width]).to(device)
         # A static tree reads its places whether or not there is a node; shortlists are for nodes.
         exists = torch.from_numpy(place != NONE).to(device) if self.rule.static else None
-        return self._read(self.reader.level(tokens, above, level, exists), level + 1)
+        return self._codes(self.reader.level(tokens, above, level, exists), level + 1)
 
-    def _read(self, logits: torch.Tensor, depth: int) -> DistributionRows:
-        self.rows.append(self._distributions(logits, depth, self.exact))
-        self._ids.append(self.reader.ids)
-        return self.rows[-1]
-
-    def _distributions(self, logits: torch.Tensor, depth: int, exact: bool) -> DistributionRows:
+    def _codes(self, logits: torch.Tensor, depth: int) -> Codes:
         """Codes of distributions whose children stand at ``depth``."""
         rule, reader = self.rule, self.reader
         return read_distributions(
@@ -160,41 +137,7 @@ class ModelDistributions:
             rule.width,
             entropy=rule.reads_entropy,
             top_entropy=rule.stratified,
-            exact=exact,
             reads_logp=not rule.coupled or rule.reads_q,
             reads_gap=rule.coupled,
             ids=reader.ids,
         )
-
-    def decide_near_ties(self, growing: Growing, *, reads_phi: bool) -> None:
-        sampling = self.sampling
-        perturbed = self.noise is not None
-        filtered = not sampling.greedy and (sampling.top_p < 1.0 or sampling.top_k > 0)
-        while nodes := undecided_nodes(
-            self.rule,
-            growing.tree,
-            self.rows,
-            perturbed=perturbed,
-            filtered=filtered,
-            reads_phi=reads_phi,
-        ):
-            for level, node in nodes:
-                self.rows[level].decide(node, self._canonical(growing.tree, level, node))
-            while growing.depth > nodes[0][0]:
-                growing.undo()
-            for rows in self.rows[growing.depth :]:
-                growing.add(rows.codes)
-
-    def _canonical(self, tree: Tree, level: int, node: int) -> Codes:
-        """The distribution after a node of a frontier (``level`` from 0) by the canonical pass."""
-        path: list[int] = []
-        place = int(tree.place[level, node])
-        while place != ROOT:
-            path.append(int(tree.token[place]))
-            place = int(tree.parent[place])
-        reader, last = self.reader, self.reader.ids
-        reader.ids = self._ids[level]
-        logits = reader.canonical(path[::-1])[None]
-        codes = self._distributions(logits, level + 1, False).codes
-        reader.ids = last
-        return codes

@@ -52,27 +52,6 @@ class Codes(NamedTuple):
         return cls(np.array(tokens, np.int32), *(np.array(x, np.uint8) for x in codes))
 
 
-class DistributionRows(NamedTuple):
-    """n distributions as a draft's pass gives them, and their near ties: ``unsure`` bool [n, k] by
-    child, ``unsure_entropy`` bool [n]; None: not asked for, or none."""
-
-    codes: Codes
-    unsure: npt.NDArray[np.bool_] | None = None
-    unsure_entropy: npt.NDArray[np.bool_] | None = None
-
-    @property
-    def has_near_tie(self) -> bool:
-        return any(x is not None and x.any() for x in self[1:])
-
-    def decide(self, row: int, canonical: Codes) -> None:
-        """Takes one distribution, in place, from the canonical pass's."""
-        for mine, decided in zip(self.codes, canonical, strict=True):
-            mine[row] = decided[0]
-        for near in self[1:]:
-            if near is not None:
-                near[row] = False
-
-
 class LevelRule(NamedTuple):
     """What compiled code reads of a :class:`TreeRule`. ``weights`` int64 and ``logs`` float64
     [256]: :func:`gap_weights`. ``confidence`` int32 [depth, entropy, joint]: C2T's table, else
