@@ -23,9 +23,9 @@ from spectune.traces.store import TraceStore
 
 MOST, SEATS = 8, 8
 ALLOWED = 1 / 2000
-"""Near ties among rounds: another engine's sums end in other last bits."""
-NEAR = 1e-3
-"""Nats between the two best tokens below which a difference counts as a near tie."""
+"""Share of rounds that rounding may change: another engine's sums end in other last bits."""
+ROUNDING = 1e-3
+"""Nats between the two best tokens below which a difference counts as rounding."""
 
 
 def check(state: Path, quick: bool = False) -> dict[str, Any]:
@@ -59,12 +59,12 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
                 say(rows[-1])
         running.close()
     rounds, differ = sum(r["rounds"] for r in rows), [d for r in rows for d in r["differ"]]
-    ties = [d for d in differ if d["gap"] <= NEAR]
+    rounded = [d for d in differ if d["gap"] <= ROUNDING]
     return {
-        "holds": len(ties) == len(differ) <= ALLOWED * rounds,
+        "holds": len(rounded) == len(differ) <= ALLOWED * rounds,
         "summary": f"{running.engine.title} {running.version}: {rounds} rounds of {len(rows)} "
-        f"executions of {count} requests, predicted from one recording: {len(differ) - len(ties)} "
-        f"mismatches, {len(ties)} near ties",
+        f"executions of {count} requests, predicted from one recording: "
+        f"{len(differ) - len(rounded)} mismatches, {len(rounded)} by rounding",
         "rows": rows,
     }
 

@@ -2,8 +2,8 @@
 
     python bench/gpu.py [--only texts passes shortlists tune] [--quick]
 
-``texts``: texts and replayed rounds of the demo pair, which must not depend on the policy, in
-float32, and how often bfloat16 parts them. ``passes``: milliseconds of a round, eager and by
+``texts``: texts and replayed rounds of the demo pair, which in float64 must not depend on the
+policy, and how often bfloat16 parts them. ``passes``: milliseconds of a round, eager and by
 captured passes in turn. ``shortlists``: the Triton kernel beside a library's products. ``tune``: a
 whole tuning of a pair at the cost of large models (:mod:`ballast`).
 
@@ -71,9 +71,9 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 def texts(quick: bool = False) -> dict[str, Any]:
-    """Rounds that differ from replay, and texts from autoregression's: in float32 none may.
+    """Rounds that differ from replay, and texts from autoregression's: in float64 none may.
     ``largest_gap``: how far apart the two tokens were, in nats, where a text parts first."""
-    dtypes = ("float32",) if DEVICE.type == "cpu" else ("float32", "bfloat16")
+    dtypes = ("float64",) if DEVICE.type == "cpu" else ("float64", "bfloat16")
     cases = [(dtype, turn) for dtype in dtypes for turn in range(2)]
     with ProcessPoolExecutor(min(len(cases), os.cpu_count() or 1), get_context("spawn")) as pool:
         made = list(pool.map(partial(_texts, quick), *zip(*cases, strict=True)))
@@ -86,10 +86,10 @@ def texts(quick: bool = False) -> dict[str, Any]:
 
 def _texts(quick: bool, dtype: str, turn: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    lab.ON.update(device=DEVICE.type, dtype=dtype)
+    lab.ON.update(device=DEVICE.type)
     sampling, each = (GREEDY, SAMPLED)[turn], 1 if quick else 2
     with tempfile.TemporaryDirectory() as folder:
-        one = laboratory(Path(folder), "demo", sampling, True)
+        one = laboratory(Path(folder), "demo", sampling, True, dtype)
         options = DecodeOptions(sampling, 8 if quick else 24)
         asked = encode(one.pair, requests(2 if quick else 6, skip=60), options)
         rows, trace = texts_differ(one, asked, turn, each), one.trace()

@@ -131,19 +131,19 @@ def environment() -> dict[str, Any]:
 
 
 ON: dict[str, str] = {"device": "cpu"}
-"""Where pairs are, and in which dtype."""
+"""Where pairs are."""
 
 
-def demo(drafts: Sequence[str] | None = None) -> LoadedPair:
-    """The pair that ships, in float32 on the CPU unless :data:`ON` says otherwise."""
-    return load_pair(read_pair("demo"), **ON, drafts=drafts)
+def demo(drafts: Sequence[str] | None = None, dtype: str = "auto") -> LoadedPair:
+    """The pair that ships, on the CPU unless :data:`ON` says otherwise."""
+    return load_pair(read_pair("demo"), **ON, dtype=dtype, drafts=drafts)
 
 
-def gpt2(state: Path) -> LoadedPair:
+def gpt2(state: Path, dtype: str = "auto") -> LoadedPair:
     """A tiny pair of another architecture."""
     folder = state / "gpt2"
     folder.mkdir(parents=True, exist_ok=True)
-    return load_pair(read_pair(str(make_pair(folder, "gpt2"))), device="cpu")
+    return load_pair(read_pair(str(make_pair(folder, "gpt2"))), device="cpu", dtype=dtype)
 
 
 def stored(path: Path, *, fresh: bool = False) -> TraceStore:
@@ -296,11 +296,14 @@ class Lab:
         return list(run(self.pair, StaticSource(prepared), encoded))
 
 
-def laboratory(state: Path, name: str, sampling: Sampling, quick: bool) -> Lab:
+def laboratory(
+    state: Path, name: str, sampling: Sampling, quick: bool, dtype: str = "float32"
+) -> Lab:
     """The laboratory of a pair (``demo``, ``gpt2``) under a sampling, made unless the state folder
-    has it."""
-    pair, store = demo() if name == "demo" else gpt2(state), stored(state / "lab.db")
-    kept = state / f"lab-{name}-{sampling.temperature:g}.pickle"
+    has it. Exact comparisons need float64, where rounding changes no choice."""
+    pair = demo(dtype=dtype) if name == "demo" else gpt2(state, dtype)
+    store = stored(state / "lab.db")
+    kept = state / f"lab-{name}-{sampling.temperature:g}-{dtype}.pickle"
     if kept.exists():
         return Lab(name, pair, store, *pickle.loads(kept.read_bytes()))
     say(f"laboratory of {name}, temperature {sampling.temperature:g}")
@@ -359,7 +362,7 @@ def _profile(
 ) -> LatencyProfile:
     """Measured for the demo pair. Exact checks need the windows' choices alone, for which any
     profile will do."""
-    if name != "demo" or quick:
+    if name != "demo" or quick or pair.target.dtype == torch.float64:
         made = flat_profile(pair.id, pair.drafts, pair.heads)
         for draft, model in pair.models.items():
             made = with_heads(made, [draft], model.output.rows)
@@ -386,10 +389,10 @@ def _cover(lab: Lab) -> None:
 
 
 def laboratories(state: Path, quick: bool) -> Iterator[Lab]:
-    """Both pairs, greedy and at temperature 1."""
+    """Both pairs in float64, greedy and at temperature 1."""
     for name in ("demo", "gpt2"):
         for sampling in (GREEDY, SAMPLED):
-            yield laboratory(state, name, sampling, quick)
+            yield laboratory(state, name, sampling, quick, "float64")
 
 
 # ------------------------------------------------------------------------------- rounds and seconds
@@ -432,13 +435,15 @@ def tau_of(decoded: Sequence[Decoded]) -> float:
 def gap_of(
     pair: LoadedPair, request: DecodeRequest, one: Sequence[int], other: Sequence[int]
 ) -> float | None:
-    """Nats between the scores of the two tokens where two texts part, by the canonical pass; None
-    where they do not."""
+    """Nats between the scores of the two tokens where two texts part, by a pass over all before;
+    None where they do not."""
     at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
     if at is None:
         return None
     target, prefix = pair.target, [*request.prompt_ids, *one[:at]]
-    scores = scaled(target.canonical(prefix), request.sampling)
+    read = torch.tensor([prefix], device=target.device)
+    logits = target.model(read, use_cache=False).logits[0, -1].float()
+    scores = scaled(logits, request.sampling)
     if not request.sampling.greedy:
         scores = scores + Noise(request.seed, target.vocab_size, target.device).row(len(prefix))
     return float((scores[one[at]] - scores[other[at]]).abs())

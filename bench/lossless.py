@@ -1,4 +1,4 @@
-"""Texts do not depend on the policy."""
+"""In float64 texts do not depend on the policy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     outside = 0
     for name, prompts in (("demo", 2 if quick else 16), ("gpt2", 2 if quick else 24)):
         for n, sampling in enumerate(SAMPLINGS):
-            lab = laboratory(state, name, GREEDY if sampling.greedy else SAMPLED, quick)
+            drawn = GREEDY if sampling.greedy else SAMPLED
+            lab = laboratory(state, name, drawn, quick, "float64")
             workload = requests(prompts, skip=60, letters=None if name == "demo" else 200)
             encoded = encode(lab.pair, workload, DecodeOptions(sampling, TOKENS))
             if sampling.greedy:
@@ -38,7 +39,8 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     return {
         "holds": differences == outside == 0,
         "summary": f"{differences} differences in {texts} texts ({kinds} policies: chains, trees, "
-        f"shortlists; 3 temperatures, 2 architectures); {outside} against transformers' generate",
+        f"shortlists; 3 temperatures, 2 architectures, float64); {outside} against transformers' "
+        "generate",
         "rows": rows,
         "differs_from_generate": outside,
     }
@@ -71,7 +73,8 @@ def texts_differ(lab: Lab, encoded: Encoded, turn: int, each: int) -> list[dict[
 
 def unlike_generate(lab: Lab, encoded: Encoded) -> int:
     """Greedy texts that transformers' own ``generate`` continues otherwise."""
-    model = type(lab.pair.target.model).from_pretrained(lab.pair.spec.target, dtype=torch.float32)
+    target = lab.pair.target
+    model = type(target.model).from_pretrained(lab.pair.spec.target, dtype=target.dtype)
     differ = 0
     for (_, request), ours in zip(encoded.items, lab.decode(AUTOREGRESSIVE, encoded), strict=True):
         ids = torch.tensor([request.prompt_ids])

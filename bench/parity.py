@@ -1,4 +1,4 @@
-"""Replay makes the rounds that execution makes."""
+"""In float64 replay makes the rounds that execution makes."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     return {
         "holds": wrong == missing == 0,
         "summary": f"{wrong} mismatches in {rounds} rounds ({len(exact_rows)} policies and pairs: "
-        f"chains, trees, shortlisted chains; 2 temperatures, 2 architectures); {missing} rounds "
-        "beyond the recording; shortlists with stops, trees or heads, approximate: tau within "
-        f"{100 * median:.2f}% in the median, {100 * worst:.1f}% at worst ({len(errors)} policies)",
+        f"chains, trees, shortlisted chains; 2 temperatures, 2 architectures, float64); {missing} "
+        "rounds beyond the recording; shortlists with stops, trees or heads, approximate: tau "
+        f"within {100 * median:.2f}% in the median, {100 * worst:.1f}% at worst ({len(errors)} "
+        "policies)",
         "rows": rows,
     }
 

@@ -27,8 +27,8 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     exhaustively, on three workloads.
 
     All race with the winner on 12 of the 48 requests; then winner and best run once more against
-    each other alone, as the best of many near ties owes something to luck. Where the only draft is
-    as large as the target, nothing may be published.
+    each other alone, as the best of many that are nearly alike owes something to luck. Where the
+    only draft is as large as the target, nothing may be published.
     """
     pair = demo(DRAFTS)
     rows: list[dict[str, Any]] = []
