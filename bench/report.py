@@ -432,6 +432,7 @@ def results() -> str:
     for caption, (name, drawn) in PLOTS.items():
         (DOCS / "results" / f"{name}.svg").write_text(standalone(drawn()))
         lines += [f"![{caption}](results/{name}.svg)", "", f"*{caption}*", ""]
+    lines += ["## Tunings on a GPU", "", *_on_gpu()]
     lines += _loads() + _nulls() + _speeds() + _ranges()
     return "\n".join(lines).rstrip() + "\n"
 

@@ -61,6 +61,7 @@ def test_readme_holds_what_the_generator_writes(bench: Any) -> None:
     assert f"{report.BEGIN}\n{report.highlights()}\n{report.END}" in text
     results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert "\n".join(report.checks()) in results
+    assert report._on_gpu()[0] in results
 
 
 def test_what_won_and_what_is_left_out_stand_beside_a_claim(bench: Any) -> None:
