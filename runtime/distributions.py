@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.sampling import kept, scaled
 from spectune.runtime.trees.grow import Codes
-from spectune.traces.schema import TOP_ENTROPY, TREE_CODE_MAX, TREE_SCALE, Sampling
+from spectune.traces.schema import NAT_CODE_MAX, NAT_SCALE, TOP_ENTROPY, Sampling
 
 
 def read_distributions(
@@ -65,7 +65,7 @@ def read_distributions(
     children = tokens if ids is None else ids[tokens]
     read = [children, of_entropy, of_top, count, scores]
     found = on_host(read if nats is None else [*read, nats], at_once=device.type != "cpu")
-    logp, gap = np.zeros((2, n, width), np.uint8)
+    logp, gap = np.zeros((2, n, width), np.uint16)
     # Without -log q its place holds the scores, which are not read.
     _codes_of_children(found[4], found[-1], logp, gap, reads_logp, reads_gap)
     return Codes.of(found[0], logp, gap, *found[1:4])
@@ -83,16 +83,16 @@ def on_host(columns: Sequence[torch.Tensor], *, at_once: bool) -> list[npt.NDArr
 
 def _entropy_code(q: torch.Tensor) -> torch.Tensor:
     """Codes of the entropies of ``q`` [n, any], int64 [n]."""
-    scale: torch.Tensor = torch.special.entr(q).sum(-1) * TREE_SCALE
-    return scale.clamp_(0, TREE_CODE_MAX).long()
+    scale: torch.Tensor = torch.special.entr(q).sum(-1) * NAT_SCALE
+    return scale.clamp_(0, NAT_CODE_MAX).long()
 
 
 @compiled()
 def _codes_of_children(
     scores: npt.NDArray[np.float32],
     nats: npt.NDArray[np.float32],
-    logp: npt.NDArray[np.uint8],
-    gap: npt.NDArray[np.uint8],
+    logp: npt.NDArray[np.uint16],
+    gap: npt.NDArray[np.uint16],
     reads_logp: bool,
     reads_gap: bool,
 ) -> None:
@@ -104,7 +104,7 @@ def _codes_of_children(
     for i in range(n):
         for j in range(k):
             if reads_logp:
-                logp[i, j] = int(min(max(nats[i, j] * TREE_SCALE, 0.0), TREE_CODE_MAX))
+                logp[i, j] = int(min(max(nats[i, j] * NAT_SCALE, 0.0), NAT_CODE_MAX))
             if reads_gap:
                 nat = scores[i, 0] - scores[i, j]
-                gap[i, j] = int(min(max(nat * TREE_SCALE, 0.0), TREE_CODE_MAX))
+                gap[i, j] = int(min(max(nat * NAT_SCALE, 0.0), NAT_CODE_MAX))

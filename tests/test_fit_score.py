@@ -39,10 +39,10 @@ def planted(
     """Laws whose children are taken as exp(-sharpness * gap) says, some of fewer than k children;
     in a share ``missed`` none is."""
     rng = np.random.default_rng(seed)
-    gap = np.sort(rng.integers(0, 60, (n, k)), axis=1)
+    gap = np.sort(rng.integers(0, 960, (n, k)), axis=1)
     gap -= gap[:, :1]
     count = rng.integers(1, k + 1, n)
-    weight = np.where(np.arange(k) < count[:, None], np.exp(-sharpness * gap / 16), 0.0)
+    weight = np.where(np.arange(k) < count[:, None], np.exp(-sharpness * gap / 256), 0.0)
     taken = (rng.random((n, 1)) > (weight / weight.sum(1, keepdims=True)).cumsum(1)).sum(1)
     taken = np.where(rng.random(n) < missed, -1, np.minimum(taken, count - 1))
     return laws_of(gap, taken, count=count)
@@ -75,7 +75,7 @@ def test_what_no_child_covers_makes_it_flatter() -> None:
 
 def test_estimates_are_the_costs_before_rounding() -> None:
     laws = planted(1.0, n=300)
-    none, gap = np.zeros_like(laws.gap, np.uint8), laws.gap.astype(np.uint8)
+    none, gap = np.zeros_like(laws.gap, np.uint16), laws.gap.astype(np.uint16)
     flat = none[:, 0].copy()
     count = laws.count.astype(np.uint8)  # a recording's dtypes, as compiled
     codes = Codes(none.astype(np.int32), none, gap, flat, flat, count)
@@ -85,7 +85,7 @@ def test_estimates_are_the_costs_before_rounding() -> None:
         growing = Growing(rule, 1, batch=300)
         growing.add_from(codes, np.arange(300)[:, None])
         cost = growing.trees.cost
-        np.testing.assert_array_equal(cost[there], np.floor(-16 * np.log(chance[there]) + 0.5))
+        np.testing.assert_array_equal(cost[there], np.floor(-256 * np.log(chance[there]) + 0.5))
         assert not chance[~there].any()
         np.testing.assert_allclose(chance.sum(1), 1.0)
         for i in range(0, 300, 29):
@@ -96,7 +96,7 @@ def test_estimates_are_the_costs_before_rounding() -> None:
 
 def test_losses_are_those_of_each_child() -> None:
     q = [[0.6, 0.3, 0.1], [0.5, 0.2, 0.0], [0.9, 0.0, 0.0]]
-    laws = laws_of([[0, 16, 32], [0, 0, 255], [0, 255, 255]], [1, -1, 0], count=[3, 2, 1], q=q)
+    laws = laws_of([[0, 256, 512], [0, 0, 4095], [0, 4095, 4095]], [1, -1, 0], count=[3, 2, 1], q=q)
     e = [math.exp(-1.5 * g) for g in (0, 1, 2)]
     p = [*(x / sum(e) for x in e), 0.5, 0.5]  # the law of one child says nothing of sharpness
     taken = [False, True, False, False, False]
@@ -106,7 +106,7 @@ def test_losses_are_those_of_each_child() -> None:
     ):
         right = (x if y else 1 - x for x, y in zip(chances, taken, strict=True))
         assert loss == pytest.approx(-sum(map(math.log, right)) / 5, rel=1e-6)
-    sure = laws_of([[0, 255]] * 2, [1, -1], q=[[1.0, 0.0]] * 2)
+    sure = laws_of([[0, 65535]] * 2, [1, -1], q=[[1.0, 0.0]] * 2)
     assert math.isfinite(coupled_loss(sure, MOST))
     assert math.isfinite(probability_loss(sure))
 
@@ -122,7 +122,7 @@ def test_ties_keep_the_default() -> None:
 
 @pytest.mark.parametrize(("taken", "border"), [(0, MOST), (2, LEAST)])
 def test_what_lies_beyond_is_told(taken: int, border: float) -> None:
-    laws = laws_of([[0, 8, 16]] * 50, [taken] * 50)
+    laws = laws_of([[0, 128, 256]] * 50, [taken] * 50)
     found = fit_sharpness(laws, groups(laws, 5))
     assert (found.sharpness, found.at_border) == (border, True)
 

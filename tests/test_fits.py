@@ -24,8 +24,9 @@ from spectune.optimizer.fit.sequoia import BestTrees, best_static_tree, choose, 
 from spectune.runtime.policies.c2t import (
     CONFIDENCE_SCALE,
     DEPTHS,
-    ENTROPY_CODES,
-    JOINT_CODES,
+    ENTROPIES,
+    JOINTS,
+    STEP,
     WEIGHTS,
     ClassifierWeights,
     confidence_code,
@@ -123,9 +124,9 @@ def planted_trees(trees: int = 400, size: int = 60, seed: int = 0) -> Examples:
     falls with entropy."""
     rng = np.random.default_rng(seed)
     n = trees * size
-    joint, entropy = rng.integers(0, 120, (2, n)).astype(np.int32)
+    joint, entropy = rng.integers(0, 1920, (2, n)).astype(np.int32)
     depth = rng.integers(1, 9, n).astype(np.int32)
-    accepted = np.exp(-joint / 16) > 0.35 + 0.05 * depth - 0.03 * entropy / 16
+    accepted = np.exp(-joint / 256) > 0.35 + 0.05 * depth - 0.03 * entropy / 256
     return Examples(joint, entropy, depth, accepted, np.repeat(np.arange(trees), size))
 
 
@@ -162,12 +163,13 @@ def test_a_planted_rule_is_learned(made: Trained, examples: Examples) -> None:
 
 
 def test_stored_weights_act_on_raw_features(trained: ClassifierWeights) -> None:
-    """Against the network written out with torch, on probability, nats and depth."""
+    """Against the network written out with torch, on probability and nats by 1/16, and depth."""
     import torch
 
-    codes = np.array([[0, 5, 40, 900], [0, 33, 100, 159], [1, 2, 8, 16]])
+    codes = np.array([[0, 95, 640, 14407], [0, 543, 1601, 2559], [1, 2, 8, 16]])
     joint, entropy, depth = codes
-    raw = torch.from_numpy(np.stack([np.exp(-joint / 16), entropy / 16, depth], axis=1))
+    nats = np.exp(-(joint // 16) / 16), entropy // 16 / 16
+    raw = torch.from_numpy(np.stack([*nats, depth], axis=1))
     weights = [getattr(trained, name) for name in WEIGHTS]
     assert {w.dtype for w in weights} == {np.dtype(np.float32)}
     w1, b1, w2, b2 = (torch.tensor(w, dtype=torch.float64) for w in weights)
@@ -177,18 +179,19 @@ def test_stored_weights_act_on_raw_features(trained: ClassifierWeights) -> None:
 
 def test_the_table_is_the_confidence(trained: ClassifierWeights) -> None:
     table = trained.table()
-    assert (table.shape, table.dtype) == ((DEPTHS, ENTROPY_CODES, JOINT_CODES), np.uint16)
-    joint, entropy = np.arange(JOINT_CODES)[None, None], np.arange(ENTROPY_CODES)[None, :, None]
+    assert (table.shape, table.dtype) == ((DEPTHS, ENTROPIES, JOINTS), np.uint16)
+    joint, entropy = np.arange(JOINTS)[None, None], np.arange(ENTROPIES)[None, :, None]
     depth = np.arange(1, DEPTHS + 1)[:, None, None]
-    confidence = trained.confidence(joint, entropy, depth)
+    confidence = trained.confidence(joint * STEP, entropy * STEP + STEP - 1, depth)
     np.testing.assert_array_equal(table, np.floor(confidence * CONFIDENCE_SCALE))
     np.testing.assert_array_equal(confidence_table(trained), table)
-    one = trained.confidence(7, 30, 2)
+    one = trained.confidence(7 * STEP, 30 * STEP, 2)
     assert one.shape == ()
     codes = table.astype(np.int32)
-    assert confidence_code(codes, 2, 30, 7) == math.floor(one * CONFIDENCE_SCALE)
-    assert confidence_code(codes, 99, 9999, 9999) == table[-1, -1, -1]
-    assert confidence_code(codes, DEPTHS + 4, 3, 5) == table[-1, 3, 5]
+    found = confidence_code(codes, 2, 30 * STEP + 3, 8 * STEP - 1)
+    assert found == math.floor(one * CONFIDENCE_SCALE)
+    assert confidence_code(codes, 99, 99999, 99999) == table[-1, -1, -1]
+    assert confidence_code(codes, DEPTHS + 4, 3 * STEP, 5 * STEP) == table[-1, 3, 5]
     assert trained.table(3, 21, 11).shape == (3, 21, 11)
 
 

@@ -108,7 +108,7 @@ def artifacts(pair: LoadedPair) -> Artifacts:
     frequencies = Frequencies(np.array(order(vocab)), always=1)
     found = {
         "order": Fitted("frequencies", *frequencies.to_document()),
-        "bins": Fitted("bins", {"thresholds": [30, 70, 100, 140, 200], "depth": 3}, {}),
+        "bins": Fitted("bins", {"thresholds": [480, 1120, 1600, 2240, 3200], "depth": 3}, {}),
     }
     for draft in pair.models:
         document, arrays = routing(pair, draft).to_document()

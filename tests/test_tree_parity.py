@@ -51,7 +51,7 @@ def artifacts(draft: str) -> Artifacts:
         "w2": np.array([1.2, 0.8], np.float32),
         "b2": np.array([-2.0], np.float32),
     }
-    bins = {"thresholds": [30, 70, 100, 140, 200], "depth": 4, "draft": draft}
+    bins = {"thresholds": [480, 1120, 1600, 2240, 3200], "depth": 4, "draft": draft}
     found = {
         "bins": Fitted("bins", bins, {}),
         "grower": Fitted("classifier", {"draft": draft}, weights),

@@ -46,13 +46,13 @@ def test_a_tree_comes_back_equal(n: int, vocab: int, width: int, greedy: bool) -
 
 
 def test_codes_of_every_value_come_back() -> None:
-    """Differences are modulo 256, so no order of the codes is special."""
+    """Differences are modulo 65536, so no order of the codes is special."""
     tree = a_tree(a_trajectory(1), "small", width=6)
     rng = np.random.default_rng(5)
     for logp, gap in (
-        (0, 255),
-        (255, 0),
-        (rng.integers(0, 256, tree.logp.shape), rng.integers(0, 256, tree.gap.shape)),
+        (0, 65535),
+        (65535, 0),
+        (rng.integers(0, 65536, tree.logp.shape), rng.integers(0, 65536, tree.gap.shape)),
     ):
         other = replace(tree, logp=np.full_like(tree.logp, logp), gap=np.full_like(tree.gap, gap))
         assert unpack_tree(pack_tree(other)) == other

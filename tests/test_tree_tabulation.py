@@ -28,7 +28,7 @@ def random_forest(seed: int, *, width: int = 6, extra: int = 900) -> Forest:
     """A trie of random distributions with holes: children that were not recorded, some with few
     children, many equal codes."""
     rng = np.random.default_rng(seed)
-    nodes, high = STARTS + extra, int(rng.choice([3, 40, 250]))
+    nodes, high = STARTS + extra, int(rng.choice([3, 600, 4000]))
     order = np.argsort(
         np.arange(width) + rng.random((nodes, width)) * 4 + np.arange(nodes)[:, None] / 40,
         axis=None,
@@ -43,11 +43,11 @@ def random_forest(seed: int, *, width: int = 6, extra: int = 900) -> Forest:
         np.where(
             rng.random(nodes) < 0.2, 255, np.minimum(rng.geometric(0.5, nodes) - 1, width)
         ).astype(np.uint8),
-        *(x.astype(np.uint8) for x in codes),
+        *(x.astype(np.uint16) for x in codes),
         np.where(
             rng.random(nodes) < 0.3, rng.integers(1, width + 1, nodes), width
         ).astype(np.uint8),
-        *(rng.integers(0, 256, nodes).astype(np.uint8) for _ in range(2)),
+        *(rng.integers(0, 4096, nodes).astype(np.uint16) for _ in range(2)),
         rng.integers(0, 50, (nodes, width)).astype(np.int32),
     )  # fmt: skip
 

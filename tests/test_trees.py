@@ -86,7 +86,8 @@ def random_growth(
         table = drawn.integers(0, most + 1, shape, dtype=np.int32)
 
         def confidence(joint: int, entropy: int, depth: int) -> int:
-            at = (min(i, n - 1) for i, n in zip((depth - 1, entropy, joint), shape, strict=True))
+            at = depth - 1, entropy // 16, joint // 16
+            at = (min(i, n - 1) for i, n in zip(at, shape, strict=True))
             return int(table[tuple(at)])
 
         stopping |= {"confidence": table, "beta_code": beta}
@@ -105,7 +106,8 @@ def random_case(rng: random.Random, kind: str) -> Case:
     stop, stopping = None, {}
     if rng.random() < 0.4:
         names = {"max_prob": "max_logp", "joint_prob": "max_joint", "entropy": "max_entropy"}
-        stop = reference.Stop(rng.choice(list(names)), rng.randint(0, 150), rng.random() < 0.5)
+        limit = rng.randint(0, rng.choice([150, 2400]))
+        stop = reference.Stop(rng.choice(list(names)), limit, rng.random() < 0.5)
         limits = dict.fromkeys(names.values(), INFINITE) | {names[stop.kind]: stop.limit}
         stopping = {"reads_stop": True, "keep_last": stop.keep_last, **limits}
     growth, rule = random_growth(rng, kind, width, **stopping)
@@ -115,7 +117,8 @@ def random_case(rng: random.Random, kind: str) -> Case:
         wanted = rng.choice([None, rng.randint(1, 30), rng.randint(1, 30)])
         if wanted is not None and rng.random() < 0.5:
             fractions = tuple(rng.choices([0.1, 0.3, 0.5, 0.6, 1.0], k=rng.randint(1, 4)))
-            thresholds, d_fit = tuple(sorted(rng.sample(range(80), 4))), rng.randint(1, 6)
+            most, d_fit = rng.choice([80, 1280]), rng.randint(1, 6)
+            thresholds = tuple(sorted(rng.sample(range(most), 4)))
             strata = reference.Stratify(thresholds, d_fit, rng.randint(0, 3), fractions)
             kept = kept_nodes(wanted, fractions, strata.alpha)
             rule = replace(
@@ -138,7 +141,7 @@ def as_codes(laws: list[reference.Law], k: int, junk: random.Random) -> Codes:
         filling = [[*row, *(junk.randint(0, most) for _ in range(k - len(row)))] for row in rows]
         return np.array(filling, dtype=np.int64).reshape(len(laws), k)
 
-    children = filled("tokens", 9), filled("logp", 255), filled("gap", 255)
+    children = filled("tokens", 9), filled("logp", 65535), filled("gap", 65535)
     entropies = [law.entropy for law in laws], [law.top_entropy for law in laws]
     return Codes.of(*children, *entropies, [min(k, len(law.tokens)) for law in laws])
 
@@ -357,5 +360,5 @@ def test_codes_of_a_law(sampling: Sampling, vocab: int) -> None:
             p = p / p.sum()
             nats.append((code[0], -(p * np.log(p)).sum()))
         for code, value in nats:
-            if abs(16 * value - round(16 * value)) > 1e-3:
-                assert code == min(255, math.floor(16 * value))
+            if abs(256 * value - round(256 * value)) > 1e-2:
+                assert code == min(65535, math.floor(256 * value))

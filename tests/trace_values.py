@@ -103,7 +103,7 @@ def a_tree(
     n = roots + m
 
     def codes(*shape: int) -> np.ndarray:
-        return np.minimum(rng.gamma(1.0, 30.0, shape), 255).astype(np.uint8)
+        return np.minimum(rng.gamma(1.0, 480.0, shape), 65535).astype(np.uint16)
 
     logp = np.sort(codes(n, width), axis=1) if greedy else codes(n, width)
     gap = (logp - logp[:, :1]) if greedy else np.sort(codes(n, width), axis=1)

@@ -21,7 +21,7 @@ WEIGHT_ONE = 2**24
 @dataclass
 class Law:
     """What the draft says after a node: its best children, best first, and two entropies (codes of
-    docs/trees.md, 1/16 nat).
+    docs/trees.md, 1/256 nat).
 
     Fewer children than the tree's width: there are no more.
     """
@@ -150,7 +150,7 @@ class Tree:
 
 
 def local_costs(law: Law, width: int, score: Score, sharpness: float) -> list[int]:
-    """-log of each child's estimated acceptance, in 1/16 nat, for the first `width` children.
+    """-log of each child's estimated acceptance, in 1/256 nat, for the first `width` children.
 
     Halves are rounded up: floor(x + 0.5). The softmax's weights are whole numbers, so that their
     sum does not depend on the order of addition.
@@ -158,11 +158,11 @@ def local_costs(law: Law, width: int, score: Score, sharpness: float) -> list[in
     if score == "probability":
         return list(law.logp[:width])
     weights = [
-        max(1, math.floor(WEIGHT_ONE * math.exp(-sharpness * gap / 16) + 0.5))
+        max(1, math.floor(WEIGHT_ONE * math.exp(-sharpness * min(gap, 4095) / 256) + 0.5))
         for gap in law.gap[:width]
     ]
     total = sum(weights)
-    return [max(0, math.floor(16 * (math.log(total) - math.log(w)) + 0.5)) for w in weights]
+    return [max(0, math.floor(256 * (math.log(total) - math.log(w)) + 0.5)) for w in weights]
 
 
 def cheapest_first(nodes: Sequence[Node]) -> list[Node]:
@@ -422,7 +422,7 @@ def random_draft(
         if path not in laws:
             own = random.Random(f"{seed} {path}")
             small = own.random() < tie_rate
-            most = own.choice([4, 16, 64, 255])
+            most = own.choice([4, 64, 1024, 65535])
             logp = [code(own, small, most) for _ in range(width)]
             if greedy:
                 logp.sort()
@@ -435,8 +435,8 @@ def random_draft(
                 tokens[:count],
                 logp[:count],
                 gap[:count],
-                code(own, small, 160),
-                code(own, small, 36),
+                code(own, small, 2560),
+                code(own, small, 589),
             )
         return laws[path]
 
@@ -462,7 +462,7 @@ def check_by_hand() -> None:
     """EAGLE-2, width 2, two levels, every figure worked out on paper."""
     laws: dict[Path, Law] = {
         (): Law([5, 6], [4, 8], [0, 3], 10, 7),
-        (5,): Law([1, 2], [4, 20], [0, 16], 11, 3),
+        (5,): Law([1, 2], [4, 20], [0, 256], 11, 3),
         (6,): Law([3, 4], [0, 2], [0, 2], 12, 5),
     }
     tree = build(laws.__getitem__, TopK(2), gamma=2, select_n=4)
@@ -491,8 +491,8 @@ def check_by_hand() -> None:
     for fraction, n in ((0.3, 2), (0.1, 1), (0.01, 1), (0.28, 1), (1.0, 5)):
         strata = Stratify(thresholds=(), d_fit=5, alpha=0, fractions=(fraction,))
         assert build(laws.__getitem__, TopK(2), gamma=1, select_n=5, stratify=strata).n == n
-    # exp(-1) and 1 of a width of 2: -16 log(1/(1+e^-1)) = 5.01, and 16 more
-    assert local_costs(laws[(5,)], 2, "coupled", 1.0) == [5, 21]
+    # exp(-1) and 1 of a width of 2: -256 log(1/(1+e^-1)) = 80.2, and 256 more
+    assert local_costs(laws[(5,)], 2, "coupled", 1.0) == [80, 336]
     assert local_costs(laws[(5,)], 1, "coupled", 1.0) == [0]
     # a stop without keep_last drops the level, not its pass, and what the pass read stays read
     for keep_last, depth in ((False, 1), (True, 2)):

@@ -69,7 +69,7 @@ def pack_tree(panorama: TreePanorama) -> Chunk:
     gains).
 
     ``tokens`` are the bytes of whole ids, node by node (the least of 2 and 4 each), because cousins
-    share children. Codes of siblings are stored as differences, modulo 256: where every node's
+    share children. Codes of siblings are stored as differences, modulo 65536: where every node's
     ``logp`` ascends ``logp`` from the sibling before and ``gap`` from what
     ``logp`` says of it, else ``logp`` as it is and ``gap`` from the sibling before.
     """
@@ -105,7 +105,7 @@ def pack_panorama(panorama: ChainPanorama | TreePanorama) -> Chunk:
 
 
 def _steps(codes: Column) -> Column:
-    """Differences from the sibling before, uint8 [N, K] modulo 256; the first child as it is."""
+    """Differences from the sibling before, uint16 [N, K] modulo 65536; the first child as it is."""
     out = codes.copy()
     out[:, 1:] -= codes[:, :-1]
     return out
@@ -113,7 +113,7 @@ def _steps(codes: Column) -> Column:
 
 def _sums(steps: Column) -> Column:
     """The inverse of :func:`_steps`."""
-    return np.cumsum(steps, axis=1, dtype=np.uint8)
+    return np.cumsum(steps, axis=1, dtype=np.uint16)
 
 
 def pack_steps(steps: Sequence[Step]) -> Chunk:

@@ -28,18 +28,12 @@ temperature, is what the target drew."""
 
 NAT_SCALE = 256
 """Resolution of recorded log-probabilities and entropies: codes count 1/256 nat (0.0039 nat), so
-that a stop compares whole numbers and decides alike in the runtime and in replay."""
+that stops and growing trees compare whole numbers and decide alike in the runtime and in replay."""
 NAT_CODE_MAX = 65535
 """Largest code, about 256 nat; larger values saturate."""
 PROB_SCALE = 65535
 """Resolution of recorded acceptance probabilities: codes count 1/65535."""
 
-TREE_SCALE = 16
-"""Resolution of what is recorded of draft trees: codes count 1/16 nat. Coarser than for chains,
-because a round of a tree reads hundreds of codes and each one near a border between codes has to be
-decided."""
-TREE_CODE_MAX = 255
-"""Largest tree code, about 16 nat; larger values saturate."""
 TOP_ENTROPY = 10
 """Probabilities that HeteroSpec's Top-K entropy is taken over (its K)."""
 
@@ -287,12 +281,12 @@ class TreePanorama(_ByContent):
     tokens): the roots of all starts. Further nodes 0..M-1, numbered L+1.., are prefixes that leave
     the text (or, for a head, any drafted ones): ``parent`` int32 [M] is a node's parent and
     ``slot`` uint8 [M] its place among the parent's children; parents come first. With N = L + 1 + M
-    and K = ``width``, each node holds the distribution after it, in codes of 1/16 nat
+    and K = ``width``, each node holds the distribution after it, in codes of 1/256 nat
     (docs/trees.md):
 
-    - ``tokens`` int32 [N, K], ``logp``, ``gap`` uint8 [N, K]: its children, best first; ``count``
+    - ``tokens`` int32 [N, K], ``logp``, ``gap`` uint16 [N, K]: its children, best first; ``count``
       uint8 [N]: how many exist.
-    - ``entropy``, ``top_entropy`` uint8 [N].
+    - ``entropy``, ``top_entropy`` uint16 [N].
     - ``text_slot`` uint8 [N]: which child is the text's next token; 255 if none is, or the node is
       not on the text.
 
@@ -311,11 +305,11 @@ class TreePanorama(_ByContent):
     parent: npt.NDArray[np.int32]
     slot: npt.NDArray[np.uint8]
     tokens: npt.NDArray[np.int32]
-    logp: npt.NDArray[np.uint8]
-    gap: npt.NDArray[np.uint8]
+    logp: npt.NDArray[np.uint16]
+    gap: npt.NDArray[np.uint16]
     count: npt.NDArray[np.uint8]
-    entropy: npt.NDArray[np.uint8]
-    top_entropy: npt.NDArray[np.uint8]
+    entropy: npt.NDArray[np.uint16]
+    top_entropy: npt.NDArray[np.uint16]
     text_slot: npt.NDArray[np.uint8]
 
     def __post_init__(self) -> None:

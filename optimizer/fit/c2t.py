@@ -1,8 +1,9 @@
 """C2T's classifier (section 4, appendix B): whether a drafted node will be accepted, from three
 numbers about it.
 
-The features of a node are its joint probability exp(-joint / 16), the entropy in nats of the
-distribution it was drawn from, entropy / 16, and its depth from 1 (section 4.1). The classifier is
+The features of a node are its joint probability exp(-joint), the entropy of the distribution it
+was drawn from, and its depth from 1 (section 4.1), the first two in nats by
+:func:`runtime.policies.c2t.nats`. The classifier is
 Linear(3, hidden), ReLU, Linear(hidden, 1), sigmoid. Evaluating it, and the table of all codes that
 trees are grown by, are the runtime's: :class:`runtime.policies.c2t.ClassifierWeights`.
 """
@@ -23,12 +24,11 @@ from spectune.optimizer.fit.perceptron import Weights
 from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource
 from spectune.optimizer.fit.shared import StoredFit, held_out, stored
 from spectune.runtime.policies.artifacts import CLASSIFIER
-from spectune.runtime.policies.c2t import WEIGHTS, ClassifierWeights, read_weights
+from spectune.runtime.policies.c2t import WEIGHTS, ClassifierWeights, nats, read_weights
 from spectune.runtime.policies.eagle2 import INFINITE
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.trees.grow import NONE, Growing, TreeRule
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import TREE_SCALE
 
 Index = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -61,7 +61,7 @@ candidate counts do."""
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Nodes of drafted trees, [n] each: codes in 1/16 nat, ``depth`` from 1, ``accepted``, and the
+    """Nodes of drafted trees, [n] each: codes in 1/256 nat, ``depth`` from 1, ``accepted``, and the
     ``tree`` that a node is of, whose nodes are trained on or held out together."""
 
     joint_code: npt.NDArray[np.int32]
@@ -80,8 +80,8 @@ class Examples:
     def features(self, mask: Flags) -> torch.Tensor:
         """Raw features float64 [n, 3]; those outside of the ``mask`` are 0."""
         columns = (
-            np.exp(self.joint_code / -TREE_SCALE),
-            self.entropy_code / TREE_SCALE,
+            np.exp(-nats(self.joint_code)),
+            nats(self.entropy_code),
             self.depth.astype(np.float64),
         )
         return torch.from_numpy(np.stack(columns, axis=1) * mask)

@@ -1,7 +1,7 @@
 """HeteroSpec's entropy bins (section 4.2): a regression tree over Phi, read off as integer
 thresholds.
 
-Phi is the sum of the top-entropies along a round's most confident path (equation 1), in 1/16 nat.
+Phi is the sum of the top-entropies along a round's most confident path (equation 1), in 1/256 nat.
 The Terminal Confidence Rank (TCR) is the rank, from 1, that the deepest accepted node has among the
 N selected ones by joint cost; 0 when nothing was accepted.
 """
@@ -44,7 +44,7 @@ paper names none."""
 
 @dataclass(frozen=True, eq=False)
 class Rounds:
-    """What rounds did, [n] each: ``phi`` int64 in 1/16 nat, ``tcr`` int64, ``fully_accepted``
+    """What rounds did, [n] each: ``phi`` int64 in 1/256 nat, ``tcr`` int64, ``fully_accepted``
     bool."""
 
     phi: Index
@@ -54,12 +54,12 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Bins:
-    """``thresholds`` in 1/16 nat, ascending, for Phi over ``depth`` distributions: the bin is the
+    """``thresholds`` in 1/256 nat, ascending, for Phi over ``depth`` distributions: the bin is the
     number of thresholds below Phi.
 
-    ``statistics`` of each bin: over the fitted rounds ``count``, ``mean_tcr``, ``mean_phi`` in 1/16
-    nat; over all rounds the ``share`` that falls into it, and ``fully_accepted``, the share of
-    those.
+    ``statistics`` of each bin: over the fitted rounds ``count``, ``mean_tcr``, ``mean_phi`` in
+    1/256 nat; over all rounds the ``share`` that falls into it, and ``fully_accepted``, the
+    share of those.
     ``within_variance``: the sum over bins of |D_j| / |D| times the variance of the rank in D_j.
     Equation 2 as printed multiplies |D_j| / |D| with a sum over D_j and so counts the size twice,
     which CART does not. ``explained`` is R^2, 0 where all ranks are equal. ``jaccard`` is

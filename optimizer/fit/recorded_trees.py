@@ -20,7 +20,7 @@ from spectune.runtime.policies.document import parse_plain_policy
 from spectune.runtime.trees.grow import TreeRule
 from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import TREE_SCALE
+from spectune.traces.schema import NAT_SCALE
 from spectune.traces.store import RecordingInfo, TraceStore
 
 Index = npt.NDArray[np.int64]
@@ -158,17 +158,17 @@ def tree_source(store: TraceStore, recording: str, draft: str) -> TreeSource:
 
 
 def child_probabilities(
-    logp: npt.NDArray[np.uint8], count: npt.NDArray[np.uint8]
+    logp: npt.NDArray[np.uint16], count: npt.NDArray[np.uint8]
 ) -> npt.NDArray[np.float64]:
     """q of each child [n, k] from codes that were rounded down: the middle of the code's interval,
     0 for children that do not exist.
 
-    A code of 0 says only that q is above exp(-1/16) = 0.94; there it is what the other recorded
+    A code of 0 says only that q is above exp(-1/256) = 0.996; there it is what the other recorded
     children leave, at least that.
     """
     exists = np.arange(logp.shape[1]) < count[:, None]
     q: npt.NDArray[np.float64] = np.where(
-        exists & (logp > 0), np.exp(-(logp + 0.5) / TREE_SCALE), 0.0
+        exists & (logp > 0), np.exp(-(logp + 0.5) / NAT_SCALE), 0.0
     )
     first = exists & (logp == 0)
-    return np.where(first, np.maximum(1.0 - q.sum(1, keepdims=True), np.exp(-1 / TREE_SCALE)), q)
+    return np.where(first, np.maximum(1.0 - q.sum(1, keepdims=True), np.exp(-1 / NAT_SCALE)), q)

@@ -3,7 +3,7 @@ estimate is near the chance of a child.
 
 The estimate of a child, given that its parent was accepted, is softmax(-sharpness * gap) over the k
 children of a distribution (:func:`runtime.trees.grow.grow_level`); here it is that very ratio
-of whole weights before its -log is rounded to 1/16 nat.
+of whole weights before its -log is rounded to 1/256 nat.
 
 It is judged by binary log loss: of each child by itself, "is it the text's next token", over all
 distributions, also those none of whose children is. Joint costs compare nodes of different branches
@@ -25,7 +25,7 @@ from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource, chi
 from spectune.optimizer.fit.shared import StoredFit, held_out
 from spectune.runtime.policies.document import DEFAULT_TOP_N, TopKGrowth
 from spectune.runtime.progress import Progress, silent
-from spectune.runtime.trees.grow import gap_weights
+from spectune.runtime.trees.grow import GAP_CODES, gap_weights
 from spectune.traces.errors import TraceError
 
 FloatArray = npt.NDArray[np.float64]
@@ -50,7 +50,7 @@ SURE: Final = 2.0**-24
 
 @dataclass(frozen=True, eq=False)
 class ScoreExamples:
-    """Distributions after n prefixes of texts. ``gap`` int64 [n, k] in 1/16 nat and ``q`` float64
+    """Distributions after n prefixes of texts. ``gap`` int64 [n, k] in 1/256 nat and ``q`` float64
     [n, k]: of their children, best first; ``count`` int64 [n]: how many exist; ``taken`` int64 [n]:
     the child that is the text's next token, -1 if none of them is; ``start`` int64 [n]: the
     position where the round began that reads the distribution."""
@@ -231,8 +231,9 @@ def _weights(examples: ScoreExamples, sharpness: float) -> tuple[Index, Index, F
     """Whole weights of the children [n, k], 0 where there is none, their sums [n], and logarithms
     [n, k]."""
     whole, logs = gap_weights(sharpness)
-    weight = np.where(examples.exists, whole[examples.gap], 0)
-    return weight, weight.sum(1), logs[examples.gap]
+    gap = np.minimum(examples.gap, GAP_CODES - 1)
+    weight = np.where(examples.exists, whole[gap], 0)
+    return weight, weight.sum(1), logs[gap]
 
 
 def _ranks(examples: ScoreExamples, sharpness: float) -> list[dict[str, float]]:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from spectune.optimizer.report.fitting import FittingTable, cell, header
 from spectune.optimizer.report.words import LATENCIES, prediction_in_words
-from spectune.traces.schema import TREE_SCALE, Counts, LatencyProfile, Outcome
+from spectune.traces.schema import NAT_SCALE, Counts, LatencyProfile, Outcome
 from spectune.traces.text import printable
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def _checked_rounds(what: str, check: Mapping[str, Any]) -> str:
 
 def bins_table(fitted: Mapping[str, Any]) -> RenderableType:
     """Fitted entropy bins, lowest first; thresholds in nats."""
-    bounds = [*(f"{t / TREE_SCALE:.3g}" for t in fitted["thresholds"]), "-"]
+    bounds = [*(f"{t / NAT_SCALE:.3g}" for t in fitted["thresholds"]), "-"]
     rows = [
         (
             *(n, bound, row["count"], f"{row['mean_tcr']:.1f}"),

@@ -36,10 +36,10 @@ class Forest:
     another.
 
     ``root`` int64 [positions]: the node of each start. ``child`` int32 [nodes, K] (-1: not
-    recorded), ``text_slot`` uint8 [nodes], and the distributions' codes: ``logp``, ``gap`` uint8
-    [nodes, K]; ``entropy``, ``top_entropy``, ``count`` uint8 [nodes]; ``tokens`` int32 [nodes, K]
-    their ids. ``limit`` int64 [positions]: the deepest level the token budget allows. ``full``: no
-    filter of the sampling can leave a distribution with fewer children than are read.
+    recorded), ``text_slot`` uint8 [nodes], and the distributions: ``tokens`` int32, ``logp`` and
+    ``gap`` uint16 [nodes, K], ``entropy`` and ``top_entropy`` uint16, ``count`` uint8 [nodes].
+    ``limit`` int64 [positions]: the deepest level the token budget allows. ``full``: no filter of
+    the sampling can leave a distribution with fewer children than are read.
     """
 
     draft: str
@@ -51,11 +51,11 @@ class Forest:
     limit: npt.NDArray[np.int64]
     child: npt.NDArray[np.int32]
     text_slot: npt.NDArray[np.uint8]
-    logp: npt.NDArray[np.uint8]
-    gap: npt.NDArray[np.uint8]
+    logp: npt.NDArray[np.uint16]
+    gap: npt.NDArray[np.uint16]
     count: npt.NDArray[np.uint8]
-    entropy: npt.NDArray[np.uint8]
-    top_entropy: npt.NDArray[np.uint8]
+    entropy: npt.NDArray[np.uint16]
+    top_entropy: npt.NDArray[np.uint16]
     tokens: npt.NDArray[np.int32]
 
     @property

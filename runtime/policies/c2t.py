@@ -22,15 +22,17 @@ from pydantic import Field
 from spectune.runtime.policies.blocks import WIDTH_LIMIT, TreeGrowth, Width
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.refusals import stored_numbers
-from spectune.traces.schema import TREE_SCALE
+from spectune.traces.schema import NAT_SCALE
 
 FloatArray = npt.NDArray[np.float64]
 WeightArray = npt.NDArray[np.float32]
 TableArray = npt.NDArray[np.uint16]
 
-JOINT_CODES: Final = 512
+STEP: Final = NAT_SCALE // 16
+"""Codes that a table does not tell apart: it has a row for each 1/16 nat."""
+JOINTS: Final = 512
 """Joint costs told apart: up to 32 nat, a probability of 1e-14."""
-ENTROPY_CODES: Final = 160
+ENTROPIES: Final = 160
 """Entropies told apart: up to 10 nat."""
 DEPTHS: Final = 24
 """Depths told apart."""
@@ -89,13 +91,14 @@ class ClassifierWeights:
     def confidence(
         self, joint_code: npt.ArrayLike, entropy_code: npt.ArrayLike, depth: npt.ArrayLike
     ) -> FloatArray:
-        """Confidences in 0..1 of codes that broadcast, float64 in their shape.
+        """Confidences in 0..1 of codes that broadcast, float64 in their shape. Probability and
+        entropy are looked at in 1/16 nat (:func:`nats`).
 
         Sums over the hidden units one after another, elementwise: no matrix product, whose order of
         summation varies. So a table holds exactly these; what entropy and depth give is added up
         first, which a table does once per row."""
-        probability = np.exp(np.asarray(joint_code, dtype=np.float64) / -TREE_SCALE)
-        entropy, level = np.asarray(entropy_code) / TREE_SCALE, np.asarray(depth, dtype=np.float64)
+        probability, entropy = np.exp(-nats(joint_code)), nats(entropy_code)
+        level = np.asarray(depth, dtype=np.float64)
         w1, b1, w2, b2 = (w.astype(np.float64) for w in (self.w1, self.b1, self.w2, self.b2))
         z = np.full(np.broadcast_shapes(probability.shape, entropy.shape, level.shape), b2[0])
         h = np.empty_like(z)
@@ -109,18 +112,23 @@ class ClassifierWeights:
         return np.asarray(1.0 / (1.0 + np.exp(-z)), dtype=np.float64)
 
     def table(
-        self, depths: int = DEPTHS, entropies: int = ENTROPY_CODES, joints: int = JOINT_CODES
+        self, depths: int = DEPTHS, entropies: int = ENTROPIES, joints: int = JOINTS
     ) -> TableArray:
         """floor(confidence * 65535) of all codes, uint16 [depths, entropies, joints]: [depth - 1,
-        entropy, joint].
+        entropy // STEP, joint // STEP].
 
         Depths and codes beyond it take the last entries (:func:`confidence_code`).
         """
         out = np.empty((depths, entropies, joints), dtype=np.uint16)
-        joint, entropy = np.arange(joints), np.arange(entropies)[:, None]
+        joint, entropy = np.arange(joints) * STEP, np.arange(entropies)[:, None] * STEP
         for level in range(depths):
             out[level] = np.floor(self.confidence(joint, entropy, level + 1) * CONFIDENCE_SCALE)
         return out
+
+
+def nats(code: npt.ArrayLike) -> FloatArray:
+    """Codes in nats, rounded down to 1/16, float64."""
+    return np.asarray(np.asarray(code) // STEP * (STEP / NAT_SCALE), dtype=np.float64)
 
 
 def read_weights(arrays: Mapping[str, npt.NDArray[Any]]) -> ClassifierWeights:
@@ -149,7 +157,8 @@ def confidence_code(table: npt.NDArray[np.int32], depth: int, entropy: int, join
     """A table's entry for codes and a depth from 1; those beyond the table take its last
     entries."""
     depths, entropies, joints = table.shape
-    return int(table[min(depth, depths) - 1, min(entropy, entropies - 1), min(joint, joints - 1)])
+    row, column = min(entropy // STEP, entropies - 1), min(joint // STEP, joints - 1)
+    return int(table[min(depth, depths) - 1, row, column])
 
 
 def beta_code(beta: float) -> int:

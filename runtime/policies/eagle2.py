@@ -34,9 +34,9 @@ class Select(Block):
     top_n: Annotated[int, Field(ge=1, le=NODE_LIMIT)] | None = None
 
 
-INFINITE: Final = 1 << 20
+INFINITE: Final = 1 << 23
 """Cost of a candidate that does not exist or may not be chosen; more than any path can sum to (64
-levels of 255)."""
+levels of NAT_CODE_MAX)."""
 
 
 @compiled()

@@ -30,7 +30,7 @@ class Stratify(Block):
 
 @compiled()
 def bin_of(phi: int, depth: int, thresholds: npt.NDArray[np.int64], fitted_depth: int) -> int:
-    """The bin of Phi (in 1/16 nat, a sum over ``depth`` levels): how many thresholds it exceeds.
+    """The bin of Phi (in 1/256 nat, a sum over ``depth`` levels): how many thresholds it exceeds.
 
     Thresholds belong to sums over ``fitted_depth`` levels; other depths are compared by Phi per
     level, in whole numbers.

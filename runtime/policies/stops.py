@@ -19,7 +19,7 @@ from pydantic import Field
 
 from spectune.runtime.policies.blocks import Block, Probability
 from spectune.runtime.policies.jit import compiled
-from spectune.traces.schema import NAT_SCALE
+from spectune.traces.schema import NAT_CODE_MAX, NAT_SCALE
 
 STOP_NONE: Final = 0
 STOP_MAX_PROB: Final = 1
@@ -87,13 +87,14 @@ class CompiledStop(NamedTuple):
     keep_last: bool = True
 
 
-def compile_stop(stop: Stop, *, scale: int = NAT_SCALE) -> CompiledStop:
-    """Turns thresholds into limits on codes of 1/``scale`` nat.
+def compile_stop(stop: Stop) -> CompiledStop:
+    """Turns thresholds into limits on codes.
 
     ``max_prob``: q < t, that is code > floor(-256 ln t). ``joint_prob``: the same with the sum of
     the chain's codes. ``entropy``: 1 - sqrt(scale H) < t, that is code > floor(256 (1-t)^2 /
     scale). Rounding down makes a limit that is reached exactly no stop. Threshold 0 never stops: no
-    probability, and no lower bound on one, is below 0. Threshold 1 stops at every code above 0.
+    probability, and no lower bound on one, is below 0. Threshold 1 stops at every code above 0. A
+    code, or a sum of codes, of NAT_CODE_MAX or more (e^-256) is below every other threshold.
     """
     if isinstance(stop, NoStop):
         return CompiledStop(STOP_NONE)
@@ -102,7 +103,7 @@ def compile_stop(stop: Stop, *, scale: int = NAT_SCALE) -> CompiledStop:
         nats = -math.log(threshold)
         if isinstance(stop, EntropyStop):
             nats = (1.0 - threshold) ** 2 / stop.scale
-        limit = min(NEVER, math.floor(nats * scale + _SLACK))
+        limit = min(NAT_CODE_MAX - 1, math.floor(nats * NAT_SCALE + _SLACK))
     compiled_as = {
         "max_prob": (STOP_MAX_PROB, limit, NEVER, NEVER),
         "joint_prob": (STOP_JOINT_PROB, NEVER, limit, NEVER),

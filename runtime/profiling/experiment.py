@@ -22,7 +22,7 @@ from spectune.runtime.costs import MeasuredRound, RoundKind
 from spectune.runtime.decoder import ModelBackend, warmed_shortlists
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, Round, StaticSource, decode_rounds
-from spectune.runtime.policies.c2t import beta_code
+from spectune.runtime.policies.c2t import STEP, beta_code, nats
 from spectune.runtime.policies.document import (
     AUTOREGRESSIVE,
     ClustersShortlist,
@@ -42,7 +42,7 @@ from spectune.runtime.policies.plan import Plan, compile_plan
 from spectune.runtime.policies.router import Router, Routing
 from spectune.runtime.policies.shortlist_rule import ShortlistRule
 from spectune.runtime.profiling.fit import Prefill
-from spectune.traces.schema import TREE_SCALE, Sampling
+from spectune.traces.schema import Sampling
 
 BLOCK: Final = 3
 """Rounds under one policy; the first of them pays for what the policy before left in the caches,
@@ -239,7 +239,7 @@ def _trees(pair: LoadedPair, name: str) -> list[Cell]:
     cells = [cell_of(pair, policy) for policy in policies]
     plain, _, rows = cell_of(pair, usual)
     assert plain.rules is not None
-    joint = np.rint(65535 * np.exp(-np.arange(1024) / TREE_SCALE)).astype(np.int32)
+    joint = np.rint(65535 * np.exp(-nats(np.arange(1024) * STEP))).astype(np.int32)
     confidence = np.broadcast_to(joint, (4, 256, 1024))
     for kind, change in (
         (

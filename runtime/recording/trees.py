@@ -26,7 +26,7 @@ from spectune.runtime.policies.document import (
     TopKGrowth,
 )
 from spectune.runtime.recording.passes import Nodes, RecordedText
-from spectune.runtime.trees.grow import NONE, Codes, Growing, TreeRule
+from spectune.runtime.trees.grow import CODE_DTYPES, NONE, Codes, Growing, TreeRule
 from spectune.traces.schema import Trajectory, TreePanorama
 
 GROUP = 8
@@ -36,6 +36,11 @@ ROWS = 256
 OFF_TEXT = 255
 SHARPNESSES = (1.5, 3.0)
 """Sharpnesses of the coupled score that every recording covers."""
+_DTYPES = dict(zip(Codes._fields, CODE_DTYPES, strict=True)) | {
+    "text_slot": np.uint8,
+    "slot": np.uint8,
+    **dict.fromkeys(("parent", "position", "child"), np.int32),
+}
 _UNREAD = {"text_slot": OFF_TEXT, "parent": -1, "child": -1}
 """What columns hold of a node that was not read, where not 0."""
 
@@ -130,15 +135,10 @@ class _Recorder(RecordedText):
         super().__init__(pair, trajectory, draft)
         self.width = width
         self.roots = self.n = self._first = len(self.output) + 1
-        words, wide = {"tokens", "parent", "position", "child"}, {"tokens", "logp", "gap", "child"}
-        shapes = (16 * self.roots, width), 16 * self.roots
+        rows, wide = 16 * self.roots, {"tokens", "logp", "gap", "child"}
         self.columns: dict[str, np.ndarray] = {
-            name: np.full(
-                shapes[name not in wide],
-                _UNREAD.get(name, 0),
-                np.int32 if name in words else np.uint8,
-            )
-            for name in (*Codes._fields, "text_slot", "parent", "slot", "position", "child")
+            name: np.full((rows, width) if name in wide else rows, _UNREAD.get(name, 0), dtype)
+            for name, dtype in _DTYPES.items()
         }
 
     def read_roots(self) -> None:

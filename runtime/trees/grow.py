@@ -23,7 +23,7 @@ from spectune.runtime.policies.c2t import CONFIDENCE_SCALE, confidence_code
 from spectune.runtime.policies.eagle2 import INFINITE, cheapest
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.sequoia import StaticLevel
-from spectune.traces.schema import TREE_CODE_MAX, TREE_SCALE
+from spectune.traces.schema import NAT_SCALE
 
 Index = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -32,6 +32,12 @@ ROOT: Final = -1
 """The parent of a candidate of the first level."""
 NONE: Final = -2
 """A place of a frontier without a node."""
+GAP_CODES: Final = 4096
+"""Gaps told apart: up to 16 nat."""
+
+
+CODE_DTYPES: Final = (np.int32, np.uint16, np.uint16, np.uint16, np.uint16, np.uint8)
+"""Of recorded :class:`Codes`, by field."""
 
 
 class Codes(NamedTuple):
@@ -47,16 +53,16 @@ class Codes(NamedTuple):
     count: npt.NDArray[Any]  # type: ignore[assignment]  # hides tuple.count
 
     @classmethod
-    def of(cls, tokens: npt.ArrayLike, *codes: npt.ArrayLike) -> Codes:
+    def of(cls, *columns: npt.ArrayLike) -> Codes:
         """In the dtypes of a recording, for which functions are compiled then already."""
-        return cls(np.array(tokens, np.int32), *(np.array(x, np.uint8) for x in codes))
+        return cls(*(np.array(x, d) for x, d in zip(columns, CODE_DTYPES, strict=True)))
 
 
 class LevelRule(NamedTuple):
     """What compiled code reads of a :class:`TreeRule`. ``weights`` int64 and ``logs`` float64
-    [256]: :func:`gap_weights`. ``confidence`` int32 [depth, entropy, joint]: C2T's table, else
-    empty. ``listed`` and ``expanded`` int64 [levels, most]: a static tree's places, filled up with
-    -1, else empty."""
+    [GAP_CODES]: :func:`gap_weights`. ``confidence`` int32 [depth, entropy, joint]: C2T's table,
+    else empty. ``listed`` and ``expanded`` int64 [levels, most]: a static tree's places, filled up
+    with -1, else empty."""
 
     width: int
     frontier: int
@@ -77,7 +83,7 @@ class TreeRule:
     ``width``: children read of a distribution (k); ``frontier``: nodes expanded per level at most
     (F). ``confidence`` int32 [depth, entropy, joint] codes of 1/65535 and ``beta_code`` make it
     C2T's. ``static`` levels make it static. Limits of the stop are those of
-    :class:`runtime.policies.stops.CompiledStop`, in 1/16 nat. ``thresholds``, ``fitted_depth``,
+    :class:`runtime.policies.stops.CompiledStop`, in 1/256 nat. ``thresholds``, ``fitted_depth``,
     ``alpha`` and ``kept`` (N' of each low bin) are HeteroSpec's.
     """
 
@@ -176,9 +182,9 @@ def _padded(rows: list[tuple[int, ...]]) -> Index:
 
 @lru_cache(maxsize=64)
 def gap_weights(sharpness: float) -> tuple[Index, FloatArray]:
-    """Whole weights 2**24 exp(-sharpness gap) of each gap code, int64 [256], and their logarithms,
-    float64 [256]."""
-    shares = [math.exp(-sharpness * gap / TREE_SCALE) for gap in range(TREE_CODE_MAX + 1)]
+    """Whole weights 2**24 exp(-sharpness gap) of each gap code, int64 [GAP_CODES], and their
+    logarithms, float64 [GAP_CODES]; wider gaps take the last."""
+    shares = [math.exp(-sharpness * gap / NAT_SCALE) for gap in range(GAP_CODES)]
     whole = [max(1, math.floor(2**24 * share + 0.5)) for share in shares]
     return np.array(whole), np.array([math.log(w) for w in whole])
 
@@ -276,9 +282,8 @@ def grow_level(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tr
             tree.token[at] = codes.tokens[row, rank]
             tree.q_cost[at] = q_cost + own
             if rule.coupled:
-                own = np.int64(
-                    math.floor((log_total - rule.logs[codes.gap[row, rank]]) * TREE_SCALE + 0.5)
-                )
+                log_weight = rule.logs[min(codes.gap[row, rank], GAP_CODES - 1)]
+                own = np.int64(math.floor((log_total - log_weight) * NAT_SCALE + 0.5))
             tree.cost[at] = cost + own
             at += 1
         for rank in range(there, k):
@@ -296,7 +301,7 @@ def _log_of_weights(rule: LevelRule, gap: npt.NDArray[Any], row: int, there: int
     """log of the siblings' sum of weights, the normaliser of the coupled score."""
     total = 0
     for rank in range(there):
-        total += rule.weights[gap[row, rank]]
+        total += rule.weights[min(gap[row, rank], GAP_CODES - 1)]
     return math.log(max(total, 1))
 
 
@@ -433,7 +438,7 @@ class Growing:
     @property
     def phi(self) -> int:
         """Phi of the path with the highest final-token confidence after the last level (HeteroSpec,
-        section 4.1), in 1/16 nat."""
+        section 4.1), in 1/256 nat."""
         return int(self.tree.level_phi[self.depth])
 
 

@@ -29,7 +29,6 @@ from spectune.runtime.policies.heterospec import kept_nodes
 from spectune.runtime.policies.sequoia import static_levels
 from spectune.runtime.policies.stops import STOP_NONE, compile_stop
 from spectune.runtime.trees.grow import TreeRule
-from spectune.traces.schema import TREE_SCALE
 
 BINS_LIMIT = 64
 """Most thresholds of entropy bins."""
@@ -41,7 +40,7 @@ def compile_tree(policy: Policy, *, sampled: bool, artifacts: Artifacts | None =
 
     Raises PolicyError when an artifact is missing, of another kind, or was fitted on another draft.
     """
-    growth, stop = policy.growth, compile_stop(policy.stop, scale=TREE_SCALE)
+    growth, stop = policy.growth, compile_stop(policy.stop)
     common: dict[str, Any] = {
         "top_n": policy.select.top_n,
         "reads_stop": stop.kind != STOP_NONE,
@@ -85,7 +84,7 @@ def read_paths(document: Mapping[str, Any], _: object) -> tuple[tuple[int, ...],
 
 
 def read_bins(document: Mapping[str, Any], _: object) -> tuple[tuple[int, ...], int]:
-    """(thresholds in 1/16 nat, ascending; the depth that they were fitted to) of an artifact of
+    """(thresholds in 1/256 nat, ascending; the depth that they were fitted to) of an artifact of
     kind :data:`BINS`. Raises one of :data:`refusals.MALFORMED`."""
     thresholds, depth = list(document["thresholds"]), document["depth"]
     if len(thresholds) > BINS_LIMIT or not all(
