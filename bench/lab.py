@@ -136,7 +136,9 @@ ON: dict[str, str] = {"device": "cpu"}
 
 def demo(drafts: Sequence[str] | None = None, dtype: str = "auto") -> LoadedPair:
     """The pair that ships, on the CPU unless :data:`ON` says otherwise."""
-    return load_pair(read_pair("demo"), **ON, dtype=dtype, drafts=drafts)
+    pair = load_pair(read_pair("demo"), **ON, dtype=dtype, drafts=drafts)
+    torch.set_num_threads(pair.threads)
+    return pair
 
 
 def gpt2(state: Path, dtype: str = "auto") -> LoadedPair:

@@ -11,7 +11,6 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
-import torch
 
 from spectune.optimizer.deployment import tuned_for
 from spectune.optimizer.execute import DecodeOptions
@@ -49,7 +48,7 @@ def tuning_job(
     (None if the incumbent stays), why, and ``report``: what ``page`` returns of the study, the path
     of its page. ``tell`` is called with what a user should know of recorded traffic.
     """
-    loaded: dict[tuple[str, str, str, int | None], tuple[LoadedPair, int]] = {}
+    loaded: dict[tuple[str, str, str, int | None], LoadedPair] = {}
 
     def execute(job: Job, context: JobContext) -> Mapping[str, Any]:
         made = store.published_under(context.idempotency_key)
@@ -62,18 +61,18 @@ def tuning_job(
         threads = payload.get("threads")
         key = (spec.id, device, dtype, threads)
         if key not in loaded:
-            pair = load(spec, device=device, dtype=dtype, threads=threads)
-            loaded[key] = pair, torch.get_num_threads()
-        pair, threads = loaded[key]
-        torch.set_num_threads(threads)  # another pair may have set others meanwhile
+            loaded[key] = load(spec, device=device, dtype=dtype, threads=threads)
+        pair = loaded[key]
 
         def step(phase: str, done: int, total: int) -> None:
             context.check()
             progress(f"{job.schedule}: {phase}", done, total)
 
-        tuned = _tune(
-            store, pair, payload, context, step, lambda line: tell(f"{job.schedule}: {line}")
-        )
+        def say(line: str) -> None:
+            tell(f"{job.schedule}: {line}")
+
+        with pair.torch_threads():
+            tuned = _tune(store, pair, payload, context, step, say)
         told = _told(tuned.to_json(), tuned.published.version if tuned.published else None)
         return {**told, "report": page(tuned.study)}
 

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from transformers.utils import logging as transformers_logging
+
 from spectune.runtime.loading import SMALL, LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec
 from spectune.traces.errors import PairError, SpectuneError
@@ -206,7 +208,10 @@ _turn = threading.Lock()
 
 
 def _begin(wanted: _Wanted, parent: int) -> None:
-    """Loads the pair. Ctrl-C is the parent's to handle; without a parent the process ends."""
+    """Loads the pair. Ctrl-C is the parent's to handle, and stderr its to write to; without a
+    parent the process ends."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     _pair(wanted)
@@ -237,7 +242,7 @@ def _submitted(pool: Executor, call: Callable[..., Result], *arguments: Any) -> 
 
 
 def _apply(wanted: _Wanted, work: Callable[[LoadedPair, Any], Result], item: Any) -> Result:
-    with _turn:
+    with _turn, _pair(wanted).torch_threads():
         return work(_pair(wanted), item)
 
 

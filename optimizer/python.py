@@ -139,7 +139,7 @@ def record(
     loaded, workload, options, overlong = _prepared("record", target, drafts, prompts, pair, how)
     workload = _fitted(loaded, workload, options, overlong)
     plain = StaticSource(prepare(AUTOREGRESSIVE, loaded.draft_names))
-    with open(db, create=True) as store:
+    with open(db, create=True) as store, loaded.torch_threads():
         info = do_record(
             store, loaded, workload, options, Look(loaded.draft_names, gamma_max), plain
         )
@@ -182,7 +182,7 @@ def tune(
     loaded, workload, options, overlong = _prepared("tune", target, drafts, prompts, pair, how, own)
     wanted = TuneOptions(**{"options": options, "tell": lambda line: _warn([line]), **how})
     workload = _fitted(loaded, workload, options, overlong, wanted.drafts or None)
-    with open(db, create=True) as store:
+    with open(db, create=True) as store, loaded.torch_threads():
         tuned = do_tune(store, loaded, workload, wanted, progress=progress)
     data, version = tuned.to_json(), tuned.published and tuned.published.version
     done = f"published as version {version}" if version else "nothing published"
@@ -242,7 +242,7 @@ def run(
     """Executes a policy on prompts and measures it; nothing is stored. Arguments are
     :func:`record`'s. A row is a request, with its text."""
     loaded, workload, options, overlong = _prepared("run", target, drafts, prompts, pair, how)
-    with open(db, create=True) as store:
+    with open(db, create=True) as store, loaded.torch_threads():
         profile = store.profile_of(loaded.id, **loaded.place)
         if policy == "active":
             plan = last_good(store, loaded, profile, options.verifier, options.sampling, deployment)

@@ -7,6 +7,9 @@ a pass without a cache is causal and needs none.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -75,10 +78,39 @@ def causal_mask(start: int, stop: int, view: int, device: torch.device) -> torch
 
 
 def register() -> None:
-    """Makes ``attn_implementation="spectune"`` known, and turns cuDNN's kernels off in the whole
-    process: it plans them for each shape, in 0.1 s or more, and eager passes are of many. Calling
-    it again is harmless."""
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    """Makes ``attn_implementation="spectune"`` known. Calling it again is harmless."""
     AttentionInterface.register(NAME, slot_attention)
     # Without a mask of ours attention is causal.
     AttentionMaskInterface.register(NAME, lambda *_args, **_kwargs: None)
+
+
+_switching = threading.Lock()
+_blocks = 0
+"""How many blocks of :func:`cudnn_attention` are open."""
+_before = True
+"""The process's own choice, while any is."""
+
+
+@contextmanager
+def cudnn_attention(enabled: bool) -> Iterator[None]:
+    """Lets attention on CUDA use cuDNN's kernels inside the block, or keeps it from them. Behind
+    the last block, of whatever thread, the process has its own choice again."""
+    global _blocks, _before
+    with _switching:
+        if not _blocks:
+            _before = torch.backends.cuda.cudnn_sdp_enabled()
+        _blocks += 1
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
+    try:
+        yield
+    finally:
+        with _switching:
+            _blocks -= 1
+            if not _blocks:
+                torch.backends.cuda.enable_cudnn_sdp(_before)
+
+
+def eager_kernels(device: torch.device) -> AbstractContextManager[None]:
+    """The kernels of eager passes on a device: all but cuDNN's, which are planned for each shape,
+    in 0.1 s or more, and eager passes are of many shapes."""
+    return cudnn_attention(False) if device.type == "cuda" else nullcontext()

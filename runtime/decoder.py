@@ -18,7 +18,6 @@ from spectune.runtime.drafts.eagle import EagleDraft, Features
 from spectune.runtime.drafts.language_model import LanguageModelDraft
 from spectune.runtime.drafts.ngram import NgramDraft
 from spectune.runtime.drafts.protocol import Draft, DraftContext, Drafted
-from spectune.runtime.generation_settings import Process, check
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, PolicySource, Round, Verified, decode_rounds
 from spectune.runtime.models import ids_tensor
@@ -72,7 +71,6 @@ class ModelBackend:
         self._rounds = 0
         self._request: DecodeRequest | None = None
         self._noise: Noise | None = None
-        self._process: Process | None = None
         self._capacity = 0
         self._read_ahead: tuple[DecodeRequest, str] | None = None
 
@@ -107,7 +105,6 @@ class ModelBackend:
         self._noise = Noise(request.seed, target.vocab_size, target.device) if sampled else None
         ahead, self._read_ahead = self._read_ahead, None
         self._awake = {ahead[1]} if ahead is not None and ahead[0] is request else set()
-        self._process = self.pair.processor(len(self._text))
         target.reserve(self._capacity + NODE_LIMIT)
         prepare_graphs(self.pair, prepared, self._capacity, every=self.every_shape)
         if len(self._text) > 1:
@@ -152,7 +149,7 @@ class ModelBackend:
     def verify(self, drafted: Drafted | None) -> Verified:
         request, target, length = self._request, self.pair.target, len(self._text)
         assert request is not None
-        text = TargetText(self._text, request.sampling, self._noise, self._process)
+        text = TargetText(self._text, request.sampling, self._noise)
         if drafted is not None and drafted.tree is not None:
             tree, logits = drafted.tree, self._read_tree(drafted.tree)
             # A CPU looks at the rows of the path alone; elsewhere at all at once, to wait once.
@@ -247,7 +244,6 @@ class Decoder:
                 f"request {item.id}: {len(prompt_ids)} prompt tokens + {max_new_tokens} new ones "
                 f"exceed {context}; shorten the prompt or lower --max-new-tokens"
             )
-        check(self.pair.settings, greedy=sampling.greedy, verifier=self.verifier)
         return DecodeRequest(
             id=item.id,
             prompt_ids=prompt_ids,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
@@ -13,10 +14,16 @@ import torch
 from spectune.runtime.cuda.graphs import CudaRecorder, use_graphs, wanted
 from spectune.runtime.drafts.eagle_formats import load_head
 from spectune.runtime.drafts.eagle_head import EagleHead
-from spectune.runtime.generation_settings import Process, Settings, processor
 from spectune.runtime.hardware import cpu_name
 from spectune.runtime.models import FINAL, CausalModel, load_model, pick_device, pick_dtype
-from spectune.runtime.pair import PairSpec, check_threads, is_head, is_local, translated
+from spectune.runtime.pair import (
+    PairSpec,
+    check_threads,
+    ignored_settings,
+    is_head,
+    is_local,
+    translated,
+)
 from spectune.runtime.words import (
     Texts,
     ends_of,
@@ -32,8 +39,8 @@ class LoadedPair(Texts):
     """Models and tokenizer.
 
     ``drafts`` are language models, ``heads`` EAGLE heads on the target; where there are heads, the
-    target's ``taps`` are what they read. ``settings``: what the target's generation_config asks of
-    its texts. ``notes``: lines on how the drafts were read.
+    target's ``taps`` are what they read. ``notes``: lines on how the models were read.
+    ``threads``: torch's on a CPU for its passes (:meth:`torch_threads`).
     """
 
     spec: PairSpec
@@ -42,20 +49,23 @@ class LoadedPair(Texts):
     tokenizer: Any
     eos_ids: frozenset[int]
     heads: dict[str, EagleHead] = field(default_factory=dict)
-    settings: Settings = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    threads: int = 1
+
+    @contextmanager
+    def torch_threads(self) -> Iterator[None]:
+        """Torch computes with the pair's ``threads`` inside the block, and as before behind it."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     @cached_property
     def id(self) -> str:
         """The pair's id when it was loaded: files that change later are another pair's."""
         return self.spec.id
-
-    def processor(self, prompt_tokens: int) -> Process | None:
-        """What changes the target's logits for a request whose prompt has ``prompt_tokens`` tokens;
-        None: nothing."""
-        if not self.settings:
-            return None
-        return processor(self.settings, prompt_tokens, self.eos_ids, self.device)
 
     @property
     def place(self) -> dict[str, str]:
@@ -113,8 +123,6 @@ are too short to be shared, and threads that wait for each other slow down whate
 machine."""
 SAMPLE = "It was the best of times, it was the worst of times, it was the age of wisdom."
 """A text on which models are compared with their own code."""
-_OWN_CHOICE = torch.get_num_threads()
-"""Torch's threads before a pair asked for others: they are the whole process's."""
 
 
 def load_pair(
@@ -128,9 +136,11 @@ def load_pair(
     """Loads target, tokenizer and drafts (all, or those named), each a language model or an EAGLE
     head.
 
-    ``threads`` are torch's on a CPU; by default one for a small target, else torch's own choice (or
-    ``OMP_NUM_THREADS``). Raises PairError on a missing model, a vocabulary that differs, a head of
-    another target, or files that change meanwhile.
+    ``threads`` are torch's on a CPU; by default one for a small target, else those it has. Nothing
+    is set here: :meth:`LoadedPair.torch_threads` does, or whoever owns the process.
+
+    Raises PairError on a missing model, a vocabulary that differs, a head of another target, or
+    files that change meanwhile.
     """
     check_threads(threads)
     content = spec.id
@@ -150,7 +160,7 @@ def load_pair(
     tokenizer = words()
     loaded: dict[str, CausalModel] = {}
     heads: dict[str, EagleHead] = {}
-    notes: list[str] = []
+    notes = ignored_settings(spec.target)
     for name, path in spec.drafts:
         if drafts is not None and name not in drafts:
             continue
@@ -173,16 +183,13 @@ def load_pair(
         loaded[name] = model
     small = where.type == "cpu" and target.num_parameters < SMALL
     if threads is None:
-        threads = 1 if small and "OMP_NUM_THREADS" not in os.environ else _OWN_CHOICE
-    torch.set_num_threads(threads)
+        given = not small or "OMP_NUM_THREADS" in os.environ
+        threads = torch.get_num_threads() if given else 1
     target.taps = tuple(sorted({tap for head in heads.values() for tap in head.taps}))
     with translated(f"target: eos_token_id of {spec.target}"):
         eos = getattr(target.model.generation_config, "eos_token_id", None)
         eos = ends_of(tokenizer.eos_token_id if eos is None else eos)
-    pair = LoadedPair(spec, target, loaded, tokenizer, eos, heads, spec.settings, tuple(notes))
-    with translated(f"target: generation_config of {spec.target}"):
-        if (process := pair.processor(1)) is not None:  # values that it does not take are told here
-            process(torch.zeros(target.vocab_size, device=where), [0])
+    pair = LoadedPair(spec, target, loaded, tokenizer, eos, heads, tuple(notes), threads)
     if pair.id != content:
         raise PairError(
             f"pair {spec.name}: its files changed while they were loaded; load it again"

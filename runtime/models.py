@@ -24,10 +24,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache
 from transformers.quantizers.auto import AutoHfQuantizer
-from transformers.utils import logging as transformers_logging
 
 from spectune.runtime import attention
-from spectune.runtime.attention import causal_mask
+from spectune.runtime.attention import causal_mask, eager_kernels
 from spectune.runtime.cache import SlotCache, view_of
 from spectune.runtime.pair import described, expanded, is_local, model_config, translated
 from spectune.runtime.shortlists import OutputHead
@@ -196,7 +195,8 @@ class SlotModel(ABC):
                 wanted = n if first == n or self.fed(own=True) else 0
                 return found.logits[first:].clone(), found.states[:wanted].clone()  # static ones
         self.cache.place(slots, n if mask is None else mask.shape[1])
-        states, self._tapped = self.over(ids, positions, mask, self.cache.cache, hidden, own)
+        with eager_kernels(self.device):
+            states, self._tapped = self.over(ids, positions, mask, self.cache.cache, hidden, own)
         none = states.new_zeros(0, dtype=torch.float32)
         return self.head(states[first:]) if first < n else none, states
 
@@ -313,7 +313,8 @@ class CausalModel(SlotModel):
         in one pass that leaves the cache and :attr:`tapped` alone."""
         taps = self._hooked.rows = {}
         known = torch.tensor([ids], device=self.device)
-        out: Tensor = self._decoder(input_ids=known, use_cache=False).last_hidden_state[0]
+        with eager_kernels(self.device):
+            out: Tensor = self._decoder(input_ids=known, use_cache=False).last_hidden_state[0]
         if FINAL in self._taps:
             taps[FINAL] = out
         return torch.cat([taps[tap] for tap in self._taps], -1)
@@ -398,8 +399,6 @@ def load_model(
     folder = expanded(path) if is_local(path) else None
     if folder is not None:
         _check_layers(model_config(folder), f"{name}: {folder / 'config.json'}")
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
     with translated(f"{name}: cannot load {described(path)}"):
         config = AutoConfig.from_pretrained(folder or path, trust_remote_code=False)
         quantized = _is_quantized(config, f"{name}: {path}")

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from spectune.runtime.file_hashes import FILES
-from spectune.runtime.generation_settings import settings_of
 from spectune.traces.errors import PairError, SpectuneError
 from spectune.traces.files import read_json
 from spectune.traces.text import shortened
@@ -39,9 +38,6 @@ class PairSpec:
     name: str
     target: str
     drafts: tuple[tuple[str, str], ...]
-    ignores_generation_config: bool = False
-    """Whether what the target's generation_config asks for is left out
-    (:mod:`runtime.generation_settings`)."""
 
     @property
     def draft_names(self) -> tuple[str, ...]:
@@ -51,34 +47,13 @@ class PairSpec:
     @property
     def id(self) -> str:
         """12 hex digits over the content of target and drafts: the same models are the same pair,
-        wherever they lie. Settings of a generation_config that change its texts make it another
-        pair than without them.
+        wherever they lie.
 
         Files are hashed whole. Raises PairError when one is missing or unreadable.
         """
         drafts = [[name, identity(path)] for name, path in sorted(self.drafts)]
-        settings = [self.settings] if self.settings else []
-        parts = [identity(self.target), *drafts, *settings]
+        parts = [identity(self.target), *drafts]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What the target's generation_config asks of its texts. Raises PairError where it cannot
-        be read."""
-        if self.ignores_generation_config:
-            return {}
-        folder = checkpoint(self.target)
-        for name in (GENERATION, "config.json"):  # old checkpoints ask in their config.json
-            if folder is not None:
-                found: object = str(folder / name)
-            else:
-                from huggingface_hub import try_to_load_from_cache
-
-                # What was fetched of a hub name when it was loaded.
-                found = try_to_load_from_cache(self.target, name)
-            if isinstance(found, str) and os.path.isfile(found):
-                return settings_of(model_config(Path(found).parent, name))
-        return {}
 
     def check(self) -> None:
         """Raises PairError if a checkpoint is missing or its configuration is none; reads no
@@ -88,10 +63,8 @@ class PairSpec:
                 model_config(folder)
 
     def to_json(self) -> dict[str, Any]:
-        """``{"name", "target", "drafts"}``, the form of a pair file; ``"generation_config": false``
-        where it is ignored."""
-        data = {"name": self.name, "target": self.target, "drafts": dict(self.drafts)}
-        return {**data, "generation_config": False} if self.ignores_generation_config else data
+        """``{"name", "target", "drafts"}``, the form of a pair file."""
+        return {"name": self.name, "target": self.target, "drafts": dict(self.drafts)}
 
     @classmethod
     def from_json(cls, data: Any, *, where: str, base: Path | None = None) -> PairSpec:
@@ -103,15 +76,10 @@ class PairSpec:
 
         if not isinstance(data, Mapping) or not isinstance(data.get("target"), str):
             raise refused('a pair file is {"name": ..., "target": PATH, "drafts": {NAME: PATH}}')
-        known = ("drafts", "generation_config", "name", "target")
+        known = ("drafts", "name", "target")
         for key in sorted(set(data) - set(known)):
             raise refused(f"unknown key {key!r}; known keys: {', '.join(known)}")
-        applies, drafts = data.get("generation_config", True), data.get("drafts", {})
-        if not isinstance(applies, bool):
-            raise refused(
-                "generation_config is true (the default: what the target's asks for is applied) "
-                "or false"
-            )
+        drafts = data.get("drafts", {})
         if not isinstance(drafts, Mapping) or not all(isinstance(v, str) for v in drafts.values()):
             raise refused("drafts must map names to paths")
         for name in drafts:
@@ -132,7 +100,6 @@ class PairSpec:
             shortened(str(data.get("name") or Path(data["target"]).name)),
             resolve(data["target"]),
             tuple((str(n), resolve(p)) for n, p in drafts.items()),
-            not applies,
         )
 
 
@@ -260,6 +227,26 @@ def model_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     for key in ("_name_or_path", "transformers_version"):
         config.pop(key, None)
     return config
+
+
+FOLLOWED = (
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
+    *("do_sample", "temperature", "top_k", "top_p", "max_length", "max_new_tokens"),
+    *("transformers_version", "_from_model_config", "use_cache", "cache_implementation"),
+)
+"""Keys of a generation_config that change no text, or say what options of the user say here."""
+
+
+def ignored_settings(path: str) -> list[str]:
+    """A line on what a target's generation_config asks of its texts and is not done; none where it
+    asks for nothing else than is done."""
+    folder = checkpoint(path)
+    if folder is None or not (folder / GENERATION).is_file():
+        return []
+    config = model_config(folder, GENERATION)
+    asked = [k for k, v in sorted(config.items()) if k not in FOLLOWED and v and v != 1]
+    named = ", ".join(f"{key} {config[key]}" for key in asked)
+    return [f"ignored of the target's generation_config: {named}"] if asked else []
 
 
 def head_config(folder: Path) -> dict[str, Any]:

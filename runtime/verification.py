@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 
-from spectune.runtime.generation_settings import Process
 from spectune.runtime.loop import Verified
 from spectune.runtime.sampling import (
     Noise,
@@ -32,22 +31,20 @@ from spectune.traces.schema import Sampling
 
 @dataclass(frozen=True)
 class TargetText:
-    """What the target's own tokens after the text ``ids`` depend on: its ``sampling``, the
-    ``noise`` (None when greedy), and what ``process`` makes of logits (None: nothing)."""
+    """What the target's own tokens after the text ``ids`` depend on: its ``sampling`` and the
+    ``noise`` (None when greedy)."""
 
     ids: list[int]
     sampling: Sampling
     noise: Noise | None
-    process: Process | None = None
 
     def tokens(
         self, logits: torch.Tensor, depths: Sequence[int], at_once: bool
     ) -> Callable[[int, list[int]], int]:
         """The target's token after row r of float32 ``logits`` [n, vocab], which stands
         ``depths[r]`` tokens behind the text, by r and those tokens. ``at_once``: all rows are
-        looked at now. Logits that are processed are looked at one by one: each has a prefix.
-        """
-        if at_once and self.process is None:
+        looked at now."""
+        if at_once:
             noise = None
             if self.noise is not None:
                 noise = torch.stack([self.noise.row(len(self.ids) + depth) for depth in depths])
@@ -55,11 +52,9 @@ class TargetText:
             return lambda row, _: tokens[row]
 
         def one(row: int, path: list[int]) -> int:
-            scores, length = logits[row : row + 1], len(self.ids) + len(path)
-            if self.process is not None:
-                scores = self.process(scores[0], self.ids + path)[None]
+            length = len(self.ids) + len(path)
             noise = None if self.noise is None else self.noise.row(length)[None]
-            return int(choose(scores, self.sampling, noise))
+            return int(choose(logits[row : row + 1], self.sampling, noise))
 
         return one
 

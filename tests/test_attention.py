@@ -9,11 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pairs import tiny_model
-from torch.nn.attention import sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spectune.runtime.attention import slot_attention
-from spectune.runtime.cuda.graphs import KERNELS
+from spectune.runtime.attention import cudnn_attention, eager_kernels, slot_attention
 from spectune.runtime.models import FINAL, CausalModel
 
 VOCAB, LONG = 60, 4096
@@ -99,10 +97,22 @@ def test_a_kernel_may_lay_its_output_out_by_rows(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(slot_attention(torch.nn.Module(), q, k, k, mask)[0], by_heads)
 
 
-def test_eager_passes_do_without_cudnn() -> None:
-    """And captured ones do not."""
-    model("llama")
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
-    with sdpa_kernel(KERNELS):
-        assert torch.backends.cuda.cudnn_sdp_enabled()
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
+@pytest.mark.parametrize("before", [True, False])
+def test_eager_passes_do_without_cudnn_and_captured_ones_with_it(before: bool) -> None:
+    """Also where one thread captures while another decodes; then the process has its own choice
+    again."""
+    flag = torch.backends.cuda
+    was = flag.cudnn_sdp_enabled()
+    flag.enable_cudnn_sdp(before)
+    try:
+        eager, captured = eager_kernels(torch.device("cuda")), cudnn_attention(True)
+        with eager:
+            assert not flag.cudnn_sdp_enabled()
+            captured.__enter__()
+            assert flag.cudnn_sdp_enabled()
+        captured.__exit__(None, None, None)
+        assert flag.cudnn_sdp_enabled() == before
+        with eager_kernels(torch.device("cpu")):
+            assert flag.cudnn_sdp_enabled() == before
+    finally:
+        flag.enable_cudnn_sdp(was)

@@ -220,22 +220,54 @@ def test_words_without_models_are_those_of_the_loaded_pair(either_pair: LoadedPa
     assert alone.encode("def add(a, b):") == loaded.encode("def add(a, b):")
 
 
-def test_a_large_pair_does_not_keep_the_threads_that_a_small_one_set(
-    tiny_pair: Path, monkeypatch: pytest.MonkeyPatch
+HOST = """
+import sys
+import torch
+from transformers.utils import logging
+
+import spectune
+from spectune.runtime.decoder import Decoder, prepare_for
+from spectune.runtime.loading import load_pair
+from spectune.runtime.loop import StaticSource
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.document import parse_policy
+from spectune.traces.schema import Request, Sampling
+
+def switches():
+    bars = logging.is_progress_bar_enabled()
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    return torch.get_num_threads(), cudnn, logging.get_verbosity(), bars
+
+torch.set_num_threads(2)
+torch.backends.cuda.enable_cudnn_sdp(True)
+logging.set_verbosity_info()
+before = switches()
+policy = {"draft": "near", "window": {"kind": "fixed", "gamma": 3}}
+spectune.run(policy, pair=sys.argv[1], prompts=["def add"], db=sys.argv[2], max_new_tokens=8)
+assert switches() == before, (switches(), before)
+pair = load_pair(read_pair(sys.argv[1]))
+decoder = Decoder(pair, StaticSource(prepare_for(pair, parse_policy(policy))))
+decoder.decode(decoder.request(Request("r", "", ("",)), [5, 6, 7], Sampling(), 8))
+assert switches() == before, (switches(), before)
+print(pair.threads)
+"""
+
+
+@pytest.mark.parametrize(("given", "threads"), [({}, "1"), ({"OMP_NUM_THREADS": "2"}, "2")])
+def test_the_process_that_decodes_keeps_its_switches(
+    tiny_pair: Path, tmp_path: Path, given: dict[str, str], threads: str
 ) -> None:
-    """They are the whole process's."""
-    loading = spectune.runtime.loading
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(loading, "_OWN_CHOICE", 2)
-    before, found = torch.get_num_threads(), []
-    try:
-        for small in (loading.SMALL, 0):
-            monkeypatch.setattr(loading, "SMALL", small)
-            load_pair(read_pair(str(tiny_pair)), device="cpu", drafts=())
-            found.append(torch.get_num_threads())
-    finally:
-        torch.set_num_threads(before)
-    assert found == [1, 2]
+    """Threads of torch, cuDNN's attention, what transformers logs: a small pair is decoded by one
+    thread where nobody says otherwise, and then they are as they were."""
+    rest = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-c", HOST, str(tiny_pair), str(tmp_path / "runs.db")],
+        env=rest | given,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [threads]
 
 
 def test_a_hub_name_needs_no_organisation(
@@ -264,3 +296,23 @@ def test_a_hub_name_needs_no_organisation(
     assert json.loads(by_name.stdout)["token_ids"] == by_path["token_ids"]
     for path in ("./tiny", "tiny/one/more", "~/tiny"):
         assert "no model at" in Door(None).error(*generate, path)
+
+
+def test_what_a_generation_config_asks_beside_sampling_is_named_and_ignored(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Once a command; the text is that of the pair without it. What is an option here, or asks for
+    nothing, is not named."""
+    (tmp_path / "w.jsonl").write_text('{"prompt": "def add(a, b):"}\n')
+    door = Door(str(tmp_path / "runs.db"))
+    run = ("run", "--pair", folder, "--workload", tmp_path / "w.jsonl", "--max-new-tokens", 12)
+    file = folder / "target" / "generation_config.json"
+    add(file, temperature=0.6, top_k=20, min_p=None, num_beams=1, no_repeat_ngram_size=0)
+    plain = door.call(*run, "--outputs", tmp_path / "plain.jsonl")
+    assert plain.exit_code == 0
+    assert "ignored" not in plain.stderr
+    add(file, repetition_penalty=1.9, no_repeat_ngram_size=2)
+    asking = door.call(*run, "--outputs", tmp_path / "asking.jsonl")
+    line = "ignored of the target's generation_config: no_repeat_ngram_size 2, repetition_penalty"
+    assert asking.stderr.count(f"{line} 1.9\n") == 1
+    assert (tmp_path / "asking.jsonl").read_text() == (tmp_path / "plain.jsonl").read_text()

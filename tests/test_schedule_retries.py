@@ -4,6 +4,7 @@ one finds."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,8 +214,7 @@ def test_a_job_has_its_pairs_threads_and_a_third_of_its_budget_for_executions(
     found: list[tuple[int, int]] = []
 
     def load(*_arguments: object, threads: int | None, **_how: object) -> LoadedPair:
-        torch.set_num_threads(threads or 1)
-        return pair
+        return replace(pair, threads=threads or 1)
 
     def tune(*arguments: Any, **_how: object) -> None:
         found.append((torch.get_num_threads(), round(arguments[3].budget_s)))
@@ -222,9 +222,7 @@ def test_a_job_has_its_pairs_threads_and_a_third_of_its_budget_for_executions(
 
     monkeypatch.setattr(jobs, "tune", tune)
     before = torch.get_num_threads()
-    try:
-        schedules.run_once(store.database, tuning_job(store, load=load), clock=lambda: T0 + HOUR)
-    finally:
-        torch.set_num_threads(before)
+    schedules.run_once(store.database, tuning_job(store, load=load), clock=lambda: T0 + HOUR)
+    assert torch.get_num_threads() == before
     default = round(TuneOptions.budget_s)
     assert sorted(found) == [(1, default), (2, default), (2, 1200)]

@@ -12,7 +12,7 @@ import click
 from spectune.optimizer.commands.config import is_given, option
 from spectune.optimizer.commands.options import Whole, together, workload_of
 from spectune.optimizer.commands.printing import note
-from spectune.optimizer.commands.shared import fit_to, policy_named
+from spectune.optimizer.commands.shared import fit_to, policy_named, quiet_transformers
 
 if TYPE_CHECKING:
     from spectune.engines.protocol import Load, Prompt, Running
@@ -82,9 +82,11 @@ class OnEngine:
         from spectune.engines.protocol import Load
         from spectune.optimizer.on_engine import check_options, prompts_of
         from spectune.runtime.cuda.found import sees_cuda
+        from spectune.runtime.pair import ignored_settings
         from spectune.runtime.policies.document import Policy
         from spectune.runtime.words import load_words
 
+        quiet_transformers()
         self.spec, self.options = spec, options
         self._name, self._threads = kw["engine"], kw["threads"]
         engine = engine_named(self._name)
@@ -96,6 +98,8 @@ class OnEngine:
         assert isinstance(policy, Policy)  # no engine runs a chooser
         self.policy: Policy = policy
         self.words: Words = load_words(spec)
+        for line in ignored_settings(spec.target):
+            note(line)
         used = None if every_draft else [policy.draft]
         self.workload: Workload = fit_to(self.words, workload, options, kw["overlong"], used)
         self.prompts: tuple[Prompt, ...] = prompts_of(self.words, self.workload, options)

@@ -14,7 +14,7 @@ from spectune.optimizer.commands.on_engine import NATIVE, check_engine, engine_o
 from spectune.optimizer.commands.options import Whole
 from spectune.optimizer.commands.outputs import kept_unless_stored
 from spectune.optimizer.commands.printing import Command, Meter, emit, note, table
-from spectune.optimizer.commands.shared import load, open_store, pair_spec
+from spectune.optimizer.commands.shared import load, open_store, pair_spec, quiet_transformers
 
 if TYPE_CHECKING:
     from spectune.engines.protocol import Prompt
@@ -146,6 +146,7 @@ def _profile_on_engine(kw: dict[str, Any]) -> None:
             f"--engine {name} is measured while it serves recorded prompts; leave --contexts, "
             "--repeats and --no-trees out"
         )
+    quiet_transformers()
     with open_store() as store:
         spec = pair_spec(kw, store, kw["recording"])
         prompts, of = _prompts(store, spec, kw["recording"])

@@ -13,7 +13,12 @@ from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import flag, option
 from spectune.optimizer.commands.options import Whole, drawn, search_asked, turns_of
 from spectune.optimizer.commands.printing import Group, Meter, emit, note, table
-from spectune.optimizer.commands.shared import nothing_decoded, open_store, pair_spec
+from spectune.optimizer.commands.shared import (
+    nothing_decoded,
+    open_store,
+    pair_spec,
+    quiet_transformers,
+)
 from spectune.optimizer.commands.tune import page_of
 
 if TYPE_CHECKING:
@@ -241,6 +246,7 @@ def _work(work: Callable[..., Any], **how: Any) -> None:
     with open_store() as store:
         from spectune.optimizer.jobs import tuning_job
 
+        quiet_transformers()
         with Meter() as meter:
             job = tuning_job(
                 store, progress=meter, page=lambda study: page_of(store, study)[0], tell=note

@@ -82,12 +82,24 @@ def pair_spec(
     return spec
 
 
+def quiet_transformers() -> None:
+    """stderr is for a command's own lines: neither bars nor warnings while models are loaded."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
 def load(kw: dict[str, Any], spec: PairSpec, *, notes: bool = True) -> LoadedPair:
     """Loads a pair as :data:`options.devices` say; with ``notes`` what is to be known of its drafts
     is said. Raises PairError."""
+    import torch
+
     from spectune.runtime.loading import load_pair
 
+    quiet_transformers()
     pair = load_pair(spec, device=kw["device"], dtype=kw["dtype"], threads=kw["threads"])
+    torch.set_num_threads(pair.threads)
     for line in pair.notes if notes else ():
         note(line)
     return pair

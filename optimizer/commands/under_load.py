@@ -15,7 +15,7 @@ from spectune.optimizer.commands.on_engine import deployment_on
 from spectune.optimizer.commands.options import checked, together
 from spectune.optimizer.commands.outputs import kept_unless_stored
 from spectune.optimizer.commands.printing import Meter, as_json, emit, note, say, table, to_type
-from spectune.optimizer.commands.shared import refuse_typed, say_unseen
+from spectune.optimizer.commands.shared import quiet_transformers, refuse_typed, say_unseen
 
 if TYPE_CHECKING:
     from spectune.optimizer.deployment import Place
@@ -235,6 +235,7 @@ def execute_found(
     from spectune.optimizer.schedule.times import parse_duration
     from spectune.runtime.policies.document import Policy
 
+    quiet_transformers()
     lab, found, data = searched
     otherwise = "what is to be beaten is no speculation"
     incumbent, unusable = in_force(place.over, lab.engine.runs, otherwise)

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from spectune.runtime.attention import cudnn_attention
 from spectune.runtime.drafts.protocol import LONG_LAG
 from spectune.runtime.policies.document import EXPANDED_LIMIT, NODE_LIMIT, WIDTH_LIMIT
 
@@ -47,14 +47,6 @@ FIRST_VIEW: Final = 256
 """Slots that the smallest captured pass reads."""
 REHEARSALS: Final = 3
 """Passes before a capture, in which libraries choose their kernels and make their workspaces."""
-KERNELS: Final = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
-"""Of attention in captured passes: cuDNN's, the fastest, too, which eager passes do without
-(:func:`runtime.attention.register`)."""
 SWITCH: Final = "SPECTUNE_CUDA_GRAPHS"
 """Environment variable; 0 leaves graphs out."""
 
@@ -106,7 +98,7 @@ class CudaRecorder:
         and may be called any number of times before."""
         side, current = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
         side.wait_stream(current)
-        with sdpa_kernel(KERNELS):
+        with cudnn_attention(True):  # the fastest kernels
             with torch.cuda.stream(side):
                 for _ in range(REHEARSALS):
                     rehearse()
