@@ -41,7 +41,6 @@ from spectune.optimizer.execute import DecodeOptions, encode
 from spectune.runtime.cuda.found import sees_cuda
 from spectune.runtime.cuda.graphs import CudaRecorder, prepare_graphs, use_graphs
 from spectune.runtime.decoder import Decoder, prepare_for
-from spectune.runtime.gathered_head import GatheredHead
 from spectune.runtime.hardware import hardware
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, StaticSource
@@ -50,6 +49,7 @@ from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.artifacts import Fitted
 from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
 from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.shortlists import OutputHead
 from spectune.traces.schema import Sampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -218,27 +218,29 @@ def shortlists(quick: bool = False) -> list[dict[str, Any]]:
     a part of its length."""
     rows = []
     for hidden in (64,) if quick else (2048, 4096):
-        weight = torch.randn(640 if quick else VOCAB, hidden, device=DEVICE, dtype=DTYPE) * 0.02
+        vocab = 640 if quick else VOCAB
+        layer = torch.nn.Linear(hidden, vocab, bias=False, device=DEVICE, dtype=DTYPE)
         for count in (64, 128) if quick else (1024, 4096, 16384, 32768, 60000):
             for n in (1, 8) if quick else (1, 8, 60):
-                rows.append(_products(GatheredHead(weight), count, n))
+                rows.append(_products(OutputHead(layer), count, n))
                 say(rows[-1])
     return rows
 
 
-def _products(head: GatheredHead, count: int, n: int) -> dict[str, Any]:
+def _products(head: OutputHead, count: int, n: int) -> dict[str, Any]:
     """Of ``n`` hidden states with ``count`` tokens, spread over the vocabulary."""
     weight, linear = head.weight, torch.nn.functional.linear
-    ids = torch.randperm(head.vocab_size, device=DEVICE)[:count].sort().values
-    states = torch.randn(n, head.hidden_size, device=DEVICE, dtype=DTYPE)
+    vocab, hidden = weight.shape
+    ids = torch.randperm(vocab, device=DEVICE)[:count].sort().values
+    states = torch.randn(n, hidden, device=DEVICE, dtype=DTYPE)
     exact = states.double() @ weight[ids].double().T
     return {
-        "hidden": head.hidden_size,
+        "hidden": hidden,
         "tokens": count,
         "states": n,
-        "way": head.way(count),
-        "away": float((head.over(states, ids) - exact).norm() / exact.norm()),
-        "over_ms": milliseconds(lambda: head.over(states, ids)),
+        "kernel": head.fused,
+        "away": float((head.logits(states, ids) - exact).norm() / exact.norm()),
+        "over_ms": milliseconds(lambda: head.logits(states, ids)),
         "gather_ms": milliseconds(lambda: linear(states, weight.index_select(0, ids))),
         "full_ms": milliseconds(lambda: linear(states, weight)),
     }

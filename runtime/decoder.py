@@ -333,9 +333,8 @@ def prepare_for(
     artifacts: Artifacts | None = None,
 ) -> AnyPlan:
     """:func:`runtime.policies.prepare.prepare` for a loaded pair, with everything done that its
-    first rounds would otherwise wait for: a shortlist's weights are cut out; on CUDA its kernel is
-    launched, and the graphs that rounds can need are captured. It may run in another thread than
-    decoding does.
+    first rounds would otherwise wait for: a shortlist's weights are cut out; on CUDA the graphs
+    that rounds can need are captured. It may run in another thread than decoding does.
 
     Raises PolicyError as ``prepare``, and for a router of another head.
     """
@@ -349,16 +348,5 @@ def _aside(pair: LoadedPair, prepared: Plan) -> Plan:
     prepare_graphs(pair, prepared)
     if prepared.shortlist is None:
         return prepared
-    return replace(prepared, shortlists=warmed_shortlists(pair, prepared))
-
-
-def warmed_shortlists(pair: LoadedPair, prepared: Plan) -> Shortlists:
-    """The shortlists of a policy that has some, for a loaded pair, made ready for as many nodes as
-    its trees can have. Raises PolicyError when the artifact does not fit the draft's output head.
-    """
-    rule = prepared.shortlist
-    assert rule is not None
-    made = Shortlists(rule, pair.models[rule.draft])
-    trees, steps = prepared.rules or (), range(1, prepared.policy.depth_max + 1)
-    made.warm([max([1, *(tree.step_width(step) for tree in trees)]) for step in steps])
-    return made
+    rule, steps = prepared.shortlist, prepared.policy.depth_max
+    return replace(prepared, shortlists=Shortlists(rule, pair.models[rule.draft], steps))

@@ -1,5 +1,5 @@
-"""Vocabulary shortlists: drafting with a part of the output head (FR-Spec; DynaSpec, section 4.2
-and appendix A.3).
+"""Vocabulary shortlists: drafting with a part of the output head (FR-Spec; DynaSpec, sections 4.2
+and 4.3 and appendix A.3).
 
 At draft step t (0 for the first token drafted in a round; of a tree, the level) the draft's
 distribution is the softmax over a shortlist S_t alone, and every reading of it (proposals, stops,
@@ -10,20 +10,20 @@ policy's rule for one draft; docs/shortlists.md says what is exact.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from spectune.runtime.gathered_head import GatheredHead
-from spectune.runtime.policies.fr_spec import Frequencies
-from spectune.runtime.policies.router import Routing, head_hash, top_clusters
+from spectune.runtime.cuda.kernel import gathered_logits, kernel_runs
+from spectune.runtime.policies.dynaspec import FloatArray
 from spectune.runtime.policies.shortlist_rule import ShortlistRule
 from spectune.traces.errors import PolicyError
 
@@ -37,16 +37,12 @@ STATES_KEPT: Final = 160
 @dataclass(frozen=True, eq=False)
 class Support:
     """One shortlist: ``rows`` of the draft's output head and the target's ``ids`` of these tokens,
-    both int64 [size], by ascending id.
-
-    ``trimmed``: weights [size, d] and biases of these rows alone, cut out once where every context
-    has this shortlist. ``whole``: it holds all tokens of the head.
-    """
+    both int64 [size], by ascending id. ``trimmed``: weights [size, d] and biases of these rows
+    alone, where every context has this shortlist."""
 
     rows: Tensor
     ids: Tensor
     trimmed: tuple[Tensor, Tensor | None] | None = None
-    whole: bool = False
 
 
 class OutputHead:
@@ -59,127 +55,125 @@ class OutputHead:
     def __init__(self, linear: nn.Module, token_ids: Tensor | None = None) -> None:
         weight, bias = linear.weight, getattr(linear, "bias", None)
         assert isinstance(weight, Tensor)
-        self.weight = weight.detach()
+        self.weight = weight.detach().contiguous()
         self.bias: Tensor | None = bias.detach() if isinstance(bias, Tensor) else None
-        self.rows = int(self.weight.shape[0])
-        self.token_ids = token_ids
-
-    @cached_property
-    def gathered(self) -> GatheredHead:
-        """The head by the rows that a step needs."""
-        return GatheredHead(self.weight, self.bias)
+        self.rows = int(weight.shape[0])
+        self.token_ids = torch.arange(self.rows) if token_ids is None else token_ids.cpu()
+        self.fused = kernel_runs(self.weight)
 
     @cached_property
     def hash(self) -> str:
-        """:func:`runtime.policies.router.head_hash` of the weights."""
+        """:func:`head_hash` of the weights."""
         return head_hash(self.weight)
 
     @cached_property
     def ids(self) -> npt.NDArray[np.int64]:
         """The target's id of every row, int64 [rows]."""
-        if self.token_ids is None:
-            return np.arange(self.rows)
-        found: npt.NDArray[np.int64] = self.token_ids.cpu().numpy().astype(np.int64)
-        return found
+        return self.token_ids.numpy()
 
-    def support(self, rows: npt.NDArray[np.int64], *, fixed: bool = False) -> Support:
-        """The shortlist of these ``rows`` (each once, any order). ``fixed``: every context has it,
-        so its weights are cut out once."""
-        ids = self.ids[rows]
-        if fixed or self.token_ids is not None:  # clusters come in ascending order of rows
-            order = ids.argsort()
-            rows, ids = rows[order], ids[order]
-        where, whole = self.weight.device, len(rows) == self.rows
-        known = torch.from_numpy(ids).to(where)
-        at = known if self.token_ids is None else torch.from_numpy(rows).to(where)
-        if not fixed or whole:
-            return Support(at, known, whole=whole)
+    def support(self, rows: npt.NDArray[np.int64]) -> Support:
+        """The shortlist of these ``rows`` (each once, any order), its weights cut out."""
+        at = torch.from_numpy(rows[self.ids[rows].argsort()])
+        ids, at = self.token_ids[at].to(self.weight.device), at.to(self.weight.device)
+        if torch.equal(at, torch.arange(self.rows, device=at.device)):
+            return Support(at, ids, (self.weight, self.bias))
         bias = None if self.bias is None else self.bias.index_select(0, at)
-        return Support(at, known, (self.weight.index_select(0, at), bias))
+        return Support(at, ids, (self.weight.index_select(0, at), bias))
+
+    def logits(self, states: Tensor, rows: Tensor) -> Tensor:
+        """Float32 logits [n, size] of some ``rows`` (int64 [size]) for ``states`` [n, d]: the
+        gathered head of section 4.3, O(size d) instead of O(vocab d)."""
+        if self.fused:
+            return gathered_logits(states.contiguous(), self.weight, rows, bias=self.bias)
+        bias = None if self.bias is None else self.bias.index_select(0, rows)
+        return nn.functional.linear(states, self.weight.index_select(0, rows), bias).float()
+
+
+class Router(NamedTuple):
+    """The router r of section 4.2: scores clusters by the current token's embedding and the draft's
+    previous hidden state.
+
+    s = w2 relu(w1 [E(x_t), H_{t-1}] + b1) + b2 with ``w1`` [hidden, d_r], ``b1`` [hidden], ``w2``
+    [M, hidden] and ``b2`` [M]; d_r = d_e + d. A score is the log-odds that a cluster holds a
+    plausible next token.
+    """
+
+    w1: Tensor
+    b1: Tensor
+    w2: Tensor
+    b2: Tensor
+
+    @classmethod
+    def of(cls, weights: Sequence[FloatArray], model: SlotModel) -> Router:
+        """Stored weights on a model's device, in float64 for a model in float64."""
+        dtype = torch.promote_types(model.dtype, torch.float32)
+        return cls(*(torch.tensor(w, device=model.device, dtype=dtype) for w in weights))
+
+    def scores(self, embedding: Tensor, previous: Tensor) -> Tensor:
+        """Scores of all clusters [n, M] for the embeddings [n, d_e] of n current tokens and the
+        draft's hidden states [n, d] of the tokens before them."""
+        linear, x = nn.functional.linear, torch.cat((embedding, previous), -1).to(self.w1.dtype)
+        return linear(linear(x, self.w1, self.b1).relu_(), self.w2, self.b2)
 
 
 class Shortlists:
-    """A rule for one draft: which tokens each draft step evaluates, and their logits.
+    """A rule for one draft: which tokens each draft step evaluates, and their logits. Of a
+    shortlist that depends on no context the weights of the first ``steps`` draft steps are cut out
+    at once.
 
     ``chosen`` holds the shortlists of the current round, step by step. Raises PolicyError when the
-    artifact does not fit the draft's output head.
+    artifact is of another output head or vocabulary than the draft's.
     """
 
-    def __init__(self, rule: ShortlistRule, model: SlotModel) -> None:
+    def __init__(self, rule: ShortlistRule, model: SlotModel, steps: int = 0) -> None:
         self.rule, self.model, self.output = rule, model, model.output
         self.chosen: list[Support] = []
         self._supports: dict[int, Support] = {}
-        self._order = np.zeros(0, dtype=np.int64)
-        self._always = 0
-        self._empty: Tensor | None = None
         if rule.routing is not None:
-            self._check_routing(rule.routing)
-            self.router = rule.routing.router.to(model.device)
-            self.clusters = rule.routing.clusters
-            if (self.clusters.sizes == 0).any():
-                self._empty = torch.from_numpy(self.clusters.sizes == 0).to(model.device)
-        else:
-            assert rule.frequencies is not None
-            self._order_rows(rule.frequencies)
-
-    def _check_routing(self, routing: Routing) -> None:
-        rule, model = self.rule, self.model
-        rule.check_head(self.output.hash)
-        one = torch.zeros(1, dtype=torch.int64, device=model.device)
-        wide = int(model.embedded(one).shape[-1]) + model.hidden_size
-        if routing.clusters.vocab != self.output.rows or routing.router.inputs != wide:
+            self._route(model)
+            return
+        frequencies = rule.frequencies
+        assert frequencies is not None
+        if frequencies.vocab != model.vocab_size:
             raise PolicyError(
-                f"shortlist.artifact: {rule.block.artifact} has clusters of "
-                f"{routing.clusters.vocab} tokens and a router of {routing.router.inputs} inputs, "
-                f"draft {rule.draft!r} an output head of {self.output.rows} rows and {wide} "
-                f"inputs; `fit router --recording ID --draft {rule.draft}` makes one"
-            )
-
-    def _order_rows(self, frequencies: Frequencies) -> None:
-        """The head's rows by the frequency of their tokens; a head without some tokens leaves these
-        out of the order."""
-        if frequencies.vocab != self.model.vocab_size:
-            raise PolicyError(
-                f"shortlist.artifact: {self.rule.block.artifact} orders a vocabulary of "
-                f"{frequencies.vocab} tokens, draft {self.rule.draft!r} has one of "
-                f"{self.model.vocab_size}; `fit frequencies` on a recording of this pair makes one"
+                f"shortlist.artifact: {rule.block.artifact} orders a vocabulary of "
+                f"{frequencies.vocab} tokens, draft {rule.draft!r} has one of {model.vocab_size}; "
+                "`fit frequencies` on a recording of this pair makes one"
             )
         rank = frequencies.rank[self.output.ids]
         self._order = rank.argsort(kind="stable")
         self._always = int((rank < frequencies.always).sum())
+        for step in range(steps):
+            self._frequent(step)
+
+    def _route(self, model: SlotModel) -> None:
+        """Readies the router and the clusters of the head's rows, by ascending id of the target."""
+        rule, output, routing = self.rule, self.output, self.rule.routing
+        assert routing is not None
+        if output.hash != routing.head:
+            raise PolicyError(
+                f"shortlist.artifact: {rule.block.artifact} was fitted on another output head "
+                f"(hash {routing.head}) than draft {rule.draft!r} has here (hash {output.hash}); "
+                f"`fit router --recording ID --draft {rule.draft}` makes one"
+            )
+        self.clusters, self.router = routing.clusters, Router.of(routing.weights, model)
+        # A cluster without tokens is never selected before another.
+        self.router.b2[torch.tensor(self.clusters.sizes == 0, device=model.device)] = -math.inf
+        rows = output.token_ids.argsort()
+        self._rows, self._ids = rows.to(model.device), output.token_ids[rows].to(model.device)
+        self._cluster_of = torch.tensor(self.clusters.of, device=model.device)[self._rows]
 
     @property
     def routed(self) -> bool:
         """Whether the shortlist depends on the context."""
         return self.rule.routed
 
-    def _size(self, step: int) -> int:
-        return min(max(self.rule.budget(step), self._always, 1), self.output.rows)
-
     def _frequent(self, step: int) -> Support:
-        """The shortlist of a draft step where it does not depend on the context; the frequent
-        tokens that the head has."""
-        size = self._size(step)
+        """The most frequent tokens that the head has, as many as a draft step evaluates."""
+        size = min(max(self.rule.budget(step), self._always, 1), self.output.rows)
         if size not in self._supports:
-            self._supports[size] = self.output.support(self._order[:size], fixed=True)
+            self._supports[size] = self.output.support(self._order[:size])
         return self._supports[size]
-
-    def warm(self, widths: Sequence[int]) -> None:
-        """Does before the first round what the rounds would otherwise wait for: cuts out the
-        weights of shortlists that never change, and launches the kernel for whatever numbers of
-        rows and tokens draft steps can ask for. ``widths``: the most nodes that each draft step
-        reads. Safe in another thread than the one that decodes.
-        """
-        if not self.routed:
-            for step in range(len(widths)):
-                self._frequent(step)
-            return
-        sizes = np.sort(self.clusters.sizes[self.clusters.sizes > 0])
-        for step, width in enumerate(widths):
-            count = min(self.rule.budget(step), len(sizes))
-            most = min(width * count, len(sizes))
-            least = int(sizes[:count].sum())
-            self.output.gathered.warm(width, least, int(sizes[-most:].sum()))
 
     def select(
         self,
@@ -189,45 +183,43 @@ class Shortlists:
         exists: Tensor | None = None,
     ) -> Support:
         """The shortlist of a draft step: the union of the clusters that the router selects for each
-        of the beam's n nodes (algorithm 1, lines 3 to 12), at which the host looks.
+        of the beam's n nodes (algorithm 1, lines 3 to 12), whose size the host waits for.
 
         ``tokens`` int64 [n]: the nodes'; ``previous`` [n, d]: the hidden states of the tokens
         before them, None where there are none (zeros stand for them). ``exists`` bool [n]: the
         nodes that count, None: all; if none does, all do, since nothing reads their distributions.
         """
-        if not self.routed:
-            return self._note(step, self._frequent(step))
-        count = min(self.rule.budget(step), self.clusters.count)
-        picked = top_clusters(self.scores(self.model.embedded(tokens), previous), count)
-        if exists is not None and bool(exists.any()):
-            picked = picked[exists]
-        return self._note(step, self.output.support(self.clusters.ids(picked.cpu().numpy())))
-
-    def scores(self, embedded: Tensor, previous: Tensor | None) -> Tensor:
-        """The router's scores float32 [n, M] for embeddings [n, d_e] and the states before them [n,
-        d] (None: zeros); those of clusters without tokens are -inf, so that they are never selected
-        before others."""
-        if previous is None:
-            previous = embedded.new_zeros(len(embedded), self.model.hidden_size)
-        scores = self.router.scores(embedded, previous)
-        return scores if self._empty is None else scores.masked_fill(self._empty, -math.inf)
-
-    def _note(self, step: int, support: Support) -> Support:
+        support = self._union(step, tokens, previous, exists) if self.routed else None
+        support = support or self._frequent(step)
         if step == 0:
             self.chosen.clear()
         self.chosen.append(support)
         return support
 
+    def _union(
+        self, step: int, tokens: Tensor, previous: Tensor | None, exists: Tensor | None
+    ) -> Support:
+        scores = self.scores(self.model.embedded(tokens), previous)
+        best = top_clusters(scores, self.rule.budget(step))
+        selected = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)
+        if exists is not None:
+            selected &= (exists | ~exists.any())[:, None]
+        places = selected.any(0)[self._cluster_of].nonzero()[:, 0]
+        return Support(self._rows[places], self._ids[places])
+
+    def scores(self, embedded: Tensor, previous: Tensor | None) -> Tensor:
+        """The router's scores [n, M] for embeddings [n, d_e] and the states before them [n, d]
+        (None: zeros); -inf for clusters without tokens."""
+        if previous is None:
+            previous = embedded.new_zeros(len(embedded), self.model.hidden_size)
+        return self.router.scores(embedded, previous)
+
     def logits(self, states: Tensor, support: Support) -> Tensor:
         """Float32 logits [n, size] of a shortlist's tokens alone, for what the output head reads,
         [n, d]."""
-        output, linear = self.output, nn.functional.linear
-        if support.whole:
-            logits = linear(states, output.weight, output.bias).float()
-            return logits if output.token_ids is None else logits.index_select(1, support.rows)
-        if support.trimmed is not None:
-            return linear(states, *support.trimmed).float()
-        return output.gathered.over(states, support.rows)
+        if support.trimmed is None:
+            return self.output.logits(states, support.rows)
+        return nn.functional.linear(states, *support.trimmed).float()
 
 
 class States:
@@ -260,3 +252,20 @@ class States:
         """Forgets what was not, or is no longer, text."""
         for p in [p for p in self._rows if p >= position]:
             del self._rows[p]
+
+
+def top_clusters(scores: Tensor, k: int) -> Tensor:
+    """The ``k`` clusters of highest score of every row of ``scores`` [n, M], best first, ties by
+    lower number; int64 [n, min(k, M)]."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def head_hash(weight: Tensor) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of an output head's weights [vocab, d],
+    float32 bytes in row order.
+
+    The values are rounded to bfloat16 first, so that a checkpoint has one hash whether it is loaded
+    in float32 or in bfloat16.
+    """
+    values = weight.detach().to("cpu", torch.bfloat16).float().numpy()
+    return hashlib.sha256(values.astype("<f4").tobytes()).hexdigest()[:16]

@@ -14,8 +14,8 @@ from doors import Door, write_workload
 from pairs import make_pair
 from transformers import PreTrainedTokenizerFast
 
+from spectune.runtime.policies.dynaspec import Routing
 from spectune.runtime.policies.fr_spec import Frequencies
-from spectune.runtime.policies.router import Routing
 
 TOKENS = 24
 
@@ -171,22 +171,3 @@ def test_clusters_alone_are_taken_further(door: Door) -> None:
     assert "another output head" in door.error("fit router --draft far", **own)
     assert "5000" in door.error("fit clusters --draft near --clusters 5000")
     assert "no such draft" in door.error("fit router --draft ngram")
-
-
-def test_clusters_that_are_malformed_are_refused(door: Door) -> None:
-    made = door.json("fit clusters --draft near --clusters 5")
-    with opened(door.db) as store:
-        held = store.get_artifact(made["artifact"])
-        less = {name: value for name, value in held.document.items() if name != "clusters"}
-        for words, document, arrays in (
-            ("it lacks 'clusters'", less, held.arrays),
-            ("it lacks of", held.document, {}),
-            ("must lie within 0..4", held.document, {"of": held.arrays["of"] + 5}),
-            ("", [], held.arrays),
-        ):
-            name = store.put_artifact(
-                held.kind, document, arrays, pair_id=held.pair_id, provenance={}
-            )
-            said = door.error("fit router --draft near --epochs 1", clusters_from=name)
-            assert f"--clusters-from {name}: " in said
-            assert words in said

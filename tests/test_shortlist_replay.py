@@ -510,7 +510,7 @@ def test_what_is_no_order_is_refused(store: TraceStore, pair: LoadedPair, record
     with pytest.raises(PolicyError, match="orders a vocabulary of 3 tokens"):
         ranks_of(store, pair, recording, "far", short)
     malformed = store.put_artifact(FREQUENCIES, document, {}, pair_id=pair.id, provenance={})
-    with pytest.raises(PolicyError, match=f"{malformed}: .*it lacks order"):
+    with pytest.raises(PolicyError, match=f"{malformed}: .*it lacks 'order'"):
         ranks_of(store, pair, recording, "far", malformed)
     two, codes = np.zeros(2), np.zeros((2, 1), np.uint16)
     ranks = FrequencyRanks(

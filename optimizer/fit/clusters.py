@@ -17,11 +17,9 @@ from spectune.optimizer.fit.shared import StoredFit, keep, stored
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import ROUTER
 from spectune.runtime.policies.dynaspec import Clusters
-from spectune.runtime.policies.refusals import MALFORMED, MESSAGE_LIMIT, lacking
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import PolicyError
 from spectune.traces.store import TraceStore
-from spectune.traces.text import one_line
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -71,19 +69,14 @@ def fit_clusters(
 def stored_clusters(store: TraceStore, pair: LoadedPair, draft: str, name: str) -> Clusters:
     """Stored clusters of a draft's head, or a router's. Raises PolicyError for anything else."""
     found = stored(store, "--clusters-from", name, CLUSTERS, ROUTER)
-    try:
-        clusters = Clusters.from_document(found.document, found.arrays)
-        other = found.document.get("head")
-    except MALFORMED as error:
-        said = one_line(lacking(error), MESSAGE_LIMIT)
-        raise PolicyError(f"--clusters-from {name}: {said}") from None
+    other = found.document["head"]
     head = pair.models[draft].output.hash
     if other != head:
         raise PolicyError(
             f"--clusters-from {name}: fitted on another output head (hash {other}) than draft "
             f"{draft!r} has (hash {head}); `fit clusters --draft {draft}` makes them"
         )
-    return clusters
+    return Clusters.from_document(found.document, found.arrays)
 
 
 def check_draft(pair: LoadedPair, draft: str) -> None:
@@ -134,7 +127,7 @@ def cluster(head: FloatArray, count: int, *, seed: int = 0) -> Clusters:
     if len(unit):
         directions = count if there.all() or count == 1 else count - 1
         assignment[there] = _spherical(unit, min(directions, len(unit)), seed)
-    return Clusters.of_assignment(assignment, count)
+    return Clusters(assignment, count)
 
 
 def cohesion(head: npt.NDArray[np.floating], clusters: Clusters) -> float:

@@ -4,7 +4,7 @@ known before the draft's pass.
 An example is one context of the draft: the embedding of its last token x_t, the draft's last hidden
 state of the token before, and the tokens of highest probability after x_t by the draft's
 distribution over the whole vocabulary. The example's labels are the clusters of the first L of
-those tokens. Using a router is the runtime's: :class:`runtime.policies.router.Router`.
+those tokens. Using a router is the runtime's: :class:`runtime.shortlists.Router`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from spectune.optimizer.fit.shared import LeftOut, StoredFit, held_out, keep, se
 from spectune.optimizer.simulate.shortlist_ranks import ClusterRanks
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import FREQUENCIES, ROUTER
-from spectune.runtime.policies.dynaspec import Clusters
+from spectune.runtime.policies.dynaspec import Clusters, Routing
 from spectune.runtime.policies.fr_spec import Frequencies
-from spectune.runtime.policies.router import Router, Routing, top_clusters
 from spectune.runtime.progress import Progress, silent
+from spectune.runtime.shortlists import top_clusters
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import Trajectory
 from spectune.traces.store import TraceStore
@@ -131,7 +131,8 @@ def fit_router(
         seed=seed,
         progress=progress,
     )
-    described, arrays = Routing(router, partition, output.hash).to_document()
+    weights = tuple(w.numpy() for w in router)
+    described, arrays = Routing(weights, partition, output.hash).to_document()
     document = {
         "recording": recording,
         "requests": len(texts),
@@ -270,7 +271,7 @@ def train_router(
     learning_rate: float = LEARNING_RATE,
     seed: int = 0,
     progress: Progress = silent,
-) -> tuple[Router, dict[str, Any]]:
+) -> tuple[Weights, dict[str, Any]]:
     """Trains a router by binary cross-entropy on multi-hot labels (section 4.2), and scores it on
     texts held out (:func:`score_router`).
 
@@ -296,13 +297,13 @@ def train_router(
 
     steps: dict[str, Any] = {"epochs": epochs, "batch": BATCH, "learning_rate": learning_rate}
     steps |= {"hidden": hidden, "seed": seed, "after": after}
-    router = Router(*perceptron.train(learning.inputs, y, **steps))
+    router = perceptron.train(learning.inputs, y, **steps)
     scores = score_router(router, apart, clusters, frequencies, labels=labels)
     return router, {**scores, "curve": curve}
 
 
 def score_router(
-    router: Router,
+    router: Weights,
     contexts: Contexts,
     clusters: Clusters,
     frequencies: Frequencies,
@@ -322,10 +323,9 @@ def score_router(
     ``mass`` of one frequency shortlist of round(size) tokens."""
     ks = [1 << i for i in range(max(1, (clusters.count - 1).bit_length()))]
     n, tokens, mass = len(contexts.top), contexts.top, contexts.probabilities
-    weights = Weights(router.w1, router.b1, router.w2, router.b2)
     with torch.no_grad():
         parts = torch.split(contexts.inputs, perceptron.SCORED)
-        order = torch.cat([top_clusters(weights(part), clusters.count) for part in parts]).numpy()
+        order = torch.cat([top_clusters(router(part), clusters.count) for part in parts]).numpy()
     place = np.argsort(order, axis=1)  # of each cluster in its context's order
     of = clusters.of[tokens]
     place_of_tokens = np.take_along_axis(place, of, axis=1)

@@ -41,11 +41,10 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import FREQUENCIES, Fitted, read_artifact
 from spectune.runtime.policies.document import ClustersShortlist, Policy
 from spectune.runtime.policies.fr_spec import Frequencies, FrequencyShortlist
-from spectune.runtime.policies.router import top_clusters
 from spectune.runtime.policies.shortlist_rule import compile_shortlist
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.recording.trees import OFF_TEXT, ROWS
-from spectune.runtime.shortlists import Shortlists
+from spectune.runtime.shortlists import Shortlists, top_clusters
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.recording import how_to_record_trees
 from spectune.traces.schema import Trajectory, TreePanorama

@@ -10,51 +10,36 @@ import functools
 import importlib.util
 import math
 import os
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-
-def power_of_two(number: int) -> int:
-    """The least power of two that is at least ``number``, and 1."""
-    return 1 << max(0, number - 1).bit_length()
+LAUNCH: Final = {"num_stages": 4, "num_warps": 4}
 
 
-class Tile(NamedTuple):
-    """What one program of the kernel multiplies: ``rows`` hidden states with ``ids`` tokens, ``d``
-    numbers of each at a time, which divide them (powers of two, 16 or more)."""
-
-    rows: int
-    ids: int
-    d: int
-
-
-STAGES: Final = 4
-"""Loads in flight."""
-WARPS: Final = 4
-
-
-def tile_for(rows: int, count: int, hidden_size: int, itemsize: int, processors: int) -> Tile:
-    """A tile for ``rows`` hidden states and ``count`` tokens of ``itemsize`` bytes a number on
-    ``processors`` multiprocessors.
+def tile_for(rows: int, count: int, hidden_size: int, itemsize: int, processors: int) -> Any:
+    """What one program multiplies of ``rows`` hidden states and ``count`` tokens of ``itemsize``
+    bytes a number, on ``processors`` multiprocessors: the kernel's ROWS hidden states with IDS
+    tokens, D numbers of each at a time.
 
     All hidden states (up to 64) in one program, so that each row of the matrix is read once; up to
     256 contiguous bytes of a row at a time; tokens few enough a program that every multiprocessor
     has two, where the union is large enough for that.
     """
-    block = min(64, max(16, power_of_two(rows)))
-    ids = 64
-    while ids > 16 and -(-count // ids) * -(-rows // block) < 2 * processors:
-        ids //= 2
-    return Tile(block, ids, math.gcd(hidden_size, 256 // itemsize))
+    block = min(64, max(16, 1 << (rows - 1).bit_length()))
+    programs = 2 * processors
+    ids = next((i for i in (64, 32) if -(-count // i) * -(-rows // block) >= programs), 16)
+    return {"ROWS": block, "IDS": ids, "D": math.gcd(hidden_size, 256 // itemsize)}
 
 
-def kernel_runs(device: torch.device, hidden_size: int) -> bool:
-    """Whether the Triton kernel can run there: where triton is installed, on CUDA (or ROCm), or
-    anywhere with ``TRITON_INTERPRET=1``; for multiples of 16 numbers."""
-    runs = hidden_size % 16 == 0 and (device.type == "cuda" or _interpreted())
-    return runs and importlib.util.find_spec("triton") is not None
+def kernel_runs(weight: Tensor) -> bool:
+    """Whether the kernel can evaluate an output matrix [vocab, d] where it lies: triton is
+    installed, on CUDA (or ROCm) or anywhere with ``TRITON_INTERPRET=1``; d is a multiple of 16; and
+    not in float64, for it sums in float32."""
+    there = weight.device.type == "cuda" or _interpreted()
+    fits = weight.shape[1] % 16 == 0 and weight.dtype != torch.float64
+    return there and fits and importlib.util.find_spec("triton") is not None
 
 
 def _interpreted() -> bool:
@@ -62,11 +47,7 @@ def _interpreted() -> bool:
 
 
 def gathered_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    *,
-    bias: Tensor | None = None,
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None
 ) -> Tensor:
     """Selects and multiplies in one Triton kernel: float32 logits [n, len(ids)] of ``hidden`` [n,
     d] and ``weight`` [vocab, d], both contiguous and of one dtype, ``ids`` int64, ``bias`` [vocab];
@@ -80,26 +61,14 @@ def gathered_logits(
     if not n or not count:
         return out
     on_cuda = device.type == "cuda"
-    processors = _processors(device) if on_cuda else 1
-    tile = tile_for(n, count, hidden_size, weight.element_size(), processors)
-    kernel = gathered_kernel(_interpreted())
-    grid = (-(-count // tile.ids), -(-n // tile.rows))
+    tile = tile_for(
+        n, count, hidden_size, weight.element_size(), _processors(device) if on_cuda else 1
+    )
+    grid = (-(-count // tile["IDS"]), -(-n // tile["ROWS"]))
+    tensors = (hidden, weight, ids.contiguous(), ids if bias is None else bias, out)
     with torch.cuda.device(device) if on_cuda else contextlib.nullcontext():
-        kernel[grid](
-            hidden,
-            weight,
-            ids.contiguous(),
-            ids if bias is None else bias,
-            out,
-            n,
-            count,
-            hidden_size,
-            HAS_BIAS=bias is not None,
-            ROWS=tile.rows,
-            IDS=tile.ids,
-            D=tile.d,
-            num_stages=STAGES,
-            num_warps=WARPS,
+        gathered_kernel(_interpreted())[grid](
+            *tensors, n, count, hidden_size, HAS_BIAS=bias is not None, **tile, **LAUNCH
         )
     return out
 
@@ -111,9 +80,9 @@ def _processors(device: torch.device) -> int:
 
 @functools.cache
 def gathered_kernel(interpreted: bool) -> Any:
-    """The kernel of :func:`gathered_logits`, which Triton compiles when it is first launched.
-    ``interpreted`` only keeps the interpreter's kernel apart: Triton reads ``TRITON_INTERPRET``
-    when a kernel is declared."""
+    """The kernel of :func:`gathered_logits`, which Triton compiles when it is first launched; for
+    any ``n`` and ``count``, so that later rounds compile nothing. ``interpreted`` only keeps the
+    interpreter's kernel apart: Triton reads ``TRITON_INTERPRET`` when a kernel is declared."""
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
@@ -133,22 +102,22 @@ def gathered_kernel(interpreted: bool) -> Any:
     ):
         columns = tl.program_id(0) * IDS + tl.arange(0, IDS)
         rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-        wanted = columns < count
-        real = rows < n
-        token = tl.load(ids + columns, mask=wanted, other=0)
+        is_token = columns < count
+        is_row = rows < n
+        token = tl.load(ids + columns, mask=is_token, other=0)
         inner = tl.arange(0, D)
         left = hidden + rows[:, None] * hidden_size + inner[None, :]
         right = weight + token[None, :] * hidden_size + inner[:, None]
         total = tl.full((ROWS, IDS), 0.0, tl.float32)
         for _ in range(0, hidden_size, D):
-            x = tl.load(left, mask=real[:, None], other=0.0)
-            w = tl.load(right, mask=wanted[None, :], other=0.0)
+            x = tl.load(left, mask=is_row[:, None], other=0.0)
+            w = tl.load(right, mask=is_token[None, :], other=0.0)
             total = tl.dot(x, w, total, input_precision="ieee")
             left += D
             right += D
         if HAS_BIAS:
-            total += tl.load(bias + token, mask=wanted, other=0.0).to(tl.float32)[None, :]
+            total += tl.load(bias + token, mask=is_token, other=0.0).to(tl.float32)[None, :]
         place = out + rows[:, None].to(tl.int64) * count + columns[None, :]
-        tl.store(place, total, mask=real[:, None] & wanted[None, :])
+        tl.store(place, total, mask=is_row[:, None] & is_token[None, :])
 
-    return triton.jit(gathered)
+    return triton.jit(gathered, do_not_specialize=["n", "count"])

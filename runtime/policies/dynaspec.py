@@ -1,22 +1,24 @@
 """DynaSpec: shortlists of token clusters that a router selects by context (section 4.2; equation
-3). The router is :mod:`runtime.policies.router`; fitting is :mod:`optimizer.fit.dynaspec` and
-:mod:`optimizer.fit.clusters`."""
+3). Fitting is :mod:`optimizer.fit.dynaspec` and :mod:`optimizer.fit.clusters`; drafting with them
+is :mod:`runtime.shortlists`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import model_validator
 
 from spectune.runtime.policies.blocks import Artifact, Block, Budget
-from spectune.runtime.policies.refusals import stored_count, stored_numbers
 
 IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+Arrays = Mapping[str, npt.NDArray[Any]]
+ROUTER_WEIGHTS: Final = ("w1", "b1", "w2", "b2")
 
 
 class ClustersShortlist(Block):
@@ -39,6 +41,10 @@ class ClustersShortlist(Block):
             )
         return self
 
+    def budget(self, step: int) -> int:
+        """Clusters of each node at draft step ``step``."""
+        return cluster_budget(step, self.k0, self.k1, self.k_min)
+
 
 def cluster_budget(step: int, k0: int, k1: int, k_min: int) -> int:
     """k_c(t) of equation 3: clusters that draft step ``step`` = t evaluates, counted from 0 within
@@ -47,39 +53,17 @@ def cluster_budget(step: int, k0: int, k1: int, k_min: int) -> int:
     k0 at t = 0, k1 at t = 1, then floor((k1 + t) / (2 t)), which is k1 / (2 t) rounded to the
     nearest, halves up (algorithm 1 rounds it down instead); never below ``k_min``, nor below 1.
     """
-    wanted = (k0, k1)[step] if step < 2 else (k1 + step) // (2 * step)
-    return max(wanted, k_min, 1)
+    clusters = (k0, k1)[step] if step < 2 else (k1 + step) // (2 * step)
+    return max(clusters, k_min, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class Clusters:
     """A partition of the vocabulary into M clusters of any sizes, empty ones included (section
-    4.2).
-
-    ``of`` int64 [vocab]: the cluster of each token; ``count``: M. :meth:`of_assignment` builds
-    them.
-    """
+    4.2): ``of`` int64 [vocab] is the cluster of each token, ``count`` is M."""
 
     of: IntArray
     count: int
-
-    @classmethod
-    def of_assignment(cls, assignment: npt.ArrayLike, count: int) -> Clusters:
-        """The clusters of ``assignment``, whole numbers [vocab] within 0..count - 1. Raises
-        ValueError for anything else."""
-        of = np.asarray(assignment)
-        if of.ndim != 1 or not len(of) or of.dtype.kind not in "iu":
-            raise ValueError(
-                f"an assignment to clusters must be whole numbers [vocab], not {of.dtype} "
-                f"{list(of.shape)}"
-            )
-        of = of.astype(np.int64)
-        if count < 1 or of.min() < 0 or of.max() >= count:
-            raise ValueError(
-                f"an assignment to {count} clusters must lie within 0..{count - 1}, this one is "
-                f"{of.min()}..{of.max()}"
-            )
-        return cls(of, count)
 
     @property
     def vocab(self) -> int:
@@ -93,23 +77,44 @@ class Clusters:
     def ids(self, clusters: npt.ArrayLike) -> IntArray:
         """The union of ``clusters`` (numbers below M, any shape, repeats allowed): token ids
         ascending, int64."""
-        kept = np.zeros(self.count, dtype=np.bool_)
-        kept[np.asarray(clusters, dtype=np.int64)] = True
-        return np.flatnonzero(kept[self.of])
+        selected = np.zeros(self.count, dtype=np.bool_)
+        selected[np.asarray(clusters, dtype=np.int64)] = True
+        return np.flatnonzero(selected[self.of])
 
     def to_document(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """(JSON-ready document, arrays); :meth:`from_document` reads them."""
         return {"vocab": self.vocab, "clusters": self.count}, {"of": self.of}
 
     @classmethod
-    def from_document(
-        cls, document: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
-    ) -> Clusters:
-        """The clusters of :meth:`to_document`. Raises one of :data:`refusals.MALFORMED` for
-        anything else."""
-        of, count = stored_numbers(arrays, "of", "iu"), stored_count(document, "clusters")
-        if count > of.size:
-            raise ValueError(f"{count} clusters are too many for {of.size} tokens")
-        made = cls.of_assignment(of, count)
-        stored_count(document, "vocab", made.vocab)
-        return made
+    def from_document(cls, document: Mapping[str, Any], arrays: Arrays) -> Clusters:
+        """The clusters of :meth:`to_document`."""
+        return cls(np.asarray(arrays["of"], dtype=np.int64), int(document["clusters"]))
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """An artifact of a router: its weights (float32 ``w1`` [hidden, d_r], ``b1`` [hidden], ``w2``
+    [M, hidden], ``b2`` [M]; :class:`runtime.shortlists.Router` evaluates them), the clusters that
+    it scores, and the hash of the output head that both were fitted on."""
+
+    weights: tuple[FloatArray, ...]
+    clusters: Clusters
+    head: str
+
+    @property
+    def inputs(self) -> int:
+        """d_r, the width of what the router reads."""
+        return int(self.weights[0].shape[1])
+
+    def to_document(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+        """(JSON-ready document, arrays); :meth:`from_document` reads them."""
+        document, arrays = self.clusters.to_document()
+        sizes = {"inputs": self.inputs, "hidden": len(self.weights[1])}
+        weights = dict(zip(ROUTER_WEIGHTS, self.weights, strict=True))
+        return {**sizes, **document, "head": self.head}, {**weights, **arrays}
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any], arrays: Arrays) -> Routing:
+        """The routing of :meth:`to_document`."""
+        weights = tuple(np.asarray(arrays[name], dtype=np.float32) for name in ROUTER_WEIGHTS)
+        return cls(weights, Clusters.from_document(document, arrays), document["head"])

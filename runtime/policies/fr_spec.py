@@ -1,10 +1,6 @@
 """FR-Spec: shortlists of the most frequent tokens; and PA-FR, which shortens them by position
-(DynaSpec, appendix A.3). Fitting is :mod:`optimizer.fit.fr_spec`.
-
-A shortlist is a set of token ids, kept as an ascending int64 array: the rows of the draft's output
-head that a step evaluates. Verification is over the whole vocabulary, so a shortlist changes what
-is drafted and never the text.
-"""
+(DynaSpec, appendix A.3). Fitting is :mod:`optimizer.fit.fr_spec`; drafting with them is
+:mod:`runtime.shortlists`."""
 
 from __future__ import annotations
 
@@ -17,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from spectune.runtime.policies.blocks import Artifact, Block, Budget
-from spectune.runtime.policies.refusals import stored_count, stored_numbers
 
 IntArray = npt.NDArray[np.int64]
 
@@ -30,6 +25,10 @@ class FrequencyShortlist(Block):
     size: Budget = 1024
     artifact: Artifact
 
+    def budget(self, step: int) -> int:
+        """Tokens of draft step ``step``."""
+        return self.size
+
 
 class PositionFrequencyShortlist(Block):
     """PA-FR (DynaSpec, appendix A.3): the most frequent tokens, ``k_max`` of them at draft steps 0
@@ -39,6 +38,10 @@ class PositionFrequencyShortlist(Block):
     kind: Literal["position_frequency"] = "position_frequency"
     k_max: Budget = 2048
     artifact: Artifact
+
+    def budget(self, step: int) -> int:
+        """Tokens of draft step ``step``."""
+        return frequency_budget(step, self.k_max)
 
 
 def frequency_budget(step: int, k_max: int) -> int:
@@ -52,26 +55,12 @@ def frequency_budget(step: int, k_max: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Frequencies:
-    """The vocabulary in the order in which shortlists take it (FR-Spec; appendix A.3).
-
-    ``order`` int64 [vocab]: every token id once; the first ``always`` are in every shortlist (EOS
-    and the like), the others follow by frequency, most frequent first, ties by lower id. Raises
-    ValueError for anything else but that order of the others.
-    """
+    """The vocabulary in the order in which shortlists take it (FR-Spec; appendix A.3): ``order``
+    int64 [vocab] has every token id once; the first ``always`` are in every shortlist (EOS and the
+    like), the others follow by frequency, most frequent first, ties by lower id."""
 
     order: IntArray
     always: int = 0
-
-    def __post_init__(self) -> None:
-        order = self.order
-        of_tokens = order.ndim == 1 and order.dtype == np.int64 and len(order)
-        if not of_tokens or (np.sort(order) != np.arange(len(order))).any():
-            raise ValueError(
-                "a frequency order must hold every token id once, as int64 [vocab]; this is "
-                f"{order.dtype} {list(order.shape)}"
-            )
-        if not 0 <= self.always <= len(order):
-            raise ValueError(f"always must be within 0..{len(order)} tokens, not {self.always}")
 
     @property
     def vocab(self) -> int:
@@ -81,10 +70,7 @@ class Frequencies:
     def rank(self) -> IntArray:
         """Place of every token in ``order``, from 0; int64 [vocab]. A token is in a shortlist of n
         tokens where its rank is below n."""
-        rank = np.empty_like(self.order)
-        rank[self.order] = np.arange(len(self.order))
-        rank.setflags(write=False)
-        return rank
+        return self.order.argsort()
 
     def size(self, size: int) -> int:
         """Tokens that a shortlist of ``size`` takes: ``size`` raised to ``always`` and to 1, and at
@@ -92,7 +78,7 @@ class Frequencies:
         return min(max(size, self.always, 1), len(self.order))
 
     def to_document(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        """(JSON-ready document, arrays) for an artifact of kind :data:`FREQUENCIES`;
+        """(JSON-ready document, arrays) for an artifact of kind :data:`artifacts.FREQUENCIES`;
         :meth:`from_document` reads them."""
         return {"vocab": self.vocab, "always": self.always}, {"order": self.order}
 
@@ -100,9 +86,5 @@ class Frequencies:
     def from_document(
         cls, document: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
     ) -> Frequencies:
-        """The frequencies of :meth:`to_document`. Raises one of :data:`refusals.MALFORMED` for
-        anything else."""
-        order = stored_numbers(arrays, "order", "iu").astype(np.int64)
-        made = cls(order, stored_count(document, "always"))
-        stored_count(document, "vocab", made.vocab)
-        return made
+        """The frequencies of :meth:`to_document`."""
+        return cls(np.asarray(arrays["order"], dtype=np.int64), int(document["always"]))

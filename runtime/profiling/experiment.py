@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from spectune.runtime.costs import MeasuredRound, RoundKind
-from spectune.runtime.decoder import ModelBackend, warmed_shortlists
+from spectune.runtime.decoder import ModelBackend
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, Round, StaticSource, decode_rounds
 from spectune.runtime.policies.c2t import STEP, beta_code, nats
@@ -36,12 +36,12 @@ from spectune.runtime.policies.document import (
     StaticGrowth,
     TopKGrowth,
 )
-from spectune.runtime.policies.dynaspec import Clusters
+from spectune.runtime.policies.dynaspec import Clusters, Routing
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.plan import Plan, compile_plan
-from spectune.runtime.policies.router import Router, Routing
 from spectune.runtime.policies.shortlist_rule import ShortlistRule
 from spectune.runtime.profiling.fit import Prefill
+from spectune.runtime.shortlists import Shortlists
 from spectune.traces.schema import Sampling
 
 BLOCK: Final = 3
@@ -266,11 +266,11 @@ def _shortlists(pair: LoadedPair, name: str, gamma_max: int) -> Iterator[Cell]:
     model, (plan, kind, rows) = pair.models[name], cell_of(pair, policy)
     if not rows:
         return
-    listed = model.output.ids
-    order = np.concatenate([listed, np.setdiff1d(np.arange(model.vocab_size), listed)])
+    ids = model.output.ids
+    order = np.concatenate([ids, np.setdiff1d(np.arange(model.vocab_size), ids)])
     frequencies = Frequencies(order.astype(np.int64))
     embedding = int(model.embedded(torch.zeros(1, dtype=torch.int64, device=pair.device)).shape[-1])
-    routing = replace(_routing(model.hidden_size, embedding, rows), head=model.output.hash)
+    routing = _routing(model.hidden_size + embedding, rows, model.output.hash)
     for size in sorted({max(1, rows // share) for share in SHARES}):
         fixed = FrequencyShortlist(size=size, artifact="profile")
         k = max(1, round(CLUSTERS * size / rows))
@@ -279,15 +279,13 @@ def _shortlists(pair: LoadedPair, name: str, gamma_max: int) -> Iterator[Cell]:
             ShortlistRule(fixed, name, frequencies=frequencies),
             ShortlistRule(routed, name, routing=routing),
         ):
-            own = replace(plan, shortlist=rule)
-            own = replace(own, shortlists=warmed_shortlists(pair, own))
-            yield Cell(own, kind._replace(routed=rule.routed), size)
+            listed = replace(plan, shortlist=rule, shortlists=Shortlists(rule, model))
+            yield Cell(listed, kind._replace(routed=rule.routed), size)
 
 
-def _routing(hidden: int, embedding: int, rows: int) -> Routing:
-    generator = torch.Generator().manual_seed(0)
-    inputs = embedding + hidden
-    w1 = torch.randn(ROUTER_HIDDEN, inputs, generator=generator) / np.sqrt(inputs)
-    w2 = torch.randn(CLUSTERS, ROUTER_HIDDEN, generator=generator) / np.sqrt(ROUTER_HIDDEN)
-    router = Router(w1, torch.zeros(ROUTER_HIDDEN), w2, torch.zeros(CLUSTERS))
-    return Routing(router, Clusters.of_assignment(np.arange(rows) % CLUSTERS, CLUSTERS), "")
+def _routing(inputs: int, rows: int, head: str) -> Routing:
+    rng, hidden = np.random.default_rng(0), ROUTER_HIDDEN
+    w1, w2 = rng.normal(size=(hidden, inputs)), rng.normal(size=(CLUSTERS, hidden))
+    weights = w1 / np.sqrt(inputs), np.zeros(hidden), w2 / np.sqrt(hidden), np.zeros(CLUSTERS)
+    floats = tuple(w.astype(np.float32) for w in weights)
+    return Routing(floats, Clusters(np.arange(rows) % CLUSTERS, CLUSTERS), head)

@@ -64,12 +64,12 @@ def test_corollary_5_2(cases: Cases) -> None:
     """Unions of k clusters have regret at least 0, and one of them none; other shortlists can have
     less."""
     p = cases[0][:50]
-    clusters = Clusters.of_assignment(np.arange(p.shape[1]) % 2, 2)
+    clusters = Clusters(np.arange(p.shape[1]) % 2, 2)
     regrets = [
         routing_regret(p, np.broadcast_to(clusters.of == c, p.shape), clusters, 1) for c in range(2)
     ]
     np.testing.assert_allclose(np.min(regrets, axis=0), 0.0, atol=SLACK)
-    two = Clusters.of_assignment([0, 0, 1, 1], 2)
+    two = Clusters(np.array([0, 0, 1, 1]), 2)
     assert routing_regret(
         np.array([0.4, 0.1, 0.4, 0.1]), np.array([True, False, True, False]), two, 1
     ) == pytest.approx(-0.3)
