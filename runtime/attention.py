@@ -98,7 +98,7 @@ def cudnn_attention(enabled: bool) -> Iterator[None]:
     global _blocks, _before
     with _switching:
         if not _blocks:
-            _before = torch.backends.cuda.cudnn_sdp_enabled()
+            _before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
         _blocks += 1
         torch.backends.cuda.enable_cudnn_sdp(enabled)
     try:
