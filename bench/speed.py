@@ -46,10 +46,6 @@ WINDOWS: dict[str, dict[str, Any]] = {
         f"analytic {e}, gamma_max 16, history 32": {"kind": "analytic", **LONG, "estimator": e}
         for e in ("ratio", "exact")
     },
-    **{
-        f"analytic {e}, recent costs": {"kind": "analytic", "costs": "recent", "estimator": e}
-        for e in ("ratio", "exact", "table")
-    },
     **{kind: {"kind": kind} for kind in ("fsm", "cache_fsm", "q_learning", "heuristic")},
     "q_learning speed, memory 2": {"kind": "q_learning", "reward": "speed", "memory": 2},
 }

@@ -146,7 +146,7 @@ def decode_rounds(
         accepted = min(verdict.accepted, len(tokens))
         backend.commit(tokens, accepted, drafted)
         drafted = drafted or Drafted(count=0, steps=0, lag=lag)
-        session.observe(drafted.depth, accepted, tokens, draft_s, verify_s)
+        session.observe(drafted.depth, accepted, tokens)
         output.extend(tokens)
         step = Step(
             start=start,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from spectune.runtime.policies.plan import Plan
-from spectune.runtime.policies.windows import CompiledWindow, advance, init_state, reset
+from spectune.runtime.policies.windows import FIXED, CompiledWindow, advance, init_state, reset
 
 
 class Session:
@@ -28,20 +28,15 @@ class Session:
         """The window of the next round."""
         return int(self.state.gamma[0])
 
-    def observe(
-        self,
-        num_drafted: int,
-        num_accepted: int,
-        emitted: Sequence[int],
-        draft_s: float,
-        verify_s: float,
-    ) -> None:
+    def observe(self, num_drafted: int, num_accepted: int, emitted: Sequence[int]) -> None:
         """Learns from a round that emitted these tokens, the accepted ones first."""
+        if self.window.kind == FIXED:
+            return
         num_cached = 0
         if self.window.reads_cache:
             num_cached = sum(token in self.seen for token in emitted[:num_accepted])
             self.seen.update(emitted)
-        advance(self.window, self.state, num_drafted, num_accepted, num_cached, draft_s, verify_s)
+        advance(self.window, self.state, num_drafted, num_accepted, num_cached)
 
 
 class Sessions:

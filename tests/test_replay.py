@@ -65,9 +65,8 @@ def random_policy(rng: np.random.Generator) -> Policy:
         {**learning, "reward": "speed", "seed": int(rng.integers(99))},
     ]
     for estimator in ("ratio", "exact", "table"):
-        for costs in ("profile", "recent"):
-            weighed = {"estimator": estimator, "costs": costs, "history": int(rng.integers(1, 12))}
-            windows.append({**wide, "kind": "analytic", **weighed})
+        weighed = {"estimator": estimator, "history": int(rng.integers(1, 12))}
+        windows.append({**wide, "kind": "analytic", **weighed})
     thresholds = {"max_prob": 0.2, "joint_prob": 0.05, "entropy": 0.05}
     stops: list[dict[str, Any]] = [{"kind": "none"}]
     stops += [{"kind": k, "threshold": float(rng.uniform(t, 1))} for k, t in thresholds.items()]
@@ -225,7 +224,6 @@ def test_sessions_continue_from_a_state() -> None:
 
 DEEP = {"draft": "toy", "window": {"kind": "fixed", "gamma": 12}, "stop": {"kind": "max_prob"}}
 WEIGHED = {"draft": "toy", "window": {"kind": "analytic", "gamma_max": 5}}
-RECENT = {"draft": "toy", "window": {"kind": "analytic", "costs": "recent"}}
 
 
 @pytest.mark.parametrize(
@@ -234,7 +232,6 @@ RECENT = {"draft": "toy", "window": {"kind": "analytic", "costs": "recent"}}
         (DEEP, 0.0, TraceError, r"up to 12 tokens.*chains of 7.*--gamma-max 12"),
         ({**DEEP, "stop": {"kind": "none"}}, 0.2, TraceError, "--gamma-max 12"),
         ({"draft": "small"}, 0.0, TraceError, r"no panorama of draft 'small' .it has: toy"),
-        (RECENT, 0.0, PolicyError, "latency profile"),
         (WEIGHED, 0.0, PolicyError, "run `profile`"),
     ],
 )

@@ -205,7 +205,7 @@ def _fastest(store: TraceStore, info: RecordingInfo, draft: str) -> list[Policy]
     for _, document in sorted(documents, key=lambda d: -d[0]):
         with suppress(PolicyError):
             policy = parse_policy(document)
-            if isinstance(policy, Policy) and policy.speculates and policy.replays_exactly:
+            if isinstance(policy, Policy) and policy.speculates:
                 found.setdefault(policy.id, policy)
         if len(found) == TRIED:
             break

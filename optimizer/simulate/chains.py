@@ -142,7 +142,7 @@ def replay_chains(
                 costs, sampled, context + start, begin + start, lag, passes, drafted, emitted
             )
             cached = 1 if (word >> 24) < accepted else 0
-            advance(window, state, drafted, accepted, cached, seconds[0], seconds[1])
+            advance(window, state, drafted, accepted, cached)
             done = Round(start, drafted, accepted, emitted, passes, lag, drafted, NO_BIN)
             used, total = add_round(sums, used, i, done, seconds, total)
             lag = emitted - min(accepted, passes - 1) if passes > 0 else lag + emitted

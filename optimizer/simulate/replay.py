@@ -23,7 +23,7 @@ from spectune.runtime.policies.document import AnyPolicy, ChooserPolicy
 from spectune.runtime.policies.plan import compile_plan
 from spectune.runtime.policies.prepared_chooser import prepare_chooser, stored_chooser
 from spectune.runtime.policies.windows import WindowState, init_state
-from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.errors import TraceError
 from spectune.traces.schema import LatencyProfile
 
 
@@ -53,11 +53,6 @@ def run_replay(
     if isinstance(policy, ChooserPolicy):
         how = {"per_round": per_round, "approximate": approximate}
         return _run_chosen(trace, policy, profile, artifacts, **how)
-    if profile is None and not policy.replays_exactly:
-        raise PolicyError(
-            "window.costs 'recent' reads the clock, which a replay takes from a latency profile: "
-            "give one"
-        )
     plan = compile_plan(policy, [policy.draft], profile=profile, artifacts=artifacts)
     state = init_state(plan.window) if state is None else state.fork()
     growth, doubtful = None, ALL_KNOWN

@@ -227,8 +227,6 @@ def why_approximate(
                 f"{how_to_rank(info.id, order, policy.draft, 'frequencies')}, "
                 "with which it is exact"
             )
-        if getattr(policy.window, "costs", "") == "recent":
-            return "a window of recent costs reads the clock, for which predicted seconds stand in"
         drawn = info.verifier == "rejection" and not info.sampling.greedy
         if drawn and policy.stop.kind != "none":
             return "a stop reads other proposals than the draft samples under rejection"

@@ -128,7 +128,7 @@ def replay_trees(
             seconds = round_seconds(
                 costs, sampled, context + start, s, lag, passes, drafted, emitted
             )
-            advance(window, state, levels, accepted, cached, seconds[0], seconds[1])
+            advance(window, state, levels, accepted, cached)
             done = Round(start, drafted, accepted, emitted, passes, lag, levels, bin_)
             used, total = add_round(sums, used, i, done, seconds, total)
             if passes > 0:

@@ -9,12 +9,12 @@ mean(y). docs/papers.md, item 5, has their biases and what is misprinted. Where 
 within the history, equations 11 and 12 become sum_i y_i = sum_i mean(g_i, beta), the same
 likelihood pooled.
 
-Sums are whole numbers and times whole picoseconds, so that nothing drifts.
+Sums are whole numbers, so that nothing drifts.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, NamedTuple, Self
+from typing import Annotated, Final, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -29,19 +29,8 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 Records = npt.NDArray[np.void]
 
-RATIO: Final = 0
-"""Equation 2."""
-EXACT: Final = 1
-"""Equation 11."""
-TABLE: Final = 2
-"""Equation 12, tabulated."""
-PS: Final = 1e12
-"""Picoseconds in a second."""
 EVIDENCE_SCALE: Final = 2**32
 """Expected acceptances are summed as whole multiples of 2^-32."""
-BETAS: Final = 33
-SHARES: Final = 64
-"""How finely ``recent`` costs tell beta and the share of a_q: a few rounds' history says less."""
 TABLE_KNOTS: Final = 33
 """Knots of the tabulated equation 12, evenly spaced over beta in [0, 1]."""
 
@@ -51,9 +40,8 @@ class AnalyticWindow(AdaptiveWindow):
     ``history`` rounds.
 
     ``estimator``: ``ratio`` is equation 2, ``exact`` the maximum-likelihood root of equation 11,
-    ``table`` its tabulated inverse (equation 12). ``costs``: ``profile`` takes a_q and b_p(gamma)
-    from the latency profile, and so replays exactly; ``recent`` takes them from the last
-    ``history`` rounds' clock, as the paper does, and does not. After a history of windows 0
+    ``table`` its tabulated inverse (equation 12). ``costs``: a_q and b_p(gamma) come from the
+    latency profile, so that a window replays exactly. After a history of windows 0
     ``gamma_initial`` is tried anew."""
 
     kind: Literal["analytic"] = "analytic"
@@ -61,7 +49,7 @@ class AnalyticWindow(AdaptiveWindow):
     acc_max: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.98
     gamma_min: Gamma = 0
     estimator: Literal["ratio", "exact", "table"] = "ratio"
-    costs: Literal["profile", "recent"] = "profile"
+    costs: Literal["profile"] = "profile"
 
     @model_validator(mode="after")
     def _can_begin(self) -> Self:
@@ -140,151 +128,62 @@ def cache_fsm(gamma: int, num_drafted: int, num_accepted: int, num_cached: int) 
 
 # ----------------------------------------------------------------------------------------- method 1
 
-ROUND: Final = np.dtype(
-    [("drafted", "i8"), ("accepted", "i8"), ("draft_ps", "i8"), ("verify_ps", "i8")]
-)
-"""A round of the history. An empty slot reads as a round that drafted nothing."""
-SUMS: Final = np.dtype(
-    [
-        ("slot", "i8"),  # of the ring, where the next round goes
-        ("rounds", "i8"),
-        ("accepted", "i8"),
-        ("rejections", "i8"),
-        ("drafting", "i8"),  # rounds that drafted anything
-        ("drafted", "i8"),
-        ("draft_ps", "i8"),
-        ("verify_ps", "i8"),
-        ("expected_ps", "i8"),  # what the rounds' verifications cost by the known shape of b_p
-    ]
-)
-"""Sums over the history."""
-
 
 class AnalyticRule(NamedTuple):
-    """Method 1 with its costs resolved.
+    """Method 1 with its costs resolved, by the n betas at which equation 1's argmax moves up.
 
-    ``odds`` float64 [n]: the betas at which equation 1's argmax moves up, as beta / (1 - beta).
-    ``expected`` int64 [gamma_max + 1, n]: the accepted tokens (:data:`EVIDENCE_SCALE`) that the
-    estimator's distribution expects at these betas of a round that drafted so many. With ``recent``
-    costs the n betas are even, ``verify_ps`` int64 [gamma_max + 1] is b_p up to a factor, and
-    ``windows`` int64 [shares, n + 1] are :func:`tabulated_windows`."""
+    ``odds`` float64 [n]: these, as beta / (1 - beta), for equation 2; empty for the others.
+    ``expected`` int64 [gamma_max + 1, n]: the accepted tokens (:data:`EVIDENCE_SCALE`) that their
+    distribution expects at these betas of a round that drafted so many; n is 0 for equation 2."""
 
-    estimator: int
-    recent: bool
     odds: FloatArray
     expected: IntArray
-    verify_ps: IntArray
-    windows: IntArray
 
 
 class History(NamedTuple):
-    """The last rounds (a ring) and what is summed over them: ``evidence`` int64 [n] sums rows of
-    :attr:`AnalyticRule.expected`."""
+    """The last rounds and what is summed over them. ``drafted`` and ``accepted`` int64 [history]
+    are a ring, in which an empty slot reads as a round that drafted nothing; ``sums`` int64 [4]:
+    the slot of the next round; accepted tokens; rejections; rounds that drafted anything.
+    ``evidence`` int64 [n] sums rows of :attr:`AnalyticRule.expected`."""
 
-    rounds: Records
-    sums: Records
+    drafted: IntArray
+    accepted: IntArray
+    sums: IntArray
     evidence: IntArray
 
 
 @compiled(inline=True)
 def forget(history: History) -> None:
     """Empties a history, in place."""
-    for i in range(len(history.rounds)):
-        gone = history.rounds[i]
-        gone.drafted = gone.accepted = gone.draft_ps = gone.verify_ps = 0
-    s = history.sums[0]
-    s.slot = s.rounds = s.accepted = s.rejections = s.drafting = s.drafted = s.draft_ps = (
-        s.verify_ps
-    ) = s.expected_ps = 0
+    history.drafted[:] = 0
+    history.accepted[:] = 0
+    history.sums[:] = 0
     history.evidence[:] = 0
 
 
 @compiled(inline=True)
 def analytic(
-    rule: AnalyticRule,
-    limits: Limits,
-    history: History,
-    num_drafted: int,
-    num_accepted: int,
-    draft_s: float,
-    verify_s: float,
+    rule: AnalyticRule, limits: Limits, history: History, num_drafted: int, num_accepted: int
 ) -> int:
     """Equation 1 at the beta of the last rounds.
 
     Beta-hat itself is not computed. It exceeds a beta iff more tokens were accepted than the
     estimator's distribution expects there, and at given costs the argmax is a staircase in beta:
-    the window is the number of steps exceeded, or is looked up by it."""
-    sums = history.sums[0]
-    oldest = history.rounds[sums.slot]
-    gone = int(oldest.drafted)
-    sums.accepted += num_accepted - oldest.accepted
-    sums.rejections += int(num_accepted < num_drafted) - int(oldest.accepted < gone)
-    sums.drafting += int(num_drafted > 0) - int(gone > 0)
-    oldest.drafted, oldest.accepted = num_drafted, num_accepted
-    sums.slot = 0 if sums.slot + 1 == len(history.rounds) else sums.slot + 1
-    if rule.recent:
-        _clock(rule, history, oldest, gone, num_drafted, draft_s, verify_s)
+    the window is the number of steps exceeded."""
+    sums, slot = history.sums, history.sums[0]
+    gone, gone_accepted = history.drafted[slot], history.accepted[slot]
+    history.drafted[slot], history.accepted[slot] = num_drafted, num_accepted
+    sums[0] = 0 if slot + 1 == len(history.drafted) else slot + 1
+    sums[1] += num_accepted - gone_accepted
+    sums[2] += int(num_accepted < num_drafted) - int(gone_accepted < gone)
+    sums[3] += int(num_drafted > 0) - int(gone > 0)
     above = 0
-    if rule.estimator == RATIO:
-        for k in range(len(rule.odds)):
-            above += int(sums.accepted > rule.odds[k] * sums.rejections)
-    else:
-        accepted = sums.accepted * EVIDENCE_SCALE
-        for k in range(len(history.evidence)):
-            history.evidence[k] += rule.expected[num_drafted, k] - rule.expected[gone, k]
-            above += int(accepted > history.evidence[k])
-    if sums.drafting == 0:
-        return limits.first
-    if not rule.recent:
-        return limits.gamma_min + above
-    if sums.verify_ps <= 0:
-        return limits.first  # no clock ran: nothing to weigh
-    # a_q is the mean seconds of a drafted token, b_p(g) its known shape x its mean ratio to the
-    # clock.
-    drafting = float(sums.draft_ps) * sums.expected_ps
-    verifying = float(sums.verify_ps) * sums.drafted * rule.verify_ps[0]
-    share = drafting / (drafting + verifying)
-    return int(rule.windows[min(int(share * SHARES), SHARES - 1), above])
-
-
-@compiled(inline=True)
-def _clock(
-    rule: AnalyticRule,
-    history: History,
-    oldest: Any,
-    gone: int,
-    num_drafted: int,
-    draft_s: float,
-    verify_s: float,
-) -> None:
-    """Puts a round's seconds in the place of the oldest round's, which drafted ``gone`` tokens."""
-    sums = history.sums[0]
-    draft_ps = np.int64(np.rint(draft_s * PS)) if num_drafted > 0 else np.int64(0)
-    verify_ps = np.int64(np.rint(verify_s * PS))
-    sums.draft_ps += draft_ps - oldest.draft_ps
-    sums.verify_ps += verify_ps - oldest.verify_ps
-    sums.drafted += num_drafted - gone
-    sums.expected_ps += rule.verify_ps[num_drafted]
-    if sums.rounds == len(history.rounds):
-        sums.expected_ps -= rule.verify_ps[gone]
-    else:
-        sums.rounds += 1
-    oldest.draft_ps, oldest.verify_ps = draft_ps, verify_ps
-
-
-def even_betas(acc_max: float) -> FloatArray:
-    """The betas between which ``recent`` costs tell."""
-    return np.linspace(0.0, acc_max, BETAS)
-
-
-def tabulated_windows(betas: FloatArray, verify_ps: IntArray, gamma_min: int) -> IntArray:
-    """Equation 1's window by a_q / (a_q + b_p(0)), in :data:`SHARES` parts of [0, 1], and by how
-    many of ``betas`` are exceeded; at the middle of both. int64 [SHARES, len(betas) + 1]."""
-    edges = np.concatenate([[0.0], betas, betas[-1:]])
-    middles, shape = 0.5 * (edges[:-1] + edges[1:]), verify_ps / verify_ps[0]
-    gammas, shares = np.arange(len(shape)), (np.arange(SHARES) + 0.5) / SHARES
-    rows = [best_window(middles, gammas * s + (1 - s) * shape, gamma_min) for s in shares]
-    return np.stack(rows)
+    for k in range(len(rule.odds)):
+        above += int(sums[1] > rule.odds[k] * sums[2])
+    for k in range(len(history.evidence)):
+        history.evidence[k] += rule.expected[num_drafted, k] - rule.expected[gone, k]
+        above += int(sums[1] * EVIDENCE_SCALE > history.evidence[k])
+    return limits.gamma_min + above if sums[3] > 0 else limits.first
 
 
 def truncated_excess(gamma_max: int, betas: FloatArray) -> FloatArray:

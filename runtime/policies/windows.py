@@ -48,13 +48,7 @@ from spectune.runtime.policies.heuristic import heuristic
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.on_the_fly import (
     EVIDENCE_SCALE,
-    EXACT,
     LEARNED,
-    PS,
-    RATIO,
-    ROUND,
-    SUMS,
-    TABLE,
     AnalyticRule,
     FloatArray,
     History,
@@ -65,12 +59,10 @@ from spectune.runtime.policies.on_the_fly import (
     analytic,
     begin_learning,
     cache_fsm,
-    even_betas,
     forget,
     fsm,
     q_learning,
     tabulated_excess,
-    tabulated_windows,
     truncated_excess,
     window_thresholds,
 )
@@ -83,7 +75,6 @@ FSM: Final = 2
 CACHE_FSM: Final = 3
 Q_LEARNING: Final = 4
 HEURISTIC: Final = 5
-_ESTIMATORS: Final = {"ratio": RATIO, "exact": EXACT, "table": TABLE}
 
 
 @dataclass(frozen=True)
@@ -95,14 +86,7 @@ class WindowCosts:
     verify_s: tuple[float, ...]
 
 
-_NO_ANALYTIC: Final = AnalyticRule(
-    RATIO,
-    False,
-    np.zeros(0),
-    np.zeros((1, 0), np.int64),
-    np.zeros(1, np.int64),
-    np.zeros((1, 1), np.int64),
-)
+_NO_ANALYTIC: Final = AnalyticRule(np.zeros(0), np.zeros((1, 0), np.int64))
 _NO_LEARNING: Final = QLearningRule(1, False, False, 0, 0.0, 0.0, 0.0, np.zeros(1))
 
 
@@ -158,11 +142,8 @@ def advance(
     num_drafted: int,
     num_accepted: int,
     num_cached: int = 0,
-    draft_s: float = 0.0,
-    verify_s: float = 0.0,
 ) -> None:
-    """Learns, in place, from one round with 0 <= num_accepted <= num_drafted <= gamma_max; seconds
-    are read by ``recent`` costs alone."""
+    """Learns, in place, from one round with 0 <= num_accepted <= num_drafted <= gamma_max."""
     kind, limits, gamma = window.kind, window.limits, int(state.gamma[0])
     if kind == FIXED:
         return
@@ -173,9 +154,7 @@ def advance(
     elif kind == HEURISTIC:
         gamma = heuristic(gamma, num_drafted, num_accepted)
     elif kind == ANALYTIC:
-        gamma = analytic(
-            window.analytic, limits, state.history, num_drafted, num_accepted, draft_s, verify_s
-        )
+        gamma = analytic(window.analytic, limits, state.history, num_drafted, num_accepted)
     elif kind == Q_LEARNING:
         gamma = q_learning(
             window.q_learning, limits, state.learner, gamma, num_drafted, num_accepted
@@ -185,11 +164,10 @@ def advance(
 
 def init_state(window: CompiledWindow) -> WindowState:
     """A new session's state, ready for its first request."""
-    steps = window.analytic.expected.shape[1]
-    history = History(np.zeros(window.history, ROUND), np.zeros(1, SUMS), np.zeros(steps, np.int64))
-    state = WindowState(
-        np.array([window.limits.first]), history, Learner(np.zeros(1, LEARNED), window.q.copy())
-    )
+    sizes = window.history, window.history, 4, window.analytic.expected.shape[1]
+    history = History(*(np.zeros(size, np.int64) for size in sizes))
+    learner = Learner(np.zeros(1, LEARNED), window.q.copy())
+    state = WindowState(np.array([window.limits.first]), history, learner)
     if window.kind == Q_LEARNING:
         begin_learning(window.q_learning, window.limits, state.learner)
     return state
@@ -206,15 +184,12 @@ def compile_window(
     on. Raises PolicyError where the window needs costs and there are none, or the table does not
     fit.
     """
-    if isinstance(window, (FixedWindow, ByBatchWindow)):
-        gamma = (
-            window.gamma if isinstance(window, FixedWindow) else window.at(1)
-        )  # one request at a time
+    if isinstance(window, (FixedWindow, ByBatchWindow)):  # of one request at a time
+        gamma = window.gamma if isinstance(window, FixedWindow) else window.at(1)
         return CompiledWindow(FIXED, Limits(gamma, gamma, gamma))
     if isinstance(window, HeuristicWindow):
-        return CompiledWindow(
-            HEURISTIC, Limits(1, window.gamma_max, window.first), carries=not window.transient
-        )
+        limits = Limits(1, window.gamma_max, window.first)
+        return CompiledWindow(HEURISTIC, limits, carries=not window.transient)
     limits = Limits(window.gamma_min, window.gamma_max, window.first)
     if isinstance(window, AnalyticWindow):
         return CompiledWindow(
@@ -228,73 +203,48 @@ def compile_window(
     return CompiledWindow(FSM, limits)
 
 
-def _need_costs(
-    costs: WindowCosts | None, window: AnalyticWindow | QLearningWindow
-) -> tuple[FloatArray, FloatArray]:
-    """(gamma a_q + b_p(gamma), b_p(gamma)), float64 [gamma_max + 1] each."""
+def _round_costs(costs: WindowCosts | None, window: AnalyticWindow | QLearningWindow) -> FloatArray:
+    """gamma a_q + b_p(gamma), float64 [gamma_max + 1]."""
     if costs is None:
         raise PolicyError(
             f"window.{window.kind} needs a latency profile of this pair on this hardware and in "
             "this dtype: run `profile` here first, with the same --device and --dtype"
         )
     verify_s = np.array(costs.verify_s[: window.gamma_max + 1])
-    return np.arange(len(verify_s)) * costs.draft_step_s + verify_s, verify_s
+    return np.arange(len(verify_s)) * costs.draft_step_s + verify_s
 
 
 def _analytic_rule(window: AnalyticWindow, costs: WindowCosts | None) -> AnalyticRule:
-    rule = _NO_ANALYTIC._replace(
-        estimator=_ESTIMATORS[window.estimator], recent=window.costs == "recent"
-    )
-    excess = truncated_excess if rule.estimator == EXACT else tabulated_excess
-    if rule.recent:
-        # Without a profile b_p is taken to be the same for every window, as recent rounds alone
-        # cannot tell.
-        shape = np.ones(window.gamma_max + 1)
-        if costs is not None:
-            shape = np.round(_need_costs(costs, window)[1] * PS)
-        betas, verify_ps = even_betas(window.acc_max), shape.astype(np.int64)
-        windows = tabulated_windows(betas, verify_ps, window.gamma_min)
-        rule = rule._replace(verify_ps=verify_ps, windows=windows)
-    else:
-        betas = window_thresholds(_need_costs(costs, window)[0], window.gamma_min, window.acc_max)
-    if rule.estimator == RATIO:
-        return rule._replace(odds=betas / (1.0 - betas))
+    betas = window_thresholds(_round_costs(costs, window), window.gamma_min, window.acc_max)
+    if window.estimator == "ratio":
+        return _NO_ANALYTIC._replace(odds=betas / (1.0 - betas))
     # beta-hat > beta_k iff more was accepted than the estimator's distribution expects at beta_k,
     # for it rises with beta.
+    excess = truncated_excess if window.estimator == "exact" else tabulated_excess
     expected = np.round(excess(window.gamma_max, betas) * EVIDENCE_SCALE).astype(np.int64)
-    return rule._replace(expected=np.ascontiguousarray(expected.T))
+    return _NO_ANALYTIC._replace(expected=np.ascontiguousarray(expected.T))
 
 
 def _learning_rule(window: QLearningWindow, costs: WindowCosts | None) -> QLearningRule:
     by_speed, rewards = window.reward == "speed", np.zeros(1)
     if by_speed:
-        round_s, verify_s = _need_costs(costs, window)
-        rewards = verify_s[0] / round_s
+        round_s = _round_costs(costs, window)
+        rewards = round_s[0] / round_s
     key = int(np.uint64(mix64(np.uint64(window.seed % 2**64))).astype(np.int64))
-    return QLearningRule(
-        window.memory,
-        window.learn,
-        by_speed,
-        key,
-        window.learning_rate,
-        window.discount,
-        window.epsilon,
-        rewards,
-    )
+    weights = window.learning_rate, window.discount, window.epsilon
+    return QLearningRule(window.memory, window.learn, by_speed, key, *weights, rewards)
 
 
 def _first_table(window: QLearningWindow, q_table: npt.ArrayLike | None) -> FloatArray:
     """The Q-table that a session starts from. Raises PolicyError where a stored one has another
-    shape, or entries that are no finite numbers, of which the largest could not be told."""
+    shape."""
     shape = (window.gamma_max + 1) ** window.memory, window.gamma_max - window.gamma_min + 1
     if q_table is None:
         return np.zeros(shape)
-    what, table = f"window.artifact: the Q-table {window.artifact or 'given'}", np.asarray(q_table)
+    table = np.ascontiguousarray(q_table, dtype=np.float64)
     if table.shape != shape:
-        raise PolicyError(f"{what} has shape {table.shape}, this window needs {shape}")
-    if table.dtype.kind not in "fiu" or not np.isfinite(table).all():
         raise PolicyError(
-            f"{what} must hold finite numbers; learn another (`simulate --policy POLICY "
-            "--keep-q-table`)"
+            f"window.artifact: the Q-table {window.artifact or 'given'} has shape {table.shape}, "
+            f"this window needs {shape}"
         )
-    return np.ascontiguousarray(table, dtype=np.float64)
+    return table
