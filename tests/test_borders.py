@@ -12,16 +12,14 @@ import os
 import resource
 import shutil
 import signal
-import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 import pytest
 from click.testing import CliRunner
 from databases import opened
@@ -37,23 +35,10 @@ from trace_values import (
 
 from spectune.cli import main
 from spectune.db.errors import DatabaseError
-from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.inputs import load_workload
-from spectune.runtime.policies.artifacts import (
-    BINS,
-    CLASSIFIER,
-    DRAFT_CHOOSER,
-    Q_TABLE,
-    STATIC_TREE,
-    Fitted,
-)
 from spectune.runtime.policies.document import parse_policy
-from spectune.runtime.policies.draft_choice import Chooser
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.policies.prompt_features import PromptFeatures
-from spectune.traces import packing
 from spectune.traces.errors import SpectuneError
-from spectune.traces.store import TraceStore
 
 FULL = os.environ.get("SPECTUNE_BORDERS") == "full"
 LONGEST_LINE = 4000
@@ -262,154 +247,6 @@ def test_any_text_given_for_a_policy_is_one_or_refused(
         named_policy(str(file))
     with border():
         named_policy("{" + data.decode("utf-8", "replace"))
-
-
-# ---------------------------------------------------------------------------------------- artifacts
-
-
-def weights(rng: np.random.Generator, *shapes: Any) -> dict[str, np.ndarray]:
-    names = ("w1", "b1", "w2", "b2")
-    drawn = zip(names, shapes, strict=True)
-    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in drawn}
-
-
-def artifact_values() -> dict[str, tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]]:
-    """kind -> (document, arrays, the policy that reads it; its artifact is called ``id``)."""
-    rng = np.random.default_rng(0)
-    fixed = {"draft": "small", "window": {"kind": "fixed", "gamma": 4}}
-    top_k = {**TREE, "growth": {"kind": "top_k", "width": 4}}
-    routed = {**weights(rng, (4, 8), 4, (2, 4), 2), "of": np.arange(10) % 2}
-    scales = (np.ones(2), np.eye(2), np.zeros(4), np.ones(4))
-    features = PromptFeatures(("def", "if"), *scales, "target")
-    linear = np.full(5, 0.1)
-    candidates = {draft: parse_policy({**fixed, "draft": draft}) for draft in ("small", "ngram")}
-    chooser = Chooser(features, {"small": linear, "ngram": linear}, candidates, single="small")
-    return {
-        BINS: (
-            {"draft": "small", "thresholds": [3, 9, 20], "depth": 4}, {},
-            {**top_k, "stratify": {"artifact": "id", "alpha": 2}},
-        ),
-        CLASSIFIER: (
-            {"draft": "small"}, weights(rng, (4, 3), 4, 4, 1),
-            {**TREE, "growth": {"kind": "classifier", "artifact": "id", "cap": 4, "width": 4}},
-        ),
-        STATIC_TREE: (
-            {"draft": "small", "paths": [[0], [1], [0, 0]], "depth": 2, "nodes": 3}, {},
-            {"draft": "small", "growth": {"kind": "static", "artifact": "id"}},
-        ),
-        Q_TABLE: (
-            {"states": 7, "actions": 6}, {"values": rng.random((7, 6))},
-            {"draft": "small", "window": {"kind": "q_learning", "gamma_max": 6, "artifact": "id"}},
-        ),
-        "frequencies": (
-            {"vocab": 10, "always": 1}, {"order": rng.permutation(10)},
-            {**fixed, "shortlist": {"kind": "frequency", "artifact": "id", "size": 4}},
-        ),
-        "router": (
-            {"draft": "small", "head": "0" * 16, "vocab": 10, "clusters": 2, "hidden": 4,
-             "inputs": 8},
-            routed,
-            {**fixed, "shortlist": {"kind": "clusters", "artifact": "id", "k0": 2, "k1": 1,
-                                    "k_min": 1}},
-        ),
-        DRAFT_CHOOSER: (*chooser.to_document(), {"draft": {"kind": "ols", "artifact": "id"}}),
-    }  # fmt: skip
-
-
-ARTIFACTS = artifact_values()
-
-
-@st.composite
-def arrays_near(draw: st.DrawFn, good: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Arrays with one of another shape, of another dtype, left out, or holding what is no
-    weight."""
-    made = dict(good)
-    if not made:
-        return {"more": np.zeros(3)} if draw(st.booleans()) else {}
-    name = draw(st.sampled_from(sorted(made)))
-    array = made[name]
-    what = draw(st.sampled_from(["drop", "shape", "dtype", "value", "empty", "scalar", "as it is"]))
-    if what == "drop":
-        del made[name]
-    elif what == "shape":
-        made[name] = np.resize(array, draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
-    elif what == "dtype":
-        other = draw(st.sampled_from(["<i8", "<u1", "<f2", "<f8", "|S3", "<c16", "|b1"]))
-        with np.errstate(all="ignore"):
-            made[name] = array.astype(other)
-    elif what == "value":
-        wide = array.astype(np.float64).copy()
-        odd = st.sampled_from([np.nan, np.inf, -np.inf, -1.0, 1e30, 1e308])
-        wide.reshape(-1)[draw(st.integers(0, array.size - 1))] = draw(odd)
-        with np.errstate(all="ignore"):
-            made[name] = wide.astype(array.dtype)
-    elif what == "empty":
-        made[name] = array[:0]
-    elif what == "scalar":
-        made[name] = np.zeros(())
-    return made
-
-
-@st.composite
-def forged_artifacts(draw: st.DrawFn) -> tuple[str, Any, dict[str, np.ndarray]]:
-    kind = draw(st.sampled_from(sorted(ARTIFACTS)))
-    document, arrays, _ = ARTIFACTS[kind]
-    return kind, draw(mutated([document]) | st.just(document) | ANYTHING), draw(arrays_near(arrays))
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("borders") / "spectune.db"
-
-
-@pytest.fixture(scope="module")
-def store(place: Path) -> Iterator[TraceStore]:
-    """A store with a recording and an artifact of each kind."""
-    with opened(place) as store:
-        a_recording(store, n=2, trees=True)
-        for kind, (document, arrays, _) in ARTIFACTS.items():
-            store.put_artifact(kind, document, arrays, pair_id=PAIR)
-        yield store
-
-
-@pytest.fixture(scope="module")
-def raw(store: TraceStore, place: Path) -> Iterator[sqlite3.Connection]:
-    """The same database without our code between."""
-    connection = sqlite3.connect(place, isolation_level=None, timeout=20)
-    for pragma in ("synchronous=OFF", "foreign_keys=OFF", "ignore_check_constraints=ON"):
-        connection.execute(f"PRAGMA {pragma}")
-    yield connection
-    connection.close()
-
-
-@pytest.mark.parametrize("kind", sorted(ARTIFACTS))
-def test_the_artifacts_that_are_forged_are_good_ones_before(kind: str) -> None:
-    document, arrays, policy = ARTIFACTS[kind]
-    found = Fitted(kind, document, arrays)
-    prepare(parse_policy(policy), DRAFTS, profile=PROFILE, artifacts=lambda _: found)
-
-
-@cases("artifacts", 150)
-@given(forged_artifacts())
-@example((STATIC_TREE, {"draft": "small", "paths": [[1000000000]]}, {}))
-@example((BINS, {"draft": "small"}, {}))
-@example((Q_TABLE, {}, {"values": np.full((7, 6), np.nan)}))
-@example((Q_TABLE, {}, {}))
-@example((DRAFT_CHOOSER, {"draft": False}, {}))
-def test_forged_artifacts(
-    store: TraceStore, raw: sqlite3.Connection, forged: tuple[str, Any, dict[str, np.ndarray]]
-) -> None:
-    kind, document, arrays = forged
-    try:
-        chunk = packing.pack_document(document, arrays)
-    except (ValueError, TypeError, RecursionError):  # not JSON: it cannot have been stored
-        return
-    change = "UPDATE artifact SET data = ?, sha256 = ? WHERE kind = ? RETURNING id"
-    ((name,),) = raw.execute(change, (chunk.data, chunk.sha256, kind)).fetchall()
-    reader = json.dumps(ARTIFACTS[kind][2]).replace('"id"', json.dumps(name))
-    policy = parse_policy(json.loads(reader))
-    with border():
-        prepare(policy, DRAFTS, profile=PROFILE, artifacts=fitted(store, PAIR))
 
 
 # ---------------------------------------------------------------------------------------- workloads

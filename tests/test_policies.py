@@ -43,29 +43,19 @@ def window(**fields: Any) -> dict[str, Any]:
     return {"draft": "a", "window": fields}
 
 
-NESTED: Any = []
-for _ in range(5000):
-    NESTED = [NESTED]
-
-
 @pytest.mark.parametrize(
     ("document", "says"),
     [
-        (window(kind="fixed", gama=4), "'window.gama'; did you mean 'gamma'"),
+        (window(kind="fixed", gama=4), "window: unknown key 'gama'; did you mean 'gamma'"),
         (window(kind="fixed", gamma=-1), "window.gamma"),
         (window(kind="fixed", gamma=65), "less than or equal to 64 (given: 65)"),
         (window(kind="fixd"), "window.kind must be one of: fixed, analytic"),
         (window(kind="fsm", gamma_max=0), "window.gamma_max"),
         (window(kind="fsm", gamma_max=2, gamma_min=3), "gamma_min 3 exceeds gamma_max 2"),
-        (window(kind="q_learning", seed=2**128), "a whole number of 129 bits is too large"),
         ({"draft": "a", "window": 3}, "window"),
         ({"window": {"kind": "fixed", "gamma": 3}}, "needs a draft"),
         ({"draft": "a", "windw": {}}, "'windw'; did you mean 'window'"),
         ({"draft": "a", "stop": {"kind": "max_prob", "threshold": 1.5}}, "stop.threshold"),
-        (
-            {"draft": "a", "stop": {"kind": "max_prob", "threshold": [{(1, 2): 2}]}},
-            "keys must be str",
-        ),
         (
             {"draft": "a", "growth": {"kind": "static", "paths": 5}},
             "growth.paths: Input should be a valid tuple (given: 5)",
@@ -93,14 +83,11 @@ for _ in range(5000):
         ({"draft": {"kind": []}}, "draft.kind must be one of: ols"),
         (
             {"draft": {"kind": "ols", "artifact": "a", "rul": 1}},
-            "unknown key 'draft.rul'; known keys: artifact, kind",
+            "draft: unknown key 'rul'; known keys: artifact, kind",
         ),
         ([], "a policy is a JSON object, not list"),
         (None, "a policy is a JSON object, not null"),
-        ({"draft": NESTED}, "values nested more than 16 deep are no policy"),
-        ({"draft": [0] * 100_000}, "more than 30000 values are no policy"),
-        ({"draft": "a" * 300}, "a text of 300 characters is too long; the limit is 256"),
-        ({"draft": "a\u0000"}, r"the text 'a\x00' has characters that cannot be printed"),
+        ({"draft": [0] * 100_000}, "draft: Input should be a valid string (given: [0, 0, 0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -560,7 +560,7 @@ def test_ids_and_labels(pair: LoadedPair) -> None:
     shortlists apart."""
     plain = parse_policy({"draft": "near", **CHAIN})
     assert parse_policy({"draft": "near", "shortlist": {"kind": "full"}, **CHAIN}).id == plain.id
-    labels = "frequency(60)", "position_frequency(120)", "clusters(3/2/1)"
+    labels = "frequency(size=60)", "position_frequency(k_max=120)", "clusters(k0=3, k1=2, k_min=1)"
     for shortlist, label in zip(shortlists_of("near"), labels, strict=True):
         policy = parse_policy({"draft": "near", "shortlist": shortlist, **CHAIN})
         assert policy.label() == f"near fixed(gamma=4) {label}"

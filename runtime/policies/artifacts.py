@@ -11,9 +11,8 @@ from typing import Any, Final, TypeVar
 import numpy.typing as npt
 
 from spectune.runtime.policies.document import AnyPolicy, Policy
-from spectune.runtime.policies.refusals import MALFORMED, MESSAGE_LIMIT, lacking
+from spectune.runtime.policies.refusals import MALFORMED, lacking
 from spectune.traces.errors import PolicyError
-from spectune.traces.text import one_line
 
 Q_TABLE: Final = "q_table"
 BINS: Final = "bins"
@@ -75,8 +74,8 @@ def read_artifact(
     try:
         return read(found.document, found.arrays)
     except (PolicyError, *MALFORMED) as error:
-        said = one_line(lacking(error).removeprefix(where), MESSAGE_LIMIT)
-        raise PolicyError(f"{where}{name}: {said}") from None
+        problem = lacking(error).removeprefix(where)
+        raise PolicyError(f"{where}{name}: {problem}") from None
 
 
 def _misfit(policy: AnyPolicy, name: str, kind: str, found: Fitted) -> str:

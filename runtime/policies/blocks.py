@@ -1,10 +1,10 @@
-"""What the blocks of a policy document share: strictness, limits, small types."""
+"""What the blocks of a policy document share: strictness, limits, small types, labels."""
 
 from __future__ import annotations
 
-import re
+import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -45,13 +45,39 @@ class Block(BaseModel):
     """A part of a document: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    shown: ClassVar[tuple[str, ...]] = ()
+    """What a label shows of a block even where it is the default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        keys = data if isinstance(data, Mapping) else ()
+        if unknown := next((str(key) for key in keys if key not in cls.model_fields), None):
+            known = sorted(cls.model_fields)
+            near = difflib.get_close_matches(unknown, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+            raise ValueError(f"unknown key {unknown!r}; {hint}")
+        return data
+
+    def label(self) -> str:
+        """``kind(key=value, ...)`` for tables, of what is always shown and what is no default."""
+        differs = {*self.shown, *self.model_dump(exclude_defaults=True)} - {"kind", "artifact"}
+        items = ((key, getattr(self, key)) for key in type(self).model_fields if key in differs)
+        values = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in items)
+        return f"{getattr(self, 'kind', type(self).__name__.lower())}({', '.join(values)})"
 
 
 class FixedWindow(Block):
     """A constant window: ``gamma`` tokens are drafted every round (0: none)."""
 
+    shown = ("gamma",)
     kind: Literal["fixed"] = "fixed"
     gamma: Gamma = 4
+
+    @property
+    def gamma_max(self) -> int:
+        """The longest window of any round."""
+        return self.gamma
 
 
 GAMMA_BY_SIZE = {
@@ -77,25 +103,21 @@ class ByBatchWindow(Block):
     @field_validator("gamma", mode="before")
     @classmethod
     def _pairs(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            raise ValueError('maps least batch sizes to windows, as {"1": 5, "4": 3, "16": 0}')
-        for size, gamma in value.items():
-            if not (isinstance(size, str) and re.fullmatch("0|[1-9][0-9]{0,8}", size)):
-                raise ValueError(
-                    f'{size!r} is no batch size; write whole numbers from 1, as {{"1": 5, "4": 3}}'
-                )
-            if type(gamma) is not int or not 0 <= gamma <= GAMMA_LIMIT:
-                raise ValueError(
-                    f"{gamma!r} at {size!r} is no number of tokens from 0 to {GAMMA_LIMIT}"
-                )
-        pairs = sorted((int(size), gamma) for size, gamma in value.items())
-        if not pairs or pairs[0][0] != 1:
-            raise ValueError('say what is drafted from batch size "1" on')
-        return tuple(pairs)
+        if not isinstance(value, Mapping) or "1" not in value:
+            raise ValueError('maps batch sizes from "1" on to windows: {"1": 5, "4": 3, "16": 0}')
+        return tuple(value.items())
+
+    @field_validator("gamma")
+    @classmethod
+    def _by_size(cls, pairs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        return tuple(sorted(dict(pairs).items()))
 
     @field_serializer("gamma")
     def _mapping(self, pairs: tuple[tuple[int, int], ...]) -> dict[str, int]:
         return {str(size): gamma for size, gamma in pairs}
+
+    def label(self) -> str:
+        return f"by_batch({', '.join(f'{size}: {gamma}' for size, gamma in self.gamma)})"
 
     def at(self, batch: int) -> int:
         """The window of a step of so many requests, at least 1."""
@@ -110,6 +132,7 @@ class ByBatchWindow(Block):
 class AdaptiveWindow(Block):
     """What windows share that change from round to round."""
 
+    shown = ("gamma_max",)
     gamma_max: GammaMax = 8
     gamma_initial: Gamma | None = Field(
         default=None,
@@ -147,6 +170,7 @@ class TreeGrowth(Block):
     over the perturbed gaps of siblings, ``auto`` the first at temperature 0 and the second above.
     """
 
+    shown = ("width",)
     width: Width = 8
     score: Literal["auto", "probability", "coupled"] = "auto"
     sharpness: Annotated[float, Field(gt=0.0, le=16.0)] = 1.5

@@ -21,7 +21,6 @@ from pydantic import Field
 
 from spectune.runtime.policies.blocks import WIDTH_LIMIT, TreeGrowth, Width
 from spectune.runtime.policies.jit import compiled
-from spectune.runtime.policies.refusals import stored_numbers
 from spectune.traces.schema import NAT_SCALE
 
 FloatArray = npt.NDArray[np.float64]
@@ -39,8 +38,6 @@ DEPTHS: Final = 24
 CONFIDENCE_SCALE: Final = 65535
 """A confidence of 1 in a table."""
 WEIGHTS: Final = ("w1", "b1", "w2", "b2")
-HIDDEN_LIMIT: Final = 1024
-"""Most hidden units; a table takes 2 million evaluations of each."""
 
 
 class ClassifierGrowth(TreeGrowth):
@@ -48,6 +45,7 @@ class ClassifierGrowth(TreeGrowth):
     level at most the ``cap`` most confident ones (the paper's second, optional use of top-k; None:
     no cap but :data:`WIDTH_LIMIT`). ``artifact`` names the classifier (``fit classifier``)."""
 
+    shown = ("width", "beta")
     kind: Literal["classifier"] = "classifier"
     width: Width = 15
     cap: Width | None = 15
@@ -65,24 +63,13 @@ class ClassifierWeights:
     """sigmoid(w2 . relu(w1 x + b1) + b2) over x = (joint probability, entropy in nats, depth from
     1).
 
-    ``w1`` float32 [hidden, 3], ``b1`` [hidden], ``w2`` [hidden], ``b2`` [1]. Raises ValueError for
-    other shapes.
+    ``w1`` float32 [hidden, 3], ``b1`` [hidden], ``w2`` [hidden], ``b2`` [1].
     """
 
     w1: WeightArray
     b1: WeightArray
     w2: WeightArray
     b2: WeightArray
-
-    def __post_init__(self) -> None:
-        hidden = self.b1.size
-        shapes = [w.shape for w in (self.w1, self.b1, self.w2, self.b2)]
-        if not 1 <= hidden <= HIDDEN_LIMIT:
-            raise ValueError(f"a classifier has 1..{HIDDEN_LIMIT} hidden units, not {hidden}")
-        if shapes != [(hidden, 3), (hidden,), (hidden,), (1,)]:
-            raise ValueError(
-                f"classifier weights must be [hidden, 3], [hidden], [hidden] and [1], not {shapes}"
-            )
 
     @property
     def hidden(self) -> int:
@@ -132,10 +119,8 @@ def nats(code: npt.ArrayLike) -> FloatArray:
 
 
 def read_weights(arrays: Mapping[str, npt.NDArray[Any]]) -> ClassifierWeights:
-    """The weights in an artifact's arrays. Raises ValueError where they are none."""
-    return ClassifierWeights(
-        *(stored_numbers(arrays, name, "f").astype(np.float32) for name in WEIGHTS)
-    )
+    """The weights in an artifact's arrays."""
+    return ClassifierWeights(*(np.asarray(arrays[name], np.float32) for name in WEIGHTS))
 
 
 def confidence_table(weights: ClassifierWeights) -> TableArray:

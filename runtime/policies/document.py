@@ -37,12 +37,11 @@ from spectune.runtime.policies.on_the_fly import (
     FsmWindow,
     QLearningWindow,
 )
-from spectune.runtime.policies.refusals import MALFORMED, MESSAGE_LIMIT, explain, refuse_excess
+from spectune.runtime.policies.refusals import MALFORMED, explain
 from spectune.runtime.policies.sequoia import StaticGrowth
 from spectune.runtime.policies.stops import EntropyStop, JointProbStop, MaxProbStop, NoStop, Stop
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import policy_content, policy_id
-from spectune.traces.text import one_line
 
 __all__ = [  # the blocks come with the document
     "AUTOREGRESSIVE", "BUILT_IN", "DEFAULT_TOP_N", "EXPANDED_LIMIT", "GAMMA_LIMIT",
@@ -221,7 +220,7 @@ class Policy(Document):
     @property
     def gamma_max(self) -> int:
         """The longest chain this policy can draft."""
-        return self.window.gamma if isinstance(self.window, FixedWindow) else self.window.gamma_max
+        return self.window.gamma_max
 
     @property
     def speculates(self) -> bool:
@@ -230,67 +229,18 @@ class Policy(Document):
     @property
     def needs_profile(self) -> bool:
         """Whether the window reads costs from a latency profile."""
-        w = self.window
-        return (isinstance(w, AnalyticWindow) and w.costs == "profile") or (
-            isinstance(w, QLearningWindow) and w.reward == "speed"
-        )
-
-    @property
-    def replays_exactly(self) -> bool:
-        """Whether its decisions are functions of the text alone (they are, unless the window reads
-        the clock)."""
-        return not (isinstance(self.window, AnalyticWindow) and self.window.costs == "recent")
+        window = self.window
+        learns_speed = isinstance(window, QLearningWindow) and window.reward == "speed"
+        return learns_speed or isinstance(window, AnalyticWindow)
 
     def label(self) -> str:
-        """A short name for tables, e.g. ``small fixed(gamma=4) max_prob(0.4)``."""
+        """A short name for tables, e.g. ``small fixed(gamma=4) max_prob(threshold=0.4)``."""
         if not self.speculates:
             return "autoregressive" if self.draft == "none" else f"{self.draft} fixed(gamma=0)"
-        stop = self.stop
-        shown = "" if isinstance(stop, NoStop) else f" {stop.kind}({stop.threshold:.4g})"
-        window = self._window_label()
-        return f"{self.draft} {window}{shown}{self._tree_label()}{self._shortlist_label()}"
-
-    def _window_label(self) -> str:
-        window = self.window
-        if isinstance(window, ByBatchWindow):
-            return f"by_batch({', '.join(f'{size}: {gamma}' for size, gamma in window.gamma)})"
-        shown = window.model_dump(exclude={"kind"}, exclude_defaults=True)
-        shown["gamma" if isinstance(window, FixedWindow) else "gamma_max"] = self.gamma_max
-        said = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in shown.items())
-        return f"{window.kind}({', '.join(said)})"
-
-    def _shortlist_label(self) -> str:
-        shortlist = self.shortlist
-        if isinstance(shortlist, FrequencyShortlist):
-            return f" frequency({shortlist.size})"
-        if isinstance(shortlist, PositionFrequencyShortlist):
-            return f" position_frequency({shortlist.k_max})"
-        if isinstance(shortlist, ClustersShortlist):
-            return f" clusters({shortlist.k0}/{shortlist.k1}/{shortlist.k_min})"
-        return ""
-
-    def _tree_label(self) -> str:
-        growth, parts = self.growth, []
-        if isinstance(growth, StaticGrowth):
-            known = f"{len(growth.paths)} nodes" if growth.paths else growth.artifact
-            parts.append(f"static({known})")
-        elif isinstance(growth, (TopKGrowth, ClassifierGrowth)):
-            shown = [f"k={growth.width}"]
-            if isinstance(growth, ClassifierGrowth):
-                shown.append(f"beta={growth.beta:.4g}")
-                if growth.cap != growth.width:
-                    shown.append("no cap" if growth.cap is None else f"cap={growth.cap}")
-            if growth.score != "auto":
-                shown.append(growth.score)
-            if growth.sharpness != 1.5:
-                shown.append(f"sharpness={growth.sharpness:.4g}")
-            parts.append(f"{growth.kind}({', '.join(shown)})")
-        if self.select.top_n is not None:
-            parts.append(f"N={self.select.top_n}")
-        if self.stratify is not None:
-            fractions = "/".join(f"{f:.3g}" for f in self.stratify.fractions)
-            parts.append(f"bins(alpha={self.stratify.alpha}, {fractions})")
-        return "".join(f" {p}" for p in parts)
+        blocks = (self.stop, self.growth, self.select, self.stratify, self.shortlist)
+        absent = (None, NoStop(), ChainGrowth(), Select(), FullShortlist())
+        labels = (block.label() for block in blocks if block is not None and block not in absent)
+        return " ".join((self.draft, self.window.label(), *labels))
 
 
 class OlsDraft(Block):
@@ -335,13 +285,11 @@ def parse_policy(data: Any, *, where: str = "policy") -> AnyPolicy:
     """Validates a document, whatever value it is. Raises :class:`PolicyError`, and nothing else,
     with one line: what is wrong, where, and what to write instead."""
     try:
-        refuse_excess(data)
-        try:
-            return _parsed(data)
-        except ValidationError as error:
-            raise ValueError(explain(error, Policy, _BLOCKS)) from None
+        return _parsed(data)
+    except ValidationError as error:
+        raise PolicyError(f"{where}: {explain(error, _KINDS)}") from None
     except MALFORMED as error:
-        raise PolicyError(f"{where}: {one_line(str(error), MESSAGE_LIMIT)}") from None
+        raise PolicyError(f"{where}: {error}") from None
 
 
 def parse_plain_policy(data: Any, *, where: str = "policy") -> Policy:
@@ -400,4 +348,3 @@ _KINDS: dict[str, dict[str, type[BaseModel]]] = {
     "shortlist": _kinds(Shortlist),
 }
 _PLAIN: dict[str, type[BaseModel]] = {"select": Select, "stratify": Stratify}
-_BLOCKS = {**_KINDS, **{key: {"": block} for key, block in _PLAIN.items()}}

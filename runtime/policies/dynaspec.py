@@ -26,6 +26,7 @@ class ClustersShortlist(Block):
     step 0, ``k1`` at step 1, floor((k1 + t) / (2 t)) at step t, never fewer than ``k_min``
     (equation 3). ``artifact``: router and clusters (``fit router``)."""
 
+    shown = ("k0", "k1", "k_min")
     kind: Literal["clusters"] = "clusters"
     k0: Budget = 12
     k1: Budget = 8

@@ -21,6 +21,7 @@ class FrequencyShortlist(Block):
     """FR-Spec: the draft evaluates the ``size`` most frequent tokens. ``artifact``: the frequency
     order (``fit frequencies``)."""
 
+    shown = ("size",)
     kind: Literal["frequency"] = "frequency"
     size: Budget = 1024
     artifact: Artifact
@@ -35,6 +36,7 @@ class PositionFrequencyShortlist(Block):
     and 1, floor(k_max / (t + 1)) at step t. ``artifact``: the frequency order (``fit
     frequencies``)."""
 
+    shown = ("k_max",)
     kind: Literal["position_frequency"] = "position_frequency"
     k_max: Budget = 2048
     artifact: Artifact

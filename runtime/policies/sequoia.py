@@ -43,6 +43,9 @@ class StaticGrowth(Block):
         object.__setattr__(self, "paths", tuple(sorted(self.paths, key=lambda p: (len(p), p))))
         return self
 
+    def label(self) -> str:
+        return f"static({f'{len(self.paths)} nodes' if self.paths else self.artifact})"
+
 
 @dataclass(frozen=True)
 class StaticLevel:

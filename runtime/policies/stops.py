@@ -38,6 +38,7 @@ class NoStop(Block):
 
 
 class _Stop(Block):
+    shown = ("threshold",)
     keep_last: bool = Field(
         default=True, description="whether the token that triggers the stop stays in the draft"
     )

@@ -17,21 +17,16 @@ from spectune.runtime.policies.artifacts import (
 )
 from spectune.runtime.policies.c2t import beta_code, confidence_table, read_weights
 from spectune.runtime.policies.document import (
-    GAMMA_LIMIT,
     ChainGrowth,
     ClassifierGrowth,
     Policy,
     StaticGrowth,
-    parse_plain_policy,
 )
 from spectune.runtime.policies.eagle2 import INFINITE
 from spectune.runtime.policies.heterospec import kept_nodes
 from spectune.runtime.policies.sequoia import static_levels
 from spectune.runtime.policies.stops import STOP_NONE, compile_stop
 from spectune.runtime.trees.grow import TreeRule
-
-BINS_LIMIT = 64
-"""Most thresholds of entropy bins."""
 
 
 def compile_tree(policy: Policy, *, sampled: bool, artifacts: Artifacts | None = None) -> TreeRule:
@@ -74,27 +69,11 @@ def compile_tree(policy: Policy, *, sampled: bool, artifacts: Artifacts | None =
 
 
 def read_paths(document: Mapping[str, Any], _: object) -> tuple[tuple[int, ...], ...]:
-    """The paths of an artifact of kind :data:`STATIC_TREE`, by the rules of a policy's. Raises
-    PolicyError."""
-    growth = {"kind": "static", "paths": document["paths"]}
-    stated = {"draft": "stored", "window": {"kind": "fixed", "gamma": 1}, "growth": growth}
-    static = parse_plain_policy(stated, where="growth.artifact").growth
-    assert isinstance(static, StaticGrowth)
-    return static.paths
+    """The paths of an artifact of kind :data:`STATIC_TREE`."""
+    return tuple(tuple(path) for path in document["paths"])
 
 
 def read_bins(document: Mapping[str, Any], _: object) -> tuple[tuple[int, ...], int]:
     """(thresholds in 1/256 nat, ascending; the depth that they were fitted to) of an artifact of
-    kind :data:`BINS`. Raises one of :data:`refusals.MALFORMED`."""
-    thresholds, depth = list(document["thresholds"]), document["depth"]
-    if len(thresholds) > BINS_LIMIT or not all(
-        type(t) is int and least <= t < 2**31
-        for least, t in zip([0, *thresholds], thresholds, strict=False)
-    ):
-        raise ValueError(
-            f"thresholds must be at most {BINS_LIMIT} whole numbers from 0 on, ascending, not "
-            f"{thresholds}"
-        )
-    if type(depth) is not int or not 1 <= depth <= GAMMA_LIMIT:
-        raise ValueError(f"depth must be a whole number within 1..{GAMMA_LIMIT}, not {depth!r}")
-    return tuple(thresholds), depth
+    kind :data:`BINS`."""
+    return tuple(document["thresholds"]), document["depth"]
