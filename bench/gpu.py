@@ -38,10 +38,9 @@ from parity import claimed, compared
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spectune.optimizer.execute import DecodeOptions, encode
-from spectune.runtime.cuda.found import sees_cuda
 from spectune.runtime.cuda.graphs import CudaRecorder, prepare_graphs, use_graphs
 from spectune.runtime.decoder import Decoder, prepare_for
-from spectune.runtime.hardware import hardware
+from spectune.runtime.hardware import hardware, sees_cuda
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, StaticSource
 from spectune.runtime.models import CausalModel

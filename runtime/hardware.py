@@ -1,15 +1,26 @@
-"""What models run on, by name, told without importing torch."""
+"""What models run on, by name. torch, whose import takes seconds, is asked only about GPUs."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import re
+import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
-from spectune.runtime.cuda.found import driver
+GPU_FILES: Final = ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
+"""Of which Linux has one where it has a GPU of NVIDIA's or AMD's, or shares that of Windows."""
+
+
+def sees_cuda() -> bool:
+    """What ``torch.cuda.is_available()`` says."""
+    if sys.platform == "linux" and not any(map(os.path.exists, GPU_FILES)):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def hardware(device: str, threads: int | None = None, *, count: int = 1) -> str:
@@ -18,8 +29,10 @@ def hardware(device: str, threads: int | None = None, *, count: int = 1) -> str:
     name = device
     if device == "cpu":
         name = f"{cpu_name()}, threads: {threads or os.cpu_count()}"
-    elif device == "cuda":
-        name = _gpu_name() or device
+    elif device == "cuda" and sees_cuda():
+        import torch
+
+        name = torch.cuda.get_device_name(0)
     return f"{count} x {name}" if count > 1 else name
 
 
@@ -29,14 +42,3 @@ def cpu_name() -> str:
         if found := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
             return found[1]
     return platform.processor() or platform.machine()
-
-
-def _gpu_name() -> str:
-    found, device, name = driver(), ctypes.c_int(), ctypes.create_string_buffer(256)
-    failed = (
-        found is None
-        or found.cuInit(0)
-        or found.cuDeviceGet(ctypes.byref(device), 0)
-        or found.cuDeviceGetName(name, len(name), device)
-    )
-    return "" if failed else name.value.decode(errors="replace")

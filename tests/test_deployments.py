@@ -212,7 +212,7 @@ def test_an_engine_follows_the_deployment_of_its_name(
         raise EngineError("not started here")
 
     monkeypatch.setattr("spectune.engines.start.start", stops)
-    monkeypatch.setattr("spectune.runtime.cuda.found.sees_cuda", lambda: True)
+    monkeypatch.setattr("spectune.runtime.hardware.sees_cuda", lambda: True)
     door = Door(str(tmp_path / "x.db"))
     for engine, named, where in (
         ("vllm", (), "on cuda in deployment vllm;"),

@@ -941,15 +941,10 @@ def test_costs_are_of_one_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(named) == 3
     assert hardware("cpu", 3).endswith(", threads: 3")
     assert hardware("xpu") == "xpu"
-    driver = SimpleNamespace(
-        cuInit=lambda _: 0,
-        cuDeviceGet=lambda *_: 0,
-        cuDeviceGetName=lambda name, *_: setattr(name, "value", b"NVIDIA X") or 0,
-    )
-    monkeypatch.setattr("spectune.runtime.hardware.driver", lambda: driver)
-    assert (hardware("cuda"), hardware("cuda", count=2)) == ("NVIDIA X", "2 x NVIDIA X")
-    monkeypatch.setattr("spectune.runtime.hardware.driver", lambda: None)
-    assert hardware("cuda") == "cuda"
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA X")
+    for seen, names in ((True, ("NVIDIA X", "2 x NVIDIA X")), (False, ("cuda", "2 x cuda"))):
+        monkeypatch.setattr("spectune.runtime.hardware.sees_cuda", lambda seen=seen: seen)
+        assert (hardware("cuda"), hardware("cuda", count=2)) == names
 
     def about(engine: Engine) -> dict[str, Any]:
         on = {"device": "cpu", "dtype": "float32"}

@@ -81,7 +81,7 @@ class OnEngine:
         from spectune.engines.abilities import engine_named
         from spectune.engines.protocol import Load
         from spectune.optimizer.on_engine import check_options, prompts_of
-        from spectune.runtime.cuda.found import sees_cuda
+        from spectune.runtime.hardware import sees_cuda
         from spectune.runtime.pair import ignored_settings
         from spectune.runtime.policies.document import Policy
         from spectune.runtime.words import load_words

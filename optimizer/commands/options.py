@@ -276,7 +276,7 @@ def turns_of(kw: dict[str, Any]) -> Turns | None:
 
 def device_of(kw: dict[str, Any]) -> str:
     """``--device``, where ``auto`` is what torch would find."""
-    from spectune.runtime.cuda.found import sees_cuda
+    from spectune.runtime.hardware import sees_cuda
 
     if kw["device"] != "auto":
         return str(kw["device"])

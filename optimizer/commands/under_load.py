@@ -217,7 +217,7 @@ def place_of(store: TraceStore, info: RecordingInfo) -> Place:
     """Where a policy for the engine of a recording is put in force: in the deployment that was
     named, else in the engine's own, on the device that was recorded, else on this machine's."""
     from spectune.optimizer.deployment import Place
-    from spectune.runtime.cuda.found import sees_cuda
+    from spectune.runtime.hardware import sees_cuda
 
     deployment = deployment_on(info.engine)
     device = str(info.options.get("device") or ("cuda" if sees_cuda() else "cpu"))
