@@ -127,20 +127,26 @@ def run(pair: LoadedPair, source: PolicySource, encoded: Encoded) -> Iterator[De
     """Decodes every request in order under a policy source, yielding each as it ends; before them a
     few tokens, so that the first figure is not the first touch of the weights."""
     warm(pair, encoded)
-    prepare_graphs(pair, source.current(), encoded.longest)
+    prepare_graphs(pair, source.current())
     decoder = Decoder(pair, source, encoded.options.verifier)
     for item, request in encoded.items:
         yield decoder.decode(request, item.category)
 
 
+WARM_TOKENS = 64
+"""Tokens of a prompt that are read before anything is timed."""
+
+
 def warm(pair: LoadedPair, encoded: Encoded) -> None:
-    """Decodes a few tokens of the first request with every draft, so that first touches and
-    compilation are not charged to it."""
+    """Makes room for the longest text, and decodes a few tokens after the beginning of the first
+    prompt with every draft, so that first touches and compilation are not charged to it."""
+    pair.reserve(encoded.longest)
     options = encoded.options
     rejects = options.verifier == "rejection" and not options.sampling.greedy
     drafts = pair.chain_drafts if rejects else pair.draft_names
     policies = [AUTOREGRESSIVE, *(Policy(draft=d, window=FixedWindow(gamma=3)) for d in drafts)]
-    for _, request in encoded.items[:1]:
+    for _, first in encoded.items[:1]:
+        request = replace(first, prompt_ids=first.prompt_ids[:WARM_TOKENS])
         for policy in policies:
             list(islice(_decoder(pair, options.verifier, policy).rounds(request), 4))
 
@@ -251,7 +257,6 @@ class Executor:
         """The request that each policy decoded last."""
         for name, policy in self.policies.items():
             plan = prepare_for(pair, policy, profile=profile, artifacts=artifacts)
-            prepare_graphs(pair, plan, encoded.longest)
             self._decoders[name] = Decoder(
                 pair, StaticSource(plan), encoded.options.verifier, clock
             )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from spectune.optimizer.execute import DecodeOptions, counts_of, first_token_s
+from spectune.optimizer.execute import WARM_TOKENS, DecodeOptions, counts_of, first_token_s
 from spectune.optimizer.texts import ComparedTexts
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
@@ -46,8 +47,10 @@ def generate(
         item, ids, options.sampling, options.max_new_tokens, options.stop_strings
     )
     plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
+    pair.reserve(len(ids) + options.max_new_tokens + 1)
+    first = replace(request, prompt_ids=ids[:WARM_TOKENS])
     for source in (plain, StaticSource(prepared)):  # first touches of the weights are not timed
-        list(islice(Decoder(pair, source, options.verifier).rounds(request), 4))
+        list(islice(Decoder(pair, source, options.verifier).rounds(first), 4))
     rounds, seconds = _stream(decoder, request, console)
     output = [token for r in rounds for token in r.tokens]
     steps = [r.step for r in rounds]

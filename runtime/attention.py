@@ -1,26 +1,27 @@
-"""Attention over a slot cache, registered with transformers as ``spectune``.
+"""Attention of a pass over a slot cache.
 
-Query heads of one key-value group are folded into the query axis, so that grouped keys are never
-repeated over the whole cache. A mask is the caller's, four-dimensional and boolean (True: attend);
-a pass without a cache is causal and needs none.
+:func:`attend` is the one function; transformers' models reach it as ``spectune``. Query heads of
+one key-value group are folded into the query axis, so that grouped keys are never repeated.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 NAME = "spectune"
-MASK_ENTRIES = 1 << 24
-"""Entries that a mask has at most where it is folded and turned into floats; wider passes attend by
-blocks of queries."""
+MASKED_ROWS = 128
+"""Queries up to which a causal pass over earlier tokens is cheaper under a mask than in two parts.
+"""
 APPLIED_ELSEWHERE = (
     *("dropout", "position_ids", "sliding_window", "use_cache"),
     *("vision_feature_layer", "vision_feature_select_strategy"),
@@ -29,52 +30,94 @@ APPLIED_ELSEWHERE = (
 queries and keys already, texts end before a window slides, and there are no pictures."""
 
 
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None = None,
+    length: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Returns attention's output [B, H, n, Dv] of ``query`` [B, H, n, D] over ``keys`` [B, Hkv, S,
+    D] and ``values`` [B, Hkv, S, Dv].
+
+    ``mask``: bool [n, S] (True: attend), or what :func:`folded` made of it. Without one the queries
+    are those of the last n keys, and each sees the keys up to its own. ``length``, int64 [1]: no
+    query sees a key from this one on, so a kernel may stop there; this one reads all S.
+    """
+    batch, heads, width, size = query.shape
+    key_heads, groups = keys.shape[1], heads // keys.shape[1]
+    if mask is None and width > 1:
+        return _causal(query, keys, values, scale)
+    if mask is not None and (mask.dtype == torch.bool or mask.shape[-2] != groups * width):
+        mask = folded(mask, groups, query.dtype)
+    query = query.reshape(batch, key_heads, groups * width, size)
+    out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
+    # Some kernels lay the output out by rows, not by heads.
+    return out.reshape(batch, heads, width, values.shape[-1])
+
+
+def folded(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """Returns a boolean mask [n, S] as numbers to add to the scores of the ``groups`` query heads
+    of a key-value head, [1, 1, groups * n, S]. Every layer can use the same."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+    return mask.view(1, 1, *mask.shape[-2:]).repeat(1, 1, groups, 1)
+
+
+def _causal(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+    """Attention of the last n tokens, each of which sees the tokens up to its own, by kernels that
+    need no mask."""
+    width, stop = query.shape[2], keys.shape[2]
+    start, grouped = stop - width, query.shape[1] != keys.shape[1]
+    if start == 0:
+        return F.scaled_dot_product_attention(
+            query, keys, values, is_causal=True, scale=scale, enable_gqa=grouped
+        )
+    if query.device.type == "cpu" and query.shape[-1] == values.shape[-1]:
+        # Over earlier tokens and over these, joined by the sums of their exponentials.
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        past, past_sum = flash(query, keys[:, :, :start], values[:, :, :start], scale=scale)
+        new, new_sum = flash(
+            query, keys[:, :, start:], values[:, :, start:], is_causal=True, scale=scale
+        )
+        share = (past_sum - new_sum).sigmoid().unsqueeze(-1)
+        return torch.lerp(new, past, share.to(new.dtype))
+    if grouped:
+        groups = query.shape[1] // keys.shape[1]
+        keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
+    out: Tensor = F.scaled_dot_product_attention(
+        query, keys, values, attn_mask=causal_lower_right(width, stop), scale=scale
+    )
+    return out
+
+
+def causal_mask(slots: Tensor, stop: int, start: int = 0) -> Tensor:
+    """Returns a mask bool [n, stop] under which the tokens in ``slots`` (int64 [n]) see the slots
+    from ``start`` up to their own."""
+    columns = torch.arange(stop, device=slots.device)
+    mask = columns <= slots[:, None]
+    return mask & (columns >= start) if start else mask
+
+
 def slot_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """``query`` [B, H, Q, D], ``key`` and ``value`` [B, Hkv, S, D], ``attention_mask`` bool [B or
-    1, 1, Q, S].
+) -> tuple[Tensor, None]:
+    """:func:`attend` as transformers' models call it; the output is [B, n, H, Dv], contiguous.
 
-    Without a mask attention is causal, and keys and queries must be of the same tokens (Q = S).
-    Returns the output ``[B, Q, H, D]``, contiguous. Raises ValueError where Q != S without a mask:
-    it would attend to rejected tokens in silence; and for what else a model asks of its attention
-    (sinks, capped or biased scores).
+    Raises ValueError for what else a model asks of its attention (sinks, capped or biased scores).
     """
-    asked = (n for n, v in kwargs.items() if n not in APPLIED_ELSEWHERE and v is not None)
-    if (other := next((n for n in asked if kwargs[n] is not False), None)) is not None:
+    used = (n for n, v in kwargs.items() if n not in APPLIED_ELSEWHERE and v is not None)
+    if (other := next((n for n in used if kwargs[n] is not False), None)) is not None:
         raise ValueError(f"its attention is not reproduced here: it uses {other}")
-    batch, heads, width, dim = query.shape
-    groups = heads // key.shape[1]
-    if attention_mask is None:
-        if width != key.shape[2]:
-            raise ValueError("slot attention over a cache needs an explicit mask")
-        key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
-        return out.transpose(1, 2).contiguous(), None
-    rows = max(1, MASK_ENTRIES // (groups * key.shape[2]))
-    if width > rows:
-        blocks = zip(torch.split(query, rows, 2), torch.split(attention_mask, rows, 2), strict=True)
-        parts = [slot_attention(module, q, key, value, mask, scaling)[0] for q, mask in blocks]
-        return torch.cat(parts, 1), None
-    if groups > 1:
-        query = query.reshape(batch, key.shape[1], groups * width, dim)
-        attention_mask = attention_mask.repeat(1, 1, groups, 1)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
-    # Some kernels lay the output out by rows, not by heads.
-    out = out.reshape(batch, heads, width, value.shape[-1])
+    out = attend(query, key, value, attention_mask, scale=scaling)
     return out.transpose(1, 2).contiguous(), None
-
-
-def causal_mask(start: int, stop: int, view: int, device: torch.device) -> torch.Tensor:
-    """The rows ``start .. stop - 1`` of a causal mask over ``view`` slots, bool [stop - start,
-    view]."""
-    return torch.ones(stop - start, view, dtype=torch.bool, device=device).tril_(start)
 
 
 def register() -> None:
@@ -86,21 +129,25 @@ def register() -> None:
 
 _switching = threading.Lock()
 _blocks = 0
-"""How many blocks of :func:`cudnn_attention` are open."""
+"""How many blocks of :func:`without_cudnn` are open."""
 _before = True
 """The process's own choice, while any is."""
 
 
 @contextmanager
-def cudnn_attention(enabled: bool) -> Iterator[None]:
-    """Lets attention on CUDA use cuDNN's kernels inside the block, or keeps it from them. Behind
-    the last block, of whatever thread, the process has its own choice again."""
+def without_cudnn(device: torch.device) -> Iterator[None]:
+    """Keeps attention on a CUDA ``device`` from cuDNN's kernels inside the block: these are planned
+    for each shape, in 0.1 s or more, and passes are of many shapes. Behind the last block, of
+    whatever thread, the process has its own choice again."""
     global _blocks, _before
+    if device.type != "cuda":
+        yield
+        return
     with _switching:
         if not _blocks:
             _before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+            torch.backends.cuda.enable_cudnn_sdp(False)
         _blocks += 1
-        torch.backends.cuda.enable_cudnn_sdp(enabled)
     try:
         yield
     finally:
@@ -108,9 +155,3 @@ def cudnn_attention(enabled: bool) -> Iterator[None]:
             _blocks -= 1
             if not _blocks:
                 torch.backends.cuda.enable_cudnn_sdp(_before)
-
-
-def eager_kernels(device: torch.device) -> AbstractContextManager[None]:
-    """The kernels of eager passes on a device: all but cuDNN's, which are planned for each shape,
-    in 0.1 s or more, and eager passes are of many shapes."""
-    return cudnn_attention(False) if device.type == "cuda" else nullcontext()

@@ -1,125 +1,108 @@
-"""Preallocated slot caches: keys and values written wherever the caller says, read up to a view.
+"""One tensor of keys and values a model, of numbered slots.
 
 transformers' static cache appends at a length that it counts itself and cannot be rolled back. Ours
-holds no length: the owner sets where the next pass writes (``slots``) and how many it reads
-(``view``); what a rejected draft left behind is masked and overwritten. Shapes never change within
-a view, so that a pass can be captured as a CUDA graph.
+holds no length: a pass is given the slots that it writes and how many it reads. What a rejected
+draft left behind is masked and overwritten.
 """
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
-
-VIEW_STEP = 64
-"""Views are rounded up to a multiple of this, so that few shapes occur."""
+from torch import Tensor
+from transformers.cache_utils import Cache
 
 
-def view_of(tokens: int) -> int:
-    """Slots that a pass over ``tokens`` cached tokens reads."""
-    return -(-tokens // VIEW_STEP) * VIEW_STEP
+class LayerShape(NamedTuple):
+    """Sizes of one layer's keys and values."""
 
-
-class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers carries no types
-    """One layer's keys and values, ``[1, kv_heads, capacity + scratch, head_dim]``, allocated at
-    the first pass. No view holds the ``scratch`` slots."""
-
-    is_compileable = True
-    is_sliding = False
-
-    def __init__(self, capacity: int, scratch: int = 0) -> None:
-        super().__init__()
-        self.capacity, self.scratch, self.view = capacity, scratch, capacity
-        self.slots = torch.zeros(0, dtype=torch.int64)
-        self.is_initialized = False
-
-    def lazy_initialization(
-        self, key_states: torch.Tensor, value_states: torch.Tensor | None = None
-    ) -> None:
-        batch, heads, _, dim = key_states.shape
-        value_dim = dim if value_states is None else value_states.shape[-1]
-        slots = self.capacity + self.scratch
-        self.keys = key_states.new_zeros(batch, heads, slots, dim)
-        self.values = key_states.new_zeros(batch, heads, slots, value_dim)
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.keys.index_copy_(2, self.slots, key_states)
-        self.values.index_copy_(2, self.slots, value_states)
-        return self.keys[:, :, : self.view], self.values[:, :, : self.view]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.view, 0
-
-    def get_seq_length(self, *args: Any) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return self.capacity
-
-    def get_max_cache_shape(self) -> int:
-        return self.capacity
+    heads: int
+    key_size: int
+    value_size: int
 
 
 class SlotCache:
-    """The layers of one model and where the next pass writes. ``capacity`` only grows, by whole
-    views."""
+    """Keys and values of a model's layers: ``states`` [layers, 2, heads, capacity + 1, size]; a
+    layer of fewer heads or smaller ones uses the first. The last slot is read by no pass: tokens
+    that only fill up a pass write to it. What was never written is 0."""
 
-    def __init__(self, num_layers: int) -> None:
-        self._num_layers = num_layers
-        self._scratch = 0
-        self.capacity = 0
-        self.layers: list[SlotLayer] = []
-        self.cache = Cache(layers=[])
+    def __init__(
+        self, layers: list[LayerShape], dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self.shapes = layers
+        heads = max((layer.heads for layer in layers), default=0)
+        size = max((max(layer.key_size, layer.value_size) for layer in layers), default=0)
+        self.states = torch.zeros(len(layers), 2, heads, 1, size, dtype=dtype, device=device)
+        self.layers: list[tuple[Tensor, Tensor]] = []
+        """Every layer's keys and values, [1, heads, capacity + 1, size]."""
 
-    def reserve(self, tokens: int) -> None:
-        """Makes room for ``tokens`` slots. Growing forgets what was cached: call it between
-        requests."""
-        wanted = -(-tokens // (4 * VIEW_STEP)) * 4 * VIEW_STEP
-        if wanted > self.capacity:
-            self.capacity = wanted
-            self.layers = [SlotLayer(wanted, self._scratch) for _ in range(self._num_layers)]
-            self.cache = Cache(layers=self.layers)
+    @property
+    def capacity(self) -> int:
+        """Slots that there are."""
+        return self.states.shape[3] - 1
 
-    def place(self, slots: torch.Tensor, view: int) -> None:
-        """The next pass writes the given slots (int64 ``[width]``) and reads the first ``view``."""
-        if view > self.capacity:
-            raise IndexError(f"view of {view} slots exceeds the cache's {self.capacity}")
-        for layer in self.layers:
-            layer.slots, layer.view = slots, view
+    def reserve(self, slots: int, *, keep: bool = False) -> bool:
+        """Makes room for so many slots. Returns whether a new tensor had to be allocated, of at
+        least one and a half times the size: what was cached is forgotten then, unless ``keep``."""
+        if slots <= self.capacity:
+            return False
+        shape = [*self.states.shape]
+        shape[3] = max(slots, self.capacity * 3 // 2) + 1
+        old = self.states
+        if not keep:  # frees what is forgotten before more is allocated
+            old = self.states = old[:, :, :, :0].clone()
+            self.layers = []
+        self.states = old.new_zeros(shape)
+        self.states[:, :, :, : old.shape[3]] = old
+        self.layers = [
+            (keys[None, : layer.heads, :, : layer.key_size],
+             values[None, : layer.heads, :, : layer.value_size])
+            for layer, (keys, values) in zip(self.shapes, self.states, strict=True)
+        ]  # fmt: skip
+        return True
 
-    def keep_scratch(self, slots: int) -> None:
-        """Keeps so many slots behind the capacity, for tokens that only fill up a pass. Forgets
-        what was cached."""
-        self._scratch, self.capacity, self.layers, self.cache = slots, 0, [], Cache(layers=[])
-
-    def bound(self, slots: torch.Tensor, view: int) -> Cache:
-        """A cache over the same keys and values which always writes ``slots`` (int64 ``[width]``)
-        and reads the first ``view``, whatever the next passes over this one do."""
-        layers = [copy.copy(layer) for layer in self.layers]
-        for layer in layers:
-            layer.slots, layer.view = slots, view
-        return Cache(layers=layers)
-
-    def adopt(self, cache: Cache) -> None:
-        """Takes over the keys and values that a first pass over a :meth:`bound` cache allocated."""
-        for own, layer in zip(self.layers, cache.layers, strict=True):
-            own.keys, own.values, own.is_initialized = layer.keys, layer.values, True
+    def view(
+        self, slots: Tensor, stop: int, start: int = 0, length: Tensor | None = None
+    ) -> CacheView:
+        """What a pass sees that writes ``slots`` (int64 [n]) and reads slots ``start .. stop - 1``,
+        of which those from ``length`` on (int64 [1], None: from ``stop``) are masked. Raises
+        IndexError beyond the capacity."""
+        if stop > self.capacity:
+            raise IndexError(f"a pass over {stop} slots exceeds the cache's {self.capacity}")
+        return CacheView(self, slots, stop, start, length)
 
     def move(self, slots: list[int], start: int) -> None:
         """Copies slots (any order, possibly overlapping) to ``start ..``: what a tree's accepted
         path becomes."""
-        if slots == list(range(start, start + len(slots))):
-            return
-        index = torch.tensor(slots, device=self.layers[0].keys.device)
-        stop = start + len(slots)
-        for layer in self.layers:
-            layer.keys[:, :, start:stop] = layer.keys.index_select(2, index)
-            layer.values[:, :, start:stop] = layer.values.index_select(2, index)
+        if slots != list(range(start, start + len(slots))):
+            moved = self.states.index_select(3, torch.tensor(slots, device=self.states.device))
+            self.states[:, :, :, start : start + len(slots)] = moved
+
+
+class CacheView(Cache):  # type: ignore[misc]  # transformers carries no types
+    """One pass's part of a :class:`SlotCache`, as transformers' models take it."""
+
+    def __init__(
+        self, cache: SlotCache, slots: Tensor, stop: int, start: int, length: Tensor | None
+    ) -> None:
+        super().__init__(layers=[])
+        self.slots, self.length = slots, length
+        self._parts, self._start, self._stop = cache.layers, start, stop
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Writes a layer's keys and values [1, heads, n, size], and returns those that the pass
+        reads, [1, heads, stop - start, size]."""
+        keys, values = self._parts[layer_idx]
+        keys.index_copy_(2, self.slots, key_states)
+        values.index_copy_(2, self.slots, value_states)
+        start, stop = self._start, self._stop
+        return keys[:, :, start:stop], values[:, :, start:stop]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._stop, 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spectune.runtime.cache import view_of
 from spectune.runtime.cuda.graphs import prepare_graphs
 from spectune.runtime.drafts.eagle import EagleDraft, Features
 from spectune.runtime.drafts.language_model import LanguageModelDraft
@@ -49,12 +48,7 @@ from spectune.traces.schema import (
 
 class ModelBackend:
     """The loop's backend over a loaded pair. One request at a time; its caches are reused from
-    request to request.
-
-    ``every_shape``: on CUDA, passes of every shape are captured before a request, not those of its
-    policy alone (the profiler's, whose policies take turns)."""
-
-    every_shape = False
+    request to request."""
 
     def __init__(self, pair: LoadedPair) -> None:
         self.pair = pair
@@ -105,8 +99,8 @@ class ModelBackend:
         self._noise = Noise(request.seed, target.vocab_size, target.device) if sampled else None
         ahead, self._read_ahead = self._read_ahead, None
         self._awake = {ahead[1]} if ahead is not None and ahead[0] is request else set()
-        target.reserve(self._capacity + NODE_LIMIT)
-        prepare_graphs(self.pair, prepared, self._capacity, every=self.every_shape)
+        self.pair.reserve(self._capacity)
+        prepare_graphs(self.pair, prepared, greedy=request.sampling.greedy)
         if len(self._text) > 1:
             target.read(torch.tensor(self._text[:-1], device=target.device), 0)
         self._features.kept = False
@@ -150,17 +144,19 @@ class ModelBackend:
         request, target, length = self._request, self.pair.target, len(self._text)
         assert request is not None
         text = TargetText(self._text, request.sampling, self._noise)
+        greedy = request.sampling.greedy
         if drafted is not None and drafted.tree is not None:
-            tree, logits = drafted.tree, self._read_tree(drafted.tree)
+            tree = drafted.tree
             # A CPU looks at the rows of the path alone; elsewhere at all at once, to wait once.
             at_once = target.device.type != "cpu"
+            logits = self._read_tree(tree, greedy=greedy)
             verdict = walk(tree, text.tokens(logits, [0, *tree.depths], at_once=at_once))
             self._path = verdict.path
             assert self._drafting is not None
             return replace(verdict, read=0) if self._drafting.reads_features else verdict
         tokens, log_q = (drafted.tokens, drafted.log_q) if drafted else ([], [])
         ids = ids_tensor([self._text[-1], *tokens], target.device)
-        logits, _ = target.chain(ids, length - 1, logits=len(ids))
+        logits, _ = target.chain(ids, length - 1, logits=len(ids), greedy=greedy)
         if request.rejects:
             verdict = verify_rejection(
                 logits, length, tokens, log_q, request.sampling, request.seed, self._rounds
@@ -170,17 +166,17 @@ class ModelBackend:
         self._path = list(range(verdict.accepted))
         return verdict
 
-    def _read_tree(self, tree: GrownTree) -> Tensor:
+    def _read_tree(self, tree: GrownTree, *, greedy: bool) -> Tensor:
         """Float32 logits [1 + nodes, vocab] of the root and of a tree's nodes, which see the text
-        and their ancestors."""
+        and their ancestors; with ``greedy`` the ids of the largest."""
         target, root, n = self.pair.target, len(self._text) - 1, len(tree.tokens)
         rows = [[self._text[-1], *tree.tokens], [0, *tree.depths], [*range(n + 1)]]
         ids, depths, places = torch.tensor(rows, device=target.device)
-        mask = np.zeros((n + 1, view_of(root + n + 1)), dtype=np.bool_)
+        mask = np.zeros((n + 1, root + n + 1), dtype=np.bool_)
         mask[:, :root] = True
-        mask[:, root : root + n + 1] = ancestors(tree)
+        mask[:, root:] = ancestors(tree)
         seen = torch.from_numpy(mask).to(target.device)
-        return target.run(ids, root + depths, root + places, seen)[0]
+        return target.run(ids, root + depths, root + places, seen, greedy=greedy)[0]
 
     def commit(self, emitted: list[int], accepted: int, drafted: Drafted | None) -> None:
         length, path = len(self._text), self._path[:accepted]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from spectune.runtime.cuda.graphs import CudaRecorder, use_graphs, wanted
+from spectune.runtime.cuda.graphs import CudaRecorder, graphs_enabled, use_graphs
 from spectune.runtime.drafts.eagle_formats import load_head
 from spectune.runtime.drafts.eagle_head import EagleHead
 from spectune.runtime.hardware import cpu_name
@@ -24,6 +24,7 @@ from spectune.runtime.pair import (
     is_local,
     translated,
 )
+from spectune.runtime.policies.document import EXPANDED_LIMIT, NODE_LIMIT
 from spectune.runtime.words import (
     Texts,
     ends_of,
@@ -82,6 +83,13 @@ class LoadedPair(Texts):
         """The drafts that are models, language models first: those that may grow trees and have an
         output head."""
         return {**self.drafts, **self.heads}
+
+    def reserve(self, tokens: int) -> None:
+        """Makes room for texts of ``tokens`` and the largest tree behind them. What caches hold is
+        forgotten if they must grow, and so are captured passes: say the longest text first."""
+        self.target.reserve(tokens + NODE_LIMIT)
+        for model in self.models.values():
+            model.reserve(tokens + EXPANDED_LIMIT)
 
     @property
     def chain_drafts(self) -> tuple[str, ...]:
@@ -194,7 +202,7 @@ def load_pair(
         raise PairError(
             f"pair {spec.name}: its files changed while they were loaded; load it again"
         )
-    if wanted(where):
+    if graphs_enabled(where):
         use_graphs((target, *pair.models.values()), CudaRecorder())
     return pair
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -22,12 +22,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.cache_utils import Cache
+from transformers.cache_utils import DynamicCache
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from spectune.runtime import attention
-from spectune.runtime.attention import causal_mask, eager_kernels
-from spectune.runtime.cache import SlotCache, view_of
+from spectune.runtime.attention import MASKED_ROWS, causal_mask, folded, without_cudnn
+from spectune.runtime.cache import CacheView, LayerShape, SlotCache
 from spectune.runtime.pair import described, expanded, is_local, model_config, translated
 from spectune.runtime.shortlists import OutputHead
 from spectune.traces.errors import PairError
@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from spectune.runtime.cuda.graphs import PassGraphs
 
 CHUNK = 512
-"""Longest pass over a prompt; longer ones are cut so that masks stay small."""
+"""Longest pass whose logits are read; longer texts are cut so that these stay small."""
+PREFILL_CHUNK = 2048
+"""Longest pass over a prompt; longer ones are cut so that activations stay small."""
 FINAL = -1
 """As a tap: the last hidden state, after the final norm."""
 LEAST_TOLERANCE = 1e-3
@@ -69,21 +71,59 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return DTYPES[dtype]
 
 
+Output = Literal["states", "logits", "ids"]
+"""What a pass computes of its hidden states: nothing, float32 logits, or the ids of the largest."""
+
+
+class Kind(NamedTuple):
+    """What a pass computes. ``causal``: its tokens follow each other and need no mask;
+    ``recurrent``: its hidden states are those that the model gave itself."""
+
+    output: Output = "logits"
+    causal: bool = True
+    recurrent: bool = False
+
+
+class Tokens(NamedTuple):
+    """The n tokens of a pass: ``ids``, ``positions``, ``slots`` int64 [n]; ``mask`` bool [n, stop],
+    None where each sees the slots up to its own; slots are read up to ``stop``; ``hidden`` [n, any]
+    as :meth:`SlotModel.forward` takes them."""
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    mask: Tensor | None
+    stop: int
+    hidden: Tensor | None
+
+
+class Outputs(NamedTuple):
+    """``states`` [n, hidden_size]; ``result``: float32 logits [n, vocab], ids int64 [n] or nothing;
+    ``tapped`` [n, width], what other models read."""
+
+    states: Tensor
+    result: Tensor
+    tapped: Tensor
+
+
 class SlotModel(ABC):
     """A model over its slot cache. Logits are float32 over the target's vocabulary, whatever the
     weights' dtype.
 
-    ``first_slot``: no token stands in a slot before it. ``token_ids`` int64 [rows]: the target's
-    ids of the output head's rows (None: row i is token i); other tokens get a logit of -inf.
-    ``graphs`` replays the passes that it has captured (:mod:`runtime.cuda.graphs`); None: all run
-    eagerly.
+    ``first_slot``: no token stands in a slot before it. ``feature_size``: width of the hidden
+    states of another model that a pass takes beside its tokens; 0: none. ``token_ids`` int64
+    [rows]: the target's ids of the output head's rows (None: row i is token i); other tokens get a
+    logit of -inf. ``graphs`` replays the passes that it has captured (:mod:`runtime.cuda.graphs`);
+    None: all run eagerly.
     """
 
     graphs: PassGraphs | None = None
     first_slot = 0
+    feature_size = 0
     hidden_size: int
     vocab_size: int
     max_positions: int
+    cache: SlotCache
 
     def __init__(
         self,
@@ -95,36 +135,39 @@ class SlotModel(ABC):
         token_ids: Tensor | None = None,
     ) -> None:
         self.name, self.device, self.dtype = name, weights[0].device, weights[0].dtype
-        self.num_parameters = sum(p.numel() for p in weights)
-        self.num_layers, self.cache = num_layers, SlotCache(num_layers)
+        self.num_parameters, self.num_layers = sum(p.numel() for p in weights), num_layers
         self._embed, self._lm_head, self._token_ids = embed, lm_head, token_ids
         self._positions = torch.zeros(0, dtype=torch.int64, device=self.device)
-        self._tapped: dict[int, Tensor] = {}
+        self.tapped = torch.zeros(0, 0, device=self.device)
+        """What other models read of the last pass (or of all tokens of the last ``read``): [tokens,
+        width]. The next pass replaces it."""
 
-    def reserve(self, tokens: int) -> None:
-        """Makes room for sequences of ``tokens``; forgets the cache if it must grow."""
-        self.cache.reserve(tokens)
-        if len(self._positions) < self.cache.capacity:
+    def reserve(self, tokens: int, *, keep: bool = False) -> None:
+        """Makes room for sequences of ``tokens``. A cache that must grow forgets what it holds,
+        unless ``keep``, and captured passes are forgotten."""
+        if self.cache.reserve(tokens, keep=keep):
             self._positions = torch.arange(self.cache.capacity, device=self.device)
+            if self.graphs is not None:
+                self.graphs.forget()
 
     @abstractmethod
-    def over(
+    def forward(
         self,
         ids: Tensor,
         positions: Tensor,
+        view: CacheView,
         mask: Tensor | None,
-        cache: Cache,
-        hidden: Tensor | None,
-        own: bool,
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """A pass of n tokens under ``mask`` bool [n, view] (None: causal) over a cache that knows
-        where it writes: the last hidden states and those of the taps, [n, hidden_size] each.
-        ``hidden`` [n, :meth:`fed`] is what the pass takes beside its tokens."""
+        hidden: Tensor | None = None,
+        *,
+        recurrent: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """A pass of n tokens (``ids`` and ``positions`` int64 [n]) over a ``view`` of the cache.
 
-    def fed(self, own: bool) -> int:
-        """Width of the hidden states that a pass takes beside its tokens: 0, none. ``own``: those
-        that the model gave itself."""
-        return 0
+        ``mask`` bool [n, slots that are read]; None: the tokens are those of the last slots, and
+        each sees the slots up to its own. ``hidden`` [n, feature_size], or with ``recurrent`` the
+        model's own states [n, hidden_size]. Returns the last hidden states [n, hidden_size], and
+        the features that other models read [n, any].
+        """
 
     def state(self, out: Tensor) -> Tensor:
         """What the output head reads of hidden states [n, hidden_size] that a pass gave."""
@@ -148,57 +191,76 @@ class SlotModel(ABC):
         full = logits.new_full((logits.shape[0], self.vocab_size), -torch.inf)
         return full.index_copy_(1, self._token_ids, logits)
 
+    def evaluate(self, output: Output, states: Tensor) -> Tensor:
+        """The ``output`` of hidden states [n, hidden_size] that a pass gave."""
+        if output == "states":
+            return states.new_zeros(0, dtype=torch.float32)
+        logits = self.head(states)
+        return logits.argmax(-1) if output == "ids" else logits
+
     def chain(
         self,
         ids: Tensor,
         start: int,
         *,
         logits: int,
+        greedy: bool = False,
         hidden: Tensor | None = None,
         replays: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """:meth:`run` for tokens that follow each other at slots and positions ``start ..``, each
-        of which sees the slots up to its own."""
+        of which sees the slots up to its own. Without ``replays`` it runs eagerly."""
         stop = start + len(ids)
-        slots, view, mask = self._positions[start:stop], view_of(stop), None
-        replays = replays and self.graphs is not None
-        # The first tokens of a text are all that they read: their pass needs no mask.
-        if view > len(ids) or self.first_slot or replays:
-            mask = causal_mask(start, stop, view, self.device)
-            if self.first_slot:
-                mask[:, : self.first_slot] = False
-        return self.run(ids, slots, slots, mask, logits=logits, hidden=hidden, replays=replays)
+        slots = self._positions[start:stop]
+        tokens = Tokens(ids, slots, slots, None, stop, hidden)
+        return self._pass(Kind(_output(logits, greedy=greedy)), tokens, logits, replays=replays)
 
     def run(
         self,
         ids: Tensor,
         positions: Tensor,
         slots: Tensor,
-        mask: Tensor | None,
+        mask: Tensor,
         *,
         logits: int | None = None,
+        greedy: bool = False,
         hidden: Tensor | None = None,
-        own: bool = False,
-        replays: bool = True,
+        recurrent: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Runs n tokens at given positions and slots under ``mask`` (bool [n, view], view a
-        multiple of 64; None: causal), by a captured pass where there is one of its shape and
-        ``replays``. Float32 logits of the last ``logits`` tokens (None: of all) and the last hidden
-        states of all, [n, hidden_size]; of a language model these are to be read only where no
-        logits are asked for."""
-        n = len(ids)
-        first = 0 if logits is None else n - logits
-        if self.graphs is not None and replays and mask is not None:
-            found = self.graphs.run(first < n, own, ids, positions, slots, mask, hidden)
-            if found is not None:
-                self._tapped = found.taps
-                wanted = n if first == n or self.fed(own=True) else 0
-                return found.logits[first:].clone(), found.states[:wanted].clone()  # static ones
-        self.cache.place(slots, n if mask is None else mask.shape[1])
-        with eager_kernels(self.device):
-            states, self._tapped = self.over(ids, positions, mask, self.cache.cache, hidden, own)
-        none = states.new_zeros(0, dtype=torch.float32)
-        return self.head(states[first:]) if first < n else none, states
+        """Runs n tokens at given positions and slots under ``mask`` (bool [n, slots that are
+        read]), by a captured pass where there is one.
+
+        Returns float32 logits of the last ``logits`` tokens (None: of all), or with ``greedy`` the
+        ids of the largest, int64; and the last hidden states of all, [n, hidden_size].
+        ``recurrent``: ``hidden`` are states that the model gave itself.
+        """
+        rows = len(ids) if logits is None else logits
+        tokens = Tokens(ids, positions, slots, mask, mask.shape[1], hidden)
+        return self._pass(Kind(_output(rows, greedy=greedy), False, recurrent), tokens, rows)
+
+    def _pass(
+        self, kind: Kind, tokens: Tokens, rows: int, *, replays: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """The output of the last ``rows`` tokens, and the states of all."""
+        outputs = self.graphs.run(kind, tokens) if replays and self.graphs is not None else None
+        if outputs is None:
+            ids, positions, slots, mask, stop, hidden = tokens
+            first = self.first_slot if kind.causal else 0
+            if kind.causal and 1 < len(ids) <= MASKED_ROWS and first < stop - len(ids):
+                mask = causal_mask(slots - first, stop - first)
+            view = self.cache.view(slots, stop, first)
+            with without_cudnn(self.device):
+                states, tapped = self.forward(
+                    ids, positions, view, mask, hidden, recurrent=kind.recurrent
+                )
+            result = self.evaluate(kind.output, states[len(ids) - rows :])
+            outputs = Outputs(states, result, tapped)
+        self.tapped = outputs.tapped
+        return outputs.result[-rows:], outputs.states
+
+
+def _output(rows: int, *, greedy: bool) -> Output:
+    return "states" if not rows else "ids" if greedy else "logits"
 
 
 class _Hooked(threading.local):
@@ -245,6 +307,20 @@ class CausalModel(SlotModel):
         self._taps: tuple[int, ...] = ()
         self._hooks: list[Any] = []
         self._hooked = _Hooked()
+        self.cache = self._empty_cache()
+        heads = {layer.heads for layer in self.cache.shapes}
+        self._groups = int(config.num_attention_heads) // max(heads) if len(heads) == 1 else 1
+
+    def _empty_cache(self) -> SlotCache:
+        """A cache of the sizes that a pass of one token shows."""
+        shown = DynamicCache()
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        self._decoder(input_ids=token, use_cache=True, **{self._cache_name: shown})
+        shapes = [
+            LayerShape(int(x.keys.shape[1]), int(x.keys.shape[3]), int(x.values.shape[3]))
+            for x in shown.layers
+        ]
+        return SlotCache(shapes, shown.layers[0].keys.dtype, self.device)
 
     def share(self, vocab: int, tokens: Collection[int] | None) -> None:
         """Makes this a draft for a target of ``vocab`` tokens. Those that are not among the shared
@@ -278,7 +354,7 @@ class CausalModel(SlotModel):
     def taps(self, taps: tuple[int, ...]) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._taps, self._hooks, self._tapped = tuple(taps), [], {}
+        self._taps, self._hooks = tuple(taps), []
         if self.graphs is not None:
             self.graphs.forget()
         lists = (m for m in self._decoder.modules() if isinstance(m, nn.ModuleList))
@@ -302,55 +378,56 @@ class CausalModel(SlotModel):
 
                 self._hooks.append(layers[-1].register_forward_hook(after))
 
-    @property
-    def tapped(self) -> Tensor:
-        """Hidden states of all taps of the last pass (or of all tokens of the last ``read``), side
-        by side: [tokens, len(taps) * hidden_size]. The next pass replaces them."""
-        return torch.cat([self._tapped[tap] for tap in self._taps], -1)
+    def _joined(self, rows: dict[int, Tensor], out: Tensor) -> Tensor:
+        """The hidden states of all taps, side by side: [tokens, len(taps) * hidden_size]. ``out``:
+        those after the final norm."""
+        if not self._taps:
+            return out[:, :0]
+        return torch.cat([out if tap == FINAL else rows[tap] for tap in self._taps], -1)
 
     def features(self, ids: list[int]) -> Tensor:
         """The hidden states of all taps after a text ``ids``, [len(ids), len(taps) * hidden_size],
         in one pass that leaves the cache and :attr:`tapped` alone."""
-        taps = self._hooked.rows = {}
-        known = torch.tensor([ids], device=self.device)
-        with eager_kernels(self.device):
-            out: Tensor = self._decoder(input_ids=known, use_cache=False).last_hidden_state[0]
-        if FINAL in self._taps:
-            taps[FINAL] = out
-        return torch.cat([taps[tap] for tap in self._taps], -1)
+        rows = self._hooked.rows = {}
+        text = torch.tensor([ids], device=self.device)
+        with without_cudnn(self.device):
+            out: Tensor = self._decoder(input_ids=text, use_cache=False).last_hidden_state[0]
+        return self._joined(rows, out)
 
     def read(self, ids: Tensor, start: int) -> Tensor:
         """Fills the cache with ``ids`` at ``start ..`` in chunks, without logits. Returns the last
         hidden state of the last token, [1, hidden_size] ([0, hidden_size] without ``ids``)."""
-        parts: list[dict[int, Tensor]] = []
+        parts: list[Tensor] = []
         states = torch.zeros(0, self.hidden_size, device=self.device, dtype=self.dtype)
-        for at in range(0, len(ids), CHUNK):
-            states = self.chain(ids[at : at + CHUNK], start + at, logits=0, replays=False)[1]
-            parts.append(self._tapped)
+        for first in range(0, len(ids), PREFILL_CHUNK):
+            chunk = ids[first : first + PREFILL_CHUNK]
+            states = self.chain(chunk, start + first, logits=0, replays=False)[1]
+            parts.append(self.tapped)
         if len(parts) > 1:
-            self._tapped = {tap: torch.cat([part[tap] for part in parts]) for tap in parts[0]}
+            self.tapped = torch.cat(parts)
         return states[-1:]
 
-    def over(
+    def forward(
         self,
         ids: Tensor,
         positions: Tensor,
+        view: CacheView,
         mask: Tensor | None,
-        cache: Cache,
-        hidden: Tensor | None,
-        own: bool,
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        taps = self._hooked.rows = {}
+        hidden: Tensor | None = None,
+        *,
+        recurrent: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        rows = self._hooked.rows = {}
+        if mask is not None:
+            mask = folded(mask, self._groups, self.cache.states.dtype)
         out: Tensor = self._decoder(
             input_ids=self._known(ids)[None],
             position_ids=positions[None],
-            attention_mask=None if mask is None else mask[None, None],
+            attention_mask=mask,
             use_cache=True,
-            **{self._cache_name: cache},
+            **{self._cache_name: view},
         ).last_hidden_state[0]
-        if FINAL in self._taps:
-            taps[FINAL] = out
-        return out, taps
+        return out, self._joined(rows, out)
 
 
 def _rows_of(linear: Any, rows: Tensor) -> nn.Linear:

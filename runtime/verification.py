@@ -43,7 +43,10 @@ class TargetText:
     ) -> Callable[[int, list[int]], int]:
         """The target's token after row r of float32 ``logits`` [n, vocab], which stands
         ``depths[r]`` tokens behind the text, by r and those tokens. ``at_once``: all rows are
-        looked at now."""
+        looked at now. In place of logits there may be the ids of the largest, int64 [n]."""
+        if logits.dtype == torch.int64:
+            largest: list[int] = logits.tolist()
+            return lambda row, _: largest[row]
         if at_once:
             noise = None
             if self.noise is not None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from pairs import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spectune.runtime.attention import cudnn_attention, eager_kernels, slot_attention
+from spectune.runtime.attention import attend, without_cudnn
 from spectune.runtime.models import FINAL, CausalModel
 
 VOCAB, LONG = 60, 4096
@@ -32,8 +32,8 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def model(kind: str) -> CausalModel:
-    return CausalModel(tiny_model(kind, VOCAB, positions=LONG), "target")
+def model(kind: str, dtype: torch.dtype = torch.float32) -> CausalModel:
+    return CausalModel(tiny_model(kind, VOCAB, positions=LONG).to(dtype), "target")
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -57,62 +57,70 @@ def test_memory_grows_with_the_context_not_with_its_square(kind: str) -> None:
 def test_a_pass_without_a_mask_is_causal(kind: str) -> None:
     """Logits after a text read at once, and after a prompt read in parts, against the forward pass
     of transformers with its own attention."""
-    target, ids = model(kind), torch.arange(700).square() % VOCAB
-    own = tiny_model(kind, VOCAB, positions=LONG)
+    target, ids = model(kind, torch.float64), torch.arange(700).square() % VOCAB
+    own = tiny_model(kind, VOCAB, positions=LONG).double()
     with torch.no_grad():
         expected = own(ids[None]).logits[0]
     target.reserve(len(ids))
-    target.read(ids[:-3], 0)
+    for start, stop in ((0, 150), (150, 151), (151, 250), (250, 697)):
+        target.read(ids[start:stop], start)
     read, _ = target.chain(ids[-3:], len(ids) - 3, logits=3)
-    assert (read - expected[-3:]).abs().max() < 2e-4
+    torch.testing.assert_close(read.double(), expected[-3:], rtol=0, atol=1e-6)
     target.taps = (FINAL,)
     at_once = target.head(target.features(ids.tolist()))
-    assert (at_once - expected).abs().max() < 2e-4
+    torch.testing.assert_close(at_once.double(), expected, rtol=0, atol=1e-6)
 
 
-def test_wide_masks_are_taken_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention by blocks of queries is attention; without a mask there may be no cache."""
-    q, k = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 20, 8)
-    mask = torch.rand(1, 1, 9, 20) < 0.7
-    mask[..., 0] = True
-    whole = slot_attention(torch.nn.Module(), q, k, k, mask)[0]
-    monkeypatch.setattr("spectune.runtime.attention.MASK_ENTRIES", 100)
-    torch.testing.assert_close(slot_attention(torch.nn.Module(), q, k, k, mask)[0], whole)
-    with pytest.raises(ValueError, match="explicit mask"):
-        slot_attention(torch.nn.Module(), q, k, k, None)
+@pytest.mark.parametrize("heads", [2, 4], ids=["alone", "grouped"])
+@pytest.mark.parametrize("width", [1, 5, 20])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_is_softmax_of_scores(heads: int, width: int, masked: bool) -> None:
+    generator = torch.Generator().manual_seed(width)
+    query, keys, values = (
+        torch.randn(1, h, n, 8, generator=generator, dtype=torch.float64)
+        for h, n in ((heads, width), (2, 20), (2, 20))
+    )
+    seen = torch.ones(width, 20, dtype=torch.bool).tril(20 - width)
+    if masked:
+        seen &= torch.rand(width, 20, generator=generator) > 0.3
+        seen[:, 0] = True
+    out = attend(query, keys, values, seen if masked else None)
+    keys, values = (x.repeat_interleave(heads // 2, 1) for x in (keys, values))
+    scores = query @ keys.transpose(2, 3) / 8**0.5
+    expected = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
 def test_a_kernel_may_lay_its_output_out_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """As CUDA's memory-efficient one does."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, heads, n, 8, generator=generator) for heads, n in ((4, 3), (2, 12)))
-    mask = torch.rand(1, 1, 3, 12, generator=generator) > 0.3
-    by_heads = slot_attention(torch.nn.Module(), q, k, k, mask)[0]
+    mask = torch.rand(3, 12, generator=generator) > 0.3
+    by_heads = attend(q, k, k, mask)
     plain = F.scaled_dot_product_attention
 
     def by_rows(*args: Any, **kwargs: Any) -> torch.Tensor:
         return plain(*args, **kwargs).transpose(1, 2).contiguous().transpose(1, 2)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", by_rows)
-    torch.testing.assert_close(slot_attention(torch.nn.Module(), q, k, k, mask)[0], by_heads)
+    torch.testing.assert_close(attend(q, k, k, mask), by_heads)
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_eager_passes_do_without_cudnn_and_captured_ones_with_it(before: bool) -> None:
+def test_passes_do_without_cudnn(before: bool) -> None:
     """Also where one thread captures while another decodes; then the process has its own choice
     again."""
-    flag = torch.backends.cuda
+    flag, cuda = torch.backends.cuda, torch.device("cuda")
     was = flag.cudnn_sdp_enabled()
     flag.enable_cudnn_sdp(before)
     try:
-        eager, captured = eager_kernels(torch.device("cuda")), cudnn_attention(True)
-        with eager:
-            assert not flag.cudnn_sdp_enabled()
+        captured = without_cudnn(cuda)
+        with without_cudnn(cuda):
             captured.__enter__()
-            assert flag.cudnn_sdp_enabled()
+        assert not flag.cudnn_sdp_enabled()
         captured.__exit__(None, None, None)
         assert flag.cudnn_sdp_enabled() == before
-        with eager_kernels(torch.device("cpu")):
+        with without_cudnn(torch.device("cpu")):
             assert flag.cudnn_sdp_enabled() == before
     finally:
         flag.enable_cudnn_sdp(was)

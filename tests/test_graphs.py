@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -18,12 +19,19 @@ from test_tree_parity import STATIC, artifacts
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from spectune.optimizer.execute import DecodeOptions, Executor, encode
+from spectune.optimizer.execute import DecodeOptions, Encoded, Executor, encode, run
 from spectune.runtime.cuda import graphs
-from spectune.runtime.cuda.graphs import CudaRecorder, prepare_graphs, use_graphs, wanted
+from spectune.runtime.cuda.graphs import (
+    CudaRecorder,
+    Shape,
+    graphs_enabled,
+    prepare_graphs,
+    use_graphs,
+)
 from spectune.runtime.decoder import Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair, load_pair
-from spectune.runtime.loop import PolicySource, Round, StaticSource
+from spectune.runtime.loop import DecodeRequest, PolicySource, Round, StaticSource
+from spectune.runtime.models import Kind, Outputs
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.plan import Plan
@@ -79,36 +87,34 @@ class Tape(TorchDispatchMode):
 
 class FakeRecorder(CudaRecorder):
     """What CUDA does, on a CPU: capturing changes nothing, a replay repeats the operations on the
-    same memory without any Python of the pass, and the memory of a pass is another's as soon as it
-    has ended. ``captured`` counts."""
+    same memory without any Python of the pass, and what a pass made is lost as soon as another is
+    replayed. ``captured`` counts."""
 
     def __init__(self) -> None:
         self.captured = 0
+        self._last: list[torch.Tensor] = []
 
-    def capture(self, run: Callable[[], None], rehearse: Callable[[], None]) -> Callable[[], None]:
-        rehearse()
+    def capture(self, compute: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+        compute()
         with Tape() as tape:
-            run()
+            outputs = compute()
         for tensor, old in reversed(tape.before):
             tensor.copy_(old)
         self.captured += 1
 
-        def clobber() -> None:
-            for tensor in tape.made:
+        def replay() -> None:
+            for tensor in self._last:
                 if tensor.is_floating_point():
                     tensor.fill_(torch.nan)
-
-        def replay() -> None:
             for func, args, kwargs, out in tape.ops:
                 again = func(*args, **kwargs)
                 if out is not None:
                     for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
                         if isinstance(old, torch.Tensor):
                             old.copy_(new)
-            clobber()
+            self._last = tape.made
 
-        clobber()
-        return replay
+        return replay, outputs
 
 
 class Twins:
@@ -116,7 +122,8 @@ class Twins:
 
     def __init__(self, file: Path) -> None:
         self.plain, self.fast = (
-            load_pair(read_pair(str(file)), device="cpu", threads=1) for _ in range(2)
+            load_pair(read_pair(str(file)), device="cpu", threads=1, dtype="float64")
+            for _ in range(2)
         )
         self.recorder = FakeRecorder()
         use_graphs(self.models, self.recorder)
@@ -128,7 +135,7 @@ class Twins:
     def forget(self) -> None:
         for model in self.models:
             model.graphs.forget()
-            model.graphs.reach = 0
+            model.graphs.greedy.clear()
             model.graphs.eager.clear()
             model.graphs.replayed.clear()
 
@@ -193,17 +200,15 @@ POLICIES = [parse_policy(d) for d in DOCUMENTS]
 
 
 def poisoned(pair: LoadedPair) -> None:
-    """NaN in all scratch slots of a pair."""
+    """NaN in the slot of a pair's caches that no pass reads."""
     for model in (pair.target, *pair.models.values()):
-        for layer in model.cache.layers:
-            layer.keys[:, :, layer.capacity :] = torch.nan
-            layer.values[:, :, layer.capacity :] = torch.nan
+        model.cache.states[:, :, :, -1] = torch.nan
 
 
 @both
 def test_decoding_with_graphs_is_decoding(twins: Twins, sampling: Sampling) -> None:
     """The same texts and rounds; all that rounds needed was captured before the first, and nothing
-    in them. NaN in the scratch slots, to which fillers write, reaches nothing."""
+    in them. NaN in the slots to which fillers write reaches nothing."""
     for policy in POLICIES[sampling is HOT :: 2]:
         twins.forget()
         source = StaticSource(
@@ -239,62 +244,94 @@ def test_shortlisted_drafts_leave_the_head_out_of_the_graph(
         twins.agree(parse_policy(document), sampling, artifacts=find)
         assert twins.missed() == {}
         model = twins.fast.models[draft]
-        assert {kind.head for _, kind in model.graphs.replayed} == {False}  # type: ignore[union-attr]
+        assert {kind.output for _, kind in model.graphs.replayed} == {"states"}  # type: ignore[union-attr]
+
+
+LAGS = {1, 2, 4, 8, 16, 32, 48, 64}
+IDS, LOGITS = Kind("ids"), Kind("logits")
 
 
 @pytest.mark.parametrize(
-    ("document", "text", "own"),
+    ("document", "of_target", "of_draft"),
     [
-        (chain("near", 4), {1, 2}, set()),
-        (chain("near", 0), set(), set()),
-        ({"draft": "near", "window": Q_LEARNING}, {1, 2, 4, 8, 16, 32, 48, 64}, set()),
-        (chain("eagle3", 4), {1, 2, 4, 8}, {1}),
+        (chain("near", 4), {IDS: {1, 2, 4, 8}}, {IDS: LAGS}),
+        (chain("near", 0), {IDS: {1}}, {}),
+        (
+            chain("near", 2, stop={"kind": "max_prob", "threshold": 0.3}),
+            {IDS: {1, 2, 4}},
+            {LOGITS: LAGS},
+        ),
+        (
+            top_k("near", 3, 2, 5),
+            {IDS: {1}, Kind("ids", causal=False): {1, 2, 4, 8}},
+            {LOGITS: LAGS, Kind(causal=False): {1, 2, 4}},
+        ),
+        (
+            chain("eagle3", 2),
+            {IDS: {1}, Kind("ids", causal=False): {1, 2, 4}},
+            {LOGITS: LAGS, Kind(causal=False, recurrent=True): {1}},
+        ),
     ],
-    ids=["language model", "no draft", "idle rounds", "head"],
+    ids=["chain", "no draft", "stop", "tree", "head"],
 )
 def test_no_more_is_captured_than_rounds_can_need(
-    twins: Twins, document: dict[str, Any], text: set[int], own: set[int]
+    twins: Twins,
+    document: dict[str, Any],
+    of_target: dict[Kind, set[int]],
+    of_draft: dict[Kind, set[int]],
 ) -> None:
-    """Of a draft the tokens of passes over the text and, of a head, over what it gave itself."""
     twins.forget()
-    before = twins.recorder.captured
-    prepare_graphs(twins.fast, prepare(parse_policy(document), twins.fast.draft_names), 60)
-    target, draft = twins.fast.target.graphs, twins.fast.models[document["draft"]].graphs
-    assert target is not None
-    assert draft is not None
-    assert {s.tokens for s in draft.shapes if not s.kind.own} == text
-    assert {s.tokens for s in draft.shapes if s.kind.own} == own
-    assert twins.recorder.captured - before == len(target.shapes) + len(text) + len(own)
+    twins.fast.reserve(60)
+    plan = prepare(parse_policy(document), twins.fast.draft_names)
+    prepare_graphs(twins.fast, plan, greedy=True)
+    for model, expected in (
+        (twins.fast.target, of_target),
+        (twins.fast.models[document["draft"]], of_draft),
+    ):
+        assert model.graphs is not None
+        shapes = {Shape(n, kind) for kind, rungs in expected.items() for n in rungs}
+        assert model.graphs.shapes == shapes
 
 
-def test_growing_forgets_graphs_and_a_request_captures_what_it_needs(
-    twins: Twins, tmp_path: Path
-) -> None:
-    """A short text, a long one that grows the caches and reads over a border of views, and the
-    short one again."""
-    fresh = Twins(make_pair(tmp_path))
-    policy = parse_policy(top_k("near", 4, 3, 9))
-    long = (PROMPT * 30)[:374]
-    assert 240 < len(fresh.fast.encode(long)) < 256 - 5
-    captured = []
-    for prompt in (PROMPT, long, PROMPT):
-        fresh.agree(policy, HOT, prompt)
-        captured.append(fresh.recorder.captured)
-        assert fresh.missed() == {}
-    target, draft = fresh.fast.target.graphs, fresh.fast.drafts["near"].graphs
-    assert draft is not None
-    assert captured[0] < captured[1] == captured[2]
-    assert {s.view for s in target.shapes} == {256, 512}
-    capacity = fresh.fast.target.cache.capacity
-    fresh.fast.target.reserve(capacity + 1)
-    assert not target.shapes
-    eager = sum(target.eager.values())
-    ids = torch.arange(5, 10)  # a shape that the old cache's graphs have
-    assert torch.equal(
-        fresh.fast.target.chain(ids, 0, logits=5)[0],
-        fresh.plain.target.chain(ids, 0, logits=5)[0],
+def test_texts_of_any_length_are_captured_for_once(tmp_path: Path) -> None:
+    """Prompts of 100, 300, 250 and 500 tokens, the longest of which is known before the first."""
+    twins = Twins(make_pair(tmp_path, positions=1024))
+    ids = twins.fast.encode(PROMPT * 60)
+    policy = parse_policy(top_k("near", 3, 3, 8))
+    requests = tuple(
+        (
+            Request(str(n), "c", ("",)),
+            DecodeRequest(str(n), ids[:n], Sampling(), n, max_new_tokens=8),
+        )
+        for n in (100, 300, 250, 500)
     )
-    assert sum(target.eager.values()) == eager + 1
+    encoded = Encoded(requests, DecodeOptions(max_new_tokens=8))
+    captured, texts = [], []
+    for pair in (twins.fast, twins.plain):
+        done = []
+        for text in run(pair, StaticSource(prepare(policy, pair.draft_names)), encoded):
+            done.append(text.trajectory.output_ids.tolist())
+            captured.append(twins.recorder.captured)
+        texts.append(done)
+    assert captured[0] > 0
+    assert set(captured) == {captured[0]}
+    assert texts[0] == texts[1]
+    assert twins.missed() == {}
+
+
+def test_a_cache_that_grows_forgets_captured_passes(tmp_path: Path) -> None:
+    twins = Twins(make_pair(tmp_path))
+    twins.agree(parse_policy(chain("near", 4)), GREEDY)
+    target = twins.fast.target
+    assert target.graphs is not None
+    assert target.graphs.shapes
+    for pair in (twins.fast, twins.plain):
+        pair.target.reserve(target.cache.capacity + 1)
+    assert not target.graphs.shapes
+    ids = torch.arange(5, 10)
+    logits = [pair.target.chain(ids, 0, logits=5)[0] for pair in (twins.fast, twins.plain)]
+    assert torch.equal(*logits)
+    assert target.graphs.eager[5, LOGITS] == 1
 
 
 def swapped(first: Plan, make: Callable[[], Plan], at: int) -> Looked:
@@ -319,6 +356,38 @@ def test_a_policy_prepared_aside_is_captured_before_its_first_round(
         assert rounds[0] == rounds[1]
         assert {name for _, name, *_ in rounds[1]} == {first.id, policy.id}
         assert twins.missed() == {}
+
+
+@both
+def test_decoding_goes_on_while_a_policy_is_captured(tmp_path: Path, sampling: Sampling) -> None:
+    """A capture that does not end until a request in hand has ended, and another after it."""
+    twins = Twins(make_pair(tmp_path))
+    pair, first = twins.fast, parse_policy(chain("far", 2))
+    source = StaticSource(prepare(first, pair.draft_names))
+    expected = [seen(going(pair, source, sampling)) for _ in range(2)]
+    begun, ended, waited = Event(), Event(), []
+    capture = twins.recorder.capture
+
+    def patient(compute: Callable[[], Outputs]) -> Any:
+        begun.set()
+        waited.append(ended.wait(60))
+        return capture(compute)
+
+    twins.recorder.capture = patient  # type: ignore[method-assign]
+    rounds = going(pair, source, sampling)
+    texts = [[next(rounds)]]
+    policy = parse_policy(top_k("near", 3, 3, 8))
+    aside = Thread(target=prepare_for, args=(pair, policy))
+    aside.start()
+    assert begun.wait(60)
+    texts[0] += rounds
+    texts.append(list(going(pair, source, sampling)))
+    ended.set()
+    aside.join()
+    assert [seen(text) for text in texts] == expected
+    assert set(waited) == {True}
+    twins.agree(policy, sampling)
+    assert twins.missed() == {}
 
 
 def test_execution_captures_before_the_clock_runs(tmp_path: Path) -> None:
@@ -356,13 +425,11 @@ def test_a_pass_that_cannot_be_captured_runs_eagerly(
 def test_only_cuda_has_graphs_and_may_go_without(
     twins: Twins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not wanted(torch.device("cpu"))
-    assert wanted(torch.device("cuda"))
+    assert not graphs_enabled(torch.device("cpu"))
+    assert graphs_enabled(torch.device("cuda"))
     monkeypatch.setenv(graphs.SWITCH, "0")
-    assert not wanted(torch.device("cuda"))
+    assert not graphs_enabled(torch.device("cuda"))
     plain = twins.plain
     assert all(m.graphs is None for m in (plain.target, *plain.models.values()))
-    prepare_graphs(plain, prepare(Policy(), plain.draft_names), 1 << 40)  # reserves nothing
-    assert plain.target.cache.capacity < 1 << 20
-    layer = plain.target.cache.layers[0]
-    assert layer.keys.shape[2] == layer.capacity
+    prepare_graphs(plain, prepare(Policy(), plain.draft_names), greedy=True)
+    assert plain.target.graphs is None

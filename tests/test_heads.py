@@ -20,7 +20,6 @@ from torch import Tensor
 
 from spectune.demo.train_head import Head, Unroller, begin_as_target
 from spectune.runtime.attention import causal_mask
-from spectune.runtime.cache import view_of
 from spectune.runtime.drafts.eagle import columns
 from spectune.runtime.drafts.eagle_formats import load_head
 from spectune.runtime.drafts.eagle_head import EagleHead
@@ -431,9 +430,9 @@ def head_after(
     logits, out = head.chain(torch.tensor(text[1:]), 1, logits=1, hidden=fed)
     for at, token in enumerate(drafted, len(text)):
         given, place = torch.tensor([[token], [at]])
-        seen = causal_mask(at, at + 1, view_of(at + 1), CPU)
+        seen = causal_mask(torch.tensor([at]), at + 1)
         seen[:, 0] = False
-        logits, out = head.run(given, place, place, seen, logits=1, hidden=out[-1:], own=True)
+        logits, out = head.run(given, place, place, seen, logits=1, hidden=out[-1:], recurrent=True)
     return logits[0], out[-1:]
 
 
@@ -660,7 +659,7 @@ def test_taps_are_the_hidden_states_of_any_architecture(kind: str) -> None:
     _close(model.tapped, wanted[50:52])
     model.taps = ()
     model.read(torch.tensor(ids[:5]), 0)
-    assert not model._tapped
+    assert model.tapped.shape == (5, 0)
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.model.modules())
     with pytest.raises(PairError, match="no hidden state 5"):
         model.taps = (5,)

@@ -132,6 +132,6 @@ class EagleReader(TreeReader):
     ) -> tuple[Tensor, Tensor]:
         hidden = self._hidden
         fed = hidden.expand(len(tokens), -1) if parents is None else hidden[parents]
-        found = self.draft.head.run(tokens, *at, logits=logits, hidden=fed, own=True)
+        found = self.draft.head.run(tokens, *at, logits=logits, hidden=fed, recurrent=True)
         self._hidden = found[1]
         return found

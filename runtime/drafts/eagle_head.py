@@ -21,10 +21,10 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
-from spectune.runtime.attention import slot_attention
+from spectune.runtime.attention import attend, folded
+from spectune.runtime.cache import CacheView, LayerShape, SlotCache
 from spectune.runtime.models import CausalModel, SlotModel
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -200,6 +200,8 @@ class EagleHead(SlotModel):
         self.convention, self.unread = convention, unread
         self.taps, self.hidden_size, self.feature_size = taps, net.shape.hidden, net.shape.fused
         self.rotary = rotary.to(self.device)
+        layer = LayerShape(net.shape.kv_heads, net.shape.head_dim, net.shape.head_dim)
+        self.cache = SlotCache([layer] * net.shape.layers, self.dtype, self.device)
         self._cos, self._sin = self._table(1)
 
     def reads(self) -> str:
@@ -226,37 +228,37 @@ class EagleHead(SlotModel):
         )
         return cos[0], sin[0]
 
-    def reserve(self, tokens: int) -> None:
-        super().reserve(tokens)
+    def reserve(self, tokens: int, *, keep: bool = False) -> None:
+        super().reserve(tokens, keep=keep)
         if len(self._cos) < self.cache.capacity:
             self._cos, self._sin = self._table(self.cache.capacity)
 
-    def over(
+    def forward(
         self,
         ids: Tensor,
         positions: Tensor,
+        view: CacheView,
         mask: Tensor | None,
-        cache: Cache,
-        hidden: Tensor | None,
-        own: bool,
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Row i of ``hidden`` belongs to the token before ``ids[i]``: with ``own`` the head's
-        output there, else target features [n, feature_size]. Slot 0 stays empty, so column 0 of
-        ``mask`` must be False. A head has no taps."""
+        hidden: Tensor | None = None,
+        *,
+        recurrent: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Row i of ``hidden`` belongs to the token before ``ids[i]``: target features, or with
+        ``recurrent`` the head's output there. Slot 0 stays empty: a mask hides it. Nothing reads a
+        head's hidden states."""
         assert hidden is not None
-        assert mask is not None
-        seen = mask[None, None]
+        shape = self.net.shape
+        if mask is not None:
+            mask = folded(mask, shape.heads // shape.kv_heads, self.cache.states.dtype)
 
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = cache.layers[layer].update(key, value)
-            return slot_attention(self.net, query, keys, values, seen)[0]
+        def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = view.update(key, value, layer)
+            return attend(query, keys, values, mask, view.length).transpose(1, 2)
 
         rotary = self._cos[positions], self._sin[positions]
-        out: Tensor = self.net(self._embed(ids)[None], hidden[None], rotary, attend, own=own)
-        return out[0], {}
-
-    def fed(self, own: bool) -> int:
-        return self.hidden_size if own else self.feature_size
+        embedded = self._embed(ids)[None]
+        out = self.net(embedded, hidden[None], rotary, attention, own=recurrent)[0]
+        return out, out[:, :0]
 
     def state(self, out: Tensor) -> Tensor:
         """After EAGLE-3's norm; the outputs themselves of EAGLE-1 and 2, and where they are normed

@@ -99,15 +99,18 @@ class LanguageModelDraft:
         stop, shortlists = context.plan.stop, context.shortlists
         # Without a stop no token is looked at on the host: no device sync until the end.
         needs_log_q = stop.kind != STOP_NONE or context.own_seed is not None
+        greedy = context.sampling.greedy and not needs_log_q
         drafted: list[Tensor] = []
         log_qs: list[Tensor] = []
         steps = joint = 0
         ended = False
         while steps < depth and not ended:
-            logits, ids = self._forward(pending, at, steps, shortlists)
+            logits, ids = self._forward(pending, at, steps, shortlists, greedy=greedy)
             at += len(pending)
             log_q = log_distribution(logits, context.sampling)[0] if needs_log_q else None
-            column = self._choose(logits, log_q, len(text) + steps, context, ids)
+            column = logits
+            if logits.dtype != torch.int64:
+                column = self._choose(logits, log_q, len(text) + steps, context, ids)
             steps += 1
             pending = column if ids is None else ids[column]
             if stop.kind != STOP_NONE:
@@ -128,12 +131,12 @@ class LanguageModelDraft:
         return Drafted(len(tokens), steps, lag, tokens, log_q=log_qs)
 
     def _forward(
-        self, pending: Tensor, at: int, step: int, shortlists: Shortlists | None
+        self, pending: Tensor, at: int, step: int, shortlists: Shortlists | None, *, greedy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """One pass over ``pending`` at positions ``at ..``: float32 logits [1, vocab or size], and
-        the tokens they are of (None: all)."""
+        the tokens they are of (None: all); with ``greedy`` the id of the largest of all."""
         if shortlists is None:
-            return self.model.chain(pending, at, logits=1)[0], None
+            return self.model.chain(pending, at, logits=1, greedy=greedy)[0], None
         state, support = self.forward_state(pending, at, step, shortlists)
         return shortlists.logits(state, support), support.ids
 

@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from spectune.runtime.cache import view_of
 from spectune.runtime.drafts.protocol import DraftContext, Drafted
 from spectune.runtime.models import SlotModel
 from spectune.runtime.shortlists import Shortlists, Support
@@ -74,7 +73,7 @@ class TreeReader(ABC):
         """The next n slots behind the text; each node sees the text, its ancestors and itself."""
         first = self.length + self._placed
         slots = torch.arange(first, first + n, device=self.device)
-        mask = torch.zeros(n, view_of(first + n), dtype=torch.bool, device=self.device)
+        mask = torch.zeros(n, first + n, dtype=torch.bool, device=self.device)
         if parents is None or self._mask is None:
             mask[:, self.model.first_slot : self.length] = True
         else:

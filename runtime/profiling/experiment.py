@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
 from spectune.runtime.costs import MeasuredRound, RoundKind
+from spectune.runtime.cuda.graphs import prepare_graphs
 from spectune.runtime.decoder import ModelBackend
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, Round, StaticSource, decode_rounds
@@ -108,11 +109,17 @@ class Experiment:
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(0)
         self.backend = ModelBackend(self.pair)
-        self.backend.every_shape = True
 
     def sweep(self, cells: Mapping[str, Sequence[Cell]], checked: Sequence[Cell] = ()) -> None:
         """Every cell of every draft once at each temperature, prefills, and short requests under
         each cell of ``checked``, in random order."""
+        plans = [cell.plan for cell in chain(*cells.values(), checked)]
+        deepest = max((plan.policy.depth_max for plan in plans), default=0)
+        longest = self.contexts[-1] + max(PER_REQUEST * BLOCK * (deepest + 1), CHECKED_TOKENS)
+        self.pair.reserve(min(longest, self.pair.max_positions) + 2)
+        for plan in plans:
+            for sampling in SAMPLINGS:
+                prepare_graphs(self.pair, plan, greedy=sampling.greedy)
         work: list[Callable[[], None]] = []
         for number, cell in enumerate(checked):
             for sampling in SAMPLINGS * CHECKS:

@@ -8,7 +8,6 @@ from typing import Final, NamedTuple
 
 import torch
 
-from spectune.runtime.cache import view_of
 from spectune.runtime.drafts.eagle import columns
 from spectune.runtime.drafts.eagle_head import EagleHead
 from spectune.runtime.loading import LoadedPair
@@ -42,7 +41,6 @@ class Passes(ABC):
 
     def __init__(self, model: CausalModel | EagleHead, text: list[int], prompt: int) -> None:
         self.cached, self.text, self.prompt, self.device = model, text, prompt, model.device
-        self._room = 0
 
     @abstractmethod
     def roots(self) -> Iterator[torch.Tensor]:
@@ -55,17 +53,13 @@ class Passes(ABC):
 
     def _reserve(self, nodes: int) -> None:
         self.cached.reserve(len(self.text) + nodes)
-        self._room = self.cached.cache.capacity - len(self.text)
 
     def _place(self, nodes: Nodes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Positions and slots int64 [n] of nodes, and what they see: bool [n, view]."""
         numbers, base, device = nodes.numbers, len(self.text), self.device
-        if numbers[-1] >= self._room:
-            self._grow(numbers[-1] + 1)
+        self.cached.reserve(base + numbers[-1] + 1, keep=True)
         slots = torch.tensor(numbers, device=device) + base
-        mask = torch.zeros(
-            len(numbers), view_of(base + numbers[-1] + 1), dtype=torch.bool, device=device
-        )
+        mask = torch.zeros(len(numbers), base + numbers[-1] + 1, dtype=torch.bool, device=device)
         known = torch.tensor(nodes.starts, device=device) + self.prompt
         mask[:, :base] = torch.arange(base, device=device)[None] < known[:, None]
         mask[:, : self.first_slot] = False
@@ -74,16 +68,6 @@ class Passes(ABC):
             mask[tuple(torch.tensor(seen, device=device).T)] = True
         mask[torch.arange(len(numbers), device=device), slots] = True
         return nodes.positions.clamp_max(self.cached.max_positions - 1), slots, mask
-
-    def _grow(self, nodes: int) -> None:
-        """More room for nodes: what is cached is carried over."""
-        cache = self.cached.cache
-        old = [(layer.keys, layer.values) for layer in cache.layers]
-        self._reserve(max(2 * self._room, nodes))
-        for layer, (keys, values) in zip(cache.layers, old, strict=True):
-            layer.lazy_initialization(keys, values)
-            layer.keys[:, :, : keys.shape[2]] = keys
-            layer.values[:, :, : values.shape[2]] = values
 
 
 class LanguageModelPasses(Passes):
@@ -153,7 +137,7 @@ class HeadPasses(Passes):
             for a, s in zip(nodes.above, nodes.starts, strict=True)
         ]
         found, out = self.head.run(
-            nodes.ids, *self._place(nodes), logits=logits, hidden=torch.stack(fed), own=True
+            nodes.ids, *self._place(nodes), logits=logits, hidden=torch.stack(fed), recurrent=True
         )
         self._hidden = torch.cat([self._hidden[: nodes.numbers[0]], out])
         return found, out
