@@ -28,11 +28,11 @@ from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.policies.prepared_chooser import AnyPlan, ChooserPlan
 from spectune.runtime.policies.prompt_features import Prompt
 from spectune.runtime.prompts import log_perplexity
-from spectune.runtime.sampling import Noise
+from spectune.runtime.sampling import Noise, sample
 from spectune.runtime.session import Sessions
 from spectune.runtime.shortlists import Shortlists
 from spectune.runtime.trees.draft import GrownTree, ancestors
-from spectune.runtime.verification import TargetText, verify_coupled, verify_rejection, walk
+from spectune.runtime.verification import accept, accept_chain, verify_rejection
 from spectune.traces.errors import PolicyError, WorkloadError
 from spectune.traces.schema import (
     Finish,
@@ -143,14 +143,11 @@ class ModelBackend:
     def verify(self, drafted: Drafted | None) -> Verified:
         request, target, length = self._request, self.pair.target, len(self._text)
         assert request is not None
-        text = TargetText(self._text, request.sampling, self._noise)
-        greedy = request.sampling.greedy
+        sampling, noise, greedy = request.sampling, self._noise, request.sampling.greedy
         if drafted is not None and drafted.tree is not None:
-            tree = drafted.tree
-            # A CPU looks at the rows of the path alone; elsewhere at all at once, to wait once.
-            at_once = target.device.type != "cpu"
-            logits = self._read_tree(tree, greedy=greedy)
-            verdict = walk(tree, text.tokens(logits, [0, *tree.depths], at_once=at_once))
+            logits = self._read_tree(drafted.tree, greedy=greedy)
+            positions = [length + depth for depth in (0, *drafted.tree.depths)]
+            verdict = accept(drafted.tree, sample(logits, sampling, noise, positions).tolist())
             self._path = verdict.path
             assert self._drafting is not None
             return replace(verdict, read=0) if self._drafting.reads_features else verdict
@@ -159,10 +156,11 @@ class ModelBackend:
         logits, _ = target.chain(ids, length - 1, logits=len(ids), greedy=greedy)
         if request.rejects:
             verdict = verify_rejection(
-                logits, length, tokens, log_q, request.sampling, request.seed, self._rounds
+                logits, length, tokens, log_q, sampling, request.seed, self._rounds
             )
         else:
-            verdict = verify_coupled(text, logits, tokens)
+            positions = [*range(length, length + len(ids))]
+            verdict = accept_chain(tokens, sample(logits, sampling, noise, positions).tolist())
         self._path = list(range(verdict.accepted))
         return verdict
 

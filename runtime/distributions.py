@@ -3,55 +3,67 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from spectune.runtime.policies.jit import compiled
-from spectune.runtime.sampling import kept, scaled
+from spectune.runtime.sampling import filters, processed
 from spectune.runtime.trees.grow import Codes
 from spectune.traces.schema import NAT_CODE_MAX, NAT_SCALE, TOP_ENTROPY, Sampling
 
+Perturb = Callable[[Tensor, Tensor | None], Tensor]
+"""Adds the target's noise at the children's position to scores [n, size] of tokens ``ids`` int64
+[size] (None: all)."""
 
-def read_distributions(
-    logits: torch.Tensor,
+
+class Children(NamedTuple):
+    """The best children of n distributions, on the device of their logits: ``tokens`` int64 [n, k],
+    best first by ``scores`` [n, k], -log q as ``nats`` [n, k] (None: not asked for); codes of the
+    ``entropy`` and the ``top_entropy``, and the ``count`` of children that exist, int64 [n]."""
+
+    tokens: Tensor
+    scores: Tensor
+    nats: Tensor | None
+    entropy: Tensor
+    top_entropy: Tensor
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+
+
+def best_children(
+    logits: Tensor,
     sampling: Sampling,
-    noise: torch.Tensor | None,
+    perturb: Perturb | None,
     width: int,
     *,
     entropy: bool = False,
     top_entropy: bool = False,
     reads_logp: bool = True,
-    reads_gap: bool = True,
-    ids: torch.Tensor | None = None,
-) -> Codes:
-    """Codes of the distributions behind float32 ``logits`` [n, vocab].
+    ids: Tensor | None = None,
+) -> Children:
+    """The best ``width`` children of the distributions behind ``logits`` [n, vocab].
 
-    ``noise`` float32 [vocab] or [n, vocab] is the target's at the children's position, None when
-    greedy. ``width`` children are read (k). Codes that are not asked for are 0. With ``ids`` int64
+    ``perturb`` is None when greedy. Entropies that are not asked for are 0. With ``ids`` int64
     [size], ascending, ``logits`` are of these tokens alone, [n, size], and the distributions are
     over this shortlist; children beyond its size do not exist.
     """
-    if ids is not None:
-        noise = None if noise is None else noise.index_select(-1, ids)
-        if (missing := width - ids.shape[0]) > 0:  # filled up with tokens of probability 0
-            logits = pad(logits, (0, missing), value=-math.inf)
-            noise = None if noise is None else pad(noise, (0, missing))
-            ids = pad(ids, (0, missing))
-    (n, vocab), device = logits.shape, logits.device
+    x = processed(logits, sampling, draft=True)
+    perturbed = x if perturb is None else perturb(x, ids)
+    if ids is not None and (missing := width - ids.shape[0]) > 0:
+        # Filled up with tokens of probability 0.
+        ids, x = pad(ids, (0, missing)), pad(x, (0, missing), value=-math.inf)
+        perturbed = pad(perturbed, (0, missing), value=-math.inf)
+    (n, vocab), device = x.shape, x.device
     width = min(width, vocab)
-    x = scaled(logits, sampling)
-    if (mask := kept(x, sampling)) is not None:
-        x = x.masked_fill(~mask, -math.inf)
-    perturbed = x if noise is None else x + noise
     scores, tokens = perturbed.topk(width, -1)
     q = x.softmax(-1) if reads_logp or entropy else None
     nats = q.gather(-1, tokens).log_().neg_() if q is not None and reads_logp else None
-    if mask is None and ids is None:
+    if ids is None and not filters(sampling, vocab):
         count = torch.full((n,), width, device=device)
     else:
         count = torch.isfinite(scores).sum(-1)
@@ -60,35 +72,43 @@ def read_distributions(
         of_entropy = _entropy_code(q)
     if top_entropy:
         most = min(TOP_ENTROPY, vocab)
-        best = scores[:, :most] if perturbed is x and width >= most else x.topk(most, -1).values
+        reused = perturb is None and width >= most
+        best = scores[:, :most] if reused else x.topk(most, -1).values
         of_top = _entropy_code(best.softmax(-1))
     children = tokens if ids is None else ids[tokens]
-    read = [children, of_entropy, of_top, count, scores]
-    found = on_host(read if nats is None else [*read, nats], at_once=device.type != "cpu")
-    logp, gap = np.zeros((2, n, width), np.uint16)
+    return Children(children, scores, nats, of_entropy, of_top, count)
+
+
+def codes_on_host(children: Children, *, reads_gap: bool = True) -> Codes:
+    """The codes as numpy arrays in the dtypes of a recording. Those that are not read are 0."""
+    tokens, scores, nats, *rest = (None if x is None else x.cpu().numpy() for x in children)
+    assert scores is not None
+    logp, gap = np.zeros((2, *scores.shape), np.uint16)
     # Without -log q its place holds the scores, which are not read.
-    _codes_of_children(found[4], found[-1], logp, gap, reads_logp, reads_gap)
-    return Codes.of(found[0], logp, gap, *found[1:4])
+    _write_codes(scores, scores if nats is None else nats, logp, gap, nats is not None, reads_gap)
+    return Codes.of(tokens, logp, gap, *rest)
 
 
-def on_host(columns: Sequence[torch.Tensor], *, at_once: bool) -> list[npt.NDArray[Any]]:
-    """The tensors as numpy's; ``at_once``: in one transfer (float64, which holds float32 and tokens
-    exactly), so that a device is waited for but once."""
-    if not at_once:
-        return [x.numpy() for x in columns]
-    flat = torch.cat([x.reshape(-1).double() for x in columns]).cpu()
-    parts = torch.split(flat, [x.numel() for x in columns])
-    return [part.view(x.shape).to(x.dtype).numpy() for part, x in zip(parts, columns, strict=True)]
+def codes_on_device(children: Children, *, reads_gap: bool = True) -> Codes:
+    """:func:`codes_on_host` as int64 tensors on the device, for which nothing waits."""
+    scores, nats = children.scores, children.nats
+    none = torch.zeros_like(children.tokens)
+    gap = _code(scores[:, :1] - scores) if reads_gap else none
+    logp = none if nats is None else _code(nats)
+    return Codes(children.tokens, logp, gap, *children[3:])  # type: ignore[arg-type]
 
 
-def _entropy_code(q: torch.Tensor) -> torch.Tensor:
+def _code(nats: Tensor) -> Tensor:
+    return (nats * NAT_SCALE).clamp(0, NAT_CODE_MAX).long()
+
+
+def _entropy_code(q: Tensor) -> Tensor:
     """Codes of the entropies of ``q`` [n, any], int64 [n]."""
-    scale: torch.Tensor = torch.special.entr(q).sum(-1) * NAT_SCALE
-    return scale.clamp_(0, NAT_CODE_MAX).long()
+    return _code(torch.special.entr(q).sum(-1))
 
 
 @compiled()
-def _codes_of_children(
+def _write_codes(
     scores: npt.NDArray[np.float32],
     nats: npt.NDArray[np.float32],
     logp: npt.NDArray[np.uint16],

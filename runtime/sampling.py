@@ -3,19 +3,28 @@
 Every choice is ``argmax(logits / T + g)`` over the tokens that top-k and top-p keep, with Gumbel
 noise g a pure function of (request seed, absolute position, token id): drawing from the
 distribution, yet the same whatever policy decodes. At temperature 0 the noise is left out.
+
+Which precision decides: g is made in float64 from a 64-bit hash and rounded to float32, so devices
+agree on it but for about one number in 10 ** 8; scores are ``logits * (1 / T) + g``, each operation
+rounded to float32 (to the logits' dtype); what top-p keeps is summed up in float64.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from spectune.runtime.cuda import noise as kernels
 from spectune.runtime.policies.jit import compiled
+from spectune.runtime.policies.splitmix import MULTIPLIERS, as_int64
 from spectune.traces.schema import NAT_CODE_MAX, NAT_SCALE, Sampling
 
 _MASK64 = (1 << 64) - 1
@@ -25,73 +34,16 @@ _STREAMS = {
     "accept": 0xC2B2AE3D27D4EB4F,
     "residual": 0x165667B19E3779F9,
 }
-
-
-_MULTIPLIERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-"""SplitMix64's: the Weyl constant, and those of its two rounds."""
+_W1, _W2, _W3 = (np.uint64(c) for c in MULTIPLIERS)
+_C1, _C2, _C3 = (as_int64(c) for c in MULTIPLIERS)
 
 
 def _mix(x: int) -> int:
-    first, second, third = _MULTIPLIERS
+    first, second, third = MULTIPLIERS
     x = (x + first) & _MASK64
     x = ((x ^ (x >> 30)) * second) & _MASK64
     x = ((x ^ (x >> 27)) * third) & _MASK64
     return x ^ (x >> 31)
-
-
-def _signed(x: int) -> int:
-    return x - (1 << 64) if x >> 63 else x
-
-
-_C1, _C2, _C3 = (_signed(c) for c in _MULTIPLIERS)
-
-
-@lru_cache(maxsize=8)
-def _weyl(vocab_size: int, device: torch.device) -> torch.Tensor:
-    """Token ids times the Weyl constant, int64 ``[vocab_size]``."""
-    return torch.arange(vocab_size, dtype=torch.int64, device=device) * _C1
-
-
-_W1, _W2, _W3 = (np.uint64(c) for c in _MULTIPLIERS)
-_S30, _S27, _S32 = np.uint64(30), np.uint64(27), np.uint64(32)
-_HALF, _UNIT, _BELOW_ONE = np.float32(0.5), np.float32(2.0**-32), np.float32(1.0 - 2.0**-24)
-
-
-@compiled()
-def _minus_uniforms(key: np.uint64, out: npt.NDArray[np.float32]) -> None:
-    """Writes -w of :func:`gumbel_row`: the same whole numbers and the same three float32 roundings,
-    in one loop."""
-    for i in range(out.shape[0]):
-        x = np.uint64(i) * _W1 + key
-        x = (x ^ (x >> _S30)) * _W2
-        x = (x ^ (x >> _S27)) * _W3
-        w = (np.float32(np.int64(x >> _S32)) + _HALF) * _UNIT
-        out[i] = -min(w, _BELOW_ONE)
-
-
-def gumbel_row(key: int, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """Gumbel(0, 1) noise, float32 ``[vocab_size]``: SplitMix64 of (key, token id); equal arguments
-    give equal bits on one device.
-
-    The uniform is taken from the small side, where float32 is fine: -log(-log1p(-w)) resolves the
-    upper tail, which decides who wins, to 2 ** -33.
-    """
-    if device.type == "cpu":
-        row = torch.empty(vocab_size)
-        _minus_uniforms(np.uint64(key), row.numpy())
-        return row.log1p_().neg_().log_().neg_()
-    return _gumbel_anywhere(key, vocab_size, device)
-
-
-def _gumbel_anywhere(key: int, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """:func:`gumbel_row` in torch's operations alone, for devices without compiled loops: on a CPU
-    the same bits, four times slower."""
-    x = _weyl(vocab_size, device) + _signed(key)
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _C2
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _C3
-    w = ((x >> 32) & 0xFFFFFFFF).float().add_(0.5).mul_(2.0**-32)
-    # The largest 32-bit values round to 1 in float32; the largest number below 1 stands for them.
-    return w.clamp_max_(1.0 - 2.0**-24).neg_().log1p_().neg_().log_().neg_()
 
 
 def uniform(key: int) -> float:
@@ -105,22 +57,66 @@ def stream_key(seed: int, position: int, stream: str = "target", salt: int = 0) 
     return _mix(_mix(_mix(seed ^ _STREAMS[stream]) ^ position) ^ salt)
 
 
+@compiled()
+def _uniforms(key: np.uint64, out: npt.NDArray[np.float64]) -> None:
+    """Writes 1 - w of each token: w the hash's upper 32 bits and a half, in units of 2 ** -32."""
+    for i in range(out.shape[0]):
+        x = np.uint64(i) * _W1 + key
+        x = (x ^ (x >> np.uint64(30))) * _W2
+        x = (x ^ (x >> np.uint64(27))) * _W3
+        out[i] = 1.0 - (np.float64(np.int64(x >> np.uint64(32))) + 0.5) * 2.0**-32
+
+
+@lru_cache(maxsize=8)
+def _weyl(vocab_size: int, device: torch.device) -> Tensor:
+    """Token ids times the Weyl constant, int64 ``[vocab_size]``."""
+    return torch.arange(vocab_size, dtype=torch.int64, device=device) * _C1
+
+
+def gumbel(keys: Tensor, vocab_size: int) -> Tensor:
+    """:func:`gumbel_row` of ``keys`` int64 [n, 1] in torch's operations alone, [n, vocab]; on a CPU
+    the same bits, four times slower."""
+    x = _weyl(vocab_size, keys.device) + keys
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _C2
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _C3
+    uniforms = 1.0 - (((x >> 32) & 0xFFFFFFFF).double() + 0.5) * 2.0**-32
+    return uniforms.log_().neg_().log_().neg_().float()
+
+
+def gumbel_row(key: int, vocab_size: int, device: torch.device) -> Tensor:
+    """Gumbel(0, 1) noise, float32 ``[vocab_size]``, of SplitMix64 of (key, token id). The uniform
+    is taken from the small side: 1 - w is exact, so that the upper tail, which decides who wins, is
+    resolved to 2 ** -33."""
+    if device.type != "cpu":
+        return gumbel(keys_tensor([key], device), vocab_size)[0]
+    uniforms = torch.empty(vocab_size, dtype=torch.float64)
+    _uniforms(np.uint64(key), uniforms.numpy())
+    return uniforms.log_().neg_().log_().neg_().float()
+
+
+def keys_tensor(keys: Sequence[int], device: torch.device) -> Tensor:
+    """64-bit keys as int64 [n, 1]."""
+    return torch.tensor([[as_int64(key)] for key in keys], device=device)
+
+
 ROWS_KEPT: Final = 256
 NOISE_KEPT: Final = 1 << 26
 """Rows of noise that are kept, more where they are short: so many numbers in all."""
 
 
 class Noise:
-    """The target's noise of one request, row by row, kept for the positions of the current round.
+    """The target's noise of one request. The draft reads the same: proposing by ``log q + g`` is
+    what couples it with the target.
 
-    The draft reads the same rows: proposing by ``log q + g`` is what couples it with the target.
-    """
+    On CUDA one kernel makes it where it is added; elsewhere rows are kept for the positions of the
+    current round."""
 
     def __init__(self, seed: int, vocab_size: int, device: torch.device) -> None:
         self._seed, self._vocab, self._device = seed, vocab_size, device
-        self._rows: dict[int, torch.Tensor] = {}
+        self._rows: dict[int, Tensor] = {}
+        self.fused = kernels.runs(device)
 
-    def row(self, position: int) -> torch.Tensor:
+    def row(self, position: int) -> Tensor:
         """Float32 ``[vocab]`` at an absolute position."""
         if position not in self._rows:
             key = stream_key(self._seed, position)
@@ -129,32 +125,85 @@ class Noise:
                 del self._rows[next(iter(self._rows))]
         return self._rows[position]
 
+    def keys(self, positions: Sequence[int]) -> Tensor:
+        """The keys at positions, int64 [n, 1]."""
+        return keys_tensor([stream_key(self._seed, p) for p in positions], self._device)
+
+    def add(self, scores: Tensor, ids: Tensor | None, positions: Sequence[int]) -> Tensor:
+        """``scores`` [n, size] plus the noise at each row's position (one position: of all rows).
+        ``ids`` int64 [size]: the tokens of the columns; None: all."""
+        if self.fused:
+            return kernels.perturbed(scores, self.keys(positions), ids)
+        rows = self.row(positions[0])
+        if len(positions) > 1:
+            rows = torch.stack([self.row(position) for position in positions])
+        return scores + (rows if ids is None else rows.index_select(-1, ids))
+
+    def best(self, scores: Tensor, ids: Tensor | None, positions: Sequence[int]) -> Tensor:
+        """The column with the highest sum of :meth:`add`, row by row, int64 [n]; ties go to the
+        first."""
+        if self.fused:
+            return kernels.best(scores, self.keys(positions), ids)
+        if ids is not None or len(set(positions)) == len(positions):
+            return self.add(scores, ids, positions).argmax(-1)
+        # Rows of one level share their noise.
+        levels = [(p, len(list(rows))) for p, rows in groupby(positions)]
+        parts = scores.split([size for _, size in levels])
+        return torch.cat(
+            [(part + self.row(p)).argmax(-1) for part, (p, _) in zip(parts, levels, strict=True)]
+        )
+
     def forget_before(self, position: int) -> None:
         """Drops rows that no later round needs."""
         self._rows = {p: row for p, row in self._rows.items() if p >= position}
 
 
-def scaled(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Logits after temperature (unchanged when greedy or at temperature 1), float32."""
+def scaled(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Logits times the inverse temperature (unchanged when greedy or at temperature 1)."""
     plain = sampling.greedy or sampling.temperature == 1.0
-    return logits if plain else logits / sampling.temperature
+    return logits if plain else logits * (1.0 / sampling.temperature)
 
 
-def kept(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
-    """Which tokens top-k, then top-p keep: bool ``[..., vocab]``, or None when both are off."""
-    if not filters(sampling, logits.shape[-1]):
+NUCLEUS: Final = 1024
+"""Tokens that top-p keeps of a draft at most (and those as probable as the last)."""
+
+
+def least_kept(scores: Tensor, sampling: Sampling, *, draft: bool = False) -> Tensor | None:
+    """The least of the scaled logits [n, vocab] that top-k, then top-p keep, [n, 1]; None when both
+    are off. Tokens that are as probable as the last one kept are kept, too.
+
+    Few of the most probable tokens are sorted, and more only of rows whose mass they do not reach;
+    of a ``draft`` at most :data:`NUCLEUS`, so that a device is not waited for.
+    """
+    vocab, top_p = scores.shape[-1], sampling.top_p
+    if not filters(sampling, vocab):
         return None
-    mask = torch.ones_like(logits, dtype=torch.bool)
-    if 0 < sampling.top_k < logits.shape[-1]:
-        mask = logits >= logits.topk(sampling.top_k, dim=-1).values[..., -1:]
-        logits = logits.masked_fill(~mask, -math.inf)
-    if sampling.top_p < 1.0:
-        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-        probabilities = ordered.softmax(-1)
-        keep = probabilities.cumsum(-1) - probabilities < sampling.top_p
-        keep[..., 0] = True
-        mask = mask & torch.zeros_like(keep).scatter_(-1, order, keep)
-    return mask
+    if 0 < sampling.top_k < vocab:
+        best = scores.topk(sampling.top_k, -1).values
+        if top_p >= 1.0:
+            return best[..., -1:]
+        scores = scores.masked_fill(scores < best[..., -1:], -math.inf)
+        return _nucleus(scores, _log_total(scores), top_p, sampling.top_k, grows=False)
+    first = NUCLEUS if draft or scores.device.type != "cpu" else NUCLEUS // 16
+    return _nucleus(scores, _log_total(scores), top_p, first, grows=not draft)
+
+
+def _log_total(scores: Tensor) -> Tensor:
+    return scores.double().logsumexp(-1, keepdim=True)
+
+
+def _nucleus(scores: Tensor, log_total: Tensor, top_p: float, size: int, grows: bool) -> Tensor:
+    """The least score [n, 1] of the shortest prefix by falling probability whose mass reaches
+    ``top_p``, of the ``size`` best; ``grows``: of as many as that takes."""
+    size = min(size, scores.shape[-1])
+    best = scores.topk(size, -1).values
+    mass = (best.double() - log_total).exp().cumsum(-1)
+    least = best.gather(-1, (mass[..., :-1] < top_p).sum(-1, keepdim=True))
+    if grows and size < scores.shape[-1]:
+        short = mass[..., -1] < top_p
+        if bool(short.any()):
+            least[short] = _nucleus(scores[short], log_total[short], top_p, 16 * size, grows)
+    return least
 
 
 def filters(sampling: Sampling, vocab_size: int) -> bool:
@@ -162,29 +211,39 @@ def filters(sampling: Sampling, vocab_size: int) -> bool:
     return not sampling.greedy and (sampling.top_p < 1.0 or 0 < sampling.top_k < vocab_size)
 
 
-def log_distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Log-probabilities of the distribution that tokens are drawn from, float32, -inf where
-    filtered.
+def processed(logits: Tensor, sampling: Sampling, *, draft: bool = False) -> Tensor:
+    """Scaled logits, -inf where filtered (:func:`least_kept`)."""
+    scores = scaled(logits, sampling)
+    least = least_kept(scores, sampling, draft=draft)
+    return scores if least is None else scores.masked_fill(scores < least, -math.inf)
+
+
+def log_distribution(logits: Tensor, sampling: Sampling, *, draft: bool = False) -> Tensor:
+    """Log-probabilities of the distribution that tokens are drawn from, -inf where filtered.
 
     At temperature 0 it is that at temperature 1 without filters: what a stop reads of a greedy
     draft.
     """
-    if sampling.greedy:
-        return logits.log_softmax(-1)
-    x = scaled(logits, sampling)
-    mask = kept(x, sampling)
-    return (x if mask is None else x.masked_fill(~mask, -math.inf)).log_softmax(-1)
+    return processed(logits, sampling, draft=draft).log_softmax(-1)
 
 
-def choose(logits: torch.Tensor, sampling: Sampling, noise: torch.Tensor | None) -> torch.Tensor:
-    """argmax(logits / T + g) over the kept tokens, row by row, int64 [n]; ties go to the lowest id.
+def sample(
+    logits: Tensor,
+    sampling: Sampling,
+    noise: Noise | None,
+    positions: Sequence[int],
+    *,
+    draft: bool = False,
+    ids: Tensor | None = None,
+) -> Tensor:
+    """argmax(logits / T + g) over the kept columns, row by row, int64 [n]; ties go to the first.
 
-    ``logits`` float32 [n, vocab]; ``noise`` float32 [n, vocab], None when greedy.
-    """
-    x = scaled(logits, sampling)
-    mask = kept(x, sampling)
-    x = x if noise is None else x + noise
-    return (x if mask is None else x.masked_fill(~mask, -math.inf)).argmax(-1)
+    ``logits`` [n, size] come before the tokens at ``positions``; ``noise`` is None when greedy, and
+    in place of logits there may then be the ids of the largest, int64 [n]. ``ids`` int64 [size]:
+    the tokens of the columns; None: all."""
+    if noise is None:
+        return logits if logits.dtype == torch.int64 else logits.argmax(-1)
+    return noise.best(processed(logits, sampling, draft=draft), ids, positions)
 
 
 def nat_code(nats: float) -> int:
@@ -192,7 +251,7 @@ def nat_code(nats: float) -> int:
     return min(NAT_CODE_MAX, max(0, int(nats * NAT_SCALE)))
 
 
-def entropy_of(log_probabilities: torch.Tensor) -> torch.Tensor:
+def entropy_of(log_probabilities: Tensor) -> Tensor:
     """Entropy in nats over the last axis; filtered tokens (-inf) contribute nothing."""
     p = log_probabilities.exp()
     return -(p * log_probabilities.masked_fill(p == 0, 0.0)).sum(-1)

@@ -20,7 +20,7 @@ from spectune.runtime.policies.stops import STOP_NONE, should_stop
 from spectune.runtime.session import Sessions
 from spectune.runtime.trees.draft import grow
 from spectune.runtime.trees.grow import Codes, Growing
-from spectune.runtime.verification import walk
+from spectune.runtime.verification import accept
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import (
     AGREE_NO,
@@ -190,9 +190,9 @@ class TraceBackend:
     def verify(self, drafted: Drafted | None) -> Verified:
         if drafted is not None and drafted.tree is not None:
             assert self.trees is not None
-            verdict = walk(
-                drafted.tree, lambda _, emitted: [*self.output, -1][self._at + len(emitted)]
-            )
+            tree, end = drafted.tree, len(self.output)
+            positions = [min(self._at + depth, end) for depth in (0, *tree.depths)]
+            verdict = accept(tree, [[*self.output, -1][position] for position in positions])
             # A head reads all emitted tokens again.
             self._read = (verdict.read or 0) if self.trees.forest.shared else 0
             return replace(verdict, read=self._read)

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from scipy.stats import gumbel_r, kstest
 
+import spectune.runtime.cuda.noise as kernels
 from spectune.runtime.sampling import (
+    NUCLEUS,
     Noise,
-    _gumbel_anywhere,
-    choose,
     entropy_of,
+    gumbel,
     gumbel_row,
-    kept,
+    keys_tensor,
+    least_kept,
     log_distribution,
     nat_code,
+    processed,
+    sample,
     stream_key,
     uniform,
 )
 from spectune.traces.schema import NAT_CODE_MAX, Sampling, request_seed
 
+if sys.platform == "linux":  # what its compiler needs is made as it is imported without interpreter
+    import triton.language  # noqa: F401
+
 CPU = torch.device("cpu")
+with_triton = pytest.mark.skipif(
+    sys.platform != "linux", reason="triton is published for Linux only"
+)
 
 
 def test_noise_is_gumbel_and_independent_between_positions() -> None:
@@ -52,9 +64,81 @@ def test_noise_is_a_pure_function() -> None:
 @pytest.mark.parametrize("vocab_size", [7, 333, 4096, 4099])
 def test_the_compiled_noise_is_the_same_noise(vocab_size: int) -> None:
     """The compiled loop and torch's operations give the same bits."""
-    for position in range(50):
-        key = stream_key(11, position)
-        assert torch.equal(gumbel_row(key, vocab_size, CPU), _gumbel_anywhere(key, vocab_size, CPU))
+    keys = [stream_key(11, position) for position in range(50)]
+    rows = gumbel(keys_tensor(keys, CPU), vocab_size)
+    assert all(
+        torch.equal(gumbel_row(k, vocab_size, CPU), r) for k, r in zip(keys, rows, strict=True)
+    )
+
+
+@with_triton
+@pytest.mark.parametrize("vocab_size", [7, 333, 5000])
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(temperature=1.0), Sampling(temperature=0.7), Sampling(temperature=0.7, top_p=0.9)],
+)
+def test_the_kernel_chooses_as_plain_torch(
+    vocab_size: int, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores, the tokens chosen from them, and those of a shortlist: the same bits."""
+    rng = torch.Generator().manual_seed(vocab_size)
+    plain = Noise(5, vocab_size, CPU)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    fused = Noise(5, vocab_size, CPU)
+    assert fused.fused
+    assert not plain.fused
+    for trial in range(6):
+        positions = [trial, *sorted(torch.randint(0, 5, (5,), generator=rng).tolist())]
+        logits = torch.randn(len(positions), vocab_size, generator=rng) * 3
+        ids = torch.arange(trial, vocab_size, 3)
+        for row in (positions, positions[:1]):
+            assert torch.equal(*(noise.add(logits, None, row) for noise in (plain, fused)))
+        for columns in (None, ids):
+            some = logits if columns is None else logits[:, columns]
+            assert torch.equal(
+                *(sample(some, sampling, noise, positions, ids=columns) for noise in (plain, fused))
+            )
+    monkeypatch.setenv(kernels.SWITCH, "0")
+    assert not Noise(5, vocab_size, CPU).fused
+
+
+@with_triton
+def test_the_kernel_takes_the_first_of_equal_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Across blocks of columns, and where nothing is kept."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    scores = torch.full((2, 2 * kernels.BLOCK), -torch.inf)
+    keys = keys_tensor([1, 2], CPU)
+    assert kernels.best(scores, keys).tolist() == [0, 0]
+    scores[0, [3, kernels.BLOCK + 1]] = torch.inf
+    scores[1, [kernels.BLOCK + 1, kernels.BLOCK + 7]] = torch.inf
+    assert kernels.best(scores, keys).tolist() == [3, kernels.BLOCK + 1]
+
+
+@with_triton
+@pytest.mark.parametrize("choose", [False, True])
+def test_the_kernel_compiles_for_gpus(
+    choose: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's compiler needs no GPU. Logarithms are of float64."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = kernels.noise_kernel(False)
+    constants = kernels.constants(choose=choose, one_key=False, listed=True)
+    kinds = {"scores": "*fp32", "keys": "*i64", "ids": "*i64", "size": "i32"}
+    kinds |= {"out": "*i64" if choose else "*fp32"} | dict.fromkeys(constants, "constexpr")
+    names = kernel.arg_names
+    source = ASTSource(
+        kernel,
+        {name: kinds[name] for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+    )
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": kernels.WARPS})
+    ptx = made.asm["ptx"]
+    assert "fma.rn.f64" in ptx
+    assert ".local" not in ptx
 
 
 def test_uniform_and_request_seeds() -> None:
@@ -80,21 +164,53 @@ def test_filters_keep_what_they_say(top_k: int, top_p: float) -> None:
         weights /= weights.sum()
         count = 1 + int((np.cumsum(weights) < top_p - 1e-9).sum()) if top_p < 1 else len(alive)
         expected = set(alive[:count])
-        mask = kept(torch.tensor(scaled)[None], sampling)
-        found = set(range(12)) if mask is None else set(mask[0].nonzero()[:, 0].tolist())
-        assert found == expected
+        scores = processed(torch.tensor(logits)[None], sampling)
+        assert set(scores[0].isfinite().nonzero()[:, 0].tolist()) == expected
         law = log_distribution(torch.tensor(logits)[None], sampling)[0].exp()
         assert float(law.sum()) == pytest.approx(1.0, abs=1e-6)
         assert {int(i) for i in law.nonzero()[:, 0]} == expected
+
+
+def by_a_full_sort(scores: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """What is kept of scores [n, vocab], as the filters are defined."""
+    if top_k:
+        scores = scores.masked_fill(scores < scores.sort().values[:, -top_k:][:, :1], -torch.inf)
+    ordered = scores.sort(descending=True).values
+    mass = ordered.double().softmax(-1)
+    keep = mass.cumsum(-1) - mass < top_p
+    keep[:, 0] = True
+    return scores >= ordered.masked_fill(~keep, torch.inf).amin(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("vocab_size", [3, 60, 1500, 20_000])
+@pytest.mark.parametrize("top_k", [0, 1, 40])
+@pytest.mark.parametrize("top_p", [0.05, 0.6, 0.95, 0.9999])
+def test_filters_are_those_of_a_full_sort(vocab_size: int, top_k: int, top_p: float) -> None:
+    """In float64, from certain rows to flat ones, of which more than the first candidates are
+    looked at; with equal logits at the border, all of which are kept."""
+    if not top_k < vocab_size:
+        return
+    rng = torch.Generator().manual_seed(vocab_size)
+    spread = torch.tensor([0.01, 0.3, 1.0, 3.0, 10.0, 30.0], dtype=torch.float64)[:, None]
+    scores = torch.randn(6, vocab_size, generator=rng, dtype=torch.float64) * spread
+    tied = (scores * 4).round() / 4
+    for rows in (scores, tied, scores[:1], scores[-1:]):
+        least = least_kept(rows, Sampling(temperature=1.0, top_k=top_k, top_p=top_p))
+        assert least is not None
+        assert torch.equal(rows >= least, by_a_full_sort(rows, top_k, top_p))
+        drafts = least_kept(rows, Sampling(temperature=1.0, top_k=top_k, top_p=top_p), draft=True)
+        assert drafts is not None
+        bound = rows.topk(min(NUCLEUS, vocab_size)).values[:, -1:]
+        assert torch.equal(drafts, torch.maximum(least, bound))
 
 
 def test_choice_follows_the_law() -> None:
     """argmax(log p + g) draws from p: frequencies over many keys."""
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     sampling = Sampling(temperature=1.0)
-    counts = np.zeros(4)
+    counts, noise = np.zeros(4), Noise(3, 4, CPU)
     for key in range(4000):
-        counts[int(choose(logits, sampling, gumbel_row(stream_key(3, key), 4, CPU)[None]))] += 1
+        counts[int(sample(logits, sampling, noise, [key]))] += 1
     expected = logits.softmax(-1)[0].numpy() * 4000
     assert (
         (counts - expected) ** 2 / expected

@@ -7,6 +7,7 @@ import math
 import random
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,13 @@ import torch
 import tree_reference as reference
 from tree_reference import Path
 
-from spectune.runtime.distributions import on_host, read_distributions
+from spectune.runtime.distributions import best_children, codes_on_device, codes_on_host
 from spectune.runtime.policies.heterospec import kept_nodes
 from spectune.runtime.policies.sequoia import static_levels
 from spectune.runtime.sampling import Noise
 from spectune.runtime.trees.draft import GrownTree, grow
 from spectune.runtime.trees.grow import INFINITE, Codes, Growing, TreeRule, select
-from spectune.runtime.verification import TargetText, walk
+from spectune.runtime.verification import accept
 from spectune.traces.schema import NO_BIN, Sampling
 
 CPU = torch.device("cpu")
@@ -267,16 +268,9 @@ def test_a_batch_grows_each_tree_alone(kind: str) -> None:
                 assert np.array_equal(getattr(mine, name)[read], getattr(tree, name)[read]), name
 
 
-def one_hot_logits(tree: GrownTree, target: reference.Target, vocab: int) -> torch.Tensor:
-    wanted = torch.tensor([target(path) for path in [(), *paths_of(tree)]])
-    return torch.nn.functional.one_hot(wanted, vocab).float()
-
-
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("at_once", [False, True])
-def test_walks_as_the_papers_say(kind: str, at_once: bool) -> None:
-    """The verdict on a tree, and how much of it the draft has read, with fake logits whose best
-    token the target wants."""
+def test_accepts_as_the_papers_say(kind: str) -> None:
+    """The verdict on a tree, and how much of it the draft has read."""
     lengths = set()
     for trial in range(120):
         rng = random.Random(f"walk {kind} {trial}")
@@ -285,9 +279,7 @@ def test_walks_as_the_papers_say(kind: str, at_once: bool) -> None:
         tree, _ = grown(case)
         target = reference.random_target(rng, case.draft, case.vocab, rng.choice([0.5, 0.9, 1.0]))
         accepted, bonus = reference.verify(expected.kept, target)
-        logits = one_hot_logits(tree, target, case.vocab)
-        text = TargetText([7, 8], Sampling(), None)
-        verdict = walk(tree, text.tokens(logits, [0, *tree.depths], at_once=at_once))
+        verdict = accept(tree, [target(path) for path in [(), *paths_of(tree)]])
         assert verdict.tokens == [*(node.token for node in accepted), bonus]
         assert verdict.path == [expected.kept.index(node) for node in accepted]
         assert verdict.accepted == len(accepted)
@@ -310,14 +302,6 @@ of_sampling = pytest.mark.parametrize(
 )
 
 
-def test_codes_come_to_the_host_in_one_transfer_as_in_several() -> None:
-    scores = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
-    columns = [torch.arange(6).view(2, 3), torch.tensor([[True], [False]]), scores]
-    for one, other in zip(*(on_host(columns, at_once=x) for x in (True, False)), strict=True):
-        assert one.dtype == other.dtype
-        assert np.array_equal(one, other)
-
-
 @of_sampling
 @pytest.mark.parametrize("vocab", [3, 11, 150])
 def test_codes_of_a_law(sampling: Sampling, vocab: int) -> None:
@@ -327,15 +311,19 @@ def test_codes_of_a_law(sampling: Sampling, vocab: int) -> None:
         k = [1, 4, 10][trial % 3]
         own = np.random.default_rng(trial)
         logits = own.normal(0, own.choice([0.5, 2.0, 6.0]), vocab).astype(np.float32)
-        g = None if sampling.greedy else Noise(trial, vocab, CPU).row(3)
-        codes = read_distributions(
+        own_noise = Noise(trial, vocab, CPU)
+        g = None if sampling.greedy else own_noise.row(3)
+        children = best_children(
             torch.from_numpy(logits)[None],
             sampling,
-            g,
+            None if g is None else partial(own_noise.add, positions=[3]),
             k,
             entropy=True,
             top_entropy=True,
         )
+        codes = codes_on_host(children)
+        for name, there in codes_on_device(children)._asdict().items():
+            assert np.array_equal(getattr(codes, name), there.numpy()), name
         x = logits.astype(float) / (1.0 if sampling.greedy else sampling.temperature)
         order = sorted(range(vocab), key=lambda i: -x[i])[: sampling.top_k or vocab]
         if sampling.top_p < 1:

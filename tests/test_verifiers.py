@@ -22,13 +22,13 @@ from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.sampling import (
     Noise,
-    choose,
     gumbel_row,
     log_distribution,
+    sample,
     stream_key,
     uniform,
 )
-from spectune.runtime.verification import TargetText, verify_coupled, verify_rejection
+from spectune.runtime.verification import accept_chain, verify_rejection
 from spectune.traces.schema import Sampling, Verifier
 
 VOCAB, LENGTH, WINDOW = 5, 3, 2
@@ -88,11 +88,12 @@ def draw_coupled(p: torch.Tensor, q: torch.Tensor, seed: int) -> list[int]:
         previous = text[-1] if text else VOCAB
         drafted: list[int] = []
         for j in range(WINDOW):
-            row = noise.row(len(text) + j)
-            previous = int(choose(q[previous][None], PLAIN, row[None])[0])
+            previous = int(sample(q[previous][None], PLAIN, noise, [len(text) + j]))
             drafted.append(previous)
         states = [text[-1] if text else VOCAB, *drafted]
-        text += verify_coupled(TargetText(text, PLAIN, noise), p[states], drafted).tokens
+        positions = [len(text) + j for j in range(WINDOW + 1)]
+        tokens = sample(p[states], PLAIN, noise, positions).tolist()
+        text += accept_chain(drafted, tokens).tokens
     return text[:LENGTH]
 
 

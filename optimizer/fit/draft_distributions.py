@@ -185,7 +185,7 @@ class WholeDistributions:
         rows], with ``following`` int64 [n] the texts' next tokens (-1: none). ``order`` turns
         values of rows [n, rows] into those of ranked tokens or clusters [n, most], best first; the
         first ``columns`` + 1 of them are a shortlist."""
-        log_q = log_distribution(logits, sampling)
+        log_q = log_distribution(logits, sampling, draft=True)
         row = np.where(following >= 0, self.row[following], -1)
         own = log_q[np.arange(len(row)), np.maximum(row, 0)].cpu().numpy()
         at = torch.tensor(columns, device=log_q.device)

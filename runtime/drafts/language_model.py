@@ -12,11 +12,11 @@ from spectune.runtime.models import CausalModel, ids_tensor
 from spectune.runtime.policies.stops import STOP_ENTROPY, STOP_NONE, should_stop
 from spectune.runtime.prompts import log_perplexity
 from spectune.runtime.sampling import (
-    choose,
     entropy_of,
     gumbel_row,
     log_distribution,
     nat_code,
+    sample,
     stream_key,
 )
 from spectune.runtime.shortlists import Shortlists, States, Support
@@ -107,7 +107,9 @@ class LanguageModelDraft:
         while steps < depth and not ended:
             logits, ids = self._forward(pending, at, steps, shortlists, greedy=greedy)
             at += len(pending)
-            log_q = log_distribution(logits, context.sampling)[0] if needs_log_q else None
+            log_q = None
+            if needs_log_q:
+                log_q = log_distribution(logits, context.sampling, draft=True)[0]
             column = logits
             if logits.dtype != torch.int64:
                 column = self._choose(logits, log_q, len(text) + steps, context, ids)
@@ -170,10 +172,7 @@ class LanguageModelDraft:
             key = stream_key(context.own_seed, position, "draft", context.salt)
             own = gumbel_row(key, self.model.vocab_size, self.model.device)
             return (log_q + (own if ids is None else own[ids])).argmax(-1, keepdim=True)
-        noise = None if context.noise is None else context.noise.row(position)[None]
-        if noise is not None and ids is not None:
-            noise = noise.index_select(-1, ids)
-        return choose(logits, context.sampling, noise)
+        return sample(logits, context.sampling, context.noise, [position], draft=True, ids=ids)
 
 
 class LanguageModelReader(TreeReader):

@@ -18,7 +18,7 @@ from spectune.runtime.drafts.ngram import NgramIndex
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.models import CHUNK, CausalModel
 from spectune.runtime.recording.passes import Nodes, RecordedText
-from spectune.runtime.sampling import choose, entropy_of, log_distribution
+from spectune.runtime.sampling import entropy_of, log_distribution, sample
 from spectune.traces.schema import (
     AGREE_NO,
     AGREE_NONE,
@@ -106,10 +106,8 @@ class _Pass(RecordedText):
         self, logits: torch.Tensor, lengths: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, np.ndarray]:
         """Proposals, log q, and codes of rows of logits, which come after ``lengths`` tokens."""
-        sampling, noise = self.sampling, None
-        if self.noise is not None:
-            noise = torch.stack([self.noise.row(n) for n in lengths])
-        tokens, log_q = choose(logits, sampling, noise), log_distribution(logits, sampling)
+        sampling, log_q = self.sampling, log_distribution(logits, self.sampling, draft=True)
+        tokens = sample(logits, sampling, self.noise, lengths, draft=True)
         nats = -log_q.gather(-1, tokens[:, None])[:, 0]
         return tokens, log_q, _codes(nats), _codes(entropy_of(log_q))
 

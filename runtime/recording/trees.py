@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
-from spectune.runtime.distributions import read_distributions
+from spectune.runtime.distributions import best_children, codes_on_host
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import (
     ChainGrowth,
@@ -230,10 +231,12 @@ class _Recorder(RecordedText):
         c["text_slot"][numbers] = np.where(hit.any(1), hit.argmax(1), OFF_TEXT)
 
     def _distributions(self, logits: torch.Tensor, numbers: np.ndarray) -> Codes:
-        noise, positions = None, (self.columns["position"][numbers] + self.prompt).tolist()
+        perturb = None
         if self.noise is not None:
-            known = {p: self.noise.row(p) for p in set(positions)}
-            noise = torch.stack([known[p] for p in positions])
-        return read_distributions(
-            logits, self.sampling, noise, self.width, entropy=True, top_entropy=True
+            positions = (self.columns["position"][numbers] + self.prompt).tolist()
+            perturb = partial(self.noise.add, positions=positions)
+        return codes_on_host(
+            best_children(
+                logits, self.sampling, perturb, self.width, entropy=True, top_entropy=True
+            )
         )

@@ -9,13 +9,14 @@ it when decoding, a recorded panorama in the oracle.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from spectune.runtime.distributions import read_distributions
+from spectune.runtime.distributions import best_children, codes_on_host
 from spectune.runtime.policies.heterospec import bin_of
 from spectune.runtime.sampling import Noise
 from spectune.runtime.trees.grow import (
@@ -129,15 +130,15 @@ class ModelDistributions:
 
     def _codes(self, logits: torch.Tensor, depth: int) -> Codes:
         """Codes of distributions whose children stand at ``depth``."""
-        rule, reader = self.rule, self.reader
-        return read_distributions(
+        rule, reader, noise = self.rule, self.reader, self.noise
+        children = best_children(
             logits,
             self.sampling,
-            None if self.noise is None else self.noise.row(reader.length + depth - 1),
+            None if noise is None else partial(noise.add, positions=[reader.length + depth - 1]),
             rule.width,
             entropy=rule.reads_entropy,
             top_entropy=rule.stratified,
             reads_logp=not rule.coupled or rule.reads_q,
-            reads_gap=rule.coupled,
             ids=reader.ids,
         )
+        return codes_on_host(children, reads_gap=rule.coupled)
