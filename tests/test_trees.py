@@ -107,7 +107,7 @@ def random_case(rng: random.Random, kind: str) -> Case:
     stop, stopping = None, {}
     if rng.random() < 0.4:
         names = {"max_prob": "max_logp", "joint_prob": "max_joint", "entropy": "max_entropy"}
-        limit = rng.randint(0, 2400)
+        limit = int(10 ** rng.uniform(0, 4))
         stop = reference.Stop(rng.choice(list(names)), limit, rng.random() < 0.5)
         limits = dict.fromkeys(names.values(), INFINITE) | {names[stop.kind]: stop.limit}
         stopping = {"reads_stop": True, "keep_last": stop.keep_last, **limits}
@@ -118,7 +118,8 @@ def random_case(rng: random.Random, kind: str) -> Case:
         wanted = rng.choice([None, rng.randint(1, 30), rng.randint(1, 30)])
         if wanted is not None and rng.random() < 0.5:
             fractions = tuple(rng.choices([0.1, 0.3, 0.5, 0.6, 1.0], k=rng.randint(1, 4)))
-            thresholds, d_fit = tuple(sorted(rng.sample(range(1280), 4))), rng.randint(1, 6)
+            most, d_fit = rng.choice([80, 1280, 5120]), rng.randint(1, 6)
+            thresholds = tuple(sorted(rng.sample(range(most), 4)))
             strata = reference.Stratify(thresholds, d_fit, rng.randint(0, 3), fractions)
             kept = kept_nodes(wanted, fractions, strata.alpha)
             rule = replace(

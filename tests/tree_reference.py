@@ -161,7 +161,7 @@ def local_costs(law: Law, width: int, score: Score, sharpness: float) -> list[in
         max(1, math.floor(WEIGHT_ONE * math.exp(-sharpness * min(gap, 4095) / 256) + 0.5))
         for gap in law.gap[:width]
     ]
-    total = sum(weights)
+    total = (sum(weights) // 2**14 + 1) * 2**14  # up to 1 in 1,000 more: a table holds logarithms
     return [max(0, math.floor(256 * (math.log(total) - math.log(w)) + 0.5)) for w in weights]
 
 

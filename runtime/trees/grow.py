@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 import spectune.runtime.policies.c2t as c2t
 import spectune.runtime.policies.eagle2 as eagle2
+from spectune.runtime.policies.blocks import WIDTH_LIMIT
 from spectune.runtime.policies.c2t import CONFIDENCE_SCALE, confidence_code
 from spectune.runtime.policies.eagle2 import INFINITE, cheapest
 from spectune.runtime.policies.jit import compiled
@@ -60,15 +61,16 @@ class Codes(NamedTuple):
 
 class LevelRule(NamedTuple):
     """What compiled code reads of a :class:`TreeRule`. ``weights`` int64 and ``logs`` float64
-    [GAP_CODES]: :func:`gap_weights`. ``confidence`` int32 [depth, entropy, joint]: C2T's table,
-    else empty. ``listed`` and ``expanded`` int64 [levels, most]: a static tree's places, filled up
-    with -1, else empty."""
+    [GAP_CODES]: :func:`gap_weights`; ``log_sums``: :func:`logs_of_sums`. ``confidence`` int32
+    [depth, entropy, joint]: C2T's table, else empty. ``listed`` and ``expanded`` int64 [levels,
+    most]: a static tree's places, filled up with -1, else empty."""
 
     width: int
     frontier: int
     coupled: bool
     weights: Index
     logs: FloatArray
+    log_sums: FloatArray
     confidence: npt.NDArray[np.int32]
     beta_code: int
     listed: Index
@@ -127,6 +129,7 @@ class TreeRule:
             self.frontier,
             self.coupled,
             *gap_weights(self.sharpness),
+            logs_of_sums(),
             np.ascontiguousarray(table, np.int32),
             self.beta_code,
             _padded([x.places for x in self.static]),
@@ -187,6 +190,18 @@ def gap_weights(sharpness: float) -> tuple[Index, FloatArray]:
     shares = [math.exp(-sharpness * gap / NAT_SCALE) for gap in range(GAP_CODES)]
     whole = [max(1, math.floor(2**24 * share + 0.5)) for share in shares]
     return np.array(whole), np.array([math.log(w) for w in whole])
+
+
+SUM_SHIFT: Final = 14
+"""Bits of a sum of weights that its logarithm does not tell apart."""
+
+
+@lru_cache(maxsize=1)
+def logs_of_sums() -> FloatArray:
+    """Logarithms of sums of up to WIDTH_LIMIT weights, rounded up to the next multiple of 2 **
+    SUM_SHIFT, by their upper bits, float64. A table, so that devices decide alike to the last bit:
+    the best child alone weighs 2 ** 24, which makes that at most 1e-3 nat."""
+    return np.array([math.log((i + 1) << SUM_SHIFT) for i in range((WIDTH_LIMIT << 10) + 1)])
 
 
 class Tree(NamedTuple):
@@ -299,10 +314,10 @@ def grow_level(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tr
 @compiled(inline=True)
 def _log_of_weights(rule: LevelRule, gap: npt.NDArray[Any], row: int, there: int) -> float:
     """log of the siblings' sum of weights, the normaliser of the coupled score."""
-    total = 0
+    total = np.int64(0)
     for rank in range(there):
         total += rule.weights[min(gap[row, rank], GAP_CODES - 1)]
-    return math.log(max(total, 1))
+    return rule.log_sums[total >> SUM_SHIFT]
 
 
 @compiled(inline=True)

@@ -1,0 +1,286 @@
+"""Growing draft trees in tensors: the arithmetic of :mod:`runtime.trees.grow`, in shapes that a
+rule and a depth fix, so that a whole draft phase is captured as one graph and nothing waits for the
+device.
+
+Every choice is of whole numbers: with ``key * POOL + index`` as keys, which are distinct, ``topk``
+chooses what :func:`runtime.policies.eagle2.cheapest` does. The coupled score takes logarithms from
+tables alone. Where growth ends is a mask: levels behind the end may be grown all the same, and
+nothing is chosen from them. Places without a node read token 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from spectune.runtime.policies.c2t import CONFIDENCE_SCALE, STEP
+from spectune.runtime.policies.eagle2 import INFINITE
+from spectune.runtime.trees.draft import GrownTree
+from spectune.runtime.trees.grow import GAP_CODES, NONE, ROOT, SUM_SHIFT, Codes, TreeRule
+from spectune.traces.schema import NAT_SCALE, NO_BIN
+
+
+class Frontier(NamedTuple):
+    """The places of a level whose nodes a draft reads next, [n] each: ``tokens``, which of the
+    nodes read before is ``above`` each, and whether there is a node (``exists``)."""
+
+    tokens: Tensor
+    above: Tensor
+    exists: Tensor
+
+
+class _Tables(NamedTuple):
+    """A rule's tables on a device: of the gaps, ``weights`` and ``logs``; ``log_sums``;
+    ``confidence``; HeteroSpec's ``thresholds``, ``extensions`` and ``top_n`` by bin."""
+
+    weights: Tensor
+    logs: Tensor
+    log_sums: Tensor
+    confidence: Tensor
+    thresholds: Tensor
+    extensions: Tensor
+    top_n: Tensor
+
+
+@lru_cache(maxsize=64)
+def _tables(rule: TreeRule, device: torch.device) -> _Tables:
+    compiled, bins = rule.compiled, range(len(rule.thresholds) + 1)
+    top_n = [(1 << 40) if n is None else n for n in (rule.top_n_of(b) for b in bins)]
+    arrays = compiled.weights, compiled.logs, compiled.log_sums, compiled.confidence
+    lists = [*rule.thresholds], [rule.extension(b) for b in bins], top_n
+    return _Tables(
+        *(torch.from_numpy(array).to(device) for array in arrays),
+        *(torch.tensor(values, dtype=torch.int64, device=device) for values in lists),
+    )
+
+
+class GrowingTree:
+    """One tree while it grows on a device, of ``depth`` levels at most (:func:`most_levels`). Its
+    memory is fixed: :meth:`begin` starts the next tree in it."""
+
+    def __init__(self, rule: TreeRule, depth: int, device: torch.device) -> None:
+        self.rule, self.depth, self.device = rule, depth, device
+        self.tables = _tables(rule, device)
+        k, self.sizes = rule.width, [1]
+        """Places of each level's frontier, the root's in front."""
+        self.ends = [0]
+        """Where each level's candidates end."""
+        self._rows, self._listed, self._expanded = list[Tensor](), list[Tensor](), list[Tensor]()
+        for level in range(1, depth + 1):
+            whole = range(self.sizes[-1] * k)
+            listed: Sequence[int] = rule.static[level - 1].places if rule.static else whole
+            self._listed.append(self._numbers(listed))
+            self._rows.append(self._numbers([place // k for place in listed]))
+            expanded = rule.static[level - 1].expanded if rule.static else ()
+            self._expanded.append(self._numbers(expanded))
+            self.ends.append(self.ends[-1] + len(listed))
+            self.sizes.append(len(expanded) if rule.static else min(rule.frontier, len(whole)))
+        pool, most = self.ends[-1], max(self.sizes)
+        self._level_of = self._numbers(
+            [level for level in range(1, depth + 1) for _ in self._listed[level - 1]]
+        )
+        self.token, self.cost, self.q_cost, self.parent = self._zeros(4, pool)
+        self.place, self.above, self.phi = self._zeros(3, depth + 1, most)
+        self.width = self._zeros(depth + 1)
+        self.limit, self.goal, self.levels, self.steps, self.bin, self.bin_phi = self._zeros(6, 1)
+        self.alive = self._zeros(1).bool()
+        """Whether growth goes on after the levels so far."""
+        counts = [n for n in (rule.top_n, *rule.kept) if n is not None]
+        self.most = pool if rule.top_n is None else min(pool, max(counts))
+        """Nodes that are chosen at most."""
+
+    def _numbers(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor([*values], dtype=torch.int64, device=self.device)
+
+    def _zeros(self, *shape: Any) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.int64, device=self.device)
+
+    def begin(self, depth: int) -> None:
+        """Starts a tree of ``depth`` levels, which HeteroSpec may extend up to ``limit`` (int64 [],
+        filled by the caller before)."""
+        self.place[0, 0], self.phi[0, 0], self.width[0] = ROOT, 0, 1
+        for count in (self.levels, self.steps, self.bin_phi):
+            count.zero_()
+        self.bin.fill_(NO_BIN)
+        self.goal.fill_(min(depth, self.depth))
+        self.alive.fill_(depth > 0)
+
+    def frontier(self, level: int) -> Frontier:
+        """What the pass after a level reads."""
+        size = self.sizes[level]
+        place = self.place[level, :size]
+        exists = place != NONE
+        tokens = self.token[place.clamp_min(0)].masked_fill(~exists, 0)
+        return Frontier(tokens, self.above[level, :size], exists)
+
+    def add(self, codes: Codes, level: int, depth: int) -> None:
+        """Makes a level, counted from 1, of a tree that was begun with ``depth``, from the
+        distributions after the frontier above."""
+        rule, k, size = self.rule, self.rule.width, self.sizes[level - 1]
+        tokens, logp, gap = (_wide(x, k) for x in codes[:3])
+        place, rows = self.place[level - 1, :size], self._rows[level - 1]
+        inside, outside = place.clamp_min(0), place < 0
+        cost_above, q_above = (x[inside].masked_fill(outside, 0) for x in (self.cost, self.q_cost))
+        there = codes.count.clamp_max(k).masked_fill(place == NONE, 0)
+        missing = torch.arange(k, device=self.device) >= there[:, None]
+        own = self._coupled_costs(gap, missing) if rule.coupled else logp
+        cost = (cost_above[:, None] + own).masked_fill(missing, INFINITE)
+        q_cost = (q_above[:, None] + logp).masked_fill(missing, INFINITE)
+        begin, end = self.ends[level - 1 : level + 1]
+        listed = self._listed[level - 1]
+        tokens = tokens.masked_fill(missing, 0)
+        cost, q_cost, token = (x.flatten()[listed] for x in (cost, q_cost, tokens))
+        order = torch.arange(end - begin, device=self.device)
+        count = self.sizes[level]
+        if rule.confidence is not None:
+            entropy = codes.entropy[rows]
+            chosen, found = self._confident(cost, q_cost, entropy, level, count)
+            passed = torch.zeros_like(cost, dtype=torch.bool).index_put((chosen,), found)
+            cost = cost.masked_fill(~passed, INFINITE)
+        elif rule.static:
+            chosen = self._expanded[level - 1]
+            found = cost[chosen] < INFINITE
+        else:
+            chosen, found = _cheapest(cost, count)
+        self.token[begin:end], self.cost[begin:end], self.q_cost[begin:end] = token, cost, q_cost
+        self.parent[begin:end] = place[rows]
+        above = rows[chosen]
+        if not rule.static:
+            above = above.masked_fill(~found, 0)
+        self.place[level, :count] = (begin + chosen).masked_fill(~found, NONE)
+        self.above[level, :count] = above
+        phis = self.phi[level - 1, :size] + codes.top_entropy
+        self.phi[level, :count] = phis[above].masked_fill(~found, 0)
+        width = found.sum(0, keepdim=True)
+        self.width[level : level + 1] = count if rule.static else width
+        stops = torch.zeros_like(self.alive)
+        if rule.reads_stop:
+            key = order.masked_fill(cost >= INFINITE, INFINITE) if rule.static else cost
+            first = (key * len(order) + order).amin(0, keepdim=True) % len(order)
+            joint, row = q_cost[first], rows[first]
+            high = joint - q_above[row] > rule.max_logp, joint > rule.max_joint
+            stops = (high[0] | high[1] | (codes.entropy[row] > rule.max_entropy)) & (
+                cost[first] < INFINITE
+            )
+        empty = width == 0 if rule.confidence is not None else torch.zeros_like(self.alive)
+        self.steps += self.alive
+        undone = empty if rule.keep_last else empty | stops
+        self.levels += self.alive & ~undone
+        self.alive &= ~(empty | stops)
+        if rule.stratified and level == depth:
+            self._stratify(logp.masked_fill(missing, INFINITE), phis, depth)
+        self.alive &= self.goal > level
+
+    def _coupled_costs(self, gap: Tensor, missing: Tensor) -> Tensor:
+        """-log of the siblings' shares, [n, k]; ``missing``: those that do not exist."""
+        tables = self.tables
+        gap = gap.clamp_max(GAP_CODES - 1)
+        total = tables.weights[gap].masked_fill(missing, 0).sum(1)
+        logs = tables.log_sums[total >> SUM_SHIFT][:, None] - tables.logs[gap]
+        return (logs * NAT_SCALE + 0.5).floor().long()
+
+    def _confident(
+        self, cost: Tensor, q_cost: Tensor, entropy: Tensor, level: int, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """C2T's nodes of a level, the most confident first."""
+        table = self.tables.confidence
+        depths, entropies, joints = table.shape
+        row = (entropy // STEP).clamp_max(entropies - 1)
+        column = (q_cost // STEP).clamp_max(joints - 1)
+        confidence = table[min(level, depths) - 1][row, column].long()
+        fails = (confidence <= self.rule.beta_code) | (cost >= INFINITE)
+        return _cheapest((CONFIDENCE_SCALE - confidence).masked_fill(fails, INFINITE), count)
+
+    def _stratify(self, logp: Tensor, phis: Tensor, depth: int) -> None:
+        """HeteroSpec's Phi and bin after the level ``depth``, and how deep the tree grows. ``logp``
+        [n, k] of the children and ``phis`` [n] of the distributions that they come from."""
+        rule, tables = self.rule, self.tables
+        best = logp.amin(1)
+        order = torch.arange(len(best), device=self.device)
+        first = (best * len(best) + order).amin(0, keepdim=True) % len(best)
+        phi = phis[first].masked_fill(best[first] >= INFINITE, 0)
+        bin_ = (phi * rule.fitted_depth > tables.thresholds * depth).sum(0, keepdim=True)
+        goal = torch.minimum(self.limit, depth + tables.extensions[bin_])
+        for own, value in ((self.bin_phi, phi), (self.bin, bin_), (self.goal, goal)):
+            own.copy_(value.where(self.alive, own))
+
+    def choose(self) -> Tensor:
+        """The nodes that are verified, and what was grown, as one tensor for :func:`grown_tree`."""
+        pool, most, device = self.ends[-1], self.most, self.device
+        order = torch.arange(pool, device=device)
+        cost = self.cost.masked_fill(self._level_of > self.levels, INFINITE)
+        chosen, found = _cheapest(cost, most)
+        if self.rule.top_n is not None:
+            top_n = self.tables.top_n[self.bin.clamp_max(len(self.tables.top_n) - 1)]
+            if self.rule.stratified:
+                top_n = top_n.masked_fill(self.bin == NO_BIN, self.rule.top_n)
+            found &= order[:most] < top_n
+        nodes = chosen.masked_fill(~found, pool).sort().values
+        number = torch.full((pool + 1,), -1, device=device).index_put((nodes,), order[:most])
+        # The place of each candidate among the nodes that passes read, from the second pass on.
+        read = torch.full((pool + 1,), -1, device=device)
+        begin = 0
+        for level, size in enumerate(self.sizes[1:-1], 1):
+            place = self.place[level, :size]
+            place = place.masked_fill((place < 0) | (self.steps <= level), pool)
+            read = read.index_put((place,), torch.arange(begin, begin + size, device=device))
+            begin += size
+        read[pool] = -1
+        at = nodes.clamp_max(pool - 1)
+        parent = self.parent[at]
+        number = number[parent.clamp_min(0)].masked_fill(parent < 0, ROOT)
+        more = self.goal.masked_fill(~self.alive, 0)
+        counts = more, self.levels, self.steps, self.bin, self.bin_phi, found.sum(0, keepdim=True)
+        return torch.cat(
+            [*counts, self.width, self.token[at], number, self._level_of[at], read[nodes]]
+        )
+
+
+def grown_tree(numbers: list[int], depth: int) -> tuple[GrownTree, int]:
+    """The tree in what :meth:`GrowingTree.choose` gave for at most ``depth`` levels, and up to
+    which level growth goes on (0: it has ended)."""
+    more, levels, steps, bin_, phi, count = numbers[:6]
+    widths, nodes = numbers[6 : 7 + depth], numbers[7 + depth :]
+    most = len(nodes) // 4
+    columns = [nodes[at : at + count] for at in range(0, 4 * most, most)]
+    return GrownTree(*columns, levels, steps, widths[:steps], phi, bin_), more
+
+
+def _wide(codes: Tensor, k: int) -> Tensor:
+    """Codes of children with a column for each of k."""
+    return codes if codes.shape[1] == k else pad(codes, (0, k - codes.shape[1]))
+
+
+def _cheapest(keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` lowest of ``keys`` int64 [n], ties by order: their indices, and which of them
+    are below INFINITE."""
+    n = len(keys)
+    lowest = (keys * n + torch.arange(n, device=keys.device)).topk(count, largest=False).values
+    return lowest % n, lowest // n < INFINITE
+
+
+def grow_on_device(
+    growing: GrowingTree, depth: int, levels: Callable[[int, int], Tensor]
+) -> GrownTree:
+    """The tree that was begun with ``depth``. ``levels`` makes the levels from one to another and
+    gives what :meth:`GrowingTree.choose` does; the host looks at that after each level where growth
+    may end early, and before HeteroSpec's extension."""
+    rule, first = growing.rule, 1
+    early = rule.reads_stop or rule.confidence is not None
+    more = min(depth, growing.depth)
+    while True:
+        last = first if early else more
+        tree, more = grown_tree(levels(first, last).tolist(), growing.depth)
+        if more <= last:
+            return tree
+        first = last + 1
+
+
+def most_levels(rule: TreeRule, depth: int) -> int:
+    """Levels of the deepest tree that is begun with ``depth``."""
+    return min(depth, len(rule.static)) if rule.static else depth + rule.alpha

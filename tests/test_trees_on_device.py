@@ -1,0 +1,132 @@
+"""Growing in tensors is growing by compiled code, to the last bit: random distributions full of
+ties, all rules, whole trees and each of their levels."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from test_trees import KINDS, Case, Told, as_codes, random_case
+from tree_reference import Law, Path
+
+from spectune.runtime.trees.draft import GrownTree, grow
+from spectune.runtime.trees.grow import Codes
+from spectune.runtime.trees.on_device import (
+    Frontier,
+    GrowingTree,
+    grow_on_device,
+    grown_tree,
+    most_levels,
+)
+
+CPU = torch.device("cpu")
+TREES = 800
+"""Of each kind; some 10,000 levels together."""
+
+
+class ToldInTensors:
+    """The distributions of a case, path by path, as tensors. A place without a node gets a law of
+    nobody's."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.junk, self.levels = case, random.Random(0), 0
+        self.read: list[Path | None] = []
+        """What passes after the first read."""
+
+    def root(self) -> Codes:
+        self.paths: list[Path | None] = [()]
+        return self._codes()
+
+    def expand(self, frontier: Frontier, level: int) -> Codes:
+        columns = (x.tolist() for x in frontier)
+        above, self.paths = self.paths, []
+        for token, parent, exists in zip(*columns, strict=True):
+            path = above[parent]
+            assert not exists or path is not None
+            self.paths.append((*path, token) if exists and path is not None else None)
+        self.read += self.paths
+        return self._codes()
+
+    def _codes(self) -> Codes:
+        self.levels += 1
+        nobody = Law([1], [3], [0], 4, 5)
+        laws = [nobody if path is None else self.case.draft(path) for path in self.paths]
+        codes = as_codes(laws, self.case.rule.width, self.junk)
+        return Codes(*(torch.from_numpy(x.astype("int64")) for x in codes))
+
+
+def drafting_case(seed: str, kind: str) -> Case:
+    """A random case that drafts at least one level."""
+    case = random_case(random.Random(seed), kind)
+    gamma = max(1, case.gamma)
+    return replace(case, gamma=gamma, limit=min(64, max(gamma, case.limit)))
+
+
+def grown_by(growing: GrowingTree, case: Case, told: ToldInTensors, *, looks: bool) -> GrownTree:
+    """Grows the tree of a case. Without ``looks`` all levels are grown at once, whether or not
+    growth ended before."""
+
+    def grow_levels(first: int, last: int) -> torch.Tensor:
+        for level in range(first, last + 1):
+            above = level - 1
+            codes = told.expand(growing.frontier(above), above) if above else told.root()
+            growing.add(codes, level, case.gamma)
+        return growing.choose()
+
+    growing.limit.fill_(case.limit)
+    growing.begin(case.gamma)
+    if looks:
+        return grow_on_device(growing, case.gamma, grow_levels)
+    tree, more = grown_tree(grow_levels(1, growing.depth).tolist(), growing.depth)
+    assert not more
+    return tree
+
+
+def same(one: GrownTree, other: GrownTree) -> bool:
+    """Whether two trees are equal in all but the numbers of the nodes that were read: compiled code
+    counts those that exist, a device all places of a level."""
+    read = [[place >= 0 for place in tree.expanded] for tree in (one, other)]
+    return replace(one, expanded=[]) == replace(other, expanded=[]) and read[0] == read[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("looks", [False, True])
+def test_grows_the_same_trees(kind: str, looks: bool) -> None:
+    """Whether or not the host looks where growth may have ended. One memory serves many trees."""
+    seen: Counter[str] = Counter()
+    for trial in range(TREES // 2):
+        case = drafting_case(f"device {kind} {looks} {trial}", kind)
+        growing = GrowingTree(case.rule, most_levels(case.rule, case.gamma), CPU)
+        for again in range(2):
+            draft = case.draft
+            if again:
+                case = replace(case, draft=lambda path, draft=draft: draft((1, *path)))
+            told = ToldInTensors(case)
+            tree = grown_by(growing, case, told, looks=looks)
+            expected = grow(case.rule, case.gamma, case.limit, Told(case))
+            assert same(tree, expected), (trial, tree, expected)
+            seen["levels"] += told.levels
+            seen["behind the end"] += told.levels - tree.steps
+            seen["nodes"] += len(tree.tokens)
+            seen["bins"] += tree.bin != 255
+    assert seen["levels"] > 2 * TREES
+    assert seen["nodes"] > 2 * TREES
+    assert not looks or not seen["behind the end"]
+    assert (seen["bins"] > 0) == (kind in ("top_k", "classifier"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_places_are_numbered_as_passes_read_them(kind: str) -> None:
+    """A node that was read is found at the place of its token among those that passes read."""
+    for trial in range(60):
+        case = drafting_case(f"places {kind} {trial}", kind)
+        growing = GrowingTree(case.rule, most_levels(case.rule, case.gamma), CPU)
+        told = ToldInTensors(case)
+        tree = grown_by(growing, case, told, looks=False)
+        paths: list[Path] = []
+        for token, parent, place in zip(tree.tokens, tree.parents, tree.expanded, strict=True):
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+            assert place < 0 or told.read[place] == paths[-1]
