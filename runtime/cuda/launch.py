@@ -1,0 +1,73 @@
+"""Where Triton kernels run, and what a launch needs to know of the device."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import logging
+import os
+from contextlib import AbstractContextManager
+from typing import Final
+
+import torch
+
+SWITCH: Final = "SPECTUNE_KERNELS"
+"""Environment variable; 0 leaves fused passes and Triton kernels out: models run the code of
+transformers over plain torch."""
+
+
+def switched_on() -> bool:
+    """Whether the environment asks for no plain torch."""
+    return os.environ.get(SWITCH, "1") != "0"
+
+
+def interpreted() -> bool:
+    """Whether Triton runs its kernels in its interpreter, on a CPU."""
+    return os.environ.get("TRITON_INTERPRET", "") == "1"
+
+
+def kernels_run(device: torch.device) -> bool:
+    """Whether Triton kernels run there: on CUDA (or ROCm) where triton is installed and finds a C
+    compiler, or anywhere with ``TRITON_INTERPRET=1``; unless they are switched off."""
+    return switched_on() and (interpreted() or (device.type == "cuda" and _compiles(device)))
+
+
+@functools.cache
+def _compiles(device: torch.device) -> bool:
+    """Whether a kernel of one number runs; a warning says why not."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    def store(number):  # type: ignore[no-untyped-def]
+        tl.store(number, 1)
+
+    try:
+        with on(device):
+            triton.jit(store)[(1,)](torch.zeros(1, dtype=torch.int32, device=device))
+    except Exception as error:  # of a compiler that is missing, or does not know the device
+        lines = str(error).splitlines() or [type(error).__name__]
+        logging.getLogger(__name__).warning("Triton kernels are not used: %s", lines[0])
+        return False
+    return True
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """The context in which kernels are launched on a device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """The multiprocessors of a GPU; of the interpreter as many as a small one's, so that its
+    launches are cut as a GPU's are."""
+    if device.type != "cuda":
+        return 16
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is at least ``number``, and 1."""
+    return 1 << max(0, number - 1).bit_length()

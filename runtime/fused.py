@@ -1,0 +1,294 @@
+"""Passes of Llama-like decoders with as few operations as they need: queries, keys and values are
+one product, gate and up another, and what lies between products is one kernel each on CUDA.
+
+A decoder is Llama-like by its modules: layers of ``q_proj`` to ``o_proj``, ``gate_proj`` to
+``down_proj`` and RMS norms (Llama, Mistral, Qwen2 and 3, and what follows them). :func:`fuse` takes
+such a decoder where its layers give what ours give; any other runs the code of transformers. The
+model itself stays whole: its weights become views of the fused ones, so memory does not grow.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spectune.runtime.cuda import layers as kernels
+from spectune.runtime.cuda.attention import DTYPES
+from spectune.runtime.cuda.launch import kernels_run, switched_on
+
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""(query [H, n, D], key and value slots [Hkv, slots, D], scale) -> [n, H, D]: attention under the
+mask of the pass."""
+Norm = tuple[Tensor, float]
+"""The weight of an RMS norm and its epsilon."""
+Product = tuple[Tensor, Tensor | None]
+"""A weight and its bias."""
+
+SAMPLE: Final = 8
+"""Tokens on which a layer is compared with the model's own."""
+TOLERANCE: Final = 8.0
+"""Roundings by which they may differ."""
+
+
+def add_norm(x: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+    """``residual + x`` (``x`` without one) normed, and as it is. The norm is computed in float32,
+    as every RMS norm of transformers is."""
+    total = x if residual is None else residual + x
+    return rms_norm(total, norm), total
+
+
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    """``x`` [..., d] over its root mean square, times the weight."""
+    weight, eps = norm
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def rotate_and_write(
+    states: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: int,
+    norms: tuple[Norm, Norm] | None = None,
+) -> Tensor:
+    """Queries [H, n, D] of ``states`` [n, (H + 2 Hkv) * D]; keys and values go to ``slots`` of the
+    cache (:func:`runtime.cuda.layers.rotate_and_write`)."""
+    kv_heads, _, dim = keys.shape
+    by_head = states.view(len(states), -1, dim)
+    turned, value = by_head[:, : heads + kv_heads], by_head[:, heads + kv_heads :]
+    if norms is not None:
+        parts = turned[:, :heads], turned[:, heads:]
+        turned = torch.cat([rms_norm(x, norm) for x, norm in zip(parts, norms, strict=True)], 1)
+    cos, sin = (x[:, None] for x in rotary)
+    left, right = turned.chunk(2, -1)
+    turned = turned * cos + torch.cat((-right, left), -1) * sin
+    keys.index_copy_(1, slots, turned[:, heads:].transpose(0, 1))
+    values.index_copy_(1, slots, value.transpose(0, 1))
+    return turned[:, :heads].transpose(0, 1)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Layer:
+    """The weights of one layer. ``qk_norms``: of queries and keys, a head at a time."""
+
+    qkv: Product
+    output: Product
+    gate_up: Product
+    down: Product
+    input_norm: Norm
+    mlp_norm: Norm
+    qk_norms: tuple[Norm, Norm] | None
+    activation: nn.Module
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attend: Attend,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of ``residual + x`` [n, hidden_size] this sum itself, which the layer reads, and what it
+        gives, again as a part to be added and a residual."""
+        fast = kernels_run(x.device) and x.dtype in DTYPES
+        norm, rotate = (
+            (kernels.add_norm, kernels.rotate_and_write) if fast else (add_norm, rotate_and_write)
+        )
+        normed, total = norm(x, residual, self.input_norm)
+        states = F.linear(normed, *self.qkv)
+        query = rotate(states, rotary, slots, keys, values, self.heads, self.qk_norms)
+        attended = attend(query, keys, values, self.scale)
+        normed, residual = norm(F.linear(attended.flatten(1), *self.output), total, self.mlp_norm)
+        gate_up = F.linear(normed, *self.gate_up)
+        if fast and type(self.activation).__name__ in ("SiLU", "SiLUActivation"):
+            product = kernels.swiglu(gate_up)
+        else:
+            gate, up = gate_up.chunk(2, -1)
+            product = self.activation(gate) * up
+        return total, F.linear(product, *self.down), residual
+
+
+class FusedDecoder:
+    """A decoder over a slot cache."""
+
+    def __init__(self, decoder: Any, layers: Sequence[Layer]) -> None:
+        self.layers, self._rotary = layers, decoder.rotary_emb
+        self._norm = _norm(decoder.norm)
+
+    def forward(
+        self,
+        embedded: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        cache: Tensor,
+        attend: Attend,
+        taps: Collection[int] = (),
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """The last hidden states of n tokens, after the final norm, and those that layers ``taps``
+        read (the number of layers: what the last one gives), [n, hidden_size] each.
+
+        ``embedded`` [n, hidden_size]; ``positions`` and ``slots`` int64 [n]; ``cache`` [layers, 2,
+        Hkv, slots, D], of which each layer reads what ``attend`` reads.
+        """
+        x, residual, tapped = embedded, None, {}
+        rotary = self.rotary(x, positions)
+        for index, layer in enumerate(self.layers):
+            keys, values = cache[index]
+            total, x, residual = layer.forward(x, residual, rotary, slots, keys, values, attend)
+            if index in taps:
+                tapped[index] = total
+        fast = kernels_run(x.device) and x.dtype in DTYPES
+        states, total = (kernels.add_norm if fast else add_norm)(x, residual, self._norm)
+        if len(self.layers) in taps:
+            tapped[len(self.layers)] = total
+        return states, tapped
+
+    def rotary(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [n, D] in the dtype of ``x``."""
+        cos, sin = self._rotary(x, positions[None])
+        return cos[0], sin[0]
+
+
+def fuse(decoder: Any) -> FusedDecoder | None:
+    """The fused passes of a model's decoder; None where it is not Llama-like, its weights are
+    quantized or shared among modules, or fused passes are switched off."""
+    names = {name for name, _ in decoder.named_children()}
+    if not switched_on() or names != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+        return None
+    uses = Counter(id(p) for _, p in decoder.named_parameters(remove_duplicate=False))
+    parts = [_parts(layer, uses) for layer in decoder.layers]
+    if not parts or None in parts or _norm(decoder.norm) is None:
+        return None
+    fused = FusedDecoder(decoder, [_layer(modules) for modules in parts if modules is not None])
+    return fused if _agrees(fused, decoder) else None
+
+
+MATRICES: Final = (
+    *(f"self_attn.{x}_proj" for x in "qkvo"),
+    *(f"mlp.{x}_proj" for x in ("gate", "up", "down")),
+)
+NORMS: Final = ("input_layernorm", "post_attention_layernorm")
+QK_NORMS: Final = ("self_attn.q_norm", "self_attn.k_norm")
+
+
+def _parts(layer: nn.Module, uses: Counter[int]) -> dict[str, Any] | None:
+    """The modules of a layer that has a Llama's and no other weights; None of any other."""
+    modules: dict[str, Any] = dict(layer.named_modules())
+    tensors = [*layer.named_parameters(), *layer.named_buffers()]
+    weights = {name.rpartition(".")[0] for name, _ in tensors}
+    norms = [*NORMS, *(QK_NORMS if QK_NORMS[0] in weights else ())]
+    if weights != {*MATRICES, *norms} or len({(p.dtype, p.device) for _, p in tensors}) != 1:
+        return None
+    head_dim = getattr(modules["self_attn"], "head_dim", 0)
+    sizes = [modules["mlp.down_proj"].weight.shape[0]] * 2 + [head_dim] * 2
+    alike = (
+        all(type(modules[name]) is nn.Linear for name in MATRICES)
+        and all(uses[id(parameter)] == 1 for _, parameter in tensors)
+        and not any(m._forward_hooks or m._forward_pre_hooks for m in modules.values())
+        and all(_norm(modules[name]) is not None for name in norms)
+        and [len(modules[name].weight) for name in norms] == sizes[: len(norms)]
+        and callable(getattr(modules["mlp"], "act_fn", None))
+    )
+    return modules if alike else None
+
+
+def _norm(module: Any) -> Norm | None:
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return None if eps is None or module.weight.dim() != 1 else (module.weight, float(eps))
+
+
+def _layer(modules: dict[str, Any]) -> Layer:
+    """One layer, whose matrices become views of fused ones."""
+    attention, linears = modules["self_attn"], [modules[name] for name in MATRICES]
+    norms = [norm for name in (*NORMS, *QK_NORMS) if (norm := _norm(modules.get(name)))]
+    query, key = (x.out_features // attention.head_dim for x in linears[:2])
+    return Layer(
+        qkv=_stacked(linears[:3]),
+        output=(linears[3].weight, linears[3].bias),
+        gate_up=_stacked(linears[4:6]),
+        down=(linears[6].weight, linears[6].bias),
+        input_norm=norms[0],
+        mlp_norm=norms[1],
+        qk_norms=(norms[2], norms[3]) if len(norms) > 2 else None,
+        activation=modules["mlp"].act_fn,
+        heads=query,
+        kv_heads=key,
+        head_dim=attention.head_dim,
+        scale=attention.scaling,
+    )
+
+
+def _stacked(linears: Sequence[nn.Linear]) -> Product:
+    """One product for several over the same input. Their weights become views of its."""
+    biased = [x for x in linears if x.bias is not None]
+    weight = torch.cat([x.weight.data for x in linears])
+    bias = None
+    if biased:
+        parts = [x.weight.new_zeros(x.out_features) if x.bias is None else x.bias for x in linears]
+        bias = torch.cat([part.data for part in parts])
+    rows = [x.out_features for x in linears]
+    for linear, part in zip(linears, weight.split(rows), strict=True):
+        linear.weight.data = part
+    if bias is not None:
+        for linear, part in zip(linears, bias.split(rows), strict=True):
+            if linear.bias is not None:
+                linear.bias.data = part
+    return weight, bias
+
+
+@torch.no_grad()
+def _agrees(fused: FusedDecoder, decoder: Any) -> bool:
+    """Whether each layer gives what the model's own gives on a few tokens, and the decoder is its
+    layers between the embeddings and the last norm."""
+    weight, count = decoder.embed_tokens.weight, min(SAMPLE, len(decoder.embed_tokens.weight))
+    ids = torch.arange(count, device=weight.device) * (len(weight) // count)
+    slots = torch.arange(count, device=weight.device)
+    x = decoder.embed_tokens(ids)
+    cos, sin = fused.rotary(x, slots)
+    if cos.shape[-1] != fused.layers[0].head_dim:  # turns a part of each head
+        return False
+
+    def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        out = F.scaled_dot_product_attention(
+            query[None], keys[None], values[None], is_causal=True, scale=scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+
+    for layer, own in zip(fused.layers, decoder.layers, strict=True):
+        slotted = x.new_empty(2, layer.kv_heads, count, layer.head_dim)
+        _, part, residual = layer.forward(x, None, (cos, sin), slots, *slotted, attend)
+        theirs = own(
+            x[None],
+            position_embeddings=(cos[None], sin[None]),
+            position_ids=slots[None],
+            attention_mask=None,
+            use_cache=False,
+        )
+        if not isinstance(theirs, Tensor) or not _close(residual + part, theirs[0], x):
+            return False
+        x = theirs[0]
+    theirs = decoder(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+    return _close(decoder.norm(x), theirs, x)
+
+
+def _close(ours: Tensor, theirs: Tensor, before: Tensor) -> bool:
+    """Whether states [n, hidden_size] differ by rounding, measured by what a layer added to those
+    ``before`` and, less strictly, by their size."""
+    rounding = max(torch.finfo(ours.dtype).eps, torch.finfo(torch.float32).eps)
+    size = theirs.norm(dim=-1) + (theirs - before).norm(dim=-1)
+    return bool(((ours - theirs).norm(dim=-1) <= TOLERANCE * rounding * size).all())
