@@ -18,6 +18,9 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from spectune.runtime.cuda.attention import DTYPES, attention_runs, split_attention
+from spectune.runtime.cuda.launch import kernels_run
+
 NAME = "spectune"
 MASKED_ROWS = 128
 """Queries up to which a causal pass over earlier tokens is cheaper under a mask than in two parts.
@@ -28,6 +31,15 @@ APPLIED_ELSEWHERE = (
 )
 """What models say to any attention and is not its part here: nothing is dropped, positions are in
 queries and keys already, texts end before a window slides, and there are no pictures."""
+
+
+class _Pass(threading.local):
+    """What a model's own code does not hand on to the attention of the pass in hand."""
+
+    length: Tensor | None = None
+
+
+PASS = _Pass()
 
 
 def attend(
@@ -41,25 +53,43 @@ def attend(
     """Returns attention's output [B, H, n, Dv] of ``query`` [B, H, n, D] over ``keys`` [B, Hkv, S,
     D] and ``values`` [B, Hkv, S, Dv].
 
-    ``mask``: bool [n, S] (True: attend), or what :func:`folded` made of it. Without one the queries
-    are those of the last n keys, and each sees the keys up to its own. ``length``, int64 [1]: no
-    query sees a key from this one on, so a kernel may stop there; this one reads all S.
+    ``mask``: bool [n, S] (True: attend), or what :func:`layer_mask` made of it. Without one the
+    queries are those of the last n keys, and each sees the keys up to its own. ``length``, int64
+    [1]: no query sees a key from this one on; a Triton kernel stops there, torch's read all S.
     """
     batch, heads, width, size = query.shape
     key_heads, groups = keys.shape[1], heads // keys.shape[1]
     if mask is None and width > 1:
         return _causal(query, keys, values, scale)
+    if (
+        mask is not None
+        and mask.dtype == torch.bool
+        and batch == 1
+        and attention_runs(query[0], keys[0], values[0])
+    ):
+        pairs, scale = mask.view(mask.shape[-2:]), size**-0.5 if scale is None else scale
+        if length is None:
+            length = torch.full((1,), keys.shape[2], device=query.device)
+        by_token = split_attention(query[0], keys[0], values[0], pairs, length, scale)
+        return by_token.transpose(0, 1)[None]
     if mask is not None and (mask.dtype == torch.bool or mask.shape[-2] != groups * width):
-        mask = folded(mask, groups, query.dtype)
+        mask = _folded(mask, groups, query.dtype)
     query = query.reshape(batch, key_heads, groups * width, size)
     out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
     # Some kernels lay the output out by rows, not by heads.
     return out.reshape(batch, heads, width, values.shape[-1])
 
 
-def folded(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """Returns a boolean mask [n, S] as numbers to add to the scores of the ``groups`` query heads
-    of a key-value head, [1, 1, groups * n, S]. Every layer can use the same."""
+def layer_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """Returns a boolean mask [n, S] in the form that :func:`attend` reads in every layer, for keys
+    of ``dtype`` and so many query heads each: as it is for Triton, [1, 1, n, S], else as numbers to
+    add to scores, [1, 1, groups * n, S]."""
+    if kernels_run(mask.device) and dtype in DTYPES:
+        return mask[None, None]
+    return _folded(mask, groups, dtype)
+
+
+def _folded(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
     return mask.view(1, 1, *mask.shape[-2:]).repeat(1, 1, groups, 1)
@@ -116,7 +146,7 @@ def slot_attention(
     used = (n for n, v in kwargs.items() if n not in APPLIED_ELSEWHERE and v is not None)
     if (other := next((n for n in used if kwargs[n] is not False), None)) is not None:
         raise ValueError(f"its attention is not reproduced here: it uses {other}")
-    out = attend(query, key, value, attention_mask, scale=scaling)
+    out = attend(query, key, value, attention_mask, PASS.length, scaling)
     return out.transpose(1, 2).contiguous(), None
 
 

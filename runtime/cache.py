@@ -98,6 +98,16 @@ class CacheView(Cache):  # type: ignore[misc]  # transformers carries no types
         keys, values = self._parts[layer_idx]
         keys.index_copy_(2, self.slots, key_states)
         values.index_copy_(2, self.slots, value_states)
+        return self.read(layer_idx)
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer, [heads, capacity + 1, size], to write ``slots`` of."""
+        keys, values = self._parts[layer]
+        return keys[0], values[0]
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Those that the pass reads, [1, heads, stop - start, size]."""
+        keys, values = self._parts[layer]
         start, stop = self._start, self._stop
         return keys[:, :, start:stop], values[:, :, start:stop]
 

@@ -10,7 +10,7 @@ model itself stays whole: its weights become views of the fused ones, so memory 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,13 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spectune.runtime.attention import attend
+from spectune.runtime.cache import CacheView, LayerShape, SlotCache
 from spectune.runtime.cuda import layers as kernels
 from spectune.runtime.cuda.attention import DTYPES
 from spectune.runtime.cuda.launch import kernels_run, switched_on
 
-Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""(query [H, n, D], key and value slots [Hkv, slots, D], scale) -> [n, H, D]: attention under the
-mask of the pass."""
 Norm = tuple[Tensor, float]
 """The weight of an RMS norm and its epsilon."""
 Product = tuple[Tensor, Tensor | None]
@@ -98,10 +97,9 @@ class Layer:
         x: Tensor,
         residual: Tensor | None,
         rotary: tuple[Tensor, Tensor],
-        slots: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        attend: Attend,
+        view: CacheView,
+        index: int,
+        mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Of ``residual + x`` [n, hidden_size] this sum itself, which the layer reads, and what it
         gives, again as a part to be added and a residual."""
@@ -111,9 +109,11 @@ class Layer:
         )
         normed, total = norm(x, residual, self.input_norm)
         states = F.linear(normed, *self.qkv)
-        query = rotate(states, rotary, slots, keys, values, self.heads, self.qk_norms)
-        attended = attend(query, keys, values, self.scale)
-        normed, residual = norm(F.linear(attended.flatten(1), *self.output), total, self.mlp_norm)
+        slots = view.layer(index)
+        query = rotate(states, rotary, view.slots, *slots, self.heads, self.qk_norms)
+        attended = attend(query[None], *view.read(index), mask, view.length, self.scale)[0]
+        x = F.linear(attended.transpose(0, 1).flatten(1), *self.output)
+        normed, residual = norm(x, total, self.mlp_norm)
         gate_up = F.linear(normed, *self.gate_up)
         if fast and type(self.activation).__name__ in ("SiLU", "SiLUActivation"):
             product = kernels.swiglu(gate_up)
@@ -134,22 +134,20 @@ class FusedDecoder:
         self,
         embedded: Tensor,
         positions: Tensor,
-        slots: Tensor,
-        cache: Tensor,
-        attend: Attend,
+        view: CacheView,
+        mask: Tensor | None,
         taps: Collection[int] = (),
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """The last hidden states of n tokens, after the final norm, and those that layers ``taps``
         read (the number of layers: what the last one gives), [n, hidden_size] each.
 
-        ``embedded`` [n, hidden_size]; ``positions`` and ``slots`` int64 [n]; ``cache`` [layers, 2,
-        Hkv, slots, D], of which each layer reads what ``attend`` reads.
+        ``embedded`` [n, hidden_size]; ``positions`` int64 [n]; ``mask``: that of
+        :func:`runtime.attention.attend`.
         """
         x, residual, tapped = embedded, None, {}
         rotary = self.rotary(x, positions)
         for index, layer in enumerate(self.layers):
-            keys, values = cache[index]
-            total, x, residual = layer.forward(x, residual, rotary, slots, keys, values, attend)
+            total, x, residual = layer.forward(x, residual, rotary, view, index, mask)
             if index in taps:
                 tapped[index] = total
         fast = kernels_run(x.device) and x.dtype in DTYPES
@@ -263,15 +261,12 @@ def _agrees(fused: FusedDecoder, decoder: Any) -> bool:
     if cos.shape[-1] != fused.layers[0].head_dim:  # turns a part of each head
         return False
 
-    def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        out = F.scaled_dot_product_attention(
-            query[None], keys[None], values[None], is_causal=True, scale=scale, enable_gqa=True
-        )
-        return out[0].transpose(0, 1)
-
-    for layer, own in zip(fused.layers, decoder.layers, strict=True):
-        slotted = x.new_empty(2, layer.kv_heads, count, layer.head_dim)
-        _, part, residual = layer.forward(x, None, (cos, sin), slots, *slotted, attend)
+    shapes = [LayerShape(x.kv_heads, x.head_dim, x.head_dim) for x in fused.layers]
+    cache = SlotCache(shapes, x.dtype, x.device)
+    cache.reserve(count)
+    view = cache.view(slots, count)
+    for index, (layer, own) in enumerate(zip(fused.layers, decoder.layers, strict=True)):
+        _, part, residual = layer.forward(x, None, (cos, sin), view, index, None)
         theirs = own(
             x[None],
             position_embeddings=(cos[None], sin[None]),

@@ -26,8 +26,15 @@ from transformers.cache_utils import DynamicCache
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from spectune.runtime import attention
-from spectune.runtime.attention import MASKED_ROWS, causal_mask, folded, without_cudnn
+from spectune.runtime.attention import (
+    MASKED_ROWS,
+    PASS,
+    causal_mask,
+    layer_mask,
+    without_cudnn,
+)
 from spectune.runtime.cache import CacheView, LayerShape, SlotCache
+from spectune.runtime.fused import fuse
 from spectune.runtime.pair import described, expanded, is_local, model_config, translated
 from spectune.runtime.shortlists import OutputHead
 from spectune.traces.errors import PairError
@@ -272,7 +279,8 @@ class _Hooked(threading.local):
 
 
 class CausalModel(SlotModel):
-    """One loaded language model."""
+    """One loaded language model. ``fused`` runs its passes where it is Llama-like; None: the code
+    of transformers does."""
 
     _last_row: int | None = None
     """The last token that the model has a row for, where its target may have more."""
@@ -307,7 +315,7 @@ class CausalModel(SlotModel):
         self._taps: tuple[int, ...] = ()
         self._hooks: list[Any] = []
         self._hooked = _Hooked()
-        self.cache = self._empty_cache()
+        self.cache, self.fused = self._empty_cache(), fuse(self._decoder)
         heads = {layer.heads for layer in self.cache.shapes}
         self._groups = int(config.num_attention_heads) // max(heads) if len(heads) == 1 else 1
 
@@ -417,9 +425,13 @@ class CausalModel(SlotModel):
         *,
         recurrent: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        rows = self._hooked.rows = {}
         if mask is not None:
-            mask = folded(mask, self._groups, self.cache.states.dtype)
+            mask = layer_mask(mask, self._groups, self.cache.states.dtype)
+        if self.fused is not None:
+            states, rows = self.fused.forward(self.embedded(ids), positions, view, mask, self._taps)
+            return states, self._joined(rows, states)
+        rows = self._hooked.rows = {}
+        PASS.length = view.length
         out: Tensor = self._decoder(
             input_ids=self._known(ids)[None],
             position_ids=positions[None],

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -240,6 +241,27 @@ def either_pair(request: pytest.FixtureRequest) -> LoadedPair:
     so the pairs are fixtures of their own."""
     found: LoadedPair = request.getfixturevalue(f"{request.param}_pair")
     return found
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton runs its kernels in its interpreter, on the CPU. What was imported for its compiler
+    is put aside meanwhile: functions of Triton itself are declared for either as they are."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    compiler = _without_triton()
+    sys.modules.update(_INTERPRETER)
+    yield
+    _INTERPRETER.update(_without_triton())
+    sys.modules.update(compiler)
+
+
+_INTERPRETER: dict[str, ModuleType] = {}
+
+
+def _without_triton() -> dict[str, ModuleType]:
+    """Triton's modules, which are forgotten; its library in C stays."""
+    names = [x for x in sys.modules if x.split(".")[0] == "triton" and "._C" not in x]
+    return {name: sys.modules.pop(name) for name in names}
 
 
 def _loaded(file: Path, dtype: str) -> LoadedPair:

@@ -412,7 +412,7 @@ def test_a_pass_that_cannot_be_captured_runs_eagerly(
 ) -> None:
     fresh = Twins(make_pair(tmp_path))
     near = fresh.fast.drafts["near"]
-    near._decoder.register_forward_pre_hook(
+    near.model.get_input_embeddings().register_forward_pre_hook(
         lambda *_: bool(torch.ones(1).sum() > 0) and None
     )  # waits for the device
     fresh.agree(parse_policy(chain("near", 3)), HOT)

@@ -32,11 +32,6 @@ TOLERANCE = {torch.float32: 4e-6, torch.float16: 4e-3}
 SLOTS = 320
 
 
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-
-
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(*shape, generator=generator).to(dtype)
@@ -209,7 +204,13 @@ def test_attention_compiles_for_gpus(dtype: str, dim: int, rows: int, capability
     block = blocks_for(rows, 8, dim * (4 if dtype == "fp32" else 2), 132)
     kinds = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
     kinds |= {"mask": "*u8", "length": "*i64", "partial": "*fp32", "weight": "*fp32"}
-    fixed = {"ROWS": block.rows, "KEYS": block.keys, "SIZE": dim, "DIM": dim, "SPLITS": block.splits}
+    fixed = {
+        "ROWS": block.rows,
+        "KEYS": block.keys,
+        "SIZE": dim,
+        "DIM": dim,
+        "SPLITS": block.splits,
+    }
     kinds["scale"] = "fp32"
     made = compiled(split, capability, kinds, fixed, num_warps=WARPS, num_stages=STAGES)
     # What a block may have on every GPU from compute capability 8.0 on.

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
-from spectune.runtime.attention import attend, folded
+from spectune.runtime.attention import attend, layer_mask
 from spectune.runtime.cache import CacheView, LayerShape, SlotCache
 from spectune.runtime.models import CausalModel, SlotModel
 
@@ -249,7 +249,7 @@ class EagleHead(SlotModel):
         assert hidden is not None
         shape = self.net.shape
         if mask is not None:
-            mask = folded(mask, shape.heads // shape.kv_heads, self.cache.states.dtype)
+            mask = layer_mask(mask, shape.heads // shape.kv_heads, self.cache.states.dtype)
 
         def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = view.update(key, value, layer)

@@ -1,0 +1,243 @@
+"""Fused passes of Llama-like models in float64 against the forward pass of transformers; what is
+not Llama-like runs the code of transformers."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import pytest
+import torch
+from pairs import tiny_model
+from torch import Tensor, nn
+from transformers import (
+    GemmaConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
+)
+from transformers.models.auto import AutoModelForCausalLM
+
+from spectune.runtime.models import FINAL, CausalModel
+
+VOCAB, LAYERS, TEXT = 300, 4, 23
+TREE = [(-1, 7), (-1, 19), (0, 3), (2, 90), (1, 7), (4, 250)]
+"""(parent, token) of nodes behind the text."""
+
+
+def tiny(config: type[PreTrainedConfig], **own: Any) -> Any:
+    """A random model in float64, whose norms and biases are not those that training begins with."""
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config(**sizes | own)).eval().double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.dim() == 2 else 0.3))
+    return model
+
+
+def text() -> Tensor:
+    return torch.arange(TEXT).square() % VOCAB
+
+
+@torch.no_grad()
+def theirs(model: Any, ids: list[int]) -> list[Tensor]:
+    """What each layer reads, and the last hidden states, by transformers."""
+    out = model.model(torch.tensor([ids]), use_cache=False, output_hidden_states=True)
+    return [states[0] for states in out.hidden_states]
+
+
+def tree_states(model: CausalModel) -> tuple[Tensor, Tensor]:
+    """Last hidden states of a text, read in two parts, and of a tree behind it, and their taps."""
+    ids = text()
+    model.reserve(64)
+    model.taps = (0, 2, model.num_layers, FINAL)
+    states, taps = [], []
+    for start, stop in ((0, 9), (9, TEXT)):
+        states.append(model.chain(ids[start:stop], start, logits=0)[1])
+        taps.append(model.tapped)
+    mask = torch.zeros(len(TREE), TEXT + len(TREE), dtype=torch.bool)
+    mask[:, :TEXT] = True
+    depths = []
+    for node, (parent, _) in enumerate(TREE):
+        if parent >= 0:
+            mask[node] = mask[parent]
+        mask[node, TEXT + node] = True
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    nodes, slots = torch.tensor([token for _, token in TREE]), torch.arange(len(TREE)) + TEXT
+    positions = torch.tensor(depths) + TEXT
+    states.append(model.run(nodes, positions, slots, mask, logits=0)[1])
+    taps.append(model.tapped)
+    return torch.cat(states), torch.cat(taps)
+
+
+def expected_states(model: Any) -> tuple[Tensor, Tensor]:
+    """The same by transformers, a text for every node of the tree."""
+    ids = text().tolist()
+    layers = [[x] for x in theirs(model, ids)]
+    paths: list[list[int]] = []
+    for parent, token in TREE:
+        paths.append([*(paths[parent] if parent >= 0 else []), token])
+        for rows, states in zip(layers, theirs(model, ids + paths[-1]), strict=True):
+            rows.append(states[-1:])
+    read = [torch.cat(rows) for rows in layers]
+    return read[-1], torch.cat([read[0], read[2], before_norm(model, ids, paths), read[-1]], -1)
+
+
+@torch.no_grad()
+def before_norm(model: Any, ids: list[int], paths: list[list[int]]) -> Tensor:
+    """What the last layer gives."""
+    rows: list[Tensor] = []
+    hook = model.model.norm.register_forward_pre_hook(lambda _, args: rows.append(args[0][0]))
+    for path in ([], *paths):
+        model.model(torch.tensor([ids + path]), use_cache=False)
+    hook.remove()
+    return torch.cat([rows[0], *(states[-1:] for states in rows[1:])])
+
+
+LIKE_LLAMA: list[tuple[type[PreTrainedConfig], dict[str, Any]]] = [
+    (LlamaConfig, {}),
+    (LlamaConfig, {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
+    (LlamaConfig, {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    (MistralConfig, {"head_dim": 20}),
+    (Qwen2Config, {}),
+    (Qwen3Config, {"head_dim": 32}),
+    (SeedOssConfig, {"head_dim": 12}),
+]
+UNLIKE: list[tuple[type[PreTrainedConfig], dict[str, Any]]] = [
+    (GraniteConfig, {"residual_multiplier": 0.9}),
+    (GraniteConfig, {"embedding_multiplier": 1.1}),
+    (GemmaConfig, {"head_dim": 12}),  # norms weigh by 1 + weight
+    (SmolLM3Config, {}),  # one layer in four turns nothing
+    (Olmo2Config, {}),  # norms after attention
+]
+
+
+@pytest.mark.parametrize(("config", "own"), LIKE_LLAMA)
+def test_fused_passes_give_what_transformers_gives(
+    config: type[PreTrainedConfig], own: dict[str, Any]
+) -> None:
+    """Of prompts in parts and of trees, and for heads that read inner states."""
+    model = tiny(config, **own)
+    expected = expected_states(copy.deepcopy(model))
+    loaded = CausalModel(model, "target")
+    assert loaded.fused is not None
+    for ours, exact in zip(tree_states(loaded), expected, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("config", "own"), UNLIKE)
+def test_models_that_differ_from_a_llama_run_their_own_code(
+    config: type[PreTrainedConfig], own: dict[str, Any]
+) -> None:
+    model = tiny(config, **own)
+    expected = expected_states(copy.deepcopy(model))
+    loaded = CausalModel(model, "target")
+    assert loaded.fused is None
+    for ours, exact in zip(tree_states(loaded), expected, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=0, atol=1e-12)
+
+
+def test_a_gpt2_is_left_as_it_is() -> None:
+    model = tiny_model("gpt2", VOCAB)
+    before = {name: x.data_ptr() for name, x in model.named_parameters()}
+    assert CausalModel(model, "target").fused is None
+    assert {name: x.data_ptr() for name, x in model.named_parameters()} == before
+
+
+def memory(model: Any) -> int:
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in model.parameters()}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def test_fused_weights_take_the_place_of_the_models() -> None:
+    """No memory beside the model's own, whose parameters and forward pass are as before; what is
+    written to a parameter, fused passes read."""
+    model = tiny(Qwen3Config)
+    other = copy.deepcopy(model)
+    size, names = memory(model), [name for name, _ in model.named_parameters()]
+    loaded = CausalModel(model, "target")
+    assert loaded.fused is not None
+    assert memory(model) == size
+    assert [name for name, _ in model.named_parameters()] == names
+    held = {x.untyped_storage().data_ptr() for x in model.parameters()}
+    for layer in loaded.fused.layers:
+        for weight, _ in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            assert weight.untyped_storage().data_ptr() in held
+    other.requires_grad_(False)
+    logits, expected = (x(text()[None], use_cache=False).logits for x in (model, other))
+    assert torch.equal(logits, expected)
+    for changed in (model, other):
+        for name in ("q", "k", "v"):
+            getattr(changed.model.layers[1].self_attn, f"{name}_proj").weight.mul_(1.5)
+        changed.model.layers[2].mlp.up_proj.weight.neg_()
+    exact = expected_states(other)[0]
+    torch.testing.assert_close(tree_states(loaded)[0], exact, rtol=0, atol=1e-12)
+
+
+class Packed(nn.Linear):
+    """As quantized matrices are: of a class of their own."""
+
+
+def test_weights_that_are_quantized_or_shared_are_left_alone() -> None:
+    for change in ("packed", "shared"):
+        model = tiny(LlamaConfig)
+        mlp = model.model.layers[1].mlp
+        if change == "packed":
+            mlp.up_proj.__class__ = Packed
+        else:
+            mlp.up_proj.weight = model.model.layers[2].mlp.up_proj.weight
+        expected = expected_states(copy.deepcopy(model))[0]
+        loaded = CausalModel(model, "target")
+        assert loaded.fused is None
+        torch.testing.assert_close(tree_states(loaded)[0], expected, rtol=0, atol=1e-12)
+
+
+def test_one_switch_leaves_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With equal results."""
+    fused = tree_states(CausalModel(tiny(Qwen3Config), "target"))
+    monkeypatch.setenv("SPECTUNE_KERNELS", "0")
+    plain = CausalModel(tiny(Qwen3Config), "target")
+    assert plain.fused is None
+    for ours, exact in zip(fused, tree_states(plain), strict=True):
+        torch.testing.assert_close(ours, exact, rtol=0, atol=1e-12)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="triton is published for Linux only")
+@pytest.mark.parametrize(
+    ("config", "own"), [(LlamaConfig, {}), (Qwen3Config, {"head_dim": 20, "hidden_act": "gelu"})]
+)
+def test_passes_of_kernels_are_those_of_torch(
+    config: type[PreTrainedConfig], own: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    """In Triton's interpreter, in float32; in float64 no kernel runs, and nothing changes."""
+    model = tiny(config, **own, num_hidden_layers=2)
+    rounded, exact = (
+        tree_states(CausalModel(copy.deepcopy(model).to(dtype), "target"))
+        for dtype in (torch.float32, torch.float64)
+    )
+    request.getfixturevalue("interpreted")
+    unchanged = tree_states(CausalModel(copy.deepcopy(model), "target"))
+    loaded = CausalModel(model.float(), "target")
+    assert loaded.fused is not None
+    ours = tree_states(loaded)
+    assert not torch.equal(ours[0], rounded[0])  # kernels round in an order of their own
+    for i in (0, 1):
+        assert torch.equal(unchanged[i], exact[i])
+        torch.testing.assert_close(ours[i].double(), exact[i], rtol=0, atol=2e-5)
