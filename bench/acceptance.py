@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests")]
 
 SUITES = ("kills", "borders")
 """Functions of :mod:`suites`; the others are ``check`` in the module of their name."""
-EXACT = ("lossless", "parity", "engines", *SUITES)
+EXACT = ("lossless", "rounding", "engines", *SUITES)
 """Checks that do not read the clock, the longest first."""
 TIMED = ("fidelity", "combination", "regret", "draft_choice", "sampled", "shortlists")
 CHECKS = (*EXACT, *TIMED)
@@ -96,11 +96,6 @@ def _run_apart(names: Sequence[str], state: Path, quick: bool) -> None:
         how = ["--quick"] if quick else []
         subprocess.run([sys.executable, __file__, *how, "--only", name], check=False)
 
-    if {"lossless", "parity"} & {*names}:
-        # They share a laboratory, which one of them alone shall make.
-        code = f"import lab, pathlib; list(lab.laboratories(pathlib.Path({str(state)!r}), {quick}))"
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        subprocess.run([sys.executable, "-c", code], check=False, env=env)
     with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
         list(pool.map(apart, [n for n in EXACT if n in names]))
     for name in TIMED:

@@ -42,9 +42,9 @@ LARGE = {
 }
 """The layers of Llama 3.1 8B, a draft of 0.1 billion weights, and an EAGLE-3 head."""
 TINY = {
-    "target": Shape(512, 12, 1024, 16, 8),
+    "target": Shape(320, 9, 768, 10, 5),
     "small": Shape(128, 5, 320, 8, 4),
-    "head": Shape(512, 1, 1024, 16, 8),
+    "head": Shape(320, 1, 768, 10, 5),
 }
 
 

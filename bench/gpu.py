@@ -1,313 +1,511 @@
-"""What only a GPU shows.
+"""What only a GPU shows, in parts that end within 100 s each.
 
-    python bench/gpu.py [--only texts passes shortlists tune] [--quick]
+    python bench/gpu.py [PART ...] [--seconds 90] [--out FILE.json]
+    python bench/gpu.py [PART ...] --device cpu --tiny
 
-``texts``: texts and replayed rounds of the demo pair, which in float64 must not depend on the
-policy, and how often bfloat16 parts them. ``passes``: milliseconds of a round, eager and by
-captured passes in turn. ``shortlists``: the Triton kernel beside a library's products. ``tune``: a
-whole tuning of a pair at the cost of large models (:mod:`ballast`).
+``ballast`` writes a pair at the cost of large models (:mod:`ballast`), which the other parts use.
+``passes``: the target's captured passes beside the time to read its weights, and a draft's step.
+``rounds``: policies executed, and decoding while a policy is published. ``generate``: transformers
+on the same models and prompts. ``texts``: how many differ from autoregression's, in float64 and in
+bfloat16, as many as ``--seconds`` allow. ``tune``: a whole tuning; stopped after ``--seconds``, it
+goes on where it was when it is called again. ``attention`` and ``kernels``: ours beside torch's.
 
-``--quick`` is a tiny size that proves that it runs, also without a GPU. Figures go to
-``bench/results/gpu.json``.
+A part's figures are written as soon as it ends, to ``bench/results/gpu-DEVICE.json`` or ``--out``,
+and printed as a table. ``--tiny`` proves that a part runs, and stores nothing without ``--out``.
+What a bare machine lacks beside torch, transformers, numba and scikit-learn is in
+``bench/gpu_wheels.txt``.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import re
+import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from functools import partial
-from multiprocessing import get_context
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import lab
-import numpy as np
 import torch
+import torch.nn.functional as F
 from ballast import LARGE, TINY, build
-from lab import GREEDY, ROOT, SAMPLED, fixed, laboratory, requests, run_parts, say, top_k
-from lossless import texts_differ
-from parity import claimed, compared
-from transformers import LlamaConfig, LlamaForCausalLM
+from lab import GREEDY, ROOT, environment, fixed, parser_of, requests, say, top_k
+from report import rows_table
+from rounding import plain_policies, texts_that_differ
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from spectune.optimizer.execute import DecodeOptions, encode
-from spectune.runtime.cuda.graphs import CudaRecorder, prepare_graphs, use_graphs
-from spectune.runtime.decoder import Decoder, prepare_for
-from spectune.runtime.hardware import hardware, sees_cuda
-from spectune.runtime.loading import LoadedPair
-from spectune.runtime.loop import DecodeRequest, StaticSource
-from spectune.runtime.models import CausalModel, Outputs
-from spectune.runtime.pair import PairSpec
-from spectune.runtime.policies.artifacts import Fitted
+from spectune.optimizer.execute import DecodeOptions, Encoded, encode
+from spectune.runtime.decoder import Decoded, Decoder, prepare_for
+from spectune.runtime.hardware import hardware
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.loop import PolicySource, StaticSource
+from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import parse_policy
-from spectune.runtime.shortlists import OutputHead
-from spectune.traces.schema import Sampling
+from spectune.runtime.reload import Published, WatchedSource
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
-CONTEXT, NEW_TOKENS, REQUESTS = 512, 64, 3
-VOCAB = 128256
-BINS = Fitted("bins", {"thresholds": [60, 120, 180, 240, 300], "depth": 5, "draft": "draft"}, {})
-TREE = top_k("draft", 8, 5, 60)
-STRATIFIED = {"artifact": "bins", "alpha": 3, "fractions": [0.3, 0.6, 1.0]}
-POLICIES: dict[str, dict[str, Any]] = {
-    "autoregressive": {"draft": "none"},
-    "chain, gamma 4": {"draft": "draft", "window": fixed(4)},
-    "EAGLE-2, N 60": TREE,
-    "HeteroSpec, N 60": {**TREE, "stratify": STRATIFIED},
+Figures = dict[str, Any]
+POLICIES: dict[str, Figures] = {
+    "autoregression": {},
+    "draft, gamma 4": {"draft": "small", "window": fixed(4)},
+    "head, gamma 4": {"draft": "head", "window": fixed(4)},
+    "prompt lookup, 8": {"draft": "ngram", "window": fixed(8)},
+    "head, tree 8 wide, 4 levels, N 60": top_k("head", 8, 4, 60),
+    "draft, the same tree": top_k("small", 8, 4, 60),
 }
 
 
-# ------------------------------------------------------------------------------------------ texts
+@dataclass(frozen=True)
+class Bench:
+    """Where parts run: the device, how large, how long, and the folder of the ballasted pair."""
+
+    device: str
+    tiny: bool
+    seconds: float
+    folder: Path
+
+    @property
+    def file(self) -> Path:
+        """The ballasted pair's file, which is written unless it is there."""
+        file = self.folder / "pair.json"
+        if not file.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            dtype = torch.float32 if self.device == "cpu" else torch.bfloat16
+            build(self.folder, TINY if self.tiny else LARGE, self.device, dtype)
+            if self.device == "cuda":
+                torch.cuda.empty_cache()
+        return file
+
+    @cached_property
+    def pair(self) -> LoadedPair:
+        return load_pair(read_pair(str(self.file)), device=self.device)
+
+    @cached_property
+    def encoded(self) -> Encoded:
+        """The requests that policies and transformers decode, greedily."""
+        count, tokens = (1, 4) if self.tiny else (6, 48)
+        return encode(self.pair, requests(count, skip=60), DecodeOptions(GREEDY, tokens))
+
+    def milliseconds(self, call: Callable[..., object], *args: Any) -> float:
+        """Of a call with ``args``, launches included: the median of five means."""
+        means, repeats = [], 1 if self.tiny else 20
+        for n in range(2 if self.tiny else 6):
+            self.wait()
+            began = time.perf_counter()
+            for _ in range(repeats):
+                call(*args)
+            self.wait()
+            if n:  # the first warms up
+                means.append(1e3 * (time.perf_counter() - began) / repeats)
+        return statistics.median(means)
+
+    def microseconds(self, call: Callable[..., object], *args: Any) -> float:
+        """Of a call with ``args`` on the device alone: the median of many."""
+        if self.device == "cpu":
+            return 1e3 * self.milliseconds(call, *args)
+        from triton.testing import do_bench
+
+        return 1e3 * float(do_bench(lambda: call(*args), rep=50, return_mode="median"))
+
+    def wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def random(self, *shape: int) -> torch.Tensor:
+        dtype = torch.float32 if self.device == "cpu" else torch.bfloat16
+        return torch.randn(shape, device=self.device, dtype=dtype)
 
 
-def texts(quick: bool = False) -> dict[str, Any]:
-    """Rounds that differ from replay, and texts from autoregression's: in float64 none may.
-    ``largest_gap``: how far apart the two tokens were, in nats, where a text parts first."""
-    dtypes = ("float64",) if DEVICE.type == "cpu" else ("float64", "bfloat16")
-    cases = [(dtype, turn) for dtype in dtypes for turn in range(2)]
-    with ProcessPoolExecutor(min(len(cases), os.cpu_count() or 1), get_context("spawn")) as pool:
-        made = list(pool.map(partial(_texts, quick), *zip(*cases, strict=True)))
-    return {
-        "found_without_torch": sees_cuda() == torch.cuda.is_available(),
-        "runs": made,
-        "holds": not any(m["texts_differ"] + m["rounds_differ"] for m in made[:2]),
-    }
+# ---------------------------------------------- what reaches inside the runtime: all of it is here
 
 
-def _texts(quick: bool, dtype: str, turn: int) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    lab.ON.update(device=DEVICE.type)
-    sampling, each = (GREEDY, SAMPLED)[turn], 1 if quick else 2
-    with tempfile.TemporaryDirectory() as folder:
-        one = laboratory(Path(folder), "demo", sampling, True, dtype)
-        options = DecodeOptions(sampling, 8 if quick else 24)
-        asked = encode(one.pair, requests(2 if quick else 6, skip=60), options)
-        rows, trace = texts_differ(one, asked, turn, each), one.trace()
-        rounds = [compared(one, trace, p, 6, exact=True) for p in claimed(one, turn, each)]
-    graphs = [m.graphs for m in (one.pair.target, *one.pair.models.values()) if m.graphs]
-    return {
-        "dtype": dtype,
-        "temperature": sampling.temperature,
-        "policies": len(rows),
-        "texts": sum(r["prompts"] for r in rows),
-        "texts_differ": sum(r["differ"] for r in rows),
-        "largest_gap": max(r["gap"] for r in rows),
-        "rounds": sum(r["rounds"] for r in rounds),
-        "rounds_differ": sum(r["mismatches"] for r in rounds),
-        "passes_replayed": sum(sum(g.replayed.values()) for g in graphs),
-        "passes_eager": sum(sum(g.eager.values()) for g in graphs),
-        "problems": [g.problem for g in graphs if g.problem],
-    }
+def captured_pass(
+    bench: Bench, model: Any, tokens: int, cached: int, capacity: int
+) -> Callable[[], object]:
+    """A pass of ``tokens`` that follow ``cached`` ones in a cache of at least ``capacity`` slots,
+    with logits of all: captured where the device lets it."""
+    model.reserve(capacity)
+    if model.graphs is not None:
+        from spectune.runtime.cuda.graphs import Kind
+
+        model.graphs.hold(cached + tokens, capacity)
+        model.graphs.capture(tokens, Kind(), 0)
+    ids = torch.arange(cached + tokens, device=bench.device) % model.vocab_size
+    model.read(ids[:cached], 0)
+    return lambda: model.chain(ids[cached:], cached, logits=tokens)
 
 
-# ----------------------------------------------------------------------------------------- passes
+def random_target(bench: Bench) -> Any:
+    """A random Llama 3.1 8B, whose passes can be captured."""
+    from spectune.runtime.cuda.graphs import CudaRecorder, use_graphs
+    from spectune.runtime.models import CausalModel
 
-
-class Repeating:
-    """In a recorder's place where there is no CUDA: a replay runs the pass again."""
-
-    def capture(self, compute: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-        outputs = compute()
-
-        def replay() -> None:
-            for old, new in zip(outputs, compute(), strict=True):
-                old.copy_(new)
-
-        return replay, outputs
-
-
-@contextmanager
-def replaying(models: Sequence[CausalModel], replayed: bool) -> Iterator[None]:
-    """Takes the graphs away meanwhile, unless ``replayed``."""
-    kept = [model.graphs for model in models]
-    for model in models if not replayed else ():
-        model.graphs = None
-    yield
-    for model, graphs in zip(models, kept, strict=True):
-        model.graphs = graphs
-
-
-def random_model(name: str, hidden: int, layers: int, vocab: int) -> CausalModel:
-    """Of Llama's architecture, whose passes can be captured."""
-    torch.manual_seed(layers)
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 32,
-        num_key_value_heads=hidden // 64,
-        max_position_embeddings=CONTEXT + 1024,
+    hidden, middle, vocab, layers, heads, groups = (
+        (64, 128, 640, 2, 4, 2) if bench.tiny else (4096, 14336, 128256, 32, 32, 8)
     )
-    with DEVICE:
-        model = LlamaForCausalLM(config).to(DTYPE)
-    with torch.no_grad():  # so that distributions are neither flat nor certain
-        model.get_output_embeddings().weight.mul_(8.0)
-    made = CausalModel(model, name)
-    use_graphs([made], CudaRecorder() if DEVICE.type == "cuda" else Repeating())
-    return made
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=middle,
+        vocab_size=vocab,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        max_position_embeddings=1 << 17,
+        dtype=bench.random(0).dtype,
+    )
+    torch.manual_seed(0)
+    with torch.device(bench.device):
+        model = CausalModel(LlamaForCausalLM(config).to(config.dtype), "random")
+    if bench.device == "cuda":
+        use_graphs([model], CudaRecorder())
+    return model
 
 
-@torch.no_grad()
-def passes(quick: bool = False) -> list[dict[str, Any]]:
-    """A row for each policy and temperature, by a target of a billion random parameters or so and
-    a draft of a few layers; ``largest_gap``: how far apart the target's two best were, in nats,
-    where a text parts first; ``problem``: why a pass could not be captured."""
-    hidden, layers, few, vocab = (64, 2, 1, 320) if quick else (2048, 16, 2, VOCAB)
-    target = random_model("target", hidden, layers, vocab)
-    drafts = {"draft": random_model("draft", hidden, few, vocab)}
-    spec = PairSpec("gpu", "random", (("draft", "random"),))
-    pair = LoadedPair(spec, target, drafts, None, frozenset())
-    pair.reserve(CONTEXT + NEW_TOKENS + 1)
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """The runtime's attention of ``query`` [1, heads, n, dim] over ``key``, ``value`` [1, groups,
+    slots, dim] under ``mask`` bool [1, 1, n, slots]."""
+    from spectune.runtime.attention import slot_attention
+
+    return slot_attention(torch.nn.Identity(), query, key, value, mask)[0]
+
+
+def gathered_head(bench: Bench) -> Iterator[Figures]:
+    """Logits of some tokens of the vocabulary, beside those of all."""
+    from spectune.runtime.shortlists import OutputHead
+
+    hidden, vocab = (64, 640) if bench.tiny else (4096, 128256)
+    layer = torch.nn.Linear(hidden, vocab, False, bench.device, bench.random(0).dtype)
+    head = OutputHead(layer)
+
+    def in_torch(states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return F.linear(states, head.weight[ids])
+
+    for count in (64,) if bench.tiny else (1024, 4096, 32768):
+        ids = torch.randperm(vocab, device=bench.device)[:count].sort().values
+        for n in (1,) if bench.tiny else (1, 8, 60):
+            states = bench.random(n, hidden)
+            exact = states.double() @ head.weight[ids].double().T
+            yield {
+                "kernel": f"gathered head, {count} of {vocab} tokens, {n} states",
+                "ours us": bench.microseconds(head.logits, states, ids),
+                "torch us": bench.microseconds(in_torch, states, ids),
+                "error": float((head.logits(states, ids) - exact).norm() / exact.norm()),
+            }
+
+
+def noise(bench: Bench) -> Iterator[Figures]:
+    """Gumbel noise of a whole vocabulary, beside torch's exponential draws."""
+    from spectune.runtime.sampling import Noise
+
+    vocab, device = 640 if bench.tiny else 128256, torch.device(bench.device)
+    drawn, places = torch.empty(vocab, device=device), iter(range(1 << 40))
+    made = Noise(1, vocab, device)
+    yield {
+        "kernel": f"noise of {vocab} tokens",
+        "ours us": bench.microseconds(lambda: made.row(next(places))),
+        "torch us": bench.microseconds(drawn.exponential_),
+        "error": 0.0,
+    }
+
+
+KERNELS = (gathered_head, noise)
+
+
+# ------------------------------------------------------------------------------------------- parts
+
+
+def ballast(bench: Bench) -> Figures:
+    """The pair on disk, and in memory."""
+    began = time.perf_counter()
+    bench.file  # noqa: B018  (writes it)
+    built_s = time.perf_counter() - began
+    bench.pair  # noqa: B018  (loads it)
+    loaded_s = time.perf_counter() - began - built_s
+    return {"rows": [{"built s": built_s, "loaded s": loaded_s}]}
+
+
+def passes(bench: Bench) -> Figures:
+    """Milliseconds of a captured pass of a random Llama 3.1 8B with 512 tokens in the cache, and
+    the part of it that copying as many bytes as its weights have takes; a step of the 0.1B draft
+    and a level of the head's tree, by what a longer window adds to a round."""
+    size = 1 << (20 if bench.tiny else 30)
+    buffer = torch.zeros(2, size, dtype=torch.uint8, device=bench.device)
+    gb_per_s = 2 * size / bench.milliseconds(buffer[0].copy_, buffer[1]) / 1e6
+    del buffer
+    model = random_target(bench)
+    embedding = model.model.get_input_embeddings().weight
+    read = sum(p.nbytes for p in model.model.parameters()) - embedding.nbytes
+    limit_ms, cached = read / gb_per_s / 1e6, 64 if bench.tiny else 512
+    rows = []
+    for n in (1, 8) if bench.tiny else (1, 8, 32, 64):
+        ms = bench.milliseconds(captured_pass(bench, model, n, cached, 2 * cached))
+        rows.append({"what": f"pass, tokens: {n}", "ms": ms, "of the limit": limit_ms / ms})
+    del model
+    for what, policy in (
+        ("draft's step", lambda g: {"draft": "small", "window": fixed(g)}),
+        ("level of the head's tree", lambda g: top_k("head", 8, g, 60)),
+    ):
+        few, many = (1, 2) if bench.tiny else (2, 6)
+        short, long = (executed(bench, policy(g))["draft ms"] for g in (few, many))
+        rows.append({"what": what, "ms": (long - short) / (many - few), "of the limit": None})
+    return {"copy_gb_per_s": gb_per_s, "read_gb": read / 1e9, "limit_ms": limit_ms, "rows": rows}
+
+
+def rounds(bench: Bench) -> Figures:
+    """Rounds of the ballasted pair's policies in the median, what of them is neither draft nor
+    verification, and tokens a second, prompts included; and decoding while a tree is published."""
     rows = []
     for name, document in POLICIES.items():
-        began = time.perf_counter()
-        prepared = prepare_for(pair, parse_policy(document), artifacts=lambda _: BINS)
-        for greedy in (True, False):
-            prepare_graphs(pair, prepared, greedy=greedy)
-        row = {"policy": name, "capture_s": time.perf_counter() - began}
-        decoder = Decoder(pair, StaticSource(prepared))
-        for sampling in (GREEDY, Sampling(1.0, seed=1)):
-            rows.append(row | _rounds(decoder, sampling, vocab))
-            say(rows[-1])
-    return rows
+        rows.append({"policy": name, **executed(bench, document)})
+        say(rows[-1])
+    return {"rows": rows, "publication": published(bench)}
 
 
-def _rounds(decoder: Decoder, sampling: Sampling, vocab: int) -> dict[str, Any]:
-    pair, taken = decoder.pair, dict[bool, list[float]]({False: [], True: []})
-    gaps: list[float] = []
-    for n in range(REQUESTS + 1):
-        prompt = np.random.default_rng(n).integers(vocab, size=CONTEXT).tolist()
-        request = DecodeRequest(str(n), prompt, sampling, n + 1, NEW_TOKENS)
-        made = {}
-        for replayed in (False, True):
-            with replaying([pair.target, pair.drafts["draft"]], replayed):
-                made[replayed] = decoder.decode(request)
-            if n:  # the first request warms up
-                taken[replayed] += [step.round_s for step in made[replayed].steps]
-        ids = (made[r].trajectory.output_ids.tolist() for r in (False, True))
-        gaps += [gap] if (gap := lab.gap_of(pair, request, *ids)) is not None else []
-    eager, graph = (1e3 * statistics.median(taken[replayed]) for replayed in (False, True))
-    row = {"temperature": sampling.temperature, "eager_ms": eager, "graph_ms": graph}
-    row |= {"speedup": eager / graph, "texts": REQUESTS + 1, "differ": len(gaps)}
-    problem = pair.target.graphs.problem if pair.target.graphs else ""
-    return {**row, "largest_gap": max(gaps, default=0.0), "problem": problem}
+def executed(bench: Bench, document: Figures) -> Figures:
+    """A policy's rounds on all requests."""
+    source = StaticSource(prepare_for(bench.pair, parse_policy(document)))
+    decoded = decode(bench, source)
+    steps = [step for d in decoded for step in d.steps]
 
+    def median_ms(of: Callable[[Any], float]) -> float:
+        return 1e3 * statistics.median(map(of, steps))
 
-# ------------------------------------------------------------------------------------- shortlists
-
-
-def milliseconds(run: Callable[[], object]) -> float:
-    """The median of many launches."""
-    if DEVICE.type == "cpu":
-        began = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - began)
-    from triton.testing import do_bench
-
-    return float(do_bench(run, warmup=10, rep=50, return_mode="median"))
-
-
-@torch.no_grad()
-def shortlists(quick: bool = False) -> list[dict[str, Any]]:
-    """Milliseconds of a gathered head's products; ``away``: the kernel's distance from float64's as
-    a part of its length."""
-    rows = []
-    for hidden in (64,) if quick else (2048, 4096):
-        vocab = 640 if quick else VOCAB
-        layer = torch.nn.Linear(hidden, vocab, bias=False, device=DEVICE, dtype=DTYPE)
-        for count in (64, 128) if quick else (1024, 4096, 16384, 32768, 60000):
-            for n in (1, 8) if quick else (1, 8, 60):
-                rows.append(_products(OutputHead(layer), count, n))
-                say(rows[-1])
-    return rows
-
-
-def _products(head: OutputHead, count: int, n: int) -> dict[str, Any]:
-    """Of ``n`` hidden states with ``count`` tokens, spread over the vocabulary."""
-    weight, linear = head.weight, torch.nn.functional.linear
-    vocab, hidden = weight.shape
-    ids = torch.randperm(vocab, device=DEVICE)[:count].sort().values
-    states = torch.randn(n, hidden, device=DEVICE, dtype=DTYPE)
-    exact = states.double() @ weight[ids].double().T
     return {
-        "hidden": hidden,
-        "tokens": count,
-        "states": n,
-        "kernel": head.fused,
-        "away": float((head.logits(states, ids) - exact).norm() / exact.norm()),
-        "over_ms": milliseconds(lambda: head.logits(states, ids)),
-        "gather_ms": milliseconds(lambda: linear(states, weight.index_select(0, ids))),
-        "full_ms": milliseconds(lambda: linear(states, weight)),
+        "draft ms": median_ms(lambda s: s.draft_s),
+        "verify ms": median_ms(lambda s: s.verify_s),
+        "rest ms": median_ms(lambda s: s.round_s - s.draft_s - s.verify_s),
+        "round ms": median_ms(lambda s: s.round_s),
+        "tau": sum(s.emitted for s in steps) / len(steps),
+        "tokens/s": sum(s.emitted for s in steps) / sum(d.seconds for d in decoded),
     }
 
 
-# ------------------------------------------------------------------------------------------- tune
+def decode(bench: Bench, source: PolicySource) -> list[Decoded]:
+    """The requests under a policy, the first of them once before, to warm up."""
+    decoder = Decoder(bench.pair, source)
+    first, *_ = items = [request for _, request in bench.encoded.items]
+    decoder.decode(first)
+    return [decoder.decode(request) for request in items]
+
+
+def published(bench: Bench) -> Figures:
+    """What a publication costs a decoder: rounds of autoregression that were decoded while a tree
+    was prepared aside, and how many rounds' time was lost among them."""
+    pair, seconds = bench.pair, list[float]()
+    plain, tree = (prepare_for(pair, parse_policy({})), parse_policy(top_k("head", 8, 6, 120)))
+    decode(bench, StaticSource(plain))  # warms up
+
+    def prepare(policy: Any, version: int) -> Any:
+        return prepare_for(pair, policy, version=version)
+
+    def fetch() -> Published | None:
+        return Published(1, tree) if len(seconds) > 3 else None
+
+    source = WatchedSource(plain, fetch, prepare, lambda *_: None, interval_s=0.05)
+    decoder = Decoder(pair, source)
+    with source:
+        while source.current() is plain:
+            for _, request in bench.encoded.items:
+                seconds += (
+                    item.step.round_s
+                    for item in decoder.rounds(request)
+                    if item.step.policy == plain.policy_id
+                )
+    median, worst = statistics.median(seconds), max(seconds)
+    lost = sum(s / median - 1 for s in seconds if s > 1.5 * median)
+    row = {"rounds": len(seconds), "median ms": 1e3 * median, "slowest ms": 1e3 * worst}
+    return {**row, "rounds lost": lost}
+
+
+def generate(bench: Bench) -> Figures:
+    """Tokens a second of transformers on the ballasted target and draft and the same prompts, and
+    the texts that differ from our autoregression's (in bfloat16 some may)."""
+    pair, spec = bench.pair, bench.pair.spec
+    ours = decode(bench, StaticSource(prepare_for(pair, parse_policy({}))))
+    texts = [d.trajectory.output_ids.tolist() for d in ours]
+    speed = sum(map(len, texts)) / sum(d.seconds for d in ours)
+    rows = [{"what": "autoregression, ours", "tokens/s": speed, "first s": None, "differ": 0}]
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=pair.target.dtype).to(bench.device)
+        for path in (spec.target, dict(spec.drafts)["small"])
+    )
+    for what, count, how in (
+        ("transformers, eager", 2, {}),
+        ("transformers, assisted by the draft", 2, {"assistant_model": draft}),
+        ("transformers, static cache, compiled", 6, {"cache_implementation": "static"}),
+    ):
+        differ = tokens = 0
+        seconds = []
+        items = bench.encoded.items[:count]
+        for _, request in (items[0], *items):
+            ids = torch.tensor([request.prompt_ids], device=bench.device)
+            bench.wait()
+            began = time.perf_counter()
+            out = target.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=request.max_new_tokens,
+                pad_token_id=0,
+                **how,
+            )[0, ids.shape[1] :].tolist()
+            seconds.append(time.perf_counter() - began)
+            if len(seconds) > 1:  # the first compiles
+                tokens, differ = tokens + len(out), differ + (out != texts[len(seconds) - 2])
+        row = {"what": what, "tokens/s": tokens / sum(seconds[1:]), "first s": seconds[0]}
+        rows.append({**row, "differ": differ})
+        say(rows[-1])
+    return {"rows": rows, "ours_over_compiled": speed / float(rows[-1]["tokens/s"])}
+
+
+def texts(bench: Bench) -> Figures:
+    """Texts of the demo pair in float64, of which none may differ, and of the ballasted pair in
+    bfloat16, as many as there was time for: two requests under chains and trees of every draft in
+    turn, at three temperatures."""
+    rows = []
+    exact = load_pair(read_pair("demo"), device=bench.device, dtype="float64")
+    for pair, dtype in ((exact, "float64"), (bench.pair, str(bench.pair.target.dtype)[6:])):
+        workload = requests(1 if bench.tiny else 2, skip=60)
+        policies = plain_policies(pair, 1 if bench.tiny else 8)
+        policies = policies[:1] if bench.tiny else policies[::3] + policies[1::3] + policies[2::3]
+        how = {"seconds": 0.4 * bench.seconds}
+        found = list(texts_that_differ(pair, policies, workload, 4 if bench.tiny else 24, **how))
+        row = {"dtype": dtype, "policies": len({row["policy"] for row in found})}
+        rows.append(row | {k: sum(r[k] for r in found) for k in ("texts", "differ", "again")})
+        say(rows[-1])
+    return {"rows": rows, "holds": rows[0]["differ"] == 0}
 
 
 KEPT = (
-    "winner",
-    "ratio_to_incumbent",
-    "confirmed",
-    "confirm_requests",
-    "search_requests",
-    "test_requests",
-    "trials",
-    "texts",
-    "prediction",
-    "reason",
-    "seconds",
+    *("winner", "ratio_to_incumbent", "confirmed", "confirm_requests", "search_requests"),
+    *("test_requests", "trials", "texts", "prediction", "reason", "seconds"),
 )
-"""Of a tuning's results."""
+CANDIDATE = (
+    *("role", "label", "predicted_tokens_per_s", "predicted_after_factor_tokens_per_s"),
+    *("measured_tokens_per_s", "measured_interval", "mean_accepted_length"),
+    *("ratio_to_autoregressive", "ratio_to_autoregressive_interval", "executed_requests"),
+)
+"""Of a tuning's results, and of its candidates."""
 
 
-def tune(quick: bool = False) -> dict[str, Any]:
+def tune(bench: Bench) -> Figures:
     """A whole tuning as a user types it, and how far its predictions were off."""
-    folder = Path(os.environ.get("SPECTUNE_BALLAST") or tempfile.mkdtemp(prefix="ballast-"))
-    file, began = folder / "pair.json", time.perf_counter()
-    if not file.exists():
-        build(folder, TINY if quick else LARGE, DEVICE.type, DTYPE)
-    say(f"built in {time.perf_counter() - began:.0f} s")
-    torch.cuda.empty_cache()
     size = "--limit 36 --max-new-tokens 48 --budget 60s --trials 200"
-    if quick:
+    if bench.tiny:
         size = "--limit 18 --max-new-tokens 12 --budget 4s --trials 50"
-    asked = f"tune --pair {file} --device {DEVICE.type} {size}"
-    where = [str(ROOT / "cli.py"), "--db", str(folder / "gpu.db")]
-    more = ["--json", "--fresh", "--report", "none"]
-    began = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, *where, *asked.split(), *more],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    wall_s, tuned = time.perf_counter() - began, json.loads(done.stdout)
-    unique = {c["id"]: c for c in tuned["candidates"]}
-    kept = ("role", "label", "predicted_tokens_per_s", "predicted_after_factor_tokens_per_s",
-            "measured_tokens_per_s", "measured_interval", "mean_accepted_length",
-            "ratio_to_autoregressive", "ratio_to_autoregressive_interval",
-            "executed_requests")  # fmt: skip
-    candidates = [{key: c[key] for key in kept} for c in unique.values()]
+    asked = f"tune --pair {bench.file} --device {bench.device} {size}"
+    database, began = bench.folder / "tune.db", time.perf_counter()
+    command = [sys.executable, str(ROOT / "cli.py"), "--db", str(database), *asked.split()]
+    child = subprocess.Popen([*command, "--json", "--report", "none"], stdout=subprocess.PIPE)
+    try:
+        out, _ = child.communicate(timeout=bench.seconds)
+    except subprocess.TimeoutExpired:
+        child.send_signal(signal.SIGINT)
+        child.communicate()
+        return {"rows": [{"wall s": time.perf_counter() - began, "ended": "call again to go on"}]}
+    wall_s, tuned = time.perf_counter() - began, json.loads(out)
+    for file in database.parent.glob(f"{database.name}*"):
+        file.unlink()
     return {
-        "on": hardware(DEVICE.type),
-        "models": "tiny models" if quick else "8B, with a draft of 0.1B and an EAGLE-3 head",
-        "command": asked.replace(str(file), "ballast/pair.json"),
+        "models": "tiny models" if bench.tiny else "8B, with a draft of 0.1B and an EAGLE-3 head",
+        "command": asked.replace(str(bench.file), "ballast/pair.json"),
         "wall_s": wall_s,
-        "tuned": {**{key: tuned[key] for key in KEPT}, "candidates": candidates},
+        **tuned_figures(tuned),
     }
 
 
-PARTS = {"texts": texts, "passes": passes, "shortlists": shortlists, "tune": tune}
+def tuned_figures(tuned: Figures) -> Figures:
+    """What is kept of a tuning's JSON, and its candidates as rows."""
+    unique = {c["id"]: c for c in tuned["candidates"]}
+    candidates = [{key: c[key] for key in CANDIDATE} for c in unique.values()]
+    shown = ("role", "label", *CANDIDATE[2:5], "mean_accepted_length", "ratio_to_autoregressive")
+    return {
+        "tuned": {**{key: tuned[key] for key in KEPT}, "candidates": candidates},
+        "rows": [{key: c[key] for key in shown} for c in candidates],
+    }
+
+
+def attention(bench: Bench) -> Figures:
+    """Microseconds of attention with a mask, 32 heads of 128 over 8 key-value heads, ours beside
+    torch's kernels; and a pass with 512 cached tokens in a cache of 32k slots beside 1k."""
+    heads, groups, dim = (4, 2, 16) if bench.tiny else (32, 8, 128)
+    backends = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
+    if bench.device == "cpu":
+        backends = {"math": SDPBackend.MATH}
+    rows, sdpa = [], F.scaled_dot_product_attention
+    for slots in (64,) if bench.tiny else (512, 1024, 4096):
+        key, value = (bench.random(1, groups, slots, dim) for _ in "kv")
+        for n in (1,) if bench.tiny else (1, 8, 61):
+            query = bench.random(1, heads, n, dim)
+            mask = torch.ones(1, 1, n, slots, dtype=torch.bool, device=bench.device).tril(slots - n)
+            q, folded = query.reshape(1, groups, -1, dim), mask.repeat(1, 1, heads // groups, 1)
+            row: Figures = {"cached tokens": slots, "queries": n}
+            row["ours us"] = bench.microseconds(attend, query, key, value, mask)
+            for name, backend in backends.items():
+                with sdpa_kernel(backend):
+                    row[f"{name} us"] = bench.microseconds(sdpa, q, key, value, folded)
+            rows.append(row)
+    cached, large = (16, 512) if bench.tiny else (512, 32768)
+    model = random_target(bench)
+    small_ms, large_ms = (
+        bench.milliseconds(captured_pass(bench, model, 1, cached, capacity))
+        for capacity in (2 * cached, large)
+    )
+    sizes = {f"pass in {2 * cached} slots ms": small_ms, f"pass in {large} slots ms": large_ms}
+    return {"rows": rows, "cache": {**sizes, "ratio": large_ms / small_ms}}
+
+
+@torch.no_grad()
+def kernels(bench: Bench) -> Figures:
+    """Microseconds of kernels of ours beside torch's way to do it, and how far they are from
+    float64's as a part of the result's length."""
+    return {"rows": [row for kernel in KERNELS for row in kernel(bench)]}
+
+
+PARTS = (ballast, passes, rounds, generate, texts, tune, attention, kernels)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parts = {part.__name__: part for part in PARTS}
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)} (default: all)")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--tiny", action="store_true")
+    add("--seconds", type=float, default=90.0, help="that texts and tune may take")
+    add("--folder", type=Path, help="of the ballasted pair", metavar="FOLDER")
+    add("--out", type=Path, metavar="FILE.json")
+    asked = parser.parse_args(arguments)
+    if unknown := set(asked.parts) - parts.keys():
+        parser.error(f"no part {min(unknown)}; there are {', '.join(parts)}")
+    if asked.device == "cuda" and not torch.cuda.is_available():
+        parser.error("this torch sees no CUDA device; --device cpu --tiny proves that parts run")
+    torch.set_num_threads(1)
+    name = f"ballast-{asked.device}{'-tiny' if asked.tiny else ''}"
+    folder = asked.folder or ROOT / ".acceptance" / name
+    bench, on = Bench(asked.device, asked.tiny, asked.seconds, folder), hardware(asked.device)
+    file = asked.out
+    if file is None and not asked.tiny:
+        slug = re.sub("[^a-z0-9]+", "-", on.lower()).strip("-")
+        file = ROOT / "bench" / "results" / f"gpu-{slug}.json"
+    for part in asked.parts or parts:
+        began = time.perf_counter()
+        figures = {"on": on, "measured": time.strftime("%Y-%m-%d"), "environment": environment()}
+        figures["about"] = " ".join((parts[part].__doc__ or "").split())
+        figures |= parts[part](bench)
+        figures["seconds"] = time.perf_counter() - began
+        print(f"\n{part}: {figures['seconds']:.0f} s\n", *rows_table(figures), sep="\n", flush=True)
+        if file is not None:
+            known = json.loads(file.read_text()) if file.exists() else {}
+            file.write_text(json.dumps({**known, part: figures}, indent=1) + "\n")
+
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    run_parts(__doc__, "gpu", PARTS, lambda: {"device": hardware(DEVICE.type)}, quick=False)
+    main()

@@ -9,7 +9,7 @@ import os
 import pickle
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from operator import attrgetter
@@ -41,12 +41,11 @@ from spectune.optimizer.spaces import ShortlistLimit, TreeLimit, with_shortlist
 from spectune.optimizer.timings import Timings
 from spectune.runtime.decoder import Decoded, prepare_for
 from spectune.runtime.loading import LoadedPair, load_pair
-from spectune.runtime.loop import DecodeRequest, StaticSource
+from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.sampling import Noise, scaled
 from spectune.traces.latency import LatencyProfile
 from spectune.traces.recording import RecordingInfo
 from spectune.traces.schema import Sampling, Step, Workload
@@ -56,6 +55,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 CATEGORIES = ("code", "prose", "math")
 GREEDY, SAMPLED = Sampling(), Sampling(1.0, seed=5)
+SAMPLINGS = (GREEDY, Sampling(0.7, top_p=0.95, seed=1), SAMPLED)
 WIDTH, DEPTH, GAMMA = 8, 8, 12
 """Of what is recorded: children and levels of trees, tokens of chains."""
 STATIC = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 0, 0, 0]]
@@ -390,13 +390,6 @@ def _cover(lab: Lab) -> None:
         look_around(lab.store, lab.pair, lab.recording, look)
 
 
-def laboratories(state: Path, quick: bool) -> Iterator[Lab]:
-    """Both pairs in float64, greedy and at temperature 1."""
-    for name in ("demo", "gpt2"):
-        for sampling in (GREEDY, SAMPLED):
-            yield laboratory(state, name, sampling, quick, "float64")
-
-
 # ------------------------------------------------------------------------------- rounds and seconds
 
 
@@ -432,23 +425,6 @@ def agreement(
 def tau_of(decoded: Sequence[Decoded]) -> float:
     """Tokens a round."""
     return sum(s.emitted for d in decoded for s in d.steps) / sum(len(d.steps) for d in decoded)
-
-
-def gap_of(
-    pair: LoadedPair, request: DecodeRequest, one: Sequence[int], other: Sequence[int]
-) -> float | None:
-    """Nats between the scores of the two tokens where two texts part, by a pass over all before;
-    None where they do not."""
-    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-    if at is None:
-        return None
-    target, prefix = pair.target, [*request.prompt_ids, *one[:at]]
-    read = torch.tensor([prefix], device=target.device)
-    logits = target.model(read, use_cache=False).logits[0, -1].float()
-    scores = scaled(logits, request.sampling)
-    if not request.sampling.greedy:
-        scores = scores + Noise(request.seed, target.vocab_size, target.device).row(len(prefix))
-    return float((scores[one[at]] - scores[other[at]]).abs())
 
 
 shape = attrgetter(

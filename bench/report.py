@@ -15,11 +15,9 @@ from typing import Any
 
 import numpy as np
 from verdicts import (
-    LEAST,
     NOT_COMPARABLE,
     NOT_MET,
     NOT_SHOWN,
-    TOO_FEW,
     at_least,
     at_most,
     exactly,
@@ -68,14 +66,14 @@ LITTLE = "prompt lookup is best nearly everywhere here: there is little to choos
 ENGINES = "other engines against one recording of theirs, round by round"
 CHECKS = {
     "lossless": (
-        "text against autoregression and transformers",
-        "0 differences",
-        "on a CPU",
+        "texts against autoregression and transformers, rounds against replay",
+        "0 differences in float64",
+        "on a CPU; rounds of policies that the recording covers",
     ),
-    "parity": (
-        "replay against execution, round by round",
-        "0 mismatches",
-        "policies that the recording covers",
+    "rounding": (
+        "texts that differ from autoregression's in float32 and bfloat16",
+        "none: counted",
+        "on a CPU",
     ),
     "fidelity": ("predicted against executed speed", SPEED_TARGET, PACE),
     "regret": (
@@ -133,6 +131,23 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]
     """Lines of a Markdown table."""
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     return [*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows), ""]
+
+
+def rows_table(figures: Figures) -> list[str]:
+    """Lines of a part of :mod:`gpu`: its rows, and what it says beside them."""
+    beside, rows = [], figures["rows"]
+    for name, value in figures.items():
+        if isinstance(value, float):
+            beside.append(f"{name.replace('_', ' ')} {value:.4g}")
+        elif name in ("publication", "cache"):
+            beside += [f"{key} {each:.4g}" for key, each in value.items()]
+    lines = table(list(rows[0]), [[_shown(x) for x in row.values()] for row in rows])
+    return [figures["about"], "", *lines, *(["; ".join(beside), ""] if beside else [])]
+
+
+def _shown(value: object) -> object:
+    """A cell: nothing where a figure is missing."""
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else value
 
 
 def plot_predictions() -> Plot:
@@ -208,7 +223,6 @@ RANGES = {
         {
             "tau": "tau, of texts that fits have seen as well",
             "verified_over_eagle2": "verified tokens over EAGLE-2's",
-            "speedup": "speed over autoregression",
         },
     ),
     "Temperatures above 0": (
@@ -223,20 +237,12 @@ RANGES = {
 }
 
 
-def _column(rows: Sequence[Figures], column: str) -> str:
-    """A figure's range; a speed of a few requests is none."""
-    requests = min(r.get("requests", LEAST) for r in rows)
-    if column == "speedup" and requests < LEAST:
-        return f"{TOO_FEW} ({requests} a workload)"
-    return _range(r[column] for r in rows)
-
-
 def _ranges() -> list[str]:
     """Tables of figures, smallest to largest over workloads."""
     lines = []
     for title, ((name, part), keys, columns) in RANGES.items():
         rows = [
-            (*key, *(_column(own, column) for column in columns))
+            (*key, *(_range(r[column] for r in own) for column in columns))
             for key, own in _grouped(load(name)[part], *keys).items()
         ]
         lines += [f"### {title}, smallest to largest over workloads", ""]
@@ -245,10 +251,11 @@ def _ranges() -> list[str]:
 
 
 def checks() -> list[str]:
-    """The table of checks, each with its verdict."""
+    """The table of checks that were run, each with its verdict."""
     rows = [
         (title, target, figure(name), verdict(name), leaves_out)
         for name, (title, target, leaves_out) in CHECKS.items()
+        if (RESULTS / f"acceptance-{name}.json").exists()
     ]
     return table(("check", "target", "figure", "verdict", "what it leaves out"), rows)
 
@@ -266,6 +273,8 @@ def verdict(name: str) -> str:
         return worst(at_least(row["share_interval"], 0.98) for row in d["rows"])
     if name == "combination":
         return at_least(joint_over_best(d["rows"], PAPERS)[1:], 1.0)
+    if name == "rounding":
+        return "counted"
     if name == "sampled":  # of a few requests, without an interval
         return NOT_SHOWN if d["holds"] else NOT_MET
     if name == "shortlists":
@@ -302,13 +311,12 @@ def _nulls() -> list[str]:
 
 
 def _speeds() -> list[str]:
-    """Replay and the loop: measured, without a target of their own."""
+    """Replay: measured, without a target of its own."""
     found = load("speed")
     replay, trees = found["replay"], found["trees"]
     speeds = replay["million_rounds_per_s"].values()
     rounds = [r["replayed_million_rounds_per_s"] for r in trees]
     grown = [n / 1000 for r in trees for n in r["tabulated_trees_per_s"].values()]
-    shares = [100 * r["loop_share"] for r in found["loop"]["rounds"]]
     search = f"{replay['trials']} trials over {replay['tokens']} tokens in "
     rows = {
         "replay of chains, one core": f"{min(speeds):.0f} to {max(speeds):.0f} million rounds/s by "
@@ -317,8 +325,6 @@ def _speeds() -> list[str]:
         "replay of trees, one core": f"{min(rounds):.1f} to {max(rounds):.1f} million rounds/s",
         "tabulating trees, once per growth": f"{min(grown):.0f} to {max(grown):.0f} thousand "
         "trees/s",
-        "sampling, windows, tensors, bookkeeping: of a round": f"{min(shares):.1f} to "
-        f"{max(shares):.1f}%",
     }
     return ["## Speed of the tool", "", *table(("what", "figure"), rows.items())]
 
@@ -432,7 +438,7 @@ def results() -> str:
     for caption, (name, drawn) in PLOTS.items():
         (DOCS / "results" / f"{name}.svg").write_text(standalone(drawn()))
         lines += [f"![{caption}](results/{name}.svg)", "", f"*{caption}*", ""]
-    lines += ["## Tunings on a GPU", "", *_on_gpu()]
+    lines += ["## On a GPU", "", *_on_gpu(), *_gpu_parts()]
     lines += _loads() + _nulls() + _speeds() + _ranges()
     return "\n".join(lines).rstrip() + "\n"
 
@@ -446,9 +452,19 @@ def _on_gpu() -> list[str]:
         f"{_tuned_on_gpu(first)}.{''.join(f' Tuned once more: {run}.' for run in again)} What this "
         "leaves out: ballast has the demo pair's texts and acceptance at the cost of large models; "
         f"one request at a time; {first['tuned']['confirmed']['requests']} requests held out. "
-        f"(`python bench/gpu.py --only tune`; `{first['command']}`)",
+        f"(`python bench/gpu.py tune`; `{first['command']}`)",
         "",
     ]
+
+
+def _gpu_parts() -> list[str]:
+    """What parts of :mod:`gpu` have measured, by GPU."""
+    lines = []
+    for file in sorted(RESULTS.glob("gpu-*.json")):
+        for name, part in load(file.stem).items():
+            about = f"{part['on']}, {part['measured']}, torch {part['environment']['torch']}"
+            lines += [f"### {name} ({about})", "", *rows_table(part)]
+    return lines
 
 
 def _tuned_on_gpu(found: Figures) -> str:

@@ -1,17 +1,15 @@
-"""How fast the tool is: replay of chains and trees, tabulation, a search; the loop's share of
-decoding.
+"""How fast the tool is: replay of chains and trees, tabulation, a search.
 
-    python bench/speed.py [--only replay trees loop] [--quick]
+    python bench/speed.py [--only replay trees] [--quick]
 
 Figures are added to ``bench/results/speed.json`` (``--quick``: a tiny size, printed alone). Replay
 and tabulation are in CPU seconds of one thread, which other work on the machine hardly touches, the
-best of several; trials and rounds are wall-clock.
+best of several; trials are wall-clock.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,13 +21,11 @@ from lab import GREEDY, SAMPLED, demo, fixed, recorded, requests, run_parts, top
 from synthetic import drifting_text, flat_profile
 
 from spectune.db.database import open_database
-from spectune.optimizer.execute import DecodeOptions, encode, warm
+from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.simulate.forest import tabulate_growth
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
 from spectune.traces.recording import Recording
@@ -150,61 +146,5 @@ def _rates(loaded: Recording, draft: str, sampling: Sampling) -> dict[str, Any]:
     return {"tabulated_trees_per_s": rates, "replayed_million_rounds_per_s": replayed}
 
 
-# ----------------------------------------------------------------------------------------- the loop
-
-
-class Stopwatch:
-    """Seconds inside the models' own modules (decoder stack and head)."""
-
-    def __init__(self, pair: LoadedPair) -> None:
-        self.seconds = self._began = 0.0
-        for model in (pair.target, *pair.drafts.values()):
-            for module in (model.model.get_decoder(), model.model.get_output_embeddings()):
-                module.register_forward_pre_hook(self._enter)
-                module.register_forward_hook(self._leave)
-
-    def _enter(self, *_: Any) -> None:
-        self._began = time.perf_counter()
-
-    def _leave(self, *_: Any) -> None:
-        self.seconds += time.perf_counter() - self._began
-
-
-POLICIES: list[dict[str, Any]] = [
-    {},
-    {"draft": "small", "window": fixed(4)},
-    {"draft": "small", "window": {"kind": "cache_fsm", "gamma_max": 8}},
-    {"draft": "medium", "window": fixed(8), "stop": {"kind": "max_prob", "threshold": 0.4}},
-    top_k("small", 10, 6, 60),
-]
-
-
-def loop(quick: bool) -> dict[str, Any]:
-    """What is not model time, as a share of a round: sampling, windows, tensors, bookkeeping."""
-    pair = demo(("small", "medium"))
-    clock, rows = Stopwatch(pair), []
-    count, tokens = (1, 12) if quick else (12, 96)
-    for temperature in (0.0, 1.0):
-        encoded = encode(pair, requests(count), DecodeOptions(Sampling(temperature), tokens))
-        warm(pair, encoded)
-        for document in POLICIES:
-            policy = parse_policy(document)
-            decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names)))
-            shares, lengths = [], []
-            for _, request in encoded.items:
-                before = 0.0
-                for n, item in enumerate(decoder.rounds(request)):
-                    if n:  # the first has the prefill
-                        shares.append(1 - (clock.seconds - before) / item.step.round_s)
-                        lengths.append(item.step.round_s)
-                    before = clock.seconds
-            row = {"policy": policy.label(), "temperature": temperature, "rounds": len(shares)}
-            row["round_ms"] = 1e3 * statistics.median(lengths)
-            rows.append({**row, "loop_share": statistics.median(shares)})
-            print(json.dumps(rows[-1]), flush=True)
-    return {"rounds": rows}
-
-
 if __name__ == "__main__":
-    parts = {"replay": replay, "trees": trees, "loop": loop}
-    run_parts(__doc__, "speed", parts, quick=False)
+    run_parts(__doc__, "speed", {"replay": replay, "trees": trees}, quick=False)

@@ -12,10 +12,7 @@ import numpy as np
 MET: Final = "met"
 NOT_SHOWN: Final = "not shown"
 NOT_MET: Final = "**not met**"
-TOO_FEW: Final = "too few requests"
 NOT_COMPARABLE: Final = "not comparable"
-LEAST: Final = 20
-"""Requests from which on a figure of speed is given."""
 RESAMPLES: Final = 2000
 
 Interval = Sequence[float | None]

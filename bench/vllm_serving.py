@@ -2,20 +2,18 @@
 publication.
 
     export SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python
-    python bench/vllm_serving.py [--only recording added reload sampled] [--alternations 12]
+    python bench/vllm_serving.py [--only recording reload sampled] [--alternations 12]
 
 ``recording``: tokens a second of 8 clients, with ``SPECTUNE_DB`` and without, two servers in turn.
-``added``: what recording adds to a step of the engine, by a stop-watch in its process. ``reload``:
-policies are published while 8 clients are served; for each that came into force, the steps that
-were begun after the server had noticed it and still drafted as before. ``sampled``: tau at
-temperature 0.8, where every execution has other texts, predicted from one recording and executed.
+``reload``: policies are published while 8 clients are served; for each that came into force, the
+steps that were begun after the server had noticed it and still drafted as before. ``sampled``: tau
+at temperature 0.8, where every execution has other texts, predicted from one recording and
+executed.
 Figures go to ``bench/results/vllm_serving.json``.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import threading
 import time
@@ -43,7 +41,6 @@ from spectune.db.database import open_database
 from spectune.demo.prompts import demo_workload
 from spectune.engines.protocol import Load, Prompt, Wanted
 from spectune.engines.start import start
-from spectune.engines.vllm.command import SCHEDULER
 from spectune.engines.vllm.execute import Sending, body_of
 from spectune.engines.vllm.server import DEPLOYMENT, Server, installed
 from spectune.optimizer.execute import DecodeOptions
@@ -69,18 +66,13 @@ def prompts() -> list[Prompt]:
 
 
 @contextmanager
-def server(*, records: bool, timed: Path | None = None) -> Iterator[Server]:
-    """A server of the demo pair with its draft ``small``. ``timed``: where a stop-watch writes."""
+def server(*, records: bool) -> Iterator[Server]:
+    """A server of the demo pair with its draft ``small``."""
     with TemporaryDirectory() as folder:
         wanted = Wanted("small", MOST, CLIENTS, 512)
         made = Server(installed(), Path(folder), read_pair("demo"), wanted)
         if not records:
             del made.environment["SPECTUNE_DB"]
-        if timed is not None:
-            made.arguments[made.arguments.index(SCHEDULER)] = "vllm_timed.Timed"
-            path = filter(None, [str(HERE), made.environment.get("PYTHONPATH")])
-            made.environment["PYTHONPATH"] = os.pathsep.join(path)
-            made.environment["SPECTUNE_TIMED"] = str(timed)
         try:
             made.start()
             yield made
@@ -123,19 +115,6 @@ def recording(alternations: int) -> dict[str, Any]:
         "median": float(np.median(ratios)),
         "ratios": ratios,
     }
-
-
-def added(alternations: int) -> dict[str, Any]:
-    """What is added to a step, by a stop-watch in the engine's process
-    (``bench/vllm_timed.py``)."""
-    asked = prompts()
-    with TemporaryDirectory() as folder, server(records=True, timed=Path(folder) / "t.json") as of:
-        for _ in range(alternations):
-            serve(of, asked)
-        found = json.loads((Path(folder) / "t.json").read_text())
-    shares = {f"{name}_share": found[f"{name}_s"] / found["span_s"] for name in ("ours", "threads")}
-    us_a_step = 1e6 * found["ours_s"] / found["steps"]
-    return {"clients": CLIENTS, **found, "us_a_step": us_a_step, **shares}
 
 
 def reload(**_: Any) -> dict[str, Any]:
@@ -254,7 +233,7 @@ def tau_of(rounds: list[list[int]]) -> tuple[float, float]:
     return tau, float((np.quantile(taus, 0.975) - np.quantile(taus, 0.025)) / 2 / tau)
 
 
-PARTS = {"recording": recording, "added": added, "reload": reload, "sampled": sampled}
+PARTS = {"recording": recording, "reload": reload, "sampled": sampled}
 
 if __name__ == "__main__":
     run_parts(
