@@ -168,7 +168,7 @@ def compiled(
     from triton.compiler import ASTSource, compile
 
     names = kernel.arg_names
-    kinds = {name: "i32" for name in names} | kinds | dict.fromkeys(fixed, "constexpr")
+    kinds = dict.fromkeys(names, "i32") | kinds | dict.fromkeys(fixed, "constexpr")
     counts = ("n", "groups", "heads", "kv_heads")
     of_16 = [x for x in names if kinds[x][0] == "*" or (kinds[x] == "i32" and x not in counts)]
     source = ASTSource(
