@@ -73,12 +73,12 @@ class OutputHead:
 
     def support(self, rows: npt.NDArray[np.int64]) -> Support:
         """The shortlist of these ``rows`` (each once, any order), its weights cut out."""
-        at = torch.from_numpy(rows[self.ids[rows].argsort()])
-        ids, at = self.token_ids[at].to(self.weight.device), at.to(self.weight.device)
-        if torch.equal(at, torch.arange(self.rows, device=at.device)):
-            return Support(at, ids, (self.weight, self.bias))
-        bias = None if self.bias is None else self.bias.index_select(0, at)
-        return Support(at, ids, (self.weight.index_select(0, at), bias))
+        by_id = torch.from_numpy(rows[self.ids[rows].argsort()])
+        ids, by_id = (x.to(self.weight.device) for x in (self.token_ids[by_id], by_id))
+        if torch.equal(by_id, torch.arange(self.rows, device=by_id.device)):
+            return Support(by_id, ids, (self.weight, self.bias))  # not a second copy of it all
+        bias = None if self.bias is None else self.bias.index_select(0, by_id)
+        return Support(by_id, ids, (self.weight.index_select(0, by_id), bias))
 
     def logits(self, states: Tensor, rows: Tensor) -> Tensor:
         """Float32 logits [n, size] of some ``rows`` (int64 [size]) for ``states`` [n, d]: the

@@ -122,15 +122,13 @@ def test_the_kernel_compiles_for_gpus(
     assert ".local" not in ptx
 
 
+@with_triton
+@pytest.mark.usefixtures("interpreted")
 def test_where_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA, where triton is installed; not in float64, nor for odd widths."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    """Not in float64, nor for odd widths, nor where kernels are switched off."""
     weight = torch.zeros(4, 64)
-    assert not kernel_runs(weight)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert kernel_runs(weight)
     assert not kernel_runs(weight.double())
     assert not kernel_runs(torch.zeros(4, 24))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setenv("SPECTUNE_KERNELS", "0")
     assert not kernel_runs(weight)

@@ -5,45 +5,37 @@ on CUDA, and anywhere under Triton's interpreter.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib.util
 import math
-import os
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from spectune.runtime.cuda.launch import interpreted, kernels_run, on, power_of_two, processors
+
 LAUNCH: Final = {"num_stages": 4, "num_warps": 4}
 
 
-def tile_for(rows: int, count: int, hidden_size: int, itemsize: int, processors: int) -> Any:
+def tile_for(rows: int, count: int, hidden_size: int, itemsize: int, num_processors: int) -> Any:
     """What one program multiplies of ``rows`` hidden states and ``count`` tokens of ``itemsize``
-    bytes a number, on ``processors`` multiprocessors: the kernel's ROWS hidden states with IDS
-    tokens, D numbers of each at a time.
+    bytes a number, on so many multiprocessors: the kernel's ROWS hidden states with IDS tokens, D
+    numbers of each at a time.
 
     All hidden states (up to 64) in one program, so that each row of the matrix is read once; up to
     256 contiguous bytes of a row at a time; tokens few enough a program that every multiprocessor
     has two, where the union is large enough for that.
     """
-    block = min(64, max(16, 1 << (rows - 1).bit_length()))
-    programs = 2 * processors
+    block, programs = min(64, max(16, power_of_two(rows))), 2 * num_processors
     ids = next((i for i in (64, 32) if -(-count // i) * -(-rows // block) >= programs), 16)
     return {"ROWS": block, "IDS": ids, "D": math.gcd(hidden_size, 256 // itemsize)}
 
 
 def kernel_runs(weight: Tensor) -> bool:
-    """Whether the kernel can evaluate an output matrix [vocab, d] where it lies: triton is
-    installed, on CUDA (or ROCm) or anywhere with ``TRITON_INTERPRET=1``; d is a multiple of 16; and
-    not in float64, for it sums in float32."""
-    there = weight.device.type == "cuda" or _interpreted()
+    """Whether the kernel can evaluate an output matrix [vocab, d] where it lies: d is a multiple of
+    16, and not in float64, for it sums in float32."""
     fits = weight.shape[1] % 16 == 0 and weight.dtype != torch.float64
-    return there and fits and importlib.util.find_spec("triton") is not None
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "") == "1"
+    return fits and kernels_run(weight.device)
 
 
 def gathered_logits(
@@ -60,28 +52,20 @@ def gathered_logits(
     out = torch.empty(n, count, dtype=torch.float32, device=device)
     if not n or not count:
         return out
-    on_cuda = device.type == "cuda"
-    tile = tile_for(
-        n, count, hidden_size, weight.element_size(), _processors(device) if on_cuda else 1
-    )
+    tile = tile_for(n, count, hidden_size, weight.element_size(), processors(device))
     grid = (-(-count // tile["IDS"]), -(-n // tile["ROWS"]))
     tensors = (hidden, weight, ids.contiguous(), ids if bias is None else bias, out)
-    with torch.cuda.device(device) if on_cuda else contextlib.nullcontext():
-        gathered_kernel(_interpreted())[grid](
+    with on(device):
+        gathered_kernel(interpreted())[grid](
             *tensors, n, count, hidden_size, HAS_BIAS=bias is not None, **tile, **LAUNCH
         )
     return out
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@functools.cache
-def gathered_kernel(interpreted: bool) -> Any:
+def gathered_kernel(in_interpreter: bool) -> Any:
     """The kernel of :func:`gathered_logits`, which Triton compiles when it is first launched; for
-    any ``n`` and ``count``, so that later rounds compile nothing. ``interpreted`` only keeps the
+    any ``n`` and ``count``, so that later rounds compile nothing. ``in_interpreter`` only keeps the
     interpreter's kernel apart: Triton reads ``TRITON_INTERPRET`` when a kernel is declared."""
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]

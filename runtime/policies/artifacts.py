@@ -66,31 +66,28 @@ def read_artifact(
             f"{where}{name!r} cannot be looked up here; give a database that holds it"
         )
     try:
-        found = artifacts(name)
+        artifact = artifacts(name)
     except PolicyError as error:
         raise PolicyError(f"{where}{error}") from None
-    if problem := _misfit(policy, name, kind, found):
+    if problem := _misfit(policy, name, kind, artifact):
         raise PolicyError(f"{where}{problem}")
     try:
-        return read(found.document, found.arrays)
+        return read(artifact.document, artifact.arrays)
     except (PolicyError, *MALFORMED) as error:
         problem = lacking(error).removeprefix(where)
         raise PolicyError(f"{where}{name}: {problem}") from None
 
 
-def _misfit(policy: AnyPolicy, name: str, kind: str, found: Fitted) -> str:
+def _misfit(policy: AnyPolicy, name: str, kind: str, artifact: Fitted) -> str:
     """Why a policy cannot use an artifact; nothing where it can."""
     command = COMMANDS[kind]
-    if found.kind != kind:
-        return f"artifact {name} is a {found.kind}, not a {kind}; `{command}` makes one"
-    if not isinstance(policy, Policy):
+    if artifact.kind != kind:
+        return f"artifact {name} is a {artifact.kind}, not a {kind}; `{command}` makes one"
+    draft = artifact.document.get("draft")
+    if not isinstance(policy, Policy) or draft in (None, policy.draft):
         return ""
-    draft = found.document.get("draft")
-    if draft not in (None, policy.draft):
-        said = (
-            f"{name} was fitted on draft {draft!r}, this policy drafts with {policy.draft!r}; "
-            f"`{command} --draft {policy.draft}` makes one"
-        )
-        carry = f" (a classifier may be carried over: `fit classifier --from {name}`)"
-        return said + carry if kind == CLASSIFIER else said
-    return ""
+    carry = f" (a classifier may be carried over: `fit classifier --from {name}`)"
+    return (
+        f"{name} was fitted on draft {draft!r}, this policy drafts with {policy.draft!r}; "
+        f"`{command} --draft {policy.draft}` makes one{carry if kind == CLASSIFIER else ''}"
+    )

@@ -170,7 +170,7 @@ class TreeGrowth(Block):
     over the perturbed gaps of siblings, ``auto`` the first at temperature 0 and the second above.
     """
 
-    shown = ("width",)
+    shown: ClassVar[tuple[str, ...]] = ("width",)
     width: Width = 8
     score: Literal["auto", "probability", "coupled"] = "auto"
     sharpness: Annotated[float, Field(gt=0.0, le=16.0)] = 1.5

@@ -49,14 +49,14 @@ def cheapest(
     room = chosen.shape[0]
     count, worst = 0, INFINITE if room > 0 else 0
     for candidate in range(begin, end):
-        own = cost[candidate]
-        if own >= worst:
+        price = cost[candidate]
+        if price >= worst:
             continue
-        at = min(count, room - 1)
-        while at > 0 and cost[chosen[at - 1]] > own:
-            chosen[at] = chosen[at - 1]
-            at -= 1
-        chosen[at] = candidate
+        place = min(count, room - 1)
+        while place > 0 and cost[chosen[place - 1]] > price:
+            chosen[place] = chosen[place - 1]
+            place -= 1
+        chosen[place] = candidate
         count = min(count + 1, room)
         if count == room:
             worst = cost[chosen[room - 1]]

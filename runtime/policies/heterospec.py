@@ -35,10 +35,10 @@ def bin_of(phi: int, depth: int, thresholds: npt.NDArray[np.int64], fitted_depth
     Thresholds belong to sums over ``fitted_depth`` levels; other depths are compared by Phi per
     level, in whole numbers.
     """
-    found = 0
+    low_bins = 0
     for threshold in thresholds:
-        found += phi * fitted_depth > threshold * depth
-    return found
+        low_bins += phi * fitted_depth > threshold * depth
+    return low_bins
 
 
 def kept_nodes(top_n: int, fractions: Sequence[float], alpha: int) -> tuple[int, ...]:

@@ -89,13 +89,13 @@ class Compiled:
 
 
 def _closure(source: str) -> set[str]:
-    found, waiting = set[str](), {source}
+    sources, waiting = set[str](), {source}
     while waiting:
-        found |= waiting
-        waiting = {used for path in waiting for used in _depends.get(path, ())} - found
-    return found
+        sources |= waiting
+        waiting = {used for path in waiting for used in _depends.get(path, ())} - sources
+    return sources
 
 
 def _stamp(path: str) -> tuple[str, float, int]:
-    found = os.stat(path) if os.path.exists(path) else None
-    return (path, found.st_mtime, found.st_size) if found else (path, 0.0, 0)
+    stat = os.stat(path) if os.path.exists(path) else None
+    return (path, stat.st_mtime, stat.st_size) if stat else (path, 0.0, 0)

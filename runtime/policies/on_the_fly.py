@@ -214,13 +214,14 @@ def window_thresholds(round_s: FloatArray, gamma_min: int, acc_max: float) -> Fl
     emitted tokens Omega(beta, g') / Omega(beta, g) rises with beta, so each pair crosses once and
     the argmax (ties to the smaller window) is a staircase in beta. Only the steps reached at beta
     <= ``acc_max`` are returned, ascending."""
-    high = np.full(len(round_s) - 1 - gamma_min, float(acc_max))
-    reached = best_window(high, round_s, gamma_min) > gamma_min + np.arange(len(high))
-    high = high[reached]
-    low, wanted = np.zeros_like(high), gamma_min + np.arange(len(high))
+    windows = gamma_min + np.arange(len(round_s) - 1 - gamma_min)
+    high = np.full(len(windows), float(acc_max))
+    reached = best_window(high, round_s, gamma_min) > windows
+    windows, high = windows[: reached.sum()], high[reached]
+    low = np.zeros_like(high)
     for _ in range(60):
         middle = 0.5 * (low + high)
-        above = best_window(middle, round_s, gamma_min) > wanted
+        above = best_window(middle, round_s, gamma_min) > windows
         low, high = np.where(above, low, middle), np.where(above, middle, high)
     return low
 

@@ -27,8 +27,8 @@ class StaticGrowth(Block):
             raise ValueError("a static tree is given by either paths or an artifact")
         if len(self.paths) > NODE_LIMIT:
             raise ValueError(f"a tree of {len(self.paths)} nodes exceeds the limit of {NODE_LIMIT}")
-        known = set(self.paths)
-        if len(known) < len(self.paths):
+        paths = set(self.paths)
+        if len(paths) < len(self.paths):
             twice = next(p for p in self.paths if self.paths.count(p) > 1)
             raise ValueError(f"the path {list(twice)} is given twice")
         for path in self.paths:
@@ -36,7 +36,7 @@ class StaticGrowth(Block):
                 raise ValueError("a path has at least one rank; the root itself is not listed")
             if len(path) > GAMMA_LIMIT:
                 raise ValueError(f"the path {list(path)} is deeper than {GAMMA_LIMIT}")
-            if len(path) > 1 and path[:-1] not in known:
+            if len(path) > 1 and path[:-1] not in paths:
                 raise ValueError(
                     f"the path {list(path)} needs its parent {list(path[:-1])} in the list"
                 )
@@ -61,8 +61,8 @@ def static_levels(paths: Sequence[Sequence[int]]) -> tuple[int, tuple[StaticLeve
     """(children read of each distribution, levels) of a static tree given as rank paths, each with
     all its beginnings."""
     width = 1 + max(rank for path in paths for rank in path)
-    known = {tuple(p) for p in paths}
-    expanded = {p[:-1] for p in known}
+    nodes = {tuple(p) for p in paths}
+    expanded = {p[:-1] for p in nodes}
     levels: list[StaticLevel] = []
     frontier: list[tuple[int, ...]] = [()]
     while frontier:
@@ -70,7 +70,7 @@ def static_levels(paths: Sequence[Sequence[int]]) -> tuple[int, tuple[StaticLeve
             (f * width + rank, (*p, rank))
             for f, p in enumerate(frontier)
             for rank in range(width)
-            if (*p, rank) in known
+            if (*p, rank) in nodes
         ]
         frontier = [path for _, path in children if path in expanded]
         places = tuple(place for place, _ in children)

@@ -241,7 +241,7 @@ def _first_table(window: QLearningWindow, q_table: npt.ArrayLike | None) -> Floa
     shape = (window.gamma_max + 1) ** window.memory, window.gamma_max - window.gamma_min + 1
     if q_table is None:
         return np.zeros(shape)
-    table = np.ascontiguousarray(q_table, dtype=np.float64)
+    table: FloatArray = np.ascontiguousarray(q_table, dtype=np.float64)
     if table.shape != shape:
         raise PolicyError(
             f"window.artifact: the Q-table {window.artifact or 'given'} has shape {table.shape}, "
