@@ -210,8 +210,8 @@ def _round_costs(costs: WindowCosts | None, window: AnalyticWindow | QLearningWi
             f"window.{window.kind} needs a latency profile of this pair on this hardware and in "
             "this dtype: run `profile` here first, with the same --device and --dtype"
         )
-    verify_s = np.array(costs.verify_s[: window.gamma_max + 1])
-    return np.arange(len(verify_s)) * costs.draft_step_s + verify_s
+    verify_s: FloatArray = np.array(costs.verify_s[: window.gamma_max + 1])
+    return verify_s + np.arange(len(verify_s)) * costs.draft_step_s
 
 
 def _analytic_rule(window: AnalyticWindow, costs: WindowCosts | None) -> AnalyticRule:
