@@ -169,11 +169,11 @@ def test_an_edit_in_a_called_module_reaches_cached_kernels(tmp_path: Path) -> No
     file only."""
     compiled = "from spectune.runtime.policies.jit import compiled\n"
     files = {
+        "constant": "TEN = 10\n",
         "deep": f"{compiled}@compiled()\ndef inner(x): return x + 1\n",
-        "middle": f"import deep\nfrom deep import inner\n{compiled}"
-        "@compiled(deep)\ndef outer(x): return inner(x) * 10\n",
-        "kernel": f"import middle\nfrom middle import outer\n{compiled}"
-        "@compiled(middle)\ndef run(x): return outer(x)\n",
+        "middle": f"import constant\nfrom deep import inner\n{compiled}"
+        "@compiled()\ndef outer(x): return inner(x) * constant.TEN\n",
+        "kernel": f"from middle import outer\n{compiled}@compiled()\ndef run(x): return outer(x)\n",
     }
     for name, text in files.items():
         (tmp_path / f"{name}.py").write_text(text)
@@ -187,3 +187,6 @@ def test_an_edit_in_a_called_module_reaches_cached_kernels(tmp_path: Path) -> No
     assert kernel() == (20, 1)
     (tmp_path / "deep.py").write_text(files["deep"].replace("+ 1", "+ 2000"))
     assert kernel() == (20010, 0)
+    assert kernel() == (20010, 1)
+    (tmp_path / "constant.py").write_text("TEN = 100\n")
+    assert kernel() == (200100, 0)

@@ -25,12 +25,9 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-import spectune.runtime.policies.splitmix as splitmix
-import spectune.runtime.policies.stops as stops
-import spectune.traces.schema as schema
 from spectune.runtime.policies.document import Policy
 from spectune.runtime.policies.jit import compiled
-from spectune.runtime.policies.splitmix import hash_uniform
+from spectune.runtime.policies.splitmix import hash_uniform, mix64
 from spectune.runtime.policies.stops import STOP_NONE, CompiledStop, compile_stop, should_stop
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import (
@@ -171,7 +168,7 @@ def _cached_from(offsets: Index, first_seen: npt.NDArray[np.int32], found: Bytes
                     break
 
 
-@compiled(splitmix, schema)
+@compiled()
 def draw_agreement(
     offsets: Index, drawn: npt.NDArray[np.bool_], key: Index, accept: Codes, seed: int, agree: Bytes
 ) -> None:
@@ -186,14 +183,14 @@ def draw_agreement(
     for r in range(len(drawn)):
         if not drawn[r]:
             continue
-        stream = int(np.int64(splitmix.mix64(np.uint64(key[r]) + splitmix.mix64(np.uint64(seed)))))
+        stream = int(np.int64(mix64(np.uint64(key[r]) + mix64(np.uint64(seed)))))
         for p in range(offsets[r], offsets[r + 1]):
             if agree[p] != AGREE_NONE:
                 u = hash_uniform(stream, p - offsets[r])
                 agree[p] = AGREE_YES if u * PROB_SCALE < accept[p] else AGREE_NO
 
 
-@compiled(stops, schema)
+@compiled()
 def _tabulate(
     chains: Chains, offsets: Index, cached: Bytes, stop: CompiledStop, out: Words
 ) -> None:

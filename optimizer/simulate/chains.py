@@ -8,8 +8,6 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-import spectune.runtime.costs as costs_module
-import spectune.runtime.policies.windows as windows
 from spectune.optimizer.simulate.chain_tables import Index, Words
 from spectune.runtime.costs import RoundCosts, round_seconds
 from spectune.runtime.policies.jit import compiled
@@ -112,7 +110,7 @@ def add_round(
     )
 
 
-@compiled(windows, costs_module)
+@compiled()
 def replay_chains(
     window: CompiledWindow,
     state: WindowState,

@@ -16,7 +16,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-import spectune.runtime.costs as costs_module
 from spectune.engines.protocol import Load
 from spectune.engines.rules import ServingRules
 from spectune.optimizer.simulate.chain_tables import Index, Words
@@ -150,7 +149,7 @@ def _held(state: State, running: int) -> int:
     return held
 
 
-@compiled(costs_module)
+@compiled()
 def serve_queue(
     queue: Queue, rules: ServingRules, gammas: Index, costs: StepCosts, state: State, found: Found
 ) -> tuple[int, int, float]:

@@ -9,7 +9,6 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-import spectune.runtime.trees.grow as trees
 from spectune.runtime.policies.eagle2 import INFINITE
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.trees.grow import NONE, Codes, Index, LevelRule, Tree, TreeRule, grow_level
@@ -132,7 +131,7 @@ class Scratch(NamedTuple):
         return cls(front, following, few, np.zeros(widest, np.int64), slots, added, text)
 
 
-@compiled(trees)
+@compiled()
 def tabulate(
     starts: Index,
     rule: LevelRule,

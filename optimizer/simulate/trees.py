@@ -9,10 +9,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-import spectune.optimizer.simulate.chains as chain_replay
-import spectune.optimizer.simulate.tree_tables as tree_tabulation
-import spectune.runtime.policies.heterospec as heterospec
-import spectune.traces.schema as schema
 from spectune.optimizer.simulate.chains import NOTHING, Round, Sums, Texts, add_request, add_round
 from spectune.optimizer.simulate.tree_tables import ABSENT, NEVER, GrowthTable
 from spectune.runtime.costs import RoundCosts, round_seconds
@@ -72,7 +68,7 @@ def _levels(wanted: int, stop: int, end: int, keep_last: bool) -> tuple[int, int
     return wanted, wanted
 
 
-@compiled(chain_replay, heterospec, tree_tabulation, schema)
+@compiled()
 def replay_trees(
     window: CompiledWindow,
     state: WindowState,

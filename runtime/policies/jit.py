@@ -2,7 +2,7 @@
 reference counts.
 
 numba keys its disk cache on the file that holds the function, so a kernel that inlines a function
-of another module would outlive an edit there. :func:`compiled` adds the other files' stamps to the
+of another module would outlive an edit there. :func:`compiled` adds what the function uses to the
 key. numba itself is imported by the first call: reading a policy document takes none.
 """
 
@@ -11,49 +11,35 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Iterator
+from types import CodeType, ModuleType
 from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-_depends: dict[str, set[str]] = {__file__: set()}
-"""Source files that each source file's compiled functions depend on."""
-
-
-def compiled(*depends_on: ModuleType, inline: bool = False) -> Callable[[F], F]:
+def compiled(*, inline: bool = False) -> Callable[[F], F]:
     """Compiles a function to machine code that releases the GIL and allocates nothing.
 
-    ``depends_on``: modules whose compiled functions or constants it uses (what those use in turn
-    need not be named). ``inline`` puts its code into every compiled caller. Division follows IEEE
-    rules (no ZeroDivisionError) and indices are not checked. Where no cache folder is writable, or
-    this numba keeps its cache otherwise than known, the function is compiled anew in every process
-    instead.
+    ``inline`` puts its code into every compiled caller. Division follows IEEE rules (no
+    ZeroDivisionError) and indices are not checked. Where no cache folder is writable, or this numba
+    keeps its cache otherwise than known, the function is compiled anew in every process instead.
     """
-
-    def decorate(function: F) -> F:
-        source = function.__code__.co_filename
-        used = {m.__file__ for m in depends_on if m.__file__ is not None}
-        _depends.setdefault(source, {__file__}).update(used)
-        stamps = tuple(_stamp(path) for path in (source, *sorted(_closure(source) - {source})))
-        return cast(F, Compiled(function, stamps, inline))
-
-    return decorate
+    return lambda function: cast(F, Compiled(function, inline))
 
 
 class Compiled:
-    """A function that numba takes over at its first call, from Python or from compiled code.
-
-    ``stamps`` are of the sources as they were imported: what is edited before that call is not
-    taken for it.
-    """
+    """A function that numba takes over at its first call, from Python or from compiled code."""
 
     _making = threading.Lock()  # two threads must not make two of one function
 
-    def __init__(self, function: Callable[..., Any], stamps: tuple[Any, ...], inline: bool) -> None:
+    def __init__(self, function: Callable[..., Any], inline: bool) -> None:
         functools.update_wrapper(self, function)
-        self._function, self._stamps, self._inline = function, stamps, inline
+        self._function, self._inline = function, inline
+        path = function.__code__.co_filename
+        stat = os.stat(path) if os.path.exists(path) else None
+        # As it was imported: what is edited before the first call is not taken for it.
+        self._source = (path, stat.st_mtime, stat.st_size) if stat else (path, 0.0, 0)
         self._made: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
@@ -72,6 +58,19 @@ class Compiled:
                 self._made = self._make()
             return self._made
 
+    def stamps(self) -> set[Any]:
+        """What the machine code depends on: its source file, the constants that it reads, and the
+        same of every compiled function that it calls."""
+        stamps: set[Any] = {self._source}
+        names, scope = [*_names(self._function.__code__)], self._function.__globals__
+        modules = (vars(scope[n]) for n in names if isinstance(scope.get(n), ModuleType))
+        for name, value in ((n, s[n]) for s in (scope, *modules) for n in names if n in s):
+            if isinstance(value, Compiled) and value is not self:
+                stamps |= value.stamps()
+            elif isinstance(value, (int, float, str, tuple)):
+                stamps.add((name, repr(value)))
+        return stamps
+
     def _make(self) -> Any:
         import numba
 
@@ -82,20 +81,15 @@ class Compiled:
             # depends on.
             made = numba.njit(cache=True, _nrt=False, **options)(self._function)
             index = made._cache._cache_file
-            index._source_stamp = (index._source_stamp, *self._stamps)
+            index._source_stamp = (index._source_stamp, frozenset(self.stamps()))
         except (RuntimeError, AttributeError, KeyError):
             made = numba.njit(**options)(self._function)
         return made
 
 
-def _closure(source: str) -> set[str]:
-    sources, waiting = set[str](), {source}
-    while waiting:
-        sources |= waiting
-        waiting = {used for path in waiting for used in _depends.get(path, ())} - sources
-    return sources
-
-
-def _stamp(path: str) -> tuple[str, float, int]:
-    stat = os.stat(path) if os.path.exists(path) else None
-    return (path, stat.st_mtime, stat.st_size) if stat else (path, 0.0, 0)
+def _names(code: CodeType) -> Iterator[str]:
+    """The names that a function, and those within it, look up."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)

@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-import spectune.runtime.policies.splitmix as splitmix
 from spectune.runtime.policies.blocks import AdaptiveWindow, Gamma, Probability
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.splitmix import hash_uniform
@@ -274,7 +273,7 @@ def begin_learning(rule: QLearningRule, limits: Limits, learner: Learner) -> Non
     now.state = limits.first if rule.memory == 1 else limits.first * (limits.gamma_max + 2)
 
 
-@compiled(splitmix, inline=True)
+@compiled(inline=True)
 def q_learning(
     rule: QLearningRule,
     limits: Limits,

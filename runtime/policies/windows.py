@@ -33,8 +33,6 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-import spectune.runtime.policies.heuristic as heuristic_window
-import spectune.runtime.policies.on_the_fly as on_the_fly
 from spectune.runtime.policies.document import (
     AnalyticWindow,
     ByBatchWindow,
@@ -123,7 +121,7 @@ class WindowState(NamedTuple):
         return copy.deepcopy(self)
 
 
-@compiled(on_the_fly, inline=True)
+@compiled(inline=True)
 def reset(window: CompiledWindow, state: WindowState) -> None:
     """Starts a request: forgets, in place, what does not carry over from the one before."""
     if window.kind == HEURISTIC and window.carries:
@@ -135,7 +133,7 @@ def reset(window: CompiledWindow, state: WindowState) -> None:
         begin_learning(window.q_learning, window.limits, state.learner)
 
 
-@compiled(on_the_fly, heuristic_window, inline=True)
+@compiled(inline=True)
 def advance(
     window: CompiledWindow,
     state: WindowState,

@@ -17,8 +17,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-import spectune.runtime.policies.c2t as c2t
-import spectune.runtime.policies.eagle2 as eagle2
 from spectune.runtime.policies.blocks import WIDTH_LIMIT
 from spectune.runtime.policies.c2t import CONFIDENCE_SCALE, confidence_code
 from spectune.runtime.policies.eagle2 import INFINITE, cheapest
@@ -267,7 +265,7 @@ class TreeMemory(NamedTuple):
         return Tree(*[*self.candidates, *self.places, *self.levels, self.stop])
 
 
-@compiled(eagle2, c2t, inline=True)
+@compiled(inline=True)
 def grow_level(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tree) -> None:
     """Makes a level of one tree: its candidates, the frontier that is expanded next, and what a
     stop and HeteroSpec read of it.
@@ -474,7 +472,7 @@ def select(
     return tokens, parents, depths, read
 
 
-@compiled(eagle2)
+@compiled()
 def _select(
     tree: Tree, levels: int, passes: int, chosen: Index, number: Index, found: Index
 ) -> int:
