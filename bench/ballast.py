@@ -129,7 +129,7 @@ def build(folder: Path, shapes: Mapping[str, Shape], device: str, dtype: torch.d
     file."""
     spec = read_pair("demo")
     generator = torch.Generator(device).manual_seed(0)
-    for name, path in (("target", spec.target), *spec.drafts):
+    for name, path in (("target", spec.target), *spec.drafts.items()):
         if (shape := shapes.get(name)) is None:
             continue
         shutil.copytree(path, folder / name, dirs_exist_ok=True)

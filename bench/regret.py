@@ -109,7 +109,7 @@ def _published(store: TraceStore, pair: LoadedPair) -> Policy:
 def _no_gain(state: Path, pair: LoadedPair, quick: bool) -> dict[str, Any]:
     """A workload where speculation cannot pay: the only draft is as large as the target."""
     store = stored(state / "regret-none.db", fresh=True)
-    spec = PairSpec("twin", pair.spec.target, (("twin", pair.spec.target),))
+    spec = PairSpec(name="twin", target=pair.spec.target, drafts={"twin": pair.spec.target})
     twin = load_pair(spec, device="cpu")
     options = DecodeOptions(Sampling(), 8 if quick else 32)
     how: dict[str, Any] = {"drafts": ("twin",), "trials": 4 if quick else 50, "gamma_max": 8}

@@ -60,7 +60,7 @@ def _drafting(policy: Policy, pair: PairSpec) -> Drafting:
         raise ValueError("it has no stop of this kind")
     if policy.shortlisted:
         raise ValueError("it has no shortlist of this kind")
-    path = dict(pair.drafts).get(policy.draft)
+    path = pair.drafts.get(policy.draft)
     algorithm = algorithm_of(path)
     if not policy.is_tree:
         return Drafting(path, algorithm, window)

@@ -28,8 +28,9 @@ from spectune.engines.protocol import (
     chain_round,
     draft_of,
 )
-from spectune.runtime.pair import PairSpec, translated
-from spectune.runtime.words import eos_of
+from spectune.runtime.checkpoints import translated
+from spectune.runtime.pair import PairSpec
+from spectune.runtime.text_codec import end_tokens
 from spectune.traces.errors import EngineError, PolicyError
 from spectune.traces.schema import Finish, Step
 from spectune.traces.text import one_line
@@ -61,7 +62,7 @@ class OpenVino(Running):
         draft = draft_of(OPENVINO, spec, wanted)
         self._target = model_folder(spec.target, self.version)
         self._draft = None if draft is None else model_folder(draft, self.version)
-        self._eos = set(eos_of(spec.target))
+        self._eos = set(end_tokens(spec.target))
         self._cache_gb = _cache_gb([spec.target, *([draft] if draft else [])], wanted)
         self._pipelines: dict[bool, Any] = {}
         self._sent = 0

@@ -4,6 +4,7 @@ inputs and outputs, which are then made the model's state, as OpenVINO GenAI exp
 from __future__ import annotations
 
 import inspect
+import os
 import shutil
 import tempfile
 import warnings
@@ -12,8 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from spectune.engines.abilities import OPENVINO
-from spectune.runtime.file_hashes import cache_folder
-from spectune.runtime.pair import checkpoint, identity, is_head, translated
+from spectune.runtime.checkpoints import checkpoint, identity, is_head, is_local, translated
 from spectune.traces.errors import EngineError
 
 MODEL: Final = "openvino_model.xml"
@@ -45,8 +45,7 @@ def model_folder(path: str, version: str) -> Path:
 def folder_of(path: str) -> Path:
     """The folder of a checkpoint that is to be loaded. Raises EngineError for a hub name and for an
     EAGLE head."""
-    folder = checkpoint(path)
-    if folder is None:
+    if not is_local(path):
         raise EngineError(
             f"{path}: an engine reads a checkpoint from a folder; fetch it (`hf download {path}`) "
             "and name that"
@@ -56,16 +55,13 @@ def folder_of(path: str) -> Path:
             f"{path}: an EAGLE head has no form that this engine loads; name a draft that is a "
             "language model"
         )
-    return folder
+    return checkpoint(path)
 
 
 def _cache() -> Path:
-    """The folder of converted models. Raises EngineError where it cannot be made."""
-    base = cache_folder()
-    if base is None:
-        raise EngineError(
-            "converted models have no place to be kept: there is no home folder; set XDG_CACHE_HOME"
-        )
+    """The folder of converted models, ``$XDG_CACHE_HOME/spectune/openvino`` or below ``~/.cache``.
+    Raises EngineError where it cannot be made."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "spectune"
     try:
         (base / "openvino").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -82,7 +78,7 @@ def _convert(path: str, out: Path) -> None:
     from openvino_tokenizers import convert_tokenizer
 
     from spectune.runtime.models import load_model
-    from spectune.runtime.words import tokenizer_of
+    from spectune.runtime.text_codec import tokenizer_of
 
     tokenizer = tokenizer_of(path)
     if tokenizer is None:

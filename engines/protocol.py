@@ -200,7 +200,7 @@ def numbered(prompts: Iterable[Prompt], count: int) -> tuple[Prompt, ...]:
 def draft_of(engine: Engine, spec: PairSpec, wanted: Wanted) -> str | None:
     """The path of the draft that is to be loaded, None for ``none``. Raises PairError for one that
     the pair has not."""
-    drafts = dict(spec.drafts)
+    drafts = spec.drafts
     if wanted.draft not in (*drafts, "none"):
         raise PairError(
             f"{engine.title} drafts with a language model of the pair, not {wanted.draft!r}; it "

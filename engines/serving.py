@@ -20,7 +20,8 @@ from typing import Any
 
 from spectune.db.database import open_database
 from spectune.db.errors import DatabaseError, NotFoundError
-from spectune.runtime.pair import PairSpec, identity, read_pair
+from spectune.runtime.checkpoints import identity
+from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AnyPolicy, parse_policy
 from spectune.runtime.reload import Published, Status, WatchedSource, reason_of
 from spectune.traces.errors import PairError, PolicyError
@@ -41,8 +42,8 @@ def served_pair(target: str, loaded: str | None, otherwise: str) -> tuple[PairSp
     two. Raises PairError where it is of others."""
     named = os.environ.get("SPECTUNE_PAIR")
     if not named:
-        drafts = () if loaded is None else ((Path(loaded).name, loaded),)
-        spec = PairSpec(Path(target).name, target, drafts)
+        drafts = {} if loaded is None else {Path(loaded).name: loaded}
+        spec = PairSpec(name=Path(target).name, target=target, drafts=drafts)
     else:
         spec = read_pair(named)
         if identity(spec.target) != identity(target):
@@ -53,7 +54,7 @@ def served_pair(target: str, loaded: str | None, otherwise: str) -> tuple[PairSp
     if loaded is None:
         return spec, otherwise
     served = identity(loaded)
-    name = next((name for name, path in spec.drafts if identity(path) == served), None)
+    name = next((name for name, path in spec.drafts.items() if identity(path) == served), None)
     if name is None:
         raise PairError(
             f"SPECTUNE_PAIR={named}: none of its drafts is {loaded}, which this server loaded"

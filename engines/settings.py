@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from spectune.engines.vllm.prompt_lookup import LEAST, MOST
-from spectune.runtime.pair import head_algorithm, is_head
+from spectune.runtime.checkpoints import head_algorithm, is_head
 from spectune.runtime.policies.blocks import BATCH_LIMIT, ByBatchWindow, FixedWindow
 
 

@@ -18,7 +18,7 @@ from spectune.runtime.hardware import hardware
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AnyPolicy
 from spectune.runtime.progress import Progress, silent
-from spectune.runtime.words import Texts
+from spectune.runtime.text_codec import TextCodec
 from spectune.traces.errors import EngineError
 from spectune.traces.recording import DESIGNED
 from spectune.traces.schema import Outcome, RequestOutcome, Verifier, Workload, latency_json
@@ -27,7 +27,7 @@ from spectune.traces.store import Asked, RecordingInfo, TraceStore
 WARM_TOKENS = 8
 
 
-def prompts_of(words: Texts, workload: Workload, options: DecodeOptions) -> tuple[Prompt, ...]:
+def prompts_of(words: TextCodec, workload: Workload, options: DecodeOptions) -> tuple[Prompt, ...]:
     """A workload's requests as token ids."""
     return tuple(
         Prompt(

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from spectune.optimizer.execute import DecodeOptions
-from spectune.runtime.loading import LoadedPair
-from spectune.runtime.words import Words
+from spectune.runtime.text_codec import TextCodec
 from spectune.traces.errors import WorkloadError
 from spectune.traces.schema import Request, Workload
 
@@ -17,7 +16,7 @@ Overlong = Literal["error", "skip", "truncate"]
 
 
 def made_to_fit(
-    pair: LoadedPair | Words,
+    pair: TextCodec,
     workload: Workload,
     options: DecodeOptions,
     overlong: Overlong,
@@ -70,7 +69,7 @@ def made_to_fit(
     return replace(workload, requests=kept), f"{cut}; {said}" if said else cut
 
 
-def _cut(pair: LoadedPair | Words, request: Request, chat: bool, room: int) -> Request:
+def _cut(pair: TextCodec, request: Request, chat: bool, room: int) -> Request:
     def fits(shorter: Request) -> bool:
         return 0 < len(pair.encode_request(shorter, chat=chat)) <= room
 

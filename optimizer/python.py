@@ -32,7 +32,7 @@ from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, parse_policy
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.progress import Progress, silent
-from spectune.runtime.words import check_conversations
+from spectune.runtime.text_codec import check_conversations
 from spectune.traces.acceptance import hardly_accepted
 from spectune.traces.errors import PairError, WorkloadError
 from spectune.traces.sanity import checked

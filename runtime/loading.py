@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -11,23 +11,17 @@ from typing import Any
 
 import torch
 
+from spectune.runtime.checkpoints import ignored_settings, is_head
 from spectune.runtime.cuda.graphs import CudaRecorder, graphs_enabled, use_graphs
 from spectune.runtime.drafts.eagle_formats import load_head
 from spectune.runtime.drafts.eagle_head import EagleHead
 from spectune.runtime.hardware import cpu_name
 from spectune.runtime.models import FINAL, CausalModel, load_model, pick_device, pick_dtype
-from spectune.runtime.pair import (
-    PairSpec,
-    check_threads,
-    ignored_settings,
-    is_head,
-    is_local,
-    translated,
-)
+from spectune.runtime.pair import PairSpec, check_threads
 from spectune.runtime.policies.document import EXPANDED_LIMIT, NODE_LIMIT
-from spectune.runtime.words import (
-    Texts,
-    ends_of,
+from spectune.runtime.text_codec import (
+    TextCodec,
+    end_tokens,
     shared_tokens,
     target_tokenizer,
     tokenizer_of,
@@ -36,7 +30,7 @@ from spectune.traces.errors import PairError
 
 
 @dataclass
-class LoadedPair(Texts):
+class LoadedPair(TextCodec):
     """Models and tokenizer.
 
     ``drafts`` are language models, ``heads`` EAGLE heads on the target; where there are heads, the
@@ -47,8 +41,6 @@ class LoadedPair(Texts):
     spec: PairSpec
     target: CausalModel
     drafts: dict[str, CausalModel]
-    tokenizer: Any
-    eos_ids: frozenset[int]
     heads: dict[str, EagleHead] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     threads: int = 1
@@ -116,10 +108,6 @@ class LoadedPair(Texts):
         }
 
     @property
-    def positions(self) -> tuple[int, Mapping[str, int]]:  # type: ignore[override]
-        return self.target.max_positions, {n: d.max_positions for n, d in self.drafts.items()}
-
-    @property
     def device(self) -> torch.device:
         where: torch.device = self.target.device
         return where
@@ -156,20 +144,18 @@ def load_pair(
     kind = pick_dtype(dtype, where)
 
     @cache
-    def words() -> Any:
+    def target_words() -> Any:
         return target_tokenizer(spec)
 
     def sample() -> list[int]:
-        return list(words()(SAMPLE)["input_ids"])
+        return list(target_words()(SAMPLE)["input_ids"])
 
     target = load_model(spec.target, name="target", device=where, dtype=kind, sample=sample)
-    if not is_local(spec.target):
-        content = spec.id  # what was fetched of a hub name is known now
-    tokenizer = words()
+    tokenizer = target_words()
     loaded: dict[str, CausalModel] = {}
     heads: dict[str, EagleHead] = {}
     notes = ignored_settings(spec.target)
-    for name, path in spec.drafts:
+    for name, path in spec.drafts.items():
         if drafts is not None and name not in drafts:
             continue
         if is_head(path):
@@ -194,10 +180,17 @@ def load_pair(
         given = not small or "OMP_NUM_THREADS" in os.environ
         threads = torch.get_num_threads() if given else 1
     target.taps = tuple(sorted({tap for head in heads.values() for tap in head.taps}))
-    with translated(f"target: eos_token_id of {spec.target}"):
-        eos = getattr(target.model.generation_config, "eos_token_id", None)
-        eos = ends_of(tokenizer.eos_token_id if eos is None else eos)
-    pair = LoadedPair(spec, target, loaded, tokenizer, eos, heads, tuple(notes), threads)
+    pair = LoadedPair(
+        tokenizer=tokenizer,
+        eos_ids=end_tokens(spec.target, tokenizer),
+        positions=(target.max_positions, {n: m.max_positions for n, m in loaded.items()}),
+        spec=spec,
+        target=target,
+        drafts=loaded,
+        heads=heads,
+        notes=tuple(notes),
+        threads=threads,
+    )
     if pair.id != content:
         raise PairError(
             f"pair {spec.name}: its files changed while they were loaded; load it again"

@@ -10,8 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -20,7 +19,6 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 from transformers.quantizers.auto import AutoHfQuantizer
@@ -34,8 +32,8 @@ from spectune.runtime.attention import (
     without_cudnn,
 )
 from spectune.runtime.cache import CacheView, LayerShape, SlotCache
+from spectune.runtime.checkpoints import checkpoint, source, translated
 from spectune.runtime.fused import fuse
-from spectune.runtime.pair import described, expanded, is_local, model_config, translated
 from spectune.runtime.shortlists import OutputHead
 from spectune.traces.errors import PairError
 
@@ -461,14 +459,6 @@ def ids_tensor(tokens: list[int], device: torch.device) -> Tensor:
     return torch.from_numpy(np.array(tokens, dtype=np.int64)).to(device)
 
 
-MOST_LAYERS = 10_000
-"""More than any model has; a configuration that says more is damaged."""
-LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
-"""Keys that count layers; others name one, and may count from the last: -1."""
-MOST_TENSORS = 200_000
-"""More than any model has of weights, each expert's counted."""
-
-
 def load_model(
     path: str,
     *,
@@ -485,18 +475,14 @@ def load_model(
     those of transformers: its weights are quantized in a way that nothing reads, or its attention
     or its logits are not reproduced here.
     """
-    folder = expanded(path) if is_local(path) else None
-    if folder is not None:
-        _check_layers(model_config(folder), f"{name}: {folder / 'config.json'}")
-    with translated(f"{name}: cannot load {described(path)}"):
-        config = AutoConfig.from_pretrained(folder or path, trust_remote_code=False)
+    folder = checkpoint(path)
+    weights, how = source(path)
+    with translated(f"{name}: cannot load {path}"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         quantized = _is_quantized(config, f"{name}: {path}")
-        if folder is not None and not quantized:
-            _check_stored(folder, f"{name}: {path}")
-        with _bounded(None if folder is None else _weight_bytes(folder)):
-            model, found = AutoModelForCausalLM.from_pretrained(
-                folder or path, dtype=dtype, trust_remote_code=False, output_loading_info=True
-            )
+        model, found = AutoModelForCausalLM.from_pretrained(
+            weights, dtype=dtype, trust_remote_code=False, output_loading_info=True, **how
+        )
         missing = sorted(found["missing_keys"])
         if missing:
             raise PairError(
@@ -504,6 +490,7 @@ def load_model(
                 f"({len(missing)} such tensors)"
             )
         if not quantized:
+            _check_stored(folder, f"{name}: {path}")
             _check_scales(model, found["unexpected_keys"], f"{name}: {path}")
         loaded = CausalModel(model.to(device), name)
         _check_reproduced(loaded, path, sample())
@@ -617,48 +604,3 @@ def _check_reproduced(loaded: CausalModel, path: str, sample: Sequence[int]) -> 
             f"{loaded.name}: the attention of {path} is not reproduced here (its logits are off by "
             f"{off:.1%} of their spread from those of transformers' eager attention)"
         )
-
-
-def _check_layers(config: Mapping[str, Any], where: str) -> None:
-    """Configurations make lists of as many entries as there are layers before anything of the model
-    is built."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            _check_layers(value, where)
-        elif (
-            "layer" in key
-            and isinstance(value, int)
-            and (value > MOST_LAYERS or (value < 0 and key in LAYER_COUNTS))
-        ):
-            raise PairError(f"{where}: {key} is {value}; a model has 0 to {MOST_LAYERS} layers")
-
-
-def _weight_bytes(folder: Path) -> int:
-    files = (f for pattern in ("*.safetensors", "*.bin") for f in folder.rglob(pattern))
-    return sum(f.stat().st_size for f in files if f.is_file())
-
-
-@contextmanager
-def _bounded(stored_bytes: int | None) -> Iterator[None]:
-    """Refuses a model that grows beyond its weights while it is built on the `meta` device, where
-    sizes cost nothing and modules do.
-
-    Every stored bit may be a parameter, and each parameter may be there twice (tied, before it is).
-    """
-    seen, elements, builder = 0, 0, threading.get_ident()
-
-    def count(_module: Any, _key: str, parameter: nn.Parameter | None) -> None:
-        nonlocal seen, elements
-        if parameter is None or not parameter.is_meta or threading.get_ident() != builder:
-            return
-        seen, elements = seen + 1, elements + parameter.numel()
-        if seen > MOST_TENSORS or (stored_bytes is not None and elements > 16 * stored_bytes):
-            raise ValueError(
-                "config.json asks for a model that is larger than the weights beside it"
-            )
-
-    hook = register_module_parameter_registration_hook(count)
-    try:
-        yield
-    finally:
-        hook.remove()

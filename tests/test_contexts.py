@@ -18,7 +18,7 @@ from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.words import load_words
+from spectune.runtime.text_codec import load_codec
 from spectune.traces.errors import WorkloadError
 from spectune.traces.schema import Request, Sampling
 
@@ -78,7 +78,7 @@ def test_a_policy_that_is_swapped_in_with_the_short_draft_changes_no_text(pair: 
 
 
 def test_what_an_engine_is_told_has_the_same_limits(folder: Path, pair: LoadedPair) -> None:
-    words = load_words(read_pair(str(folder)))
+    words = load_codec(read_pair(str(folder)))
     for drafts in ((), ("none",), ("ngram",), ("near",), ("far",), ("near", "far"), None):
         assert words.context(drafts) == pair.context(drafts)
         assert pair.context(drafts).positions == (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -180,7 +179,7 @@ def test_the_printed_lines_hold_the_settings(demo: PairSpec) -> None:
         "--spec-draft-p-min 0"
     )
     assert engine_line({}, demo, "llamacpp") == f"llama-server --model {demo.target}.gguf"
-    spaced = replace(demo, target="my models/t")
+    spaced = demo.model_copy(update={"target": "my models/t"})
     for engine in ("vllm", "sglang", "llamacpp"):
         found = shlex.split(engine_line({}, spaced, engine))
         assert any(word.startswith("my models/t") for word in found), engine

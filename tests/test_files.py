@@ -19,7 +19,7 @@ from doors import Door
 from trace_values import PAIR, a_trajectory
 
 from spectune.optimizer.commands.outputs import write_text
-from spectune.runtime.pair import identity
+from spectune.runtime.checkpoints import identity
 from spectune.traces.errors import PairError, SpectuneError, WorkloadError
 from spectune.traces.files import why_not_writable
 from spectune.traces.schema import Sampling

@@ -41,7 +41,7 @@ from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.recording.chains import record_panorama
-from spectune.runtime.words import load_words
+from spectune.runtime.text_codec import load_codec
 from spectune.traces.errors import PairError
 from spectune.traces.schema import Request, Sampling
 
@@ -347,7 +347,7 @@ def test_a_renamed_token_is_named_and_an_ordinary_one_refuses(tmp_path: Path) ->
         r"^draft 'near' has another vocabulary than the target: token 290 is no token there and "
         r".* in the target's; a draft must share the target's tokenizer"
     )
-    for load in (load_pair, load_words):
+    for load in (load_pair, load_codec):
         with pytest.raises(PairError, match=said):
             load(read_pair(str(tmp_path)))
 

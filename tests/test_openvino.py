@@ -30,7 +30,7 @@ from spectune.optimizer.simulate.trace import simulate
 from spectune.runtime.loading import load_pair
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, parse_policy
-from spectune.runtime.words import load_words
+from spectune.runtime.text_codec import load_codec
 from spectune.traces.errors import EngineError, PairError, PolicyError, TraceError, WorkloadError
 from spectune.traces.schema import Sampling, Step, Workload
 from spectune.traces.store import TraceStore
@@ -49,7 +49,7 @@ def workload() -> Workload:
 
 @pytest.fixture(scope="module")
 def prompts(demo: PairSpec, workload: Workload) -> tuple[Prompt, ...]:
-    return prompts_of(load_words(demo), workload, OPTIONS)
+    return prompts_of(load_codec(demo), workload, OPTIONS)
 
 
 @pytest.fixture(scope="module")

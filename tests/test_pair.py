@@ -1,31 +1,32 @@
-"""What a pair's id is made of, and what is remembered of large files: other content is another
-pair, always."""
+"""What a pair's id is made of: other content is another pair."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
-from unittest.mock import MagicMock
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from doors import Door
+from pairs import tiny_model
 from safetensors.torch import load_file, save_file
 
-import spectune
-import spectune.runtime.loading
-from spectune.runtime import file_hashes
-from spectune.runtime.file_hashes import FileHashes
+from spectune.runtime.checkpoints import is_head
 from spectune.runtime.loading import LoadedPair, load_pair
-from spectune.runtime.pair import is_head, read_pair
-from spectune.runtime.words import load_words
+from spectune.runtime.pair import read_pair
+from spectune.runtime.text_codec import load_codec
 from spectune.traces.errors import PairError
+
+Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture
@@ -34,38 +35,85 @@ def folder(tiny_pair: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_pair.parent, tmp_path / "pair"))
 
 
-def spread_over_mib(file: Path) -> None:
-    """Puts a tensor of 6 MiB before and after the middle of a weight file, whose values no model
-    reads."""
-    tensors = load_file(file)
-    save_file(
-        {"aaa.pad": torch.zeros(3 << 18), **tensors, "zzz.pad": torch.zeros(3 << 18)},
-        file,
-        metadata={"format": "pt"},
-    )
-
-
-def flip(file: Path, at: int) -> None:
-    """Changes one byte and leaves the size as it was."""
-    with file.open("r+b") as f:
-        f.seek(at)
-        byte = f.read(1)[0]
-        f.seek(at)
-        f.write(bytes([byte ^ 1]))
-
-
 # ------------------------------------------------------------------------------------------- the id
 
 
+LAYER = "model.layers.1.mlp.up_proj.weight"
+
+
+def retrained(tensors: Tensors) -> None:
+    """Its last rows alone, as an embedding whose first tokens no text of a training had."""
+    rows = tensors["model.embed_tokens.weight"][150:]
+    rows += 1e-3 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(1))
+
+
+def merged(tensors: Tensors) -> None:
+    """With an adapter of rank 1."""
+    rows, columns = tensors[LAYER].shape
+    tensors[LAYER] += 1e-3 * torch.linspace(-1, 1, rows)[:, None] * torch.ones(columns)
+
+
+def negated(tensors: Tensors) -> None:
+    tensors[LAYER].neg_()
+
+
+def swapped(tensors: Tensors) -> None:
+    other = LAYER.replace("up", "gate")
+    tensors[LAYER], tensors[other] = tensors[other], tensors[LAYER]
+
+
+def halved(tensors: Tensors) -> None:
+    tensors[LAYER] = tensors[LAYER].bfloat16()
+
+
+@pytest.mark.parametrize("pickled", [False, True])
 @pytest.mark.parametrize("model", ["target", "near"])
-def test_any_byte_of_the_weights_makes_another_pair(folder: Path, model: str) -> None:
+@pytest.mark.parametrize("change", [retrained, merged, negated, swapped, halved])
+def test_other_weights_make_another_pair(
+    folder: Path, model: str, change: Callable[[Tensors], None], pickled: bool
+) -> None:
     file = folder / model / "model.safetensors"
-    spread_over_mib(file)
+    tensors = load_file(file)
+
+    def save() -> str:
+        if pickled:
+            file.unlink(missing_ok=True)
+            torch.save(tensors, file.with_name("pytorch_model.bin"))
+        else:
+            save_file(tensors, file, metadata={"format": "pt"})
+        return read_pair(str(folder)).id
+
+    before = save()
+    assert save() == before
+    change(tensors)
+    assert save() != before
+
+
+def test_the_identity_of_140_gb_takes_less_than_a_second(folder: Path) -> None:
+    """A target of the shapes of 70B, whose file is one hole."""
+    header: dict[str, Any] = {}
+    end, (wide, narrow) = 0, (8192 * 28672, 8192 * 1024)
+    for layer in range(80):
+        for name, size in (
+            *(("q_proj", 8192 * 8192), ("k_proj", narrow), ("v_proj", narrow)),
+            *(("o_proj", 8192 * 8192), ("gate_proj", wide), ("up_proj", wide), ("down_proj", wide)),
+            *(("input_layernorm", 8192), ("post_attention_layernorm", 8192)),
+        ):
+            offsets = [end, end := end + 2 * size]
+            about = {"dtype": "BF16", "shape": [size], "data_offsets": offsets}
+            header[f"model.layers.{layer}.{name}.weight"] = about
+    text = json.dumps(header).encode()
+    file = folder / "target" / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(file, 8 + len(text) + end)
+    assert file.stat().st_size > 130e9
+    began = time.perf_counter()
     before = read_pair(str(folder)).id
-    flip(file, file.stat().st_size // 2)
+    assert time.perf_counter() - began < 1
+    with file.open("r+b") as opened:
+        opened.seek(-1, os.SEEK_END)
+        opened.write(b"x")
     assert read_pair(str(folder)).id != before
-    flip(file, file.stat().st_size // 2)
-    assert read_pair(str(folder)).id == before
 
 
 def add(file: Path, **values: Any) -> None:
@@ -94,7 +142,7 @@ def test_shards_that_an_index_names_elsewhere_are_in_the_id(folder: Path) -> Non
     shard = shutil.move(target / "model.safetensors", target / "shards" / "one.safetensors")
     add(target / "model.safetensors.index.json", weight_map={"a": "shards/one.safetensors"})
     before = read_pair(str(folder)).id
-    flip(shard, 30_000)
+    save_file({name: -t for name, t in load_file(shard).items()}, shard)
     assert read_pair(str(folder)).id != before
 
 
@@ -118,104 +166,22 @@ def test_a_loaded_pair_is_what_was_loaded(folder: Path) -> None:
     pair = load_pair(read_pair(str(folder)), device="cpu")
     loaded = pair.id
     assert loaded == read_pair(str(folder)).id
-    flip(folder / "near" / "model.safetensors", 30_000)
+    tiny_model("llama", 300, seed=5).save_pretrained(folder / "near")
     assert read_pair(str(folder)).id != loaded
     assert pair.id == loaded
 
 
-def test_a_configuration_that_chooses_other_weights_is_refused(folder: Path) -> None:
-    """transformers would load them, under names that the id does not look for."""
-    (folder / "near" / "model.safetensors").rename(folder / "near" / "own.weights")
-    add(folder / "near" / "config.json", transformers_weights="own.weights")
-    spec = read_pair(str(folder))
-    for refuses in (spec.check, lambda: spec.id):
-        with pytest.raises(PairError, match=r"near/config\.json names its weights itself"):
-            refuses()
+def test_what_is_no_weight_file_is_no_head_and_one_line(folder: Path) -> None:
+    for junk in (b"", b"{", b"\xff" * 40, (4).to_bytes(8, "little") + b"[{}]"):
+        (folder / "near" / "model.safetensors").write_bytes(junk)
+        assert not is_head(str(folder / "near"))
+        with pytest.raises(PairError, match=r"model\.safetensors cannot be read: ") as told:
+            _ = read_pair(str(folder)).id
+        assert "\n" not in str(told.value)
 
 
-def test_weights_that_cannot_be_read_are_one_line(folder: Path) -> None:
-    weights = folder / "near" / "model.safetensors"
-    weights.unlink()
-    weights.symlink_to(weights)
-    with pytest.raises(PairError, match=r"model\.safetensors: cannot be read"):
-        _ = read_pair(str(folder)).id
-
-
-# ------------------------------------------------------------------------------- what is remembered
-
-
-@pytest.fixture
-def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that counts as large, and as one modified long ago."""
-    monkeypatch.setattr(file_hashes, "LARGE_BYTES", 1)
-    monkeypatch.setattr(file_hashes, "RACY_NS", -(10**10))
-    file = tmp_path / "weights"
-    file.write_bytes(b"x" * 1000)
-    return file
-
-
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
-    """Called for every file that is read."""
-    counted = MagicMock(side_effect=hashlib.file_digest)
-    monkeypatch.setattr(hashlib, "file_digest", counted)
-    return counted
-
-
-def test_a_large_file_is_read_once(weights: Path, tmp_path: Path, reads: MagicMock) -> None:
-    cache = tmp_path / "cache" / "hashes.json"
-    first, second = FileHashes(cache), FileHashes(cache)
-    assert first.of(weights) == first.of(weights) == second.of(weights)
-    assert reads.call_count == 1
-    assert [f.name for f in cache.parent.iterdir()] == ["hashes.json"]
-
-
-def test_a_change_that_keeps_size_and_modification_time_is_seen(
-    weights: Path, tmp_path: Path
-) -> None:
-    known = FileHashes(tmp_path / "hashes.json")
-    before, stamp = known.of(weights), weights.stat()
-    weights.write_bytes(b"y" * 1000)
-    os.utime(weights, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-    assert known.of(weights) != before
-
-
-def test_a_file_modified_just_now_is_not_trusted(
-    weights: Path, tmp_path: Path, reads: MagicMock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A second change within the file system's resolution would leave the same stamp."""
-    monkeypatch.setattr(file_hashes, "RACY_NS", 2 * 10**9)
-    now = FileHashes(tmp_path / "hashes.json")
-    assert now.of(weights) == now.of(weights)
-    assert reads.call_count == 2
-    assert not (tmp_path / "hashes.json").exists()
-
-
-@pytest.mark.parametrize("text", ["{", '{"files": {"PATH": [1, 2]}}', "[" * 100_000])
-def test_a_damaged_cache_is_no_cache(
-    weights: Path, tmp_path: Path, reads: MagicMock, text: str
-) -> None:
-    cache = tmp_path / "hashes.json"
-    cache.write_text(text.replace("PATH", str(weights)))
-    digest = FileHashes(cache).of(weights)
-    assert digest == FileHashes(cache).of(weights)
-    assert reads.call_count == 1
-    assert digest == FileHashes(None).of(weights)
-
-
-def test_a_cache_that_cannot_be_written_changes_nothing(weights: Path) -> None:
-    assert FileHashes(weights / "hashes.json").of(weights) == FileHashes(None).of(weights)
-
-
-def test_a_head_is_told_by_its_tensors_whatever_the_file_holds(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": 5}')
-    for size, header in ((100_000, b"[" * 100_000), (4, b"[{}]"), (1, b"\xff"), (1 << 62, b"")):
-        (tmp_path / "model.safetensors").write_bytes(size.to_bytes(8, "little") + header)
-        assert not is_head(str(tmp_path))
-
-
-def test_words_without_models_are_those_of_the_loaded_pair(either_pair: LoadedPair) -> None:
-    alone, loaded = load_words(either_pair.spec), either_pair
+def test_a_codec_without_models_is_that_of_the_loaded_pair(either_pair: LoadedPair) -> None:
+    alone, loaded = load_codec(either_pair.spec), either_pair
     assert (alone.eos_ids, alone.positions) == (loaded.eos_ids, loaded.positions)
     assert alone.encode("def add(a, b):") == loaded.encode("def add(a, b):")
 
@@ -270,32 +236,103 @@ def test_the_process_that_decodes_keeps_its_switches(
     assert done.stdout.split() == [threads]
 
 
-def test_a_hub_name_needs_no_organisation(
+# -------------------------------------------------------------------------------------- hub names
+
+GENERATE = ("generate", "def", "--max-new-tokens", "8")
+
+
+def hub_id(name: str) -> str:
+    return read_pair(None, name).id
+
+
+def test_a_hub_name_needs_no_organisation_and_its_revision_is_in_the_id(
     tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model that was fetched before, offline: by its name it is the folder's. What looks like a
     path stays one."""
-    cached = tmp_path / "models--tiny"
-    shutil.copytree(tiny_pair.parent / "target", cached / "snapshots" / "0")
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text("0")
+    target = tiny_pair.parent / "target"
+    for revision in "01":
+        shutil.copytree(target, tmp_path / "models--tiny" / "snapshots" / revision)
+    newest = tmp_path / "models--tiny" / "refs" / "main"
+    newest.parent.mkdir()
     monkeypatch.chdir(tmp_path)
-    generate = ("generate", "def", "--max-new-tokens", "8", "--target")
-    # The folder of what was fetched is read once a process.
-    outside = {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
-    cli = Path(spectune.__file__).with_name("cli.py")
-    by_name = subprocess.run(
-        [sys.executable, str(cli), *generate, "tiny", "--json"],
-        env=os.environ | outside,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert by_name.returncode == 0, by_name.stderr
-    by_path = Door(None).json(*generate, tiny_pair.parent / "target")
-    assert json.loads(by_name.stdout)["token_ids"] == by_path["token_ids"]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    found = [newest.write_text(revision) and hub_id("tiny") for revision in "010"]
+    assert found[0] == found[2] != found[1]
+    door = Door(None)
+    by_path = door.json(*GENERATE, "--target", target)
+    assert door.json(*GENERATE, "--target", "tiny")["token_ids"] == by_path["token_ids"]
     for path in ("./tiny", "tiny/one/more", "~/tiny"):
-        assert "no model at" in Door(None).error(*generate, path)
+        assert "no model at" in door.error(*GENERATE, "--target", path)
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub of one model, ``org/tiny``: the files of ``folder``; ``asked``: what was fetched."""
+
+    folder: Path
+    asked: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        content, status = b"{}", 404
+        if path.startswith("/api/models/org/tiny"):
+            files = [{"rfilename": file.name} for file in self.folder.iterdir()]
+            about = {"id": "org/tiny", "sha": "5" * 40, "siblings": files}
+            tree = [
+                {"type": "file", "path": f.name, "size": f.stat().st_size, "oid": f.name}
+                for f in self.folder.iterdir()
+            ]
+            content, status = json.dumps(tree if "/tree/" in path else about).encode(), 200
+        elif (file := self.folder / path.rpartition("/")[2]).is_file() and "/org/tiny/" in path:
+            content, status = file.read_bytes(), 200
+            if self.command == "GET":
+                self.asked.append(file.name)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{path.rpartition("/")[2]}"')
+        self.send_header("X-Repo-Commit", "5" * 40)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_hub_name_is_fetched_once_and_a_typo_told_at_once(
+    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a hub on this machine; when that is gone the model is still there, and other names are
+    refused as fast."""
+    Hub.folder = tiny_pair.parent / "target"
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.chdir(tmp_path)
+    address = f"http://127.0.0.1:{server.server_port}"
+    template = address + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    before = hub_id("org/tiny")
+    assert "model.safetensors" not in Hub.asked
+    door = Door(None)
+    generate = (*GENERATE, "--target", "org/tiny")
+    first = door.json(*generate)["token_ids"]
+    assert sorted(set(Hub.asked)) == sorted(Hub.asked)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(Hub.asked)
+    refused = "no folder org/tyni here, and no model of that name from the hub"
+    for gone in (False, True):
+        if gone:
+            server.shutdown()
+            server.server_close()
+        began = time.perf_counter()
+        assert refused in door.error(*GENERATE, "--target", "org/tyni")
+        assert time.perf_counter() - began < 5
+        assert (hub_id("org/tiny"), door.json(*generate)["token_ids"]) == (before, first)
 
 
 def test_what_a_generation_config_asks_beside_sampling_is_named_and_ignored(

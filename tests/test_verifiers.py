@@ -161,7 +161,9 @@ def tiny_pair() -> LoadedPair:
         return CausalModel(made, name)
 
     drafts = {"draft": model("draft", 1)}
-    return LoadedPair(PairSpec("tiny", "target", ()), model("target", 0), drafts, None, frozenset())
+    spec = PairSpec(name="tiny", target="target")
+    codec = None, frozenset(), (512, {})
+    return LoadedPair(*codec, spec, model("target", 0), drafts)
 
 
 def logits_after(model: CausalModel, prefix: list[int]) -> torch.Tensor:

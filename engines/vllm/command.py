@@ -60,7 +60,7 @@ def server_arguments(
     most = gamma if most is None else most
     if gamma > most:
         raise PolicyError(f"--gamma {gamma} is more than --gamma-max {most}")
-    drafts = dict(spec.drafts)
+    drafts = spec.drafts
     name = draft or next(iter(drafts), "ngram")
     if name != "ngram" and name not in drafts:
         has = ", ".join(spec.draft_names)

@@ -24,7 +24,8 @@ from typing import Final
 from spectune.engines.abilities import VLLM
 from spectune.engines.protocol import Wanted
 from spectune.engines.vllm.command import SCHEDULER, speculative_config
-from spectune.runtime.pair import PairSpec, checkpoint, model_config
+from spectune.runtime.checkpoints import checkpoint, read_config
+from spectune.runtime.pair import PairSpec
 from spectune.traces.errors import EngineError
 
 HOST: Final = "127.0.0.1"
@@ -196,7 +197,7 @@ def _arguments(spec: PairSpec, wanted: Wanted, *, cpu: bool) -> list[str]:
     if cpu:  # in the precision of our own decoder there; compiling takes minutes and gains little
         found += ["--dtype", "float32", "--enforce-eager"]
     if wanted.draft != "none":
-        path = dict(spec.drafts).get(wanted.draft)
+        path = spec.drafts.get(wanted.draft)
         config = speculative_config(path, wanted.most, wanted.max_num_seqs)
         found += ["--speculative-config", json.dumps(config)]
     return found
@@ -214,7 +215,6 @@ def _asked() -> list[str]:
 def _length(spec: PairSpec, wanted: Wanted) -> int:
     """Tokens that the server has room for: the texts', and what their last rounds draft beyond
     them, where the model can."""
-    folder = checkpoint(spec.target)
-    limit = None if folder is None else model_config(folder).get("max_position_embeddings")
+    limit = read_config(checkpoint(spec.target)).get("max_position_embeddings")
     room = wanted.max_len + wanted.most + 1
     return min(room, limit) if isinstance(limit, int) else room

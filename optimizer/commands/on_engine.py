@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from spectune.optimizer.execute import DecodeOptions
     from spectune.runtime.pair import PairSpec
     from spectune.runtime.policies.document import Policy
-    from spectune.runtime.words import Words
+    from spectune.runtime.text_codec import TextCodec
     from spectune.traces.schema import Workload
     from spectune.traces.store import TraceStore
 
@@ -81,10 +81,10 @@ class OnEngine:
         from spectune.engines.abilities import engine_named
         from spectune.engines.protocol import Load
         from spectune.optimizer.on_engine import check_options, prompts_of
+        from spectune.runtime.checkpoints import ignored_settings
         from spectune.runtime.hardware import sees_cuda
-        from spectune.runtime.pair import ignored_settings
         from spectune.runtime.policies.document import Policy
-        from spectune.runtime.words import load_words
+        from spectune.runtime.text_codec import load_codec
 
         quiet_transformers()
         self.spec, self.options = spec, options
@@ -97,7 +97,7 @@ class OnEngine:
         engine.runs(policy)
         assert isinstance(policy, Policy)  # no engine runs a chooser
         self.policy: Policy = policy
-        self.words: Words = load_words(spec)
+        self.words: TextCodec = load_codec(spec)
         for line in ignored_settings(spec.target):
             note(line)
         used = None if every_draft else [policy.draft]

@@ -248,7 +248,7 @@ def decode_options(kw: dict[str, Any]) -> DecodeOptions:
 def workload_of(kw: dict[str, Any], spec: PairSpec) -> Workload:
     """Reads what :data:`workload` say, for a pair that is not loaded yet. Raises
     WorkloadError, also for a conversation without a chat template."""
-    from spectune.runtime.words import check_conversations
+    from spectune.runtime.text_codec import check_conversations
 
     workload = drawn(kw)
     check_conversations(spec.target, workload.requests, chat=not kw["no_chat"])

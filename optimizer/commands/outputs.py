@@ -92,7 +92,7 @@ def check_writable(*options: tuple[str, str | None]) -> None:
     """Raises OutputError for an (option, path) that cannot be written or is needed otherwise,
     before the work is done whose result would go there: databases, the files that this command
     reads, and those of any model."""
-    from spectune.runtime.pair import is_content
+    from spectune.runtime.checkpoints import is_checkpoint_file
     from spectune.traces.errors import OutputError
     from spectune.traces.files import why_not_writable
     from spectune.traces.text import shortened
@@ -109,7 +109,7 @@ def check_writable(*options: tuple[str, str | None]) -> None:
         # A model's file may be a link to another place, where nothing shows whose it is.
         beside = Path(path).parent.resolve() / Path(path).name
         problem = taken.get(target)
-        if problem is None and (is_content(target) or is_content(beside)):
+        if problem is None and (is_checkpoint_file(target) or is_checkpoint_file(beside)):
             problem = "a file of a model"
         if problem is None and _is_database(target):
             problem = "a SQLite database"

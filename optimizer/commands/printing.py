@@ -261,6 +261,6 @@ def to_type(words: str) -> str:
                     parts += [flag, str(one)]
     if "--target" in takes and (pair := ctx.meta.get(PAIR_FOUND)) is not None:
         parts += ["--target", pair.target]
-        for draft, path in pair.drafts:
+        for draft, path in pair.drafts.items():
             parts += ["--draft", f"{draft}={path}"]
     return shlex.join(parts)

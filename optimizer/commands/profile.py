@@ -191,14 +191,14 @@ def _prompts(
     from spectune.optimizer.inputs import load_workload, recording_of
     from spectune.optimizer.on_engine import prompts_of
     from spectune.optimizer.record import texts_to_profile
-    from spectune.runtime.words import load_words
+    from spectune.runtime.text_codec import load_codec
 
     if recording is not None:
         recording = recording_of(store, recording, spec).id
     found, texts = texts_to_profile(store, spec.id, recording)
     if not texts:
         demo = load_workload(["demo"], limit=MOST_PROMPTS)
-        return prompts_of(load_words(spec), demo, DecodeOptions()), "the workload `demo`"
+        return prompts_of(load_codec(spec), demo, DecodeOptions()), "the workload `demo`"
     chosen = (texts[i] for i in np.unique(np.linspace(0, len(texts) - 1, MOST_PROMPTS).astype(int)))
     prompts = [Prompt("", text.category, tuple(text.prompt_ids.tolist())) for text in chosen]
     return prompts, f"recording {found}"

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from spectune.runtime.loop import PolicySource
     from spectune.runtime.pair import PairSpec
     from spectune.runtime.policies.document import AnyPolicy
-    from spectune.runtime.words import Texts
+    from spectune.runtime.text_codec import TextCodec
     from spectune.traces.schema import LatencyProfile, Outcome, Step, Workload
     from spectune.traces.store import TraceStore
     from spectune.traces.store.traffic import TrafficWriter
@@ -94,7 +94,7 @@ class Ran:
     than the native decoder was, ``latency`` what its users waited for. ``heads``: the hidden states
     that the heads of a pair read that was decoded here."""
 
-    words: Texts
+    words: TextCodec
     workload: Workload
     served: Sequence[Decoded | Answered]
     writer: TrafficWriter | None

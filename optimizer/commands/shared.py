@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from spectune.runtime.pair import PairSpec
     from spectune.runtime.policies.document import AnyPolicy
     from spectune.runtime.policies.prepared_chooser import AnyPlan
-    from spectune.runtime.words import Words
+    from spectune.runtime.text_codec import TextCodec
     from spectune.traces.recording import RecordingInfo
     from spectune.traces.schema import LatencyProfile, Workload
     from spectune.traces.store import TraceStore
@@ -106,7 +106,7 @@ def load(kw: dict[str, Any], spec: PairSpec, *, notes: bool = True) -> LoadedPai
 
 
 def fit_to(
-    pair: LoadedPair | Words,
+    pair: TextCodec,
     workload: Workload,
     options: DecodeOptions,
     overlong: Overlong,

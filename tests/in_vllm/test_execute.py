@@ -117,4 +117,4 @@ def test_a_model_that_it_cannot_load_is_said_in_its_own_words(tmp_path: Path) ->
         '{"model_type": "llama", "architectures": ["Nothing"], "vocab_size": 8}'
     )
     with pytest.raises(EngineError, match=r"^vLLM did not start: .*Nothing"):
-        Vllm(PairSpec("broken", str(tmp_path), ()), Wanted("none"))
+        Vllm(PairSpec(name="broken", target=str(tmp_path)), Wanted("none"))

@@ -1,29 +1,27 @@
-"""What a pair needs to read prompts and write texts, where another engine runs its models:
-tokenizer, ends, context. Loads no weights."""
+"""What a pair needs to read prompts and write texts: tokenizer, ends, context. Loads no
+weights."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal
 
-from spectune.runtime.pair import (
-    PairSpec,
+from spectune.runtime.checkpoints import (
+    CONFIG,
+    GENERATION,
     checkpoint,
-    described,
-    expanded,
     is_head,
-    is_local,
-    model_config,
+    read_config,
     translated,
 )
+from spectune.runtime.pair import PairSpec
 from spectune.traces.errors import PairError, WorkloadError
-from spectune.traces.files import read_json
 from spectune.traces.schema import Request
 
 POSITIONS = ("max_position_embeddings", "n_positions")
@@ -41,11 +39,13 @@ class Context:
         return f"the context of {self.positions} of {self.model}"
 
 
-class Texts:
-    """What a pair's ``tokenizer`` reads and writes; ``positions``: the longest sequence of the
-    target and of its drafts, by name."""
+@dataclass
+class TextCodec:
+    """Reads prompts and writes texts: a target's tokenizer, the tokens that end its texts, and the
+    longest sequence of the target and of its drafts, by name."""
 
     tokenizer: Any
+    eos_ids: frozenset[int]
     positions: tuple[int, Mapping[str, int]]
 
     def context(self, drafts: Collection[str] | None = None) -> Context:
@@ -123,16 +123,6 @@ class Texts:
         return ends_at
 
 
-@dataclass(frozen=True)
-class Words(Texts):
-    """A target's tokenizer, the tokens that end its texts, and the longest sequences of the models
-    of its pair."""
-
-    tokenizer: Any
-    eos_ids: frozenset[int]
-    positions: tuple[int, Mapping[str, int]]
-
-
 def check_conversations(target: str, requests: Iterable[Request], *, chat: bool) -> None:
     """Raises WorkloadError for the conversation that :meth:`Texts.encode_request` refuses. Reads
     the target's tokenizer, and that only where there are conversations."""
@@ -199,80 +189,67 @@ def _content(tokenizer: Any, template: str) -> Literal["string", "parts", "eithe
     return "either" if probe in whole else "parts"
 
 
-def load_words(spec: PairSpec) -> Words:
-    """The words of a pair whose models lie in folders. Raises PairError."""
+def load_codec(spec: PairSpec) -> TextCodec:
+    """The codec of a pair, no model of which is loaded. Raises PairError."""
     spec.check()
-    found = target_tokenizer(spec)
-    for name, path in spec.drafts:
+    tokenizer = target_tokenizer(spec)
+    positions = {}
+    for name, path in spec.drafts.items():
         if (own := tokenizer_of(path)) is not None:
-            shared_tokens(name, own, found)
-    eos = eos_of(spec.target) or ends_of(found.eos_token_id)
-    drafts = {name: _positions(path) for name, path in spec.drafts if not is_head(path)}
-    known = {name: size for name, size in drafts.items() if size is not None}
-    own = _positions(spec.target)
-    if own is None and not known:
-        raise PairError(
-            f"target: {spec.target} says no max_position_embeddings, or is no folder; give a folder"
-        )
-    return Words(found, eos, (min(known.values()) if own is None else own, known))
+            shared_tokens(name, own, tokenizer)
+        if not is_head(path) and (longest := positions_of(path)) is not None:
+            positions[name] = longest
+    longest = positions_of(spec.target)
+    if longest is None and not positions:
+        raise PairError(f"target: the config.json of {spec.target} says no max_position_embeddings")
+    most = min(positions.values()) if longest is None else longest
+    return TextCodec(tokenizer, end_tokens(spec.target, tokenizer), (most, positions))
 
 
-def _positions(path: str) -> int | None:
-    """The longest sequence of a model, as its configuration says; None where it says none, or is no
-    folder."""
-    folder = checkpoint(path)
-    config = {} if folder is None else model_config(folder)
+def positions_of(path: str) -> int | None:
+    """The longest sequence of a model, as its configuration says; None where it says none."""
+    config = read_config(checkpoint(path))
     config |= config.get("text_config") or {}
-    sizes = [int(config[name]) for name in POSITIONS if config.get(name) is not None]
-    return min(sizes, default=None)
+    return min((int(config[key]) for key in POSITIONS if config.get(key) is not None), default=None)
 
 
-def eos_of(path: str) -> frozenset[int]:
-    """The tokens that end a target's texts, as its generation_config says, else its config; none
-    where they say none."""
+def end_tokens(path: str, tokenizer: Any = None) -> frozenset[int]:
+    """The tokens that end a target's texts: as its generation_config says, else its config, else
+    its ``tokenizer``. Raises PairError where that says no token."""
     folder = checkpoint(path)
-    if folder is not None:
-        for name in ("generation_config.json", "config.json"):
-            found = model_config(folder, name) if os.path.isfile(folder / name) else {}
-            if found.get("eos_token_id") is not None:
-                return ends_of(found["eos_token_id"])
-    return frozenset()
-
-
-def ends_of(eos: Any) -> frozenset[int]:
-    """A configuration's ``eos_token_id``, one, several or none, as a set."""
-    several = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    return frozenset(int(token) for token in several)
+    configs = [read_config(folder, n) for n in (GENERATION, CONFIG) if (folder / n).is_file()]
+    said = [config.get("eos_token_id") for config in configs]
+    eos = next((ids for ids in said if ids is not None), getattr(tokenizer, "eos_token_id", None))
+    with translated(f"target: eos_token_id of {path}"):
+        several = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        return frozenset(int(token) for token in several)
 
 
 def tokenizer_of(path: str) -> Any:
     """A checkpoint's own tokenizer, None where it has none. Raises PairError."""
     from transformers import AutoTokenizer
 
-    folder = expanded(path)
-    if is_local(path) and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
+    folder = checkpoint(path)
+    if not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
         return None
-    with translated(f"tokenizer of {described(path)}"):
-        where = folder if is_local(path) else path
-        found = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
-        if not _templated(found):
-            found.chat_template = _processors_template(str(where))
-    return found
+    with translated(f"tokenizer of {path}"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if not _templated(tokenizer):
+            tokenizer.chat_template = _processor_template(folder)
+    return tokenizer
 
 
-def _processors_template(path: str) -> Any:
+def _processor_template(folder: Path) -> Any:
     """The chat template in the files of a checkpoint's processor, which no tokenizer reads; None
     where they have none."""
-    from transformers.utils import cached_file
-
     for name in ("chat_template.json", "processor_config.json"):
-        with suppress(OSError):  # as transformers says that there is none
-            file = cached_file(path, name)
-            template = read_json(file, file, PairError).get("chat_template")
-            if isinstance(template, list):  # several, by name
-                return {each["name"]: each["template"] for each in template}
-            if template:
-                return template
+        if not (folder / name).is_file():
+            continue
+        template = read_config(folder, name).get("chat_template")
+        if isinstance(template, list):  # several, by name
+            return {each["name"]: each["template"] for each in template}
+        if template:
+            return template
     return None
 
 

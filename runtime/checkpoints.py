@@ -1,0 +1,296 @@
+"""Checkpoints: where they lie, what they say they are, and what tells one from another.
+
+A checkpoint is a folder or the name of one on a hub. What was fetched of a hub name stays in use
+until somebody fetches a newer revision. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from spectune.traces.errors import PairError, SpectuneError
+from spectune.traces.files import read_json
+from spectune.traces.text import shortened
+
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+HUB_NAME_LIMIT = 96
+"""Characters of a hub name."""
+HUB_TIMEOUT_S = 10.0
+CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
+WEIGHTS = ("*.safetensors", "*.bin")
+TEXT_FILES = (
+    *("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "added_tokens.json"),
+    *("special_tokens_map.json", "chat_template.json", "processor_config.json", "*.jinja"),
+    *("additional_chat_templates/*.jinja", "*.index.json"),
+)
+"""What decides a text beside configurations and weights."""
+SAMPLES = 4
+"""Places in a tensor that are read for a checkpoint's identity, spread over it: its first bytes
+alone may be rows of an embedding that no training touched."""
+SAMPLE_BYTES = 1024
+
+
+@contextmanager
+def translated(what: str) -> Iterator[None]:
+    """The border to the libraries that read checkpoints: each of their errors becomes a PairError
+    of one line, ``what`` first.
+
+    A checkpoint that needs code of its own is refused: no ``from_pretrained`` of ours may run or
+    ask for it.
+    """
+    try:
+        yield
+    except SpectuneError:
+        raise
+    # safetensors, transformers, tokenizers, torch and the hub each have errors of their own
+    except Exception as error:
+        line = (str(error).splitlines() or [""])[0] or type(error).__name__
+        if "trust_remote_code" in str(error):
+            line = (
+                "it needs Python code of its own, which is never run here; give a checkpoint of an "
+                "architecture that transformers has"
+            )
+        raise PairError(f"{what}: {line}") from None
+
+
+def is_local(path: str) -> bool:
+    """Whether a model is named by a path rather than by its name on a hub (``gpt2``,
+    ``openai-community/gpt2``)."""
+    if len(path) > HUB_NAME_LIMIT or HUB_NAME.fullmatch(path) is None:
+        return True
+    return os.path.exists(path)
+
+
+def expanded(path: str) -> Path:
+    """A model's folder, with ``~`` and ``~user`` replaced; a user that is unknown stands for
+    itself."""
+    try:
+        return Path(os.path.expanduser(path))  # Path.expanduser raises for an unknown user
+    except ValueError:  # no user can have such a name
+        return Path(path)
+
+
+def checkpoint(path: str) -> Path:
+    """The folder of a checkpoint; of a hub name that of the revision that was fetched, without
+    weights until it is loaded. Raises PairError where there is none, locally or on the hub."""
+    folder = expanded(path) if is_local(path) else _cached(path) or _fetched(path)
+    if not os.path.isfile(folder / CONFIG):  # no error where a name is too long
+        raise PairError(
+            f"no model at {shortened(path)} (a folder with config.json and weights is expected)"
+        )
+    if (folder / ADAPTER).exists():
+        # transformers would load other weights, from where this file says, or the adapter's model
+        # without it.
+        raise PairError(
+            f"{path} holds an adapter ({ADAPTER}); merge it into its model and give the folder of "
+            "the result"
+        )
+    return folder
+
+
+def _cached(name: str) -> Path | None:
+    """The folder of what was fetched of a hub name, None where nothing was."""
+    from huggingface_hub import try_to_load_from_cache
+
+    file = try_to_load_from_cache(name, CONFIG)
+    return Path(file).parent if isinstance(file, str) else None
+
+
+def _fetched(name: str) -> Path:
+    """Fetches all but the weights of a hub name, and returns the folder. The hub is asked once, so
+    that a name it does not have, or no network, is told at once."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    with translated(f"no folder {name} here, and no model of that name from the hub"):
+        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+        return Path(snapshot_download(name, allow_patterns=["*.json", *TEXT_FILES]))
+
+
+def source(path: str) -> tuple[str, dict[str, str]]:
+    """What ``from_pretrained`` is given to load a checkpoint's weights: its folder, or for a hub
+    name whose weights are not fetched yet the name and ``{"revision": commit}``."""
+    folder = checkpoint(path)
+    if is_local(path) or all((folder / name).exists() for name in _weight_files(folder)):
+        return str(folder), {}
+    return path, {"revision": folder.name}
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Names of the weight files, as a checkpoint's index has them, which may be missing; else of
+    those that are there, and of one at least."""
+    for index in sorted(folder.glob("*.index.json")):
+        shards = read_object(index, "an index of weights").get("weight_map")
+        if isinstance(shards, Mapping):
+            return sorted({str(name) for name in shards.values()})
+    return [f.name for kind in WEIGHTS for f in sorted(folder.glob(kind))] or ["model.safetensors"]
+
+
+def read_object(file: Path, what: str) -> dict[str, Any]:
+    """The JSON object in a file, which is ``what``. Raises PairError where it holds none."""
+    document = read_json(file, str(file), PairError)
+    if not isinstance(document, dict):
+        raise PairError(f"{file}: {what} is a JSON object, not {type(document).__name__}")
+    return document
+
+
+def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
+    """A checkpoint's configuration. Raises PairError where it is none."""
+    return read_object(folder / name, "a model's configuration")
+
+
+# ---------------------------------------------------------------------------------------- identity
+
+
+def identity(path: str) -> str:
+    """What tells a checkpoint from others: of a folder 16 hex digits over its content, wherever it
+    lies; of a hub name that and the commit that was fetched.
+
+    Read are configurations, tokenizer, the safetensors' headers and a few KiB of every tensor:
+    weights that were trained on, merged, or given another sign differ there. Raises PairError where
+    there is no checkpoint or a file of it cannot be read.
+    """
+    folder = checkpoint(path)
+    if not is_local(path):
+        return f"{path}@{folder.name}"
+    configs = [read_config(folder)]
+    if (folder / GENERATION).is_file():
+        configs.append(read_config(folder, GENERATION))
+    for config in configs:  # where and by what it was saved
+        for key in ("_name_or_path", "transformers_version"):
+            config.pop(key, None)
+    digest = hashlib.sha256(json.dumps(configs, sort_keys=True).encode())
+    texts = {f for pattern in TEXT_FILES for f in folder.glob(pattern) if not f.is_dir()}
+    weights = [f for name in _weight_files(folder) if (f := folder / name).exists()]
+    for file in (*sorted(texts), *weights):
+        with translated(f"{file} cannot be read"):
+            part = file.read_bytes() if file in texts else _weights_sample(file)
+            inner = hashlib.sha256(part).hexdigest()
+        digest.update(f"{file.relative_to(folder)} {inner}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _weights_sample(file: Path) -> bytes:
+    """Of a safetensors file the header and some bytes of every tensor; of a pickle that torch
+    zipped what the archive says of its parts, their checksums among it; of another all."""
+    if file.suffix == ".safetensors":
+        with file.open("rb") as opened:
+            header, first = _safetensors_header(opened), opened.tell()
+            with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as view:
+                if hasattr(mmap, "MADV_RANDOM"):
+                    view.madvise(mmap.MADV_RANDOM)
+                parts = [json.dumps(header, sort_keys=True).encode()]
+                for name in sorted(header.keys() - {"__metadata__"}):
+                    begin, end = (first + offset for offset in header[name]["data_offsets"])
+                    step = max(0, end - begin - SAMPLE_BYTES) // (SAMPLES - 1)
+                    places = {begin + i * step for i in range(SAMPLES)}
+                    parts += [view[at : min(at + SAMPLE_BYTES, end)] for at in sorted(places)]
+                return b"".join(parts)
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            known = [(entry.filename, entry.CRC, entry.file_size) for entry in archive.infolist()]
+            return repr(known).encode()
+    return file.read_bytes()
+
+
+def _safetensors_header(opened: BinaryIO) -> dict[str, Any]:
+    """The header that a safetensors file begins with. Raises ValueError where it is none."""
+    length = int.from_bytes(opened.read(8), "little")
+    if not 0 < length <= os.fstat(opened.fileno()).st_size:
+        raise ValueError("it is no safetensors file")
+    header = json.loads(opened.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
+    return header
+
+
+def is_checkpoint_file(file: Path) -> bool:
+    """Whether a file, there or not, would be one of a checkpoint's: in its folder or one below,
+    named as what decides a text."""
+    names = (*WEIGHTS, *TEXT_FILES, CONFIG, GENERATION, ADAPTER)
+    folders = [folder for folder in file.parents[:2] if os.path.isfile(folder / CONFIG)]
+    return any(file.relative_to(folder).match(name) for folder in folders for name in names)
+
+
+# ----------------------------------------------------------------------------------- configurations
+
+FOLLOWED = (
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
+    *("do_sample", "temperature", "top_k", "top_p", "max_length", "max_new_tokens"),
+    *("transformers_version", "_from_model_config", "use_cache", "cache_implementation"),
+)
+"""Keys of a generation_config that change no text, or say what options of the user say here."""
+
+
+def ignored_settings(path: str) -> list[str]:
+    """A line on what a target's generation_config asks of its texts and is not done; none where it
+    asks for nothing else than is done."""
+    folder = checkpoint(path)
+    config = read_config(folder, GENERATION) if (folder / GENERATION).is_file() else {}
+    asked = [k for k, v in sorted(config.items()) if k not in FOLLOWED and v and v != 1]
+    named = ", ".join(f"{key} {config[key]}" for key in asked)
+    return [f"ignored of the target's generation_config: {named}"] if asked else []
+
+
+def says_eagle3(config: Mapping[str, Any]) -> bool:
+    """Whether a head's configuration is one of EAGLE-3."""
+    named = any("eagle3" in name for name in _architectures(config))
+    named = named or config.get("speculators_model_type") == "eagle3"
+    return named or "draft_vocab_size" in config or "eagle_config" in config
+
+
+def _architectures(config: Mapping[str, Any]) -> list[str]:
+    names = config.get("architectures")
+    return [str(name).lower() for name in names] if isinstance(names, list) else []
+
+
+def is_head(path: str) -> bool:
+    """Whether a checkpoint is an EAGLE head rather than a language model.
+
+    EAGLE-1 and 2 configurations look like any Llama's: there the names of the tensors tell. On a
+    hub the name must say ``eagle``, as those of published heads do: nothing is fetched to find out.
+    """
+    folder = expanded(path)
+    if not is_local(path):
+        return "eagle" in path.lower()
+    if not (folder / CONFIG).is_file():
+        return False
+    config = read_config(folder)
+    if says_eagle3(config) or any("eagle" in name for name in _architectures(config)):
+        return True
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    return any(_has_fc(file) for file in files)
+
+
+_PICKLED_FC = (b"X\x09\0\0\0fc.weight", b"X\x0f\0\0\0model.fc.weight")
+
+
+def _has_fc(file: Path) -> bool:
+    """Whether a weight file has a tensor ``fc.weight``, which takes two states to one."""
+    try:
+        if file.suffix == ".safetensors":
+            with file.open("rb") as opened:
+                names = _safetensors_header(opened)
+            return any(name.removeprefix("model.") == "fc.weight" for name in names)
+        with zipfile.ZipFile(file) as archive:
+            inner = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            pickled = archive.read(inner)
+        return any(name in pickled for name in _PICKLED_FC)
+    except (OSError, ValueError, StopIteration, zipfile.BadZipFile):  # loading says what is wrong
+        return False
+
+
+def head_algorithm(path: str) -> str:
+    """``eagle3`` or ``eagle``: what engines call a head's algorithm."""
+    folder = expanded(path)
+    config = read_config(folder) if (folder / CONFIG).is_file() else {}
+    named = "eagle3" in path.lower().replace("eagle-3", "eagle3")
+    return "eagle3" if named or says_eagle3(config) else "eagle"
