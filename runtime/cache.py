@@ -14,6 +14,26 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 
+class Tokens(NamedTuple):
+    """The n tokens of a pass: ``ids``, ``positions`` and the ``slots`` that they are written to,
+    int64 [n] each.
+
+    They read slots ``start .. stop - 1`` under ``mask``, bool [n, stop - start] (True: attend);
+    without one they are the last of these slots, and each sees the slots up to its own. ``length``,
+    int64 [1]: where the slots that are seen at all end, told on the device. ``hidden`` [n, width]:
+    the states that a head reads beside its tokens.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    mask: Tensor | None
+    stop: int
+    start: int = 0
+    length: Tensor | None = None
+    hidden: Tensor | None = None
+
+
 class LayerShape(NamedTuple):
     """Sizes of one layer's keys and values."""
 
@@ -62,15 +82,11 @@ class SlotCache:
         ]  # fmt: skip
         return True
 
-    def view(
-        self, slots: Tensor, stop: int, start: int = 0, length: Tensor | None = None
-    ) -> CacheView:
-        """What a pass sees that writes ``slots`` (int64 [n]) and reads slots ``start .. stop - 1``,
-        of which those from ``length`` on (int64 [1], None: from ``stop``) are masked. Raises
-        IndexError beyond the capacity."""
-        if stop > self.capacity:
-            raise IndexError(f"a pass over {stop} slots exceeds the cache's {self.capacity}")
-        return CacheView(self, slots, stop, start, length)
+    def view(self, tokens: Tokens) -> CacheView:
+        """What a pass sees of the cache. Raises IndexError beyond the capacity."""
+        if tokens.stop > self.capacity:
+            raise IndexError(f"a pass over {tokens.stop} slots exceeds the cache's {self.capacity}")
+        return CacheView(self, tokens)
 
     def move(self, slots: list[int], start: int) -> None:
         """Copies slots (any order, possibly overlapping) to ``start ..``: what a tree's accepted
@@ -83,12 +99,10 @@ class SlotCache:
 class CacheView(Cache):  # type: ignore[misc]  # transformers carries no types
     """One pass's part of a :class:`SlotCache`, as transformers' models take it."""
 
-    def __init__(
-        self, cache: SlotCache, slots: Tensor, stop: int, start: int, length: Tensor | None
-    ) -> None:
+    def __init__(self, cache: SlotCache, tokens: Tokens) -> None:
         super().__init__(layers=[])
-        self.slots, self.length = slots, length
-        self._parts, self._start, self._stop = cache.layers, start, stop
+        self.slots, self.length = tokens.slots, tokens.length
+        self._parts, self._start, self._stop = cache.layers, tokens.start, tokens.stop
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectune.runtime.attention import attend
-from spectune.runtime.cache import CacheView, LayerShape, SlotCache
+from spectune.runtime.cache import CacheView, LayerShape, SlotCache, Tokens
 from spectune.runtime.cuda import layers as kernels
 from spectune.runtime.cuda.attention import DTYPES
 from spectune.runtime.cuda.launch import kernels_run, switched_on
@@ -264,7 +264,7 @@ def _agrees(fused: FusedDecoder, decoder: Any) -> bool:
     shapes = [LayerShape(x.kv_heads, x.head_dim, x.head_dim) for x in fused.layers]
     cache = SlotCache(shapes, x.dtype, x.device)
     cache.reserve(count)
-    view = cache.view(slots, count)
+    view = cache.view(Tokens(ids, slots, slots, None, count))
     for index, (layer, own) in enumerate(zip(fused.layers, decoder.layers, strict=True)):
         _, part, residual = layer.forward(x, None, (cos, sin), view, index, None)
         theirs = own(

@@ -31,7 +31,7 @@ from spectune.runtime.attention import (
     layer_mask,
     without_cudnn,
 )
-from spectune.runtime.cache import CacheView, LayerShape, SlotCache
+from spectune.runtime.cache import LayerShape, SlotCache, Tokens
 from spectune.runtime.checkpoints import checkpoint, source, translated
 from spectune.runtime.fused import fuse
 from spectune.runtime.shortlists import OutputHead
@@ -89,19 +89,6 @@ class Kind(NamedTuple):
     recurrent: bool = False
 
 
-class Tokens(NamedTuple):
-    """The n tokens of a pass: ``ids``, ``positions``, ``slots`` int64 [n]; ``mask`` bool [n, stop],
-    None where each sees the slots up to its own; slots are read up to ``stop``; ``hidden`` [n, any]
-    as :meth:`SlotModel.forward` takes them."""
-
-    ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    mask: Tensor | None
-    stop: int
-    hidden: Tensor | None
-
-
 class Outputs(NamedTuple):
     """``states`` [n, hidden_size]; ``result``: float32 logits [n, vocab], ids int64 [n] or nothing;
     ``tapped`` [n, width], what other models read."""
@@ -156,23 +143,10 @@ class SlotModel(ABC):
                 self.graphs.forget()
 
     @abstractmethod
-    def forward(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        view: CacheView,
-        mask: Tensor | None,
-        hidden: Tensor | None = None,
-        *,
-        recurrent: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """A pass of n tokens (``ids`` and ``positions`` int64 [n]) over a ``view`` of the cache.
-
-        ``mask`` bool [n, slots that are read]; None: the tokens are those of the last slots, and
-        each sees the slots up to its own. ``hidden`` [n, feature_size], or with ``recurrent`` the
-        model's own states [n, hidden_size]. Returns the last hidden states [n, hidden_size], and
-        the features that other models read [n, any].
-        """
+    def forward(self, tokens: Tokens, *, recurrent: bool = False) -> tuple[Tensor, Tensor]:
+        """A pass over the cache: the last hidden states [n, hidden_size], and those that other
+        models read, side by side [n, width]. ``recurrent``: ``tokens.hidden`` are states that the
+        model gave itself."""
 
     def state(self, out: Tensor) -> Tensor:
         """What the output head reads of hidden states [n, hidden_size] that a pass gave."""
@@ -216,8 +190,8 @@ class SlotModel(ABC):
         """:meth:`run` for tokens that follow each other at slots and positions ``start ..``, each
         of which sees the slots up to its own. Without ``replays`` it runs eagerly."""
         stop = start + len(ids)
-        slots = self._positions[start:stop]
-        tokens = Tokens(ids, slots, slots, None, stop, hidden)
+        slots, first = self._positions[start:stop], self.first_slot
+        tokens = Tokens(ids, slots, slots, None, stop, first, hidden=hidden)
         return self._pass(Kind(_output(logits, greedy=greedy)), tokens, logits, replays=replays)
 
     def run(
@@ -240,7 +214,7 @@ class SlotModel(ABC):
         ``recurrent``: ``hidden`` are states that the model gave itself.
         """
         rows = len(ids) if logits is None else logits
-        tokens = Tokens(ids, positions, slots, mask, mask.shape[1], hidden)
+        tokens = Tokens(ids, positions, slots, mask, mask.shape[1], hidden=hidden)
         return self._pass(Kind(_output(rows, greedy=greedy), False, recurrent), tokens, rows)
 
     def _pass(
@@ -249,17 +223,12 @@ class SlotModel(ABC):
         """The output of the last ``rows`` tokens, and the states of all."""
         outputs = self.graphs.run(kind, tokens) if replays and self.graphs is not None else None
         if outputs is None:
-            ids, positions, slots, mask, stop, hidden = tokens
-            first = self.first_slot if kind.causal else 0
-            if kind.causal and 1 < len(ids) <= MASKED_ROWS and first < stop - len(ids):
-                mask = causal_mask(slots - first, stop - first)
-            view = self.cache.view(slots, stop, first)
+            n, read = len(tokens.ids), tokens.stop - tokens.start
+            if kind.causal and 1 < n <= MASKED_ROWS and n < read:
+                tokens = tokens._replace(mask=causal_mask(tokens.slots - tokens.start, read))
             with without_cudnn(self.device):
-                states, tapped = self.forward(
-                    ids, positions, view, mask, hidden, recurrent=kind.recurrent
-                )
-            result = self.evaluate(kind.output, states[len(ids) - rows :])
-            outputs = Outputs(states, result, tapped)
+                states, tapped = self.forward(tokens, recurrent=kind.recurrent)
+            outputs = Outputs(states, self.evaluate(kind.output, states[n - rows :]), tapped)
         self.tapped = outputs.tapped
         return outputs.result[-rows:], outputs.states
 
@@ -413,16 +382,8 @@ class CausalModel(SlotModel):
             self.tapped = torch.cat(parts)
         return states[-1:]
 
-    def forward(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        view: CacheView,
-        mask: Tensor | None,
-        hidden: Tensor | None = None,
-        *,
-        recurrent: bool = False,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tokens, *, recurrent: bool = False) -> tuple[Tensor, Tensor]:
+        (ids, positions), view, mask = tokens[:2], self.cache.view(tokens), tokens.mask
         if mask is not None:
             mask = layer_mask(mask, self._groups, self.cache.states.dtype)
         if self.fused is not None:

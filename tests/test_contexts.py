@@ -4,6 +4,7 @@ others; what limits is named."""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from doors import Door
 from pairs import chain, make_pair, tiny_model, tokenizer
 
 import spectune
+from spectune.optimizer.execute import DecodeOptions, Encoded, run
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair, load_pair
-from spectune.runtime.loop import StaticSource
+from spectune.runtime.loop import DecodeRequest, StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
@@ -122,3 +124,21 @@ def test_texts_that_a_draft_does_not_hold_are_refused_where_it_is_to_look_at_the
     assert ran.exit_code == 0, ran.output
     line = door.error("record", "--resume", "latest", "--pair", folder)
     assert "exceeds the context of 64 of draft 'far'" in line
+
+
+def test_of_a_long_prompt_a_warm_up_reads_the_beginning(tmp_path: Path) -> None:
+    pair = load_pair(read_pair(str(make_pair(tmp_path, positions=1024))))
+    ids = (pair.encode(LONG_PROMPT) * 10)[:700]
+    item = Request("r", "c", ("",))
+    request = DecodeRequest("r", ids, Sampling(), 1, max_new_tokens=8)
+    read: Counter[str] = Counter()
+    for name, model in {"target": pair.target, **pair.models}.items():
+        model.model.get_input_embeddings().register_forward_pre_hook(
+            lambda _, args, name=name: read.update({name: args[0].numel()})
+        )
+    encoded = Encoded(((item, request),), DecodeOptions(max_new_tokens=8))
+    plan = prepare(parse_policy(chain("near", 3)), pair.draft_names)
+    list(run(pair, StaticSource(plan), encoded))
+    assert 700 <= read["target"] < 2 * 700
+    assert 700 <= read["near"] < 2 * 700
+    assert 0 < read["far"] < 200

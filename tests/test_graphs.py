@@ -4,6 +4,7 @@ memory, as a CUDA graph does."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from threading import Event, Thread
@@ -433,3 +434,62 @@ def test_only_cuda_has_graphs_and_may_go_without(
     assert all(m.graphs is None for m in (plain.target, *plain.models.values()))
     prepare_graphs(plain, prepare(Policy(), plain.draft_names), greedy=True)
     assert plain.target.graphs is None
+
+
+def test_capturing_waits_for_its_own_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the device nor the stream that another thread decodes on; what a failed pass leaves
+    is closed."""
+    events: list[str] = []
+
+    class Stream:
+        def wait_stream(self, other: Stream) -> None:
+            events.append("the device waits")
+
+        def synchronize(self) -> None:
+            events.append("wait")
+
+    class Graph:
+        def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+            events.append(f"begin {pool} {capture_error_mode}")
+
+        def capture_end(self) -> None:
+            events.append("end")
+
+        def replay(self) -> None:
+            events.append("replay")
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("stops what another thread decodes")
+
+    for name, fake in {
+        "Stream": Stream,
+        "current_stream": Stream,
+        "stream": nullcontext,
+        "CUDAGraph": Graph,
+        "graph_pool_handle": lambda: 7,
+        "synchronize": refuse,
+        "empty_cache": refuse,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    outputs, fails = Outputs(*torch.zeros(3)), False
+
+    def compute() -> Outputs:
+        events.append("compute")
+        if fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return outputs
+
+    recorder = CudaRecorder()
+    replay, given = recorder.capture(compute)
+    replay()
+    assert given is outputs
+    assert events == [
+        *("the device waits", *["compute"] * graphs.REHEARSALS, "wait"),
+        *("begin 7 thread_local", "compute", "end", "replay"),
+    ]
+    monkeypatch.setattr(graphs, "REHEARSALS", 0)
+    events.clear()
+    fails = True
+    with pytest.raises(RuntimeError, match="not permitted"):
+        recorder.capture(compute)
+    assert events[-2:] == ["compute", "end"]

@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from spectune.runtime.attention import causal_mask, without_cudnn
+from spectune.runtime.cache import Tokens
 from spectune.runtime.drafts.protocol import LONG_LAG
-from spectune.runtime.models import Kind, Output, Outputs, SlotModel, Tokens
+from spectune.runtime.models import Kind, Output, Outputs, SlotModel
 from spectune.runtime.policies.document import NODE_LIMIT
 from spectune.runtime.policies.stops import STOP_NONE
 
@@ -103,25 +104,24 @@ class CapturedPass:
             self._mask[:, 0] = True
         width = model.hidden_size if kind.recurrent else model.feature_size
         self._hidden = torch.zeros(n, width, dtype=model.dtype, device=device) if width else None
+        ids, positions, slots = self._numbers
+        length, hidden = self._length, self._hidden
+        inputs = Tokens(ids, positions, slots, self._mask, capacity, length=length, hidden=hidden)
 
         def compute() -> Outputs:
-            ids, positions, slots = self._numbers
-            mask = self._mask
-            if mask is None:
+            tokens = inputs
+            if kind.causal:
                 mask = causal_mask(slots, capacity, model.first_slot)
-            view = model.cache.view(slots, capacity, length=self._length)
-            states, tapped = model.forward(
-                ids, positions, view, mask, self._hidden, recurrent=kind.recurrent
-            )
+                tokens = inputs._replace(mask=mask)
+            states, tapped = model.forward(tokens, recurrent=kind.recurrent)
             return Outputs(states, model.evaluate(kind.output, states), tapped)
 
         self._replay, self._outputs = recorder.capture(compute)
 
     def __call__(self, tokens: Tokens) -> Outputs:
         """Replays the pass for n tokens, at most as many as were captured."""
-        ids, positions, slots, mask, stop, hidden = tokens
-        n = len(ids)
-        for row, values in zip(self._numbers, (ids, positions, slots), strict=True):
+        n, stop, mask = len(tokens.ids), tokens.stop, tokens.mask
+        for row, values in zip(self._numbers, tokens[:3], strict=True):
             row[:n] = values
         self._numbers[:, n:] = self._filler[:, n:]
         self._length.fill_(stop)
@@ -130,8 +130,8 @@ class CapturedPass:
             self._mask[:n, stop:] = False
             self._mask[n:] = False
             self._mask[n:, 0] = True
-        if self._hidden is not None and hidden is not None:
-            self._hidden[:n] = hidden
+        if self._hidden is not None and tokens.hidden is not None:
+            self._hidden[:n] = tokens.hidden
         self._replay()
         states, result, tapped = self._outputs
         return Outputs(states[:n].clone(), result[:n].clone(), tapped[:n].clone())

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
 from spectune.runtime.attention import attend, layer_mask
-from spectune.runtime.cache import CacheView, LayerShape, SlotCache
+from spectune.runtime.cache import LayerShape, SlotCache, Tokens
 from spectune.runtime.models import CausalModel, SlotModel
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -233,31 +233,22 @@ class EagleHead(SlotModel):
         if len(self._cos) < self.cache.capacity:
             self._cos, self._sin = self._table(self.cache.capacity)
 
-    def forward(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        view: CacheView,
-        mask: Tensor | None,
-        hidden: Tensor | None = None,
-        *,
-        recurrent: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Row i of ``hidden`` belongs to the token before ``ids[i]``: target features, or with
-        ``recurrent`` the head's output there. Slot 0 stays empty: a mask hides it. Nothing reads a
-        head's hidden states."""
-        assert hidden is not None
-        shape = self.net.shape
+    def forward(self, tokens: Tokens, *, recurrent: bool = False) -> tuple[Tensor, Tensor]:
+        """Row i of ``tokens.hidden`` belongs to the token before ``ids[i]``: target features, or
+        with ``recurrent`` the head's output there. Slot 0 stays empty: a mask hides it. Nothing
+        reads a head's hidden states."""
+        shape, mask, view = self.net.shape, tokens.mask, self.cache.view(tokens)
+        assert tokens.hidden is not None
         if mask is not None:
             mask = layer_mask(mask, shape.heads // shape.kv_heads, self.cache.states.dtype)
 
         def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = view.update(key, value, layer)
-            return attend(query, keys, values, mask, view.length).transpose(1, 2)
+            return attend(query, keys, values, mask, tokens.length).transpose(1, 2)
 
-        rotary = self._cos[positions], self._sin[positions]
-        embedded = self._embed(ids)[None]
-        out = self.net(embedded, hidden[None], rotary, attention, own=recurrent)[0]
+        rotary = self._cos[tokens.positions], self._sin[tokens.positions]
+        embedded, hidden = self._embed(tokens.ids)[None], tokens.hidden[None]
+        out = self.net(embedded, hidden, rotary, attention, own=recurrent)[0]
         return out, out[:, :0]
 
     def state(self, out: Tensor) -> Tensor:
