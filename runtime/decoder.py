@@ -100,7 +100,7 @@ class ModelBackend:
         ahead, self._read_ahead = self._read_ahead, None
         self._awake = {ahead[1]} if ahead is not None and ahead[0] is request else set()
         self.pair.reserve(self._capacity)
-        prepare_graphs(self.pair, prepared, greedy=request.sampling.greedy)
+        prepare_graphs(self.pair, prepared, sampling=request.sampling)
         if len(self._text) > 1:
             target.read(torch.tensor(self._text[:-1], device=target.device), 0)
         self._features.kept = False
@@ -170,10 +170,8 @@ class ModelBackend:
         target, root, n = self.pair.target, len(self._text) - 1, len(tree.tokens)
         rows = [[self._text[-1], *tree.tokens], [0, *tree.depths], [*range(n + 1)]]
         ids, depths, places = torch.tensor(rows, device=target.device)
-        mask = np.zeros((n + 1, root + n + 1), dtype=np.bool_)
-        mask[:, :root] = True
-        mask[:, root:] = ancestors(tree)
-        seen = torch.from_numpy(mask).to(target.device)
+        seen = torch.ones(n + 1, root + n + 1, dtype=torch.bool, device=target.device)
+        seen[:, root:] = torch.from_numpy(ancestors(tree)).to(target.device)
         return target.run(ids, root + depths, root + places, seen, greedy=greedy)[0]
 
     def commit(self, emitted: list[int], accepted: int, drafted: Drafted | None) -> None:

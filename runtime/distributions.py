@@ -35,6 +35,17 @@ class Children(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
 
 
+class DeviceCodes(NamedTuple):
+    """:class:`runtime.trees.grow.Codes` as int64 tensors on a device."""
+
+    tokens: Tensor
+    logp: Tensor
+    gap: Tensor
+    entropy: Tensor
+    top_entropy: Tensor
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+
+
 def best_children(
     logits: Tensor,
     sampling: Sampling,
@@ -81,21 +92,21 @@ def best_children(
 
 def codes_on_host(children: Children, *, reads_gap: bool = True) -> Codes:
     """The codes as numpy arrays in the dtypes of a recording. Those that are not read are 0."""
-    tokens, scores, nats, *rest = (None if x is None else x.cpu().numpy() for x in children)
-    assert scores is not None
-    logp, gap = np.zeros((2, *scores.shape), np.uint16)
     # Without -log q its place holds the scores, which are not read.
-    _write_codes(scores, scores if nats is None else nats, logp, gap, nats is not None, reads_gap)
-    return Codes.of(tokens, logp, gap, *rest)
+    columns = children._replace(nats=children.scores if children.nats is None else children.nats)
+    tokens, scores, nats, *of_nodes = (x.cpu().numpy() for x in columns if x is not None)
+    logp, gap = np.zeros((2, *scores.shape), np.uint16)
+    _write_codes(scores, nats, logp, gap, children.nats is not None, reads_gap)
+    return Codes.of(tokens, logp, gap, *of_nodes)
 
 
-def codes_on_device(children: Children, *, reads_gap: bool = True) -> Codes:
-    """:func:`codes_on_host` as int64 tensors on the device, for which nothing waits."""
+def codes_on_device(children: Children, *, reads_gap: bool = True) -> DeviceCodes:
+    """:func:`codes_on_host` in tensors, for which nothing waits."""
     scores, nats = children.scores, children.nats
     none = torch.zeros_like(children.tokens)
     gap = _code(scores[:, :1] - scores) if reads_gap else none
     logp = none if nats is None else _code(nats)
-    return Codes(children.tokens, logp, gap, *children[3:])  # type: ignore[arg-type]
+    return DeviceCodes(children.tokens, logp, gap, *children[3:])
 
 
 def _code(nats: Tensor) -> Tensor:

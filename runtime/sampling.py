@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import groupby
 from typing import Final
 
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from spectune.runtime.cuda import noise as kernels
+from spectune.runtime.cuda.launch import kernels_run
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.splitmix import MULTIPLIERS, as_int64
 from spectune.traces.schema import NAT_CODE_MAX, NAT_SCALE, Sampling
@@ -67,16 +67,10 @@ def _uniforms(key: np.uint64, out: npt.NDArray[np.float64]) -> None:
         out[i] = 1.0 - (np.float64(np.int64(x >> np.uint64(32))) + 0.5) * 2.0**-32
 
 
-@lru_cache(maxsize=8)
-def _weyl(vocab_size: int, device: torch.device) -> Tensor:
-    """Token ids times the Weyl constant, int64 ``[vocab_size]``."""
-    return torch.arange(vocab_size, dtype=torch.int64, device=device) * _C1
-
-
-def gumbel(keys: Tensor, vocab_size: int) -> Tensor:
-    """:func:`gumbel_row` of ``keys`` int64 [n, 1] in torch's operations alone, [n, vocab]; on a CPU
-    the same bits, four times slower."""
-    x = _weyl(vocab_size, keys.device) + keys
+def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
+    """:func:`gumbel_row` of ``keys`` int64 [n, 1] at ``tokens`` int64 [size] in torch's operations
+    alone, [n, size]; on a CPU the same bits, four times slower."""
+    x = tokens * _C1 + keys
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _C2
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _C3
     uniforms = 1.0 - (((x >> 32) & 0xFFFFFFFF).double() + 0.5) * 2.0**-32
@@ -88,7 +82,7 @@ def gumbel_row(key: int, vocab_size: int, device: torch.device) -> Tensor:
     is taken from the small side: 1 - w is exact, so that the upper tail, which decides who wins, is
     resolved to 2 ** -33."""
     if device.type != "cpu":
-        return gumbel(keys_tensor([key], device), vocab_size)[0]
+        return gumbel(keys_tensor([key], device), torch.arange(vocab_size, device=device))[0]
     uniforms = torch.empty(vocab_size, dtype=torch.float64)
     _uniforms(np.uint64(key), uniforms.numpy())
     return uniforms.log_().neg_().log_().neg_().float()
@@ -97,6 +91,15 @@ def gumbel_row(key: int, vocab_size: int, device: torch.device) -> Tensor:
 def keys_tensor(keys: Sequence[int], device: torch.device) -> Tensor:
     """64-bit keys as int64 [n, 1]."""
     return torch.tensor([[as_int64(key)] for key in keys], device=device)
+
+
+def add_noise(scores: Tensor, ids: Tensor | None, keys: Tensor) -> Tensor:
+    """``scores`` [n, size] plus noise by ``keys`` int64 [n, 1] or [1, 1]. ``ids`` int64 [size]: the
+    tokens of the columns; None: all."""
+    if kernels_run(scores.device):
+        return kernels.perturbed(scores, keys, ids)
+    tokens = torch.arange(scores.shape[-1], device=scores.device) if ids is None else ids
+    return scores + gumbel(keys, tokens)
 
 
 ROWS_KEPT: Final = 256
@@ -114,7 +117,7 @@ class Noise:
     def __init__(self, seed: int, vocab_size: int, device: torch.device) -> None:
         self._seed, self._vocab, self._device = seed, vocab_size, device
         self._rows: dict[int, Tensor] = {}
-        self.fused = kernels.runs(device)
+        self.fused = kernels_run(device)
 
     def row(self, position: int) -> Tensor:
         """Float32 ``[vocab]`` at an absolute position."""
@@ -133,7 +136,7 @@ class Noise:
         """``scores`` [n, size] plus the noise at each row's position (one position: of all rows).
         ``ids`` int64 [size]: the tokens of the columns; None: all."""
         if self.fused:
-            return kernels.perturbed(scores, self.keys(positions), ids)
+            return add_noise(scores, ids, self.keys(positions))
         rows = self.row(positions[0])
         if len(positions) > 1:
             rows = torch.stack([self.row(position) for position in positions])
@@ -148,7 +151,7 @@ class Noise:
             return self.add(scores, ids, positions).argmax(-1)
         # Rows of one level share their noise.
         levels = [(p, len(list(rows))) for p, rows in groupby(positions)]
-        parts = scores.split([size for _, size in levels])
+        parts = torch.split(scores, [size for _, size in levels])
         return torch.cat(
             [(part + self.row(p)).argmax(-1) for part, (p, _) in zip(parts, levels, strict=True)]
         )

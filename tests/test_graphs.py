@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from threading import Event, Thread
@@ -136,7 +137,7 @@ class Twins:
     def forget(self) -> None:
         for model in self.models:
             model.graphs.forget()
-            model.graphs.greedy.clear()
+            model.graphs.samplings.clear()
             model.graphs.eager.clear()
             model.graphs.replayed.clear()
 
@@ -155,8 +156,8 @@ class Twins:
         for model in self.models:
             kinds = {s.kind for s in model.graphs.shapes}
             missed = {key: n for key, n in model.graphs.eager.items() if key[1] in kinds}
-            if missed:
-                found[model.name] = missed
+            if missed or model.graphs.problem:
+                found[model.name] = missed or model.graphs.problem
         return found
 
 
@@ -226,7 +227,21 @@ def test_decoding_with_graphs_is_decoding(twins: Twins, sampling: Sampling) -> N
         assert sum(twins.fast.target.graphs.replayed.values()) == len(rounds)  # type: ignore[union-attr]
         if policy.speculates and policy.draft != "ngram":
             draft = twins.fast.models[policy.draft]
-            assert sum(draft.graphs.replayed.values()) == sum(r.step.draft_steps for r in rounds)  # type: ignore[union-attr]
+            steps = [r.step.draft_steps for r in rounds if r.step.draft_steps]
+            grown = any(r.tree is not None for r in rounds)  # after the first pass by sequences
+            assert all(phase.captured for phase in source.prepared.phases.values())  # type: ignore[union-attr]
+            assert len(source.prepared.phases) == grown  # type: ignore[union-attr]
+            assert sum(draft.graphs.replayed.values()) == (len(steps) if grown else sum(steps))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("draft", ["near", "eagle3"])
+def test_filtered_drafts_are_captured(twins: Twins, draft: str) -> None:
+    """Top-k and top-p wait for nothing."""
+    twins.forget()
+    warm = Sampling(temperature=0.7, top_p=0.8, seed=2)
+    for sampling in (warm, replace(warm, top_k=20)):
+        twins.agree(parse_policy(top_k(draft, 4, 4, 12)), sampling)
+        assert twins.missed() == {}
 
 
 @pytest.mark.parametrize(("draft", "sampling"), [("near", GREEDY), ("eagle3", HOT)])
@@ -265,12 +280,12 @@ IDS, LOGITS = Kind("ids"), Kind("logits")
         (
             top_k("near", 3, 2, 5),
             {IDS: {1}, Kind("ids", causal=False): {1, 2, 4, 8}},
-            {LOGITS: LAGS, Kind(causal=False): {1, 2, 4}},
+            {LOGITS: LAGS},
         ),
         (
             chain("eagle3", 2),
             {IDS: {1}, Kind("ids", causal=False): {1, 2, 4}},
-            {LOGITS: LAGS, Kind(causal=False, recurrent=True): {1}},
+            {LOGITS: LAGS},
         ),
     ],
     ids=["chain", "no draft", "stop", "tree", "head"],
@@ -284,7 +299,7 @@ def test_no_more_is_captured_than_rounds_can_need(
     twins.forget()
     twins.fast.reserve(60)
     plan = prepare(parse_policy(document), twins.fast.draft_names)
-    prepare_graphs(twins.fast, plan, greedy=True)
+    prepare_graphs(twins.fast, plan, sampling=GREEDY)
     for model, expected in (
         (twins.fast.target, of_target),
         (twins.fast.models[document["draft"]], of_draft),
@@ -416,7 +431,8 @@ def test_a_pass_that_cannot_be_captured_runs_eagerly(
     near.model.get_input_embeddings().register_forward_pre_hook(
         lambda *_: bool(torch.ones(1).sum() > 0) and None
     )  # waits for the device
-    fresh.agree(parse_policy(chain("near", 3)), HOT)
+    for document in (chain("near", 3), top_k("near", 3, 3, 8)):
+        fresh.agree(parse_policy(document), HOT)
     assert not near.graphs.shapes
     assert near.graphs.problem == "operation not permitted when stream is capturing"
     assert caplog.messages == [f"near: passes run without CUDA graphs: {near.graphs.problem}"]
@@ -432,7 +448,7 @@ def test_only_cuda_has_graphs_and_may_go_without(
     assert not graphs_enabled(torch.device("cuda"))
     plain = twins.plain
     assert all(m.graphs is None for m in (plain.target, *plain.models.values()))
-    prepare_graphs(plain, prepare(Policy(), plain.draft_names), greedy=True)
+    prepare_graphs(plain, prepare(Policy(), plain.draft_names), sampling=GREEDY)
     assert plain.target.graphs is None
 
 

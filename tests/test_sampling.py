@@ -29,9 +29,6 @@ from spectune.runtime.sampling import (
 )
 from spectune.traces.schema import NAT_CODE_MAX, Sampling, request_seed
 
-if sys.platform == "linux":  # what its compiler needs is made as it is imported without interpreter
-    import triton.language  # noqa: F401
-
 CPU = torch.device("cpu")
 with_triton = pytest.mark.skipif(
     sys.platform != "linux", reason="triton is published for Linux only"
@@ -65,7 +62,7 @@ def test_noise_is_a_pure_function() -> None:
 def test_the_compiled_noise_is_the_same_noise(vocab_size: int) -> None:
     """The compiled loop and torch's operations give the same bits."""
     keys = [stream_key(11, position) for position in range(50)]
-    rows = gumbel(keys_tensor(keys, CPU), vocab_size)
+    rows = gumbel(keys_tensor(keys, CPU), torch.arange(vocab_size))
     assert all(
         torch.equal(gumbel_row(k, vocab_size, CPU), r) for k, r in zip(keys, rows, strict=True)
     )
@@ -78,12 +75,12 @@ def test_the_compiled_noise_is_the_same_noise(vocab_size: int) -> None:
     [Sampling(temperature=1.0), Sampling(temperature=0.7), Sampling(temperature=0.7, top_p=0.9)],
 )
 def test_the_kernel_chooses_as_plain_torch(
-    vocab_size: int, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+    vocab_size: int, sampling: Sampling, request: pytest.FixtureRequest
 ) -> None:
     """Scores, the tokens chosen from them, and those of a shortlist: the same bits."""
     rng = torch.Generator().manual_seed(vocab_size)
     plain = Noise(5, vocab_size, CPU)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    request.getfixturevalue("interpreted")
     fused = Noise(5, vocab_size, CPU)
     assert fused.fused
     assert not plain.fused
@@ -98,14 +95,12 @@ def test_the_kernel_chooses_as_plain_torch(
             assert torch.equal(
                 *(sample(some, sampling, noise, positions, ids=columns) for noise in (plain, fused))
             )
-    monkeypatch.setenv(kernels.SWITCH, "0")
-    assert not Noise(5, vocab_size, CPU).fused
 
 
 @with_triton
-def test_the_kernel_takes_the_first_of_equal_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("interpreted")
+def test_the_kernel_takes_the_first_of_equal_columns() -> None:
     """Across blocks of columns, and where nothing is kept."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     scores = torch.full((2, 2 * kernels.BLOCK), -torch.inf)
     keys = keys_tensor([1, 2], CPU)
     assert kernels.best(scores, keys).tolist() == [0, 0]

@@ -12,18 +12,17 @@ import torch
 from test_trees import KINDS, Case, Told, as_codes, random_case
 from tree_reference import Law, Path
 
+from spectune.runtime.distributions import DeviceCodes
 from spectune.runtime.trees.draft import GrownTree, grow
-from spectune.runtime.trees.grow import Codes
 from spectune.runtime.trees.on_device import (
     Frontier,
     GrowingTree,
     grow_on_device,
     grown_tree,
-    most_levels,
 )
 
 CPU = torch.device("cpu")
-TREES = 800
+TREES = 400
 """Of each kind; some 10,000 levels together."""
 
 
@@ -36,11 +35,11 @@ class ToldInTensors:
         self.read: list[Path | None] = []
         """What passes after the first read."""
 
-    def root(self) -> Codes:
+    def root(self) -> DeviceCodes:
         self.paths: list[Path | None] = [()]
         return self._codes()
 
-    def expand(self, frontier: Frontier, level: int) -> Codes:
+    def expand(self, frontier: Frontier, level: int) -> DeviceCodes:
         columns = (x.tolist() for x in frontier)
         above, self.paths = self.paths, []
         for token, parent, exists in zip(*columns, strict=True):
@@ -50,12 +49,12 @@ class ToldInTensors:
         self.read += self.paths
         return self._codes()
 
-    def _codes(self) -> Codes:
+    def _codes(self) -> DeviceCodes:
         self.levels += 1
         nobody = Law([1], [3], [0], 4, 5)
         laws = [nobody if path is None else self.case.draft(path) for path in self.paths]
         codes = as_codes(laws, self.case.rule.width, self.junk)
-        return Codes(*(torch.from_numpy(x.astype("int64")) for x in codes))
+        return DeviceCodes(*(torch.from_numpy(x.astype("int64")) for x in codes))
 
 
 def drafting_case(seed: str, kind: str) -> Case:
@@ -76,8 +75,7 @@ def grown_by(growing: GrowingTree, case: Case, told: ToldInTensors, *, looks: bo
             growing.add(codes, level, case.gamma)
         return growing.choose()
 
-    growing.limit.fill_(case.limit)
-    growing.begin(case.gamma)
+    growing.begin(torch.tensor([case.gamma]), torch.tensor([case.limit]))
     if looks:
         return grow_on_device(growing, case.gamma, grow_levels)
     tree, more = grown_tree(grow_levels(1, growing.depth).tolist(), growing.depth)
@@ -99,7 +97,7 @@ def test_grows_the_same_trees(kind: str, looks: bool) -> None:
     seen: Counter[str] = Counter()
     for trial in range(TREES // 2):
         case = drafting_case(f"device {kind} {looks} {trial}", kind)
-        growing = GrowingTree(case.rule, most_levels(case.rule, case.gamma), CPU)
+        growing = GrowingTree(case.rule, case.gamma + case.rule.alpha, CPU)
         for again in range(2):
             draft = case.draft
             if again:
@@ -123,7 +121,7 @@ def test_places_are_numbered_as_passes_read_them(kind: str) -> None:
     """A node that was read is found at the place of its token among those that passes read."""
     for trial in range(60):
         case = drafting_case(f"places {kind} {trial}", kind)
-        growing = GrowingTree(case.rule, most_levels(case.rule, case.gamma), CPU)
+        growing = GrowingTree(case.rule, case.gamma + case.rule.alpha, CPU)
         told = ToldInTensors(case)
         tree = grown_by(growing, case, told, looks=False)
         paths: list[Path] = []

@@ -23,16 +23,20 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, NamedTuple
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import torch
 
 from spectune.runtime.attention import causal_mask, without_cudnn
 from spectune.runtime.cache import Tokens
+from spectune.runtime.drafts.device_trees import grows_on_device, tree_phase
 from spectune.runtime.drafts.protocol import LONG_LAG
 from spectune.runtime.models import Kind, Output, Outputs, SlotModel
 from spectune.runtime.policies.document import NODE_LIMIT
 from spectune.runtime.policies.stops import STOP_NONE
+from spectune.traces.schema import Sampling
 
 if TYPE_CHECKING:
     from spectune.runtime.loading import LoadedPair
@@ -48,6 +52,7 @@ SWITCH: Final = "SPECTUNE_CUDA_GRAPHS"
 
 _RUNG_OF: Final = tuple(next(r for r in RUNGS if r >= n) for n in range(RUNGS[-1] + 1))
 _CAPTURING = threading.Lock()
+T = TypeVar("T")
 
 
 class Shape(NamedTuple):
@@ -65,7 +70,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def capture(self, compute: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+    def capture(self, compute: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """``compute`` works on fixed tensors. Returns what repeats its work on their contents of
         that time, and the outputs that this writes; they last until any other replay."""
         graph = torch.cuda.CUDAGraph()
@@ -140,15 +145,15 @@ class CapturedPass:
 class PassGraphs:
     """The captured passes of one model. :meth:`capture` may run in another thread than :meth:`run`.
 
-    ``replayed`` and ``eager`` count passes by tokens and kind. ``greedy``: of which sorts requests
-    were (:func:`prepare_graphs`). ``problem``: why a pass could not be captured; then no more are.
+    ``replayed`` and ``eager`` count passes by tokens and kind. ``samplings`` of the requests so far
+    (:func:`prepare_graphs`). ``problem``: why a pass could not be captured; then no more are.
     """
 
     def __init__(self, model: SlotModel, recorder: CudaRecorder) -> None:
         self.model, self.problem = model, ""
         self.replayed: Counter[tuple[int, Kind]] = Counter()
         self.eager: Counter[tuple[int, Kind]] = Counter()
-        self.greedy: set[bool] = set()
+        self.samplings: set[Sampling] = set()
         self._recorder = recorder
         self._passes: dict[Shape, CapturedPass] = {}
 
@@ -176,16 +181,27 @@ class PassGraphs:
         rungs = RUNGS[: 1 + RUNGS.index(_RUNG_OF[min(most, RUNGS[-1])])]
         for rung in reversed(rungs):  # the largest first, so that the pool fits all
             shape = Shape(rung, kind)
-            if shape in passes or self.problem:
-                continue
-            try:
-                with _CAPTURING:
-                    passes[shape] = CapturedPass(self.model, shape, self._recorder)
-            except RuntimeError as error:  # it waits for the device within a pass, or no memory
-                self.problem = str(error).splitlines()[0]
-                logging.getLogger(__name__).warning(
-                    "%s: passes run without CUDA graphs: %s", self.model.name, self.problem
-                )
+            if shape not in passes:
+                made = self._try(partial(CapturedPass, self.model, shape, self._recorder))
+                if made is not None:
+                    passes[shape] = made
+
+    def record(self, compute: Callable[[], T]) -> tuple[Callable[[], None], T] | None:
+        """:meth:`CudaRecorder.capture`; None where that is not possible."""
+        return self._try(partial(self._recorder.capture, compute))
+
+    def _try(self, capture: Callable[[], T]) -> T | None:
+        if self.problem:
+            return None
+        try:
+            with _CAPTURING:
+                return capture()
+        except RuntimeError as error:  # it waits for the device within a pass, or no memory
+            self.problem = str(error).splitlines()[0]
+            logging.getLogger(__name__).warning(
+                "%s: passes run without CUDA graphs: %s", self.model.name, self.problem
+            )
+            return None
 
 
 def use_graphs(models: Iterable[SlotModel], recorder: CudaRecorder) -> None:
@@ -200,25 +216,27 @@ def graphs_enabled(device: torch.device) -> bool:
     return device.type == "cuda" and os.environ.get(SWITCH, "1") != "0"
 
 
-def prepare_graphs(pair: LoadedPair, prepared: AnyPlan, *, greedy: bool | None = None) -> None:
+def prepare_graphs(
+    pair: LoadedPair, prepared: AnyPlan, *, sampling: Sampling | None = None
+) -> None:
     """Captures what rounds under a policy can need; nothing where the pair has no graphs, or what
     is there already. A text that is longer than was reserved (:meth:`LoadedPair.reserve`) needs all
     anew.
 
-    ``greedy``: whether requests are of temperature 0; None: as all were so far, for a policy that
-    is prepared aside.
+    ``sampling`` of requests; None: as all were so far, for a policy that is prepared aside.
     """
     target = pair.target.graphs
     if target is None:
         return
-    if greedy is not None:
-        target.greedy.add(greedy)
+    if sampling is not None:
+        target.samplings.add(replace(sampling, seed=0))
     for plan in prepared.candidates:
-        for each in sorted(target.greedy):
+        for each in list(target.samplings):
             _capture(pair, plan, each)
 
 
-def _capture(pair: LoadedPair, plan: Plan, greedy: bool) -> None:
+def _capture(pair: LoadedPair, plan: Plan, sampling: Sampling) -> None:
+    greedy = sampling.greedy
     target, draft = pair.target.graphs, pair.models.get(plan.policy.draft)
     assert target is not None
     answers: Output = "ids" if greedy else "logits"
@@ -235,6 +253,8 @@ def _capture(pair: LoadedPair, plan: Plan, greedy: bool) -> None:
     ids = greedy and not tree and plan.stop.kind == STOP_NONE
     reads: Output = "states" if plan.shortlist is not None else "ids" if ids else "logits"
     draft.graphs.capture(LONG_LAG, Kind(reads))
-    if tree:
+    if tree and grows_on_device(draft, plan):
+        tree_phase(plan, draft, sampling).capture(draft.graphs.record)
+    elif tree:
         widths = [rule.step_width(level) for level in range(2, depth + 1)]
         draft.graphs.capture(max(widths, default=0), Kind(reads, causal=False, recurrent=head))

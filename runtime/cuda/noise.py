@@ -8,33 +8,18 @@ that results are those of plain torch.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from spectune.runtime.cuda.launch import interpreted, on
 from spectune.runtime.policies.splitmix import MULTIPLIERS, as_int64
 
-SWITCH: Final = "SPECTUNE_TRITON"
-"""Environment variable; 0 leaves Triton's kernels of noise out."""
 BLOCK: Final = 2048
 """Columns that a program looks at at a time."""
 WARPS: Final = 8
-
-
-def runs(device: torch.device) -> bool:
-    """Whether the kernels run there: where triton is installed, on CUDA, or anywhere with
-    ``TRITON_INTERPRET=1``; not with ``SPECTUNE_TRITON=0``."""
-    on = device.type == "cuda" or _interpreted()
-    return on and os.environ.get(SWITCH, "1") != "0" and find_spec("triton") is not None
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "") == "1"
 
 
 def perturbed(scores: Tensor, keys: Tensor, ids: Tensor | None = None) -> Tensor:
@@ -50,13 +35,12 @@ def best(scores: Tensor, keys: Tensor, ids: Tensor | None = None) -> Tensor:
 
 
 def _launch(scores: Tensor, keys: Tensor, ids: Tensor | None, out: Tensor, choose: bool) -> Tensor:
-    (n, size), device = scores.shape, scores.device
+    n, size = scores.shape
     if not n or not size:
         return out
     scores = scores.contiguous()
-    on_cuda = device.type == "cuda"
-    with torch.cuda.device(device) if on_cuda else contextlib.nullcontext():
-        noise_kernel(_interpreted())[n, 1 if choose else -(-size // BLOCK)](
+    with on(scores.device):
+        noise_kernel(interpreted())[n, 1 if choose else -(-size // BLOCK)](
             scores,
             keys,
             keys if ids is None else ids,
@@ -114,12 +98,8 @@ def noise_kernel(interpreted: bool) -> Any:
             score = tl.load(scores + begin + column, mask=there, other=float("-inf"))
             score += noise.to(score.dtype)
             if CHOOSE:
-                # What tl.argmax does; that function itself runs in the interpreter only if Triton
-                # was imported for it.
-                top, offset = tl.reduce(
-                    (score, tl.arange(0, BLOCK)), 0, tl.standard._argmax_combine_tie_break_left
-                )
-                place = tl.where(top > highest, start + offset, place)
+                top = tl.max(score, 0)
+                place = tl.where(top > highest, start + tl.argmax(score, 0), place)
                 highest = tl.maximum(top, highest)
             else:
                 tl.store(out + begin + column, score, mask=there)

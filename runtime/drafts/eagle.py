@@ -105,8 +105,6 @@ class EagleReader(TreeReader):
     def __init__(self, draft: EagleDraft, text: list[int], shortlists: Shortlists | None) -> None:
         super().__init__(draft.head, text, shortlists)
         self.draft = draft
-        self._hidden = torch.zeros(0)
-        """The head's outputs of the last pass, which it is fed at the next."""
 
     def root(self) -> Tensor:
         draft, head, at = self.draft, self.draft.head, self.draft._read
@@ -116,22 +114,21 @@ class EagleReader(TreeReader):
         draft._read = self.length
         if shortlists is None:
             logits, out = head.chain(ids, at, logits=1, hidden=features)
-            self._hidden = out[-1:]
+            self.hidden = out[-1:]
             return logits
         out = head.chain(ids, at, logits=0, hidden=features)[1]
-        self._hidden, before = out[-1:], None
+        self.hidden, before = out[-1:], None
         if shortlists.routed:
             draft._states.put(at, out)
             before = draft._states.at(self.length - 2)
         previous = None if before is None else head.state(before)
         support = shortlists.select(0, ids[-1:], previous)
-        return self._listed(head.state(self._hidden), support)
+        return self._listed(head.state(self.hidden), support)
 
     def _read(
         self, tokens: Tensor, parents: Tensor | None, at: Places, logits: int | None
     ) -> tuple[Tensor, Tensor]:
-        hidden = self._hidden
-        fed = hidden.expand(len(tokens), -1) if parents is None else hidden[parents]
+        fed = self.hidden.expand(len(tokens), -1) if parents is None else self.hidden[parents]
         found = self.draft.head.run(tokens, *at, logits=logits, hidden=fed, recurrent=True)
-        self._hidden = found[1]
+        self.hidden = found[1]
         return found

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from spectune.runtime.drafts.device_trees import FirstPass, grows_on_device, tree_phase
 from spectune.runtime.drafts.protocol import DraftContext, Drafted
 from spectune.runtime.models import SlotModel
 from spectune.runtime.shortlists import Shortlists, Support
@@ -22,11 +23,12 @@ class TreeReader(ABC):
     """A draft's passes over one tree: each level in one pass, nodes apart under a mask.
 
     ``ids`` are the tokens that the last pass's logits are of, int64 [size], where there are
-    ``shortlists``; None: all."""
+    ``shortlists``; None: all. ``hidden`` [n, hidden_size] are a head's outputs of that pass."""
 
     def __init__(self, model: SlotModel, text: list[int], shortlists: Shortlists | None) -> None:
         self.text, self.length, self.device = text, len(text), model.device
         self.ids: Tensor | None = None
+        self.hidden = torch.zeros(0)
         self.model, self._shortlists = model, shortlists
         self._placed = 0
         self._mask: Tensor | None = None
@@ -89,7 +91,12 @@ def propose_tree(
     reader: TreeReader, depth: int, limit: int, lag: int, context: DraftContext
 ) -> Drafted:
     """Grows a tree by a draft's passes, as the policy says."""
-    rule = context.plan.rule(context.sampling)
-    source = ModelDistributions(rule, reader, context.sampling, context.noise)
-    tree = grow(rule, depth, limit, source)
+    plan, sampling, noise = context.plan, context.sampling, context.noise
+    if grows_on_device(reader.model, plan):
+        phase, logits = tree_phase(plan, reader.model, sampling), reader.root()
+        first = FirstPass(logits, reader.hidden)
+        tree = phase.propose(first, reader.length, noise, depth, limit)
+    else:
+        rule = plan.rule(sampling)
+        tree = grow(rule, depth, limit, ModelDistributions(rule, reader, sampling, noise))
     return Drafted(len(tree.tokens), tree.steps, lag, tree.tokens, tree)

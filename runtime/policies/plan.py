@@ -18,7 +18,9 @@ from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import LatencyProfile, Sampling
 
-if TYPE_CHECKING:  # holds tensors
+if TYPE_CHECKING:  # these hold tensors
+    from spectune.runtime.drafts.device_trees import TreePhase
+    from spectune.runtime.models import SlotModel
     from spectune.runtime.shortlists import Shortlists
 
 
@@ -39,6 +41,8 @@ class Plan:
     shortlists: Shortlists | None = field(default=None, compare=False)
     """:attr:`shortlist` for the pair as it is loaded, made aside
     (:func:`runtime.decoder.prepare_for`)."""
+    phases: dict[tuple[SlotModel, Sampling], TreePhase] = field(default_factory=dict, compare=False)
+    """How trees are drafted on a device (:func:`runtime.drafts.device_trees.tree_phase`)."""
 
     @property
     def candidates(self) -> tuple[Plan, ...]:

@@ -119,7 +119,7 @@ class Experiment:
         self.pair.reserve(min(longest, self.pair.max_positions) + 2)
         for plan in plans:
             for sampling in SAMPLINGS:
-                prepare_graphs(self.pair, plan, greedy=sampling.greedy)
+                prepare_graphs(self.pair, plan, sampling=sampling)
         work: list[Callable[[], None]] = []
         for number, cell in enumerate(checked):
             for sampling in SAMPLINGS * CHECKS:

@@ -315,7 +315,7 @@ def _log_of_weights(rule: LevelRule, gap: npt.NDArray[Any], row: int, there: int
     total = np.int64(0)
     for rank in range(there):
         total += rule.weights[min(gap[row, rank], GAP_CODES - 1)]
-    return rule.log_sums[total >> SUM_SHIFT]
+    return float(rule.log_sums[total >> SUM_SHIFT])
 
 
 @compiled(inline=True)

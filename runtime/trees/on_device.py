@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from spectune.runtime.distributions import DeviceCodes
 from spectune.runtime.policies.c2t import CONFIDENCE_SCALE, STEP
 from spectune.runtime.policies.eagle2 import INFINITE
 from spectune.runtime.trees.draft import GrownTree
-from spectune.runtime.trees.grow import GAP_CODES, NONE, ROOT, SUM_SHIFT, Codes, TreeRule
+from spectune.runtime.trees.grow import GAP_CODES, NONE, ROOT, SUM_SHIFT, TreeRule
 from spectune.traces.schema import NAT_SCALE, NO_BIN
 
 
@@ -60,10 +61,11 @@ def _tables(rule: TreeRule, device: torch.device) -> _Tables:
 
 
 class GrowingTree:
-    """One tree while it grows on a device, of ``depth`` levels at most (:func:`most_levels`). Its
-    memory is fixed: :meth:`begin` starts the next tree in it."""
+    """One tree while it grows on a device, of ``depth`` levels at most. Its memory is fixed:
+    :meth:`begin` starts the next tree in it."""
 
     def __init__(self, rule: TreeRule, depth: int, device: torch.device) -> None:
+        depth = min(depth, len(rule.static)) if rule.static else depth
         self.rule, self.depth, self.device = rule, depth, device
         self.tables = _tables(rule, device)
         k, self.sizes = rule.width, [1]
@@ -100,15 +102,25 @@ class GrowingTree:
     def _zeros(self, *shape: Any) -> Tensor:
         return torch.zeros(*shape, dtype=torch.int64, device=self.device)
 
-    def begin(self, depth: int) -> None:
-        """Starts a tree of ``depth`` levels, which HeteroSpec may extend up to ``limit`` (int64 [],
-        filled by the caller before)."""
+    @property
+    def early(self) -> bool:
+        """Whether growth may end before the depth is reached."""
+        return self.rule.reads_stop or self.rule.confidence is not None
+
+    def last_level(self, depth: int) -> int:
+        """The deepest level of a tree that is begun with ``depth``."""
+        return min(self.depth, depth + self.rule.alpha if self.rule.stratified else depth)
+
+    def begin(self, depth: Tensor, limit: Tensor) -> None:
+        """Starts a tree of ``depth`` levels, which HeteroSpec may extend up to ``limit``, both
+        int64 [1]."""
+        self.limit.copy_(limit)
         self.place[0, 0], self.phi[0, 0], self.width[0] = ROOT, 0, 1
         for count in (self.levels, self.steps, self.bin_phi):
             count.zero_()
         self.bin.fill_(NO_BIN)
-        self.goal.fill_(min(depth, self.depth))
-        self.alive.fill_(depth > 0)
+        self.goal.copy_(depth.clamp_max(self.depth))
+        self.alive.fill_(True)
 
     def frontier(self, level: int) -> Frontier:
         """What the pass after a level reads."""
@@ -118,7 +130,7 @@ class GrowingTree:
         tokens = self.token[place.clamp_min(0)].masked_fill(~exists, 0)
         return Frontier(tokens, self.above[level, :size], exists)
 
-    def add(self, codes: Codes, level: int, depth: int) -> None:
+    def add(self, codes: DeviceCodes, level: int, depth: int) -> None:
         """Makes a level, counted from 1, of a tree that was begun with ``depth``, from the
         distributions after the frontier above."""
         rule, k, size = self.rule, self.rule.width, self.sizes[level - 1]
@@ -247,8 +259,9 @@ def grown_tree(numbers: list[int], depth: int) -> tuple[GrownTree, int]:
     more, levels, steps, bin_, phi, count = numbers[:6]
     widths, nodes = numbers[6 : 7 + depth], numbers[7 + depth :]
     most = len(nodes) // 4
-    columns = [nodes[at : at + count] for at in range(0, 4 * most, most)]
-    return GrownTree(*columns, levels, steps, widths[:steps], phi, bin_), more
+    tokens, parents, depths, read = (nodes[i * most : i * most + count] for i in range(4))
+    tree = GrownTree(tokens, parents, depths, read, levels, steps, widths[:steps], phi, bin_)
+    return tree, more
 
 
 def _wide(codes: Tensor, k: int) -> Tensor:
@@ -270,17 +283,10 @@ def grow_on_device(
     """The tree that was begun with ``depth``. ``levels`` makes the levels from one to another and
     gives what :meth:`GrowingTree.choose` does; the host looks at that after each level where growth
     may end early, and before HeteroSpec's extension."""
-    rule, first = growing.rule, 1
-    early = rule.reads_stop or rule.confidence is not None
-    more = min(depth, growing.depth)
+    first, more = 1, min(depth, growing.depth)
     while True:
-        last = first if early else more
+        last = first if growing.early else more
         tree, more = grown_tree(levels(first, last).tolist(), growing.depth)
         if more <= last:
             return tree
         first = last + 1
-
-
-def most_levels(rule: TreeRule, depth: int) -> int:
-    """Levels of the deepest tree that is begun with ``depth``."""
-    return min(depth, len(rule.static)) if rule.static else depth + rule.alpha

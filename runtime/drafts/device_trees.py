@@ -1,0 +1,172 @@
+"""A tree's draft phase on a device: all levels after the first pass, growth and the draft's passes,
+as one sequence that is captured once and waits for nothing.
+
+A level's nodes stand in slots of its own behind the text, whether or not there is a node for each
+place, so that shapes are those of the rule. The host fills in where the text ends and the noise's
+keys, and reads one small tensor: the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from spectune.runtime.distributions import Perturb, best_children, codes_on_device
+from spectune.runtime.sampling import Noise, add_noise
+from spectune.runtime.trees.draft import GrownTree
+from spectune.runtime.trees.on_device import GrowingTree, grow_on_device
+from spectune.traces.schema import Sampling
+
+if TYPE_CHECKING:
+    from spectune.runtime.models import SlotModel
+    from spectune.runtime.policies.plan import Plan
+
+Key = tuple[int, int, int]
+"""A sequence: the first level, the last, and the depth that the tree was begun with, where that
+matters (HeteroSpec; else 0)."""
+
+
+def grows_on_device(model: SlotModel, plan: Plan) -> bool:
+    """Whether trees of a plan are grown on its draft's device: on CUDA, or wherever passes are
+    captured. A router's shortlists need the host, so shortlisted trees are grown there."""
+    return plan.shortlist is None and (model.device.type == "cuda" or model.graphs is not None)
+
+
+def tree_phase(plan: Plan, model: SlotModel, sampling: Sampling) -> TreePhase:
+    """The draft phase of a plan's trees, made at the first call; it lives as long as the plan."""
+    sampling = replace(sampling, seed=0)
+    phase = plan.phases.get((model, sampling))
+    if phase is None or phase.states is not model.cache.states:  # a cache that grew is another
+        phase = plan.phases[model, sampling] = TreePhase(plan, model, sampling)
+    return phase
+
+
+class FirstPass(NamedTuple):
+    """``logits`` [1, vocab] after the text and, of a head, its output there ``hidden`` [1,
+    hidden_size]."""
+
+    logits: Tensor
+    hidden: Tensor
+
+
+class TreePhase:
+    """The levels of a plan's trees over one allocation of a draft's cache (``states``)."""
+
+    def __init__(self, plan: Plan, model: SlotModel, sampling: Sampling) -> None:
+        self.model, self.sampling, self.rule = model, sampling, plan.rule(sampling)
+        self.states, device = model.cache.states, model.device
+        self._window = plan.policy.gamma_max
+        self.growing = GrowingTree(self.rule, plan.policy.depth_max, device)
+        levels, most, capacity = self.growing.depth, max(self.growing.sizes), model.cache.capacity
+        self._numbers = torch.zeros(4 + levels, dtype=torch.int64, device=device)
+        """The text's length as slot and as position, depth, limit, and the keys of the noise."""
+        self._numbers[0] = capacity
+        self._logits = torch.zeros(1, model.vocab_size, device=device)
+        self._columns = torch.arange(capacity, device=device)
+        self._mask = torch.zeros(most, capacity, dtype=torch.bool, device=device)
+        """What the nodes read last saw."""
+        self._hidden: Tensor | None = None
+        """Of a head: its outputs there, in row 0 of the root at first."""
+        if model.feature_size:
+            self._hidden = torch.zeros(most, model.hidden_size, dtype=model.dtype, device=device)
+        self.captured: dict[Key, tuple[Callable[[], None], Tensor]] = {}
+
+    def propose(
+        self, first: FirstPass, length: int, noise: Noise | None, depth: int, limit: int
+    ) -> GrownTree:
+        """The tree of ``depth`` levels behind a text of ``length`` tokens, which HeteroSpec may
+        extend up to ``limit``."""
+        levels = self.growing.depth
+        keys = [0] * levels
+        if noise is not None:
+            keys = noise.keys(range(length, length + levels)).flatten().tolist()
+        self._numbers.copy_(torch.tensor([length, length, depth, limit, *keys]))
+        self._logits.copy_(first.logits)
+        if self._hidden is not None:
+            self._hidden[:1] = first.hidden
+        begun = depth if self.rule.stratified else 0
+        return grow_on_device(self.growing, depth, partial(self._run, depth=begun))
+
+    def _run(self, first: int, last: int, depth: int) -> Tensor:
+        if (sequence := self.captured.get((first, last, depth))) is None:
+            return self._levels(first, last, depth)
+        replay, result = sequence
+        replay()
+        return result
+
+    def capture(
+        self, record: Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor] | None]
+    ) -> None:
+        """Captures the sequences that rounds can need, with ``record`` (None: it cannot). What is
+        captured already stays."""
+        for key in sorted(self._keys(), key=lambda k: k[0] - k[1]):  # the longest first
+            if key not in self.captured:
+                sequence = record(partial(self._levels, *key))
+                if sequence is None:
+                    return
+                self.captured[key] = sequence
+
+    def _keys(self) -> set[Key]:
+        """What :func:`runtime.trees.on_device.grow_on_device` asks for, whatever the window."""
+        growing, keys = self.growing, set[Key]()
+        for depth in range(1, min(self._window, growing.depth) + 1):
+            last, begun = growing.last_level(depth), depth if self.rule.stratified else 0
+            if growing.early:
+                keys |= {(level, level, begun) for level in range(1, last + 1)}
+            else:
+                keys |= {(1, depth, begun)}
+                keys |= {(depth + 1, end, begun) for end in range(depth + 1, last + 1)}
+        return keys
+
+    def _levels(self, first: int, last: int, depth: int) -> Tensor:
+        """Makes levels ``first`` to ``last``, and chooses the nodes of the tree so far."""
+        rule, growing = self.rule, self.growing
+        if first == 1:
+            growing.begin(self._numbers[2:3], self._numbers[3:4])
+        for level in range(first, last + 1):
+            children = best_children(
+                self._logits if level == 1 else self._read(level - 1),
+                self.sampling,
+                self._perturb(level),
+                rule.width,
+                entropy=rule.reads_entropy,
+                top_entropy=rule.stratified,
+                reads_logp=not rule.coupled or rule.reads_q,
+            )
+            growing.add(codes_on_device(children, reads_gap=rule.coupled), level, depth)
+        return growing.choose()
+
+    def _perturb(self, level: int) -> Perturb | None:
+        if self.sampling.greedy:
+            return None
+        key = self._numbers[3 + level : 4 + level, None]
+        return lambda scores, ids: add_noise(scores, ids, key)
+
+    def _read(self, level: int) -> Tensor:
+        """Float32 logits [n, vocab] after the nodes of a level."""
+        model, growing, capacity = self.model, self.growing, len(self._columns)
+        tokens, above, _ = growing.frontier(level)
+        n, begin = len(tokens), sum(growing.sizes[1:level])
+        places = torch.arange(begin, begin + n, device=model.device)
+        # Behind the capacity there is one slot more, where a rehearsal writes.
+        slots = (self._numbers[:1] + places).clamp_max(capacity)
+        if level == 1:
+            text = (self._columns >= model.first_slot) & (self._columns < self._numbers[:1])
+            above, seen = torch.zeros_like(above), text.expand(n, -1)
+        else:
+            seen = self._mask[above]
+        self._mask[:n] = seen | (self._columns == slots[:, None])
+        view = model.cache.view(slots, capacity, length=(slots[-1:] + 1).clamp_max(capacity))
+        positions = (self._numbers[1:2] + (level - 1)).expand(n)
+        hidden = None if self._hidden is None else self._hidden[above]
+        states, _ = model.forward(
+            tokens, positions, view, self._mask[:n], hidden, recurrent=hidden is not None
+        )
+        if self._hidden is not None:
+            self._hidden[:n] = states
+        return model.head(states)
