@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from spectune.runtime.cache import Tokens
 from spectune.runtime.distributions import Perturb, best_children, codes_on_device
 from spectune.runtime.sampling import Noise, add_noise
 from spectune.runtime.trees.draft import GrownTree
@@ -161,12 +162,13 @@ class TreePhase:
         else:
             seen = self._mask[above]
         self._mask[:n] = seen | (self._columns == slots[:, None])
-        view = model.cache.view(slots, capacity, length=(slots[-1:] + 1).clamp_max(capacity))
-        positions = (self._numbers[1:2] + (level - 1)).expand(n)
         hidden = None if self._hidden is None else self._hidden[above]
-        states, _ = model.forward(
-            tokens, positions, view, self._mask[:n], hidden, recurrent=hidden is not None
+        positions = (self._numbers[1:2] + (level - 1)).expand(n)
+        length = (slots[-1:] + 1).clamp_max(capacity)
+        read = Tokens(
+            tokens, positions, slots, self._mask[:n], capacity, length=length, hidden=hidden
         )
+        states, _ = model.forward(read, recurrent=hidden is not None)
         if self._hidden is not None:
             self._hidden[:n] = states
         return model.head(states)
