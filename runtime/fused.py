@@ -23,9 +23,8 @@ from spectune.runtime.cache import CacheView, LayerShape, SlotCache, Tokens
 from spectune.runtime.cuda import layers as kernels
 from spectune.runtime.cuda.attention import DTYPES
 from spectune.runtime.cuda.launch import kernels_run, switched_on
+from spectune.runtime.cuda.layers import Norm
 
-Norm = tuple[Tensor, float]
-"""The weight of an RMS norm and its epsilon."""
 Product = tuple[Tensor, Tensor | None]
 """A weight and its bias."""
 
@@ -100,16 +99,15 @@ class Layer:
         view: CacheView,
         index: int,
         mask: Tensor | None,
+        *,
+        fast: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Of ``residual + x`` [n, hidden_size] this sum itself, which the layer reads, and what it
-        gives, again as a part to be added and a residual."""
-        fast = kernels_run(x.device) and x.dtype in DTYPES
-        norm, rotate = (
-            (kernels.add_norm, kernels.rotate_and_write) if fast else (add_norm, rotate_and_write)
-        )
+        gives, again as a part to be added and a residual. ``fast``: by Triton's kernels."""
+        norm = kernels.add_norm if fast else add_norm
+        rotate = kernels.rotate_and_write if fast else rotate_and_write
         normed, total = norm(x, residual, self.input_norm)
-        states = F.linear(normed, *self.qkv)
-        slots = view.layer(index)
+        states, slots = F.linear(normed, *self.qkv), view.layer(index)
         query = rotate(states, rotary, view.slots, *slots, self.heads, self.qk_norms)
         attended = attend(query[None], *view.read(index), mask, view.length, self.scale)[0]
         x = F.linear(attended.transpose(0, 1).flatten(1), *self.output)
@@ -126,9 +124,8 @@ class Layer:
 class FusedDecoder:
     """A decoder over a slot cache."""
 
-    def __init__(self, decoder: Any, layers: Sequence[Layer]) -> None:
-        self.layers, self._rotary = layers, decoder.rotary_emb
-        self._norm = _norm(decoder.norm)
+    def __init__(self, layers: Sequence[Layer], norm: Norm, rotary: nn.Module) -> None:
+        self.layers, self._norm, self._rotary = layers, norm, rotary
 
     def forward(
         self,
@@ -145,12 +142,11 @@ class FusedDecoder:
         :func:`runtime.attention.attend`.
         """
         x, residual, tapped = embedded, None, {}
-        rotary = self.rotary(x, positions)
+        rotary, fast = self.rotary(x, positions), kernels_run(x.device) and x.dtype in DTYPES
         for index, layer in enumerate(self.layers):
-            total, x, residual = layer.forward(x, residual, rotary, view, index, mask)
+            total, x, residual = layer.forward(x, residual, rotary, view, index, mask, fast=fast)
             if index in taps:
                 tapped[index] = total
-        fast = kernels_run(x.device) and x.dtype in DTYPES
         states, total = (kernels.add_norm if fast else add_norm)(x, residual, self._norm)
         if len(self.layers) in taps:
             tapped[len(self.layers)] = total
@@ -170,9 +166,10 @@ def fuse(decoder: Any) -> FusedDecoder | None:
         return None
     uses = Counter(id(p) for _, p in decoder.named_parameters(remove_duplicate=False))
     parts = [_parts(layer, uses) for layer in decoder.layers]
-    if not parts or None in parts or _norm(decoder.norm) is None:
+    norm, layers = _norm(decoder.norm), [modules for modules in parts if modules is not None]
+    if norm is None or not layers or len(layers) < len(parts):
         return None
-    fused = FusedDecoder(decoder, [_layer(modules) for modules in parts if modules is not None])
+    fused = FusedDecoder([_layer(modules) for modules in layers], norm, decoder.rotary_emb)
     return fused if _agrees(fused, decoder) else None
 
 
@@ -196,6 +193,10 @@ def _parts(layer: nn.Module, uses: Counter[int]) -> dict[str, Any] | None:
     sizes = [modules["mlp.down_proj"].weight.shape[0]] * 2 + [head_dim] * 2
     alike = (
         all(type(modules[name]) is nn.Linear for name in MATRICES)
+        and all(
+            len({modules[name].bias is None for name in names}) == 1
+            for names in (MATRICES[:3], MATRICES[4:6])
+        )
         and all(uses[id(parameter)] == 1 for _, parameter in tensors)
         and not any(m._forward_hooks or m._forward_pre_hooks for m in modules.values())
         and all(_norm(modules[name]) is not None for name in norms)
@@ -233,47 +234,43 @@ def _layer(modules: dict[str, Any]) -> Layer:
 
 def _stacked(linears: Sequence[nn.Linear]) -> Product:
     """One product for several over the same input. Their weights become views of its."""
-    biased = [x for x in linears if x.bias is not None]
-    weight = torch.cat([x.weight.data for x in linears])
-    bias = None
-    if biased:
-        parts = [x.weight.new_zeros(x.out_features) if x.bias is None else x.bias for x in linears]
-        bias = torch.cat([part.data for part in parts])
-    rows = [x.out_features for x in linears]
-    for linear, part in zip(linears, weight.split(rows), strict=True):
-        linear.weight.data = part
-    if bias is not None:
-        for linear, part in zip(linears, bias.split(rows), strict=True):
-            if linear.bias is not None:
-                linear.bias.data = part
-    return weight, bias
+    biased = linears[0].bias is not None
+    weight = _joined([x.weight for x in linears])
+    return weight, _joined([x.bias for x in linears]) if biased else None
+
+
+def _joined(parameters: Sequence[Tensor]) -> Tensor:
+    """One tensor of several parameters, which become its parts."""
+    joined = torch.cat([x.data for x in parameters])
+    parts = torch.split(joined, [len(x) for x in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.data = part
+    return joined
 
 
 @torch.no_grad()
 def _agrees(fused: FusedDecoder, decoder: Any) -> bool:
     """Whether each layer gives what the model's own gives on a few tokens, and the decoder is its
     layers between the embeddings and the last norm."""
-    weight, count = decoder.embed_tokens.weight, min(SAMPLE, len(decoder.embed_tokens.weight))
-    ids = torch.arange(count, device=weight.device) * (len(weight) // count)
+    weight, first = decoder.embed_tokens.weight, fused.layers[0]
+    count = min(SAMPLE, len(weight))
     slots = torch.arange(count, device=weight.device)
+    ids = slots * (len(weight) // count)
     x = decoder.embed_tokens(ids)
-    cos, sin = fused.rotary(x, slots)
-    if cos.shape[-1] != fused.layers[0].head_dim:  # turns a part of each head
+    rotary = fused.rotary(x, slots)
+    if rotary[0].shape[-1] != first.head_dim:  # turns a part of each head
         return False
-
-    shapes = [LayerShape(x.kv_heads, x.head_dim, x.head_dim) for x in fused.layers]
-    cache = SlotCache(shapes, x.dtype, x.device)
+    shape = LayerShape(first.kv_heads, first.head_dim, first.head_dim)
+    cache = SlotCache([shape], x.dtype, x.device)
     cache.reserve(count)
-    view = cache.view(Tokens(ids, slots, slots, None, count))
-    for index, (layer, own) in enumerate(zip(fused.layers, decoder.layers, strict=True)):
-        _, part, residual = layer.forward(x, None, (cos, sin), view, index, None)
-        theirs = own(
-            x[None],
-            position_embeddings=(cos[None], sin[None]),
-            position_ids=slots[None],
-            attention_mask=None,
-            use_cache=False,
-        )
+    fast = kernels_run(x.device) and x.dtype in DTYPES
+    for layer, own in zip(fused.layers, decoder.layers, strict=True):
+        if (layer.kv_heads, layer.head_dim) != (first.kv_heads, first.head_dim):
+            return False
+        view = cache.view(Tokens(ids, slots, slots, None, count))
+        _, part, residual = layer.forward(x, None, rotary, view, 0, None, fast=fast)
+        turns = {"position_ids": slots[None], "position_embeddings": [x[None] for x in rotary]}
+        theirs = own(x[None], attention_mask=None, use_cache=False, **turns)
         if not isinstance(theirs, Tensor) or not _close(residual + part, theirs[0], x):
             return False
         x = theirs[0]

@@ -15,8 +15,7 @@ from torch import Tensor
 from spectune.runtime import fused
 from spectune.runtime.cuda import layers
 from spectune.runtime.cuda.attention import (
-    STAGES,
-    WARPS,
+    LAUNCH,
     attention_kernels,
     attention_runs,
     blocks_for,
@@ -201,18 +200,11 @@ def test_attention_compiles_for_gpus(dtype: str, dim: int, rows: int, capability
     """Low precision runs on tensor cores, keys are copied 16 bytes at a time ahead of their use,
     and nothing spills."""
     split, join = attention_kernels(False)
-    block = blocks_for(rows, 8, dim * (4 if dtype == "fp32" else 2), 132)
-    kinds = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
+    blocks = blocks_for(rows, 8, dim * (4 if dtype == "fp32" else 2), 132)
+    sizes = {"SIZE": dim, "DIM": dim, "SPLITS": blocks["SPLITS"]}
+    kinds = dict.fromkeys(("query", "keys", "values"), f"*{dtype}") | {"scale": "fp32"}
     kinds |= {"mask": "*u8", "length": "*i64", "partial": "*fp32", "weight": "*fp32"}
-    fixed = {
-        "ROWS": block.rows,
-        "KEYS": block.keys,
-        "SIZE": dim,
-        "DIM": dim,
-        "SPLITS": block.splits,
-    }
-    kinds["scale"] = "fp32"
-    made = compiled(split, capability, kinds, fixed, num_warps=WARPS, num_stages=STAGES)
+    made = compiled(split, capability, kinds, blocks | sizes, **LAUNCH)
     # What a block may have on every GPU from compute capability 8.0 on.
     assert made.metadata.shared <= 99 * 1024
     ptx = made.asm["ptx"]
@@ -220,10 +212,7 @@ def test_attention_compiles_for_gpus(dtype: str, dim: int, rows: int, capability
     assert ("mma" in ptx) == (dtype != "fp32")
     assert ".local" not in ptx
     kinds = {"partial": "*fp32", "weight": "*fp32", "out": f"*{dtype}"}
-    made = compiled(
-        join, capability, kinds, {"SIZE": dim, "DIM": dim, "SPLITS": block.splits}, num_warps=WARPS
-    )
-    assert ".local" not in made.asm["ptx"]
+    assert ".local" not in compiled(join, capability, kinds, sizes, **LAUNCH).asm["ptx"]
 
 
 @pytest.mark.usefixtures("compiling")

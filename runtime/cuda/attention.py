@@ -1,5 +1,5 @@
 """Attention of a few queries over a slot cache, in Triton: keys are split among programs, each of
-which serves one key-value head, and a second kernel joins what the splits found.
+which serves one key-value head, and a second kernel joins what the splits give.
 
 The number of cached tokens is read on the device, so one captured pass serves every length and
 costs what the length costs, not what the cache could hold. The mask is read as it is, a byte a
@@ -9,7 +9,7 @@ pair; nothing of it is repeated for heads or turned into floats.
 from __future__ import annotations
 
 import functools
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -22,43 +22,34 @@ MOST_QUERIES: Final = 256
 """Wider passes, those over prompts, are better served by the libraries' kernels."""
 MOST_ROW_BYTES: Final = 512
 """Of one key."""
-MOST_SPLITS: Final = 64
-WARPS: Final = 4
-STAGES: Final = 2
+LAUNCH: Final = {"num_stages": 2, "num_warps": 4}
+LOG2_E: Final = 1.4426950408889634
 
 
-class Blocks(NamedTuple):
-    """How attention is cut: a program takes ``rows`` (query, query head) pairs of one key-value
-    head and, one after another, blocks of ``keys`` of one of ``splits`` parts of the cache. Powers
-    of two; rows and keys 16 or more."""
+def blocks_for(rows: int, kv_heads: int, row_bytes: int, multiprocessors: int) -> Any:
+    """How attention is cut: a program takes ROWS of the ``rows`` (query, query head) pairs of one
+    key-value head and, KEYS at a time, one of SPLITS parts of the cache.
 
-    rows: int
-    keys: int
-    splits: int
-
-
-def blocks_for(rows: int, kv_heads: int, row_bytes: int, multiprocessors: int) -> Blocks:
-    """Blocks for ``rows`` pairs a key-value head, so that a long cache gives every multiprocessor
-    two programs and, with keys of ``row_bytes`` each, none needs more than 99 KiB of its memory,
-    which all GPUs have from compute capability 8.0 on."""
+    A long cache gives every multiprocessor two programs. With keys of ``row_bytes`` each, none
+    needs more than 99 KiB of shared memory, which all GPUs have from compute capability 8.0 on.
+    """
     block = min(64 if row_bytes <= 256 else 32, max(16, power_of_two(rows)))
     programs = kv_heads * -(-rows // block)
-    splits = max(1, min(MOST_SPLITS, 2 * multiprocessors // programs))
-    return Blocks(block, 64 if block == 64 else 32, 1 << (splits.bit_length() - 1))
+    splits = max(1, min(64, 2 * multiprocessors // programs))
+    keys = 64 if block == 64 else 32
+    return {"ROWS": block, "KEYS": keys, "SPLITS": 1 << (splits.bit_length() - 1)}
 
 
 def attention_runs(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     """Whether :func:`split_attention` covers ``query`` [H, n, D] over ``keys`` and ``values``
-    [Hkv, slots, D]."""
-    heads, n, dim = query.shape
+    [Hkv, slots, D], laid out alike."""
     return (
-        n <= MOST_QUERIES
-        and dim * query.element_size() <= MOST_ROW_BYTES
-        and keys.shape == values.shape
-        and heads % keys.shape[0] == 0
+        kernels_run(query.device)
+        and query.shape[1] <= MOST_QUERIES
+        and query.shape[2] * query.element_size() <= MOST_ROW_BYTES
+        and (keys.shape, keys.stride()) == (values.shape, values.stride())
         and query.dtype == keys.dtype == values.dtype
         and query.dtype in DTYPES
-        and kernels_run(query.device)
     )
 
 
@@ -66,55 +57,27 @@ def split_attention(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, length: Tensor, scale: float
 ) -> Tensor:
     """Attention of ``query`` [H, n, D] over ``keys`` and ``values`` [Hkv, slots, D] under ``mask``
-    bool [n, view], contiguous: [n, H, D], contiguous.
+    bool [n, view]: [n, H, D], contiguous.
 
     ``length``: one integer on the device, at most ``view``. Slots from there on are not read,
     whatever the mask says. A query that sees nothing gets zeros. Sums are float32.
     """
     (heads, n, dim), kv_heads = query.shape, keys.shape[0]
-    groups = heads // kv_heads
-    width = max(16, power_of_two(dim))
-    rows, block_keys, splits = blocks_for(
-        n * groups, kv_heads, width * query.element_size(), processors(query.device)
-    )
-    partial = query.new_empty(heads, n, splits, dim, dtype=torch.float32)
-    weight = query.new_empty(heads, n, splits, dtype=torch.float32)
+    pairs, width = n * heads // kv_heads, max(16, power_of_two(dim))
+    blocks = blocks_for(pairs, kv_heads, width * query.element_size(), processors(query.device))
+    sizes = {"SIZE": dim, "DIM": width, "SPLITS": blocks["SPLITS"]}
+    partial = query.new_empty(heads, n, blocks["SPLITS"], dim, dtype=torch.float32)
+    weight = query.new_empty(heads, n, blocks["SPLITS"], dtype=torch.float32)
     out = query.new_empty(n, heads, dim)
+    tensors = (query, keys, values, mask.view(torch.uint8), length, partial, weight)
+    strides = (*query.stride()[:2], *keys.stride()[:2], mask.stride(0))
     split, join = attention_kernels(interpreted())
     with on(query.device):
-        split[(splits, -(-n * groups // rows), kv_heads)](
-            query,
-            keys,
-            values,
-            mask.view(torch.uint8),
-            length,
-            partial,
-            weight,
-            n,
-            groups,
-            query.stride(0),
-            query.stride(1),
-            keys.stride(0),
-            keys.stride(1),
-            values.stride(0),
-            values.stride(1),
-            mask.stride(0),
-            scale * LOG2_E,
-            ROWS=rows,
-            KEYS=block_keys,
-            SIZE=dim,
-            DIM=width,
-            SPLITS=splits,
-            num_warps=WARPS,
-            num_stages=STAGES,
+        split[blocks["SPLITS"], -(-pairs // blocks["ROWS"]), kv_heads](
+            *tensors, n, heads // kv_heads, *strides, scale * LOG2_E, **blocks | sizes, **LAUNCH
         )
-        join[(heads * n,)](
-            partial, weight, out, n, heads, SIZE=dim, DIM=width, SPLITS=splits, num_warps=WARPS
-        )
+        join[heads * n,](partial, weight, out, n, heads, **sizes, **LAUNCH)
     return out
-
-
-LOG2_E: Final = 1.4426950408889634
 
 
 @functools.cache
@@ -125,30 +88,13 @@ def attention_kernels(interpreted: bool) -> tuple[Any, Any]:
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
+    # fmt: off
     def split(  # type: ignore[no-untyped-def]
-        query,
-        keys,
-        values,
-        mask,
-        length,
-        partial,
-        weight,
-        n,
-        groups,
-        query_head,
-        query_row,
-        key_head,
-        key_slot,
-        value_head,
-        value_slot,
-        mask_row,
-        scale,
-        ROWS: tl.constexpr,
-        KEYS: tl.constexpr,
-        SIZE: tl.constexpr,
-        DIM: tl.constexpr,
-        SPLITS: tl.constexpr,
+        query, keys, values, mask, length, partial, weight, n, groups, query_head, query_row,
+        kv_head, kv_slot, mask_row, scale, ROWS: tl.constexpr, KEYS: tl.constexpr,
+        SIZE: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
     ):
+        # fmt: on
         part, head = tl.program_id(0), tl.program_id(2).to(tl.int64)
         stop = tl.load(length).to(tl.int32)
         share = tl.cdiv(tl.cdiv(stop, SPLITS), KEYS) * KEYS
@@ -159,70 +105,52 @@ def attention_kernels(interpreted: bool) -> tuple[Any, Any]:
         row = pairs % n
         dims = tl.arange(0, DIM)
         inside = dims < SIZE
-        of_query = (head * groups + pairs // n) * query_head + row * query_row
-        q = tl.load(
-            query + of_query[:, None] + dims[None, :],
-            mask=real[:, None] & inside[None, :],
-            other=0.0,
-        )
+        of_row = (head * groups + pairs // n) * query_head + row * query_row
+        of_query = query + of_row[:, None] + dims[None, :]
+        q = tl.load(of_query, mask=real[:, None] & inside[None, :], other=0.0)
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.full((ROWS,), 0.0, tl.float32)
         out = tl.full((ROWS, DIM), 0.0, tl.float32)
         for start in range(first, last, KEYS):
             slots = start + tl.arange(0, KEYS)
             cached = slots < last
-            k = tl.load(
-                keys + head * key_head + slots[None, :] * key_slot + dims[:, None],
-                mask=cached[None, :] & inside[:, None],
-                other=0.0,
-            )
-            seen = tl.load(
-                mask + row[:, None] * mask_row + slots[None, :],
-                mask=real[:, None] & cached[None, :],
-                other=0,
-            )
+            of_keys = keys + head * kv_head + slots[None, :] * kv_slot + dims[:, None]
+            k = tl.load(of_keys, mask=cached[None, :] & inside[:, None], other=0.0)
+            of_mask = mask + row[:, None] * mask_row + slots[None, :]
+            seen = tl.load(of_mask, mask=real[:, None] & cached[None, :], other=0)
             scores = tl.dot(q, k, input_precision="ieee") * scale
             scores = tl.where(seen != 0, scores, float("-inf"))
             highest = tl.maximum(top, tl.max(scores, 1))
             base = tl.where(highest == float("-inf"), 0.0, highest)
             shares = tl.exp2(scores - base[:, None])
             shrink = tl.exp2(top - base)
-            v = tl.load(
-                values + head * value_head + slots[:, None] * value_slot + dims[None, :],
-                mask=cached[:, None] & inside[None, :],
-                other=0.0,
-            )
+            of_values = values + head * kv_head + slots[:, None] * kv_slot + dims[None, :]
+            v = tl.load(of_values, mask=cached[:, None] & inside[None, :], other=0.0)
             total = total * shrink + tl.sum(shares, 1)
             out = tl.dot(shares.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
             top = highest
-        any_seen = total > 0.0
-        out = out / tl.where(any_seen, total, 1.0)[:, None]
-        total = tl.where(any_seen, top + tl.log2(tl.where(any_seen, total, 1.0)), float("-inf"))
+        some = total > 0.0
+        total = tl.where(some, total, 1.0)
         place = (head * groups * n + pairs) * SPLITS + part
-        tl.store(weight + place, total, mask=real)
-        tl.store(
-            partial + place[:, None] * SIZE + dims[None, :],
-            out,
-            mask=(real & any_seen)[:, None] & inside[None, :],
-        )
+        tl.store(weight + place, tl.where(some, top + tl.log2(total), float("-inf")), mask=real)
+        of_partial = partial + place[:, None] * SIZE + dims[None, :]
+        tl.store(of_partial, out / total[:, None], mask=(real & some)[:, None] & inside[None, :])
 
+    # fmt: off
     def join(  # type: ignore[no-untyped-def]
         partial, weight, out, n, heads, SIZE: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr
     ):
+        # fmt: on
         pair = tl.program_id(0)
         parts, dims = tl.arange(0, SPLITS), tl.arange(0, DIM)
         weights = tl.load(weight + pair * SPLITS + parts)
         top = tl.max(weights, 0)
         weights = tl.exp2(weights - tl.where(top == float("-inf"), 0.0, top))
-        found = tl.load(
-            partial + (pair * SPLITS + parts)[:, None] * SIZE + dims[None, :],
-            mask=(weights > 0.0)[:, None] & (dims < SIZE)[None, :],
-            other=0.0,
-        )
+        place = partial + (pair * SPLITS + parts)[:, None] * SIZE + dims[None, :]
+        given = tl.load(place, mask=(weights > 0.0)[:, None] & (dims < SIZE)[None, :], other=0.0)
         total = tl.sum(weights, 0)
-        joined = tl.sum(weights[:, None] * found, 0) / tl.where(total > 0.0, total, 1.0)
-        place = out + (pair % n * heads + pair // n) * SIZE + dims
-        tl.store(place, joined, mask=dims < SIZE)
+        joined = tl.sum(weights[:, None] * given, 0) / tl.where(total > 0.0, total, 1.0)
+        tl.store(out + (pair % n * heads + pair // n) * SIZE + dims, joined, mask=dims < SIZE)
 
-    free = ["n", "groups", "heads"]  # compiled once for all numbers of tokens
-    return triton.jit(split, do_not_specialize=free), triton.jit(join, do_not_specialize=free)
+    counts = ["n", "groups", "heads"]  # compiled once for all numbers of tokens
+    return triton.jit(split, do_not_specialize=counts), triton.jit(join, do_not_specialize=counts)

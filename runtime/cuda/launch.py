@@ -30,19 +30,18 @@ def interpreted() -> bool:
 def kernels_run(device: torch.device) -> bool:
     """Whether Triton kernels run there: on CUDA (or ROCm) where triton is installed and finds a C
     compiler, or anywhere with ``TRITON_INTERPRET=1``; unless they are switched off."""
-    if not switched_on() or not _installed():
+    if not switched_on() or (device.type != "cuda" and not interpreted()):
         return False
-    return interpreted() or (device.type == "cuda" and _compiles(device))
-
-
-@functools.cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return (
+        _compiles(device) if not interpreted() else importlib.util.find_spec("triton") is not None
+    )
 
 
 @functools.cache
 def _compiles(device: torch.device) -> bool:
-    """Whether a kernel of one number runs; a warning says why not."""
+    """Whether triton is installed and a kernel of one number runs; a warning says why not."""
+    if importlib.util.find_spec("triton") is None:
+        return False
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 

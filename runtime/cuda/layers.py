@@ -1,6 +1,6 @@
 """The element-wise work of a Llama layer in Triton, one launch each: a residual added and normed,
 heads turned by rotary embedding with keys and values written into the slot cache, a gated
-activation. The same functions in torch are :mod:`runtime.fused`'s.
+activation. :mod:`runtime.fused` has the same in torch.
 
 Weights and sizes are arguments, so nothing is compiled anew for another layer or number of tokens.
 """
@@ -29,24 +29,13 @@ class Kernels(NamedTuple):
 
 def add_norm(x: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
     """``residual + x`` (``x`` without one) normed, and as it is; [n, d] each."""
-    weight, eps = norm
-    n, size = x.shape
-    normed = torch.empty_like(x)
+    normed, (n, size) = torch.empty_like(x), x.shape
     total = x if residual is None else torch.empty_like(x)
-    block = power_of_two(size)
+    tensors = (x, x if residual is None else residual, norm[0], normed, total)
+    fixed = {"HAS_RESIDUAL": residual is not None, "BLOCK": power_of_two(size)}
+    warps = min(16, max(1, fixed["BLOCK"] // 512))
     with on(x.device):
-        kernels(interpreted()).add_norm[(n,)](
-            x,
-            x if residual is None else residual,
-            weight,
-            normed,
-            total,
-            size,
-            eps,
-            HAS_RESIDUAL=residual is not None,
-            BLOCK=block,
-            num_warps=min(16, max(1, block // 512)),
-        )
+        kernels(interpreted()).add_norm[n,](*tensors, size, norm[1], **fixed, num_warps=warps)
     return normed, total
 
 
@@ -61,35 +50,17 @@ def rotate_and_write(
 ) -> Tensor:
     """Queries [H, n, D] of ``states`` [n, (H + 2 Hkv) * D], turned by ``rotary``, cosines and sines
     [n, D] each; keys, turned, and values are written to ``slots`` (int64 [n]) of ``keys`` and
-    ``values`` [Hkv, slots, D]. ``norms``: of queries and keys, a head at a time, before they are
-    turned."""
-    (n, row), (kv_heads, _, dim), (cos, sin) = states.shape, keys.shape, rotary
+    ``values`` [Hkv, slots, D], laid out alike. ``norms``: of queries and keys, a head at a time,
+    before they are turned."""
+    n, (kv_heads, _, dim) = len(states), keys.shape
     query = states.new_empty(heads, n, dim)
-    (query_norm, eps), (key_norm, _) = norms or ((cos, 0.0), (cos, 0.0))
+    (query_norm, eps), (key_norm, _) = norms or ((states, 0.0), (states, 0.0))
+    tensors = (states, *rotary, slots, query_norm, key_norm, query, keys, values)
+    sizes = (n, heads, kv_heads, dim, *keys.stride()[:2], eps)
+    fixed = {"HAS_NORMS": norms is not None, "DIM": power_of_two(dim)}
     with on(states.device):
-        kernels(interpreted()).rotate_and_write[(n, heads + 2 * kv_heads)](
-            states,
-            cos,
-            sin,
-            slots,
-            query_norm,
-            key_norm,
-            query,
-            keys,
-            values,
-            n,
-            heads,
-            kv_heads,
-            dim,
-            row,
-            keys.stride(0),
-            keys.stride(1),
-            values.stride(0),
-            values.stride(1),
-            eps,
-            HAS_NORMS=norms is not None,
-            DIM=power_of_two(dim),
-            num_warps=1,
+        kernels(interpreted()).rotate_and_write[n, heads + 2 * kv_heads](
+            *tensors, *sizes, **fixed, num_warps=1
         )
     return query
 
@@ -99,7 +70,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     n, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(n, size)
     with on(gate_up.device):
-        kernels(interpreted()).swiglu[(n, -(-size // BLOCK))](gate_up, out, size, BLOCK=BLOCK)
+        kernels(interpreted()).swiglu[n, -(-size // BLOCK)](gate_up, out, size, BLOCK=BLOCK)
     return out
 
 
@@ -110,64 +81,41 @@ def kernels(interpreted: bool) -> Kernels:
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
+    # fmt: off
     def add_norm(  # type: ignore[no-untyped-def]
-        x,
-        residual,
-        weight,
-        normed,
-        total,
-        size,
-        eps,
-        HAS_RESIDUAL: tl.constexpr,
+        x, residual, weight, normed, total, size, eps, HAS_RESIDUAL: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
+        # fmt: on
         columns = tl.arange(0, BLOCK)
         inside = columns < size
         place = tl.program_id(0) * size + columns
         row = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
         if HAS_RESIDUAL:
             row += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-            # The norm is of the sum as it is kept.
-            kept = row.to(total.dtype.element_ty)
-            tl.store(total + place, kept, mask=inside)
-            row = kept.to(tl.float32)
+            rounded = row.to(total.dtype.element_ty)
+            tl.store(total + place, rounded, mask=inside)
+            row = rounded.to(tl.float32)  # the norm is of the sum as it is stored
         row = row * tl.rsqrt(tl.sum(row * row, 0) / size + eps)
         row = row.to(normed.dtype.element_ty).to(tl.float32)
         row *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
         tl.store(normed + place, row, mask=inside)
 
+    # fmt: off
     def rotate_and_write(  # type: ignore[no-untyped-def]
-        states,
-        cos,
-        sin,
-        slots,
-        query_norm,
-        key_norm,
-        query,
-        keys,
-        values,
-        n,
-        heads,
-        kv_heads,
-        dim,
-        row,
-        key_head,
-        key_slot,
-        value_head,
-        value_slot,
-        eps,
-        HAS_NORMS: tl.constexpr,
-        DIM: tl.constexpr,
+        states, cos, sin, slots, query_norm, key_norm, query, keys, values, n, heads, kv_heads,
+        dim, kv_head, kv_slot, eps, HAS_NORMS: tl.constexpr, DIM: tl.constexpr,
     ):
+        # fmt: on
         token, head = tl.program_id(0), tl.program_id(1)
-        slot = tl.load(slots + token)
+        slot = tl.load(slots + token) * kv_slot
         dims = tl.arange(0, DIM)
         inside = dims < dim
         half = dim // 2
-        start = states + token * row + head * dim
+        start = states + (token * (heads + 2 * kv_heads) + head) * dim
         if head >= heads + kv_heads:
             value = tl.load(start + dims, mask=inside, other=0.0)
-            place = (head - heads - kv_heads).to(tl.int64) * value_head + slot * value_slot
+            place = (head - heads - kv_heads).to(tl.int64) * kv_head + slot
             tl.store(values + place + dims, value, mask=inside)
         else:
             other = tl.where(dims < half, dims + half, dims - half)
@@ -184,7 +132,7 @@ def kernels(interpreted: bool) -> Kernels:
             if head < heads:
                 tl.store(query + (head * n + token) * dim + dims, x, mask=inside)
             else:
-                place = (head - heads).to(tl.int64) * key_head + slot * key_slot
+                place = (head - heads).to(tl.int64) * kv_head + slot
                 tl.store(keys + place + dims, x, mask=inside)
 
     def swiglu(gate_up, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -195,9 +143,6 @@ def kernels(interpreted: bool) -> Kernels:
         y = tl.load(gate + size, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + tl.program_id(0) * size + columns, x / (1.0 + tl.exp(-x)) * y, mask=inside)
 
-    free = ["n", "heads", "kv_heads"]
-    return Kernels(
-        triton.jit(add_norm),
-        triton.jit(rotate_and_write, do_not_specialize=free),
-        triton.jit(swiglu),
-    )
+    counts = ["n", "heads", "kv_heads"]
+    rotate = triton.jit(rotate_and_write, do_not_specialize=counts)
+    return Kernels(triton.jit(add_norm), rotate, triton.jit(swiglu))
