@@ -128,16 +128,15 @@ def captured_pass(
     bench: Bench, model: Any, tokens: int, cached: int, capacity: int
 ) -> Callable[[], object]:
     """A pass of ``tokens`` that follow ``cached`` ones in a cache of at least ``capacity`` slots,
-    with logits of all: captured where the device lets it."""
+    with the best token after each: captured where the device lets it."""
+    from spectune.runtime.models import Kind
+
     model.reserve(capacity)
     if model.graphs is not None:
-        from spectune.runtime.cuda.graphs import Kind
-
-        model.graphs.hold(cached + tokens, capacity)
-        model.graphs.capture(tokens, Kind(), 0)
+        model.graphs.capture(tokens, Kind("ids"))
     ids = torch.arange(cached + tokens, device=bench.device) % model.vocab_size
     model.read(ids[:cached], 0)
-    return lambda: model.chain(ids[cached:], cached, logits=tokens)
+    return lambda: model.chain(ids[cached:], cached, logits=tokens, greedy=True)
 
 
 def random_target(bench: Bench) -> Any:
@@ -166,14 +165,15 @@ def random_target(bench: Bench) -> Any:
     return model
 
 
-def attend(
+def attention_of(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
+) -> Callable[[], object]:
     """The runtime's attention of ``query`` [1, heads, n, dim] over ``key``, ``value`` [1, groups,
-    slots, dim] under ``mask`` bool [1, 1, n, slots]."""
-    from spectune.runtime.attention import slot_attention
+    slots, dim] under ``mask`` bool [n, slots], which a pass makes ready once for all layers."""
+    from spectune.runtime.attention import attend, layer_mask
 
-    return slot_attention(torch.nn.Identity(), query, key, value, mask)[0]
+    ready = layer_mask(mask, query.shape[1] // key.shape[1], query.dtype)
+    return lambda: attend(query, key, value, ready)
 
 
 def gathered_head(bench: Bench) -> Iterator[Figures]:
@@ -201,21 +201,59 @@ def gathered_head(bench: Bench) -> Iterator[Figures]:
 
 
 def noise(bench: Bench) -> Iterator[Figures]:
-    """Gumbel noise of a whole vocabulary, beside torch's exponential draws."""
-    from spectune.runtime.sampling import Noise
+    """The best token under Gumbel noise, beside noise that is stored and added."""
+    from spectune.runtime.sampling import Noise, gumbel
 
     vocab, device = 640 if bench.tiny else 128256, torch.device(bench.device)
-    drawn, places = torch.empty(vocab, device=device), iter(range(1 << 40))
     made = Noise(1, vocab, device)
-    yield {
-        "kernel": f"noise of {vocab} tokens",
-        "ours us": bench.microseconds(lambda: made.row(next(places))),
-        "torch us": bench.microseconds(drawn.exponential_),
-        "error": 0.0,
-    }
+
+    def in_torch(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return (scores + gumbel(keys, vocab)).argmax(-1)
+
+    for n in (1,) if bench.tiny else (1, 8, 61):
+        scores, made, places = (
+            torch.randn(n, vocab, device=device),
+            Noise(1, vocab, device),
+            range(n),
+        )
+        ours, theirs = made.best(scores, None, places), in_torch(scores, made.keys(places))
+        yield {
+            "kernel": f"best of {vocab} tokens under noise, {n} states",
+            "ours us": bench.microseconds(made.best, scores, None, places),
+            "torch us": bench.microseconds(in_torch, scores, made.keys(places)),
+            "error": float((ours != theirs).double().mean()),
+        }
 
 
-KERNELS = (gathered_head, noise)
+def between_products(bench: Bench) -> Iterator[Figures]:
+    """What a fused layer does between products, beside plain torch: rotary and the write to the
+    cache, residual and norm."""
+    from spectune.runtime import fused
+    from spectune.runtime.cuda import launch, layers
+
+    kernels: Any = layers if launch.kernels_run(torch.device(bench.device)) else fused
+    heads, groups, dim = (4, 2, 16) if bench.tiny else (32, 8, 128)
+    cache, norm = bench.random(2, groups, 1024, dim), (bench.random(heads * dim), 1e-5)
+    for n in (1,) if bench.tiny else (1, 8, 61):
+        states, rotary = bench.random(n, (heads + 2 * groups) * dim), bench.random(2, n, dim)
+        x, residual = bench.random(2, n, heads * dim)
+        slots = torch.arange(n, device=bench.device)
+        for name, given in (
+            ("rotate_and_write", (states, tuple(rotary), slots, *cache, heads)),
+            ("add_norm", (x, residual, norm)),
+        ):
+            ours, plain = getattr(kernels, name), getattr(fused, name)
+            one, other = (f(*given) for f in (ours, plain))
+            one, other = (x[0] if isinstance(x, tuple) else x for x in (one, other))
+            yield {
+                "kernel": f"{name}, {n} tokens",
+                "ours us": bench.microseconds(ours, *given),
+                "torch us": bench.microseconds(plain, *given),
+                "error": float((one - other).double().norm() / other.double().norm()),
+            }
+
+
+KERNELS = (gathered_head, noise, between_products)
 
 
 # ------------------------------------------------------------------------------------------- parts
@@ -289,6 +327,7 @@ def executed(bench: Bench, document: Figures) -> Figures:
 
 def decode(bench: Bench, source: PolicySource) -> list[Decoded]:
     """The requests under a policy, the first of them once before, to warm up."""
+    bench.pair.reserve(bench.encoded.longest)
     decoder = Decoder(bench.pair, source)
     first, *_ = items = [request for _, request in bench.encoded.items]
     decoder.decode(first)
@@ -444,10 +483,10 @@ def attention(bench: Bench) -> Figures:
         key, value = (bench.random(1, groups, slots, dim) for _ in "kv")
         for n in (1,) if bench.tiny else (1, 8, 61):
             query = bench.random(1, heads, n, dim)
-            mask = torch.ones(1, 1, n, slots, dtype=torch.bool, device=bench.device).tril(slots - n)
-            q, folded = query.reshape(1, groups, -1, dim), mask.repeat(1, 1, heads // groups, 1)
+            mask = torch.ones(n, slots, dtype=torch.bool, device=bench.device).tril(slots - n)
+            q, folded = query.reshape(1, groups, -1, dim), mask.repeat(heads // groups, 1)
             row: Figures = {"cached tokens": slots, "queries": n}
-            row["ours us"] = bench.microseconds(attend, query, key, value, mask)
+            row["ours us"] = bench.microseconds(attention_of(query, key, value, mask))
             for name, backend in backends.items():
                 with sdpa_kernel(backend):
                     row[f"{name} us"] = bench.microseconds(sdpa, q, key, value, folded)

@@ -2,13 +2,11 @@
 publication.
 
     export SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python
-    python bench/vllm_serving.py [--only recording reload sampled] [--alternations 12]
+    python bench/vllm_serving.py [--only recording reload] [--alternations 12]
 
 ``recording``: tokens a second of 8 clients, with ``SPECTUNE_DB`` and without, two servers in turn.
 ``reload``: policies are published while 8 clients are served; for each that came into force, the
-steps that were begun after the server had noticed it and still drafted as before. ``sampled``: tau
-at temperature 0.8, where every execution has other texts, predicted from one recording and
-executed.
+steps that were begun after the server had noticed it and still drafted as before.
 Figures go to ``bench/results/vllm_serving.json``.
 """
 
@@ -18,35 +16,20 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from lab import (
-    chain,
-    demo,
-    fixed,
-    interval_of,
-    record_engine,
-    requests,
-    run_parts,
-    stored,
-)
+from lab import fixed, interval_of, run_parts
 from transformers import AutoTokenizer
 
 from spectune.db.database import open_database
 from spectune.demo.prompts import demo_workload
 from spectune.engines.protocol import Load, Prompt, Wanted
-from spectune.engines.start import start
 from spectune.engines.vllm.execute import Sending, body_of
 from spectune.engines.vllm.server import DEPLOYMENT, Server, installed
-from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.on_engine import prompts_of
-from spectune.optimizer.record import Look
-from spectune.optimizer.simulate.trace import simulate
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import parse_policy
 from spectune.traces.schema import Sampling, Step
@@ -54,9 +37,6 @@ from spectune.traces.store import TraceStore
 
 CLIENTS, REQUESTS, TOKENS, MOST = 8, 32, 48, 8
 PUBLICATIONS, PAUSE_S = 200, 0.1
-TEMPERATURE, SAMPLED_CLIENTS, SAMPLED_DRAFTS, GAMMAS = 0.8, 32, ("small", "head"), (1, 2, 5, 8)
-PROMPTS, TEXTS_EACH = 300, 4
-HERE = Path(__file__).resolve().parent
 
 
 def prompts() -> list[Prompt]:
@@ -181,59 +161,7 @@ def obeyed(noticed: list[tuple[float, str]], steps: list[Step]) -> tuple[list[in
     return late, after
 
 
-def sampled(**_: Any) -> dict[str, Any]:
-    pair, options = demo(SAMPLED_DRAFTS), DecodeOptions(Sampling(TEMPERATURE), TOKENS)
-    asked_once = requests(PROMPTS)
-    several = (
-        replace(request, id=f"{request.id}:{nth}")
-        for nth in range(TEXTS_EACH)
-        for request in asked_once.requests
-    )
-    workload = replace(asked_once, requests=tuple(several))
-    asked = prompts_of(pair, workload, options)
-    rows: list[dict[str, Any]] = []
-    with TemporaryDirectory() as folder:
-        store = stored(Path(folder) / "sampled.db")
-        for draft in SAMPLED_DRAFTS:
-            with closing(
-                start("vllm", pair.spec, Wanted(draft, MOST, SAMPLED_CLIENTS, 1024))
-            ) as running:
-                load, look = Load(SAMPLED_CLIENTS), Look((draft,), MOST)
-                how = (workload, asked, chain(draft, 3), load, options, look)
-                info = record_engine(store, pair, running, *how, fresh=True)
-                for gamma in GAMMAS:
-                    policy = chain(draft, gamma)
-                    replayed = simulate(store, info.id, policy, None).replay
-                    predicted = replayed.total.mean_accepted_length
-                    served = running.execute(
-                        asked, policy, load, sampling=options.sampling, max_new_tokens=TOKENS
-                    )
-                    rounds = [[step.emitted for step in done.steps[1:]] for done in served]
-                    tau, half = tau_of(rounds)
-                    row = {"draft": draft, "gamma": gamma, "predicted": predicted, "executed": tau}
-                    rows.append({**row, "half_interval_95": half, "error": predicted / tau - 1})
-                    print(rows[-1], file=sys.stderr)
-    errors = np.abs([row["error"] for row in rows])
-    return {
-        "temperature": TEMPERATURE,
-        "requests": len(asked),
-        "largest_error": float(errors.max()),
-        "median_error": float(np.median(errors)),
-        "rows": rows,
-    }
-
-
-def tau_of(rounds: list[list[int]]) -> tuple[float, float]:
-    """Tokens a round, and half of its 95% interval as a part of it: requests are drawn again
-    (bootstrap)."""
-    tokens, counts = np.array([sum(r) for r in rounds]), np.array([len(r) for r in rounds])
-    drawn = np.random.default_rng(0).integers(0, len(rounds), (2000, len(rounds)))
-    taus = tokens[drawn].sum(1) / counts[drawn].sum(1)
-    tau = float(tokens.sum() / counts.sum())
-    return tau, float((np.quantile(taus, 0.975) - np.quantile(taus, 0.025)) / 2 / tau)
-
-
-PARTS = {"recording": recording, "reload": reload, "sampled": sampled}
+PARTS = {"recording": recording, "reload": reload}
 
 if __name__ == "__main__":
     run_parts(
