@@ -23,9 +23,9 @@ from spectune.runtime.checkpoints import (
     CONFIG,
     WEIGHTS,
     checkpoint,
-    is_local,
     read_config,
     says_eagle3,
+    source,
     translated,
 )
 from spectune.runtime.drafts.eagle_head import Convention, EagleHead, HeadNet, HeadShape
@@ -66,9 +66,9 @@ def load_head(
     layers), is incomplete, or does not run.
     """
     with translated(f"{name}: cannot load {path}"):
-        folder = checkpoint(path)
-        if not is_local(path):
-            snapshot_download(path, revision=folder.name, allow_patterns=[*WEIGHTS])
+        folder, (_, missing) = checkpoint(path), source(path)
+        if missing:
+            snapshot_download(path, allow_patterns=[*WEIGHTS], **missing)
         try:
             head = _head(folder, name, target, device, dtype)
         except PairError as error:
