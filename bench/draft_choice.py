@@ -1,4 +1,4 @@
-"""A draft for each prompt."""
+"""A policy for each prompt."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from lab import CATEGORIES, compare, demo, requests, say, stored
 
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions, Encoded, encode, run
-from spectune.optimizer.fit.chooser_fits import ChooserSource, keep_chooser
-from spectune.optimizer.fit.on_the_fly import fit_chooser, read_prompts
+from spectune.optimizer.fit.by_prompt import fit_chooser
 from spectune.optimizer.parts import split
 from spectune.optimizer.profiles import profile_for
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.timings import Timings, finite
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
-from spectune.runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, Policy, parse_policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.prompts import prompt_reader
 from spectune.runtime.recording.chains import record_panorama
 from spectune.traces.schema import Request, Sampling, Workload
 from spectune.traces.store import TraceStore
@@ -44,11 +42,11 @@ Seconds = npt.NDArray[np.float64]
 
 
 def check(state: Path, quick: bool = False) -> dict[str, Any]:
-    """A chooser of drafts executed beside single drafts and a per-prompt oracle: four workloads,
-    two fifths of each held out."""
+    """A choice by prompt executed beside single drafts and a per-prompt oracle: four workloads,
+    half of each held out."""
     pair = demo(DRAFTS)
     store = stored(state / "choice.db", fresh=quick)
-    count, tokens, passes = (10, 8, 2) if quick else (20, 40, 2)
+    count, tokens, passes = (20, 8, 1) if quick else (40, 40, 2)
     rows = []
     for name, encoded in list(workloads(pair, count, tokens).items())[: 1 if quick else 4]:
         rows.append({"workload": name, **_measured(store, pair, encoded, passes)})
@@ -105,27 +103,24 @@ def _measured(store: TraceStore, pair: LoadedPair, encoded: Encoded, passes: int
     profile = profile_for(
         store, pair, tuple(pair.draft_names), gamma_max=GAMMA, trees=False, trajectories=texts
     ).profile
+    parts = split([t.category for t in texts])
     about = {"recording": None, "requests": [t.request_id for t in texts]}
-    source = ChooserSource(trace, read_prompts(pair, texts), about)
-    how: dict[str, Any] = {"reader": prompt_reader(pair), "artifacts": fitted(store, pair.id)}
-    guarded = fit_chooser(trace, source.prompts, CANDIDATES, profile, **how)
-    rules = {"throughput": replace(guarded, chooses=True, reason=""), "guarded": guarded}
-    rules["theorem_3"] = replace(rules["throughput"], rule="theorem_3")
-    kept = {
-        name: ChooserPolicy.of(keep_chooser(store, pair, source, c).artifact)
-        for name, c in rules.items()
-    }
-    policies = {**CANDIDATES, **kept}
-    held_out = sorted({*range(len(texts))} - {*split([t.category for t in texts]).search})
+    made = fit_chooser(store, pair, trace, parts, list(CANDIDATES.values()), profile, about)
+    first, *others = made.document["policies"]
+    choice = parse_policy({**first, "by_prompt": {"artifact": made.artifact, "others": others}})
+    policies = {**CANDIDATES, "by_prompt": choice, "guarded": parse_policy(made.policy)}
+    held_out = sorted([*parts.race, *parts.confirm])
     test = replace(encoded, items=tuple(encoded.items[i] for i in held_out))
     run_by = {"profile": profile, "artifacts": fitted(store, pair.id)}
-    compared = compare(pair, list(policies.values()), test, passes=passes, **run_by)
+    distinct = {policy.id: policy for policy in policies.values()}
+    compared = compare(pair, list(distinct.values()), test, passes=passes, **run_by)
     return {
         "requests": len(texts),
         "held_out": len(held_out),
         "texts_differ": compared.texts_differ,
         **figures({name: compared.timings.seconds[p.id] for name, p in policies.items()}),
-        "cause": {"reason": guarded.reason, "chooses": guarded.chooses},
+        "cause": {name: made.document[name] for name in ("reason", "chooses")},
+        "replayed": made.document["held_out"],
     }
 
 

@@ -14,7 +14,7 @@ from spectune.optimizer.timings import finite
 from spectune.optimizer.tune import TuneOptions, tune
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec
-from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_plain_policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.traces.latency import LatencyProfile
 from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
@@ -103,7 +103,7 @@ def _against_fixed(
 def _published(store: TraceStore, pair: LoadedPair) -> Policy:
     """What is in force; autoregression where nothing is."""
     found = store.active_publication(pair.id, "cpu")
-    return AUTOREGRESSIVE if found is None else parse_plain_policy(dict(found.document))
+    return AUTOREGRESSIVE if found is None else parse_policy(dict(found.document))
 
 
 def _no_gain(state: Path, pair: LoadedPair, quick: bool) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from verdicts import (
 from spectune.engines.abilities import VLLM
 from spectune.optimizer.report.charts import STYLE, WIDTH, Dot, Plot, curves, cut, dot_rows, short
 from spectune.optimizer.report.words import policy_in_words
-from spectune.runtime.policies.document import parse_plain_policy
+from spectune.runtime.policies.document import parse_policy
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -388,7 +388,7 @@ def _load(d: Figures) -> list[str]:
         ]
         by_load, own = regret["by_load"], []
         clients = [int(r["load"].removeprefix("clients:")) for r in by_load]
-        policy, most = parse_plain_policy(d["table_policy"]), max(clients)
+        policy, most = parse_policy(d["table_policy"]), max(clients)
         gammas = VLLM.gammas(policy, draft=policy.draft, most=policy.gamma_max, max_num_seqs=most)
         for r, n in zip(by_load, clients, strict=True):
             said = f"{r['best_constant']}, the best executed (the table drafts {gammas[n]} there)"

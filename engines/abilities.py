@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from spectune.runtime.policies.document import (
-    AnyPolicy,
     ByBatchWindow,
-    ChooserPolicy,
     FixedWindow,
     NoStop,
     Policy,
+    PromptPolicy,
 )
 from spectune.traces.errors import EngineError, PolicyError, TraceError
 
@@ -76,14 +75,14 @@ class Engine:
             raise EngineError(f"{self.title} is not installed here; `{self.install}` installs it")
         return found
 
-    def runs(self, policy: AnyPolicy) -> None:
+    def runs(self, policy: Policy) -> None:
         """Raises PolicyError for a policy that it cannot run: why, and what is nearest."""
         if self.windows is None:
             return
-        if isinstance(policy, ChooserPolicy):
+        if isinstance(policy, PromptPolicy):
             raise PolicyError(
-                f"{self.title} cannot choose a draft for each prompt: it has one, loaded at its "
-                "start; publish one of the candidates"
+                f"{self.title} cannot choose a policy for each prompt: it has one draft, loaded at "
+                "its start; publish one of those that it chooses from"
             )
         if policy.is_tree:
             what = "trees"
@@ -99,13 +98,12 @@ class Engine:
         )
 
     def gammas(
-        self, policy: AnyPolicy, *, draft: str, most: int, max_num_seqs: int
+        self, policy: Policy, *, draft: str, most: int, max_num_seqs: int
     ) -> tuple[int, ...]:
         """Tokens to draft at each batch size up to ``max_num_seqs``, that of no request (never
         read) first, where ``draft`` is loaded and at most ``most`` tokens are drafted. Raises
         PolicyError."""
         self.runs(policy)
-        assert isinstance(policy, Policy)
         if policy.draft not in (draft, "none") and policy.speculates:
             raise PolicyError(
                 f"this server loaded the draft {draft!r}, not {policy.draft!r}; start it with "

@@ -10,17 +10,16 @@ from spectune.engines.abilities import nearest_chain
 from spectune.engines.settings import ENGINE_SETTINGS, Drafting, algorithm_of
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import (
-    AnyPolicy,
     ByBatchWindow,
-    ChooserPolicy,
     FixedWindow,
     Policy,
+    PromptPolicy,
     TopKGrowth,
 )
 from spectune.traces.errors import PolicyError
 
 
-def engine_settings(policy: AnyPolicy, pair: PairSpec, engine: str) -> dict[str, Any]:
+def engine_settings(policy: Policy, pair: PairSpec, engine: str) -> dict[str, Any]:
     """The settings of an engine (of :data:`ENGINE_SETTINGS`) for a policy, {} for one that does not
     speculate: a chain of a fixed window, where the engine has it also one by batch, or EAGLE-2's
     tree of a head.
@@ -28,10 +27,10 @@ def engine_settings(policy: AnyPolicy, pair: PairSpec, engine: str) -> dict[str,
     Raises PolicyError for a draft that the pair has not, and a policy that the engine cannot
     express, with the nearest that it can.
     """
-    if isinstance(policy, ChooserPolicy):
+    if isinstance(policy, PromptPolicy):
         raise PolicyError(
-            f"{engine} cannot choose a draft for each prompt; "
-            "export one of the candidates that `fit chooser` printed"
+            f"{engine} cannot choose a policy for each prompt; "
+            "export one of the policies that it chooses from"
         )
     if not policy.speculates:
         return {}

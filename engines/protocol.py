@@ -14,7 +14,7 @@ import numpy as np
 
 from spectune.engines.abilities import Engine
 from spectune.runtime.pair import PairSpec
-from spectune.runtime.policies.document import AnyPolicy
+from spectune.runtime.policies.document import Policy
 from spectune.traces.errors import PairError, TraceError, WorkloadError
 from spectune.traces.schema import Finish, Sampling, Step, Trajectory, Verifier
 
@@ -101,7 +101,7 @@ class Execution:
     for a lone one."""
 
     prompts: Sequence[Prompt]
-    policy: AnyPolicy
+    policy: Policy
     gamma: int
     load: Load
     sampling: Sampling
@@ -150,7 +150,7 @@ class Running(ABC):
     def execute(
         self,
         prompts: Sequence[Prompt],
-        policy: AnyPolicy,
+        policy: Policy,
         load: Load,
         *,
         sampling: Sampling,
@@ -186,7 +186,7 @@ class Swapping(Running):
     """A pair in an engine that takes another policy while it serves."""
 
     @abstractmethod
-    def put_in_force(self, policy: AnyPolicy) -> None:
+    def put_in_force(self, policy: Policy) -> None:
         """Has it take a policy, unless that is in force, and waits until it is. Raises PolicyError
         where it refuses, EngineError where it does not answer."""
 

@@ -22,7 +22,7 @@ from spectune.db.database import open_database
 from spectune.db.errors import DatabaseError, NotFoundError
 from spectune.runtime.checkpoints import identity
 from spectune.runtime.pair import PairSpec, read_pair
-from spectune.runtime.policies.document import AnyPolicy, parse_policy
+from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.reload import Published, Status, WatchedSource, reason_of
 from spectune.traces.errors import PairError, PolicyError
 from spectune.traces.schema import Sampling, Step, Trajectory, Verifier
@@ -109,7 +109,7 @@ class Served:
         place: Place,
         pair: Callable[[], tuple[PairSpec, str]],
         initial: Table,
-        gammas: Callable[[AnyPolicy, str], tuple[int, ...]],
+        gammas: Callable[[Policy, str], tuple[int, ...]],
         say: Callable[[str], None],
         *,
         interval_s: float = 1.0,

@@ -8,8 +8,8 @@ from typing import Any
 
 from spectune.optimizer.execute import counts_of
 from spectune.runtime.decoder import Decoded
-from spectune.runtime.policies.document import AnyPolicy
-from spectune.runtime.policies.prepared_chooser import AnyPlan
+from spectune.runtime.policies.document import Policy
+from spectune.runtime.policies.plan import Plan
 from spectune.traces.schema import Counts
 
 
@@ -35,14 +35,14 @@ class Share:
     """What one policy did of a run. Seconds before a request's first round are of the policy that
     it began under."""
 
-    policy: AnyPolicy
+    policy: Policy
     counts: Counts
 
     def to_json(self) -> dict[str, Any]:
         return {"policy_id": self.policy.id, "label": self.policy.label(), **self.counts.to_json()}
 
 
-def changes_of(decoded: Sequence[Decoded], before: AnyPlan | None = None) -> list[Change]:
+def changes_of(decoded: Sequence[Decoded], before: Plan | None = None) -> list[Change]:
     """Where a run's policy changed, given what was in force before it. A policy that is published
     again is no other."""
     found = []

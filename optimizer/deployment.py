@@ -11,7 +11,7 @@ from spectune.traces.errors import PolicyError
 from spectune.traces.text import check_name, shortened
 
 if TYPE_CHECKING:
-    from spectune.runtime.policies.document import AnyPolicy
+    from spectune.runtime.policies.document import Policy
     from spectune.traces.schema import Sampling, Trajectory, Verifier
     from spectune.traces.store import Publication
     from spectune.traces.store.publications import Acknowledgement
@@ -40,7 +40,7 @@ def deployment_of(engine: str) -> str:
     return DEFAULT_DEPLOYMENT if engine == "native" else engine
 
 
-def refusal(deployment: str, policy: AnyPolicy) -> str:
+def refusal(deployment: str, policy: Policy) -> str:
     """Why the engine whose deployment it is cannot run a policy; empty where it can, and where no
     engine has the deployment's name."""
     from spectune.engines.abilities import ENGINES

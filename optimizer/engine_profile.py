@@ -19,7 +19,7 @@ from spectune.optimizer.on_engine import Turns, record_on
 from spectune.optimizer.simulate.served_costs import ServedCosts
 from spectune.runtime.costs import step_seconds
 from spectune.runtime.pair import PairSpec
-from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, Policy, parse_plain_policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import EngineError, PairError
 from spectune.traces.store import TraceStore
@@ -60,7 +60,7 @@ class Design:
         ]
         if engine.by_batch and self.clients > 1:
             windows.append({"kind": "by_batch", "gamma": {"1": min(2, self.most), "2": 0}})
-        return [parse_plain_policy({"draft": draft, "window": window}) for window in windows]
+        return [parse_policy({"draft": draft, "window": window}) for window in windows]
 
 
 def doubled(most: int) -> tuple[int, ...]:
@@ -120,7 +120,7 @@ def serve_design(
     turns = None
     if isinstance(running, Swapping) and len(policies) > 1:
         turns = Turns(running, policies)
-    those: Sequence[AnyPolicy | Turns] = policies if turns is None else [turns]
+    those: Sequence[Policy | Turns] = policies if turns is None else [turns]
     for clients, policy in product(each, those):
         least = 0 if turns is None else turns.taken + LEAST_TURNS * len(policies)
         while True:

@@ -18,7 +18,7 @@ from spectune.runtime.decoder import Decoded, Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, PolicySource, StaticSource
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, FixedWindow, Policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, FixedWindow, Policy
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.session import Sessions
 from spectune.traces.schema import (
@@ -243,7 +243,7 @@ class Executor:
     def __init__(
         self,
         pair: LoadedPair,
-        policies: Iterable[AnyPolicy],
+        policies: Iterable[Policy],
         encoded: Encoded,
         *,
         profile: LatencyProfile | None = None,

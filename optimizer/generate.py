@@ -16,8 +16,8 @@ from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, Round, StaticSource
 from spectune.runtime.policies.document import AUTOREGRESSIVE
+from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.policies.prepared_chooser import AnyPlan
 from spectune.traces.schema import Request
 from spectune.traces.text import printable
 
@@ -26,7 +26,7 @@ ACCEPTED, OWN = "green", "bold yellow"
 
 def generate(
     pair: LoadedPair,
-    prepared: AnyPlan,
+    prepared: Plan,
     prompt: str,
     options: DecodeOptions,
     console: Console,
@@ -74,7 +74,7 @@ def generate(
         f"{counts.mean_accepted_length:.2f}, first token after {first_s * 1e3:.0f} ms, "
         f"{counts.tokens_per_s:.1f} tokens/s"
     )
-    if compare and any(plan.policy.speculates for plan in prepared.candidates):
+    if compare and any(p.speculates for p in prepared.policy.candidates):
         again = Decoder(pair, plain, options.verifier).decode(request)
         speed = len(output) / again.seconds
         result["autoregressive_tokens_per_s"] = speed

@@ -15,7 +15,7 @@ from spectune.runtime.policies.document import (
     GAMMA_LIMIT,
     POOL_LIMIT,
     WIDTH_LIMIT,
-    AnyPolicy,
+    Policy,
     parse_policy,
 )
 from spectune.traces.errors import PolicyError, TraceError, WorkloadError
@@ -93,15 +93,15 @@ def recording_of(store: TraceStore, name: str, spec: PairSpec) -> RecordingInfo:
     return info
 
 
-def published_policy(publication: Publication) -> AnyPolicy:
+def published_policy(publication: Publication) -> Policy:
     """The policy of a publication. Raises PolicyError naming its version where what was published
     is none."""
     return _stored(publication, f"publication {publication.version}")
 
 
 def in_force(
-    active: Publication | None, check: Callable[[AnyPolicy], object], otherwise: str
-) -> tuple[AnyPolicy, str]:
+    active: Publication | None, check: Callable[[Policy], object], otherwise: str
+) -> tuple[Policy, str]:
     """(the policy in force, ""); no speculation where nothing is in force, or where ``check``
     raises PolicyError: then with the reason, and what holds ``otherwise``."""
     if active is None:
@@ -115,11 +115,11 @@ def in_force(
     return policy, ""
 
 
-def _stored(row: Publication | StoredPolicy, where: str) -> AnyPolicy:
+def _stored(row: Publication | StoredPolicy, where: str) -> Policy:
     return parse_policy(row.document, where=where)
 
 
-def named_policy(name: str) -> AnyPolicy | None:
+def named_policy(name: str) -> Policy | None:
     """A built-in policy, an inline JSON document, or a file; None when it is none of these (then it
     may be an id). Raises PolicyError naming file and mistake."""
     if name in BUILT_IN:
@@ -135,7 +135,7 @@ def named_policy(name: str) -> AnyPolicy | None:
 
 def policy_of(
     store: TraceStore, name: str, pair_id: str, device: str, deployment: str
-) -> AnyPolicy | None:
+) -> Policy | None:
     """The policy of a name (:func:`named_policy`), of an id, or for ``active`` the one in force,
     None where none is. Raises PolicyError, and NotFoundError for an unknown id."""
     if (found := named_policy(name)) is not None:
@@ -147,7 +147,7 @@ def policy_of(
     return None if active is None else published_policy(active)
 
 
-def outcome_json(outcome: Outcome, policy: AnyPolicy) -> dict[str, Any]:
+def outcome_json(outcome: Outcome, policy: Policy) -> dict[str, Any]:
     """What a policy came to, as ``run`` and ``simulate`` print it."""
     said = {"policy": policy.spelled_out(), "policy_id": policy.id, "label": policy.label()}
     return {**outcome.to_json(), **said}

@@ -16,7 +16,7 @@ from spectune.optimizer.execute import DecodeOptions, counts_of
 from spectune.optimizer.record import put_policies
 from spectune.runtime.hardware import hardware
 from spectune.runtime.pair import PairSpec
-from spectune.runtime.policies.document import AnyPolicy
+from spectune.runtime.policies.document import Policy
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.text_codec import TextCodec
 from spectune.traces.errors import EngineError
@@ -47,7 +47,7 @@ def check_options(engine: Engine, options: DecodeOptions) -> None:
 def execute(
     running: Running,
     prompts: Sequence[Prompt],
-    policy: AnyPolicy,
+    policy: Policy,
     load: Load,
     options: DecodeOptions,
 ) -> Generator[Answered, None, None]:
@@ -64,7 +64,7 @@ class Turns:
     falls on all alike. A turn ends when the next policy is in force, in vLLM after a second;
     ``taken``: turns that ended."""
 
-    def __init__(self, running: Swapping, policies: Sequence[AnyPolicy]) -> None:
+    def __init__(self, running: Swapping, policies: Sequence[Policy]) -> None:
         self.running, self.policies, self.taken = running, policies, 0
         self._following = cycle(policies)
         self._policy = next(self._following)
@@ -123,7 +123,7 @@ def record_on(
     running: Running,
     workload: Workload | None,
     prompts: Sequence[Prompt],
-    policy: AnyPolicy | Turns,
+    policy: Policy | Turns,
     load: Load,
     options: DecodeOptions,
     *,

@@ -15,7 +15,7 @@ from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.timings import Expected, Timings
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import AnyPolicy
+from spectune.runtime.policies.document import Policy
 from spectune.runtime.profiling import environment, measure_profile
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.latency import LatencyProfile
@@ -124,7 +124,7 @@ def profile_for(
 
 def expected_seconds(
     trace: ReplayTrace,
-    policies: Iterable[AnyPolicy],
+    policies: Iterable[Policy],
     profile: LatencyProfile,
     artifacts: Artifacts | None = None,
 ) -> Expected:

@@ -29,7 +29,7 @@ from spectune.runtime.decoder import drafts_of, prepare_for
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import PairSpec, read_pair
-from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, parse_policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.text_codec import check_conversations
@@ -250,7 +250,7 @@ def run(
             chosen = _policy(store, policy, loaded.id, loaded.device.type, deployment)
             find = fitted(store, loaded.id)
             plan = prepare_for(loaded, chosen, profile=profile, artifacts=find)
-        used = drafts_of(plan)
+        used = drafts_of(plan.policy)
         workload = _fitted(loaded, workload, options, overlong, used)
         encoded = encode(loaded, workload, options, used)
         decoded = list(execute(loaded, StaticSource(plan), encoded))
@@ -345,13 +345,13 @@ def _workload(prompts: Prompts, read: dict[str, Any]) -> Workload:
 
 def _policy(
     store: TraceStore, policy: str | Mapping[str, Any], pair_id: str, device: str, deployment: str
-) -> AnyPolicy:
+) -> Policy:
     if isinstance(policy, Mapping):
         return parse_policy(json.loads(json.dumps(policy)), where="policy")
     return policy_of(store, policy, pair_id, device, deployment) or AUTOREGRESSIVE
 
 
-def _outcome(found: Outcome, policy: AnyPolicy, verb: str, texts: Sequence[str] = ()) -> Result:
+def _outcome(found: Outcome, policy: Policy, verb: str, texts: Sequence[str] = ()) -> Result:
     tokens = ("emitted_tokens", "accepted_tokens", "drafted_tokens", "mean_accepted_length")
     rows = []
     for n, request in enumerate(found.per_request):

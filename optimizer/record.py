@@ -24,11 +24,9 @@ from spectune.runtime.policies.artifacts import Artifacts, Fitted
 from spectune.runtime.policies.document import (
     DEFAULT_TOP_N,
     GAMMA_LIMIT,
-    AnyPolicy,
     Policy,
-    parse_plain_policy,
+    parse_policy,
 )
-from spectune.runtime.policies.prepared_chooser import AnyPlan
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.recording.chains import record_panorama
 from spectune.runtime.recording.trees import Cover, base_covers, cover_name, record_tree_panorama
@@ -140,7 +138,7 @@ def record(
             info = store.find_recording(asked, state="complete")
     if info is None:
         info = store.create_recording(asked)
-    put_policies(store, policies_of(source.current()))
+    put_policies(store, [source.current().policy])
     have = store.recorded_ordinals(info.id)
     new = {n: one for n, one in enumerate(encoded.items) if n not in have}
     jobs = _jobs(store, pair, info.id, wanted, new)
@@ -403,19 +401,15 @@ def _stored_rule(name: str, draft: str, sampled: bool, artifacts: Artifacts) -> 
         return replace(found, document={k: v for k, v in found.document.items() if k != "draft"})
 
     return compile_tree(
-        parse_plain_policy(document, where=f"stored cover {name}"), sampled=sampled, artifacts=find
+        parse_policy(document, where=f"stored cover {name}"), sampled=sampled, artifacts=find
     )
 
 
-def policies_of(plan: AnyPlan) -> list[AnyPolicy]:
-    """What rounds under a plan may name: its policy, and those that it chooses from."""
-    return [each.policy for each in (plan, *plan.candidates)]
-
-
-def put_policies(store: TraceStore, policies: Iterable[AnyPolicy]) -> None:
-    """Stores what rounds name, so that whoever reads these can look it up."""
+def put_policies(store: TraceStore, policies: Iterable[Policy]) -> None:
+    """Stores policies and what their rounds name, so that whoever reads these can look it up."""
     for policy in policies:
-        store.put_policy(policy.id, policy.spelled_out(), policy.label())
+        for named in {p.id: p for p in (policy, *policy.candidates)}.values():
+            store.put_policy(named.id, named.spelled_out(), named.label())
 
 
 @contextmanager
@@ -425,7 +419,7 @@ def record_served(
     spec: PairSpec,
     options: DecodeOptions,
     about: Mapping[str, Any],
-    policies: Iterable[AnyPolicy],
+    policies: Iterable[Policy],
 ) -> Iterator[TrafficWriter]:
     """A new recording of what is served (source ``serve``), written while serving goes on, and
     ended however that ends: tokens and rounds only; panoramas are made when it is tuned on.

@@ -38,7 +38,7 @@ from spectune.optimizer.spaces import (
     with_shortlist,
 )
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import AnyPolicy, ChooserPolicy, Policy
+from spectune.runtime.policies.document import Policy, PromptPolicy
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import LatencyProfile
 
@@ -123,7 +123,7 @@ class Study:
                 simpler.append(trial)
         return _fastest_first(t for group in kept.values() for t in group)
 
-    def same(self, one: AnyPolicy, other: AnyPolicy) -> bool:
+    def same(self, one: Policy, other: Policy) -> bool:
         """Whether two policies did the same (:meth:`Trial.same`), as far as they were tried."""
         found = {t.policy.id: t for t in self.trials if t.policy.id in (one.id, other.id)}
         return len(found) == 2 and found[one.id].same(found[other.id])
@@ -147,11 +147,11 @@ class Study:
         return {"searched": searched, "most_gained": bounds, "least_worth": TIE}
 
 
-def complexity(policy: AnyPolicy) -> tuple[int, int, int, int, int]:
+def complexity(policy: Policy) -> tuple[int, int, int, int, int]:
     """Orders policies from simple to elaborate: no speculation, chains before trees, whole heads
-    before shortlists, then by the kinds of window and stop, then the shorter window. Choosers of
-    drafts come last."""
-    if isinstance(policy, ChooserPolicy):
+    before shortlists, then by the kinds of window and stop, then the shorter window. Choices by
+    prompt come last."""
+    if isinstance(policy, PromptPolicy):
         return 1 + 2 * len(GROWTH_ORDER), 0, 0, 0, 0
     growth = GROWTH_ORDER.index(policy.growth.kind) + len(GROWTH_ORDER) * int(
         policy.stratify is not None
@@ -427,7 +427,7 @@ def finalists(study: Study, count: int = 4) -> list[Trial]:
     return chosen
 
 
-def rivals(study: Study, chosen: Iterable[AnyPolicy], count: int = 3) -> list[Trial]:
+def rivals(study: Study, chosen: Iterable[Policy], count: int = 3) -> list[Trial]:
     """Fixed windows that prediction cannot tell from the best of them, fastest first, beside those
     that are chosen already."""
     fixed = [t for t in study.distinct() if is_fixed(t.policy)]

@@ -15,9 +15,9 @@ from spectune.optimizer.deployment import other_sampling
 from spectune.optimizer.inputs import published_policy
 from spectune.runtime.decoder import check_lossless, prepare_for
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, Policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
+from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.policies.prepared_chooser import AnyPlan
 from spectune.runtime.reload import Published, Status, WatchedSource
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import LatencyProfile, Sampling, Verifier
@@ -33,7 +33,7 @@ def last_good(
     verifier: Verifier = "coupled",
     sampling: Sampling | None = None,
     deployment: str = DEFAULT_DEPLOYMENT,
-) -> AnyPlan:
+) -> Plan:
     """The deployment's newest publication for this pair and device that this runtime can execute,
     or autoregression when there is none. Raises DatabaseError alone."""
     for publication in store.list_publications(pair.id, pair.device.type, deployment):
@@ -50,14 +50,14 @@ def last_good(
 def ready_plan(
     store: TraceStore,
     pair: LoadedPair,
-    policy: AnyPolicy,
+    policy: Policy,
     profile: LatencyProfile | None,
     verifier: Verifier,
     sampling: Sampling | None,
     version: int = 0,
-) -> AnyPlan:
+) -> Plan:
     """A policy made ready for a loaded pair. Raises PolicyError where it cannot run here (a router
-    of another head, a chooser with a candidate that cannot run), or ``verifier`` cannot be used
+    of another head, a choice with a candidate that cannot run), or ``verifier`` cannot be used
     with all that may decode; UnavailableError where it may be ready another time."""
     try:
         plan = prepare_for(
@@ -67,7 +67,7 @@ def ready_plan(
         raise
     except DatabaseError as error:  # something it needs is gone, damaged or of another's making
         raise PolicyError(str(error)) from None
-    check_lossless(pair, (c.policy for c in plan.candidates), verifier, sampling or Sampling())
+    check_lossless(pair, policy.candidates, verifier, sampling or Sampling())
     return plan
 
 
@@ -75,7 +75,7 @@ def ready_plan(
 def watch(
     store: TraceStore,
     pair: LoadedPair,
-    initial: AnyPolicy | None,
+    initial: Policy | None,
     profile: LatencyProfile | None,
     *,
     deployment: str = DEFAULT_DEPLOYMENT,
@@ -84,7 +84,7 @@ def watch(
     interval_s: float = 1.0,
     node: str | None = None,
     warn: Callable[[str], None] = lambda line: print(printable(line), file=sys.stderr),
-) -> Iterator[WatchedSource[AnyPlan]]:
+) -> Iterator[WatchedSource[Plan]]:
     """A policy source that follows a deployment's publications for this pair and device.
 
     ``profile``: what windows weigh costs by; None: whenever a policy comes into force, the newest
@@ -109,7 +109,7 @@ def watch(
         except PolicyError as error:
             return Published(active.version, None, str(error))
 
-    def ready(policy: AnyPolicy, version: int) -> AnyPlan:
+    def ready(policy: Policy, version: int) -> Plan:
         # Costs of this hardware may have been measured meanwhile.
         costs = profile or store.profile_of(pair.id, **pair.place)
         plan = ready_plan(store, pair, policy, costs, verifier, sampling, version)
@@ -137,15 +137,14 @@ def watch(
 def earlier_winners(
     store: TraceStore, pair: LoadedPair, verifier: Verifier, sampling: Sampling, count: int = 5
 ) -> list[Policy]:
-    """The plain policies of the pair's newest publications, on any device; those that cannot be
-    read, or used with a verifier, are passed over."""
+    """The policies of the pair's newest publications, on any device, those that a choice by prompt
+    has one by one; what cannot be read, or used with a verifier, is passed over."""
     found: dict[str, Policy] = {}
     for publication in store.list_publications(pair.id, limit=count):
         try:
-            policy = published_policy(publication)
-            if isinstance(policy, Policy):
-                check_lossless(pair, [policy], verifier, sampling)
-                found[policy.id] = policy
+            policies = published_policy(publication).candidates
+            check_lossless(pair, policies, verifier, sampling)
+            found |= {policy.id: policy for policy in policies}
         except PolicyError:
             continue
     return list(found.values())

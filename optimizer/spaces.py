@@ -21,7 +21,7 @@ from spectune.runtime.policies.document import (
     DEFAULT_TOP_N,
     Policy,
     StaticGrowth,
-    parse_plain_policy,
+    parse_policy,
 )
 from spectune.runtime.recording.trees import SHARPNESSES
 
@@ -518,7 +518,7 @@ def with_shortlist(policy: Policy, block: dict[str, Any]) -> Policy:
 
 
 def _policy(draft: str, window: dict[str, Any], **blocks: Any) -> Policy:
-    return parse_plain_policy({"draft": draft, "window": window, **blocks}, where="search space")
+    return parse_policy({"draft": draft, "window": window, **blocks}, where="search space")
 
 
 def _ask(trial: optuna.trial.Trial, name: str, distribution: BaseDistribution) -> Any:

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from sqlalchemy.orm import Session
 
-from spectune.db.errors import CorruptedChunkError, StaleVersionError
+from spectune.db.errors import StaleVersionError
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.ceiling import tree_ceiling
 from spectune.optimizer.confirm import RACE_SHARE, Confirmation, confirm, left_s, planned, said_of
 from spectune.optimizer.deployment import refusal, sampling_of, tunes_over
 from spectune.optimizer.execute import Comparison, DecodeOptions, Executor, encode_recorded
-from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact, predictions
-from spectune.optimizer.fit.on_the_fly import read_prompts
+from spectune.optimizer.fit.by_prompt import fit_chooser
 from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
 from spectune.optimizer.inputs import in_force, published_policy
 from spectune.optimizer.parts import Parts, mixed, recorded_parts
@@ -53,15 +52,11 @@ from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import (
     AUTOREGRESSIVE,
-    AnyPolicy,
-    ChooserPolicy,
     FixedWindow,
     Policy,
     parse_policy,
 )
-from spectune.runtime.policies.draft_choice import Chooser
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.policies.prepared_chooser import plain_policies
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.recording.trees import Cover
 from spectune.traces.acceptance import hardly_accepted
@@ -270,7 +265,7 @@ class Tuning:
     """
     profile: StoredProfile = field(init=False)
     active: Publication | None = field(init=False)
-    incumbent: AnyPolicy = field(init=False)
+    incumbent: Policy = field(init=False)
     unusable: str = field(init=False)
     """Why what is in force cannot be the incumbent; empty where it is."""
     artifacts: Artifacts = field(init=False)
@@ -283,7 +278,8 @@ class Tuning:
     shortlists: dict[str, ShortlistLimit] = field(default_factory=dict)
     study: Study = field(init=False)
     study_id: str = field(init=False)
-    chooser: AnyPolicy | None = None
+    choice: Policy | None = None
+    """What chooses for each prompt, where that is predicted to gain."""
     compared: Comparison = field(init=False)
     executed: list[Candidate] = field(init=False)
     winner: Candidate = field(init=False)
@@ -302,7 +298,7 @@ class Tuning:
     @property
     def candidates(self) -> Sequence[Policy]:
         """The incumbent, or those that it chooses from."""
-        return plain_policies(self.incumbent, self.artifacts)
+        return self.incumbent.candidates
 
     def look(self, wanted: Look) -> None:
         look_around(self.store, self.pair, self.recording, wanted, progress=self.progress)
@@ -368,7 +364,7 @@ class Tuning:
             )
             yield Shards(client, sources, self.profile.profile)
 
-    def executor(self, policies: Iterable[AnyPolicy], part: Sequence[int]) -> Executor:
+    def executor(self, policies: Iterable[Policy], part: Sequence[int]) -> Executor:
         """Who decodes some of the requests again under policies."""
         texts = [self.trace.trajectories[i] for i in part]
         encoded = encode_recorded(self.pair, texts)
@@ -402,9 +398,7 @@ class Tuning:
         store, pair, wanted, texts = self.store, self.pair, self.wanted, self.trace.trajectories
         began = store.get_recording(self.recording).created_at if wanted.idempotency_key else None
         self.active = store.active_publication(pair.id, pair.device.type, wanted.deployment)
-        weighs = [
-            p for p in _weighing_costs(store, pair, self.active) if p.draft in pair.draft_names
-        ]
+        weighs = [p for p in _weighing_costs(self.active) if p.draft in pair.draft_names]
         trees = any(p.is_tree or p.draft not in pair.chain_drafts for p in weighs)
         self.profile = profile_for(
             store,
@@ -426,7 +420,7 @@ class Tuning:
             lambda policy: ready_plan(store, pair, policy, self.profile.profile, *verified),
             "autoregression is the incumbent",
         )
-        self.artifacts = _artifacts(store, pair, self.incumbent, texts)
+        self.artifacts = fitted(store, pair.id)
 
     def search_chains(self) -> None:
         """What needs no trees; then what trees could reach beside it."""
@@ -523,27 +517,30 @@ class Tuning:
         self.search(self.wanted.trials, self.study)
 
     def choose(self) -> None:
-        """A chooser over the best policy of each draft, where choosing is predicted to gain beyond
-        noise. The study is stored with it."""
+        """A choice by prompt between the best policies of the drafts, where that is predicted to
+        gain beyond noise. The study is stored with it."""
         store, pair, study, profile = self.store, self.pair, self.study, self.profile.id
         best: dict[str, Policy] = {}
         for trial in study.trials:
             best.setdefault(trial.policy.draft, trial.policy)
         try:
-            made = fit_chooser_artifact(
+            made = fit_chooser(
                 store,
-                self.recording,
                 pair,
-                best,
-                profile=profile,
+                self.trace,
+                self.parts,
+                list(best.values()),
+                self.profile.profile,
+                {"recording": self.recording, "profile": profile},
                 seed=self.wanted.seed,
+                artifacts=self.artifacts,
                 progress=self.progress,
             )
-        except (PolicyError, TraceError, CorruptedChunkError) as error:
+        except (PolicyError, TraceError) as error:
             why = str(error)
         else:
             why = str(made.document["reason"])
-            self.chooser = parse_policy(made.policy) if made.document["chooses"] else None
+            self.choice = parse_policy(made.policy) if made.document["chooses"] else None
         pace = {  # what later tunings are expected to take
             "seconds": dict(self.seconds),
             "device": pair.device.type,
@@ -558,7 +555,7 @@ class Tuning:
             "shortlists": study.on_shortlists(),
             "beyond_the_recording": study.left_out(),
             "left_out": self.left_out,
-            "chooser": why,
+            "by_prompt": why,
             "pace": pace,
         }
         self.study_id = store.put_study(
@@ -570,13 +567,13 @@ class Tuning:
             recording_id=self.recording,
         )
 
-    def roles(self) -> dict[str, AnyPolicy]:
+    def roles(self) -> dict[str, Policy]:
         """Who is executed, by role; a policy that has several roles appears under each."""
         study, wanted, incumbent = self.study, self.wanted, self.incumbent
         best = finalists(study, wanted.finalists)
         best += rivals(study, [trial.policy for trial in best], wanted.rivals)
         chosen = [incumbent if study.same(t.policy, incumbent) else t.policy for t in best]
-        chosen += [self.chooser] if self.chooser is not None else []
+        chosen += [self.choice] if self.choice is not None else []
         roles = {f"finalist {i + 1}": policy for i, policy in enumerate(chosen)}
         roles["autoregressive"] = AUTOREGRESSIVE
         fixed = study.best(lambda policy: is_fixed(policy) and not policy.is_tree)
@@ -592,7 +589,7 @@ class Tuning:
         policies, part = {p.id: p for p in roles.values()}, self.parts.race
         trace = self.trace.select(part)
 
-        def replayed(policy: AnyPolicy) -> Replay:
+        def replayed(policy: Policy) -> Replay:
             return run_replay(trace, policy, profile, artifacts=self.artifacts, approximate=True)
 
         predictable = dict(policies)
@@ -749,32 +746,11 @@ STAGES: tuple[tuple[str, Callable[[Tuning], None]], ...] = (
 """What a tuning does, in order, by the name that its seconds are told under."""
 
 
-def _weighing_costs(
-    store: TraceStore, pair: LoadedPair, active: Publication | None
-) -> Sequence[Policy]:
+def _weighing_costs(active: Publication | None) -> Sequence[Policy]:
     """The policies in force that weigh costs: they cannot run without those of their draft, whether
     it is tuned or not."""
     try:
         policy = published_policy(active) if active else AUTOREGRESSIVE
-        return plain_policies(policy, fitted(store, pair.id)) if policy.needs_profile else []
+        return [candidate for candidate in policy.candidates if candidate.needs_profile]
     except PolicyError:
         return []
-
-
-def _artifacts(
-    store: TraceStore, pair: LoadedPair, incumbent: AnyPolicy, texts: Sequence[Trajectory]
-) -> Artifacts:
-    """What finds artifacts. A chooser in force was fitted to another recording; what it predicts of
-    this one's prompts is added to what is found of it, so that it replays."""
-    find = fitted(store, pair.id)
-    if not isinstance(incumbent, ChooserPolicy):
-        return find
-    name = incumbent.draft.artifact
-    held = find(name)
-    chooser = Chooser.from_document(held.document, held.arrays)
-    if chooser.chooses:
-        prompts = read_prompts(pair, texts, reader=chooser.features.reader)
-        rows, predicted = predictions(chooser, texts, prompts)
-        document, arrays = {**held.document, **rows}, {**held.arrays, **predicted}
-        held = replace(held, document=document, arrays=arrays)
-    return lambda asked: held if asked == name else find(asked)

@@ -14,13 +14,13 @@ from spectune.optimizer.execute import Comparison
 from spectune.optimizer.search import TIE, complexity
 from spectune.optimizer.texts import ComparedTexts
 from spectune.optimizer.timings import Timings, finite
-from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, Policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, PromptPolicy
 from spectune.traces.sanity import Sanity
 from spectune.traces.schema import Outcome
 from spectune.traces.store import Publication
 
 
-def described(policy: AnyPolicy) -> dict[str, Any]:
+def described(policy: Policy) -> dict[str, Any]:
     """A policy for people and programs."""
     return {"id": policy.id, "label": policy.label(), "policy": policy.spelled_out()}
 
@@ -36,7 +36,7 @@ class Candidate:
     :class:`optimizer.confirm.Confirmation` is what counts."""
 
     role: str
-    policy: AnyPolicy
+    policy: Policy
     predicted: Outcome | None
     executed: Outcome
     ratio: tuple[float, float, float]
@@ -168,10 +168,10 @@ class Tuned:
 
 
 def candidates_of(
-    roles: Mapping[str, AnyPolicy],
+    roles: Mapping[str, Policy],
     compared: Comparison,
     predicted: Mapping[str, Outcome],
-    incumbent: AnyPolicy,
+    incumbent: Policy,
 ) -> list[Candidate]:
     """Those who raced, by role, each beside its prediction (by policy id)."""
     leader = compared.timings.leader(compared.survivors)
@@ -191,15 +191,15 @@ def candidates_of(
 
 
 def fastest_of(
-    policies: Sequence[AnyPolicy], timings: Timings, predicted: Mapping[str, float], spread: float
-) -> AnyPolicy:
+    policies: Sequence[Policy], timings: Timings, predicted: Mapping[str, float], spread: float
+) -> Policy:
     """The fastest of the policies that a race did not drop, by execution and ``predicted`` tokens/s
     (by id, where known; ``spread``: of their ratios) together; of those that it is not faster than
     beyond noise, and that are predicted within a tie, the simplest. A tree of at most three nodes
     beats what is simpler beyond noise or not at all."""
     first = policies[0]
 
-    def estimate(policy: AnyPolicy) -> float:
+    def estimate(policy: Policy) -> float:
         if policy.id == first.id:
             return 0.0
         speed, base = predicted.get(policy.id), predicted.get(first.id)
@@ -216,9 +216,9 @@ def fastest_of(
     return min(tied, key=lambda p: (complexity(p), -estimate(p)))
 
 
-def _is_slight(policy: AnyPolicy) -> bool:
+def _is_slight(policy: Policy) -> bool:
     """Whether a policy is a tree of at most three nodes."""
-    if not isinstance(policy, Policy) or not policy.is_tree:
+    if isinstance(policy, PromptPolicy) or not policy.is_tree:
         return False
     nodes = getattr(policy.growth, "paths", None) or range(policy.select.top_n or 4)
     return len(nodes) <= 3

@@ -316,12 +316,10 @@ def window_costs(
     policy: Policy,
     rules: tuple[TreeRule, TreeRule] | None = None,
     shortlist: ShortlistRule | None = None,
-    *,
-    sampled: bool = False,
 ) -> WindowCosts:
     """a_q and b_p(gamma) for gamma = 0..gamma_max (on-the-fly paper, definition 1): a_q is the mean
     pass after the first, and gamma a_q + b_p(gamma) is what a round of gamma levels costs that
-    verifies all they can keep, but for what is charged per emitted token.
+    verifies all they can keep, but for what is charged per emitted token, at temperature 0.
 
     ``rules`` are the policy's compiled trees and ``shortlist`` its compiled shortlist, where it has
     them. Raises PolicyError where the profile has no costs for the policy's draft, or none of its
@@ -334,28 +332,22 @@ def window_costs(
     if kind.growth:
         from spectune.runtime.trees.rules import compile_tree  # torch is imported here alone
 
-        rule = compile_tree(policy, sampled=sampled) if rules is None else rules[sampled]
+        rule = compile_tree(policy, sampled=False) if rules is None else rules[0]
         most = NODE_LIMIT if rule.top_n is None else min(rule.top_n, NODE_LIMIT)
         drafted = [min(rule.verified(g), most) for g in gammas]
         rows = np.array([[rule.step_width(g) for g in gammas[2:]]], dtype=np.int64)
-        passes = Passes(rows, np.zeros(1, np.int64), np.array([int(sampled)]))
+        passes = Passes(rows, np.zeros(1, np.int64), np.zeros(1, np.int64))
     more = None if shortlist is None else shortlist_seconds(profile, shortlist)
     usual = np.array([profile.usual_context])
     costs = round_costs(profile, kind, usual, passes=passes, shortlist_s=more)
-    rounds = [round_seconds(costs, int(sampled), 0, 0, 1, g, drafted[g], 0)[2] for g in gammas]
+    rounds = [round_seconds(costs, 0, 0, 0, 1, g, drafted[g], 0)[2] for g in gammas]
     last = policy.gamma_max
     if not last:
         return WindowCosts(0.0, (max(LEAST, rounds[0]),))
-    later = costs.later_s[0 if costs.by_position else int(sampled)]
-    mean_s = (later[last] - later[1]) / (last - 1) if last > 1 else costs.first_s[int(sampled), 1]
+    later = costs.later_s[0]
+    mean_s = (later[last] - later[1]) / (last - 1) if last > 1 else costs.first_s[0, 1]
     step_s = max(LEAST, float(mean_s))
     return WindowCosts(step_s, tuple(max(LEAST, s - g * step_s) for g, s in enumerate(rounds)))
-
-
-def token_seconds(profile: LatencyProfile, *, sampled: bool) -> float:
-    """What is charged per emitted token beside rounds, at the usual context."""
-    at, terms = profile.usual_context, RoundKind(sampled=sampled).per_token
-    return float(sum(profile.seconds(term, context=at) for term in terms))
 
 
 class StepLoad(NamedTuple):

@@ -3,7 +3,6 @@ it."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -20,14 +19,11 @@ from spectune.runtime.drafts.protocol import Draft, DraftContext, Drafted
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, PolicySource, Round, Verified, decode_rounds
 from spectune.runtime.models import ids_tensor
+from spectune.runtime.perplexity import log_perplexity
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import EXPANDED_LIMIT, NODE_LIMIT, AnyPolicy, Policy
-from spectune.runtime.policies.draft_choice import TARGET, keeps_reading
+from spectune.runtime.policies.document import EXPANDED_LIMIT, NODE_LIMIT, Policy
 from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.policies.prepared_chooser import AnyPlan, ChooserPlan
-from spectune.runtime.policies.prompt_features import Prompt
-from spectune.runtime.prompts import log_perplexity
 from spectune.runtime.sampling import Noise, sample
 from spectune.runtime.session import Sessions
 from spectune.runtime.shortlists import Shortlists
@@ -53,9 +49,9 @@ class ModelBackend:
     def __init__(self, pair: LoadedPair) -> None:
         self.pair = pair
         self._features = Features(pair.target)
-        self._readers = {name: LanguageModelDraft(model) for name, model in pair.drafts.items()}
+        models = {name: LanguageModelDraft(model) for name, model in pair.drafts.items()}
         heads = {name: EagleDraft(head, self._features) for name, head in pair.heads.items()}
-        self._drafts: dict[str, Draft] = {**self._readers, **heads, "ngram": NgramDraft()}
+        self._drafts: dict[str, Draft] = {**models, **heads, "ngram": NgramDraft()}
         self._awake: set[str] = set()
         """Drafts that follow the text of the request in hand."""
         self._text: list[int] = []
@@ -66,27 +62,15 @@ class ModelBackend:
         self._request: DecodeRequest | None = None
         self._noise: Noise | None = None
         self._capacity = 0
-        self._read_ahead: tuple[DecodeRequest, str] | None = None
+        self._prefilled: DecodeRequest | None = None
+        """The request whose prompt was the last that the target read."""
 
-    def choose(self, request: DecodeRequest, chooser: ChooserPlan) -> Plan:
-        """The candidate for a request's prompt. The draft that reads the perplexity has then read
-        the prompt, and needs no prefill."""
-        if chooser.single is not None:
-            return chooser.single
-        ids, reader = request.prompt_ids, chooser.chooser.reader
-        nats, capacity = math.nan, len(ids) + request.max_new_tokens + 1
-        if reader == TARGET:
-            self.pair.target.reserve(capacity + NODE_LIMIT)
-            nats = log_perplexity(self.pair.target, ids)
-        elif reader is not None:
-            nats = self._readers[reader].begin_reading(ids, capacity + EXPANDED_LIMIT)
-            self._awake.discard(reader)
-        prompt = Prompt(self.pair.text(ids), len(ids), nats)
-        chosen = chooser.of_prompt(prompt, request.max_new_tokens, request.sampling)
-        if reader is not None and keeps_reading(chosen.policy, reader):
-            self._read_ahead = request, reader
-            self._awake.add(reader)
-        return chosen
+    def log_perplexity(self, request: DecodeRequest) -> float:
+        """The logarithm of a prompt's perplexity under the target, by its prefill, which
+        :meth:`begin` does not repeat."""
+        self.pair.reserve(len(request.prompt_ids) + request.max_new_tokens + 1)
+        self._prefilled = request
+        return log_perplexity(self.pair.target, request.prompt_ids)
 
     def begin(self, request: DecodeRequest, prepared: Plan) -> None:
         """Prefills the target, and the policy's draft where it speculates, with the prompt but for
@@ -101,8 +85,9 @@ class ModelBackend:
         self._awake = {ahead[1]} if ahead is not None and ahead[0] is request else set()
         self.pair.reserve(self._capacity)
         prepare_graphs(self.pair, prepared, sampling=request.sampling)
-        if len(self._text) > 1:
+        if len(self._text) > 1 and self._prefilled is not request:
             target.read(torch.tensor(self._text[:-1], device=target.device), 0)
+        self._prefilled = None
         self._features.kept = False
         if prepared.policy.speculates and self._holds(name):
             if self._drafts[name].reads_features:
@@ -182,6 +167,7 @@ class ModelBackend:
             self._drafting.commit(length, drafted, path)
         self._text.extend(emitted)
         self._rounds += 1
+        self._prefilled = None
         if self._noise is not None:
             self._noise.forget_before(len(self._text))
 
@@ -189,12 +175,12 @@ class ModelBackend:
 @dataclass(frozen=True)
 class Decoded:
     """One request as executed: its trajectory, its rounds, and the seconds it took, prefill
-    included. ``plans``: what was in force, each with the number of rounds before it."""
+    included. ``plans``: what the source had, each with the number of rounds before it."""
 
     trajectory: Trajectory
     steps: tuple[Step, ...]
     seconds: float
-    plans: tuple[tuple[int, AnyPlan], ...]
+    plans: tuple[tuple[int, Plan], ...]
 
 
 @dataclass
@@ -229,7 +215,7 @@ class Decoder:
         empty."""
         if not prompt_ids:
             raise WorkloadError(f"request {item.id}: the prompt has no tokens")
-        used = drafts_of(self.source.current()) if drafts is None else drafts
+        used = drafts_of(self.source.current().policy) if drafts is None else drafts
         context = self.pair.context(used)
         if len(prompt_ids) + max_new_tokens > context.positions:
             raise WorkloadError(
@@ -250,20 +236,24 @@ class Decoder:
 
     def rounds(self, request: DecodeRequest) -> Iterator[Round]:
         """Streams the rounds of one request."""
-        policies = (plan.policy for plan in self.source.current().candidates)
-        check_lossless(self.pair, policies, request.verifier, request.sampling)
-        return decode_rounds(self.backend, request, self.source, self.clock, self.sessions)
+        return self._rounds(request, _RequestSource(self.source, request, self.backend))
+
+    def _rounds(self, request: DecodeRequest, source: _RequestSource) -> Iterator[Round]:
+        policy = self.source.current().policy
+        check_lossless(self.pair, policy.candidates, request.verifier, request.sampling)
+        return decode_rounds(self.backend, request, source, self.clock, self.sessions)
 
     def decode(self, request: DecodeRequest, category: str = "") -> Decoded:
         """Decodes a request to its end."""
         began = self.clock()
         steps: list[Step] = []
-        plans: list[tuple[int, AnyPlan]] = []
+        plans: list[tuple[int, Plan]] = []
+        source = _RequestSource(self.source, request, self.backend)
         output: list[int] = []
         finish: Finish | None = None
-        for item in self.rounds(request):
-            if item.in_force is not None and (not plans or plans[-1][1] is not item.in_force):
-                plans.append((len(steps), item.in_force))
+        for item in self._rounds(request, source):
+            if source.looked_at is not None and (not plans or plans[-1][1] is not source.looked_at):
+                plans.append((len(steps), source.looked_at))
             steps.append(item.step)
             output.extend(item.tokens)
             finish = item.finish
@@ -283,11 +273,27 @@ class Decoder:
         return Decoded(trajectory, tuple(steps), seconds, tuple(plans))
 
 
-def drafts_of(plan: AnyPlan) -> frozenset[str]:
-    """The drafts that a plan may use, a chooser's reader among them."""
-    reader = plan.chooser.reader if isinstance(plan, ChooserPlan) else None
-    own = {each.policy.draft for each in plan.candidates if each.policy.speculates}
-    return frozenset(own | ({reader} if reader else set()))
+class _RequestSource:
+    """A source's policies for one request: of a choice by prompt, the plan that it chooses."""
+
+    def __init__(self, source: PolicySource, request: DecodeRequest, backend: ModelBackend) -> None:
+        self._source, self._request, self._backend = source, request, backend
+        self.looked_at: Plan | None = None
+        """What the source had last."""
+
+    def current(self) -> Plan:
+        plan = self._source.current()
+        if plan is not self.looked_at:
+            self.looked_at, request = plan, self._request
+            self._plan = plan.for_prompt(
+                request.prompt_ids, lambda: self._backend.log_perplexity(request)
+            )
+        return self._plan
+
+
+def drafts_of(policy: Policy) -> frozenset[str]:
+    """The drafts that may decode under a policy."""
+    return frozenset(each.draft for each in policy.candidates if each.speculates)
 
 
 def check_lossless(
@@ -318,12 +324,12 @@ def check_lossless(
 
 def prepare_for(
     pair: LoadedPair,
-    policy: AnyPolicy,
+    policy: Policy,
     *,
     profile: LatencyProfile | None = None,
     version: int = 0,
     artifacts: Artifacts | None = None,
-) -> AnyPlan:
+) -> Plan:
     """:func:`runtime.policies.prepare.prepare` for a loaded pair, with everything done that its
     first rounds would otherwise wait for: a shortlist's weights are cut out; on CUDA the graphs
     that rounds can need are captured. It may run in another thread than decoding does.
@@ -331,9 +337,10 @@ def prepare_for(
     Raises PolicyError as ``prepare``, and for a router of another head.
     """
     plan = prepare(policy, pair.draft_names, profile=profile, version=version, artifacts=artifacts)
-    if isinstance(plan, ChooserPlan):
-        return replace(plan, plans={name: _aside(pair, p) for name, p in plan.plans.items()})
-    return _aside(pair, plan)
+    if plan.choice is None:
+        return _aside(pair, plan)
+    plans = tuple(_aside(pair, each) for each in plan.choice.plans)
+    return replace(plan, choice=replace(plan.choice, plans=plans))
 
 
 def _aside(pair: LoadedPair, prepared: Plan) -> Plan:

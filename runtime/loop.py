@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from spectune.runtime.drafts.protocol import Drafted
 from spectune.runtime.policies.plan import Plan
-from spectune.runtime.policies.prepared_chooser import AnyPlan, ChooserPlan
-from spectune.runtime.session import Session, Sessions
+from spectune.runtime.session import Sessions
 from spectune.traces.schema import NO_BIN, Finish, Sampling, Step, Verifier
 
 if TYPE_CHECKING:
@@ -60,10 +59,6 @@ class Verified:
 class Backend(Protocol):
     """Where drafts and verdicts come from."""
 
-    def choose(self, request: DecodeRequest, chooser: ChooserPlan) -> Plan:
-        """The candidate of a chooser under which the request is decoded. Called before ``begin``,
-        or between two rounds."""
-
     def begin(self, request: DecodeRequest, prepared: Plan) -> None:
         """Makes ready for the first round of a request (prefill)."""
 
@@ -81,7 +76,7 @@ class Backend(Protocol):
 class PolicySource(Protocol):
     """Where the loop looks for its policy, once a round; must answer at once."""
 
-    def current(self) -> AnyPlan:
+    def current(self) -> Plan:
         """The policy in force. A different object than last time is a swap."""
 
 
@@ -89,9 +84,9 @@ class PolicySource(Protocol):
 class StaticSource:
     """One policy, until its owner sets another."""
 
-    prepared: AnyPlan
+    prepared: Plan
 
-    def current(self) -> AnyPlan:
+    def current(self) -> Plan:
         return self.prepared
 
 
@@ -99,7 +94,7 @@ class StaticSource:
 class Round:
     """One round as the loop yields it: its step, the tokens it emitted, what was drafted, how the
     text ended, if it did, and the tree with the accepted nodes' numbers in it, where one was
-    drafted. ``in_force``: what the source had, a chooser rather than its candidate."""
+    drafted."""
 
     step: Step
     tokens: list[int]
@@ -107,7 +102,6 @@ class Round:
     finish: Finish | None
     tree: GrownTree | None = None
     path: list[int] = field(default_factory=list)
-    in_force: AnyPlan | None = None
 
 
 def decode_rounds(
@@ -121,19 +115,19 @@ def decode_rounds(
 
     Each round: ask the window for gamma, clip it so that no drafted token can exceed the budget,
     draft, verify, cut at EOS or a stop string, tell the window. Yields until the text has ended.
-    Steps name the candidate that a chooser chose. ``sessions`` hold what windows carry from request
-    to request."""
+    ``sessions`` hold what windows carry from request to request."""
     sessions = sessions or Sessions()
     output: list[int] = []
     lag, finish = 1, None
-    in_force = source.current()
-    plan, session = _taken_up(in_force, backend, request, sessions, output)
+    plan = source.current()
+    session = sessions.of(plan)
+    session.start(request.prompt_ids)
     backend.begin(request, plan)
     while finish is None:
         began = clock()
-        if (found := source.current()) is not in_force:
-            in_force = found
-            plan, session = _taken_up(in_force, backend, request, sessions, output)
+        if (newest := source.current()) is not plan:
+            plan, session = newest, sessions.of(newest)
+            session.start([*request.prompt_ids, *output])
         start = len(output)
         limit = request.max_new_tokens - start - 1  # the last token of a round is the target's own
         gamma = min(session.gamma, limit)
@@ -166,18 +160,7 @@ def decode_rounds(
         )
         lag = _lag_after(drafted, verdict, accepted, len(tokens))
         path = verdict.path[:accepted]
-        yield Round(step, tokens, drafted.tokens, finish, drafted.tree, path, in_force)
-
-
-def _taken_up(
-    found: AnyPlan, backend: Backend, request: DecodeRequest, sessions: Sessions, output: list[int]
-) -> tuple[Plan, Session]:
-    """The plan and its session of what comes into force after ``output``. A chooser chooses once,
-    for the prompt."""
-    plan = backend.choose(request, found) if isinstance(found, ChooserPlan) else found
-    session = sessions.of(plan)
-    session.start([*request.prompt_ids, *output])
-    return plan, session
+        yield Round(step, tokens, drafted.tokens, finish, drafted.tree, path)
 
 
 def _lag_after(drafted: Drafted, verdict: Verified, accepted: int, emitted: int) -> int:

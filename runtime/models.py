@@ -369,14 +369,18 @@ class CausalModel(SlotModel):
             out: Tensor = self._decoder(input_ids=text, use_cache=False).last_hidden_state[0]
         return self._joined(rows, out)
 
-    def read(self, ids: Tensor, start: int) -> Tensor:
+    def read(
+        self, ids: Tensor, start: int, each: Callable[[int, Tensor], None] = lambda at, states: None
+    ) -> Tensor:
         """Fills the cache with ``ids`` at ``start ..`` in chunks, without logits. Returns the last
-        hidden state of the last token, [1, hidden_size] ([0, hidden_size] without ``ids``)."""
+        hidden state of the last token, [1, hidden_size] ([0, hidden_size] without ``ids``).
+        ``each`` is called with the place in ``ids`` and the last hidden states of every chunk."""
         parts: list[Tensor] = []
         states = torch.zeros(0, self.hidden_size, device=self.device, dtype=self.dtype)
         for first in range(0, len(ids), PREFILL_CHUNK):
             chunk = ids[first : first + PREFILL_CHUNK]
             states = self.chain(chunk, start + first, logits=0, replays=False)[1]
+            each(first, states)
             parts.append(self.tapped)
         if len(parts) > 1:
             self.tapped = torch.cat(parts)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, Self, TypeVar
 
-from spectune.runtime.policies.document import AnyPolicy
+from spectune.runtime.policies.document import Policy
 from spectune.traces.errors import SpectuneError
 from spectune.traces.text import one_line
 
@@ -24,7 +24,7 @@ class Published:
     there is none to be read."""
 
     version: int
-    policy: AnyPolicy | None
+    policy: Policy | None
     problem: str = ""
 
 
@@ -64,7 +64,7 @@ class WatchedSource(Generic[P]):
         self,
         initial: P,
         fetch: Callable[[], Published | None],
-        prepare: Callable[[AnyPolicy, int], P],
+        prepare: Callable[[Policy, int], P],
         acknowledge: Acknowledge,
         *,
         interval_s: float = 1.0,

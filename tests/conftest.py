@@ -48,7 +48,7 @@ AND pid <> pg_backend_pid() AND backend_type = 'client backend'
 """
 SLOWEST = (
     "cli_flow schedule_workers db store schedule_store silent_server at_hand transfer imports "
-    "kill openvino shortlists parity serving shortlist_replay python publishing chooser_policy "
+    "kill openvino shortlists parity serving shortlist_replay python publishing by_prompt "
     "processes distributed tree_parity shortlist_tuning pair head_states models head_drafting "
     "fit_commands schedule_retries docs borders vllm"
 )

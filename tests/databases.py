@@ -21,7 +21,7 @@ import sqlalchemy as sa
 from spectune.db import open_database
 from spectune.db.engine import WRITES, make_engine
 from spectune.db.urls import parse_url
-from spectune.runtime.policies.document import AnyPolicy
+from spectune.runtime.policies.document import Policy
 from spectune.traces.schema import policy_id
 from spectune.traces.store import TraceStore
 
@@ -142,7 +142,7 @@ def opened(url: Path | str) -> Iterator[TraceStore]:
 def put_in_force(
     store: TraceStore,
     pair_id: str,
-    policy: AnyPolicy,
+    policy: Policy,
     device: str = "cpu",
     *,
     actor: str = "test",

@@ -15,7 +15,6 @@ from spectune.optimizer.simulate.tree_tables import ShortlistRanks
 from spectune.runtime.drafts.protocol import Drafted
 from spectune.runtime.loop import DecodeRequest, Round, StaticSource, Verified, decode_rounds
 from spectune.runtime.policies.plan import Plan
-from spectune.runtime.policies.prepared_chooser import AnyPlan, ChooserPlan
 from spectune.runtime.policies.stops import STOP_NONE, should_stop
 from spectune.runtime.session import Sessions
 from spectune.runtime.trees.draft import grow
@@ -125,9 +124,6 @@ class TraceBackend:
         self._accepted = 0
         if panorama is not None:
             self._branch = np.cumsum(panorama.agree == AGREE_NO) - 1
-
-    def choose(self, request: DecodeRequest, chooser: ChooserPlan) -> Plan:
-        return chooser.of_recorded(request.prompt_ids, request.max_new_tokens, request.sampling)
 
     def begin(self, request: DecodeRequest, prepared: Plan) -> None:
         self._sampling = request.sampling
@@ -260,7 +256,7 @@ class Timed:
 def replay_rounds(
     trajectory: Trajectory,
     panorama: ChainPanorama | None,
-    prepared: AnyPlan,
+    prepared: Plan,
     sessions: Sessions | None = None,
     trees: RecordedTrees | None = None,
     seconds: RoundSeconds | None = None,
@@ -280,7 +276,7 @@ def replay_rounds(
         max_new_tokens=trajectory.max_new_tokens,
         ends_at=ends_at,
     )
-    speculates = any(plan.policy.speculates for plan in prepared.candidates)
+    speculates = prepared.policy.speculates
     backend = TraceBackend(trajectory, panorama if speculates else None, trees)
     source, kept = StaticSource(prepared), {"sessions": sessions}
     if seconds is None:

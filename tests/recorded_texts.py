@@ -18,8 +18,8 @@ from spectune.runtime.loop import DecodeRequest, StaticSource
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.fr_spec import Frequencies
+from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.policies.prepared_chooser import AnyPlan
 from spectune.runtime.recording.chains import record_panorama
 from spectune.runtime.recording.trees import record_tree_panorama
 from spectune.traces.schema import LatencyProfile, Request, Sampling, Step, Trajectory
@@ -39,15 +39,15 @@ def shape(step: Step) -> tuple[int, ...]:
 class Looked:
     """A source whose plan depends on how often it has been looked at."""
 
-    def __init__(self, plan_at: Callable[[int], AnyPlan]) -> None:
+    def __init__(self, plan_at: Callable[[int], Plan]) -> None:
         self.looks, self.plan_at = 0, plan_at
 
-    def current(self) -> AnyPlan:
+    def current(self) -> Plan:
         self.looks += 1
         return self.plan_at(self.looks)
 
 
-def alternating(plans: Sequence[AnyPlan]) -> Looked:
+def alternating(plans: Sequence[Plan]) -> Looked:
     """Another plan every second look."""
     return Looked(lambda n: plans[n // 2 % len(plans)])
 

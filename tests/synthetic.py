@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from spectune.runtime.hardware import cpu_name
-from spectune.runtime.policies.document import Policy, parse_plain_policy
+from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.traces.cost_table import CostTable
 from spectune.traces.latency import LatencyProfile
 from spectune.traces.schema import AGREE_NO, AGREE_YES, ChainPanorama, Sampling, Trajectory
@@ -21,7 +21,7 @@ def policy(draft: str, window: int | dict[str, Any], **blocks: Any) -> Policy:
         window = {"kind": "fixed", "gamma": window}
     elif "kind" not in window:
         window = {"kind": "by_batch", "gamma": window}
-    return parse_plain_policy({"draft": draft, "window": window, **blocks})
+    return parse_policy({"draft": draft, "window": window, **blocks})
 
 
 def drifting_text(

@@ -130,15 +130,14 @@ def test_what_a_profile_has_no_costs_of_is_refused_with_what_it_has() -> None:
         top_k("small", 3, 4, 8),
     ],
 )
-@pytest.mark.parametrize("sampled", [False, True])
-def test_a_windows_costs_add_up_to_rounds(policy: dict[str, object], sampled: bool) -> None:
+def test_a_windows_costs_add_up_to_rounds(policy: dict[str, object]) -> None:
     """gamma a_q + b_p(gamma) is a round of gamma levels that verifies all that they can keep."""
     parsed = parse_policy(policy)
     tree, gamma = parsed.is_tree or parsed.draft == "head", parsed.gamma_max
-    costs = window_costs(PROFILE, parsed, sampled=sampled)
+    costs = window_costs(PROFILE, parsed)
     rows = [1, *[3 if parsed.is_tree else 1] * (gamma - 1)]
     drafted = 8 if parsed.is_tree else gamma
-    kind = RoundKind.of(parsed, tree=tree, sampled=sampled)
+    kind = RoundKind.of(parsed, tree=tree)
     r = MeasuredRound(kind, int(PROFILE.usual_context), tuple(rows), drafted, 0, 0.0, 0.0, 0.0)
     expected = predicted_seconds(PROFILE, [r])[0, 2]
     found = gamma * costs.draft_step_s + costs.verify_s[gamma]

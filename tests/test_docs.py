@@ -29,8 +29,7 @@ from spectune.runtime.policies.document import (
     _KINDS,
     _PLAIN,
     AUTOREGRESSIVE,
-    ChooserPolicy,
-    Policy,
+    PromptPolicy,
     parse_policy,
 )
 from spectune.traces.schema import Request
@@ -74,13 +73,13 @@ def test_policy_examples_parse(page: str, text: str) -> None:
 
 def test_every_kind_of_the_contract_is_shown() -> None:
     every = [parse_policy(json.loads(text)) for text in blocks(POLICIES, "json")]
-    shown = [policy for policy in every if isinstance(policy, Policy)]
+    shown = [candidate for policy in every for candidate in policy.candidates]
     assert {p.window.kind for p in shown} >= {"fixed", "analytic", "fsm", "cache_fsm", "q_learning"}
     assert {p.stop.kind for p in shown} == {"none", "max_prob", "joint_prob", "entropy"}
     assert {p.growth.kind for p in shown} == set(_KINDS["growth"])
     assert any(p.stratify for p in shown)
     assert {"small", "head", "ngram", "none"} == {p.draft for p in shown}
-    assert any(isinstance(p, ChooserPolicy) for p in every)
+    assert any(isinstance(p, PromptPolicy) for p in every)
     assert AUTOREGRESSIVE in shown
 
 
@@ -104,6 +103,8 @@ def allowed(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         given = [allowed(s) for s in schema["anyOf"] if s.get("type") != "null"]
         return " or ".join([*given, "`null`"])
+    if "$ref" in schema:
+        return "policies"
     if values := schema.get("enum", [schema["const"]] if "const" in schema else []):
         return ", ".join(f"`{json.dumps(v)}`" for v in values)
     if schema["type"] == "boolean":
@@ -163,7 +164,7 @@ def test_no_block_is_documented_that_there_is_not() -> None:
 
 def test_the_document_itself_is_documented() -> None:
     documented = table("The document")
-    assert set(documented) == set(Policy.model_fields)
+    assert set(documented) == set(PromptPolicy.model_fields)
     given = {key: json.loads(default) for key, (default, *_) in documented.items()}
     assert parse_policy({**given, "draft": "small"}) == parse_policy({"draft": "small"})
     assert given["draft"] == AUTOREGRESSIVE.draft

@@ -34,9 +34,8 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import (
     AUTOREGRESSIVE,
-    AnyPolicy,
     ByBatchWindow,
-    ChooserPolicy,
+    Policy,
     parse_policy,
 )
 from spectune.runtime.recording.chains import record_panorama
@@ -51,7 +50,7 @@ from spectune.traces.store.traffic import CAPACITY
 small, near = partial(policy, "small"), partial(policy, "near")
 
 
-def gammas(of: AnyPolicy) -> tuple[int, ...]:
+def gammas(of: Policy) -> tuple[int, ...]:
     return VLLM.gammas(of, draft="small", most=6, max_num_seqs=8)
 
 
@@ -97,10 +96,13 @@ def test_a_table_has_the_policys_tokens_for_every_batch_size() -> None:
         ),
         (small(4, stop={"kind": "max_prob", "threshold": 0.4}), "a stop or a shortlist"),
         (small(4, growth={"kind": "top_k"}), "cannot run trees"),
-        (ChooserPolicy.of("a1b2"), "one of the candidates"),
+        (
+            small(4, by_prompt={"artifact": "a1b2", "others": [{}]}),
+            "publish one of those that it chooses from",
+        ),
     ],
 )
-def test_what_vllm_cannot_run_is_refused_with_what_it_can(refused: AnyPolicy, said: str) -> None:
+def test_what_vllm_cannot_run_is_refused_with_what_it_can(refused: Policy, said: str) -> None:
     with pytest.raises(PolicyError, match=said):
         gammas(refused)
 
@@ -299,7 +301,7 @@ def served(
     """A server's side without the engine."""
     about = {"engine": "vllm", "engine_version": "0.32.0"}
 
-    def gammas(of: AnyPolicy, draft: str) -> tuple[int, ...]:
+    def gammas(of: Policy, draft: str) -> tuple[int, ...]:
         return VLLM.gammas(of, draft=draft, most=6, max_num_seqs=2)
 
     return Served(

@@ -25,7 +25,7 @@ from spectune.optimizer.serving import earlier_winners, ready_plan, watch
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import Round, StaticSource
-from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, Policy, parse_policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.reload import Published, WatchedSource
 from spectune.traces.schema import Sampling, Verifier
@@ -122,7 +122,7 @@ def test_the_next_round_is_the_new_policys_and_the_text_is_the_same(
 # ----------------------------------------------------------------------- publications in a database
 
 
-def publish(store: TraceStore, pair: LoadedPair, policy: AnyPolicy, **how: Any) -> int:
+def publish(store: TraceStore, pair: LoadedPair, policy: Policy, **how: Any) -> int:
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
     return put_in_force(store, pair.id, policy, **how)
 

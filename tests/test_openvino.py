@@ -29,7 +29,7 @@ from spectune.optimizer.simulate.replay_trace import Replay
 from spectune.optimizer.simulate.trace import simulate
 from spectune.runtime.loading import load_pair
 from spectune.runtime.pair import PairSpec, read_pair
-from spectune.runtime.policies.document import AUTOREGRESSIVE, AnyPolicy, parse_policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.text_codec import load_codec
 from spectune.traces.errors import EngineError, PairError, PolicyError, TraceError, WorkloadError
 from spectune.traces.schema import Sampling, Step, Workload
@@ -80,7 +80,7 @@ def recorded(
 
 
 def served(
-    running: OpenVino, prompts: Sequence[Prompt], policy: AnyPolicy, load: Load
+    running: OpenVino, prompts: Sequence[Prompt], policy: Policy, load: Load
 ) -> list[Answered]:
     found = running.execute(
         prompts, policy, load, sampling=Sampling(), max_new_tokens=OPTIONS.max_new_tokens
@@ -92,7 +92,7 @@ def rounds(steps: Sequence[Step], first: int) -> list[tuple[int, int, int]]:
     return [(s.start + first, s.drafted, s.emitted) for s in steps]
 
 
-def held_against_replay(store: TraceStore, policy: AnyPolicy, answered: Sequence[Answered]) -> int:
+def held_against_replay(store: TraceStore, policy: Policy, answered: Sequence[Answered]) -> int:
     """How many rounds were compared with what the recording predicts; the first, which reads the
     prompt, is not replayed."""
     replay = simulate(store, "latest", policy, None, per_round=True).replay

@@ -197,7 +197,7 @@ def test_the_best_fixed_window_that_is_executed_is_a_chain() -> None:
         {"draft": "near", "growth": {"kind": "top_k"}, "window": {"kind": "fixed", "gamma": 3}}
     )
     study = Study((Trial(tree, 200.0, ""), Trial(near("fixed", 3), 100.0, "")), 0, "")
-    about = {"study": study, "wanted": TuneOptions(), "incumbent": AUTOREGRESSIVE, "chooser": None}
+    about = {"study": study, "wanted": TuneOptions(), "incumbent": AUTOREGRESSIVE, "choice": None}
     tuning: Any = SimpleNamespace(**about)
     assert Tuning.roles(tuning)["best fixed gamma"] == near("fixed", 3)
 

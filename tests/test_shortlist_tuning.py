@@ -21,9 +21,8 @@ from synthetic import flat_profile, over_rows, policy, with_terms
 import spectune.optimizer.fit.tuning as tuning
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
+from spectune.optimizer.fit import by_prompt
 from spectune.optimizer.fit.fr_spec import count_tokens, token_ids
-from spectune.optimizer.fit.on_the_fly import Gained
 from spectune.optimizer.fit.shared import search_texts
 from spectune.optimizer.fit.tuning import FOLDS, fit_shortlists, ranks_for
 from spectune.optimizer.inputs import load_workload
@@ -37,7 +36,7 @@ from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import ROUTER
-from spectune.runtime.policies.document import AUTOREGRESSIVE, ChooserPolicy, parse_policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, PromptPolicy, parse_policy
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.progress import silent
@@ -319,8 +318,8 @@ def test_tune_fits_and_executes_shortlists_where_they_may_win(
         document = store.get_study(tuned.study).document
         routers = store.list_artifacts(ROUTER)
     said = document["shortlists"]
-    assert "too few to tell whether choosing gains" in document["chooser"]
-    assert not any(isinstance(c.policy, ChooserPolicy) for c in tuned.candidates)
+    assert "too few to tell whether choosing gains" in document["by_prompt"]
+    assert not any(isinstance(c.policy, PromptPolicy) for c in tuned.candidates)
     executed = {c.policy.shortlist.kind for c in tuned.candidates}
     if saved > 0:
         assert set(said["searched"]["near"]) == {"frequency", "position_frequency", "clusters"}
@@ -331,25 +330,32 @@ def test_tune_fits_and_executes_shortlists_where_they_may_win(
     assert tuned.texts.differ == 0
 
 
-def test_a_chooser_is_raced_where_it_is_predicted_to_gain(
+def test_a_choice_by_prompt_is_raced_where_it_is_predicted_to_gain(
     recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one that the tuning fits, and the incumbent: one that was fitted to other prompts, and
-    whose choices for these are worked out."""
-    monkeypatch.setattr(Gained, "holds", property(lambda self: True))
+    """The one that the tuning fits, predicted round by round; and the incumbent, which was fitted
+    to other prompts, without a prediction."""
+    worth = by_prompt.worth
+    monkeypatch.setattr(by_prompt, "worth", lambda *a: {**worth(*a), "interval": [0.1, 0.2]})
     store, pair = recorded.store, recorded.pair
     put_made_up_profile(store, pair)
-    single = {"none": AUTOREGRESSIVE, "near": policy("near", 3)}
-    incumbent = parse_policy(fit_chooser_artifact(store, recorded.recording, pair, single).policy)
+    plain, look = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names)), Look(("near",), GAMMA)
+    before = load_workload([str(write_workload(tmp_path / "before.jsonl", 20))])
+    recording = record(store, pair, before, OPTIONS, look, plain).id
+    candidates = AUTOREGRESSIVE, policy("near", 3)
+    incumbent = parse_policy(by_prompt.fit_recorded(store, recording, pair, candidates).policy)
     put_in_force(store, pair.id, incumbent)
     others = load_workload(
-        [str(write_workload(tmp_path / "w.jsonl", 6, ("for i in", "Ann has 3 apples")))]
+        [str(write_workload(tmp_path / "w.jsonl", 20, ("for i in", "Ann has 3 apples")))]
     )
     tuned = tune(store, pair, others, tune_options(3, finalists=1, tree_width=0))
-    raced = {c.role: c for c in tuned.candidates if isinstance(c.policy, ChooserPolicy)}
+    raced = {c.role: c for c in tuned.candidates if isinstance(c.policy, PromptPolicy)}
     assert set(raced) == {"finalist 2", "incumbent"}
-    assert raced["incumbent"].policy == incumbent
-    assert tuned.incumbent.policy == incumbent
-    for candidate in raced.values():
-        assert candidate.predicted.total.rounds == candidate.executed.total.rounds
+    assert raced["incumbent"].policy == tuned.incumbent.policy == incumbent
+    assert raced["incumbent"].predicted is None
+    fitted_here = raced["finalist 2"]
+    assert fitted_here.predicted is not None
+    rounds = {r.request_id: r.counts.rounds for r in fitted_here.predicted.per_request}
+    for request in fitted_here.executed.per_request:
+        assert request.counts.rounds == rounds[request.request_id]
     assert tuned.texts.differ == 0

@@ -65,8 +65,9 @@ PUBLISHED = {"published": {"version": 3, "policy": FAST.id}}
             "small drafts up to 6 tokens a round, as its window (by_batch) says",
         ),
         (
-            {"draft": {"kind": "ols", "artifact": "abc"}},
-            "a draft is chosen for each prompt (chooser abc)",
+            {"draft": "small", "window": fixed(2)}
+            | {"by_prompt": {"artifact": "abc", "others": [{}]}},
+            "for each prompt one of: small drafts 2 tokens a round; no draft, one token a round",
         ),
     ],
 )
@@ -206,7 +207,7 @@ def report(evidence: dict[str, Any]) -> TuningReport:
     summary = {
         "beyond_the_recording": {"policies": 3, "best": [{"label": HOSTILE, "value": 1.0}]},
         "shortlists": {"searched": {"small": []}, "most_gained": {"small": {"fixed": -0.01}}},
-        "chooser": "choosing gains nothing",
+        "by_prompt": "choosing gains nothing",
     }
     made = datetime(2026, 5, 4, tzinfo=UTC)
     study = Study("study-1", "pair-1", "rec-1", "none", 0, summary, trials, made)

@@ -27,7 +27,7 @@ from spectune.engines.abilities import VLLM
 from spectune.engines.protocol import Answered, Execution, Load, Prompt, Swapping, Wanted
 from spectune.engines.vllm.server import DEPLOYMENT, Server, installed
 from spectune.runtime.pair import PairSpec
-from spectune.runtime.policies.document import AnyPolicy
+from spectune.runtime.policies.document import Policy
 from spectune.traces.errors import EngineError, PairError, PolicyError
 from spectune.traces.recording import RecordedRequest
 from spectune.traces.schema import Sampling
@@ -100,7 +100,7 @@ class Vllm(Swapping):
         self._database.close()
         self._folder.cleanup()
 
-    def put_in_force(self, policy: AnyPolicy) -> None:
+    def put_in_force(self, policy: Policy) -> None:
         """Publishes it to the server, which looks once a second."""
         if policy.id == self._in_force:
             return

@@ -28,7 +28,7 @@ from spectune.engines.protocol import chain_round, text_of
 from spectune.engines.serving import Place, Served, Table, served_pair
 from spectune.runtime.hardware import hardware
 from spectune.runtime.pair import PairSpec
-from spectune.runtime.policies.document import AnyPolicy
+from spectune.runtime.policies.document import Policy
 from spectune.traces.errors import PairError, PolicyError
 from spectune.traces.schema import Finish, Sampling, Step, Verifier
 
@@ -241,7 +241,7 @@ class Scheduler(AsyncScheduler):
         loaded = None if method is None or method.startswith("ngram") else speculative.model
         return served_pair(target, loaded, "none" if method is None else "ngram")
 
-    def _gammas(self, policy: AnyPolicy, draft: str) -> tuple[int, ...]:
+    def _gammas(self, policy: Policy, draft: str) -> tuple[int, ...]:
         """Tokens by batch size. Raises PolicyError for what this server cannot follow."""
         if self.vllm_config.speculative_config is not None and (why := self._unsafe()):
             raise PolicyError(why)

@@ -186,57 +186,48 @@ def static_tree(**kw: Any) -> None:
 @recording_option("Its requests are fitted to, and replayed under every candidate.")
 @option(
     "--policies",
-    "FILE, inline JSON or ID of a draft's policy; repeatable. Default: of every draft the fastest "
-    "by replay, and none.",
+    "FILE, inline JSON or ID of a policy to choose from; repeatable. Default: of every draft the "
+    "fastest chain by replay, and none.",
     multiple=True,
     metavar="POLICY",
 )
-@option("--rule", type=click.Choice(["throughput", "theorem_3"]), default="throughput")
 @option(
     "--profile",
-    "Latency profile that weighs the drafts; default: the latest of the pair and device.",
+    "Latency profile that prices the policies; default: the latest of the pair and device.",
 )
 @option("--seed", "Deals requests into the parts of cross-validation.", SEED, default=0)
 def chooser(**kw: Any) -> None:
-    """A draft for each prompt (draft `ols`): accuracies predicted from length, perplexity and
-    TF-IDF, and what follows for the speed.
+    """A draft for each prompt: the seconds of every policy predicted from a prompt's length,
+    perplexity and TF-IDF.
 
-    Unless choosing gains something beyond noise by cross-validation, the best single draft decodes
-    everything.
+    Unless choosing gains something beyond noise by cross-validation, the best single policy is
+    named.
 
     \b
     Example:  cli.py fit chooser
-              cli.py fit chooser --rule theorem_3 --policies small.json --policies ngram.json
+              cli.py fit chooser --policies small.json --policies ngram.json
     """
     from spectune.traces.errors import PolicyError
 
     with open_store() as store, Meter() as meter:
         recording = store.resolve_recording(kw["recording"])
         pair = load(kw, pair_spec(kw, store, recording), notes=False)
-        from spectune.optimizer.fit.chooser_fits import fit_chooser_artifact
+        from spectune.optimizer.fit.by_prompt import fit_recorded
         from spectune.optimizer.report.tables import chooser_table
-        from spectune.runtime.policies.document import Policy
 
-        candidates: dict[str, Policy] = {}
+        policies = {}
         for name in kw["policies"]:
             policy = policy_named(store, name, pair.id, pair.device.type, option="--policies")
-            if not isinstance(policy, Policy):
-                raise PolicyError(
-                    "--policies: a chooser of drafts is no candidate; give plain policies"
-                )
-            if policy.draft in candidates:
-                raise PolicyError(
-                    "--policies: two policies of one draft; a chooser has one for each"
-                )
-            candidates[policy.draft] = policy
+            if policy.candidates != (policy,) or policy.id in policies:
+                raise PolicyError(f"--policies {name}: give different policies without by_prompt")
+            policies[policy.id] = policy
         store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-        made = fit_chooser_artifact(
+        made = fit_recorded(
             store,
             recording,
             pair,
-            candidates or None,
+            tuple(policies.values()),
             profile=kw["profile"],
-            rule=kw["rule"],
             seed=kw["seed"],
             progress=meter,
         )

@@ -83,7 +83,6 @@ class OnEngine:
         from spectune.optimizer.on_engine import check_options, prompts_of
         from spectune.runtime.checkpoints import ignored_settings
         from spectune.runtime.hardware import sees_cuda
-        from spectune.runtime.policies.document import Policy
         from spectune.runtime.text_codec import load_codec
 
         quiet_transformers()
@@ -93,14 +92,12 @@ class OnEngine:
         device = engine.device or ("cuda" if sees_cuda() else "cpu")
         check_options(engine, options)
         workload = workload_of(kw, spec)
-        policy = policy_named(store, kw["policy_name"], spec.id, device, kw["deployment"])
-        engine.runs(policy)
-        assert isinstance(policy, Policy)  # no engine runs a chooser
-        self.policy: Policy = policy
+        self.policy = policy_named(store, kw["policy_name"], spec.id, device, kw["deployment"])
+        engine.runs(self.policy)
         self.words: TextCodec = load_codec(spec)
         for line in ignored_settings(spec.target):
             note(line)
-        used = None if every_draft else [policy.draft]
+        used = None if every_draft else [self.policy.draft]
         self.workload: Workload = fit_to(self.words, workload, options, kw["overlong"], used)
         self.prompts: tuple[Prompt, ...] = prompts_of(self.words, self.workload, options)
         self.load: Load = Load(kw["concurrency"])

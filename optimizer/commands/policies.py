@@ -21,7 +21,7 @@ from spectune.optimizer.commands.shared import (
 
 if TYPE_CHECKING:
     from spectune.runtime.pair import PairSpec
-    from spectune.runtime.policies.document import AnyPolicy
+    from spectune.runtime.policies.document import Policy
     from spectune.traces.store import Publication, TraceStore
     from spectune.traces.store.publications import Acknowledgement
 
@@ -42,7 +42,7 @@ def _looked_up(*names: str) -> AbstractContextManager[TraceStore]:
     return open_store(create=all(map(named_policy, names)))
 
 
-def _policies(spec: PairSpec, kw: dict[str, Any], *names: str) -> list[AnyPolicy]:
+def _policies(spec: PairSpec, kw: dict[str, Any], *names: str) -> list[Policy]:
     """Policies by name; ``active`` is what is in force for a pair where the options say."""
     with _looked_up(*names) as store:
         return [

@@ -221,15 +221,17 @@ def _trees(
         return {}
     named: list[tuple[str, Any]] = []
     by_draft: dict[str, list[Any]] = {}
+    find = fitted(store, pair.id)
     for name in kw["covers"]:
         policy = policy_named(store, name, pair.id, pair.device.type, option="--cover")
-        if policy.draft not in pair.draft_names:
-            raise PolicyError(
-                f"--cover {name}: the pair has no draft {policy.draft!r} (it has: "
-                f"{', '.join(pair.draft_names)})"
-            )
-        cover = cover_of(policy, sampled=sampled, artifacts=fitted(store, pair.id))
-        named.append((name, cover))
-        by_draft.setdefault(policy.draft, []).append(cover)
+        for candidate in policy.candidates:
+            if candidate.draft not in pair.draft_names:
+                raise PolicyError(
+                    f"--cover {name}: the pair has no draft {candidate.draft!r} (it has: "
+                    f"{', '.join(pair.draft_names)})"
+                )
+            cover = cover_of(candidate, sampled=sampled, artifacts=find)
+            named.append((name, cover))
+            by_draft.setdefault(candidate.draft, []).append(cover)
     width, depth = tree_size(width, depth, named)
     return {"tree_width": width, "tree_depth": depth, "covers": by_draft}

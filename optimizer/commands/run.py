@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from spectune.runtime.loading import LoadedPair
     from spectune.runtime.loop import PolicySource
     from spectune.runtime.pair import PairSpec
-    from spectune.runtime.policies.document import AnyPolicy
+    from spectune.runtime.policies.document import Policy
     from spectune.runtime.text_codec import TextCodec
     from spectune.traces.schema import LatencyProfile, Outcome, Step, Workload
     from spectune.traces.store import TraceStore
@@ -103,7 +103,7 @@ class Ran:
     device: str
     dtype: str
     changes: Sequence[Change] = ()
-    policies: Iterable[AnyPolicy] = ()
+    policies: Iterable[Policy] = ()
     engine: Mapping[str, Any] = field(default_factory=dict)
     latency: Mapping[str, Any] | None = None
     heads: Mapping[str, Any] = field(default_factory=dict)
@@ -116,7 +116,7 @@ def _decoded(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: Dec
     from spectune.optimizer.changes import changes_of, label_of, shares_of
     from spectune.optimizer.execute import encode, outcome
     from spectune.optimizer.execute import run as execute
-    from spectune.optimizer.record import policies_of, record_served, recording_options
+    from spectune.optimizer.record import record_served, recording_options
     from spectune.runtime.decoder import drafts_of
 
     # What the target does not hold is refused before anything else is said.
@@ -130,17 +130,17 @@ def _decoded(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: Dec
 
     about = recording_options(pair, options)
     with _source(store, pair, kw, profile, options) as source:
-        drafts = drafts_of(source.current())
+        policy = source.current().policy
+        drafts = drafts_of(policy)
         if pair.context(drafts) != pair.context(()):
             workload = fit_to(pair, workload, options, kw["overlong"], drafts)
         encoded = encode(pair, workload, options, drafts)
-        first = policies_of(source.current())
-        recording = record_served(store, pair.id, spec, options, about, first)
+        recording = record_served(store, pair.id, spec, options, about, [policy])
         decoded, writer = _gathered(
             "run", execute(pair, source, encoded), len(encoded.items), kw, recording, changed
         )
     shares, changes = shares_of(decoded), changes_of(decoded)
-    used = [p for done in decoded for _, plan in done.plans for p in policies_of(plan)]
+    used = {plan.policy.id: plan.policy for done in decoded for _, plan in done.plans}
     return Ran(
         pair,
         workload,
@@ -152,7 +152,7 @@ def _decoded(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: Dec
         dtype=str(pair.target.dtype).removeprefix("torch."),
         changes=changes,
         heads=pair.hidden_states,
-        policies={policy.id: policy for policy in used}.values(),
+        policies=used.values(),
     )
 
 

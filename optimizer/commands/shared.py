@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from spectune.optimizer.overlong import Overlong
     from spectune.runtime.loading import LoadedPair
     from spectune.runtime.pair import PairSpec
-    from spectune.runtime.policies.document import AnyPolicy
-    from spectune.runtime.policies.prepared_chooser import AnyPlan
+    from spectune.runtime.policies.document import Policy
+    from spectune.runtime.policies.plan import Plan
     from spectune.runtime.text_codec import TextCodec
     from spectune.traces.recording import RecordingInfo
     from spectune.traces.schema import LatencyProfile, Workload
@@ -163,7 +163,7 @@ def policy_named(
     deployment: str = "default",
     *,
     option: str = "--policy",
-) -> AnyPolicy:
+) -> Policy:
     """A policy by built-in name, file, inline JSON, id, or ``active``. Raises PolicyError."""
     from spectune.db.errors import NotFoundError
     from spectune.optimizer.inputs import policy_of
@@ -197,7 +197,7 @@ def prepared(
     options: DecodeOptions,
     profile: LatencyProfile | None,
     deployment: str = "default",
-) -> AnyPlan:
+) -> Plan:
     """A policy by name (:func:`policy_named`), ready to decode with a loaded pair. Says on stderr
     where it was tuned for another sampling. Raises PolicyError."""
     from spectune.optimizer.artifacts import fitted

@@ -30,7 +30,7 @@ from spectune.optimizer.commands.under_load import (
 
 if TYPE_CHECKING:
     from spectune.optimizer.simulate.trace import Simulated
-    from spectune.runtime.policies.document import AnyPolicy
+    from spectune.runtime.policies.document import Policy
     from spectune.traces.recording import RecordingInfo
     from spectune.traces.schema import LatencyProfile
     from spectune.traces.store import TraceStore
@@ -90,13 +90,13 @@ def simulate(**kw: Any) -> None:
         from spectune.optimizer.artifacts import keep_q_table, q_table
         from spectune.optimizer.inputs import outcome_json
         from spectune.optimizer.report.tables import outcome_table
-        from spectune.runtime.policies.document import ChooserPolicy
+        from spectune.runtime.policies.document import PromptPolicy
         from spectune.traces.errors import PolicyError
 
-        if kw["keep_q_table"] and isinstance(policy, ChooserPolicy):
+        if kw["keep_q_table"] and isinstance(policy, PromptPolicy):
             raise PolicyError(
-                "--keep-q-table: a chooser's candidates keep their tables to themselves; simulate "
-                "one of them"
+                "--keep-q-table: the policies that are chosen from keep tables of their own; "
+                "simulate one of them"
             )
         replayed, skipped, approximate = _replayed(store, info, policy, found, kw)
         for chunk in skipped:
@@ -136,7 +136,7 @@ def simulate(**kw: Any) -> None:
 def _replayed(
     store: TraceStore,
     info: RecordingInfo,
-    policy: AnyPolicy,
+    policy: Policy,
     profile: LatencyProfile | None,
     kw: dict[str, Any],
 ) -> Simulated:

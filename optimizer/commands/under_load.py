@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from spectune.optimizer.texts import ComparedTexts
     from spectune.optimizer.under_load import Found, Scored, UnderLoad
     from spectune.runtime.pair import PairSpec
-    from spectune.runtime.policies.document import AnyPolicy, Policy
+    from spectune.runtime.policies.document import Policy
     from spectune.traces.recording import RecordingInfo
     from spectune.traces.store import Publication, TraceStore
 
@@ -105,15 +105,13 @@ def recording_on(store: TraceStore, recording: str, engine: str | None) -> Recor
 
 
 def simulate_under_load(
-    store: TraceStore, info: RecordingInfo, policy: AnyPolicy, kw: dict[str, Any]
+    store: TraceStore, info: RecordingInfo, policy: Policy, kw: dict[str, Any]
 ) -> None:
     """`simulate --arrivals`: the figures of one policy, a row for each load."""
     from spectune.engines.abilities import engine_named
     from spectune.optimizer.under_load import under_load
-    from spectune.runtime.policies.document import Policy
 
     engine_named(info.engine).runs(policy)
-    assert isinstance(policy, Policy)
     level = _objective({**kw, "objective": "throughput"})
     lab = under_load(store, info, [policy], kw["arrivals"], level, limit=kw["limit"], tell=note)
     simulated = {name: lab.simulate(policy, load) for name, load in lab.loads.items()}
@@ -233,13 +231,11 @@ def execute_found(
     from spectune.optimizer.inputs import in_force
     from spectune.optimizer.proven_load import proof_of, publish_proven
     from spectune.optimizer.schedule.times import parse_duration
-    from spectune.runtime.policies.document import Policy
 
     quiet_transformers()
     lab, found, data = searched
     otherwise = "what is to be beaten is no speculation"
     incumbent, unusable = in_force(place.over, lab.engine.runs, otherwise)
-    assert isinstance(incumbent, Policy)  # no engine runs a chooser
     those = finalists(found, lab, incumbent)
     passes, one_s = passes_of(those, float(parse_duration(kw["budget"]))), pass_s(those)
     note(

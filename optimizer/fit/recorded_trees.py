@@ -16,7 +16,7 @@ from spectune.optimizer.parts import recorded_parts
 from spectune.optimizer.simulate.forest import Forest
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
-from spectune.runtime.policies.document import parse_plain_policy
+from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.trees.grow import TreeRule
 from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError, TraceError
@@ -75,9 +75,7 @@ class RecordedTrees:
                 )
         growth = {"kind": "top_k", "width": width}
         window = {"kind": "fixed", "gamma": depth}
-        policy = parse_plain_policy(
-            {"draft": self.forest.draft, "growth": growth, "window": window}
-        )
+        policy = parse_policy({"draft": self.forest.draft, "growth": growth, "window": window})
         return compile_tree(policy, sampled=False), compile_tree(policy, sampled=True)
 
     def along_text(self, nodes: Index) -> Index:
@@ -151,7 +149,7 @@ def tree_source(store: TraceStore, recording: str, draft: str) -> TreeSource:
             f"recording {info.id} was decoded by the rejection verifier, whose texts do not show "
             "what trees would accept; record with the coupled one"
         )
-    policy = parse_plain_policy({"draft": draft, "growth": {"kind": "top_k"}})
+    policy = parse_policy({"draft": draft, "growth": {"kind": "top_k"}})
     opened = open_trace(store, info.id, [policy], skip_corrupted=True)
     trace = opened.trace.select(recorded_parts(store, info.id, opened.ordinals).search)
     return TreeSource(store, info, trace, RecordedTrees.of(trace, draft))

@@ -15,7 +15,7 @@ from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.timings import Timings, finite
 from spectune.optimizer.verdict import Tuned
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import AnyPolicy, Policy
+from spectune.runtime.policies.document import Policy
 from spectune.traces.errors import SpectuneError
 from spectune.traces.schema import LatencyProfile
 
@@ -49,7 +49,7 @@ def race_as_it_went(compared: Comparison, base: str) -> list[dict[str, Any]]:
 def rounds_of_one(
     trace: ReplayTrace,
     request: int,
-    policies: Iterable[AnyPolicy],
+    policies: Iterable[Policy],
     profile: LatencyProfile,
     artifacts: Artifacts,
     text_of: Callable[[list[int]], str],
@@ -60,12 +60,11 @@ def rounds_of_one(
     trajectory, alone = trace.trajectories[request], trace.select([request])
     rounds: dict[str, list[list[int]]] = {}
     for policy in policies:
-        if isinstance(policy, Policy):
-            with suppress(SpectuneError):
-                ran = run_replay(
-                    alone, policy, profile, per_round=True, artifacts=artifacts, approximate=True
-                )
-                rounds[policy.id] = [[s.drafted, s.accepted, s.emitted] for s in ran.steps()[0]]
+        with suppress(SpectuneError):
+            ran = run_replay(
+                alone, policy, profile, per_round=True, artifacts=artifacts, approximate=True
+            )
+            rounds[policy.id] = [[s.drafted, s.accepted, s.emitted] for s in ran.steps()[0]]
     text = [text_of([token]) for token in trajectory.output_ids.tolist()]
     return {"request": trajectory.request_id, "text": text, "rounds": rounds}
 

@@ -272,32 +272,20 @@ def static_tree_table(fitted: Mapping[str, Any]) -> RenderableType:
 
 
 def chooser_table(fitted: Mapping[str, Any]) -> RenderableType:
-    """A chooser of drafts as fitted: its candidates, and what choosing is worth on the requests
-    held out."""
-    from spectune.runtime.policies.document import parse_policy
-
-    held_out = fitted["metrics"].get("held_out")
-    scores = held_out or fitted["metrics"]["fit"]
-    speeds = {name: f"{speed:.1f}" for name, speed in scores["tokens_per_s"].items()}
-    rows: list[tuple[str | int, ...]] = []
-    for draft, document in fitted["candidates"].items():
-        r2, accuracy = scores["r2"].get(draft), f"{scores['accuracy'][draft]:.2f}"
-        numbers = (accuracy, "" if r2 is None else f"{r2:.2f}", speeds[draft])
-        picks = scores["picks"][fitted["rule"]][draft]
-        rows.append((draft, parse_policy(document).label(), *numbers, picks))
-    for name in ("oracle", "throughput", "theorem_3"):
-        share, (low, high) = scores["share"][name], scores["interval"][name]
-        about = (
-            f"{100 * scores['gain'][name]:+.1f}% ({100 * low:+.1f} to {100 * high:+.1f}) over "
-            f"{scores['single']}"
-        )
-        about += "" if share is None else f", share {share:.2f}"
-        rows.append((name, about, "", "", speeds[name], ""))
-    kept = "chooses" if fitted["chooses"] else f"keeps to {fitted['single']}"
-    columns = ("draft", "policy", "accuracy", "R^2", "tokens/s", "chosen")
-    held = " held out" if "held_out" in fitted["metrics"] else ", those fitted to"
-    note = f"replayed on {scores['requests']} requests{held}, the pass that reads prompts charged"
-    return shown(f"{kept}: {fitted['reason']}", columns, rows, note, words=range(2))
+    """A choice by prompt as fitted: its policies, and what choosing is worth on the requests held
+    out."""
+    scores = fitted["held_out"] or fitted["cross_validated"]
+    rows: list[tuple[str | int, ...]] = [
+        (label, f"{seconds:.2f}", scores["chosen"][label])
+        for label, seconds in scores["seconds"].items()
+    ]
+    low, high = ("unknown" if end is None else f"{100 * end:+.1f}" for end in scores["interval"])
+    note = (
+        f"replayed on {scores['requests']} requests{' held out' * bool(fitted['held_out'])}: "
+        f"choosing gains {100 * scores['gain']:+.1f}% ({low} to {high}) over the first, the best "
+        f"for each request {100 * scores['oracle_gain']:+.1f}%"
+    )
+    return shown(fitted["reason"], ("policy", "seconds", "chosen"), rows, note, words=(0,))
 
 
 def shortlist_fit_table(fitted: Mapping[str, Any]) -> RenderableType:

@@ -335,8 +335,8 @@ def _left_out(document_: Json) -> str:
             f"{beyond['policies']} policies read more than was recorded (--cover records it), the "
             f"most promising: {best}"
         )
-    if chooser := document_.get("chooser"):
-        said.append(f"a draft for each prompt: {chooser}")
+    if why := document_.get("by_prompt"):
+        said.append(f"a draft for each prompt: {why}")
     shortlists = document_.get("shortlists") or {}
     for draft, gains in (shortlists.get("most_gained") or {}).items():
         searched = ", ".join((shortlists.get("searched") or {}).get(draft, ())) or "none searched"

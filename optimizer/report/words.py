@@ -42,8 +42,9 @@ def verifier_in_words() -> str:
 def policy_in_words(document: Json) -> str:
     """What a policy (its spelled-out document) does, e.g. ``small drafts 4 tokens a round``."""
     draft = document.get("draft", "none")
-    if isinstance(draft, Mapping):
-        return f"a draft is chosen for each prompt (chooser {draft.get('artifact')})"
+    if by_prompt := document.get("by_prompt"):
+        each = [{**document, "by_prompt": None}, *by_prompt["others"]]
+        return f"for each prompt one of: {'; '.join(map(policy_in_words, each))}"
     window = document.get("window", {})
     fixed = window.get("kind") == "fixed"
     if window.get("kind") == "by_batch":

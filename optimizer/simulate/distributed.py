@@ -40,12 +40,11 @@ from spectune.optimizer.simulate.trace import (
 from spectune.runtime.policies.artifacts import Fitted
 from spectune.runtime.policies.document import (
     AUTOREGRESSIVE,
-    AnyPolicy,
     HeuristicWindow,
     Policy,
+    PromptPolicy,
     QLearningWindow,
 )
-from spectune.runtime.policies.prepared_chooser import plain_policies
 from spectune.traces.errors import PolicyError, SpectuneError
 from spectune.traces.recording import RecordingInfo, Skipped
 from spectune.traces.schema import LatencyProfile
@@ -132,7 +131,7 @@ class StoredShard:
     url: str = field(repr=False)
     recording: str
     ordinals: Collection[int]
-    policies: tuple[AnyPolicy, ...]
+    policies: tuple[Policy, ...]
     skip_corrupted: bool = False
     path: str | None = None
     """The Parquet file that has the recording; without one the database has it."""
@@ -195,7 +194,7 @@ class Shard:
         full = all(f.full for f in self._trace.forests.values())
         return About(self._trace.names, self._skipped, full)
 
-    def replay(self, policy: AnyPolicy, before: Replay | None, take: int, **how: bool) -> Replay:
+    def replay(self, policy: Policy, before: Replay | None, take: int, **how: bool) -> Replay:
         """Replays the first ``take`` requests, which the driver knows the names of; a window goes
         on from where ``before`` left it."""
         assert self._trace is not None
@@ -254,7 +253,7 @@ class Shards:
 
     def replay(
         self,
-        policies: Iterable[AnyPolicy],
+        policies: Iterable[Policy],
         *,
         limit: int | None = None,
         per_round: bool = False,
@@ -262,7 +261,7 @@ class Shards:
     ) -> Iterator[Replay]:
         """:func:`optimizer.simulate.replay.run_replay` of each policy, in order, over the first
         ``limit`` requests. Workers are at those that follow while one is taken."""
-        ahead: deque[tuple[AnyPolicy, list[tuple[About, Future]]]] = deque()
+        ahead: deque[tuple[Policy, list[tuple[About, Future]]]] = deque()
         how = {"per_round": per_round, "approximate": approximate}
         for policy in policies:
             ahead.append((policy, list(self._begun(policy, limit, how))))
@@ -272,7 +271,7 @@ class Shards:
             yield self._joined(*ahead.popleft())
 
     def _begun(
-        self, policy: AnyPolicy, limit: int | None, how: dict[str, bool]
+        self, policy: Policy, limit: int | None, how: dict[str, bool]
     ) -> Iterator[tuple[About, Future]]:
         before: Future | None = None
         left = len(self.names) if limit is None else limit
@@ -284,7 +283,7 @@ class Shards:
                 yield about, begun
             left -= take
 
-    def _joined(self, policy: AnyPolicy, begun: Sequence[tuple[About, Future]]) -> Replay:
+    def _joined(self, policy: Policy, begun: Sequence[tuple[About, Future]]) -> Replay:
         parts: list[tuple[Index, Replay]] = []
         first = 0
         replayed = self._client.gather([future for _, future in begun])
@@ -303,9 +302,9 @@ def homes(client: Client) -> list[str]:
     ]
 
 
-def _carries(policy: AnyPolicy) -> bool:
+def _carries(policy: Policy) -> bool:
     """Whether a policy's window goes on from request to request."""
-    window = policy.window if isinstance(policy, Policy) else None
+    window = policy.window
     return isinstance(window, QLearningWindow) or (
         isinstance(window, HeuristicWindow) and not window.transient
     )
@@ -315,7 +314,7 @@ def simulate_on(
     client: Client,
     store: TraceStore,
     info: RecordingInfo,
-    policy: AnyPolicy,
+    policy: Policy,
     profile: LatencyProfile | None,
     *,
     limit: int | None = None,
@@ -324,14 +323,13 @@ def simulate_on(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Simulated:
     """:func:`optimizer.simulate.trace.simulate` by the workers of a cluster. Raises PolicyError for
-    a chooser of policies whose windows go on from request to request, too."""
-    find = fitted(store, info.pair_id)
-    if not isinstance(policy, Policy) and any(map(_carries, plain_policies(policy, find))):
+    a choice between policies whose windows go on from request to request, too."""
+    if isinstance(policy, PromptPolicy) and any(map(_carries, policy.candidates)):
         raise PolicyError(
-            "--workers: windows of this chooser's policies go on from request to request; simulate "
-            "it without --workers"
+            "--workers: windows of the policies that are chosen from go on from request to "
+            "request; simulate without --workers"
         )
-    check_ranked(store, info, policy, find)
+    check_ranked(store, info, policy)
     count = len(homes(client))
     sources = stored_shards(store, info, [policy], count, skip_corrupted=skip_corrupted)
     shards = Shards(client, sources, profile, progress)
@@ -345,7 +343,7 @@ def simulate_on(
 def stored_shards(
     store: TraceStore,
     info: RecordingInfo,
-    policies: Sequence[AnyPolicy],
+    policies: Sequence[Policy],
     count: int,
     *,
     ordinals: Collection[int] | None = None,

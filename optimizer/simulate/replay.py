@@ -19,9 +19,9 @@ from spectune.optimizer.simulate.chains import ROUND_COLUMNS, Sums, replay_chain
 from spectune.optimizer.simulate.replay_trace import ALL_KNOWN, Replay, ReplayTrace, together
 from spectune.optimizer.simulate.trees import TreeLimits, replay_trees
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import AnyPolicy, ChooserPolicy
+from spectune.runtime.policies.by_prompt import stored_chooser
+from spectune.runtime.policies.document import Policy, PromptPolicy
 from spectune.runtime.policies.plan import compile_plan
-from spectune.runtime.policies.prepared_chooser import prepare_chooser, stored_chooser
 from spectune.runtime.policies.windows import WindowState, init_state
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import LatencyProfile
@@ -29,7 +29,7 @@ from spectune.traces.schema import LatencyProfile
 
 def run_replay(
     trace: ReplayTrace,
-    policy: AnyPolicy,
+    policy: Policy,
     profile: LatencyProfile | None = None,
     *,
     per_round: bool = False,
@@ -41,7 +41,7 @@ def run_replay(
     seconds are the profile's, or 0 without one. Releases the GIL while it runs.
 
     ``state`` goes on from an earlier session's (it is copied); by default the policy's window
-    starts anew, and those of a chooser's candidates always do. ``artifacts`` finds what the policy
+    starts anew, and those of a choice by prompt always do. ``artifacts`` finds what the policy
     names that was fitted. A tree that would read distributions which were not recorded raises
     TraceError, unless ``approximate``: then such nodes have no children, and ``Replay.missing``
     counts the rounds. It also counts those whose shortlist holds none of the children recorded,
@@ -50,7 +50,7 @@ def run_replay(
     Raises TraceError if the recording or the profile does not hold what the policy needs,
     PolicyError if the policy needs costs and there is no profile.
     """
-    if isinstance(policy, ChooserPolicy):
+    if isinstance(policy, PromptPolicy):
         how = {"per_round": per_round, "approximate": approximate}
         return _run_chosen(trace, policy, profile, artifacts, **how)
     plan = compile_plan(policy, [policy.draft], profile=profile, artifacts=artifacts)
@@ -101,34 +101,20 @@ def run_replay(
 
 def _run_chosen(
     trace: ReplayTrace,
-    policy: ChooserPolicy,
+    policy: PromptPolicy,
     profile: LatencyProfile | None,
     artifacts: Artifacts | None,
     **how: Any,
 ) -> Replay:
-    """Each request under the candidate that the chooser takes for its prompt. A request's seconds
-    include the pass that reads its prompt's perplexity.
-
-    Choices are those of a decoder with the same profile: the artifact holds what was predicted of
-    every prompt of the recording it was fitted to, which takes models to know of any other. Raises
-    TraceError for those where it chooses, PolicyError without a profile, and what replaying a
-    candidate raises.
-    """
-    chooser = stored_chooser(policy, artifacts)[0]
-    drafts = [*chooser.drafts, chooser.features.reader]
-    ready = prepare_chooser(policy, drafts, profile=profile, artifacts=artifacts)
-    texts = [trace.trajectories[r] for r in trace.order]
-    picks = [
-        ready.of_recorded(t.prompt_ids, t.max_new_tokens, t.sampling).policy.draft for t in texts
-    ]
+    """Each request under the candidate that a decoder would choose. Raises TraceError for prompts
+    that the choice was not fitted to."""
+    chooser = stored_chooser(policy, artifacts)
+    prompts = [trace.trajectories[r].prompt_ids for r in trace.order]
+    picks = np.array([chooser.choose_recorded(ids) for ids in prompts], dtype=np.int64)
     parts = []
-    for draft in dict.fromkeys(picks):
-        places = np.flatnonzero(np.array(picks) == draft)
+    for pick in np.unique(picks):
+        places, candidate = np.flatnonzero(picks == pick), policy.candidates[pick]
         part = trace.select(trace.order[places])
-        candidate = chooser.candidates[draft]
         parts.append((places, run_replay(part, candidate, profile, artifacts=artifacts, **how)))
-    made = replace(together(policy, parts), chosen=tuple(picks))
-    if profile is None:
-        return made
-    reading = chooser.reading_seconds(profile, trace.prompts[trace.order], picks)
-    return replace(made, seconds=made.seconds + reading)
+    chosen = tuple(policy.candidates[pick].draft for pick in picks)
+    return replace(together(policy, parts), chosen=chosen)

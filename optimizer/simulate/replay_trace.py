@@ -41,7 +41,7 @@ from spectune.runtime.costs import (
     round_costs,
     shortlist_seconds,
 )
-from spectune.runtime.policies.document import GAMMA_LIMIT, AnyPolicy, Policy
+from spectune.runtime.policies.document import GAMMA_LIMIT, Policy
 from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.shortlist_rule import ShortlistRule
 from spectune.runtime.policies.stops import CompiledStop
@@ -350,10 +350,10 @@ class Replay:
     unless approximate). ``rounds`` int32 [rounds, 10]
     (:data:`optimizer.simulate.chains.ROUND_COLUMNS`) and ``round_s`` float64 [rounds, 3] (draft,
     verify, round), in order, are None unless asked for. ``chosen``: the draft of each request,
-    where a chooser chose.
+    of a choice by prompt.
     """
 
-    policy: AnyPolicy
+    policy: Policy
     names: tuple[tuple[str, str], ...]
     counts: npt.NDArray[np.int64]
     seconds: FloatArray
@@ -397,7 +397,7 @@ class Replay:
         return out
 
 
-def together(policy: AnyPolicy, parts: Sequence[tuple[Index, Replay]]) -> Replay:
+def together(policy: Policy, parts: Sequence[tuple[Index, Replay]]) -> Replay:
     """Replays of parts of the requests as one, whose ``state`` is the last one's. With each part
     are the places of its requests."""
     order = np.argsort(np.concatenate([places for places, _ in parts])).tolist()

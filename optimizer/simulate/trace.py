@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -19,9 +20,7 @@ from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import Ranks, how_to_rank, stored_ranks
 from spectune.runtime.pair import PairSpec
-from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import GAMMA_LIMIT, AnyPolicy, FullShortlist, Policy
-from spectune.runtime.policies.prepared_chooser import plain_policies
+from spectune.runtime.policies.document import GAMMA_LIMIT, FullShortlist, Policy
 from spectune.runtime.policies.shortlist_rule import compile_shortlist
 from spectune.traces.errors import PairError, PolicyError, TraceError
 from spectune.traces.recording import TREE_DEPTH, Skipped, how_to_record_trees
@@ -46,7 +45,7 @@ class Opened(NamedTuple):
 def open_trace(
     store: TraceStore,
     recording: str,
-    policies: Iterable[AnyPolicy] = (),
+    policies: Iterable[Policy] = (),
     *,
     chains: Iterable[str] = (),
     trees: Iterable[str] = (),
@@ -54,8 +53,7 @@ def open_trace(
     ordinals: Collection[int] | None = None,
     skip_corrupted: bool = False,
 ) -> Opened:
-    """What ``policies`` are replayed from, the candidates of choosers among them, and the drafts'
-    ``chains`` and ``trees`` beside.
+    """What ``policies`` are replayed from, and the drafts' ``chains`` and ``trees`` beside.
 
     ``ranks`` of shortlists are added to those that are stored for the policies; ``ordinals``: of
     these requests alone. With ``skip_corrupted`` the trace has the requests of which nothing is
@@ -69,8 +67,7 @@ def open_trace(
     engine = engine_named(info.engine)
     served = engine.prefill_emits
     wanted_chains, grown, found = set(chains), set(trees), dict(ranks or {})
-    plain = (p for policy in policies for p in plain_policies(policy, fitted(store, info.pair_id)))
-    for policy in plain:
+    for policy in chain.from_iterable(given.candidates for given in policies):
         if not policy.speculates:
             continue
         as_tree = replayed_as_tree(policy, info)
@@ -174,7 +171,7 @@ class Simulated(NamedTuple):
 def simulate(
     store: TraceStore,
     recording: str,
-    policy: AnyPolicy,
+    policy: Policy,
     profile: LatencyProfile | None,
     *,
     limit: int | None = None,
@@ -187,24 +184,22 @@ def simulate(
     trace, info, skipped, _ = open_trace(store, recording, [policy], skip_corrupted=skip_corrupted)
     if limit:
         trace = trace.select(range(min(limit, len(trace.trajectories))))
+    check_ranked(store, info, policy)
     find = fitted(store, info.pair_id)
-    check_ranked(store, info, policy, find)
     replayed = run_replay(trace, policy, profile, per_round=per_round, artifacts=find)
     full = all(f.full for f in trace.forests.values())
     return Simulated(replayed, skipped, why_approximate(info, replayed.missed, full=full))
 
 
-def check_ranked(
-    store: TraceStore, info: RecordingInfo, policy: AnyPolicy, find: Artifacts
-) -> None:
+def check_ranked(store: TraceStore, info: RecordingInfo, policy: Policy) -> None:
     """Raises PolicyError where a shortlist's router was not ranked over the recording."""
-    for plain in plain_policies(policy, find):
-        rule = compile_shortlist(plain, find)
-        if rule is not None and rule.routed and ranks_of(store, info.id, plain) is None:
+    for candidate in policy.candidates:
+        rule = compile_shortlist(candidate, fitted(store, info.pair_id))
+        if rule is not None and rule.routed and ranks_of(store, info.id, candidate) is None:
             order = rule.block.artifact
             raise PolicyError(
                 f"shortlist: recording {info.id} has no cluster ranks of router {order}; "
-                + how_to_rank(info.id, order, plain.draft)
+                + how_to_rank(info.id, order, candidate.draft)
             )
 
 

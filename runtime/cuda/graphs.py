@@ -41,7 +41,6 @@ from spectune.traces.schema import Sampling
 if TYPE_CHECKING:
     from spectune.runtime.loading import LoadedPair
     from spectune.runtime.policies.plan import Plan
-    from spectune.runtime.policies.prepared_chooser import AnyPlan
 
 RUNGS: Final = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, NODE_LIMIT + 1)
 """Numbers of tokens that passes are captured for."""
@@ -217,7 +216,7 @@ def graphs_enabled(device: torch.device) -> bool:
 
 
 def prepare_graphs(
-    pair: LoadedPair, prepared: AnyPlan, *, sampling: Sampling | None = None
+    pair: LoadedPair, prepared: Plan, *, sampling: Sampling | None = None
 ) -> None:
     """Captures what rounds under a policy can need; nothing where the pair has no graphs, or what
     is there already. A text that is longer than was reserved (:meth:`LoadedPair.reserve`) needs all
@@ -230,7 +229,7 @@ def prepare_graphs(
         return
     if sampling is not None:
         target.samplings.add(replace(sampling, seed=0))
-    for plan in prepared.candidates:
+    for plan in prepared.plans:
         for each in list(target.samplings):
             _capture(pair, plan, each)
 

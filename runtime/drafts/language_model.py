@@ -10,7 +10,6 @@ from spectune.runtime.drafts.passes import Places, TreeReader, propose_tree
 from spectune.runtime.drafts.protocol import LONG_LAG, DraftContext, Drafted
 from spectune.runtime.models import CausalModel, ids_tensor
 from spectune.runtime.policies.stops import STOP_ENTROPY, STOP_NONE, should_stop
-from spectune.runtime.prompts import log_perplexity
 from spectune.runtime.sampling import (
     entropy_of,
     gumbel_row,
@@ -41,14 +40,6 @@ class LanguageModelDraft:
         self._states.clear()
         if len(text) > 1:
             self._catch_up(text)
-
-    def begin_reading(self, prompt: list[int], capacity: int) -> float:
-        """:meth:`begin`, which does not keep the last state; the logarithm of the prompt's
-        perplexity from the same pass."""
-        self.model.reserve(capacity)
-        self._states.clear()
-        self._read = max(0, len(prompt) - 1)
-        return log_perplexity(self.model, prompt)
 
     def propose(self, text: list[int], depth: int, limit: int, context: DraftContext) -> Drafted:
         shortlists, length = context.shortlists, len(text)

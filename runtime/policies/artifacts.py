@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 import numpy.typing as npt
 
-from spectune.runtime.policies.document import AnyPolicy, Policy
+from spectune.runtime.policies.document import Policy
 from spectune.runtime.policies.refusals import MALFORMED, lacking
 from spectune.traces.errors import PolicyError
 
@@ -48,7 +48,7 @@ Artifacts = Callable[[str], Fitted]
 
 
 def read_artifact(
-    policy: AnyPolicy,
+    policy: Policy,
     block: str,
     kind: str,
     artifacts: Artifacts | None,
@@ -78,13 +78,13 @@ def read_artifact(
         raise PolicyError(f"{where}{name}: {problem}") from None
 
 
-def _misfit(policy: AnyPolicy, name: str, kind: str, artifact: Fitted) -> str:
+def _misfit(policy: Policy, name: str, kind: str, artifact: Fitted) -> str:
     """Why a policy cannot use an artifact; nothing where it can."""
     command = COMMANDS[kind]
     if artifact.kind != kind:
         return f"artifact {name} is a {artifact.kind}, not a {kind}; `{command}` makes one"
     draft = artifact.document.get("draft")
-    if not isinstance(policy, Policy) or draft in (None, policy.draft):
+    if draft in (None, policy.draft):
         return ""
     carry = f" (a classifier may be carried over: `fit classifier --from {name}`)"
     return (

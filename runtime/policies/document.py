@@ -8,9 +8,9 @@ keys are errors, and the message names the nearest known key.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Union, get_args
+from typing import Annotated, Any, Union, get_args
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from spectune.runtime.policies.blocks import (
     EXPANDED_LIMIT,
@@ -45,13 +45,12 @@ from spectune.traces.schema import policy_content, policy_id
 
 __all__ = [  # the blocks come with the document
     "AUTOREGRESSIVE", "BUILT_IN", "DEFAULT_TOP_N", "EXPANDED_LIMIT", "GAMMA_LIMIT",
-    "NODE_LIMIT", "POOL_LIMIT", "WIDTH_LIMIT", "AnalyticWindow", "AnyPolicy", "ByBatchWindow",
-    "CacheFsmWindow", "ChainGrowth", "ChooserPolicy", "ClassifierGrowth", "ClustersShortlist",
-    "EntropyStop", "FixedWindow", "FrequencyShortlist", "FsmWindow", "FullShortlist", "Growth",
-    "HeuristicWindow", "JointProbStop", "MaxProbStop", "NoStop", "OlsDraft", "Policy",
-    "PositionFrequencyShortlist", "QLearningWindow", "Select", "Shortlist", "StaticGrowth",
-    "Stop", "Stratify", "TopKGrowth", "Window", "differences", "parse_plain_policy",
-    "parse_policy",
+    "NODE_LIMIT", "POOL_LIMIT", "WIDTH_LIMIT", "AnalyticWindow", "ByBatchWindow", "ByPrompt",
+    "CacheFsmWindow", "ChainGrowth", "ClassifierGrowth", "ClustersShortlist", "EntropyStop",
+    "FixedWindow", "FrequencyShortlist", "FsmWindow", "FullShortlist", "Growth",
+    "HeuristicWindow", "JointProbStop", "MaxProbStop", "NoStop", "Policy",
+    "PositionFrequencyShortlist", "PromptPolicy", "QLearningWindow", "Select", "Shortlist",
+    "StaticGrowth", "Stop", "Stratify", "TopKGrowth", "Window", "differences", "parse_policy",
 ]  # fmt: skip
 
 Window = Annotated[
@@ -70,26 +69,9 @@ Shortlist = Annotated[
 ]
 
 
-class Document(Block):
-    """What every kind of policy document has: its content is its identity."""
-
-    def spelled_out(self) -> dict[str, Any]:
-        """The document with every default written, JSON-ready."""
-        return self.model_dump(mode="json")
-
-    def to_text(self) -> str:
-        """One line of JSON: equal policies, equal text (:func:`traces.schema.policy_content`)."""
-        return policy_content(self.spelled_out())
-
-    @property
-    def id(self) -> str:
-        """12 hex digits (:func:`traces.schema.policy_id`)."""
-        return policy_id(self.spelled_out())
-
-
-class Policy(Document):
+class Policy(Block):
     """What to draft with, how far, how wide, and when to stop. ``draft`` names a draft of the pair,
-    ``ngram``, or ``none``."""
+    ``ngram``, or ``none``. Its content is its identity."""
 
     draft: Annotated[str, Field(min_length=1)] = "none"
     window: Window = FixedWindow()
@@ -192,6 +174,24 @@ class Policy(Document):
                     "stratify.fractions"
                 )
 
+    def spelled_out(self) -> dict[str, Any]:
+        """The document with every default written, JSON-ready."""
+        return self.model_dump(mode="json")
+
+    def to_text(self) -> str:
+        """One line of JSON: equal policies, equal text (:func:`traces.schema.policy_content`)."""
+        return policy_content(self.spelled_out())
+
+    @property
+    def id(self) -> str:
+        """12 hex digits (:func:`traces.schema.policy_id`)."""
+        return policy_id(self.spelled_out())
+
+    @property
+    def candidates(self) -> tuple[Policy, ...]:
+        """The policies that may decode a request: this one."""
+        return (self,)
+
     @property
     def is_tree(self) -> bool:
         """Whether more than one continuation may be drafted."""
@@ -243,84 +243,80 @@ class Policy(Document):
         return " ".join((self.draft, self.window.label(), *labels))
 
 
-class OlsDraft(Block):
-    """A draft for each prompt (on-the-fly paper, section 5), chosen by what equation 5's ordinary
-    least squares predict. ``artifact``: the chooser, with one whole policy, a candidate, for each
-    draft that it may choose (``fit chooser``)."""
+def _other(data: Any) -> Policy:
+    """One of a choice's other policies. Raises ValueError with what is wrong in it."""
+    policy = data if isinstance(data, Policy) else _parsed(data)
+    if isinstance(policy, PromptPolicy):
+        raise ValueError("a choice by prompt within another; give plain policies")
+    return policy
 
-    kind: Literal["ols"]
+
+class ByPrompt(Block):
+    """A draft for each prompt (on-the-fly paper, section 5). ``artifact``: what was fitted to
+    choose between the document's own blocks and the ``others`` (``fit chooser``)."""
+
     artifact: Artifact
+    others: Annotated[tuple[Annotated[Policy, BeforeValidator(_other)], ...], Field(min_length=1)]
 
 
-class ChooserPolicy(Document):
-    """A chooser of drafts: each request is decoded under one of its artifact's candidates, which
-    have all other blocks."""
+class PromptPolicy(Policy):
+    """A policy that is chosen for each prompt: its own blocks, or one of ``by_prompt.others``."""
 
-    draft: OlsDraft
+    by_prompt: ByPrompt
 
-    @classmethod
-    def of(cls, artifact: str) -> ChooserPolicy:
-        """The policy of an artifact's id."""
-        return cls(draft=OlsDraft(kind="ols", artifact=artifact))
+    @model_validator(mode="after")
+    def _distinct(self) -> PromptPolicy:
+        if len({policy.id for policy in self.candidates}) <= len(self.by_prompt.others):
+            raise ValueError("by_prompt.others: two of the policies to choose from are the same")
+        return self
+
+    @property
+    def candidates(self) -> tuple[Policy, ...]:
+        """The policies that may decode a request, in the order that the artifact knows."""
+        blocks = {name: getattr(self, name) for name in Policy.model_fields}
+        return (Policy.model_construct(**blocks), *self.by_prompt.others)
 
     @property
     def artifacts(self) -> tuple[str, ...]:
-        return (self.draft.artifact,)
+        inner = (artifact for policy in self.candidates for artifact in policy.artifacts)
+        return (self.by_prompt.artifact, *dict.fromkeys(inner))
 
     @property
     def needs_profile(self) -> bool:
-        return True
+        return any(policy.needs_profile for policy in self.candidates)
 
     def label(self) -> str:
-        return f"ols({self.draft.artifact})"
+        return f"by_prompt({', '.join(policy.draft for policy in self.candidates)})"
 
 
-AnyPolicy = Policy | ChooserPolicy
-"""What a policy document says: what to decode with, or how to choose that."""
 AUTOREGRESSIVE = Policy(draft="none", window=FixedWindow(gamma=0))
 BUILT_IN = {"autoregressive": AUTOREGRESSIVE}
 
 
-def parse_policy(data: Any, *, where: str = "policy") -> AnyPolicy:
+def parse_policy(data: Any, *, where: str = "policy") -> Policy:
     """Validates a document, whatever value it is. Raises :class:`PolicyError`, and nothing else,
     with one line: what is wrong, where, and what to write instead."""
     try:
         return _parsed(data)
-    except ValidationError as error:
-        raise PolicyError(f"{where}: {explain(error, _KINDS)}") from None
     except MALFORMED as error:
         raise PolicyError(f"{where}: {error}") from None
 
 
-def parse_plain_policy(data: Any, *, where: str = "policy") -> Policy:
-    """:func:`parse_policy` where a chooser of drafts cannot stand."""
-    policy = parse_policy(data, where=where)
-    if isinstance(policy, ChooserPolicy):
-        raise PolicyError(f"{where}: a chooser of drafts cannot stand here; give a plain policy")
-    return policy
-
-
-def _parsed(data: Any) -> AnyPolicy:
-    """The policy of a document. Raises ValueError, ValidationError among them."""
+def _parsed(data: Any) -> Policy:
+    """The policy of a document. Raises ValueError."""
     if not isinstance(data, Mapping):
         raise ValueError(
             f"a policy is a JSON object, not {'null' if data is None else type(data).__name__}"
         )
-    if not isinstance(data.get("draft"), Mapping):  # a plain policy's draft is a name
-        return Policy.model_validate(data)
-    others = {key: value for key, value in data.items() if key != "draft"}
-    Policy.model_validate(dict.fromkeys(others.keys() - Policy.model_fields.keys()))
-    if others:
-        raise ValueError(
-            f'a draft of kind "ols" has every other block in the candidates of its artifact; leave '
-            f"{next(iter(others))!r} out"
-        )
-    if data["draft"].get("kind") != "ols":
-        raise ValueError("draft.kind must be one of: ols; or give a draft's name alone")
-    return ChooserPolicy.model_validate(data)
+    try:
+        if data.get("by_prompt") is not None:
+            return PromptPolicy.model_validate(data)
+        return Policy.model_validate({k: v for k, v in data.items() if k != "by_prompt"})
+    except ValidationError as error:
+        raise ValueError(explain(error, _KINDS)) from None
 
 
-def differences(left: AnyPolicy, right: AnyPolicy) -> list[dict[str, Any]]:
+def differences(left: Policy, right: Policy) -> list[dict[str, Any]]:
     """Where two policies differ, defaults spelled out: rows of ``key``, ``left``, ``right``; absent
     keys are None."""
 
@@ -341,10 +337,13 @@ def _kinds(union: Any) -> dict[str, type[BaseModel]]:
 
 
 _KINDS: dict[str, dict[str, type[BaseModel]]] = {
-    "draft": {"ols": OlsDraft},
     "window": _kinds(Window),
     "stop": _kinds(Stop),
     "growth": _kinds(Growth),
     "shortlist": _kinds(Shortlist),
 }
-_PLAIN: dict[str, type[BaseModel]] = {"select": Select, "stratify": Stratify}
+_PLAIN: dict[str, type[BaseModel]] = {
+    "select": Select,
+    "stratify": Stratify,
+    "by_prompt": ByPrompt,
+}

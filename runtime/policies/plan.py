@@ -3,12 +3,13 @@ exist."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from spectune.runtime.costs import window_costs
 from spectune.runtime.policies.artifacts import Q_TABLE, Artifacts, read_artifact
+from spectune.runtime.policies.by_prompt import Chooser
 from spectune.runtime.policies.document import Policy
 from spectune.runtime.policies.shortlist_rule import ShortlistRule, compile_shortlist
 from spectune.runtime.policies.stops import CompiledStop, compile_stop
@@ -44,15 +45,32 @@ class Plan:
     phases: dict[tuple[SlotModel, Sampling], TreePhase] = field(default_factory=dict, compare=False)
     """How trees are drafted on a device (:func:`runtime.drafts.device_trees.tree_phase`)."""
 
+    choice: Choice | None = field(default=None, compare=False)
+    """What takes another plan for each prompt; None where this one decodes all."""
+
     @property
-    def candidates(self) -> tuple[Plan, ...]:
-        """The plans that may decode: this one."""
-        return (self,)
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans that may decode a request."""
+        return (self,) if self.choice is None else self.choice.plans
+
+    def for_prompt(self, ids: Sequence[int], log_perplexity: Callable[[], float]) -> Plan:
+        """The plan for a request's prompt, whose perplexity is asked for where it decides."""
+        if self.choice is None:
+            return self
+        return self.choice.plans[self.choice.chooser.choose(ids, log_perplexity())]
 
     def rule(self, sampling: Sampling) -> TreeRule:
         """How trees grow at a sampling temperature. A chain is a tree of width 1."""
         assert self.rules is not None
         return self.rules[0 if sampling.greedy else 1]
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """Plans, and which of them decodes after a prompt."""
+
+    chooser: Chooser
+    plans: tuple[Plan, ...]
 
 
 def compile_plan(

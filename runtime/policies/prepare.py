@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import AnyPolicy, ChooserPolicy
-from spectune.runtime.policies.plan import compile_plan
-from spectune.runtime.policies.prepared_chooser import AnyPlan, prepare_chooser
+from spectune.runtime.policies.by_prompt import stored_chooser
+from spectune.runtime.policies.document import Policy, PromptPolicy
+from spectune.runtime.policies.plan import Choice, Plan, compile_plan
 from spectune.traces.schema import LatencyProfile
 
 
 def prepare(
-    policy: AnyPolicy,
+    policy: Policy,
     drafts: Collection[str],
     *,
     profile: LatencyProfile | None = None,
     version: int = 0,
     artifacts: Artifacts | None = None,
-) -> AnyPlan:
+) -> Plan:
     """Compiles a policy for a pair whose drafts are ``drafts``.
 
     ``artifacts`` finds what the policy names that was fitted. Raises PolicyError when the draft is
     unknown, the window needs costs and there is no profile, or an artifact cannot be had, has
-    another shape or was fitted on another draft. Of a chooser all that holds for each of its
-    candidates.
+    another shape or was fitted on another draft. Of a choice by prompt all that holds for each of
+    its candidates.
     """
-    if isinstance(policy, ChooserPolicy):
-        return prepare_chooser(
-            policy, drafts, profile=profile, version=version, artifacts=artifacts
-        )
-    return compile_plan(policy, drafts, profile=profile, version=version, artifacts=artifacts)
+    plans = tuple(
+        compile_plan(candidate, drafts, profile=profile, version=version, artifacts=artifacts)
+        for candidate in policy.candidates
+    )
+    if not isinstance(policy, PromptPolicy):
+        return plans[0]
+    choice = Choice(stored_chooser(policy, artifacts), plans)
+    return replace(
+        plans[0], policy=policy, policy_id=policy.id, label=policy.label(), choice=choice
+    )

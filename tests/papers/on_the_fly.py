@@ -9,23 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from spectune.runtime.policies.windows import WindowCosts
-
 
 def expected_emitted(beta: float, gamma: int) -> float:
     """Equation 9, Omega = (1 - beta^(gamma+1)) / (1 - beta): tokens a round emits, the target's own
     included; gamma + 1 at beta = 1."""
     return float(np.sum(beta ** np.arange(gamma + 1.0)))
-
-
-def optimal_window(beta: float, costs: WindowCosts, gamma_min: int = 0) -> int:
-    """Equation 1: the window with the most expected tokens per second; the smallest where several
-    tie."""
-    windows = range(gamma_min, len(costs.verify_s))
-    return max(
-        windows,
-        key=lambda g: expected_emitted(beta, g) / (g * costs.draft_step_s + costs.verify_s[g]),
-    )
 
 
 def acceptance_rate(beta: float, gamma: int) -> float:

@@ -1,0 +1,209 @@
+"""Fitting a choice of a policy for each prompt (on-the-fly adaptation paper, section 5) to a
+recording, and what it is worth on the rest of it.
+
+Replay says what every candidate takes for every recorded request, so that equation 5's least
+squares predict what decides: the logarithm of a candidate's seconds over those of the fastest
+single one. A ridge chosen by leave-one-out cross-validation keeps to that one where prompts tell
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from sklearn.compose import ColumnTransformer
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import RidgeCV
+from sklearn.model_selection import KFold, cross_val_predict
+from sklearn.pipeline import Pipeline, make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.fit.shared import StoredFit, keep, profile_of
+from spectune.optimizer.inputs import recording_of
+from spectune.optimizer.parts import Parts, recorded_parts
+from spectune.optimizer.search import search
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.simulate.trace import open_trace
+from spectune.optimizer.timings import Timings, finite
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.perplexity import log_perplexity
+from spectune.runtime.policies.artifacts import DRAFT_CHOOSER, Artifacts
+from spectune.runtime.policies.by_prompt import Chooser, prompt_key
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
+from spectune.runtime.progress import Progress, silent
+from spectune.traces.errors import TraceError
+from spectune.traces.schema import LatencyProfile
+from spectune.traces.store import TraceStore
+
+FloatArray = npt.NDArray[np.float64]
+Prompts = npt.NDArray[np.object_]
+"""A row for each prompt: log length, log perplexity, token ids."""
+
+FOLDS: Final = 5
+"""Parts of the cross-validation that tells whether choosing gains anything."""
+MAX_TERMS: Final = 4096
+"""Most token ids that TF-IDF knows."""
+RIDGES: Final = tuple(float(x) for x in np.logspace(-2, 5, 29))
+
+
+def fit_recorded(
+    store: TraceStore,
+    recording: str,
+    pair: LoadedPair,
+    candidates: Sequence[Policy] = (),
+    *,
+    profile: str | None = None,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> StoredFit:
+    """:func:`fit_chooser` of ``candidates`` (by default no speculation, and of each draft that was
+    recorded its fastest chain) to a recording of this pair; ``profile``: the id of a stored one, by
+    default the latest of the pair and its device.
+
+    Raises PolicyError and TraceError for what the recording or the database lacks.
+    """
+    costs, profile_id = profile_of(store, pair.id, profile, **pair.place)
+    info = recording_of(store, recording, pair.spec)
+    drafts = [draft for draft in pair.draft_names if draft in (*info.drafts, *info.trees)]
+    replayed = candidates or [Policy(draft=draft) for draft in drafts]
+    opened = open_trace(store, info.id, replayed, skip_corrupted=True)
+    trace, parts = opened.trace, recorded_parts(store, info.id, opened.ordinals)
+    if not candidates:
+        seen, candidates = trace.select(parts.search), [AUTOREGRESSIVE]
+        depths = {draft: forest.depth for draft, forest in trace.forests.items()}
+        depths |= {draft: chains.gamma_max for draft, chains in trace.chains.items()}
+        for n, draft in enumerate(drafts):
+            study = search(seen, costs, [draft], gamma_max=depths[draft], trials=0)
+            candidates += [t.policy for t in study.trials if t.policy.draft == draft][:1]
+            progress("replaying drafts", n + 1, len(drafts))
+    about = {"recording": info.id, "profile": profile_id}
+    return fit_chooser(
+        store, pair, trace, parts, candidates, costs, about, seed=seed, progress=progress
+    )
+
+
+def fit_chooser(
+    store: TraceStore,
+    pair: LoadedPair,
+    trace: ReplayTrace,
+    parts: Parts,
+    candidates: Sequence[Policy],
+    profile: LatencyProfile,
+    about: Mapping[str, Any],
+    *,
+    seed: int = 0,
+    artifacts: Artifacts | None = None,
+    progress: Progress = silent,
+) -> StoredFit:
+    """Fits a choice between policies to the search part of a recording's trace and stores it.
+
+    The target reads every prompt. ``StoredFit.policy`` chooses where :func:`worth` by
+    cross-validation is beyond noise, and is else the fastest single candidate. ``about``: what the
+    document says of where the trace comes from; ``seed`` deals the folds. Raises TraceError where
+    there are too few requests or policies.
+    """
+    if len(parts.search) < 2 * FOLDS or len(candidates) < 2:
+        raise TraceError(
+            f"{len(parts.search)} requests and {len(candidates)} policies are too few to tell "
+            f"whether choosing gains anything; it takes {2 * FOLDS} and 2"
+        )
+    find = artifacts or fitted(store, pair.id)
+    seconds = np.stack(
+        [
+            run_replay(trace, policy, profile, artifacts=find, approximate=True).seconds
+            for policy in candidates
+        ],
+        axis=1,
+    )
+    order = seconds[parts.search].sum(0).argsort(kind="stable")
+    candidates, seconds = [candidates[k] for k in order], seconds[:, order]
+    labels = [policy.label() for policy in candidates]
+    prompts = _read_prompts(pair, trace, progress)
+    rows, rest = np.array(parts.search), np.array([*parts.race, *parts.confirm], dtype=np.int64)
+    ratios = np.log(seconds[rows] / seconds[rows, :1])
+    folds = KFold(FOLDS, shuffle=True, random_state=seed)
+    guesses = cross_val_predict(_pipeline(), prompts[rows], ratios, cv=folds)
+    gained = worth(seconds[rows], guesses.argmin(1), labels)
+    chooser = _linear(_pipeline().fit(prompts[rows], ratios), prompts)
+    picks = np.array([chooser.choose_recorded(ids) for ids in prompts[rest, 2]], dtype=np.int64)
+    gain, low = 100 * gained["gain"], gained["interval"][0]
+    chooses = low is not None and low > 0
+    document = {
+        **about,
+        "pair": pair.id,
+        "seed": seed,
+        "candidates": [policy.id for policy in candidates],
+        "policies": [policy.spelled_out() for policy in candidates],
+        "perplexities": dict(chooser.perplexities),
+        "cross_validated": gained,
+        "held_out": worth(seconds[rest], picks, labels) if len(rest) else None,
+        "chooses": chooses,
+        "reason": f"by {FOLDS}-fold cross-validation on {len(rows)} requests, choosing gains "
+        f"{gain:.1f}% over {labels[0]} alone, {'' if chooses else 'not '}beyond noise",
+    }
+    arrays = {name: getattr(chooser, name) for name in ("terms", "idf", "weights", "intercept")}
+    origin = {"recording": about.get("recording")}
+    artifact = keep(
+        store, DRAFT_CHOOSER, document, arrays, pair_id=pair.id, fitted_to=[seconds], **origin
+    )
+    policy = candidates[0].spelled_out()
+    if chooses:
+        policy["by_prompt"] = {"artifact": artifact, "others": document["policies"][1:]}
+    return StoredFit(artifact, DRAFT_CHOOSER, document, policy)
+
+
+def _read_prompts(pair: LoadedPair, trace: ReplayTrace, progress: Progress) -> Prompts:
+    """Log length, log perplexity under the target and token ids of every prompt."""
+    prompts = np.empty((len(trace.trajectories), 3), dtype=object)
+    for n, text in enumerate(trace.trajectories):
+        ids: list[int] = text.prompt_ids.tolist()
+        prompts[n, 0], prompts[n, 1] = np.log(len(ids)), log_perplexity(pair.target, ids)
+        prompts[n, 2] = ids
+        progress("reading prompts", n + 1, len(prompts))
+    return prompts
+
+
+def worth(
+    seconds: FloatArray, picks: npt.NDArray[np.int64], labels: Sequence[str]
+) -> dict[str, Any]:
+    """What choosing the candidates ``picks`` [n] is worth where they take ``seconds`` [n, K],
+    JSON-ready: ``gain``, the speed over the first candidate's, less 1, with its 95% ``interval``
+    over requests; ``oracle_gain``, that of the fastest for each request; ``chosen``, how often by
+    label."""
+    chosen = seconds[np.arange(len(picks)), picks]
+    both = Timings({"chosen": chosen[:, None], "first": seconds[:, :1]})
+    ratio, *interval = both.ratio("chosen", "first")
+    return {
+        "requests": len(picks),
+        "gain": ratio - 1.0,
+        "interval": finite([end - 1.0 for end in interval]),
+        "oracle_gain": float(seconds[:, 0].sum() / seconds.min(1).sum()) - 1.0,
+        "seconds": dict(zip(labels, seconds.sum(0).tolist(), strict=True)),
+        "chosen": {label: int((picks == k).sum()) for k, label in enumerate(labels)},
+    }
+
+
+def _pipeline() -> Pipeline:
+    """From :data:`Prompts` to a column for each candidate."""
+    columns = [
+        ("numbers", StandardScaler(), [0, 1]),
+        ("terms", TfidfVectorizer(analyzer=list, max_features=MAX_TERMS), 2),
+    ]
+    return make_pipeline(ColumnTransformer(columns), RidgeCV(RIDGES, alpha_per_target=True))
+
+
+def _linear(pipeline: Pipeline, prompts: Prompts) -> Chooser:
+    """A fitted pipeline as plain arrays, with the perplexities of the recorded prompts."""
+    columns, ridge = pipeline[0].named_transformers_, pipeline[-1]
+    numbers, tfidf = columns["numbers"], columns["terms"]
+    weights = np.asarray(ridge.coef_.T, dtype=np.float64).copy()
+    weights[:2] /= numbers.scale_[:, None]
+    intercept = ridge.intercept_ - numbers.mean_ @ weights[:2]
+    terms = np.array(tfidf.get_feature_names_out().tolist(), dtype=np.int64)
+    perplexities = {prompt_key(ids): float(nats) for _, nats, ids in prompts}
+    return Chooser(terms, tfidf.idf_.astype(np.float64), weights, intercept, perplexities)
