@@ -196,8 +196,8 @@ def _weights_sample(file: Path) -> bytes:
                 return b"".join(parts)
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
-            known = [(entry.filename, entry.CRC, entry.file_size) for entry in archive.infolist()]
-            return repr(known).encode()
+            entries = [(entry.filename, entry.CRC, entry.file_size) for entry in archive.infolist()]
+            return repr(entries).encode()
     return file.read_bytes()
 
 
@@ -235,9 +235,9 @@ def ignored_settings(path: str) -> list[str]:
     asks for nothing else than is done."""
     folder = checkpoint(path)
     config = read_config(folder, GENERATION) if (folder / GENERATION).is_file() else {}
-    asked = [k for k, v in sorted(config.items()) if k not in FOLLOWED and v and v != 1]
-    named = ", ".join(f"{key} {config[key]}" for key in asked)
-    return [f"ignored of the target's generation_config: {named}"] if asked else []
+    keys = [k for k, v in sorted(config.items()) if k not in FOLLOWED and v and v != 1]
+    settings = ", ".join(f"{key} {config[key]}" for key in keys)
+    return [f"ignored of the target's generation_config: {settings}"] if keys else []
 
 
 def says_eagle3(config: Mapping[str, Any]) -> bool:

@@ -162,19 +162,8 @@ def load_pair(
             heads[name] = load_head(path, name=name, target=target, device=where, dtype=kind)
             notes.append(heads[name].reads())
             continue
-        model = load_model(path, name=name, device=where, dtype=kind, sample=sample)
-        own = tokenizer_of(path)
-        if own is None and model.vocab_size != target.vocab_size:
-            raise PairError(
-                f"draft {name!r} has a vocabulary of {model.vocab_size} tokens, the target one of "
-                f"{target.vocab_size}, and no tokenizer that says which they share; put the "
-                "target's beside it, if it is the same"
-            )
-        shared = None if own is None else shared_tokens(name, own, tokenizer)
-        if shared is not None:
-            notes.append(_unshared(name, shared, own, tokenizer))
-        model.share(target.vocab_size, shared)
-        loaded[name] = model
+        loaded[name] = load_model(path, name=name, device=where, dtype=kind, sample=sample)
+        notes += _share(loaded[name], target, tokenizer_of(path), tokenizer)
     small = where.type == "cpu" and target.num_parameters < SMALL
     if threads is None:
         given = not small or "OMP_NUM_THREADS" in os.environ
@@ -200,15 +189,27 @@ def load_pair(
     return pair
 
 
-def _unshared(name: str, shared: frozenset[int], own: Any, target: Any) -> str:
-    """A line on the tokens that a draft never proposes, as it and the target differ in them."""
-    here, there = ({n: token for token, n in words.get_vocab().items()} for words in (own, target))
+def _share(model: CausalModel, target: CausalModel, own: Any, tokenizer: Any) -> list[str]:
+    """Makes a model a draft for the target, by its ``own`` tokenizer (None: the target's). Returns
+    a line on the tokens that it never proposes, as it and the target differ in them. Raises
+    PairError for another vocabulary."""
+    if own is None and model.vocab_size != target.vocab_size:
+        raise PairError(
+            f"draft {model.name!r} has a vocabulary of {model.vocab_size} tokens, the target one "
+            f"of {target.vocab_size}, and no tokenizer that says which they share; put the "
+            "target's beside it, if it is the same"
+        )
+    shared = None if own is None else shared_tokens(model.name, own, tokenizer)
+    model.share(target.vocab_size, shared)
+    if shared is None:
+        return []
+    here, there = ({n: token for token, n in t.get_vocab().items()} for t in (own, tokenizer))
     different = {*here, *there} - shared
     first = min(different)
     one, other = (
         repr(tokens[first]) if first in tokens else "no token" for tokens in (here, there)
     )
-    return (
-        f"{name} never proposes {len(different)} added tokens that it does not share with the "
-        f"target (first: {first}, {one} there and {other} in the target's)"
-    )
+    return [
+        f"{model.name} never proposes {len(different)} added tokens that it does not share with "
+        f"the target (first: {first}, {one} there and {other} in the target's)"
+    ]

@@ -8,7 +8,6 @@ its reason, whatever was raised, and the last good policy stays. Every outcome i
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, Self, TypeVar
@@ -33,8 +32,6 @@ Acknowledge = Callable[[int, Status, str], None]
 """Called with (version, status, reason)."""
 REASON_LIMIT = 400
 """Most characters of a reason."""
-UNSAID_LIMIT = 64
-"""Most acknowledgements kept for a database that does not take them; of more the newest."""
 
 
 class Versioned(Protocol):
@@ -53,9 +50,9 @@ class WatchedSource(Generic[P]):
     ``fetch`` returns the newest publication, or None while there is none; ``prepare`` makes a
     policy ready to run or raises, which refuses that version; ``acknowledge`` records what became
     of it. ``retry`` are the errors of a database that cannot be reached: whatever met one is tried
-    again at the next poll, and the last good policy goes on. ``last_error`` is why the newest
-    version was refused, or what the last look failed with. Leaving waits at most ``patience_s``
-    seconds for the thread; ``left`` says what it then left undone.
+    again at the next poll. ``seen`` is the newest version that was applied or refused;
+    ``last_error`` why it was refused, or what the last look failed with. Leaving waits at most
+    ``patience_s`` seconds for the thread; ``unfinished`` says what it then left undone.
     """
 
     patience_s = 5.0
@@ -70,63 +67,54 @@ class WatchedSource(Generic[P]):
         interval_s: float = 1.0,
         retry: tuple[type[Exception], ...] = (),
     ) -> None:
-        self._current = initial
+        self._current, self.seen = initial, initial.version
         self._fetch, self._prepare, self._acknowledge = fetch, prepare, acknowledge
         self._interval_s, self._retry = interval_s, retry
-        self.seen = initial.version
-        self._refusal = ""
-        self._unsaid: deque[tuple[int, Status, str]] = deque(maxlen=UNSAID_LIMIT)
+        self._outcomes: list[tuple[int, Status, str]] = []
+        """Those that are not acknowledged yet, oldest first."""
+        self._refusal = self.last_error = self.unfinished = ""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self.last_error = ""
-        self.left = ""
 
     def current(self) -> P:
         return self._current
 
     def poll(self) -> bool:
-        """Looks once; True if a new policy is in force. What could not be acknowledged before is,
-        in order. Raises what ``fetch`` or ``acknowledge`` raises; either can be called again."""
+        """Looks once; True if a new policy is in force. Raises what ``fetch`` or ``acknowledge``
+        raises; what could not be acknowledged is at the next call, in order."""
+        applied = False
         try:
-            found = self._look()
+            published = self._fetch()
+            if published is not None and published.version != self.seen:
+                applied = self._apply(published)
         finally:
-            self._say()
+            while self._outcomes:
+                try:
+                    self._acknowledge(*self._outcomes[0])
+                except self._retry:
+                    raise
+                except Exception:
+                    del self._outcomes[0]  # it would fail at every poll, before those behind it
+                    raise
+                del self._outcomes[0]
         self.last_error = self._refusal
-        return found
+        return applied
 
-    def _look(self) -> bool:
-        published = self._fetch()
-        if published is None or published.version == self.seen:
-            return False
+    def _apply(self, published: Published) -> bool:
+        """Puts a publication in force, or refuses it: none may end the watch."""
+        status: Status = "applied"
+        refusal = ""
         try:
             if published.policy is None:
                 raise SpectuneError(published.problem)
-            ready = self._prepare(published.policy, published.version)
+            self._current = self._prepare(published.policy, published.version)
         except self._retry:
             raise
-        # what was published decides what is raised here: no publication may end the watch
-        except Exception as error:
-            self._answer(published.version, "refused", reason_of(error))
-            return False
-        self._current = ready
-        self._answer(published.version, "applied", "")
-        return True
-
-    def _answer(self, version: int, status: Status, reason: str) -> None:
-        self.seen, self._refusal = version, reason
-        self._unsaid.append((version, status, reason))
-
-    def _say(self) -> None:
-        while self._unsaid:
-            try:
-                self._acknowledge(*self._unsaid[0])
-            except self._retry:
-                raise
-            except Exception:
-                # It would fail again at every poll, before those that come after it.
-                self._unsaid.popleft()
-                raise
-            self._unsaid.popleft()
+        except Exception as error:  # whatever the publication makes it raise
+            status, refusal = "refused", reason_of(error)
+        self.seen, self._refusal = published.version, refusal
+        self._outcomes.append((published.version, status, refusal))
+        return status == "applied"
 
     def __enter__(self) -> Self:
         self._thread = threading.Thread(target=self._watch, name="policy-watch", daemon=True)
@@ -135,23 +123,20 @@ class WatchedSource(Generic[P]):
 
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
-        if self._thread is None:
-            return
+        assert self._thread is not None
         self._thread.join(self.patience_s)
         if self._thread.is_alive():
-            took = f"looking for a publication took more than {self.patience_s:g} s"
-            said = (f"version {v} ({s}) was not acknowledged" for v, s, _ in tuple(self._unsaid))
-            self.left = "; ".join([f"{took} and was given up", *said])
+            lines = [f"version {v} ({s}) was not acknowledged" for v, s, _ in [*self._outcomes]]
+            tried = f"looking for a publication took more than {self.patience_s:g} s"
+            self.unfinished = "; ".join([f"{tried} and was given up", *lines])
 
     def _watch(self) -> None:
         while not self._stop.wait(self._interval_s):
             try:
                 self.poll()
-            except self._retry as error:
-                self.last_error = one_line(str(error), REASON_LIMIT)
-            # A look that fails, for whatever reason, is followed by another.
-            except Exception as error:
-                self.last_error = reason_of(error)
+            except Exception as error:  # another look follows
+                plain = isinstance(error, self._retry)
+                self.last_error = one_line(str(error), REASON_LIMIT) if plain else reason_of(error)
 
 
 def reason_of(error: Exception) -> str:

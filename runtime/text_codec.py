@@ -52,12 +52,12 @@ class TextCodec:
         """The longest sequence that the target and these drafts hold; without ``drafts``, all of
         the pair's. Prompt lookup, heads and no draft hold what the target does."""
         target, others = self.positions
-        own = [
+        shorter = [
             Context(size, f"draft {name!r}")
             for name, size in others.items()
             if drafts is None or name in drafts
         ]
-        return min([Context(target, "the target"), *own], key=lambda one: one.positions)
+        return min([Context(target, "the target"), *shorter], key=lambda one: one.positions)
 
     @property
     def max_positions(self) -> int:
@@ -113,8 +113,8 @@ class TextCodec:
 
         def appears(ids: list[int]) -> bool:
             text = self.text(ids) if plain else ""
-            whole = str(self.tokenizer.decode(ids)) if marked else ""
-            return any(s in text for s in plain) or any(s in whole for s in marked)
+            with_special = str(self.tokenizer.decode(ids)) if marked else ""
+            return any(s in text for s in plain) or any(s in with_special for s in marked)
 
         def ends_at(output: list[int], new: list[int]) -> int | None:
             tail = output[-(longest + 8) :]
@@ -124,10 +124,11 @@ class TextCodec:
 
 
 def check_conversations(target: str, requests: Iterable[Request], *, chat: bool) -> None:
-    """Raises WorkloadError for the conversation that :meth:`Texts.encode_request` refuses. Reads
-    the target's tokenizer, and that only where there are conversations."""
+    """Raises WorkloadError for the conversation that :meth:`TextCodec.encode_request` refuses.
+    Reads the target's tokenizer, and that only where there are conversations."""
     first = next((r for r in requests if chat and _needs_template(r)), None)
-    if first is not None and (found := tokenizer_of(target)) is not None and not _templated(found):
+    tokenizer = None if first is None else tokenizer_of(target)
+    if first is not None and tokenizer is not None and not _templated(tokenizer):
         raise _no_template(first)
 
 
@@ -147,8 +148,8 @@ def _no_template(request: Request) -> WorkloadError:
             ("puts a blank line between its messages instead"),
         )
     else:
-        said = ", ".join(json.loads(request.template))
-        what, instead = f"what it says to a chat template ({said}) needs", "leaves that out"
+        keys = ", ".join(json.loads(request.template))
+        what, instead = f"what it says to a chat template ({keys}) needs", "leaves that out"
     return WorkloadError(
         f"request {request.id}: {what} a chat template, and the target's tokenizer has none; "
         f"--no-chat {instead}"
@@ -159,17 +160,17 @@ def _messages(request: Request, texts: Sequence[str], tokenizer: Any) -> list[di
     """A request as its template reads it. A message of several texts is handed over in parts where
     the template goes through parts, and else as vLLM writes it, a line break between them."""
     content = _content(tokenizer, str(tokenizer.chat_template))
-    said = []
+    messages = []
     more = request.messages or ("",) * len(texts)
-    for role, text, own in zip(request.roles or ("user",), texts, more, strict=True):
-        message = {"role": role, "content": text, **json.loads(own or "{}")}
+    for role, text, keys in zip(request.roles or ("user",), texts, more, strict=True):
+        message = {"role": role, "content": text, **json.loads(keys or "{}")}
         parts = message["content"] if isinstance(message["content"], list) else [text]
         if content == "parts" or (content == "either" and len(parts) > 1):
             message["content"] = [{"type": "text", "text": part} for part in parts]
         else:
             message["content"] = text
-        said.append(message)
-    return said
+        messages.append(message)
+    return messages
 
 
 @lru_cache(maxsize=8)
@@ -183,10 +184,10 @@ def _content(tokenizer: Any, template: str) -> Literal["string", "parts", "eithe
         return ""
 
     probe = "a text of ours"
-    whole, parts = written(probe), written([{"type": "text", "text": probe}])
+    one, parts = written(probe), written([{"type": "text", "text": probe}])
     if probe not in parts or re.search("""['"]text['"]""", parts):  # the list itself, written out
         return "string"
-    return "either" if probe in whole else "parts"
+    return "either" if probe in one else "parts"
 
 
 def load_codec(spec: PairSpec) -> TextCodec:
@@ -195,8 +196,8 @@ def load_codec(spec: PairSpec) -> TextCodec:
     tokenizer = target_tokenizer(spec)
     positions = {}
     for name, path in spec.drafts.items():
-        if (own := tokenizer_of(path)) is not None:
-            shared_tokens(name, own, tokenizer)
+        if (drafts_own := tokenizer_of(path)) is not None:
+            shared_tokens(name, drafts_own, tokenizer)
         if not is_head(path) and (longest := positions_of(path)) is not None:
             positions[name] = longest
     longest = positions_of(spec.target)
@@ -218,8 +219,8 @@ def end_tokens(path: str, tokenizer: Any = None) -> frozenset[int]:
     its ``tokenizer``. Raises PairError where that says no token."""
     folder = checkpoint(path)
     configs = [read_config(folder, n) for n in (GENERATION, CONFIG) if (folder / n).is_file()]
-    said = [config.get("eos_token_id") for config in configs]
-    eos = next((ids for ids in said if ids is not None), getattr(tokenizer, "eos_token_id", None))
+    named = [config.get("eos_token_id") for config in configs]
+    eos = next((ids for ids in named if ids is not None), getattr(tokenizer, "eos_token_id", None))
     with translated(f"target: eos_token_id of {path}"):
         several = eos if isinstance(eos, list) else [] if eos is None else [eos]
         return frozenset(int(token) for token in several)
@@ -255,24 +256,24 @@ def _processor_template(folder: Path) -> Any:
 
 def target_tokenizer(spec: PairSpec) -> Any:
     """The tokenizer of a pair. Raises PairError where the target has none."""
-    found = tokenizer_of(spec.target)
-    if found is None:
+    tokenizer = tokenizer_of(spec.target)
+    if tokenizer is None:
         raise PairError(
             f"target: no tokenizer at {spec.target} (tokenizer.json or the like is expected beside "
             "the weights)"
         )
-    return found
+    return tokenizer
 
 
-def shared_tokens(name: str, own: Any, target: Any) -> frozenset[int] | None:
-    """Ids that are the same token to a draft's ``own`` tokenizer and the target's; None where all
-    are. Tokens that were added to a vocabulary (reserved, special) may differ or be missing: they
-    are not shared. Raises PairError where an ordinary token differs."""
-    mine, theirs = own.get_vocab(), target.get_vocab()
+def shared_tokens(name: str, draft: Any, target: Any) -> frozenset[int] | None:
+    """Ids that are the same token to a draft's tokenizer and the target's; None where all are.
+    Tokens that were added to a vocabulary (reserved, special) may differ or be missing: they are
+    not shared. Raises PairError where an ordinary token differs."""
+    mine, theirs = draft.get_vocab(), target.get_vocab()
     if mine == theirs:
         return None
     here, there = ({n: token for token, n in vocab.items()} for vocab in (mine, theirs))
-    added, added_there = own.added_tokens_decoder, target.added_tokens_decoder
+    added, added_there = draft.added_tokens_decoder, target.added_tokens_decoder
     different = [n for n in sorted({*here, *there}) if here.get(n) != there.get(n)]
     for n in different:
         if (n in here and n not in added) or (n in there and n not in added_there):

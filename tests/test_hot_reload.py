@@ -355,7 +355,7 @@ def test_leaving_does_not_wait_for_a_database_that_never_answers(
     with source:
         assert asked.wait(30)
     assert time.monotonic() - began < 30
-    assert "version 7 (applied) was not acknowledged" in source.left
+    assert "version 7 (applied) was not acknowledged" in source.unfinished
     frozen.set()
 
 

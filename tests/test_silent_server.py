@@ -126,7 +126,7 @@ def test_a_server_that_hangs_stops_no_decode(
             rounds = [*decoder.rounds(asked(decoder, "def add(a, b):", Sampling(), 20))]
             assert rounds[-1].step.policy == policy("near", 3).id
         assert time.monotonic() - begun < HANGS_S
-        assert "was given up" in source.left
+        assert "was given up" in source.unfinished
         wire.close()
 
 

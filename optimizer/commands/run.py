@@ -257,8 +257,8 @@ def _source(
                 f"{source.current().label}"
             )
         yield source
-    if source.left:
-        click.echo(source.left, err=True)
+    if source.unfinished:
+        click.echo(source.unfinished, err=True)
 
 
 def rounds_of(request: str, steps: Iterable[Step]) -> Iterator[dict[str, Any]]:

@@ -168,8 +168,8 @@ def _flat(document: Config) -> dict[str, Any]:
         values = [v for v in (config.get(key), (nested or {}).get(key)) if v is not None]
         config[key] = values[0] if values else None
         if not all(isinstance(v, bool) for v in values) or len(set(values)) > 1:
-            said = " and ".join(map(repr, values))
-            raise PairError(f"{CONFIG} has {key} {said}; it must be true or false")
+            named = " and ".join(map(repr, values))
+            raise PairError(f"{CONFIG} has {key} {named}; it must be true or false")
         if values and KNOWN_VALUES.get(key, values[0]) != values[0]:
             raise PairError(
                 f"{CONFIG} has {key} {str(values[0]).lower()}, which is of a kind of head that is "
@@ -189,17 +189,17 @@ def _taps(config: Config, layers: int) -> tuple[tuple[int, ...], Convention]:
     in the engines.
     """
     given = (config.get("eagle_config") or {}).get(STATE_IDS), config.get(STATE_IDS)
-    found: list[tuple[tuple[int, ...], Convention]] = []
+    resolved: list[tuple[tuple[int, ...], Convention]] = []
     for ids in given:
         if ids and (not isinstance(ids, list) or not all(type(i) is int for i in ids)):
             raise PairError(f"{CONFIG} has {STATE_IDS} {ids!r}; it must be a list of layer numbers")
         if ids and 1 in ids and layers not in ids:
-            found.append((tuple(i + 1 for i in ids), "outputs"))
+            resolved.append((tuple(i + 1 for i in ids), "outputs"))
         elif ids:
-            found.append((tuple(ids), "boundaries"))
-    if len({taps for taps, _ in found}) > 1:
+            resolved.append((tuple(ids), "boundaries"))
+    if len({taps for taps, _ in resolved}) > 1:
         raise PairError(f"{CONFIG} has {STATE_IDS} {given[1]} and, in eagle_config, {given[0]}")
-    taps, convention = found[0] if found else ((2, layers // 2, layers - 3), "default")
+    taps, convention = resolved[0] if resolved else ((2, layers // 2, layers - 3), "default")
     if not all(0 <= tap <= layers for tap in taps):
         raise PairError(
             f"the head reads hidden states {list(taps)}; the target has states 0 to {layers} "
