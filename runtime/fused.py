@@ -208,7 +208,8 @@ def _parts(layer: nn.Module, uses: Counter[int]) -> dict[str, Any] | None:
 
 def _norm(module: Any) -> Norm | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    return None if eps is None or module.weight.dim() != 1 else (module.weight, float(eps))
+    weight = getattr(module, "weight", None)
+    return None if eps is None or weight is None or weight.dim() != 1 else (weight, float(eps))
 
 
 def _layer(modules: dict[str, Any]) -> Layer:
