@@ -21,7 +21,7 @@ from spectune.runtime.loop import DecodeRequest, PolicySource, Round, Verified, 
 from spectune.runtime.models import ids_tensor
 from spectune.runtime.perplexity import log_perplexity
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import EXPANDED_LIMIT, NODE_LIMIT, Policy
+from spectune.runtime.policies.document import EXPANDED_LIMIT, Policy
 from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.sampling import Noise, sample
@@ -81,8 +81,7 @@ class ModelBackend:
         self._capacity = len(self._text) + request.max_new_tokens + 1
         sampled = not request.sampling.greedy
         self._noise = Noise(request.seed, target.vocab_size, target.device) if sampled else None
-        ahead, self._read_ahead = self._read_ahead, None
-        self._awake = {ahead[1]} if ahead is not None and ahead[0] is request else set()
+        self._awake = set()
         self.pair.reserve(self._capacity)
         prepare_graphs(self.pair, prepared, sampling=request.sampling)
         if len(self._text) > 1 and self._prefilled is not request:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from spectune.runtime.models import CausalModel, ids_tensor
@@ -26,7 +27,9 @@ def log_perplexity(model: CausalModel, ids: Sequence[int]) -> float:
     def add(first: int, states: Tensor) -> None:
         nonlocal total
         following = tokens[first + 1 : first + 1 + len(states), None]
-        for rows, ids in zip(states.split(HEAD_ROWS), following.split(HEAD_ROWS), strict=True):
+        for rows, ids in zip(
+            torch.split(states, HEAD_ROWS), torch.split(following, HEAD_ROWS), strict=True
+        ):
             log_p = model.head(rows).log_softmax(-1).gather(-1, ids)
             total -= float(log_p.double().sum())
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from spectune.engines.protocol import Load, Prompt, Running
     from spectune.optimizer.execute import DecodeOptions
     from spectune.runtime.pair import PairSpec
-    from spectune.runtime.policies.document import Policy
     from spectune.runtime.text_codec import TextCodec
     from spectune.traces.schema import Workload
     from spectune.traces.store import TraceStore

@@ -215,9 +215,7 @@ def graphs_enabled(device: torch.device) -> bool:
     return device.type == "cuda" and os.environ.get(SWITCH, "1") != "0"
 
 
-def prepare_graphs(
-    pair: LoadedPair, prepared: Plan, *, sampling: Sampling | None = None
-) -> None:
+def prepare_graphs(pair: LoadedPair, prepared: Plan, *, sampling: Sampling | None = None) -> None:
     """Captures what rounds under a policy can need; nothing where the pair has no graphs, or what
     is there already. A text that is longer than was reserved (:meth:`LoadedPair.reserve`) needs all
     anew.

@@ -68,7 +68,7 @@ def load_head(
     with translated(f"{name}: cannot load {path}"):
         folder, (_, missing) = checkpoint(path), source(path)
         if missing:
-            snapshot_download(path, allow_patterns=[*WEIGHTS], **missing)
+            snapshot_download(path, revision=missing["revision"], allow_patterns=[*WEIGHTS])
         try:
             head = _head(folder, name, target, device, dtype)
         except PairError as error:

@@ -25,7 +25,7 @@ def compiled(*, inline: bool = False) -> Callable[[F], F]:
     ZeroDivisionError) and indices are not checked. Where no cache folder is writable, or this numba
     keeps its cache otherwise than known, the function is compiled anew in every process instead.
     """
-    return lambda function: cast(F, Compiled(function, inline))
+    return cast(Callable[[F], F], functools.partial(Compiled, inline=inline))
 
 
 class Compiled:
