@@ -98,7 +98,7 @@ ADD = "schedule add nightly --workload good.jsonl"
         (f"{RUN} --threads 100000", "--threads 100000: this machine has"),
         ("schedule add n --every 6h --threads 100000", "--threads 100000: this machine has"),
         # policies
-        ("policies show p.json", "p.json: unknown key 'window.gama'"),
+        ("policies show p.json", "p.json: window: unknown key 'gama'"),
         ("""policies activate '{"draft": "third"}'""", "no draft 'third'"),
         ("policies rollback", "no earlier policy"),
         ("policies rollback --to 7", "no such version"),

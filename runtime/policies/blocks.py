@@ -37,7 +37,9 @@ BatchSize = Annotated[int, Field(ge=1, le=BATCH_LIMIT)]
 GammaMax = Annotated[int, Field(ge=1, le=GAMMA_LIMIT)]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Width = Annotated[int, Field(ge=1, le=WIDTH_LIMIT)]
-Artifact = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^\P{C}*$")]
+"""Of a draft: characters that can be printed."""
+Artifact = Name
 Budget = Annotated[int, Field(ge=1)]
 
 

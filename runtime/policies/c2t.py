@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from spectune.runtime.policies.blocks import WIDTH_LIMIT, TreeGrowth, Width
+from spectune.runtime.policies.blocks import WIDTH_LIMIT, Artifact, TreeGrowth, Width
 from spectune.runtime.policies.jit import compiled
 from spectune.traces.schema import NAT_SCALE
 
@@ -50,7 +50,7 @@ class ClassifierGrowth(TreeGrowth):
     width: Width = 15
     cap: Width | None = 15
     beta: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
-    artifact: Annotated[str, Field(min_length=1)]
+    artifact: Artifact
 
     @property
     def frontier(self) -> int:

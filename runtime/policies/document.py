@@ -24,6 +24,7 @@ from spectune.runtime.policies.blocks import (
     ChainGrowth,
     FixedWindow,
     FullShortlist,
+    Name,
 )
 from spectune.runtime.policies.c2t import ClassifierGrowth
 from spectune.runtime.policies.dynaspec import ClustersShortlist
@@ -73,7 +74,7 @@ class Policy(Block):
     """What to draft with, how far, how wide, and when to stop. ``draft`` names a draft of the pair,
     ``ngram``, or ``none``. Its content is its identity."""
 
-    draft: Annotated[str, Field(min_length=1)] = "none"
+    draft: Name = "none"
     window: Window = FixedWindow()
     stop: Stop = NoStop()
     growth: Growth = ChainGrowth()

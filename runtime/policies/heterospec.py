@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from spectune.runtime.policies.blocks import Block
+from spectune.runtime.policies.blocks import Artifact, Block
 from spectune.runtime.policies.jit import compiled
 
 
@@ -21,7 +21,7 @@ class Stratify(Block):
     tree grows ``alpha - i`` levels deeper and keeps ``fractions[i]`` of top_n nodes plus ``alpha -
     i``."""
 
-    artifact: Annotated[str, Field(min_length=1)]
+    artifact: Artifact
     alpha: Annotated[int, Field(ge=0, le=32)] = 3
     fractions: Annotated[
         tuple[Annotated[float, Field(gt=0.0, le=1.0)], ...], Field(min_length=1, max_length=8)

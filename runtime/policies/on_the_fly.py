@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from spectune.runtime.policies.blocks import AdaptiveWindow, Gamma, Probability
+from spectune.runtime.policies.blocks import AdaptiveWindow, Artifact, Gamma, Probability
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.splitmix import hash_uniform
 
@@ -95,7 +95,7 @@ class QLearningWindow(AdaptiveWindow):
     reward: Literal["accepted", "speed"] = "accepted"
     gamma_min: Gamma = 1
     learn: bool = True
-    artifact: str | None = None
+    artifact: Artifact | None = None
 
 
 class Limits(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from spectune.runtime.policies.blocks import GAMMA_LIMIT, NODE_LIMIT, WIDTH_LIMIT, Block
+from spectune.runtime.policies.blocks import GAMMA_LIMIT, NODE_LIMIT, WIDTH_LIMIT, Artifact, Block
 
 
 class StaticGrowth(Block):
@@ -19,7 +19,7 @@ class StaticGrowth(Block):
 
     kind: Literal["static"] = "static"
     paths: tuple[tuple[Annotated[int, Field(ge=0, lt=WIDTH_LIMIT)], ...], ...] = ()
-    artifact: str | None = None
+    artifact: Artifact | None = None
 
     @model_validator(mode="after")
     def _closed(self) -> Self:
