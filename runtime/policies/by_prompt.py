@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from spectune.runtime.policies.artifacts import DRAFT_CHOOSER, Artifacts, read_artifact
 from spectune.runtime.policies.document import PromptPolicy
-from spectune.runtime.policies.refusals import stored_numbers
 from spectune.traces.errors import PolicyError, TraceError
 
 FloatArray = npt.NDArray[np.float64]
@@ -77,13 +76,7 @@ def stored_chooser(policy: PromptPolicy, artifacts: Artifacts | None) -> Chooser
                 "it was fitted to choose between other policies; `fit chooser --policies ...` fits "
                 "one to these"
             )
-        names = ("idf", "weights", "intercept")
-        idf, weights, intercept = (stored_numbers(arrays, n).astype(np.float64) for n in names)
-        terms = stored_numbers(arrays, "terms", "iu").astype(np.int64)
-        shape = 2 + len(terms), len(policy.candidates)
-        if idf.shape != terms.shape or (weights.shape, intercept.shape) != (shape, shape[1:]):
-            raise ValueError(f"weights of shape {weights.shape}, not {shape}")
-        nats = {str(key): float(value) for key, value in document["perplexities"].items()}
-        return Chooser(terms, idf, weights, intercept, nats)
+        terms, idf, *linear = (arrays[n] for n in ("terms", "idf", "weights", "intercept"))
+        return Chooser(terms, idf, linear[0], linear[1], document["perplexities"])
 
     return read_artifact(policy, "by_prompt", DRAFT_CHOOSER, artifacts, read)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import ValidationError
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -31,17 +28,3 @@ def explain(error: ValidationError, kinds: Mapping[str, Collection[str]]) -> str
 def lacking(error: Exception) -> str:
     """What the reader of a stored document raised, in words."""
     return f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-
-
-def stored_numbers(
-    arrays: Mapping[str, npt.NDArray[Any]], name: str, kinds: str = "fiu"
-) -> npt.NDArray[Any]:
-    """An artifact's array, which anybody may have written. Raises ValueError where it is missing,
-    of another kind than ``kinds`` (numpy's letters), or not of finite numbers."""
-    if name not in arrays:
-        raise ValueError(f"it lacks {name}")
-    array = np.asarray(arrays[name])
-    if array.dtype.kind not in kinds or not (np.abs(array) <= np.finfo(np.float32).max).all():
-        wanted = "finite" if "f" in kinds else "whole"
-        raise ValueError(f"{name} must hold {wanted} numbers, not these of {array.dtype}")
-    return array
