@@ -277,8 +277,8 @@ class CausalModel(SlotModel):
         self.max_positions = _reach(config)
         self._decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
         # transformers 5.24 renames the argument, and forgets the former name in 5.40.
-        known = inspect.signature(self._decoder.forward).parameters
-        self._cache_name = "cache" if "cache" in known else "past_key_values"
+        parameters = inspect.signature(self._decoder.forward).parameters
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._taps: tuple[int, ...] = ()
         self._hooks: list[Any] = []
         self._hooked = _Hooked()
@@ -445,10 +445,10 @@ def load_model(
     with translated(f"{name}: cannot load {path}"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         quantized = _is_quantized(config, f"{name}: {path}")
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             weights, dtype=dtype, trust_remote_code=False, output_loading_info=True, **how
         )
-        missing = sorted(found["missing_keys"])
+        missing = sorted(report["missing_keys"])
         if missing:
             raise PairError(
                 f"{name}: the weights of {path} lack {missing[0]}, which config.json asks for "
@@ -456,7 +456,7 @@ def load_model(
             )
         if not quantized:
             _check_stored(folder, f"{name}: {path}")
-            _check_scales(model, found["unexpected_keys"], f"{name}: {path}")
+            _check_scales(model, report["unexpected_keys"], f"{name}: {path}")
         loaded = CausalModel(model.to(device), name)
         _check_reproduced(loaded, path, sample())
     return loaded
@@ -482,12 +482,12 @@ def _is_quantized(config: Any, where: str) -> bool:
     """Whether transformers quantizes or dequantizes the weights of a configuration. Raises
     PairError for a quantization that it leaves out, with a warning at most."""
     for part in (config, config.get_text_config()):
-        asked = getattr(part, "quantization_config", None)
-        if not asked:
+        settings = getattr(part, "quantization_config", None)
+        if not settings:
             continue
-        asked = asked if isinstance(asked, dict) else asked.to_dict()
-        if part is not config or not AutoHfQuantizer.supports_quant_method(asked):
-            method = asked.get("quant_method")
+        settings = settings if isinstance(settings, dict) else settings.to_dict()
+        if part is not config or not AutoHfQuantizer.supports_quant_method(settings):
+            method = settings.get("quant_method")
             raise PairError(
                 f"{where} is quantized by {method}, which transformers does not read; give a "
                 "checkpoint in bfloat16, or of a quantization that it reads"
