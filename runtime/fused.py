@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -74,15 +74,31 @@ def rotate_and_write(
     return turned[:, :heads].transpose(0, 1)
 
 
+class Pass(NamedTuple):
+    """What all layers of a pass read: ``rotary``, cosines and sines [n, D]; the ``mask`` of
+    :func:`runtime.attention.attend`; ``fast``: Triton's kernels run."""
+
+    rotary: tuple[Tensor, Tensor]
+    view: CacheView
+    mask: Tensor | None
+    fast: bool
+
+
+def new_pass(rotary: tuple[Tensor, Tensor], view: CacheView, mask: Tensor | None) -> Pass:
+    """A pass by Triton's kernels where they run on the device and dtype of ``rotary``."""
+    cos = rotary[0]
+    return Pass(rotary, view, mask, kernels_run(cos.device) and cos.dtype in DTYPES)
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Layer:
-    """The weights of one layer. ``qk_norms``: of queries and keys, a head at a time."""
+    """The weights of a layer behind its first norm. ``qk_norms``: of queries and keys, a head at a
+    time."""
 
     qkv: Product
     output: Product
     gate_up: Product
     down: Product
-    input_norm: Norm
     mlp_norm: Norm
     qk_norms: tuple[Norm, Norm] | None
     activation: nn.Module
@@ -92,40 +108,34 @@ class Layer:
     scale: float
 
     def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        rotary: tuple[Tensor, Tensor],
-        view: CacheView,
-        index: int,
-        mask: Tensor | None,
-        *,
-        fast: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of ``residual + x`` [n, hidden_size] this sum itself, which the layer reads, and what it
-        gives, again as a part to be added and a residual. ``fast``: by Triton's kernels."""
+        self, normed: Tensor, residual: Tensor, index: int, parts: Pass
+    ) -> tuple[Tensor, Tensor]:
+        """What layer ``index`` gives for ``residual`` [n, hidden_size] and what was ``normed`` of
+        it: a part to be added, and a residual."""
+        rotary, view, mask, fast = parts
         norm = kernels.add_norm if fast else add_norm
         rotate = kernels.rotate_and_write if fast else rotate_and_write
-        normed, total = norm(x, residual, self.input_norm)
         states, slots = F.linear(normed, *self.qkv), view.layer(index)
         query = rotate(states, rotary, view.slots, *slots, self.heads, self.qk_norms)
         attended = attend(query[None], *view.read(index), mask, view.length, self.scale)[0]
         x = F.linear(attended.transpose(0, 1).flatten(1), *self.output)
-        normed, residual = norm(x, total, self.mlp_norm)
+        normed, residual = norm(x, residual, self.mlp_norm)
         gate_up = F.linear(normed, *self.gate_up)
         if fast and type(self.activation).__name__ in ("SiLU", "SiLUActivation"):
             product = kernels.swiglu(gate_up)
         else:
             gate, up = gate_up.chunk(2, -1)
             product = self.activation(gate) * up
-        return total, F.linear(product, *self.down), residual
+        return F.linear(product, *self.down), residual
 
 
 class FusedDecoder:
     """A decoder over a slot cache."""
 
-    def __init__(self, layers: Sequence[Layer], norm: Norm, rotary: nn.Module) -> None:
-        self.layers, self._norm, self._rotary = layers, norm, rotary
+    def __init__(self, layers: Sequence[Layer], norms: Sequence[Norm], rotary: nn.Module) -> None:
+        self.layers, self._rotary = layers, rotary
+        self.norms = norms
+        """Those before each layer, and the last."""
 
     def forward(
         self,
@@ -141,16 +151,16 @@ class FusedDecoder:
         ``embedded`` [n, hidden_size]; ``positions`` int64 [n]; ``mask``: that of
         :func:`runtime.attention.attend`.
         """
-        x, residual, tapped = embedded, None, {}
-        rotary, fast = self.rotary(x, positions), kernels_run(x.device) and x.dtype in DTYPES
+        parts = new_pass(self.rotary(embedded, positions), view, mask)
+        norm = kernels.add_norm if parts.fast else add_norm
+        normed, residual = norm(embedded, None, self.norms[0])
+        tapped = {0: residual}
         for index, layer in enumerate(self.layers):
-            total, x, residual = layer.forward(x, residual, rotary, view, index, mask, fast=fast)
-            if index in taps:
-                tapped[index] = total
-        states, total = (kernels.add_norm if fast else add_norm)(x, residual, self._norm)
-        if len(self.layers) in taps:
-            tapped[len(self.layers)] = total
-        return states, tapped
+            x, residual = layer.forward(normed, residual, index, parts)
+            normed, residual = norm(x, residual, self.norms[index + 1])
+            if index + 1 in taps:
+                tapped[index + 1] = residual
+        return normed, tapped
 
     def rotary(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [n, D] in the dtype of ``x``."""
@@ -169,7 +179,10 @@ def fuse(decoder: Any) -> FusedDecoder | None:
     norm, layers = _norm(decoder.norm), [modules for modules in parts if modules is not None]
     if norm is None or not layers or len(layers) < len(parts):
         return None
-    fused = FusedDecoder([_layer(modules) for modules in layers], norm, decoder.rotary_emb)
+    norms = [x for modules in layers if (x := _norm(modules[NORMS[0]]))]
+    fused = FusedDecoder(
+        [_layer(modules) for modules in layers], [*norms, norm], decoder.rotary_emb
+    )
     return fused if _agrees(fused, decoder) else None
 
 
@@ -215,16 +228,15 @@ def _norm(module: Any) -> Norm | None:
 def _layer(modules: dict[str, Any]) -> Layer:
     """One layer, whose matrices become views of fused ones."""
     attention, linears = modules["self_attn"], [modules[name] for name in MATRICES]
-    norms = [norm for name in (*NORMS, *QK_NORMS) if (norm := _norm(modules.get(name)))]
+    norms = [norm for name in (NORMS[1], *QK_NORMS) if (norm := _norm(modules.get(name)))]
     query, key = (x.out_features // attention.head_dim for x in linears[:2])
     return Layer(
         qkv=_stacked(linears[:3]),
         output=(linears[3].weight, linears[3].bias),
         gate_up=_stacked(linears[4:6]),
         down=(linears[6].weight, linears[6].bias),
-        input_norm=norms[0],
-        mlp_norm=norms[1],
-        qk_norms=(norms[2], norms[3]) if len(norms) > 2 else None,
+        mlp_norm=norms[0],
+        qk_norms=(norms[1], norms[2]) if len(norms) > 1 else None,
         activation=modules["mlp"].act_fn,
         heads=query,
         kv_heads=key,
@@ -264,12 +276,11 @@ def _agrees(fused: FusedDecoder, decoder: Any) -> bool:
     shape = LayerShape(first.kv_heads, first.head_dim, first.head_dim)
     cache = SlotCache([shape], x.dtype, x.device)
     cache.reserve(count)
-    fast = kernels_run(x.device) and x.dtype in DTYPES
-    for layer, own in zip(fused.layers, decoder.layers, strict=True):
+    parts = new_pass(rotary, cache.view(Tokens(ids, slots, slots, None, count)), None)
+    for layer, norm, own in zip(fused.layers, fused.norms, decoder.layers, strict=False):
         if (layer.kv_heads, layer.head_dim) != (first.kv_heads, first.head_dim):
             return False
-        view = cache.view(Tokens(ids, slots, slots, None, count))
-        _, part, residual = layer.forward(x, None, rotary, view, 0, None, fast=fast)
+        part, residual = layer.forward(add_norm(x, None, norm)[0], x, 0, parts)
         turns = {"position_ids": slots[None], "position_embeddings": [x[None] for x in rotary]}
         theirs = own(x[None], attention_mask=None, use_cache=False, **turns)
         if not isinstance(theirs, Tensor) or not _close(residual + part, theirs[0], x):

@@ -14,22 +14,18 @@ convention changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from spectune.runtime.attention import attend, layer_mask
+from spectune.runtime.attention import layer_mask
 from spectune.runtime.cache import LayerShape, SlotCache, Tokens
+from spectune.runtime.fused import Layer, Pass, new_pass
 from spectune.runtime.models import CausalModel, SlotModel
-
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, query [1, H, n, D], key and value [1, Hkv, n, D]) -> [1, n, H, D]: attention, with
-whatever memory the caller keeps."""
 
 Convention = Literal["outputs", "boundaries", "default", "last"]
 """How a head's configuration names the target's hidden states: by the layers whose outputs they
@@ -86,28 +82,34 @@ class HeadLayer(nn.Module):
         self.hidden_norm = nn.RMSNorm(shape.hidden, shape.eps) if self.wide else None
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden, shape.eps)
 
-    def forward(
-        self, x: Tensor, embedded: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend
-    ) -> Tensor:
-        """``x`` and ``embedded`` [B, n, H] (the latter read by the first EAGLE-3 layer alone),
-        ``rotary`` cos and sin [n, D]."""
-        shape, residual = self.shape, x
+    @cached_property
+    def _weights(self) -> Layer:
+        shape = self.shape
+        return Layer(
+            qkv=(self.qkv.weight, self.qkv.bias),
+            output=(self.o_proj.weight, self.o_proj.bias),
+            gate_up=(self.gate_up.weight, None),
+            down=(self.down_proj.weight, None),
+            mlp_norm=(self.post_attention_layernorm.weight, shape.eps),
+            qk_norms=None,
+            activation=nn.SiLU(),
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            scale=shape.head_dim**-0.5,
+        )
+
+    def forward(self, x: Tensor, embedded: Tensor, parts: Pass) -> Tensor:
+        """``x`` and ``embedded`` [n, H], the latter read by the first EAGLE-3 layer alone."""
+        residual = x
         if self.hidden_norm is not None and self.input_layernorm is not None:
             normed = self.hidden_norm(x)
-            residual = normed if shape.norm_before_residual else x
+            residual = normed if self.shape.norm_before_residual else x
             x = torch.cat((self.input_layernorm(embedded), normed), -1)
         elif self.input_layernorm is not None:
             x = self.input_layernorm(x)
-        batch, width, _ = x.shape
-        states = self.qkv(x).view(batch, width, -1, shape.head_dim).transpose(1, 2)
-        turned, (cos, sin) = states[:, : shape.heads + shape.kv_heads], rotary
-        turned = turned * cos + rotate_half(turned) * sin
-        query, key = turned[:, : shape.heads], turned[:, shape.heads :]
-        value = states[:, shape.heads + shape.kv_heads :]
-        x = residual + self.o_proj(attend(self.index, query, key, value).reshape(batch, width, -1))
-        gate, up = self.gate_up(self.post_attention_layernorm(x)).chunk(2, -1)
-        out: Tensor = x + self.down_proj(F.silu(gate) * up)
-        return out
+        part, residual = self._weights.forward(x, residual, self.index, parts)
+        return residual + part
 
 
 class HeadNet(nn.Module):
@@ -135,13 +137,12 @@ class HeadNet(nn.Module):
         self,
         embedded: Tensor,
         hidden: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        attend: Attend,
+        parts: Pass,
         *,
         own: bool,
     ) -> Tensor:
-        """Embeddings [B, n, H] and target features [B, n, fused] (or ``own`` outputs [B, n, H]) to
-        outputs [B, n, H].
+        """Embeddings [n, H] and target features [n, fused] (or ``own`` outputs [n, H]) to outputs
+        [n, H].
 
         Outputs are what the head is fed where the target has no features: with ``norm_output``
         after the norm.
@@ -151,11 +152,11 @@ class HeadNet(nn.Module):
         elif self.fc is not None and not own:
             hidden = self.fc(self._normed(hidden))
         for layer in self.layers:
-            hidden = layer(hidden, embedded, rotary, attend)
+            hidden = layer(hidden, embedded, parts)
         return self.norm(hidden) if self.norm is not None and self.shape.norm_output else hidden
 
     def _normed(self, features: Tensor) -> Tensor:
-        """Target features [B, n, fused] as ``fc`` takes them."""
+        """Target features [n, fused] as ``fc`` takes them."""
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norm:
@@ -242,13 +243,9 @@ class EagleHead(SlotModel):
         if mask is not None:
             mask = layer_mask(mask, shape.heads // shape.kv_heads, self.cache.states.dtype)
 
-        def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = view.update(key, value, layer)
-            return attend(query, keys, values, mask, tokens.length).transpose(1, 2)
-
         rotary = self._cos[tokens.positions], self._sin[tokens.positions]
-        embedded, hidden = self._embed(tokens.ids)[None], tokens.hidden[None]
-        out = self.net(embedded, hidden, rotary, attention, own=recurrent)[0]
+        embedded, parts = self._embed(tokens.ids), new_pass(rotary, view, mask)
+        out = self.net(embedded, tokens.hidden, parts, own=recurrent)
         return out, out[:, :0]
 
     def state(self, out: Tensor) -> Tensor:
