@@ -82,15 +82,17 @@ def gumbel_row(key: int, vocab_size: int, device: torch.device) -> Tensor:
     is taken from the small side: 1 - w is exact, so that the upper tail, which decides who wins, is
     resolved to 2 ** -33."""
     if device.type != "cpu":
-        return gumbel(keys_tensor([key], device), torch.arange(vocab_size, device=device))[0]
+        return gumbel(
+            keys_tensor([as_int64(key)], device), torch.arange(vocab_size, device=device)
+        )[0]
     uniforms = torch.empty(vocab_size, dtype=torch.float64)
     _uniforms(np.uint64(key), uniforms.numpy())
     return uniforms.log_().neg_().log_().neg_().float()
 
 
 def keys_tensor(keys: Sequence[int], device: torch.device) -> Tensor:
-    """64-bit keys as int64 [n, 1]."""
-    return torch.tensor([[as_int64(key)] for key in keys], device=device)
+    """Keys as int64 [n, 1], for which nothing waits."""
+    return torch.tensor(keys)[:, None].to(device, non_blocking=True)
 
 
 def add_noise(scores: Tensor, ids: Tensor | None, keys: Tensor) -> Tensor:
@@ -128,15 +130,15 @@ class Noise:
                 del self._rows[next(iter(self._rows))]
         return self._rows[position]
 
-    def keys(self, positions: Sequence[int]) -> Tensor:
-        """The keys at positions, int64 [n, 1]."""
-        return keys_tensor([stream_key(self._seed, p) for p in positions], self._device)
+    def keys(self, positions: Sequence[int]) -> list[int]:
+        """The keys at positions, as int64 has them."""
+        return [as_int64(stream_key(self._seed, position)) for position in positions]
 
     def add(self, scores: Tensor, ids: Tensor | None, positions: Sequence[int]) -> Tensor:
         """``scores`` [n, size] plus the noise at each row's position (one position: of all rows).
         ``ids`` int64 [size]: the tokens of the columns; None: all."""
         if self.fused:
-            return add_noise(scores, ids, self.keys(positions))
+            return add_noise(scores, ids, keys_tensor(self.keys(positions), self._device))
         rows = self.row(positions[0])
         if len(positions) > 1:
             rows = torch.stack([self.row(position) for position in positions])
@@ -146,7 +148,7 @@ class Noise:
         """The column with the highest sum of :meth:`add`, row by row, int64 [n]; ties go to the
         first."""
         if self.fused:
-            return kernels.best(scores, self.keys(positions), ids)
+            return kernels.best(scores, keys_tensor(self.keys(positions), self._device), ids)
         if ids is not None or len(set(positions)) == len(positions):
             return self.add(scores, ids, positions).argmax(-1)
         # Rows of one level share their noise.

@@ -12,6 +12,7 @@ import torch
 from scipy.stats import gumbel_r, kstest
 
 import spectune.runtime.cuda.noise as kernels
+from spectune.runtime.policies.splitmix import as_int64
 from spectune.runtime.sampling import (
     NUCLEUS,
     Noise,
@@ -62,7 +63,7 @@ def test_noise_is_a_pure_function() -> None:
 def test_the_compiled_noise_is_the_same_noise(vocab_size: int) -> None:
     """The compiled loop and torch's operations give the same bits."""
     keys = [stream_key(11, position) for position in range(50)]
-    rows = gumbel(keys_tensor(keys, CPU), torch.arange(vocab_size))
+    rows = gumbel(keys_tensor([as_int64(k) for k in keys], CPU), torch.arange(vocab_size))
     assert all(
         torch.equal(gumbel_row(k, vocab_size, CPU), r) for k, r in zip(keys, rows, strict=True)
     )

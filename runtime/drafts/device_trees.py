@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -47,21 +47,13 @@ def tree_phase(plan: Plan, model: SlotModel, sampling: Sampling) -> TreePhase:
     return phase
 
 
-class FirstPass(NamedTuple):
-    """``logits`` [1, vocab] after the text and, of a head, its output there ``hidden`` [1,
-    hidden_size]."""
-
-    logits: Tensor
-    hidden: Tensor
-
-
 class TreePhase:
     """The levels of a plan's trees over one allocation of a draft's cache (``states``)."""
 
     def __init__(self, plan: Plan, model: SlotModel, sampling: Sampling) -> None:
         self.model, self.sampling, self.rule = model, sampling, plan.rule(sampling)
         self.states, device = model.cache.states, model.device
-        self._window = plan.policy.gamma_max
+        self._window, self._depth = plan.policy.gamma_max, 0
         self.growing = GrowingTree(self.rule, plan.policy.depth_max, device)
         levels, most, capacity = self.growing.depth, max(self.growing.sizes), model.cache.capacity
         self._numbers = torch.zeros(4 + levels, dtype=torch.int64, device=device)
@@ -77,21 +69,23 @@ class TreePhase:
             self._hidden = torch.zeros(most, model.hidden_size, dtype=model.dtype, device=device)
         self.captured: dict[Key, tuple[Callable[[], None], Tensor]] = {}
 
-    def propose(
-        self, first: FirstPass, length: int, noise: Noise | None, depth: int, limit: int
-    ) -> GrownTree:
-        """The tree of ``depth`` levels behind a text of ``length`` tokens, which HeteroSpec may
-        extend up to ``limit``."""
-        levels = self.growing.depth
-        keys = [0] * levels
-        if noise is not None:
-            keys = noise.keys(range(length, length + levels)).flatten().tolist()
-        self._numbers.copy_(torch.tensor([length, length, depth, limit, *keys]))
-        self._logits.copy_(first.logits)
+    def begin(self, length: int, depth: int, limit: int, noise: Noise | None) -> None:
+        """Fills in a round: a tree of ``depth`` levels behind a text of ``length`` tokens, which
+        HeteroSpec may extend up to ``limit``. Best called before the pass over the text, since it
+        waits for nothing."""
+        self._depth, levels = depth, self.growing.depth
+        keys = [0] * levels if noise is None else noise.keys(range(length, length + levels))
+        numbers = torch.tensor([length, length, depth, limit, *keys])
+        self._numbers.copy_(numbers, non_blocking=True)
+
+    def grow(self, logits: Tensor, hidden: Tensor) -> GrownTree:
+        """The tree. ``logits`` [1, vocab] and, of a head, its output ``hidden`` [1, hidden_size]
+        come from the pass over the text."""
+        self._logits.copy_(logits)
         if self._hidden is not None:
-            self._hidden[:1] = first.hidden
-        begun = depth if self.rule.stratified else 0
-        return grow_on_device(self.growing, depth, partial(self._run, depth=begun))
+            self._hidden[:1] = hidden
+        begun = self._depth if self.rule.stratified else 0
+        return grow_on_device(self.growing, self._depth, partial(self._run, depth=begun))
 
     def _run(self, first: int, last: int, depth: int) -> Tensor:
         if (sequence := self.captured.get((first, last, depth))) is None:

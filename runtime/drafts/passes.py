@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from spectune.runtime.drafts.device_trees import FirstPass, grows_on_device, tree_phase
+from spectune.runtime.drafts.device_trees import grows_on_device, tree_phase
 from spectune.runtime.drafts.protocol import DraftContext, Drafted
 from spectune.runtime.models import SlotModel
 from spectune.runtime.shortlists import Shortlists, Support
@@ -93,9 +93,10 @@ def propose_tree(
     """Grows a tree by a draft's passes, as the policy says."""
     plan, sampling, noise = context.plan, context.sampling, context.noise
     if grows_on_device(reader.model, plan):
-        phase, logits = tree_phase(plan, reader.model, sampling), reader.root()
-        first = FirstPass(logits, reader.hidden)
-        tree = phase.propose(first, reader.length, noise, depth, limit)
+        phase = tree_phase(plan, reader.model, sampling)
+        phase.begin(reader.length, depth, limit, noise)
+        logits = reader.root()
+        tree = phase.grow(logits, reader.hidden)
     else:
         rule = plan.rule(sampling)
         tree = grow(rule, depth, limit, ModelDistributions(rule, reader, sampling, noise))
