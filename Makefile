@@ -50,7 +50,7 @@ lint: $(VENV)/.installed-dev ## Style and types
 wheel: $(VENV)/.installed-dev ## Build the wheel, and use it in an empty environment
 	.ci/wheel $(RUN)
 
-bench: $(VENV)/.installed-dev ## Speed of replay, of trees and of the loop; results in bench/results
+bench: $(VENV)/.installed-dev ## Speed of replay and of trees; results in bench/results
 	$(RUN) bench/speed.py $(ARGS)
 
 acceptance: $(VENV)/.installed-dev ## The full-size checks (an hour on 2 cores, resumable; ARGS="--only NAME" for one); figures in bench/results

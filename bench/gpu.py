@@ -11,9 +11,8 @@ bfloat16, as many as ``--seconds`` allow. ``tune``: a whole tuning; stopped afte
 goes on where it was when it is called again. ``attention`` and ``kernels``: ours beside torch's.
 
 A part's figures are written as soon as it ends, to ``bench/results/gpu-DEVICE.json`` or ``--out``,
-and printed as a table. ``--tiny`` proves that a part runs, and stores nothing without ``--out``.
-What a bare machine lacks beside torch, transformers, numba and scikit-learn is in
-``bench/gpu_wheels.txt``.
+and printed as a table; one that breaks off leaves the others alone. ``--tiny`` proves that a part
+runs, and stores nothing without ``--out``. What a bare machine lacks: ``bench/gpu_wheels.txt``.
 """
 
 from __future__ import annotations
@@ -25,7 +24,9 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +39,7 @@ from lab import GREEDY, ROOT, environment, fixed, parser_of, requests, say, top_
 from report import rows_table
 from rounding import plain_policies, texts_that_differ
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from spectune.optimizer.execute import DecodeOptions, Encoded, encode
 from spectune.runtime.decoder import Decoded, Decoder, prepare_for
@@ -159,7 +160,7 @@ def random_target(bench: Bench) -> Any:
     )
     torch.manual_seed(0)
     with torch.device(bench.device):
-        model = CausalModel(LlamaForCausalLM(config).to(config.dtype), "random")
+        model = CausalModel(AutoModelForCausalLM.from_config(config, dtype=config.dtype), "random")
     if bench.device == "cuda":
         use_graphs([model], CudaRecorder())
     return model
@@ -338,7 +339,7 @@ def published(bench: Bench) -> Figures:
     """What a publication costs a decoder: rounds of autoregression that were decoded while a tree
     was prepared aside, and how many rounds' time was lost among them."""
     pair, seconds = bench.pair, list[float]()
-    plain, tree = (prepare_for(pair, parse_policy({})), parse_policy(top_k("head", 8, 6, 120)))
+    plain, tree = prepare_for(pair, parse_policy({})), parse_policy(top_k("head", 8, 6, 120))
     decode(bench, StaticSource(plain))  # warms up
 
     def prepare(policy: Any, version: int) -> Any:
@@ -357,31 +358,30 @@ def published(bench: Bench) -> Figures:
                     for item in decoder.rounds(request)
                     if item.step.policy == plain.policy_id
                 )
-    median, worst = statistics.median(seconds), max(seconds)
+    median = statistics.median(seconds)
     lost = sum(s / median - 1 for s in seconds if s > 1.5 * median)
-    row = {"rounds": len(seconds), "median ms": 1e3 * median, "slowest ms": 1e3 * worst}
+    row = {"rounds": len(seconds), "median ms": 1e3 * median, "slowest ms": 1e3 * max(seconds)}
     return {**row, "rounds lost": lost}
 
 
 def generate(bench: Bench) -> Figures:
     """Tokens a second of transformers on the ballasted target and draft and the same prompts, and
     the texts that differ from our autoregression's (in bfloat16 some may)."""
-    pair, spec = bench.pair, bench.pair.spec
+    pair = bench.pair
     ours = decode(bench, StaticSource(prepare_for(pair, parse_policy({}))))
     texts = [d.trajectory.output_ids.tolist() for d in ours]
     speed = sum(map(len, texts)) / sum(d.seconds for d in ours)
     rows = [{"what": "autoregression, ours", "tokens/s": speed, "first s": None, "differ": 0}]
     target, draft = (
         AutoModelForCausalLM.from_pretrained(path, dtype=pair.target.dtype).to(bench.device)
-        for path in (spec.target, dict(spec.drafts)["small"])
+        for path in (pair.spec.target, dict(pair.spec.drafts)["small"])
     )
     for what, count, how in (
         ("transformers, eager", 2, {}),
         ("transformers, assisted by the draft", 2, {"assistant_model": draft}),
         ("transformers, static cache, compiled", 6, {"cache_implementation": "static"}),
     ):
-        differ = tokens = 0
-        seconds = []
+        differ, tokens, seconds = 0, 0, list[float]()
         items = bench.encoded.items[:count]
         for _, request in (items[0], *items):
             ids = torch.tensor([request.prompt_ids], device=bench.device)
@@ -488,7 +488,8 @@ def attention(bench: Bench) -> Figures:
             row: Figures = {"cached tokens": slots, "queries": n}
             row["ours us"] = bench.microseconds(attention_of(query, key, value, mask))
             for name, backend in backends.items():
-                with sdpa_kernel(backend):
+                row[f"{name} us"] = None
+                with sdpa_kernel(backend), suppress(RuntimeError):  # not of these shapes
                     row[f"{name} us"] = bench.microseconds(sdpa, q, key, value, folded)
             rows.append(row)
     cached, large = (16, 512) if bench.tiny else (512, 32768)
@@ -511,7 +512,7 @@ def kernels(bench: Bench) -> Figures:
 PARTS = (ballast, passes, rounds, generate, texts, tune, attention, kernels)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parts = {part.__name__: part for part in PARTS}
     parser = parser_of(__doc__)
     add = parser.add_argument
@@ -527,24 +528,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if asked.device == "cuda" and not torch.cuda.is_available():
         parser.error("this torch sees no CUDA device; --device cpu --tiny proves that parts run")
     torch.set_num_threads(1)
-    name = f"ballast-{asked.device}{'-tiny' if asked.tiny else ''}"
-    folder = asked.folder or ROOT / ".acceptance" / name
+    folder = asked.folder or ROOT / ".acceptance" / ("ballast-tiny" if asked.tiny else "ballast")
     bench, on = Bench(asked.device, asked.tiny, asked.seconds, folder), hardware(asked.device)
     file = asked.out
     if file is None and not asked.tiny:
         slug = re.sub("[^a-z0-9]+", "-", on.lower()).strip("-")
         file = ROOT / "bench" / "results" / f"gpu-{slug}.json"
+    failed = 0
     for part in asked.parts or parts:
         began = time.perf_counter()
         figures = {"on": on, "measured": time.strftime("%Y-%m-%d"), "environment": environment()}
         figures["about"] = " ".join((parts[part].__doc__ or "").split())
-        figures |= parts[part](bench)
+        try:
+            figures |= parts[part](bench)
+        except Exception:  # the other parts may still be had
+            traceback.print_exc()
+            failed = 1
+            continue
         figures["seconds"] = time.perf_counter() - began
         print(f"\n{part}: {figures['seconds']:.0f} s\n", *rows_table(figures), sep="\n", flush=True)
         if file is not None:
             known = json.loads(file.read_text()) if file.exists() else {}
             file.write_text(json.dumps({**known, part: figures}, indent=1) + "\n")
+    return failed
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -119,7 +119,7 @@ def main() -> None:
     for what, found in sorted(logs.items()):
         ratio, low, high = interval(found)
         about = f"{len(found)} turns, {differ[what]} differ"
-        print(f"{what:24} {ratio:.3f} ({low:.3f} to {high:.3f}), {about}", flush=True)
+        print(f"{what:24} {ratio:.3f} ({low:.3f} to {high:.3f}), {about}")
 
 
 def interval(logs: list[float]) -> tuple[float, float, float]:

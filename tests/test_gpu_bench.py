@@ -24,8 +24,8 @@ def test_every_part_runs_and_leaves_its_figures(
     out, folder = tmp_path / "gpu.json", tmp_path / "ballast"
     parts = [part.__name__ for part in gpu.PARTS if part is not gpu.tune]
     where = ("--folder", str(folder), "--out", str(out))
-    gpu.main([*parts, *ON_CPU, *where])
-    gpu.main(["tune", *ON_CPU, *where, "--seconds", "1"])
+    assert gpu.main([*parts, *ON_CPU, *where]) == 0
+    assert gpu.main(["tune", *ON_CPU, *where, "--seconds", "1"]) == 0
     found = json.loads(out.read_text())
     assert list(found) == [*parts, "tune"]
     printed = capsys.readouterr().out
@@ -47,6 +47,23 @@ def test_every_part_runs_and_leaves_its_figures(
     assert min(exact["texts"], other["texts"]) > 0
     assert max(row["error"] for row in found["kernels"]["rows"]) < 1e-3
     assert found["tune"]["rows"][0]["ended"] == "call again to go on"
+
+
+def test_a_part_that_breaks_off_leaves_the_others_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "gpu.json"
+
+    def one(bench: gpu.Bench) -> gpu.Figures:
+        raise RuntimeError("out of memory")
+
+    def other(bench: gpu.Bench) -> gpu.Figures:
+        """Its figures."""
+        return {"rows": [{"a": 1.0}]}
+
+    monkeypatch.setattr(gpu, "PARTS", (one, other))
+    assert gpu.main([*ON_CPU, "--folder", str(tmp_path), "--out", str(out)]) == 1
+    assert json.loads(out.read_text())["other"]["rows"] == [{"a": 1.0}]
 
 
 def test_a_tuning_s_figures_are_of_its_json() -> None:

@@ -150,8 +150,8 @@ def test_drafts_that_are_next_to_never_right_are_warned_of(poor_pair: Path, tmp_
     work = tmp_path / "w.jsonl"
     work.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     door = Door(str(tmp_path / "runs.db"))
-    of = ("--pair", poor_pair, "--workload", work, "--max-new-tokens", 80, "--gamma-max", 2)
-    recorded = door.call("record", *of, json=True)
+    of = ("--pair", poor_pair, "--workload", work, "--max-new-tokens", 68)
+    recorded = door.call("record", *of, "--gamma-max", 2, json=True)
     assert recorded.exit_code == 0, recorded.output
     first = json.loads(recorded.stdout)["first_position"]
     assert set(first) == {"near", "far", "head", "ngram"}
@@ -165,7 +165,7 @@ def test_drafts_that_are_next_to_never_right_are_warned_of(poor_pair: Path, tmp_
         assert line.startswith("warning: ")
         assert line.endswith(why)
         assert f"of {first[draft]['positions']} first tokens " in line
-    ran = door.call("run", "--policy", json.dumps(chain("head", 1)), *of[:-2], "--no-store")
+    ran = door.call("run", "--policy", json.dumps(chain("head", 1)), *of, "--no-store")
     assert [x for x in ran.stderr.splitlines() if "'head' is next to never right" in x]
-    few = door.call("run", "--policy", json.dumps(chain("far", 1)), *of[:-2], limit=1)
+    few = door.call("run", "--policy", json.dumps(chain("far", 1)), *of[:-1], 8, limit=1)
     assert "never right" not in few.stderr

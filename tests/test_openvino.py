@@ -109,14 +109,14 @@ def test_one_recording_predicts_every_round_of_every_number_of_tokens(
     recorded: TraceStore, running: OpenVino, prompts: tuple[Prompt, ...]
 ) -> None:
     compared = 0
-    for gamma, clients in ((0, 4), (1, 1), (4, 4), (6, 1), (6, 4)):
+    for gamma, clients in ((0, 4), (4, 1), (6, 4)):
         tried = fixed(gamma) if gamma else AUTOREGRESSIVE
         answered = served(running, prompts, tried, Load(clients))
         compared += held_against_replay(recorded, tried, answered)
         assert max(step.batch for done in answered for step in done.steps) == clients
         ended = [step.ended_s for done in answered for step in done.steps]
         assert all(ended.count(s.ended_s) == s.batch for done in answered for s in done.steps)
-    assert compared > 450
+    assert compared > 290
 
 
 def test_a_draft_that_it_never_ran_does_what_retracing_predicts(

@@ -113,7 +113,8 @@ def test_replay_is_the_runtime_round_by_round(
     pair: LoadedPair, record: Record, sampling: Sampling
 ) -> None:
     """simulate = run on every round, for every kind of policy; the plain loop over the trace agrees
-    with both."""
+    with both. A case has every second policy: each is held greedily and above temperature 0, and on
+    both architectures."""
     trajectories, panoramas = record(sampling)
     profile = flat_profile(pair.id, pair.drafts)
     trace = ReplayTrace(trajectories, panoramas)
@@ -121,7 +122,7 @@ def test_replay_is_the_runtime_round_by_round(
     tried = [
         *policies(near, far),
         *random_policies(pair.draft_names, 3, seed=int(10 * sampling.temperature)),
-    ]
+    ][sampling.greedy == (pair.spec.name == "tiny-llama") :: 2]
     rounds = 0
     for policy in tried:
         decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names, profile=profile)))
@@ -135,7 +136,7 @@ def test_replay_is_the_runtime_round_by_round(
             assert [shape(s) for s in executed.steps] == plain, policy.label()
             assert [shape(s) for s in replayed[i]] == plain, policy.label()
             rounds += len(plain)
-    assert rounds > 300
+    assert rounds > 150
 
 
 def test_panorama_is_the_drafts_own_chain(pair: LoadedPair, record: Record) -> None:

@@ -148,9 +148,12 @@ def replayed_exactly(
 
 @pytest.mark.parametrize(("either_pair", "sampling"), CASES, indirect=["either_pair"], ids=str)
 def test_trees_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sampling) -> None:
+    """A case has every second policy: the first seven, of every growth, are held greedily and above
+    temperature 0, and on both architectures."""
     policies = tree_policies(next(iter(pair.drafts)), 12, seed=int(10 * sampling.temperature))
+    policies = policies[sampling.greedy == (pair.spec.name == "tiny-llama") :: 2]
     _, rounds = replayed_exactly(pair, policies, sampling, WIDTH, DEPTH)
-    assert len(rounds) > 100
+    assert len(rounds) > 50
 
 
 def plain_rounds(
