@@ -54,8 +54,7 @@ def main() -> int:
     state = ROOT / ".acceptance" / "quick" if wanted.quick else ROOT / ".acceptance"
     state.mkdir(parents=True, exist_ok=True)
     if wanted.fresh:
-        forgotten = [state / f"{name}.done" for name in names]
-        for file in forgotten if wanted.only else [*forgotten, *state.glob("lab*")]:
+        for file in [*(state / f"{name}.done" for name in names), *state.glob("lab*")]:
             file.unlink(missing_ok=True)
     left = [name for name in names if not (state / f"{name}.done").exists()]
     if len(names) > 1:
