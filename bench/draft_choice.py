@@ -23,7 +23,7 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.recording.chains import record_panorama
+from spectune.runtime.recording.panoramas import record_panorama
 from spectune.traces.schema import Request, Sampling, Workload
 from spectune.traces.store import TraceStore
 

@@ -265,8 +265,7 @@ class Lab:
         return open_trace(
             self.store,
             self.recording,
-            chains=self.pair.chain_drafts,
-            trees=self.pair.models,
+            drafts={*self.pair.chain_drafts, *self.pair.models},
             ranks=ranks,
         ).trace
 

@@ -73,7 +73,7 @@ def _against_fixed(
     policies = {p.id: p for p in [winner, *exhaustive]}
     profile = store.get_profile(tuned.profile).profile
     encoded = encode(pair, requests(12, category=category), options)
-    trace = open_trace(store, tuned.recording, chains=pair.draft_names).trace
+    trace = open_trace(store, tuned.recording, drafts=pair.draft_names).trace
     expected = expected_seconds(trace.select(range(len(encoded.items))), policies.values(), profile)
     executor = Executor(pair, policies.values(), encoded, profile=profile)
     budget_s = 2.0 if quick else 25.0

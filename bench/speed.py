@@ -121,17 +121,17 @@ def _recorded(pair: LoadedPair, draft: str, sampling: Sampling, quick: bool) -> 
         store, options = TraceStore(database), DecodeOptions(sampling, 16 if quick else 64)
         look = [draft], 0, 10, 8
         recording = recorded(store, pair, requests(2 if quick else 12), options, *look)
-        return store.load(recording, trees=True)
+        return store.load(recording)
 
 
 def _rates(loaded: Recording, draft: str, sampling: Sampling) -> dict[str, Any]:
     """Trees tabulated and rounds replayed a second, over the recording repeated to 4,000 starts."""
-    grown = loaded.trees(draft)
+    grown = loaded.panoramas(draft)
     repeat = max(1, 4000 // sum(p.positions for p in grown))
     own = loaded.trajectories
     texts = [replace(t, request_id=f"{i} {t.request_id}") for i in range(repeat) for t in own]
-    trace = ReplayTrace(texts, {}, trees={draft: list(grown) * repeat})
-    forest, rates = trace.forests[draft], {}
+    trace = ReplayTrace(texts, {draft: list(grown) * repeat})
+    forest, rates = trace.forest(draft), {}
     every = np.arange(len(forest.root))
     for width, depth in ((10, 6), (10, 8), (6, 6)):
         policy = parse_policy(top_k(draft, width, depth, 60))

@@ -30,11 +30,9 @@ CASCADE = "CASCADE"
 
 
 class Packed:
-    """Columns of a packed blob. ``sha256`` is of ``data`` as stored; ``schema_version`` and
-    ``codec`` say how to read it."""
+    """Columns of a packed blob, which says itself how to read it. ``sha256`` is of ``data`` as
+    stored."""
 
-    schema_version: Mapped[int]
-    codec: Mapped[Str16]
     sha256: Mapped[bytes]
     data: Mapped[bytes]
 
@@ -117,15 +115,13 @@ class TrajectoryRow(Packed, Base):
 
 
 class PanoramaChunkRow(Packed, Base):
-    """What one draft would propose from every start of one trajectory; ``kind`` is ``chain``, or
-    of its trees ``tree``.
+    """What one draft would propose from every start of one trajectory.
 
-    ``n`` positions; ``agree_count`` proposals that equal the text, ``none_count`` positions without
-    a proposal; ``acceptance`` the mean chance that the verifier keeps a proposal. ``survived[j]``
-    and ``at_risk[j]`` are sums over starts: proposals 0..j all kept; proposals 0..j-1 kept and a
-    token of the text left at j. Of a tree these are its best children's, and the two lists are
-    empty; ``width`` children of a node and ``gamma_max`` levels are held, and ``covers`` names the
-    growths that replay exactly.
+    Chains of ``gamma_max`` tokens are held, trees of ``width`` children a node and ``depth``
+    levels, and what ``covers`` names. ``n`` positions; of the first proposals ``agree_count`` equal
+    the text, ``none_count`` positions have none; ``acceptance``: the mean chance that the verifier
+    keeps one. ``survived[j]`` and ``at_risk[j]`` are sums over the chains from every start:
+    proposals 0..j all kept; proposals 0..j-1 kept and a token of the text left at j.
     """
 
     __tablename__ = "panorama_chunk"
@@ -133,9 +129,9 @@ class PanoramaChunkRow(Packed, Base):
     recording_id: Mapped[Str32] = mapped_column(primary_key=True)
     ordinal: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     draft: Mapped[str] = mapped_column(String(128), primary_key=True)
-    kind: Mapped[Str16] = mapped_column(primary_key=True)
     gamma_max: Mapped[int]
     width: Mapped[int]
+    depth: Mapped[int]
     covers: Mapped[list[Any]]
     n: Mapped[int]
     agree_count: Mapped[int]

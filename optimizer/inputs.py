@@ -27,7 +27,7 @@ from spectune.traces.workloads import BadRows, Line, Turns, make_workload, take
 
 if TYPE_CHECKING:
     from spectune.runtime.pair import PairSpec
-    from spectune.runtime.recording.trees import Cover
+    from spectune.runtime.recording.panoramas import Cover
     from spectune.traces.store import RecordingInfo, TraceStore
     from spectune.traces.store.catalog import StoredPolicy
     from spectune.traces.store.publications import Publication

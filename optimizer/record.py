@@ -28,18 +28,17 @@ from spectune.runtime.policies.document import (
     parse_policy,
 )
 from spectune.runtime.progress import Progress, silent
-from spectune.runtime.recording.chains import record_panorama
-from spectune.runtime.recording.trees import Cover, base_covers, cover_name, record_tree_panorama
+from spectune.runtime.recording.panoramas import Cover, base_covers, cover_name, record_panorama
 from spectune.runtime.trees.grow import TreeRule
 from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.recording import DESIGNED
-from spectune.traces.schema import Trajectory, Workload
+from spectune.traces.schema import ACCEPTANCE, Panorama, Trajectory, Workload
 from spectune.traces.store import Asked, RecordingInfo, TraceStore
 from spectune.traces.store.traffic import TrafficWriter
 
 BATCH = 4
-"""Panoramas of a draft stored in one transaction; of trees each takes a second to make."""
+"""Panoramas of a draft stored in one transaction; with trees each takes a second to make."""
 
 
 def whole_texts(trajectories: Iterable[Trajectory]) -> list[list[int]]:
@@ -88,13 +87,14 @@ def asked_of(pair: LoadedPair, workload_id: str, options: DecodeOptions, slot: s
 
 @dataclass(frozen=True)
 class Look:
-    """What to record of texts: the panoramas of ``drafts`` up to ``gamma_max`` (0: no chains), and,
-    with a ``tree_width`` above 0, trees of so many children and ``tree_depth`` levels.
+    """What to record of texts: the panoramas of ``drafts``, with chains of ``gamma_max`` tokens
+    and, with a ``tree_width`` above 0, trees of so many children and ``tree_depth`` levels.
 
     ``covers`` are growths beside EAGLE-2's, by draft; all are recorded to the same depth, so width
-    and depth are raised to the largest cover's. What replaces narrower trees holds all that any
-    stored tree of the draft holds. EAGLE heads have no chain panorama: what they propose depends on
-    where a round began, so trees hold their chains. A draft that cannot grow trees has none.
+    and depth are raised to the largest cover's. ``acceptance``: language models' acceptance
+    probabilities above temperature 0, which predict chains under the rejection verifier. What
+    replaces a panorama holds all that any stored one of the draft holds. A draft that cannot grow
+    trees has none.
     """
 
     drafts: Collection[str]
@@ -102,6 +102,7 @@ class Look:
     tree_width: int = 0
     tree_depth: int = 0
     covers: Mapping[str, Sequence[Cover]] = field(default_factory=dict)
+    acceptance: bool = False
 
 
 def record(
@@ -155,7 +156,7 @@ def record(
             yield ordinal, made.trajectory
 
     texts = chain(_stored(store, info.id, jobs, new), decoded())
-    _look(pair, info.id, jobs, texts, progress)
+    _look(store, pair, info.id, jobs, texts, progress)
     if info.state != "complete":
         store.finish_recording(info.id)
     return store.get_recording(info.id)
@@ -184,18 +185,16 @@ def begun_as(
     return store.get_workload(info.workload_id), options
 
 
-Work = Callable[[LoadedPair, Trajectory], Any]
+Work = Callable[[LoadedPair, Trajectory], Panorama]
 
 
 @dataclass(frozen=True)
 class _Job:
-    """Panoramas to be made of one draft: ``work`` of each missing request, stored by ``put``."""
+    """Panoramas to be made of one draft: ``work`` of each ``missing`` request."""
 
-    phase: str
     draft: str
     missing: Collection[int]
     work: Work
-    put: Callable[[str, list[tuple[int, Any]]], int]
 
 
 def look_around(
@@ -206,10 +205,10 @@ def look_around(
     *,
     progress: Progress = silent,
 ) -> int:
-    """Records the panoramas and trees that a recording lacks, of drafts that may be newer than it;
-    how many were made."""
+    """Records the panoramas that a recording lacks, of drafts that may be newer than it; how many
+    were made."""
     jobs = _jobs(store, pair, recording, wanted)
-    return _look(pair, recording, jobs, _stored(store, recording, jobs), progress)
+    return _look(store, pair, recording, jobs, _stored(store, recording, jobs), progress)
 
 
 def _stored(
@@ -224,6 +223,7 @@ def _stored(
 
 
 def _look(
+    store: TraceStore,
     pair: LoadedPair,
     recording: str,
     jobs: Sequence[_Job],
@@ -232,7 +232,7 @@ def _look(
 ) -> int:
     """Makes what is missing on every core, and stores it a batch at a time; how many were new."""
     asked: deque[tuple[int, int]] = deque()
-    batches: list[list[tuple[int, Any]]] = [[] for _ in jobs]
+    batches: list[list[tuple[int, Panorama]]] = [[] for _ in jobs]
     done, made = [0] * len(jobs), 0
 
     def items() -> Iterator[tuple[Work, Trajectory]]:
@@ -250,11 +250,10 @@ def _look(
             batches[n].append((ordinal, result))
             done[n] += 1
             if len(batches[n]) == BATCH:
-                made += jobs[n].put(recording, batches[n])
+                made += store.put_panoramas(recording, batches[n])
                 batches[n] = []
-            progress(jobs[n].phase, done[n], len(jobs[n].missing))
-    rest = zip(jobs, batches, strict=True)
-    return made + sum(job.put(recording, batch) for job, batch in rest if batch)
+            progress(f"panorama {jobs[n].draft}", done[n], len(jobs[n].missing))
+    return made + sum(store.put_panoramas(recording, batch) for batch in batches if batch)
 
 
 def _check_context(pair: LoadedPair, draft: str, text: Trajectory) -> None:
@@ -267,7 +266,7 @@ def _check_context(pair: LoadedPair, draft: str, text: Trajectory) -> None:
         )
 
 
-def _work(pair: LoadedPair, item: tuple[Work, Trajectory]) -> Any:
+def _work(pair: LoadedPair, item: tuple[Work, Trajectory]) -> Panorama:
     work, trajectory = item
     return work(pair, trajectory)
 
@@ -277,29 +276,20 @@ def _jobs(
 ) -> list[_Job]:
     """What a recording lacks, draft by draft; all of ``new``, requests that are still to be
     decoded."""
-    gamma, covers = wanted.gamma_max, wanted.covers
+    sampled = not store.get_recording(recording).sampling.greedy
     jobs = []
     for draft in wanted.drafts:
-        if draft in pair.chain_drafts and gamma:
-            missing = {*store.missing_panoramas(recording, draft, gamma), *new}
-            work = partial(record_panorama, draft=draft, gamma_max=gamma)
-            jobs.append(_Job(f"panorama {draft}", draft, missing, work, store.put_panoramas))
-
-    def grow(phase: str, trees: _Trees) -> None:
-        missing = {*_lacking(store, recording, trees), *new}
-        made = _united(store, recording, trees) if missing else trees
-        work = partial(record_tree_panorama, **vars(made))
-        jobs.append(_Job(f"{phase} {trees.draft}", trees.draft, missing, work, store.put_panoramas))
-
-    for draft in (d for d in wanted.drafts if d != "ngram"):
-        own = tuple(covers.get(draft, ()))
-        chains = 0 if draft in pair.chain_drafts else gamma
-        if wanted.tree_width:
-            width = max([wanted.tree_width, *(c.rule.width for c in own)])
-            depth = max([wanted.tree_depth, *(c.depth for c in own)])
-            grow("trees", _Trees(draft, width, depth, own, chains))
-        elif chains:
-            grow("panorama", _Trees(draft, 1, 1, (), chains))
+        least = _Held(draft, wanted.gamma_max)
+        if draft != "ngram":
+            covers = tuple(wanted.covers.get(draft, ()))
+            width = max([1, wanted.tree_width, *(c.rule.width for c in covers)])
+            depth = max([1, wanted.tree_depth, *(c.depth for c in covers)])
+            chance = wanted.acceptance and sampled and draft in pair.drafts
+            least = _Held(draft, max(wanted.gamma_max, depth), width, depth, covers, chance)
+        asked = (least.gamma_max, least.width, least.depth, least.names)
+        missing = {*store.missing_panoramas(recording, draft, *asked), *new}
+        made = _united(store, recording, least, sampled=sampled) if missing else least
+        jobs.append(_Job(draft, missing, partial(record_panorama, **vars(made))))
     return jobs
 
 
@@ -316,72 +306,39 @@ def cover_of(policy: Policy, *, sampled: bool, artifacts: Artifacts | None = Non
 
 
 @dataclass(frozen=True)
-class _Trees:
-    """What one draft's trees are to hold at least, as :func:`record_tree_panorama` is told;
-    ``chain_depth`` is that of a head's chains."""
+class _Held:
+    """What the panoramas of one draft are to hold at least, as :func:`record_panorama` is told."""
 
     draft: str
-    width: int
-    depth: int
-    covers: tuple[Cover, ...]
-    chain_depth: int
+    gamma_max: int
+    width: int = 1
+    depth: int = 1
+    covers: tuple[Cover, ...] = ()
+    acceptance: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of what is covered beside the usual growths."""
+        growths = tuple(cover.name for cover in self.covers)
+        return (*growths, ACCEPTANCE) if self.acceptance else growths
 
 
-def _lacking(store: TraceStore, recording: str, wanted: _Trees) -> set[int]:
-    """Ordinals whose stored trees do not hold what is wanted. Chains are held by trees as deep, or
-    by a chain's cover."""
-
-    def ask(depth: int, *also: str) -> set[int]:
-        found = store.missing_panoramas(
-            recording,
-            wanted.draft,
-            depth,
-            width=wanted.width,
-            covers=(*(c.name for c in wanted.covers), *also),
-        )
-        return set(found)
-
-    missing = ask(max(wanted.depth, wanted.chain_depth))
-    if missing and wanted.chain_depth > wanted.depth:
-        for name in store.tree_limits(recording, wanted.draft)[2]:
-            if _chain_depth(name) >= wanted.chain_depth:
-                missing &= ask(wanted.depth, name)
-    return missing
-
-
-def _united(store: TraceStore, recording: str, wanted: _Trees) -> _Trees:
-    """What is wanted and all that any stored tree of the draft holds, so that recording it again
-    loses nothing."""
-    width, depth, names = store.tree_limits(recording, wanted.draft)
-    width, depth = max(width, wanted.width), max(depth, wanted.depth)
-    chains = {c for name in names if (c := _chain_depth(name))} | {wanted.chain_depth}
-    if width == 1:
-        depth = max(depth, *chains)
-    sampled = not store.get_recording(recording).sampling.greedy
-    base = base_covers(width, depth, sampled=sampled)
-    by_itself = {c.name for c in base}
+def _united(store: TraceStore, recording: str, wanted: _Held, *, sampled: bool) -> _Held:
+    """What is wanted and all that any stored panorama of the draft holds, so that recording it
+    again loses nothing."""
+    draft, (*held, names) = wanted.draft, store.most_held(recording, wanted.draft)
+    gamma_max, width, depth = map(max, held, (wanted.gamma_max, wanted.width, wanted.depth))
+    by_itself = {c.name for c in base_covers(gamma_max, width, depth, sampled=sampled)}
     rules = {c.name: c.rule for c in wanted.covers}
-    for name in names:
-        if name not in rules and name not in by_itself and not _chain_depth(name):
-            rules[name] = _stored_rule(name, wanted.draft, sampled, fitted(store))
-    covers = [Cover(name, rule, depth) for name, rule in rules.items() if name not in by_itself]
-    one = TreeRule(width=1, frontier=1)
-    for c in sorted(chains - {0}):
-        name = json.dumps({"depth": c, "kind": "chain"}, separators=(",", ":"))
-        covers.append(Cover(name, one, c))
-    deepest = max(chains) if max(chains) > depth else 0
-    return _Trees(wanted.draft, width, depth, tuple(covers), deepest)
-
-
-def _chain_depth(name: str) -> int:
-    """The depth that a cover's name tells, of those that say how deep chains were recorded where
-    that is deeper than the trees; else 0."""
-    data = json.loads(name)
-    return int(data["depth"]) if data["kind"] == "chain" else 0
+    for name in set(names) - by_itself - {ACCEPTANCE}:
+        rules[name] = rules.get(name) or _stored_rule(name, draft, sampled, fitted(store))
+    covers = tuple(Cover(name, rules[name], depth) for name in sorted(rules.keys() - by_itself))
+    acceptance = wanted.acceptance or ACCEPTANCE in names
+    return _Held(draft, gamma_max, width, depth, covers, acceptance)
 
 
 def _stored_rule(name: str, draft: str, sampled: bool, artifacts: Artifacts) -> TreeRule:
-    """The growth that a cover's name tells (:func:`runtime.recording.trees.cover_name`). Raises
+    """The growth that a cover's name tells (:func:`runtime.recording.panoramas.cover_name`). Raises
     PolicyError when its artifact is gone."""
     data = json.loads(name)
     growth: dict[str, Any] = {"kind": data["kind"]}

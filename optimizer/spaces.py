@@ -23,7 +23,7 @@ from spectune.runtime.policies.document import (
     StaticGrowth,
     parse_policy,
 )
-from spectune.runtime.recording.trees import SHARPNESSES
+from spectune.runtime.recording.panoramas import SHARPNESSES
 
 Parameters = Mapping[str, BaseDistribution]
 

@@ -58,7 +58,7 @@ from spectune.runtime.policies.document import (
 )
 from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.progress import Progress, silent
-from spectune.runtime.recording.trees import Cover
+from spectune.runtime.recording.panoramas import Cover
 from spectune.traces.acceptance import hardly_accepted
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.recording import TREE_DEPTH
@@ -159,12 +159,13 @@ def tune(
     slot = (wanted.idempotency_key or "") if wanted.fresh else ""
     wanted.begins("record")
     began = clock()
+    chains = [d for d in wanted.drafts_of(pair) if d in pair.chain_drafts]
     info = record(
         store,
         pair,
         workload,
         wanted.options,
-        Look([d for d in wanted.drafts_of(pair) if d in pair.chain_drafts], wanted.gamma_max),
+        Look(chains, wanted.gamma_max, acceptance=True),
         StaticSource(prepare(_recording_policy(pair), pair.draft_names)),
         slot=slot,
         fresh=wanted.fresh and not slot,
@@ -292,7 +293,7 @@ class Tuning:
 
     @property
     def chains(self) -> tuple[str, ...]:
-        """Drafts whose chains are replayed from panoramas; a head's are recorded as trees."""
+        """Drafts whose chains are functions of the text: what is recorded first."""
         return tuple(d for d in self.drafts if d in self.pair.chain_drafts)
 
     @property
@@ -309,8 +310,7 @@ class Tuning:
         opened = open_trace(
             self.store,
             self.recording,
-            chains=self.chains,
-            trees=self.grown,
+            drafts={*self.chains, *self.grown},
             ranks=ranks,
             skip_corrupted=True,
         )
@@ -353,9 +353,7 @@ class Tuning:
             return
         from spectune.optimizer.simulate.distributed import Shards, connected, homes, stored_shards
 
-        read = [Policy(draft=draft) for draft in self.chains]
-        tree = {"growth": {"kind": "top_k"}}
-        read += [Policy.model_validate({"draft": draft, **tree}) for draft in self.grown]
+        read = [Policy(draft=draft) for draft in sorted({*self.chains, *self.grown})]
         part = [self.ordinals[i] for i in self.parts.search]
         with connected(self.wanted.workers) as client:
             info, count = self.store.get_recording(self.recording), len(homes(client))
@@ -379,7 +377,7 @@ class Tuning:
 
     def record_chains(self) -> None:
         """The panoramas that the recording lacks."""
-        self.look(Look(self.chains, self.wanted.gamma_max))
+        self.look(Look(self.chains, self.wanted.gamma_max, acceptance=True))
         texts = self.trace.trajectories
         if len(texts) != self.store.get_recording(self.recording).n_requests:  # some are damaged
             _tell_number(self.wanted, [t.category for t in texts], self.parts)
@@ -432,7 +430,7 @@ class Tuning:
         held = {*(p.draft for p in self.candidates), *worth_trying(found.bounds)}
         grown = {d for d in self.drafts if d not in self.pair.chain_drafts}
         for draft in (d for d in self.drafts if d != "ngram" and not wanted.chains_only):
-            recorded = self.store.tree_limits(self.recording, draft)[1]
+            recorded = self.store.most_held(self.recording, draft)[2]
             deepest = max(wanted.tree_depth or TREE_DEPTH, recorded)
             most = tree_ceiling(profile, draft, texts, deepest)
             hopeless = trusted and most <= fastest * (1 + TIE)

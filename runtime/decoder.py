@@ -117,12 +117,18 @@ class ModelBackend:
         context = DraftContext(
             plan=prepared,
             sampling=request.sampling,
-            noise=self._noise,
+            noise=self._drafts_noise(request),
             shortlists=prepared.shortlists,
-            own_seed=request.seed if request.rejects else None,
-            salt=self._rounds,
+            rejects=request.rejects,
         )
         return self._drafting.propose(self._text, gamma, limit, context)
+
+    def _drafts_noise(self, request: DecodeRequest) -> Noise | None:
+        """The noise that a round's proposals are drawn with."""
+        if not request.rejects:
+            return self._noise
+        target = self.pair.target
+        return Noise(request.seed, target.vocab_size, target.device, "draft", self._rounds)
 
     def verify(self, drafted: Drafted | None) -> Verified:
         request, target, length = self._request, self.pair.target, len(self._text)

@@ -85,9 +85,9 @@ class LoadedPair(TextCodec):
 
     @property
     def chain_drafts(self) -> tuple[str, ...]:
-        """Drafts whose proposals follow from the text alone: a chain panorama tells them, and they
-        may be drawn independently of the target. A head's depend on where its round began; its
-        chains are recorded as trees of width 1."""
+        """Drafts whose proposals follow from the text alone, and may be drawn independently of the
+        target. A head's depend on where its round began; its chains are drafted as trees of width
+        1."""
         return (*self.drafts, "ngram")
 
     @property

@@ -25,7 +25,7 @@ from spectune.runtime.cuda import noise as kernels
 from spectune.runtime.cuda.launch import kernels_run
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.splitmix import MULTIPLIERS, as_int64
-from spectune.traces.schema import NAT_CODE_MAX, NAT_SCALE, Sampling
+from spectune.traces.schema import Sampling
 
 _MASK64 = (1 << 64) - 1
 _STREAMS = {
@@ -116,23 +116,32 @@ class Noise:
     On CUDA one kernel makes it where it is added; elsewhere rows are kept for the positions of the
     current round."""
 
-    def __init__(self, seed: int, vocab_size: int, device: torch.device) -> None:
-        self._seed, self._vocab, self._device = seed, vocab_size, device
+    def __init__(
+        self,
+        seed: int,
+        vocab_size: int,
+        device: torch.device,
+        stream: str = "target",
+        salt: int = 0,
+    ) -> None:
+        self._seed, self.vocab_size, self._device = seed, vocab_size, device
+        self._stream, self._salt = stream, salt
         self._rows: dict[int, Tensor] = {}
         self.fused = kernels_run(device)
 
     def row(self, position: int) -> Tensor:
         """Float32 ``[vocab]`` at an absolute position."""
         if position not in self._rows:
-            key = stream_key(self._seed, position)
-            self._rows[position] = gumbel_row(key, self._vocab, self._device)
-            if len(self._rows) > max(ROWS_KEPT, NOISE_KEPT // self._vocab):
+            key = stream_key(self._seed, position, self._stream, self._salt)
+            self._rows[position] = gumbel_row(key, self.vocab_size, self._device)
+            if len(self._rows) > max(ROWS_KEPT, NOISE_KEPT // self.vocab_size):
                 del self._rows[next(iter(self._rows))]
         return self._rows[position]
 
     def keys(self, positions: Sequence[int]) -> list[int]:
         """The keys at positions, as int64 has them."""
-        return [as_int64(stream_key(self._seed, position)) for position in positions]
+        keys = (stream_key(self._seed, p, self._stream, self._salt) for p in positions)
+        return [as_int64(key) for key in keys]
 
     def add(self, scores: Tensor, ids: Tensor | None, positions: Sequence[int]) -> Tensor:
         """``scores`` [n, size] plus the noise at each row's position (one position: of all rows).
@@ -249,14 +258,3 @@ def sample(
     if noise is None:
         return logits if logits.dtype == torch.int64 else logits.argmax(-1)
     return noise.best(processed(logits, sampling, draft=draft), ids, positions)
-
-
-def nat_code(nats: float) -> int:
-    """Nats as a whole number of 1/256 nat, rounded down, saturating."""
-    return min(NAT_CODE_MAX, max(0, int(nats * NAT_SCALE)))
-
-
-def entropy_of(log_probabilities: Tensor) -> Tensor:
-    """Entropy in nats over the last axis; filtered tokens (-inf) contribute nothing."""
-    p = log_probabilities.exp()
-    return -(p * log_probabilities.masked_fill(p == 0, 0.0)).sum(-1)

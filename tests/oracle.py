@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from spectune.optimizer.simulate.chain_tables import AGREE_NO, AGREE_NONE, AGREE_YES
 from spectune.optimizer.simulate.forest import Forest
 from spectune.optimizer.simulate.tree_tables import ShortlistRanks
 from spectune.runtime.drafts.protocol import Drafted
@@ -21,14 +22,7 @@ from spectune.runtime.trees.draft import grow
 from spectune.runtime.trees.grow import Codes, Growing
 from spectune.runtime.verification import accept
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import (
-    AGREE_NO,
-    AGREE_NONE,
-    AGREE_YES,
-    ChainPanorama,
-    Trajectory,
-    request_seed,
-)
+from spectune.traces.schema import Panorama, Trajectory, request_seed
 
 
 class RecordedTrees(NamedTuple):
@@ -114,7 +108,7 @@ class TraceBackend:
     def __init__(
         self,
         trajectory: Trajectory,
-        panorama: ChainPanorama | None,
+        panorama: Panorama | None,
         trees: RecordedTrees | None = None,
     ) -> None:
         self.output, self.trees = trajectory.output_ids.tolist(), trees
@@ -123,7 +117,7 @@ class TraceBackend:
         self._lag = 1
         self._accepted = 0
         if panorama is not None:
-            self._branch = np.cumsum(panorama.agree == AGREE_NO) - 1
+            self._best = panorama.children[:, 0].tolist()
 
     def begin(self, request: DecodeRequest, prepared: Plan) -> None:
         self._sampling = request.sampling
@@ -132,31 +126,21 @@ class TraceBackend:
     def _codes(self, start: int, j: int, reads: bool) -> tuple[int, int, int]:
         """(agreement, -log q code, entropy code) of the j-th proposal of the chain from ``start``;
         agreement counts along the chain."""
-        view = self.panorama
+        view, node = self.panorama, start
         assert view is not None
-        length = len(self.output)
-        run = 0
-        while start + run < length and view.agree[start + run] == AGREE_YES:
-            run += 1
-        position = start + j
-        if j <= run and position < length:
-            on_text = view.agree[position], view.logp[position], view.entropy[position]
-            return int(on_text[0]), int(on_text[1]), int(on_text[2])
-        if start + run < length:
-            row, entry = int(self._branch[start + run]), j - run - 1
-        else:
-            row, entry = len(view.branch_len) - 1, j - run
-        recorded = view.gamma_max - int(start + run < length)
-        if entry >= recorded and view.branch_len[row] == recorded:
+        for _ in range(j):
+            node = self._best[node] if node >= 0 else -1
+        if node < 0:
             if reads or view.draft == "ngram":
                 raise TraceError(
                     f"the panorama of draft {view.draft!r} holds windows up to {view.gamma_max}; "
                     f"record with --gamma-max {j + 1}"
                 )
             return AGREE_NO, 0, 0
-        if entry >= view.branch_len[row]:
+        if not view.count[node]:
             return AGREE_NONE, 0, 0
-        return AGREE_NO, int(view.branch_logp[row, entry]), int(view.branch_entropy[row, entry])
+        agree = AGREE_YES if view.text_slot[node] == 0 else AGREE_NO
+        return agree, int(view.logp[node, 0]), int(view.entropy[node])
 
     def draft(self, prepared: Plan, gamma: int, limit: int) -> Drafted:
         if self.trees is not None:
@@ -255,7 +239,7 @@ class Timed:
 
 def replay_rounds(
     trajectory: Trajectory,
-    panorama: ChainPanorama | None,
+    panorama: Panorama | None,
     prepared: Plan,
     sessions: Sessions | None = None,
     trees: RecordedTrees | None = None,

@@ -20,8 +20,7 @@ from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_pol
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.recording.chains import record_panorama
-from spectune.runtime.recording.trees import record_tree_panorama
+from spectune.runtime.recording.panoramas import record_panorama
 from spectune.traces.schema import LatencyProfile, Request, Sampling, Step, Trajectory
 from spectune.traces.store import TraceStore
 
@@ -108,23 +107,16 @@ def keep(
     gamma, width, depth = size
     for n, text in enumerate(texts, first):
         store.append_trajectory(recording, n, text)
-        store.put_panoramas(recording, [(n, record_panorama(pair, text, d, gamma)) for d in drafts])
-        store.put_panoramas(
-            recording, [(n, record_tree_panorama(pair, text, d, width, depth)) for d in drafts]
-        )
+        made = [(n, record_panorama(pair, text, d, gamma, width, depth)) for d in drafts]
+        store.put_panoramas(recording, made)
 
 
 def trace_of(
     store: TraceStore, recording: str, drafts: Sequence[str], ranks: Any = None
 ) -> ReplayTrace:
-    """A recording with the chains and trees of drafts, and with ranks by draft and artifact."""
-    loaded = store.load(recording, trees=True)
-    return ReplayTrace(
-        loaded.trajectories,
-        {d: loaded.panoramas(d) for d in drafts},
-        trees={d: loaded.trees(d) for d in drafts},
-        ranks=ranks,
-    )
+    """A recording with the panoramas of drafts, and with ranks by draft and artifact."""
+    loaded = store.load(recording)
+    return ReplayTrace(loaded.trajectories, {d: loaded.panoramas(d) for d in drafts}, ranks=ranks)
 
 
 def executed(

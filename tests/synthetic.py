@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from spectune.runtime.hardware import cpu_name
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.traces.cost_table import CostTable
 from spectune.traces.latency import LatencyProfile
-from spectune.traces.schema import AGREE_NO, AGREE_YES, ChainPanorama, Sampling, Trajectory
+from spectune.traces.schema import ACCEPTANCE, OFF_TEXT, Panorama, Sampling, Trajectory
 
 
 def policy(draft: str, window: int | dict[str, Any], **blocks: Any) -> Policy:
@@ -24,28 +25,79 @@ def policy(draft: str, window: int | dict[str, Any], **blocks: Any) -> Policy:
     return parse_policy({"draft": draft, "window": window, **blocks})
 
 
+def chain_panorama(
+    draft: str,
+    gamma_max: int,
+    agree: npt.ArrayLike,
+    codes: npt.ArrayLike,
+    branch_codes: npt.ArrayLike,
+    branch_len: npt.ArrayLike,
+    accept: npt.ArrayLike = (),
+) -> Panorama:
+    """A panorama of width 1 from columns over positions: whether a draft's proposal is the text's
+    token (None: there is none), and ``codes`` [L, 2] of -log q and entropy.
+
+    ``branch_codes`` [B, gamma_max - 1, 2] has a row per disagreement, of what is proposed after
+    leaving the text there, and one of what is proposed after its end; ``branch_len`` [B] says how
+    many of them there are (gamma_max - 1: as far as is recorded).
+    """
+    agree = np.array(agree, dtype=object)
+    length, codes = len(agree), np.asarray(codes, np.uint16).reshape(-1, 2)
+    rows = np.asarray(branch_codes, np.uint16)
+    parents: list[int] = []
+    of_nodes = [*codes.tolist(), [0, 0]]
+    exists = [answer is not None for answer in agree] + [False]
+    leaves = [i for i, answer in enumerate(agree) if answer is not None and not answer]
+    for start, row, n in zip([*leaves, length], rows, branch_len, strict=True):
+        above, entries = start, [*row[:n].tolist(), *[None][: gamma_max - 1 - n]]
+        if start == length and entries:
+            first = entries.pop(0)
+            of_nodes[length], exists[length] = first or [0, 0], first is not None
+        for entry in entries if exists[above] else ():
+            parents.append(above)
+            above = len(of_nodes)
+            of_nodes.append(entry or [0, 0])
+            exists.append(entry is not None)
+    n, m = len(of_nodes), len(parents)
+    table = np.array(of_nodes, np.uint16)
+    return Panorama(
+        draft=draft,
+        gamma_max=gamma_max,
+        width=1,
+        depth=1,
+        shared=True,
+        covers=(ACCEPTANCE,) if len(np.atleast_1d(accept)) else (),
+        parent=np.array(parents, np.int32),
+        slot=np.zeros(m, np.uint8),
+        tokens=np.zeros((n, 1), np.int32),
+        logp=table[:, :1].copy(),
+        gap=np.zeros((n, 1), np.uint16),
+        count=np.array(exists, np.uint8),
+        entropy=table[:, 1].copy(),
+        top_entropy=np.zeros(n, np.uint16),
+        text_slot=np.array([0 if a else OFF_TEXT for a in agree] + [OFF_TEXT] * (m + 1), np.uint8),
+        accept=np.asarray(accept, np.uint16),
+    )
+
+
 def drifting_text(
     seed: int, *, length: int = 500, gamma_max: int = 16
-) -> tuple[Trajectory, ChainPanorama]:
+) -> tuple[Trajectory, Panorama]:
     """A text and the chains of a draft, ``small``, whose acceptance drifts between 0.3 and 0.95
     along it."""
     rng = np.random.default_rng(seed)
     wave = 0.62 + 0.3 * np.sin(np.arange(length) / rng.uniform(15, 60) + rng.uniform(0, 6))
     agree = rng.random(length) < wave
-    logp = np.clip(rng.gamma(1.5, 60, length) * np.where(agree, 0.6, 2.0), 0, 4000).astype(
-        np.uint16
-    )
+    logp = np.clip(rng.gamma(1.5, 60, length) * np.where(agree, 0.6, 2.0), 0, 4000)
     prompt, output = (
         rng.integers(0, 4000, n).astype(np.int32) for n in (int(rng.integers(20, 200)), length)
     )
     branches = int((~agree).sum()) + 1
-    rows = rng.gamma(1.5, 120, (branches, gamma_max)).astype(np.uint16)
-    kinds = np.where(agree, AGREE_YES, AGREE_NO).astype(np.uint8)
-    survival = np.where(agree, 65535, 0).astype(np.uint16)
-    ends = np.full(branches, gamma_max - 1, dtype=np.uint8)
-    columns = kinds, logp, logp.copy(), survival, rows, rows.copy(), ends
+    rows = rng.gamma(1.5, 120, (branches, gamma_max - 1, 1)).repeat(2, 2)
+    codes = logp[:, None].repeat(2, 1)
     text = Trajectory(f"r{seed}", "synthetic", prompt, output, Sampling(), length, "length")
-    return text, ChainPanorama("small", gamma_max, *columns)
+    ends = np.full(branches, gamma_max - 1)
+    return text, chain_panorama("small", gamma_max, agree, codes, rows, ends)
 
 
 def over_rows(rows: Sequence[float], seconds: Sequence[float]) -> CostTable:

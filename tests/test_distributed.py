@@ -169,8 +169,8 @@ def test_from_a_parquet_file(client: Any, door: Door, store: TraceStore, tmp_pat
     read = RecordingFile(store.database, path=str(file))
     assert read.get_recording("") == store.get_recording(recording)
     for part in (range(REQUESTS), range(3, 9)):
-        stored = store.load(recording, trees=True, ordinals=part)
-        assert read.load("", trees=True, ordinals=part) == stored
+        stored = store.load(recording, ordinals=part)
+        assert read.load("", ordinals=part) == stored
     asked = ("simulate", "--policy", json.dumps(Q_LEARNING), "--recording")
     shared = door.json(*asked, file, "--workers", client.scheduler.address)
     said = door.json(*asked, recording)
@@ -203,11 +203,10 @@ def test_retraced_by_workers(tiny_pair: Path, tmp_path: Path) -> None:
             door = Door(str(tmp_path / f"{name}.db"))
             recording = door.json("record", "--pair", tiny_pair, *options, *more)["recording"]
             with opened(door.db) as store:
-                requests = store.load(recording, trees=True).requests
-            made.append([(r.trajectory, r.panoramas, r.trees) for r in requests])
+                requests = store.load(recording).requests
+            made.append([(r.trajectory, r.panoramas) for r in requests])
     assert made[0] == made[1]
-    drafts = {draft for _, chains, trees in made[0] for draft in (*chains, *trees)}
-    assert drafts == {"near", "far", "ngram"}
+    assert {draft for _, panoramas in made[0] for draft in panoramas} == {"near", "far", "ngram"}
 
 
 def test_what_cannot_be_reached_is_said(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:

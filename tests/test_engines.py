@@ -38,11 +38,10 @@ from spectune.runtime.policies.document import (
     Policy,
     parse_policy,
 )
-from spectune.runtime.recording.chains import record_panorama
-from spectune.runtime.recording.trees import record_tree_panorama
+from spectune.runtime.recording.panoramas import record_panorama
 from spectune.traces.errors import PairError, PolicyError, TraceError
 from spectune.traces.recording import RecordedRequest
-from spectune.traces.schema import Sampling, Step, Trajectory, TreePanorama
+from spectune.traces.schema import Panorama, Sampling, Step, Trajectory
 from spectune.traces.store import TraceStore
 from spectune.traces.store.prune import prune
 from spectune.traces.store.traffic import CAPACITY
@@ -237,16 +236,16 @@ def test_after_the_first_token_trees_replay_as_those_of_a_longer_prompt(pair: Lo
     growth = {"kind": "top_k", "width": 2, "score": "probability"}
     grown = near(3, growth=growth)
 
-    def trees(of: Trajectory) -> TreePanorama:
-        return record_tree_panorama(pair, of, "near", 2, 3)
+    def trees(of: Trajectory) -> Panorama:
+        return record_panorama(pair, of, "near", 3, 2, 3)
 
-    cut = RecordedRequest(0, whole, trees={"near": trees(whole)}).after_first()
+    cut = RecordedRequest(0, whole, {"near": trees(whole)}).after_first()
 
-    def replayed(each: TreePanorama) -> object:
-        trace = ReplayTrace([cut.trajectory], {}, trees={"near": [each]})
+    def replayed(each: Panorama) -> object:
+        trace = ReplayTrace([cut.trajectory], {"near": [each]})
         return run_replay(trace, grown, per_round=True).steps()
 
-    assert replayed(cut.trees["near"]) == replayed(trees(cut.trajectory))
+    assert replayed(cut.panoramas["near"]) == replayed(trees(cut.trajectory))
 
 
 def looked_up(text: list[int], most: int, least: int) -> int | None:

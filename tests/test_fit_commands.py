@@ -32,7 +32,7 @@ from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import TreePanorama
+from spectune.traces.schema import Panorama
 from spectune.traces.store import TraceStore
 
 WIDTH, DEPTH, TOP_N = 4, 5, 14
@@ -71,9 +71,9 @@ class Recorded:
     """A trace over one recording, and its panoramas' laws for the reference."""
 
     def __init__(self, store: TraceStore, recording: str, draft: str) -> None:
-        self.loaded = store.load(recording, [draft], trees=True)
-        self.trees = self.loaded.trees(draft)
-        self.trace = ReplayTrace(self.loaded.trajectories, {}, trees={draft: self.trees})
+        self.loaded = store.load(recording, [draft])
+        self.trees = self.loaded.panoramas(draft)
+        self.trace = ReplayTrace(self.loaded.trajectories, {draft: self.trees})
         self.coupled = not self.loaded.info.sampling.greedy
         self.children: list[dict[tuple[int, int], int]] = []
         for p in self.trees:
@@ -105,7 +105,7 @@ class Recorded:
         return grown.candidates, accepted, grown.phi, text
 
 
-def law_of(p: TreePanorama, node: int) -> Law:
+def law_of(p: Panorama, node: int) -> Law:
     count = int(p.count[node])
     columns = (column[node, :count].tolist() for column in (p.tokens, p.logp, p.gap))
     return Law(*columns, int(p.entropy[node]), int(p.top_entropy[node]))

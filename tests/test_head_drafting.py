@@ -20,7 +20,7 @@ from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.recording.trees import record_tree_panorama
+from spectune.runtime.recording.panoramas import record_panorama
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import Request, Sampling, Workload
 
@@ -59,7 +59,7 @@ def test_heads_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sam
         "stop": {"kind": "max_prob", "threshold": 0.05},
     }
     policies += [parse_policy(chain("head", 4)), parse_policy({"draft": "head", **fsm})]
-    trees, rounds = replayed_exactly(pair, policies, sampling, WIDTH, 7, chain_depth=8)
+    trees, rounds = replayed_exactly(pair, policies, sampling, WIDTH, 7, gamma_max=8)
     assert not trees[0].shared
     # A random head finds the text by the shared noise alone.
     assert sum(s.accepted for s in rounds) > 20 or sampling.greedy
@@ -75,8 +75,8 @@ def test_a_head_is_priced_as_trees_are(pair: LoadedPair, sampling: Sampling) -> 
     documents = {"draft": "head"}, top_k("head", 4, 5, 9)
     policies = [parse_policy({**document, "window": window}) for document in documents]
     plain = two_texts(pair, sampling)
-    trees = [record_tree_panorama(pair, t, "head", WIDTH, 6, chain_depth=6) for t in plain]
-    trace = ReplayTrace(plain, {}, trees={"head": trees})
+    trees = [record_panorama(pair, t, "head", 6, WIDTH, 6) for t in plain]
+    trace = ReplayTrace(plain, {"head": trees})
     for policy in policies:
         replayed = run_replay(trace, policy, profile, per_round=True)
         in_rounds = float(replayed.round_s[:, 2].sum())

@@ -40,7 +40,7 @@ from spectune.runtime.models import load_model
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.recording.chains import record_panorama
+from spectune.runtime.recording.panoramas import record_panorama
 from spectune.runtime.text_codec import load_codec
 from spectune.traces.errors import PairError
 from spectune.traces.schema import Request, Sampling

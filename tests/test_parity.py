@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from databases import opened
 from oracle import TraceBackend, replay_rounds
 from pairs import chain
@@ -19,6 +20,7 @@ from test_tree_parity import CASES
 from test_verifiers import logits_after
 
 from spectune.optimizer.artifacts import fitted, keep_q_table
+from spectune.optimizer.simulate.chain_tables import AGREE_YES, join_chains
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.decoder import Decoder
@@ -28,13 +30,12 @@ from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.recording.chains import record_panorama
-from spectune.runtime.sampling import Noise, entropy_of, log_distribution, nat_code
+from spectune.runtime.recording.panoramas import record_panorama
+from spectune.runtime.sampling import Noise, log_distribution
 from spectune.runtime.session import Sessions
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import (
-    AGREE_YES,
-    ChainPanorama,
+    Panorama,
     Request,
     Sampling,
     Trajectory,
@@ -77,7 +78,7 @@ def random_policies(drafts: Sequence[str], count: int, seed: int) -> list[Policy
     return found
 
 
-Recorded = tuple[list[Trajectory], dict[str, list[ChainPanorama]]]
+Recorded = tuple[list[Trajectory], dict[str, list[Panorama]]]
 Record = Callable[[Sampling], Recorded]
 
 
@@ -157,15 +158,16 @@ def test_panorama_is_the_drafts_own_chain(pair: LoadedPair, record: Record) -> N
                 draft = LanguageModelDraft(pair.drafts[name])
                 prefix = text[: prompt + start]
                 draft.begin(prefix, len(text) + 2 * GAMMA_MAX)
-                drafted = draft.propose(prefix, GAMMA_MAX, GAMMA_MAX, context).tokens
+                most = min(GAMMA_MAX, TOKENS - 1 - start)  # what the budget allows
+                drafted = draft.propose(prefix, most, most, context).tokens if most else []
                 for j, token in enumerate(drafted):
                     agree, logp, entropy = backend._codes(start, j, True)
                     before = prefix + drafted[:j]
                     on_text = [*before, token] == text[: len(before) + 1]
                     assert (agree == AGREE_YES) == on_text
                     law = log_distribution(logits_after(pair.drafts[name], before), sampling)
-                    assert logp == nat_code(-float(law[token]))
-                    assert entropy == nat_code(float(entropy_of(law)))
+                    assert logp == int(-256 * float(law[token]))
+                    assert entropy == int(256 * float(torch.special.entr(law.exp()).sum()))
 
 
 @llama
@@ -188,10 +190,11 @@ def test_shorter_panoramas_are_prefixes(pair: LoadedPair, record: Record) -> Non
     for name in pair.draft_names:
         for trajectory, wide in zip(trajectories, panoramas[name], strict=True):
             narrow = record_panorama(pair, trajectory, name, 5)
-            assert np.array_equal(narrow.agree, wide.agree)
-            assert np.array_equal(narrow.logp, wide.logp)
-            read = np.arange(4)[None] < narrow.branch_len[:-1, None]
-            own, other = (view.branch_logp[:-1, :4] * read for view in (narrow, wide))
+            roots = slice(narrow.positions + 1)
+            for column in ("tokens", "logp", "entropy", "text_slot"):
+                assert np.array_equal(getattr(narrow, column)[roots], getattr(wide, column)[roots])
+            tables = [join_chains([trajectory], [p]) for p in (narrow, wide)]
+            own, other = (t.branch_logp[:, :4] for t in tables)
             assert np.array_equal(own, other)
 
 
@@ -227,9 +230,11 @@ def test_coupled_replays_of_a_rejection_text_differ_only_in_acceptance(
     pair: LoadedPair, record: Record
 ) -> None:
     """A text is a text: recorded by one verifier, it can be replayed as served by the other."""
-    trajectories, panoramas = record(Sampling(temperature=1.0, seed=4))
+    trajectories, _ = record(Sampling(temperature=1.0, seed=4))
     near = next(iter(pair.drafts))
     policy = parse_policy(chain(near, 4))
+    made = [record_panorama(pair, t, near, GAMMA_MAX, acceptance=True) for t in trajectories]
+    panoramas = {near: made}
     coupled = run_replay(ReplayTrace(trajectories, panoramas), policy).total
     others = [replace(t, verifier="rejection") for t in trajectories]
     rejection = run_replay(ReplayTrace(others, panoramas), policy).total

@@ -111,18 +111,18 @@ def test_what_a_kill_left_out_is_made_by_the_same_command_on_any_core(
     """Of two missing panoramas this process makes one, and the helper the other: byte for byte what
     was there."""
     resumed = ("record", "--pair", recorded.pair, "--resume", "latest", "--gamma-max", 4)
-    part, whole = (
-        {draft: {"count": n, "width": 2, "depth": 2} for draft in ("near", "far")} for n in (2, 3)
-    )
+    part, whole = ({"count": n, "gamma_max": 4, "width": 2, "depth": 2} for n in (2, 3))
     monkeypatch.setattr(processes, "PATIENCE_S", 0.0)
     with opened(recorded.db) as store:
-        before = store.load("latest", trees=True)
+        before = store.load("latest")
         with store.database.write() as session:
-            ours = (PanoramaChunkRow.kind == "tree", PanoramaChunkRow.ordinal == 1)
+            ours = (PanoramaChunkRow.draft != "ngram", PanoramaChunkRow.ordinal == 1)
             session.execute(sa.delete(PanoramaChunkRow).where(*ours))
-        assert recorded.json(*resumed)["trees"] == part
-        assert recorded.json(*resumed, *TREES)["trees"] == whole
-        assert store.load("latest", trees=True).requests == before.requests
+        made = store.get_recording("latest").to_json()["drafts"]
+        assert [made[draft] for draft in ("near", "far")] == [part] * 2
+        made = recorded.json(*resumed, *TREES)["drafts"]
+        assert [made[draft] for draft in ("near", "far")] == [whole] * 2
+        assert store.load("latest").requests == before.requests
 
 
 def killed(pair: LoadedPair, item: int) -> int:

@@ -29,7 +29,7 @@ from spectune.optimizer.timings import Timings, finite
 from spectune.optimizer.verdict import fastest_of
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
-from spectune.runtime.recording.chains import record_panorama
+from spectune.runtime.recording.panoramas import record_panorama
 from spectune.traces.schema import Request, Sampling, Workload
 
 

@@ -27,10 +27,10 @@ from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.tune import TuneOptions, Tuning
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.policies.document import parse_policy
-from spectune.runtime.recording.trees import cover_name
+from spectune.runtime.policies.document import ChainGrowth, parse_policy
+from spectune.runtime.recording.panoramas import cover_name
 from spectune.traces.errors import PolicyError
-from spectune.traces.schema import Trajectory, TreePanorama
+from spectune.traces.schema import Panorama, Trajectory
 from spectune.traces.store import Asked, TraceStore
 
 SHORT = ("--max-new-tokens", 8, "--gamma-max", 4)
@@ -66,7 +66,7 @@ def resumed(door: Door, *arguments: object) -> dict[str, Any]:
 
 
 def extent(count: int, width: int, depth: int) -> dict[str, int]:
-    return {"count": count, "width": width, "depth": depth}
+    return {"count": count, "gamma_max": max(4, depth), "width": width, "depth": depth}
 
 
 def test_trees_are_recorded_with_the_texts(tmp_path: Path, tiny_pair: Path) -> None:
@@ -74,19 +74,20 @@ def test_trees_are_recorded_with_the_texts(tmp_path: Path, tiny_pair: Path) -> N
     workload = write_workload(tmp_path / "w.jsonl", 2)
     trees = ("--temperature", 0.8, "--tree-width", 3, "--tree-depth", 2)
     made = door.json("record", "--pair", door.pair, "--workload", workload, *SHORT, *trees)
-    assert made["trees"] == {"near": extent(2, 3, 2), "far": extent(2, 3, 2)}
-    assert made["drafts"] == {"near": 2, "far": 2, "ngram": 2}
+    grown = extent(2, 3, 2)
+    assert made["drafts"] == {"near": grown, "far": grown, "ngram": extent(2, 1, 1)}
     with opened(door.db) as store:
-        loaded = store.load(made["recording"], trees=True)
-    for panorama, trajectory in zip(loaded.trees("near"), loaded.trajectories, strict=True):
+        loaded = store.load(made["recording"])
+    for panorama, trajectory in zip(loaded.panoramas("near"), loaded.trajectories, strict=True):
         assert panorama.positions == len(trajectory.output_ids)
         assert '{"kind":"top_k","score":"coupled(1.5)","width":3}' in panorama.covers
     listed = door.json("traces", "list")["recordings"][0]
     shown = door.json("traces", "show", "latest")
-    assert listed["trees"] == shown["trees"] == made["trees"]
-    assert len(shown["requests"]) == 2 * 3  # rows are of chains
-    assert "far 3x2, near 3x2" in door.call("traces", "list", env={"COLUMNS": "200"}).stdout
-    assert "trees of far 3x2, near 3x2" in door.call("traces", "show").stdout.replace("\n", " ")
+    assert listed["drafts"] == shown["drafts"] == made["drafts"]
+    assert len(shown["requests"]) == 2 * 3
+    said = "far 4 and trees 3x2, near 4 and trees 3x2, ngram 4"
+    assert said in door.call("traces", "list", env={"COLUMNS": "250"}).stdout
+    assert f"panoramas of {said}" in door.call("traces", "show").stdout.replace("\n", " ")
 
 
 def test_resume_finishes_what_was_begun(door: Door, store: TraceStore) -> None:
@@ -105,7 +106,7 @@ def test_resume_finishes_what_was_begun(door: Door, store: TraceStore) -> None:
     assert (found["recording"], found["state"], found["drafts"]) == (
         begun,
         "complete",
-        dict(whole.drafts),
+        whole.to_json()["drafts"],
     )
     texts = [
         [t.output_ids.tolist() for t in store.load(name).trajectories] for name in (begun, whole.id)
@@ -121,25 +122,25 @@ def test_resume_finishes_what_was_begun(door: Door, store: TraceStore) -> None:
 
 
 def test_trees_are_widened_and_never_narrowed(door: Door, store: TraceStore) -> None:
-    assert resumed(door)["trees"] == {}
-    assert resumed(door, "--tree-width", 3, "--tree-depth", 2)["trees"]["near"] == extent(3, 3, 2)
-    narrow = store.load("latest", trees=True).trees("near")
-    assert resumed(door, "--tree-width", 2, "--tree-depth", 4)["trees"]["near"] == extent(3, 3, 4)
-    wide = store.load("latest", trees=True).trees("near")
+    assert resumed(door)["drafts"]["near"] == extent(3, 1, 1)
+    assert resumed(door, "--tree-width", 3, "--tree-depth", 2)["drafts"]["near"] == extent(3, 3, 2)
+    narrow = store.load("latest").panoramas("near")
+    assert resumed(door, "--tree-width", 2, "--tree-depth", 4)["drafts"]["near"] == extent(3, 3, 4)
+    wide = store.load("latest").panoramas("near")
     for old, new in zip(narrow, wide, strict=True):
-        for name in old.columns()[2:]:
+        for name in set(old.columns()) - {"parent", "slot", "accept"}:
             roots = slice(old.positions + 1)
             assert np.array_equal(getattr(old, name)[roots], getattr(new, name)[roots])
         assert len(new.parent) > len(old.parent)
-    assert resumed(door, "--tree-width", 2, "--tree-depth", 2)["trees"]["near"] == extent(3, 3, 4)
-    assert store.load("latest", trees=True).trees("near") == wide
+    assert resumed(door, "--tree-width", 2, "--tree-depth", 2)["drafts"]["near"] == extent(3, 3, 4)
+    assert store.load("latest").panoramas("near") == wide
 
 
 def test_one_limit_alone_or_a_cover_takes_the_default_of_the_other(door: Door) -> None:
-    assert resumed(door, "--tree-depth", 2)["trees"]["near"] == extent(3, 8, 2)
+    assert resumed(door, "--tree-depth", 2)["drafts"]["near"] == extent(3, 8, 2)
     made = resumed(door, "--cover", json.dumps(STATIC), "--tree-width", 2, "--tree-depth", 3)
-    assert made["trees"]["near"] == extent(3, 8, 3)
-    assert made["trees"]["far"] == extent(3, 8, 3)
+    assert made["drafts"]["near"] == extent(3, 8, 3)
+    assert made["drafts"]["far"] == extent(3, 8, 3)
 
 
 def test_covers_are_kept_when_trees_are_widened(
@@ -156,17 +157,17 @@ def test_covers_are_kept_when_trees_are_widened(
         cover_name(parse_policy(STATIC).growth, sampled=False),
     }
     recording = store.resolve_recording("latest")
-    near, far = (set(store.tree_limits(recording, draft)[2]) for draft in ("near", "far"))
+    near, far = (set(store.most_held(recording, draft)[3]) for draft in ("near", "far"))
     assert named <= near
     assert not named & far  # a policy's growth is covered for its draft
-    before = store.load("latest", trees=True).trees("near")
+    before = store.load("latest").panoramas("near")
     resumed(door, "--tree-width", 3, "--tree-depth", 3)
-    for old, new in zip(before, store.load("latest", trees=True).trees("near"), strict=True):
+    for old, new in zip(before, store.load("latest").panoramas("near"), strict=True):
         assert (new.width, new.depth) == (3, 4)
         assert set(old.covers) < set(new.covers)
-    stored = store.load("latest", trees=True)
+    stored = store.load("latest")
     resumed(door, "--cover", tmp_path / "sharp.json", "--tree-width", 3, "--tree-depth", 4)
-    assert store.load("latest", trees=True).trees("near") == stored.trees("near")
+    assert store.load("latest").panoramas("near") == stored.panoramas("near")
 
 
 def classifier(store: TraceStore) -> str:
@@ -227,36 +228,35 @@ Retrace = Callable[..., set[tuple[str, int, int, int]]]
 
 @pytest.fixture
 def retraced(store: TraceStore, pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> Retrace:
-    """Retraces the trees of drafts, one of them a head; what was made: (draft, width, depth, depth
-    of chains alone)."""
+    """Retraces drafts, one of them a head; what was made: (draft, gamma_max, width, depth)."""
     calls: set[tuple[str, int, int, int]] = set()
 
     def fake(
-        _pair: LoadedPair, text: Trajectory, draft: str, width: int, depth: int, **how: Any
-    ) -> TreePanorama:
-        calls.add((draft, width, depth, how["chain_depth"]))
-        covers = tuple(c.name for c in how["covers"])
-        return a_tree(text, draft, width=width, depth=depth, covers=covers)
+        _pair: LoadedPair, text: Trajectory, draft: str, covers: Any, acceptance: bool, **size: int
+    ) -> Panorama:
+        calls.add((draft, *size.values()))
+        names = (*(c.name for c in covers), cover_name(ChainGrowth(), sampled=False))
+        return a_tree(text, draft, covers=names, **size)
 
-    monkeypatch.setattr(recorder, "record_tree_panorama", fake)
+    monkeypatch.setattr(recorder, "record_panorama", fake)
     headed = replace(pair, heads={"head": object()})  # type: ignore[dict-item]  # only its name is looked at
     recording = store.resolve_recording("latest")
 
-    def made(
-        width: int, depth: int, chains: int, drafts: tuple[str, ...] = headed.draft_names
-    ) -> Any:
+    def made(gamma_max: int, width: int = 0, depth: int = 0) -> Any:
         calls.clear()
-        look_around(store, headed, recording, Look(drafts, chains, width, depth))
+        look_around(store, headed, recording, Look(headed.draft_names, gamma_max, width, depth))
         return set(calls)
 
     return made
 
 
-def test_heads_get_their_chains_as_trees(retraced: Retrace) -> None:
-    assert retraced(0, 0, 6) == {("head", 1, 6, 0)}
-    assert retraced(0, 0, 6) == retraced(0, 0, 4) == set()
-    assert retraced(3, 2, 6) == {("near", 3, 2, 0), ("far", 3, 2, 0), ("head", 3, 6, 0)}
-    assert retraced(3, 2, 6) == retraced(2, 2, 5) == set()
+def test_what_is_recorded_anew_holds_all_that_was(retraced: Retrace) -> None:
+    assert retraced(4) == {("head", 4, 1, 1)}
+    assert retraced(6) == {(draft, 6, 1, 1) for draft in ("near", "far", "head", "ngram")}
+    assert retraced(6) == retraced(4) == set()
+    assert retraced(4, 3, 2) == {(draft, 6, 3, 2) for draft in ("near", "far", "head")}
+    assert retraced(6, 3, 2) == retraced(5, 2, 2) == set()
+    assert retraced(2, 2, 8) == {(draft, 8, 3, 8) for draft in ("near", "far", "head")}
 
 
 # --- mistakes
@@ -287,4 +287,4 @@ def test_mistakes_cost_one_line(
     for what in (("--resume", "latest"), ("--workload", workload, *SHORT)):
         assert says in door.refused("record", "--pair", door.pair, *what, *arguments)
     listed = door.json("traces", "list")["recordings"]
-    assert [(r["n_requests"], r["trees"]) for r in listed] == [(3, {})]
+    assert [(r["n_requests"], r["drafts"]["near"]["width"]) for r in listed] == [(3, 1)]

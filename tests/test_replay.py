@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from oracle import RoundSeconds, replay_rounds
-from synthetic import flat_profile, policy, with_terms
+from synthetic import chain_panorama, flat_profile, policy, with_terms
 from trace_values import a_panorama, a_trajectory
 
 from spectune.optimizer.simulate.replay import run_replay
@@ -23,10 +23,9 @@ from spectune.runtime.policies.prepare import prepare
 from spectune.runtime.session import Sessions
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import (
-    AGREE_YES,
     PROB_SCALE,
-    ChainPanorama,
     LatencyProfile,
+    Panorama,
     Sampling,
     Step,
     Trajectory,
@@ -104,15 +103,10 @@ class Recorded:
         ids = {name: getattr(made, name) % VOCABULARY for name in ("prompt_ids", "output_ids")}
         return replace(made, **ids, max_new_tokens=n + int(self.rng.choice([0, 9])))
 
-    def panorama(self, text: Trajectory) -> ChainPanorama:
+    def panorama(self, text: Trajectory) -> Panorama:
         agreement, silence = self.chances
-        seed = int(self.rng.integers(2**32))
-        how = {"seed": seed, "gamma_max": GAMMA_MAX, "agreement": agreement, "none": silence}
-        made = a_panorama(text, "toy", **how)
-        if not silence:
-            return made
-        spoken = self.rng.geometric(silence, len(made.branch_len)) - 1
-        return replace(made, branch_len=np.minimum(made.branch_len, spoken).astype(np.uint8))
+        how = {"gamma_max": GAMMA_MAX, "agreement": agreement, "none": silence, "silence": silence}
+        return a_panorama(text, "toy", seed=int(self.rng.integers(2**32)), **how)
 
     def rounds(
         self, policy: Policy, profile: LatencyProfile | None, part: ReplayTrace | None = None
@@ -254,9 +248,7 @@ def test_empty_texts_replay_to_nothing() -> None:
     policy = parse_policy({"draft": "toy"})
     ids = np.array([1], np.int32), np.zeros(0, np.int32)
     empty = Trajectory("e", "c", *ids, Sampling(), 8, "stop")
-    zero, rows = np.zeros(0, np.uint16), np.zeros((1, 3), np.uint16)
-    columns = (zero.astype(np.uint8), zero, zero, zero, rows, rows, np.array([3], np.uint8))
-    trace = ReplayTrace([empty], {"toy": [ChainPanorama("toy", 3, *columns)]})
+    trace = ReplayTrace([empty], {"toy": [chain_panorama("toy", 3, [], [], [[[0, 0]] * 2], [2])]})
     total = run_replay(trace, policy).total
     assert (total.requests, total.rounds, total.emitted_tokens) == (1, 0, 0)
 
@@ -270,11 +262,10 @@ def rejection_trace(chance: float, seed: int = 0, temperature: float = 1.0) -> R
     t = Trajectory(
         "r", "c", tokens[:3], tokens, Sampling(temperature), length, "length", verifier="rejection"
     )
-    codes, rows = np.zeros(length, np.uint16), np.zeros((1, GAMMA_MAX), np.uint16)
-    agree = np.full(length, AGREE_YES, np.uint8)
-    accept = np.full(length, round(chance * PROB_SCALE), np.uint16)
-    columns = agree, codes, codes, accept, rows, rows, np.array([GAMMA_MAX], np.uint8)
-    return ReplayTrace([t], {"toy": [ChainPanorama("toy", GAMMA_MAX, *columns)]}, seed=seed)
+    ends, codes = np.zeros((1, GAMMA_MAX - 1, 2)), np.zeros((length, 2))
+    agree, accept = [True] * length, np.full(length, round(chance * PROB_SCALE))
+    made = chain_panorama("toy", GAMMA_MAX, agree, codes, ends, [GAMMA_MAX - 1], accept)
+    return ReplayTrace([t], {"toy": [made]}, seed=seed)
 
 
 FOUR = toy(4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 
@@ -16,19 +15,17 @@ from spectune.runtime.policies.splitmix import as_int64
 from spectune.runtime.sampling import (
     NUCLEUS,
     Noise,
-    entropy_of,
     gumbel,
     gumbel_row,
     keys_tensor,
     least_kept,
     log_distribution,
-    nat_code,
     processed,
     sample,
     stream_key,
     uniform,
 )
-from spectune.traces.schema import NAT_CODE_MAX, Sampling, request_seed
+from spectune.traces.schema import Sampling, request_seed
 
 CPU = torch.device("cpu")
 with_triton = pytest.mark.skipif(
@@ -211,14 +208,3 @@ def test_choice_follows_the_law() -> None:
     assert (
         (counts - expected) ** 2 / expected
     ).sum() < 16.3  # chi-square, 3 degrees of freedom, 1 in 1000
-
-
-def test_codes() -> None:
-    """Codes count 1/256 nat downwards and saturate."""
-    assert nat_code(0.0) == 0
-    assert nat_code(1.0) == 256
-    assert nat_code(1.0 - 1e-6) == 255
-    assert nat_code(1e9) == NAT_CODE_MAX
-    uniform_law = torch.full((8,), -math.log(8.0))
-    assert float(entropy_of(uniform_law)) == pytest.approx(math.log(8.0))
-    assert float(entropy_of(torch.tensor([0.0, -math.inf]))) == 0.0

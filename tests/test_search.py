@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import optuna
 import pytest
-from synthetic import flat_profile
+from synthetic import chain_panorama, flat_profile
 
 from spectune.optimizer.confirm import Confirmation
 from spectune.optimizer.parts import mixed, split
@@ -32,9 +32,6 @@ from spectune.optimizer.tune import TuneOptions, Tuning
 from spectune.optimizer.verdict import Candidate, verdict
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.traces.schema import (
-    AGREE_NO,
-    AGREE_YES,
-    ChainPanorama,
     Outcome,
     Sampling,
     Trajectory,
@@ -56,15 +53,10 @@ def trace(acceptance: float) -> ReplayTrace:
             Trajectory(str(i), "abc"[i % 3], prompt, ids, Sampling(), length, "length")
         )
         logp = np.where(agree, rng.integers(0, 200, length), rng.integers(100, 900, length))
-        columns = (
-            np.where(agree, AGREE_YES, AGREE_NO).astype(np.uint8),
-            logp.astype(np.uint16),
-            logp.astype(np.uint16),
-            np.where(agree, 65535, 0).astype(np.uint16),
-            *(rng.integers(100, 900, (branches, GAMMA_MAX)).astype(np.uint16) for _ in range(2)),
-            np.full(branches, GAMMA_MAX - 1, dtype=np.uint8),
-        )
-        panoramas.append(ChainPanorama("near", GAMMA_MAX, *columns))
+        codes = logp[:, None].repeat(2, 1)
+        off_text = rng.integers(100, 900, (branches, GAMMA_MAX - 1, 2))
+        ends = np.full(branches, GAMMA_MAX - 1)
+        panoramas.append(chain_panorama("near", GAMMA_MAX, agree, codes, off_text, ends))
     return ReplayTrace(trajectories, {"near": panoramas})
 
 

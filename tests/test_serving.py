@@ -33,6 +33,7 @@ from spectune.optimizer.on_engine import about_recording
 from spectune.optimizer.proven_load import proof_of
 from spectune.optimizer.python import simulate
 from spectune.optimizer.search import TIE
+from spectune.optimizer.simulate.chain_tables import AGREE_NONE, AGREE_YES
 from spectune.optimizer.simulate.load import Objective, Served, loads_of
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.served_costs import (
@@ -56,7 +57,7 @@ from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import EngineError, PolicyError, TraceError
 from spectune.traces.latency import LatencyProfile
 from spectune.traces.recording import RecordedRequest, RecordingInfo
-from spectune.traces.schema import AGREE_NONE, AGREE_YES, Sampling, Step
+from spectune.traces.schema import Sampling, Step
 from spectune.traces.store import Asked, TraceStore
 
 PROFILE = LatencyProfile(
@@ -884,7 +885,7 @@ def test_recorded_requests_arrive_each_with_its_own_text(
     ended = recorded(trace, simulated(trace, window(0), Load(1)), window(0))[::-1]
     info = stored(store, ended, drafts=("small", "other"))
     with store.database.write() as session:
-        session.get_one(PanoramaChunkRow, (info.id, 0, "other", "chain")).data = b"x"
+        session.get_one(PanoramaChunkRow, (info.id, 0, "other")).data = b"x"
     monkeypatch.setattr(under_load_module, "costs_of_engine", lambda *_: fitted)
     monkeypatch.chdir(tmp_path)
     Path("recorded-x.csv").write_text("TIMESTAMP\n1\n2\n")

@@ -51,9 +51,8 @@ from spectune.runtime.policies.artifacts import FREQUENCIES, ROUTER, Artifacts, 
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.recording.trees import OFF_TEXT
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import LatencyProfile, Sampling
+from spectune.traces.schema import OFF_TEXT, LatencyProfile, Sampling
 from spectune.traces.store import Asked, TraceStore
 
 TOKENS = 16
@@ -206,7 +205,7 @@ def test_a_text_beyond_the_recorded_children_is_known(trace: ReplayTrace) -> Non
     from whole laws."""
     found = 0
     for (draft, _), ranked in trace.ranked.items():
-        forest, ranks, row = trace.forests[draft], ranked.source, ranked.row
+        forest, ranks, row = trace.forest(draft), ranked.source, ranked.row
         beyond = (forest.text_slot[forest.root] == 255) & (ranks.better[row] > ranks.own[row])
         assert (ranks.better[row][beyond] < M).all(), "a token that is best of all is a child"
         found += int(beyond.sum())
@@ -320,7 +319,7 @@ def test_trees_under_shortlists_replay_nearly(
         replayed = fast.total.rounds
         assert replayed == rounds if size == vocab else replayed == pytest.approx(rounds, rel=0.05)
         assert plan.shortlist is not None
-        held = shortlist_ranks(wide.forests["near"], plan.shortlist, WIDE[2])
+        held = shortlist_ranks(wide.forest("near"), plan.shortlist, WIDE[2])
         plain = plain_rounds(wide, policy, find, held)
         assert [[shape(s) for s in steps] for steps in fast.steps()] == plain
 
@@ -376,7 +375,7 @@ def test_ranks_say_how_much_of_the_text_a_shortlist_holds(
 ) -> None:
     """The larger, the more of it, also where most of the text is no recorded child."""
     ranks = ranks_of(store, pair, few, "far", order)
-    trees = store.load(few, trees=True).trees("far")
+    trees = store.load(few).panoramas("far")
     slots = np.concatenate([p.text_slot[: p.positions] for p in trees])
     assert (slots == OFF_TEXT).sum() > 10
     least, more, every = ranks.kept([1, 16, pair.target.vocab_size])
@@ -472,7 +471,7 @@ def test_what_cannot_be_ranked_or_replayed_is_said(
     order: str,
 ) -> None:
     """No ranks of the router; a router of another draft; texts of the other verifier; an order of
-    another vocabulary; no trees. A selection keeps in step."""
+    another vocabulary. A selection keeps in step."""
     bare = trace_of(store, recording, DRAFTS)
     policy = policy_of("near", routers["near"], (3, 2, 1))
     said = rf"hidden states.*no cluster ranks of router {routers['near']}.*`fit ranks"
@@ -481,10 +480,10 @@ def test_what_cannot_be_ranked_or_replayed_is_said(
     with pytest.raises(PolicyError, match="was fitted on draft 'far'"):
         ranks_of(store, pair, recording, "near", routers["far"])
     (key, routed), *_ = trace.ranked.items()
-    loaded = store.load(recording, ["near"], trees=True)
+    loaded = store.load(recording, ["near"])
     drawn = [replace(t, verifier="rejection") for t in loaded.trajectories]
-    chains, trees = {"near": loaded.panoramas("near")}, {"near": loaded.trees("near")}
-    other = ReplayTrace(drawn, chains, trees=trees, ranks={key: routed.source})
+    panoramas = {"near": loaded.panoramas("near")}
+    other = ReplayTrace(drawn, panoramas, ranks={key: routed.source})
     with pytest.raises(TraceError, match="rejection verifier"):
         run_replay(other, policy, artifacts=find)
     shortlist = {"kind": "frequency", "size": 4, "artifact": order}
@@ -492,8 +491,6 @@ def test_what_cannot_be_ranked_or_replayed_is_said(
     short = Fitted(FREQUENCIES, *Frequencies(np.arange(3), 0).to_document())
     with pytest.raises(TraceError, match="orders a vocabulary of 3 tokens"):
         run_replay(trace, frequent, artifacts=lambda name: short)
-    with pytest.raises(TraceError, match=r"no trees of draft 'near'.*record --resume"):
-        run_replay(ReplayTrace(loaded.trajectories, chains), frequent, artifacts=find)
     whole = run_replay(trace, policy, artifacts=find)
     part = run_replay(trace.select([4, 1]), policy, artifacts=find)
     np.testing.assert_array_equal(part.counts, whole.counts[[4, 1]])

@@ -29,7 +29,7 @@ from spectune.db.models import ArtifactRow, RecordingRow, StepChunkRow
 from spectune.db.urls import parse_url
 from spectune.traces.errors import TraceError
 from spectune.traces.packing import unpack_steps
-from spectune.traces.recording import DESIGNED, RecordingInfo
+from spectune.traces.recording import DESIGNED, Extent, RecordingInfo
 from spectune.traces.schema import Request, Sampling, Workload, policy_id
 from spectune.traces.store import Asked, TraceStore
 from spectune.traces.store.kinds import list_kind
@@ -168,7 +168,8 @@ def test_panoramas_come_back_equal_by_draft(store: TraceStore, begun: RecordingI
         assert loaded.panoramas(draft) == tuple(made[draft, i] for i in range(5))
     assert store.load(begun.id, ["small"]).drafts == ("small",)
     assert store.load(begun.id, []).drafts == ()
-    assert store.get_recording(begun.id).drafts == {"ngram": 5, "small": 5}
+    held = store.get_recording(begun.id).drafts
+    assert held == {"ngram": Extent(5, 16, 1, 1), "small": Extent(5, 16, 1, 1)}
 
 
 def test_a_longer_panorama_serves_a_shorter_window(store: TraceStore, begun: RecordingInfo) -> None:

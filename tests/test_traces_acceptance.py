@@ -7,7 +7,7 @@ import pytest
 from trace_values import a_panorama, a_trajectory, steps_of
 
 from spectune.traces.acceptance import Survival, compact, keep_probability, step_survival, survival
-from spectune.traces.schema import AGREE_YES, PROB_SCALE, Step
+from spectune.traces.schema import PROB_SCALE, Step
 
 
 @pytest.mark.parametrize(("seed", "n"), [(0, 0), (1, 1), (2, 7), (3, 60), (4, 60)])
@@ -16,7 +16,7 @@ def test_coupled_survival_counts_runs_from_every_start(seed: int, n: int) -> Non
     runs = []
     for start in range(n):
         run = 0
-        while run < 9 and start + run < n and panorama.agree[start + run] == AGREE_YES:
+        while run < 9 and start + run < n and panorama.text_slot[start + run] == 0:
             run += 1
         runs.append(run)
     got = survival(panorama, "coupled")

@@ -21,10 +21,10 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import Artifacts, Fitted
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.recording.trees import Cover, record_tree_panorama
+from spectune.runtime.recording.panoramas import Cover, record_panorama
 from spectune.runtime.session import Sessions
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import Sampling, Step, Trajectory, TreePanorama
+from spectune.traces.schema import Panorama, Sampling, Step, Trajectory
 
 TOKENS = 20
 WIDTH, DEPTH = 6, 7
@@ -127,15 +127,20 @@ def covers(policies: list[Policy], sampling: Sampling, find: Artifacts) -> list[
 
 
 def replayed_exactly(
-    pair: LoadedPair, policies: list[Policy], sampling: Sampling, width: int, depth: int, **how: Any
-) -> tuple[list[TreePanorama], list[Step]]:
+    pair: LoadedPair,
+    policies: list[Policy],
+    sampling: Sampling,
+    width: int,
+    depth: int,
+    gamma_max: int = 1,
+) -> tuple[list[Panorama], list[Step]]:
     """The trees of two texts, and their rounds under policies of one draft: alike in replay, in the
     plain loop over the trees and decoded again, with the same texts."""
     draft = policies[0].draft
     find, plain = artifacts(draft), two_texts(pair, sampling)
-    how |= {"covers": covers(policies, sampling, find)}
-    trees = [record_tree_panorama(pair, t, draft, width, depth, **how) for t in plain]
-    trace, rounds = ReplayTrace(plain, {}, trees={draft: trees}), []
+    grown = width, depth, covers(policies, sampling, find)
+    trees = [record_panorama(pair, t, draft, gamma_max, *grown) for t in plain]
+    trace, rounds = ReplayTrace(plain, {draft: trees}), []
     for policy in policies:
         replayed = run_replay(trace, policy, per_round=True, artifacts=find)
         assert replayed.missing == 0
@@ -162,7 +167,7 @@ def plain_rounds(
     """Every round by the plain loop over the recorded trees."""
     assert policy.draft is not None
     plan, sessions = prepare(policy, [policy.draft], artifacts=find), Sessions()
-    forest, found = trace.forests[policy.draft], []
+    forest, found = trace.forest(policy.draft), []
     for text, offset in zip(trace.trajectories, trace.offsets.tolist(), strict=False):
         trees = RecordedTrees(forest, offset, shortlist)
         rounds = replay_rounds(text, None, plan, sessions, trees)
@@ -202,10 +207,10 @@ def test_windows_that_weigh_costs_replay_exactly(pair: LoadedPair, sampling: Sam
     policies = [parse_policy({"draft": draft, **d}) for d in ANALYTIC]
     plain = two_texts(pair, sampling)
     trees = [
-        record_tree_panorama(pair, t, draft, WIDTH, DEPTH, covers=covers(policies, sampling, find))
+        record_panorama(pair, t, draft, DEPTH, WIDTH, DEPTH, covers(policies, sampling, find))
         for t in plain
     ]
-    trace = ReplayTrace(plain, {}, trees={draft: trees})
+    trace = ReplayTrace(plain, {draft: trees})
     depths = set()
     for policy in policies:
         replayed = run_replay(trace, policy, profile, per_round=True, artifacts=find)
@@ -221,8 +226,8 @@ def test_windows_that_weigh_costs_replay_exactly(pair: LoadedPair, sampling: Sam
 def test_what_was_not_recorded_is_refused(pair: LoadedPair) -> None:
     draft, sampling = next(iter(pair.drafts)), Sampling()
     plain = two_texts(pair, sampling)
-    trees = [record_tree_panorama(pair, t, draft, 3, 3) for t in plain]
-    trace = ReplayTrace(plain, {}, trees={draft: trees})
+    trees = [record_panorama(pair, t, draft, 3, 3, 3) for t in plain]
+    trace = ReplayTrace(plain, {draft: trees})
 
     def policy(width: int, gamma: int) -> Policy:
         blocks = {"growth": top_k(width), "window": fixed(gamma), "select": {"top_n": 9}}
@@ -234,5 +239,5 @@ def test_what_was_not_recorded_is_refused(pair: LoadedPair) -> None:
     with pytest.raises(TraceError, match="does not hold"):
         run_replay(trace, policy(3, 5))
     assert run_replay(trace, policy(3, 5), approximate=True).missing > 0
-    with pytest.raises(TraceError, match="has no trees"):
+    with pytest.raises(TraceError, match="no panorama of draft"):
         run_replay(ReplayTrace(plain, {}), policy(3, 3))

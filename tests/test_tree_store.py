@@ -1,5 +1,4 @@
-"""Tree panoramas packed, stored, widened and found damaged; and the databases that are older
-than they."""
+"""Panoramas of trees packed, stored, widened and found damaged."""
 
 from __future__ import annotations
 
@@ -15,17 +14,16 @@ from trace_values import a_recording, a_trajectory, a_tree
 from spectune.db import NotFoundError, check
 from spectune.db.models import PanoramaChunkRow
 from spectune.traces.errors import TraceError
-from spectune.traces.packing import pack_tree, unpack_tree
-from spectune.traces.recording import TreeExtent
-from spectune.traces.schema import TreePanorama
+from spectune.traces.packing import pack_panorama, unpack_panorama
+from spectune.traces.recording import Extent
+from spectune.traces.schema import Panorama
 from spectune.traces.store import TraceStore
 from spectune.traces.store.prune import prune
-from spectune.traces.store.query import TraceFilter, acceptance_stats, request_rows
 
 
 def put_trees(
     store: TraceStore, recording: str, n: int, draft: str = "small", **how: Any
-) -> list[TreePanorama]:
+) -> list[Panorama]:
     made = [a_tree(a_trajectory(i), draft, seed=i, **how) for i in range(n)]
     assert store.put_panoramas(recording, list(enumerate(made))) == n
     return made
@@ -40,7 +38,7 @@ def test_a_tree_comes_back_equal(n: int, vocab: int, width: int, greedy: bool) -
     covers = ('{"kind":"top_k","width":1}', '{"kind":"static","paths":[[0],[1]]}')
     how: dict[str, Any] = {"width": width, "greedy": greedy, "vocab": vocab}
     tree = a_tree(a_trajectory(1, n=n), "small", depth=7, covers=covers, **how)
-    back = unpack_tree(pack_tree(tree))
+    back = unpack_panorama(pack_panorama(tree))
     assert back == tree
     assert all(getattr(back, name).flags.c_contiguous for name in back.columns())
 
@@ -55,103 +53,83 @@ def test_codes_of_every_value_come_back() -> None:
         (rng.integers(0, 65536, tree.logp.shape), rng.integers(0, 65536, tree.gap.shape)),
     ):
         other = replace(tree, logp=np.full_like(tree.logp, logp), gap=np.full_like(tree.gap, gap))
-        assert unpack_tree(pack_tree(other)) == other
+        assert unpack_panorama(pack_panorama(other)) == other
 
 
 # --- storing
 
 
-def test_trees_come_back_beside_chains_when_asked_for(store: TraceStore) -> None:
-    recording = a_recording(store, n=3, drafts=("ngram", "small"))
+def test_trees_come_back_by_draft(store: TraceStore) -> None:
+    recording = a_recording(store, n=3, drafts=("ngram",))
     made = put_trees(store, recording, 3)
-    chains = store.load(recording)
-    assert all(not r.trees for r in chains.requests)
-    assert chains.drafts == ("ngram", "small")
-    loaded = store.load(recording, ["small"], trees=True)
-    assert loaded.trees("small") == tuple(made)
-    assert loaded.panoramas("small") == chains.panoramas("small")
-    assert store.load(recording, ["ngram"], trees=True).requests[0].trees == {}
-    (second,) = store.iterate(recording, trees=True, ordinals=[1])
-    assert second.trees == {"small": made[1]}
+    loaded = store.load(recording, ["small"])
+    assert loaded.panoramas("small") == tuple(made)
+    (second,) = store.iterate(recording, ordinals=[1])
+    assert second.panoramas["small"] == made[1]
     info = store.get_recording(recording)
-    assert info.drafts == {"ngram": 3, "small": 3}
-    assert info.trees == {"small": TreeExtent(3, 4, 3)}
-    assert info.to_json()["trees"] == {"small": {"count": 3, "width": 4, "depth": 3}}
-    assert info.trees_shown() == "small 4x3"
+    assert info.drafts == {"ngram": Extent(3, 16, 1, 1), "small": Extent(3, 16, 4, 3)}
+    assert info.with_trees == ("small",)
+    small = {"count": 3, "gamma_max": 16, "width": 4, "depth": 3}
+    assert info.to_json()["drafts"]["small"] == small
+    assert info.shown() == "ngram 16, small 16 and trees 4x3"
 
 
-def test_questions_about_chains_do_not_see_trees(store: TraceStore) -> None:
-    recording = a_recording(store, n=3)
-    before = acceptance_stats(store.database), list(request_rows(store.database))
-    put_trees(store, recording, 3)
-    put_trees(store, recording, 3, draft="head")
-    assert (acceptance_stats(store.database), list(request_rows(store.database))) == before
-    assert list(request_rows(store.database, TraceFilter(draft="head"))) == []
+def test_missing_are_those_too_short_too_narrow_too_flat_or_not_covering(store: TraceStore) -> None:
+    recording = a_recording(store, n=4, drafts=())
 
+    def missing(*least: Any) -> list[int]:
+        return [*store.missing_panoramas(recording, "small", *least)]
 
-def test_missing_trees_are_those_too_narrow_too_flat_or_not_covering(store: TraceStore) -> None:
-    recording = a_recording(store, n=4)
-
-    def missing(draft: str = "small", width: int = 4, depth: int = 3, **how: Any) -> list[int]:
-        return [*store.missing_panoramas(recording, draft, depth, width=width, **how)]
-
-    assert missing(width=1, depth=1) == [0, 1, 2, 3]
-    assert store.tree_limits(recording, "small") == (0, 0, ())
-    for ordinal, (width, depth, covers) in enumerate(
-        [(4, 3, ("a",)), (6, 3, ("a", "b")), (4, 5, ("c",))]
+    assert missing(1) == [0, 1, 2, 3]
+    assert store.most_held(recording, "small") == (0, 0, 0, ())
+    for ordinal, (gamma, width, depth, covers) in enumerate(
+        [(4, 4, 3, ("a",)), (8, 6, 3, ("a", "b")), (5, 4, 5, ("c",))]
     ):
-        tree = a_tree(a_trajectory(ordinal), "small", width=width, depth=depth, covers=covers)
+        how: dict[str, Any] = {"gamma_max": gamma, "width": width, "depth": depth}
+        tree = a_tree(a_trajectory(ordinal), "small", covers=covers, **how)
         assert store.put_panoramas(recording, [(ordinal, tree)]) == 1
-    assert missing() == [3]
-    assert missing(width=5) == [0, 2, 3]
-    assert missing(depth=4) == [0, 1, 3]
-    assert missing(covers=("a", "b")) == [0, 2, 3]
-    assert missing("other") == [0, 1, 2, 3]
-    assert store.tree_limits(recording, "small") == (6, 5, ("a", "b", "c"))
+    assert missing(4) == missing(4, 4, 3) == [3]
+    assert missing(5) == [0, 3]
+    assert missing(4, 5) == [0, 2, 3]
+    assert missing(4, 4, 4) == [0, 1, 3]
+    assert missing(4, 4, 3, ("a", "b")) == [0, 2, 3]
+    assert [*store.missing_panoramas(recording, "other", 1)] == [0, 1, 2, 3]
+    assert store.most_held(recording, "small") == (8, 6, 5, ("a", "b", "c"))
     info = store.get_recording(recording)
-    assert info.trees == {"small": TreeExtent(3, 4, 3)}
-    assert info.trees_shown() == "small 4x3 (3 of 4)"
-    for ask in (store.tree_limits, lambda r, d: store.missing_panoramas(r, d, 1)):
+    assert info.drafts == {"small": Extent(3, 4, 4, 3)}
+    assert info.shown() == "small 4 and trees 4x3 (3 of 4)"
+    for ask in (store.most_held, lambda r, d: store.missing_panoramas(r, d, 1)):
         with pytest.raises(NotFoundError, match="no recording 'rec-0'"):
             ask("rec-0", "small")
 
 
-def test_trees_are_replaced_by_what_holds_more_and_never_narrowed(store: TraceStore) -> None:
+def test_panoramas_are_replaced_by_what_holds_more_and_never_narrowed(store: TraceStore) -> None:
     recording = a_recording(store, n=1)
     text = a_trajectory(0)
     first = a_tree(text, "small", width=4, depth=3, covers=("a", "b"))
+    with pytest.raises(TraceError, match=r"0 panoramas of draft 'large' for 1 requests .*--resume"):
+        store.load(recording).panoramas("large")
+    assert store.put_panoramas(recording, [(0, replace(first, covers=()))]) == 0, "no acceptance"
+    first = replace(first, covers=("acceptance", "a", "b"))
     assert store.put_panoramas(recording, [(0, first)]) == 1
-    for width, depth, covers in ((3, 9, ("a", "b")), (9, 2, ("a", "b")), (9, 9, ("a",))):
-        less = a_tree(text, "small", width=width, depth=depth, covers=covers)
-        assert store.put_panoramas(recording, [(0, less)]) == 0
-    assert store.load(recording, trees=True).trees("small") == (first,)
+    for changed in ({"width": 3}, {"depth": 2}, {"gamma_max": 8}, {"covers": ("a",)}):
+        how: dict[str, Any] = {"width": 9, "depth": 9, "covers": first.covers, **changed}
+        assert store.put_panoramas(recording, [(0, a_tree(text, "small", **how))]) == 0
+    assert store.load(recording).panoramas("small") == (first,)
     for more in (
-        a_tree(text, "small", seed=9, covers=("a", "b")),
-        a_tree(text, "small", width=5, covers=("a", "b", "c")),
+        a_tree(text, "small", seed=9, covers=first.covers),
+        a_tree(text, "small", width=5, covers=(*first.covers, "c")),
     ):
         assert store.put_panoramas(recording, [(0, more)]) == 1
-        assert store.load(recording, trees=True).trees("small") == (more,)
-
-
-def test_absent_trees_name_the_command(store: TraceStore) -> None:
-    recording = a_recording(store, n=2)
-    put_trees(store, recording, 1)
-    loaded = store.load(recording, trees=True)
-    command = f"--resume {recording} --tree-width 8 --tree-depth 8"
-    with pytest.raises(TraceError, match=rf"1 tree panoramas .* for 2 requests; .*{command}"):
-        loaded.trees("small")
-    assert len(loaded.having(trees=["small"]).trees("small")) == 1
-    put_trees(store, recording, 2)
-    with pytest.raises(TraceError, match="load it with trees=True"):
-        store.load(recording).trees("small")
+        assert store.load(recording).panoramas("small") == (more,)
 
 
 def test_a_damaged_tree_is_found(store: TraceStore, url: str) -> None:
     recording = a_recording(store, n=3, trees=True)
-    damage(store, PanoramaChunkRow, recording, 1, "small", "tree")
+    damage(store, PanoramaChunkRow, recording, 1, "small")
     report = check(url)
-    assert [(c.table, c.key["ordinal"], c.key["kind"]) for c in report.bad_chunks] == [
-        ("panorama_chunk", 1, "tree")
+    assert [(c.table, c.key["ordinal"], c.key["draft"]) for c in report.bad_chunks] == [
+        ("panorama_chunk", 1, "small")
     ]
     assert (report.integrity, report.bad_chunks[0].problem) == ((), "checksum differs")
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from synthetic import chain_panorama
 
 from spectune.traces.cost_table import CostTable
 from spectune.traces.latency import LatencyProfile
 from spectune.traces.schema import (
-    AGREE_NO,
+    OFF_TEXT,
     PROB_SCALE,
-    ChainPanorama,
     Counts,
     Outcome,
+    Panorama,
     Request,
     RequestOutcome,
     Sampling,
     Step,
     Trajectory,
-    TreePanorama,
     Verifier,
     Workload,
     policy_id,
@@ -64,24 +64,26 @@ def a_panorama(
     gamma_max: int = 16,
     agreement: float = 0.65,
     none: float = 0.05,
-) -> ChainPanorama:
-    """A panorama with noisy entropies, as those of real drafts are."""
+    silence: float = 0.0,
+) -> Panorama:
+    """Chains with noisy entropies, as those of real drafts are. ``none``: the chance that the draft
+    proposes nothing at a position, ``silence`` off the text."""
     rng = np.random.default_rng([seed, len(draft)])
     n = len(trajectory.output_ids)
-    agree = rng.choice(3, n, p=[1 - agreement - none, agreement, none]).astype(np.uint8)
-    branches = int((agree == AGREE_NO).sum()) + 1
+    kinds = rng.choice(3, n, p=[1 - agreement - none, agreement, none])
+    agree = np.array([False, True, None], dtype=object)[kinds]
+    branches = int((kinds == 0).sum()) + 1
 
     def nats(*shape: int) -> np.ndarray:
         return np.minimum(rng.gamma(1.0, 1.2, shape) * 256, 65535).astype(np.uint16)
 
-    lengths = np.full(branches, gamma_max - 1, np.uint8)
-    lengths[-1] = gamma_max
-    off_text = nats(branches, gamma_max), nats(branches, gamma_max)
-    for column in off_text:
-        column[:-1, -1] = 0
+    lengths = np.full(branches, gamma_max - 1)
+    if silence:
+        lengths = np.minimum(lengths, rng.geometric(silence, branches) - 1)
     kept = np.where(rng.random(n) < 0.45, PROB_SCALE, rng.random(n) * PROB_SCALE)
+    off_text = nats(branches, gamma_max - 1, 2)
     accept = kept.astype(np.uint16)
-    return ChainPanorama(draft, gamma_max, agree, nats(n), nats(n), accept, *off_text, lengths)
+    return chain_panorama(draft, gamma_max, agree, nats(n, 2), off_text, lengths, accept)
 
 
 def a_tree(
@@ -89,14 +91,15 @@ def a_tree(
     draft: str,
     *,
     seed: int = 0,
+    gamma_max: int = 16,
     width: int = 4,
     depth: int = 3,
     greedy: bool = False,
     covers: tuple[str, ...] = ("a",),
     vocab: int = 4096,
-) -> TreePanorama:
-    """A tree panorama of twice as many nodes off the text as on it, each with a parent that has it
-    as a child; ``greedy``: children are in the order of their probabilities."""
+) -> Panorama:
+    """A panorama of trees, of twice as many nodes off the text as on it, each with a parent that
+    has it as a child; ``greedy``: children are in the order of their probabilities."""
     rng = np.random.default_rng([seed, len(draft), width, depth])
     roots = len(trajectory.output_ids) + 1
     m = 2 * roots
@@ -109,9 +112,12 @@ def a_tree(
     gap = (logp - logp[:, :1]) if greedy else np.sort(codes(n, width), axis=1)
     count = rng.integers(1, width + 1, n).astype(np.uint8)
     parent = (rng.random(m) * np.arange(roots, n)).astype(np.int32)
-    text_slot = np.concatenate([rng.integers(0, width, roots), np.full(m, 255)]).astype(np.uint8)
-    return TreePanorama(
+    text_slot = np.concatenate([rng.integers(0, width, roots), np.full(m, OFF_TEXT)]).astype(
+        np.uint8
+    )
+    return Panorama(
         draft=draft,
+        gamma_max=gamma_max,
         width=width,
         depth=depth,
         shared=True,
@@ -125,6 +131,7 @@ def a_tree(
         entropy=codes(n),
         top_entropy=codes(n),
         text_slot=text_slot,
+        accept=np.zeros(0, np.uint16),
     )
 
 
@@ -169,8 +176,8 @@ def a_recording(
     verifier: Verifier = "coupled",
     trees: bool = False,
 ) -> str:
-    """A complete recording in a store: ``n`` trajectories with steps and panoramas, and ``trees``
-    of the draft ``small``; its id."""
+    """A complete recording in a store: ``n`` trajectories with steps and panoramas, those of the
+    draft ``small`` with ``trees``; its id."""
     store.put_pair(PAIR, "demo", {"target": "t"})
     workload = Workload("w", tuple(Request(f"r{i}", CATEGORIES[i % 3], ("x",)) for i in range(n)))
     asked = Asked(PAIR, store.put_workload(workload), Sampling(), 64, verifier)
@@ -178,8 +185,8 @@ def a_recording(
     for i in range(n):
         trajectory = a_trajectory(i, verifier=verifier)
         store.append_trajectory(info.id, i, trajectory, steps_of(trajectory))
-        made: list[Any] = [a_panorama(trajectory, draft, seed=i) for draft in drafts]
-        made += [a_tree(trajectory, "small", seed=i)] if trees else []
-        store.put_panoramas(info.id, [(i, panorama) for panorama in made])
+        for draft in drafts:
+            make: Any = a_tree if trees and draft == "small" else a_panorama
+            store.put_panoramas(info.id, [(i, make(trajectory, draft, seed=i))])
     store.finish_recording(info.id)
     return info.id

@@ -1,10 +1,10 @@
 """How long drafts survive: acceptance by position, from panoramas (every start) and from executed
 rounds.
 
-For starts s of a trajectory and a keep probability k[i] of the proposal at position i (0 or 1 for
-the ``coupled`` verifier, the recorded acceptance probability for ``rejection``), proposals 0..j of
-start s all survive with probability k[s] k[s+1] ... k[s+j]. Sums over starts add up over
-trajectories, so they are stored per chunk and any grouping is a sum of rows.
+The ``coupled`` verifier keeps the proposals of a start as far as they are the text. For
+``rejection`` and acceptance probabilities k[i], proposals 0..j of start s all survive with
+probability k[s] k[s+1] ... k[s+j]. Sums over starts add up over trajectories, so they are stored
+per chunk and any grouping is a sum of rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spectune.traces.schema import AGREE_YES, PROB_SCALE, ChainPanorama, Step, Verifier
+from spectune.traces.schema import PROB_SCALE, Panorama, Step, Verifier
 
 
 @dataclass(frozen=True)
@@ -77,24 +77,27 @@ class Survival:
         }
 
 
-def keep_probability(panorama: ChainPanorama, verifier: Verifier) -> npt.NDArray[np.float64]:
-    """float64 [L] in [0, 1]: the chance that the proposal at each position of the text is kept; 0
-    where there is none."""
-    if verifier == "rejection":
-        return np.asarray(panorama.accept.astype(np.float64) / PROB_SCALE)
-    return np.asarray(panorama.agree == AGREE_YES, dtype=np.float64)
+def keep_probability(panorama: Panorama, verifier: Verifier) -> npt.NDArray[np.float64]:
+    """float64 [L] in [0, 1]: the chance that the first proposal from each start is kept; 0 where
+    there is none."""
+    if verifier == "rejection" and len(panorama.accept):
+        return np.asarray(panorama.accept / PROB_SCALE)
+    return np.asarray(panorama.text_slot[: panorama.positions] == 0, dtype=np.float64)
 
 
-def survival(panorama: ChainPanorama, verifier: Verifier) -> Survival:
-    """The sums over every start of one trajectory, ``gamma_max`` positions long."""
-    keep = keep_probability(panorama, verifier)
-    alive, n = np.ones(len(keep)), len(keep)
+def survival(panorama: Panorama, verifier: Verifier) -> Survival:
+    """The sums over the chains from every start of one trajectory, ``gamma_max`` positions long."""
+    n, best = panorama.positions, panorama.children[:, 0]
+    chance = keep_probability(panorama, verifier) if verifier == "rejection" else None
+    alive, node = np.ones(n), np.arange(n)
     at_risk: list[float] = []
     survived: list[float] = []
     for j in range(panorama.gamma_max):
-        alive = alive[: max(0, n - j)]
+        alive, node = alive[: max(0, n - j)], node[: max(0, n - j)]
         at_risk.append(float(alive.sum()))
-        alive = alive * keep[j:]
+        on_text = (node >= 0) & (panorama.text_slot[node] == 0)
+        alive = alive * (on_text if chance is None else chance[j:])
+        node = np.where(on_text, best[node], -1)
         survived.append(float(alive.sum()))
     return Survival(n, tuple(at_risk), tuple(survived))
 

@@ -11,19 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from spectune.traces.codec import Chunk, Column, pack, unpack
-from spectune.traces.schema import (
-    NO_BIN,
-    ChainPanorama,
-    Int32Array,
-    Step,
-    TreePanorama,
-)
+from spectune.traces.schema import NO_BIN, Int32Array, Panorama, Step
 
 NANOSECONDS = 1e9
-_TREE_META = ("draft", "width", "depth", "shared")
-"""What a tree panorama says of itself beside its columns and covers."""
-_TOKEN_DTYPES = {2: "<u2", 4: "<i4"}
-"""Of token ids, by the bytes that each takes."""
+_EXTENT = ("draft", "gamma_max", "width", "depth", "shared")
+"""What a panorama says of itself beside its columns and covers."""
 
 _STEP_TIMES = ("draft_s", "verify_s", "round_s", "arrived_s", "ended_s")
 _STEPS: Mapping[str, npt.DTypeLike] = {
@@ -51,69 +43,23 @@ def unpack_tokens(chunk: Chunk) -> tuple[Int32Array, Int32Array]:
     return columns["prompt"], columns["output"]
 
 
-def pack_chain(panorama: ChainPanorama) -> Chunk:
-    """All columns of a chain panorama."""
-    columns = {name: getattr(panorama, name) for name in panorama.columns()}
-    meta = {"kind": "chain", "draft": panorama.draft, "gamma_max": panorama.gamma_max}
-    return pack(columns, meta)
-
-
-def unpack_chain(chunk: Chunk) -> ChainPanorama:
-    """The panorama. Raises :class:`CodecError`."""
-    columns, meta = unpack(chunk)
-    return ChainPanorama(draft=meta["draft"], gamma_max=meta["gamma_max"], **columns)
-
-
-def pack_tree(panorama: TreePanorama) -> Chunk:
-    """All columns of a tree panorama, recoded to take less room (``docs/log.md`` has what it
-    gains).
-
-    ``tokens`` are the bytes of whole ids, node by node (the least of 2 and 4 each), because cousins
-    share children. Codes of siblings are stored as differences, modulo 65536: where every node's
-    ``logp`` ascends ``logp`` from the sibling before and ``gap`` from what
-    ``logp`` says of it, else ``logp`` as it is and ``gap`` from the sibling before.
-    """
+def pack_panorama(panorama: Panorama) -> Chunk:
+    """All columns of a panorama. What compresses better is stored as a difference: a parent from
+    the one before, a gap from what ``logp`` says of it (modulo 65536)."""
     p, columns = panorama, {name: getattr(panorama, name) for name in panorama.columns()}
-    fits = not p.tokens.size or (p.tokens.min() >= 0 and p.tokens.max() <= np.iinfo(np.uint16).max)
-    size = 2 if fits else 4
-    ids = np.ascontiguousarray(p.tokens, dtype=_TOKEN_DTYPES[size])
-    columns["tokens"] = ids.view(np.uint8).reshape(-1)
-    by_q = bool((p.logp[:, 1:] >= p.logp[:, :-1]).all())
-    columns["logp"] = _steps(p.logp) if by_q else p.logp
-    columns["gap"] = p.gap - (p.logp - p.logp[:, :1]) if by_q else _steps(p.gap)
-    meta = {"kind": "tree", **{name: getattr(p, name) for name in _TREE_META}}
-    meta |= {"covers": list(p.covers), "token_bytes": size, "by_q": by_q}
-    return pack(columns, meta)
+    columns["parent"] = np.diff(p.parent, prepend=np.int32(0))
+    columns["gap"] = p.gap - (p.logp - p.logp[:, :1])
+    meta = {name: getattr(panorama, name) for name in _EXTENT}
+    return pack(columns, {"kind": "panorama", **meta, "covers": list(panorama.covers)})
 
 
-def unpack_tree(chunk: Chunk) -> TreePanorama:
+def unpack_panorama(chunk: Chunk) -> Panorama:
     """The panorama. Raises :class:`CodecError`."""
     columns, meta = unpack(chunk)
-    ids = columns["tokens"].view(_TOKEN_DTYPES[meta["token_bytes"]])
-    columns["tokens"] = ids.reshape(-1, meta["width"]).astype(np.int32)
-    if meta["by_q"]:
-        logp = columns["logp"] = _sums(columns["logp"])
-        columns["gap"] = columns["gap"] + (logp - logp[:, :1])
-    else:
-        columns["gap"] = _sums(columns["gap"])
-    named: dict[str, Any] = {name: meta[name] for name in _TREE_META}
-    return TreePanorama(**{**named, "covers": tuple(meta["covers"]), **columns})
-
-
-def pack_panorama(panorama: ChainPanorama | TreePanorama) -> Chunk:
-    return pack_tree(panorama) if isinstance(panorama, TreePanorama) else pack_chain(panorama)
-
-
-def _steps(codes: Column) -> Column:
-    """Differences from the sibling before, uint16 [N, K] modulo 65536; the first child as it is."""
-    out = codes.copy()
-    out[:, 1:] -= codes[:, :-1]
-    return out
-
-
-def _sums(steps: Column) -> Column:
-    """The inverse of :func:`_steps`."""
-    return np.cumsum(steps, axis=1, dtype=np.uint16)
+    columns["parent"] = np.cumsum(columns["parent"], dtype=np.int32)
+    columns["gap"] += columns["logp"] - columns["logp"][:, :1]
+    named: dict[str, Any] = {name: meta[name] for name in _EXTENT}
+    return Panorama(**named, covers=tuple(meta["covers"]), **columns)
 
 
 def pack_steps(steps: Sequence[Step]) -> Chunk:

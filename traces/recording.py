@@ -3,7 +3,7 @@ and executed rounds."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
@@ -12,15 +12,7 @@ from typing import Any
 import numpy as np
 
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import (
-    AGREE_NO,
-    ChainPanorama,
-    Sampling,
-    Step,
-    Trajectory,
-    TreePanorama,
-    Verifier,
-)
+from spectune.traces.schema import Panorama, Sampling, Step, Trajectory, Verifier
 
 TREE_WIDTH, TREE_DEPTH = 8, 8
 """Children and levels of recorded trees where nobody says."""
@@ -32,13 +24,18 @@ def how_to_record_trees(recording: str, width: int = TREE_WIDTH, depth: int = TR
 
 
 @dataclass(frozen=True)
-class TreeExtent:
-    """Stored trees of one draft: of how many requests, and what all of these hold: children of a
-    node, levels."""
+class Extent:
+    """Stored panoramas of one draft: of how many requests, and what all of these hold: tokens of a
+    chain, children of a node, levels of a tree."""
 
     count: int
+    gamma_max: int
     width: int
     depth: int
+
+    @property
+    def has_trees(self) -> bool:
+        return self.width > 1
 
 
 @dataclass(frozen=True)
@@ -63,8 +60,8 @@ class RecordingInfo:
     """A recording without its chunks.
 
     ``state`` is ``recording`` until it is ``complete``. ``source`` is ``record``, ``serve``,
-    ``gathered`` or :data:`DESIGNED`. ``n_requests``, ``n_output_tokens`` and ``drafts`` (draft to
-    number of chain panoramas) count what is stored now, and so do ``trees``.
+    ``gathered`` or :data:`DESIGNED`. ``n_requests``, ``n_output_tokens`` and ``drafts`` (the
+    panoramas of each) count what is stored now.
     """
 
     id: str
@@ -81,21 +78,26 @@ class RecordingInfo:
     finished_at: datetime | None
     n_requests: int = 0
     n_output_tokens: int = 0
-    drafts: Mapping[str, int] = field(default_factory=dict)
-    trees: Mapping[str, TreeExtent] = field(default_factory=dict)
+    drafts: Mapping[str, Extent] = field(default_factory=dict)
+
+    @property
+    def with_trees(self) -> tuple[str, ...]:
+        """The drafts whose panoramas hold trees."""
+        return tuple(draft for draft, extent in self.drafts.items() if extent.has_trees)
 
     @property
     def engine(self) -> str:
         """What decoded it, ``native`` where it does not say."""
         return str(self.options.get("engine", "native"))
 
-    def trees_shown(self) -> str:
-        """Draft, width x depth of its trees, and of how many requests where not all have one; for
-        people."""
+    def shown(self) -> str:
+        """Each draft with what its panoramas hold, and of how many requests where not all have one;
+        for people."""
         parts = []
-        for draft, e in self.trees.items():
+        for draft, e in self.drafts.items():
+            trees = f" and trees {e.width}x{e.depth}" if e.has_trees else ""
             of = "" if e.count == self.n_requests else f" ({e.count} of {self.n_requests})"
-            parts.append(f"{draft} {e.width}x{e.depth}{of}")
+            parts.append(f"{draft} {e.gamma_max}{trees}{of}")
         return ", ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
@@ -114,20 +116,20 @@ class RecordingInfo:
             name: data[name] and datetime.fromisoformat(data[name])
             for name in ("created_at", "finished_at")
         }
-        trees = {d: TreeExtent(**e) for d, e in data["trees"].items()}
-        return cls(**{**data, **moments, "trees": trees, "sampling": Sampling(**data["sampling"])})
+        drafts = {d: Extent(**e) for d, e in data["drafts"].items()}
+        sampling = Sampling(**data["sampling"])
+        return cls(**{**data, **moments, "drafts": drafts, "sampling": sampling})
 
 
 @dataclass(frozen=True)
 class RecordedRequest:
-    """One request of a recording: its place, its trajectory, a panorama per draft, the rounds it
-    was decoded by, and, where they were asked for, the trees per draft."""
+    """One request of a recording: its place, its trajectory, a panorama per draft, and the rounds
+    it was decoded by."""
 
     ordinal: int
     trajectory: Trajectory
-    panoramas: Mapping[str, ChainPanorama] = field(default_factory=dict)
+    panoramas: Mapping[str, Panorama] = field(default_factory=dict)
     steps: tuple[Step, ...] = ()
-    trees: Mapping[str, TreePanorama] = field(default_factory=dict)
 
     def after_first(self) -> RecordedRequest:
         """The same from the second token on, its first read as a part of the prompt; without
@@ -139,35 +141,21 @@ class RecordedRequest:
             output_ids=t.output_ids[1:],
             max_new_tokens=t.max_new_tokens - 1,
         )
-        return RecordedRequest(
-            self.ordinal,
-            rest,
-            {name: _after_first(p) for name, p in self.panoramas.items()},
-            trees={name: _grown_after_first(p) for name, p in self.trees.items()},
-        )
+        panoramas = {name: _after_first(p) for name, p in self.panoramas.items()}
+        return RecordedRequest(self.ordinal, rest, panoramas)
 
 
-def _after_first(panorama: ChainPanorama) -> ChainPanorama:
-    gone = int(panorama.agree[:1].tolist() == [AGREE_NO])
-    columns: dict[str, Any] = {
-        name: getattr(panorama, name)[gone if name.startswith("branch") else 1 :]
-        for name in panorama.columns()
-    }
-    return replace(panorama, **columns)
-
-
-def _grown_after_first(panorama: TreePanorama) -> TreePanorama:
+def _after_first(panorama: Panorama) -> Panorama:
     on_text = panorama.positions + 1
     root = np.arange(len(panorama.text_slot))
     while (off := root >= on_text).any():
         root[off] = panorama.parent[root[off] - on_text]
     kept = root > 0
     number = np.cumsum(kept, dtype=np.int32) - 1
-    off_text = kept[on_text:]
-    columns = {
-        name: getattr(panorama, name)[off_text if name in ("parent", "slot") else kept]
-        for name in panorama.columns()
-    }
+    columns = {name: getattr(panorama, name) for name in panorama.columns()}
+    columns["accept"] = panorama.accept[1:]
+    for name in columns.keys() - {"accept"}:
+        columns[name] = columns[name][kept[on_text:] if name in ("parent", "slot") else kept]
     columns["parent"] = number[columns["parent"]]
     return replace(panorama, **columns)
 
@@ -201,7 +189,7 @@ class Recording:
         names = {name for r in self.requests for name in r.panoramas}
         return tuple(sorted(n for n in names if all(n in r.panoramas for r in self.requests)))
 
-    def panoramas(self, draft: str) -> tuple[ChainPanorama, ...]:
+    def panoramas(self, draft: str) -> tuple[Panorama, ...]:
         """One panorama per trajectory, in order. Raises :class:`TraceError` if any is missing (see
         :meth:`having`)."""
         found = tuple(r.panoramas[draft] for r in self.requests if draft in r.panoramas)
@@ -214,30 +202,8 @@ class Recording:
             )
         return found
 
-    def trees(self, draft: str) -> tuple[TreePanorama, ...]:
-        """One tree panorama per trajectory, in order. Raises :class:`TraceError` if any is missing
-        (see :meth:`having`), or the recording was loaded without trees."""
-        found = tuple(r.trees[draft] for r in self.requests if draft in r.trees)
-        if len(found) < len(self.requests):
-            stored = self.info.trees
-            all_stored = draft in stored and stored[draft].count >= len(self.requests)
-            if all_stored and not found and not self.skipped:
-                raise TraceError(
-                    f"the trees of recording {self.info.id} are stored, but were not loaded; load "
-                    "it with trees=True"
-                )
-            raise TraceError(
-                f"recording {self.info.id} has {len(found)} tree panoramas of draft {draft!r} for "
-                f"{len(self.requests)} requests; {how_to_record_trees(self.info.id)}"
-            )
-        return found
-
-    def having(self, drafts: Iterable[str] = (), *, trees: Collection[str] = ()) -> Recording:
-        """The part whose requests have a panorama of every draft named, and a tree panorama of
-        every one in ``trees``."""
-        wanted = tuple(drafts)
-
-        def whole(r: RecordedRequest) -> bool:
-            return all(d in r.panoramas for d in wanted) and all(d in r.trees for d in trees)
-
-        return replace(self, requests=tuple(r for r in self.requests if whole(r)))
+    def having(self, drafts: Iterable[str]) -> Recording:
+        """The part whose requests have a panorama of every draft named."""
+        wanted = set(drafts)
+        requests = (r for r in self.requests if wanted <= r.panoramas.keys())
+        return replace(self, requests=tuple(requests))

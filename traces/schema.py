@@ -40,9 +40,10 @@ TOP_ENTROPY = 10
 NO_BIN = 255
 """The bin of a round that was not stratified."""
 
-AGREE_NO, AGREE_YES, AGREE_NONE = 0, 1, 2
-"""Values of :attr:`ChainPanorama.agree`: the proposal differs from the text, equals it, or there
-was no proposal."""
+OFF_TEXT = 255
+"""The :attr:`Panorama.text_slot` of a node after which no recorded child is the text's token."""
+ACCEPTANCE = "acceptance"
+"""The cover of a panorama that holds :attr:`Panorama.accept`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,17 +63,6 @@ class _ByContent:
             elif a != b:
                 return False
         return True
-
-    @classmethod
-    def columns(cls) -> tuple[str, ...]:
-        """Names of a panorama's array columns, in storage order."""
-        return tuple(f.name for f in fields(cls) if str(f.type).startswith("npt.NDArray"))
-
-    def _check_shapes(self, what: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        for name, shape in shapes.items():
-            got = getattr(self, name).shape
-            if got != shape:
-                raise ValueError(f"{what} column {name} has shape {got}, expected {shape}")
 
 
 @dataclass(frozen=True)
@@ -197,6 +187,11 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def filtered(self) -> bool:
+        """Whether top-k or top-p can leave tokens without a chance."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0)
+
 
 def request_seed(seed: int, request_id: str) -> int:
     """The 63-bit seed of one request: a function of the run's seed and the request's id alone, so
@@ -225,57 +220,9 @@ class Trajectory(_ByContent):
 
 
 @dataclass(frozen=True, eq=False)
-class ChainPanorama(_ByContent):
-    """What one draft would propose from *every* start of one trajectory, as columns over positions.
-
-    A draft is a function of its prefix. From start s it walks along the text while its proposals
-    equal it; at the first position d where they differ it leaves the text, and what it proposes
-    from there on depends on d alone, not on s. So one column over positions and one *branch* per
-    disagreement hold the chains of all starts exactly.
-
-    With L output tokens, positions 0..L-1 and ``gamma_max`` = G:
-
-    - ``agree`` uint8 [L]: ``AGREE_YES`` if the proposal at position i (given the text before i) is
-      the text's token, ``AGREE_NO`` if not, ``AGREE_NONE`` if the draft proposes nothing there (an
-      n-gram draft without a match).
-    - ``logp`` uint16 [L]: -log q(proposal), ``entropy`` uint16 [L]: entropy of q, both in 1/256
-      nat, q after temperature and filters.
-    - ``accept`` uint16 [L]: min(1, q(x)/p(x)) for the text's token x in 1/65535: the chance that
-      the ``rejection`` verifier kept the draft's proposal given that x was emitted. At temperature
-      0 it is 0 or 1.
-    - ``branch_logp``, ``branch_entropy`` uint16 [B, G] and ``branch_len`` uint8 [B]: the draft's
-      own continuation off the text. There is one row per position with ``agree == AGREE_NO``, in
-      order, whose entry j belongs to the token after 1 + j proposals off the text (G - 1 of them
-      are ever read), and a last row for the chain that runs past the end of the text, whose entry j
-      is the j-th proposal after it. ``branch_len`` counts the proposals there are.
-    """
-
-    draft: str
-    gamma_max: int
-    agree: npt.NDArray[np.uint8]
-    logp: npt.NDArray[np.uint16]
-    entropy: npt.NDArray[np.uint16]
-    accept: npt.NDArray[np.uint16]
-    branch_logp: npt.NDArray[np.uint16]
-    branch_entropy: npt.NDArray[np.uint16]
-    branch_len: npt.NDArray[np.uint8]
-
-    def __post_init__(self) -> None:
-        n, branches = len(self.agree), int((self.agree == AGREE_NO).sum()) + 1
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("logp", "entropy", "accept"), (n,))
-        shapes |= dict.fromkeys(("branch_logp", "branch_entropy"), (branches, self.gamma_max))
-        self._check_shapes("panorama", {**shapes, "branch_len": (branches,)})
-
-    @property
-    def positions(self) -> int:
-        """Output tokens of the trajectory."""
-        return len(self.agree)
-
-
-@dataclass(frozen=True, eq=False)
-class TreePanorama(_ByContent):
-    """The distributions a draft would read while it drafts trees from *every* start of one
-    trajectory, of up to ``width`` children a node and ``depth`` levels.
+class Panorama(_ByContent):
+    """What one draft would propose from *every* start of one trajectory: the distributions that it
+    reads on the way, as a trie of up to ``width`` children a node.
 
     A node stands for a prefix. Nodes 0..L are the text's own prefixes (node i: the first i output
     tokens): the roots of all starts. Further nodes 0..M-1, numbered L+1.., are prefixes that leave
@@ -285,19 +232,24 @@ class TreePanorama(_ByContent):
     (docs/trees.md):
 
     - ``tokens`` int32 [N, K], ``logp``, ``gap`` uint16 [N, K]: its children, best first; ``count``
-      uint8 [N]: how many exist.
-    - ``entropy``, ``top_entropy`` uint16 [N].
-    - ``text_slot`` uint8 [N]: which child is the text's next token; 255 if none is, or the node is
-      not on the text.
+      uint8 [N]: how many exist (of prompt lookup none where it finds no match).
+    - ``entropy``, ``top_entropy`` uint16 [N]; the latter 0 where ``width`` is 1.
+    - ``text_slot`` uint8 [N]: which child is the text's next token; ``OFF_TEXT`` if none is, or the
+      node is not on the text.
+    - ``accept`` uint16 [L]: min(1, q(x)/p(x)) for the text's token x in 1/65535: the chance that
+      the ``rejection`` verifier kept the draft's proposal given that x was emitted. [0] where it
+      was not asked for.
 
-    ``shared``: distributions are functions of the prefix, so the child of node i on the text is
-    node i + 1; a head's depend on where its round began, and its drafted nodes on the text are
-    nodes of their own. ``covers``: the growths (JSON, see
-    :func:`runtime.recording.trees.cover_name`) whose every reachable distribution was recorded:
-    those replay exactly.
+    A chain goes from best child to best child; chains of ``gamma_max`` tokens are held, and trees
+    of ``depth`` levels. ``shared``: distributions are functions of the prefix, so the child of node
+    i on the text is node i + 1; a head's depend on where its round began, and its drafted nodes on
+    the text are nodes of their own. ``covers``: what else is held whole, ``ACCEPTANCE`` and the
+    growths (JSON, see :func:`runtime.recording.panoramas.cover_name`) whose every reachable
+    distribution was recorded: those replay exactly.
     """
 
     draft: str
+    gamma_max: int
     width: int
     depth: int
     shared: bool
@@ -311,21 +263,28 @@ class TreePanorama(_ByContent):
     entropy: npt.NDArray[np.uint16]
     top_entropy: npt.NDArray[np.uint16]
     text_slot: npt.NDArray[np.uint8]
+    accept: npt.NDArray[np.uint16]
 
-    def __post_init__(self) -> None:
-        m, n = len(self.parent), len(self.text_slot)
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
-            ("tokens", "logp", "gap"), (n, self.width)
-        )
-        shapes |= dict.fromkeys(("count", "entropy", "top_entropy"), (n,))
-        self._check_shapes("tree panorama", {"slot": (m,), **shapes})
-        if n <= m:
-            raise ValueError("a tree panorama holds at least the text's own prefixes")
+    @classmethod
+    def columns(cls) -> tuple[str, ...]:
+        """Names of the array columns."""
+        return tuple(f.name for f in fields(cls) if str(f.type).startswith("npt.NDArray"))
 
     @property
     def positions(self) -> int:
         """Output tokens of the trajectory."""
         return len(self.text_slot) - len(self.parent) - 1
+
+    @property
+    def children(self) -> npt.NDArray[np.int32]:
+        """The number of each child's node, int32 [N, K]; -1: not recorded."""
+        length, nodes = self.positions, len(self.text_slot)
+        found = np.full((nodes, self.width), -1, np.int32)
+        found[self.parent, self.slot] = np.arange(length + 1, nodes, dtype=np.int32)
+        if self.shared:
+            on = np.flatnonzero(self.text_slot[:length] < self.width)
+            found[on, self.text_slot[on]] = on + 1
+        return found
 
 
 class Step(NamedTuple):

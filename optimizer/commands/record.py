@@ -155,8 +155,7 @@ def record(**kw: Any) -> None:
     emit(
         {**data, "heads": pair.hidden_states, "workload": checks.to_json()},
         f"recording {info.id}: {info.n_requests} requests, {info.n_output_tokens} tokens, "
-        f"panoramas of {', '.join(info.drafts)}"
-        + (f"; trees of {shown}" if (shown := info.trees_shown()) else ""),
+        f"panoramas of {info.shown()}",
     )
 
 

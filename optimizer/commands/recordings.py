@@ -57,8 +57,8 @@ def traces_list(**kw: Any) -> None:
     with open_store(create=False) as store:
         found = list_recordings(store.database, _filter(kw))
     rows = [info.to_json() for info in found]
-    told = [{**row, "trees": info.trees_shown()} for row, info in zip(rows, found, strict=True)]
-    size = ("n_requests", "n_output_tokens", "max_new_tokens", "drafts", "trees", "created_at")
+    told = [{**row, "drafts": info.shown()} for row, info in zip(rows, found, strict=True)]
+    size = ("n_requests", "n_output_tokens", "max_new_tokens", "drafts", "created_at")
     columns = ("id", "pair_id", "source", "state", *size)
     emit({"recordings": rows}, table(told, columns, "recordings"))
 
@@ -98,8 +98,7 @@ def traces_show(recording: str, request_id: str | None) -> None:
             r.to_json() for r in request_rows(store.database, TraceFilter(recordings=(info.id,)))
         ]
     columns = tuple(c for c in RequestRow.columns() if c not in ("recording", "recorded_at"))
-    grown = info.trees_shown()
-    title = f"recording {info.id}: {info.state}" + (f"; trees of {grown}" if grown else "")
+    title = f"recording {info.id}: {info.state}; panoramas of {info.shown() or 'nothing'}"
     emit({**info.to_json(), "requests": rows}, table(rows, columns, title))
 
 

@@ -69,16 +69,15 @@ def fit_recorded(
     """
     costs, profile_id = profile_of(store, pair.id, profile, **pair.place)
     info = recording_of(store, recording, pair.spec)
-    drafts = [draft for draft in pair.draft_names if draft in (*info.drafts, *info.trees)]
+    drafts = [draft for draft in pair.draft_names if draft in info.drafts]
     replayed = candidates or [Policy(draft=draft) for draft in drafts]
     opened = open_trace(store, info.id, replayed, skip_corrupted=True)
     trace, parts = opened.trace, recorded_parts(store, info.id, opened.ordinals)
     if not candidates:
         seen, candidates = trace.select(parts.search), [AUTOREGRESSIVE]
-        depths = {draft: forest.depth for draft, forest in trace.forests.items()}
-        depths |= {draft: chains.gamma_max for draft, chains in trace.chains.items()}
         for n, draft in enumerate(drafts):
-            study = search(seen, costs, [draft], gamma_max=depths[draft], trials=0)
+            longest = min(p.gamma_max for p in trace.panoramas[draft])
+            study = search(seen, costs, [draft], gamma_max=longest, trials=0)
             candidates += [t.policy for t in study.trials if t.policy.draft == draft][:1]
             progress("replaying drafts", n + 1, len(drafts))
     about = {"recording": info.id, "profile": profile_id}

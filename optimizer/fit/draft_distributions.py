@@ -17,10 +17,10 @@ from spectune.optimizer.simulate.shortlist_ranks import UNKNOWN_CODE
 from spectune.runtime.drafts.eagle import columns
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.models import CHUNK
+from spectune.runtime.recording.panoramas import ROWS
 from spectune.runtime.recording.passes import HeadPasses, LanguageModelPasses, Nodes
-from spectune.runtime.recording.trees import ROWS
 from spectune.runtime.sampling import Noise, filters, log_distribution, scaled
-from spectune.traces.schema import NAT_SCALE, Sampling, Trajectory, TreePanorama, request_seed
+from spectune.traces.schema import NAT_SCALE, Panorama, Sampling, Trajectory, request_seed
 
 
 class _LanguageModelStates(LanguageModelPasses):
@@ -79,10 +79,10 @@ GROUP: Final = 16
 
 class ReadText:
     """One request as a draft reads it: its text of ``roots`` starts, and on demand the nodes of its
-    tree panorama."""
+    panorama."""
 
     def __init__(
-        self, pair: LoadedPair, draft: str, trajectory: Trajectory, panorama: TreePanorama
+        self, pair: LoadedPair, draft: str, trajectory: Trajectory, panorama: Panorama
     ) -> None:
         self.trajectory, self.panorama = trajectory, panorama
         self.prompt, self.roots = len(trajectory.prompt_ids), len(trajectory.output_ids) + 1

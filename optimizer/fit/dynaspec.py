@@ -151,7 +151,7 @@ def fit_router(
     evidence: dict[str, Any] = {"fitted_to": (read.top, read.group), "recording": recording}
     artifact = keep(store, ROUTER, document, arrays, pair_id=pair.id, **evidence)
     ranks = None
-    if ranked and draft in store.get_recording(recording).trees:
+    if ranked and draft in store.get_recording(recording).with_trees:
         (found,) = recorded_ranks(store, pair, recording, draft, [artifact], progress=progress)
         ranks = found.artifact
     first = max(1, round(SHARE * partition.count))

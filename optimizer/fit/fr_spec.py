@@ -70,7 +70,7 @@ def fit_fr_spec(
     origin: dict[str, Any] = {k: source[k] for k in ("recording", "corpus") if k in source}
     origin |= {"pair_id": pair.id, "fitted_to": (counts,)}
     artifact = keep(store, FREQUENCIES, document, arrays, **origin)
-    trees = store.get_recording(recording).trees if ranked and not corpus else ()
+    trees = store.get_recording(recording).with_trees if ranked and not corpus else ()
     document["ranks"] = {
         d: recorded_ranks(store, pair, recording, d, [artifact], progress=progress)[0].artifact
         for d in pair.drafts

@@ -43,11 +43,11 @@ from spectune.runtime.policies.document import ClustersShortlist, Policy
 from spectune.runtime.policies.fr_spec import Frequencies, FrequencyShortlist
 from spectune.runtime.policies.shortlist_rule import compile_shortlist
 from spectune.runtime.progress import Progress, silent
-from spectune.runtime.recording.trees import OFF_TEXT, ROWS
+from spectune.runtime.recording.panoramas import ROWS
 from spectune.runtime.shortlists import Shortlists, top_clusters
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.recording import how_to_record_trees
-from spectune.traces.schema import Trajectory, TreePanorama
+from spectune.traces.schema import OFF_TEXT, Panorama, Trajectory
 from spectune.traces.store import TraceStore
 
 KEPT: Final = 16
@@ -215,14 +215,13 @@ def recorded_ranks(
     """
     ids = [store.get_artifact(name).id for name in orders]
     info = recording_of(store, recording, pair.spec)
-    loaded = store.load(info.id, [draft], trees=True, skip_corrupted=True)
-    loaded = loaded.having(trees=[draft])
-    if not loaded.requests:
+    loaded = store.load(info.id, [draft], skip_corrupted=True).having([draft])
+    if draft not in info.with_trees or not loaded.requests:
         raise TraceError(
             f"recording {info.id} has no trees of draft {draft!r}, whose distributions a "
             f"shortlist's ranks are of; {how_to_record_trees(info.id)}"
         )
-    items = list(zip(loaded.trajectories, loaded.trees(draft), strict=True))
+    items = list(zip(loaded.trajectories, loaded.panoramas(draft), strict=True))
     digests = tuple(digest(*item) for item in items)
     find = fitted(store, pair.id)
     whole: dict[str, Ranks] = {}
@@ -265,7 +264,7 @@ def _parts(
     pair: LoadedPair,
     draft: str,
     orders: Mapping[str, Fitted],
-    items: Sequence[tuple[Trajectory, TreePanorama]],
+    items: Sequence[tuple[Trajectory, Panorama]],
     digests: Sequence[str],
     there: Mapping[str, Ranks],
     progress: Progress,
@@ -293,7 +292,7 @@ def _parts(
 @torch.no_grad()
 def _rank(
     pair: LoadedPair,
-    item: tuple[Trajectory, TreePanorama],
+    item: tuple[Trajectory, Panorama],
     draft: str,
     artifacts: Mapping[str, Fitted],
 ) -> list[Columns]:

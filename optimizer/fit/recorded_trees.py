@@ -40,7 +40,7 @@ class RecordedTrees:
     @classmethod
     def of(cls, trace: ReplayTrace, draft: str) -> RecordedTrees:
         """Those of a trace's requests."""
-        forest = trace.forests[draft]
+        forest = trace.forest(draft)
         lengths = np.diff(trace.offsets)
         levels = np.minimum(
             np.repeat(trace.offsets[1:], lengths) - np.arange(lengths.sum()), forest.limit

@@ -24,7 +24,7 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import ROUTER
 from spectune.runtime.policies.document import Policy
 from spectune.runtime.progress import Progress, silent
-from spectune.runtime.recording.trees import SHARPNESSES
+from spectune.runtime.recording.panoramas import SHARPNESSES
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.store import TraceStore
 
@@ -55,7 +55,7 @@ def fit_trees(
     info = store.get_recording(recording)
     found: dict[str, TreeLimit] = {}
     for n, draft in enumerate(drafts):
-        if draft in info.trees and info.trees[draft].width > 1:
+        if draft in info.with_trees:
             with suppress(TraceError):
                 found[draft] = _fit_draft(tree_source(store, recording, draft), profile, seed)
             progress("fit", n + 1, len(drafts))
@@ -63,7 +63,7 @@ def fit_trees(
 
 
 def _fit_draft(source: TreeSource, profile: str | None, seed: int) -> TreeLimit:
-    extent = source.info.trees[source.trees.forest.draft]
+    extent = source.info.drafts[source.trees.forest.draft]
     width, depth = min(WIDTH, extent.width), max(1, extent.depth - ALPHA)
     bins = classifier = sharpness = None
     with suppress(TraceError):
@@ -113,8 +113,8 @@ def fit_shortlists(
     recorded (shortlists are replayed from those), are left out; a router that cannot be fitted (too
     little text) is too. Raises TraceError for a recording of another pair or without texts.
     """
-    trees = store.get_recording(recording).trees
-    usable = [d for d in drafts if d in pair.models and d in trees and trees[d].width > 1]
+    trees = store.get_recording(recording).with_trees
+    usable = [d for d in drafts if d in pair.models and d in trees]
     if not usable:
         return {}
     texts = [t.request_id for t in search_texts(store, recording, pair.spec)]

@@ -20,7 +20,7 @@ reach" in all of them. That is enough because no window exceeds
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,17 +30,12 @@ from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.splitmix import hash_uniform, mix64
 from spectune.runtime.policies.stops import STOP_NONE, CompiledStop, compile_stop, should_stop
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import (
-    AGREE_NO,
-    AGREE_NONE,
-    AGREE_YES,
-    PROB_SCALE,
-    ChainPanorama,
-    Trajectory,
-    request_seed,
-)
+from spectune.traces.schema import PROB_SCALE, Panorama, Trajectory, request_seed
 
 ENDLESS: Final = 255
+AGREE_NO, AGREE_YES, AGREE_NONE = 0, 1, 2
+"""Values of :attr:`Chains.agree`: the proposal differs from the text, equals it, or there is
+none."""
 
 Bytes = npt.NDArray[np.uint8]
 Codes = npt.NDArray[np.uint16]
@@ -49,14 +44,20 @@ Index = npt.NDArray[np.int64]
 
 
 class Chains(NamedTuple):
-    """One draft's panoramas over a trace, joined. Positions of all trajectories follow one another;
-    so do branch rows.
+    """One draft's chains over a trace, read off its panoramas and joined. Positions of all
+    trajectories follow one another; so do branch rows.
 
-    ``agree`` uint8, ``logp`` and ``entropy`` uint16 [positions]. ``row`` int64 [positions + 1]: the
+    From start s a chain walks along the text while its proposals equal it; at the first position d
+    where they differ it leaves the text, and what it proposes from there on depends on d alone. So
+    columns over positions and a *branch* per disagreement hold the chains of all starts.
+
+    ``agree`` uint8, ``logp`` and ``entropy`` uint16 [positions]. ``row`` int64 [positions]: the
     branch row after leaving the text at a position (for one that agrees, the next row: see
-    :func:`draw_agreement`); ``end_row`` int64 [trajectories]: the row past the end. ``accept``
-    uint16 [positions] and ``key`` int64 [trajectories] serve the rejection verifier; ``drawn``
-    marks the trajectories that need it. ``runs_out``: the draft may have no proposal somewhere.
+    :func:`draw_agreement`); ``end_row`` int64 [trajectories]: the row past the end. Entry j of
+    ``branch_logp`` and ``branch_entropy`` uint16 [rows, gamma_max] is of the proposal after 1 + j
+    tokens off the text (of an ``end_row`` j); there are ``branch_len`` of them. ``accept`` uint16
+    [positions] and ``key`` int64 [trajectories] serve the rejection verifier; ``drawn`` marks the
+    trajectories that need it. ``runs_out``: the draft may have no proposal somewhere.
     """
 
     gamma_max: int
@@ -74,42 +75,61 @@ class Chains(NamedTuple):
     runs_out: bool
 
 
-def join_chains(trajectories: Sequence[Trajectory], panoramas: Sequence[ChainPanorama]) -> Chains:
-    """Joins one draft's panoramas, at least one, one per trajectory in the same order. Raises
-    TraceError where they do not match.
+def join_chains(trajectories: Sequence[Trajectory], panoramas: Sequence[Panorama]) -> Chains:
+    """Joins one draft's chains, of at least one panorama, one per trajectory in the same order.
 
     Where they were recorded to different gamma_max the shortest counts.
     """
     reach = min(p.gamma_max for p in panoramas)
-    rows, ends, offset = [], [], 0
-    for t, p in zip(trajectories, panoramas, strict=True):
-        if len(p.agree) != len(t.output_ids):
-            raise TraceError(
-                f"request {t.request_id!r}: the panorama of {p.draft!r} covers {len(p.agree)} "
-                f"positions, the text has {len(t.output_ids)}"
-            )
-        left = p.agree == AGREE_NO
-        rows.append(offset + np.cumsum(left) - left)
-        offset += len(p.branch_len)
-        ends.append(offset - 1)
-    length = np.concatenate([np.minimum(p.branch_len, reach) for p in panoramas])
-    agree = np.concatenate([p.agree for p in panoramas])
+    columns = [_chains_of(p, reach) for p in panoramas]
+    agree, logp, entropy, accept, branch_logp, branch_entropy, branch_len, runs_out = (
+        np.concatenate(parts) for parts in zip(*columns, strict=True)
+    )
+    ends = np.cumsum([len(part[4]) for part in columns])
+    left = agree == AGREE_NO
+    # Every trajectory has a row more than disagreements: that past its end.
+    of = np.repeat(np.arange(len(columns)), [len(part[0]) for part in columns])
     keys = [request_seed(t.sampling.seed, t.request_id) for t in trajectories]
     drawn = [t.verifier == "rejection" and not t.sampling.greedy for t in trajectories]
     return Chains(
         gamma_max=reach,
         agree=agree,
-        logp=np.concatenate([p.logp for p in panoramas]),
-        entropy=np.concatenate([p.entropy for p in panoramas]),
-        accept=np.concatenate([p.accept for p in panoramas]),
-        row=np.concatenate(rows),
-        end_row=np.array(ends, dtype=np.int64),
-        branch_logp=np.concatenate([p.branch_logp[:, :reach] for p in panoramas]),
-        branch_entropy=np.concatenate([p.branch_entropy[:, :reach] for p in panoramas]),
-        branch_len=length,
+        logp=logp,
+        entropy=entropy,
+        accept=accept,
+        row=np.cumsum(left) - left + of,
+        end_row=ends - 1,
+        branch_logp=branch_logp,
+        branch_entropy=branch_entropy,
+        branch_len=branch_len,
         drawn=np.array(drawn, dtype=np.bool_),
         key=np.array(keys, dtype=np.int64),
-        runs_out=bool((agree == AGREE_NONE).any() or (length < max(0, reach - 1)).any()),
+        runs_out=bool(runs_out.any()),
+    )
+
+
+def _chains_of(panorama: Panorama, reach: int) -> tuple[npt.NDArray[Any], ...]:
+    """Of one panorama ``agree``, ``logp``, ``entropy``, ``accept``, ``branch_logp``,
+    ``branch_entropy`` and ``branch_len`` of :class:`Chains`, and ``runs_out`` [1]."""
+    p, length, best = panorama, panorama.positions, panorama.children[:, 0]
+    agree = np.where(p.text_slot[:length] == 0, AGREE_YES, AGREE_NO).astype(np.uint8)
+    agree[p.count[:length] == 0] = AGREE_NONE
+    node = np.append(best[np.flatnonzero(agree == AGREE_NO)], np.int32(length))
+    nodes = np.empty((len(node), reach), np.int32)
+    for entry in range(reach):
+        nodes[:, entry] = node
+        node = np.where(node >= 0, best[node], -1)
+    proposes = (nodes >= 0) & (p.count[nodes] > 0)
+    accept = p.accept if len(p.accept) else np.where(agree == AGREE_YES, PROB_SCALE, 0)
+    return (
+        agree,
+        p.logp[:length, 0],
+        p.entropy[:length],
+        accept.astype(np.uint16),
+        np.where(proposes, p.logp[nodes, 0], 0).astype(np.uint16),
+        np.where(proposes, p.entropy[nodes], 0).astype(np.uint16),
+        np.logical_and.accumulate(proposes, axis=1).sum(1).astype(np.uint8),
+        np.array([(agree == AGREE_NONE).any() or ((nodes >= 0) & ~proposes).any()]),
     )
 
 

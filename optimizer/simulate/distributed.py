@@ -184,15 +184,15 @@ class Shard:
         """Its bytes, about: Dask then moves the work to the shard, and not the shard."""
         if self._trace is None:
             return 0
-        forests = (vars(forest).values() for forest in self._trace.forests.values())
-        tables = [*self._trace.chains.values(), *forests]
+        panoramas = (vars(p).values() for of in self._trace.panoramas.values() for p in of)
+        tables = [*self._trace.chains.values(), *panoramas]
         return sum(a.nbytes for table in tables for a in table if isinstance(a, np.ndarray))
 
     def about(self) -> About:
         if self._trace is None:
-            return About((), self._skipped, True)
-        full = all(f.full for f in self._trace.forests.values())
-        return About(self._trace.names, self._skipped, full)
+            return About((), self._skipped)
+        trace, chains = self._trace, frozenset(self._trace.chains)
+        return About(trace.names, self._skipped, chains, trace.filtered)
 
     def replay(self, policy: Policy, before: Replay | None, take: int, **how: bool) -> Replay:
         """Replays the first ``take`` requests, which the driver knows the names of; a window goes
@@ -206,12 +206,13 @@ class Shard:
 
 
 class About(NamedTuple):
-    """Ids and categories of a shard's requests, the damaged chunks left out of it, and whether no
-    filter cuts its trees."""
+    """Ids and categories of a shard's requests, the damaged chunks left out of it, and its trace's
+    ``chains`` and ``filtered``."""
 
     names: tuple[tuple[str, str], ...]
     skipped: tuple[Skipped, ...]
-    full: bool
+    chains: frozenset[str] = frozenset()
+    filtered: bool = False
 
 
 class Shards:
@@ -248,8 +249,9 @@ class Shards:
         self.request_ids = tuple(name for name, _ in self.names)
         self.skipped = tuple(chunk for about in self._about for chunk in about.skipped)
         """Damaged chunks that were left out."""
-        self.full = all(about.full for about in self._about)
-        """Whether no filter of the sampling cuts any tree."""
+        self.chains = frozenset(draft for about in self._about for draft in about.chains)
+        self.filtered = any(about.filtered for about in self._about)
+        """Both as of :class:`optimizer.simulate.replay_trace.ReplayTrace`."""
 
     def replay(
         self,
@@ -336,8 +338,8 @@ def simulate_on(
     if not shards.names:
         raise NoRequestsError(f"recording {info.id} has no usable request")
     (replayed,) = shards.replay([policy], limit=limit, per_round=per_round)
-    why = why_approximate(info, replayed.missed, full=shards.full)
-    return Simulated(replayed, shards.skipped, why)
+    of = {"chains": shards.chains, "filtered": shards.filtered}
+    return Simulated(replayed, shards.skipped, why_approximate(info, replayed.missed, **of))
 
 
 def stored_shards(

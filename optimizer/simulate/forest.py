@@ -27,13 +27,12 @@ from spectune.optimizer.simulate.tree_tables import (
 )
 from spectune.runtime.trees.grow import Codes, TreeMemory, TreeRule
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import Trajectory, TreePanorama
+from spectune.traces.schema import Panorama, Trajectory
 
 
 @dataclass(frozen=True, eq=False)
 class Forest:
-    """One draft's tree panoramas over a trace, joined: nodes of all trajectories follow one
-    another.
+    """One draft's panoramas over a trace, joined: nodes of all trajectories follow one another.
 
     ``root`` int64 [positions]: the node of each start. ``child`` int32 [nodes, K] (-1: not
     recorded), ``text_slot`` uint8 [nodes], and the distributions: ``tokens`` int32, ``logp`` and
@@ -69,10 +68,9 @@ class Forest:
 
 
 def join_trees(
-    trajectories: Sequence[Trajectory], panoramas: Sequence[TreePanorama], past: int = 0
+    trajectories: Sequence[Trajectory], panoramas: Sequence[Panorama], past: int = 0
 ) -> Forest:
-    """Joins one draft's tree panoramas, one per trajectory in the same order. Raises TraceError
-    where they do not match.
+    """Joins one draft's panoramas, one per trajectory in the same order.
 
     Where they were recorded to different limits the smallest count. ``past`` tokens may be drafted
     beyond those that were asked for.
@@ -81,38 +79,23 @@ def join_trees(
     width = min(p.width for p in panoramas)
     roots, limits, children, offset = [], [], [], 0
     for t, p in zip(trajectories, panoramas, strict=True):
-        length = len(t.output_ids)
-        if p.positions != length:
-            raise TraceError(
-                f"request {t.request_id!r}: the tree panorama of {p.draft!r} covers {p.positions} "
-                f"positions, the text has {length}"
-            )
-        nodes = len(p.text_slot)
-        child = np.full((nodes, p.width), -1, np.int32)
-        child[p.parent, p.slot] = np.arange(length + 1, nodes, dtype=np.int32) + offset
-        if p.shared:
-            on = np.flatnonzero(p.text_slot[:length] < p.width)
-            child[on, p.text_slot[on]] = on + 1 + offset
-        children.append(child[:, :width])
-        roots.append(np.arange(length, dtype=np.int64) + offset)
-        limits.append(t.max_new_tokens + past - np.arange(length, dtype=np.int64) - 1)
-        offset += nodes
+        starts, child = np.arange(p.positions, dtype=np.int64), p.children[:, :width]
+        children.append(np.where(child < 0, -1, child + offset).astype(np.int32))
+        roots.append(starts + offset)
+        limits.append(t.max_new_tokens + past - starts - 1)
+        offset += len(p.text_slot)
 
     def joined(name: str) -> npt.NDArray[Any]:
         parts = [getattr(p, name) for p in panoramas]
         cut = [x[:, :width] if x.ndim == 2 else x for x in parts]
         return np.ascontiguousarray(np.concatenate(cut))
 
-    unfiltered = (
-        t.sampling.greedy or (t.sampling.top_k == 0 and t.sampling.top_p >= 1.0)
-        for t in trajectories
-    )
     return Forest(
         draft=first.draft,
         width=width,
-        depth=min(p.depth for p in panoramas),
+        depth=min(p.gamma_max if width == 1 else p.depth for p in panoramas),
         shared=first.shared,
-        full=all(unfiltered),
+        full=not any(t.sampling.filtered for t in trajectories),
         root=np.concatenate(roots),
         limit=np.concatenate(limits),
         child=np.concatenate(children),

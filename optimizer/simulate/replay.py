@@ -79,7 +79,7 @@ def run_replay(
             missing = int((doubtful[at] < rounds[:, 2]).sum())
     else:
         assert plan.rules is not None
-        forest, stops = trace.forest(policy), trace.stops(growth, plan.rules)
+        forest, stops = trace.forest(policy.draft), trace.stops(growth, plan.rules)
         limits = TreeLimits.of(plan.rules[0], rereads=not forest.shared)
         tables = growth, stops, trace.cached_from, limits
         used = replay_trees(plan.window, state, trace.texts, *tables, costs, sums)

@@ -48,16 +48,14 @@ from spectune.runtime.policies.stops import CompiledStop
 from spectune.runtime.policies.windows import WindowState
 from spectune.runtime.trees.grow import TreeRule
 from spectune.traces.errors import TraceError
-from spectune.traces.recording import how_to_record_trees
 from spectune.traces.schema import (
-    ChainPanorama,
     Counts,
     LatencyProfile,
     Outcome,
+    Panorama,
     RequestOutcome,
     Step,
     Trajectory,
-    TreePanorama,
 )
 
 FloatArray = npt.NDArray[np.float64]
@@ -73,6 +71,23 @@ CACHED_COSTS: Final = 16
 
 
 Made = TypeVar("Made")
+
+
+def _unrecorded(draft: str, known: Iterable[str]) -> TraceError:
+    return TraceError(
+        f"the recording has no panorama of draft {draft!r} (it has: "
+        f"{', '.join(sorted(known)) or 'none'}); `record --resume ID` makes it"
+    )
+
+
+def _check_positions(trajectories: Sequence[Trajectory], panoramas: Sequence[Panorama]) -> None:
+    """Raises TraceError for a panorama of another text."""
+    for t, p in zip(trajectories, panoramas, strict=True):
+        if p.positions != len(t.output_ids):
+            raise TraceError(
+                f"request {t.request_id!r}: the panorama of {p.draft!r} covers {p.positions} "
+                f"positions, the text has {len(t.output_ids)}"
+            )
 
 
 class Memo(Generic[Made]):
@@ -97,9 +112,8 @@ class ReplayTrace:
 
     ``panoramas`` maps each draft to its panoramas, one per trajectory in the same order. Requests
     are replayed in order, which matters only to windows that carry their state from one to the
-    next. ``seed`` chooses the draws of requests decoded by the rejection verifier. ``trees`` maps
-    drafts to tree panoramas likewise. ``ranks`` maps (draft, artifact of a shortlist)
-    to what ``optimizer.fit`` finds; that draft's trees must be given as well. Shortlists of kind
+    next. ``seed`` chooses the draws of requests decoded by the rejection verifier. ``ranks`` maps
+    (draft, artifact of a shortlist) to what ``optimizer.fit`` finds. Shortlists of kind
     ``clusters`` need them, chains under the others are exact with them. ``copies`` maps drafts that
     copy, whatever the window, to what each request's starts would, uint8 [2, positions]: how many
     tokens there are to copy, and how many of them the text goes on with. ``past`` tokens may be
@@ -110,10 +124,9 @@ class ReplayTrace:
     def __init__(
         self,
         trajectories: Sequence[Trajectory],
-        panoramas: Mapping[str, Sequence[ChainPanorama]],
+        panoramas: Mapping[str, Sequence[Panorama]],
         *,
         seed: int = 0,
-        trees: Mapping[str, Sequence[TreePanorama]] | None = None,
         ranks: Mapping[tuple[str, str], Ranks] | None = None,
         copies: Mapping[str, Sequence[npt.NDArray[np.uint8]]] | None = None,
         past: int = 0,
@@ -129,19 +142,21 @@ class ReplayTrace:
         self.seed = seed
         self.max_context = int((self.prompts + lengths).max(initial=1))
         self.cached_from = cached_from(self.offsets, self.trajectories)
+        for found in panoramas.values():
+            _check_positions(self.trajectories, found)
+        self.panoramas = dict(panoramas)
         self.chains: dict[str, Chains] = {
-            d: join_chains(self.trajectories, p) for d, p in panoramas.items()
+            d: join_chains(self.trajectories, p) for d, p in panoramas.items() if p[0].shared
         }
-        self.forests: dict[str, Forest] = {
-            k: join_trees(self.trajectories, p, past) for k, p in (trees or {}).items()
-        }
+        """Of drafts whose distributions are functions of the prefix; a head's are in its forest."""
+        self._forests: dict[str, Forest] = {}
         self.ranked: dict[tuple[str, str], RankedForest] = {}
         for (draft, fitted), source in (ranks or {}).items():
             self.ranked[draft, fitted] = join_ranks(
-                self.forests[draft], self.trajectories, (trees or {})[draft], source
+                self.forest(draft), self.trajectories, panoramas[draft], source
             )
         self.copies = {
-            draft: np.concatenate(found, axis=1) for draft, found in (copies or {}).items()
+            draft: np.concatenate(parts, axis=1) for draft, parts in (copies or {}).items()
         }
         self.hot: npt.NDArray[np.bool_] = np.repeat(self.sampled > 0, lengths)
         """Positions of sampled texts, bool [positions]."""
@@ -167,6 +182,11 @@ class ReplayTrace:
     def texts(self) -> Texts:
         """The requests replayed, as kernels read them."""
         return Texts(self.order, self.offsets, self.prompts, self.budgets + self.past, self.sampled)
+
+    @property
+    def filtered(self) -> bool:
+        """Whether a filter of a request's sampling can leave a distribution with fewer children."""
+        return any(t.sampling.filtered for t in self.trajectories)
 
     @property
     def tokens(self) -> int:
@@ -197,11 +217,7 @@ class ReplayTrace:
             return run | length << 8 | length << 16 | cached << 24, ALL_KNOWN
         chains = self.chains.get(policy.draft)
         if chains is None:
-            known = ", ".join(sorted(self.chains)) or "none"
-            raise TraceError(
-                f"the recording has no panorama of draft {policy.draft!r} (it has: {known}); "
-                "retrace it"
-            )
+            raise _unrecorded(policy.draft, self.chains)
         check_reach(policy, chains)
         whole = self._tables.get(
             (policy.draft, stop),
@@ -220,7 +236,7 @@ class ReplayTrace:
                 "shortlist: texts of the rejection verifier do not show what a draft would propose "
                 "from a part of the vocabulary; record with the coupled one"
             )
-        forest, ranked = self.forest(policy), self._ranked(policy, rule)
+        forest, ranked = self.forest(policy.draft), self._ranked(policy, rule)
         left, doubtful = restricted(
             words, forest, shortlist_ranks(forest, rule, GAMMA_LIMIT, ranked), stop, ranked
         )
@@ -235,23 +251,21 @@ class ReplayTrace:
         return None
 
     def uses_trees(self, policy: Policy) -> bool:
-        """Whether a policy is replayed from tree panoramas: it grows trees, or its draft is a head
-        (whose chains are trees too)."""
+        """Whether a policy is replayed from a forest: it grows trees, or its draft is a head (whose
+        chains are trees too)."""
         return policy.is_tree or (
-            policy.speculates and policy.draft not in self.chains and policy.draft in self.forests
+            policy.draft in self.panoramas and policy.draft not in self.chains
         )
 
-    def forest(self, policy: Policy, width: int = 1) -> Forest:
-        """The trees that a policy is replayed from. Raises TraceError, which says how to record
-        ``width`` children of a node, where there are none."""
-        forest = self.forests.get(policy.draft)
-        if forest is None:
-            known = ", ".join(sorted(self.forests)) or "none"
-            raise TraceError(
-                f"the recording has no trees of draft {policy.draft!r} (it has: {known}); "
-                + how_to_record_trees("ID", width, policy.depth_max)
-            )
-        return forest
+    def forest(self, draft: str) -> Forest:
+        """The trees of a draft, joined when they are first asked for. Raises TraceError where there
+        are no panoramas of it."""
+        if draft not in self._forests:
+            if draft not in self.panoramas:
+                raise _unrecorded(draft, self.panoramas)
+            found = join_trees(self.trajectories, self.panoramas[draft], self.past)
+            self._forests[draft] = found
+        return self._forests[draft]
 
     def growth(
         self,
@@ -264,7 +278,7 @@ class ReplayTrace:
 
         Raises TraceError if too little was recorded.
         """
-        forest = self.forest(policy, rules[0].width)
+        forest = self.forest(policy.draft)
         stops = policy.stop.kind != "none" and policy.growth.kind == "static"
         # Shallower policies share the deepest one's table.
         depth = max(policy.depth_max, forest.depth)
@@ -326,7 +340,7 @@ class ReplayTrace:
         elif rule is not None and growth is not None:
             more = tree_seconds(growth, rule, profile)
         elif rule is not None and ranked is not None:
-            forest = self.forest(policy)
+            forest = self.forest(policy.draft)
             more = chain_seconds(forest, ranked, rule, profile, policy.gamma_max)
         if growth is not None:
             rows = growth.width

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from spectune.db.errors import CorruptedChunkError
 from spectune.runtime.policies.artifacts import FREQUENCIES, ROUTER
 from spectune.runtime.policies.refusals import MALFORMED, lacking
-from spectune.traces.schema import NAT_SCALE, Trajectory, TreePanorama
+from spectune.traces.schema import NAT_SCALE, Panorama, Trajectory
 
 if TYPE_CHECKING:
     from spectune.traces.store import TraceStore
@@ -249,7 +249,7 @@ def budget_grid(most: int) -> tuple[int, ...]:
     return (*sorted(k for k in found if k < most), most)
 
 
-def digest(trajectory: Trajectory, panorama: TreePanorama) -> str:
+def digest(trajectory: Trajectory, panorama: Panorama) -> str:
     """16 hexadecimal digits of all that a request's rows of ranks depend on beside the draft and
     the order."""
     t, p = trajectory, panorama

@@ -39,7 +39,7 @@ from spectune.runtime.policies.document import GAMMA_LIMIT
 from spectune.runtime.policies.shortlist_rule import ShortlistRule
 from spectune.runtime.policies.stops import STOP_NONE, CompiledStop
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import LatencyProfile, Trajectory, TreePanorama
+from spectune.traces.schema import LatencyProfile, Panorama, Trajectory
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -59,7 +59,7 @@ class RankedForest(NamedTuple):
 def join_ranks(
     forest: Forest,
     trajectories: Sequence[Trajectory],
-    panoramas: Sequence[TreePanorama],
+    panoramas: Sequence[Panorama],
     source: Ranks,
 ) -> RankedForest:
     """The ranks of a forest's nodes; ``forest`` is :func:`optimizer.simulate.forest.join_trees` of

@@ -47,13 +47,12 @@ def open_trace(
     recording: str,
     policies: Iterable[Policy] = (),
     *,
-    chains: Iterable[str] = (),
-    trees: Iterable[str] = (),
+    drafts: Iterable[str] = (),
     ranks: Mapping[tuple[str, str], Ranks] | None = None,
     ordinals: Collection[int] | None = None,
     skip_corrupted: bool = False,
 ) -> Opened:
-    """What ``policies`` are replayed from, and the drafts' ``chains`` and ``trees`` beside.
+    """What ``policies`` are replayed from, and the panoramas of ``drafts`` beside.
 
     ``ranks`` of shortlists are added to those that are stored for the policies; ``ordinals``: of
     these requests alone. With ``skip_corrupted`` the trace has the requests of which nothing is
@@ -66,37 +65,29 @@ def open_trace(
     info = store.get_recording(recording)
     engine = engine_named(info.engine)
     served = engine.prefill_emits
-    wanted_chains, grown, found = set(chains), set(trees), dict(ranks or {})
+    wanted, found = set(drafts), dict(ranks or {})
     for policy in chain.from_iterable(given.candidates for given in policies):
         if not policy.speculates:
             continue
-        as_tree = replayed_as_tree(policy, info)
         if policy.draft != "ngram" or not served:
-            _check_recorded(store, policy, info, as_tree)
-        if as_tree or policy.shortlisted:
-            grown.add(policy.draft)
-        if not as_tree:
-            wanted_chains.add(policy.draft)
+            _check_recorded(store, policy, info)
+        wanted.add(policy.draft)
         if (ranked := ranks_of(store, info.id, policy)) is not None:
             found[policy.draft, ranked.fitted] = ranked
-    looked_up = served and "ngram" in wanted_chains
+    looked_up = served and "ngram" in wanted
     if looked_up:  # by the engine's rule, which needs no panorama
-        wanted_chains.remove("ngram")
-    drafts = sorted({*wanted_chains, *grown})
-    loaded = store.load(
-        info.id, drafts, trees=bool(grown), ordinals=ordinals, skip_corrupted=skip_corrupted
-    )
+        wanted.remove("ngram")
+    loaded = store.load(info.id, sorted(wanted), ordinals=ordinals, skip_corrupted=skip_corrupted)
     whole = loaded
     if skip_corrupted or info.source == "serve":
-        whole = whole.having(wanted_chains, trees=grown)
+        whole = whole.having(wanted)
     if not whole.requests:
         raise NoRequestsError(f"recording {info.id} has no usable request")
     if served:
         whole = replace(whole, requests=tuple(r.after_first() for r in whole.requests))
     trace = ReplayTrace(
         whole.trajectories,
-        {draft: whole.panoramas(draft) for draft in sorted(wanted_chains)},
-        trees={draft: whole.trees(draft) for draft in sorted(grown)},
+        {draft: whole.panoramas(draft) for draft in sorted(wanted)},
         ranks=found,
         copies={"ngram": _copied(whole.trajectories, info)} if looked_up else None,
         past=GAMMA_LIMIT * engine.past_end,
@@ -116,19 +107,12 @@ def _copied(trajectories: Iterable[Trajectory], info: RecordingInfo) -> list[npt
     return [copied(t, least, most) for t in trajectories]
 
 
-def replayed_as_tree(policy: Policy, info: RecordingInfo) -> bool:
-    """Whether a policy is replayed from trees: where it grows them, or its draft is a head, whose
-    chains are recorded so."""
-    return policy.is_tree or (policy.draft in info.trees and policy.draft not in info.drafts)
-
-
-def _check_recorded(store: TraceStore, policy: Policy, info: RecordingInfo, as_tree: bool) -> None:
+def _check_recorded(store: TraceStore, policy: Policy, info: RecordingInfo) -> None:
     """Raises PolicyError where the recording has not what the policy is replayed from."""
-    draft = policy.draft
+    draft, extent = policy.draft, info.drafts.get(policy.draft)
     # A shortlist looks at the draft's distributions.
-    needs_trees = as_tree or policy.shortlisted
-    lacks_trees = needs_trees and draft not in info.trees
-    if not lacks_trees and (as_tree or draft in info.drafts):
+    needs_trees = policy.is_tree or policy.shortlisted
+    if extent is not None and (extent.has_trees or not needs_trees):
         return
     with suppress(NotFoundError, PairError):
         spec = PairSpec.from_json(store.get_pair(info.pair_id).document, where=info.pair_id)
@@ -137,11 +121,11 @@ def _check_recorded(store: TraceStore, policy: Policy, info: RecordingInfo, as_t
                 f"draft: the pair of recording {info.id} has no draft {draft!r}; it has: "
                 f"{', '.join(sorted(spec.draft_names))}"
             )
-    if lacks_trees:
+    if needs_trees:
         depth = max(TREE_DEPTH, policy.depth_max)
         raise PolicyError(
             f"draft: recording {info.id} has no trees of draft {draft!r} (it has: "
-            f"{info.trees_shown() or 'none'}); " + how_to_record_trees(info.id, depth=depth)
+            f"{info.shown() or 'nothing'}); " + how_to_record_trees(info.id, depth=depth)
         )
     raise PolicyError(
         f"draft: recording {info.id} has no panorama of draft {draft!r}; it has: "
@@ -187,8 +171,8 @@ def simulate(
     check_ranked(store, info, policy)
     find = fitted(store, info.pair_id)
     replayed = run_replay(trace, policy, profile, per_round=per_round, artifacts=find)
-    full = all(f.full for f in trace.forests.values())
-    return Simulated(replayed, skipped, why_approximate(info, replayed.missed, full=full))
+    of = {"chains": trace.chains, "filtered": trace.filtered}
+    return Simulated(replayed, skipped, why_approximate(info, replayed.missed, **of))
 
 
 def check_ranked(store: TraceStore, info: RecordingInfo, policy: Policy) -> None:
@@ -204,13 +188,17 @@ def check_ranked(store: TraceStore, info: RecordingInfo, policy: Policy) -> None
 
 
 def why_approximate(
-    info: RecordingInfo, missing: Iterable[tuple[Policy, int]], *, full: bool
+    info: RecordingInfo,
+    missing: Iterable[tuple[Policy, int]],
+    *,
+    chains: Collection[str],
+    filtered: bool,
 ) -> str:
     """Why a replay's rounds are not exactly the runtime's, "" where they are; ``missing`` as
-    :attr:`Replay.missed` says, ``full``: no forest has a filter."""
+    :attr:`Replay.missed` says, ``chains`` and ``filtered`` as :class:`ReplayTrace` does."""
     for policy, rounds in missing:
-        renormalised = replayed_as_tree(policy, info) or policy.stop.kind != "none" or not full
-        if policy.shortlisted and renormalised:
+        as_tree = policy.is_tree or policy.draft not in chains
+        if policy.shortlisted and (as_tree or policy.stop.kind != "none" or filtered):
             return (
                 "trees, stops and filters under a shortlist read renormalised probabilities "
                 "(docs/shortlists.md)"

@@ -3,21 +3,16 @@ level at a time."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from spectune.runtime.drafts.passes import Places, TreeReader, propose_tree
 from spectune.runtime.drafts.protocol import LONG_LAG, DraftContext, Drafted
 from spectune.runtime.models import CausalModel, ids_tensor
-from spectune.runtime.policies.stops import STOP_ENTROPY, STOP_NONE, should_stop
-from spectune.runtime.sampling import (
-    entropy_of,
-    gumbel_row,
-    log_distribution,
-    nat_code,
-    sample,
-    stream_key,
-)
+from spectune.runtime.policies.stops import STOP_NONE
+from spectune.runtime.sampling import sample
 from spectune.runtime.shortlists import Shortlists, States, Support
 
 
@@ -46,10 +41,16 @@ class LanguageModelDraft:
         routed = shortlists is not None and shortlists.routed
         if routed and self._read == length - 1 > 0 and self._states.at(length - 2) is None:
             self._read -= 1  # rounds without a router do not keep states: that token is read again
-        if not context.plan.policy.is_tree:
+        is_tree = context.plan.policy.is_tree
+        if not is_tree and context.plan.stop.kind == STOP_NONE:
             return self._propose_chain(text, depth, context)
         reader, lag = LanguageModelReader(self, text, shortlists), length - self._read
-        return propose_tree(reader, depth, limit, lag, context)
+        drafted = propose_tree(reader, depth, limit, lag, context)
+        if is_tree:
+            return drafted
+        if self._nodes:
+            self._states.put(length, torch.cat(self._nodes))
+        return replace(drafted, tree=None)  # nodes of one child each stand as a chain's tokens do
 
     def commit(self, length: int, drafted: Drafted, path: list[int]) -> None:
         if drafted.tree is None:
@@ -85,43 +86,23 @@ class LanguageModelDraft:
         return kept
 
     def _propose_chain(self, text: list[int], depth: int, context: DraftContext) -> Drafted:
-        lag = len(text) - self._read
+        """A chain that no stop ends: no token is looked at on the host before the end."""
+        length, lag = len(text), len(text) - self._read
         pending, at = self.pending(text)
-        stop, shortlists = context.plan.stop, context.shortlists
-        # Without a stop no token is looked at on the host: no device sync until the end.
-        needs_log_q = stop.kind != STOP_NONE or context.own_seed is not None
-        greedy = context.sampling.greedy and not needs_log_q
-        drafted: list[Tensor] = []
-        log_qs: list[Tensor] = []
-        steps = joint = 0
-        ended = False
-        while steps < depth and not ended:
-            logits, ids = self._forward(pending, at, steps, shortlists, greedy=greedy)
+        sampling, noise = context.sampling, context.noise
+        tokens: list[Tensor] = []
+        log_q: list[Tensor] = []
+        for step in range(depth):
+            logits, ids = self._forward(
+                pending, at, step, context.shortlists, greedy=sampling.greedy
+            )
             at += len(pending)
-            log_q = None
-            if needs_log_q:
-                log_q = log_distribution(logits, context.sampling, draft=True)[0]
-            column = logits
-            if logits.dtype != torch.int64:
-                column = self._choose(logits, log_q, len(text) + steps, context, ids)
-            steps += 1
+            column = sample(logits, sampling, noise, [length + step], draft=True, ids=ids)
             pending = column if ids is None else ids[column]
-            if stop.kind != STOP_NONE:
-                assert log_q is not None
-                logp = nat_code(-float(log_q[column]))
-                entropy = nat_code(float(entropy_of(log_q))) if stop.kind == STOP_ENTROPY else 0
-                joint += logp
-                ended = should_stop(stop, logp, joint, entropy)
-                if ended and not stop.keep_last:
-                    break
-            drafted.append(pending)
-            if context.own_seed is not None and log_q is not None:
-                # Outside a shortlist q is 0: ratio and residual of the rejection verifier are of
-                # what was drawn from.
-                outside = log_q.new_full((self.model.vocab_size,), -torch.inf)
-                log_qs.append(log_q if ids is None else outside.index_copy_(0, ids, log_q))
-        tokens = torch.cat(drafted).tolist() if drafted else []
-        return Drafted(len(tokens), steps, lag, tokens, log_q=log_qs)
+            tokens.append(pending)
+            if context.rejects:
+                log_q.append(context.log_q(logits, ids))
+        return Drafted(depth, depth, lag, torch.cat(tokens).tolist(), log_q=log_q)
 
     def _forward(
         self, pending: Tensor, at: int, step: int, shortlists: Shortlists | None, *, greedy: bool
@@ -144,26 +125,6 @@ class LanguageModelDraft:
         before = self._states.at(at + len(pending) - 2)
         support = shortlists.select(step, pending[-1:], before)
         return states[-1:], support
-
-    def _choose(
-        self,
-        logits: Tensor,
-        log_q: Tensor | None,
-        position: int,
-        context: DraftContext,
-        ids: Tensor | None,
-    ) -> Tensor:
-        """The column of ``logits`` [1, size] that is proposed at ``position``, int64 [1]: coupled
-        with the target's noise, or drawn from q by a stream of its own. ``ids`` int64 [size] are
-        the tokens of a shortlist; None: columns are tokens."""
-        if ids is not None and ids.shape[0] == 1:
-            return torch.zeros_like(ids)
-        if context.own_seed is not None:
-            assert log_q is not None
-            key = stream_key(context.own_seed, position, "draft", context.salt)
-            own = gumbel_row(key, self.model.vocab_size, self.model.device)
-            return (log_q + (own if ids is None else own[ids])).argmax(-1, keepdim=True)
-        return sample(logits, context.sampling, context.noise, [position], draft=True, ids=ids)
 
 
 class LanguageModelReader(TreeReader):

@@ -91,13 +91,15 @@ def propose_tree(
     reader: TreeReader, depth: int, limit: int, lag: int, context: DraftContext
 ) -> Drafted:
     """Grows a tree by a draft's passes, as the policy says."""
-    plan, sampling, noise = context.plan, context.sampling, context.noise
-    if grows_on_device(reader.model, plan):
+    plan, sampling, log_q = context.plan, context.sampling, list[Tensor]()
+    if grows_on_device(reader.model, plan) and not context.rejects:
         phase = tree_phase(plan, reader.model, sampling)
-        phase.begin(reader.length, depth, limit, noise)
+        phase.begin(reader.length, depth, limit, context.noise)
         logits = reader.root()
         tree = phase.grow(logits, reader.hidden)
     else:
         rule = plan.rule(sampling)
-        tree = grow(rule, depth, limit, ModelDistributions(rule, reader, sampling, noise))
-    return Drafted(len(tree.tokens), tree.steps, lag, tree.tokens, tree)
+        source = ModelDistributions(rule, reader, context)
+        tree = grow(rule, depth, limit, source)
+        log_q = source.log_q[: len(tree.tokens)]
+    return Drafted(len(tree.tokens), tree.steps, lag, tree.tokens, tree, log_q)

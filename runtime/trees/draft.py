@@ -18,7 +18,6 @@ import torch
 
 from spectune.runtime.distributions import best_children, codes_on_host
 from spectune.runtime.policies.heterospec import bin_of
-from spectune.runtime.sampling import Noise
 from spectune.runtime.trees.grow import (
     NONE,
     Codes,
@@ -26,10 +25,11 @@ from spectune.runtime.trees.grow import (
     TreeRule,
     select,
 )
-from spectune.traces.schema import NO_BIN, Sampling
+from spectune.traces.schema import NO_BIN
 
 if TYPE_CHECKING:
     from spectune.runtime.drafts.passes import TreeReader
+    from spectune.runtime.drafts.protocol import DraftContext
 
 
 class DistributionSource(Protocol):
@@ -108,12 +108,12 @@ def ancestors(tree: GrownTree) -> npt.NDArray[np.bool_]:
 
 
 class ModelDistributions:
-    """Distributions from a draft's passes."""
+    """Distributions from a draft's passes. ``log_q``: of each, [vocab], where the rejection
+    verifier reads it."""
 
-    def __init__(
-        self, rule: TreeRule, reader: TreeReader, sampling: Sampling, noise: Noise | None
-    ) -> None:
-        self.rule, self.reader, self.sampling, self.noise = rule, reader, sampling, noise
+    def __init__(self, rule: TreeRule, reader: TreeReader, context: DraftContext) -> None:
+        self.rule, self.reader, self.context = rule, reader, context
+        self.log_q: list[torch.Tensor] = []
         reader.ids = None  # no pass was made
 
     def root(self) -> Codes:
@@ -130,10 +130,13 @@ class ModelDistributions:
 
     def _codes(self, logits: torch.Tensor, depth: int) -> Codes:
         """Codes of distributions whose children stand at ``depth``."""
-        rule, reader, noise = self.rule, self.reader, self.noise
+        rule, reader, context = self.rule, self.reader, self.context
+        noise = context.noise
+        if context.rejects:
+            self.log_q.append(context.log_q(logits, reader.ids))
         children = best_children(
             logits,
-            self.sampling,
+            context.sampling,
             None if noise is None else partial(noise.add, positions=[reader.length + depth - 1]),
             rule.width,
             entropy=rule.reads_entropy,

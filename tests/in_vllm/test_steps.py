@@ -21,14 +21,15 @@ from spectune.demo.prompts import demo_workload
 from spectune.engines.protocol import Load
 from spectune.engines.rules import ServingRules, rules_of
 from spectune.engines.vllm.command import SCHEDULER, speculative_config
+from spectune.optimizer.simulate.chain_tables import AGREE_YES
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.serving import Simulated, serve
 from spectune.runtime.costs import StepCosts, Surface
 from spectune.runtime.loading import load_pair
 from spectune.runtime.pair import read_pair
-from spectune.runtime.recording.chains import record_panorama
+from spectune.runtime.recording.panoramas import record_panorama
 from spectune.traces.recording import RecordedRequest
-from spectune.traces.schema import AGREE_YES, Sampling, Trajectory
+from spectune.traces.schema import Sampling, Trajectory
 
 SEATS, MOST, MAX_LEN, TOKENS = 8, 6, 512, 40
 COUNT = 48

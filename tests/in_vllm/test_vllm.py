@@ -31,11 +31,10 @@ from spectune.optimizer.simulate.trace import simulate
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import parse_policy
-from spectune.runtime.recording.chains import record_panorama
-from spectune.runtime.recording.trees import record_tree_panorama
+from spectune.runtime.recording.panoramas import record_panorama
 from spectune.traces.errors import PairError
 from spectune.traces.recording import RecordedRequest
-from spectune.traces.schema import AGREE_NO, Sampling, Trajectory, TreePanorama
+from spectune.traces.schema import Panorama, Sampling, Trajectory
 from spectune.traces.store import TraceStore
 
 PROMPTS = [line["turns"][0] for line in demo_workload()][::4][:32]
@@ -75,10 +74,10 @@ def ahead(pair: LoadedPair, trajectory: Trajectory, draft: str) -> list[Ahead]:
     if draft == "ngram":
         return [_copied(trajectory, at) for at in places]
     if draft == "head":
-        grown = record_tree_panorama(pair, trajectory, draft, 1, MOST)
+        grown = record_panorama(pair, trajectory, draft, MOST)
         return [Ahead(ENDLESS, _grown(grown, at)) for at in places]
-    agree = record_panorama(pair, trajectory, draft, MOST).agree.tolist()
-    return [Ahead(ENDLESS, [*agree[at:], AGREE_NO].index(AGREE_NO)) for at in places]
+    slots = record_panorama(pair, trajectory, draft, MOST).text_slot.tolist()[: len(places)]
+    return [Ahead(ENDLESS, [*(s == 0 for s in slots[at:]), False].index(False)) for at in places]
 
 
 def _copied(trajectory: Trajectory, at: int) -> Ahead:
@@ -89,7 +88,7 @@ def _copied(trajectory: Trajectory, at: int) -> Ahead:
     return Ahead(len(found), [*same, False].index(False))
 
 
-def _grown(grown: TreePanorama, at: int) -> int:
+def _grown(grown: Panorama, at: int) -> int:
     child = {int(p): grown.positions + 1 + i for i, p in enumerate(grown.parent)}
     node, found = at, 0
     while node >= 0 and grown.text_slot[node] == 0:

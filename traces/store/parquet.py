@@ -23,11 +23,10 @@ from spectune.traces.files import replacing
 from spectune.traces.recording import RecordingInfo
 from spectune.traces.store import TraceStore
 from spectune.traces.store.export import pyarrow_modules
-from spectune.traces.store.recording_rows import CHAIN
 from spectune.traces.store.recordings import BATCH, Rows
 from spectune.traces.store.rows import values_of
 
-COLUMNS: Final = ("ordinal", "draft", "schema_version", "codec", "sha256", "data")
+COLUMNS: Final = ("ordinal", "draft", "sha256", "data")
 """Columns of the tables that are columns of the file; ``rest`` holds the others, as JSON."""
 LEFT: Final = ("recording_id", "created_at")
 """Columns that the file as a whole says."""
@@ -40,13 +39,13 @@ def write_recording(store: TraceStore, recording: str, path: str | Path) -> int:
     pa, pq = pyarrow_modules()
     info = store.get_recording(recording)
     text, blob, whole = pa.string(), pa.binary(), pa.int64()
-    types = zip((*COLUMNS, "rest"), (whole, text, whole, text, blob, blob, text), strict=True)
+    types = zip((*COLUMNS, "rest"), (whole, text, blob, blob, text), strict=True)
     schema = pa.schema(list(types), metadata={"recording": json.dumps(info.to_json())})
     ordinals, chunks = sorted(store.recorded_ordinals(info.id)), 0
     try:
         with replacing(path) as file, pq.ParquetWriter(file, schema, compression="none") as writer:
             for i in range(0, len(ordinals), BATCH):
-                found = store.rows_of(info.id, ordinals[i : i + BATCH], trees=True)
+                found = store.rows_of(info.id, ordinals[i : i + BATCH])
                 rows = [_row(r) for r in (*found.texts, *found.panoramas)]
                 rows.sort(key=lambda r: (r["ordinal"], r["draft"]))
                 writer.write_table(pa.Table.from_pylist(rows, schema))
@@ -88,7 +87,6 @@ class RecordingFile(TraceStore):
         drafts: Collection[str] | None = None,
         *,
         steps: bool = False,
-        trees: bool = False,
     ) -> Rows:
         info, file, first, last = _file(self.path)
         wanted = set(ordinals)
@@ -100,7 +98,7 @@ class RecordingFile(TraceStore):
         for row in found:
             if isinstance(row, TrajectoryRow):
                 rows.texts.append(row)
-            elif (drafts is None or row.draft in drafts) and (trees or row.kind == CHAIN):
+            elif drafts is None or row.draft in drafts:
                 rows.panoramas.append(row)
         return rows
 

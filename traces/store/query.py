@@ -21,7 +21,7 @@ from spectune.db.models import PanoramaChunkRow, RecordingRow, StepChunkRow, Tra
 from spectune.traces.acceptance import FirstPosition, Survival, step_survival
 from spectune.traces.packing import unpack_steps
 from spectune.traces.recording import RecordingInfo
-from spectune.traces.store.recording_rows import CHAIN, infos
+from spectune.traces.store.recording_rows import infos
 from spectune.traces.store.rows import equal, newest, resolve_all, unpacked
 
 GroupBy = Literal["draft", "category", "recording"]
@@ -123,10 +123,7 @@ def list_recordings(
 
 def request_rows(database: Database, only: TraceFilter = EVERYTHING) -> Iterator[RequestRow]:
     """The matching requests, one row per draft, by recording, ordinal and draft; lazily, within one
-    read transaction.
-
-    A draft is one with a chain panorama; trees have no rows.
-    """
+    read transaction."""
     t, p, narrowed = TrajectoryRow, PanoramaChunkRow, _panorama_conditions(only)
     with database.read() as session:
         query = (
@@ -150,7 +147,7 @@ def request_rows(database: Database, only: TraceFilter = EVERYTHING) -> Iterator
                 p.survived,
             )
             .join(RecordingRow, RecordingRow.id == t.recording_id)
-            .join(p, and_(_chain_of_request(), *narrowed), isouter=not narrowed)
+            .join(p, and_(_of_request(), *narrowed), isouter=not narrowed)
             .where(*_recording_conditions(session, only), *_request_conditions(only))
             .order_by(t.recording_id, t.ordinal, p.draft)
         )
@@ -185,7 +182,7 @@ def acceptance_stats(
                 p.at_risk,
                 p.survived,
             )
-            .join(t, _chain_of_request())
+            .join(t, _of_request())
             .join(RecordingRow, RecordingRow.id == t.recording_id)
             .where(*_recording_conditions(session, only), *_request_conditions(only))
             .where(*_panorama_conditions(only))
@@ -198,8 +195,8 @@ def acceptance_stats(
 
 
 def first_positions(database: Database, recording: str) -> dict[str, FirstPosition]:
-    """By draft, how often its first token is accepted, over every start of the chain and tree
-    panoramas of a recording."""
+    """By draft, how often its first token is accepted, over every start of the panoramas of a
+    recording."""
     p = PanoramaChunkRow
     query = (
         select(p.draft, func.sum(p.acceptance * p.n), func.sum(p.n))
@@ -289,14 +286,14 @@ def _request_conditions(only: TraceFilter) -> list[ColumnElement[bool]]:
     if only.until is not None:
         conditions.append(t.created_at < only.until)
     if narrowed := _panorama_conditions(only):
-        panorama = select(PanoramaChunkRow.ordinal).where(_chain_of_request(), *narrowed)
+        panorama = select(PanoramaChunkRow.ordinal).where(_of_request(), *narrowed)
         conditions.append(panorama.exists().correlate(t))
     return conditions
 
 
-def _chain_of_request() -> ColumnElement[bool]:
+def _of_request() -> ColumnElement[bool]:
     t, p = TrajectoryRow, PanoramaChunkRow
-    return and_(p.recording_id == t.recording_id, p.ordinal == t.ordinal, p.kind == CHAIN)
+    return and_(p.recording_id == t.recording_id, p.ordinal == t.ordinal)
 
 
 def _panorama_conditions(only: TraceFilter) -> list[ColumnElement[bool]]:

@@ -16,21 +16,9 @@ from spectune.db import NotFoundError
 from spectune.db.models import PanoramaChunkRow, RecordingRow, TrajectoryRow
 from spectune.traces.acceptance import compact, keep_probability, step_survival, survival
 from spectune.traces.packing import pack_steps, pack_tokens, unpack_tokens
-from spectune.traces.recording import Asked, RecordingInfo, TreeExtent
-from spectune.traces.schema import (
-    AGREE_NONE,
-    AGREE_YES,
-    ChainPanorama,
-    Sampling,
-    Step,
-    Trajectory,
-    TreePanorama,
-    Verifier,
-)
+from spectune.traces.recording import Asked, Extent, RecordingInfo
+from spectune.traces.schema import Panorama, Sampling, Step, Trajectory, Verifier
 from spectune.traces.store.rows import value_of
-
-CHAIN, TREE = "chain", "tree"
-"""Kinds of a panorama's row."""
 
 
 def step_values(steps: Sequence[Step]) -> dict[str, Any]:
@@ -71,35 +59,17 @@ def trajectory_values(trajectory: Trajectory, steps: Sequence[Step]) -> dict[str
     }
 
 
-def panorama_values(panorama: ChainPanorama | TreePanorama, verifier: str) -> dict[str, Any]:
+def panorama_values(panorama: Panorama, verifier: Verifier) -> dict[str, Any]:
     """A panorama's columns beside its chunk, with its summaries; ``verifier`` is its text's."""
-    n = panorama.positions
-    of = {"draft": panorama.draft, "n": n}
-    if isinstance(panorama, TreePanorama):
-        agree = int((panorama.text_slot[:n] == 0).sum())
-        return {
-            **of,
-            "kind": TREE,
-            "gamma_max": panorama.depth,
-            "width": panorama.width,
-            "covers": list(panorama.covers),
-            "agree_count": agree,
-            "none_count": 0,
-            "acceptance": agree / n if n else 0.0,
-            "at_risk": [],
-            "survived": [],
-        }
-    kept_by: Verifier = "rejection" if verifier == "rejection" else "coupled"
-    sums = survival(panorama, kept_by)
+    n, sums = panorama.positions, survival(panorama, verifier)
+    of = ("draft", "gamma_max", "width", "depth")
     return {
-        **of,
-        "kind": CHAIN,
-        "gamma_max": panorama.gamma_max,
-        "width": 0,
-        "covers": [],
-        "agree_count": int((panorama.agree == AGREE_YES).sum()),
-        "none_count": int((panorama.agree == AGREE_NONE).sum()),
-        "acceptance": float(keep_probability(panorama, kept_by).mean()) if n else 0.0,
+        **{name: getattr(panorama, name) for name in of},
+        "covers": list(panorama.covers),
+        "n": n,
+        "agree_count": int((panorama.text_slot[:n] == 0).sum()),
+        "none_count": int((panorama.count[:n] == 0).sum()),
+        "acceptance": float(keep_probability(panorama, verifier).mean()) if n else 0.0,
         "at_risk": compact(sums.at_risk),
         "survived": compact(sums.survived),
     }
@@ -145,22 +115,17 @@ def infos(session: Session, rows: Sequence[RecordingRow]) -> list[RecordingInfo]
             .group_by(TrajectoryRow.recording_id)
         )
     }
-    drafts: dict[str, dict[str, int]] = {}
-    trees: dict[str, dict[str, TreeExtent]] = {}
+    drafts: dict[str, dict[str, Extent]] = {}
     p = PanoramaChunkRow
+    held = (func.min(column) for column in (p.gamma_max, p.width, p.depth))
     counted = (
-        select(
-            p.recording_id, p.kind, p.draft, func.count(), func.min(p.width), func.min(p.gamma_max)
-        )
+        select(p.recording_id, p.draft, func.count(), *held)
         .where(p.recording_id.in_(ids))
-        .group_by(p.recording_id, p.kind, p.draft)
+        .group_by(p.recording_id, p.draft)
         .order_by(p.draft)
     )
-    for name, kind, draft, count, width, depth in session.execute(counted):
-        if kind == CHAIN:
-            drafts.setdefault(name, {})[draft] = count
-        else:
-            trees.setdefault(name, {})[draft] = TreeExtent(count, width, depth)
+    for name, draft, *extent in session.execute(counted):
+        drafts.setdefault(name, {})[draft] = Extent(*extent)
     return [
         value_of(
             RecordingInfo,
@@ -169,7 +134,6 @@ def infos(session: Session, rows: Sequence[RecordingRow]) -> list[RecordingInfo]
             n_requests=int(requests.get(row.id, (0, 0))[0]),
             n_output_tokens=int(requests.get(row.id, (0, 0))[1]),
             drafts=drafts.get(row.id, {}),
-            trees=trees.get(row.id, {}),
         )
         for row in rows
     ]

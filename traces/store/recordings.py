@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
+from operator import ge
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from sqlalchemy import select
@@ -18,7 +19,7 @@ from spectune.db.models import (
     WorkloadRow,
 )
 from spectune.traces.errors import TraceError
-from spectune.traces.packing import pack_panorama, unpack_chain, unpack_steps, unpack_tree
+from spectune.traces.packing import pack_panorama, unpack_panorama, unpack_steps
 from spectune.traces.recording import (
     DESIGNED,
     Asked,
@@ -27,17 +28,8 @@ from spectune.traces.recording import (
     RecordingInfo,
     Skipped,
 )
-from spectune.traces.schema import (
-    ChainPanorama,
-    Sampling,
-    Step,
-    Trajectory,
-    TreePanorama,
-    Verifier,
-)
+from spectune.traces.schema import Panorama, Sampling, Step, Trajectory, Verifier
 from spectune.traces.store.recording_rows import (
-    CHAIN,
-    TREE,
     infos,
     panorama_values,
     recording_row,
@@ -58,7 +50,8 @@ from spectune.traces.store.rows import (
 
 BATCH = 64
 """Requests read per query when iterating."""
-KINDS = (CHAIN, TREE)
+EXTENT = ("gamma_max", "width", "depth")
+"""Columns of what a panorama holds, beside its covers."""
 Appended = tuple[int, Trajectory, Sequence[Step]]
 T = TypeVar("T")
 
@@ -215,15 +208,13 @@ class Recordings(Storage):
             of = select(t.ordinal, t.category).where(t.recording_id == name).order_by(t.ordinal)
             return {row.ordinal: row.category for row in session.execute(of)}
 
-    def put_panoramas(
-        self, recording: str, items: Sequence[tuple[int, ChainPanorama | TreePanorama]]
-    ) -> int:
+    def put_panoramas(self, recording: str, items: Sequence[tuple[int, Panorama]]) -> int:
         """Stores what drafts would propose along trajectories, in one transaction; how many were
         stored.
 
         Each takes the place of one that it holds all of; one that is longer (larger gamma_max),
-        wider, deeper or covers other growths is kept instead (:meth:`tree_limits` says what to
-        record so that it is not). Raises :class:`TraceError` when one does not fit its trajectory.
+        wider, deeper or covers other growths is kept instead (:meth:`most_held` says what to record
+        so that it is not). Raises :class:`TraceError` when one does not fit its trajectory.
         """
         packed = [(ordinal, panorama, pack_panorama(panorama)) for ordinal, panorama in items]
         stored = 0
@@ -238,12 +229,10 @@ class Recordings(Storage):
                         f"a panorama of {panorama.positions} positions does not fit trajectory "
                         f"{ordinal} of {recording}, which has {text.n_output} tokens"
                     )
-                row = panorama_values(panorama, text.verifier)
-                there = session.get(
-                    PanoramaChunkRow, (recording, ordinal, row["draft"], row["kind"])
-                )
+                row = panorama_values(panorama, cast(Verifier, text.verifier))
+                there = session.get(PanoramaChunkRow, (recording, ordinal, row["draft"]))
                 if there is not None:
-                    larger = there.width > row["width"] or there.gamma_max > row["gamma_max"]
+                    larger = any(getattr(there, name) > row[name] for name in EXTENT)
                     if larger or not set(there.covers) <= set(row["covers"]):
                         continue
                     session.delete(there)
@@ -258,34 +247,34 @@ class Recordings(Storage):
         recording: str,
         draft: str,
         gamma_max: int,
-        *,
-        width: int = 0,
+        width: int = 1,
+        depth: int = 1,
         covers: Collection[str] = (),
     ) -> tuple[int, ...]:
-        """Ordinals whose trajectory has no panorama of this draft with at least this gamma_max, in
-        order; with a ``width`` no trees of so many levels, at least this width and these
-        covers."""
-        p, t = PanoramaChunkRow, TrajectoryRow
-        kind = TREE if width else CHAIN
-        enough = _panoramas(recording, draft, kind, p.ordinal, p.covers).where(
-            p.width >= width, p.gamma_max >= gamma_max
-        )
+        """Ordinals whose trajectory has no panorama of this draft that holds at least as much, in
+        order."""
+        t, least = TrajectoryRow, (gamma_max, width, depth)
         with self.database.read() as session:
             recording_row(session, recording)
             every = set(session.scalars(select(t.ordinal).where(t.recording_id == recording)))
-            have = {n for n, names in session.execute(enough) if set(covers) <= set(names)}
+            have = {
+                ordinal
+                for ordinal, names, *held in session.execute(_held(recording, draft))
+                if set(covers) <= set(names) and all(map(ge, held, least))
+            }
         return tuple(sorted(every - have))
 
-    def tree_limits(self, recording: str, draft: str) -> tuple[int, int, tuple[str, ...]]:
-        """(width, depth, covers): the most that any stored tree panorama of this draft holds; (0,
-        0, ()) where there is none."""
-        p = PanoramaChunkRow
-        query = _panoramas(recording, draft, TREE, p.width, p.gamma_max, p.covers)
+    def most_held(self, recording: str, draft: str) -> tuple[int, int, int, tuple[str, ...]]:
+        """(gamma_max, width, depth, covers): the most that any stored panorama of this draft holds;
+        (0, 0, 0, ()) where there is none."""
         with self.database.read() as session:
             recording_row(session, recording)
-            rows = session.execute(query).all()
-        widths, depths, covers = zip(*rows, strict=True) if rows else ((0,), (0,), ())
-        return max(widths), max(depths), tuple(sorted({name for of in covers for name in of}))
+            rows = session.execute(_held(recording, draft)).all()
+        if not rows:
+            return 0, 0, 0, ()
+        _, covers, gammas, widths, depths = zip(*rows, strict=True)
+        names = tuple(sorted({name for of in covers for name in of}))
+        return max(gammas), max(widths), max(depths), names
 
     def load(
         self,
@@ -293,22 +282,19 @@ class Recordings(Storage):
         drafts: Collection[str] | None = None,
         *,
         steps: bool = False,
-        trees: bool = False,
         ordinals: Collection[int] | None = None,
         skip_corrupted: bool = False,
     ) -> Recording:
         """A recording in memory, named as :meth:`get_recording` takes it.
 
-        It has the panoramas of ``drafts`` (all by default) and, if ``steps``, the executed rounds,
-        if ``trees``, the trees of these drafts; of ``ordinals`` alone where they are given. A
-        damaged chunk raises :class:`CorruptedChunkError` naming it; with ``skip_corrupted`` it is
-        left out and listed in ``skipped``.
+        It has the panoramas of ``drafts`` (all by default) and, if ``steps``, the executed rounds;
+        of ``ordinals`` alone where they are given. A damaged chunk raises
+        :class:`CorruptedChunkError` naming it; with ``skip_corrupted`` it is left out and listed in
+        ``skipped``.
         """
         skipped: list[Skipped] | None = [] if skip_corrupted else None
         info = self.get_recording(text)
-        requests = self.iterate(
-            info.id, drafts, steps=steps, trees=trees, ordinals=ordinals, skipped=skipped
-        )
+        requests = self.iterate(info.id, drafts, steps=steps, ordinals=ordinals, skipped=skipped)
         return Recording(info, tuple(requests), tuple(skipped or ()))
 
     def iterate(
@@ -317,7 +303,6 @@ class Recordings(Storage):
         drafts: Collection[str] | None = None,
         *,
         steps: bool = False,
-        trees: bool = False,
         ordinals: Collection[int] | None = None,
         skipped: list[Skipped] | None = None,
     ) -> Iterator[RecordedRequest]:
@@ -325,7 +310,7 @@ class Recordings(Storage):
         ``skipped`` if it is given."""
         wanted = sorted(self.recorded_ordinals(recording) if ordinals is None else ordinals)
         for i in range(0, len(wanted), BATCH):
-            rows = self.rows_of(recording, wanted[i : i + BATCH], drafts, steps=steps, trees=trees)
+            rows = self.rows_of(recording, wanted[i : i + BATCH], drafts, steps=steps)
             yield from _requests(recording, rows, skipped)
 
     def rows_of(
@@ -335,7 +320,6 @@ class Recordings(Storage):
         drafts: Collection[str] | None = None,
         *,
         steps: bool = False,
-        trees: bool = False,
     ) -> Rows:
         """What is stored of requests, for :meth:`iterate`; at one moment."""
 
@@ -343,7 +327,7 @@ class Recordings(Storage):
             return select(row).where(row.recording_id == recording, row.ordinal.in_(ordinals))
 
         p = PanoramaChunkRow
-        chosen = of(p).where(p.kind.in_(KINDS if trees else (CHAIN,))).order_by(p.draft)
+        chosen = of(p).order_by(p.draft)
         if drafts is not None:
             chosen = chosen.where(p.draft.in_(drafts))
         with self.database.read() as session:
@@ -354,10 +338,11 @@ class Recordings(Storage):
             )
 
 
-def _panoramas(recording: str, draft: str, kind: str, *columns: Any) -> Any:
+def _held(recording: str, draft: str) -> Any:
+    """Selects what the panoramas of a draft hold: ordinal, covers, and :data:`EXTENT`."""
     p = PanoramaChunkRow
-    of = (p.recording_id == recording, p.draft == draft, p.kind == kind)
-    return select(*columns).where(*of)
+    columns = (p.ordinal, p.covers, p.gamma_max, p.width, p.depth)
+    return select(*columns).where(p.recording_id == recording, p.draft == draft)
 
 
 def _requests(
@@ -383,13 +368,11 @@ def _requests(
         trajectory = usable(text, trajectory_of, "its token ids")
         if trajectory is None:
             continue
-        held: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+        held: dict[str, Panorama] = {}
         for chunk in panoramas.get(text.ordinal, ()):
-            unpack: Callable[[Any], Any] = unpack_chain if chunk.kind == CHAIN else unpack_tree
-            what = "panorama" if chunk.kind == CHAIN else "tree panorama"
-            value = usable(chunk, unpack, f"{what} of draft {chunk.draft!r}")
+            value = usable(chunk, unpack_panorama, f"panorama of draft {chunk.draft!r}")
             if value is not None:
-                held[chunk.kind][chunk.draft] = value
+                held[chunk.draft] = value
         rounds = executed.get(text.ordinal)
         steps = () if rounds is None else usable(rounds, unpack_steps, "its steps") or ()
-        yield RecordedRequest(text.ordinal, trajectory, held[CHAIN], steps, held[TREE])
+        yield RecordedRequest(text.ordinal, trajectory, held, steps)

@@ -1,10 +1,9 @@
-"""The panorama pass for trees: every distribution that covered growths can read, from every start
-of a recorded text.
+"""The panorama pass: every distribution that a draft can read, from every start of a recorded text.
 
-The growths are *run*, all starts at once, by the functions that decode with them
-(:class:`runtime.trees.grow.Growing`); what any of them expands is read once. A distribution is a
-function of its prefix (a head's: of its start and prefix), so starts share nodes: what one start
-reads off the text, the next one finds read.
+Chains and the covered growths of trees are *run*, all starts at once, by the functions that decode
+with them (:class:`runtime.trees.grow.Growing`); what any of them expands is read once. A
+distribution is a function of its prefix (a head's: of its start and prefix), so starts share nodes:
+what one start reads off the text, the next one finds read.
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from spectune.runtime.distributions import best_children, codes_on_host
+from spectune.runtime.drafts.ngram import NgramIndex
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import (
     ChainGrowth,
@@ -26,24 +26,39 @@ from spectune.runtime.policies.document import (
     StaticGrowth,
     TopKGrowth,
 )
-from spectune.runtime.recording.passes import Nodes, RecordedText
+from spectune.runtime.recording.passes import LanguageModelPasses, Nodes, RecordedText
+from spectune.runtime.sampling import log_distribution
 from spectune.runtime.trees.grow import CODE_DTYPES, NONE, Codes, Growing, TreeRule
-from spectune.traces.schema import Trajectory, TreePanorama
+from spectune.traces.schema import ACCEPTANCE, OFF_TEXT, PROB_SCALE, Panorama, Trajectory
 
-GROUP = 8
+GROUP: Final = 8
 """Starts of a head grown together."""
-ROWS = 256
+ROWS: Final = 256
 """Nodes read in one pass."""
-OFF_TEXT = 255
-SHARPNESSES = (1.5, 3.0)
-"""Sharpnesses of the coupled score that every recording covers."""
-_DTYPES = dict(zip(Codes._fields, CODE_DTYPES, strict=True)) | {
-    "text_slot": np.uint8,
-    "slot": np.uint8,
-    **dict.fromkeys(("parent", "position", "child"), np.int32),
+SHARPNESSES: Final = (1.5, 3.0)
+"""Sharpnesses of the coupled score that every recording of trees covers."""
+
+
+class _Column(NamedTuple):
+    """A column over nodes, or over nodes and children; ``unread``: what stands where none was
+    read."""
+
+    dtype: Any
+    of_children: bool = False
+    unread: int = 0
+
+
+_COLUMNS: Final = {
+    **{
+        name: _Column(dtype, of_children=name in ("tokens", "logp", "gap"))
+        for name, dtype in zip(Codes._fields, CODE_DTYPES, strict=True)
+    },
+    "text_slot": _Column(np.uint8, unread=OFF_TEXT),
+    "parent": _Column(np.int32, unread=-1),
+    "slot": _Column(np.uint8),
+    "position": _Column(np.int32),
+    "child": _Column(np.int32, of_children=True, unread=-1),
 }
-_UNREAD = {"text_slot": OFF_TEXT, "parent": -1, "child": -1}
-"""What columns hold of a node that was not read, where not 0."""
 
 
 class Cover(NamedTuple):
@@ -72,18 +87,16 @@ def cover_name(growth: Growth, *, sampled: bool) -> str:
     return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
 
-def base_covers(width: int, depth: int, *, sampled: bool, chain_depth: int = 0) -> list[Cover]:
-    """EAGLE-2's growth at every width up to ``width``: ranked by probability where that is the
-    default score, and by the coupled score at each of ``SHARPNESSES``; chains to ``chain_depth`` if
-    that is deeper."""
+def base_covers(gamma_max: int, width: int, depth: int, *, sampled: bool) -> list[Cover]:
+    """Chains of ``gamma_max``, and EAGLE-2's growth at every width up to ``width``: ranked by
+    probability where that is the default score, and by the coupled score at each of
+    ``SHARPNESSES``."""
     scores: list[tuple[Literal["probability", "coupled"], float]] = []
     if not sampled:
         scores.append(("probability", SHARPNESSES[0]))
     scores += [("coupled", sharpness) for sharpness in SHARPNESSES]
-    chain = Cover(
-        cover_name(ChainGrowth(), sampled=sampled), TreeRule(1, 1), max(depth, chain_depth)
-    )
-    found = [chain]
+    chains = cover_name(ChainGrowth(), sampled=sampled)
+    found = [Cover(chains, TreeRule(1, 1), max(gamma_max, depth))]
     for w in range(2, width + 1):
         for score, sharpness in scores:
             growth = TopKGrowth(width=w, score=score, sharpness=sharpness)
@@ -92,39 +105,90 @@ def base_covers(width: int, depth: int, *, sampled: bool, chain_depth: int = 0) 
     return found
 
 
-def record_tree_panorama(
+def record_panorama(
     pair: LoadedPair,
     trajectory: Trajectory,
     draft: str,
-    width: int,
-    depth: int,
-    *,
+    gamma_max: int,
+    width: int = 1,
+    depth: int = 1,
     covers: Sequence[Cover] = (),
-    chain_depth: int = 0,
-) -> TreePanorama:
-    """The distributions of one draft over one trajectory: for EAGLE-2's growth at every width up to
-    ``width`` and ``depth`` levels, for the growths of ``covers`` besides, and for chains of
-    ``chain_depth``."""
+    *,
+    acceptance: bool = False,
+) -> Panorama:
+    """What one draft would propose along one trajectory, recorded now or long ago ("retrace"):
+    chains of ``gamma_max``; EAGLE-2's trees of every width up to ``width``, ``depth`` levels deep;
+    the growths of ``covers``.
+
+    ``draft`` is one of the pair's or ``ngram``, of which there are chains alone. A language model's
+    ``acceptance`` probabilities cost one pass of the target; they are recorded on request, and
+    where the verifier was ``rejection``.
+    """
+    if draft == "ngram":
+        return _ngram_panorama(trajectory, gamma_max)
     text = _Recorder(pair, trajectory, draft, width)
     sampled = not text.sampling.greedy
-    base = base_covers(width, depth, sampled=sampled, chain_depth=chain_depth)
-    covers = [*base, *covers]
-    text.read_roots()
+    growths = [*base_covers(gamma_max, width, depth, sampled=sampled), *covers]
+    chance = text.shared and (acceptance or trajectory.verifier == "rejection")
+    accept = text.read_roots(pair if chance and sampled else None)
     # Starts that share no nodes are taken a few at a time, so that what a pass sees stays short.
     starts, group = np.arange(len(text.output)), len(text.output) if text.shared else GROUP
     room = pair.context([draft]).positions - text.prompt
     budgets = min(trajectory.max_new_tokens - 1, room) - starts
     for at in range(0, len(starts), max(1, group)):
-        text.grow(covers, starts[at : at + group], budgets[at : at + group])
+        text.grow(growths, starts[at : at + group], budgets[at : at + group])
     n, roots, columns = text.n, text.roots, text.columns
-    return TreePanorama(
+    names = {cover.name for cover in growths} | ({ACCEPTANCE} if chance else set())
+    return Panorama(
         draft=draft,
+        gamma_max=max(gamma_max, depth),
         width=width,
         depth=depth,
         shared=text.shared,
-        covers=tuple(sorted({cover.name for cover in covers})),
+        covers=tuple(sorted(names)),
         **{name: columns[name][roots:n].copy() for name in ("parent", "slot")},
         **{name: columns[name][:n].copy() for name in (*Codes._fields, "text_slot")},
+        accept=accept,
+    )
+
+
+def _ngram_panorama(trajectory: Trajectory, gamma_max: int) -> Panorama:
+    """Chains of prompt lookup, whose proposals are certain: all codes are 0."""
+    index, output = NgramIndex(), trajectory.output_ids.tolist()
+    index.extend(trajectory.prompt_ids.tolist())
+    proposals: list[int | None] = []
+    branches: list[tuple[int, list[int | None]]] = []
+    for root, following in enumerate([*output, -1]):
+        proposals.append(index.propose())
+        if proposals[root] not in (None, following):
+            behind = [*index.continuation(gamma_max)[1:], None]
+            branches.append((root, behind[: gamma_max - 1]))
+        index.extend([following])
+    text_slot = [0 if p == t else OFF_TEXT for p, t in zip(proposals, [*output, None], strict=True)]
+    parent: list[int] = []
+    for root, behind in branches:
+        first = len(proposals)
+        parent += [root, *range(first, first + len(behind) - 1)][: len(behind)]
+        proposals += behind
+    n, m = len(proposals), len(parent)
+    none = np.zeros(n, np.uint16)
+    return Panorama(
+        draft="ngram",
+        gamma_max=gamma_max,
+        width=1,
+        depth=1,
+        shared=True,
+        covers=(cover_name(ChainGrowth(), sampled=False),),
+        parent=np.array(parent, np.int32),
+        slot=np.zeros(m, np.uint8),
+        tokens=np.array([p or 0 for p in proposals], np.int32)[:, None],
+        logp=none[:, None],
+        gap=none[:, None],
+        count=np.array([p is not None for p in proposals], np.uint8),
+        entropy=none,
+        top_entropy=none,
+        text_slot=np.array([*text_slot, *[OFF_TEXT] * m], np.uint8),
+        accept=none[:0],
     )
 
 
@@ -136,28 +200,51 @@ class _Recorder(RecordedText):
         super().__init__(pair, trajectory, draft)
         self.width = width
         self.roots = self.n = self._first = len(self.output) + 1
-        rows, wide = 16 * self.roots, {"tokens", "logp", "gap", "child"}
         self.columns: dict[str, np.ndarray] = {
-            name: np.full((rows, width) if name in wide else rows, _UNREAD.get(name, 0), dtype)
-            for name, dtype in _DTYPES.items()
+            name: np.full((16 * self.roots, width)[: 1 + c.of_children], c.unread, c.dtype)
+            for name, c in _COLUMNS.items()
         }
 
-    def read_roots(self) -> None:
-        """Reads the distributions after every prefix of the text."""
-        c, at = self.columns, 0
+    def read_roots(self, pair: LoadedPair | None) -> np.ndarray:
+        """Reads the distributions after every prefix of the text. With a ``pair`` returns
+        :attr:`Panorama.accept`, [0] without."""
+        c, at, log_q = self.columns, 0, [torch.zeros(0)]
         for part in (rows for logits in self.passes.roots() for rows in torch.split(logits, ROWS)):
             numbers = np.arange(at, at + len(part))
+            log_q += [self._log_of_text(part, at)] if pair is not None else []
             at += len(part)
             c["position"][numbers] = numbers
             self._store(numbers, part, np.ones(len(numbers), bool))
         if self.shared:
             rows = np.flatnonzero(c["text_slot"][: self.roots - 1] != OFF_TEXT)
             c["child"][rows, c["text_slot"][rows]] = rows + 1
+        if pair is None:
+            return np.zeros(0, np.uint16)
+        at, log_p = 0, [torch.zeros(0)]
+        for part in LanguageModelPasses(pair.target, self.text, self.prompt).roots():
+            log_p.append(self._log_of_text(part, at))
+            at += len(part)
+        chance = (torch.cat(log_q) - torch.cat(log_p)).exp().clamp(0, 1)
+        return (chance * PROB_SCALE).round().numpy().astype(np.uint16)
+
+    def _log_of_text(self, logits: torch.Tensor, first: int) -> torch.Tensor:
+        """Log-probabilities of the text's tokens by rows of logits, which come after ``first``
+        output tokens and more."""
+        ids = torch.tensor(self.output[first : first + len(logits)], device=logits.device)
+        log = log_distribution(logits[: len(ids)], self.sampling)
+        return log.gather(-1, ids[:, None])[:, 0].cpu()
 
     def grow(self, covers: Sequence[Cover], starts: np.ndarray, budgets: np.ndarray) -> None:
-        """Runs every cover over some starts, level by level, reading what none has read;
-        ``budgets``: tokens that a round may draft from each."""
+        """Runs every cover over some starts, reading what none has read; ``budgets``: tokens that a
+        round may draft from each."""
         self._first = self.n
+        # Chains go deeper than trees. They come first, while what a pass sees is short.
+        for some in (covers[:1], covers[1:]):
+            if some:
+                self._grow(some, starts, budgets)
+
+    def _grow(self, covers: Sequence[Cover], starts: np.ndarray, budgets: np.ndarray) -> None:
+        """Runs covers level by level."""
         growing = [Growing(cover.rule, cover.depth, len(starts)) for cover in covers]
         fronts = [starts[:, None]] * len(covers)
         for level in range(1, 1 + max(cover.depth for cover in covers)):
@@ -195,7 +282,7 @@ class _Recorder(RecordedText):
         self.n += len(parents)
         while self.n > len(self.columns["count"]):
             self.columns = {
-                name: np.concatenate([x, np.full_like(x, _UNREAD.get(name, 0))])
+                name: np.concatenate([x, np.full_like(x, _COLUMNS[name].unread)])
                 for name, x in self.columns.items()
             }
         c = self.columns
@@ -235,8 +322,7 @@ class _Recorder(RecordedText):
         if self.noise is not None:
             positions = (self.columns["position"][numbers] + self.prompt).tolist()
             perturb = partial(self.noise.add, positions=positions)
-        return codes_on_host(
-            best_children(
-                logits, self.sampling, perturb, self.width, entropy=True, top_entropy=True
-            )
-        )
+        grows = self.width > 1  # no chain reads the others
+        how = {"entropy": True, "top_entropy": grows}
+        children = best_children(logits, self.sampling, perturb, self.width, **how)
+        return codes_on_host(children, reads_gap=grows)

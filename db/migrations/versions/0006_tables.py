@@ -10,7 +10,7 @@ from alembic import op
 
 from spectune.db.models import metadata
 
-revision = "0005"
+revision = "0006"
 down_revision = None
 
 
