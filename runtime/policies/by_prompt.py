@@ -76,7 +76,8 @@ def stored_chooser(policy: PromptPolicy, artifacts: Artifacts | None) -> Chooser
                 "it was fitted to choose between other policies; `fit chooser --policies ...` fits "
                 "one to these"
             )
-        terms, idf, *linear = (arrays[n] for n in ("terms", "idf", "weights", "intercept"))
-        return Chooser(terms, idf, linear[0], linear[1], document["perplexities"])
+        names = ("terms", "idf", "weights", "intercept")
+        terms, idf, weights, intercept = (arrays[name] for name in names)
+        return Chooser(terms, idf, weights, intercept, document["perplexities"])
 
     return read_artifact(policy, "by_prompt", DRAFT_CHOOSER, artifacts, read)
