@@ -24,7 +24,9 @@ from transformers import (
     SmolLM3Config,
 )
 from transformers.models.auto import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from spectune.runtime.drafts.eagle_head import EagleHead, HeadNet, HeadShape
 from spectune.runtime.models import FINAL, CausalModel
 
 VOCAB, LAYERS, TEXT = 300, 4, 23
@@ -241,3 +243,42 @@ def test_passes_of_kernels_are_those_of_torch(
     for i in (0, 1):
         assert torch.equal(unchanged[i], exact[i])
         torch.testing.assert_close(ours[i].double(), exact[i], rtol=0, atol=2e-5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="triton is published for Linux only")
+def test_a_heads_passes_of_kernels_are_those_of_torch(request: pytest.FixtureRequest) -> None:
+    """A prompt with the target's states, then a level of a tree with the head's own."""
+    model = tiny(LlamaConfig, num_hidden_layers=2)
+    shape = HeadShape(True, 48, 144, 96, heads=4, kv_heads=2, head_dim=12, eps=1e-5)
+    net, generator = HeadNet(shape).double(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    features = torch.randn(TEXT, 144, generator=generator).double()
+
+    def states(dtype: torch.dtype) -> Tensor:
+        target = CausalModel(copy.deepcopy(model).to(dtype), "target")
+        head = EagleHead(
+            copy.deepcopy(net).to(dtype),
+            target,
+            name="head",
+            taps=(0, 1, 2),
+            convention="default",
+            rotary=LlamaRotaryEmbedding(model.config),
+        )
+        head.reserve(64)
+        _, read = head.chain(text(), 1, logits=0, hidden=features.to(dtype))
+        mask = torch.eye(3, TEXT + 4, dtype=torch.bool).roll(TEXT + 1, 1)
+        mask[:, 1 : TEXT + 1] = True
+        slots = torch.arange(TEXT + 1, TEXT + 4)
+        positions, before = torch.full((3,), TEXT + 1), read[-1:].expand(3, -1)
+        nodes = head.run(slots, positions, slots, mask, logits=0, hidden=before, recurrent=True)[1]
+        return torch.cat([read, nodes])
+
+    exact = states(torch.float64)
+    rounded = states(torch.float32)
+    request.getfixturevalue("interpreted")
+    assert torch.equal(states(torch.float64), exact)
+    ours = states(torch.float32)
+    assert not torch.equal(ours, rounded)
+    torch.testing.assert_close(ours.double(), exact, rtol=0, atol=2e-5)

@@ -147,7 +147,7 @@ def test_norms_of_sums_and_gated_activations(size: int, dtype: torch.dtype) -> N
     x, residual, gate_up = draw(3, size, dtype=dtype), draw(3, size + 1), draw(3, 2 * size)
     residual, gate_up = residual[:, 1:].to(dtype).contiguous(), gate_up.to(dtype)
     norm = draw(size, dtype=dtype), 1e-5
-    for before in (None, residual):
+    for before in (None, residual, residual[:1].expand(3, -1)):
         ours, exact = layers.add_norm(x, before, norm), fused.add_norm(x, before, norm)
         assert_close(ours[0], exact[0])
         assert torch.equal(ours[1], exact[1])

@@ -29,9 +29,10 @@ class Kernels(NamedTuple):
 
 def add_norm(x: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
     """``residual + x`` (``x`` without one) normed, and as it is; [n, d] each."""
-    normed, (n, size) = torch.empty_like(x), x.shape
-    total = x if residual is None else torch.empty_like(x)
-    tensors = (x, x if residual is None else residual, norm[0], normed, total)
+    x, (n, size) = x.contiguous(), x.shape
+    normed, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+    added = x if residual is None else residual.contiguous()
+    tensors = (x, added, norm[0], normed, total)
     fixed = {"HAS_RESIDUAL": residual is not None, "BLOCK": power_of_two(size)}
     warps = min(16, max(1, fixed["BLOCK"] // 512))
     with on(x.device):
