@@ -68,8 +68,8 @@ def verify_rejection(
         else:
             q = torch.zeros_like(p[:-1]).scatter_(1, columns, 1.0)
         chances = [matrix.gather(1, columns)[:, 0] for matrix in (p[:-1], q)]
-        for i, (own, drawn) in enumerate(torch.stack(chances, 1).tolist()):
-            if uniform(stream_key(seed, length + i, "accept", salt)) * drawn > own:
+        for i, (of_target, of_draft) in enumerate(torch.stack(chances, 1).tolist()):
+            if uniform(stream_key(seed, length + i, "accept", salt)) * of_draft > of_target:
                 residual = (p[i] - q[i]).clamp_min(0)
                 accepted, weights = i, torch.where(residual.sum() > 0, residual, p[i])
                 break

@@ -68,9 +68,9 @@ def grow(rule: TreeRule, depth: int, limit: int, source: DistributionSource) -> 
     ``limit``) and selects its nodes."""
     growing = Growing(rule, min(limit, depth + rule.alpha) if rule.stratified else depth)
     grown = GrownTree()
-    wanted = min(depth, len(rule.static)) if rule.static else depth
+    goal = min(depth, len(rule.static)) if rule.static else depth
     width = 1
-    while growing.depth < wanted:
+    while growing.depth < goal:
         codes = source.expand(growing, width) if growing.depth else source.root()
         grown.widths.append(width)
         growing.add(codes)
@@ -86,7 +86,7 @@ def grow(rule: TreeRule, depth: int, limit: int, source: DistributionSource) -> 
             thresholds = np.array(rule.thresholds, dtype=np.int64)
             grown.phi = growing.phi
             grown.bin = bin_of(grown.phi, depth, thresholds, rule.fitted_depth)
-            wanted = min(limit, depth + rule.extension(grown.bin))
+            goal = min(limit, depth + rule.extension(grown.bin))
     tree, grown.levels, grown.steps = growing.tree, growing.depth, len(grown.widths)
     top_n = rule.top_n_of(grown.bin)
     chosen = select(tree, grown.levels, grown.steps, top_n)
@@ -98,13 +98,13 @@ def ancestors(tree: GrownTree) -> npt.NDArray[np.bool_]:
     """Which of the root (0) and the kept nodes (from 1) are each one's ancestors, itself included:
     bool [1 + nodes, 1 + nodes]."""
     n, begin = len(tree.tokens), 0
-    found = np.eye(n + 1, dtype=np.bool_)
-    found[:, 0] = True
+    mask = np.eye(n + 1, dtype=np.bool_)
+    mask[:, 0] = True
     parents = np.array(tree.parents, dtype=np.int64) + 1
     for width in np.bincount(tree.depths)[1:].tolist() if n else []:  # nodes come level by level
-        found[begin + 1 : begin + width + 1] |= found[parents[begin : begin + width]]
+        mask[begin + 1 : begin + width + 1] |= mask[parents[begin : begin + width]]
         begin += width
-    return found
+    return mask
 
 
 class ModelDistributions:

@@ -175,10 +175,10 @@ class TreeRule:
 
 
 def _padded(rows: list[tuple[int, ...]]) -> Index:
-    found = np.full((len(rows), 1 + max(map(len, rows), default=0)), -1, dtype=np.int64)
-    for row, values in zip(found, rows, strict=True):
+    table = np.full((len(rows), 1 + max(map(len, rows), default=0)), -1, dtype=np.int64)
+    for row, values in zip(table, rows, strict=True):
         row[: len(values)] = values
-    return found
+    return table
 
 
 @lru_cache(maxsize=64)
@@ -186,8 +186,8 @@ def gap_weights(sharpness: float) -> tuple[Index, FloatArray]:
     """Whole weights 2**24 exp(-sharpness gap) of each gap code, int64 [GAP_CODES], and their
     logarithms, float64 [GAP_CODES]; wider gaps take the last."""
     shares = [math.exp(-sharpness * gap / NAT_SCALE) for gap in range(GAP_CODES)]
-    whole = [max(1, math.floor(2**24 * share + 0.5)) for share in shares]
-    return np.array(whole), np.array([math.log(w) for w in whole])
+    weights = [max(1, math.floor(2**24 * share + 0.5)) for share in shares]
+    return np.array(weights), np.array([math.log(w) for w in weights])
 
 
 SUM_SHIFT: Final = 14
@@ -273,7 +273,8 @@ def grow_level(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tr
     ``front`` [frontier]: the rows of ``codes`` that the nodes of the frontier above have; a row
     that is not there has no children.
     """
-    k, begin, at, listed = rule.width, tree.size[level - 1], tree.size[level - 1], rule.listed
+    k, begin, listed = rule.width, tree.size[level - 1], rule.listed
+    candidate = begin
     static, most_confident = listed.shape[0] > 0, np.int64(INFINITE)
     tree.level_phi[level] = 0
     for f in range(tree.frontier[level - 1]):
@@ -285,26 +286,26 @@ def grow_level(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tr
                 cost, q_cost = tree.cost[above], tree.q_cost[above]
         log_total = _log_of_weights(rule, codes.gap, row, there) if rule.coupled else 0.0
         for rank in range(there):
-            own = np.int64(codes.logp[row, rank])
-            if own < most_confident:
-                most_confident = own
+            local = np.int64(codes.logp[row, rank])
+            if local < most_confident:
+                most_confident = local
                 tree.level_phi[level] = tree.phi[level - 1, f] + codes.top_entropy[row]
-            if static and listed[level - 1, at - begin] != f * k + rank:
+            if static and listed[level - 1, candidate - begin] != f * k + rank:
                 continue
-            tree.parent[at] = above
-            tree.token[at] = codes.tokens[row, rank]
-            tree.q_cost[at] = q_cost + own
+            tree.parent[candidate] = above
+            tree.token[candidate] = codes.tokens[row, rank]
+            tree.q_cost[candidate] = q_cost + local
             if rule.coupled:
                 log_weight = rule.logs[min(codes.gap[row, rank], GAP_CODES - 1)]
-                own = np.int64(math.floor((log_total - log_weight) * NAT_SCALE + 0.5))
-            tree.cost[at] = cost + own
-            at += 1
+                local = np.int64(math.floor((log_total - log_weight) * NAT_SCALE + 0.5))
+            tree.cost[candidate] = cost + local
+            candidate += 1
         for rank in range(there, k):
-            if not static or listed[level - 1, at - begin] == f * k + rank:
-                tree.token[at], tree.parent[at] = 0, above
-                tree.cost[at] = tree.q_cost[at] = INFINITE
-                at += 1
-    tree.size[level] = at
+            if not static or listed[level - 1, candidate - begin] == f * k + rank:
+                tree.token[candidate], tree.parent[candidate] = 0, above
+                tree.cost[candidate] = tree.q_cost[candidate] = INFINITE
+                candidate += 1
+    tree.size[level] = candidate
     _expand(rule, codes, front, level, tree)
     _read_stop(rule, codes, front, level, tree)
 
@@ -341,9 +342,9 @@ def _expand(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tree)
             place[j] = NONE
             tree.above[level, j] = tree.rank[level, j] = tree.phi[level, j] = 0
             continue
-        own = rule.listed[level - 1, place[j] - begin] if static else place[j] - begin
-        above = own // k
-        tree.above[level, j], tree.rank[level, j] = above, own - above * k
+        index = rule.listed[level - 1, place[j] - begin] if static else place[j] - begin
+        above = index // k
+        tree.above[level, j], tree.rank[level, j] = above, index - above * k
         if tree.cost[place[j]] >= INFINITE:
             place[j] = NONE
         else:
@@ -355,20 +356,20 @@ def _classify(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tre
     """C2T, section 4.2: of a level's candidates leaves those above beta, the most confident first
     and at most F; how many."""
     begin, end = tree.size[level - 1], tree.size[level]
-    for at in range(begin, end):
-        tree.key[at] = INFINITE
-        if tree.cost[at] < INFINITE:
-            entropy = codes.entropy[front[(at - begin) // rule.width]]
-            confidence = confidence_code(rule.confidence, level, entropy, tree.q_cost[at])
+    for candidate in range(begin, end):
+        tree.key[candidate] = INFINITE
+        if tree.cost[candidate] < INFINITE:
+            entropy = codes.entropy[front[(candidate - begin) // rule.width]]
+            confidence = confidence_code(rule.confidence, level, entropy, tree.q_cost[candidate])
             if confidence > rule.beta_code:
-                tree.key[at] = CONFIDENCE_SCALE - confidence
+                tree.key[candidate] = CONFIDENCE_SCALE - confidence
     place = tree.place[level, : tree.frontier[level]]
     count = cheapest(tree.key, begin, end, place)
     for j in range(count):
         tree.key[place[j]] = -1
-    for at in range(begin, end):
-        if tree.key[at] != -1:
-            tree.cost[at] = INFINITE
+    for candidate in range(begin, end):
+        if tree.key[candidate] != -1:
+            tree.cost[candidate] = INFINITE
     return count
 
 
@@ -380,18 +381,18 @@ def _read_stop(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tr
     if not static and rule.confidence.size == 0 and tree.frontier[level] > 0:
         first = tree.place[level, 0]
     if first == NONE:
-        for at in range(begin, tree.size[level]):
-            if tree.cost[at] < INFINITE and (
-                first == NONE or (not static and tree.cost[at] < tree.cost[first])
+        for candidate in range(begin, tree.size[level]):
+            if tree.cost[candidate] < INFINITE and (
+                first == NONE or (not static and tree.cost[candidate] < tree.cost[first])
             ):
-                first = np.int64(at)
+                first = np.int64(candidate)
     tree.stop[level, 0] = tree.stop[level, 1] = tree.stop[level, 2] = 0
     if first != NONE:
         above = tree.parent[first]
-        own = rule.listed[level - 1, first - begin] if static else first - begin
+        index = rule.listed[level - 1, first - begin] if static else first - begin
         tree.stop[level, 0] = tree.q_cost[first] - (0 if above == ROOT else tree.q_cost[above])
         tree.stop[level, 1] = tree.q_cost[first]
-        tree.stop[level, 2] = codes.entropy[front[own // rule.width]]
+        tree.stop[level, 2] = codes.entropy[front[index // rule.width]]
 
 
 @compiled()
@@ -466,17 +467,17 @@ def select(
     """
     size = int(tree.size[levels])
     chosen = np.empty(size if top_n is None else min(size, top_n), dtype=np.int64)
-    number, found = np.empty(size, dtype=np.int64), np.empty((4, len(chosen)), dtype=np.int64)
-    count = _select(tree, levels, passes, chosen, number, found)
-    tokens, parents, depths, read = found[:, :count].tolist()
+    number, columns = np.empty(size, dtype=np.int64), np.empty((4, len(chosen)), dtype=np.int64)
+    count = _select(tree, levels, passes, chosen, number, columns)
+    tokens, parents, depths, read = columns[:, :count].tolist()
     return tokens, parents, depths, read
 
 
 @compiled()
 def _select(
-    tree: Tree, levels: int, passes: int, chosen: Index, number: Index, found: Index
+    tree: Tree, levels: int, passes: int, chosen: Index, number: Index, columns: Index
 ) -> int:
-    """Writes what :func:`select` lists into ``found`` [4, n]; how many nodes. Scratch: ``chosen``
+    """Writes what :func:`select` lists into ``columns`` [4, n]; how many nodes. Scratch: ``chosen``
     [n], ``number`` [size]."""
     size, count = tree.size[levels], chosen.shape[0]
     if count < size:
@@ -484,24 +485,26 @@ def _select(
         for i in range(cheapest(tree.cost, 0, size, chosen)):
             number[chosen[i]] = 0
     else:
-        for at in range(size):
-            number[at] = 0 if tree.cost[at] < INFINITE else -1
+        for candidate in range(size):
+            number[candidate] = 0 if tree.cost[candidate] < INFINITE else -1
     count, level = 0, 1
-    for at in range(size):
-        while at >= tree.size[level]:
+    for candidate in range(size):
+        while candidate >= tree.size[level]:
             level += 1
-        if number[at] < 0:
+        if number[candidate] < 0:
             continue
-        number[at] = count
-        found[0, count] = tree.token[at]
-        found[1, count] = ROOT if tree.parent[at] == ROOT else number[tree.parent[at]]
-        found[2, count], found[3, count] = level, -1
+        number[candidate] = count
+        columns[0, count] = tree.token[candidate]
+        columns[1, count] = (
+            ROOT if tree.parent[candidate] == ROOT else number[tree.parent[candidate]]
+        )
+        columns[2, count], columns[3, count] = level, -1
         count += 1
     read = 0
     for above in range(1, min(levels, passes - 1) + 1):
         for j in range(tree.width[above]):
-            at = tree.place[above, j]
-            if at != NONE and number[at] >= 0:
-                found[3, number[at]] = read + j
+            candidate = tree.place[above, j]
+            if candidate != NONE and number[candidate] >= 0:
+                columns[3, number[candidate]] = read + j
         read += tree.width[above]
     return count

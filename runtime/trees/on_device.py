@@ -74,14 +74,14 @@ class GrowingTree:
         """Where each level's candidates end."""
         self._rows, self._listed, self._expanded = list[Tensor](), list[Tensor](), list[Tensor]()
         for level in range(1, depth + 1):
-            whole = range(self.sizes[-1] * k)
-            listed: Sequence[int] = rule.static[level - 1].places if rule.static else whole
+            places = range(self.sizes[-1] * k)
+            listed: Sequence[int] = rule.static[level - 1].places if rule.static else places
             self._listed.append(self._numbers(listed))
             self._rows.append(self._numbers([place // k for place in listed]))
             expanded = rule.static[level - 1].expanded if rule.static else ()
             self._expanded.append(self._numbers(expanded))
             self.ends.append(self.ends[-1] + len(listed))
-            self.sizes.append(len(expanded) if rule.static else min(rule.frontier, len(whole)))
+            self.sizes.append(len(expanded) if rule.static else min(rule.frontier, len(places)))
         pool, most = self.ends[-1], max(self.sizes)
         self._level_of = self._numbers(
             [level for level in range(1, depth + 1) for _ in self._listed[level - 1]]
@@ -140,8 +140,8 @@ class GrowingTree:
         cost_above, q_above = (x[inside].masked_fill(outside, 0) for x in (self.cost, self.q_cost))
         there = codes.count.clamp_max(k).masked_fill(place == NONE, 0)
         missing = torch.arange(k, device=self.device) >= there[:, None]
-        own = self._coupled_costs(gap, missing) if rule.coupled else logp
-        cost = (cost_above[:, None] + own).masked_fill(missing, INFINITE)
+        local = self._coupled_costs(gap, missing) if rule.coupled else logp
+        cost = (cost_above[:, None] + local).masked_fill(missing, INFINITE)
         q_cost = (q_above[:, None] + logp).masked_fill(missing, INFINITE)
         begin, end = self.ends[level - 1 : level + 1]
         listed = self._listed[level - 1]
@@ -151,24 +151,24 @@ class GrowingTree:
         count = self.sizes[level]
         if rule.confidence is not None:
             entropy = codes.entropy[rows]
-            chosen, found = self._confident(cost, q_cost, entropy, level, count)
-            passed = torch.zeros_like(cost, dtype=torch.bool).index_put((chosen,), found)
+            chosen, exist = self._confident(cost, q_cost, entropy, level, count)
+            passed = torch.zeros_like(cost, dtype=torch.bool).index_put((chosen,), exist)
             cost = cost.masked_fill(~passed, INFINITE)
         elif rule.static:
             chosen = self._expanded[level - 1]
-            found = cost[chosen] < INFINITE
+            exist = cost[chosen] < INFINITE
         else:
-            chosen, found = _cheapest(cost, count)
+            chosen, exist = _cheapest(cost, count)
         self.token[begin:end], self.cost[begin:end], self.q_cost[begin:end] = token, cost, q_cost
         self.parent[begin:end] = place[rows]
         above = rows[chosen]
         if not rule.static:
-            above = above.masked_fill(~found, 0)
-        self.place[level, :count] = (begin + chosen).masked_fill(~found, NONE)
+            above = above.masked_fill(~exist, 0)
+        self.place[level, :count] = (begin + chosen).masked_fill(~exist, NONE)
         self.above[level, :count] = above
         phis = self.phi[level - 1, :size] + codes.top_entropy
-        self.phi[level, :count] = phis[above].masked_fill(~found, 0)
-        width = found.sum(0, keepdim=True)
+        self.phi[level, :count] = phis[above].masked_fill(~exist, 0)
+        width = exist.sum(0, keepdim=True)
         self.width[level : level + 1] = count if rule.static else width
         stops = torch.zeros_like(self.alive)
         if rule.reads_stop:
@@ -218,21 +218,21 @@ class GrowingTree:
         phi = phis[first].masked_fill(best[first] >= INFINITE, 0)
         bin_ = (phi * rule.fitted_depth > tables.thresholds * depth).sum(0, keepdim=True)
         goal = torch.minimum(self.limit, depth + tables.extensions[bin_])
-        for own, value in ((self.bin_phi, phi), (self.bin, bin_), (self.goal, goal)):
-            own.copy_(value.where(self.alive, own))
+        for number, value in ((self.bin_phi, phi), (self.bin, bin_), (self.goal, goal)):
+            number.copy_(value.where(self.alive, number))
 
     def choose(self) -> Tensor:
         """The nodes that are verified, and what was grown, as one tensor for :func:`grown_tree`."""
         pool, most, device = self.ends[-1], self.most, self.device
         order = torch.arange(pool, device=device)
         cost = self.cost.masked_fill(self._level_of > self.levels, INFINITE)
-        chosen, found = _cheapest(cost, most)
+        chosen, exist = _cheapest(cost, most)
         if self.rule.top_n is not None:
             top_n = self.tables.top_n[self.bin.clamp_max(len(self.tables.top_n) - 1)]
             if self.rule.stratified:
                 top_n = top_n.masked_fill(self.bin == NO_BIN, self.rule.top_n)
-            found &= order[:most] < top_n
-        nodes = chosen.masked_fill(~found, pool).sort().values
+            exist &= order[:most] < top_n
+        nodes = chosen.masked_fill(~exist, pool).sort().values
         number = torch.full((pool + 1,), -1, device=device).index_put((nodes,), order[:most])
         # The place of each candidate among the nodes that passes read, from the second pass on.
         read = torch.full((pool + 1,), -1, device=device)
@@ -243,13 +243,13 @@ class GrowingTree:
             read = read.index_put((place,), torch.arange(begin, begin + size, device=device))
             begin += size
         read[pool] = -1
-        at = nodes.clamp_max(pool - 1)
-        parent = self.parent[at]
-        number = number[parent.clamp_min(0)].masked_fill(parent < 0, ROOT)
+        inside = nodes.clamp_max(pool - 1)
+        parent = self.parent[inside]
+        parent = number[parent.clamp_min(0)].masked_fill(parent < 0, ROOT)
         more = self.goal.masked_fill(~self.alive, 0)
-        counts = more, self.levels, self.steps, self.bin, self.bin_phi, found.sum(0, keepdim=True)
+        counts = more, self.levels, self.steps, self.bin, self.bin_phi, exist.sum(0, keepdim=True)
         return torch.cat(
-            [*counts, self.width, self.token[at], number, self._level_of[at], read[nodes]]
+            [*counts, self.width, self.token[inside], parent, self._level_of[inside], read[nodes]]
         )
 
 
