@@ -277,12 +277,12 @@ def _agrees(fused: FusedDecoder, decoder: Any) -> bool:
     cache = SlotCache([shape], x.dtype, x.device)
     cache.reserve(count)
     parts = new_pass(rotary, cache.view(Tokens(ids, slots, slots, None, count)), None)
-    for layer, norm, own in zip(fused.layers, fused.norms, decoder.layers, strict=False):
+    for layer, norm, module in zip(fused.layers, fused.norms, decoder.layers, strict=False):
         if (layer.kv_heads, layer.head_dim) != (first.kv_heads, first.head_dim):
             return False
         part, residual = layer.forward(add_norm(x, None, norm)[0], x, 0, parts)
         turns = {"position_ids": slots[None], "position_embeddings": [x[None] for x in rotary]}
-        theirs = own(x[None], attention_mask=None, use_cache=False, **turns)
+        theirs = module(x[None], attention_mask=None, use_cache=False, **turns)
         if not isinstance(theirs, Tensor) or not _close(residual + part, theirs[0], x):
             return False
         x = theirs[0]
