@@ -58,8 +58,8 @@ def unpack_panorama(chunk: Chunk) -> Panorama:
     columns, meta = unpack(chunk)
     columns["parent"] = np.cumsum(columns["parent"], dtype=np.int32)
     columns["gap"] += columns["logp"] - columns["logp"][:, :1]
-    named: dict[str, Any] = {name: meta[name] for name in _EXTENT}
-    return Panorama(**named, covers=tuple(meta["covers"]), **columns)
+    fields: dict[str, Any] = {name: meta[name] for name in _EXTENT} | columns
+    return Panorama(covers=tuple(meta["covers"]), **fields)
 
 
 def pack_steps(steps: Sequence[Step]) -> Chunk:

@@ -338,8 +338,8 @@ def simulate_on(
     if not shards.names:
         raise NoRequestsError(f"recording {info.id} has no usable request")
     (replayed,) = shards.replay([policy], limit=limit, per_round=per_round)
-    of = {"chains": shards.chains, "filtered": shards.filtered}
-    return Simulated(replayed, shards.skipped, why_approximate(info, replayed.missed, **of))
+    why = why_approximate(info, replayed.missed, chains=shards.chains, filtered=shards.filtered)
+    return Simulated(replayed, shards.skipped, why)
 
 
 def stored_shards(

@@ -171,8 +171,8 @@ def simulate(
     check_ranked(store, info, policy)
     find = fitted(store, info.pair_id)
     replayed = run_replay(trace, policy, profile, per_round=per_round, artifacts=find)
-    of = {"chains": trace.chains, "filtered": trace.filtered}
-    return Simulated(replayed, skipped, why_approximate(info, replayed.missed, **of))
+    why = why_approximate(info, replayed.missed, chains=trace.chains, filtered=trace.filtered)
+    return Simulated(replayed, skipped, why)
 
 
 def check_ranked(store: TraceStore, info: RecordingInfo, policy: Policy) -> None:

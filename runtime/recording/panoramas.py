@@ -323,6 +323,7 @@ class _Recorder(RecordedText):
             positions = (self.columns["position"][numbers] + self.prompt).tolist()
             perturb = partial(self.noise.add, positions=positions)
         grows = self.width > 1  # no chain reads the others
-        how = {"entropy": True, "top_entropy": grows}
-        children = best_children(logits, self.sampling, perturb, self.width, **how)
+        children = best_children(
+            logits, self.sampling, perturb, self.width, entropy=True, top_entropy=grows
+        )
         return codes_on_host(children, reads_gap=grows)
