@@ -4,7 +4,7 @@ it."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -24,7 +24,7 @@ from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import EXPANDED_LIMIT, Policy
 from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.prepare import prepare
-from spectune.runtime.sampling import Noise, sample
+from spectune.runtime.sampling import Noise, Samples, sample
 from spectune.runtime.session import Sessions
 from spectune.runtime.shortlists import Shortlists
 from spectune.runtime.trees.draft import GrownTree, ancestors
@@ -135,9 +135,14 @@ class ModelBackend:
         assert request is not None
         sampling, noise, greedy = request.sampling, self._noise, request.sampling.greedy
         if drafted is not None and drafted.tree is not None:
-            logits = self._read_tree(drafted.tree, greedy=greedy)
+            # A CPU draws along the path alone; elsewhere all at once, to wait once.
+            at_once = target.device.type != "cpu" or target.graphs is not None
+            logits = self._read_tree(drafted.tree, greedy=greedy and at_once)
             positions = [length + depth for depth in (0, *drafted.tree.depths)]
-            verdict = accept(drafted.tree, sample(logits, sampling, noise, positions).tolist())
+            answers: Sequence[int] = Samples(logits, sampling, noise, positions)
+            if at_once:
+                answers = sample(logits, sampling, noise, positions).tolist()
+            verdict = accept(drafted.tree, answers)
             self._path = verdict.path
             assert self._drafting is not None
             return replace(verdict, read=0) if self._drafting.reads_features else verdict

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -258,3 +258,20 @@ def sample(
     if noise is None:
         return logits if logits.dtype == torch.int64 else logits.argmax(-1)
     return noise.best(processed(logits, sampling, draft=draft), ids, positions)
+
+
+class Samples(Sequence[int]):
+    """The tokens of :func:`sample`, each drawn when it is looked at."""
+
+    def __init__(
+        self, logits: Tensor, sampling: Sampling, noise: Noise | None, positions: Sequence[int]
+    ) -> None:
+        self._logits, self._sampling = logits, sampling
+        self._noise, self._positions = noise, positions
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def __getitem__(self, row: Any) -> Any:
+        logits, positions = self._logits[row : row + 1], self._positions[row : row + 1]
+        return int(sample(logits, self._sampling, self._noise, positions))

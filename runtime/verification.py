@@ -38,11 +38,11 @@ def accept(tree: GrownTree, tokens: Sequence[int]) -> Verified:
         for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True))
     }
     path, emitted = list[int](), [tokens[0]]
-    node = children.get((-1, tokens[0]))
+    node = children.get((-1, emitted[0]))
     while node is not None:
         path.append(node)
         emitted.append(tokens[node + 1])
-        node = children.get((node, tokens[node + 1]))
+        node = children.get((node, emitted[-1]))
     unread = (i for i, accepted in enumerate(path) if tree.expanded[accepted] < 0)
     return Verified(len(path), emitted, path, next(unread, len(path)))
 

@@ -247,11 +247,12 @@ def _capture(pair: LoadedPair, plan: Plan, sampling: Sampling) -> None:
     target.capture(1 + min(rule.verified(depth), most), Kind(answers, causal=not tree))
     if draft is None or draft.graphs is None:
         return
-    ids = greedy and not tree and plan.stop.kind == STOP_NONE
+    grows = tree or plan.stop.kind != STOP_NONE
+    ids = greedy and not grows
     reads: Output = "states" if plan.shortlist is not None else "ids" if ids else "logits"
     draft.graphs.capture(LONG_LAG, Kind(reads))
-    if tree and grows_on_device(draft, plan):
+    if grows and grows_on_device(draft, plan):
         tree_phase(plan, draft, sampling).capture(draft.graphs.record)
-    elif tree:
+    elif grows:
         widths = [rule.step_width(level) for level in range(2, depth + 1)]
         draft.graphs.capture(max(widths, default=0), Kind(reads, causal=False, recurrent=head))
