@@ -26,7 +26,7 @@ TIMEOUT_S = 300.0
 Facts = dict[tuple[Any, ...], Any]
 KEPT = {
     "trajectory": "recording_id, ordinal, sha256",
-    "panorama_chunk": "recording_id, kind, ordinal, draft, sha256",
+    "panorama_chunk": "recording_id, ordinal, draft, sha256",
     "study": "id, sha256",
     "latency_profile": "id, document",
     "publication": "id, policy_id",

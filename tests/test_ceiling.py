@@ -29,13 +29,13 @@ def test_no_tree_exceeds_its_draft_s_ceiling_and_a_slow_draft_s_are_not_recorded
         (why,) = tuned.left_out.values()
         assert why.startswith("cannot win: at best")
         assert f"left out: trees of near ({why})" in told
-        assert store.get_recording(tuned.recording).trees == {}
+        assert store.get_recording(tuned.recording).drafts["near"].width == 1
         assert tuned.to_json()["left_out"] == {"trees of near": why}
         assert store.get_study(tuned.study).document["left_out"] == {"trees of near": why}
         put_made_up_profile(store, pair)
         tuned = tune(store, pair, WORKLOAD, GROWN)
         assert tuned.left_out == {}
-        extent = store.get_recording(tuned.recording).trees["near"]
+        extent = store.get_recording(tuned.recording).drafts["near"]
         assert (extent.width, extent.depth) == (2, 2)
         study = store.get_study(tuned.study)
         searched = study.document["requests"]

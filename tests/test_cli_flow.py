@@ -77,7 +77,8 @@ def recording(door: Door, workload: Options) -> str:
     assert made["workload"].items() >= SIX.items()
     assert made["n_requests"] == 6
     assert made["state"] == "complete"
-    assert made["drafts"] == {"small": 6, "near": 6, "ngram": 6}
+    chains = {"count": 6, "gamma_max": 12, "width": 1, "depth": 1}
+    assert made["drafts"] == dict.fromkeys(("small", "near", "ngram"), chains)
     return str(made["recording"])
 
 

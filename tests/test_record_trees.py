@@ -87,7 +87,7 @@ def test_trees_are_recorded_with_the_texts(tmp_path: Path, tiny_pair: Path) -> N
     assert len(shown["requests"]) == 2 * 3
     said = "far 4 and trees 3x2, near 4 and trees 3x2, ngram 4"
     assert said in door.call("traces", "list", env={"COLUMNS": "250"}).stdout
-    assert f"panoramas of {said}" in door.call("traces", "show").stdout.replace("\n", " ")
+    assert f"panoramas of {said}" in " ".join(door.call("traces", "show").stdout.split())
 
 
 def test_resume_finishes_what_was_begun(door: Door, store: TraceStore) -> None:
