@@ -22,7 +22,7 @@ from spectune.optimizer.timings import Timings, finite
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.plan import prepare
 from spectune.runtime.recording.panoramas import record_panorama
 from spectune.traces.schema import Request, Sampling, Workload
 from spectune.traces.store import TraceStore

@@ -45,7 +45,7 @@ from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.plan import prepare
 from spectune.traces.latency import LatencyProfile
 from spectune.traces.recording import RecordingInfo
 from spectune.traces.schema import Sampling, Step, Workload

@@ -17,7 +17,7 @@ from spectune.traces.store import TraceStore
 
 def fitted(store: TraceStore, pair_id: str | None = None) -> Artifacts:
     """Finds artifacts by id or an unambiguous beginning of one, for
-    :func:`runtime.policies.prepare.prepare`; with ``pair_id`` only what was fitted for that pair (a
+    :func:`runtime.policies.plan.prepare`; with ``pair_id`` only what was fitted for that pair (a
     Q-table may be any pair's).
 
     It raises PolicyError where there is none, or it is damaged. What was found is remembered: an

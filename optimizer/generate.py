@@ -16,8 +16,7 @@ from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, Round, StaticSource
 from spectune.runtime.policies.document import AUTOREGRESSIVE
-from spectune.runtime.policies.plan import Plan
-from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.plan import Plan, prepare
 from spectune.traces.schema import Request
 from spectune.traces.text import printable
 

@@ -56,7 +56,7 @@ from spectune.runtime.policies.document import (
     Policy,
     parse_policy,
 )
-from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.plan import prepare
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.recording.panoramas import Cover
 from spectune.traces.acceptance import hardly_accepted

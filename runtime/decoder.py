@@ -22,8 +22,7 @@ from spectune.runtime.models import ids_tensor
 from spectune.runtime.perplexity import log_perplexity
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import EXPANDED_LIMIT, Policy
-from spectune.runtime.policies.plan import Plan
-from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.plan import Plan, prepare
 from spectune.runtime.sampling import Noise, Samples, sample
 from spectune.runtime.session import Sessions
 from spectune.runtime.shortlists import Shortlists
@@ -340,7 +339,7 @@ def prepare_for(
     version: int = 0,
     artifacts: Artifacts | None = None,
 ) -> Plan:
-    """:func:`runtime.policies.prepare.prepare` for a loaded pair, with everything done that its
+    """:func:`runtime.policies.plan.prepare` for a loaded pair, with everything done that its
     first rounds would otherwise wait for: a shortlist's weights are cut out; on CUDA the graphs
     that rounds can need are captured. It may run in another thread than decoding does.
 

@@ -18,8 +18,7 @@ from spectune.runtime.loop import DecodeRequest, StaticSource
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.fr_spec import Frequencies
-from spectune.runtime.policies.plan import Plan
-from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.plan import Plan, prepare
 from spectune.runtime.recording.panoramas import record_panorama
 from spectune.traces.schema import LatencyProfile, Request, Sampling, Step, Trajectory
 from spectune.traces.store import TraceStore

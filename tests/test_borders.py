@@ -37,7 +37,7 @@ from spectune.cli import main
 from spectune.db.errors import DatabaseError
 from spectune.optimizer.inputs import load_workload
 from spectune.runtime.policies.document import parse_policy
-from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.plan import prepare
 from spectune.traces.errors import SpectuneError
 
 FULL = os.environ.get("SPECTUNE_BORDERS") == "full"

@@ -53,7 +53,7 @@ from spectune.runtime.policies.document import (
     differences,
     parse_policy,
 )
-from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.plan import prepare
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import LatencyProfile, Request, Sampling, Step, Trajectory, Workload
 from spectune.traces.store import TraceStore

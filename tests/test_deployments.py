@@ -22,7 +22,7 @@ from spectune.optimizer.execute import DecodeOptions, encode, outcome, run
 from spectune.optimizer.serving import watch
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
-from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.plan import prepare
 from spectune.traces.errors import EngineError
 from spectune.traces.schema import Request, Sampling, Trajectory, Workload
 from spectune.traces.store import Publication, TraceStore

@@ -36,8 +36,7 @@ from spectune.runtime.loop import DecodeRequest, PolicySource, Round, StaticSour
 from spectune.runtime.models import Kind, Outputs
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
-from spectune.runtime.policies.plan import Plan
-from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.plan import Plan, prepare
 from spectune.traces.schema import Request, Sampling, Workload
 
 TOKENS = 16

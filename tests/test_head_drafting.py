@@ -19,7 +19,7 @@ from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import parse_policy
-from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.plan import prepare
 from spectune.runtime.recording.panoramas import record_panorama
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import Request, Sampling, Workload

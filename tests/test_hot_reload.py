@@ -26,7 +26,7 @@ from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import Round, StaticSource
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.plan import prepare
 from spectune.runtime.reload import Published, WatchedSource
 from spectune.traces.schema import Sampling, Verifier
 from spectune.traces.store import TraceStore

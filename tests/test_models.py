@@ -39,7 +39,7 @@ from spectune.runtime.loop import StaticSource
 from spectune.runtime.models import load_model
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
-from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.plan import prepare
 from spectune.runtime.recording.panoramas import record_panorama
 from spectune.runtime.text_codec import load_codec
 from spectune.traces.errors import PairError

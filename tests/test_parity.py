@@ -29,7 +29,7 @@ from spectune.runtime.drafts.protocol import DraftContext
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.document import Policy, parse_policy
-from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.plan import prepare
 from spectune.runtime.recording.panoramas import record_panorama
 from spectune.runtime.sampling import Noise, log_distribution
 from spectune.runtime.session import Sessions

@@ -34,7 +34,7 @@ from spectune.optimizer.verdict import Tuned
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.plan import prepare
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Request, Sampling, Verifier, Workload
 from spectune.traces.store import Asked, Publication, TraceStore

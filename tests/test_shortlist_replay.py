@@ -50,7 +50,7 @@ from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.artifacts import FREQUENCIES, ROUTER, Artifacts, Fitted
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.fr_spec import Frequencies
-from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.plan import prepare
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import OFF_TEXT, LatencyProfile, Sampling
 from spectune.traces.store import Asked, TraceStore

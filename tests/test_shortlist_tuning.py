@@ -38,7 +38,7 @@ from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import ROUTER
 from spectune.runtime.policies.document import AUTOREGRESSIVE, PromptPolicy, parse_policy
 from spectune.runtime.policies.fr_spec import Frequencies
-from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.plan import prepare
 from spectune.runtime.progress import silent
 from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import TraceError

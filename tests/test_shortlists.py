@@ -31,8 +31,7 @@ from spectune.runtime.policies.artifacts import Artifacts, Fitted
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.dynaspec import Clusters, Routing
 from spectune.runtime.policies.fr_spec import Frequencies
-from spectune.runtime.policies.plan import Plan
-from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.plan import Plan, prepare
 from spectune.runtime.sampling import Noise, log_distribution
 from spectune.runtime.shortlists import Shortlists
 from spectune.traces.errors import PolicyError

@@ -20,7 +20,7 @@ from spectune.optimizer.simulate.tree_tables import ShortlistRanks
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import Artifacts, Fitted
 from spectune.runtime.policies.document import Policy, parse_policy
-from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.plan import prepare
 from spectune.runtime.recording.panoramas import Cover, record_panorama
 from spectune.runtime.session import Sessions
 from spectune.traces.errors import PolicyError, TraceError

@@ -19,7 +19,7 @@ from spectune.runtime.loop import DecodeRequest, StaticSource, Verified
 from spectune.runtime.models import CausalModel
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import parse_policy
-from spectune.runtime.policies.prepare import prepare
+from spectune.runtime.policies.plan import prepare
 from spectune.runtime.sampling import (
     Noise,
     gumbel_row,

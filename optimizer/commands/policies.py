@@ -247,7 +247,7 @@ def policies_activate(
         policy = policy_named(store, policy_name, spec.id, device, source or deployment)
         from spectune.optimizer.artifacts import fitted
         from spectune.optimizer.deployment import refusal
-        from spectune.runtime.policies.prepare import prepare
+        from spectune.runtime.policies.plan import prepare
         from spectune.traces.errors import PolicyError
 
         # What every runtime would refuse later is refused now.

@@ -4,13 +4,13 @@ exist."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from spectune.runtime.costs import window_costs
 from spectune.runtime.policies.artifacts import Q_TABLE, Artifacts, read_artifact
-from spectune.runtime.policies.by_prompt import Chooser
-from spectune.runtime.policies.document import Policy
+from spectune.runtime.policies.by_prompt import Chooser, stored_chooser
+from spectune.runtime.policies.document import Policy, PromptPolicy
 from spectune.runtime.policies.shortlist_rule import ShortlistRule, compile_shortlist
 from spectune.runtime.policies.stops import CompiledStop, compile_stop
 from spectune.runtime.policies.windows import CompiledWindow, compile_window
@@ -73,6 +73,33 @@ class Choice:
     plans: tuple[Plan, ...]
 
 
+def prepare(
+    policy: Policy,
+    drafts: Collection[str],
+    *,
+    profile: LatencyProfile | None = None,
+    version: int = 0,
+    artifacts: Artifacts | None = None,
+) -> Plan:
+    """Compiles a policy for a pair whose drafts are ``drafts``.
+
+    ``artifacts`` finds what the policy names that was fitted. Raises PolicyError when the draft is
+    unknown, the window needs costs and there is no profile, or an artifact cannot be had, has
+    another shape or was fitted on another draft. Of a choice by prompt all that holds for each of
+    its candidates.
+    """
+    plans = tuple(
+        compile_plan(candidate, drafts, profile=profile, version=version, artifacts=artifacts)
+        for candidate in policy.candidates
+    )
+    if not isinstance(policy, PromptPolicy):
+        return plans[0]
+    choice = Choice(stored_chooser(policy, artifacts), plans)
+    return replace(
+        plans[0], policy=policy, policy_id=policy.id, label=policy.label(), choice=choice
+    )
+
+
 def compile_plan(
     policy: Policy,
     drafts: Collection[str],
@@ -81,7 +108,7 @@ def compile_plan(
     version: int = 0,
     artifacts: Artifacts | None = None,
 ) -> Plan:
-    """:func:`runtime.policies.prepare.prepare` of a plain policy."""
+    """:func:`prepare` of a plain policy."""
     if policy.draft != "none" and policy.draft not in drafts:
         known = ", ".join(sorted(drafts))
         raise PolicyError(f"draft: this pair has no draft {policy.draft!r}; it has: {known}")
