@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from spectune.db.errors import CorruptedChunkError
-from spectune.runtime.policies.artifacts import FREQUENCIES, ROUTER
-from spectune.runtime.policies.refusals import MALFORMED, lacking
+from spectune.runtime.policies.artifacts import FREQUENCIES, ROUTER, lacking
+from spectune.runtime.policies.document import MALFORMED
 from spectune.traces.schema import NAT_SCALE, Panorama, Trajectory
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class Ranks:
     def from_document(
         cls, document: Mapping[str, Any], arrays: Columns, artifact: str = ""
     ) -> Self:
-        """The ranks of :meth:`to_document`. Raises one of :data:`refusals.MALFORMED` for anything
+        """The ranks of :meth:`to_document`. Raises one of :data:`document.MALFORMED` for anything
         else."""
         fields: dict[str, Any] = {n: document[n] for n in ("draft", cls.NUMBER)}
         fields |= {"fitted": document[cls.KEY], "artifact": artifact}

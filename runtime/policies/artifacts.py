@@ -10,8 +10,7 @@ from typing import Any, Final, TypeVar
 
 import numpy.typing as npt
 
-from spectune.runtime.policies.document import Policy
-from spectune.runtime.policies.refusals import MALFORMED, lacking
+from spectune.runtime.policies.document import MALFORMED, Policy
 from spectune.traces.errors import PolicyError
 
 Q_TABLE: Final = "q_table"
@@ -76,6 +75,11 @@ def read_artifact(
     except (PolicyError, *MALFORMED) as error:
         problem = lacking(error).removeprefix(where)
         raise PolicyError(f"{where}{name}: {problem}") from None
+
+
+def lacking(error: Exception) -> str:
+    """What the reader of a stored document raised, in words."""
+    return f"it lacks {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _misfit(policy: Policy, name: str, kind: str, artifact: Fitted) -> str:

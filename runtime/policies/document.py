@@ -8,7 +8,7 @@ keys are errors, and the message names the nearest known key.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Union, get_args
+from typing import Annotated, Any, Final, Union, get_args
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
@@ -38,14 +38,13 @@ from spectune.runtime.policies.on_the_fly import (
     FsmWindow,
     QLearningWindow,
 )
-from spectune.runtime.policies.refusals import MALFORMED, explain
 from spectune.runtime.policies.sequoia import StaticGrowth
 from spectune.runtime.policies.stops import EntropyStop, JointProbStop, MaxProbStop, NoStop, Stop
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import policy_content, policy_id
 
 __all__ = [  # the blocks come with the document
-    "AUTOREGRESSIVE", "BUILT_IN", "DEFAULT_TOP_N", "EXPANDED_LIMIT", "GAMMA_LIMIT",
+    "AUTOREGRESSIVE", "BUILT_IN", "DEFAULT_TOP_N", "EXPANDED_LIMIT", "GAMMA_LIMIT", "MALFORMED",
     "NODE_LIMIT", "POOL_LIMIT", "WIDTH_LIMIT", "AnalyticWindow", "ByBatchWindow", "ByPrompt",
     "CacheFsmWindow", "ChainGrowth", "ClassifierGrowth", "ClustersShortlist", "EntropyStop",
     "FixedWindow", "FrequencyShortlist", "FsmWindow", "FullShortlist", "Growth",
@@ -53,6 +52,11 @@ __all__ = [  # the blocks come with the document
     "PositionFrequencyShortlist", "PromptPolicy", "QLearningWindow", "Select", "Shortlist",
     "StaticGrowth", "Stop", "Stratify", "TopKGrowth", "Window", "differences", "parse_policy",
 ]  # fmt: skip
+
+MALFORMED: Final = (
+    ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
+)  # fmt: skip
+"""What reading a value raises that has not the form it should have."""
 
 Window = Annotated[
     Union[
@@ -314,7 +318,22 @@ def _parsed(data: Any) -> Policy:
             return PromptPolicy.model_validate(data)
         return Policy.model_validate({k: v for k, v in data.items() if k != "by_prompt"})
     except ValidationError as error:
-        raise ValueError(explain(error, _KINDS)) from None
+        raise ValueError(_explain(error)) from None
+
+
+def _explain(error: ValidationError) -> str:
+    """The first problem of a document."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    if len(path) > 1 and path[1] in _KINDS.get(path[0], ()):
+        del path[1]  # pydantic names the kind beside the key
+    place, value = ".".join(path), first["input"]
+    if first["type"].startswith("union_tag"):
+        return f"{place}.kind must be one of: {', '.join(_KINDS[place])}"
+    message = first["msg"].removeprefix("Value error, ")
+    if isinstance(value, Mapping):
+        return f"{place}: {message}" if place else message
+    return f"{place}: {message} (given: {value!r:.80})"
 
 
 def differences(left: Policy, right: Policy) -> list[dict[str, Any]]:
