@@ -164,9 +164,9 @@ class ModelBackend:
         target, root, n = self.pair.target, len(self._text) - 1, len(tree.tokens)
         rows = [[self._text[-1], *tree.tokens], [0, *tree.depths], [*range(n + 1)]]
         ids, depths, places = torch.tensor(rows, device=target.device)
-        seen = torch.ones(n + 1, root + n + 1, dtype=torch.bool, device=target.device)
-        seen[:, root:] = torch.from_numpy(ancestors(tree)).to(target.device)
-        return target.run(ids, root + depths, root + places, seen, greedy=greedy)[0]
+        mask = torch.ones(n + 1, root + n + 1, dtype=torch.bool, device=target.device)
+        mask[:, root:] = torch.from_numpy(ancestors(tree)).to(target.device)
+        return target.run(ids, root + depths, root + places, mask, greedy=greedy)[0]
 
     def commit(self, emitted: list[int], accepted: int, drafted: Drafted | None) -> None:
         length, path = len(self._text), self._path[:accepted]

@@ -39,6 +39,6 @@ def hardware(device: str, threads: int | None = None, *, count: int = 1) -> str:
 def cpu_name() -> str:
     """What the processor is called."""
     with suppress(OSError):
-        if found := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
-            return found[1]
+        if model_name := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
+            return model_name[1]
     return platform.processor() or platform.machine()

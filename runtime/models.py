@@ -412,8 +412,8 @@ def _rows_of(linear: Any, rows: Tensor) -> nn.Linear:
     bias = getattr(linear, "bias", None)
     part = nn.Linear(width, count, bias=bias is not None, device="meta")
     for name in ("weight", "bias") if bias is not None else ("weight",):
-        whole = getattr(linear, name).detach()
-        chosen = whole[:count] if first else whole.index_select(0, rows)
+        values = getattr(linear, name).detach()
+        chosen = values[:count] if first else values.index_select(0, rows)
         setattr(part, name, nn.Parameter(chosen, requires_grad=False))
     return part
 
@@ -441,12 +441,12 @@ def load_model(
     or its logits are not reproduced here.
     """
     folder = checkpoint(path)
-    weights, how = source(path)
+    weights, options = source(path)
     with translated(f"{name}: cannot load {path}"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         quantized = _is_quantized(config, f"{name}: {path}")
         model, report = AutoModelForCausalLM.from_pretrained(
-            weights, dtype=dtype, trust_remote_code=False, output_loading_info=True, **how
+            weights, dtype=dtype, trust_remote_code=False, output_loading_info=True, **options
         )
         missing = sorted(report["missing_keys"])
         if missing:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
-"""Called with (phase, done, total)."""
+"""Called with (phase, completed, total)."""
 
 
-def silent(phase: str, done: int, total: int) -> None:
+def silent(phase: str, completed: int, total: int) -> None:
     """A :data:`Progress` that shows nothing."""

@@ -142,5 +142,5 @@ class WatchedSource(Generic[P]):
 def reason_of(error: Exception) -> str:
     """Why something was refused: what an error says, with its type unless it is one of ours. One
     line (:func:`one_line`)."""
-    said = str(error) if isinstance(error, SpectuneError) else f"{type(error).__name__}: {error}"
-    return one_line(said.removesuffix(": "), REASON_LIMIT)
+    message = str(error) if isinstance(error, SpectuneError) else f"{type(error).__name__}: {error}"
+    return one_line(message.removesuffix(": "), REASON_LIMIT)

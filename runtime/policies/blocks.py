@@ -55,9 +55,9 @@ class Block(BaseModel):
     def _known(cls, data: Any) -> Any:
         keys = data if isinstance(data, Mapping) else ()
         if unknown := next((str(key) for key in keys if key not in cls.model_fields), None):
-            known = sorted(cls.model_fields)
-            near = difflib.get_close_matches(unknown, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+            fields = sorted(cls.model_fields)
+            near = difflib.get_close_matches(unknown, fields, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(fields)}"
             raise ValueError(f"unknown key {unknown!r}; {hint}")
         return data
 

@@ -131,10 +131,10 @@ def confidence_table(weights: ClassifierWeights) -> TableArray:
 
 @lru_cache(maxsize=16)
 def _table(w1: bytes, b1: bytes, w2: bytes, b2: bytes) -> TableArray:
-    first, *others = (np.frombuffer(w, dtype=np.float32) for w in (w1, b1, w2, b2))
-    made = ClassifierWeights(first.reshape(-1, 3), *others).table()
-    made.setflags(write=False)
-    return made
+    hidden_weight, *rest = (np.frombuffer(w, dtype=np.float32) for w in (w1, b1, w2, b2))
+    table = ClassifierWeights(hidden_weight.reshape(-1, 3), *rest).table()
+    table.setflags(write=False)
+    return table
 
 
 @compiled()

@@ -79,12 +79,12 @@ class Compiled:
             # Counting references to arrays passed between functions takes longer than a whole
             # round; nothing here allocates. numba has no public way to say what a function
             # depends on.
-            made = numba.njit(cache=True, _nrt=False, **options)(self._function)
-            index = made._cache._cache_file
+            dispatcher = numba.njit(cache=True, _nrt=False, **options)(self._function)
+            index = dispatcher._cache._cache_file
             index._source_stamp = (index._source_stamp, frozenset(self.stamps()))
         except (RuntimeError, AttributeError, KeyError):
-            made = numba.njit(**options)(self._function)
-        return made
+            dispatcher = numba.njit(**options)(self._function)
+        return dispatcher
 
 
 def _names(code: CodeType) -> Iterator[str]:

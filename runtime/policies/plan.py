@@ -110,8 +110,8 @@ def compile_plan(
 ) -> Plan:
     """:func:`prepare` of a plain policy."""
     if policy.draft != "none" and policy.draft not in drafts:
-        known = ", ".join(sorted(drafts))
-        raise PolicyError(f"draft: this pair has no draft {policy.draft!r}; it has: {known}")
+        names = ", ".join(sorted(drafts))
+        raise PolicyError(f"draft: this pair has no draft {policy.draft!r}; it has: {names}")
     rules = shortlist = costs = q_table = None
     if policy.speculates:
         rules = (
