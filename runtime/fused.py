@@ -67,8 +67,8 @@ def rotate_and_write(
         parts = turned[:, :heads], turned[:, heads:]
         turned = torch.cat([rms_norm(x, norm) for x, norm in zip(parts, norms, strict=True)], 1)
     cos, sin = (x[:, None] for x in rotary)
-    left, right = turned.chunk(2, -1)
-    turned = turned * cos + torch.cat((-right, left), -1) * sin
+    first, second = turned.chunk(2, -1)
+    turned = turned * cos + torch.cat((-second, first), -1) * sin
     keys.index_copy_(1, slots, turned[:, heads:].transpose(0, 1))
     values.index_copy_(1, slots, value.transpose(0, 1))
     return turned[:, :heads].transpose(0, 1)

@@ -118,11 +118,11 @@ def test_bins_stay_within_what_the_runtime_holds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("thresholds", "kept"),
+    ("thresholds", "top_n"),
     [((), ()), ((5,), (9 + 3,)), ((5, 9), (9 + 3, 18 + 2)), ((1, 5, 9), (12, 20, 31))],
 )
 def test_the_bin_of_the_highest_entropy_is_no_low_one(
-    thresholds: tuple[int, ...], kept: tuple[int, ...]
+    thresholds: tuple[int, ...], top_n: tuple[int, ...]
 ) -> None:
     """However few bins there are: without, a fit that found one bin would prune and deepen every
     round."""
@@ -131,7 +131,7 @@ def test_the_bin_of_the_highest_entropy_is_no_low_one(
     )
     fitted = Fitted("bins", {"thresholds": list(thresholds), "depth": 5, "draft": "near"}, {})
     rule = compile_tree(policy, sampled=False, artifacts=lambda name: fitted)
-    assert rule.kept == kept
+    assert rule.bin_top_n == top_n
     assert rule.extension(len(thresholds)) == 0
     assert rule.top_n_of(len(thresholds)) == 30
 

@@ -121,9 +121,9 @@ def random_case(rng: random.Random, kind: str) -> Case:
             most, d_fit = rng.choice([80, 1280, 5120]), rng.randint(1, 6)
             thresholds = tuple(sorted(rng.sample(range(most), 4)))
             strata = reference.Stratify(thresholds, d_fit, rng.randint(0, 3), fractions)
-            kept = kept_nodes(wanted, fractions, strata.alpha)
+            top_n = kept_nodes(wanted, fractions, strata.alpha)
             rule = replace(
-                rule, thresholds=thresholds, fitted_depth=d_fit, alpha=strata.alpha, kept=kept
+                rule, thresholds=thresholds, fitted_depth=d_fit, alpha=strata.alpha, bin_top_n=top_n
             )
         rule = replace(rule, top_n=wanted)
     ties, greedy = rng.choice([0.0, 0.3, 0.9]), rng.random() < 0.5

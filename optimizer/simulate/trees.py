@@ -51,8 +51,8 @@ class TreeLimits(NamedTuple):
             static=len(rule.static) if rule.static else ALL,
             stratified=rule.stratified,
             thresholds=np.array(rule.thresholds, dtype=np.int64),
-            low=len(rule.kept),
-            kept=np.array([*rule.kept, 0], dtype=np.int64),
+            low=len(rule.bin_top_n),
+            kept=np.array([*rule.bin_top_n, 0], dtype=np.int64),
             rereads=rereads,
         )
 

@@ -117,9 +117,9 @@ def attention_kernels(interpreted: bool) -> tuple[Any, Any]:
             of_keys = keys + head * kv_head + slots[None, :] * kv_slot + dims[:, None]
             k = tl.load(of_keys, mask=cached[None, :] & inside[:, None], other=0.0)
             of_mask = mask + row[:, None] * mask_row + slots[None, :]
-            seen = tl.load(of_mask, mask=real[:, None] & cached[None, :], other=0)
+            allowed = tl.load(of_mask, mask=real[:, None] & cached[None, :], other=0)
             scores = tl.dot(q, k, input_precision="ieee") * scale
-            scores = tl.where(seen != 0, scores, float("-inf"))
+            scores = tl.where(allowed != 0, scores, float("-inf"))
             highest = tl.maximum(top, tl.max(scores, 1))
             base = tl.where(highest == float("-inf"), 0.0, highest)
             shares = tl.exp2(scores - base[:, None])
@@ -146,10 +146,11 @@ def attention_kernels(interpreted: bool) -> tuple[Any, Any]:
         weights = tl.load(weight + pair * SPLITS + parts)
         top = tl.max(weights, 0)
         weights = tl.exp2(weights - tl.where(top == float("-inf"), 0.0, top))
-        place = partial + (pair * SPLITS + parts)[:, None] * SIZE + dims[None, :]
-        given = tl.load(place, mask=(weights > 0.0)[:, None] & (dims < SIZE)[None, :], other=0.0)
+        of_partial = partial + (pair * SPLITS + parts)[:, None] * SIZE + dims[None, :]
+        written = (weights > 0.0)[:, None] & (dims < SIZE)[None, :]
+        outputs = tl.load(of_partial, mask=written, other=0.0)
         total = tl.sum(weights, 0)
-        joined = tl.sum(weights[:, None] * given, 0) / tl.where(total > 0.0, total, 1.0)
+        joined = tl.sum(weights[:, None] * outputs, 0) / tl.where(total > 0.0, total, 1.0)
         tl.store(out + (pair % n * heads + pair // n) * SIZE + dims, joined, mask=dims < SIZE)
 
     counts = ["n", "groups", "heads"]  # compiled once for all numbers of tokens

@@ -181,9 +181,9 @@ class PassGraphs:
         for rung in reversed(rungs):  # the largest first, so that the pool fits all
             shape = Shape(rung, kind)
             if shape not in passes:
-                made = self._try(partial(CapturedPass, self.model, shape, self._recorder))
-                if made is not None:
-                    passes[shape] = made
+                captured = self._try(partial(CapturedPass, self.model, shape, self._recorder))
+                if captured is not None:
+                    passes[shape] = captured
 
     def record(self, compute: Callable[[], T]) -> tuple[Callable[[], None], T] | None:
         """:meth:`CudaRecorder.capture`; None where that is not possible."""
@@ -243,7 +243,7 @@ def _capture(pair: LoadedPair, plan: Plan, sampling: Sampling) -> None:
     rule, depth = plan.rules[0 if greedy else 1], plan.policy.depth_max
     head = draft is not None and draft.feature_size > 0
     tree = plan.policy.is_tree or head
-    most = max(NODE_LIMIT if n is None else n for n in (rule.top_n, *rule.kept))
+    most = max(NODE_LIMIT if n is None else n for n in (rule.top_n, *rule.bin_top_n))
     target.capture(1 + min(rule.verified(depth), most), Kind(answers, causal=not tree))
     if draft is None or draft.graphs is None:
         return

@@ -90,15 +90,15 @@ def gathered_kernel(in_interpreter: bool) -> Any:
         is_row = rows < n
         token = tl.load(ids + columns, mask=is_token, other=0)
         inner = tl.arange(0, D)
-        left = hidden + rows[:, None] * hidden_size + inner[None, :]
-        right = weight + token[None, :] * hidden_size + inner[:, None]
+        of_hidden = hidden + rows[:, None] * hidden_size + inner[None, :]
+        of_weight = weight + token[None, :] * hidden_size + inner[:, None]
         total = tl.full((ROWS, IDS), 0.0, tl.float32)
         for _ in range(0, hidden_size, D):
-            x = tl.load(left, mask=is_row[:, None], other=0.0)
-            w = tl.load(right, mask=is_token[None, :], other=0.0)
+            x = tl.load(of_hidden, mask=is_row[:, None], other=0.0)
+            w = tl.load(of_weight, mask=is_token[None, :], other=0.0)
             total = tl.dot(x, w, total, input_precision="ieee")
-            left += D
-            right += D
+            of_hidden += D
+            of_weight += D
         if HAS_BIAS:
             total += tl.load(bias + token, mask=is_token, other=0.0).to(tl.float32)[None, :]
         place = out + rows[:, None].to(tl.int64) * count + columns[None, :]

@@ -152,10 +152,10 @@ class TreePhase:
         slots = (self._numbers[:1] + places).clamp_max(capacity)
         if level == 1:
             text = (self._columns >= model.first_slot) & (self._columns < self._numbers[:1])
-            above, seen = torch.zeros_like(above), text.expand(n, -1)
+            above, mask = torch.zeros_like(above), text.expand(n, -1)
         else:
-            seen = self._mask[above]
-        self._mask[:n] = seen | (self._columns == slots[:, None])
+            mask = self._mask[above]
+        self._mask[:n] = mask | (self._columns == slots[:, None])
         hidden = None if self._hidden is None else self._hidden[above]
         positions = (self._numbers[1:2] + (level - 1)).expand(n)
         length = (slots[-1:] + 1).clamp_max(capacity)

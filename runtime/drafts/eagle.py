@@ -129,6 +129,7 @@ class EagleReader(TreeReader):
         self, tokens: Tensor, parents: Tensor | None, at: Places, logits: int | None
     ) -> tuple[Tensor, Tensor]:
         fed = self.hidden.expand(len(tokens), -1) if parents is None else self.hidden[parents]
-        found = self.draft.head.run(tokens, *at, logits=logits, hidden=fed, recurrent=True)
-        self.hidden = found[1]
-        return found
+        rows, self.hidden = self.draft.head.run(
+            tokens, *at, logits=logits, hidden=fed, recurrent=True
+        )
+        return rows, self.hidden

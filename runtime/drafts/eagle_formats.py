@@ -188,9 +188,9 @@ def _taps(config: Config, layers: int) -> tuple[tuple[int, ...], Convention]:
     number of layers, which is the output of no layer. Without ids the states are 2, L/2 and L-3, as
     in the engines.
     """
-    given = (config.get("eagle_config") or {}).get(STATE_IDS), config.get(STATE_IDS)
+    listed = (config.get("eagle_config") or {}).get(STATE_IDS), config.get(STATE_IDS)
     resolved: list[tuple[tuple[int, ...], Convention]] = []
-    for ids in given:
+    for ids in listed:
         if ids and (not isinstance(ids, list) or not all(type(i) is int for i in ids)):
             raise PairError(f"{CONFIG} has {STATE_IDS} {ids!r}; it must be a list of layer numbers")
         if ids and 1 in ids and layers not in ids:
@@ -198,7 +198,7 @@ def _taps(config: Config, layers: int) -> tuple[tuple[int, ...], Convention]:
         elif ids:
             resolved.append((tuple(ids), "boundaries"))
     if len({taps for taps, _ in resolved}) > 1:
-        raise PairError(f"{CONFIG} has {STATE_IDS} {given[1]} and, in eagle_config, {given[0]}")
+        raise PairError(f"{CONFIG} has {STATE_IDS} {listed[1]} and, in eagle_config, {listed[0]}")
     taps, convention = resolved[0] if resolved else ((2, layers // 2, layers - 3), "default")
     if not all(0 <= tap <= layers for tap in taps):
         raise PairError(

@@ -139,17 +139,17 @@ class HeadNet(nn.Module):
         hidden: Tensor,
         parts: Pass,
         *,
-        own: bool,
+        recurrent: bool,
     ) -> Tensor:
-        """Embeddings [n, H] and target features [n, fused] (or ``own`` outputs [n, H]) to outputs
-        [n, H].
+        """Embeddings [n, H] and target features [n, fused] (with ``recurrent`` the head's own
+        outputs [n, H]) to outputs [n, H].
 
         Outputs are what the head is fed where the target has no features: with ``norm_output``
         after the norm.
         """
         if self.fc is not None and not self.shape.eagle3:
             hidden = self.fc(torch.cat((embedded, hidden), -1))
-        elif self.fc is not None and not own:
+        elif self.fc is not None and not recurrent:
             hidden = self.fc(self._normed(hidden))
         for layer in self.layers:
             hidden = layer(hidden, embedded, parts)
@@ -193,10 +193,10 @@ class EagleHead(SlotModel):
         unread: tuple[str, ...] = (),
     ) -> None:
         self.net = net.eval().requires_grad_(False)
-        own = [*net.parameters(), *(() if embed is None else embed.parameters())]
+        weights = [*net.parameters(), *(() if embed is None else embed.parameters())]
         embed = embed or target.model.get_input_embeddings()
         lm_head = net.lm_head or target.model.get_output_embeddings()
-        super().__init__(name, own, embed, lm_head, net.shape.layers, token_ids)
+        super().__init__(name, weights, embed, lm_head, net.shape.layers, token_ids)
         self.vocab_size, self.max_positions = target.vocab_size, target.max_positions
         self.convention, self.unread = convention, unread
         self.taps, self.hidden_size, self.feature_size = taps, net.shape.hidden, net.shape.fused
@@ -245,7 +245,7 @@ class EagleHead(SlotModel):
 
         rotary = self._cos[tokens.positions], self._sin[tokens.positions]
         embedded, parts = self._embed(tokens.ids), new_pass(rotary, view, mask)
-        out = self.net(embedded, tokens.hidden, parts, own=recurrent)
+        out = self.net(embedded, tokens.hidden, parts, recurrent=recurrent)
         return out, out[:, :0]
 
     def state(self, out: Tensor) -> Tensor:

@@ -78,12 +78,12 @@ class LanguageModelDraft:
         """Keeps the accepted nodes that were read, as far as they follow each other, moved to where
         the text goes on. ``places``: theirs among those read for the tree (-1: not read). How many
         they are."""
-        kept = places.index(-1) if -1 in places else len(places)
-        self.model.cache.move([length + place for place in places[:kept]], length)
+        count = places.index(-1) if -1 in places else len(places)
+        self.model.cache.move([length + place for place in places[:count]], length)
         self._states.forget_from(length)
-        if self._nodes and kept:
-            self._states.put(length, torch.cat(self._nodes)[places[:kept]])
-        return kept
+        if self._nodes and count:
+            self._states.put(length, torch.cat(self._nodes)[places[:count]])
+        return count
 
     def _propose_chain(self, text: list[int], depth: int, context: DraftContext) -> Drafted:
         """A chain that no stop ends: no token is looked at on the host before the end."""
@@ -146,7 +146,7 @@ class LanguageModelReader(TreeReader):
     def _read(
         self, tokens: Tensor, parents: Tensor | None, at: Places, logits: int | None
     ) -> tuple[Tensor, Tensor]:
-        found = self.model.run(tokens, *at, logits=logits)
+        rows, states = self.model.run(tokens, *at, logits=logits)
         if self._shortlists is not None and self._shortlists.routed:
-            self.draft._nodes.append(found[1])
-        return found
+            self.draft._nodes.append(states)
+        return rows, states

@@ -40,12 +40,12 @@ class NgramIndex:
     def continuation(self, count: int) -> list[int]:
         """At most ``count`` proposals, each after those before it."""
         ahead = NgramIndex()
-        found: list[int] = []
+        tokens: list[int] = []
         ahead.tokens, ahead._next = self.tokens[-LONGEST:], ChainMap({}, self._next)
-        while len(found) < count and (token := ahead.propose()) is not None:
+        while len(tokens) < count and (token := ahead.propose()) is not None:
             ahead.extend([token])
-            found.append(token)
-        return found
+            tokens.append(token)
+        return tokens
 
 
 class NgramDraft:

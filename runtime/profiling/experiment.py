@@ -253,7 +253,7 @@ def _trees(pair: LoadedPair, name: str) -> list[Cell]:
             RoundKind(name, "classifier"),
             {"confidence": confidence, "beta_code": beta_code(0.1), "top_n": None},
         ),
-        (RoundKind(name, "top_k", blocks=(f"stratify/{name}",)), {"kept": (24,)}),
+        (RoundKind(name, "top_k", blocks=(f"stratify/{name}",)), {"bin_top_n": (24,)}),
     ):
         greedy, sampled = (replace(rule, **change) for rule in plain.rules)  # type: ignore[arg-type]
         cells += [Cell(replace(plain, rules=(greedy, sampled)), kind, rows)] * 2

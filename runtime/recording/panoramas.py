@@ -96,13 +96,13 @@ def base_covers(gamma_max: int, width: int, depth: int, *, sampled: bool) -> lis
         scores.append(("probability", SHARPNESSES[0]))
     scores += [("coupled", sharpness) for sharpness in SHARPNESSES]
     chains = cover_name(ChainGrowth(), sampled=sampled)
-    found = [Cover(chains, TreeRule(1, 1), max(gamma_max, depth))]
+    covers = [Cover(chains, TreeRule(1, 1), max(gamma_max, depth))]
     for w in range(2, width + 1):
         for score, sharpness in scores:
             growth = TopKGrowth(width=w, score=score, sharpness=sharpness)
             rule = TreeRule(w, w, score == "coupled", sharpness)
-            found.append(Cover(cover_name(growth, sampled=sampled), rule, depth))
-    return found
+            covers.append(Cover(cover_name(growth, sampled=sampled), rule, depth))
+    return covers
 
 
 def record_panorama(
@@ -264,8 +264,8 @@ class _Recorder(RecordedText):
                 parent = np.take_along_axis(fronts[i], above, 1)
                 keys[i] = np.where(live, parent * self.width + rank, -1)
             if keys:
-                wanted = np.unique(np.concatenate([k.ravel() for k in keys.values()]))
-                self._read(*np.divmod(wanted[wanted >= 0], self.width))
+                node_keys = np.unique(np.concatenate([k.ravel() for k in keys.values()]))
+                self._read(*np.divmod(node_keys[node_keys >= 0], self.width))
             for i, key in keys.items():
                 child = self.columns["child"][np.divmod(key, self.width)]
                 fronts[i] = np.where(key >= 0, child, -1).astype(np.int64)

@@ -60,12 +60,12 @@ class Passes(ABC):
         self.cached.reserve(base + numbers[-1] + 1, keep=True)
         slots = torch.tensor(numbers, device=device) + base
         mask = torch.zeros(len(numbers), base + numbers[-1] + 1, dtype=torch.bool, device=device)
-        known = torch.tensor(nodes.starts, device=device) + self.prompt
-        mask[:, :base] = torch.arange(base, device=device)[None] < known[:, None]
+        lengths = torch.tensor(nodes.starts, device=device) + self.prompt
+        mask[:, :base] = torch.arange(base, device=device)[None] < lengths[:, None]
         mask[:, : self.first_slot] = False
-        seen = [(i, base + number) for i, above in enumerate(nodes.above) for number in above]
-        if seen:
-            mask[tuple(torch.tensor(seen, device=device).T)] = True
+        ancestors = [(i, base + number) for i, above in enumerate(nodes.above) for number in above]
+        if ancestors:
+            mask[tuple(torch.tensor(ancestors, device=device).T)] = True
         mask[torch.arange(len(numbers), device=device), slots] = True
         return nodes.positions.clamp_max(self.cached.max_positions - 1), slots, mask
 
@@ -136,11 +136,11 @@ class HeadPasses(Passes):
             self._hidden[a[-1]] if a else self._root_hidden[s]
             for a, s in zip(nodes.above, nodes.starts, strict=True)
         ]
-        found, out = self.head.run(
+        rows, out = self.head.run(
             nodes.ids, *self._place(nodes), logits=logits, hidden=torch.stack(fed), recurrent=True
         )
         self._hidden = torch.cat([self._hidden[: nodes.numbers[0]], out])
-        return found, out
+        return rows, out
 
 
 class RecordedText:

@@ -84,7 +84,7 @@ class TreeRule:
     (F). ``confidence`` int32 [depth, entropy, joint] codes of 1/65535 and ``beta_code`` make it
     C2T's. ``static`` levels make it static. Limits of the stop are those of
     :class:`runtime.policies.stops.CompiledStop`, in 1/256 nat. ``thresholds``, ``fitted_depth``,
-    ``alpha`` and ``kept`` (N' of each low bin) are HeteroSpec's.
+    ``alpha`` and ``bin_top_n`` (N' of each low bin) are HeteroSpec's.
     """
 
     width: int
@@ -103,11 +103,11 @@ class TreeRule:
     thresholds: tuple[int, ...] = ()
     fitted_depth: int = 1
     alpha: int = 0
-    kept: tuple[int, ...] = ()
+    bin_top_n: tuple[int, ...] = ()
 
     @property
     def stratified(self) -> bool:
-        return bool(self.kept)
+        return bool(self.bin_top_n)
 
     @property
     def reads_entropy(self) -> bool:
@@ -167,11 +167,11 @@ class TreeRule:
 
     def extension(self, bin_: int) -> int:
         """HeteroSpec's alpha - i, 0 outside the low bins."""
-        return max(0, self.alpha - bin_) if bin_ < len(self.kept) else 0
+        return max(0, self.alpha - bin_) if bin_ < len(self.bin_top_n) else 0
 
     def top_n_of(self, bin_: int) -> int | None:
         """N or, in a low bin, N' (equation in section 4.3)."""
-        return self.kept[bin_] if 0 <= bin_ < len(self.kept) else self.top_n
+        return self.bin_top_n[bin_] if 0 <= bin_ < len(self.bin_top_n) else self.top_n
 
 
 def _padded(rows: list[tuple[int, ...]]) -> Index:

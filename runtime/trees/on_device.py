@@ -92,7 +92,7 @@ class GrowingTree:
         self.limit, self.goal, self.levels, self.steps, self.bin, self.bin_phi = self._zeros(6, 1)
         self.alive = self._zeros(1).bool()
         """Whether growth goes on after the levels so far."""
-        counts = [n for n in (rule.top_n, *rule.kept) if n is not None]
+        counts = [n for n in (rule.top_n, *rule.bin_top_n) if n is not None]
         self.most = pool if rule.top_n is None else min(pool, max(counts))
         """Nodes that are chosen at most."""
 

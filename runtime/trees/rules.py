@@ -57,8 +57,12 @@ def compile_tree(policy: Policy, *, sampled: bool, artifacts: Artifacts | None =
         alpha, fractions = policy.stratify.alpha, policy.stratify.fractions
         thresholds, depth = read_artifact(policy, "stratify", BINS, artifacts, read_bins)
         # The bin of the highest entropy is never a low one, however few the bins are.
-        kept = kept_nodes(policy.select.top_n, fractions, alpha)[: len(thresholds)]
-        common |= {"thresholds": thresholds, "fitted_depth": depth, "alpha": alpha, "kept": kept}
+        common |= {
+            "thresholds": thresholds,
+            "fitted_depth": depth,
+            "alpha": alpha,
+            "bin_top_n": kept_nodes(policy.select.top_n, fractions, alpha)[: len(thresholds)],
+        }
     if isinstance(growth, ClassifierGrowth):
         weights = read_artifact(
             policy, "growth", CLASSIFIER, artifacts, lambda _, arrays: read_weights(arrays)
