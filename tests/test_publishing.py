@@ -240,7 +240,7 @@ def test_a_recording_says_how_it_is_tuned_on(store: TraceStore, pair: LoadedPair
     asked = replace(QUICK, tree_width=2, tree_depth=2, publish=False)
     tuned = tune_recording(store, pair, info.id, asked)
     assert {c.policy.growth.kind for c in tuned.candidates if c.policy.speculates} == {"chain"}
-    assert store.get_recording(info.id).drafts["near"].width == 1
+    assert store.get_recording(info.id).with_trees == ()
     texts = [a_trajectory(i, sampling=Sampling(0.7), verifier="greedy") for i in range(18)]
     served = store.create_recording(Asked(pair.id, None, Sampling(0.7), 64, "greedy")).id
     store.append_trajectories(served, [(i, text, ()) for i, text in enumerate(texts)])
