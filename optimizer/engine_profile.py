@@ -17,7 +17,7 @@ from spectune.engines.start import start
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.on_engine import Turns, record_on
 from spectune.optimizer.simulate.served_costs import ServedCosts
-from spectune.runtime.costs import step_seconds
+from spectune.optimizer.simulate.step_costs import step_seconds
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.progress import Progress, silent

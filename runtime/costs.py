@@ -7,7 +7,8 @@ weigh costs and a profile's check call that function.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -16,9 +17,8 @@ import numpy.typing as npt
 from spectune.runtime.policies.document import GAMMA_LIMIT, NODE_LIMIT, Policy
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.windows import WindowCosts
-from spectune.traces.cost_table import CostTable, FloatArray
-from spectune.traces.errors import PolicyError
-from spectune.traces.latency import LatencyProfile
+from spectune.traces.cost_table import FloatArray
+from spectune.traces.latency import LatencyProfile, check_draft
 
 if TYPE_CHECKING:
     from spectune.runtime.policies.shortlist_rule import ShortlistRule
@@ -31,6 +31,20 @@ LAG_LIMIT: Final = 64
 ONE_ROW: Final = np.ones(1)
 LEAST: Final = 1e-9
 """Seconds that a pass or a verification counts at least where a window weighs them."""
+
+
+class RoundTerms(NamedTuple):
+    """Names of terms by what they are charged for: ``once`` (over passes) a round that drafts;
+    ``per_pass`` (rows, context) a pass of the draft, and ``head`` (rows: tokens evaluated) its
+    output head; ``verification`` (rows, context) the target's pass; ``per_token`` (context) an
+    emitted token; ``rest``, constants, a round beside its phases."""
+
+    once: tuple[str, ...]
+    per_pass: tuple[str, ...]
+    head: str
+    verification: tuple[str, ...]
+    per_token: tuple[str, ...]
+    rest: tuple[str, ...]
 
 
 class RoundKind(NamedTuple):
@@ -61,54 +75,37 @@ class RoundKind(NamedTuple):
         return cls(draft, growth, sampled, tuple(blocks), routed)
 
     @property
-    def once(self) -> tuple[str, ...]:
-        """Terms over (passes), charged once per round that drafts."""
-        return (*self._of_trees("tree phase"), f"phase/{self.draft}")
-
-    @property
-    def per_pass(self) -> tuple[str, ...]:
-        """Terms over (rows, context), charged per pass of the draft."""
-        sampled = (f"sampled pass/{self.draft}",) if self.sampled else ()
-        return (f"pass/{self.draft}", *self._of_trees(self.growth), *sampled, *self.blocks)
-
-    @property
-    def head(self) -> str:
-        """The term over (rows: tokens evaluated) of the draft's output head, charged per pass."""
-        return f"{'gathered' if self.routed else 'head'}/{self.draft}"
-
-    @property
-    def verification(self) -> tuple[str, ...]:
-        """Terms over (rows, context) of the target's pass."""
-        when = {
-            "target": True,
-            "tree target": self.growth,
-            "sampled target": self.sampled,
-            f"after/{self.draft}": self.draft,
-        }
-        return tuple(term for term, charged in when.items() if charged)
-
-    @property
-    def per_token(self) -> tuple[str, ...]:
-        """Terms over (context), charged per emitted token."""
-        return ("noise",) if self.sampled else ()
-
-    @property
-    def rest(self) -> tuple[str, ...]:
-        """Constants of a round beside its phases."""
-        return ("round", *self._of_trees("tree round"))
-
-    def _of_trees(self, term: str) -> tuple[str, ...]:
-        return (f"{term}/{self.draft}",) if self.growth else ()
+    def terms(self) -> RoundTerms:
+        """The terms that these rounds consist of."""
+        draft, tree = self.draft, bool(self.growth)
+        return RoundTerms(
+            once=(*[f"tree phase/{draft}"] * tree, f"phase/{draft}"),
+            per_pass=(
+                f"pass/{draft}",
+                *[f"{self.growth}/{draft}"] * tree,
+                *[f"sampled pass/{draft}"] * self.sampled,
+                *self.blocks,
+            ),
+            head=f"{'gathered' if self.routed else 'head'}/{draft}",
+            verification=(
+                "target",
+                *["tree target"] * tree,
+                *["sampled target"] * self.sampled,
+                *[f"after/{draft}"] * bool(draft),
+            ),
+            per_token=("noise",) * self.sampled,
+            rest=("round", *[f"tree round/{draft}"] * tree),
+        )
 
 
 class Share(NamedTuple):
-    """A term of a round, how often it is charged, and where."""
+    """A term of a round or step, how often it is charged, and where on its axes."""
 
     term: str
-    times: float
-    rows: float
-    context: float
-    passes: float
+    times: float = 1.0
+    rows: float = 0.0
+    context: float = 0.0
+    passes: float = 0.0
     batch: float = 1.0
 
 
@@ -128,29 +125,16 @@ class MeasuredRound(NamedTuple):
     head: int = 0
 
 
-def drafting_terms(r: MeasuredRound) -> Iterator[Share]:
-    """What drafting consists of."""
-    for term in r.kind.once:
-        yield Share(term, 1.0, 0.0, r.context, len(r.rows))
-    for rows in r.rows:
-        for term in r.kind.per_pass:
-            yield Share(term, 1.0, rows, r.context, 0.0)
+def round_shares(r: MeasuredRound) -> tuple[list[Share], list[Share], list[Share]]:
+    """What drafting, verification and the rest of a round consist of."""
+    terms, share = r.kind.terms, partial(Share, context=r.context)
+    drafting = [share(term, passes=len(r.rows)) for term in terms.once if r.rows]
+    drafting += [share(term, rows=rows) for rows in r.rows for term in terms.per_pass]
     if r.head:
-        yield Share(r.kind.head, len(r.rows), r.head, r.context, 0.0)
-
-
-def verification_terms(r: MeasuredRound) -> Iterator[Share]:
-    """What verification consists of."""
-    for term in r.kind.verification:
-        yield Share(term, 1.0, r.drafted + 1, r.context, 0.0)
-    for term in r.kind.per_token:
-        yield Share(term, r.emitted, 0.0, r.context, 0.0)
-
-
-def rest_terms(r: MeasuredRound) -> Iterator[Share]:
-    """What a round consists of beside its phases."""
-    for term in r.kind.rest:
-        yield Share(term, 1.0, 0.0, r.context, 0.0)
+        drafting.append(share(terms.head, len(r.rows), rows=r.head))
+    verification = [share(term, rows=r.drafted + 1) for term in terms.verification]
+    verification += [share(term, r.emitted) for term in terms.per_token]
+    return drafting, verification, [share(term) for term in terms.rest]
 
 
 class RoundCosts(NamedTuple):
@@ -210,9 +194,7 @@ def round_seconds(
 
 def middles(max_context: int) -> FloatArray:
     """The contexts at which buckets up to ``max_context`` are priced, float64 [buckets]."""
-    return np.asarray(
-        np.arange(max(0, max_context) // BUCKET + 1) * float(BUCKET) + (BUCKET - 1) / 2, np.float64
-    )
+    return np.arange(0.0, max(0, max_context) + 1, BUCKET) + (BUCKET - 1) / 2
 
 
 def round_costs(
@@ -229,18 +211,17 @@ def round_costs(
     ``passes``, [positions, passes + 1]: what so many passes take more because of a shortlist.
     Raises PolicyError where the profile has no costs of the draft, or of its trees.
     """
-    check_priced(profile, kind)
+    if kind.draft:
+        priced = (profile.tree_drafts, " of trees") if kind.growth else (profile.drafts, "")
+        check_draft(kind.draft, *priced)
     kinds = [kind._replace(sampled=sampled) for sampled in (False, True)]
     nodes, rows = np.arange(1.0, NODE_LIMIT + 2), np.arange(LAG_LIMIT + 2.0)
-    verify = _by_place(_total(profile, k.verification, contexts, nodes) for k in kinds)
-    emitted = _by_place(_total(profile, k.per_token, contexts) for k in kinds)[:, 0].copy()
-    rest_s = float(sum(profile.seconds(term) for term in kind.rest))
-    if not kind.draft:
-        first = np.zeros((len(verify), len(rows)))
-        return RoundCosts(first, np.zeros((len(verify), 1)), verify, emitted, rest_s, False)
+    verify = _by_place(_total(profile, k.terms.verification, contexts, nodes) for k in kinds)
+    emitted = _by_place(_total(profile, k.terms.per_token, contexts) for k in kinds)[:, 0].copy()
+    rest_s = float(sum(profile.seconds(term) for term in kind.terms.rest))
     later = _by_place(pass_seconds(profile, k, contexts, rows) for k in kinds)
     counts = np.arange(1.0, GAMMA_LIMIT + 1)
-    per_phase = [profile.seconds(term, passes=counts) for term in kind.once]
+    per_phase = [profile.seconds(term, passes=counts) for term in kind.terms.once]
     once = np.append(0.0, np.sum(per_phase, axis=0))
     if passes is None:
         beyond = once + np.maximum(0.0, np.append(0.0, counts) - 1) * later[:, 1:2]
@@ -269,7 +250,7 @@ def pass_seconds(
     """What a pass of a draft takes, float64 [contexts, rows]."""
     sizes = profile.shortlist_sizes(kind.draft, routed=False)  # where the head is priced apart
     head_s = float(profile.seconds(f"head/{kind.draft}", rows=sizes[-1])) if sizes else 0.0
-    return _total(profile, kind.per_pass, contexts, rows) + head_s
+    return _total(profile, kind.terms.per_pass, contexts, rows) + head_s
 
 
 def _total(
@@ -282,14 +263,7 @@ def _total(
     return sum(tables, np.zeros((len(contexts), len(rows))))
 
 
-FREE: Final = RoundCosts(
-    np.zeros((2, LAG_LIMIT + 2)),
-    np.zeros((2, GAMMA_LIMIT + 1)),
-    np.zeros((2, NODE_LIMIT + 1)),
-    np.zeros(2),
-    0.0,
-    False,
-)
+FREE: Final = round_costs(LatencyProfile("", "", "", {}), RoundKind(), middles(0))
 """Where there is no profile: everything takes 0 seconds."""
 
 
@@ -298,7 +272,6 @@ def shortlist_seconds(profile: LatencyProfile, rule: ShortlistRule) -> FloatArra
     usually less (DynaSpec, section 4.3): float64 [GAMMA_LIMIT + 1]. A routed shortlist is charged
     for clusters of the mean size. Raises PolicyError where the profile has no costs of the draft's
     shortlists."""
-    check_shortlists(profile, rule.draft)
     budgets = [rule.budget(t) for t in range(GAMMA_LIMIT)]
     if rule.routing is not None:
         clusters = rule.routing.clusters
@@ -314,156 +287,31 @@ def shortlist_seconds(profile: LatencyProfile, rule: ShortlistRule) -> FloatArra
 def window_costs(
     profile: LatencyProfile,
     policy: Policy,
-    rules: tuple[TreeRule, TreeRule] | None = None,
+    rule: TreeRule,
     shortlist: ShortlistRule | None = None,
 ) -> WindowCosts:
     """a_q and b_p(gamma) for gamma = 0..gamma_max (on-the-fly paper, definition 1): a_q is the mean
     pass after the first, and gamma a_q + b_p(gamma) is what a round of gamma levels costs that
     verifies all they can keep, but for what is charged per emitted token, at temperature 0.
 
-    ``rules`` are the policy's compiled trees and ``shortlist`` its compiled shortlist, where it has
-    them. Raises PolicyError where the profile has no costs for the policy's draft, or none of its
-    trees.
+    ``rule`` says how the policy's trees grow at temperature 0, ``shortlist`` what its draft's head
+    evaluates (None: all). Raises PolicyError where the profile has no costs for the policy's draft,
+    or none of its trees.
     """
-    gammas, draft = range(policy.gamma_max + 1), policy.draft
+    last, draft = policy.gamma_max, policy.draft
     head = draft not in profile.chain_drafts and draft in profile.tree_drafts
     kind = RoundKind.of(policy, tree=policy.is_tree or head)
-    drafted, passes = list(gammas), None
+    drafted, passes = list(range(last + 1)), None
     if kind.growth:
-        from spectune.runtime.trees.rules import compile_tree  # torch is imported here alone
-
-        rule = compile_tree(policy, sampled=False) if rules is None else rules[0]
         most = NODE_LIMIT if rule.top_n is None else min(rule.top_n, NODE_LIMIT)
-        drafted = [min(rule.verified(g), most) for g in gammas]
-        rows = np.array([[rule.step_width(g) for g in gammas[2:]]], dtype=np.int64)
+        rows = np.array([[rule.step_width(g) for g in drafted[2:]]], dtype=np.int64)
         passes = Passes(rows, np.zeros(1, np.int64), np.zeros(1, np.int64))
+        drafted = [min(rule.verified(g), most) for g in drafted]
     more = None if shortlist is None else shortlist_seconds(profile, shortlist)
     usual = np.array([profile.usual_context])
     costs = round_costs(profile, kind, usual, passes=passes, shortlist_s=more)
-    rounds = [round_seconds(costs, 0, 0, 0, 1, g, drafted[g], 0)[2] for g in gammas]
-    last = policy.gamma_max
-    if not last:
-        return WindowCosts(0.0, (max(LEAST, rounds[0]),))
+    rounds = [round_seconds(costs, 0, 0, 0, 1, g, n, 0)[2] for g, n in enumerate(drafted)]
     later = costs.later_s[0]
     mean_s = (later[last] - later[1]) / (last - 1) if last > 1 else costs.first_s[0, 1]
     step_s = max(LEAST, float(mean_s))
     return WindowCosts(step_s, tuple(max(LEAST, s - g * step_s) for g, s in enumerate(rounds)))
-
-
-class StepLoad(NamedTuple):
-    """What a step of an engine reads, which is a round of every request that it holds: ``rows``
-    tokens verified, ``prompts`` tokens of prompts, of ``batch`` requests whose caches hold
-    ``context`` tokens together, and ``passes`` of the draft that the engine has loaded (none:
-    ``draft`` is empty). 0 passes of a loaded draft are not free: it reads what the target reads."""
-
-    draft: str
-    rows: float
-    prompts: float
-    batch: float
-    context: float
-    passes: float
-
-
-def step_terms(load: StepLoad) -> Iterator[Share]:
-    """What a step of an engine consists of."""
-    yield Share("step", 1.0, 0.0, 0.0, 0.0, load.batch)
-    yield Share("step target", 1.0, load.rows, load.context, 0.0)
-    yield Share("step prompts", 1.0, load.prompts, 0.0, 0.0)
-    if load.draft:
-        yield Share(f"step draft/{load.draft}", 1.0, 0.0, 0.0, load.passes, load.batch)
-        yield Share(f"step draft prompts/{load.draft}", 1.0, load.prompts, 0.0, 0.0)
-
-
-class Surface(NamedTuple):
-    """A term of a step as compiled code reads it: ``seconds`` [x, y] at knots."""
-
-    x: FloatArray
-    y: FloatArray
-    seconds: FloatArray
-
-
-class StepCosts(NamedTuple):
-    """The terms of :func:`step_terms` over (batch), (rows, context), (tokens of prompts), (passes,
-    batch) and again (tokens of prompts)."""
-
-    step: Surface
-    target: Surface
-    prompts: Surface
-    draft: Surface
-    draft_prompts: Surface
-
-
-@compiled(inline=True)
-def _segment(knots: FloatArray, at: float) -> tuple[int, float]:
-    """The knot before a place, or the last but one, and how far the place is on the way to the
-    next."""
-    last, n = len(knots) - 2, 0
-    if last < 0:
-        return 0, 0.0
-    while n < last and at >= knots[n + 1]:
-        n += 1
-    return n, (at - knots[n]) / (knots[n + 1] - knots[n])
-
-
-@compiled(inline=True)
-def _surface_seconds(surface: Surface, x: float, y: float) -> float:
-    i, right = _segment(surface.x, x)
-    j, up = _segment(surface.y, y)
-    k, m = min(i + 1, len(surface.x) - 1), min(j + 1, len(surface.y) - 1)
-    low = surface.seconds[i, j] * (1.0 - up) + surface.seconds[i, m] * up
-    high = surface.seconds[k, j] * (1.0 - up) + surface.seconds[k, m] * up
-    return float(max(0.0, low * (1.0 - right) + high * right))
-
-
-@compiled(inline=True)
-def step_seconds(
-    costs: StepCosts, rows: float, prompts: float, batch: float, context: float, passes: float
-) -> float:
-    """Seconds of a step; its arguments are :class:`StepLoad`'s."""
-    return (
-        _surface_seconds(costs.step, batch, 0.0)
-        + _surface_seconds(costs.target, rows, context)
-        + _surface_seconds(costs.prompts, prompts, 0.0)
-        + _surface_seconds(costs.draft, passes, batch)
-        + _surface_seconds(costs.draft_prompts, prompts, 0.0)
-    )
-
-
-def step_costs(profile: LatencyProfile, draft: str) -> StepCosts:
-    """The costs of the steps of an engine that has loaded ``draft`` (empty: none). Raises
-    PolicyError where the profile has none."""
-    terms = [term for term, *_ in step_terms(StepLoad(draft, 0, 0, 1, 0, 0))]
-    missing = [term for term in terms if term not in profile.terms]
-    if missing:
-        raise PolicyError(
-            f"no steps of an engine that drafts with {draft or 'nothing'} were recorded, so what "
-            "they cost is not known"
-        )
-    none = [CostTable((0.0,))] * (0 if draft else 2)
-    return StepCosts(*map(_surface, [*(profile.terms[term] for term in terms), *none]))
-
-
-def _surface(table: CostTable) -> Surface:
-    x, y, *_ = (*table.knots, (0.0,), (0.0,))
-    return Surface(np.array(x), np.array(y), np.array(table.seconds).reshape(len(x), len(y)))
-
-
-def check_priced(profile: LatencyProfile, kind: RoundKind) -> None:
-    """Raises PolicyError where a profile has no costs of a draft, or of its trees."""
-    priced, of = (profile.tree_drafts, " of trees") if kind.growth else (profile.drafts, "")
-    if kind.draft and kind.draft not in priced:
-        known = ", ".join(sorted(priced)) or "none"
-        raise PolicyError(
-            f"the latency profile has no costs{of} for draft {kind.draft!r} (it has: {known}); run "
-            "`profile` again"
-        )
-
-
-def check_shortlists(profile: LatencyProfile, draft: str) -> None:
-    """Raises PolicyError where a profile has no costs of a draft's shortlists."""
-    priced = [d for d in profile.drafts if profile.shortlist_sizes(d, routed=True)]
-    if draft not in priced:
-        raise PolicyError(
-            f"the latency profile has no costs of shortlists for draft {draft!r} (it has: "
-            f"{', '.join(priced) or 'none'}); run `profile` again"
-        )

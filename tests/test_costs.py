@@ -20,16 +20,15 @@ from spectune.runtime.costs import (
     LAG_LIMIT,
     MeasuredRound,
     RoundKind,
-    drafting_terms,
     middles,
-    rest_terms,
     round_costs,
     round_seconds,
-    verification_terms,
+    round_shares,
     window_costs,
 )
 from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.profiling import predicted_seconds
+from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import PolicyError
 from spectune.traces.latency import LatencyProfile
@@ -63,9 +62,9 @@ def literal(profile: LatencyProfile, r: MeasuredRound) -> list[float]:
     draft_s, verify_s, rest_s = (
         sum(
             n * float(profile.seconds(name, rows=rows, context=context, passes=p))
-            for name, n, rows, _, p, _ in terms
+            for name, n, rows, _, p, _ in shares
         )
-        for terms in (drafting_terms(r), verification_terms(r), rest_terms(r))
+        for shares in round_shares(r)
     )
     return [draft_s, verify_s, draft_s + verify_s + rest_s]
 
@@ -115,8 +114,10 @@ def test_requests_pay_prefill_of_all_but_the_last_prompt_token() -> None:
 
 
 def test_what_a_profile_has_no_costs_of_is_refused_with_what_it_has() -> None:
+    large = parse_policy({"draft": "large"})
+    rule = compile_tree(large, sampled=False)
     with pytest.raises(PolicyError, match=r"for draft 'large' .it has: head, ngram, small"):
-        window_costs(PROFILE, parse_policy({"draft": "large"}))
+        window_costs(PROFILE, large, rule)
     with pytest.raises(PolicyError, match=r"of trees for draft 'ngram' .it has: head, small"):
         round_costs(PROFILE, RoundKind("ngram", "top_k"), middles(9))
 
@@ -134,7 +135,7 @@ def test_a_windows_costs_add_up_to_rounds(policy: dict[str, object]) -> None:
     """gamma a_q + b_p(gamma) is a round of gamma levels that verifies all that they can keep."""
     parsed = parse_policy(policy)
     tree, gamma = parsed.is_tree or parsed.draft == "head", parsed.gamma_max
-    costs = window_costs(PROFILE, parsed)
+    costs = window_costs(PROFILE, parsed, compile_tree(parsed, sampled=False))
     rows = [1, *[3 if parsed.is_tree else 1] * (gamma - 1)]
     drafted = 8 if parsed.is_tree else gamma
     kind = RoundKind.of(parsed, tree=tree)

@@ -45,9 +45,15 @@ from spectune.optimizer.simulate.served_costs import (
     served_steps,
 )
 from spectune.optimizer.simulate.serving import Simulated, serve
+from spectune.optimizer.simulate.step_costs import (
+    StepCosts,
+    StepLoad,
+    step_costs,
+    step_seconds,
+    step_terms,
+)
 from spectune.optimizer.texts import ComparedTexts
 from spectune.optimizer.under_load import Search, UnderLoad, under_load
-from spectune.runtime.costs import StepCosts, StepLoad, step_costs, step_seconds, step_terms
 from spectune.runtime.hardware import hardware
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy

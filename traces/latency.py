@@ -3,7 +3,7 @@ table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spectune.traces.cost_table import CostTable, FloatArray
+from spectune.traces.errors import PolicyError
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,13 @@ class LatencyProfile:
 
     def shortlist_seconds(self, draft: str, size: npt.ArrayLike, *, routed: bool) -> FloatArray:
         """What a pass over a shortlist of ``size`` tokens takes more than one over the whole head,
-        usually less: negative."""
-        whole = self.shortlist_sizes(draft, routed=False)[-1]
+        usually less: negative. Raises PolicyError where the profile has no costs of the draft's
+        shortlists."""
+        check_draft(draft, self._drafts_of("gathered/"), " of shortlists")
+        vocab = self.shortlist_sizes(draft, routed=False)[-1]
         term = f"{'gathered' if routed else 'head'}/{draft}"
-        own = self.seconds(term, rows=np.minimum(size, whole))
-        return np.asarray(own - self.seconds(f"head/{draft}", rows=whole))
+        seconds = self.seconds(term, rows=np.minimum(size, vocab))
+        return np.asarray(seconds - self.seconds(f"head/{draft}", rows=vocab))
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; :meth:`from_json` is its inverse."""
@@ -125,3 +128,12 @@ class LatencyProfile:
             knots = tuple(tuple(k) for k in t["knots"])
             terms[name] = CostTable(tuple(t["seconds"]), tuple(t["axes"]), knots)
         return cls(**{**data, "terms": terms})
+
+
+def check_draft(draft: str, drafts: Collection[str], what: str = "") -> None:
+    """Raises PolicyError unless a draft is one of ``drafts``, those that a profile has costs of."""
+    if draft not in drafts:
+        raise PolicyError(
+            f"the latency profile has no costs{what} for draft {draft!r} (it has: "
+            f"{', '.join(sorted(drafts)) or 'none'}); run `profile` again"
+        )

@@ -11,8 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from spectune.engines.rules import ServingRules, rules_of
-from spectune.runtime.costs import StepCosts, StepLoad, step_costs, step_seconds
-from spectune.runtime.profiling.fit import fit_steps, step_shapes
+from spectune.optimizer.simulate.step_costs import (
+    StepCosts,
+    StepLoad,
+    fit_steps,
+    step_costs,
+    step_seconds,
+)
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.latency import LatencyProfile
@@ -155,7 +160,7 @@ def fit_served(
     picked = [steps[i][0] for i in chosen]
     seconds = np.array([steps[i][1] for i in chosen])
     empty = LatencyProfile(pair_id, device, dtype, {})
-    profile = fit_steps(empty, step_shapes(picked), picked, seconds.tolist())
+    profile = fit_steps(empty, picked, seconds.tolist())
     passes: dict[str, tuple[int, int]] = {}
     batches: dict[str, tuple[int, int]] = {}
     predicted = np.zeros(len(chosen))

@@ -21,7 +21,7 @@ from spectune.engines.rules import ServingRules
 from spectune.optimizer.simulate.chain_tables import Index, Words
 from spectune.optimizer.simulate.load import Objective, Served
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.runtime.costs import StepCosts, step_seconds
+from spectune.optimizer.simulate.step_costs import StepCosts, step_seconds
 from spectune.runtime.policies.document import FixedWindow, Policy
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.stops import compile_stop

@@ -34,7 +34,6 @@ from spectune.optimizer.simulate.shortlist_ranks import (
     how_to_rank,
 )
 from spectune.optimizer.simulate.tree_tables import ClusterUnion, GrowthTable, ShortlistRanks
-from spectune.runtime.costs import check_shortlists
 from spectune.runtime.policies.document import GAMMA_LIMIT
 from spectune.runtime.policies.shortlist_rule import ShortlistRule
 from spectune.runtime.policies.stops import STOP_NONE, CompiledStop
@@ -200,7 +199,6 @@ def tree_seconds(growth: GrowthTable, rule: ShortlistRule, profile: LatencyProfi
 def _pass_seconds(profile: LatencyProfile, rule: ShortlistRule, tokens: FloatArray) -> FloatArray:
     """Seconds of a pass over routed shortlists of so many tokens more than with the whole head (a
     line between measured sizes)."""
-    check_shortlists(profile, rule.draft)
     return profile.shortlist_seconds(rule.draft, tokens, routed=True)
 
 

@@ -119,8 +119,8 @@ def compile_plan(
             compile_tree(policy, sampled=True, artifacts=artifacts),
         )
         shortlist = compile_shortlist(policy, artifacts)
-    if policy.needs_profile and profile is not None:
-        costs = window_costs(profile, policy, rules, shortlist)
+        if policy.needs_profile and profile is not None:
+            costs = window_costs(profile, policy, rules[0], shortlist)
     if getattr(policy.window, "artifact", None) is not None:
         q_table = read_artifact(
             policy, "window", Q_TABLE, artifacts, lambda _, arrays: arrays["values"]

@@ -13,22 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
 from scipy.linalg import block_diag
 from scipy.optimize import nnls
 
-from spectune.runtime.costs import (
-    MeasuredRound,
-    Share,
-    StepLoad,
-    drafting_terms,
-    rest_terms,
-    step_terms,
-    verification_terms,
-)
+from spectune.runtime.costs import MeasuredRound, RoundKind, Share, round_shares
 from spectune.traces.cost_table import AXES, CostTable, FloatArray
 from spectune.traces.latency import LatencyProfile
 
@@ -41,36 +32,39 @@ SMOOTH: Final = 0.02
 
 
 class Prefill(NamedTuple):
-    """Seconds before a request's first round; ``draft`` is empty where none read the prompt, of
-    which ``rows`` tokens were read."""
+    """Seconds in which the target, and ``draft`` unless it is empty, read ``rows`` prompt tokens
+    before the first round."""
 
     draft: str
     rows: int
     seconds: float
 
+    def shares(self) -> list[Share]:
+        """The terms that a prefill consists of."""
+        models = filter(None, ("target", self.draft))
+        return [Share(f"prefill/{name}", rows=self.rows) for name in models]
+
 
 Shapes = Mapping[str, CostTable]
-"""Tables by term, of which the knots count and the seconds are to be found."""
+"""Tables by term whose knots count; their seconds are to be fitted."""
 
 TARGET_ROWS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128)
 FEW: Final = (1, 4, 16, 64)
 """Rows that a draft's pass reads, and passes of a round: every knot costs certainty, so there are
 few."""
-PROMPTS: Final = (0, 16, 64, 128, 256, 512, 1024)
-"""Prompt tokens of an engine's step: of one request, or of a whole batch that was admitted at once.
-"""
 
 
-def _over(**knots: Iterable[float]) -> CostTable:
-    """A table over these axes, without axes a constant."""
-    places = tuple(tuple(dict.fromkeys(float(k) for k in own)) for own in knots.values())
+def table_over(**knots: Iterable[float]) -> CostTable:
+    """A table to be fitted over these axes, a constant without axes; knots may repeat."""
+    places = tuple(tuple(dict.fromkeys(map(float, axis))) for axis in knots.values())
     return CostTable((0.0,) * math.prod(map(len, places)), tuple(knots), places)
 
 
-def _between(grid: Sequence[int], places: Iterable[float]) -> list[float]:
+def knots_between(grid: Iterable[int], places: Iterable[float]) -> list[float]:
     """The least place, the knots of a grid above it, and the largest."""
-    found = sorted(map(float, places))
-    return [found[0], *(float(k) for k in grid if found[0] < k < found[-1]), found[-1]]
+    ordered = sorted(map(float, places))
+    inner = (float(knot) for knot in grid if ordered[0] < knot < ordered[-1])
+    return [ordered[0], *inner, ordered[-1]]
 
 
 def shapes_of(
@@ -81,64 +75,38 @@ def shapes_of(
 ) -> Shapes:
     """The tables of a profile: ``contexts`` are the context's knots; the others end at the largest
     that was measured."""
-    read = sorted({1, *(p.rows for p in prefills)})
-    prompts = read[0], read[len(read) // 2], read[-1]
-    at = sorted(set(contexts))
-    wide = _between(TARGET_ROWS, [1, *(r.drafted + 1 for r in rounds)])
-    nodes = _over(rows=(1, min(16.0, wide[-1]), wide[-1]))
-    found = {
-        "target": _over(rows=wide, context=at),
+    lengths = sorted({1, *(p.rows for p in prefills)})
+    prompts = table_over(rows=(lengths[0], lengths[len(lengths) // 2], lengths[-1]))
+    contexts = sorted(contexts)
+    verified = knots_between(TARGET_ROWS, [1, *(r.drafted + 1 for r in rounds)])
+    nodes = table_over(rows=(1, min(16.0, verified[-1]), verified[-1]))
+    shapes = {
+        "target": table_over(rows=verified, context=contexts),
         "tree target": nodes,
         "sampled target": nodes,
-        "prefill/target": _over(rows=prompts),
+        "prefill/target": prompts,
     }
     for draft in drafts:
-        own = [r for r in rounds if r.kind.draft == draft and r.rows]
-        reads = _between(FEW, [1, *(max(r.rows) for r in own)])
-        passes = _between(FEW, [1, *(len(r.rows) for r in own)])
-        line = _over(rows=(1, reads[-1]))
-        found |= {
-            f"pass/{draft}": _over(rows=reads, context=(at[0], at[-1])),
-            f"prefill/{draft}": _over(rows=prompts),
-            f"sampled pass/{draft}": line,
-        }
-        if any(not r.kind.growth for r in own):
-            found[f"phase/{draft}"] = _over(passes=passes)
+        drafted = [r for r in rounds if r.kind.draft == draft and r.rows]
+        rows = knots_between(FEW, [1, *(max(r.rows) for r in drafted)])
+        passes = knots_between(FEW, [1, *(len(r.rows) for r in drafted)])
+        line = table_over(rows=(1, rows[-1]))
+        shapes[f"pass/{draft}"] = table_over(rows=rows, context=(contexts[0], contexts[-1]))
+        shapes[f"prefill/{draft}"] = prompts
+        shapes[f"sampled pass/{draft}"] = line
+        if any(not r.kind.growth for r in drafted):
+            shapes[f"phase/{draft}"] = table_over(passes=passes)
             passes = [passes[0], passes[-1]]
-        found[f"tree phase/{draft}"] = _over(passes=passes)
-        found |= {f"{growth}/{draft}": line for growth in ("top_k", "static", "classifier")}
-        for head, routed in (("head", False), ("gathered", True)):
-            sizes = sorted({r.head for r in own if r.head and r.kind.routed is routed})
-            found |= {f"{head}/{draft}": _over(rows=sizes)} if sizes else {}
+        shapes[f"tree phase/{draft}"] = table_over(passes=passes)
+        shapes |= {f"{growth}/{draft}": line for growth in ("top_k", "static", "classifier")}
+        for routed in (False, True):
+            if sizes := {r.head for r in drafted if r.head and r.kind.routed is routed}:
+                head = RoundKind(draft, routed=routed).terms.head
+                shapes[head] = table_over(rows=sorted(sizes))
     # The other terms are constants.
-    kinds = {r.kind for r in rounds}
-    others = {"noise"}.union(*((*k.verification, *k.per_pass, *k.rest) for k in kinds))
-    return {**{name: _over() for name in sorted(others - found.keys())}, **found}
-
-
-def step_shapes(loads: Sequence[StepLoad]) -> Shapes:
-    """The tables of an engine's steps: few knots, between the least and the largest that were
-    served."""
-
-    def between(grid: Sequence[int], name: str, of: Sequence[StepLoad] = loads) -> list[float]:
-        return _between(grid, [getattr(load, name) for load in of])
-
-    step, target, read = (share.term for share in step_terms(loads[0]._replace(draft="")))
-    prompts = between(PROMPTS, "prompts")
-    rows, context = between(TARGET_ROWS, "rows"), between((), "context")
-    found = {
-        step: _over(batch=between(FEW, "batch")),
-        target: _over(rows=rows, context=context),
-        read: _over(rows=prompts),
-    }
-    for draft in sorted({load.draft for load in loads if load.draft}):
-        own = [load for load in loads if load.draft == draft]
-        *_, drafting, reading = (share.term for share in step_terms(own[0]))
-        passes, batch = between((0, *FEW), "passes", own), between(FEW, "batch", own)
-        found[drafting] = _over(passes=passes, batch=batch)
-        # A third knot: a line through three is not rough, the slope between two is.
-        found[reading] = _over(rows=_between((256,), prompts))
-    return found
+    charged = [r.kind.terms for r in rounds]
+    names = {"noise"}.union(*(t.verification + t.per_pass + t.rest for t in set(charged)))
+    return {**{name: table_over() for name in sorted(names - shapes.keys())}, **shapes}
 
 
 def fit_terms(
@@ -148,25 +116,25 @@ def fit_terms(
     that no load holds are left out."""
     shares: dict[str, list[tuple[float, ...]]] = {}
     for i, load in enumerate(loads):
-        for name, *where in load:
-            shares.setdefault(name, []).append((i, *where))
+        for name, *numbers in load:
+            shares.setdefault(name, []).append((i, *numbers))
     used = {name: table for name, table in shapes.items() if name in shares}
     if not used:
         return {}
     blocks = []
     for name, table in used.items():
-        i, count, *places = np.array(shares[name]).T
+        i, times, *places = np.array(shares[name]).T
         weights = table.weights(dict(zip(AXES, places, strict=True)))
         blocks.append(np.zeros((len(loads), len(table.seconds))))
-        np.add.at(blocks[-1], i.astype(np.int64), count[:, None] * weights)
+        np.add.at(blocks[-1], i.astype(np.int64), times[:, None] * weights)
     rises = block_diag(*(_rises([len(k) for k in table.knots]) for table in used.values()))
     rough = block_diag(*(_roughness(table.knots) for table in used.values()))
     design = np.concatenate(blocks, axis=1)
-    found = rises @ _huber(design @ rises, np.array(seconds), rough @ rises)
+    fitted = rises @ _huber(design @ rises, np.array(seconds), rough @ rises)
     ends = np.cumsum([len(table.seconds) for table in used.values()])[:-1]
     return {
-        name: replace(table, seconds=tuple(own.tolist()))
-        for (name, table), own in zip(used.items(), np.split(found, ends), strict=True)
+        name: replace(table, seconds=tuple(part.tolist()))
+        for (name, table), part in zip(used.items(), np.split(fitted, ends), strict=True)
     }
 
 
@@ -202,27 +170,25 @@ def _roughness(knots: Sequence[Sequence[float]]) -> FloatArray:
     """Second differences of a table along each of its axes (first ones where it has two knots),
     [differences, size]. They are differences of slopes: a line is not rough however its knots lie.
     """
-    shape = [len(k) for k in knots]
-    size = int(np.prod(shape, initial=1))
-    index, rows = np.arange(size).reshape(shape), [np.zeros((0, size))]
-    for axis, places in enumerate(knots):
-        lines = np.moveaxis(index, axis, 0)
-        for first, stencil in enumerate(_differences(places)):
-            block = np.zeros((lines[0].size, size))
-            for k, value in enumerate(stencil):
-                block[np.arange(lines[0].size), lines[first + k].ravel()] = value
-            rows.append(block)
-    return np.concatenate(rows)
+    shape = [len(places) for places in knots]
+    size = math.prod(shape)
+    unit = np.eye(size).reshape(*shape, size)
+    blocks = [np.tensordot(_differences(p), unit, (1, axis)) for axis, p in enumerate(knots)]
+    return np.concatenate([np.zeros((0, size)), *(block.reshape(-1, size) for block in blocks)])
 
 
-def _differences(places: Sequence[float]) -> list[tuple[float, ...]]:
-    """Of each three knots the weights whose sum is the difference of two slopes times their mean
-    distance: 1, -2, 1 where that is one; of two knots their difference."""
+def _differences(places: Sequence[float]) -> FloatArray:
+    """Rows of weights of which each makes of three knots the difference of two slopes times their
+    mean distance (1, -2, 1 where that is one), and of two knots their difference: float64
+    [differences, knots]."""
     if len(places) == 2:
-        return [(1.0, -1.0)]
-    gaps = [b - a for a, b in pairwise(places)]
-    means = [(a + b) / 2 for a, b in pairwise(gaps)]
-    return [(m / a, -m / a - m / b, m / b) for m, (a, b) in zip(means, pairwise(gaps), strict=True)]
+        return np.array([[1.0, -1.0]])
+    gaps = np.diff(places)
+    table, n = np.zeros((max(0, len(places) - 2), len(places))), np.arange(len(places) - 2)
+    means = (gaps[:-1] + gaps[1:]) / 2
+    table[n, n], table[n, n + 2] = means / gaps[:-1], means / gaps[1:]
+    table[n, n + 1] = -table[n, n] - table[n, n + 2]
+    return table
 
 
 def fit_profile(
@@ -232,26 +198,14 @@ def fit_profile(
     prefills: Sequence[Prefill],
 ) -> LatencyProfile:
     """``profile`` with terms fitted to rounds and prefills."""
-    drafting = [r for r in rounds if r.rows]
-    rest = [max(1e-7, r.round_s - r.draft_s - r.verify_s) for r in rounds]
-    terms = fit_terms(shapes, [_prefill_load(p) for p in prefills], [p.seconds for p in prefills])
-    for found, of, seconds in (
-        (drafting, drafting_terms, [r.draft_s for r in drafting]),
-        (rounds, verification_terms, [r.verify_s for r in rounds]),
-        (rounds, rest_terms, rest),
+    drafting, verification, rest = zip(*map(round_shares, rounds), strict=True)
+    rest_s = [max(1e-7, r.round_s - r.draft_s - r.verify_s) for r in rounds]
+    terms: dict[str, CostTable] = {}
+    for loads, seconds in (
+        ([p.shares() for p in prefills], [p.seconds for p in prefills]),
+        ([load for load in drafting if load], [r.draft_s for r in rounds if r.rows]),
+        (verification, [r.verify_s for r in rounds]),
+        (rest, rest_s),
     ):
-        terms |= fit_terms(shapes, [list(of(r)) for r in found], seconds)
+        terms |= fit_terms(shapes, loads, seconds)
     return replace(profile, terms=terms)
-
-
-def fit_steps(
-    profile: LatencyProfile, shapes: Shapes, loads: Sequence[StepLoad], seconds: Sequence[float]
-) -> LatencyProfile:
-    """``profile`` with the terms of an engine's steps, fitted to steps that it served."""
-    terms = fit_terms(shapes, [list(step_terms(load)) for load in loads], seconds)
-    return replace(profile, terms={**profile.terms, **terms})
-
-
-def _prefill_load(prefill: Prefill) -> list[Share]:
-    models = filter(None, ("target", prefill.draft))
-    return [Share(f"prefill/{name}", 1.0, float(prefill.rows), 0.0, 0.0) for name in models]

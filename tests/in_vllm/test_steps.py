@@ -24,7 +24,7 @@ from spectune.engines.vllm.command import SCHEDULER, speculative_config
 from spectune.optimizer.simulate.chain_tables import AGREE_YES
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.serving import Simulated, serve
-from spectune.runtime.costs import StepCosts, Surface
+from spectune.optimizer.simulate.step_costs import StepCosts, Surface
 from spectune.runtime.loading import load_pair
 from spectune.runtime.pair import read_pair
 from spectune.runtime.recording.panoramas import record_panorama
