@@ -59,20 +59,20 @@ class RoundKind(NamedTuple):
     routed: bool = False
 
     @classmethod
-    def of(cls, policy: Policy, *, tree: bool, sampled: bool = False) -> RoundKind:
-        """The kind of a policy's rounds. ``tree``: it drafts trees, or chains of a head, which are
-        trees of width 1."""
+    def of(cls, policy: Policy, *, tree: bool) -> RoundKind:
+        """The kind of a policy's rounds at temperature 0. ``tree``: it drafts trees, or chains of a
+        head, which are trees of width 1."""
         if not policy.speculates:
-            return cls(sampled=sampled)
+            return cls()
         draft, stop = policy.draft, policy.stop.kind
         routed = policy.shortlist.kind == "clusters"
         if not tree:
             free = stop == "none" or draft == "ngram"
-            return cls(draft, "", sampled, () if free else (f"stop {stop}",), routed)
+            return cls(draft, blocks=() if free else (f"stop {stop}",), routed=routed)
         growth = policy.growth.kind if policy.growth.kind in ("static", "classifier") else "top_k"
         blocks = [f"stratify/{draft}"] * (policy.stratify is not None)
         blocks += [f"tree stop/{draft}"] * (stop != "none")
-        return cls(draft, growth, sampled, tuple(blocks), routed)
+        return cls(draft, growth, blocks=tuple(blocks), routed=routed)
 
     @property
     def terms(self) -> RoundTerms:
@@ -275,11 +275,10 @@ def shortlist_seconds(profile: LatencyProfile, rule: ShortlistRule) -> FloatArra
     budgets = [rule.budget(t) for t in range(GAMMA_LIMIT)]
     if rule.routing is not None:
         clusters = rule.routing.clusters
-        mean = clusters.vocab / clusters.count
-        sizes = [mean * min(budget, clusters.count) for budget in budgets]
+        sizes = [clusters.vocab / clusters.count * min(n, clusters.count) for n in budgets]
     else:
         assert rule.frequencies is not None
-        sizes = [float(rule.frequencies.size(budget)) for budget in budgets]
+        sizes = [float(rule.frequencies.size(n)) for n in budgets]
     more = profile.shortlist_seconds(rule.draft, sizes, routed=rule.routing is not None)
     return np.append(0.0, np.cumsum(more))
 

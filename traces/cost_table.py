@@ -16,17 +16,17 @@ AXES: Final = ("rows", "context", "passes", "batch")
 the cache, passes of the round, requests."""
 
 
-def hats(knots: Sequence[float], at: npt.ArrayLike) -> FloatArray:
-    """Linear interpolation between ``knots`` as weights, float64 [n, knots]; outer slopes go on
-    beyond the knots."""
-    x, grid = np.atleast_1d(np.asarray(at, dtype=np.float64)), np.asarray(knots, dtype=np.float64)
+def hats(knots: Sequence[float], places: npt.ArrayLike) -> FloatArray:
+    """Linear interpolation between ``knots`` at n places as weights, float64 [n, knots]; outer
+    slopes go on beyond the knots."""
+    x, grid = np.atleast_1d(np.asarray(places, np.float64)), np.asarray(knots, np.float64)
     if len(grid) == 1:
         return np.ones((len(x), 1))
-    left = np.clip(np.searchsorted(grid, x, side="right") - 1, 0, len(grid) - 2)
-    share = (x - grid[left]) / (grid[left + 1] - grid[left])
-    out, n = np.zeros((len(x), len(grid))), np.arange(len(x))
-    out[n, left], out[n, left + 1] = 1.0 - share, share
-    return out
+    lower = np.clip(np.searchsorted(grid, x, side="right") - 1, 0, len(grid) - 2)
+    share = (x - grid[lower]) / (grid[lower + 1] - grid[lower])
+    weights, n = np.zeros((len(x), len(grid))), np.arange(len(x))
+    weights[n, lower], weights[n, lower + 1] = 1.0 - share, share
+    return weights
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,19 @@ class CostTable:
     def weights(self, places: Mapping[str, npt.ArrayLike]) -> FloatArray:
         """The share of each of ``seconds`` at n places, float64 [n, len(seconds)]; ``places``: [n]
         by axis."""
-        out = np.ones((1, 1))
+        weights = np.ones((1, 1))
         for axis, knots in zip(self.axes, self.knots, strict=True):
-            own = hats(knots, places[axis])
-            out = (out[:, :, None] * own[:, None, :]).reshape(len(own), out.shape[1] * len(knots))
-        return out
+            along = hats(knots, places[axis])[:, None, :]
+            size = weights.shape[1] * len(knots)
+            weights = (weights[:, :, None] * along).reshape(len(along), size)
+        return weights
 
     def at(self, **places: npt.ArrayLike) -> FloatArray:
         """Seconds at places that broadcast together, in their shape; never negative. Places along
         other axes only shape the result."""
         shape = np.broadcast_shapes(*map(np.shape, places.values()))
-        own = {axis: np.broadcast_to(places[axis], shape).ravel() for axis in self.axes}
-        seconds = np.maximum(0.0, self.weights(own) @ np.array(self.seconds))
+        flat = {axis: np.broadcast_to(places[axis], shape).ravel() for axis in self.axes}
+        seconds = np.maximum(0.0, self.weights(flat) @ np.array(self.seconds))
         return np.asarray(np.broadcast_to(seconds, int(np.prod(shape, initial=1))).reshape(shape))
 
     def grid(self, rows: FloatArray, contexts: FloatArray) -> FloatArray:
@@ -72,5 +73,5 @@ class CostTable:
         if self.axes != ("rows", "context"):
             return self.at(rows=rows[None], context=contexts[:, None])
         seconds = np.array(self.seconds).reshape(len(self.knots[0]), -1)
-        at = hats(self.knots[1], contexts) @ seconds.T @ hats(self.knots[0], rows).T
-        return np.asarray(np.maximum(0.0, at))
+        grid = hats(self.knots[1], contexts) @ seconds.T @ hats(self.knots[0], rows).T
+        return np.asarray(np.maximum(0.0, grid))

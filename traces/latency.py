@@ -19,7 +19,7 @@ class LatencyProfile:
     """What the terms of a round cost on one device, with the environment and the check of the fit.
 
     ``terms`` by name; a term that is not there costs nothing. :mod:`runtime.costs` says which of
-    them a round consists of.
+    them a round consists of, :mod:`optimizer.simulate.step_costs` which a step of an engine.
 
     - The target: ``target`` (rows, context), ``tree target`` and ``sampled target`` (rows): what
       its pass takes more for a tree, and at temperature > 0; ``noise``: per emitted token at
@@ -33,7 +33,6 @@ class LatencyProfile:
       router.
     - ``round`` and ``tree round/D`` per round; ``prefill/target`` and ``prefill/D`` (rows): a
       prompt's pass, and what begins a request.
-
     - Of an engine that serves many requests at once: ``step`` (batch), ``step target`` (rows
       verified, tokens in all caches) and ``step prompts`` (rows); with a loaded draft ``step
       draft/D`` (passes, batch), also at 0 passes, and ``step draft prompts/D`` (rows).
@@ -123,17 +122,17 @@ class LatencyProfile:
     def from_json(cls, data: Mapping[str, Any]) -> LatencyProfile:
         """Rebuilds a profile from :meth:`to_json`. Raises KeyError or TypeError on a malformed
         document."""
-        terms = {}
-        for name, t in data["terms"].items():
-            knots = tuple(tuple(k) for k in t["knots"])
-            terms[name] = CostTable(tuple(t["seconds"]), tuple(t["axes"]), knots)
+        terms = {
+            name: CostTable(tuple(t["seconds"]), tuple(t["axes"]), tuple(map(tuple, t["knots"])))
+            for name, t in data["terms"].items()
+        }
         return cls(**{**data, "terms": terms})
 
 
-def check_draft(draft: str, drafts: Collection[str], what: str = "") -> None:
+def check_draft(draft: str, drafts: Collection[str], parts: str = "") -> None:
     """Raises PolicyError unless a draft is one of ``drafts``, those that a profile has costs of."""
     if draft not in drafts:
         raise PolicyError(
-            f"the latency profile has no costs{what} for draft {draft!r} (it has: "
+            f"the latency profile has no costs{parts} for draft {draft!r} (it has: "
             f"{', '.join(sorted(drafts)) or 'none'}); run `profile` again"
         )

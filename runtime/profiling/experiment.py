@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
-from typing import Final, NamedTuple
+from itertools import chain, islice, product
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -117,50 +117,46 @@ class Experiment:
         deepest = max((plan.policy.depth_max for plan in plans), default=0)
         longest = self.contexts[-1] + max(PER_REQUEST * BLOCK * (deepest + 1), CHECKED_TOKENS)
         self.pair.reserve(min(longest, self.pair.max_positions) + 2)
-        for plan in plans:
-            for sampling in SAMPLINGS:
-                prepare_graphs(self.pair, plan, sampling=sampling)
+        for plan, sampling in product(plans, SAMPLINGS):
+            prepare_graphs(self.pair, plan, sampling=sampling)
         work: list[Callable[[], None]] = []
-        for number, cell in enumerate(checked):
-            for sampling in SAMPLINGS * CHECKS:
-                work.append(partial(self.check, number, cell, sampling))
-        for own in cells.values():
-            for sampling in SAMPLINGS:
-                order = [own[i] for i in self.rng.permutation(len(own))]
-                for i in range(0, len(order), PER_REQUEST):
-                    work.append(partial(self.request, order[i : i + PER_REQUEST], sampling))
-        for name in ("", *self.pair.models):
-            lengths = (min(8, self.contexts[0]), self.contexts[0], self.contexts[-1])
-            work += [partial(self.prefill, name, length) for length in lengths * PREFILLS]
+        for (number, cell), sampling in product(enumerate(checked), SAMPLINGS * CHECKS):
+            work.append(partial(self.check, number, cell, sampling))
+        for group, sampling in product(cells.values(), SAMPLINGS):
+            order = [group[i] for i in self.rng.permutation(len(group))]
+            for i in range(0, len(order), PER_REQUEST):
+                work.append(partial(self.request, order[i : i + PER_REQUEST], sampling))
+        lengths = (min(8, self.contexts[0]), self.contexts[0], self.contexts[-1])
+        for name, length in product(("", *self.pair.models), lengths * PREFILLS):
+            work.append(partial(self.prefill, name, length))
         for i in self.rng.permutation(len(work)):
             work[i]()
 
     def request(self, cells: Sequence[Cell], sampling: Sampling) -> None:
         """One request, a block of rounds under each cell."""
-        wanted = sum(BLOCK * (cell.plan.policy.depth_max + 1) for cell in cells) + 1
-        prompt = self.prompt(min(wanted, 4 * BLOCK * len(cells)))
-        budget = min(wanted, self.pair.max_positions - len(prompt))
+        tokens = sum(BLOCK * (cell.plan.policy.depth_max + 1) for cell in cells) + 1
+        prompt = self.prompt(min(tokens, 4 * BLOCK * len(cells)))
         source = StaticSource(cells[0].plan)
-        rounds = self._decoded(prompt, budget, sampling, source)
+        rounds = self._rounds(prompt, tokens, sampling, source)
         for cell in cells:
             source.prepared = cell.plan
-            for n, made in enumerate(islice(rounds, BLOCK)):
-                if n or made.step.lag > 2:
-                    self.rounds.append(measured(made, cell, len(prompt), sampling))
+            for n, result in enumerate(islice(rounds, BLOCK)):
+                if n or result.step.lag > 2:
+                    self.rounds.append(measured(result, cell, len(prompt), sampling))
 
     def check(self, number: int, cell: Cell, sampling: Sampling) -> None:
         """One request under one policy, whose rounds are kept apart from those to be fitted."""
         prompt = self.prompt(CHECKED_TOKENS)
-        budget = min(CHECKED_TOKENS, self.pair.max_positions - len(prompt))
-        made = list(self._decoded(prompt, budget, sampling, StaticSource(cell.plan)))[1:]
-        self.checked += [(number, measured(one, cell, len(prompt), sampling)) for one in made]
+        rounds = self._rounds(prompt, CHECKED_TOKENS, sampling, StaticSource(cell.plan))
+        for result in islice(rounds, 1, None):
+            self.checked.append((number, measured(result, cell, len(prompt), sampling)))
 
-    def _decoded(
-        self, prompt: list[int], budget: int, sampling: Sampling, source: StaticSource
+    def _rounds(
+        self, prompt: list[int], tokens: int, sampling: Sampling, source: StaticSource
     ) -> Iterator[Round]:
-        request = DecodeRequest(
-            "profile", prompt, sampling, int(self.rng.integers(1 << 31)), budget
-        )
+        """The rounds of a request, whose text ends before the models' last position."""
+        seed, budget = int(self.rng.integers(1 << 31)), self.pair.max_positions - len(prompt)
+        request = DecodeRequest("profile", prompt, sampling, seed, min(tokens, budget))
         return decode_rounds(self.backend, request, source, self.clock)
 
     def prefill(self, draft: str, rows: int) -> None:
@@ -186,14 +182,12 @@ class Experiment:
         return list(usable[int(self.rng.integers(len(usable)))][:length])
 
 
-def measured(made: Round, cell: Cell, prompt_tokens: int, sampling: Sampling) -> MeasuredRound:
+def measured(result: Round, cell: Cell, prompt_tokens: int, sampling: Sampling) -> MeasuredRound:
     """A round of the loop as the fit reads it."""
-    step, tree = made.step, made.tree
-    rows: tuple[int, ...] = ()
-    kind = RoundKind(sampled=not sampling.greedy)
+    step, tree, rows = result.step, result.tree, ()
+    kind = (cell.kind if step.draft_steps else RoundKind())._replace(sampled=not sampling.greedy)
     if step.draft_steps:
-        later = tree.widths[1:] if tree else [1] * (step.draft_steps - 1)
-        rows, kind = (step.lag, *later), cell.kind._replace(sampled=kind.sampled)
+        rows = (step.lag, *(tree.widths[1:] if tree else [1] * (step.draft_steps - 1)))
     return MeasuredRound(
         kind, prompt_tokens + step.start - 1, rows, step.drafted, step.emitted,
         step.draft_s, step.verify_s, step.round_s, cell.head,
@@ -213,14 +207,14 @@ def cell_of(pair: LoadedPair, policy: Policy) -> Cell:
 def cells_of(pair: LoadedPair, gamma_max: int, *, trees: bool) -> dict[str, list[Cell]]:
     """What is measured of each draft: chains of every length and stop, trees of every growth,
     shortlists of every size, and none."""
-    found = {}
+    by_draft = {}
     for name in pair.draft_names:
         cells = _chains(pair, name, gamma_max) if name in pair.chain_drafts else []
         if trees and name != "ngram":
             cells += [*_trees(pair, name), *_shortlists(pair, name, gamma_max)]
         if cells:
-            found[name] = [*cells, *[cell_of(pair, AUTOREGRESSIVE)] * 3]
-    return found
+            by_draft[name] = [*cells, *[cell_of(pair, AUTOREGRESSIVE)] * 3]
+    return by_draft
 
 
 def _chains(pair: LoadedPair, name: str, gamma_max: int) -> list[Cell]:
@@ -243,21 +237,22 @@ def _trees(pair: LoadedPair, name: str) -> list[Cell]:
         changes = {"growth": StaticGrowth(paths=paths), "select": Select()}
         policies.append(usual.model_copy(update=changes))
     policies += [usual.model_copy(update={"stop": NEVER})] * 2
-    cells = [cell_of(pair, policy) for policy in policies]
-    plain, _, rows = cell_of(pair, usual)
-    assert plain.rules is not None
     joint = np.rint(65535 * np.exp(-nats(np.arange(1024) * STEP))).astype(np.int32)
     confidence = np.broadcast_to(joint, (4, 256, 1024))
-    for kind, change in (
-        (
-            RoundKind(name, "classifier"),
-            {"confidence": confidence, "beta_code": beta_code(0.1), "top_n": None},
-        ),
-        (RoundKind(name, "top_k", blocks=(f"stratify/{name}",)), {"bin_top_n": (24,)}),
-    ):
-        greedy, sampled = (replace(rule, **change) for rule in plain.rules)  # type: ignore[arg-type]
-        cells += [Cell(replace(plain, rules=(greedy, sampled)), kind, rows)] * 2
-    return cells
+    classifier = {"confidence": confidence, "beta_code": beta_code(0.1), "top_n": None}
+    plain = cell_of(pair, usual)
+    return [
+        *(cell_of(pair, policy) for policy in policies),
+        *[_grown(plain, plain.kind._replace(growth="classifier"), **classifier)] * 2,
+        *[_grown(plain, plain.kind._replace(blocks=(f"stratify/{name}",)), bin_top_n=(24,))] * 2,
+    ]
+
+
+def _grown(cell: Cell, kind: RoundKind, **changes: Any) -> Cell:
+    """A cell whose trees grow by changed rules."""
+    assert cell.plan.rules is not None
+    greedy, sampled = (replace(rule, **changes) for rule in cell.plan.rules)
+    return cell._replace(plan=replace(cell.plan, rules=(greedy, sampled)), kind=kind)
 
 
 def head_rows(pair: LoadedPair, name: str) -> int:

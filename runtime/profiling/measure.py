@@ -71,16 +71,16 @@ def measure_profile(
     cells = cells_of(pair, gamma_max, trees=trees)
     checked = _checked_cells(pair, gamma_max, trees=trees)
     # First touches and compilation.
-    experiment.sweep({name: own[:2] for name, own in cells.items()})
+    experiment.sweep({name: of_draft[:2] for name, of_draft in cells.items()})
     experiment.rounds.clear()
     experiment.prefills.clear()
     dtype = str(pair.target.dtype).removeprefix("torch.")
     here = {**environment(pair), "gamma_max": gamma_max}
     profile = LatencyProfile(pair.id, pair.device.type, dtype, {}, here)
-    for done in range(1, max(repeats, most) + 1):
+    for sweeps in range(1, max(repeats, most) + 1):
         experiment.sweep(cells, checked)
-        progress("rounds", done, max(repeats, done))
-        if done >= repeats:
+        progress("rounds", sweeps, max(repeats, sweeps))
+        if sweeps >= repeats:
             shapes = shapes_of(cells, usable, experiment.rounds, experiment.prefills)
             profile = fit_profile(profile, shapes, experiment.rounds, experiment.prefills)
             profile = _check(experiment, profile)
@@ -92,55 +92,55 @@ def measure_profile(
 def predicted_seconds(profile: LatencyProfile, rounds: Sequence[MeasuredRound]) -> FloatArray:
     """(drafting, verification, whole round) of rounds by a profile, in seconds, float64 [rounds,
     3]."""
-    found = np.zeros((len(rounds), 3))
-    places_of: dict[RoundKind, list[int]] = {}
+    seconds = np.zeros((len(rounds), 3))
+    by_kind: dict[RoundKind, list[int]] = {}
     for i, r in enumerate(rounds):
-        places_of.setdefault(r.kind._replace(sampled=False), []).append(i)
-    for kind, places in places_of.items():
-        own = [rounds[i] for i in places]
-        rows = np.ones((len(own), max(1, *(len(r.rows) - 1 for r in own))), dtype=np.int64)
-        for n, r in enumerate(own):
-            rows[n, : len(r.rows) - 1] = r.rows[1:]
-        sampled = np.array([int(r.kind.sampled) for r in own])
-        passes = Passes(rows, np.array([r.context for r in own]), sampled)
-        costs = round_costs(profile, kind, middles(max(r.context for r in own)), passes=passes)
-        for n, (i, r) in enumerate(zip(places, own, strict=True)):
-            lag = r.rows[0] if r.rows else 0
-            found[i] = round_seconds(
-                costs, int(r.kind.sampled), r.context, n, lag, len(r.rows), r.drafted, r.emitted
+        by_kind.setdefault(r.kind._replace(sampled=False), []).append(i)
+    for kind, members in by_kind.items():
+        contexts = np.array([rounds[i].context for i in members])
+        sampled = np.array([int(rounds[i].kind.sampled) for i in members])
+        rows = np.ones((len(members), max(1, *(len(rounds[i].rows) - 1 for i in members))), int)
+        for n, i in enumerate(members):
+            rows[n, : len(rounds[i].rows) - 1] = rounds[i].rows[1:]
+        passes = Passes(rows, contexts, sampled)
+        costs = round_costs(profile, kind, middles(int(contexts.max())), passes=passes)
+        for n, i in enumerate(members):
+            r, lag = rounds[i], rounds[i].rows[0] if rounds[i].rows else 0
+            seconds[i] = round_seconds(
+                costs, sampled[n], r.context, n, lag, len(r.rows), r.drafted, r.emitted
             )
-    return found
+    return seconds
 
 
 def _check(experiment: Experiment, profile: LatencyProfile) -> LatencyProfile:
-    """Compares predicted with executed rounds of policies that the fit has not seen."""
-    rounds = [r for _, r in experiment.checked]
-    predicted = predicted_seconds(profile, rounds)[:, 2]
-    executed = np.array([r.round_s for r in rounds])
-    which = np.array([number for number, _ in experiment.checked])
+    """``profile`` with how far predicted rounds are from executed ones, of policies that the fit
+    has not seen."""
+    policies, rounds = zip(*experiment.checked, strict=True)
     tree = np.array([bool(r.kind.growth) for r in rounds])
-    check = _errors(predicted[~tree], executed[~tree], which[~tree])
+    executed = np.array([r.round_s for r in rounds])
     phases = np.array([r.draft_s + r.verify_s for r in rounds])
+    numbers = predicted_seconds(profile, rounds)[:, 2], executed, np.array(policies)
+    check = _errors(*(column[~tree] for column in numbers))
     check["overhead_share"] = float(1.0 - np.median(phases / executed))
     if tree.any():
-        check["trees"] = _errors(predicted[tree], executed[tree], which[tree])
+        check["trees"] = _errors(*(column[tree] for column in numbers))
     return replace(profile, check=check)
 
 
 def _errors(
-    predicted: FloatArray, executed: FloatArray, policy: npt.NDArray[np.int64]
+    predicted: FloatArray, executed: FloatArray, policies: npt.NDArray[np.int64]
 ) -> dict[str, Any]:
     """How well predicted rounds agree with executed ones, and policies' sums: their median error,
     by which a profile is accepted, and, as ``policy_spread``, how much they differ in it (the
     standard deviation of the logarithm)."""
-    apart = np.abs(predicted / executed - 1.0)
-    own = [policy == p for p in np.unique(policy)]
-    sums = np.array([predicted[mask].sum() / executed[mask].sum() for mask in own])
+    errors = np.abs(predicted / executed - 1.0)
+    masks = [policies == policy for policy in np.unique(policies)]
+    sums = np.array([predicted[mask].sum() / executed[mask].sum() for mask in masks])
     error = float(np.median(np.abs(sums - 1.0)))
     return {
-        "rounds": len(apart),
-        "median_error": float(np.median(apart)),
-        "p90_error": float(np.quantile(apart, 0.9)),
+        "rounds": len(errors),
+        "median_error": float(np.median(errors)),
+        "p90_error": float(np.quantile(errors, 0.9)),
         "total_error": float(predicted.sum() / executed.sum() - 1.0),
         "policy_error": error,
         "policy_spread": float(np.std(np.log(sums))),
