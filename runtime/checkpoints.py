@@ -40,9 +40,9 @@ SAMPLE_BYTES = 1024
 
 
 @contextmanager
-def translated(what: str) -> Iterator[None]:
+def translated(subject: str) -> Iterator[None]:
     """The border to the libraries that read checkpoints: each of their errors becomes a PairError
-    of one line, ``what`` first.
+    of one line, ``subject`` first.
 
     A checkpoint that needs code of its own is refused: no ``from_pretrained`` of ours may run or
     ask for it.
@@ -59,7 +59,7 @@ def translated(what: str) -> Iterator[None]:
                 "it needs Python code of its own, which is never run here; give a checkpoint of an "
                 "architecture that transformers has"
             )
-        raise PairError(f"{what}: {line}") from None
+        raise PairError(f"{subject}: {line}") from None
 
 
 def is_local(path: str) -> bool:
@@ -128,23 +128,23 @@ def _weight_files(folder: Path) -> list[str]:
     """Names of the weight files, as a checkpoint's index has them, which may be missing; else of
     those that are there, and of one at least."""
     for index in sorted(folder.glob("*.index.json")):
-        shards = read_object(index, "an index of weights").get("weight_map")
+        shards = _read_object(index, "an index of weights").get("weight_map")
         if isinstance(shards, Mapping):
             return sorted({str(name) for name in shards.values()})
     return [f.name for kind in WEIGHTS for f in sorted(folder.glob(kind))] or ["model.safetensors"]
 
 
-def read_object(file: Path, what: str) -> dict[str, Any]:
-    """The JSON object in a file, which is ``what``. Raises PairError where it holds none."""
+def _read_object(file: Path, content: str) -> dict[str, Any]:
+    """The JSON object in a file, which is ``content``. Raises PairError where it holds none."""
     document = read_json(file, str(file), PairError)
     if not isinstance(document, dict):
-        raise PairError(f"{file}: {what} is a JSON object, not {type(document).__name__}")
+        raise PairError(f"{file}: {content} is a JSON object, not {type(document).__name__}")
     return document
 
 
 def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
     """A checkpoint's configuration. Raises PairError where it is none."""
-    return read_object(folder / name, "a model's configuration")
+    return _read_object(folder / name, "a model's configuration")
 
 
 # ---------------------------------------------------------------------------------------- identity

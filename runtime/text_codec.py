@@ -51,13 +51,10 @@ class TextCodec:
     def context(self, drafts: Collection[str] | None = None) -> Context:
         """The longest sequence that the target and these drafts hold; without ``drafts``, all of
         the pair's. Prompt lookup, heads and no draft hold what the target does."""
-        target, others = self.positions
-        shorter = [
-            Context(size, f"draft {name!r}")
-            for name, size in others.items()
-            if drafts is None or name in drafts
-        ]
-        return min([Context(target, "the target"), *shorter], key=lambda one: one.positions)
+        target, by_draft = self.positions
+        names = [name for name in by_draft if drafts is None or name in drafts]
+        contexts = [Context(by_draft[name], f"draft {name!r}") for name in names]
+        return min([Context(target, "the target"), *contexts], key=lambda one: one.positions)
 
     @property
     def max_positions(self) -> int:
@@ -86,8 +83,8 @@ class TextCodec:
         texts = request.turns if request.roles else request.turns[:1]
         chat = chat and not request.is_plain
         if chat and _templated(self.tokenizer):
-            what = f"request {request.id}: the target's chat template (--no-chat leaves it out)"
-            with translated(what):
+            place = f"request {request.id}: the target's chat template (--no-chat leaves it out)"
+            with translated(place):
                 out = self.tokenizer.apply_chat_template(
                     _messages(request, texts, self.tokenizer),
                     **{"add_generation_prompt": True, **json.loads(request.template or "{}")},
@@ -143,15 +140,13 @@ def _needs_template(request: Request) -> bool:
 
 def _no_template(request: Request) -> WorkloadError:
     if request.roles and len(request.turns) > 1:
-        what, instead = (
-            f"a conversation of {len(request.turns)} messages needs",
-            ("puts a blank line between its messages instead"),
-        )
+        needs = f"a conversation of {len(request.turns)} messages needs"
+        instead = "puts a blank line between its messages instead"
     else:
         keys = ", ".join(json.loads(request.template))
-        what, instead = f"what it says to a chat template ({keys}) needs", "leaves that out"
+        needs, instead = f"what it says to a chat template ({keys}) needs", "leaves that out"
     return WorkloadError(
-        f"request {request.id}: {what} a chat template, and the target's tokenizer has none; "
+        f"request {request.id}: {needs} a chat template, and the target's tokenizer has none; "
         f"--no-chat {instead}"
     )
 
@@ -196,8 +191,8 @@ def load_codec(spec: PairSpec) -> TextCodec:
     tokenizer = target_tokenizer(spec)
     positions = {}
     for name, path in spec.drafts.items():
-        if (drafts_own := tokenizer_of(path)) is not None:
-            shared_tokens(name, drafts_own, tokenizer)
+        if (draft_tokenizer := tokenizer_of(path)) is not None:
+            shared_tokens(name, draft_tokenizer, tokenizer)
         if not is_head(path) and (longest := positions_of(path)) is not None:
             positions[name] = longest
     longest = positions_of(spec.target)
@@ -265,25 +260,28 @@ def target_tokenizer(spec: PairSpec) -> Any:
     return tokenizer
 
 
-def shared_tokens(name: str, draft: Any, target: Any) -> frozenset[int] | None:
-    """Ids that are the same token to a draft's tokenizer and the target's; None where all are.
-    Tokens that were added to a vocabulary (reserved, special) may differ or be missing: they are
-    not shared. Raises PairError where an ordinary token differs."""
-    mine, theirs = draft.get_vocab(), target.get_vocab()
-    if mine == theirs:
-        return None
-    here, there = ({n: token for token, n in vocab.items()} for vocab in (mine, theirs))
-    added, added_there = draft.added_tokens_decoder, target.added_tokens_decoder
+def shared_tokens(name: str, draft: Any, target: Any) -> tuple[frozenset[int] | None, str]:
+    """Ids that are the same token to a draft's tokenizer and the target's (None: all are), and a
+    line on the others, empty where there are none: tokens that were added to a vocabulary
+    (reserved, special) may differ or be missing. Raises PairError where an ordinary token
+    differs."""
+    here, there = ({n: token for token, n in t.get_vocab().items()} for t in (draft, target))
     different = [n for n in sorted({*here, *there}) if here.get(n) != there.get(n)]
+    if not different:
+        return None, ""
+
+    def tokens(n: int) -> str:
+        both = [repr(vocab[n]) if n in vocab else "no token" for vocab in (here, there)]
+        return f"{both[0]} there and {both[1]} in the target's"
+
+    added, added_there = draft.added_tokens_decoder, target.added_tokens_decoder
     for n in different:
         if (n in here and n not in added) or (n in there and n not in added_there):
             raise PairError(
-                f"draft {name!r} has another vocabulary than the target: token {n} is "
-                f"{_quoted(here.get(n))} there and {_quoted(there.get(n))} in the target's; a "
-                "draft must share the target's tokenizer (added tokens may differ)"
+                f"draft {name!r} has another vocabulary than the target: token {n} is {tokens(n)}; "
+                "a draft must share the target's tokenizer (added tokens may differ)"
             )
-    return frozenset({*here} - {*different})
-
-
-def _quoted(token: str | None) -> str:
-    return "no token" if token is None else repr(token)
+    return frozenset({*here} - {*different}), (
+        f"{name} never proposes {len(different)} added tokens that it does not share with the "
+        f"target (first: {different[0]}, {tokens(different[0])})"
+    )

@@ -184,7 +184,8 @@ class Experiment:
 
 def measured(result: Round, cell: Cell, prompt_tokens: int, sampling: Sampling) -> MeasuredRound:
     """A round of the loop as the fit reads it."""
-    step, tree, rows = result.step, result.tree, ()
+    step, tree = result.step, result.tree
+    rows: tuple[int, ...] = ()
     kind = (cell.kind if step.draft_steps else RoundKind())._replace(sampled=not sampling.greedy)
     if step.draft_steps:
         rows = (step.lag, *(tree.widths[1:] if tree else [1] * (step.draft_steps - 1)))
