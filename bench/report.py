@@ -463,6 +463,7 @@ def _gpu_parts() -> list[str]:
     for file in sorted(RESULTS.glob("gpu-*.json")):
         for name, part in load(file.stem).items():
             about = f"{part['on']}, {part['measured']}, torch {part['environment']['torch']}"
+            about += f"; code of {part['code']}" if "code" in part else ""
             lines += [f"### {name} ({about})", "", *rows_table(part)]
     return lines
 
