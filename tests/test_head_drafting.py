@@ -85,6 +85,22 @@ def test_a_head_is_priced_as_trees_are(pair: LoadedPair, sampling: Sampling) -> 
         same_rounds(pair, policy, replayed, plain, profile=profile)
 
 
+@pytest.mark.parametrize("pair", [_eagle3_without_lm_head], indirect=True, ids=["eagle3"])
+@pytest.mark.parametrize("draft", ["head", "near"])
+def test_what_drafts_nothing_is_replayed_without_its_trees(pair: LoadedPair, draft: str) -> None:
+    """A window of 0 keeps the draft loaded; whether or not its trees were recorded."""
+    profile = flat_profile(pair.id, pair.drafts, ["head"])
+    plain = two_texts(pair, Sampling())
+    trees = [record_panorama(pair, t, draft, 3, 2, 3) for t in plain]
+    for document in (chain(draft, 0), top_k(draft, 2, 0, 3)):
+        policy = parse_policy(document)
+        for recorded in ({draft: trees}, {}):
+            trace = ReplayTrace(plain, recorded)
+            replayed = run_replay(trace, policy, profile, per_round=True)
+            assert replayed.total.drafted_tokens == 0
+            same_rounds(pair, policy, replayed, plain, profile=profile)
+
+
 @each
 def test_a_head_takes_over_in_the_middle_of_a_text(pair: LoadedPair, sampling: Sampling) -> None:
     documents = [

@@ -251,11 +251,10 @@ class ReplayTrace:
         return None
 
     def uses_trees(self, policy: Policy) -> bool:
-        """Whether a policy is replayed from a forest: it grows trees, or its draft is a head (whose
-        chains are trees too)."""
-        return policy.is_tree or (
-            policy.draft in self.panoramas and policy.draft not in self.chains
-        )
+        """Whether a policy is replayed from a forest: it drafts trees, or by a head (whose chains
+        are trees too)."""
+        headed = policy.draft in self.panoramas and policy.draft not in self.chains
+        return policy.speculates and (policy.is_tree or headed)
 
     def forest(self, draft: str) -> Forest:
         """The trees of a draft, joined when they are first asked for. Raises TraceError where there
