@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from trace_values import a_panorama, a_trajectory, steps_of
+from trace_values import a_panorama, a_trajectory, a_tree, steps_of
 
 from spectune.traces.acceptance import Survival, compact, keep_probability, step_survival, survival
-from spectune.traces.schema import PROB_SCALE, Step
+from spectune.traces.schema import OFF_TEXT, PROB_SCALE, Step
 
 
 @pytest.mark.parametrize(("seed", "n"), [(0, 0), (1, 1), (2, 7), (3, 60), (4, 60)])
@@ -35,6 +37,16 @@ def test_rejection_survival_is_the_expected_run() -> None:
     want = [sum(np.prod(keep[s : s + j + 1]) for s in range(12 - j)) for j in range(4)]
     assert survival(panorama, "rejection").survived == pytest.approx(want)
     assert keep_probability(panorama, "rejection") == pytest.approx(keep)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_holds_no_chances_is_judged_by_the_text_under_rejection_too(shared: bool) -> None:
+    """At temperature 0, and of a head, whose nodes on the text are its own."""
+    made = a_tree(a_trajectory(3), "small", gamma_max=4)
+    on_text = np.where(made.text_slot == OFF_TEXT, 0, made.text_slot)
+    panorama = replace(made, shared=shared, text_slot=on_text)
+    assert survival(panorama, "rejection") == survival(panorama, "coupled")
+    assert sum(survival(panorama, "coupled").survived[1:]) > 0
 
 
 def test_tau_is_what_executed_rounds_emitted() -> None:

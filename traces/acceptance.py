@@ -88,7 +88,8 @@ def keep_probability(panorama: Panorama, verifier: Verifier) -> npt.NDArray[np.f
 def survival(panorama: Panorama, verifier: Verifier) -> Survival:
     """The sums over the chains from every start of one trajectory, ``gamma_max`` positions long."""
     n, best = panorama.positions, panorama.children[:, 0]
-    chance = keep_probability(panorama, verifier) if verifier == "rejection" else None
+    drawn = verifier == "rejection" and len(panorama.accept) > 0
+    chance = keep_probability(panorama, verifier) if drawn else None
     alive, node = np.ones(n), np.arange(n)
     at_risk: list[float] = []
     survived: list[float] = []
