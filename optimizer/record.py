@@ -91,10 +91,8 @@ class Look:
     and, with a ``tree_width`` above 0, trees of so many children and ``tree_depth`` levels.
 
     ``covers`` are growths beside EAGLE-2's, by draft; all are recorded to the same depth, so width
-    and depth are raised to the largest cover's. ``acceptance``: language models' acceptance
-    probabilities above temperature 0, which predict chains under the rejection verifier. What
-    replaces a panorama holds all that any stored one of the draft holds. A draft that cannot grow
-    trees has none.
+    and depth are raised to the largest cover's. What replaces a panorama holds all that any stored
+    one of the draft holds. A draft that cannot grow trees has none.
     """
 
     drafts: Collection[str]
@@ -102,7 +100,6 @@ class Look:
     tree_width: int = 0
     tree_depth: int = 0
     covers: Mapping[str, Sequence[Cover]] = field(default_factory=dict)
-    acceptance: bool = False
 
 
 def record(
@@ -284,9 +281,8 @@ def _jobs(
             covers = tuple(wanted.covers.get(draft, ()))
             width = max([1, wanted.tree_width, *(c.rule.width for c in covers)])
             depth = max([1, wanted.tree_depth, *(c.depth for c in covers)])
-            chance = wanted.acceptance and sampled and draft in pair.drafts
-            least = _Held(draft, max(wanted.gamma_max, depth), width, depth, covers, chance)
-        asked = (least.gamma_max, least.width, least.depth, least.names)
+            least = _Held(draft, max(wanted.gamma_max, depth), width, depth, covers)
+        asked = (least.gamma_max, least.width, least.depth, [c.name for c in least.covers])
         missing = {*store.missing_panoramas(recording, draft, *asked), *new}
         made = _united(store, recording, least, sampled=sampled) if missing else least
         jobs.append(_Job(draft, missing, partial(record_panorama, **vars(made))))
@@ -314,13 +310,6 @@ class _Held:
     width: int = 1
     depth: int = 1
     covers: tuple[Cover, ...] = ()
-    acceptance: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of what is covered beside the usual growths."""
-        growths = tuple(cover.name for cover in self.covers)
-        return (*growths, ACCEPTANCE) if self.acceptance else growths
 
 
 def _united(store: TraceStore, recording: str, wanted: _Held, *, sampled: bool) -> _Held:
@@ -333,8 +322,7 @@ def _united(store: TraceStore, recording: str, wanted: _Held, *, sampled: bool) 
     for name in set(names) - by_itself - {ACCEPTANCE}:
         rules[name] = rules.get(name) or _stored_rule(name, draft, sampled, fitted(store))
     covers = tuple(Cover(name, rules[name], depth) for name in sorted(rules.keys() - by_itself))
-    acceptance = wanted.acceptance or ACCEPTANCE in names
-    return _Held(draft, gamma_max, width, depth, covers, acceptance)
+    return _Held(draft, gamma_max, width, depth, covers)
 
 
 def _stored_rule(name: str, draft: str, sampled: bool, artifacts: Artifacts) -> TreeRule:

@@ -165,7 +165,7 @@ def tune(
         pair,
         workload,
         wanted.options,
-        Look(chains, wanted.gamma_max, acceptance=True),
+        Look(chains, wanted.gamma_max),
         StaticSource(prepare(_recording_policy(pair), pair.draft_names)),
         slot=slot,
         fresh=wanted.fresh and not slot,
@@ -377,7 +377,7 @@ class Tuning:
 
     def record_chains(self) -> None:
         """The panoramas that the recording lacks."""
-        self.look(Look(self.chains, self.wanted.gamma_max, acceptance=True))
+        self.look(Look(self.chains, self.wanted.gamma_max))
         texts = self.trace.trajectories
         if len(texts) != self.store.get_recording(self.recording).n_requests:  # some are damaged
             _tell_number(self.wanted, [t.category for t in texts], self.parts)

@@ -233,10 +233,9 @@ def test_coupled_replays_of_a_rejection_text_differ_only_in_acceptance(
     trajectories, _ = record(Sampling(temperature=1.0, seed=4))
     near = next(iter(pair.drafts))
     policy = parse_policy(chain(near, 4))
-    made = [record_panorama(pair, t, near, GAMMA_MAX, acceptance=True) for t in trajectories]
-    panoramas = {near: made}
-    coupled = run_replay(ReplayTrace(trajectories, panoramas), policy).total
     others = [replace(t, verifier="rejection") for t in trajectories]
+    panoramas = {near: [record_panorama(pair, t, near, GAMMA_MAX) for t in others]}
+    coupled = run_replay(ReplayTrace(trajectories, panoramas), policy).total
     rejection = run_replay(ReplayTrace(others, panoramas), policy).total
     assert coupled.emitted_tokens == rejection.emitted_tokens
     assert coupled.accepted_tokens != rejection.accepted_tokens

@@ -30,7 +30,7 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import ChainGrowth, parse_policy
 from spectune.runtime.recording.panoramas import cover_name
 from spectune.traces.errors import PolicyError
-from spectune.traces.schema import Panorama, Trajectory
+from spectune.traces.schema import ACCEPTANCE, Panorama, Trajectory
 from spectune.traces.store import Asked, TraceStore
 
 SHORT = ("--max-new-tokens", 8, "--gamma-max", 4)
@@ -88,6 +88,38 @@ def test_trees_are_recorded_with_the_texts(tmp_path: Path, tiny_pair: Path) -> N
     said = "far 4 and trees 3x2, near 4 and trees 3x2, ngram 4"
     assert said in door.call("traces", "list", env={"COLUMNS": "250"}).stdout
     assert f"panoramas of {said}" in " ".join(door.call("traces", "show").stdout.split())
+
+
+def test_tuning_records_no_chains_anew_at_a_temperature(
+    tmp_path: Path, tiny_pair: Path, pair: LoadedPair
+) -> None:
+    """What `record` made is all that a tuning's replay reads."""
+    door = Door(str(tmp_path / "spectune.db"), str(tiny_pair))
+    workload = write_workload(tmp_path / "w.jsonl", 2)
+    asked = ("--pair", door.pair, "--workload", workload, *SHORT, "--temperature", 0.8)
+    recording = str(door.json("record", *asked)["recording"])
+    with opened(door.db) as store:
+        before = store.load(recording).panoramas("near")
+        wanted = TuneOptions(tree_width=0, gamma_max=4)
+        tuning = Tuning(store, pair, recording, wanted, lambda *_: None, time.perf_counter, {})
+        tuning.record_chains()
+        assert store.load(recording).panoramas("near") == before
+
+
+@pytest.mark.parametrize("verifier", ["coupled", "rejection"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_chances_are_recorded_where_the_verifier_draws(
+    tmp_path: Path, tiny_pair: Path, temperature: float, verifier: str
+) -> None:
+    door = Door(str(tmp_path / "spectune.db"), str(tiny_pair))
+    workload = write_workload(tmp_path / "w.jsonl", 1)
+    how = ("--temperature", temperature, "--verifier", verifier)
+    made = door.json("record", "--pair", door.pair, "--workload", workload, *SHORT, *how)
+    with opened(door.db) as store:
+        (panorama,) = store.load(made["recording"]).panoramas("near")
+    drawn = verifier == "rejection" and temperature > 0
+    assert len(panorama.accept) == drawn * panorama.positions
+    assert (ACCEPTANCE in panorama.covers) == drawn
 
 
 def test_resume_finishes_what_was_begun(door: Door, store: TraceStore) -> None:
@@ -231,9 +263,7 @@ def retraced(store: TraceStore, pair: LoadedPair, monkeypatch: pytest.MonkeyPatc
     """Retraces drafts, one of them a head; what was made: (draft, gamma_max, width, depth)."""
     calls: set[tuple[str, int, int, int]] = set()
 
-    def fake(
-        _pair: LoadedPair, text: Trajectory, draft: str, covers: Any, acceptance: bool, **size: int
-    ) -> Panorama:
+    def fake(_pair: LoadedPair, text: Trajectory, draft: str, covers: Any, **size: int) -> Panorama:
         calls.add((draft, *size.values()))
         names = (*(c.name for c in covers), cover_name(ChainGrowth(), sampled=False))
         return a_tree(text, draft, covers=names, **size)

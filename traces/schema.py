@@ -237,8 +237,8 @@ class Panorama(_ByContent):
     - ``text_slot`` uint8 [N]: which child is the text's next token; ``OFF_TEXT`` if none is, or the
       node is not on the text.
     - ``accept`` uint16 [L]: min(1, q(x)/p(x)) for the text's token x in 1/65535: the chance that
-      the ``rejection`` verifier kept the draft's proposal given that x was emitted. [0] where it
-      was not asked for.
+      the ``rejection`` verifier kept the draft's proposal given that x was emitted. [0] where
+      another verifier, temperature 0 or a head leaves no such chance.
 
     A chain goes from best child to best child; chains of ``gamma_max`` tokens are held, and trees
     of ``depth`` levels. ``shared``: distributions are functions of the prefix, so the child of node

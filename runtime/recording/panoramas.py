@@ -113,24 +113,22 @@ def record_panorama(
     width: int = 1,
     depth: int = 1,
     covers: Sequence[Cover] = (),
-    *,
-    acceptance: bool = False,
 ) -> Panorama:
     """What one draft would propose along one trajectory, recorded now or long ago ("retrace"):
     chains of ``gamma_max``; EAGLE-2's trees of every width up to ``width``, ``depth`` levels deep;
     the growths of ``covers``.
 
     ``draft`` is one of the pair's or ``ngram``, of which there are chains alone. A language model's
-    ``acceptance`` probabilities cost one pass of the target; they are recorded on request, and
-    where the verifier was ``rejection``.
+    acceptance probabilities cost one pass of the target; they are recorded where the verifier was
+    ``rejection`` above temperature 0.
     """
     if draft == "ngram":
         return _ngram_panorama(trajectory, gamma_max)
     text = _Recorder(pair, trajectory, draft, width)
     sampled = not text.sampling.greedy
     growths = [*base_covers(gamma_max, width, depth, sampled=sampled), *covers]
-    chance = text.shared and (acceptance or trajectory.verifier == "rejection")
-    accept = text.read_roots(pair if chance and sampled else None)
+    drawn = text.shared and sampled and trajectory.verifier == "rejection"
+    accept = text.read_roots(pair if drawn else None)
     # Starts that share no nodes are taken a few at a time, so that what a pass sees stays short.
     starts, group = np.arange(len(text.output)), len(text.output) if text.shared else GROUP
     room = pair.context([draft]).positions - text.prompt
@@ -138,7 +136,7 @@ def record_panorama(
     for at in range(0, len(starts), max(1, group)):
         text.grow(growths, starts[at : at + group], budgets[at : at + group])
     n, roots, columns = text.n, text.roots, text.columns
-    names = {cover.name for cover in growths} | ({ACCEPTANCE} if chance else set())
+    names = {cover.name for cover in growths} | ({ACCEPTANCE} if drawn else set())
     return Panorama(
         draft=draft,
         gamma_max=max(gamma_max, depth),
