@@ -247,6 +247,19 @@ def test_tune_covers_what_promises_more_than_the_recording_can_tell(
     assert wide in [t.policy for t in again.trials]
 
 
+def chosen(*others: dict[str, Any]) -> str:
+    """A choice by prompt between no speculation and others."""
+    plain = {"draft": "none", "window": {"kind": "fixed", "gamma": 0}}
+    return json.dumps({**plain, "by_prompt": {"artifact": "0123", "others": others}})
+
+
+def test_of_a_choice_by_prompt_the_trees_are_covered(door: Door, store: TraceStore) -> None:
+    resumed(door, "--cover", chosen({"draft": "far"}, STATIC))
+    panoramas = store.load(store.resolve_recording("latest")).panoramas("near")
+    name = cover_name(parse_policy(STATIC).growth, sampled=False)
+    assert all(name in panorama.covers for panorama in panoramas)
+
+
 def test_a_chain_is_no_cover() -> None:
     with pytest.raises(PolicyError, match="drafts a chain"):
         cover_of(parse_policy({"draft": "near"}), sampled=False)
@@ -304,6 +317,7 @@ def cover(**changes: object) -> tuple[str, str]:
         (("--tree-width", 32, "--tree-depth", 64), "more than any policy may grow"),
         (("--cover", "nothing"), "--cover nothing: neither a file"),
         (("--cover", '{"draft": "near"}'), "drafts a chain; every recording covers those"),
+        (("--cover", chosen({"draft": "near"})), "drafts a chain; every recording covers those"),
         ((*cover(draft="other"),), "the pair has no draft 'other' (it has: near, far, ngram)"),
         ((*cover(), "--tree-width", 1), "its trees are 2 wide; give --tree-width 2 instead of 1"),
         ((*cover(), "--tree-depth", 2), "its trees are 3 deep; give --tree-depth 3 instead of 2"),

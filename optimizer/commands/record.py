@@ -223,7 +223,9 @@ def _trees(
     find = fitted(store, pair.id)
     for name in kw["covers"]:
         policy = policy_named(store, name, pair.id, pair.device.type, option="--cover")
-        for candidate in policy.candidates:
+        # A choice between policies also has some that every recording covers.
+        grown = [candidate for candidate in policy.candidates if candidate.is_tree]
+        for candidate in grown or policy.candidates[-1:]:
             if candidate.draft not in pair.draft_names:
                 raise PolicyError(
                     f"--cover {name}: the pair has no draft {candidate.draft!r} (it has: "
