@@ -369,6 +369,16 @@ def test_a_recording_of_an_engine_is_replayed_from_its_second_token_on(
     assert trace.tokens == len(request.output_ids) - 1
 
 
+def test_a_choice_by_prompt_is_not_fitted_to_an_engines_recording(
+    server: Served, store: TraceStore, url: str, tiny_pair: Path
+) -> None:
+    """Its prompts are replayed with their first token behind them: no prompt served here is."""
+    server.put(*served_request())
+    server.close()
+    said = Door(url).error("fit", "chooser", "--pair", tiny_pair)
+    assert "is of vllm, which follows no policy by prompt" in said
+
+
 def test_prompt_lookup_of_a_recording_is_replayed_by_the_engines_own_rule(
     server: Served, store: TraceStore
 ) -> None:

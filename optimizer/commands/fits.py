@@ -12,7 +12,7 @@ import click
 from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import F, option
 from spectune.optimizer.commands.options import SEED, FiniteRange, Whole, together
-from spectune.optimizer.commands.printing import Group, Meter, as_json, emit
+from spectune.optimizer.commands.printing import Group, Meter, as_json, emit, note
 from spectune.optimizer.commands.shared import load, open_store, pair_spec, policy_named, typed
 
 if TYPE_CHECKING:
@@ -231,6 +231,8 @@ def chooser(**kw: Any) -> None:
             seed=kw["seed"],
             progress=meter,
         )
+    for label, why in made.document["approximate"].items():
+        note(f"approximate: {label}: {why}")
     _shown(made, chooser_table)
 
 

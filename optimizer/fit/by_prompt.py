@@ -28,7 +28,7 @@ from spectune.optimizer.parts import Parts, recorded_parts
 from spectune.optimizer.search import search
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.simulate.trace import open_trace
+from spectune.optimizer.simulate.trace import check_ranked, open_trace, why_approximate
 from spectune.optimizer.timings import Timings, finite
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.perplexity import log_perplexity
@@ -38,7 +38,7 @@ from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import LatencyProfile
-from spectune.traces.store import TraceStore
+from spectune.traces.store import RecordingInfo, TraceStore
 
 FloatArray = npt.NDArray[np.float64]
 Prompts = npt.NDArray[np.object_]
@@ -63,12 +63,19 @@ def fit_recorded(
 ) -> StoredFit:
     """:func:`fit_chooser` of ``candidates`` (by default no speculation, and of each draft that was
     recorded its fastest chain) to a recording of this pair; ``profile``: the id of a stored one, by
-    default the latest of the pair and its device.
+    default the latest of the pair and its device. The document's ``approximate`` says of which
+    candidates the rounds compared are not exactly the runtime's, and why.
 
-    Raises PolicyError and TraceError for what the recording or the database lacks.
+    Raises PolicyError and TraceError for what the recording or the database lacks, and for trees
+    beyond the recording.
     """
-    costs, profile_id = profile_of(store, pair.id, profile, **pair.place)
     info = recording_of(store, recording, pair.spec)
+    if info.engine != "native":
+        raise TraceError(
+            f"recording {info.id} is of {info.engine}, which follows no policy by prompt; "
+            "`record` its prompts here and fit to that"
+        )
+    costs, profile_id = profile_of(store, pair.id, profile, **pair.place)
     drafts = [draft for draft in pair.draft_names if draft in info.drafts]
     replayed = candidates or [Policy(draft=draft) for draft in drafts]
     opened = open_trace(store, info.id, replayed, skip_corrupted=True)
@@ -80,10 +87,30 @@ def fit_recorded(
             study = search(seen, costs, [draft], gamma_max=longest, trials=0)
             candidates += [t.policy for t in study.trials if t.policy.draft == draft][:1]
             progress("replaying drafts", n + 1, len(drafts))
-    about = {"recording": info.id, "profile": profile_id}
+    approximate = _approximate(store, info, trace, candidates, costs)
+    about = {"recording": info.id, "profile": profile_id, "approximate": approximate}
     return fit_chooser(
         store, pair, trace, parts, candidates, costs, about, seed=seed, progress=progress
     )
+
+
+def _approximate(
+    store: TraceStore,
+    info: RecordingInfo,
+    trace: ReplayTrace,
+    candidates: Sequence[Policy],
+    profile: LatencyProfile,
+) -> dict[str, str]:
+    """Why the replay of some candidates is not exact, by label. Raises TraceError for trees beyond
+    the recording, PolicyError for a router's shortlist that was not ranked over it."""
+    find, reasons = fitted(store, info.pair_id), {}
+    for policy in candidates:
+        check_ranked(store, info, policy)
+        missed = run_replay(trace, policy, profile, artifacts=find).missed
+        why = why_approximate(info, missed, chains=trace.chains, filtered=trace.filtered)
+        if why:
+            reasons[policy.label()] = why
+    return reasons
 
 
 def fit_chooser(
