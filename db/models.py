@@ -119,9 +119,9 @@ class PanoramaChunkRow(Packed, Base):
 
     Chains of ``gamma_max`` tokens are held, trees of ``width`` children a node and ``depth``
     levels, and what ``covers`` names. ``n`` positions; of the first proposals ``agree_count`` equal
-    the text, ``none_count`` positions have none; ``acceptance``: the mean chance that the verifier
-    keeps one. ``survived[j]`` and ``at_risk[j]`` are sums over the chains from every start:
-    proposals 0..j all kept; proposals 0..j-1 kept and a token of the text left at j.
+    the text; ``acceptance``: the mean chance that the verifier keeps one. ``survived[j]`` and
+    ``at_risk[j]`` are sums over the chains from every start: proposals 0..j all kept; proposals
+    0..j-1 kept and a token of the text left at j.
     """
 
     __tablename__ = "panorama_chunk"
@@ -135,7 +135,6 @@ class PanoramaChunkRow(Packed, Base):
     covers: Mapped[list[Any]]
     n: Mapped[int]
     agree_count: Mapped[int]
-    none_count: Mapped[int]
     acceptance: Mapped[float]
     at_risk: Mapped[list[Any]]
     survived: Mapped[list[Any]]

@@ -68,7 +68,6 @@ def panorama_values(panorama: Panorama, verifier: Verifier) -> dict[str, Any]:
         "covers": list(panorama.covers),
         "n": n,
         "agree_count": int((panorama.text_slot[:n] == 0).sum()),
-        "none_count": int((panorama.count[:n] == 0).sum()),
         "acceptance": float(keep_probability(panorama, verifier).mean()) if n else 0.0,
         "at_risk": compact(sums.at_risk),
         "survived": compact(sums.survived),

@@ -10,7 +10,7 @@ from alembic import op
 
 from spectune.db.models import metadata
 
-revision = "0006"
+revision = "0007"
 down_revision = None
 
 
