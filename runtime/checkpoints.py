@@ -27,6 +27,9 @@ HUB_NAME_LIMIT = 96
 HUB_TIMEOUT_S = 10.0
 CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
 WEIGHTS = ("*.safetensors", "*.bin")
+WEIGHT_NAMES = ("model.safetensors", "pytorch_model.bin")
+"""Names under which transformers looks for weights, in its order; of each the file itself comes
+before an index of shards."""
 TEXT_FILES = (
     *("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "added_tokens.json"),
     *("special_tokens_map.json", "chat_template.json", "processor_config.json", "*.jinja"),
@@ -119,19 +122,24 @@ def source(path: str) -> tuple[str, dict[str, str]]:
     """What ``from_pretrained`` is given to load a checkpoint's weights: its folder, or for a hub
     name whose weights are not fetched yet the name and ``{"revision": commit}``."""
     folder = checkpoint(path)
-    if is_local(path) or all((folder / name).exists() for name in _weight_files(folder)):
+    if is_local(path) or all((folder / name).exists() for name in weight_files(folder)):
         return str(folder), {}
     return path, {"revision": folder.name}
 
 
-def _weight_files(folder: Path) -> list[str]:
-    """Names of the weight files, as a checkpoint's index has them, which may be missing; else of
-    those that are there, and of one at least."""
-    for index in sorted(folder.glob("*.index.json")):
-        shards = _read_object(index, "an index of weights").get("weight_map")
-        if isinstance(shards, Mapping):
-            return sorted({str(name) for name in shards.values()})
-    return [f.name for kind in WEIGHTS for f in sorted(folder.glob(kind))] or ["model.safetensors"]
+def weight_files(folder: Path) -> list[str]:
+    """Names of the files that a checkpoint's weights are loaded from: what transformers takes where
+    there are several kinds, which may be shards that are missing; else all of one kind. One at
+    least."""
+    for name in WEIGHT_NAMES:
+        if (folder / name).exists():
+            return [name]
+        if (index := folder / f"{name}.index.json").exists():
+            shards = _read_object(index, "an index of weights").get("weight_map")
+            if isinstance(shards, Mapping):
+                return sorted({str(shard) for shard in shards.values()})
+    kinds = (sorted(folder.glob(pattern)) for pattern in WEIGHTS)
+    return next(([file.name for file in files] for files in kinds if files), [WEIGHT_NAMES[0]])
 
 
 def _read_object(file: Path, content: str) -> dict[str, Any]:
@@ -169,7 +177,7 @@ def identity(path: str) -> str:
             config.pop(key, None)
     digest = hashlib.sha256(json.dumps(configs, sort_keys=True).encode())
     texts = {f for pattern in TEXT_FILES for f in folder.glob(pattern) if not f.is_dir()}
-    weights = [f for name in _weight_files(folder) if (f := folder / name).exists()]
+    weights = [f for name in weight_files(folder) if (f := folder / name).exists()]
     for file in (*sorted(texts), *weights):
         with translated(f"{file} cannot be read"):
             part = file.read_bytes() if file in texts else _weights_sample(file)

@@ -89,6 +89,29 @@ def test_other_weights_make_another_pair(
     assert save() != before
 
 
+@pytest.mark.parametrize("other", ["pytorch_model.bin.index.json", "pytorch_model.bin"])
+def test_weights_that_are_loaded_are_in_the_id_whatever_lies_beside_them(
+    folder: Path, other: str
+) -> None:
+    """Where a checkpoint holds several kinds of weights, transformers' order decides."""
+    file = folder / "target" / "model.safetensors"
+    shards = {"weight_map": {LAYER: "pytorch_model-00001-of-00001.bin"}}
+    file.with_name(other).write_text(json.dumps(shards))
+    before = read_pair(str(folder)).id
+    tensors = load_file(file)
+    retrained(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert read_pair(str(folder)).id != before
+    sharded = file.with_name("model-00001-of-00001.safetensors")
+    file.rename(sharded)
+    shards = {"weight_map": dict.fromkeys(tensors, sharded.name)}
+    file.with_name("model.safetensors.index.json").write_text(json.dumps(shards))
+    before = read_pair(str(folder)).id
+    negated(tensors)
+    save_file(tensors, sharded, metadata={"format": "pt"})
+    assert read_pair(str(folder)).id != before
+
+
 def test_the_identity_of_140_gb_takes_less_than_a_second(folder: Path) -> None:
     """A target of the shapes of 70B, whose file is one hole."""
     header: dict[str, Any] = {}

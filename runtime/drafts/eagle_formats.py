@@ -27,6 +27,7 @@ from spectune.runtime.checkpoints import (
     says_eagle3,
     source,
     translated,
+    weight_files,
 )
 from spectune.runtime.drafts.eagle_head import Convention, EagleHead, HeadNet, HeadShape
 from spectune.runtime.models import FINAL, CausalModel
@@ -127,8 +128,8 @@ def _head(
 def _read_tensors(folder: Path) -> Tensors:
     """Every tensor of a head's checkpoint, under the names used here: no ``model.`` before,
     ``layers.0.`` for ``midlayer.``."""
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    if not files:
+    files = [folder / weights for weights in weight_files(folder)]
+    if not any(file.exists() for file in files):
         raise PairError(
             f"no weights at {folder} (model.safetensors or pytorch_model.bin is expected)"
         )
