@@ -14,6 +14,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -105,7 +106,22 @@ def _cached(name: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     file = try_to_load_from_cache(name, CONFIG)
-    return Path(file).parent if isinstance(file, str) else None
+    if not isinstance(file, str):
+        return None
+    folder = Path(file).parent
+    if not has_tokenizer(folder) and not is_head(name):
+        _completed(name, folder.name)
+    return folder
+
+
+@lru_cache
+def _completed(name: str, revision: str) -> None:
+    """Fetches what another program, which read a configuration alone, left out of a revision but
+    its weights. The hub is asked once a process: some drafts have no tokenizer."""
+    from huggingface_hub import snapshot_download
+
+    with translated(f"no tokenizer of {name} here, and none from the hub"):
+        snapshot_download(name, revision=revision, allow_patterns=["*.json", *TEXT_FILES])
 
 
 def _fetched(name: str) -> Path:
@@ -116,6 +132,11 @@ def _fetched(name: str) -> Path:
     with translated(f"no folder {name} here, and no model of that name from the hub"):
         HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
         return Path(snapshot_download(name, allow_patterns=["*.json", *TEXT_FILES]))
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a checkpoint has a tokenizer of its own."""
+    return any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
 
 
 def source(path: str) -> tuple[str, dict[str, str]]:
@@ -230,12 +251,21 @@ def is_checkpoint_file(file: Path) -> bool:
 
 # ----------------------------------------------------------------------------------- configurations
 
-FOLLOWED = (
-    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
-    *("do_sample", "temperature", "top_k", "top_p", "max_length", "max_new_tokens"),
-    *("transformers_version", "_from_model_config", "use_cache", "cache_implementation"),
-)
-"""Keys of a generation_config that change no text, or say what options of the user say here."""
+NEUTRAL: Mapping[str, Any] = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), 1.0),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "typical_p"), 1.0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+    **dict.fromkeys(("min_length", "min_new_tokens", "min_p", "penalty_alpha"), 0),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), 0.0),
+    **dict.fromkeys(("bad_words_ids", "force_words_ids", "constraints", "stop_strings"), []),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), []),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "max_time"), None),
+    **dict.fromkeys(("exponential_decay_length_penalty", "sequence_bias"), None),
+    **dict.fromkeys(("top_h", "dola_layers", "watermarking_config"), None),
+    "token_healing": False,
+}
+"""Keys of a generation_config that change texts and are no options here, and the value of each
+that, like null, asks for nothing."""
 
 
 def ignored_settings(path: str) -> list[str]:
@@ -243,7 +273,7 @@ def ignored_settings(path: str) -> list[str]:
     asks for nothing else than is done."""
     folder = checkpoint(path)
     config = read_config(folder, GENERATION) if (folder / GENERATION).is_file() else {}
-    keys = [k for k, v in sorted(config.items()) if k not in FOLLOWED and v and v != 1]
+    keys = [k for k in sorted(NEUTRAL) if config.get(k) not in (None, NEUTRAL[k])]
     settings = ", ".join(f"{key} {config[key]}" for key in keys)
     return [f"ignored of the target's generation_config: {settings}"] if keys else []
 

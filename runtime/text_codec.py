@@ -16,6 +16,7 @@ from spectune.runtime.checkpoints import (
     CONFIG,
     GENERATION,
     checkpoint,
+    has_tokenizer,
     is_head,
     read_config,
     translated,
@@ -226,7 +227,7 @@ def tokenizer_of(path: str) -> Any:
     from transformers import AutoTokenizer
 
     folder = checkpoint(path)
-    if not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
+    if not has_tokenizer(folder):
         return None
     with translated(f"tokenizer of {path}"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from doors import Door
+from huggingface_hub import hf_hub_download
 from pairs import tiny_model
 from safetensors.torch import load_file, save_file
 
@@ -332,12 +333,13 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_hub_name_is_fetched_once_and_a_typo_told_at_once(
+@pytest.fixture
+def hub(
     tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a hub on this machine, which is asked once for a name that it does not have. When it
-    hangs up, or is gone, the model is still there, and other names are refused as soon."""
+) -> Iterator[ThreadingHTTPServer]:
+    """A hub on this machine that has the tiny pair's target, and an empty cache."""
     Hub.folder = tiny_pair.parent / "target"
+    Hub.fetched.clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.chdir(tmp_path)
@@ -346,6 +348,16 @@ def test_a_hub_name_is_fetched_once_and_a_typo_told_at_once(
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_hub_name_is_fetched_once_and_a_typo_told_at_once(
+    hub: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub is asked once for a name that it does not have. When it hangs up, or is gone, the
+    model is still there, and other names are refused as soon."""
     before = hub_id("org/tiny")
     assert "model.safetensors" not in Hub.fetched
     door = Door(None)
@@ -354,15 +366,26 @@ def test_a_hub_name_is_fetched_once_and_a_typo_told_at_once(
     assert sorted(set(Hub.fetched)) == sorted(Hub.fetched)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(Hub.fetched)
     refused = "no folder org/tyni here, and no model of that name from the hub"
-    for hub in ("answers", "hangs up", "is gone"):
-        monkeypatch.setattr(Hub, "hangs_up", hub == "hangs up")
-        if hub == "is gone":
-            server.shutdown()
-            server.server_close()
+    for state in ("answers", "hangs up", "is gone"):
+        monkeypatch.setattr(Hub, "hangs_up", state == "hangs up")
+        if state == "is gone":
+            hub.shutdown()
+            hub.server_close()
         Hub.requests.clear()
         assert refused in door.error(*GENERATE, "--target", "org/tyni")
-        assert Hub.requests == ([] if hub == "is gone" else ["/api/models/org/tyni"])
+        assert Hub.requests == ([] if state == "is gone" else ["/api/models/org/tyni"])
         assert (hub_id("org/tiny"), door.json(*generate)["token_ids"]) == (before, first)
+
+
+@pytest.mark.usefixtures("hub")
+def test_what_another_program_left_out_of_a_hub_name_is_fetched() -> None:
+    """Programs that read a configuration leave a revision of one file in the cache."""
+    hf_hub_download("org/tiny", "config.json")
+    assert Hub.fetched == ["config.json"]
+    by_path = Door(None).json(*GENERATE, "--target", Hub.folder)["token_ids"]
+    assert Door(None).json(*GENERATE, "--target", "org/tiny")["token_ids"] == by_path
+    assert {"generation_config.json", "tokenizer.json"} <= set(Hub.fetched)
+    assert sorted(set(Hub.fetched)) == sorted(Hub.fetched)
 
 
 def test_what_a_generation_config_asks_beside_sampling_is_named_and_ignored(
@@ -375,11 +398,12 @@ def test_what_a_generation_config_asks_beside_sampling_is_named_and_ignored(
     run = ("run", "--pair", folder, "--workload", tmp_path / "w.jsonl", "--max-new-tokens", 12)
     file = folder / "target" / "generation_config.json"
     add(file, temperature=0.6, top_k=20, min_p=None, num_beams=1, no_repeat_ngram_size=0)
+    add(file, _commit_hash="0a", chat_format="chatml", num_assistant_tokens=20, length_penalty=2.0)
     plain = door.call(*run, "--outputs", tmp_path / "plain.jsonl")
     assert plain.exit_code == 0
     assert "ignored" not in plain.stderr
-    add(file, repetition_penalty=1.9, no_repeat_ngram_size=2)
+    add(file, repetition_penalty=1.9, no_repeat_ngram_size=1, forced_bos_token_id=0)
     asking = door.call(*run, "--outputs", tmp_path / "asking.jsonl")
-    line = "ignored of the target's generation_config: no_repeat_ngram_size 2, repetition_penalty"
-    assert asking.stderr.count(f"{line} 1.9\n") == 1
+    line = "ignored of the target's generation_config: forced_bos_token_id 0, no_repeat_ngram_size"
+    assert asking.stderr.count(f"{line} 1, repetition_penalty 1.9\n") == 1
     assert (tmp_path / "asking.jsonl").read_text() == (tmp_path / "plain.jsonl").read_text()
