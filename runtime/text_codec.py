@@ -206,8 +206,10 @@ def load_codec(spec: PairSpec) -> TextCodec:
 def positions_of(path: str) -> int | None:
     """The longest sequence of a model, as its configuration says; None where it says none."""
     config = read_config(checkpoint(path))
-    config |= config.get("text_config") or {}
-    return min((int(config[key]) for key in POSITIONS if config.get(key) is not None), default=None)
+    with translated(f"config.json of {path}"):
+        config |= config.get("text_config") or {}
+        lengths = [int(config[key]) for key in POSITIONS if config.get(key) is not None]
+    return min(lengths, default=None)
 
 
 def end_tokens(path: str, tokenizer: Any = None) -> frozenset[int]:
