@@ -144,6 +144,7 @@ def test_the_printed_command_serves_the_pair_with_its_draft(
     ]
     assert words[3:6] == ["vllm", "serve", spec.target]
     assert words[words.index("--scheduler-cls") + 1] == "spectune.engines.vllm.Scheduler"
+    assert words[words.index("--generation-config") + 1] == "vllm"
     far = {"method": "draft_model", "model": dict(spec.drafts)["far"]}
     assert config_in(line) == {**far, "num_speculative_tokens": 3}
     lookup = config_in(printed("--draft-name", "ngram", "--gamma", 5))

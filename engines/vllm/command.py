@@ -67,7 +67,8 @@ def server_arguments(
         raise PairError(f"--draft-name {name}: pair {spec.name} has no such draft; it has: {has}")
     config = json.dumps(initial_config(drafts.get(name), gamma, most))
     serve = ("vllm", "serve", spec.target, "--max-num-seqs", str(max_num_seqs))
-    return *serve, "--speculative-config", config, "--scheduler-cls", SCHEDULER
+    defaults = ("--generation-config", "vllm")  # sampling is what requests say
+    return *serve, *defaults, "--speculative-config", config, "--scheduler-cls", SCHEDULER
 
 
 def line_of(environment: Mapping[str, str], arguments: Sequence[str]) -> str:
