@@ -54,6 +54,9 @@ def window(**fields: Any) -> dict[str, Any]:
         ({"draft": "a", "window": 3}, "window"),
         ({"window": {"kind": "fixed", "gamma": 3}}, "needs a draft"),
         ({"draft": "a", "windw": {}}, "'windw'; did you mean 'window'"),
+        ({"draft": "a", "by_promt": {}}, "'by_promt'; did you mean 'by_prompt'"),
+        ({"draft": "a", "x": 1}, "'x'; known keys: by_prompt, draft, growth, select, shortlist"),
+        ({"draft": "x\n"}, "draft: only characters that can be printed are possible (given: 'x"),
         ({"draft": "a", "stop": {"kind": "max_prob", "threshold": 1.5}}, "stop.threshold"),
         (
             {"draft": "a", "growth": {"kind": "static", "paths": 5}},

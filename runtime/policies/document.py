@@ -314,7 +314,7 @@ def _parsed(data: Any) -> Policy:
             f"a policy is a JSON object, not {'null' if data is None else type(data).__name__}"
         )
     try:
-        if data.get("by_prompt") is not None:
+        if data.get("by_prompt") is not None or not data.keys() <= PromptPolicy.model_fields.keys():
             return PromptPolicy.model_validate(data)
         return Policy.model_validate({k: v for k, v in data.items() if k != "by_prompt"})
     except ValidationError as error:
@@ -331,6 +331,8 @@ def _explain(error: ValidationError) -> str:
     if first["type"].startswith("union_tag"):
         return f"{place}.kind must be one of: {', '.join(_KINDS[place])}"
     message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "string_pattern_mismatch":
+        message = "only characters that can be printed are possible"
     if isinstance(value, Mapping):
         return f"{place}: {message}" if place else message
     return f"{place}: {message} (given: {value!r:.80})"
