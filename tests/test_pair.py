@@ -260,7 +260,7 @@ def test_the_process_that_decodes_keeps_its_switches(
     assert done.stdout.split() == [threads]
 
 
-@pytest.mark.parametrize("values", [{"max_position_embeddings": "abc"}, {"text_config": [1]}])
+@pytest.mark.parametrize("values", [{"n_positions": "abc"}, {"text_config": [1]}])
 def test_a_length_that_is_no_number_is_told_in_one_line(
     folder: Path, values: dict[str, Any]
 ) -> None:
