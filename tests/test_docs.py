@@ -172,15 +172,14 @@ def test_the_document_itself_is_documented() -> None:
 
 def test_the_table_of_what_windows_need_is_true() -> None:
     page = PAGES[POLICIES].split("### window")[0]
-    rows = re.findall(r"^\| `(\w+)` \| (\w+).*? \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| (\w+).*? \| (.*?) \|$", page, re.MULTILINE)
     listed = {kind: of for kind, *of in rows if kind in _KINDS["window"]}
     assert set(listed) == set(_KINDS["window"])
-    for kind, (carried, needs, exact) in listed.items():
+    for kind, (carried, needs) in listed.items():
         required = {"gamma": {"1": 4}} if kind == "by_batch" else {}
         policy = parse_policy({"draft": "small", "window": {"kind": kind, **required}})
         assert (carried != "none") == (kind in ("q_learning", "heuristic"))
-        assert policy.needs_profile == ("`profile`" in needs)
-        assert (exact == "yes") == (kind != "analytic")
+        assert policy.needs_profile == (needs == "yes")
 
 
 # ----------------------------------------------------------------------------------------- commands

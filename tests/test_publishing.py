@@ -144,7 +144,7 @@ def test_what_a_smaller_tuning_does_not_record_is_raced_without_a_prediction(
     """`tune --quick` after a tree was published ended in an error once all was recorded and
     searched."""
     put_made_up_profile(store, pair)
-    window = {"kind": "analytic", "costs": "profile", "gamma_max": 3}
+    window = {"kind": "analytic", "gamma_max": 3}
     tree = parse_policy(
         {"draft": "near", "growth": {"kind": "top_k", "width": 2}, "window": window}
     )

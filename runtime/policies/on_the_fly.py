@@ -39,8 +39,8 @@ class AnalyticWindow(AdaptiveWindow):
     ``history`` rounds.
 
     ``estimator``: ``ratio`` is equation 2, ``exact`` the maximum-likelihood root of equation 11,
-    ``table`` its tabulated inverse (equation 12). ``costs``: a_q and b_p(gamma) come from the
-    latency profile, so that a window replays exactly. After a history of windows 0
+    ``table`` its tabulated inverse (equation 12). a_q and b_p(gamma) come from the latency
+    profile, so that a window replays exactly. After a history of windows 0
     ``gamma_initial`` is tried anew."""
 
     kind: Literal["analytic"] = "analytic"
@@ -48,7 +48,6 @@ class AnalyticWindow(AdaptiveWindow):
     acc_max: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.98
     gamma_min: Gamma = 0
     estimator: Literal["ratio", "exact", "table"] = "ratio"
-    costs: Literal["profile"] = "profile"
 
     @model_validator(mode="after")
     def _can_begin(self) -> Self:
