@@ -27,8 +27,8 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     """Texts under chains, trees and heads that differ from autoregression's in float32 and
     bfloat16, counted.
 
-    They may: a pass of another number of tokens sums in another order. Autoregression is executed
-    once more, alike.
+    They may: a pass of another number of tokens sums in another order. Autoregression executed once
+    more may not, which is what the check holds.
     """
     rows: list[dict[str, Any]] = []
     for dtype in DTYPES:

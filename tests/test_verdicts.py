@@ -92,6 +92,15 @@ def test_results_of_texts_that_were_seen_or_of_another_budget_are_no_claim(bench
     assert "of texts that fits have seen as well" in trees
 
 
+def test_that_autoregression_repeats_itself_is_what_the_check_of_low_precision_holds(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report, _ = bench
+    for holds, verdict in ((True, "met"), (False, "**not met**")):
+        monkeypatch.setattr(report, "load", lambda _, holds=holds: {"holds": holds})
+        assert report.verdict("rounding") == verdict
+
+
 def test_what_parts_measured_on_a_gpu_is_shown_with_gpu_and_day(bench: Any) -> None:
     report, _ = bench
     shown = "\n".join(report._gpu_parts())
