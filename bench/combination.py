@@ -147,7 +147,7 @@ def _confirmed(
         row = {"workload": category, "space": name, "policy": policy.label(), "speedup": speedup[0]}
         row |= {"speedup_interval": finite(speedup[1:]), "joint_over_it": finite(over)}
         row |= {"tau": compared.outcomes[policy.id].total.mean_accepted_length}
-        rows.append({**row, "texts_differ": compared.texts_differ})
+        rows.append({**row, "texts_differ": compared.texts.differ})
         say(f"{category} {name}: {speedup[0]:.3f} x autoregression, {policy.label()}")
     return rows
 

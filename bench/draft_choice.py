@@ -117,7 +117,7 @@ def _measured(store: TraceStore, pair: LoadedPair, encoded: Encoded, passes: int
     return {
         "requests": len(texts),
         "held_out": len(held_out),
-        "texts_differ": compared.texts_differ,
+        "texts_differ": compared.texts.differ,
         **figures({name: compared.timings.seconds[p.id] for name, p in policies.items()}),
         "cause": {name: made.document[name] for name in ("reason", "chooses")},
         "replayed": made.document["held_out"],

@@ -101,7 +101,7 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
         "by_kind": {kind: float(np.median(own)) for kind, own in by_kind.items()},
         **tau,
         "tau_by_gamma": {draft: _taus(trace, draft) for draft in lab.pair.chain_drafts},
-        "texts_differ": first.texts_differ + second.texts_differ,
+        "texts_differ": first.texts.differ + second.texts.differ,
         "tables": tables,
         "rows": sorted(rows, key=lambda r: -r["measured_tokens_per_s"]),
     }

@@ -131,7 +131,7 @@ def over_full(
             policies = {kind: drafting(draft, shape, block) for kind, block in blocks.items()}
             every = [AUTOREGRESSIVE, *policies.values()]
             compared = compare(fits.pair, every, encoded, artifacts=fits.find)
-            differ += compared.texts_differ
+            differ += compared.texts.differ
             found = {kind: compared.outcomes[p.id].total for kind, p in policies.items()}
             whole = found["full"].mean_accepted_length
             for kind, policy in policies.items():

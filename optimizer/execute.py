@@ -172,10 +172,6 @@ class Comparison:
     timings: Timings
     survivors: tuple[str, ...]
 
-    @property
-    def texts_differ(self) -> int:
-        return self.texts.differ
-
 
 BLOCK = 4
 """Requests between two looks at who is to be dropped."""

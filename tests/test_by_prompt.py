@@ -76,7 +76,7 @@ def test_the_document_round_trips() -> None:
     choice = by_prompt("0123456789ab", candidates)
     assert choice.candidates == tuple(candidates)
     assert [p.id for p in choice.candidates] == [p.id for p in candidates]
-    again = parse_policy(json.loads(choice.to_text()))
+    again = parse_policy(json.loads(choice.model_dump_json()))
     assert again == choice
     assert again.id == choice.id != by_prompt("0123456789ac", candidates).id
     assert choice.label() == "by_prompt(small, ngram, none)"
@@ -441,7 +441,7 @@ def test_fit_simulate_run_and_publish(door: Door, tiny_pair: Path, tmp_path: Pat
     assert made["policy"] == expected.spelled_out()
     assert made["held_out"]["requests"] == 10
     file = tmp_path / "choice.json"
-    file.write_text(choice.to_text())
+    file.write_text(choice.model_dump_json())
     simulated = door.json("simulate", "--policy", file, "--per-round", tmp_path / "s.jsonl")
     assert simulated["policy"] == choice.spelled_out()
     assert sum(simulated["picks"].values()) == simulated["requests"] == 20
@@ -497,7 +497,7 @@ def test_commands_refuse_in_one_line(door: Door, tiny_pair: Path, tmp_path: Path
     few = what(tiny_pair, write_workload(tmp_path / "w.jsonl", 2, ("zz",)), 4)
     near, empty = ("--policies", '{"draft": "near"}'), Door(str(tmp_path / "empty.db"))
     empty.json("record", *few)
-    other = by_prompt("0123456789ab", [policy("near", 1), AUTOREGRESSIVE]).to_text()
+    other = by_prompt("0123456789ab", [policy("near", 1), AUTOREGRESSIVE]).model_dump_json()
     for at, arguments, says in (
         (door, ("fit", "chooser", *near, *near), "give different policies without by_prompt"),
         (door, ("fit", "chooser", "--policies", other), "without by_prompt"),

@@ -27,9 +27,11 @@ from spectune.optimizer.inputs import named_policy
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import (
     _KINDS,
-    _PLAIN,
     AUTOREGRESSIVE,
+    ByPrompt,
     PromptPolicy,
+    Select,
+    Stratify,
     parse_policy,
 )
 from spectune.traces.schema import Request
@@ -147,9 +149,11 @@ def parameters(block: type[BaseModel]) -> dict[str, tuple[str, str]]:
 KINDS = {
     f"{group}: `{kind}`": block for group, kinds in _KINDS.items() for kind, block in kinds.items()
 }
+PLAIN = {"select": Select, "stratify": Stratify, "by_prompt": ByPrompt}
+"""Blocks of one kind."""
 
 
-@pytest.mark.parametrize(("title", "block"), [*KINDS.items(), *_PLAIN.items()])
+@pytest.mark.parametrize(("title", "block"), [*KINDS.items(), *PLAIN.items()])
 def test_a_block_is_documented_with_its_defaults_and_ranges(
     title: str, block: type[BaseModel]
 ) -> None:

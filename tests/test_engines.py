@@ -59,7 +59,7 @@ def test_windows_by_batch_say_what_is_drafted_from_each_size_on() -> None:
     assert [held.window.at(n) for n in (1, 3, 4, 15, 16, 999)] == [5, 5, 3, 3, 0, 0]
     assert held.window.gamma_max == 5
     assert held.label() == "small by_batch(1: 5, 4: 3, 16: 0)"
-    assert parse_policy(json.loads(held.to_text())) == held
+    assert parse_policy(json.loads(held.model_dump_json())) == held
 
 
 @pytest.mark.parametrize(

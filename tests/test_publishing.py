@@ -256,7 +256,7 @@ def test_what_recorded_rounds_name_is_stored(
     short = StaticSource(prepare(policy("near", 2), pair.draft_names))
     record(store, pair, WORKLOAD, QUICK.options, Look(()), short)
     given = tmp_path / "policy.json"
-    given.write_text(policy("near", 3).to_text())
+    given.write_text(policy("near", 3).model_dump_json())
     door = Door(store.database.url.render_as_string(hide_password=False), str(tiny_pair))
     asked = ("--workload", write_workload(tmp_path / "w.jsonl", 2), "--max-new-tokens", 8)
     door.json("run", "--policy", given, "--pair", tiny_pair, *asked, "--record", "--no-store")

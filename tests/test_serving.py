@@ -544,7 +544,7 @@ def test_a_policy_is_simulated_under_load_by_command(server: Door, tmp_path: Pat
     assert "2 arrivals in 40 s, of 'Timestamp', numbers in s" in told.stderr
     told = server.call(*asked, "--arrivals", "clients:12")
     assert "had 8 seats (max_num_seqs): of 12 clients the others wait" in told.stderr
-    fsm, seven = '{"draft": "small", "window": {"kind": "fsm"}}', window(7).to_text()
+    fsm, seven = '{"draft": "small", "window": {"kind": "fsm"}}', window(7).model_dump_json()
     for wanted, more, said in (
         (fsm, "--arrivals clients:2", "vLLM cannot run a window of kind"),
         (seven, "--arrivals clients:2", "recorded drafted 0 to 6"),
@@ -632,7 +632,7 @@ def test_a_table_is_found_for_several_loads(server: Door, tiny_pair: Path, tmp_p
     assert min(shares) > 0.97
     assert sum(shares) >= 3 * (1 - TIE) - 1e-3  # as good as each load's own best constant
     for gamma in {load["best"]["gamma"] for load in found["loads"]}:
-        asked = ("--policy", window(gamma).to_text(), "--arrivals", "clients:1,3,8")
+        asked = ("--policy", window(gamma).model_dump_json(), "--arrivals", "clients:1,3,8")
         beside = zip(server.json("simulate", *asked)["loads"], found["loads"], strict=True)
         others = [c["tokens_per_s"] / f["best_constant"]["tokens_per_s"] for c, f in beside]
         assert sum(shares) >= sum(others) - 3 * TIE
@@ -835,7 +835,7 @@ def test_what_cannot_run_is_not_what_is_to_be_beaten(server: Door, executing: li
     """A tree in force is said and passed over; a window that was never served is executed without a
     prediction; a draft that the engine cannot load is found at its first start."""
     asked = (*EXECUTE.split(), "clients:8", "--budget", "1s", "--threads", "1")
-    tree, wide = '{"draft": "small", "growth": {"kind": "top_k"}}', window(7).to_text()
+    tree, wide = '{"draft": "small", "growth": {"kind": "top_k"}}', window(7).model_dump_json()
     copied = '{"draft": "ngram", "window": {"kind": "fixed", "gamma": 2}}'
     for wanted, name in ((tree, "trees"), (wide, "wide"), (copied, "copied")):
         server.json("policies", "activate", wanted, "--pair", "demo", "--deployment", name)

@@ -41,7 +41,7 @@ from spectune.runtime.policies.on_the_fly import (
 from spectune.runtime.policies.sequoia import StaticGrowth
 from spectune.runtime.policies.stops import EntropyStop, JointProbStop, MaxProbStop, NoStop, Stop
 from spectune.traces.errors import PolicyError
-from spectune.traces.schema import policy_content, policy_id
+from spectune.traces.schema import policy_id
 
 __all__ = [  # the blocks come with the document
     "AUTOREGRESSIVE", "BUILT_IN", "DEFAULT_TOP_N", "EXPANDED_LIMIT", "GAMMA_LIMIT", "MALFORMED",
@@ -182,10 +182,6 @@ class Policy(Block):
     def spelled_out(self) -> dict[str, Any]:
         """The document with every default written, JSON-ready."""
         return self.model_dump(mode="json")
-
-    def to_text(self) -> str:
-        """One line of JSON: equal policies, equal text (:func:`traces.schema.policy_content`)."""
-        return policy_content(self.spelled_out())
 
     @property
     def id(self) -> str:
@@ -363,9 +359,4 @@ _KINDS: dict[str, dict[str, type[BaseModel]]] = {
     "stop": _kinds(Stop),
     "growth": _kinds(Growth),
     "shortlist": _kinds(Shortlist),
-}
-_PLAIN: dict[str, type[BaseModel]] = {
-    "select": Select,
-    "stratify": Stratify,
-    "by_prompt": ByPrompt,
 }
