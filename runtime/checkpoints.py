@@ -251,21 +251,20 @@ def is_checkpoint_file(file: Path) -> bool:
 
 # ----------------------------------------------------------------------------------- configurations
 
-NEUTRAL: Mapping[str, Any] = {
-    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), 1.0),
-    **dict.fromkeys(("num_beams", "num_beam_groups", "typical_p"), 1.0),
+NEUTRAL: Mapping[str, float | None] = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), 1),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "typical_p"), 1),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
     **dict.fromkeys(("min_length", "min_new_tokens", "min_p", "penalty_alpha"), 0),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), 0.0),
-    **dict.fromkeys(("bad_words_ids", "force_words_ids", "constraints", "stop_strings"), []),
-    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), []),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "token_healing"), 0),
+    **dict.fromkeys(("bad_words_ids", "force_words_ids", "constraints", "stop_strings"), None),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "sequence_bias"), None),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "max_time"), None),
-    **dict.fromkeys(("exponential_decay_length_penalty", "sequence_bias"), None),
-    **dict.fromkeys(("top_h", "dola_layers", "watermarking_config"), None),
-    "token_healing": False,
+    **dict.fromkeys(("exponential_decay_length_penalty", "top_h"), None),
+    **dict.fromkeys(("dola_layers", "watermarking_config"), None),
 }
 """Keys of a generation_config that change texts and are no options here, and the value of each
-that, like null, asks for nothing."""
+that, like null and an empty list, asks for nothing."""
 
 
 def ignored_settings(path: str) -> list[str]:
@@ -273,7 +272,7 @@ def ignored_settings(path: str) -> list[str]:
     asks for nothing else than is done."""
     folder = checkpoint(path)
     config = read_config(folder, GENERATION) if (folder / GENERATION).is_file() else {}
-    keys = [k for k in sorted(NEUTRAL) if config.get(k) not in (None, NEUTRAL[k])]
+    keys = [k for k in sorted(NEUTRAL) if config.get(k) not in (None, [], NEUTRAL[k])]
     settings = ", ".join(f"{key} {config[key]}" for key in keys)
     return [f"ignored of the target's generation_config: {settings}"] if keys else []
 
