@@ -42,8 +42,11 @@ class Plan:
     shortlists: Shortlists | None = field(default=None, compare=False)
     """:attr:`shortlist` for the pair as it is loaded, made aside
     (:func:`runtime.decoder.prepare_for`)."""
-    phases: dict[tuple[SlotModel, Sampling], TreePhase] = field(default_factory=dict, compare=False)
-    """How trees are drafted on a device (:func:`runtime.drafts.device_trees.tree_phase`)."""
+    phases: dict[tuple[SlotModel, Sampling], TreePhase] = field(
+        default_factory=dict, init=False, compare=False
+    )
+    """How trees are drafted on a device (:func:`runtime.drafts.device_trees.tree_phase`). A plan
+    that is made of another by ``dataclasses.replace`` may have other rules, and shares none."""
 
     choice: Choice | None = field(default=None, compare=False)
     """What takes another plan for each prompt; None where this one decodes all."""
