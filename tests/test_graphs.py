@@ -4,12 +4,14 @@ memory, as a CUDA graph does."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -37,6 +39,7 @@ from spectune.runtime.models import Kind, Outputs
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.plan import Plan, prepare
+from spectune.runtime.profiling.experiment import cells_of
 from spectune.traces.schema import Request, Sampling, Workload
 
 TOKENS = 16
@@ -422,6 +425,24 @@ def test_execution_captures_before_the_clock_runs(tmp_path: Path) -> None:
     assert fresh.missed() == {}
 
 
+@both
+def test_cells_of_an_experiment_draft_by_their_own_rules(twins: Twins, sampling: Sampling) -> None:
+    """Those of a profile whose trees grow as one policy's do but for some rules."""
+    twins.forget()
+    cells = [cells_of(pair, 4, trees=True)["near"] for pair in (twins.plain, twins.fast)]
+    grown = 0
+    for plain, fast in zip(*cells, strict=True):
+        if fast.kind.growth == "classifier" or fast.kind.blocks:
+            rounds = (
+                seen(going(pair, StaticSource(cell.plan), sampling))
+                for pair, cell in ((twins.plain, plain), (twins.fast, fast))
+            )
+            assert next(rounds) == next(rounds), fast.kind
+            grown += 1
+    assert grown >= 4
+    assert twins.missed() == {}
+
+
 def test_a_pass_that_cannot_be_captured_runs_eagerly(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -451,20 +472,32 @@ def test_only_cuda_has_graphs_and_may_go_without(
     assert plain.target.graphs is None
 
 
-def test_capturing_waits_for_its_own_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the device nor the stream that another thread decodes on; what a failed pass leaves
-    is closed."""
+def test_capturing_waits_for_its_own_streams_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the device nor the stream that another thread decodes on. Rehearsals write to no
+    workspace of the captures' stream, which is replayed. What a failed pass leaves is closed, and
+    the pool stays in use when all captures are forgotten."""
     events: list[str] = []
+    numbers, inside, alive = count(), list[int](), WeakSet[Any]()
 
     class Stream:
+        def __init__(self) -> None:
+            self.number = next(numbers)
+
         def wait_stream(self, other: Stream) -> None:
             events.append("the device waits")
 
         def synchronize(self) -> None:
             events.append("wait")
 
+    @contextmanager
+    def stream(entered: Stream) -> Iterator[None]:
+        inside.append(entered.number)
+        yield
+        inside.pop()
+
     class Graph:
         def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+            alive.add(self)
             events.append(f"begin {pool} {capture_error_mode}")
 
         def capture_end(self) -> None:
@@ -479,7 +512,7 @@ def test_capturing_waits_for_its_own_stream_alone(monkeypatch: pytest.MonkeyPatc
     for name, fake in {
         "Stream": Stream,
         "current_stream": Stream,
-        "stream": nullcontext,
+        "stream": stream,
         "CUDAGraph": Graph,
         "graph_pool_handle": lambda: 7,
         "synchronize": refuse,
@@ -489,7 +522,7 @@ def test_capturing_waits_for_its_own_stream_alone(monkeypatch: pytest.MonkeyPatc
     outputs, fails = Outputs(*torch.zeros(3)), False
 
     def compute() -> Outputs:
-        events.append("compute")
+        events.append(f"compute on {inside[-1]}")
         if fails:
             raise RuntimeError("operation not permitted when stream is capturing")
         return outputs
@@ -499,12 +532,14 @@ def test_capturing_waits_for_its_own_stream_alone(monkeypatch: pytest.MonkeyPatc
     replay()
     assert given is outputs
     assert events == [
-        *("the device waits", *["compute"] * graphs.REHEARSALS, "wait"),
-        *("begin 7 thread_local", "compute", "end", "replay"),
+        *("the device waits", *["compute on 0"] * graphs.REHEARSALS, "wait"),
+        *("begin 7 thread_local", "compute on 1", "end", "replay"),
     ]
+    del replay
+    assert alive
     monkeypatch.setattr(graphs, "REHEARSALS", 0)
     events.clear()
     fails = True
     with pytest.raises(RuntimeError, match="not permitted"):
         recorder.capture(compute)
-    assert events[-2:] == ["compute", "end"]
+    assert events[-2:] == ["compute on 1", "end"]

@@ -62,23 +62,31 @@ class Shape(NamedTuple):
 
 
 class CudaRecorder:
-    """Captures into CUDA graphs that share one memory pool, on a stream of its own, so that another
-    thread may go on decoding: nothing here waits for what that has launched."""
+    """Captures into CUDA graphs that share one memory pool, on streams of its own. Another thread
+    may go on decoding: only the capturing one waits, for what had been launched before.
+
+    Graphs hold the workspaces of matrix products, which are a stream's. So nothing is computed on
+    the stream of the captures itself: a rehearsal there would write to what is being replayed.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._rehearsing = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._capturing = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._first: torch.cuda.CUDAGraph | None = None
+        """Kept, since a pool that no graph holds any longer cannot be captured into."""
 
     def capture(self, compute: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """``compute`` works on fixed tensors. Returns what repeats its work on their contents of
         that time, and the outputs that this writes; they last until any other replay."""
         graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._rehearsing.wait_stream(torch.cuda.current_stream())
         device = torch.device("cuda")
-        with torch.cuda.stream(self._stream), without_cudnn(device):
+        with torch.cuda.stream(self._rehearsing), without_cudnn(device):
             for _ in range(REHEARSALS):
                 compute()
-            self._stream.synchronize()
+            self._rehearsing.synchronize()
+        with torch.cuda.stream(self._capturing), without_cudnn(device):
             # `torch.cuda.graph` would first wait for the whole device and empty its caches.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -88,6 +96,7 @@ class CudaRecorder:
                     graph.capture_end()
                 raise
             graph.capture_end()
+        self._first = self._first or graph
         return graph.replay, outputs
 
 
