@@ -62,16 +62,16 @@ class SlotCache:
         """Slots that there are."""
         return self.states.shape[3] - 1
 
-    def reserve(self, slots: int, *, keep: bool = False) -> bool:
-        """Makes room for so many slots. Returns whether a new tensor had to be allocated, of at
-        least one and a half times the size: what was cached is forgotten then, unless ``keep``."""
+    def reserve(self, slots: int, *, keep: bool = False) -> None:
+        """Makes room for so many slots. Where a new tensor has to be allocated, it is of at least
+        one and a half times the size, and what was cached is forgotten, unless ``keep``."""
         if slots <= self.capacity:
-            return False
+            return
         shape = [*self.states.shape]
         shape[3] = max(slots, self.capacity * 3 // 2) + 1
         old = self.states
         if not keep:  # frees what is forgotten before more is allocated
-            old = self.states = old[:, :, :, :0].clone()
+            old = self.states = old.new_zeros(*shape[:3], 1, shape[4])
             self.layers = []
         self.states = old.new_zeros(shape)
         self.states[:, :, :, : old.shape[3]] = old
@@ -80,7 +80,6 @@ class SlotCache:
              values[None, : layer.heads, :, : layer.value_size])
             for layer, (keys, values) in zip(self.shapes, self.states, strict=True)
         ]  # fmt: skip
-        return True
 
     def view(self, tokens: Tokens) -> CacheView:
         """What a pass sees of the cache. Raises IndexError beyond the capacity."""

@@ -11,6 +11,7 @@ import inspect
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -137,7 +138,10 @@ class SlotModel(ABC):
     def reserve(self, tokens: int, *, keep: bool = False) -> None:
         """Makes room for sequences of ``tokens``. A cache that must grow forgets what it holds,
         unless ``keep``, and captured passes are forgotten."""
-        if self.cache.reserve(tokens, keep=keep):
+        if tokens <= self.cache.capacity:
+            return
+        with nullcontext() if self.graphs is None else self.graphs.lock:
+            self.cache.reserve(tokens, keep=keep)
             self._positions = torch.arange(self.cache.capacity, device=self.device)
             if self.graphs is not None:
                 self.graphs.forget()

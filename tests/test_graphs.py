@@ -408,6 +408,40 @@ def test_decoding_goes_on_while_a_policy_is_captured(tmp_path: Path, sampling: S
     assert twins.missed() == {}
 
 
+def test_a_cache_grows_between_captures(tmp_path: Path) -> None:
+    """One that has to grow waits for the pass that is being captured, and what is prepared for the
+    cache of before is captured no more."""
+    twins = Twins(make_pair(tmp_path))
+    policy = parse_policy(top_k("near", 3, 3, 8))
+    twins.agree(policy, GREEDY)
+    draft, capture = twins.fast.drafts["near"], twins.recorder.capture
+    assert draft.graphs is not None
+    before, sizes, growing = draft.cache.capacity, list[int](), list[Thread]()
+    more = before + 1
+
+    def growing_meanwhile(compute: Callable[[], Outputs]) -> Any:
+        if not growing:
+            growing.append(Thread(target=draft.reserve, args=(more,)))
+            growing[0].start()
+            growing[0].join(0.5)
+            sizes.append(draft.cache.capacity)
+        return capture(compute)
+
+    plan = prepare_for(twins.fast, policy)
+    (phase,) = plan.phases.values()
+    twins.recorder.capture = growing_meanwhile  # type: ignore[method-assign]
+    prepare_for(twins.fast, policy)
+    growing[0].join()
+    assert sizes == [before]
+    assert draft.cache.capacity >= more
+    phase.captured.clear()
+    captured = twins.recorder.captured
+    phase.capture(draft.graphs.record)
+    assert twins.recorder.captured == captured
+    twins.agree(policy, GREEDY)
+    assert twins.missed() == {}
+
+
 def test_execution_captures_before_the_clock_runs(tmp_path: Path) -> None:
     fresh = Twins(make_pair(tmp_path))
     items = tuple(Request(str(i), "c", (PROMPT * (1 + 4 * i),)) for i in range(3))

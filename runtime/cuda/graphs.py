@@ -28,6 +28,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from spectune.runtime.attention import causal_mask, without_cudnn
 from spectune.runtime.cache import Tokens
@@ -50,7 +51,8 @@ SWITCH: Final = "SPECTUNE_CUDA_GRAPHS"
 """Environment variable; 0 leaves graphs out."""
 
 _RUNG_OF: Final = tuple(next(r for r in RUNGS if r >= n) for n in range(RUNGS[-1] + 1))
-_CAPTURING = threading.Lock()
+CAPTURING: Final = threading.RLock()
+"""Held while a pass is captured, and while a cache that captured passes read is allocated anew."""
 T = TypeVar("T")
 
 
@@ -154,8 +156,11 @@ class PassGraphs:
     """The captured passes of one model. :meth:`capture` may run in another thread than :meth:`run`.
 
     ``replayed`` and ``eager`` count passes by tokens and kind. ``samplings`` of the requests so far
-    (:func:`prepare_graphs`). ``problem``: why a pass could not be captured; then no more are.
+    (:func:`prepare_graphs`). ``problem``: why a pass could not be captured; then no more are until
+    all are forgotten.
     """
+
+    lock = CAPTURING
 
     def __init__(self, model: SlotModel, recorder: CudaRecorder) -> None:
         self.model, self.problem = model, ""
@@ -172,7 +177,8 @@ class PassGraphs:
 
     def forget(self) -> None:
         """Forgets all captured passes."""
-        self._passes = {}
+        with CAPTURING:
+            self._passes, self.problem = {}, ""
 
     def run(self, kind: Kind, tokens: Tokens) -> Outputs | None:
         """A pass, replayed; None where its shape is not captured."""
@@ -185,24 +191,29 @@ class PassGraphs:
         """Captures passes of up to ``most`` tokens. What is captured already stays."""
         if not most or not self.model.cache.capacity:
             return
-        passes = self._passes
         rungs = RUNGS[: 1 + RUNGS.index(_RUNG_OF[min(most, RUNGS[-1])])]
         for rung in reversed(rungs):  # the largest first, so that the pool fits all
             shape = Shape(rung, kind)
-            if shape not in passes:
-                captured = self._try(partial(CapturedPass, self.model, shape, self._recorder))
-                if captured is not None:
-                    passes[shape] = captured
+            if shape not in self._passes:
+                self._try(partial(self._add, shape))
 
-    def record(self, compute: Callable[[], T]) -> tuple[Callable[[], None], T] | None:
-        """:meth:`CudaRecorder.capture`; None where that is not possible."""
-        return self._try(partial(self._recorder.capture, compute))
+    def _add(self, shape: Shape) -> None:
+        self._passes[shape] = CapturedPass(self.model, shape, self._recorder)
+
+    def record(
+        self, compute: Callable[[], T], states: Tensor
+    ) -> tuple[Callable[[], None], T] | None:
+        """:meth:`CudaRecorder.capture` of what works on a cache's ``states``; None where that is
+        not possible, or the cache has other ones by now."""
+        return self._try(
+            lambda: self._recorder.capture(compute) if states is self.model.cache.states else None
+        )
 
     def _try(self, capture: Callable[[], T]) -> T | None:
         if self.problem:
             return None
         try:
-            with _CAPTURING:
+            with CAPTURING:
                 return capture()
         except RuntimeError as error:  # it waits for the device within a pass, or no memory
             self.problem = str(error).splitlines()[0]

@@ -95,13 +95,14 @@ class TreePhase:
         return result
 
     def capture(
-        self, record: Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor] | None]
+        self,
+        record: Callable[[Callable[[], Tensor], Tensor], tuple[Callable[[], None], Tensor] | None],
     ) -> None:
         """Captures the sequences that rounds can need, with ``record`` (None: it cannot). What is
         captured already stays."""
         for key in sorted(self._keys(), key=lambda k: k[0] - k[1]):  # the longest first
             if key not in self.captured:
-                sequence = record(partial(self._levels, *key))
+                sequence = record(partial(self._levels, *key), self.states)
                 if sequence is None:
                     return
                 self.captured[key] = sequence
