@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 import pytest
 import torch
-from pairs import chain, make_pair, top_k
+from pairs import chain, fixed, make_pair, top_k
 from recorded_texts import Looked, asked, shape
 from test_heads import _eagle1, _eagle3_without_lm_head, pair_with_heads
 from test_shortlists import artifacts as shortlist_artifacts
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from spectune.optimizer.execute import DecodeOptions, Encoded, Executor, encode, run
+from spectune.runtime.cache import Tokens
 from spectune.runtime.cuda import graphs
 from spectune.runtime.cuda.graphs import (
     CudaRecorder,
@@ -309,6 +310,40 @@ def test_no_more_is_captured_than_rounds_can_need(
         assert model.graphs is not None
         shapes = {Shape(n, kind) for kind, rungs in expected.items() for n in rungs}
         assert model.graphs.shapes == shapes
+
+
+@pytest.mark.parametrize(
+    ("window", "last_levels"),
+    [(fixed(8), {8}), (Q_LEARNING | {"gamma_max": 7}, {1, 2, 3, 4, 6, 7})],
+    ids=["fixed", "q_learning"],
+)
+@both
+def test_a_few_depths_of_trees_are_captured(
+    twins: Twins,
+    window: dict[str, Any],
+    last_levels: set[int],
+    sampling: Sampling,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Trees of other depths replay what is a little longer, to the same texts and rounds."""
+    twins.forget()
+    twins.fast.reserve(100)
+    policy = parse_policy(top_k("near", 3, 1, 12) | {"window": window})
+    plan, draft = prepare(policy, twins.fast.draft_names), twins.fast.drafts["near"]
+    prepare_graphs(twins.fast, plan, sampling=sampling)
+    (phase,) = plan.phases.values()
+    assert {last for _, last, _ in phase.captured} == last_levels
+    forward, levels = draft.forward, list[int]()
+
+    def counted(tokens: Tokens, **options: Any) -> Any:
+        levels.extend(() if tokens.mask is None else [len(tokens.ids)])
+        return forward(tokens, **options)
+
+    monkeypatch.setattr(draft, "forward", counted)
+    source = StaticSource(plan)
+    rounds = [seen(going(pair, source, sampling)) for pair in (twins.plain, twins.fast)]
+    assert rounds[0] == rounds[1]
+    assert not levels
 
 
 def test_texts_of_any_length_are_captured_for_once(tmp_path: Path) -> None:

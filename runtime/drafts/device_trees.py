@@ -1,5 +1,5 @@
 """A tree's draft phase on a device: all levels after the first pass, growth and the draft's passes,
-as one sequence that is captured once and waits for nothing.
+as a sequence that is captured as one graph and waits for nothing.
 
 A level's nodes stand in slots of its own behind the text, whether or not there is a node for each
 place, so that shapes are those of the rule. The host fills in where the text ends and the noise's
@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
 from spectune.runtime.cache import Tokens
 from spectune.runtime.distributions import Perturb, best_children, codes_on_device
+from spectune.runtime.policies.blocks import FixedWindow
 from spectune.runtime.sampling import Noise, add_noise
 from spectune.runtime.trees.draft import GrownTree
 from spectune.runtime.trees.on_device import GrowingTree, grow_on_device
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 Key = tuple[int, int, int]
 """A sequence: the first level, the last, and the depth that the tree was begun with, where that
 matters (HeteroSpec; else 0)."""
+DEPTHS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+"""Depths that sequences are captured for, beside the longest, where windows differ by round."""
 
 
 def grows_on_device(model: SlotModel, plan: Plan) -> bool:
@@ -54,6 +57,7 @@ class TreePhase:
         self.model, self.sampling, self.rule = model, sampling, plan.rule(sampling)
         self.states, device = model.cache.states, model.device
         self._window, self._depth = plan.policy.gamma_max, 0
+        self._fixed = isinstance(plan.policy.window, FixedWindow)
         self.growing = GrowingTree(self.rule, plan.policy.depth_max, device)
         levels, most, capacity = self.growing.depth, max(self.growing.sizes), model.cache.capacity
         self._numbers = torch.zeros(4 + levels, dtype=torch.int64, device=device)
@@ -88,9 +92,11 @@ class TreePhase:
         return grow_on_device(self.growing, self._depth, partial(self._run, depth=begun))
 
     def _run(self, first: int, last: int, depth: int) -> Tensor:
-        if (sequence := self.captured.get((first, last, depth))) is None:
+        # A longer sequence will do: nothing is chosen from levels behind the tree's depth.
+        usable = [k for k in list(self.captured) if k[1] >= last and (k[0], k[2]) == (first, depth)]
+        if not usable:
             return self._levels(first, last, depth)
-        replay, result = sequence
+        replay, result = self.captured[min(usable)]
         replay()
         return result
 
@@ -108,9 +114,13 @@ class TreePhase:
                 self.captured[key] = sequence
 
     def _keys(self) -> set[Key]:
-        """What :func:`runtime.trees.on_device.grow_on_device` asks for, whatever the window."""
+        """What :func:`runtime.trees.on_device.grow_on_device` asks for, or what is a little longer.
+        Under a fixed window only the last trees of a text are shallower."""
         growing, keys = self.growing, set[Key]()
-        for depth in range(1, min(self._window, growing.depth) + 1):
+        deepest, depths = min(self._window, growing.depth), set[int]()
+        if not self._fixed:
+            depths = {*range(1, deepest)} if self.rule.stratified else {*DEPTHS}
+        for depth in {deepest} | {d for d in depths if d < deepest}:
             last, begun = growing.last_level(depth), depth if self.rule.stratified else 0
             if growing.early:
                 keys |= {(level, level, begun) for level in range(1, last + 1)}
@@ -158,7 +168,7 @@ class TreePhase:
             mask = self._mask[above]
         self._mask[:n] = mask | (self._columns == slots[:, None])
         hidden = None if self._hidden is None else self._hidden[above]
-        positions = (self._numbers[1:2] + (level - 1)).expand(n)
+        positions = (self._numbers[1:2] + (level - 1)).clamp_max(model.max_positions - 1).expand(n)
         length = (slots[-1:] + 1).clamp_max(capacity)
         read = Tokens(
             tokens, positions, slots, self._mask[:n], capacity, length=length, hidden=hidden
