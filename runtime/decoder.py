@@ -82,7 +82,7 @@ class ModelBackend:
         self._noise = Noise(request.seed, target.vocab_size, target.device) if sampled else None
         self._awake = set()
         self.pair.reserve(self._capacity)
-        prepare_graphs(self.pair, prepared, sampling=request.sampling)
+        prepare_graphs(self.pair, prepared, sampling=request.sampling, rejects=request.rejects)
         if len(self._text) > 1 and self._prefilled is not request:
             target.read(torch.tensor(self._text[:-1], device=target.device), 0)
         self._prefilled = None

@@ -41,7 +41,7 @@ from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.plan import Plan, prepare
 from spectune.runtime.profiling.experiment import cells_of
-from spectune.traces.schema import Request, Sampling, Workload
+from spectune.traces.schema import Request, Sampling, Verifier, Workload
 
 TOKENS = 16
 DEEP = 3
@@ -140,7 +140,7 @@ class Twins:
     def forget(self) -> None:
         for model in self.models:
             model.graphs.forget()
-            model.graphs.samplings.clear()
+            model.graphs.requests = ()
             model.graphs.eager.clear()
             model.graphs.replayed.clear()
 
@@ -173,9 +173,13 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Twins:
 
 
 def going(
-    pair: LoadedPair, source: PolicySource, sampling: Sampling, prompt: str = PROMPT
+    pair: LoadedPair,
+    source: PolicySource,
+    sampling: Sampling,
+    prompt: str = PROMPT,
+    verifier: Verifier = "coupled",
 ) -> Iterator[Round]:
-    decoder = Decoder(pair, source)
+    decoder = Decoder(pair, source, verifier)
     return decoder.rounds(asked(decoder, prompt, sampling, TOKENS))
 
 
@@ -344,6 +348,35 @@ def test_a_few_depths_of_trees_are_captured(
     rounds = [seen(going(pair, source, sampling)) for pair in (twins.plain, twins.fast)]
     assert rounds[0] == rounds[1]
     assert not levels
+
+
+def test_the_rejection_verifier_replays_what_it_needs(twins: Twins) -> None:
+    """Chains that a stop ends are grown on the host, which reads their distributions."""
+    twins.forget()
+    stop = {"kind": "max_prob", "threshold": 0.05}
+    policy, rounds = parse_policy(chain("near", 4, stop=stop)), []
+    for pair in (twins.plain, twins.fast):
+        plan = prepare(policy, pair.draft_names)
+        rounds.append(seen(going(pair, StaticSource(plan), HOT, verifier="rejection")))
+    assert rounds[0] == rounds[1]
+    assert twins.missed() == {}
+    assert not plan.phases
+    assert Shape(1, Kind(causal=False)) in twins.fast.drafts["near"].graphs.shapes  # type: ignore[union-attr]
+
+
+def test_requests_are_captured_for_as_they_are_sampled(twins: Twins) -> None:
+    """Each for its own sampling; a policy made aside for the last few."""
+    twins.forget()
+    policy = parse_policy(top_k("near", 3, 2, 6))
+    temperatures = [0.5, 0.6, 0.7, 0.8, 0.9, 0.5]
+    for temperature in temperatures:
+        plan = prepare(policy, twins.fast.draft_names)
+        list(going(twins.fast, StaticSource(plan), Sampling(temperature=temperature, seed=3)))
+        assert [sampling.temperature for _, sampling in plan.phases] == [temperature]
+    aside = prepare_for(twins.fast, policy)
+    assert [sampling.temperature for _, sampling in aside.phases] == [0.7, 0.8, 0.9, 0.5]
+    list(going(twins.fast, StaticSource(aside), Sampling(temperature=0.6)))
+    assert [sampling.temperature for _, sampling in aside.phases] == [0.8, 0.9, 0.5, 0.6]
 
 
 def test_texts_of_any_length_are_captured_for_once(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from spectune.runtime.attention import causal_mask, without_cudnn
 from spectune.runtime.cache import Tokens
-from spectune.runtime.drafts.device_trees import grows_on_device, tree_phase
+from spectune.runtime.drafts.device_trees import MOST_PHASES, grows_on_device, tree_phase
 from spectune.runtime.drafts.protocol import LONG_LAG
 from spectune.runtime.models import Kind, Output, Outputs, SlotModel
 from spectune.runtime.policies.document import NODE_LIMIT
@@ -155,9 +155,9 @@ class CapturedPass:
 class PassGraphs:
     """The captured passes of one model. :meth:`capture` may run in another thread than :meth:`run`.
 
-    ``replayed`` and ``eager`` count passes by tokens and kind. ``samplings`` of the requests so far
-    (:func:`prepare_graphs`). ``problem``: why a pass could not be captured; then no more are until
-    all are forgotten.
+    ``replayed`` and ``eager`` count passes by tokens and kind. ``requests``: how the last few are
+    sampled, and whether the rejection verifier decides (:func:`prepare_graphs`). ``problem``: why a
+    pass could not be captured; then no more are until all are forgotten.
     """
 
     lock = CAPTURING
@@ -166,7 +166,7 @@ class PassGraphs:
         self.model, self.problem = model, ""
         self.replayed: Counter[tuple[int, Kind]] = Counter()
         self.eager: Counter[tuple[int, Kind]] = Counter()
-        self.samplings: set[Sampling] = set()
+        self.requests: tuple[tuple[Sampling, bool], ...] = ()
         self._recorder = recorder
         self._passes: dict[Shape, CapturedPass] = {}
 
@@ -235,24 +235,30 @@ def graphs_enabled(device: torch.device) -> bool:
     return device.type == "cuda" and os.environ.get(SWITCH, "1") != "0"
 
 
-def prepare_graphs(pair: LoadedPair, prepared: Plan, *, sampling: Sampling | None = None) -> None:
+def prepare_graphs(
+    pair: LoadedPair, prepared: Plan, *, sampling: Sampling | None = None, rejects: bool = False
+) -> None:
     """Captures what rounds under a policy can need; nothing where the pair has no graphs, or what
     is there already. A text that is longer than was reserved (:meth:`LoadedPair.reserve`) needs all
     anew.
 
-    ``sampling`` of requests; None: as all were so far, for a policy that is prepared aside.
+    ``sampling`` of a request, and whether the rejection verifier decides (``rejects``); without a
+    sampling as the last few requests had it, for a policy that is prepared aside.
     """
     target = pair.target.graphs
     if target is None:
         return
+    requests = target.requests
     if sampling is not None:
-        target.samplings.add(replace(sampling, seed=0))
+        request = replace(sampling, seed=0), rejects
+        others = (other for other in requests if other != request)
+        target.requests, requests = (request, *others)[:MOST_PHASES], (request,)
     for plan in prepared.plans:
-        for each in list(target.samplings):
-            _capture(pair, plan, each)
+        for each, by_rejection in reversed(requests):
+            _capture(pair, plan, each, by_rejection)
 
 
-def _capture(pair: LoadedPair, plan: Plan, sampling: Sampling) -> None:
+def _capture(pair: LoadedPair, plan: Plan, sampling: Sampling, rejects: bool) -> None:
     greedy = sampling.greedy
     target, draft = pair.target.graphs, pair.models.get(plan.policy.draft)
     assert target is not None
@@ -271,7 +277,7 @@ def _capture(pair: LoadedPair, plan: Plan, sampling: Sampling) -> None:
     ids = greedy and not grows
     reads: Output = "states" if plan.shortlist is not None else "ids" if ids else "logits"
     draft.graphs.capture(LONG_LAG, Kind(reads))
-    if grows and grows_on_device(draft, plan):
+    if grows and grows_on_device(draft, plan, rejects=rejects):
         tree_phase(plan, draft, sampling).capture(draft.graphs.record)
     elif grows:
         widths = [rule.step_width(level) for level in range(2, depth + 1)]

@@ -31,22 +31,29 @@ if TYPE_CHECKING:
 Key = tuple[int, int, int]
 """A sequence: the first level, the last, and the depth that the tree was begun with, where that
 matters (HeteroSpec; else 0)."""
+MOST_PHASES: Final = 4
+"""Draft phases that a plan keeps, each of one sampling."""
 DEPTHS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 """Depths that sequences are captured for, beside the longest, where windows differ by round."""
 
 
-def grows_on_device(model: SlotModel, plan: Plan) -> bool:
+def grows_on_device(model: SlotModel, plan: Plan, *, rejects: bool) -> bool:
     """Whether trees of a plan are grown on its draft's device: on CUDA, or wherever passes are
-    captured. A router's shortlists need the host, so shortlisted trees are grown there."""
-    return plan.shortlist is None and (model.device.type == "cuda" or model.graphs is not None)
+    captured. A router's shortlists need the host, so shortlisted trees are grown there, and so is
+    what the rejection verifier decides (``rejects``), which reads the distributions."""
+    on_device = model.device.type == "cuda" or model.graphs is not None
+    return on_device and plan.shortlist is None and not rejects
 
 
 def tree_phase(plan: Plan, model: SlotModel, sampling: Sampling) -> TreePhase:
-    """The draft phase of a plan's trees, made at the first call; it lives as long as the plan."""
-    sampling = replace(sampling, seed=0)
-    phase = plan.phases.get((model, sampling))
+    """The draft phase of a plan's trees, made at the first call. A plan keeps the last few."""
+    key = model, replace(sampling, seed=0)
+    phase = plan.phases.get(key)
     if phase is None or phase.states is not model.cache.states:  # a cache that grew is another
-        phase = plan.phases[model, sampling] = TreePhase(plan, model, sampling)
+        plan.phases.pop(key, None)
+        for oldest in list(plan.phases)[: 1 - MOST_PHASES]:
+            del plan.phases[oldest]
+        phase = plan.phases[key] = TreePhase(plan, *key)
     return phase
 
 

@@ -92,7 +92,7 @@ def propose_tree(
 ) -> Drafted:
     """Grows a tree by a draft's passes, as the policy says."""
     plan, sampling, log_q = context.plan, context.sampling, list[Tensor]()
-    if grows_on_device(reader.model, plan) and not context.rejects:
+    if grows_on_device(reader.model, plan, rejects=context.rejects):
         phase = tree_phase(plan, reader.model, sampling)
         phase.begin(reader.length, depth, limit, context.noise)
         logits = reader.root()
