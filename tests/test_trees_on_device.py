@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from test_trees import KINDS, Case, Told, as_codes, random_case
-from tree_reference import Law, Path
+from tree_reference import Path
 
 from spectune.runtime.distributions import DeviceCodes
 from spectune.runtime.trees.draft import GrownTree, grow
@@ -27,32 +27,30 @@ TREES = 400
 
 
 class ToldInTensors:
-    """The distributions of a case, path by path, as tensors. A place without a node gets a law of
-    nobody's."""
+    """The distributions of a case, path by path, as tensors. A place without a node gets one too,
+    of a path that is not in the tree."""
 
     def __init__(self, case: Case) -> None:
-        self.case, self.junk, self.levels = case, random.Random(0), 0
-        self.read: list[Path | None] = []
+        self.case, self.junk = case, random.Random(0)
+        self.rows: list[int] = []
+        """How many places each pass read."""
+        self.read: list[Path] = []
         """What passes after the first read."""
 
     def root(self) -> DeviceCodes:
-        self.paths: list[Path | None] = [()]
+        self.paths: list[Path] = [()]
         return self._codes()
 
-    def expand(self, frontier: Frontier, level: int) -> DeviceCodes:
-        columns = (x.tolist() for x in frontier)
-        above, self.paths = self.paths, []
-        for token, parent, exists in zip(*columns, strict=True):
-            path = above[parent]
-            assert not exists or path is not None
-            self.paths.append((*path, token) if exists and path is not None else None)
+    def expand(self, frontier: Frontier) -> DeviceCodes:
+        tokens, above = (x.tolist() for x in frontier)
+        paths = zip(above, tokens, strict=True)
+        self.paths = [(*self.paths[place], token) for place, token in paths]
         self.read += self.paths
         return self._codes()
 
     def _codes(self) -> DeviceCodes:
-        self.levels += 1
-        nobody = Law([1], [3], [0], 4, 5)
-        laws = [nobody if path is None else self.case.draft(path) for path in self.paths]
+        self.rows.append(len(self.paths))
+        laws = [self.case.draft(path) for path in self.paths]
         codes = as_codes(laws, self.case.rule.width, self.junk)
         return DeviceCodes(*(torch.from_numpy(x.astype("int64")) for x in codes))
 
@@ -71,33 +69,36 @@ def grown_by(growing: GrowingTree, case: Case, told: ToldInTensors, *, looks: bo
     def grow_levels(first: int, last: int) -> torch.Tensor:
         for level in range(first, last + 1):
             above = level - 1
-            codes = told.expand(growing.frontier(above), above) if above else told.root()
+            codes = told.expand(growing.frontier(above)) if above else told.root()
             growing.add(codes, level, case.gamma)
         return growing.choose()
 
     growing.begin(torch.tensor([case.gamma]), torch.tensor([case.limit]))
     if looks:
         return grow_on_device(growing, case.gamma, grow_levels)
-    tree, more = grown_tree(grow_levels(1, growing.depth).tolist(), growing.depth)
+    tree, more = grown_tree(grow_levels(1, growing.depth).tolist(), growing.sizes)
     assert not more
     return tree
 
 
 def same(one: GrownTree, other: GrownTree) -> bool:
-    """Whether two trees are equal in all but the numbers of the nodes that were read: compiled code
-    counts those that exist, a device all places of a level."""
+    """Whether two trees are equal in all but the numbers of the nodes that were read, and how many
+    they are: compiled code counts those that exist, a device all places of a level."""
     read = [[place >= 0 for place in tree.expanded] for tree in (one, other)]
-    return replace(one, expanded=[]) == replace(other, expanded=[]) and read[0] == read[1]
+    bare = [replace(tree, expanded=[], widths=[]) for tree in (one, other)]
+    return bare[0] == bare[1] and read[0] == read[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("looks", [False, True])
 def test_grows_the_same_trees(kind: str, looks: bool) -> None:
-    """Whether or not the host looks where growth may have ended. One memory serves many trees."""
+    """Whether or not the host looks where growth may have ended, or there are levels behind the
+    deepest of the tree. One memory serves many trees."""
     seen: Counter[str] = Counter()
     for trial in range(TREES // 2):
         case = drafting_case(f"device {kind} {looks} {trial}", kind)
-        growing = GrowingTree(case.rule, case.gamma + case.rule.alpha, CPU)
+        behind = 0 if looks else trial % 3
+        growing = GrowingTree(case.rule, case.gamma + case.rule.alpha + behind, CPU)
         for again in range(2):
             draft = case.draft
             if again:
@@ -106,8 +107,9 @@ def test_grows_the_same_trees(kind: str, looks: bool) -> None:
             tree = grown_by(growing, case, told, looks=looks)
             expected = grow(case.rule, case.gamma, case.limit, Told(case))
             assert same(tree, expected), (trial, tree, expected)
-            seen["levels"] += told.levels
-            seen["behind the end"] += told.levels - tree.steps
+            assert tree.widths == told.rows[: tree.steps]
+            seen["levels"] += len(told.rows)
+            seen["behind the end"] += len(told.rows) - tree.steps
             seen["nodes"] += len(tree.tokens)
             seen["bins"] += tree.bin != 255
     assert seen["levels"] > 2 * TREES

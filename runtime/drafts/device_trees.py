@@ -163,7 +163,7 @@ class TreePhase:
     def _read(self, level: int) -> Tensor:
         """Float32 logits [n, vocab] after the nodes of a level."""
         model, growing, capacity = self.model, self.growing, len(self._columns)
-        tokens, above, _ = growing.frontier(level)
+        tokens, above = growing.frontier(level)
         n, begin = len(tokens), sum(growing.sizes[1:level])
         places = torch.arange(begin, begin + n, device=model.device)
         # Behind the capacity there is one slot more, where a rehearsal writes.

@@ -48,8 +48,9 @@ class GrownTree:
 
     ``tokens``, ``parents`` (index among the kept nodes, -1: the root), ``depths`` (from 1) of the
     kept nodes in creation order; ``expanded``: which of the nodes that the draft read each is, -1
-    if none. ``levels`` kept of the growth, ``steps`` passes made, ``widths`` the nodes each pass
-    read (1 for the first). ``bin`` is HeteroSpec's, ``phi`` in 1/256 nat.
+    if none. ``levels`` kept of the growth, ``steps`` passes made, ``widths`` the rows of each pass
+    (1 for the first): nodes, or on a device all places of a level. ``bin`` is HeteroSpec's, ``phi``
+    in 1/256 nat.
     """
 
     tokens: list[int] = field(default_factory=list)

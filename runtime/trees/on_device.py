@@ -2,10 +2,10 @@
 rule and a depth fix, so that a whole draft phase is captured as one graph and nothing waits for the
 device.
 
-Every choice is of whole numbers: with ``key * POOL + index`` as keys, which are distinct, ``topk``
-chooses what :func:`runtime.policies.eagle2.cheapest` does. The coupled score takes logarithms from
-tables alone. Where growth ends is a mask: levels behind the end may be grown all the same, and
-nothing is chosen from them. Places without a node read token 0.
+Every choice is of whole numbers: with ``key * n + index`` as keys of n nodes, which are distinct,
+``topk`` chooses what :func:`runtime.policies.eagle2.cheapest` does. The coupled score takes
+logarithms from tables alone. Where growth ends is a mask: levels behind the end may be grown all
+the same, and nothing is chosen from them. Places without a node read token 0.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from spectune.traces.schema import NAT_SCALE, NO_BIN
 
 
 class Frontier(NamedTuple):
-    """The places of a level whose nodes a draft reads next, [n] each: ``tokens``, which of the
-    nodes read before is ``above`` each, and whether there is a node (``exists``)."""
+    """The places of a level whose nodes a draft reads next, [n] each: ``tokens``, and which of the
+    places read before is ``above`` each."""
 
     tokens: Tensor
     above: Tensor
-    exists: Tensor
 
 
 class _Tables(NamedTuple):
@@ -88,7 +87,6 @@ class GrowingTree:
         )
         self.token, self.cost, self.q_cost, self.parent = self._zeros(4, pool)
         self.place, self.above, self.phi = self._zeros(3, depth + 1, most)
-        self.width = self._zeros(depth + 1)
         self.limit, self.goal, self.levels, self.steps, self.bin, self.bin_phi = self._zeros(6, 1)
         self.alive = self._zeros(1).bool()
         """Whether growth goes on after the levels so far."""
@@ -115,7 +113,7 @@ class GrowingTree:
         """Starts a tree of ``depth`` levels, which HeteroSpec may extend up to ``limit``, both
         int64 [1]."""
         self.limit.copy_(limit)
-        self.place[0, 0], self.phi[0, 0], self.width[0] = ROOT, 0, 1
+        self.place[0, 0], self.phi[0, 0] = ROOT, 0
         for count in (self.levels, self.steps, self.bin_phi):
             count.zero_()
         self.bin.fill_(NO_BIN)
@@ -126,9 +124,8 @@ class GrowingTree:
         """What the pass after a level reads."""
         size = self.sizes[level]
         place = self.place[level, :size]
-        exists = place != NONE
-        tokens = self.token[place.clamp_min(0)].masked_fill(~exists, 0)
-        return Frontier(tokens, self.above[level, :size], exists)
+        tokens = self.token[place.clamp_min(0)].masked_fill(place == NONE, 0)
+        return Frontier(tokens, self.above[level, :size])
 
     def add(self, codes: DeviceCodes, level: int, depth: int) -> None:
         """Makes a level, counted from 1, of a tree that was begun with ``depth``, from the
@@ -168,8 +165,6 @@ class GrowingTree:
         self.above[level, :count] = above
         phis = self.phi[level - 1, :size] + codes.top_entropy
         self.phi[level, :count] = phis[above].masked_fill(~exist, 0)
-        width = exist.sum(0, keepdim=True)
-        self.width[level : level + 1] = count if rule.static else width
         stops = torch.zeros_like(self.alive)
         if rule.reads_stop:
             key = order.masked_fill(cost >= INFINITE, INFINITE) if rule.static else cost
@@ -179,7 +174,9 @@ class GrowingTree:
             stops = (high[0] | high[1] | (codes.entropy[row] > rule.max_entropy)) & (
                 cost[first] < INFINITE
             )
-        empty = width == 0 if rule.confidence is not None else torch.zeros_like(self.alive)
+        empty = torch.zeros_like(self.alive)
+        if rule.confidence is not None:
+            empty = ~exist.any(0, keepdim=True)
         self.steps += self.alive
         undone = empty if rule.keep_last else empty | stops
         self.levels += self.alive & ~undone
@@ -248,20 +245,18 @@ class GrowingTree:
         parent = number[parent.clamp_min(0)].masked_fill(parent < 0, ROOT)
         more = self.goal.masked_fill(~self.alive, 0)
         counts = more, self.levels, self.steps, self.bin, self.bin_phi, exist.sum(0, keepdim=True)
-        return torch.cat(
-            [*counts, self.width, self.token[inside], parent, self._level_of[inside], read[nodes]]
-        )
+        return torch.cat([*counts, self.token[inside], parent, self._level_of[inside], read[nodes]])
 
 
-def grown_tree(numbers: list[int], depth: int) -> tuple[GrownTree, int]:
-    """The tree in what :meth:`GrowingTree.choose` gave for at most ``depth`` levels, and up to
-    which level growth goes on (0: it has ended)."""
+def grown_tree(numbers: list[int], sizes: Sequence[int]) -> tuple[GrownTree, int]:
+    """The tree in what :meth:`GrowingTree.choose` gave for levels of ``sizes``, and up to which
+    level growth goes on (0: it has ended). A pass reads all places of a level."""
     more, levels, steps, bin_, phi, count = numbers[:6]
-    widths, nodes = numbers[6 : 7 + depth], numbers[7 + depth :]
+    nodes = numbers[6:]
     most = len(nodes) // 4
     tokens, parents, depths, read = (nodes[i * most : i * most + count] for i in range(4))
-    tree = GrownTree(tokens, parents, depths, read, levels, steps, widths[:steps], phi, bin_)
-    return tree, more
+    widths = [*sizes[:steps]]
+    return GrownTree(tokens, parents, depths, read, levels, steps, widths, phi, bin_), more
 
 
 def _wide(codes: Tensor, k: int) -> Tensor:
@@ -286,7 +281,7 @@ def grow_on_device(
     first, more = 1, min(depth, growing.depth)
     while True:
         last = first if growing.early else more
-        tree, more = grown_tree(levels(first, last).tolist(), growing.depth)
+        tree, more = grown_tree(levels(first, last).tolist(), growing.sizes)
         if more <= last:
             return tree
         first = last + 1
