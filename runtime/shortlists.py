@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from spectune.runtime.cuda.kernel import gathered_logits, kernel_runs
+from spectune.runtime.cuda.gathered import gathered_logits, kernel_runs
 from spectune.runtime.policies.dynaspec import FloatArray
 from spectune.runtime.policies.shortlist_rule import ShortlistRule
 from spectune.traces.errors import PolicyError

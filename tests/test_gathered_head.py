@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spectune.runtime.cuda.kernel import LAUNCH, gathered_kernel, kernel_runs, tile_for
+from spectune.runtime.cuda.gathered import LAUNCH, gathered_kernel, kernel_runs, tile_for
 from spectune.runtime.shortlists import OutputHead
 
 TOLERANCE = {
