@@ -4,7 +4,7 @@ it."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -23,7 +23,7 @@ from spectune.runtime.perplexity import log_perplexity
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import EXPANDED_LIMIT, Policy
 from spectune.runtime.policies.plan import Plan, prepare
-from spectune.runtime.sampling import Noise, Samples, sample
+from spectune.runtime.sampling import Noise, sample
 from spectune.runtime.session import Sessions
 from spectune.runtime.shortlists import Shortlists
 from spectune.runtime.trees.draft import GrownTree, ancestors
@@ -138,10 +138,15 @@ class ModelBackend:
             at_once = target.device.type != "cpu" or target.graphs is not None
             logits = self._read_tree(drafted.tree, greedy=greedy and at_once)
             positions = [length + depth for depth in (0, *drafted.tree.depths)]
-            answers: Sequence[int] = Samples(logits, sampling, noise, positions)
+
+            def drawn(row: int) -> int:
+                one = slice(row, row + 1)
+                return int(sample(logits[one], sampling, noise, positions[one]))
+
+            token_after: Callable[[int], int] = drawn
             if at_once:
-                answers = sample(logits, sampling, noise, positions).tolist()
-            verdict = accept(drafted.tree, answers)
+                token_after = sample(logits, sampling, noise, positions).tolist().__getitem__
+            verdict = accept(drafted.tree, token_after)
             self._path = verdict.path
             assert self._drafting is not None
             return replace(verdict, read=0) if self._drafting.reads_features else verdict

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -140,8 +140,8 @@ class Noise:
 
     def keys(self, positions: Sequence[int]) -> list[int]:
         """The keys at positions, as int64 has them."""
-        keys = (stream_key(self._seed, p, self._stream, self._salt) for p in positions)
-        return [as_int64(key) for key in keys]
+        keys = {p: stream_key(self._seed, p, self._stream, self._salt) for p in set(positions)}
+        return [as_int64(keys[position]) for position in positions]
 
     def add(self, scores: Tensor, ids: Tensor | None, positions: Sequence[int]) -> Tensor:
         """``scores`` [n, size] plus the noise at each row's position (one position: of all rows).
@@ -258,20 +258,3 @@ def sample(
     if noise is None:
         return logits if logits.dtype == torch.int64 else logits.argmax(-1)
     return noise.best(processed(logits, sampling, draft=draft), ids, positions)
-
-
-class Samples(Sequence[int]):
-    """The tokens of :func:`sample`, each drawn when it is looked at."""
-
-    def __init__(
-        self, logits: Tensor, sampling: Sampling, noise: Noise | None, positions: Sequence[int]
-    ) -> None:
-        self._logits, self._sampling = logits, sampling
-        self._noise, self._positions = noise, positions
-
-    def __len__(self) -> int:
-        return len(self._positions)
-
-    def __getitem__(self, row: Any) -> Any:
-        logits, positions = self._logits[row : row + 1], self._positions[row : row + 1]
-        return int(sample(logits, self._sampling, self._noise, positions))

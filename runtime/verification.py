@@ -11,7 +11,7 @@ in text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 import torch
@@ -30,18 +30,19 @@ def accept_chain(drafted: Sequence[int], tokens: Sequence[int]) -> Verified:
     return Verified(accepted, list(tokens[: accepted + 1]))
 
 
-def accept(tree: GrownTree, tokens: Sequence[int]) -> Verified:
+def accept(tree: GrownTree, token_after: Callable[[int], int]) -> Verified:
     """The verdict of the coupled verifier on a tree: from the root down while a child holds the
-    target's own token. ``tokens``: the target's own after the text and after each node."""
+    target's own token. ``token_after``: the target's own, of 0 after the text, of 1 + a node's
+    number after that node; called along the path alone."""
     children = {
         (parent, token): node
         for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True))
     }
-    path, emitted = list[int](), [tokens[0]]
+    path, emitted = list[int](), [token_after(0)]
     node = children.get((-1, emitted[0]))
     while node is not None:
         path.append(node)
-        emitted.append(tokens[node + 1])
+        emitted.append(token_after(node + 1))
         node = children.get((node, emitted[-1]))
     unread = (i for i, accepted in enumerate(path) if tree.expanded[accepted] < 0)
     return Verified(len(path), emitted, path, next(unread, len(path)))

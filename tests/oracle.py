@@ -172,7 +172,7 @@ class TraceBackend:
             assert self.trees is not None
             tree, end = drafted.tree, len(self.output)
             positions = [min(self._at + depth, end) for depth in (0, *tree.depths)]
-            verdict = accept(tree, [[*self.output, -1][position] for position in positions])
+            verdict = accept(tree, lambda row: [*self.output, -1][positions[row]])
             # A head reads all emitted tokens again.
             self._read = (verdict.read or 0) if self.trees.forest.shared else 0
             return replace(verdict, read=self._read)

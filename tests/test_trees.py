@@ -280,7 +280,8 @@ def test_accepts_as_the_papers_say(kind: str) -> None:
         tree, _ = grown(case)
         target = reference.random_target(rng, case.draft, case.vocab, rng.choice([0.5, 0.9, 1.0]))
         accepted, bonus = reference.verify(expected.kept, target)
-        verdict = accept(tree, [target(path) for path in [(), *paths_of(tree)]])
+        answers = [target(path) for path in [(), *paths_of(tree)]]
+        verdict = accept(tree, answers.__getitem__)
         assert verdict.tokens == [*(node.token for node in accepted), bonus]
         assert verdict.path == [expected.kept.index(node) for node in accepted]
         assert verdict.accepted == len(accepted)
