@@ -181,7 +181,6 @@ class ModelBackend:
             self._drafting.commit(length, drafted, path)
         self._text.extend(emitted)
         self._rounds += 1
-        self._prefilled = None
         if self._noise is not None:
             self._noise.forget_before(len(self._text))
 
@@ -288,16 +287,19 @@ class Decoder:
 
 
 class _RequestSource:
-    """A source's policies for one request: of a choice by prompt, the plan that it chooses."""
+    """A source's policies for one request: of a choice by prompt, the plan that it chooses.
+
+    A choice that is published meanwhile begins with the next request: the prompt would have to be
+    read once more, which takes longer than a round and writes over what the cache holds."""
 
     def __init__(self, source: PolicySource, request: DecodeRequest, backend: ModelBackend) -> None:
         self._source, self._request, self._backend = source, request, backend
         self.looked_at: Plan | None = None
-        """What the source had last."""
+        """What the source had last that is in force for the request."""
 
     def current(self) -> Plan:
         plan = self._source.current()
-        if plan is not self.looked_at:
+        if plan is not self.looked_at and (self.looked_at is None or plan.choice is None):
             self.looked_at, request = plan, self._request
             self._plan = plan.for_prompt(
                 request.prompt_ids, lambda: self._backend.log_perplexity(request)
@@ -329,7 +331,7 @@ def check_lossless(
                 "the rejection verifier cannot make lossless; use the coupled verifier or "
                 "keep_last true"
             )
-        if policy.speculates and policy.draft not in pair.chain_drafts:
+        if policy.draft in pair.heads:
             raise PolicyError(
                 f"draft {policy.draft!r} is a head, which the rejection verifier is not built for; "
                 "use the coupled verifier"

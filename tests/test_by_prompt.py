@@ -362,37 +362,51 @@ def test_another_recordings_prompts_are_not_known(rich: LoadedPair, place: Trace
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
 def test_publications_take_effect_between_two_rounds(
-    rich: LoadedPair, place: TraceStore, sampling: Sampling
+    rich: LoadedPair, place: TraceStore, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To a choice in the middle of a request, which is for its prompt, and from one; acknowledged,
-    and refused with a reason."""
-    plain = policy("near", 2)
+    """From a choice to a plain policy at once; to a choice with the next request, so that the
+    target reads no prompt twice. Acknowledged, and refused with a reason."""
+    plain, other = policy("near", 2), policy("far", 2)
     prompt = "def add(a, b): and so on"
-    (wanted,) = plain_texts(rich, {"r": prompt}, sampling, 30)
+    (expected,) = plain_texts(rich, {"r": prompt}, sampling, 30)
     chains, trees = (planted(rich, place, each) for each in (CHAINS, TREES))
     first = publish(place, rich, plain)
+    order, used, versions = [chains, other, trees, chains, plain, chains], [], []
+    read, reads = rich.target.read, list[int]()
+
+    def counted(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        reads.append(len(ids))
+        return read(ids, *rest)
+
+    monkeypatch.setattr(rich.target, "read", counted)
     with watch(
         place, rich, None, None, sampling=sampling, interval_s=600, node="here:1"
     ) as following:
-        decoder, order = Decoder(rich, following), [chains, plain, trees, chains]
-        tokens, used, versions = [], [], []
-        for n, item in enumerate(decoder.rounds(asked(decoder, prompt, sampling, 30))):
-            tokens += item.tokens
-            used.append(item.step.policy)
-            if n % 2 == 1 and order:
-                versions.append(publish(place, rich, order.pop(0)))
-                assert following.poll()
-        assert tokens == wanted.output_ids.tolist()
+        decoder = Decoder(rich, following)
+        for _ in range(3):
+            tokens, drafted_by = list[int](), list[str]()
+            request = asked(decoder, prompt, sampling, 30)
+            for n, item in enumerate(decoder.rounds(request)):
+                tokens += item.tokens
+                drafted_by.append(item.step.policy)
+                if n in (1, 3, 5) and order:
+                    versions.append(publish(place, rich, order.pop(0)))
+                    assert following.poll()
+            assert tokens == expected.output_ids.tolist()
+            used.append([drafted_by[:4], drafted_by[4:]])
+        assert [[set(part) for part in parts] for parts in used] == [
+            [{plain.id}, {other.id}],
+            [{TREES[1].id}, {plain.id}],
+            [{CHAINS[1].id}, {CHAINS[1].id}],
+        ]
         assert not order
-        assert set(used[:2]) == {plain.id} == set(used[4:6])
-        assert set(used[2:4]) == {CHAINS[1].id} == set(used[8:])
-        assert set(used[6:8]) == {TREES[1].id}
+        assert reads == [len(request.prompt_ids) - 1] * 3
         bad = planted(rich, place, [plain, policy("gone", 2), AUTOREGRESSIVE])
         refused = publish(place, rich, bad)
         assert not following.poll()
         assert following.current().policy == chains
     said = {a.version: (a.status, a.reason) for a in place.acknowledgements() if a.version >= first}
-    assert [said[v][0] for v in versions] == ["applied"] * 4
+    assert [said[v][0] for v in versions] == ["applied"] * 6
     assert said[refused][0] == "refused"
     assert "draft: this pair has no draft 'gone'" in said[refused][1]
 
