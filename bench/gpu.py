@@ -173,7 +173,7 @@ def attention_of(
     slots, dim] under ``mask`` bool [n, slots], which a pass makes ready once for all layers."""
     from spectune.runtime.attention import attend, layer_mask
 
-    ready = layer_mask(mask, query.shape[1] // key.shape[1], query.dtype)
+    ready = layer_mask(mask, query.shape[1] // key.shape[1], key[0], value[0])
     return lambda: attend(query, key, value, ready)
 
 

@@ -18,8 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from spectune.runtime.cuda.attention import DTYPES, attention_runs, split_attention
-from spectune.runtime.cuda.launch import kernels_run
+from spectune.runtime.cuda.attention import attention_runs, split_attention
 
 NAME = "spectune"
 MASKED_ROWS = 128
@@ -65,7 +64,8 @@ def attend(
         mask is not None
         and mask.dtype == torch.bool
         and batch == 1
-        and attention_runs(query[0], keys[0], values[0])
+        and query.dtype == keys.dtype
+        and attention_runs(width, keys[0], values[0])
     ):
         pairs, scale = mask.view(mask.shape[-2:]), size**-0.5 if scale is None else scale
         if length is None:
@@ -80,13 +80,13 @@ def attend(
     return out.reshape(batch, heads, width, values.shape[-1])
 
 
-def layer_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """Returns a boolean mask [n, S] in the form that :func:`attend` reads in every layer, for keys
-    of ``dtype`` and so many query heads each: as it is for Triton, [1, 1, n, S], else as numbers to
-    add to scores, [1, 1, groups * n, S]."""
-    if kernels_run(mask.device) and dtype in DTYPES:
+def layer_mask(mask: Tensor, groups: int, keys: Tensor, values: Tensor) -> Tensor:
+    """Returns a boolean mask [n, S] in the form that :func:`attend` reads in every layer, where the
+    first has these ``keys`` and ``values`` [Hkv, slots, D] and so many query heads each: as it is
+    for Triton, [1, 1, n, S], else as numbers to add to scores, [1, 1, groups * n, S]."""
+    if attention_runs(len(mask), keys, values):
         return mask[None, None]
-    return _folded(mask, groups, dtype)
+    return _folded(mask, groups, keys.dtype)
 
 
 def _folded(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:

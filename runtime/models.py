@@ -393,19 +393,22 @@ class CausalModel(SlotModel):
     def forward(self, tokens: Tokens, *, recurrent: bool = False) -> tuple[Tensor, Tensor]:
         (ids, positions), view, mask = tokens[:2], self.cache.view(tokens), tokens.mask
         if mask is not None:
-            mask = layer_mask(mask, self._groups, self.cache.states.dtype)
+            mask = layer_mask(mask, self._groups, *view.layer(0))
         if self.fused is not None:
             states, rows = self.fused.forward(self.embedded(ids), positions, view, mask, self._taps)
             return states, self._joined(rows, states)
         rows = self._hooked.rows = {}
         PASS.length = view.length
-        out: Tensor = self._decoder(
-            input_ids=self._known(ids)[None],
-            position_ids=positions[None],
-            attention_mask=mask,
-            use_cache=True,
-            **{self._cache_name: view},
-        ).last_hidden_state[0]
+        try:
+            out: Tensor = self._decoder(
+                input_ids=self._known(ids)[None],
+                position_ids=positions[None],
+                attention_mask=mask,
+                use_cache=True,
+                **{self._cache_name: view},
+            ).last_hidden_state[0]
+        finally:
+            PASS.length = None
         return out, self._joined(rows, out)
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pairs import tiny_model
 from torch import Tensor
 
 from spectune.runtime import fused
+from spectune.runtime.attention import layer_mask, slot_attention
+from spectune.runtime.cache import Tokens
 from spectune.runtime.cuda import layers
 from spectune.runtime.cuda.attention import (
     LAUNCH,
@@ -21,7 +25,9 @@ from spectune.runtime.cuda.attention import (
     blocks_for,
     split_attention,
 )
+from spectune.runtime.cuda.graphs import RUNGS
 from spectune.runtime.cuda.launch import kernels_run
+from spectune.runtime.models import CausalModel
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="triton is published for Linux only"
@@ -86,7 +92,7 @@ def test_attention_over_a_tree_reads_what_it_sees_and_no_slot_beyond_the_length(
     mask, stop = tree_mask(n, start), start + n
     exact = exact_attention(query, *cache[:, :, :stop], mask[:, :stop])
     cache[:, :, stop:], mask[:, stop:] = torch.nan, True
-    assert attention_runs(query, *cache)
+    assert attention_runs(n, *cache)
     ours = split_attention(query, *cache, mask, torch.tensor([stop]), dim**-0.5)
     assert_close(ours, exact)
 
@@ -103,14 +109,41 @@ def test_queries_and_caches_may_be_views_and_a_query_that_sees_nothing_gets_zero
 
 @pytest.mark.usefixtures("interpreted")
 def test_what_no_kernel_covers_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, keys = draw(4, 8, 64), draw(2, 32, 64)
-    assert attention_runs(query, keys, keys)
-    assert not attention_runs(query.double(), keys.double(), keys.double())
-    assert not attention_runs(query, keys, draw(2, 32, 32))  # values of another size
-    assert not attention_runs(draw(4, 300, 64), keys, keys)  # a prompt
-    assert not attention_runs(draw(4, 8, 512), draw(2, 32, 512), draw(2, 32, 512))
+    keys, large = draw(2, 32, 64), draw(2, 32, 512)
+    assert attention_runs(max(RUNGS), keys, keys)  # of captured passes the largest
+    assert not attention_runs(8, keys.double(), keys.double())
+    assert not attention_runs(8, keys, draw(2, 32, 32))  # values of another size
+    assert not attention_runs(300, keys, keys)  # a prompt
+    assert not attention_runs(8, large, large)
     monkeypatch.setenv("SPECTUNE_KERNELS", "0")
-    assert not attention_runs(query, keys, keys)
+    assert not attention_runs(8, keys, keys)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_mask_is_made_ready_once_for_what_runs_in_its_pass() -> None:
+    """As it is where the kernel runs; where it does not, folded already for torch."""
+    for dim, n in ((64, 3), (512, 3), (64, 300)):
+        keys, mask = draw(2, SLOTS, dim), torch.ones(n, SLOTS, dtype=torch.bool)
+        ready = layer_mask(mask, 2, keys, keys)
+        runs = dim == 64 and n == 3
+        assert ready.shape == ((1, 1, n, SLOTS) if runs else (1, 1, 2 * n, SLOTS))
+        assert (ready.dtype == torch.bool) == runs
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_the_length_of_a_pass_is_of_no_other() -> None:
+    """Of one by the code of transformers, as GPT-2's are, even if it fails."""
+    model = CausalModel(tiny_model("gpt2", 60), "target")
+    model.reserve(16)
+    ids, mask = torch.arange(2), torch.ones(2, 8, dtype=torch.bool)
+    tokens = Tokens(ids, ids, ids, mask, 8, length=torch.tensor([2]))
+    query, keys, all_seen = draw(1, 2, 3, 16), draw(1, 2, 8, 16), mask[:1].expand(3, -1)
+    exact = exact_attention(query[0], keys[0], keys[0], all_seen)
+    for ids_of_pass in (ids, ids + 10**6):
+        with nullcontext() if ids_of_pass is ids else pytest.raises(IndexError):
+            model.forward(tokens._replace(ids=ids_of_pass))
+        seen, _ = slot_attention(model.model, query, keys, keys, all_seen[None, None])
+        assert_close(seen[0], exact)
 
 
 def test_a_cpu_runs_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from spectune.runtime.cuda.launch import interpreted, kernels_run, on, power_of_two, processors
+from spectune.runtime.policies.document import NODE_LIMIT
 
 DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 """What is computed in float32 without a loss; float64 is left to torch."""
-MOST_QUERIES: Final = 256
-"""Wider passes, those over prompts, are better served by the libraries' kernels."""
+MOST_QUERIES: Final = NODE_LIMIT + 1
+"""Of the largest tree with its root. Wider passes, those over prompts, are better served by the
+libraries' kernels."""
 MOST_ROW_BYTES: Final = 512
 """Of one key."""
 LAUNCH: Final = {"num_stages": 2, "num_warps": 4}
@@ -40,16 +42,16 @@ def blocks_for(rows: int, kv_heads: int, row_bytes: int, multiprocessors: int) -
     return {"ROWS": block, "KEYS": keys, "SPLITS": 1 << (splits.bit_length() - 1)}
 
 
-def attention_runs(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether :func:`split_attention` covers ``query`` [H, n, D] over ``keys`` and ``values``
-    [Hkv, slots, D], laid out alike."""
+def attention_runs(queries: int, keys: Tensor, values: Tensor) -> bool:
+    """Whether :func:`split_attention` covers so many queries over ``keys`` and ``values``
+    [Hkv, slots, D], laid out alike; queries are of the dtype of keys."""
     return (
-        kernels_run(query.device)
-        and query.shape[1] <= MOST_QUERIES
-        and query.shape[2] * query.element_size() <= MOST_ROW_BYTES
+        kernels_run(keys.device)
+        and queries <= MOST_QUERIES
+        and keys.shape[2] * keys.element_size() <= MOST_ROW_BYTES
         and (keys.shape, keys.stride()) == (values.shape, values.stride())
-        and query.dtype == keys.dtype == values.dtype
-        and query.dtype in DTYPES
+        and keys.dtype == values.dtype
+        and keys.dtype in DTYPES
     )
 
 

@@ -241,7 +241,7 @@ class EagleHead(SlotModel):
         shape, mask, view = self.net.shape, tokens.mask, self.cache.view(tokens)
         assert tokens.hidden is not None
         if mask is not None:
-            mask = layer_mask(mask, shape.heads // shape.kv_heads, self.cache.states.dtype)
+            mask = layer_mask(mask, shape.heads // shape.kv_heads, *view.layer(0))
 
         rotary = self._cos[tokens.positions], self._sin[tokens.positions]
         embedded, parts = self._embed(tokens.ids), new_pass(rotary, view, mask)
