@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from spectune.runtime.attention import attend
 from spectune.runtime.cache import CacheView, LayerShape, SlotCache, Tokens
 from spectune.runtime.cuda import layers as kernels
-from spectune.runtime.cuda.attention import DTYPES
-from spectune.runtime.cuda.launch import kernels_run, switched_on
+from spectune.runtime.cuda import noise
+from spectune.runtime.cuda.attention import DTYPES, attention_runs, split_attention
+from spectune.runtime.cuda.launch import kernels_run, switched_on, tried
 from spectune.runtime.cuda.layers import Norm
 
 Product = tuple[Tensor, Tensor | None]
@@ -82,6 +83,37 @@ class Pass(NamedTuple):
     view: CacheView
     mask: Tensor | None
     fast: bool
+
+
+def try_kernels(cache: SlotCache, heads: int, hidden_size: int) -> None:
+    """Launches once what passes over a model's cache may launch, on zeros of its sizes: where a
+    kernel does not compile or fit, all run on plain torch."""
+    states, shape = cache.states, cache.shapes[0]
+    device, kv_heads, dim = states.device, shape.heads, shape.key_size
+
+    def launch() -> None:
+        zeros, slot = states.new_zeros, torch.zeros(1, dtype=torch.int64, device=device)
+        for add in (noise.perturbed, noise.best):
+            add(torch.zeros(1, 1, device=device), slot[:, None])
+        if states.dtype not in DTYPES:
+            return
+        x, norm = zeros(1, hidden_size), (zeros(hidden_size), 1e-6)
+        for residual in (None, x):
+            kernels.add_norm(x, residual, norm)
+        kernels.swiglu(zeros(1, 2 * hidden_size))
+        keys, values = zeros(kv_heads, 1, dim), zeros(kv_heads, 1, shape.value_size)
+        if not attention_runs(1, keys, values):
+            return
+        turns, head_norm = (zeros(1, dim), zeros(1, dim)), (zeros(dim), 1e-6)
+        for norms in (None, (head_norm, head_norm)):
+            by_head = zeros(1, (heads + 2 * kv_heads) * dim)
+            kernels.rotate_and_write(by_head, turns, slot, keys, values, heads, norms)
+        for width in (1, 64):  # 64 rows of one head fill the largest block
+            mask = torch.ones(width, 1, dtype=torch.bool, device=device)
+            split_attention(zeros(heads, width, dim), keys, values, mask, slot + 1, 1.0)
+
+    if kernels_run(device):
+        tried(device, launch)
 
 
 def new_pass(rotary: tuple[Tensor, Tensor], view: CacheView, mask: Tensor | None) -> Pass:
@@ -168,24 +200,29 @@ class FusedDecoder:
         return cos[0], sin[0]
 
 
-def fuse(decoder: Any) -> FusedDecoder | None:
-    """The fused passes of a model's decoder; None where it is not Llama-like, its weights are
-    quantized or shared among modules, or fused passes are switched off."""
-    names = {name for name, _ in decoder.named_children()}
-    if not switched_on() or names != {"embed_tokens", "layers", "norm", "rotary_emb"}:
-        return None
+UNLIKE: Final = "its modules are not those of a Llama, or their weights quantized or shared"
+
+
+def fuse(decoder: Any) -> FusedDecoder | str:
+    """The fused passes of a model's decoder, or why it has none: it is :data:`UNLIKE`, or does not
+    give what its layers fused give; empty where fused passes are switched off."""
+    if not switched_on():
+        return ""
+    if {name for name, _ in decoder.named_children()} != CHILDREN:
+        return UNLIKE
     uses = Counter(id(p) for _, p in decoder.named_parameters(remove_duplicate=False))
     parts = [_parts(layer, uses) for layer in decoder.layers]
     norm, layers = _norm(decoder.norm), [modules for modules in parts if modules is not None]
     if norm is None or not layers or len(layers) < len(parts):
-        return None
+        return UNLIKE
     norms = [x for modules in layers if (x := _norm(modules[NORMS[0]]))]
     fused = FusedDecoder(
         [_layer(modules) for modules in layers], [*norms, norm], decoder.rotary_emb
     )
-    return fused if _agrees(fused, decoder) else None
+    return _difference(fused, decoder) or fused
 
 
+CHILDREN: Final = {"embed_tokens", "layers", "norm", "rotary_emb"}
 MATRICES: Final = (
     *(f"self_attn.{x}_proj" for x in "qkvo"),
     *(f"mlp.{x}_proj" for x in ("gate", "up", "down")),
@@ -262,32 +299,37 @@ def _joined(parameters: Sequence[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def _agrees(fused: FusedDecoder, decoder: Any) -> bool:
-    """Whether each layer gives what the model's own gives on a few tokens, and the decoder is its
-    layers between the embeddings and the last norm."""
+def _difference(fused: FusedDecoder, decoder: Any) -> str:
+    """Why a decoder differs from its layers fused, empty where it does not: each layer gives what
+    the model's own gives on a few tokens, and the decoder is its layers between the embeddings and
+    the last norm."""
     weight, first = decoder.embed_tokens.weight, fused.layers[0]
     count = min(SAMPLE, len(weight))
     slots = torch.arange(count, device=weight.device)
     ids = slots * (len(weight) // count)
     x = decoder.embed_tokens(ids)
     rotary = fused.rotary(x, slots)
-    if rotary[0].shape[-1] != first.head_dim:  # turns a part of each head
-        return False
+    if rotary[0].shape[-1] != first.head_dim:
+        return "positions turn a part of each head"
     shape = LayerShape(first.kv_heads, first.head_dim, first.head_dim)
     cache = SlotCache([shape], x.dtype, x.device)
     cache.reserve(count)
     parts = new_pass(rotary, cache.view(Tokens(ids, slots, slots, None, count)), None)
-    for layer, norm, module in zip(fused.layers, fused.norms, decoder.layers, strict=False):
+    for index, (layer, norm) in enumerate(zip(fused.layers, fused.norms, strict=False)):
         if (layer.kv_heads, layer.head_dim) != (first.kv_heads, first.head_dim):
-            return False
+            return f"layer {index} has heads of other sizes"
         part, residual = layer.forward(add_norm(x, None, norm)[0], x, 0, parts)
+        module: Any = decoder.layers[index]
         turns = {"position_ids": slots[None], "position_embeddings": [x[None] for x in rotary]}
         theirs = module(x[None], attention_mask=None, use_cache=False, **turns)
-        if not isinstance(theirs, Tensor) or not _close(residual + part, theirs[0], x):
-            return False
+        if not isinstance(theirs, Tensor):
+            return f"layer {index} gives more than hidden states"
+        if not _close(residual + part, theirs[0], x):
+            return f"layer {index} gives other numbers than a Llama's"
         x = theirs[0]
     theirs = decoder(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-    return _close(decoder.norm(x), theirs, x)
+    alike = _close(decoder.norm(x), theirs, x)
+    return "" if alike else "what lies around its layers gives other numbers than a Llama's"
 
 
 def _close(ours: Tensor, theirs: Tensor, before: Tensor) -> bool:

@@ -15,6 +15,7 @@ from spectune.runtime.checkpoints import ignored_settings, is_head
 from spectune.runtime.cuda.graphs import CudaRecorder, graphs_enabled, use_graphs
 from spectune.runtime.drafts.eagle_formats import load_head
 from spectune.runtime.drafts.eagle_head import EagleHead
+from spectune.runtime.fused import UNLIKE
 from spectune.runtime.hardware import cpu_name
 from spectune.runtime.models import FINAL, CausalModel, load_model, pick_device, pick_dtype
 from spectune.runtime.pair import PairSpec, check_threads
@@ -160,6 +161,11 @@ def load_pair(
             continue
         loaded[name] = load_model(path, name=name, device=place, dtype=kind, sample=sample)
         notes += _share(loaded[name], target, tokenizer_of(path), tokenizer)
+    notes += [
+        f"{model.name} runs the code of transformers instead of fused passes: {why}"
+        for model in (target, *loaded.values())
+        if (why := model.unfused) and (place.type == "cuda" or why != UNLIKE)
+    ]
     if threads is None:
         small = place.type == "cpu" and target.num_parameters < SMALL
         threads = 1 if small and "OMP_NUM_THREADS" not in os.environ else torch.get_num_threads()

@@ -34,7 +34,7 @@ from spectune.runtime.attention import (
 )
 from spectune.runtime.cache import LayerShape, SlotCache, Tokens
 from spectune.runtime.checkpoints import checkpoint, source, translated
-from spectune.runtime.fused import fuse
+from spectune.runtime.fused import fuse, try_kernels
 from spectune.runtime.shortlists import OutputHead
 from spectune.traces.errors import PairError
 
@@ -251,7 +251,7 @@ class _Hooked(threading.local):
 
 class CausalModel(SlotModel):
     """One loaded language model. ``fused`` runs its passes where it is Llama-like; None: the code
-    of transformers does."""
+    of transformers does, and ``unfused`` says why (empty where that was asked for)."""
 
     _last_row: int | None = None
     """The last token that the model has a row for, where its target may have more."""
@@ -286,7 +286,10 @@ class CausalModel(SlotModel):
         self._taps: tuple[int, ...] = ()
         self._hooks: list[Any] = []
         self._hooked = _Hooked()
-        self.cache, self.fused = self._empty_cache(), fuse(self._decoder)
+        self.cache = self._empty_cache()
+        try_kernels(self.cache, int(config.num_attention_heads), self.hidden_size)
+        fused = fuse(self._decoder)
+        self.fused, self.unfused = (None, fused) if isinstance(fused, str) else (fused, "")
         heads = {layer.heads for layer in self.cache.shapes}
         self._groups = int(config.num_attention_heads) // max(heads) if len(heads) == 1 else 1
 

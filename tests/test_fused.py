@@ -26,7 +26,10 @@ from transformers import (
 from transformers.models.auto import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from spectune.runtime import fused
+from spectune.runtime.cuda import launch, layers
 from spectune.runtime.drafts.eagle_head import EagleHead, HeadNet, HeadShape
+from spectune.runtime.fused import UNLIKE
 from spectune.runtime.models import FINAL, CausalModel
 
 VOCAB, LAYERS, TEXT = 300, 4, 23
@@ -122,12 +125,13 @@ LIKE_LLAMA: list[tuple[type[PreTrainedConfig], dict[str, Any]]] = [
     (Qwen3Config, {"head_dim": 32}),
     (SeedOssConfig, {"head_dim": 12}),
 ]
-UNLIKE: list[tuple[type[PreTrainedConfig], dict[str, Any]]] = [
-    (GraniteConfig, {"residual_multiplier": 0.9}),
-    (GraniteConfig, {"embedding_multiplier": 1.1}),
-    (GemmaConfig, {"head_dim": 12}),  # norms weigh by 1 + weight
-    (SmolLM3Config, {}),  # one layer in four turns nothing
-    (Olmo2Config, {}),  # norms after attention
+LAYER, AROUND = "layer {} gives other numbers", "what lies around its layers"
+OTHER: list[tuple[type[PreTrainedConfig], dict[str, Any], str]] = [
+    (GraniteConfig, {"residual_multiplier": 0.9}, LAYER.format(0)),
+    (GraniteConfig, {"embedding_multiplier": 1.1}, AROUND),
+    (GemmaConfig, {"head_dim": 12}, LAYER.format(0)),  # norms weigh by 1 + weight
+    (SmolLM3Config, {}, LAYER.format(3)),  # one layer in four turns nothing
+    (Olmo2Config, {}, UNLIKE),  # norms after attention
 ]
 
 
@@ -144,14 +148,15 @@ def test_fused_passes_give_what_transformers_gives(
         torch.testing.assert_close(ours, exact, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("config", "own"), UNLIKE)
+@pytest.mark.parametrize(("config", "own", "why"), OTHER)
 def test_models_that_differ_from_a_llama_run_their_own_code(
-    config: type[PreTrainedConfig], own: dict[str, Any]
+    config: type[PreTrainedConfig], own: dict[str, Any], why: str
 ) -> None:
     model = tiny(config, **own)
     expected = expected_states(copy.deepcopy(model))
     loaded = CausalModel(model, "target")
     assert loaded.fused is None
+    assert why in loaded.unfused
     for ours, exact in zip(tree_states(loaded), expected, strict=True):
         torch.testing.assert_close(ours, exact, rtol=0, atol=1e-12)
 
@@ -213,12 +218,36 @@ def test_weights_that_are_quantized_or_shared_are_left_alone() -> None:
 
 def test_one_switch_leaves_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """With equal results."""
-    fused = tree_states(CausalModel(tiny(Qwen3Config), "target"))
+    by_fused = tree_states(CausalModel(tiny(Qwen3Config), "target"))
     monkeypatch.setenv("SPECTUNE_KERNELS", "0")
     plain = CausalModel(tiny(Qwen3Config), "target")
-    assert plain.fused is None
-    for ours, exact in zip(fused, tree_states(plain), strict=True):
+    assert (plain.fused, plain.unfused) == (None, "")
+    for ours, exact in zip(by_fused, tree_states(plain), strict=True):
         torch.testing.assert_close(ours, exact, rtol=0, atol=1e-12)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="triton is published for Linux only")
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("kernel", ["add_norm", "rotate_and_write", "swiglu", "split_attention"])
+def test_a_kernel_that_does_not_fit_leaves_plain_torch(
+    kernel: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found out when a model is loaded, and told once."""
+    monkeypatch.setattr(launch, "_FAILED", set())
+    with monkeypatch.context() as patch:
+        patch.setenv("SPECTUNE_KERNELS", "0")
+        plain = tree_states(CausalModel(tiny(LlamaConfig).float(), "target"))
+
+    def fails(*_: Any) -> None:
+        raise MemoryError("out of resource: shared memory\nRequired: 131072")
+
+    module = fused if kernel == "split_attention" else layers
+    monkeypatch.setattr(module, kernel, fails)
+    for _ in range(2):
+        loaded = CausalModel(tiny(LlamaConfig).float(), "target")
+        assert loaded.fused is not None
+        torch.testing.assert_close(tree_states(loaded), plain, rtol=0, atol=1e-4)
+    assert caplog.messages == ["Triton kernels are not used: out of resource: shared memory"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="triton is published for Linux only")

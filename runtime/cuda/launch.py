@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import logging
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Final
 
@@ -15,6 +16,10 @@ import torch
 SWITCH: Final = "SPECTUNE_KERNELS"
 """Environment variable; 0 leaves fused passes and Triton kernels out: models run the code of
 transformers over plain torch."""
+
+
+_FAILED: Final[set[str]] = set()
+"""The types of devices on which a kernel did not run when it was tried."""
 
 
 def switched_on() -> bool:
@@ -29,8 +34,11 @@ def interpreted() -> bool:
 
 def kernels_run(device: torch.device) -> bool:
     """Whether Triton kernels run there: on CUDA (or ROCm) where triton is installed and finds a C
-    compiler, or anywhere with ``TRITON_INTERPRET=1``; unless they are switched off."""
-    if not switched_on() or (device.type != "cuda" and not interpreted()):
+    compiler, or anywhere with ``TRITON_INTERPRET=1``; unless they are switched off, or one did not
+    run when it was tried."""
+    if not switched_on() or device.type in _FAILED:
+        return False
+    if device.type != "cuda" and not interpreted():
         return False
     return (
         _compiles(device) if not interpreted() else importlib.util.find_spec("triton") is not None
@@ -39,7 +47,7 @@ def kernels_run(device: torch.device) -> bool:
 
 @functools.cache
 def _compiles(device: torch.device) -> bool:
-    """Whether triton is installed and a kernel of one number runs; a warning says why not."""
+    """Whether triton is installed and a kernel of one number runs."""
     if importlib.util.find_spec("triton") is None:
         return False
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -48,14 +56,26 @@ def _compiles(device: torch.device) -> bool:
     def store(number):  # type: ignore[no-untyped-def]
         tl.store(number, 1)
 
+    number = torch.zeros(1, dtype=torch.int32, device=device)
+    return tried(device, lambda: triton.jit(store)[(1,)](number))
+
+
+def tried(device: torch.device, launch: Callable[[], object]) -> bool:
+    """Whether ``launch`` launches kernels on a device without an error. After one none run there,
+    and a warning says why."""
     try:
         with on(device):
-            triton.jit(store)[(1,)](torch.zeros(1, dtype=torch.int32, device=device))
-    except Exception as error:  # of a compiler that is missing, or does not know the device
-        lines = str(error).splitlines() or [type(error).__name__]
-        logging.getLogger(__name__).warning("Triton kernels are not used: %s", lines[0])
+            launch()
+    except Exception as error:  # a compiler is missing, or a kernel does not fit the device
+        _FAILED.add(device.type)
+        logging.getLogger(__name__).warning("Triton kernels are not used: %s", first_line(error))
         return False
     return True
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says, else its type."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:

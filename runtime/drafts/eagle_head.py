@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spectune.runtime.attention import layer_mask
 from spectune.runtime.cache import LayerShape, SlotCache, Tokens
-from spectune.runtime.fused import Layer, Pass, new_pass
+from spectune.runtime.fused import Layer, Pass, new_pass, try_kernels
 from spectune.runtime.models import CausalModel, SlotModel
 
 Convention = Literal["outputs", "boundaries", "default", "last"]
@@ -203,6 +203,7 @@ class EagleHead(SlotModel):
         self.rotary = rotary.to(self.device)
         layer = LayerShape(net.shape.kv_heads, net.shape.head_dim, net.shape.head_dim)
         self.cache = SlotCache([layer] * net.shape.layers, self.dtype, self.device)
+        try_kernels(self.cache, net.shape.heads, net.shape.hidden)
         self._cos, self._sin = self._table(1)
 
     def reads(self) -> str:
