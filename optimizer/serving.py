@@ -57,17 +57,17 @@ def ready_plan(
 ) -> Plan:
     """A policy made ready for a loaded pair. Raises PolicyError where it cannot run here (a router
     of another head, a choice with a candidate that cannot run), or ``verifier`` cannot be used
-    with all that may decode; UnavailableError where it may be ready another time."""
+    with all that may decode, before anything is captured for it; UnavailableError where it may be
+    ready another time."""
+    check_lossless(pair, policy.candidates, verifier, sampling or Sampling())
     try:
-        plan = prepare_for(
+        return prepare_for(
             pair, policy, profile=profile, version=version, artifacts=fitted(store, pair.id)
         )
     except UnavailableError:
         raise
     except DatabaseError as error:  # something it needs is gone, damaged or of another's making
         raise PolicyError(str(error)) from None
-    check_lossless(pair, policy.candidates, verifier, sampling or Sampling())
-    return plan
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from weakref import WeakSet
 import pytest
 import torch
 from pairs import chain, fixed, make_pair, top_k
-from recorded_texts import Looked, asked, shape
+from recorded_texts import Looked, asked, shape, store_of
 from test_heads import _eagle1, _eagle3_without_lm_head, pair_with_heads
 from test_shortlists import artifacts as shortlist_artifacts
 from test_tree_parity import STATIC, artifacts
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from spectune.optimizer.execute import DecodeOptions, Encoded, Executor, encode, run
+from spectune.optimizer.serving import ready_plan
 from spectune.runtime.cache import Tokens
 from spectune.runtime.cuda import graphs
 from spectune.runtime.cuda.graphs import (
@@ -41,6 +42,7 @@ from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.plan import Plan, prepare
 from spectune.runtime.profiling.experiment import cells_of
+from spectune.traces.errors import PolicyError
 from spectune.traces.schema import Request, Sampling, Verifier, Workload
 
 TOKENS = 16
@@ -559,6 +561,48 @@ def test_a_pass_that_cannot_be_captured_runs_eagerly(
     assert near.graphs.problem == "operation not permitted when stream is capturing"
     assert caplog.messages == [f"near: passes run without CUDA graphs: {near.graphs.problem}"]
     assert fresh.fast.target.graphs.replayed
+
+
+def test_a_pass_whose_kernels_do_not_fit_runs_eagerly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the error that is told, even without a word."""
+
+    class OutOfResources(Exception):
+        """As a compiler has its own."""
+
+    def fails(_: Callable[[], Outputs]) -> Any:
+        raise OutOfResources
+
+    fresh = Twins(make_pair(tmp_path))
+    monkeypatch.setattr(fresh.recorder, "capture", fails)
+    fresh.agree(parse_policy(top_k("near", 3, 3, 8)), HOT)
+    assert caplog.messages == [
+        f"{name}: passes run without CUDA graphs: OutOfResources" for name in ("target", "near")
+    ]
+
+
+def test_nothing_is_captured_for_a_policy_that_the_verifier_refuses(
+    twins: Twins, tmp_path: Path
+) -> None:
+    twins.forget()
+    twins.fast.reserve(60)
+    prepare_graphs(twins.fast, prepare(Policy(), twins.fast.draft_names), sampling=HOT)
+    before = twins.recorder.captured
+    cases = (
+        (top_k("near", 3, 3, 8), "the rejection verifier is for chains"),
+        (
+            chain("eagle3", 3),
+            "draft 'eagle3' is a head",
+        ),
+    )
+    with store_of(twins.fast, tmp_path) as store:
+        for document, says in cases:
+            with pytest.raises(PolicyError, match=says):
+                ready_plan(store, twins.fast, parse_policy(document), None, "rejection", HOT)
+        assert twins.recorder.captured == before
+        with pytest.raises(PolicyError, match="this pair has no draft 'gone'"):
+            ready_plan(store, twins.fast, parse_policy(chain("gone", 3)), None, "rejection", HOT)
 
 
 def test_only_cuda_has_graphs_and_may_go_without(

@@ -87,7 +87,7 @@ def test_mistakes_are_told_with_file_place_and_remedy(document: Any, says: str) 
 
 def test_a_biased_combination_is_refused() -> None:
     discarding = parse_policy({"draft": "small", "stop": {"kind": "max_prob", "keep_last": False}})
-    pair, hot = SimpleNamespace(chain_drafts=("small",)), Sampling(temperature=1.0)
+    pair, hot = SimpleNamespace(heads={}), Sampling(temperature=1.0)
     check_lossless(pair, [discarding], "coupled", hot)
     check_lossless(pair, [discarding], "rejection", Sampling())
     with pytest.raises(PolicyError, match="keep_last"):

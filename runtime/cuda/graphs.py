@@ -32,6 +32,7 @@ from torch import Tensor
 
 from spectune.runtime.attention import causal_mask, without_cudnn
 from spectune.runtime.cache import Tokens
+from spectune.runtime.cuda.launch import first_line
 from spectune.runtime.drafts.device_trees import MOST_PHASES, grows_on_device, tree_phase
 from spectune.runtime.drafts.protocol import LONG_LAG
 from spectune.runtime.models import Kind, Output, Outputs, SlotModel
@@ -215,8 +216,8 @@ class PassGraphs:
         try:
             with CAPTURING:
                 return capture()
-        except RuntimeError as error:  # it waits for the device within a pass, or no memory
-            self.problem = str(error).splitlines()[0]
+        except Exception as error:  # it waits for the device, no memory, a kernel does not fit
+            self.problem = first_line(error)
             logging.getLogger(__name__).warning(
                 "%s: passes run without CUDA graphs: %s", self.model.name, self.problem
             )
