@@ -289,7 +289,8 @@ class CausalModel(SlotModel):
         self.cache = self._empty_cache()
         try_kernels(self.cache, int(config.num_attention_heads), self.hidden_size)
         fused = fuse(self._decoder)
-        self.fused, self.unfused = (None, fused) if isinstance(fused, str) else (fused, "")
+        self.fused = None if isinstance(fused, str) else fused
+        self.unfused = fused if isinstance(fused, str) else ""
         heads = {layer.heads for layer in self.cache.shapes}
         self._groups = int(config.num_attention_heads) // max(heads) if len(heads) == 1 else 1
 
