@@ -152,7 +152,7 @@ def test_every_advice_can_be_pasted(folder: Path) -> None:
     refused = (
         *(f"simulate --device cuda --policy '{FIXED}'", f"simulate --policy '{trees}'"),
         *("simulate --policy nope", f"simulate --device cuda --policy '{unknown}'"),
-        *("fit chooser --pair demo --recording latest", "traces show --request nope"),
+        "traces show --request nope",
         *("db show nope", "tune --pair demo --recording nope", "run --pair demo --policy nope"),
         "policies rollback --pair demo --device cpu --deployment canary",
     )
