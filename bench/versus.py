@@ -96,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checkouts", nargs=2, type=Path, metavar=("OLD", "NEW"))
+    parser.add_argument("checkouts", nargs=2, type=Path, help="the old one, and the new one")
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--passes", type=int, default=6)
     parser.add_argument("--quick", action="store_true", help="a tiny size")
