@@ -21,7 +21,7 @@ from spectune.optimizer.simulate.trees import TreeLimits, replay_trees
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.by_prompt import stored_chooser
 from spectune.runtime.policies.document import Policy, PromptPolicy
-from spectune.runtime.policies.plan import compile_plan
+from spectune.runtime.policies.plan import prepare
 from spectune.runtime.policies.windows import WindowState, init_state
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import LatencyProfile
@@ -53,7 +53,7 @@ def run_replay(
     if isinstance(policy, PromptPolicy):
         how = {"per_round": per_round, "approximate": approximate}
         return _run_chosen(trace, policy, profile, artifacts, **how)
-    plan = compile_plan(policy, [policy.draft], profile=profile, artifacts=artifacts)
+    plan = prepare(policy, [policy.draft], profile=profile, artifacts=artifacts)
     state = init_state(plan.window) if state is None else state.fork()
     growth, doubtful = None, ALL_KNOWN
     if trace.uses_trees(policy):

@@ -38,11 +38,11 @@ DEPTHS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 
 
 def grows_on_device(model: SlotModel, plan: Plan, *, rejects: bool) -> bool:
-    """Whether trees of a plan are grown on its draft's device: on CUDA, or wherever passes are
-    captured. A router's shortlists need the host, so shortlisted trees are grown there, and so is
-    what the rejection verifier decides (``rejects``), which reads the distributions."""
-    on_device = model.device.type == "cuda" or model.graphs is not None
-    return on_device and plan.shortlist is None and not rejects
+    """Whether trees of a plan are grown on its draft's device: where passes are captured, since
+    launched one by one its operations take longer than the host. A router's shortlists need the
+    host, so shortlisted trees are grown there, and so is what the rejection verifier decides
+    (``rejects``), which reads the distributions."""
+    return model.graphs is not None and plan.shortlist is None and not rejects
 
 
 def tree_phase(plan: Plan, model: SlotModel, sampling: Sampling) -> TreePhase:

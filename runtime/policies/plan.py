@@ -92,8 +92,7 @@ def prepare(
     its candidates.
     """
     plans = tuple(
-        compile_plan(candidate, drafts, profile=profile, version=version, artifacts=artifacts)
-        for candidate in policy.candidates
+        _compile(candidate, drafts, profile, version, artifacts) for candidate in policy.candidates
     )
     if not isinstance(policy, PromptPolicy):
         return plans[0]
@@ -103,13 +102,12 @@ def prepare(
     )
 
 
-def compile_plan(
+def _compile(
     policy: Policy,
     drafts: Collection[str],
-    *,
-    profile: LatencyProfile | None = None,
-    version: int = 0,
-    artifacts: Artifacts | None = None,
+    profile: LatencyProfile | None,
+    version: int,
+    artifacts: Artifacts | None,
 ) -> Plan:
     """:func:`prepare` of a plain policy."""
     if policy.draft != "none" and policy.draft not in drafts:

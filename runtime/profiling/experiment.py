@@ -39,7 +39,7 @@ from spectune.runtime.policies.document import (
 )
 from spectune.runtime.policies.dynaspec import Clusters, Routing
 from spectune.runtime.policies.fr_spec import Frequencies
-from spectune.runtime.policies.plan import Plan, compile_plan
+from spectune.runtime.policies.plan import Plan, prepare
 from spectune.runtime.policies.shortlist_rule import ShortlistRule
 from spectune.runtime.profiling.fit import Prefill
 from spectune.runtime.shortlists import Shortlists
@@ -164,7 +164,7 @@ class Experiment:
         too (empty: by none)."""
         window = FixedWindow(gamma=1)
         policy = Policy(draft=draft, window=window) if draft else AUTOREGRESSIVE
-        plan, prompt = compile_plan(policy, self.pair.draft_names), self.prompt(1, rows + 1)
+        plan, prompt = prepare(policy, self.pair.draft_names), self.prompt(1, rows + 1)
         began = self.clock()
         self.backend.begin(DecodeRequest("profile", prompt, Sampling(), 1, 2), plan)
         if self.pair.device.type == "cuda":
@@ -199,7 +199,7 @@ def cell_of(pair: LoadedPair, policy: Policy) -> Cell:
     """A policy to measure. Chains of a head are trees of width 1."""
     tree = policy.is_tree or policy.draft not in (*pair.chain_drafts, "none")
     return Cell(
-        compile_plan(policy, pair.draft_names),
+        prepare(policy, pair.draft_names),
         RoundKind.of(policy, tree=tree),
         head_rows(pair, policy.draft),
     )
