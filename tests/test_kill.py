@@ -24,8 +24,7 @@ from waiting import eventually
 
 from spectune import cli
 from spectune.db import open_database
-from spectune.runtime.loading import LoadedPair, load_pair
-from spectune.runtime.pair import read_pair
+from spectune.runtime.loading import LoadedPair
 from spectune.traces.store import TraceStore
 
 KEPT = "interrupted; what was committed is kept, the same command"
@@ -97,7 +96,7 @@ def serving(tiny_pair: Path, tmp_path: Path, pair: LoadedPair) -> Iterator[Any]:
     database = open_database(door.db)
     store = TraceStore(database)
     publish(store, pair, fixed(2))
-    workload = write_workload(tmp_path / "long.jsonl", 8)
+    workload = write_workload(tmp_path / "long.jsonl", 24)
     asked = f"run --pair {tiny_pair} --workload {workload} --policy active --max-new-tokens 400"
     files = f"--outputs {tmp_path / 'texts.jsonl'} --per-round {tmp_path / 'rounds.jsonl'}"
     process = door.start(*f"{asked} {files} --device cpu --json".split())
@@ -109,7 +108,9 @@ def serving(tiny_pair: Path, tmp_path: Path, pair: LoadedPair) -> Iterator[Any]:
         database.close()
 
 
-def test_swaps_across_two_processes(serving: Any, tiny_pair: Path, tmp_path: Path) -> None:
+def test_swaps_across_two_processes(
+    serving: Any, tiny_pair: Path, tmp_path: Path, pair: LoadedPair
+) -> None:
     """A decodes; this process is B: `policies activate` in the middle, swaps back and forth, then a
     publication that A must refuse. Three swaps, as one alone may fall on the end of a text, where
     nothing tells the windows from each other. On PostgreSQL `make acceptance` does it with more
@@ -122,17 +123,16 @@ def test_swaps_across_two_processes(serving: Any, tiny_pair: Path, tmp_path: Pat
 
     ended = "A ended too early to see every publication: lengthen the workload"
     assert acknowledged(1, "applied"), ended
-    assert process.stderr.readline() == "run: 8\n", "a text has begun"
+    assert process.stderr.readline() == "run: 24\n", "a text has begun"
     of_pair = ("--pair", tiny_pair, "--device", "cpu")
     document = json.dumps(fixed(5).spelled_out())
     activated = door.json("policies", "activate", document, *of_pair)
     applied = [activated["version"]]
     assert acknowledged(applied[-1], "applied"), ended
-    served = load_pair(read_pair(str(tiny_pair)), device="cpu", drafts=())
     for gamma in (2, 5):
-        applied.append(publish(store, served, fixed(gamma)))
+        applied.append(publish(store, pair, fixed(gamma)))
         assert acknowledged(applied[-1], "applied"), ended
-    refused = publish(store, served, policy("third", 3))
+    refused = publish(store, pair, policy("third", 3))
     assert acknowledged(refused, "refused"), ended
     out, err = process.communicate(timeout=200)
     assert process.poll() == 0, err
