@@ -46,10 +46,9 @@ from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.plan import prepare
-from spectune.traces.latency import LatencyProfile
-from spectune.traces.recording import RecordingInfo
 from spectune.traces.schema import Sampling, Step, Workload
 from spectune.traces.store import TraceStore
+from spectune.traces.tables import LatencyProfile, Recording
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -349,7 +348,7 @@ def record_engine(
     look: Look,
     *,
     fresh: bool = False,
-) -> RecordingInfo:
+) -> Recording:
     """A finished recording of an engine."""
     asked = (workload, prompts, policy, load, options)
     info = record_on(store, pair.spec, running, *asked, fresh=fresh)

@@ -62,9 +62,9 @@ from spectune.optimizer.simulate.served_costs import costs_of_engine
 from spectune.optimizer.under_load import Search, UnderLoad, under_load
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from spectune.traces.recording import RecordingInfo
 from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
+from spectune.traces.tables import Recording
 
 DRAFT, MOST, SEATS, TOKENS = "small", 8, 32, 48
 OFF = "none"
@@ -99,7 +99,7 @@ class Bench:
     options: DecodeOptions
     part: int
 
-    def record(self) -> RecordingInfo:
+    def record(self) -> Recording:
         """The recording whose texts are replayed, which has them all."""
         asked = (requests(len(self.prompts)), self.prompts, chain(DRAFT, MOST), Load(SEATS))
         look, running = Look((DRAFT,), MOST), self.engines[DRAFT]
@@ -176,7 +176,7 @@ def measured(
         return {"engine": engine, **_held(bench, info, trace, passes, turns)}
 
 
-def _held(bench: Bench, info: RecordingInfo, trace: str, passes: int, turns: int) -> dict[str, Any]:
+def _held(bench: Bench, info: Recording, trace: str, passes: int, turns: int) -> dict[str, Any]:
     lab = under_load(bench.store, info, [], "clients:" + ",".join(map(str, CLIENTS)), Objective())
     off, costs = OFF in bench.engines, lab.costs
     if off:  # the table is of a server that keeps its draft

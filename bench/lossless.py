@@ -14,7 +14,7 @@ from spectune.optimizer.execute import Encoded
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
-from spectune.traces.schema import Trajectory
+from spectune.traces.tables import Trajectory
 
 TEXTS = 16
 """Of a policy."""

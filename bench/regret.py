@@ -15,9 +15,9 @@ from spectune.optimizer.tune import TuneOptions, tune
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from spectune.traces.latency import LatencyProfile
 from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
+from spectune.traces.tables import LatencyProfile
 
 DRAFTS = ("small", "medium")
 

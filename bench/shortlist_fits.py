@@ -26,8 +26,9 @@ from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.fr_spec import frequency_budget
-from spectune.traces.schema import Sampling, Trajectory, Workload
+from spectune.traces.schema import Sampling, Workload
 from spectune.traces.store import TraceStore
+from spectune.traces.tables import Trajectory
 
 CLUSTERS = 256
 """M: finer than the library's default of 64, so that shortlists of a twentieth of the vocabulary

@@ -28,7 +28,7 @@ from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.plan import prepare
-from spectune.traces.recording import Recording
+from spectune.traces.recording import LoadedRecording
 from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
 
@@ -115,7 +115,7 @@ def trees(quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def _recorded(pair: LoadedPair, draft: str, sampling: Sampling, quick: bool) -> Recording:
+def _recorded(pair: LoadedPair, draft: str, sampling: Sampling, quick: bool) -> LoadedRecording:
     """A recording with its trees."""
     with tempfile.TemporaryDirectory() as folder, open_database(f"{folder}/a.db") as database:
         store, options = TraceStore(database), DecodeOptions(sampling, 16 if quick else 64)
@@ -124,7 +124,7 @@ def _recorded(pair: LoadedPair, draft: str, sampling: Sampling, quick: bool) -> 
         return store.load(recording)
 
 
-def _rates(loaded: Recording, draft: str, sampling: Sampling) -> dict[str, Any]:
+def _rates(loaded: LoadedRecording, draft: str, sampling: Sampling) -> dict[str, Any]:
     """Trees tabulated and rounds replayed a second, over the recording repeated to 4,000 starts."""
     grown = loaded.panoramas(draft)
     repeat = max(1, 4000 // sum(p.positions for p in grown))

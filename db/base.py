@@ -67,3 +67,6 @@ class Base(DeclarativeBase):
         Document: JSON,
         list[Any]: JSON,
     }
+
+
+metadata = Base.metadata

@@ -12,11 +12,11 @@ from typing import Any
 from sqlalchemy import URL, Connection, Engine, StaticPool, create_engine, text
 from sqlalchemy.orm import Session
 
+from spectune.db.base import metadata
 from spectune.db.engine import NO_BEGIN, WRITES, make_engine
 from spectune.db.errors import DatabaseError, SchemaError
 from spectune.db.failures import translated
 from spectune.db.migrate import current, foreign_tables, head, migrate
-from spectune.db.models import metadata
 from spectune.db.sqlite import is_read_only, real_path
 from spectune.db.urls import parse_url, shown
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, inspect, text
 
-from spectune.db.models import metadata
+from spectune.db.base import metadata
 
 VERSION_TABLE = "spectune_schema"
 _FOLDER = Path(__file__).with_name("migrations")

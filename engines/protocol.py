@@ -16,7 +16,8 @@ from spectune.engines.abilities import Engine
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import Policy
 from spectune.traces.errors import PairError, TraceError, WorkloadError
-from spectune.traces.schema import Finish, Sampling, Step, Trajectory, Verifier
+from spectune.traces.schema import Finish, Sampling, Step, Tokens, Verifier
+from spectune.traces.tables import Trajectory
 
 FLOAT32_ON_CPU: Final = {"device": "cpu", "dtype": "float32"}
 
@@ -251,8 +252,7 @@ def text_of(
     return Trajectory(
         request_id=name,
         category=category,
-        prompt_ids=np.array(prompt, dtype=np.int32),
-        output_ids=np.array(output, dtype=np.int32),
+        tokens=Tokens(np.array(prompt, np.int32), np.array(output, np.int32)),
         sampling=sampling,
         max_new_tokens=max_new_tokens,
         finish=finish,

@@ -25,10 +25,11 @@ from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.reload import Published, Status, WatchedSource, reason_of
 from spectune.traces.errors import PairError, PolicyError
-from spectune.traces.schema import Sampling, Step, Trajectory, Verifier
+from spectune.traces.schema import Sampling, Step, Verifier
 from spectune.traces.store import Asked, TraceStore
 from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
 from spectune.traces.store.traffic import CAPACITY, TrafficWriter, WriterStatus
+from spectune.traces.tables import Trajectory
 
 RECORDINGS_LIMIT = 16
 """Most recordings of one engine: one for each sampling that requests ask for."""

@@ -9,8 +9,7 @@ import numpy as np
 
 from spectune.optimizer.search import saved_s
 from spectune.runtime.costs import BUCKET, RoundKind, middles, round_costs, round_seconds
-from spectune.traces.latency import LatencyProfile
-from spectune.traces.schema import Trajectory
+from spectune.traces.tables import LatencyProfile, Trajectory
 
 
 def tree_ceiling(

@@ -12,9 +12,8 @@ from spectune.traces.text import check_name, shortened
 
 if TYPE_CHECKING:
     from spectune.runtime.policies.document import Policy
-    from spectune.traces.schema import Sampling, Trajectory, Verifier
-    from spectune.traces.store import Publication
-    from spectune.traces.store.publications import Acknowledgement
+    from spectune.traces.schema import Sampling, Verifier
+    from spectune.traces.tables import Acknowledgement, Publication, Trajectory
 
 
 @dataclass(frozen=True)

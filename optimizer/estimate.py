@@ -112,7 +112,7 @@ def course(
     seconds of earlier ones of the pair on this device; texts are taken to be as long as they may
     be."""
     like = {"device": pair.device.type, "trees": wanted.tree_size[0] > 0}
-    paces = [document.get("pace") or {} for _, _, _, document, _ in store.list_studies(pair.id)]
+    paces = [study.document.get("pace") or {} for study in store.list_studies(pair.id)]
     every = [p for p in paces if p.get("tokens") and like.items() <= p.items()]
     alike = every[:LOOKED_AT]
     # Those that found all recorded say nothing of recording.

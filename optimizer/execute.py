@@ -23,16 +23,15 @@ from spectune.runtime.policies.plan import prepare
 from spectune.runtime.session import Sessions
 from spectune.traces.schema import (
     Counts,
-    LatencyProfile,
     Outcome,
     Request,
     RequestOutcome,
     Sampling,
     Step,
-    Trajectory,
     Verifier,
     Workload,
 )
+from spectune.traces.tables import LatencyProfile, Trajectory
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.progress import Progress
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import Trajectory
+from spectune.traces.schema import Tokens
+from spectune.traces.tables import Trajectory
 
 MOST_PASSES: Final = 9
 """Most times that each finalist is executed, however long the time."""
@@ -187,8 +188,11 @@ class _Texts:
 
 def _whole(rest: Trajectory) -> Trajectory:
     """A text of the trace with its first token, which the trace counts to the prompt."""
-    output, most = np.concatenate((rest.prompt_ids[-1:], rest.output_ids)), rest.max_new_tokens + 1
-    return replace(rest, prompt_ids=rest.prompt_ids[:-1], output_ids=output, max_new_tokens=most)
+    prompt, output = np.split(
+        np.concatenate((rest.prompt_ids, rest.output_ids)), [len(rest.prompt_ids) - 1]
+    )
+    tokens = Tokens(prompt, output)
+    return replace(rest, tokens=tokens, max_new_tokens=rest.max_new_tokens + 1)
 
 
 def served_of(answered: Sequence[Answered]) -> Served:

@@ -28,9 +28,8 @@ from spectune.traces.workloads import BadRows, Line, Turns, make_workload, take
 if TYPE_CHECKING:
     from spectune.runtime.pair import PairSpec
     from spectune.runtime.recording.panoramas import Cover
-    from spectune.traces.store import RecordingInfo, TraceStore
-    from spectune.traces.store.catalog import StoredPolicy
-    from spectune.traces.store.publications import Publication
+    from spectune.traces.store import TraceStore
+    from spectune.traces.tables import Publication, Recording, StoredPolicy
 
 
 def load_workload(
@@ -82,7 +81,7 @@ def narrowed(
     return take(workload, limit, seed=limit_seed)
 
 
-def recording_of(store: TraceStore, name: str, spec: PairSpec) -> RecordingInfo:
+def recording_of(store: TraceStore, name: str, spec: PairSpec) -> Recording:
     """A recording of a pair. Raises TraceError for another pair's."""
     info = store.get_recording(name)
     if info.pair_id != spec.id:

@@ -20,9 +20,9 @@ from spectune.runtime.policies.document import Policy
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.text_codec import TextCodec
 from spectune.traces.errors import EngineError
-from spectune.traces.recording import DESIGNED
 from spectune.traces.schema import Outcome, RequestOutcome, Verifier, Workload, latency_json
-from spectune.traces.store import Asked, RecordingInfo, TraceStore
+from spectune.traces.store import Asked, TraceStore
+from spectune.traces.tables import DESIGNED, Recording
 
 WARM_TOKENS = 8
 
@@ -130,7 +130,7 @@ def record_on(
     fresh: bool = False,
     timed: bool = False,
     progress: Progress = silent,
-) -> RecordingInfo:
+) -> Recording:
     """Serves what an unfinished recording of the same arguments lacks, or all of it, each request
     committed as it ends; the recording, which still is to be looked around in and finished.
     ``workload``: what the prompts are of, where that is to be kept. ``timed``: a design

@@ -18,9 +18,8 @@ from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import Policy
 from spectune.runtime.profiling import environment, measure_profile
 from spectune.runtime.progress import Progress, silent
-from spectune.traces.latency import LatencyProfile
-from spectune.traces.schema import Trajectory
-from spectune.traces.store import StoredProfile, TraceStore
+from spectune.traces.store import TraceStore
+from spectune.traces.tables import LatencyProfile, Trajectory
 
 PROFILE_AGE: Final = timedelta(hours=24)
 """A profile of the same environment is used again for so long."""
@@ -37,20 +36,20 @@ def usable_profile(
     gamma_max: int,
     trees: bool = False,
     since: datetime | None = None,
-) -> StoredProfile | None:
+) -> LatencyProfile | None:
     """The newest accepted profile of this pair in this environment that covers the drafts (and
     their ``trees``) and windows up to ``gamma_max``, unless it is a day old, or older than
     ``since``."""
     grown = {d for d in drafts if d != "ngram" and trees}
     here = environment(pair)
     same = {key: here[key] for key in ("device", "torch", "threads", "dtype")}.items()
-    for found in store.profiles(pair.id, pair.device.type, here["dtype"]):
-        profile, made = found.profile, found.created_at
+    for profile in store.profiles(pair.id, pair.device.type, here["dtype"]):
+        made = profile.created_at
         recent = now - made < PROFILE_AGE and (since is None or made >= since)
         covers = set(drafts) <= set(profile.drafts) and grown <= set(profile.tree_drafts)
         covers &= profile.environment.get("gamma_max", 0) >= gamma_max
         if same <= profile.environment.items() and recent and covers:
-            return found if profile.accepted(trees=trees) else None
+            return profile if profile.accepted(trees=trees) else None
     return None
 
 
@@ -61,14 +60,14 @@ def prediction_spread(profile: LatencyProfile, *, trees: bool) -> float:
     return float(max(LEAST_SPREAD, *spreads))
 
 
-def doubts(stored: StoredProfile, *, trees: bool) -> str:
+def doubts(profile: LatencyProfile, *, trees: bool) -> str:
     """What is to be said of a profile that failed its check; empty for one that passed."""
-    if stored.profile.accepted(trees=trees):
+    if profile.accepted(trees=trees):
         return ""
-    checks = stored.profile.checks(trees=trees)
+    checks = profile.checks(trees=trees)
     error = 100 * max(float(check["policy_error"]) for check in checks)
     return (
-        f"profile {stored.id} failed its check: policies are predicted within {error:.0f}% "
+        f"profile {profile.id} failed its check: policies are predicted within {error:.0f}% "
         "(median), so the race weighs more"
     )
 
@@ -93,7 +92,7 @@ def profile_for(
     trajectories: Sequence[Trajectory] = (),
     own_since: datetime | None = None,
     progress: Progress = silent,
-) -> StoredProfile:
+) -> LatencyProfile:
     """A profile fit for use: a recent one of this environment, else a new measurement on the texts
     and contexts of ``trajectories``, of two sweeps where its check fails after one. Where it fails
     after both, :func:`doubts` says so.

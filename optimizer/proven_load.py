@@ -20,7 +20,8 @@ from spectune.optimizer.under_load import UnderLoad
 from spectune.optimizer.verdict import described
 from spectune.runtime.policies.document import Policy
 from spectune.traces.cost_table import FloatArray
-from spectune.traces.store import Publication, TraceStore
+from spectune.traces.store import TraceStore
+from spectune.traces.tables import Publication
 
 ENOUGH: Final = 4
 """Passes whose interval is narrow enough to prove a common gain; of two and three it is many times

@@ -32,10 +32,10 @@ from spectune.runtime.recording.panoramas import Cover, base_covers, cover_name,
 from spectune.runtime.trees.grow import TreeRule
 from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.recording import DESIGNED
-from spectune.traces.schema import ACCEPTANCE, Panorama, Trajectory, Workload
-from spectune.traces.store import Asked, RecordingInfo, TraceStore
+from spectune.traces.schema import ACCEPTANCE, Workload
+from spectune.traces.store import Asked, TraceStore
 from spectune.traces.store.traffic import TrafficWriter
+from spectune.traces.tables import DESIGNED, Panorama, Recording, Trajectory
 
 BATCH = 4
 """Panoramas of a draft stored in one transaction; with trees each takes a second to make."""
@@ -113,9 +113,9 @@ def record(
     slot: str = "",
     fresh: bool = False,
     reuse_complete: bool = False,
-    begun: RecordingInfo | None = None,
+    begun: Recording | None = None,
     progress: Progress = silent,
-) -> RecordingInfo:
+) -> Recording:
     """Decodes and stores every request, and what a look around its texts finds; what is stored
     already is not done again. Other cores look at texts while this one decodes the next.
 
@@ -160,7 +160,7 @@ def record(
 
 
 def begun_as(
-    store: TraceStore, pair: LoadedPair, info: RecordingInfo
+    store: TraceStore, pair: LoadedPair, info: Recording
 ) -> tuple[Workload, DecodeOptions]:
     """The arguments that an unfinished recording of a workload was begun with. Raises TraceError
     where the pair is loaded otherwise."""

@@ -40,7 +40,7 @@ from spectune.optimizer.spaces import (
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import Policy, PromptPolicy
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import LatencyProfile
+from spectune.traces.tables import LatencyProfile
 
 if TYPE_CHECKING:
     from spectune.optimizer.simulate.distributed import Shards

@@ -19,9 +19,10 @@ from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.policies.plan import Plan, prepare
 from spectune.runtime.reload import Published, Status, WatchedSource
 from spectune.traces.errors import PolicyError
-from spectune.traces.schema import LatencyProfile, Sampling, Verifier
-from spectune.traces.store import Publication, TraceStore
+from spectune.traces.schema import Sampling, Verifier
+from spectune.traces.store import TraceStore
 from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
+from spectune.traces.tables import LatencyProfile, Publication
 from spectune.traces.text import printable
 
 

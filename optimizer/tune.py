@@ -63,11 +63,12 @@ from spectune.traces.acceptance import hardly_accepted
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.recording import TREE_DEPTH
 from spectune.traces.sanity import Sanity, checked
-from spectune.traces.schema import Trajectory, Workload
-from spectune.traces.store import Publication, StoredProfile, TraceStore
+from spectune.traces.schema import Workload
+from spectune.traces.store import TraceStore
 from spectune.traces.store.kinds import EVIDENCE
 from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
 from spectune.traces.store.query import first_positions
+from spectune.traces.tables import LatencyProfile, Publication, Trajectory
 
 if TYPE_CHECKING:
     from spectune.optimizer.simulate.distributed import Shards
@@ -264,7 +265,7 @@ class Tuning:
     parts: Parts = field(init=False)
     """Those of the race and the confirmation in an order whose every beginning has all categories.
     """
-    profile: StoredProfile = field(init=False)
+    profile: LatencyProfile = field(init=False)
     active: Publication | None = field(init=False)
     incumbent: Policy = field(init=False)
     unusable: str = field(init=False)
@@ -326,7 +327,7 @@ class Tuning:
         with self.searched() as trace:
             self.study = search(
                 trace,
-                self.profile.profile,
+                self.profile,
                 [d for d in self.drafts if d in self.chains or d in self.grown],
                 gamma_max=wanted.gamma_max,
                 trials=trials,
@@ -360,7 +361,7 @@ class Tuning:
             sources = stored_shards(
                 self.store, info, read, count, ordinals=part, skip_corrupted=True
             )
-            yield Shards(client, sources, self.profile.profile)
+            yield Shards(client, sources, self.profile)
 
     def executor(self, policies: Iterable[Policy], part: Sequence[int]) -> Executor:
         """Who decodes some of the requests again under policies."""
@@ -370,7 +371,7 @@ class Tuning:
             self.pair,
             policies,
             encoded,
-            profile=self.profile.profile,
+            profile=self.profile,
             artifacts=self.artifacts,
             clock=self.clock,
         )
@@ -415,7 +416,7 @@ class Tuning:
         verified = (texts[0].verifier, texts[0].sampling)
         self.incumbent, self.unusable = in_force(
             self.active,
-            lambda policy: ready_plan(store, pair, policy, self.profile.profile, *verified),
+            lambda policy: ready_plan(store, pair, policy, self.profile, *verified),
             "autoregression is the incumbent",
         )
         self.artifacts = fitted(store, pair.id)
@@ -423,7 +424,7 @@ class Tuning:
     def search_chains(self) -> None:
         """What needs no trees; then what trees could reach beside it."""
         self.search(0)
-        wanted, profile, found = self.wanted, self.profile.profile, self.study
+        wanted, profile, found = self.wanted, self.profile, self.study
         fastest = max((t.value for t in found.trials), default=0.0)
         texts = [self.trace.trajectories[i] for i in self.parts.search]
         trusted = profile.accepted(trees=wanted.prices_trees(self.pair))
@@ -528,7 +529,7 @@ class Tuning:
                 self.trace,
                 self.parts,
                 list(best.values()),
-                self.profile.profile,
+                self.profile,
                 {"recording": self.recording, "profile": profile},
                 seed=self.wanted.seed,
                 artifacts=self.artifacts,
@@ -583,7 +584,7 @@ class Tuning:
     def race(self) -> None:
         """The best few, the incumbent and plain baselines race on requests that the search has not
         seen; who wins is then known."""
-        wanted, profile, roles = self.wanted, self.profile.profile, self.roles()
+        wanted, profile, roles = self.wanted, self.profile, self.roles()
         policies, part = {p.id: p for p in roles.values()}, self.parts.race
         trace = self.trace.select(part)
 
@@ -715,7 +716,7 @@ class Tuning:
         pair, trace = self.pair, self.trace
         shown = {c.policy.id: c.policy for c in (tuned.winner, tuned.incumbent)}
         request = middle_request(trace, (r.request_id for r in tuned.winner.executed.per_request))
-        how = (self.profile.profile, self.artifacts, pair.text)
+        how = (self.profile, self.artifacts, pair.text)
         about = {
             "pair": f"{pair.spec.name} ({pair.id})",
             "device": pair.device.type,

@@ -23,8 +23,9 @@ from spectune.optimizer.simulate.trace import open_trace
 from spectune.runtime.policies.document import ByBatchWindow, FixedWindow, Policy
 from spectune.runtime.progress import Progress
 from spectune.traces.errors import PolicyError
-from spectune.traces.recording import RecordedRequest, RecordingInfo
+from spectune.traces.recording import RecordedRequest
 from spectune.traces.store import TraceStore
+from spectune.traces.tables import Recording
 
 SWEEPS: Final = 3
 """Most times that a search goes over the sizes of a table."""
@@ -35,7 +36,7 @@ class UnderLoad:
     """What an engine's recording says of load: its texts, its rules, what its steps cost, and the
     loads and objective asked for."""
 
-    info: RecordingInfo
+    info: Recording
     engine: Engine
     rules: ServingRules
     costs: ServedCosts
@@ -71,7 +72,7 @@ class UnderLoad:
 
 def under_load(
     store: TraceStore,
-    info: RecordingInfo,
+    info: Recording,
     policies: Sequence[Policy],
     asked: str,
     objective: Objective,

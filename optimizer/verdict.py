@@ -17,7 +17,7 @@ from spectune.optimizer.timings import Timings, finite
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, PromptPolicy
 from spectune.traces.sanity import Sanity
 from spectune.traces.schema import Outcome
-from spectune.traces.store import Publication
+from spectune.traces.tables import Publication
 
 
 def described(policy: Policy) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from spectune.runtime.policies.document import GAMMA_LIMIT, NODE_LIMIT, Policy
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.windows import WindowCosts
 from spectune.traces.cost_table import FloatArray
-from spectune.traces.latency import LatencyProfile, check_draft
+from spectune.traces.latency import check_draft
+from spectune.traces.tables import LatencyProfile
 
 if TYPE_CHECKING:
     from spectune.runtime.policies.shortlist_rule import ShortlistRule

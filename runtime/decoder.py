@@ -29,16 +29,8 @@ from spectune.runtime.shortlists import Shortlists
 from spectune.runtime.trees.draft import GrownTree, ancestors
 from spectune.runtime.verification import accept, accept_chain, verify_rejection
 from spectune.traces.errors import PolicyError, WorkloadError
-from spectune.traces.schema import (
-    Finish,
-    LatencyProfile,
-    Request,
-    Sampling,
-    Step,
-    Trajectory,
-    Verifier,
-    request_seed,
-)
+from spectune.traces.schema import Finish, Request, Sampling, Step, Tokens, Verifier, request_seed
+from spectune.traces.tables import LatencyProfile, Trajectory
 
 
 class ModelBackend:
@@ -275,8 +267,7 @@ class Decoder:
         trajectory = Trajectory(
             request_id=request.id,
             category=category,
-            prompt_ids=np.asarray(request.prompt_ids, dtype=np.int32),
-            output_ids=np.asarray(output, dtype=np.int32),
+            tokens=Tokens(np.asarray(request.prompt_ids, np.int32), np.asarray(output, np.int32)),
             sampling=request.sampling,
             max_new_tokens=request.max_new_tokens,
             finish=finish,

@@ -18,8 +18,8 @@ from databases import postgresql_server
 from sqlalchemy.engine import make_url
 
 from spectune.db import Database, open_database, upgrade
+from spectune.db.base import metadata
 from spectune.db.migrate import VERSION_TABLE
-from spectune.db.models import metadata
 from spectune.traces.store import TraceStore
 
 if TYPE_CHECKING:  # torch is imported by those tests alone that need it

@@ -25,8 +25,8 @@ from spectune.cli import main
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import read_pair
 from spectune.runtime.profiling import environment
-from spectune.traces.schema import LatencyProfile
 from spectune.traces.store import TraceStore
+from spectune.traces.tables import LatencyProfile
 
 ROOT = Path(__file__).resolve().parent.parent
 FIXED = '{"draft": "near", "window": {"kind": "fixed", "gamma": 3}}'

@@ -25,11 +25,11 @@ from typing import Any
 TIMEOUT_S = 300.0
 Facts = dict[tuple[Any, ...], Any]
 KEPT = {
-    "trajectory": "recording_id, ordinal, sha256",
-    "panorama_chunk": "recording_id, ordinal, draft, sha256",
-    "study": "id, sha256",
-    "latency_profile": "id, document",
-    "publication": "id, policy_id",
+    "trajectory": "recording_id, ordinal, tokens",
+    "panorama": "recording_id, ordinal, draft, trie",
+    "study": "id, trials",
+    "latency_profile": "id, terms",
+    "publication": "version, policy_id",
 }
 """Of each table the columns of a key, and last the content that stands for the row."""
 

@@ -22,7 +22,8 @@ from spectune.runtime.trees.draft import grow
 from spectune.runtime.trees.grow import Codes, Growing
 from spectune.runtime.verification import accept
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import Panorama, Trajectory, request_seed
+from spectune.traces.schema import request_seed
+from spectune.traces.tables import Panorama, Trajectory
 
 
 class RecordedTrees(NamedTuple):
@@ -137,10 +138,11 @@ class TraceBackend:
                     f"record with --gamma-max {j + 1}"
                 )
             return AGREE_NO, 0, 0
-        if not view.count[node]:
+        trie = view.trie
+        if not trie.count[node]:
             return AGREE_NONE, 0, 0
-        agree = AGREE_YES if view.text_slot[node] == 0 else AGREE_NO
-        return agree, int(view.logp[node, 0]), int(view.entropy[node])
+        agree = AGREE_YES if trie.text_slot[node] == 0 else AGREE_NO
+        return agree, int(trie.logp[node, 0]), int(trie.entropy[node])
 
     def draft(self, prepared: Plan, gamma: int, limit: int) -> Drafted:
         if self.trees is not None:

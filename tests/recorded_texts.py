@@ -20,8 +20,9 @@ from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_pol
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.plan import Plan, prepare
 from spectune.runtime.recording.panoramas import record_panorama
-from spectune.traces.schema import LatencyProfile, Request, Sampling, Step, Trajectory
+from spectune.traces.schema import Request, Sampling, Step
 from spectune.traces.store import TraceStore
+from spectune.traces.tables import LatencyProfile, Trajectory
 
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=4)]
 

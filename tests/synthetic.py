@@ -12,8 +12,8 @@ import numpy.typing as npt
 from spectune.runtime.hardware import cpu_name
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.traces.cost_table import CostTable
-from spectune.traces.latency import LatencyProfile
-from spectune.traces.schema import ACCEPTANCE, OFF_TEXT, Panorama, Sampling, Trajectory
+from spectune.traces.schema import ACCEPTANCE, OFF_TEXT, Sampling, Tokens, Trie
+from spectune.traces.tables import LatencyProfile, Panorama, Trajectory
 
 
 def policy(draft: str, window: int | dict[str, Any], **blocks: Any) -> Policy:
@@ -67,16 +67,20 @@ def chain_panorama(
         depth=1,
         shared=True,
         covers=(ACCEPTANCE,) if len(np.atleast_1d(accept)) else (),
-        parent=np.array(parents, np.int32),
-        slot=np.zeros(m, np.uint8),
-        tokens=np.zeros((n, 1), np.int32),
-        logp=table[:, :1].copy(),
-        gap=np.zeros((n, 1), np.uint16),
-        count=np.array(exists, np.uint8),
-        entropy=table[:, 1].copy(),
-        top_entropy=np.zeros(n, np.uint16),
-        text_slot=np.array([0 if a else OFF_TEXT for a in agree] + [OFF_TEXT] * (m + 1), np.uint8),
-        accept=np.asarray(accept, np.uint16),
+        trie=Trie(
+            parent=np.array(parents, np.int32),
+            slot=np.zeros(m, np.uint8),
+            tokens=np.zeros((n, 1), np.int32),
+            logp=table[:, :1].copy(),
+            gap=np.zeros((n, 1), np.uint16),
+            count=np.array(exists, np.uint8),
+            entropy=table[:, 1].copy(),
+            top_entropy=np.zeros(n, np.uint16),
+            text_slot=np.array(
+                [0 if a else OFF_TEXT for a in agree] + [OFF_TEXT] * (m + 1), np.uint8
+            ),
+            accept=np.asarray(accept, np.uint16),
+        ),
     )
 
 
@@ -95,7 +99,7 @@ def drifting_text(
     branches = int((~agree).sum()) + 1
     rows = rng.gamma(1.5, 120, (branches, gamma_max - 1, 1)).repeat(2, 2)
     codes = logp[:, None].repeat(2, 1)
-    text = Trajectory(f"r{seed}", "synthetic", prompt, output, Sampling(), length, "length")
+    text = Trajectory(f"r{seed}", "synthetic", Tokens(prompt, output), Sampling(), length, "length")
     ends = np.full(branches, gamma_max - 1)
     return text, chain_panorama("small", gamma_max, agree, codes, rows, ends)
 

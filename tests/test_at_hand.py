@@ -24,13 +24,13 @@ from trace_values import PAIR, POLICY, POLICY_ID, a_profile, a_recording, an_out
 
 from spectune.cli import main
 from spectune.db import Database, NotFoundError, open_database
-from spectune.db.models import ArtifactRow
 from spectune.optimizer.commands import database as commands
 from spectune.optimizer.commands.printing import to_type
 from spectune.optimizer.report.fitting import cell, when
 from spectune.optimizer.report.tables import rows_table
 from spectune.traces.store import TraceStore
 from spectune.traces.store.kinds import KINDS, counts, find, list_kind, prune_kinds
+from spectune.traces.tables import Artifact
 
 MODELS = ("torch", "transformers", "scipy", "sklearn", "optuna", "pandas", "pyarrow", "alembic")
 FIXED = '{"draft": "small", "window": {"kind": "fixed", "gamma": 4}}'
@@ -313,7 +313,7 @@ def test_artifacts_that_a_policy_names_by_a_beginning_or_as_the_latest_are_spare
     latest = store.put_artifact("router", {"a": 1}, pair_id=PAIR)
     far = datetime(2099, 1, 1, tzinfo=UTC)
     with database.write() as session:
-        session.execute(update(ArtifactRow).where(ArtifactRow.id == latest).values(created_at=far))
+        session.execute(update(Artifact).where(Artifact.id == latest).values(created_at=far))
     blocks = {"growth": {"artifact": begun[:7]}, "shortlist": {"artifact": "latest"}}
     store.put_policy("by-artifact", blocks, "x")
     removed, spared = prune_kinds(database, ["artifacts"], keep_last=0)

@@ -55,8 +55,9 @@ from spectune.runtime.policies.document import (
 )
 from spectune.runtime.policies.plan import prepare
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import LatencyProfile, Request, Sampling, Step, Trajectory, Workload
+from spectune.traces.schema import Request, Sampling, Step, Tokens, Workload
 from spectune.traces.store import TraceStore
+from spectune.traces.tables import LatencyProfile, Trajectory
 
 TOKENS = 14
 
@@ -137,7 +138,7 @@ def planted_trace(
         )
         prompt = rng.choice(list(voice), int(rng.integers(20, 60))).astype(np.int32)
         text = a_trajectory(i, n=64, category=kind)
-        object.__setattr__(text, "prompt_ids", prompt)
+        text.tokens = Tokens(prompt, text.output_ids)
         texts.append(text)
         for draft, panoramas in views.items():
             silent = 0.5 * (1 - kinds[kind][draft]) if draft == "ngram" else 0.0

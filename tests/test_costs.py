@@ -31,7 +31,7 @@ from spectune.runtime.profiling import predicted_seconds
 from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import PolicyError
-from spectune.traces.latency import LatencyProfile
+from spectune.traces.tables import LatencyProfile
 
 ROOT = Path(__file__).parent.parent
 PROFILE = with_terms(

@@ -24,8 +24,9 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.policies.plan import prepare
 from spectune.traces.errors import EngineError
-from spectune.traces.schema import Request, Sampling, Trajectory, Workload
-from spectune.traces.store import Publication, TraceStore
+from spectune.traces.schema import Request, Sampling, Tokens, Workload
+from spectune.traces.store import TraceStore
+from spectune.traces.tables import Publication, Trajectory
 
 HOT = ("--temperature", 0.7, "--seed", 3)
 SHORT = ("--max-new-tokens", 4, "--no-compare")
@@ -152,8 +153,9 @@ def test_hot_reload_follows_its_deployment_and_warns(store: TraceStore, pair: Lo
     ],
 )
 def test_what_counts_as_another_sampling(then: Any, now: Sampling, differs: bool) -> None:
-    stored = (1, "p", "cpu", "y", "", {}, None, {}, "t", "", None, datetime.now(UTC))
-    active = Publication(*stored, sampling=then)
+    of = ("default", "p", "cpu", "y", then, None, {}, "t", "", None)
+    active = Publication(*of, created_at=datetime.now(UTC))
+    active.version = 1
     line = other_sampling(active, now, "coupled")
     assert bool(line) == differs
     assert len(line) < 500
@@ -161,7 +163,9 @@ def test_what_counts_as_another_sampling(then: Any, now: Sampling, differs: bool
 
 def test_texts_of_two_temperatures_are_tuned_for_neither() -> None:
     ids = np.zeros(3, np.int32)
-    cold, hot = (Trajectory("a", "c", ids, ids, Sampling(t), 3, "length") for t in (0.0, 0.7))
+    cold, hot = (
+        Trajectory("a", "c", Tokens(ids, ids), Sampling(t), 3, "length") for t in (0.0, 0.7)
+    )
     assert sampling_of([hot, replace(hot, request_id="b")]) == tuned_for(Sampling(0.7), "coupled")
     assert sampling_of([hot, cold]) is None
 

@@ -21,7 +21,6 @@ from pairs import chain, top_k
 from synthetic import flat_profile
 from trace_values import PAIR, a_panorama, a_recording, a_tree
 
-from spectune.db.models import PanoramaChunkRow
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.search import search
 from spectune.optimizer.simulate import distributed
@@ -33,6 +32,7 @@ from spectune.optimizer.tune import TuneOptions, Tuning
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.traces.store import TraceStore
 from spectune.traces.store.parquet import RecordingFile
+from spectune.traces.tables import Panorama
 
 REQUESTS = 23
 PROFILE = flat_profile(PAIR, ["small", "other"])
@@ -123,7 +123,7 @@ def test_a_tuning_searches_its_part_by_workers(client: Any, store: TraceStore) -
         tuning = Tuning(*where, grown=("small",))
         tuning.trees, tuning.artifacts = {"small": TreeLimit(2, 2)}, fitted(store, PAIR)
         tuning.incumbent = AUTOREGRESSIVE
-        tuning.profile = cast(Any, SimpleNamespace(profile=PROFILE))
+        tuning.profile = cast(Any, PROFILE)
         tuning.open()
         tuning.search(0)
         tuning.search(10, tuning.study)
@@ -225,8 +225,10 @@ def test_damaged_chunks_are_left_out(
     """Of a whole shard, too. (The last test: it damages them.)"""
     address, asked = client.scheduler.address, ("--policy", json.dumps(Q_LEARNING))
     with store.database.write() as session:
-        most = PanoramaChunkRow.draft == "other", PanoramaChunkRow.ordinal.between(0, 14)
-        session.execute(sa.update(PanoramaChunkRow).where(*most).values(sha256=b"0" * 32))
+        most = Panorama.draft == "other", Panorama.ordinal.between(0, 14)
+        session.execute(
+            sa.update(Panorama).where(*most).values(trie=sa.literal(b"x", sa.LargeBinary))
+        )
     assert both(door, tmp_path, address, *asked, "--skip-corrupted")["requests"] == REQUESTS - 15
     line = door.error("simulate", *asked, "--workers", address)
     assert "request 0: panorama of draft 'other'" in line

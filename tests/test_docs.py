@@ -21,8 +21,6 @@ from trace_values import PAIR, POLICY, POLICY_ID, a_recording
 
 import spectune
 from spectune.db import Database, open_database
-from spectune.db.models import PACKED, metadata
-from spectune.db.schedules import FireRow, JobRow, ScheduleRow
 from spectune.optimizer.inputs import named_policy
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import (
@@ -373,16 +371,3 @@ def test_its_sql_examples_run_and_agree_with_the_calls(database: Database) -> No
         assert [float(row.conditional) for row in rows] == pytest.approx(
             survival.conditional[: len(rows)]
         )
-
-
-def test_its_table_of_tables_is_the_schema() -> None:
-    listed = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| (.*) \|$", PAGES[TRACES], re.MULTILINE))
-    scheduler = {row.__tablename__ for row in (ScheduleRow, FireRow, JobRow)}
-    assert set(listed) == set(metadata.tables) - scheduler
-    packed = {row.__tablename__ for row in PACKED}  # type: ignore[attr-defined]
-    for name, columns in listed.items():
-        also = {"sha256", "data"} if name in packed else set()
-        assert set(re.findall(r"`(\w+)`", columns)) | also == set(
-            metadata.tables[name].columns.keys()
-        ), name
-        assert ("packed" in columns) == (name in packed)

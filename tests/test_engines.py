@@ -41,10 +41,11 @@ from spectune.runtime.policies.document import (
 from spectune.runtime.recording.panoramas import record_panorama
 from spectune.traces.errors import PairError, PolicyError, TraceError
 from spectune.traces.recording import RecordedRequest
-from spectune.traces.schema import Panorama, Sampling, Step, Trajectory
+from spectune.traces.schema import Sampling, Step, Tokens
 from spectune.traces.store import TraceStore
 from spectune.traces.store.prune import prune
 from spectune.traces.store.traffic import CAPACITY
+from spectune.traces.tables import Panorama, Trajectory
 
 small, near = partial(policy, "small"), partial(policy, "near")
 
@@ -223,7 +224,7 @@ def test_after_the_first_token_panoramas_are_those_of_a_longer_prompt(
     text = rng.integers(0, 300, 24).astype(np.int32)
     for start in range(8):  # the draft is wrong about the first token here, right there
         ids = text[start : start + 6], text[start + 6 :]
-        whole = Trajectory("r", "c", *ids, Sampling(), 40, "length")
+        whole = Trajectory("r", "c", Tokens(*ids), Sampling(), 40, "length")
         panoramas = {draft: record_panorama(pair, whole, draft, 5)}
         cut = RecordedRequest(0, whole, panoramas).after_first()
         assert cut.trajectory.prompt_ids.tolist() == text[start : start + 7].tolist()
@@ -233,7 +234,7 @@ def test_after_the_first_token_panoramas_are_those_of_a_longer_prompt(
 
 def test_after_the_first_token_trees_replay_as_those_of_a_longer_prompt(pair: LoadedPair) -> None:
     text = np.random.default_rng(3).integers(0, 300, 30).astype(np.int32)
-    whole = Trajectory("r", "c", text[:6], text[6:], Sampling(), 40, "length")
+    whole = Trajectory("r", "c", Tokens(text[:6], text[6:]), Sampling(), 40, "length")
     growth = {"kind": "top_k", "width": 2, "score": "probability"}
     grown = near(3, growth=growth)
 
@@ -267,7 +268,7 @@ def test_prompt_lookup_copies_from_the_earliest_place_after_the_longest_suffix(
     for prompt in (1, 2, 7):
         text = rng.integers(0, 3, 40).tolist()
         ids = np.array(text, dtype=np.int32)
-        of = Trajectory("r", "c", ids[:prompt], ids[prompt:], Sampling(), 40, "length")
+        of = Trajectory("r", "c", Tokens(ids[:prompt], ids[prompt:]), Sampling(), 40, "length")
         length, agree = copied(of, least, most).tolist()
         for at in range(prompt, len(text)):
             place = looked_up(text[:at], most, least)
@@ -281,7 +282,7 @@ def test_engines_drafts_propose_their_likeliest_token_at_every_temperature(
 ) -> None:
     text = np.random.default_rng(5).integers(0, 300, 24).astype(np.int32)
     asked = Sampling(0.8, seed=1), 40, "length", "greedy"
-    sampled = Trajectory("r", "c", text[:6], text[6:], *asked)
+    sampled = Trajectory("r", "c", Tokens(text[:6], text[6:]), *asked)
     greedy = replace(sampled, sampling=Sampling(), verifier="coupled")
     assert record_panorama(pair, sampled, "near", 4) == record_panorama(pair, greedy, "near", 4)
 
@@ -292,7 +293,7 @@ def served_request(
 ) -> tuple[Trajectory, list[Step]]:
     tokens = np.arange(7, dtype=np.int32)
     steps = [Step(0, 0, 1, 0, 1, 0, batch=2), Step(1, 4, 5, 2, 3, 4, batch=3)]
-    return Trajectory(name, "serve", tokens[:3], tokens[3:], sampling, 9, "length"), steps
+    return Trajectory(name, "serve", Tokens(tokens[:3], tokens[3:]), sampling, 9, "length"), steps
 
 
 def served(
@@ -384,7 +385,7 @@ def test_prompt_lookup_of_a_recording_is_replayed_by_the_engines_own_rule(
     server: Served, store: TraceStore
 ) -> None:
     text = np.array([7, 8, 9, 1, 7, 8, 4, 7, 8, 9, 1, 7, 8, 5], dtype=np.int32)
-    request = Trajectory("r", "serve", text[:6], text[6:], Sampling(), 20, "length")
+    request = Trajectory("r", "serve", Tokens(text[:6], text[6:]), Sampling(), 20, "length")
     server.put(request, served_request()[1])
     server.close()
     replayed = simulate(store, "latest", policy("ngram", 4), None, per_round=True).replay

@@ -15,11 +15,11 @@ import pytest
 import sqlalchemy as sa
 from databases import opened
 from doors import Door, write_workload
+from sqlalchemy import LargeBinary, literal
 from synthetic import flat_profile, with_terms
 from test_hot_reload import publish
 from tree_reference import Law, Node, Stratify, TopK, build, cheapest_first, verify
 
-from spectune.db.models import ArtifactRow
 from spectune.optimizer.fit.c2t import classifier_examples
 from spectune.optimizer.fit.heterospec import bin_rounds
 from spectune.optimizer.fit.recorded_trees import RecordedTrees
@@ -32,8 +32,8 @@ from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import Panorama
 from spectune.traces.store import TraceStore
+from spectune.traces.tables import Artifact, Panorama
 
 WIDTH, DEPTH, TOP_N = 4, 5, 14
 TOKENS = 36
@@ -77,9 +77,9 @@ class Recorded:
         self.coupled = not self.loaded.info.sampling.greedy
         self.children: list[dict[tuple[int, int], int]] = []
         for p in self.trees:
-            slots = p.text_slot[: p.positions].tolist()
+            slots = p.trie.text_slot[: p.positions].tolist()
             found = {(i, slot): i + 1 for i, slot in enumerate(slots) if slot < p.width}
-            branches = enumerate(zip(p.parent.tolist(), p.slot.tolist(), strict=True))
+            branches = enumerate(zip(p.trie.parent.tolist(), p.trie.slot.tolist(), strict=True))
             found |= {place: p.positions + 1 + m for m, place in branches}
             self.children.append(found)
 
@@ -94,7 +94,7 @@ class Recorded:
         def law(path: tuple[int, ...]) -> Law:
             node = start
             for token in path:
-                node = children[node, p.tokens[node].tolist().index(token)]
+                node = children[node, p.trie.tokens[node].tolist().index(token)]
             return law_of(p, node)
 
         growth = TopK(WIDTH, "coupled" if self.coupled else "probability", 1.5)
@@ -106,9 +106,9 @@ class Recorded:
 
 
 def law_of(p: Panorama, node: int) -> Law:
-    count = int(p.count[node])
-    columns = (column[node, :count].tolist() for column in (p.tokens, p.logp, p.gap))
-    return Law(*columns, int(p.entropy[node]), int(p.top_entropy[node]))
+    count = int(p.trie.count[node])
+    columns = (column[node, :count].tolist() for column in (p.trie.tokens, p.trie.logp, p.trie.gap))
+    return Law(*columns, int(p.trie.entropy[node]), int(p.trie.top_entropy[node]))
 
 
 def recorded(store: TraceStore, which: int, draft: str = "near") -> Recorded:
@@ -154,7 +154,7 @@ def test_acceptance_by_level_and_rank(shared: TraceStore) -> None:
     found = rank_acceptance(RecordedTrees.of(r.trace, "near"), 3, least=1)
     counts, parents = np.zeros((3, WIDTH)), np.zeros(3)
     for t, p in zip(r.loaded.trajectories, r.trees, strict=True):
-        slots = p.text_slot[: p.positions].tolist()
+        slots = p.trie.text_slot[: p.positions].tolist()
         for start in range(p.positions):
             for level in range(min(3, p.positions - start, t.max_new_tokens - start - 1)):
                 parents[level] += 1
@@ -175,9 +175,9 @@ def test_laws_of_the_score_are_the_texts_own(shared: TraceStore, which: int) -> 
     offsets = r.trace.offsets[:-1].tolist()
     for offset, t, p in zip(offsets, r.loaded.trajectories, r.trees, strict=True):
         for i in range(min(p.positions, t.max_new_tokens - 1)):
-            slot = int(p.text_slot[i])
-            count, taken = min(3, int(p.count[i])), slot if slot < 3 else -1
-            expected.append((offset + i, *p.gap[i, :3].tolist(), count, taken))
+            slot = int(p.trie.text_slot[i])
+            count, taken = min(3, int(p.trie.count[i])), slot if slot < 3 else -1
+            expected.append((offset + i, *p.trie.gap[i, :3].tolist(), count, taken))
     found = [laws.start, *laws.gap.T, laws.count, laws.taken]
     assert [tuple(map(int, row)) for row in zip(*found, strict=True)] == expected
     assert {0, 1, -1} <= set(laws.taken.tolist())
@@ -298,7 +298,7 @@ def test_a_static_tree_by_costs(door: Door, shared: TraceStore, pair: LoadedPair
     shared.put_profile(profile)
     cheap = fit(door, "static-tree", nodes=12)
     assert cheap["limits"] == {"nodes": 12, "depth": STATIC_DEPTH}
-    assert cheap["profile"] == shared.latest_profile(pair.id, "cpu").id  # type: ignore[union-attr]
+    assert cheap["profile"] == shared.profile_of(pair.id, device="cpu").id  # type: ignore[union-attr]
     assert 1 < cheap["expected_tokens"] < 13
     assert cheap["expected_tokens_per_s"] > 0
     free = fit(door, "static-tree", nodes=cheap["nodes"], depth=cheap["depth"])
@@ -398,15 +398,15 @@ def test_a_policy_whose_artifact_cannot_be_had_is_refused(
     good = store.put_artifact("static_tree", document)
     damaged = store.put_artifact("static_tree", {**document, "paths": [[0]]})
     with store.database.write() as session:
-        that = sa.update(ArtifactRow).where(ArtifactRow.id == damaged)
-        session.execute(that.values(data=b"nothing"))
+        that = sa.update(Artifact).where(Artifact.id == damaged)
+        session.execute(that.values(content=literal(b"nothing", LargeBinary)))
     with watch(store, pair, None, None, interval_s=60) as source:
         publish(store, pair, growing(good[:9]))
         assert source.poll()
         assert source.current().policy == growing(good[:9])
         for name, reason in (
             ("ffffff", "growth.artifact: there is no artifact 'ffffff' in this database"),
-            (damaged, f"growth.artifact: artifact {damaged} (static_tree) cannot be used"),
+            (damaged, f"growth.artifact: artifact {damaged} cannot be used"),
         ):
             version = publish(store, pair, growing(name))
             assert not source.poll()

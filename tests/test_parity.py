@@ -34,13 +34,8 @@ from spectune.runtime.recording.panoramas import record_panorama
 from spectune.runtime.sampling import Noise, log_distribution
 from spectune.runtime.session import Sessions
 from spectune.traces.errors import PolicyError
-from spectune.traces.schema import (
-    Panorama,
-    Request,
-    Sampling,
-    Trajectory,
-    request_seed,
-)
+from spectune.traces.schema import Request, Sampling, request_seed
+from spectune.traces.tables import Panorama, Trajectory
 
 PROMPTS = ["def add(a, b):", "Question: Bob has 9", "x"]
 GAMMA_MAX = 16

@@ -16,11 +16,11 @@ from databases import opened
 from doors import Door, write_workload
 from joblib.externals.loky import ProcessPoolExecutor
 
-from spectune.db.models import PanoramaChunkRow
 from spectune.optimizer import processes
 from spectune.optimizer.processes import _submitted, kept_helpers, on_every_core
 from spectune.runtime.loading import LoadedPair
 from spectune.traces.errors import SpectuneError
+from spectune.traces.tables import Panorama
 
 TREES = ("--tree-width", 2, "--tree-depth", 2)
 
@@ -116,8 +116,8 @@ def test_what_a_kill_left_out_is_made_by_the_same_command_on_any_core(
     with opened(recorded.db) as store:
         before = store.load("latest")
         with store.database.write() as session:
-            ours = (PanoramaChunkRow.draft != "ngram", PanoramaChunkRow.ordinal == 1)
-            session.execute(sa.delete(PanoramaChunkRow).where(*ours))
+            ours = (Panorama.draft != "ngram", Panorama.ordinal == 1)
+            session.execute(sa.delete(Panorama).where(*ours))
         made = store.get_recording("latest").to_json()["drafts"]
         assert [made[draft] for draft in ("near", "far")] == [part] * 2
         made = recorded.json(*resumed, *TREES)["drafts"]

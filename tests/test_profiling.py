@@ -34,10 +34,11 @@ from spectune.runtime.profiling import (
     predicted_seconds,
 )
 from spectune.runtime.profiling.fit import Prefill, fit_profile, shapes_of
+from spectune.traces.cost_table import terms_from_json
 from spectune.traces.errors import TraceError
-from spectune.traces.latency import LatencyProfile
-from spectune.traces.schema import Sampling, Trajectory
+from spectune.traces.schema import Sampling, Tokens
 from spectune.traces.store import Asked, TraceStore
+from spectune.traces.tables import LatencyProfile, Trajectory
 
 TRUE = flat_profile("p", ["near"])
 
@@ -131,7 +132,15 @@ def test_every_cost_is_there(pair: LoadedPair, profile: LatencyProfile) -> None:
     assert routed == trimmed
     assert {"device", "torch", "threads", "dtype", "python"} <= set(profile.environment)
     assert profile.environment["gamma_max"] == 4
-    assert LatencyProfile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+    assert (
+        LatencyProfile(
+            **{
+                **(data := json.loads(json.dumps(profile.to_json()))),
+                "terms": terms_from_json(data["terms"]),
+            }
+        )
+        == profile
+    )
 
 
 def test_predicted_rounds_are_checked_against_executed_ones(profile: LatencyProfile) -> None:
@@ -177,7 +186,7 @@ def test_a_profile_whose_check_fails_is_measured_on(
     monkeypatch.setattr(measure, "_check", lambda *args: next(ahead))
     stored = profile_for(store, pair, pair.draft_names, gamma_max=4, trees=trees)
     assert swept == [1] + [2] * sweeps  # the first warms up
-    assert stored.profile.check == checks[-1]
+    assert stored.check == checks[-1]
     for_four = partial(usable_profile, store, pair, pair.draft_names, trees=trees)
     usable = for_four(datetime.now(UTC), gamma_max=4)
     worst = max(errors[-1][: 2 if trees else 1])
@@ -205,7 +214,7 @@ def test_a_profile_is_measured_on_the_newest_recording_with_texts(store: TraceSt
 def test_contexts_are_quantiles_of_what_is_served() -> None:
     def text(prompt: int, output: int) -> Trajectory:
         ids = np.zeros(prompt, np.int32), np.zeros(output, np.int32)
-        return Trajectory("r", "c", *ids, Sampling(), output, "length")
+        return Trajectory("r", "c", Tokens(*ids), Sampling(), output, "length")
 
     assert served_contexts([text(100, 101)]) == (105, 150, 195)
     assert served_contexts([text(9, 1)]) == (9,)

@@ -37,7 +37,8 @@ from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_pol
 from spectune.runtime.policies.plan import prepare
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Request, Sampling, Verifier, Workload
-from spectune.traces.store import Asked, Publication, TraceStore
+from spectune.traces.store import Asked, TraceStore
+from spectune.traces.tables import Publication
 
 TEXTS = ("def add(a, b):", "The quick brown fox", "import json", "0 1 2 3 4")
 WORKLOAD = Workload(
@@ -166,9 +167,7 @@ def test_what_is_tuned_on_is_counted_again_where_chunks_are_damaged(
     plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
     lost = record(store, pair, WORKLOAD, QUICK.options, Look(("near",), 5), plain).id
     with store.database.write() as session:
-        session.execute(
-            text("UPDATE panorama_chunk SET data = :data WHERE ordinal > 4"), {"data": b"x"}
-        )
+        session.execute(text("UPDATE panorama SET trie = :data WHERE ordinal > 4"), {"data": b"x"})
     begun: list[str] = []
     with pytest.raises(TraceError, match=r"5 requests leave|on different ones: 5"):
         tune_recording(store, pair, lost, replace(QUICK, begins=begun.append))
@@ -186,9 +185,7 @@ def test_a_damaged_panorama_moves_no_request_to_another_part(
     info = record(store, pair, WORKLOAD, QUICK.options, Look(("near",), 5), plain)
     whole = recorded_parts(store, info.id, range(18))
     with store.database.write() as session:
-        session.execute(
-            text("UPDATE panorama_chunk SET data = :data WHERE ordinal = 0"), {"data": b"x"}
-        )
+        session.execute(text("UPDATE panorama SET trie = :data WHERE ordinal = 0"), {"data": b"x"})
     fitted_to = {t.request_id for t in search_texts(store, info.id, pair.spec)}
     tuned = tune_recording(store, pair, info.id, replace(QUICK, publish=False))
     assert tuned.search_requests == len(fitted_to) - 1

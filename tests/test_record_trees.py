@@ -29,9 +29,11 @@ from spectune.optimizer.tune import TuneOptions, Tuning
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import ChainGrowth, parse_policy
 from spectune.runtime.recording.panoramas import cover_name
+from spectune.runtime.trees.grow import Codes
 from spectune.traces.errors import PolicyError
-from spectune.traces.schema import ACCEPTANCE, Panorama, Trajectory
+from spectune.traces.schema import ACCEPTANCE
 from spectune.traces.store import Asked, TraceStore
+from spectune.traces.tables import Panorama, Trajectory
 
 SHORT = ("--max-new-tokens", 8, "--gamma-max", 4)
 GROWTH = {"kind": "static", "paths": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]}
@@ -118,7 +120,7 @@ def test_chances_are_recorded_where_the_verifier_draws(
     with opened(door.db) as store:
         (panorama,) = store.load(made["recording"]).panoramas("near")
     drawn = verifier == "rejection" and temperature > 0
-    assert len(panorama.accept) == drawn * panorama.positions
+    assert len(panorama.trie.accept) == drawn * panorama.positions
     assert (ACCEPTANCE in panorama.covers) == drawn
 
 
@@ -160,10 +162,10 @@ def test_trees_are_widened_and_never_narrowed(door: Door, store: TraceStore) -> 
     assert resumed(door, "--tree-width", 2, "--tree-depth", 4)["drafts"]["near"] == extent(3, 3, 4)
     wide = store.load("latest").panoramas("near")
     for old, new in zip(narrow, wide, strict=True):
-        for name in set(old.columns()) - {"parent", "slot", "accept"}:
+        for name in Codes._fields:
             roots = slice(old.positions + 1)
-            assert np.array_equal(getattr(old, name)[roots], getattr(new, name)[roots])
-        assert len(new.parent) > len(old.parent)
+            assert np.array_equal(getattr(old.trie, name)[roots], getattr(new.trie, name)[roots])
+        assert len(new.trie.parent) > len(old.trie.parent)
     assert resumed(door, "--tree-width", 2, "--tree-depth", 2)["drafts"]["near"] == extent(3, 3, 4)
     assert store.load("latest").panoramas("near") == wide
 

@@ -22,14 +22,8 @@ from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_pol
 from spectune.runtime.policies.plan import prepare
 from spectune.runtime.session import Sessions
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import (
-    PROB_SCALE,
-    LatencyProfile,
-    Panorama,
-    Sampling,
-    Step,
-    Trajectory,
-)
+from spectune.traces.schema import PROB_SCALE, Sampling, Step, Tokens
+from spectune.traces.tables import LatencyProfile, Panorama, Trajectory
 
 VOCABULARY, GAMMA_MAX = 23, 7
 SIX = (9, 58, 31, 47, 2, 40)
@@ -100,8 +94,8 @@ class Recorded:
 
     def text(self, n: int, sampling: Sampling) -> Trajectory:
         made = a_trajectory(int(self.rng.integers(2**32)), n=n, sampling=sampling)
-        ids = {name: getattr(made, name) % VOCABULARY for name in ("prompt_ids", "output_ids")}
-        return replace(made, **ids, max_new_tokens=n + int(self.rng.choice([0, 9])))
+        tokens = Tokens(made.prompt_ids % VOCABULARY, made.output_ids % VOCABULARY)
+        return replace(made, tokens=tokens, max_new_tokens=n + int(self.rng.choice([0, 9])))
 
     def panorama(self, text: Trajectory) -> Panorama:
         agreement, silence = self.chances
@@ -247,7 +241,7 @@ def test_panoramas_and_profiles_that_do_not_fit_are_refused() -> None:
 def test_empty_texts_replay_to_nothing() -> None:
     policy = parse_policy({"draft": "toy"})
     ids = np.array([1], np.int32), np.zeros(0, np.int32)
-    empty = Trajectory("e", "c", *ids, Sampling(), 8, "stop")
+    empty = Trajectory("e", "c", Tokens(*ids), Sampling(), 8, "stop")
     trace = ReplayTrace([empty], {"toy": [chain_panorama("toy", 3, [], [], [[[0, 0]] * 2], [2])]})
     total = run_replay(trace, policy).total
     assert (total.requests, total.rounds, total.emitted_tokens) == (1, 0, 0)
@@ -260,7 +254,7 @@ def rejection_trace(chance: float, seed: int = 0, temperature: float = 1.0) -> R
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, 99, length).astype(np.int32)
     t = Trajectory(
-        "r", "c", tokens[:3], tokens, Sampling(temperature), length, "length", verifier="rejection"
+        "r", "c", Tokens(tokens[:3], tokens), Sampling(temperature), length, "length", "rejection"
     )
     ends, codes = np.zeros((1, GAMMA_MAX - 1, 2)), np.zeros((length, 2))
     agree, accept = [True] * length, np.full(length, round(chance * PROB_SCALE))

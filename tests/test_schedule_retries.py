@@ -196,8 +196,8 @@ def test_an_attempt_that_published_and_was_gone_before_it_could_say_so_is_not_re
         "published": published.version,
         "reason": published.reason,
         "recording": published.evidence["recording"],
-        "study": study[0],
-        "report": f"{study[0]}.html",
+        "study": study.id,
+        "report": f"{study.id}.html",
     }
 
 

@@ -31,11 +31,8 @@ from spectune.optimizer.spaces import STOP_ORDER, Space, TreeLimit, enumerated, 
 from spectune.optimizer.tune import TuneOptions, Tuning
 from spectune.optimizer.verdict import Candidate, verdict
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from spectune.traces.schema import (
-    Outcome,
-    Sampling,
-    Trajectory,
-)
+from spectune.traces.schema import Outcome, Sampling, Tokens
+from spectune.traces.tables import Trajectory
 
 GAMMA_MAX = 8
 
@@ -50,7 +47,7 @@ def trace(acceptance: float) -> ReplayTrace:
         agree = rng.random(length) < acceptance
         branches = int((~agree).sum()) + 1
         trajectories.append(
-            Trajectory(str(i), "abc"[i % 3], prompt, ids, Sampling(), length, "length")
+            Trajectory(str(i), "abc"[i % 3], Tokens(prompt, ids), Sampling(), length, "length")
         )
         logp = np.where(agree, rng.integers(0, 200, length), rng.integers(100, 900, length))
         codes = logp[:, None].repeat(2, 1)

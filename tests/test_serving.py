@@ -18,10 +18,10 @@ import pytest
 import scipy.stats
 from databases import opened
 from doors import Door
+from sqlalchemy import LargeBinary, literal, update
 from synthetic import policy
 from trace_values import a_panorama, a_trajectory
 
-from spectune.db.models import PanoramaChunkRow
 from spectune.engines.abilities import OPENVINO, VLLM, Engine
 from spectune.engines.protocol import Answered, Load, Prompt, Running, Wanted, chain_round
 from spectune.engines.rules import ServingRules, rules_of
@@ -61,10 +61,10 @@ from spectune.runtime.policies.stops import compile_stop
 from spectune.runtime.progress import silent
 from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import EngineError, PolicyError, TraceError
-from spectune.traces.latency import LatencyProfile
-from spectune.traces.recording import RecordedRequest, RecordingInfo
-from spectune.traces.schema import Sampling, Step
+from spectune.traces.recording import RecordedRequest
+from spectune.traces.schema import Sampling, Step, Tokens
 from spectune.traces.store import Asked, TraceStore
+from spectune.traces.tables import LatencyProfile, Panorama, Recording
 
 PROFILE = LatencyProfile(
     "pair", "cpu", "float32",
@@ -94,7 +94,7 @@ def trace_of(count: int, none: float = 0.0, budget: int = 0) -> ReplayTrace:
         t = a_trajectory(i, n=int(rng.integers(1, 60)))
         prompt = rng.integers(0, 4096, int(rng.integers(2, 90))).astype(np.int32)
         most = budget or len(t.output_ids) + 9 * (i % 2)
-        made.append(replace(t, prompt_ids=prompt, max_new_tokens=most))
+        made.append(replace(t, tokens=Tokens(prompt, t.output_ids), max_new_tokens=most))
     return ReplayTrace(made, {"small": [a_panorama(t, "small", none=none) for t in made]})
 
 
@@ -339,7 +339,7 @@ def recorded(
     for i, own in enumerate(steps):
         t = trace.trajectories[int(trace.order[i % len(trace.order)])]
         output = np.concatenate((t.prompt_ids[-1:], t.output_ids))
-        whole = replace(t, prompt_ids=t.prompt_ids[:-1], output_ids=output)
+        whole = replace(t, tokens=Tokens(t.prompt_ids[:-1], output))
         assert sum(s.emitted for s in own) == len(whole.output_ids)
         made.append(RecordedRequest(i, whole, steps=tuple(own)))
     return made
@@ -722,7 +722,7 @@ class Simulating:
             if prompt.id in self.rounded:
                 output = text.output_ids.copy()
                 output[-1] += 1
-                text = replace(text, output_ids=output)
+                text = replace(text, tokens=Tokens(text.prompt_ids, output))
             yield Answered(text, tuple(steps))
 
     def close(self) -> None:
@@ -869,7 +869,7 @@ def stored(
     source: str = "record",
     drafts: Sequence[str] = ("small",),
     lacking: Sequence[int] = (),
-) -> RecordingInfo:
+) -> Recording:
     """A recording of vLLM, some requests of which have no panoramas."""
     store.put_pair("pair", "pair", {})
     about = {"engine": "vllm", "serving": {"max_num_seqs": 8, "ahead": 0}}
@@ -891,7 +891,11 @@ def test_recorded_requests_arrive_each_with_its_own_text(
     ended = recorded(trace, simulated(trace, window(0), Load(1)), window(0))[::-1]
     info = stored(store, ended, drafts=("small", "other"))
     with store.database.write() as session:
-        session.get_one(PanoramaChunkRow, (info.id, 0, "other")).data = b"x"
+        session.execute(
+            update(Panorama)
+            .filter_by(recording_id=info.id, ordinal=0, draft="other")
+            .values(trie=literal(b"x", LargeBinary))
+        )
     monkeypatch.setattr(under_load_module, "costs_of_engine", lambda *_: fitted)
     monkeypatch.chdir(tmp_path)
     Path("recorded-x.csv").write_text("TIMESTAMP\n1\n2\n")
@@ -941,7 +945,7 @@ def test_costs_are_of_one_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recordings that do not name theirs are older, and alike."""
 
     def made_by(**options: str) -> tuple[Any, ...]:
-        return _made_by(cast(RecordingInfo, SimpleNamespace(options=options)))
+        return _made_by(cast(Recording, SimpleNamespace(options=options)))
 
     assert made_by(engine="vllm") == made_by(engine="vllm", device="cpu")
     named = {made_by(hardware=name) for name in ("a", "b", "a")} | {made_by()}

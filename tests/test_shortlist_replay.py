@@ -27,12 +27,11 @@ from recorded_texts import (
 from synthetic import flat_profile, over_rows, with_heads, with_terms
 from test_lossless import PROMPTS
 from test_shortlists import M, routing
-from test_store import damage
 from test_tree_parity import plain_rounds
+from trace_values import damage
 
 import spectune.optimizer.fit.ranks as ranking
 from spectune.db import CorruptedChunkError
-from spectune.db.models import ArtifactRow
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.fit.dynaspec import fit_ranks
 from spectune.optimizer.simulate.replay import run_replay
@@ -52,8 +51,9 @@ from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.plan import prepare
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import OFF_TEXT, LatencyProfile, Sampling
+from spectune.traces.schema import OFF_TEXT, Sampling
 from spectune.traces.store import Asked, TraceStore
+from spectune.traces.tables import Artifact, LatencyProfile
 
 TOKENS = 16
 DRAFTS = ("near", "far")
@@ -376,7 +376,7 @@ def test_ranks_say_how_much_of_the_text_a_shortlist_holds(
     """The larger, the more of it, also where most of the text is no recorded child."""
     ranks = ranks_of(store, pair, few, "far", order)
     trees = store.load(few).panoramas("far")
-    slots = np.concatenate([p.text_slot[: p.positions] for p in trees])
+    slots = np.concatenate([p.trie.text_slot[: p.positions] for p in trees])
     assert (slots == OFF_TEXT).sum() > 10
     least, more, every = ranks.kept([1, 16, pair.target.vocab_size])
     assert least["true_tokens"] < more["true_tokens"] < every["true_tokens"] == 1.0
@@ -451,7 +451,7 @@ def test_stored_ranks_are_found_and_mended(store: TraceStore, pair: LoadedPair, 
     assert grown.digests[:3] == first.digests
     np.testing.assert_array_equal(grown.better[: len(first.better)], first.better)
     for damaged in (first, grown):
-        damage(store, ArtifactRow, damaged.artifact)
+        damage(store, Artifact.content, id=damaged.artifact)
     with pytest.raises(CorruptedChunkError, match=r"cannot be used.*`fit ranks .* --frequencies"):
         stored_ranks(store, name, "far", order)
     mended = ranks_of(store, pair, name, "far", order)

@@ -42,8 +42,9 @@ from spectune.runtime.policies.plan import prepare
 from spectune.runtime.progress import silent
 from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import Counts, LatencyProfile, Sampling, Workload
+from spectune.traces.schema import Counts, Sampling, Workload
 from spectune.traces.store import TraceStore
+from spectune.traces.tables import LatencyProfile
 
 ROWS, CLUSTERS, GAMMA = 300, 16, 6
 LIMIT = ShortlistLimit(ROWS, "f" * 12, "r" * 12, CLUSTERS)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from operator import add
@@ -13,27 +14,41 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sqlalchemy import URL, select
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from sqlalchemy import URL, func, select
 from sqlalchemy.orm import Session
 from trace_values import (
     PAIR,
     a_panorama,
     a_profile,
+    a_recording,
     a_trajectory,
+    a_tree,
     an_outcome,
+    damage,
     steps_of,
 )
 
-from spectune.db import Database, NotFoundError, StaleVersionError
-from spectune.db.models import ArtifactRow, RecordingRow, StepChunkRow
+from spectune.db import CorruptedChunkError, Database, NotFoundError, StaleVersionError, check
 from spectune.db.urls import parse_url
+from spectune.traces import blobs
+from spectune.traces.blobs import (
+    BlobError,
+    pack,
+    pack_steps,
+    pack_trie,
+    unpack,
+    unpack_steps,
+    unpack_trie,
+)
 from spectune.traces.errors import TraceError
-from spectune.traces.packing import unpack_steps
-from spectune.traces.recording import DESIGNED, Extent, RecordingInfo
-from spectune.traces.schema import Request, Sampling, Workload, policy_id
+from spectune.traces.schema import Extent, Request, Sampling, Step, Workload, policy_id
 from spectune.traces.store import Asked, TraceStore
 from spectune.traces.store.kinds import list_kind
 from spectune.traces.store.prune import PruneReport, prune
+from spectune.traces.tables import DESIGNED, Artifact, Panorama, Recording, Trajectory
 
 WORKLOAD = Workload(
     "w", (Request("a", "code", ("x", "y")), Request("b", "prose", ('žluťoučký \\ " kůň',)))
@@ -44,17 +59,9 @@ POLICY_ID = policy_id(POLICY)
 
 
 @pytest.fixture
-def begun(store: TraceStore) -> RecordingInfo:
+def begun(store: TraceStore) -> Recording:
     store.put_pair(PAIR, "demo", {"target": "x"})
     return store.create_recording(Asked(PAIR, store.put_workload(WORKLOAD), GREEDY, 64))
-
-
-def damage(store: TraceStore, row: type, *key: object) -> None:
-    with store.database.write() as session:
-        found = session.get_one(row, key)
-        flipped = bytearray(found.data)
-        flipped[len(flipped) // 2] ^= 1
-        found.data = bytes(flipped)
 
 
 def test_pairs_are_kept_and_found_by_id_prefix_and_name(store: TraceStore) -> None:
@@ -83,9 +90,7 @@ def test_a_recording_needs_its_pair_and_workload(store: TraceStore) -> None:
         store.create_recording(Asked(PAIR, "nothing", GREEDY, 8))
 
 
-def test_a_trajectory_comes_back_equal_with_its_steps(
-    store: TraceStore, begun: RecordingInfo
-) -> None:
+def test_a_trajectory_comes_back_equal_with_its_steps(store: TraceStore, begun: Recording) -> None:
     trajectory = a_trajectory(3, stop_strings=("\n\n",), sampling=Sampling(0.7, 40, 0.9, 2**62))
     steps = steps_of(trajectory)
     assert store.append_trajectory(begun.id, 3, trajectory, steps)
@@ -99,7 +104,7 @@ def test_a_trajectory_comes_back_equal_with_its_steps(
 
 
 def test_appending_again_changes_nothing_and_another_text_is_refused(
-    store: TraceStore, begun: RecordingInfo
+    store: TraceStore, begun: Recording
 ) -> None:
     assert store.append_trajectory(begun.id, 0, a_trajectory(0))
     assert not store.append_trajectory(begun.id, 0, a_trajectory(0), steps_of(a_trajectory(0)))
@@ -115,12 +120,12 @@ def test_appending_again_changes_nothing_and_another_text_is_refused(
 
 
 def test_an_unfinished_recording_is_found_by_what_was_asked(
-    store: TraceStore, begun: RecordingInfo
+    store: TraceStore, begun: Recording
 ) -> None:
 
     def find(
         sampling: Sampling = GREEDY, max_new_tokens: int = 64, state: Any = "recording"
-    ) -> RecordingInfo | None:
+    ) -> Recording | None:
         asked = Asked(PAIR, begun.workload_id, sampling, max_new_tokens)
         return store.find_recording(asked, state=state)
 
@@ -133,9 +138,7 @@ def test_an_unfinished_recording_is_found_by_what_was_asked(
     assert found.finished_at is not None
 
 
-def test_ids_may_be_shortened_and_latest_is_the_newest(
-    store: TraceStore, begun: RecordingInfo
-) -> None:
+def test_ids_may_be_shortened_and_latest_is_the_newest(store: TraceStore, begun: Recording) -> None:
     assert begun.id.startswith("rec-")
     assert len(begun.id) == 10
     assert store.resolve_recording(begun.id[:9]) == begun.id
@@ -155,7 +158,7 @@ def test_a_taken_id_is_not_given_twice(store: TraceStore) -> None:
     assert ids == ["rec-aaaaaa", "rec-bbbbbb"]
 
 
-def test_panoramas_come_back_equal_by_draft(store: TraceStore, begun: RecordingInfo) -> None:
+def test_panoramas_come_back_equal_by_draft(store: TraceStore, begun: Recording) -> None:
     made = {}
     for i in range(5):
         store.append_trajectory(begun.id, i, a_trajectory(i))
@@ -172,7 +175,7 @@ def test_panoramas_come_back_equal_by_draft(store: TraceStore, begun: RecordingI
     assert held == {"ngram": Extent(5, 16, 1, 1), "small": Extent(5, 16, 1, 1)}
 
 
-def test_a_longer_panorama_serves_a_shorter_window(store: TraceStore, begun: RecordingInfo) -> None:
+def test_a_longer_panorama_serves_a_shorter_window(store: TraceStore, begun: Recording) -> None:
     trajectory = a_trajectory(0)
     store.append_trajectory(begun.id, 0, trajectory)
     store.append_trajectory(begun.id, 1, a_trajectory(1))
@@ -182,11 +185,11 @@ def test_a_longer_panorama_serves_a_shorter_window(store: TraceStore, begun: Rec
     assert store.missing_panoramas(begun.id, "small", 4) == (1,)
     assert store.missing_panoramas(begun.id, "small", 5) == (0, 1)
     assert store.put_panoramas(begun.id, [(0, long)])
-    assert not store.put_panoramas(begun.id, [(0, short)])
+    assert store.missing_panoramas(begun.id, "small", 16) == (1,)
     assert store.load(begun.id).requests[0].panoramas["small"] == long
 
 
-def test_a_panorama_must_fit_its_trajectory(store: TraceStore, begun: RecordingInfo) -> None:
+def test_a_panorama_must_fit_its_trajectory(store: TraceStore, begun: Recording) -> None:
     store.append_trajectory(begun.id, 0, a_trajectory(0, n=20))
     with pytest.raises(TraceError, match="21 positions does not fit trajectory 0"):
         store.put_panoramas(begun.id, [(0, a_panorama(a_trajectory(0, n=21), "small"))])
@@ -198,11 +201,15 @@ def test_profiles_come_back_equal_and_the_latest_is_found(store: TraceStore) -> 
     store.put_pair(PAIR, "demo", {})
     first, second, cuda = a_profile(0.001), a_profile(0.002), a_profile(0.003, device="cuda")
     ids = [store.put_profile(p) for p in (first, second, cuda)]
-    assert store.get_profile(ids[0]).profile == first
-    found = store.latest_profile(PAIR, "cpu")
-    assert found.profile == second
-    assert found.id == ids[1]
-    assert store.latest_profile(PAIR, "tpu") is None
+    assert store.get_profile(ids[0]) == first
+    newest = store.profile_of(PAIR, device="cpu", dtype="float32")
+    assert (newest, newest.id) == (second, ids[1])
+    assert store.profile_of(PAIR, device="cpu", hardware="an Abacus") is None
+    assert store.profile_of(PAIR, device="cpu", dtype="bfloat16") is None
+    assert store.profile_of(PAIR, device="tpu") is None
+    of_abacus = replace(first, environment={"device": "an Abacus"})
+    ids.append(store.put_profile(of_abacus))
+    assert store.profile_of(PAIR, device="cpu", hardware="an Abacus") == of_abacus
     assert [p.id for p in store.profiles()] == ids[::-1]
 
 
@@ -216,7 +223,9 @@ def test_policies_artifacts_and_studies(store: TraceStore) -> None:
     art = store.put_artifact(
         "q_table", {"gamma_max": 3}, {"q": table}, pair_id=PAIR, provenance={"from": "rec-1"}
     )
-    damage(store, ArtifactRow, art)
+    damage(store, Artifact.content, id=art)
+    with pytest.raises(CorruptedChunkError, match=f"artifact {art} cannot be used"):
+        store.get_artifact(art)
     assert art == store.put_artifact("q_table", {"gamma_max": 3}, {"q": table})
     assert art != store.put_artifact("q_table", {"gamma_max": 4}, {"q": table})
     got = store.get_artifact(art)
@@ -227,25 +236,20 @@ def test_policies_artifacts_and_studies(store: TraceStore) -> None:
     study = store.put_study(
         PAIR, sampler="tpe", seed=2**62, document={"best": 3}, trials=trials, recording_id="rec-1"
     )
-    assert store.get_study(study).trials == tuple(trials)
+    assert store.get_study(study).trials == trials
     assert store.get_study("latest").seed == 2**62
-    assert [s[0] for s in store.list_studies(PAIR)] == [study]
+    assert [s.id for s in store.list_studies(PAIR)] == [study]
+    assert [a.id for a in store.list_artifacts("q_table", PAIR)] == [art]
 
 
-def test_runs_keep_their_outcome_and_rounds(store: TraceStore) -> None:
+def test_runs_keep_their_outcome(store: TraceStore) -> None:
     store.put_pair(PAIR, "demo", {})
-    outcome = an_outcome()
-    steps = {r.request_id: steps_of(a_trajectory(i)) for i, r in enumerate(outcome.per_request)}
+    how: dict[str, Any] = {"device": "cpu", "dtype": "float32", "purpose": "validate"}
     with pytest.raises(NotFoundError, match="no policy"):
-        store.put_run(PAIR, POLICY_ID, outcome, device="cpu", dtype="float32")
+        store.put_run(PAIR, POLICY_ID, an_outcome(), **how)
     store.put_policy(POLICY_ID, POLICY, "small fixed")
-    run = store.put_run(
-        PAIR, POLICY_ID, outcome, device="cpu", dtype="float32", purpose="validate", steps=steps
-    )
-    assert store.get_run(run).outcome == outcome
-    with store.database.read() as session:
-        rows = session.scalars(select(StepChunkRow).where(StepChunkRow.run_id == run))
-        assert {row.request_id: unpack_steps(row) for row in rows} == steps
+    run = store.put_run(PAIR, POLICY_ID, an_outcome(), **how)
+    assert store.get_run(run).outcome == an_outcome()
 
 
 def published(store: TraceStore) -> Callable[..., int]:
@@ -318,9 +322,7 @@ def test_acknowledgements_are_kept_in_order(store: TraceStore) -> None:
         store.acknowledge(99, "node-1", "applied")
 
 
-def test_requests_are_found_by_when_they_were_stored(
-    store: TraceStore, begun: RecordingInfo
-) -> None:
+def test_requests_are_found_by_when_they_were_stored(store: TraceStore, begun: Recording) -> None:
     start = datetime(2026, 5, 4, tzinfo=UTC)
     for i in range(4):
         then = TraceStore(store.database, clock=partial(add, start, timedelta(hours=i)))
@@ -335,6 +337,135 @@ def test_requests_are_found_by_when_they_were_stored(
     assert store.recorded_since(PAIR, start + timedelta(hours=2)) == late
     assert store.resolve_recording("latest") == begun.id
     assert store.list_recordings(state="complete") == ()
+
+
+# --- blobs
+
+
+DTYPES = [np.uint8, np.uint16, np.int32, np.int64, np.float32, np.float64, np.bool_]
+SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=9)
+ARRAYS = st.sampled_from(DTYPES).flatmap(lambda dtype: hnp.arrays(dtype, SHAPES))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(st.text("abcxyz_", min_size=1, max_size=8), ARRAYS, max_size=4),
+    st.dictionaries(st.text(max_size=8), st.integers(), max_size=3),
+)
+def test_any_arrays_come_back_equal(arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
+    back, got = unpack(pack(arrays, meta))
+    assert got == meta
+    assert back.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert (back[name].dtype, back[name].shape) == (array.dtype, array.shape)
+        assert np.array_equal(back[name], array, equal_nan=array.dtype.kind == "f")
+
+
+COUNTS = st.integers(0, 2**31 - 1)
+TIMES = st.integers(0, 10**13).map(lambda ns: ns / 1e9)
+STEPS = st.tuples(*[COUNTS] * 7, st.text(max_size=5), st.text(max_size=5), *[TIMES] * 3).map(
+    lambda fields: Step(*fields)
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(STEPS, max_size=30))
+def test_any_steps_come_back_equal(steps: list[Step]) -> None:
+    assert unpack_steps(pack_steps(steps)) == tuple(steps)
+    timed = [s._replace(batch=3, arrived_s=1.5, ended_s=2.0 + n) for n, s in enumerate(steps)]
+    assert unpack_steps(pack_steps(timed)) == tuple(timed)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize(("n", "vocab", "width"), [(0, 300, 5), (1, 65536, 1), (70, 150_000, 10)])
+def test_any_trie_comes_back_equal(n: int, vocab: int, width: int, greedy: bool) -> None:
+    how: dict[str, Any] = {"width": width, "greedy": greedy, "vocab": vocab}
+    trie = a_tree(a_trajectory(1, n=n), "small", depth=7, **how).trie
+    assert unpack_trie(pack_trie(trie)) == trie
+    rng = np.random.default_rng(5)  # differences are modulo 65536: no order of codes is special
+    some = {name: rng.integers(0, 65536, trie.logp.shape, np.uint16) for name in ("logp", "gap")}
+    assert unpack_trie(pack_trie(replace(trie, **some))) == replace(trie, **some)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(0, 7))
+def test_a_flipped_bit_of_a_blob_is_noticed(where: int, bit: int) -> None:
+    trie = a_panorama(a_trajectory(0), "small").trie
+    data = bytearray(pack_trie(trie))
+    data[where % len(data)] ^= 1 << bit
+    with suppress(BlobError):
+        assert unpack_trie(bytes(data)) == trie  # a bit that says nothing
+
+
+def test_a_blob_of_another_schema_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = pack({})
+    monkeypatch.setattr(blobs, "SCHEMA", 9)
+    with pytest.raises(BlobError, match="written as schema 1, this program reads 9"):
+        unpack(data)
+
+
+def test_a_damaged_blob_costs_itself_alone(store: TraceStore, url: str) -> None:
+    recording = a_recording(store, n=5, trees=True)
+    damaged: list[tuple[Any, str]] = [
+        (Trajectory.tokens, "its token ids"),
+        (Panorama.trie, "panorama of draft 'small'"),
+        (Trajectory.steps, "its steps"),
+    ]
+    for n, (column, what) in enumerate(damaged):
+        damage(store, column, recording_id=recording, ordinal=n)
+        line = f"recording {recording}, request {n}: {what} cannot be used .*; the others still can"
+        with pytest.raises(CorruptedChunkError, match=line):
+            list(store.iterate(recording, steps=True, ordinals=[n]))
+    loaded = store.load(recording, steps=True, skip_corrupted=True)
+    assert [(s.ordinal, s.draft) for s in loaded.skipped] == [(0, None), (1, "small"), (2, None)]
+    (last,) = store.iterate(recording, steps=True, ordinals=[4])
+    assert loaded.having(["small"]).requests[-1] == last
+    bad = [(c.table, c.key["ordinal"]) for c in check(url).bad_chunks]
+    assert sorted(bad) == [("panorama", 1), ("trajectory", 0), ("trajectory", 2)]
+
+
+# --- trees
+
+
+def test_trees_come_back_by_draft_and_go_with_their_recording(store: TraceStore) -> None:
+    recording = a_recording(store, n=3, drafts=("ngram",))
+    made = [a_tree(a_trajectory(i), "small", seed=i) for i in range(3)]
+    assert store.put_panoramas(recording, list(enumerate(made))) == 3
+    assert store.load(recording, ["small"]).panoramas("small") == tuple(made)
+    with pytest.raises(TraceError, match=r"0 panoramas of draft 'large' for 3 requests .*--resume"):
+        store.load(recording).panoramas("large")
+    info = store.get_recording(recording)
+    assert info.drafts == {"ngram": Extent(3, 16, 1, 1), "small": Extent(3, 16, 4, 3)}
+    assert (info.with_trees, info.shown()) == (("small",), "ngram 16, small 16 and trees 4x3")
+    plan = prune(store.database, recordings=[recording], dry_run=True)
+    assert plan.size_bytes > sum(len(pack_trie(tree.trie)) for tree in made)
+    prune(store.database, recordings=[recording])
+    with store.database.read() as session:
+        assert session.scalar(select(func.count()).select_from(Panorama)) == 0
+
+
+def test_missing_are_those_too_short_too_narrow_too_flat_or_not_covering(store: TraceStore) -> None:
+    recording = a_recording(store, n=4, drafts=())
+
+    def missing(*least: Any) -> list[int]:
+        return [*store.missing_panoramas(recording, "small", *least)]
+
+    assert missing(1) == [0, 1, 2, 3]
+    assert store.most_held(recording, "small") == (0, 0, 0, ())
+    for ordinal, (gamma, width, depth, covers) in enumerate(
+        [(4, 4, 3, ("a",)), (8, 6, 3, ("a", "b")), (5, 4, 5, ("c",))]
+    ):
+        how: dict[str, Any] = {"gamma_max": gamma, "width": width, "depth": depth}
+        tree = a_tree(a_trajectory(ordinal), "small", covers=covers, **how)
+        assert store.put_panoramas(recording, [(ordinal, tree)]) == 1
+    assert missing(4) == missing(4, 4, 3) == [3]
+    assert missing(5) == [0, 3]
+    assert missing(4, 5) == [0, 2, 3]
+    assert missing(4, 4, 4) == [0, 1, 3]
+    assert missing(4, 4, 3, ("a", "b")) == [0, 2, 3]
+    assert [*store.missing_panoramas(recording, "other", 1)] == [0, 1, 2, 3]
+    assert store.most_held(recording, "small") == (8, 6, 5, ("a", "b", "c"))
+    assert store.get_recording(recording).shown() == "small 4 and trees 4x3 (3 of 4)"
 
 
 # --- two that store the same thing at once
@@ -372,24 +503,19 @@ def at_once(*acts: Callable[[], object]) -> list[object]:
 
 
 def test_two_that_store_the_same_panorama_at_once(
-    begun: RecordingInfo, store: TraceStore, pausing: Pausing
+    begun: Recording, store: TraceStore, pausing: Pausing
 ) -> None:
     racing = TraceStore(pausing)
     for i in range(3):
         store.append_trajectory(begun.id, i, a_trajectory(i))
-    shorter = [(i, a_panorama(a_trajectory(i), "small", gamma_max=8, seed=i)) for i in range(3)]
-    longer = [(i, a_panorama(a_trajectory(i), "small", gamma_max=16, seed=i)) for i in range(3)]
-    results = at_once(
-        lambda: racing.put_panoramas(begun.id, shorter),
-        lambda: racing.put_panoramas(begun.id, longer),
-    )
-    assert results[1] == 3
-    assert results[0] in (0, 3)
-    assert store.load(begun.id).panoramas("small") == tuple(panorama for _, panorama in longer)
+    made = [a_panorama(a_trajectory(i), "small", seed=i) for i in range(3)]
+    items = list(enumerate(made))
+    assert at_once(*[lambda: racing.put_panoramas(begun.id, items)] * 2) == [3, 3]
+    assert store.load(begun.id).panoramas("small") == tuple(made)
 
 
 def test_two_that_append_the_same_request_at_once(
-    begun: RecordingInfo, store: TraceStore, pausing: Pausing
+    begun: Recording, store: TraceStore, pausing: Pausing
 ) -> None:
     racing = TraceStore(pausing)
     items = [(i, a_trajectory(i), steps_of(a_trajectory(i))) for i in range(3)]
@@ -403,7 +529,7 @@ def test_two_that_append_the_same_request_at_once(
 
 @pytest.mark.parametrize("first", ["append", "prune"])
 def test_appending_while_the_recording_is_pruned(
-    first: str, begun: RecordingInfo, store: TraceStore, pausing: Pausing
+    first: str, begun: Recording, store: TraceStore, pausing: Pausing
 ) -> None:
     store.append_trajectory(begun.id, 0, a_trajectory(0), steps_of(a_trajectory(0)))
     items = [(i, a_trajectory(i), steps_of(a_trajectory(i))) for i in range(2)]
@@ -426,7 +552,7 @@ def test_appending_while_the_recording_is_pruned(
 
 @pytest.mark.parametrize("by", ["resumed", "cited"])
 def test_what_is_resumed_or_cited_while_prune_waits_for_it_is_spared(
-    by: str, begun: RecordingInfo, store: TraceStore, pausing: Pausing
+    by: str, begun: Recording, store: TraceStore, pausing: Pausing
 ) -> None:
     """Its first text is old; while prune waits for the recording a second comes, or a publication
     that names it."""
@@ -435,7 +561,7 @@ def test_what_is_resumed_or_cited_while_prune_waits_for_it_is_spared(
     store.put_policy(POLICY_ID, POLICY, "l")
 
     def hold(session: Session) -> None:
-        session.get(RecordingRow, begun.id, with_for_update={"key_share": True})
+        session.get(Recording, begun.id, with_for_update={"key_share": True})
 
     def go_on() -> object:
         if by == "resumed":

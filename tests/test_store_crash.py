@@ -3,7 +3,6 @@ lost, the rest is usable."""
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import os
 import random
@@ -11,12 +10,11 @@ import signal
 import threading
 import time
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from databases import opened, run_sql
-from trace_values import PAIR, a_panorama, a_recording, a_trajectory, steps_of
+from databases import opened
+from trace_values import PAIR, a_panorama, a_trajectory, steps_of
 from waiting import eventually
 
 from spectune.db import UnavailableError, check, open_database
@@ -79,29 +77,6 @@ def test_killed_at_random_moments_nothing_acknowledged_is_lost(url: str) -> None
         made = {"small": a_panorama(text, "small", seed=request.ordinal)}
         panoramas = made if request.panoramas else {}
         assert request == RecordedRequest(request.ordinal, text, panoramas, steps_of(text))
-
-
-def test_a_check_names_what_is_damaged_and_not_what_is_removed_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "spectune.db"
-    with opened(path) as store:
-        recording = a_recording(store, n=5)
-    sound = check(str(path))
-    assert sound.ok
-    run_sql(path, "UPDATE trajectory SET data = x'00' WHERE ordinal = 2")
-
-    def removing(data: bytes) -> Any:
-        run_sql(path, "DELETE FROM trajectory WHERE ordinal = 4")
-        return sha256(data)
-
-    sha256 = hashlib.sha256
-    monkeypatch.setattr(hashlib, "sha256", removing)
-    damaged = check(str(path))
-    (bad,) = damaged.bad_chunks
-    where = f"trajectory (recording_id {recording}, ordinal 2)"
-    assert str(bad) == f"{where}: checksum differs"
-    assert damaged.chunks == sound.chunks
 
 
 # --- the background writer

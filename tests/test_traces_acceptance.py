@@ -18,7 +18,7 @@ def test_coupled_survival_counts_runs_from_every_start(seed: int, n: int) -> Non
     runs = []
     for start in range(n):
         run = 0
-        while run < 9 and start + run < n and panorama.text_slot[start + run] == 0:
+        while run < 9 and start + run < n and panorama.trie.text_slot[start + run] == 0:
             run += 1
         runs.append(run)
     got = survival(panorama, "coupled")
@@ -33,7 +33,7 @@ def test_coupled_survival_counts_runs_from_every_start(seed: int, n: int) -> Non
 
 def test_rejection_survival_is_the_expected_run() -> None:
     panorama = a_panorama(a_trajectory(1, n=12), "small", gamma_max=4)
-    keep = panorama.accept / PROB_SCALE
+    keep = panorama.trie.accept / PROB_SCALE
     want = [sum(np.prod(keep[s : s + j + 1]) for s in range(12 - j)) for j in range(4)]
     assert survival(panorama, "rejection").survived == pytest.approx(want)
     assert keep_probability(panorama, "rejection") == pytest.approx(keep)
@@ -43,8 +43,9 @@ def test_rejection_survival_is_the_expected_run() -> None:
 def test_what_holds_no_chances_is_judged_by_the_text_under_rejection_too(shared: bool) -> None:
     """At temperature 0, and of a head, whose nodes on the text are its own."""
     made = a_tree(a_trajectory(3), "small", gamma_max=4)
-    on_text = np.where(made.text_slot == OFF_TEXT, 0, made.text_slot)
-    panorama = replace(made, shared=shared, text_slot=on_text)
+    slot = made.trie.text_slot
+    trie = replace(made.trie, text_slot=np.where(slot == OFF_TEXT, 0, slot))
+    panorama = replace(made, shared=shared, trie=trie)
     assert survival(panorama, "rejection") == survival(panorama, "coupled")
     assert sum(survival(panorama, "coupled").survived[1:]) > 0
 

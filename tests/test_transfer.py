@@ -15,12 +15,12 @@ from doors import Door
 from trace_values import POLICY, POLICY_ID, a_recording, a_trajectory, steps_of
 
 from spectune.db import Database, open_database
-from spectune.db.models import PolicyRow, WorkloadRow
 from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
 from spectune.traces.schema import policy_id
 from spectune.traces.store import TraceStore, transfer
 from spectune.traces.store.query import list_recordings
 from spectune.traces.store.transfer import export_recordings, import_recordings
+from spectune.traces.tables import StoredPolicy, StoredWorkload
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def empty(sqlite_template: Path, tmp_path: Path) -> Iterator[Database]:
 def nothing_of(database: Database) -> bool:
     store = TraceStore(database)
     with database.read() as session:
-        rows = session.query(PolicyRow).count() + session.query(WorkloadRow).count()
+        rows = session.query(StoredPolicy).count() + session.query(StoredWorkload).count()
     return not list_recordings(database) and not store.list_pairs() and not rows
 
 
@@ -76,7 +76,7 @@ def test_the_hash_of_a_policy_is_of_its_document_as_stored() -> None:
 
 MISTAKES = {
     "damaged": (
-        "UPDATE trajectory SET data = x'00' WHERE ordinal = 1",
+        "UPDATE trajectory SET tokens = x'00' WHERE ordinal = 1",
         "request 1: its trajectory is damaged",
     ),
     "no pair": ("DELETE FROM pair", "its pair '.*' is missing"),

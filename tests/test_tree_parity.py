@@ -24,7 +24,8 @@ from spectune.runtime.policies.plan import prepare
 from spectune.runtime.recording.panoramas import Cover, record_panorama
 from spectune.runtime.session import Sessions
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import Panorama, Sampling, Step, Trajectory
+from spectune.traces.schema import Sampling, Step
+from spectune.traces.tables import Panorama, Trajectory
 
 TOKENS = 20
 WIDTH, DEPTH = 6, 7

@@ -24,7 +24,7 @@ from spectune.optimizer.texts import ComparedTexts
 from spectune.optimizer.timings import Timings
 from spectune.optimizer.verdict import Candidate
 from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
-from spectune.traces.store.catalog import Study
+from spectune.traces.tables import Study
 
 # In the results SLOWER is behind the incumbent, too.
 BEHIND = replace(SLOWER, ratio=(0.8,) * 3, over_plain=(0.8,) * 3)

@@ -25,7 +25,7 @@ from spectune.optimizer.overlong import made_to_fit
 from spectune.runtime.loading import LoadedPair
 from spectune.traces.errors import WorkloadError
 from spectune.traces.sanity import checked, repeats
-from spectune.traces.schema import Request, Workload
+from spectune.traces.schema import Request, Tokens, Workload
 from spectune.traces.workload_files import read_workload
 from spectune.traces.workloads import take
 
@@ -440,9 +440,10 @@ def test_what_makes_figures_say_less_is_counted_and_said_once() -> None:
     few = checked(texts)
     assert few.lines() == ["fewer than 5 requests in b 2: their own figures say little"]
     loop = np.resize(np.array([199, 3], np.int32), 60)
-    texts = [replace(t, output_ids=loop) if n < 2 else t for n, t in enumerate(texts[:8])] + [
-        replace(texts[0], request_id="again")
-    ]
+    texts = [
+        replace(t, tokens=Tokens(t.prompt_ids, loop)) if n < 2 else t
+        for n, t in enumerate(texts[:8])
+    ] + [replace(texts[0], request_id="again")]
     found = checked(texts)
     assert found.to_json() == {"requests": 9, "repetitive": 2, "duplicates": 1, "few": {}}
     repeated, same = found.lines()

@@ -1,30 +1,31 @@
-"""Values of :mod:`traces.schema` made from a seed, for the tests of what stores and packs them."""
+"""Values of :mod:`traces.tables` made from a seed, for the tests of what stores and packs them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+from sqlalchemy import LargeBinary, literal, select, type_coerce, update
 from synthetic import chain_panorama
 
 from spectune.traces.cost_table import CostTable
-from spectune.traces.latency import LatencyProfile
 from spectune.traces.schema import (
     OFF_TEXT,
     PROB_SCALE,
     Counts,
     Outcome,
-    Panorama,
     Request,
     RequestOutcome,
     Sampling,
     Step,
-    Trajectory,
+    Tokens,
+    Trie,
     Verifier,
     Workload,
     policy_id,
 )
 from spectune.traces.store import Asked, TraceStore
+from spectune.traces.tables import LatencyProfile, Panorama, Trajectory
 
 PAIR = "5f1d0c6a9e2b"
 POLICY = {"draft": "small"}
@@ -46,8 +47,7 @@ def a_trajectory(
     return Trajectory(
         request_id=f"r{seed}",
         category=category or CATEGORIES[seed % 3],
-        prompt_ids=rng.integers(0, 4096, 17).astype(np.int32),
-        output_ids=rng.integers(0, 4096, n).astype(np.int32),
+        tokens=Tokens(*(rng.integers(0, 4096, count).astype(np.int32) for count in (17, n))),
         sampling=sampling or Sampling(),
         max_new_tokens=64,
         finish="length",
@@ -122,17 +122,29 @@ def a_tree(
         depth=depth,
         shared=True,
         covers=covers,
-        parent=parent,
-        slot=(rng.random(m) * count[parent]).astype(np.uint8),
-        tokens=rng.integers(0, vocab, (n, width)).astype(np.int32),
-        logp=logp,
-        gap=gap,
-        count=count,
-        entropy=codes(n),
-        top_entropy=codes(n),
-        text_slot=text_slot,
-        accept=np.zeros(0, np.uint16),
+        trie=Trie(
+            parent=parent,
+            slot=(rng.random(m) * count[parent]).astype(np.uint8),
+            tokens=rng.integers(0, vocab, (n, width)).astype(np.int32),
+            logp=logp,
+            gap=gap,
+            count=count,
+            entropy=codes(n),
+            top_entropy=codes(n),
+            text_slot=text_slot,
+            accept=np.zeros(0, np.uint16),
+        ),
     )
+
+
+def damage(store: TraceStore, column: Any, **key: object) -> None:
+    """Flips a bit amid a stored blob."""
+    raw = type_coerce(column, LargeBinary)
+    with store.database.write() as session:
+        data = bytearray(session.scalar(select(raw).filter_by(**key)) or b"")
+        data[len(data) // 2] ^= 1
+        changed = {column: literal(bytes(data), LargeBinary)}
+        session.execute(update(column.class_).filter_by(**key).values(changed))
 
 
 def steps_of(trajectory: Trajectory) -> tuple[Step, ...]:

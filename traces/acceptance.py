@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spectune.traces.schema import PROB_SCALE, Panorama, Step, Verifier
+from spectune.traces.schema import PROB_SCALE, Step, Verifier
+from spectune.traces.tables import Panorama
 
 
 @dataclass(frozen=True)
@@ -80,15 +81,16 @@ class Survival:
 def keep_probability(panorama: Panorama, verifier: Verifier) -> npt.NDArray[np.float64]:
     """float64 [L] in [0, 1]: the chance that the first proposal from each start is kept; 0 where
     there is none."""
-    if verifier == "rejection" and len(panorama.accept):
-        return np.asarray(panorama.accept / PROB_SCALE)
-    return np.asarray(panorama.text_slot[: panorama.positions] == 0, dtype=np.float64)
+    trie = panorama.trie
+    if verifier == "rejection" and len(trie.accept):
+        return np.asarray(trie.accept / PROB_SCALE)
+    return np.asarray(trie.text_slot[: panorama.positions] == 0, dtype=np.float64)
 
 
 def survival(panorama: Panorama, verifier: Verifier) -> Survival:
     """The sums over the chains from every start of one trajectory, ``gamma_max`` positions long."""
     n, best = panorama.positions, panorama.children[:, 0]
-    drawn = verifier == "rejection" and len(panorama.accept) > 0
+    drawn = verifier == "rejection" and len(panorama.trie.accept) > 0
     chance = keep_probability(panorama, verifier) if drawn else None
     alive, node = np.ones(n), np.arange(n)
     at_risk: list[float] = []
@@ -96,7 +98,7 @@ def survival(panorama: Panorama, verifier: Verifier) -> Survival:
     for j in range(panorama.gamma_max):
         alive, node = alive[: max(0, n - j)], node[: max(0, n - j)]
         at_risk.append(float(alive.sum()))
-        on_text = (node >= 0) & (panorama.text_slot[node] == 0)
+        on_text = (node >= 0) & (panorama.trie.text_slot[node] == 0)
         alive = alive * (on_text if chance is None else chance[j:])
         node = np.where(on_text, best[node], -1)
         survived.append(float(alive.sum()))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -75,3 +75,16 @@ class CostTable:
         seconds = np.array(self.seconds).reshape(len(self.knots[0]), -1)
         grid = hats(self.knots[1], contexts) @ seconds.T @ hats(self.knots[0], rows).T
         return np.asarray(np.maximum(0.0, grid))
+
+
+def terms_to_json(terms: Mapping[str, CostTable]) -> dict[str, Any]:
+    """Cost tables by name, JSON-ready."""
+    return {name: asdict(table) for name, table in terms.items()}
+
+
+def terms_from_json(data: Mapping[str, Any]) -> dict[str, CostTable]:
+    """Rebuilds cost tables from :func:`terms_to_json`."""
+    return {
+        name: CostTable(tuple(t["seconds"]), tuple(t["axes"]), tuple(map(tuple, t["knots"])))
+        for name, t in data.items()
+    }

@@ -4,8 +4,7 @@ table."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +13,9 @@ from spectune.traces.cost_table import CostTable, FloatArray
 from spectune.traces.errors import PolicyError
 
 
-@dataclass(frozen=True)
-class LatencyProfile:
-    """What the terms of a round cost on one device, with the environment and the check of the fit.
+class Costs:
+    """What the terms of a round cost on one device: the questions that
+    :class:`traces.tables.LatencyProfile` answers.
 
     ``terms`` by name; a term that is not there costs nothing. :mod:`runtime.costs` says which of
     them a round consists of, :mod:`optimizer.simulate.step_costs` which a step of an engine.
@@ -36,16 +35,11 @@ class LatencyProfile:
     - Of an engine that serves many requests at once: ``step`` (batch), ``step target`` (rows
       verified, tokens in all caches) and ``step prompts`` (rows); with a loaded draft ``step
       draft/D`` (passes, batch), also at 0 passes, and ``step draft prompts/D`` (rows).
-
-    ``check``: predicted against executed rounds of policies that the fit has not seen.
     """
 
-    pair_id: str
-    device: str
-    dtype: str
-    terms: Mapping[str, CostTable]
-    environment: Mapping[str, Any] = field(default_factory=dict)
-    check: Mapping[str, Any] = field(default_factory=dict)
+    if TYPE_CHECKING:
+        terms: dict[str, CostTable]
+        check: dict[str, Any]
 
     def seconds(self, term: str, **places: npt.ArrayLike) -> FloatArray:
         """Seconds of a term at places, 0 where the profile does not have it."""
@@ -113,20 +107,6 @@ class LatencyProfile:
         term = f"{'gathered' if routed else 'head'}/{draft}"
         seconds = self.seconds(term, rows=np.minimum(size, vocab))
         return np.asarray(seconds - self.seconds(f"head/{draft}", rows=vocab))
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict; :meth:`from_json` is its inverse."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> LatencyProfile:
-        """Rebuilds a profile from :meth:`to_json`. Raises KeyError or TypeError on a malformed
-        document."""
-        terms = {
-            name: CostTable(tuple(t["seconds"]), tuple(t["axes"]), tuple(map(tuple, t["knots"])))
-            for name, t in data["terms"].items()
-        }
-        return cls(**{**data, "terms": terms})
 
 
 def check_draft(draft: str, drafts: Collection[str], parts: str = "") -> None:

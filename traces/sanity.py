@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from spectune.traces.schema import Int32Array, Trajectory
+from spectune.traces.schema import Int32Array
+from spectune.traces.tables import Trajectory
 
 LONGEST_CYCLE = 32
 """Tokens of the longest cycle looked for."""

@@ -1,9 +1,7 @@
-"""What happened, as plain values: requests, trajectories, panoramas, steps, latency profiles and
-outcomes.
+"""Plain values that rows are made of: requests, tokens, tries, steps and outcomes.
 
-Every value here is frozen, compares by content, and knows nothing of databases, models or torch.
-Rows and ids belong to :mod:`db`; :mod:`traces.store` turns one into the other. Token positions are
-counted from 0 at the first *output* token.
+Every value here is frozen, compares by content, and knows nothing of databases, models or torch;
+:mod:`traces.tables` has the rows. Token positions are counted from 0 at the first *output* token.
 """
 
 from __future__ import annotations
@@ -11,13 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-from spectune.traces.latency import LatencyProfile as LatencyProfile
 
 Int32Array = npt.NDArray[np.int32]
 Finish = Literal["eos", "length", "stop"]
@@ -41,9 +37,9 @@ NO_BIN = 255
 """The bin of a round that was not stratified."""
 
 OFF_TEXT = 255
-"""The :attr:`Panorama.text_slot` of a node after which no recorded child is the text's token."""
+"""The :attr:`Trie.text_slot` of a node after which no recorded child is the text's token."""
 ACCEPTANCE = "acceptance"
-"""The cover of a panorama that holds :attr:`Panorama.accept`."""
+"""The cover of a panorama that holds :attr:`Trie.accept`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,60 +196,35 @@ def request_seed(seed: int, request_id: str) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Trajectory(_ByContent):
-    """One request as it was decoded: everything its text depends on, and the text.
+class Tokens(_ByContent):
+    """Token ids of one request, int32: its prompt [P] and its output [L], which ends with the EOS
+    token where the text does."""
 
-    ``prompt_ids`` and ``output_ids`` are int32; ``output_ids`` ends with the EOS token when
-    ``finish`` is ``eos``. ``max_new_tokens`` is the budget it was decoded under (windows are
-    clipped to it).
-    """
-
-    request_id: str
-    category: str
-    prompt_ids: Int32Array
-    output_ids: Int32Array
-    sampling: Sampling
-    max_new_tokens: int
-    finish: Finish
-    verifier: Verifier = "coupled"
-    stop_strings: tuple[str, ...] = ()
+    prompt: Int32Array
+    output: Int32Array
 
 
 @dataclass(frozen=True, eq=False)
-class Panorama(_ByContent):
-    """What one draft would propose from *every* start of one trajectory: the distributions that it
-    reads on the way, as a trie of up to ``width`` children a node.
+class Trie(_ByContent):
+    """The distributions that a draft reads from *every* start of one text, a node each.
 
     A node stands for a prefix. Nodes 0..L are the text's own prefixes (node i: the first i output
     tokens): the roots of all starts. Further nodes 0..M-1, numbered L+1.., are prefixes that leave
     the text (or, for a head, any drafted ones): ``parent`` int32 [M] is a node's parent and
     ``slot`` uint8 [M] its place among the parent's children; parents come first. With N = L + 1 + M
-    and K = ``width``, each node holds the distribution after it, in codes of 1/256 nat
+    and K children a node, each node holds the distribution after it, in codes of 1/256 nat
     (docs/trees.md):
 
     - ``tokens`` int32 [N, K], ``logp``, ``gap`` uint16 [N, K]: its children, best first; ``count``
       uint8 [N]: how many exist (of prompt lookup none where it finds no match).
-    - ``entropy``, ``top_entropy`` uint16 [N]; the latter 0 where ``width`` is 1.
+    - ``entropy``, ``top_entropy`` uint16 [N]; the latter 0 where K is 1.
     - ``text_slot`` uint8 [N]: which child is the text's next token; ``OFF_TEXT`` if none is, or the
       node is not on the text.
     - ``accept`` uint16 [L]: min(1, q(x)/p(x)) for the text's token x in 1/65535: the chance that
       the ``rejection`` verifier kept the draft's proposal given that x was emitted. [0] where
       another verifier, temperature 0 or a head leaves no such chance.
-
-    A chain goes from best child to best child; chains of ``gamma_max`` tokens are held, and trees
-    of ``depth`` levels. ``shared``: distributions are functions of the prefix, so the child of node
-    i on the text is node i + 1; a head's depend on where its round began, and its drafted nodes on
-    the text are nodes of their own. ``covers``: what else is held whole, ``ACCEPTANCE`` and the
-    growths (JSON, see :func:`runtime.recording.panoramas.cover_name`) whose every reachable
-    distribution was recorded: those replay exactly.
     """
 
-    draft: str
-    gamma_max: int
-    width: int
-    depth: int
-    shared: bool
-    covers: tuple[str, ...]
     parent: npt.NDArray[np.int32]
     slot: npt.NDArray[np.uint8]
     tokens: npt.NDArray[np.int32]
@@ -265,26 +236,20 @@ class Panorama(_ByContent):
     text_slot: npt.NDArray[np.uint8]
     accept: npt.NDArray[np.uint16]
 
-    @classmethod
-    def columns(cls) -> tuple[str, ...]:
-        """Names of the array columns."""
-        return tuple(f.name for f in fields(cls) if str(f.type).startswith("npt.NDArray"))
+
+@dataclass(frozen=True)
+class Extent:
+    """Stored panoramas of one draft: of how many requests, and what all of these hold: tokens of a
+    chain, children of a node, levels of a tree."""
+
+    count: int
+    gamma_max: int
+    width: int
+    depth: int
 
     @property
-    def positions(self) -> int:
-        """Output tokens of the trajectory."""
-        return len(self.text_slot) - len(self.parent) - 1
-
-    @property
-    def children(self) -> npt.NDArray[np.int32]:
-        """The number of each child's node, int32 [N, K]; -1: not recorded."""
-        length, nodes = self.positions, len(self.text_slot)
-        found = np.full((nodes, self.width), -1, np.int32)
-        found[self.parent, self.slot] = np.arange(length + 1, nodes, dtype=np.int32)
-        if self.shared:
-            on = np.flatnonzero(self.text_slot[:length] < self.width)
-            found[on, self.text_slot[on]] = on + 1
-        return found
+    def has_trees(self) -> bool:
+        return self.width > 1
 
 
 class Step(NamedTuple):
@@ -409,6 +374,22 @@ class Outcome:
         """
         timed = [r for r in self.per_request if r.first_s > 0]
         return latency_json([(r.first_s, r.counts.seconds, r.counts.emitted_tokens) for r in timed])
+
+    def stored(self) -> dict[str, Any]:
+        """The outcome per request, JSON-ready, with its totals for SQL; :meth:`from_stored` is the
+        inverse."""
+        rows = [[r.request_id, r.category, r.first_s, *astuple(r.counts)] for r in self.per_request]
+        total = self.total.to_json()
+        return {"policy": self.policy, "kind": self.kind, "total": total, "per_request": rows}
+
+    @classmethod
+    def from_stored(cls, document: Mapping[str, Any]) -> Outcome:
+        """Rebuilds an outcome from :meth:`stored`."""
+        per_request = tuple(
+            RequestOutcome(name, category, Counts(*counts), first_s)
+            for name, category, first_s, *counts in document["per_request"]
+        )
+        return cls(document["policy"], document["kind"], per_request)
 
     def to_json(self) -> dict[str, Any]:
         """The command-line contract's keys: ``policy``, the totals, ``tokens_per_s_interval`` and

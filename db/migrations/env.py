@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from alembic import context
 
+from spectune.db.base import metadata
 from spectune.db.migrate import VERSION_TABLE
-from spectune.db.models import metadata
 
 # Inside the transaction that the connection already has.
 context.configure(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from spectune.traces.schema import Trajectory
+from spectune.traces.tables import Trajectory
 
 LEAST, MOST = 1, 3
 """Shortest and longest suffix that servers are started with (:mod:`engines.vllm.command`)."""

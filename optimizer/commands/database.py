@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import fields
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +71,7 @@ def _content(store: TraceStore, kind: str, name: str) -> dict[str, Any]:
     found: Any = getattr(store, f"get_{one}")(name)
     created = {"created_at": found.created_at.isoformat()}
     if kind == "profiles":
-        return {**found.profile.to_json(), **created}
+        return {**found.to_json(), **created}
     if kind == "artifacts":
         return {
             "kind_of_artifact": found.kind,
@@ -81,14 +81,11 @@ def _content(store: TraceStore, kind: str, name: str) -> dict[str, Any]:
             "arrays": {key: list(array.shape) for key, array in found.arrays.items()},
             **created,
         }
+    columns = {f.name: getattr(found, f.name) for f in fields(found)}
     if kind == "runs":
-        plain = _without(asdict(found), "outcome", "created_at")
-        return {**plain, "outcome": found.outcome.to_json(), **created}
-    return {**_without(vars(found), "trials", "problem"), **created}
-
-
-def _without(content: dict[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in content.items() if key not in ("id", *keys)}
+        columns["outcome"] = found.outcome.to_json()
+    shown = columns.keys() - {"id", "kind", "trials"}
+    return {**{name: columns[name] for name in columns if name in shown}, **created}
 
 
 def moment_before(store: TraceStore, age: str | None) -> datetime | None:

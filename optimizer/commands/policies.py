@@ -22,8 +22,8 @@ from spectune.optimizer.commands.shared import (
 if TYPE_CHECKING:
     from spectune.runtime.pair import PairSpec
     from spectune.runtime.policies.document import Policy
-    from spectune.traces.store import Publication, TraceStore
-    from spectune.traces.store.publications import Acknowledgement
+    from spectune.traces.store import TraceStore
+    from spectune.traces.tables import Acknowledgement, Publication
 
 
 ABOUT = ("policy", "label", "temperature", "created_at")

@@ -19,8 +19,8 @@ from spectune.optimizer.commands.shared import load, open_store, pair_spec, quie
 if TYPE_CHECKING:
     from spectune.engines.protocol import Prompt
     from spectune.runtime.pair import PairSpec
-    from spectune.traces.schema import Trajectory
     from spectune.traces.store import TraceStore
+    from spectune.traces.tables import Trajectory
 
 GAMMA_MAX, CLIENTS, MOST_PROMPTS = 8, 8, 64
 """On an engine: longest drafts and most clients where nothing is said, and most prompts that are

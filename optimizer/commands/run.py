@@ -42,9 +42,10 @@ if TYPE_CHECKING:
     from spectune.runtime.pair import PairSpec
     from spectune.runtime.policies.document import Policy
     from spectune.runtime.text_codec import TextCodec
-    from spectune.traces.schema import LatencyProfile, Outcome, Step, Workload
+    from spectune.traces.schema import Outcome, Step, Workload
     from spectune.traces.store import TraceStore
     from spectune.traces.store.traffic import TrafficWriter
+    from spectune.traces.tables import LatencyProfile
 
 T = TypeVar("T", "Decoded", "Answered")
 
@@ -121,7 +122,7 @@ def _decoded(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: Dec
 
     # What the target does not hold is refused before anything else is said.
     workload = fit_to(pair, workload, options, kw["overlong"], ())
-    profile = store.get_profile(kw["profile_id"]).profile if kw["profile_id"] else None
+    profile = store.get_profile(kw["profile_id"]) if kw["profile_id"] else None
 
     def changed(decoded: list[Decoded]) -> None:
         before = decoded[-2].plans[-1][1] if decoded[1:] else None
@@ -324,7 +325,6 @@ def _finish(store: TraceStore, spec: PairSpec, kw: dict[str, Any], ran: Ran) -> 
                 workload_id=store.put_workload(ran.workload),
                 purpose="run",
                 options={"deployment": kw["deployment"], **changed, **ran.engine},
-                steps=steps,
             )
         if failed is not None:
             raise failed

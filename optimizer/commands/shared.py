@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from spectune.runtime.policies.document import Policy
     from spectune.runtime.policies.plan import Plan
     from spectune.runtime.text_codec import TextCodec
-    from spectune.traces.recording import RecordingInfo
-    from spectune.traces.schema import LatencyProfile, Workload
+    from spectune.traces.schema import Workload
     from spectune.traces.store import TraceStore
+    from spectune.traces.tables import LatencyProfile, Recording
 
 
 def typed(*options: str) -> bool:
@@ -212,7 +212,7 @@ def prepared(
     return prepare_for(pair, policy, profile=profile, artifacts=fitted(store, pair.id))
 
 
-def say_unseen(info: RecordingInfo, seen: int) -> None:
+def say_unseen(info: Recording, seen: int) -> None:
     """Notes the requests of a recording that are left out, as its drafts have not looked around in
     them: a server adds some all the time."""
     if seen < info.n_requests:

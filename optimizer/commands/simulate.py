@@ -31,9 +31,8 @@ from spectune.optimizer.commands.under_load import (
 if TYPE_CHECKING:
     from spectune.optimizer.simulate.trace import Simulated
     from spectune.runtime.policies.document import Policy
-    from spectune.traces.recording import RecordingInfo
-    from spectune.traces.schema import LatencyProfile
     from spectune.traces.store import TraceStore
+    from spectune.traces.tables import LatencyProfile, Recording
 
 UNDER_LOAD: Final = (
     *("policy_name", "recording", "engine", "arrivals", "ttft", "tpot"),
@@ -135,7 +134,7 @@ def simulate(**kw: Any) -> None:
 
 def _replayed(
     store: TraceStore,
-    info: RecordingInfo,
+    info: Recording,
     policy: Policy,
     profile: LatencyProfile | None,
     kw: dict[str, Any],

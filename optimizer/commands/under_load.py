@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from spectune.optimizer.under_load import Found, Scored, UnderLoad
     from spectune.runtime.pair import PairSpec
     from spectune.runtime.policies.document import Policy
-    from spectune.traces.recording import RecordingInfo
-    from spectune.traces.store import Publication, TraceStore
+    from spectune.traces.store import TraceStore
+    from spectune.traces.tables import Publication, Recording
 
 
 OFF: Final = "off (no draft loaded)"
@@ -83,11 +83,11 @@ def check_no_load(*names: str) -> None:
     refuse_typed(TraceError, "is of requests under a load; say --arrivals too", names.__contains__)
 
 
-def recording_on(store: TraceStore, recording: str, engine: str | None) -> RecordingInfo:
+def recording_on(store: TraceStore, recording: str, engine: str | None) -> Recording:
     """The recording that is named; where it is ``latest``, of an engine if one is given. Raises
     TraceError where it has none, or the one that is named is another's."""
     from spectune.traces.errors import TraceError
-    from spectune.traces.recording import DESIGNED
+    from spectune.traces.tables import DESIGNED
 
     if engine is not None and recording == "latest":
         traffic = (i for i in store.list_recordings() if i.source != DESIGNED)
@@ -105,7 +105,7 @@ def recording_on(store: TraceStore, recording: str, engine: str | None) -> Recor
 
 
 def simulate_under_load(
-    store: TraceStore, info: RecordingInfo, policy: Policy, kw: dict[str, Any]
+    store: TraceStore, info: Recording, policy: Policy, kw: dict[str, Any]
 ) -> None:
     """`simulate --arrivals`: the figures of one policy, a row for each load."""
     from spectune.engines.abilities import engine_named
@@ -143,7 +143,7 @@ class Searched(NamedTuple):
     data: dict[str, Any]
 
 
-def search_under_load(store: TraceStore, info: RecordingInfo, kw: dict[str, Any]) -> Searched:
+def search_under_load(store: TraceStore, info: Recording, kw: dict[str, Any]) -> Searched:
     """The search of `tune --arrivals`."""
     from spectune.optimizer.under_load import Search, under_load
 
@@ -211,7 +211,7 @@ class Proved(NamedTuple):
         }
 
 
-def place_of(store: TraceStore, info: RecordingInfo) -> Place:
+def place_of(store: TraceStore, info: Recording) -> Place:
     """Where a policy for the engine of a recording is put in force: in the deployment that was
     named, else in the engine's own, on the device that was recorded, else on this machine's."""
     from spectune.optimizer.deployment import Place

@@ -37,8 +37,8 @@ from spectune.runtime.policies.by_prompt import Chooser, prompt_key
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import LatencyProfile
-from spectune.traces.store import RecordingInfo, TraceStore
+from spectune.traces.store import TraceStore
+from spectune.traces.tables import LatencyProfile, Recording
 
 FloatArray = npt.NDArray[np.float64]
 Prompts = npt.NDArray[np.object_]
@@ -96,7 +96,7 @@ def fit_recorded(
 
 def _approximate(
     store: TraceStore,
-    info: RecordingInfo,
+    info: Recording,
     trace: ReplayTrace,
     candidates: Sequence[Policy],
     profile: LatencyProfile,

@@ -20,7 +20,8 @@ from spectune.runtime.models import CHUNK
 from spectune.runtime.recording.panoramas import ROWS
 from spectune.runtime.recording.passes import HeadPasses, LanguageModelPasses, Nodes
 from spectune.runtime.sampling import Noise, filters, log_distribution, scaled
-from spectune.traces.schema import NAT_SCALE, Panorama, Sampling, Trajectory, request_seed
+from spectune.traces.schema import NAT_SCALE, Sampling, request_seed
+from spectune.traces.tables import Panorama, Trajectory
 
 
 class _LanguageModelStates(LanguageModelPasses):
@@ -109,14 +110,14 @@ class ReadText:
     @cached_property
     def _drafted(self) -> npt.NDArray[np.int64]:
         """Tokens of the drafted nodes."""
-        p = self.panorama
+        p = self.panorama.trie
         return np.asarray(p.tokens[p.parent, p.slot], np.int64)
 
     def _before_drafted(self) -> Tensor:
         """The states before drafted nodes, that is after their parents, [M, d]. Nodes without
         children are not read."""
         first, device = self.roots, self.states.device
-        parent = self.panorama.parent.astype(np.int64)
+        parent = self.panorama.trie.parent.astype(np.int64)
         inner = np.unique(parent[parent >= first]) - first
         start, depth = np.zeros((2, len(parent)), np.int64)
         for i, p in enumerate(parent.tolist()):

@@ -32,8 +32,8 @@ from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.shortlists import top_clusters
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import Trajectory
 from spectune.traces.store import TraceStore
+from spectune.traces.tables import Trajectory
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]

@@ -17,8 +17,8 @@ from spectune.runtime.policies.artifacts import FREQUENCIES
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import TraceError, WorkloadError
-from spectune.traces.schema import Trajectory
 from spectune.traces.store import TraceStore
+from spectune.traces.tables import Trajectory
 
 IntArray = npt.NDArray[np.int64]
 

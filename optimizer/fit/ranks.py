@@ -47,8 +47,9 @@ from spectune.runtime.recording.panoramas import ROWS
 from spectune.runtime.shortlists import Shortlists, top_clusters
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.recording import how_to_record_trees
-from spectune.traces.schema import OFF_TEXT, Panorama, Trajectory
+from spectune.traces.schema import OFF_TEXT
 from spectune.traces.store import TraceStore
+from spectune.traces.tables import Panorama, Trajectory
 
 KEPT: Final = 16
 """First clusters of a router's order at every node that are kept: what other nodes of a tree's
@@ -58,7 +59,7 @@ level add to its shortlist."""
 def _least_before(read: ReadText, ranks: npt.NDArray[np.int64], none: int) -> npt.NDArray[np.int64]:
     """The least of the children's ``ranks`` [roots, k] before the text's own, where it is one of
     them; else ``none``."""
-    slot, width = read.panorama.text_slot[: read.roots], read.panorama.width
+    slot, width = read.panorama.trie.text_slot[: read.roots], read.panorama.width
     before = np.where(slot < width, slot, 0)[:, None]
     return np.asarray(np.where(np.arange(width) < before, ranks, none).min(axis=1))
 
@@ -95,7 +96,7 @@ class FrequencyOrder:
     def place(self, read: ReadText) -> None:
         """Ranks what a request's texts go on with and the recorded children before that."""
         self.panorama = read.panorama
-        children = self.ranks[self.panorama.tokens[: read.roots]]
+        children = self.ranks[self.panorama.trie.tokens[: read.roots]]
         self.better = _least_before(read, children, self.vocab)
         self.own = np.append(self.ranks[read.trajectory.output_ids], self.vocab)
 
@@ -107,7 +108,7 @@ class FrequencyOrder:
         """The least rank of the rows that are ``better`` than the text's token; of the recorded
         children where that is not known."""
         if better is None:
-            ranks = self.ranks[self.panorama.tokens[start, : self.panorama.count[start]]]
+            ranks = self.ranks[self.panorama.trie.tokens[start, : self.panorama.trie.count[start]]]
         else:
             ranks = self.of_rows[better]
         return int(ranks.min(initial=self.vocab))
@@ -153,8 +154,8 @@ class RouterOrder:
             ]
         )
         following = np.append(self.of[read.following[:-1]], self.count)
-        exists = np.arange(panorama.width) < panorama.count[:, None]
-        children = np.where(exists, self.of[panorama.tokens], self.count)
+        exists = np.arange(panorama.width) < panorama.trie.count[:, None]
+        children = np.where(exists, self.of[panorama.trie.tokens], self.count)
         self.order = top_clusters(scores, self.count)
         places = functional.pad(self.order.argsort(-1), (0, 1), value=self.count)
         self.place_of = places.cpu().numpy()
@@ -305,7 +306,7 @@ def _rank(
         order.place(read)
     codes: list[list[Any]] = [[] for _ in orders]
     unsaid = np.zeros(read.roots, np.bool_)
-    slot = panorama.text_slot[: read.roots]
+    slot = panorama.trie.text_slot[: read.roots]
     for begin in range(0, read.roots, ROWS):
         rows = slice(begin, min(begin + ROWS, read.roots))
         logits, following = distributions.logits(read.states[rows]), read.following[rows]

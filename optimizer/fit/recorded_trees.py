@@ -21,7 +21,8 @@ from spectune.runtime.trees.grow import TreeRule
 from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import NAT_SCALE
-from spectune.traces.store import RecordingInfo, TraceStore
+from spectune.traces.store import TraceStore
+from spectune.traces.tables import Recording
 
 Index = npt.NDArray[np.int64]
 
@@ -93,7 +94,7 @@ class TreeSource:
     several things loads it once."""
 
     store: TraceStore
-    info: RecordingInfo
+    info: Recording
     trace: ReplayTrace
     trees: RecordedTrees
 

@@ -16,9 +16,8 @@ from spectune.optimizer.inputs import recording_of
 from spectune.optimizer.parts import recorded_parts
 from spectune.runtime.pair import PairSpec
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import LatencyProfile, Trajectory
 from spectune.traces.store import TraceStore
-from spectune.traces.store.catalog import Artifact
+from spectune.traces.tables import Artifact, LatencyProfile, Trajectory
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 LeftOut = tuple[int, int]
@@ -54,18 +53,15 @@ def profile_of(
     """A stored profile, by default the latest of a pair, device, dtype and hardware, and its id.
     Raises TraceError where there is none, saying what else could be done, and for another
     pair's."""
-    latest = store.latest_profile
-    found = store.get_profile(name) if name else latest(pair_id, device, dtype, hardware)
+    found = store.profile_of(pair_id, name, device=device, dtype=dtype, hardware=hardware)
     if found is None:
         on = " in ".join(x for x in (hardware or device, dtype) if x)
         raise TraceError(
             f"there is no latency profile of pair {pair_id} on {on}: run `profile`{otherwise}"
         )
-    if found.profile.pair_id != pair_id:
-        raise TraceError(
-            f"--profile {found.id} is of pair {found.profile.pair_id}, not of pair {pair_id}"
-        )
-    return found.profile, found.id
+    if found.pair_id != pair_id:
+        raise TraceError(f"--profile {found.id} is of pair {found.pair_id}, not of pair {pair_id}")
+    return found, found.id
 
 
 def stored(store: TraceStore, flag: str, name: str, *kinds: str) -> Artifact:

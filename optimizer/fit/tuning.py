@@ -172,10 +172,10 @@ def _router(
         "epochs": EPOCHS,
         "seed": seed,
     }
-    for name, *_ in store.list_artifacts(ROUTER, pair.id):
+    for router in store.list_artifacts(ROUTER, pair.id):
         with suppress(CorruptedChunkError):
-            if same.items() <= store.get_artifact(name).document.items():
-                return name
+            if same.items() <= store.get_artifact(router.id).document.items():
+                return router.id
     how: dict[str, Any] = {"left_out": left_out, "shared": shared, "seed": seed}
     return fit_router(
         store, recording, pair, draft, ranked=False, progress=progress, **how

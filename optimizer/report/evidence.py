@@ -17,7 +17,7 @@ from spectune.optimizer.verdict import Tuned
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import Policy
 from spectune.traces.errors import SpectuneError
-from spectune.traces.schema import LatencyProfile
+from spectune.traces.tables import LatencyProfile
 
 LOOKS: Final = 12
 """Moments of a race that are kept."""

@@ -11,7 +11,8 @@ from rich.text import Text
 
 from spectune.optimizer.report.fitting import FittingTable, cell, header
 from spectune.optimizer.report.words import LATENCIES, prediction_in_words
-from spectune.traces.schema import NAT_SCALE, Counts, LatencyProfile, Outcome
+from spectune.traces.schema import NAT_SCALE, Counts, Outcome
+from spectune.traces.tables import LatencyProfile
 from spectune.traces.text import printable
 
 if TYPE_CHECKING:

@@ -34,9 +34,9 @@ from spectune.optimizer.report.words import (
     verdict_in_words,
 )
 from spectune.traces.store import TraceStore
-from spectune.traces.store.catalog import Study
 from spectune.traces.store.kinds import EVIDENCE
 from spectune.traces.store.query import TraceFilter, acceptance_stats
+from spectune.traces.tables import Study
 
 ROUNDS_DRAWN: Final = 24
 LABELS_LISTED: Final = 8
@@ -84,10 +84,10 @@ def report_on(store: TraceStore, name: str) -> TuningReport:
 
 
 def _evidence(store: TraceStore, study: Study) -> Json:
-    for name, *_, origin in store.list_artifacts(EVIDENCE, study.pair_id):
-        if origin.get("study") == study.id:
-            found: Json = store.get_artifact(name).document
-            return found
+    for artifact in store.list_artifacts(EVIDENCE, study.pair_id):
+        if artifact.provenance.get("study") == study.id:
+            evidence: Json = store.get_artifact(artifact.id).document
+            return evidence
     for published in store.list_publications(study.pair_id):
         if published.evidence.get("study") == study.id:
             return {"tuned": published.evidence, "about": {"device": published.device}}

@@ -30,7 +30,8 @@ from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.splitmix import hash_uniform, mix64
 from spectune.runtime.policies.stops import STOP_NONE, CompiledStop, compile_stop, should_stop
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import PROB_SCALE, Panorama, Trajectory, request_seed
+from spectune.traces.schema import PROB_SCALE, request_seed
+from spectune.traces.tables import Panorama, Trajectory
 
 ENDLESS: Final = 255
 AGREE_NO, AGREE_YES, AGREE_NONE = 0, 1, 2
@@ -111,23 +112,23 @@ def join_chains(trajectories: Sequence[Trajectory], panoramas: Sequence[Panorama
 def _chains_of(panorama: Panorama, reach: int) -> tuple[npt.NDArray[Any], ...]:
     """Of one panorama ``agree``, ``logp``, ``entropy``, ``accept``, ``branch_logp``,
     ``branch_entropy`` and ``branch_len`` of :class:`Chains`, and ``runs_out`` [1]."""
-    p, length, best = panorama, panorama.positions, panorama.children[:, 0]
-    agree = np.where(p.text_slot[:length] == 0, AGREE_YES, AGREE_NO).astype(np.uint8)
-    agree[p.count[:length] == 0] = AGREE_NONE
+    trie, length, best = panorama.trie, panorama.positions, panorama.children[:, 0]
+    agree = np.where(trie.text_slot[:length] == 0, AGREE_YES, AGREE_NO).astype(np.uint8)
+    agree[trie.count[:length] == 0] = AGREE_NONE
     node = np.append(best[np.flatnonzero(agree == AGREE_NO)], np.int32(length))
     nodes = np.empty((len(node), reach), np.int32)
     for entry in range(reach):
         nodes[:, entry] = node
         node = np.where(node >= 0, best[node], -1)
-    proposes = (nodes >= 0) & (p.count[nodes] > 0)
-    accept = p.accept if len(p.accept) else np.where(agree == AGREE_YES, PROB_SCALE, 0)
+    proposes = (nodes >= 0) & (trie.count[nodes] > 0)
+    accept = trie.accept if len(trie.accept) else np.where(agree == AGREE_YES, PROB_SCALE, 0)
     return (
         agree,
-        p.logp[:length, 0],
-        p.entropy[:length],
+        trie.logp[:length, 0],
+        trie.entropy[:length],
         accept.astype(np.uint16),
-        np.where(proposes, p.logp[nodes, 0], 0).astype(np.uint16),
-        np.where(proposes, p.entropy[nodes], 0).astype(np.uint16),
+        np.where(proposes, trie.logp[nodes, 0], 0).astype(np.uint16),
+        np.where(proposes, trie.entropy[nodes], 0).astype(np.uint16),
         np.logical_and.accumulate(proposes, axis=1).sum(1).astype(np.uint8),
         np.array([(agree == AGREE_NONE).any() or ((nodes >= 0) & ~proposes).any()]),
     )

@@ -46,10 +46,10 @@ from spectune.runtime.policies.document import (
     QLearningWindow,
 )
 from spectune.traces.errors import PolicyError, SpectuneError
-from spectune.traces.recording import RecordingInfo, Skipped
-from spectune.traces.schema import LatencyProfile
+from spectune.traces.recording import Skipped
 from spectune.traces.store import TraceStore
 from spectune.traces.store.parquet import RecordingFile
+from spectune.traces.tables import LatencyProfile, Recording
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -315,7 +315,7 @@ def _carries(policy: Policy) -> bool:
 def simulate_on(
     client: Client,
     store: TraceStore,
-    info: RecordingInfo,
+    info: Recording,
     policy: Policy,
     profile: LatencyProfile | None,
     *,
@@ -344,7 +344,7 @@ def simulate_on(
 
 def stored_shards(
     store: TraceStore,
-    info: RecordingInfo,
+    info: Recording,
     policies: Sequence[Policy],
     count: int,
     *,

@@ -27,7 +27,7 @@ from spectune.optimizer.simulate.tree_tables import (
 )
 from spectune.runtime.trees.grow import Codes, TreeMemory, TreeRule
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import Panorama, Trajectory
+from spectune.traces.tables import Panorama, Trajectory
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,10 +83,10 @@ def join_trees(
         children.append(np.where(child < 0, -1, child + offset).astype(np.int32))
         roots.append(starts + offset)
         limits.append(t.max_new_tokens + past - starts - 1)
-        offset += len(p.text_slot)
+        offset += len(p.trie.text_slot)
 
     def joined(name: str) -> npt.NDArray[Any]:
-        parts = [getattr(p, name) for p in panoramas]
+        parts = [getattr(p.trie, name) for p in panoramas]
         cut = [x[:, :width] if x.ndim == 2 else x for x in parts]
         return np.ascontiguousarray(np.concatenate(cut))
 

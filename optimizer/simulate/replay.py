@@ -24,7 +24,7 @@ from spectune.runtime.policies.document import Policy, PromptPolicy
 from spectune.runtime.policies.plan import prepare
 from spectune.runtime.policies.windows import WindowState, init_state
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import LatencyProfile
+from spectune.traces.tables import LatencyProfile
 
 
 def run_replay(

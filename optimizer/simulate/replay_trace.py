@@ -48,15 +48,8 @@ from spectune.runtime.policies.stops import CompiledStop
 from spectune.runtime.policies.windows import WindowState
 from spectune.runtime.trees.grow import TreeRule
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import (
-    Counts,
-    LatencyProfile,
-    Outcome,
-    Panorama,
-    RequestOutcome,
-    Step,
-    Trajectory,
-)
+from spectune.traces.schema import Counts, Outcome, RequestOutcome, Step
+from spectune.traces.tables import LatencyProfile, Panorama, Trajectory
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -20,9 +20,9 @@ from spectune.optimizer.simulate.step_costs import (
 )
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.latency import LatencyProfile
-from spectune.traces.recording import RecordedRequest, RecordingInfo
+from spectune.traces.recording import RecordedRequest
 from spectune.traces.store import TraceStore
+from spectune.traces.tables import LatencyProfile, Recording
 
 FITTED_STEPS: Final = 6000
 """Most steps that costs are fitted to, spread over all that were recorded."""
@@ -187,7 +187,7 @@ def _check(predicted: FloatArray, executed: FloatArray, steps: int) -> dict[str,
     }
 
 
-def _made_by(info: RecordingInfo) -> tuple[Any, ...]:
+def _made_by(info: Recording) -> tuple[Any, ...]:
     """What recordings whose steps cost the same have in common. Old ones do not name their
     hardware."""
     said = {"device": "cpu", **info.options}
@@ -195,7 +195,7 @@ def _made_by(info: RecordingInfo) -> tuple[Any, ...]:
     return tuple(said.get(name) for name in names)
 
 
-def costs_of_engine(store: TraceStore, info: RecordingInfo) -> ServedCosts:
+def costs_of_engine(store: TraceStore, info: Recording) -> ServedCosts:
     """The costs of the engine of a recording, from all its recordings of this pair, of the same
     version, hardware and numbers.
 

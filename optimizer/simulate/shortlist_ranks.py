@@ -20,7 +20,8 @@ import numpy.typing as npt
 from spectune.db.errors import CorruptedChunkError
 from spectune.runtime.policies.artifacts import FREQUENCIES, ROUTER, lacking
 from spectune.runtime.policies.document import MALFORMED
-from spectune.traces.schema import NAT_SCALE, Panorama, Trajectory
+from spectune.traces.schema import NAT_SCALE
+from spectune.traces.tables import Panorama, Trajectory
 
 if TYPE_CHECKING:
     from spectune.traces.store import TraceStore
@@ -252,9 +253,9 @@ def budget_grid(most: int) -> tuple[int, ...]:
 def digest(trajectory: Trajectory, panorama: Panorama) -> str:
     """16 hexadecimal digits of all that a request's rows of ranks depend on beside the draft and
     the order."""
-    t, p = trajectory, panorama
+    t, p, trie = trajectory, panorama, panorama.trie
     h = hashlib.sha256(f"{t.request_id}\0{t.sampling}\0{p.shared}".encode())
-    for array in (t.prompt_ids, t.output_ids, p.parent, p.slot, p.tokens, p.count):
+    for array in (t.prompt_ids, t.output_ids, trie.parent, trie.slot, trie.tokens, trie.count):
         h.update(f"{array.shape}".encode())
         h.update(np.ascontiguousarray(array).tobytes())
     return h.hexdigest()[:16]
@@ -273,16 +274,16 @@ def stored_ranks(store: TraceStore, recording: str, draft: str, fitted: str) -> 
     kind, wanted = ranks.KIND, {"recording": info.id, "draft": draft}
     wanted[ranks.KEY] = order.id
     damaged: CorruptedChunkError | None = None
-    for name, *_, origin in store.list_artifacts(kind, info.pair_id):
-        if wanted.items() <= origin.items():
+    for artifact in store.list_artifacts(kind, info.pair_id):
+        if wanted.items() <= artifact.provenance.items():
             try:
-                found = store.get_artifact(name)
-                return ranks.from_document(found.document, found.arrays, name)
+                found = store.get_artifact(artifact.id)
+                return ranks.from_document(found.document, found.arrays, found.id)
             except CorruptedChunkError as error:
                 damaged = error
             except MALFORMED as error:
                 damaged = CorruptedChunkError(
-                    f"artifact {name} ({kind}) cannot be used ({lacking(error)})"
+                    f"artifact {artifact.id} ({kind}) cannot be used ({lacking(error)})"
                 )
     if damaged is not None:
         remedy = how_to_rank(info.id, order.id, draft, ranks.KEY)

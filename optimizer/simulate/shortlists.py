@@ -38,7 +38,7 @@ from spectune.runtime.policies.document import GAMMA_LIMIT
 from spectune.runtime.policies.shortlist_rule import ShortlistRule
 from spectune.runtime.policies.stops import STOP_NONE, CompiledStop
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import LatencyProfile, Panorama, Trajectory
+from spectune.traces.tables import LatencyProfile, Panorama, Trajectory
 
 FloatArray = npt.NDArray[np.float64]
 

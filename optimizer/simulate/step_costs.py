@@ -21,7 +21,7 @@ from spectune.runtime.profiling.fit import (
 )
 from spectune.traces.cost_table import CostTable, FloatArray
 from spectune.traces.errors import PolicyError
-from spectune.traces.latency import LatencyProfile
+from spectune.traces.tables import LatencyProfile
 
 PROMPTS: Final = (0, 16, 64, 128, 256, 512, 1024)
 """Knots of prompt tokens in a step: of one request, or of a whole batch admitted at once."""

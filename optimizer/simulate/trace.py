@@ -24,8 +24,8 @@ from spectune.runtime.policies.document import GAMMA_LIMIT, FullShortlist, Polic
 from spectune.runtime.policies.shortlist_rule import compile_shortlist
 from spectune.traces.errors import PairError, PolicyError, TraceError
 from spectune.traces.recording import TREE_DEPTH, Skipped, how_to_record_trees
-from spectune.traces.schema import LatencyProfile, Trajectory
-from spectune.traces.store import RecordingInfo, TraceStore
+from spectune.traces.store import TraceStore
+from spectune.traces.tables import LatencyProfile, Recording, Trajectory
 
 
 class NoRequestsError(TraceError):
@@ -37,7 +37,7 @@ class Opened(NamedTuple):
     requests."""
 
     trace: ReplayTrace
-    info: RecordingInfo
+    info: Recording
     skipped: tuple[Skipped, ...]
     ordinals: tuple[int, ...] = ()
 
@@ -95,7 +95,7 @@ def open_trace(
     return Opened(trace, info, loaded.skipped, tuple(request.ordinal for request in whole.requests))
 
 
-def _copied(trajectories: Iterable[Trajectory], info: RecordingInfo) -> list[npt.NDArray[np.uint8]]:
+def _copied(trajectories: Iterable[Trajectory], info: Recording) -> list[npt.NDArray[np.uint8]]:
     """What an engine's own prompt lookup copies. Raises PolicyError for an engine whose rule is not
     known here."""
     if info.engine != VLLM.name:
@@ -107,7 +107,7 @@ def _copied(trajectories: Iterable[Trajectory], info: RecordingInfo) -> list[npt
     return [copied(t, least, most) for t in trajectories]
 
 
-def _check_recorded(store: TraceStore, policy: Policy, info: RecordingInfo) -> None:
+def _check_recorded(store: TraceStore, policy: Policy, info: Recording) -> None:
     """Raises PolicyError where the recording has not what the policy is replayed from."""
     draft, extent = policy.draft, info.drafts.get(policy.draft)
     # A shortlist looks at the draft's distributions.
@@ -175,7 +175,7 @@ def simulate(
     return Simulated(replayed, skipped, why)
 
 
-def check_ranked(store: TraceStore, info: RecordingInfo, policy: Policy) -> None:
+def check_ranked(store: TraceStore, info: Recording, policy: Policy) -> None:
     """Raises PolicyError where a shortlist's router was not ranked over the recording."""
     for candidate in policy.candidates:
         rule = compile_shortlist(candidate, fitted(store, info.pair_id))
@@ -188,7 +188,7 @@ def check_ranked(store: TraceStore, info: RecordingInfo, policy: Policy) -> None
 
 
 def why_approximate(
-    info: RecordingInfo,
+    info: Recording,
     missing: Iterable[tuple[Policy, int]],
     *,
     chains: Collection[str],

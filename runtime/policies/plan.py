@@ -17,7 +17,8 @@ from spectune.runtime.policies.windows import CompiledWindow, compile_window
 from spectune.runtime.trees.grow import TreeRule
 from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError
-from spectune.traces.schema import LatencyProfile, Sampling
+from spectune.traces.schema import Sampling
+from spectune.traces.tables import LatencyProfile
 
 if TYPE_CHECKING:  # these hold tensors
     from spectune.runtime.drafts.device_trees import TreePhase

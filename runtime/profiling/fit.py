@@ -21,7 +21,7 @@ from scipy.optimize import nnls
 
 from spectune.runtime.costs import MeasuredRound, RoundKind, Share, round_shares
 from spectune.traces.cost_table import AXES, CostTable, FloatArray
-from spectune.traces.latency import LatencyProfile
+from spectune.traces.tables import LatencyProfile
 
 HUBER: Final = 1.345
 """Huber's constant: residuals beyond so many standard deviations count less (95% efficient where

@@ -35,7 +35,7 @@ from spectune.runtime.profiling.experiment import (
 from spectune.runtime.profiling.fit import fit_profile, shapes_of
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.cost_table import FloatArray
-from spectune.traces.latency import LatencyProfile
+from spectune.traces.tables import LatencyProfile
 
 ACCEPTED_ERROR: Final = 0.08
 """Median relative error of policies' predicted seconds up to which a profile is accepted."""

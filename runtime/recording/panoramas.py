@@ -29,7 +29,8 @@ from spectune.runtime.policies.document import (
 from spectune.runtime.recording.passes import LanguageModelPasses, Nodes, RecordedText
 from spectune.runtime.sampling import log_distribution
 from spectune.runtime.trees.grow import CODE_DTYPES, NONE, Codes, Growing, TreeRule
-from spectune.traces.schema import ACCEPTANCE, OFF_TEXT, PROB_SCALE, Panorama, Trajectory
+from spectune.traces.schema import ACCEPTANCE, OFF_TEXT, PROB_SCALE, Trie
+from spectune.traces.tables import Panorama, Trajectory
 
 GROUP: Final = 8
 """Starts of a head grown together."""
@@ -144,9 +145,11 @@ def record_panorama(
         depth=depth,
         shared=text.shared,
         covers=tuple(sorted(names)),
-        **{name: columns[name][roots:n].copy() for name in ("parent", "slot")},
-        **{name: columns[name][:n].copy() for name in (*Codes._fields, "text_slot")},
-        accept=accept,
+        trie=Trie(
+            **{name: columns[name][roots:n].copy() for name in ("parent", "slot")},
+            **{name: columns[name][:n].copy() for name in (*Codes._fields, "text_slot")},
+            accept=accept,
+        ),
     )
 
 
@@ -177,16 +180,18 @@ def _ngram_panorama(trajectory: Trajectory, gamma_max: int) -> Panorama:
         depth=1,
         shared=True,
         covers=(cover_name(ChainGrowth(), sampled=False),),
-        parent=np.array(parent, np.int32),
-        slot=np.zeros(m, np.uint8),
-        tokens=np.array([p or 0 for p in proposals], np.int32)[:, None],
-        logp=none[:, None],
-        gap=none[:, None],
-        count=np.array([p is not None for p in proposals], np.uint8),
-        entropy=none,
-        top_entropy=none,
-        text_slot=np.array([*text_slot, *[OFF_TEXT] * m], np.uint8),
-        accept=none[:0],
+        trie=Trie(
+            parent=np.array(parent, np.int32),
+            slot=np.zeros(m, np.uint8),
+            tokens=np.array([p or 0 for p in proposals], np.int32)[:, None],
+            logp=none[:, None],
+            gap=none[:, None],
+            count=np.array([p is not None for p in proposals], np.uint8),
+            entropy=none,
+            top_entropy=none,
+            text_slot=np.array([*text_slot, *[OFF_TEXT] * m], np.uint8),
+            accept=none[:0],
+        ),
     )
 
 
@@ -205,7 +210,7 @@ class _Recorder(RecordedText):
 
     def read_roots(self, pair: LoadedPair | None) -> np.ndarray:
         """Reads the distributions after every prefix of the text. With a ``pair`` returns
-        :attr:`Panorama.accept`, [0] without."""
+        :attr:`Trie.accept`, [0] without."""
         c, at, log_q = self.columns, 0, [torch.zeros(0)]
         for part in (rows for logits in self.passes.roots() for rows in torch.split(logits, ROWS)):
             numbers = np.arange(at, at + len(part))

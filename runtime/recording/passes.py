@@ -13,7 +13,8 @@ from spectune.runtime.drafts.eagle_head import EagleHead
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.models import CHUNK, CausalModel
 from spectune.runtime.sampling import Noise
-from spectune.traces.schema import Sampling, Trajectory, request_seed
+from spectune.traces.schema import Sampling, request_seed
+from spectune.traces.tables import Trajectory
 
 ROOM: Final = 2048
 """Off-text nodes that there is room for before more is made."""

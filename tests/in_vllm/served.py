@@ -20,7 +20,7 @@ from waiting import eventually
 
 from spectune.engines.vllm.command import SCHEDULER, speculative_config
 from spectune.runtime.pair import PairSpec, read_pair
-from spectune.traces.recording import RecordedRequest, Recording
+from spectune.traces.recording import LoadedRecording, RecordedRequest
 from spectune.traces.store import TraceStore
 
 MOST = 8
@@ -72,7 +72,7 @@ class Engine:
         (answer,) = self.store.acknowledgements(version)
         return answer.status, answer.reason
 
-    def recorded(self, name: str, count: int) -> Recording:
+    def recorded(self, name: str, count: int) -> LoadedRecording:
         """The recording, of the requests of a run alone; what was read before is not read again."""
 
         def found() -> list[RecordedRequest]:
@@ -86,7 +86,7 @@ class Engine:
 
         eventually(lambda: len(found()) == count)
         requests = sorted(found(), key=lambda r: r.ordinal)
-        return Recording(self.store.list_recordings()[0], tuple(requests))
+        return LoadedRecording(self.store.list_recordings()[0], tuple(requests))
 
     def close(self) -> None:
         self._llm.shutdown()

@@ -29,7 +29,8 @@ from spectune.runtime.loading import load_pair
 from spectune.runtime.pair import read_pair
 from spectune.runtime.recording.panoramas import record_panorama
 from spectune.traces.recording import RecordedRequest
-from spectune.traces.schema import Sampling, Trajectory
+from spectune.traces.schema import Sampling, Tokens
+from spectune.traces.tables import Trajectory
 
 SEATS, MOST, MAX_LEN, TOKENS = 8, 6, 512, 40
 COUNT = 48
@@ -144,7 +145,7 @@ def trace_of(of: Stepped, prompts: Sequence[str], texts: Sequence[Sequence[int]]
     for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         ids, out = np.array(tokenizer.encode(prompt), np.int32), np.array(text, np.int32)
         finish = "length" if len(out) == TOKENS else "eos"
-        t = Trajectory(str(i), "", ids, out, Sampling(), TOKENS, finish)
+        t = Trajectory(str(i), "", Tokens(ids, out), Sampling(), TOKENS, finish)
         panoramas = {"small": record_panorama(pair, t, "small", MOST)}
         requests.append(RecordedRequest(i, t, panoramas).after_first())
     panoramas = {"small": [r.panoramas["small"] for r in requests]}

@@ -34,8 +34,9 @@ from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.recording.panoramas import record_panorama
 from spectune.traces.errors import PairError
 from spectune.traces.recording import RecordedRequest
-from spectune.traces.schema import Panorama, Sampling, Trajectory
+from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
+from spectune.traces.tables import Panorama, Trajectory
 
 PROMPTS = [line["turns"][0] for line in demo_workload()][::4][:32]
 SERVED: dict[str, list[list[int]]] = {}
@@ -76,7 +77,7 @@ def ahead(pair: LoadedPair, trajectory: Trajectory, draft: str) -> list[Ahead]:
     if draft == "head":
         grown = record_panorama(pair, trajectory, draft, MOST)
         return [Ahead(ENDLESS, _grown(grown, at)) for at in places]
-    slots = record_panorama(pair, trajectory, draft, MOST).text_slot.tolist()[: len(places)]
+    slots = record_panorama(pair, trajectory, draft, MOST).trie.text_slot.tolist()[: len(places)]
     return [Ahead(ENDLESS, [*(s == 0 for s in slots[at:]), False].index(False)) for at in places]
 
 

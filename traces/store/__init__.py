@@ -1,14 +1,13 @@
-"""The store: values in, values out, rows never. One face over recordings, documents and
-publications."""
+"""The store: one face over recordings, documents and publications."""
 
 from __future__ import annotations
 
-from spectune.traces.recording import Asked, RecordingInfo
-from spectune.traces.store.catalog import Catalog, StoredProfile
-from spectune.traces.store.publications import Publication, Publications
+from spectune.traces.recording import Asked
+from spectune.traces.store.catalog import Catalog
+from spectune.traces.store.publications import Publications
 from spectune.traces.store.recordings import Recordings
 
-__all__ = ["Asked", "Publication", "RecordingInfo", "StoredProfile", "TraceStore"]
+__all__ = ["Asked", "TraceStore"]
 
 
 class TraceStore(Recordings, Catalog, Publications):

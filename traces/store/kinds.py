@@ -12,46 +12,45 @@ from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from spectune.db import Database, NotFoundError
-from spectune.db.models import (
-    ArtifactRow,
-    LatencyProfileRow,
-    PairRow,
-    PolicyRow,
-    PublicationRow,
-    RecordingRow,
-    RunRow,
-    StudyRow,
-    WorkloadRow,
-)
 from spectune.db.schedules import JobRow, ScheduleRow
 from spectune.traces.store.prune import older
-from spectune.traces.store.rows import meant, newest
+from spectune.traces.store.rows import beginning_with, newest
+from spectune.traces.tables import (
+    Artifact,
+    LatencyProfile,
+    Pair,
+    Publication,
+    Recording,
+    Run,
+    StoredPolicy,
+    StoredWorkload,
+    Study,
+)
 from spectune.traces.text import shortened
 
-_PROFILED = (LatencyProfileRow.pair_id, LatencyProfileRow.device, LatencyProfileRow.dtype)
+_PROFILED = (LatencyProfile.pair_id, LatencyProfile.device, LatencyProfile.dtype)
 _COLUMNS: Final[Mapping[str, tuple[Any, ...]]] = {
-    "recordings": (RecordingRow.id, RecordingRow.pair_id, RecordingRow.source, RecordingRow.state),
-    "profiles": (LatencyProfileRow.id, *_PROFILED),
-    "artifacts": (ArtifactRow.id, ArtifactRow.kind, ArtifactRow.pair_id),
+    "recordings": (Recording.id, Recording.pair_id, Recording.source, Recording.state),
+    "profiles": (LatencyProfile.id, *_PROFILED),
+    "artifacts": (Artifact.id, Artifact.kind, Artifact.pair_id),
     "studies": (
-        StudyRow.id,
-        StudyRow.pair_id,
-        StudyRow.recording_id,
-        StudyRow.sampler,
-        StudyRow.n_trials,
+        Study.id,
+        Study.pair_id,
+        Study.recording_id,
+        Study.sampler,
+        Study.n_trials,
     ),
     "runs": (
-        RunRow.id,
-        RunRow.kind,
-        RunRow.purpose,
-        RunRow.pair_id,
-        RunRow.policy_id,
-        RunRow.recording_id,
-        RunRow.device,
+        Run.id,
+        Run.kind,
+        Run.purpose,
+        Run.pair_id,
+        Run.policy_id,
+        Run.device,
     ),
-    "policies": (PolicyRow.id, PolicyRow.label),
-    "pairs": (PairRow.id, PairRow.name),
-    "workloads": (WorkloadRow.id, WorkloadRow.name, WorkloadRow.n_requests),
+    "policies": (StoredPolicy.id, StoredPolicy.label),
+    "pairs": (Pair.id, Pair.name),
+    "workloads": (StoredWorkload.id, StoredWorkload.name, StoredWorkload.n_requests),
 }
 """What a list shows of each kind, its id first; when it was made follows."""
 KINDS: Final = tuple(_COLUMNS)
@@ -92,7 +91,7 @@ def find(database: Database, text: str) -> tuple[str, str]:
     near: list[tuple[str, str]] = []
     with database.read() as session:
         for kind in KINDS:
-            found = meant(session, _COLUMNS[kind][0], text)
+            found = beginning_with(session, _COLUMNS[kind][0], text)
             if found == [text]:
                 return kind, text
             near += [(kind, name) for name in found]
@@ -144,15 +143,15 @@ def _table(kind: str) -> Any:
 
 def _newest_profiles(session: Session) -> set[str]:
     found: dict[tuple[Any, ...], str] = {}
-    for name, *of in session.execute(newest(LatencyProfileRow, *_COLUMNS["profiles"])):
+    for name, *of in session.execute(newest(LatencyProfile, *_COLUMNS["profiles"])):
         found.setdefault(tuple(of), name)
     return set(found.values())
 
 
 def _pages(session: Session) -> dict[str, str]:
     """The study, while it is stored, of each artifact that a tuning's page draws."""
-    studies = set(session.scalars(select(StudyRow.id)))
-    drawn = select(ArtifactRow.id, ArtifactRow.provenance).where(ArtifactRow.kind == EVIDENCE)
+    studies = set(session.scalars(select(Study.id)))
+    drawn = select(Artifact.id, Artifact.provenance).where(Artifact.kind == EVIDENCE)
     return {
         name: study
         for name, origin in session.execute(drawn)
@@ -164,21 +163,21 @@ def _named_elsewhere(session: Session, doomed: set[str]) -> set[str]:
     """Those that a row names which stays, also because another one names it. Artifacts may be named
     by the beginning of an id, or as the latest."""
     told: list[Any] = [
-        select(PublicationRow.policy_id, PublicationRow.evidence),
+        select(Publication.policy_id, Publication.evidence),
         select(ScheduleRow.payload),
         select(JobRow.result),
-        select(PolicyRow.document),
-        select(RecordingRow.options),
+        select(StoredPolicy.document),
+        select(Recording.options),
     ]
     owned: list[Any] = [
-        select(ArtifactRow.id, ArtifactRow.provenance).where(ArtifactRow.kind != EVIDENCE),
-        select(RunRow.id, RunRow.recording_id, RunRow.profile_id, RunRow.options),
-        select(StudyRow.id, StudyRow.document),
+        select(Artifact.id, Artifact.provenance).where(Artifact.kind != EVIDENCE),
+        select(Run.id, Run.options),
+        select(Study.id, Study.document),
     ]
     owners = {name: _as_text(said) for query in owned for name, *said in session.execute(query)}
     stay = [_as_text(row) for query in told for row in session.execute(query)]
     stay += [said for name, said in owners.items() if name not in doomed]
-    latest = session.scalar(newest(ArtifactRow, ArtifactRow.id).limit(1))
+    latest = session.scalar(newest(Artifact, Artifact.id).limit(1))
     spared: set[str] = set()
     while stay:
         words = {word for text in stay for word in _WORD.findall(text)}

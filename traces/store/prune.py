@@ -8,20 +8,14 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import LargeBinary, delete, func, select, type_coerce
 from sqlalchemy.orm import Session
 
 from spectune.db import Database
-from spectune.db.models import (
-    PanoramaChunkRow,
-    PublicationRow,
-    RecordingRow,
-    StepChunkRow,
-    TrajectoryRow,
-)
 from spectune.db.schedules import JobRow
 from spectune.traces.errors import TraceError
 from spectune.traces.store.rows import newest, resolve_all
+from spectune.traces.tables import Panorama, Publication, Recording, Trajectory
 
 STILL_WRITTEN = timedelta(days=1)
 """An unfinished recording whose last text is younger counts as being written: panoramas, which come
@@ -86,10 +80,10 @@ def prune(
         abandoned = None if before is None else min(before, database.now(session) - STILL_WRITTEN)
 
         def by_rule() -> list[str]:
-            old = older(session, RecordingRow, before, keep_last, RecordingRow.state != "recording")
+            old = older(session, Recording, before, keep_last, Recording.state != "recording")
             return old if abandoned is None else old + _abandoned(session, abandoned)
 
-        chosen = resolve_all(session, RecordingRow, recordings) if recordings else by_rule()
+        chosen = resolve_all(session, Recording, recordings) if recordings else by_rule()
         if not dry_run:
             locked = _locked(session, chosen)
             # Whoever wrote to one of them was waited for: what he wrote may be why it stays.
@@ -108,15 +102,13 @@ def prune(
             dry_run,
         )
         if not dry_run:
-            for row in (StepChunkRow, PanoramaChunkRow, TrajectoryRow):
-                session.execute(delete(row).where(row.recording_id.in_(doomed)))
-            session.execute(delete(RecordingRow).where(RecordingRow.id.in_(doomed)))
+            session.execute(delete(Recording).where(Recording.id.in_(doomed)))
     return report
 
 
 def _cited(session: Session, candidates: Iterable[str]) -> set[str]:
     """Those of the candidates that the evidence of any publication names."""
-    evidence = "\n".join(map(json.dumps, session.scalars(select(PublicationRow.evidence))))
+    evidence = "\n".join(map(json.dumps, session.scalars(select(Publication.evidence))))
     return {name for name in candidates if name in evidence}
 
 
@@ -124,9 +116,9 @@ def _locked(session: Session, recordings: Sequence[str]) -> frozenset[str]:
     """Those that are still there, locked. First of all: who appends holds this row, and would wait
     for others that are removed before."""
     query = (
-        select(RecordingRow.id)
-        .where(RecordingRow.id.in_(recordings))
-        .order_by(RecordingRow.id)
+        select(Recording.id)
+        .where(Recording.id.in_(recordings))
+        .order_by(Recording.id)
         .with_for_update()
     )
     return frozenset(session.scalars(query))
@@ -148,14 +140,14 @@ def _abandoned(session: Session, before: datetime) -> list[str]:
     jobs = select(JobRow.idempotency_key).where(JobRow.state.in_(("queued", "running")))
     unfinished = set(session.scalars(jobs))
     last = (
-        select(func.max(TrajectoryRow.created_at))
-        .where(TrajectoryRow.recording_id == RecordingRow.id)
+        select(func.max(Trajectory.created_at))
+        .where(Trajectory.recording_id == Recording.id)
         .scalar_subquery()
     )
-    begun = newest(RecordingRow).where(
-        RecordingRow.state == "recording",
-        RecordingRow.source != "serve",
-        func.coalesce(last, RecordingRow.created_at) < before,
+    begun = newest(Recording).where(
+        Recording.state == "recording",
+        Recording.source != "serve",
+        func.coalesce(last, Recording.created_at) < before,
     )
     return [
         row.id
@@ -168,10 +160,16 @@ def _measure(session: Session, recording: str) -> Pruned:
     def total(what: Any, row: Any) -> int:
         return int(session.scalar(select(what).where(row.recording_id == recording)) or 0)
 
-    held: tuple[Any, ...] = (TrajectoryRow, PanoramaChunkRow, StepChunkRow)
     return Pruned(
         recording,
-        session.get_one(RecordingRow, recording).created_at,
-        requests=total(func.count(TrajectoryRow.ordinal), TrajectoryRow),
-        size_bytes=sum(total(func.sum(func.length(row.data)), row) for row in held),
+        session.get_one(Recording, recording).created_at,
+        requests=total(func.count(Trajectory.ordinal), Trajectory),
+        size_bytes=sum(
+            total(func.sum(func.length(type_coerce(column, LargeBinary))), row)
+            for row, column in (
+                (Trajectory, Trajectory.tokens),
+                (Trajectory, Trajectory.steps),
+                (Panorama, Panorama.trie),
+            )
+        ),
     )

@@ -14,15 +14,14 @@ from datetime import datetime
 from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, and_, func, select
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, undefer
 
-from spectune.db import Database
-from spectune.db.models import PanoramaChunkRow, RecordingRow, StepChunkRow, TrajectoryRow
+from spectune.db import CorruptedChunkError, Database
 from spectune.traces.acceptance import FirstPosition, Survival, step_survival
-from spectune.traces.packing import unpack_steps
-from spectune.traces.recording import RecordingInfo
-from spectune.traces.store.recording_rows import infos
-from spectune.traces.store.rows import equal, newest, resolve_all, unpacked
+from spectune.traces.blobs import Damaged
+from spectune.traces.store.recordings import counted
+from spectune.traces.store.rows import equal, newest, resolve_all
+from spectune.traces.tables import Panorama, Recording, Trajectory
 
 GroupBy = Literal["draft", "category", "recording"]
 GROUPS: tuple[GroupBy, ...] = ("draft", "category", "recording")
@@ -107,24 +106,22 @@ class AcceptanceStats:
         }
 
 
-def list_recordings(
-    database: Database, only: TraceFilter = EVERYTHING
-) -> tuple[RecordingInfo, ...]:
+def list_recordings(database: Database, only: TraceFilter = EVERYTHING) -> tuple[Recording, ...]:
     """Recordings that hold a matching request (or, without request conditions, match themselves),
     newest first."""
     with database.read() as session:
-        query = newest(RecordingRow).where(*_recording_conditions(session, only))
+        query = newest(Recording).where(*_recording_conditions(session, only))
         narrowed = _request_conditions(only)
         if narrowed:
-            matching = select(TrajectoryRow).where(TrajectoryRow.recording_id == RecordingRow.id)
+            matching = select(Trajectory).where(Trajectory.recording_id == Recording.id)
             query = query.where(matching.where(*narrowed).exists())
-        return tuple(infos(session, session.scalars(query).all()))
+        return counted(session, session.scalars(query).all())
 
 
 def request_rows(database: Database, only: TraceFilter = EVERYTHING) -> Iterator[RequestRow]:
     """The matching requests, one row per draft, by recording, ordinal and draft; lazily, within one
     read transaction."""
-    t, p, narrowed = TrajectoryRow, PanoramaChunkRow, _panorama_conditions(only)
+    t, p, narrowed = Trajectory, Panorama, _panorama_conditions(only)
     with database.read() as session:
         query = (
             select(
@@ -146,7 +143,7 @@ def request_rows(database: Database, only: TraceFilter = EVERYTHING) -> Iterator
                 p.n,
                 p.survived,
             )
-            .join(RecordingRow, RecordingRow.id == t.recording_id)
+            .join(Recording, Recording.id == t.recording_id)
             .join(p, and_(_of_request(), *narrowed), isouter=not narrowed)
             .where(*_recording_conditions(session, only), *_request_conditions(only))
             .order_by(t.recording_id, t.ordinal, p.draft)
@@ -169,7 +166,7 @@ def acceptance_stats(
     Without ``draft`` in ``by`` drafts are pooled. Mean accepted length = 1 + sum of the marginals,
     exactly.
     """
-    t, p = TrajectoryRow, PanoramaChunkRow
+    t, p = Trajectory, Panorama
     of: dict[GroupBy, Any] = {"draft": p.draft, "category": t.category, "recording": t.recording_id}
     with database.read() as session:
         query = (
@@ -183,7 +180,7 @@ def acceptance_stats(
                 p.survived,
             )
             .join(t, _of_request())
-            .join(RecordingRow, RecordingRow.id == t.recording_id)
+            .join(Recording, Recording.id == t.recording_id)
             .where(*_recording_conditions(session, only), *_request_conditions(only))
             .where(*_panorama_conditions(only))
         )
@@ -197,7 +194,7 @@ def acceptance_stats(
 def first_positions(database: Database, recording: str) -> dict[str, FirstPosition]:
     """By draft, how often its first token is accepted, over every start of the panoramas of a
     recording."""
-    p = PanoramaChunkRow
+    p = Panorama
     query = (
         select(p.draft, func.sum(p.acceptance * p.n), func.sum(p.n))
         .where(p.recording_id == recording)
@@ -217,25 +214,25 @@ def executed_stats(
 
     ``acceptance`` is accepted over drafted tokens. Raises CorruptedChunkError for damaged rounds.
     """
-    s, t = StepChunkRow, TrajectoryRow
-    query = (
-        select(t.recording_id, t.category, s)
-        .join(t, (t.recording_id == s.recording_id) & (t.ordinal == s.ordinal))
-        .join(RecordingRow, RecordingRow.id == t.recording_id)
-    )
+    t = Trajectory
+    query = select(t).join(Recording, Recording.id == t.recording_id).where(t.steps.is_not(None))
 
     def rows(session: Session) -> Iterator[_Row]:
         conditions = (*_recording_conditions(session, only), *_request_conditions(only))
-        found = session.execute(query.where(*conditions).execution_options(yield_per=500))
-        for recording, category, row in found:
-            what = f"the rounds of request {row.ordinal} of recording {recording}"
-            steps = unpacked(row, unpack_steps, what)
-            of = {"category": category, "recording": recording}
+        chosen = query.where(*conditions).options(undefer(t.steps))
+        for text in session.scalars(chosen.execution_options(yield_per=500)):
+            steps = text.steps
+            if steps is None or isinstance(steps, Damaged):
+                raise CorruptedChunkError(
+                    f"the rounds of request {text.ordinal} of recording {text.recording_id} cannot "
+                    "be used; the others still can"
+                )
+            of = {"category": text.category, "recording": text.recording_id}
             for draft in sorted({r.draft for r in steps}) if "draft" in by else [None]:
                 own = [r for r in steps if draft in (None, r.draft)]
                 key = tuple(str(draft) if g == "draft" else of[g] for g in by)
                 kept, drafted = sum(r.accepted for r in own), sum(r.drafted for r in own)
-                yield key, (recording, row.ordinal), kept, drafted, step_survival(own)
+                yield key, (text.recording_id, text.ordinal), kept, drafted, step_survival(own)
 
     with database.read() as session:
         return _grouped(by, rows(session))
@@ -268,16 +265,16 @@ def _grouped(by: Sequence[GroupBy], rows: Iterable[_Row]) -> tuple[AcceptanceSta
 
 
 def _recording_conditions(session: Session, only: TraceFilter) -> list[ColumnElement[bool]]:
-    conditions = equal({RecordingRow.source: only.source})
+    conditions = equal({Recording.source: only.source})
     if only.recordings:
-        conditions.append(RecordingRow.id.in_(resolve_all(session, RecordingRow, only.recordings)))
+        conditions.append(Recording.id.in_(resolve_all(session, Recording, only.recordings)))
     if only.pair is not None:
-        conditions.append(RecordingRow.pair_id.startswith(only.pair, autoescape=True))
+        conditions.append(Recording.pair_id.startswith(only.pair, autoescape=True))
     return conditions
 
 
 def _request_conditions(only: TraceFilter) -> list[ColumnElement[bool]]:
-    t = TrajectoryRow
+    t = Trajectory
     conditions: list[ColumnElement[bool]] = []
     if only.categories:
         conditions.append(t.category.in_(only.categories))
@@ -286,18 +283,18 @@ def _request_conditions(only: TraceFilter) -> list[ColumnElement[bool]]:
     if only.until is not None:
         conditions.append(t.created_at < only.until)
     if narrowed := _panorama_conditions(only):
-        panorama = select(PanoramaChunkRow.ordinal).where(_of_request(), *narrowed)
+        panorama = select(Panorama.ordinal).where(_of_request(), *narrowed)
         conditions.append(panorama.exists().correlate(t))
     return conditions
 
 
 def _of_request() -> ColumnElement[bool]:
-    t, p = TrajectoryRow, PanoramaChunkRow
+    t, p = Trajectory, Panorama
     return and_(p.recording_id == t.recording_id, p.ordinal == t.ordinal)
 
 
 def _panorama_conditions(only: TraceFilter) -> list[ColumnElement[bool]]:
-    p = PanoramaChunkRow
+    p = Panorama
     conditions = equal({p.draft: only.draft})
     if only.min_acceptance is not None:
         conditions.append(p.acceptance >= only.min_acceptance)

@@ -2,66 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from operator import ge
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, cast
 
-from sqlalchemy import select
+from sqlalchemy import delete, func, select
+from sqlalchemy.orm import Session, undefer
 
 from spectune.db import CorruptedChunkError, NotFoundError
-from spectune.db.models import (
-    PanoramaChunkRow,
-    RecordingRow,
-    StepChunkRow,
-    TrajectoryRow,
-    WorkloadRow,
-)
+from spectune.traces.acceptance import compact, keep_probability, survival
+from spectune.traces.blobs import Damaged
 from spectune.traces.errors import TraceError
-from spectune.traces.packing import pack_panorama, unpack_panorama, unpack_steps
-from spectune.traces.recording import (
-    DESIGNED,
-    Asked,
-    RecordedRequest,
-    Recording,
-    RecordingInfo,
-    Skipped,
-)
-from spectune.traces.schema import Panorama, Sampling, Step, Trajectory, Verifier
-from spectune.traces.store.recording_rows import (
-    infos,
-    panorama_values,
-    recording_row,
-    spec_hash,
-    step_values,
-    trajectory_of,
-    trajectory_values,
-)
-from spectune.traces.store.rows import (
-    Storage,
-    insert_all_absent,
-    named_row,
-    newest,
-    require,
-    resolve,
-    unpacked,
-)
+from spectune.traces.recording import Asked, LoadedRecording, RecordedRequest, Skipped
+from spectune.traces.schema import Extent, Sampling, Step, Verifier
+from spectune.traces.store.rows import Storage, insert, newest, require, resolve
+from spectune.traces.tables import DESIGNED, Panorama, Recording, StoredWorkload, Trajectory
 
 BATCH = 64
 """Requests read per query when iterating."""
-EXTENT = ("gamma_max", "width", "depth")
-"""Columns of what a panorama holds, beside its covers."""
 Appended = tuple[int, Trajectory, Sequence[Step]]
-T = TypeVar("T")
-
-
-class Rows(NamedTuple):
-    """Rows of some requests: texts in order, panoramas by draft, executed rounds."""
-
-    texts: list[TrajectoryRow]
-    panoramas: list[PanoramaChunkRow]
-    steps: list[StepChunkRow]
 
 
 class Recorded(NamedTuple):
@@ -76,36 +39,35 @@ class Recorded(NamedTuple):
 class Recordings(Storage):
     """Recordings, their trajectories, panoramas and executed rounds."""
 
-    def create_recording(self, asked: Asked) -> RecordingInfo:
+    def create_recording(self, asked: Asked) -> Recording:
         """Begins a recording in state ``recording``. The pair and the workload must be stored
         already (NotFoundError)."""
-        columns = asdict(asked)
-        how = {"state": "recording", "progress": {}, "spec_sha256": spec_hash(columns)}
+        columns = {**vars(asked), "options": dict(asked.options), "asked_sha256": _digest(asked)}
         with self.database.write() as session:
-            require(session, WorkloadRow, asked.workload_id)
-            new = self._insert_new(session, RecordingRow, "rec", **columns, **how)
-            return infos(session, [session.get_one(RecordingRow, new)])[0]
+            require(session, StoredWorkload, asked.workload_id)
+            state = {"state": "recording", "progress": {}}
+            new = self._insert_new(session, Recording, "rec", **columns, **state)
+            return counted(session, [session.get_one(Recording, new)])[0]
 
     def find_recording(
         self, asked: Asked, *, state: Literal["recording", "complete"]
-    ) -> RecordingInfo | None:
+    ) -> Recording | None:
         """The newest recording that was asked for exactly so and is in ``state``, or None.
 
         One in state ``recording`` is what a killed ``record`` resumes; a ``complete`` one is what
         ``tune`` need not record again.
         """
-        found = newest(RecordingRow, spec_sha256=spec_hash(asdict(asked)), state=state).limit(1)
+        query = newest(Recording, asked_sha256=_digest(asked), state=state).limit(1)
         with self.database.read() as session:
-            return next(iter(infos(session, session.scalars(found).all())), None)
+            return next(iter(counted(session, session.scalars(query).all())), None)
 
     def list_recordings(
         self, pair_id: str | None = None, *, state: str | None = None
-    ) -> tuple[RecordingInfo, ...]:
-        """Recordings of a pair and state (each optional), newest first; :mod:`traces.store.query`
-        filters by more."""
-        query = newest(RecordingRow, pair_id=pair_id, state=state)
+    ) -> tuple[Recording, ...]:
+        """Recordings of a pair and state (each optional), newest first."""
+        query = newest(Recording, pair_id=pair_id, state=state)
         with self.database.read() as session:
-            return tuple(infos(session, session.scalars(query).all()))
+            return counted(session, session.scalars(query).all())
 
     def recorded_since(self, pair_id: str, since: datetime) -> tuple[Recorded, ...]:
         """Every request of a pair's traffic stored at ``since`` or later, oldest first; a copy of
@@ -114,38 +76,34 @@ class Recordings(Storage):
         It goes by the request's moment and not the recording's: serving appends to one recording
         for days.
         """
-        t = TrajectoryRow
+        t = Trajectory
         query = (
             select(t.recording_id, t.ordinal, t.sampling, t.verifier)
-            .join(RecordingRow, RecordingRow.id == t.recording_id)
-            .where(
-                RecordingRow.pair_id == pair_id, RecordingRow.source.not_in((DESIGNED, "gathered"))
-            )
+            .join(Recording, Recording.id == t.recording_id)
+            .where(Recording.pair_id == pair_id, Recording.source.not_in((DESIGNED, "gathered")))
             .where(t.created_at >= since)
             .order_by(t.created_at, t.recording_id, t.ordinal)
         )
         with self.database.read() as session:
-            return tuple(
-                Recorded(recording, ordinal, Sampling(**sampling), cast(Verifier, verifier))
-                for recording, ordinal, sampling, verifier in session.execute(query)
-            )
+            return tuple(Recorded(*row) for row in session.execute(query))
 
     def resolve_recording(self, text: str) -> str:
         """The id meant by an id, an unambiguous beginning of one, or ``latest``. Raises
         NotFoundError."""
         with self.database.read() as session:
-            return resolve(session, RecordingRow, text)
+            return resolve(session, Recording, text)
 
-    def get_recording(self, text: str) -> RecordingInfo:
-        """The recording without its chunks, by id, an unambiguous beginning of one, or ``latest``.
-        Raises NotFoundError."""
+    def get_recording(self, text: str) -> Recording:
+        """The recording without its requests, by id, an unambiguous beginning of one, or
+        ``latest``. Raises NotFoundError."""
         with self.database.read() as session:
-            return infos(session, [named_row(session, RecordingRow, text)])[0]
+            recording = session.get_one(Recording, resolve(session, Recording, text))
+            return counted(session, [recording])[0]
 
     def finish_recording(self, recording: str) -> None:
         """Marks a recording ``complete``; doing it again changes nothing but the time."""
         with self.database.write() as session:
-            row = recording_row(session, recording, writing=True)
+            row = _locked(session, recording)
             row.state, row.finished_at = "complete", self.clock()
 
     def append_trajectory(
@@ -161,86 +119,67 @@ class Recordings(Storage):
 
     def append_trajectories(self, recording: str, items: Sequence[Appended]) -> int:
         """:meth:`append_trajectory` for several in one transaction; how many were new."""
-        texts = [
-            {
-                **trajectory_values(trajectory, steps),
-                "recording_id": recording,
-                "ordinal": ordinal,
-                "created_at": self.clock(),
-            }
-            for ordinal, trajectory, steps in items
-        ]
-        executed = [step_values(steps) if steps else None for _, _, steps in items]
+        key = {"recording_id": recording, "created_at": self.clock()}
+        rows = [{**_columns(t, steps), "ordinal": n, **key} for n, t, steps in items]
         with self.database.write() as session:
-            recording_row(session, recording, writing=True)
-            added = insert_all_absent(session, TrajectoryRow, texts, "ordinal")
-            new = set(added)
-            for text, rounds in zip(texts, executed, strict=True):
-                ordinal, name = text["ordinal"], text["request_id"]
-                if ordinal not in new:
-                    there = session.get_one(TrajectoryRow, (recording, ordinal))
-                    if there.sha256 != text["sha256"] or there.request_id != name:
-                        raise TraceError(
-                            f"recording {recording} already holds another trajectory at {ordinal}: "
-                            f"request {there.request_id!r}, not {name!r} as given"
-                        )
+            _locked(session, recording)
+            statement = insert(session, Trajectory.__table__).on_conflict_do_nothing()
+            returned = statement.returning(Trajectory.__table__.c.ordinal)
+            added = set(session.execute(returned, rows).scalars() if rows else ())
+            seen = set(added)
+            for ordinal, trajectory, _ in items:
+                if ordinal in seen:  # again in one batch it is held against the first
+                    seen.remove(ordinal)
                     continue
-                new.remove(ordinal)  # the same ordinal again in one batch is held against the first
-                if rounds is not None:
-                    of = ("recording_id", "ordinal", "request_id", "category")
-                    session.add(StepChunkRow(**{key: text[key] for key in of}, **rounds))
+                stored = session.get_one(Trajectory, (recording, ordinal))
+                if stored != trajectory:
+                    raise TraceError(
+                        f"recording {recording} already holds another trajectory at {ordinal}: "
+                        f"request {stored.request_id!r}, not {trajectory.request_id!r} as given"
+                    )
         return len(added)
 
     def recorded_ordinals(self, recording: str, after: int = -1) -> frozenset[int]:
         """The ordinals above ``after`` that hold a trajectory."""
-        found = select(TrajectoryRow.ordinal).where(
-            TrajectoryRow.recording_id == recording, TrajectoryRow.ordinal > after
-        )
+        t = Trajectory
+        query = select(t.ordinal).where(t.recording_id == recording, t.ordinal > after)
         with self.database.read() as session:
-            return frozenset(session.scalars(found))
+            return frozenset(session.scalars(query))
 
     def request_categories(self, recording: str) -> dict[int, str]:
         """The category of every request by ordinal, in order; of damaged ones too. Takes the
         recording as :meth:`get_recording` does."""
-        t = TrajectoryRow
+        t = Trajectory
         with self.database.read() as session:
-            name = resolve(session, RecordingRow, recording)
+            name = resolve(session, Recording, recording)
             of = select(t.ordinal, t.category).where(t.recording_id == name).order_by(t.ordinal)
             return {row.ordinal: row.category for row in session.execute(of)}
 
     def put_panoramas(self, recording: str, items: Sequence[tuple[int, Panorama]]) -> int:
-        """Stores what drafts would propose along trajectories, in one transaction; how many were
-        stored.
-
-        Each takes the place of one that it holds all of; one that is longer (larger gamma_max),
-        wider, deeper or covers other growths is kept instead (:meth:`most_held` says what to record
-        so that it is not). Raises :class:`TraceError` when one does not fit its trajectory.
-        """
-        packed = [(ordinal, panorama, pack_panorama(panorama)) for ordinal, panorama in items]
-        stored = 0
+        """Stores what drafts would propose along trajectories, in one transaction, in place of what
+        was stored of the same; how many there were. Raises :class:`TraceError` when one does not
+        fit its trajectory."""
+        t, ordinals = Trajectory, [ordinal for ordinal, _ in items]
+        query = select(t.ordinal, t.n_output, t.verifier).where(t.recording_id == recording)
         with self.database.write() as session:
-            recording_row(session, recording, writing=True)
-            for ordinal, panorama, chunk in packed:
-                text = session.get(TrajectoryRow, (recording, ordinal))
-                if text is None:
+            _locked(session, recording)
+            texts = {n: text for n, *text in session.execute(query.where(t.ordinal.in_(ordinals)))}
+            rows = []
+            for ordinal, panorama in items:
+                if ordinal not in texts:
                     raise NotFoundError(f"recording {recording} has no trajectory {ordinal}")
-                if text.n_output != panorama.positions:
+                length, verifier = texts[ordinal]
+                if length != panorama.positions:
                     raise TraceError(
                         f"a panorama of {panorama.positions} positions does not fit trajectory "
-                        f"{ordinal} of {recording}, which has {text.n_output} tokens"
+                        f"{ordinal} of {recording}, which has {length} tokens"
                     )
-                row = panorama_values(panorama, cast(Verifier, text.verifier))
-                there = session.get(PanoramaChunkRow, (recording, ordinal, row["draft"]))
-                if there is not None:
-                    larger = any(getattr(there, name) > row[name] for name in EXTENT)
-                    if larger or not set(there.covers) <= set(row["covers"]):
-                        continue
-                    session.delete(there)
-                    session.flush()
-                of = {"recording_id": recording, "ordinal": ordinal}
-                session.add(PanoramaChunkRow(**of, **row, **vars(chunk)))
-                stored += 1
-        return stored
+                key = {"recording_id": recording, "ordinal": ordinal}
+                session.execute(delete(Panorama).filter_by(draft=panorama.draft, **key))
+                rows.append({**_summary(panorama, cast(Verifier, verifier)), **key})
+            if rows:
+                session.execute(insert(session, Panorama.__table__), rows)
+        return len(rows)
 
     def missing_panoramas(
         self,
@@ -253,14 +192,12 @@ class Recordings(Storage):
     ) -> tuple[int, ...]:
         """Ordinals whose trajectory has no panorama of this draft that holds at least as much, in
         order."""
-        t, least = TrajectoryRow, (gamma_max, width, depth)
+        every = self.recorded_ordinals(recording)
         with self.database.read() as session:
-            recording_row(session, recording)
-            every = set(session.scalars(select(t.ordinal).where(t.recording_id == recording)))
             have = {
                 ordinal
-                for ordinal, names, *held in session.execute(_held(recording, draft))
-                if set(covers) <= set(names) and all(map(ge, held, least))
+                for ordinal, names, *extent in session.execute(_extents(recording, draft))
+                if set(covers) <= set(names) and all(map(ge, extent, (gamma_max, width, depth)))
             }
         return tuple(sorted(every - have))
 
@@ -268,8 +205,7 @@ class Recordings(Storage):
         """(gamma_max, width, depth, covers): the most that any stored panorama of this draft holds;
         (0, 0, 0, ()) where there is none."""
         with self.database.read() as session:
-            recording_row(session, recording)
-            rows = session.execute(_held(recording, draft)).all()
+            rows = session.execute(_extents(recording, draft)).all()
         if not rows:
             return 0, 0, 0, ()
         _, covers, gammas, widths, depths = zip(*rows, strict=True)
@@ -284,18 +220,18 @@ class Recordings(Storage):
         steps: bool = False,
         ordinals: Collection[int] | None = None,
         skip_corrupted: bool = False,
-    ) -> Recording:
+    ) -> LoadedRecording:
         """A recording in memory, named as :meth:`get_recording` takes it.
 
         It has the panoramas of ``drafts`` (all by default) and, if ``steps``, the executed rounds;
-        of ``ordinals`` alone where they are given. A damaged chunk raises
+        of ``ordinals`` alone where they are given. A damaged blob raises
         :class:`CorruptedChunkError` naming it; with ``skip_corrupted`` it is left out and listed in
         ``skipped``.
         """
         skipped: list[Skipped] | None = [] if skip_corrupted else None
         info = self.get_recording(text)
         requests = self.iterate(info.id, drafts, steps=steps, ordinals=ordinals, skipped=skipped)
-        return Recording(info, tuple(requests), tuple(skipped or ()))
+        return LoadedRecording(info, tuple(requests), tuple(skipped or ()))
 
     def iterate(
         self,
@@ -306,73 +242,132 @@ class Recordings(Storage):
         ordinals: Collection[int] | None = None,
         skipped: list[Skipped] | None = None,
     ) -> Iterator[RecordedRequest]:
-        """The requests in order, a batch in memory at a time. Damaged chunks raise, or go to
+        """The requests in order, a batch in memory at a time. Damaged blobs raise, or go to
         ``skipped`` if it is given."""
-        wanted = sorted(self.recorded_ordinals(recording) if ordinals is None else ordinals)
-        for i in range(0, len(wanted), BATCH):
-            rows = self.rows_of(recording, wanted[i : i + BATCH], drafts, steps=steps)
-            yield from _requests(recording, rows, skipped)
-
-    def rows_of(
-        self,
-        recording: str,
-        ordinals: Sequence[int],
-        drafts: Collection[str] | None = None,
-        *,
-        steps: bool = False,
-    ) -> Rows:
-        """What is stored of requests, for :meth:`iterate`; at one moment."""
-
-        def of(row: Any) -> Any:
-            return select(row).where(row.recording_id == recording, row.ordinal.in_(ordinals))
-
-        p = PanoramaChunkRow
-        chosen = of(p).order_by(p.draft)
+        t, p = Trajectory, Panorama
+        chosen = sorted(self.recorded_ordinals(recording) if ordinals is None else ordinals)
+        texts = select(t).where(t.recording_id == recording).order_by(t.ordinal)
+        tries = select(p).where(p.recording_id == recording).order_by(p.draft)
+        if steps:
+            texts = texts.options(undefer(t.steps))
         if drafts is not None:
-            chosen = chosen.where(p.draft.in_(drafts))
-        with self.database.read() as session:
-            return Rows(
-                list(session.scalars(of(TrajectoryRow).order_by(TrajectoryRow.ordinal))),
-                list(session.scalars(chosen)),
-                list(session.scalars(of(StepChunkRow))) if steps else [],
-            )
+            tries = tries.where(p.draft.in_(drafts))
+
+        def usable(value: Any, ordinal: int, what: str, draft: str | None = None) -> bool:
+            if not isinstance(value, Damaged):
+                return True
+            if skipped is None:
+                raise CorruptedChunkError(
+                    f"recording {recording}, request {ordinal}: {what} cannot be used "
+                    f"({value.problem}); the others still can"
+                )
+            skipped.append(Skipped(recording, ordinal, draft, value.problem))
+            return False
+
+        for i in range(0, len(chosen), BATCH):
+            batch = chosen[i : i + BATCH]
+            panoramas: dict[int, dict[str, Panorama]] = {}
+            with self.database.read() as session:
+                trajectories = session.scalars(texts.where(t.ordinal.in_(batch))).all()
+                for row in session.scalars(tries.where(p.ordinal.in_(batch))):
+                    panoramas.setdefault(row.ordinal, {})[row.draft] = row
+            for text in trajectories:
+                n = text.ordinal
+                if not usable(text.tokens, n, "its token ids"):
+                    continue
+                good = {
+                    draft: panorama
+                    for draft, panorama in panoramas.get(n, {}).items()
+                    if usable(panorama.trie, n, f"panorama of draft {draft!r}", draft)
+                }
+                rounds = (text.steps if steps else None) or ()
+                yield RecordedRequest(
+                    n, text, good, rounds if usable(rounds, n, "its steps") else ()
+                )
 
 
-def _held(recording: str, draft: str) -> Any:
-    """Selects what the panoramas of a draft hold: ordinal, covers, and :data:`EXTENT`."""
-    p = PanoramaChunkRow
+def counted(session: Session, recordings: Sequence[Recording]) -> tuple[Recording, ...]:
+    """The recordings, with the counts of what they hold, in two queries however many there are."""
+    t, p, ids = Trajectory, Panorama, [recording.id for recording in recordings]
+    sums = select(t.recording_id, func.count(), func.sum(t.n_output)).group_by(t.recording_id)
+    requests = {
+        name: (count, int(tokens))
+        for name, count, tokens in session.execute(sums.where(t.recording_id.in_(ids)))
+    }
+    least = (func.min(column) for column in (p.gamma_max, p.width, p.depth))
+    extents = select(p.recording_id, p.draft, func.count(), *least).order_by(p.draft)
+    drafts: dict[str, dict[str, Extent]] = {}
+    by_draft = extents.where(p.recording_id.in_(ids)).group_by(p.recording_id, p.draft)
+    for name, draft, *extent in session.execute(by_draft):
+        drafts.setdefault(name, {})[draft] = Extent(*extent)
+    for recording in recordings:
+        recording.n_requests, recording.n_output_tokens = requests.get(recording.id, (0, 0))
+        recording.drafts = drafts.get(recording.id, {})
+    return tuple(recordings)
+
+
+def _digest(asked: Asked) -> str:
+    """SHA-256 of what a recording was asked for, hex."""
+    return hashlib.sha256(json.dumps(asdict(asked), sort_keys=True).encode()).hexdigest()
+
+
+def _locked(session: Session, recording: str) -> Recording:
+    """The recording; other writers of it, and its removal, wait until the transaction ends. Raises
+    NotFoundError."""
+    row = session.get(Recording, recording, with_for_update={"key_share": True})
+    if row is None:
+        raise NotFoundError(
+            f"there is no recording {recording!r}; `traces list` shows those there are"
+        )
+    return row
+
+
+def _extents(recording: str, draft: str) -> Any:
+    """Selects what the panoramas of a draft hold: ordinal, covers, gamma_max, width, depth."""
+    p = Panorama
     columns = (p.ordinal, p.covers, p.gamma_max, p.width, p.depth)
     return select(*columns).where(p.recording_id == recording, p.draft == draft)
 
 
-def _requests(
-    recording: str, rows: Rows, skipped: list[Skipped] | None
-) -> Iterator[RecordedRequest]:
-    """The values that rows hold; damaged chunks raise, or go to ``skipped``."""
-    panoramas: dict[int, list[PanoramaChunkRow]] = {}
-    for chunk in rows.panoramas:
-        panoramas.setdefault(chunk.ordinal, []).append(chunk)
-    executed = {row.ordinal: row for row in rows.steps}
+_OF_REQUEST = ("request_id", "category", "tokens", "sampling", "max_new_tokens", "finish")
 
-    def usable(row: Any, unpack: Callable[[Any], T], what: str) -> T | None:
-        try:
-            return unpacked(row, unpack, f"recording {recording}, request {row.ordinal}: {what}")
-        except CorruptedChunkError as error:
-            if skipped is None:
-                raise CorruptedChunkError(f"{error}; the others still can") from error.__cause__
-            draft = getattr(row, "draft", None)
-            skipped.append(Skipped(recording, row.ordinal, draft, str(error.__cause__)))
-            return None
 
-    for text in rows.texts:
-        trajectory = usable(text, trajectory_of, "its token ids")
-        if trajectory is None:
-            continue
-        held: dict[str, Panorama] = {}
-        for chunk in panoramas.get(text.ordinal, ()):
-            value = usable(chunk, unpack_panorama, f"panorama of draft {chunk.draft!r}")
-            if value is not None:
-                held[chunk.draft] = value
-        rounds = executed.get(text.ordinal)
-        steps = () if rounds is None else usable(rounds, unpack_steps, "its steps") or ()
-        yield RecordedRequest(text.ordinal, trajectory, held, steps)
+def _columns(trajectory: Trajectory, steps: Sequence[Step]) -> dict[str, Any]:
+    """A decoded request's columns, with its rounds and the sums of them."""
+    t = trajectory
+    by_policy = {
+        policy: _sums([s for s in steps if s.policy == policy])
+        for policy in sorted({s.policy for s in steps})
+    }
+    total = {name: value for name, value in _sums(steps).items() if name != "emitted"}
+    return {
+        **{name: getattr(t, name) for name in (*_OF_REQUEST, "verifier", "stop_strings")},
+        "n_prompt": len(t.prompt_ids),
+        "n_output": len(t.output_ids),
+        **total,
+        "by_policy": by_policy,
+        "steps": tuple(steps) or None,
+    }
+
+
+def _sums(steps: Sequence[Step]) -> dict[str, Any]:
+    return {
+        "rounds": len(steps),
+        "drafted": sum(s.drafted for s in steps),
+        "accepted": sum(s.accepted for s in steps),
+        "emitted": sum(s.emitted for s in steps),
+        "seconds": sum(s.round_s for s in steps),
+    }
+
+
+def _summary(panorama: Panorama, verifier: Verifier) -> dict[str, Any]:
+    """A panorama's columns, with its summaries; ``verifier`` is its text's."""
+    sums, n = survival(panorama, verifier), panorama.positions
+    names = ("draft", "gamma_max", "width", "depth", "shared", "covers", "trie")
+    return {
+        **{name: getattr(panorama, name) for name in names},
+        "n": n,
+        "acceptance": float(keep_probability(panorama, verifier).mean()) if n else 0.0,
+        "at_risk": compact(sums.at_risk),
+        "survived": compact(sums.survived),
+    }

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 from spectune.db import DatabaseError, NotFoundError, UnavailableError
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import Step, Trajectory
+from spectune.traces.schema import Step
 from spectune.traces.store.recordings import Recordings
+from spectune.traces.tables import Trajectory
 
 Item = tuple[Trajectory, tuple[Step, ...]]
 CAPACITY = 1024

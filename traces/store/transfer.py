@@ -7,7 +7,6 @@ So the file's format is the schema: chunks travel as they are stored, checksums 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sqlite3
 import tempfile
@@ -17,24 +16,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import select
-from sqlalchemy.orm import DeclarativeBase, Session
+from sqlalchemy import inspect, select
+from sqlalchemy.orm import Session, undefer
 
 from spectune.db import CorruptedChunkError, Database, open_database, open_file
 from spectune.db.failures import translated
-from spectune.db.models import (
-    Packed,
-    PairRow,
-    PanoramaChunkRow,
-    PolicyRow,
-    RecordingRow,
-    StepChunkRow,
-    TrajectoryRow,
-    WorkloadRow,
-)
+from spectune.traces.blobs import Damaged
 from spectune.traces.errors import TraceError
 from spectune.traces.files import why_not_writable
-from spectune.traces.store.rows import insert_absent, resolve_all, values_of
+from spectune.traces.store.rows import insert_absent, resolve_all
+from spectune.traces.tables import (
+    Pair,
+    Panorama,
+    Recording,
+    StoredPolicy,
+    StoredWorkload,
+    Trajectory,
+)
 from spectune.traces.text import shortened
 
 _BATCH = 256
@@ -66,7 +64,7 @@ def export_recordings(database: Database, recordings: Sequence[str], path: str |
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".spectune-export-") as folder:
             part = Path(folder) / "part.db"
             with open_database(str(part)) as receiver, database.snapshot() as session:
-                names = resolve_all(session, RecordingRow, recordings)
+                names = resolve_all(session, Recording, recordings)
                 moved = _move(database, session, receiver, names)
             # Out of WAL mode a database is one file.
             with closing(sqlite3.connect(part)) as connection:
@@ -90,7 +88,7 @@ def import_recordings(database: Database, path: str | Path) -> Transfer:
     if not os.path.isfile(source):  # Path.is_file raises for names that are too long
         raise TraceError(f"there is no file {shortened(str(source))} to import")
     with open_file(source) as opened, opened.snapshot() as session:
-        query = select(RecordingRow.id).order_by(RecordingRow.created_at, RecordingRow.id)
+        query = select(Recording.id).order_by(Recording.created_at, Recording.id)
         return _move(opened, session, database, session.scalars(query).all())
 
 
@@ -104,20 +102,20 @@ def _move(
         is_new = False
         with receiver.write() as sink:
             for row in _rows(source, session, recording):
-                if isinstance(row, RecordingRow):
+                if isinstance(row, Recording):
                     _check_same(sink, row)
                 is_added = _copy(sink, row)
-                if isinstance(row, RecordingRow):
+                if isinstance(row, Recording):
                     is_new = is_added
-                elif isinstance(row, Packed):
+                elif isinstance(row, Trajectory | Panorama):
                     chunks += is_added
         (added if is_new else present).append(recording)
     return Transfer(tuple(added), tuple(present), chunks)
 
 
-def _check_same(sink: Session, row: RecordingRow) -> None:
-    there = sink.get(RecordingRow, row.id)
-    if there is not None and there.spec_sha256 != row.spec_sha256:
+def _check_same(sink: Session, row: Recording) -> None:
+    there = sink.get(Recording, row.id)
+    if there is not None and there.asked_sha256 != row.asked_sha256:
         raise TraceError(
             f"a different recording is called {row.id} in the database imported into; nothing of "
             "it was imported"
@@ -128,18 +126,18 @@ def _rows(source: Database, session: Session, recording: str) -> Iterator[Any]:
     """All rows that belong to a recording, those that others refer to first, a batch of chunks in
     memory at a time. Raises DatabaseError of the source, TraceError, CorruptedChunkError."""
     with translated(source.url):
-        row = session.get_one(RecordingRow, recording)
-        yield _required(session, PairRow, row.pair_id, recording)
+        row = session.get_one(Recording, recording)
+        yield _required(session, Pair, row.pair_id, recording)
         if row.workload_id is not None:
-            yield _required(session, WorkloadRow, row.workload_id, recording)
+            yield _required(session, StoredWorkload, row.workload_id, recording)
         yield row
         policies: set[str] = set()
-        for table in (TrajectoryRow, PanoramaChunkRow, StepChunkRow):
+        for table in (Trajectory, Panorama):
             for chunk in _chunks(session, table, recording):
                 yield chunk
-                if isinstance(chunk, StepChunkRow):
-                    policies.update(chunk.policies)
-        yield from session.scalars(select(PolicyRow).where(PolicyRow.id.in_(policies)))
+                if isinstance(chunk, Trajectory):
+                    policies.update(chunk.by_policy)
+        yield from session.scalars(select(StoredPolicy).where(StoredPolicy.id.in_(policies)))
 
 
 def _required(session: Session, table: type[Any], name: str, recording: str) -> Any:
@@ -156,19 +154,19 @@ def _chunks(session: Session, table: type[Any], recording: str) -> Iterator[Any]
         .order_by(table.ordinal)
         .execution_options(yield_per=_BATCH)
     )
+    if table is Trajectory:
+        query = query.options(undefer(Trajectory.steps))
     for row in session.scalars(query):
-        if hashlib.sha256(row.data).digest() != row.sha256:
-            what = row.__tablename__.replace("_", " ")
+        if any(isinstance(value, Damaged) for value in vars(row).values()):
+            what = row.__tablename__
             raise CorruptedChunkError(
-                f"recording {recording}, request {row.ordinal}: its {what} is damaged (checksum "
-                "differs); nothing of the recording was taken over"
+                f"recording {recording}, request {row.ordinal}: its {what} is damaged; "
+                "nothing of the recording was taken over"
             )
         yield row
         session.expunge(row)
 
 
-def _copy(sink: Session, row: DeclarativeBase) -> bool:
-    values = values_of(row)
-    if isinstance(row, StepChunkRow):
-        del values["id"]  # rounds have a number of their own in each database
-    return insert_absent(sink, type(row), values)
+def _copy(sink: Session, row: Any) -> bool:
+    names = [column.key for column in inspect(type(row)).column_attrs]
+    return insert_absent(sink, type(row), {name: getattr(row, name) for name in names})

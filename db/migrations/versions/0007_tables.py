@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from alembic import op
 
-from spectune.db.models import metadata
+import spectune.db.schedules
+import spectune.traces.tables  # noqa: F401  # their tables are on the metadata
+from spectune.db.base import metadata
 
 revision = "0007"
 down_revision = None

@@ -1,0 +1,189 @@
+"""Arrays of numbers as one blob in a column: safetensors in a zstd frame with a checksum. The
+header holds the schema's version and what is JSON beside the arrays."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+from safetensors import numpy as safetensors
+from sqlalchemy import JSON, LargeBinary
+from sqlalchemy.engine import Dialect
+from sqlalchemy.types import TypeDecorator
+
+from spectune.traces.schema import Step, Tokens, Trie
+
+SCHEMA: Final = 1
+"""The version that is written; another is refused."""
+LEVEL: Final = 9
+Array = npt.NDArray[Any]
+V = TypeVar("V")
+_NANOSECONDS = 1e9
+_TIMES = ("draft_s", "verify_s", "round_s", "arrived_s", "ended_s")
+_NAMES = ("draft", "policy")
+_STEP_DTYPES: Mapping[str, npt.DTypeLike] = {
+    **dict.fromkeys(Step._fields, np.int32),
+    **dict.fromkeys(_TIMES, np.int64),
+    **dict.fromkeys(_NAMES, np.uint16),
+    "bin": np.uint8,
+}
+
+
+class BlobError(ValueError):
+    """Bytes that are damaged or of another schema version."""
+
+
+def pack(arrays: Mapping[str, Array], meta: Any = None) -> bytes:
+    """Packs arrays of numbers with JSON-ready ``meta``: equal ones to equal bytes."""
+    # Of several entries the header has no fixed order.
+    header = {"spectune": json.dumps({"schema": SCHEMA, "meta": meta}, allow_nan=False)}
+    ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
+    return bytes(compressor.compress(safetensors.save(ordered, header)))
+
+
+def unpack(data: bytes) -> tuple[dict[str, Array], Any]:
+    """Returns the arrays and ``meta`` that :func:`pack` was given. Raises :class:`BlobError`."""
+    try:
+        raw = zstandard.ZstdDecompressor().decompress(data)
+    except (zstandard.ZstdError, MemoryError) as error:  # a damaged size asks for any memory
+        raise BlobError(f"its bytes are damaged ({error})") from error
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
+    header = json.loads(header["spectune"])
+    if header["schema"] != SCHEMA:
+        raise BlobError(f"written as schema {header['schema']}, this program reads {SCHEMA}")
+    return {name: array.copy() for name, array in safetensors.load(raw).items()}, header["meta"]
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """Stands where a damaged blob was read, so that the rows around it stay usable."""
+
+    problem: str
+
+
+class Blob(TypeDecorator[Any]):
+    """A column of values that ``pack`` and ``unpack`` turn into bytes and back; :class:`Damaged`
+    comes out where the bytes cannot be read."""
+
+    impl = LargeBinary
+    cache_ok = True
+
+    def __init__(self, pack: Callable[[Any], bytes], unpack: Callable[[bytes], Any]) -> None:
+        super().__init__()
+        self.pack, self.unpack = pack, unpack
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> bytes | None:
+        return None if value is None else self.pack(value)
+
+    def process_result_value(self, value: bytes | None, dialect: Dialect) -> Any:
+        try:
+            return None if value is None else self.unpack(bytes(value))
+        except BlobError as error:
+            return Damaged(str(error))
+
+
+class JsonOf(TypeDecorator[Any]):
+    """A JSON column of values that ``dump`` and ``load`` turn into JSON and back."""
+
+    impl = JSON
+    cache_ok = True
+
+    def __init__(self, dump: Callable[[Any], Any], load: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.dump, self.load = dump, load
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> Any:
+        return self.dump(value)
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> Any:
+        return self.load(value)
+
+
+class Content(NamedTuple):
+    """A JSON document with arrays of numbers beside it."""
+
+    document: Any
+    arrays: dict[str, Array]
+
+
+def pack_tokens(tokens: Tokens) -> bytes:
+    """Packs the token ids of a prompt and of its output."""
+    arrays = {"prompt": tokens.prompt, "output": tokens.output}
+    return pack({name: array.astype(np.int32) for name, array in arrays.items()})
+
+
+def unpack_tokens(data: bytes) -> Tokens:
+    """The inverse of :func:`pack_tokens`."""
+    return Tokens(**unpack(data)[0])
+
+
+def pack_trie(trie: Trie) -> bytes:
+    """Packs a trie. What compresses better is stored as a difference: a parent from the one before,
+    a gap from what ``logp`` says of it (modulo 65536)."""
+    arrays = {f.name: getattr(trie, f.name) for f in fields(trie)}
+    arrays["parent"] = np.diff(trie.parent, prepend=np.int32(0))
+    arrays["gap"] = trie.gap - (trie.logp - trie.logp[:, :1])
+    return pack(arrays)
+
+
+def unpack_trie(data: bytes) -> Trie:
+    """The inverse of :func:`pack_trie`."""
+    arrays, _ = unpack(data)
+    arrays["parent"] = np.cumsum(arrays["parent"], dtype=np.int32)
+    arrays["gap"] += arrays["logp"] - arrays["logp"][:, :1]
+    return Trie(**arrays)
+
+
+def pack_steps(steps: Sequence[Step]) -> bytes:
+    """Packs the rounds of one request. Times are kept to the nanosecond; a column of one value is
+    stored as that value."""
+    names = {name: sorted({getattr(s, name) for s in steps}) for name in _NAMES}
+    arrays: dict[str, Array] = {}
+    for column, values in zip(Step._fields, zip(*steps, strict=True), strict=False):
+        if column in _TIMES:
+            numbers = np.rint(np.array(values, np.float64) * _NANOSECONDS)
+        elif column in _NAMES:
+            numbers = np.array([names[column].index(value) for value in values])
+        else:
+            numbers = np.array(values)
+        array = numbers.astype(_STEP_DTYPES[column])
+        arrays[column] = array[:1] if (array == array[0]).all() else array
+    return pack(arrays, {"rounds": len(steps), "names": names})
+
+
+def unpack_steps(data: bytes) -> tuple[Step, ...]:
+    """The inverse of :func:`pack_steps`."""
+    arrays, meta = unpack(data)
+    columns = []
+    for column in Step._fields if meta["rounds"] else ():
+        array = np.broadcast_to(arrays[column], meta["rounds"])
+        values: list[Any] = (array / _NANOSECONDS if column in _TIMES else array).tolist()
+        columns.append([meta["names"][column][i] for i in values] if column in _NAMES else values)
+    return tuple(map(Step._make, zip(*columns, strict=True)))
+
+
+def pack_content(content: Content) -> bytes:
+    """Packs a JSON document and arrays."""
+    return pack(content.arrays, content.document)
+
+
+def unpack_content(data: bytes) -> Content:
+    """The inverse of :func:`pack_content`."""
+    arrays, document = unpack(data)
+    return Content(document, arrays)
+
+
+def pack_document(document: Any) -> bytes:
+    """Packs a JSON document."""
+    return pack({}, document)
+
+
+def unpack_document(data: bytes) -> Any:
+    """The inverse of :func:`pack_document`."""
+    return unpack(data)[1]

@@ -1,0 +1,401 @@
+"""Every table but the scheduler's, as SQLAlchemy mapped dataclasses: a row is the value that the
+rest of the program works with.
+
+A value may be made without a database; what only a stored one has (ids, moments, sums) is None
+until it is read back. Nothing is loaded behind a reader's back: large columns are read where they
+are asked for (``undefer``), and objects outlive their session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, field
+from datetime import datetime
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Index,
+    PrimaryKeyConstraint,
+    String,
+)
+from sqlalchemy.orm import Mapped, MappedAsDataclass, mapped_column, relationship
+
+from spectune.db.base import Base, Document, Str16, Str32, Str64, Str200
+from spectune.traces import blobs
+from spectune.traces.blobs import Blob, Content, JsonOf
+from spectune.traces.cost_table import CostTable, terms_from_json, terms_to_json
+from spectune.traces.latency import Costs
+from spectune.traces.schema import (
+    Extent,
+    Finish,
+    Int32Array,
+    Outcome,
+    Sampling,
+    Step,
+    Tokens,
+    Trie,
+    Verifier,
+)
+
+CASCADE = "CASCADE"
+DESIGNED = "profile"
+"""The source of what ``profile --engine`` served: steps whose costs were sought, and no traffic."""
+AckStatus = Literal["applied", "refused"]
+
+
+def _sampling(document: Mapping[str, Any]) -> Sampling:
+    return Sampling(**document)
+
+
+_SAMPLING = JsonOf(asdict, _sampling)
+_STRINGS = JsonOf(list, tuple)
+
+
+class Value(MappedAsDataclass, Base):
+    """Base of the tables whose rows are values."""
+
+    __abstract__ = True
+
+
+class Pair(Value):
+    """A target and its drafts; ``id`` is the fingerprint of their content."""
+
+    __tablename__ = "pair"
+
+    id: Mapped[Str64] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(index=True)
+    document: Mapped[Document]
+    created_at: Mapped[datetime] = mapped_column(init=False, compare=False)
+
+
+class StoredWorkload(Value):
+    """Prompts (:class:`traces.schema.Workload`); ``id`` is the digest of the requests."""
+
+    __tablename__ = "workload"
+
+    id: Mapped[Str64] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(index=True)
+    n_requests: Mapped[int]
+    content: Mapped[list[Any]]
+    created_at: Mapped[datetime] = mapped_column(init=False, compare=False)
+
+
+class Recording(Value):
+    """A workload decoded by a pair (``source`` record), served traffic (``serve``), a copy of such
+    (``gathered``), or what :data:`DESIGNED` says.
+
+    ``state`` is ``recording`` until it is ``complete``. ``n_requests``, ``n_output_tokens`` and
+    ``drafts`` (the panoramas of each) count what is stored now; :mod:`traces.store` fills them in.
+    """
+
+    __tablename__ = "recording"
+
+    id: Mapped[Str32] = mapped_column(primary_key=True)
+    pair_id: Mapped[str] = mapped_column(ForeignKey("pair.id"), index=True)
+    workload_id: Mapped[str | None] = mapped_column(ForeignKey("workload.id"), index=True)
+    source: Mapped[Str16]
+    state: Mapped[Str16]
+    sampling: Mapped[Sampling] = mapped_column(_SAMPLING)
+    max_new_tokens: Mapped[int]
+    verifier: Mapped[Verifier] = mapped_column(String(16))
+    options: Mapped[Document]
+    progress: Mapped[Document]
+    asked_sha256: Mapped[Str64] = mapped_column(index=True, repr=False, compare=False)
+    created_at: Mapped[datetime] = mapped_column(index=True)
+    finished_at: Mapped[datetime | None] = mapped_column(default=None)
+    n_requests: int = 0
+    n_output_tokens: int = 0
+    drafts: dict[str, Extent] = field(default_factory=dict)
+
+    @property
+    def with_trees(self) -> tuple[str, ...]:
+        """The drafts whose panoramas hold trees."""
+        return tuple(draft for draft, extent in self.drafts.items() if extent.has_trees)
+
+    @property
+    def engine(self) -> str:
+        """What decoded it, ``native`` where it does not say."""
+        return str(self.options.get("engine", "native"))
+
+    def shown(self) -> str:
+        """Each draft with what its panoramas hold, and of how many requests where not all have one;
+        for people."""
+        parts = []
+        for draft, e in self.drafts.items():
+            trees = f" and trees {e.width}x{e.depth}" if e.has_trees else ""
+            of = "" if e.count == self.n_requests else f" ({e.count} of {self.n_requests})"
+            parts.append(f"{draft} {e.gamma_max}{trees}{of}")
+        return ", ".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready; moments in ISO 8601."""
+        values = asdict(self)
+        del values["asked_sha256"]
+        finished = self.finished_at and self.finished_at.isoformat()
+        return {**values, "created_at": self.created_at.isoformat(), "finished_at": finished}
+
+
+class Trajectory(Value):
+    """One request as it was decoded: everything its text depends on, and the text.
+
+    ``max_new_tokens`` is the budget it was decoded under (windows are clipped to it). Of a stored
+    one ``rounds`` to ``seconds`` sum its executed rounds, ``by_policy`` does by policy id, and
+    ``steps`` are these rounds.
+    """
+
+    __tablename__ = "trajectory"
+
+    request_id: Mapped[str]
+    category: Mapped[str] = mapped_column(index=True)
+    tokens: Mapped[Tokens] = mapped_column(Blob(blobs.pack_tokens, blobs.unpack_tokens))
+    sampling: Mapped[Sampling] = mapped_column(_SAMPLING)
+    max_new_tokens: Mapped[int]
+    finish: Mapped[Finish] = mapped_column(String(16))
+    verifier: Mapped[Verifier] = mapped_column(String(16), default="coupled")
+    stop_strings: Mapped[tuple[str, ...]] = mapped_column(_STRINGS, default=())
+    recording_id: Mapped[str] = mapped_column(
+        ForeignKey("recording.id", ondelete=CASCADE), primary_key=True, init=False, compare=False
+    )
+    ordinal: Mapped[int] = mapped_column(
+        primary_key=True, autoincrement=False, init=False, compare=False
+    )
+    n_prompt: Mapped[int] = mapped_column(init=False, compare=False)
+    n_output: Mapped[int] = mapped_column(init=False, compare=False)
+    rounds: Mapped[int] = mapped_column(init=False, compare=False)
+    drafted: Mapped[int] = mapped_column(init=False, compare=False)
+    accepted: Mapped[int] = mapped_column(init=False, compare=False)
+    seconds: Mapped[float] = mapped_column(init=False, compare=False)
+    by_policy: Mapped[Document] = mapped_column(init=False, compare=False)
+    steps: Mapped[tuple[Step, ...] | None] = mapped_column(
+        Blob(blobs.pack_steps, blobs.unpack_steps),
+        deferred=True,
+        repr=False,
+        init=False,
+        compare=False,
+    )
+    created_at: Mapped[datetime] = mapped_column(index=True, init=False, compare=False)
+
+    @property
+    def prompt_ids(self) -> Int32Array:
+        """int32 [P]."""
+        return self.tokens.prompt
+
+    @property
+    def output_ids(self) -> Int32Array:
+        """int32 [L]; ends with the EOS token where ``finish`` is ``eos``."""
+        return self.tokens.output
+
+
+class Panorama(Value):
+    """What one draft would propose from *every* start of one trajectory: the distributions that it
+    reads on the way, as a trie of up to ``width`` children a node.
+
+    A chain goes from best child to best child; chains of ``gamma_max`` tokens are held, and trees
+    of ``depth`` levels. ``shared``: distributions are functions of the prefix, so the child of node
+    i on the text is node i + 1; a head's depend on where its round began, and its drafted nodes on
+    the text are nodes of their own. ``covers``: what else is held whole, ``ACCEPTANCE`` and the
+    growths (JSON, see :func:`runtime.recording.panoramas.cover_name`) whose every reachable
+    distribution was recorded: those replay exactly.
+
+    Of a stored one ``n`` counts positions; ``acceptance`` is the mean chance that the verifier
+    keeps a first proposal; ``survived[j]`` and ``at_risk[j]`` are sums over the chains from every
+    start: proposals 0..j all kept; proposals 0..j-1 kept and a token of the text left at j.
+    """
+
+    __tablename__ = "panorama"
+    __table_args__ = (
+        PrimaryKeyConstraint("recording_id", "ordinal", "draft"),
+        ForeignKeyConstraint(
+            ["recording_id", "ordinal"],
+            ["trajectory.recording_id", "trajectory.ordinal"],
+            ondelete=CASCADE,
+        ),
+    )
+
+    draft: Mapped[str] = mapped_column(String(128))
+    gamma_max: Mapped[int]
+    width: Mapped[int]
+    depth: Mapped[int]
+    shared: Mapped[bool]
+    covers: Mapped[tuple[str, ...]] = mapped_column(_STRINGS)
+    trie: Mapped[Trie] = mapped_column(Blob(blobs.pack_trie, blobs.unpack_trie), repr=False)
+    recording_id: Mapped[Str32] = mapped_column(init=False, compare=False)
+    ordinal: Mapped[int] = mapped_column(init=False, compare=False)
+    n: Mapped[int] = mapped_column(init=False, compare=False)
+    acceptance: Mapped[float] = mapped_column(init=False, compare=False)
+    at_risk: Mapped[list[Any]] = mapped_column(init=False, compare=False)
+    survived: Mapped[list[Any]] = mapped_column(init=False, compare=False)
+
+    @property
+    def positions(self) -> int:
+        """Output tokens of the trajectory."""
+        return len(self.trie.text_slot) - len(self.trie.parent) - 1
+
+    @property
+    def children(self) -> npt.NDArray[np.int32]:
+        """The number of each child's node, int32 [N, width]; -1: not recorded."""
+        trie, length, nodes = self.trie, self.positions, len(self.trie.text_slot)
+        children = np.full((nodes, self.width), -1, np.int32)
+        children[trie.parent, trie.slot] = np.arange(length + 1, nodes, dtype=np.int32)
+        if self.shared:
+            on_text = np.flatnonzero(trie.text_slot[:length] < self.width)
+            children[on_text, trie.text_slot[on_text]] = on_text + 1
+        return children
+
+
+class StoredPolicy(Value):
+    """A policy document; ``id`` is the hash of its content."""
+
+    __tablename__ = "policy"
+
+    id: Mapped[Str64] = mapped_column(primary_key=True)
+    label: Mapped[str]
+    document: Mapped[Document]
+    created_at: Mapped[datetime] = mapped_column(init=False, compare=False)
+
+
+class LatencyProfile(Costs, Value):
+    """What the terms of a round cost on one device (:class:`traces.latency.Costs`), with the
+    environment and the check of the fit: predicted against executed rounds of policies that the fit
+    has not seen."""
+
+    __tablename__ = "latency_profile"
+    __table_args__ = (Index("ix_latency_profile_of", "pair_id", "device", "dtype", "created_at"),)
+
+    pair_id: Mapped[str] = mapped_column(ForeignKey("pair.id"))
+    device: Mapped[str]
+    dtype: Mapped[Str16]
+    terms: Mapped[dict[str, CostTable]] = mapped_column(JsonOf(terms_to_json, terms_from_json))
+    environment: Mapped[Document] = mapped_column(default_factory=dict)
+    check: Mapped[Document] = mapped_column(default_factory=dict)
+    id: Mapped[Str32] = mapped_column(primary_key=True, init=False, compare=False)
+    created_at: Mapped[datetime] = mapped_column(init=False, compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready, without id and moment."""
+        values = {name: value for name, value in vars(self).items() if name in self.CONTENT}
+        return {**values, "terms": terms_to_json(self.terms)}
+
+    CONTENT: ClassVar = ("pair_id", "device", "dtype", "terms", "environment", "check")
+
+
+class Artifact(Value):
+    """Something fitted that a policy needs: a JSON document and arrays. ``id`` is the hash of kind
+    and content."""
+
+    __tablename__ = "artifact"
+
+    id: Mapped[Str32] = mapped_column(primary_key=True)
+    kind: Mapped[Str64] = mapped_column(index=True)
+    pair_id: Mapped[str | None] = mapped_column(ForeignKey("pair.id"))
+    content: Mapped[Content] = mapped_column(
+        Blob(blobs.pack_content, blobs.unpack_content), deferred=True, repr=False
+    )
+    provenance: Mapped[Document]
+    created_at: Mapped[datetime] = mapped_column(init=False, compare=False)
+
+    @property
+    def document(self) -> Any:
+        return self.content.document
+
+    @property
+    def arrays(self) -> Mapping[str, npt.NDArray[Any]]:
+        return self.content.arrays
+
+
+class Study(Value):
+    """A finished search and its trials."""
+
+    __tablename__ = "study"
+
+    id: Mapped[Str32] = mapped_column(primary_key=True)
+    pair_id: Mapped[str] = mapped_column(ForeignKey("pair.id"), index=True)
+    recording_id: Mapped[Str32 | None]
+    sampler: Mapped[str]
+    seed: Mapped[int] = mapped_column(BigInteger)
+    n_trials: Mapped[int]
+    document: Mapped[Document]
+    trials: Mapped[list[Any]] = mapped_column(
+        Blob(blobs.pack_document, blobs.unpack_document), deferred=True, repr=False
+    )
+    created_at: Mapped[datetime] = mapped_column(init=False, compare=False)
+
+
+class Run(Value):
+    """A policy executed (or replayed), and what came of it."""
+
+    __tablename__ = "run"
+
+    id: Mapped[Str32] = mapped_column(primary_key=True)
+    kind: Mapped[Str16]
+    pair_id: Mapped[str] = mapped_column(ForeignKey("pair.id"), index=True)
+    policy_id: Mapped[str] = mapped_column(ForeignKey("policy.id"), index=True)
+    workload_id: Mapped[Str64 | None]
+    device: Mapped[str]
+    dtype: Mapped[Str16]
+    purpose: Mapped[str]
+    options: Mapped[Document]
+    outcome: Mapped[Outcome] = mapped_column(JsonOf(Outcome.stored, Outcome.from_stored))
+    created_at: Mapped[datetime] = mapped_column(index=True, init=False, compare=False)
+
+
+class Publication(Value):
+    """A policy put in force in a deployment, for a pair on a class of device. Rows are only ever
+    added; of each deployment, pair and device the largest ``version`` is in force. ``sampling`` is
+    what it was tuned for (``temperature``, ``top_k``, ``top_p``, ``verifier``), None where nobody
+    knows."""
+
+    __tablename__ = "publication"
+    # Without AUTOINCREMENT SQLite may hand out a deleted row's number again, and a watcher would
+    # miss the newer one.
+    __table_args__ = (
+        Index("ix_publication_of", "deployment", "pair_id", "device", "version"),
+        {"sqlite_autoincrement": True},
+    )
+
+    version: Mapped[int] = mapped_column(primary_key=True, init=False, compare=False)
+    deployment: Mapped[str] = mapped_column(String(100))
+    pair_id: Mapped[str] = mapped_column(ForeignKey("pair.id"))
+    device: Mapped[str]
+    policy_id: Mapped[str] = mapped_column(ForeignKey("policy.id"))
+    sampling: Mapped[Document | None] = mapped_column(JSON(none_as_null=True))
+    supersedes: Mapped[int | None] = mapped_column(ForeignKey("publication.version"))
+    evidence: Mapped[Document]
+    actor: Mapped[str]
+    reason: Mapped[str]
+    idempotency_key: Mapped[Str200 | None] = mapped_column(unique=True)
+    created_at: Mapped[datetime]
+    policy: Mapped[StoredPolicy] = relationship(lazy="joined", innerjoin=True, init=False)
+
+    @property
+    def label(self) -> str:
+        return self.policy.label
+
+    @property
+    def document(self) -> Mapping[str, Any]:
+        return self.policy.document
+
+    def told(self) -> dict[str, Any]:
+        """What is said of one just made. JSON-ready."""
+        return {"version": self.version, "policy": self.policy_id, "deployment": self.deployment}
+
+
+class Acknowledgement(Value):
+    """What one node did with a publication: ``applied``, or ``refused`` with the reason."""
+
+    __tablename__ = "acknowledgement"
+
+    id: Mapped[int] = mapped_column(primary_key=True, init=False)
+    version: Mapped[int] = mapped_column(
+        ForeignKey("publication.version", ondelete=CASCADE), index=True
+    )
+    node: Mapped[str]
+    status: Mapped[AckStatus] = mapped_column(String(16))
+    reason: Mapped[str]
+    at: Mapped[datetime]
