@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from spectune.runtime.costs import window_costs
@@ -32,11 +33,9 @@ class Plan:
     (:mod:`runtime.session`)."""
 
     policy: Policy
-    policy_id: str
     window: CompiledWindow
     stop: CompiledStop
     version: int = 0
-    label: str = field(default="", compare=False)
     rules: tuple[TreeRule, TreeRule] | None = field(default=None, compare=False)
     """How trees grow at temperature 0 and above; None without a draft."""
     shortlist: ShortlistRule | None = field(default=None, compare=False)
@@ -51,6 +50,15 @@ class Plan:
 
     choice: Choice | None = field(default=None, compare=False)
     """What takes another plan for each prompt; None where this one decodes all."""
+
+    @cached_property
+    def policy_id(self) -> str:
+        # Made when asked for, as the label is: a short replay takes less time than these two.
+        return self.policy.id
+
+    @cached_property
+    def label(self) -> str:
+        return self.policy.label()
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -98,9 +106,7 @@ def prepare(
     if not isinstance(policy, PromptPolicy):
         return plans[0]
     choice = Choice(stored_chooser(policy, artifacts), plans)
-    return replace(
-        plans[0], policy=policy, policy_id=policy.id, label=policy.label(), choice=choice
-    )
+    return replace(plans[0], policy=policy, choice=choice)
 
 
 def _compile(
@@ -129,11 +135,9 @@ def _compile(
         )
     return Plan(
         policy=policy,
-        policy_id=policy.id,
         window=compile_window(policy.window, costs, q_table=q_table),
         stop=compile_stop(policy.stop),
         version=version,
-        label=policy.label(),
         rules=rules,
         shortlist=shortlist,
     )
