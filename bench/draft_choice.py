@@ -83,9 +83,9 @@ def workloads(pair: LoadedPair, count: int, tokens: int) -> dict[str, Encoded]:
 
 def _repeated(request: Request) -> Request:
     """The last line of a prompt, four times, and its beginning."""
-    line = request.turns[0].strip().splitlines()[-1][:80]
+    line = request.prompt.strip().splitlines()[-1][:80]
     text = f"{line}\n" * 4 + line[: len(line) // 3]
-    return Request(f"{request.id}-repeated", "repeated", (text,))
+    return Request(f"{request.id}-repeated", "repeated", text)
 
 
 def traced(pair: LoadedPair, encoded: Encoded) -> ReplayTrace:

@@ -163,7 +163,7 @@ def requests(
     workload = load_workload(["demo"], categories=[category] if category else None)
     found = workload.requests[skip : skip + limit]
     if letters is not None:
-        found = tuple(replace(r, turns=(r.turns[0][:letters],)) for r in found)
+        found = tuple(replace(r, prompt=r.prompt[:letters]) for r in found)
     return replace(workload, requests=found)
 
 

@@ -116,7 +116,7 @@ def encode_recorded(pair: LoadedPair, trajectories: Sequence[Trajectory]) -> Enc
     decoder = _decoder(pair, first.verifier)
     items = []
     for t in trajectories:
-        item, ids = Request(t.request_id, t.category, ("",)), t.prompt_ids.tolist()
+        item, ids = Request(t.request_id, t.category), t.prompt_ids.tolist()
         how = (t.sampling, t.max_new_tokens, t.stop_strings)
         items.append((item, decoder.request(item, ids, *how)))
     return Encoded(tuple(items), options)

@@ -39,7 +39,7 @@ def generate(
     ``time_to_first_token_s`` and, with ``compare``, ``autoregressive_tokens_per_s`` and
     whether the texts are equal. Raises WorkloadError when the prompt does not fit.
     """
-    item = Request("prompt", "prompt", (prompt,))
+    item = Request("prompt", "prompt", prompt)
     ids = pair.encode_request(item, chat=options.chat)
     decoder = Decoder(pair, StaticSource(prepared), options.verifier)
     request = decoder.request(

@@ -42,7 +42,7 @@ def load_workload(
     limit_seed: int = 0,
     bad_rows: BadRows = "few",
 ) -> Workload:
-    """``demo``, or files and data sets read as one workload; ``turns`` says what is made of
+    """``demo``, or files read as one workload; ``turns`` says what is made of
     requests that have several, ``column`` where the prompts are, ``bad_rows`` what is done about
     rows that are none. Of ``limit`` requests :func:`traces.workloads.take` says which.
 

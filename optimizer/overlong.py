@@ -10,7 +10,7 @@ from typing import Literal
 from spectune.optimizer.execute import DecodeOptions
 from spectune.runtime.text_codec import TextCodec
 from spectune.traces.errors import WorkloadError
-from spectune.traces.schema import Request, Workload
+from spectune.traces.schema import Request, Workload, message_texts
 
 Overlong = Literal["error", "skip", "truncate"]
 
@@ -79,12 +79,13 @@ def _cut(pair: TextCodec, request: Request, chat: bool, room: int) -> Request:
     for last in _fewer_messages(request):
         if fits(last):
             return last
-    *before, text = last.turns if last.roles else last.turns[:1]
-
-    more = (*last.messages[:-1], "") if last.messages else ()  # its parts are of the whole text
+    *before, message = last.chat()
+    text = "\n".join(message_texts(message))
 
     def ending(start: int) -> Request:
-        return replace(last, turns=(*before, text[start:]), messages=more)
+        if not last.messages:
+            return replace(last, prompt=text[start:])
+        return replace(last, messages=(*before, {**message, "content": text[start:]}))
 
     start = bisect.bisect_left(range(len(text)), True, key=lambda start: fits(ending(start)))
     if not text[start:].strip():
@@ -98,10 +99,8 @@ def _cut(pair: TextCodec, request: Request, chat: bool, room: int) -> Request:
 def _fewer_messages(request: Request) -> Iterator[Request]:
     """The conversation without what came before each later message of the user's; the system's
     first one stays."""
-    kept = 1 if request.roles[:1] == ("system",) else 0
-    for n, role in enumerate(request.roles):
-        if role == "user" and n > kept:
-            roles, turns, messages = (
-                (*of[:kept], *of[n:]) for of in (request.roles, request.turns, request.messages)
-            )
-            yield replace(request, roles=roles, turns=turns, messages=messages)
+    messages = request.messages
+    kept = 1 if messages and messages[0]["role"] == "system" else 0
+    for n, message in enumerate(messages):
+        if message["role"] == "user" and n > kept:
+            yield replace(request, messages=(*messages[:kept], *messages[n:]))

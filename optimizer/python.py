@@ -44,7 +44,7 @@ from spectune.traces.workloads import Line, make_workload
 
 AnyPath = str | os.PathLike[str]
 Prompts = AnyPath | Workload | Iterable[str | Mapping[str, Any]]
-"""A workload as ``--workload`` names it (a file, ``demo``, ``hf:NAME``), or texts, or objects as a
+"""A workload as ``--workload`` names it (a file, ``demo``), or texts, or objects as a
 workload's lines are."""
 SHOWN = 50
 """Rows of a result that a notebook shows."""

@@ -3,9 +3,8 @@ weights."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,7 +22,7 @@ from spectune.runtime.checkpoints import (
 )
 from spectune.runtime.pair import PairSpec
 from spectune.traces.errors import PairError, WorkloadError
-from spectune.traces.schema import Request
+from spectune.traces.schema import Request, message_texts
 
 POSITIONS = ("max_position_embeddings", "n_positions")
 """What configurations call the longest sequence of a model."""
@@ -67,7 +66,7 @@ class TextCodec:
         return list(self.tokenizer(text)["input_ids"])
 
     def encode_request(self, request: Request, *, chat: bool) -> list[int]:
-        """Token ids of a request's first turn or conversation, in the chat template when the
+        """Token ids of a request's prompt or conversation, in the chat template when the
         tokenizer has one and ``chat`` is set; those of a request that has no text, as they are.
 
         Without ``chat`` a conversation's texts stand one after the other, a blank line between
@@ -81,20 +80,19 @@ class TextCodec:
                     f"{len(self.tokenizer)}"
                 )
             return list(request.ids)
-        texts = request.turns if request.roles else request.turns[:1]
         chat = chat and not request.is_plain
         if chat and _templated(self.tokenizer):
             place = f"request {request.id}: the target's chat template (--no-chat leaves it out)"
             with translated(place):
                 out = self.tokenizer.apply_chat_template(
-                    _messages(request, texts, self.tokenizer),
-                    **{"add_generation_prompt": True, **json.loads(request.template or "{}")},
+                    _messages(request, self.tokenizer),
+                    **{"add_generation_prompt": True, **request.template},
                     return_dict=True,
                 )
-            return list(out["input_ids"])
+                return list(out["input_ids"])
         if chat and _needs_template(request):
             raise _no_template(request)
-        return self.encode("\n\n".join(texts))
+        return self.encode("\n\n".join("\n".join(message_texts(m)) for m in request.chat()))
 
     def text(self, ids: Collection[int]) -> str:
         """Decoded text, special tokens left out."""
@@ -135,16 +133,16 @@ def _templated(tokenizer: Any) -> bool:
 
 
 def _needs_template(request: Request) -> bool:
-    is_talk = bool(request.roles) and len(request.turns) > 1
+    is_talk = len(request.messages) > 1
     return not (request.is_plain or request.ids) and (is_talk or bool(request.template))
 
 
 def _no_template(request: Request) -> WorkloadError:
-    if request.roles and len(request.turns) > 1:
-        needs = f"a conversation of {len(request.turns)} messages needs"
+    if len(request.messages) > 1:
+        needs = f"a conversation of {len(request.messages)} messages needs"
         instead = "puts a blank line between its messages instead"
     else:
-        keys = ", ".join(json.loads(request.template))
+        keys = ", ".join(request.template)
         needs, instead = f"what it says to a chat template ({keys}) needs", "leaves that out"
     return WorkloadError(
         f"request {request.id}: {needs} a chat template, and the target's tokenizer has none; "
@@ -152,20 +150,17 @@ def _no_template(request: Request) -> WorkloadError:
     )
 
 
-def _messages(request: Request, texts: Sequence[str], tokenizer: Any) -> list[dict[str, Any]]:
+def _messages(request: Request, tokenizer: Any) -> list[dict[str, Any]]:
     """A request as its template reads it. A message of several texts is handed over in parts where
     the template goes through parts, and else as vLLM writes it, a line break between them."""
-    content = _content(tokenizer, str(tokenizer.chat_template))
+    takes = _content(tokenizer, str(tokenizer.chat_template))
     messages = []
-    more = request.messages or ("",) * len(texts)
-    for role, text, keys in zip(request.roles or ("user",), texts, more, strict=True):
-        message = {"role": role, "content": text, **json.loads(keys or "{}")}
-        parts = message["content"] if isinstance(message["content"], list) else [text]
-        if content == "parts" or (content == "either" and len(parts) > 1):
-            message["content"] = [{"type": "text", "text": part} for part in parts]
-        else:
-            message["content"] = text
-        messages.append(message)
+    for message in request.chat():
+        texts = message_texts(message)
+        content: Any = "\n".join(texts)
+        if takes == "parts" or (takes == "either" and len(texts) > 1):
+            content = [{"type": "text", "text": text} for text in texts]
+        messages.append({**message, "content": content})
     return messages
 
 

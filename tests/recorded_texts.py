@@ -56,7 +56,7 @@ def asked(
 ) -> DecodeRequest:
     """A request for so many tokens after a prompt."""
     ids = decoder.pair.encode(prompt)
-    return decoder.request(Request(name, "x", (prompt,)), ids, sampling, tokens)
+    return decoder.request(Request(name, "x", prompt), ids, sampling, tokens)
 
 
 def plain_texts(
@@ -71,7 +71,7 @@ def plain_texts(
 def request_of(decoder: Decoder, text: Trajectory) -> DecodeRequest:
     """What was asked for when a text was recorded."""
     return decoder.request(
-        Request(text.request_id, "x", ("",)),
+        Request(text.request_id, "x", ""),
         text.prompt_ids.tolist(),
         text.sampling,
         text.max_new_tokens,

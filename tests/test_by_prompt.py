@@ -307,7 +307,7 @@ def planted(
 def workload() -> Workload:
     """Prompts of a few tokens to some 30."""
     texts = [p + " and so on" * (i % 4) for i, p in enumerate(PROMPTS[:6])]
-    return Workload("w", tuple(Request(f"r{i}", "ab"[i % 2], (t,)) for i, t in enumerate(texts)))
+    return Workload("w", tuple(Request(f"r{i}", "ab"[i % 2], t) for i, t in enumerate(texts)))
 
 
 def drafted(step: Step) -> tuple[Any, ...]:

@@ -36,7 +36,7 @@ SHORT = {"max_new_tokens": 16}
 LESS = {"trials": 8, "finalists": 2, "budget": "1s", "gamma_max": 12}
 QUICK = {**LESS, "tree_width": 2, "tree_depth": 3}
 CHAINS = {**LESS, "tree_width": 0}
-SIX = {"requests": 6, "duplicates": 0, "few": {"a": 3, "b": 3}}
+SIX = {"requests": 6, "duplicates": 0}
 """What is said of six requests of the workload."""
 Options = dict[str, Any]
 
@@ -72,7 +72,6 @@ def workload(folder: Path) -> Options:
 @pytest.fixture(scope="module")
 def recording(door: Door, workload: Options) -> str:
     found = door.call("record", **workload, limit=6, gamma_max=12, json=True)
-    assert "fewer than 5 requests in a 3, b 3: their own figures say little\n" in found.stderr
     made = one_object(found.stdout)
     assert made["workload"].items() >= SIX.items()
     assert made["n_requests"] == 6

@@ -55,17 +55,17 @@ def test_policies_without_the_short_draft_decode_long_texts(pair: LoadedPair) ->
     texts = []
     for policy in (AUTOREGRESSIVE, chain("ngram", 4), chain("near", 4)):
         decoder = decoder_of(pair, policy)
-        done = decoder.decode(decoder.request(Request("r", "c", ("x",)), ids, Sampling(), 32))
+        done = decoder.decode(decoder.request(Request("r", "c", "x"), ids, Sampling(), 32))
         texts.append(done.trajectory.output_ids.tolist())
     assert texts[0] == texts[1] == texts[2]
     with pytest.raises(WorkloadError, match=r"32 new ones exceed the context of 64 of draft 'far'"):
-        decoder_of(pair, chain("far", 4)).request(Request("r", "c", ("x",)), ids, Sampling(), 32)
+        decoder_of(pair, chain("far", 4)).request(Request("r", "c", "x"), ids, Sampling(), 32)
     with pytest.raises(WorkloadError, match="exceed the context of 512 of the target"):
-        decoder_of(pair, AUTOREGRESSIVE).request(Request("r", "c", ("x",)), ids, Sampling(), 500)
+        decoder_of(pair, AUTOREGRESSIVE).request(Request("r", "c", "x"), ids, Sampling(), 500)
 
 
 def test_a_policy_that_is_swapped_in_with_the_short_draft_changes_no_text(pair: LoadedPair) -> None:
-    ids, item = pair.encode(LONG_PROMPT), Request("r", "c", ("x",))
+    ids, item = pair.encode(LONG_PROMPT), Request("r", "c", "x")
     plain = decoder_of(pair, AUTOREGRESSIVE)
     wanted = plain.decode(plain.request(item, ids, Sampling(), 24)).trajectory.output_ids.tolist()
     source = StaticSource(prepare(parse_policy(chain("near", 2)), pair.draft_names))
@@ -129,7 +129,7 @@ def test_texts_that_a_draft_does_not_hold_are_refused_where_it_is_to_look_at_the
 def test_of_a_long_prompt_a_warm_up_reads_the_beginning(tmp_path: Path) -> None:
     pair = load_pair(read_pair(str(make_pair(tmp_path, positions=1024))))
     ids = (pair.encode(LONG_PROMPT) * 10)[:700]
-    item = Request("r", "c", ("",))
+    item = Request("r", "c", "")
     request = DecodeRequest("r", ids, Sampling(), 1, max_new_tokens=8)
     read: Counter[str] = Counter()
     for name, model in {"target": pair.target, **pair.models}.items():

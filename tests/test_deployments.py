@@ -174,7 +174,7 @@ def test_texts_of_two_temperatures_are_tuned_for_neither() -> None:
 
 
 def test_a_run_is_labelled_by_what_ran_in_each_round(pair: LoadedPair) -> None:
-    requests = tuple(Request(f"r{i}", "a", (f"def add(a, b): {i}",)) for i in range(3))
+    requests = tuple(Request(f"r{i}", "a", f"def add(a, b): {i}") for i in range(3))
     encoded = encode(pair, Workload("w", requests), DecodeOptions(max_new_tokens=24))
     two, five, again = (
         prepare(fixed(g), pair.draft_names, version=v) for v, g in enumerate((2, 5, 5), 1)

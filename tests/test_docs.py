@@ -32,10 +32,9 @@ from spectune.runtime.policies.document import (
     Stratify,
     parse_policy,
 )
-from spectune.traces.schema import Request
 from spectune.traces.store import TraceStore
 from spectune.traces.store.query import acceptance_stats
-from spectune.traces.workloads import parse_request
+from spectune.traces.workloads import Line, make_workload
 
 TOP = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")
 PAGES = {
@@ -91,8 +90,7 @@ def test_pair_examples_parse(page: str, text: str) -> None:
 @pytest.mark.parametrize(("page", "text"), in_pages("jsonl"))
 def test_workload_examples_parse(page: str, text: str) -> None:
     for line in text.splitlines():
-        (request,) = parse_request(json.loads(line), page)
-        assert isinstance(request, Request)
+        assert make_workload(page, [Line(page, json.loads(line))]).requests
 
 
 # ----------------------------------------------------------------------------- tables of parameters

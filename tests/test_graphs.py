@@ -388,7 +388,7 @@ def test_texts_of_any_length_are_captured_for_once(tmp_path: Path) -> None:
     policy = parse_policy(top_k("near", 3, 3, 8))
     requests = tuple(
         (
-            Request(str(n), "c", ("",)),
+            Request(str(n), "c", ""),
             DecodeRequest(str(n), ids[:n], Sampling(), n, max_new_tokens=8),
         )
         for n in (100, 300, 250, 500)
@@ -514,7 +514,7 @@ def test_a_cache_grows_between_captures(tmp_path: Path) -> None:
 
 def test_execution_captures_before_the_clock_runs(tmp_path: Path) -> None:
     fresh = Twins(make_pair(tmp_path))
-    items = tuple(Request(str(i), "c", (PROMPT * (1 + 4 * i),)) for i in range(3))
+    items = tuple(Request(str(i), "c", PROMPT * (1 + 4 * i)) for i in range(3))
     encoded = encode(fresh.fast, Workload("w", items), DecodeOptions(max_new_tokens=8))
     policy = parse_policy(top_k("near", 3, 3, 8))
     times: list[int] = []

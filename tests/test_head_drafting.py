@@ -121,7 +121,7 @@ def test_a_head_takes_over_in_the_middle_of_a_text(pair: LoadedPair, sampling: S
 def test_a_prompt_of_one_token_has_nothing_for_a_head_to_read(pair: LoadedPair) -> None:
     policy = parse_policy(chain("head", 3))
     decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names)))
-    request = decoder.request(Request("one", "c", ("f",)), [70], Sampling(), 12)
+    request = decoder.request(Request("one", "c", "f"), [70], Sampling(), 12)
     steps = decoder.decode(request).steps
     assert steps[0].drafted == 0
     assert all(s.drafted > 0 for s in steps[1:-1])
@@ -137,14 +137,14 @@ def test_the_rejection_verifier_refuses_heads_and_trees(pair: LoadedPair) -> Non
             pair, StaticSource(prepare(parse_policy(document), pair.draft_names)), "rejection"
         )
         with pytest.raises(PolicyError, match=said):
-            next(decoder.rounds(decoder.request(Request("x", "c", ("f",)), [70, 71, 72], hot, 8)))
+            next(decoder.rounds(decoder.request(Request("x", "c", "f"), [70, 71, 72], hot, 8)))
 
 
 def test_a_pair_with_a_head_serves_the_rejection_verifier_with_its_other_drafts(
     pair: LoadedPair,
 ) -> None:
     hot = DecodeOptions(Sampling(temperature=1.0, seed=1), 8, "rejection")
-    encoded = encode(pair, Workload("w", (Request("a", "c", ("def f(x):",)),)), hot)
+    encoded = encode(pair, Workload("w", (Request("a", "c", "def f(x):"),)), hot)
     policy = parse_policy(chain("near", 2))
     (decoded,) = run(pair, StaticSource(prepare(policy, pair.draft_names)), encoded)
     assert len(decoded.trajectory.output_ids) == 8 or decoded.trajectory.finish == "eos"

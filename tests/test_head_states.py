@@ -69,7 +69,7 @@ def accepted(pair: LoadedPair, draft: str) -> list[tuple[int, int, int]]:
     plan = prepare(parse_policy(chain(draft, 4)), pair.draft_names)
     decoder = Decoder(pair, StaticSource(plan))
     ids = pair.encode("The quick brown fox")
-    done = decoder.decode(decoder.request(Request("r", "c", ("x",)), ids, Sampling(), 32))
+    done = decoder.decode(decoder.request(Request("r", "c", "x"), ids, Sampling(), 32))
     return [(step.start, step.drafted, step.accepted) for step in done.steps]
 
 
@@ -95,7 +95,7 @@ def test_a_head_of_one_state_drafts_and_changes_no_text(pair: LoadedPair) -> Non
     for source in (StaticSource(plan), StaticSource(prepare(Policy(), pair.draft_names))):
         decoder = Decoder(pair, source)
         ids = pair.encode("The quick brown fox")
-        done = decoder.decode(decoder.request(Request("r", "c", ("x",)), ids, Sampling(), 24))
+        done = decoder.decode(decoder.request(Request("r", "c", "x"), ids, Sampling(), 24))
         texts.append(done.trajectory.output_ids.tolist())
     assert texts[0] == texts[1]
 

@@ -101,7 +101,7 @@ def test_eos_budget_and_stop_strings_end_texts(pair: LoadedPair) -> None:
     ends = set()
     for policy in (Policy(), parse_policy(chain(near, 7))):
         decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names)))
-        item, ids = Request("0", "c", (PROMPTS[0],)), pair.encode(PROMPTS[0])
+        item, ids = Request("0", "c", PROMPTS[0]), pair.encode(PROMPTS[0])
         done = decoder.decode(decoder.request(item, ids, hot, TOKENS, (stop,))).trajectory
         text = done.output_ids.tolist()
         assert done.finish == "stop"

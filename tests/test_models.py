@@ -248,7 +248,7 @@ def test_a_draft_may_lack_rows_that_only_fill_up_the_matrix(
 
     def decoded(under: Any, ids: list[int], tokens: int = 24) -> Any:
         decoder = Decoder(padded, StaticSource(prepare(under, padded.draft_names)))
-        return decoder.decode(decoder.request(Request("r", "c", ("x",)), ids, drawn, tokens))
+        return decoder.decode(decoder.request(Request("r", "c", "x"), ids, drawn, tokens))
 
     ids = padded.encode("def add(a, b):")
     plain, done = decoded(Policy(), ids), decoded(policy, ids)
@@ -314,7 +314,7 @@ def test_a_draft_may_differ_in_added_tokens_and_padding(
 
     def decoded(under: Any, drawn: Sampling) -> Any:
         decoder = Decoder(pair, StaticSource(prepare(under, pair.draft_names)))
-        return decoder.decode(decoder.request(Request("r", "c", ("x",)), ids, drawn, 24))
+        return decoder.decode(decoder.request(Request("r", "c", "x"), ids, drawn, 24))
 
     for drawn in (Sampling(), Sampling(0.8, seed=3)):
         plain, done = decoded(Policy(), drawn), decoded(parse_policy(chain("near", 4)), drawn)
@@ -377,7 +377,7 @@ def test_a_stop_string_may_be_a_special_token(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path)
         pair = load_pair(read_pair(str(tmp_path)))
         plan = prepare(parse_policy(policy), pair.draft_names)
-        decoder, item = Decoder(pair, StaticSource(plan)), Request("r", "c", ("x",))
+        decoder, item = Decoder(pair, StaticSource(plan)), Request("r", "c", "x")
         ids = pair.encode("def add(a, b):")
         text = decoder.decode(decoder.request(item, ids, Sampling(), 12, stops)).trajectory
         return text.output_ids.tolist(), text.finish

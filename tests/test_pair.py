@@ -237,7 +237,7 @@ spectune.run(policy, pair=sys.argv[1], prompts=["def add"], db=sys.argv[2], max_
 assert switches() == before, (switches(), before)
 pair = load_pair(read_pair(sys.argv[1]))
 decoder = Decoder(pair, StaticSource(prepare_for(pair, parse_policy(policy))))
-decoder.decode(decoder.request(Request("r", "", ("",)), [5, 6, 7], Sampling(), 8))
+decoder.decode(decoder.request(Request("r", "", ""), [5, 6, 7], Sampling(), 8))
 assert switches() == before, (switches(), before)
 print(pair.threads)
 """

@@ -205,7 +205,7 @@ def test_rejection_is_replayed_in_law(pair: LoadedPair) -> None:
     trajectories = []
     for i in range(24):
         prompt = PROMPTS[i % len(PROMPTS)]
-        item = Request(str(i), "c", (prompt,))
+        item = Request(str(i), "c", prompt)
         decoded = decoder.decode(decoder.request(item, pair.encode(prompt), sampling, TOKENS))
         trajectories.append(decoded.trajectory)
         executed += len(decoded.steps)

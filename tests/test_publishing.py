@@ -42,7 +42,7 @@ from spectune.traces.tables import Publication
 
 TEXTS = ("def add(a, b):", "The quick brown fox", "import json", "0 1 2 3 4")
 WORKLOAD = Workload(
-    "w", tuple(Request(f"r{i}", "ab"[i % 2], (f"{TEXTS[i % 4]} {i}",)) for i in range(18))
+    "w", tuple(Request(f"r{i}", "ab"[i % 2], f"{TEXTS[i % 4]} {i}") for i in range(18))
 )
 CHOSEN = policy("near", 5)
 """What an operator puts in force."""

@@ -186,5 +186,4 @@ def test_what_a_call_does_not_take_is_refused(
     assert [row["request"] for row in found.rows] == ["0", "1"]
     assert [str(w.message) for w in said if w.category is UserWarning] == [
         "1 of 2 prompts are the same as an earlier one; they count each time",
-        "fewer than 5 requests in all 2: their own figures say little",
     ]

@@ -188,7 +188,7 @@ def test_rivals_are_the_fixed_windows_that_prediction_cannot_tell_apart() -> Non
 
 
 def test_executed_texts_are_counted_beside_autoregression_repeated(pair: LoadedPair) -> None:
-    requests = tuple(Request(f"r{i}", "code", (f"def f{i}(",)) for i in range(3))
+    requests = tuple(Request(f"r{i}", "code", f"def f{i}(") for i in range(3))
     encoded = encode(pair, Workload("w", requests), DecodeOptions(max_new_tokens=8))
     executor = Executor(pair, [AUTOREGRESSIVE, policy("near", 2)], encoded)
     for name, request in (("near", 0), ("none", 0), ("none", 1), ("none", 1), ("near", 2)):
@@ -204,7 +204,7 @@ def test_a_window_that_learns_begins_each_pass_as_it_began_the_first(pair: Loade
     learns = {"kind": "q_learning", "gamma_max": 6, "epsilon": 0.2, "learning_rate": 0.5}
     learner = policy("ngram", learns)
     prompts = ("a b a b a b a b", "x = 1; x = 1; x =", "0 1 2 0 1 2 0 1 2")
-    asked = Workload("w", tuple(Request(f"r{i}", "", (p,)) for i, p in enumerate(prompts)))
+    asked = Workload("w", tuple(Request(f"r{i}", "", p) for i, p in enumerate(prompts)))
     encoded = encode(pair, asked, DecodeOptions(max_new_tokens=40))
     ticks = count()
     executor = Executor(pair, [learner], encoded, clock=lambda: float(next(ticks)))

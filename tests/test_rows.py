@@ -94,7 +94,6 @@ def test_a_row_goes_through_the_template_as_a_server_would_write_it(chats: Chats
     chat = {"url": "/v1/chat/completions", "method": "POST"}
     plain = {"url": "/v1/completions", "method": "POST"}
     thinking = {"chat_template_kwargs": {"enable_thinking": False}}
-    going_on = {"continue_final_message": True, "add_generation_prompt": False}
     thought = {**BEGUN, "reasoning_content": "Hm."}
     rows: list[tuple[dict[str, Any], list[str]]] = [
         ({"custom_id": "a", **chat, "body": {"messages": [ASKED], **thinking}},
@@ -107,7 +106,6 @@ def test_a_row_goes_through_the_template_as_a_server_would_write_it(chats: Chats
             ["[TOOLS]weather;<user>Rain?<assistant>weather(Bern)<tool>Yes.<assistant>"]),
         ({"messages": [{"role": "user", "content": PARTS}]},
             ["<user>[Sum up.][A file.]<assistant>"]),
-        ({"messages": [ASKED, BEGUN], **going_on}, ["<user>Rain?<assistant>Sure, "]),
         ({"messages": [ASKED, thought, ASKED]},
             ["<user>Rain?<assistant>(Hm.)Sure, <user>Rain?<assistant>"]),
         ({"custom_id": "c", **plain, "body": {"prompt": "def f(x):"}}, ["def f(x):"]),
@@ -185,7 +183,7 @@ def test_bad_rows_are_told_and_refused_by_command_and_by_call(chats: Chats) -> N
     file, pair = chats.file([*good, {"id": "x", "messages": []}]), chats.door.pair
     how: dict[str, Any] = {"pair": pair, "max_new_tokens": 2}
     told = chats.door.call("run", policy="autoregressive", workload=file, **how)
-    said = f"1 of 5 rows left out: {file}:5: 'messages' must be a list of at least one message"
+    said = f"1 of 5 rows left out: {file}:5: 'messages' must be a list of"
     assert told.exit_code == 0
     assert said in told.stderr
     line = chats.door.error("run", workload=file, bad_rows="error", **how)

@@ -513,7 +513,7 @@ def test_one_token_and_the_first_tokens_of_a_text(pair: LoadedPair) -> None:
         for shortlist, more in itertools.product(one, (stopping, TREE)):
             decoder = Decoder(pair, StaticSource(ready(pair, draft, shortlist=shortlist, **more)))
             for prompt in ([70], [70, 71]):
-                request = decoder.request(Request("e", "c", ("",)), prompt, HOT, 6)
+                request = decoder.request(Request("e", "c", ""), prompt, HOT, 6)
                 got, wanted = decoder.decode(request), plain.decode(request)
                 assert got.trajectory.output_ids.tolist() == wanted.trajectory.output_ids.tolist()
 

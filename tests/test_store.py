@@ -50,9 +50,7 @@ from spectune.traces.store.kinds import list_kind
 from spectune.traces.store.prune import PruneReport, prune
 from spectune.traces.tables import DESIGNED, Artifact, Panorama, Recording, Trajectory
 
-WORKLOAD = Workload(
-    "w", (Request("a", "code", ("x", "y")), Request("b", "prose", ('žluťoučký \\ " kůň',)))
-)
+WORKLOAD = Workload("w", (Request("a", "code", "x"), Request("b", "prose", 'žluťoučký \\ " kůň')))
 GREEDY = Sampling()
 POLICY = {"draft": "small", "window": {"kind": "fixed", "gamma": 4}}
 POLICY_ID = policy_id(POLICY)

@@ -191,7 +191,7 @@ def a_recording(
     """A complete recording in a store: ``n`` trajectories with steps and panoramas, those of the
     draft ``small`` with ``trees``; its id."""
     store.put_pair(PAIR, "demo", {"target": "t"})
-    workload = Workload("w", tuple(Request(f"r{i}", CATEGORIES[i % 3], ("x",)) for i in range(n)))
+    workload = Workload("w", tuple(Request(f"r{i}", CATEGORIES[i % 3], "x") for i in range(n)))
     asked = Asked(PAIR, store.put_workload(workload), Sampling(), 64, verifier)
     info = store.create_recording(asked)
     for i in range(n):

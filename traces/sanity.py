@@ -1,79 +1,55 @@
-"""What in recorded texts makes figures say less than they seem to: texts that repeat, prompts that
-repeat, categories of few."""
+"""What makes figures say less than they seem to: texts that repeat themselves, prompts that come
+twice."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from spectune.traces.schema import Int32Array
 from spectune.traces.tables import Trajectory
 
-LONGEST_CYCLE = 32
-"""Tokens of the longest cycle looked for."""
-SHORTEST_TEXT = 16
-"""Tokens of the shortest text in which a cycle is no accident."""
-LEAST = 5
-"""Requests of a category below which its own figures say little."""
-MANY = 0.1
-"""Share of repetitive texts that is said: a few are found in any workload."""
-
 
 @dataclass(frozen=True)
 class Sanity:
     """Counts of one workload. ``repetitive``: texts whose last half is a cycle; ``duplicates``:
-    requests whose prompt an earlier one has; ``few``: the categories with fewer than ``LEAST``
-    requests, and how many they have."""
+    requests whose prompt an earlier one has."""
 
     requests: int = 0
     repetitive: int = 0
     duplicates: int = 0
-    few: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """What is to be said, a line each; nothing of a workload without such."""
-        said = []
-        if self.repetitive > MANY * self.requests:
-            said.append(
+        """The warnings, a line each. A tenth of repetitive texts is found in any workload."""
+        lines = []
+        if self.repetitive > 0.1 * self.requests:
+            lines.append(
                 f"{self.repetitive} of {self.requests} texts end in a cycle that repeats itself, "
                 "which any draft guesses: speeds will be higher than on texts that do not (another "
                 "target, or a chat template that is missing?)"
             )
         if self.duplicates:
-            said.append(
+            lines.append(
                 f"{self.duplicates} of {self.requests} prompts are the same as an earlier one; "
                 "they count each time"
             )
-        if self.few:
-            shown = ", ".join(f"{name} {count}" for name, count in list(self.few.items())[:8])
-            more = f" and {len(self.few) - 8} more categories" if len(self.few) > 8 else ""
-            said.append(
-                f"fewer than {LEAST} requests in {shown}{more}: their own figures say little"
-            )
-        return said
+        return lines
 
 
 def checked(texts: Sequence[Trajectory]) -> Sanity:
-    """What is to be known of texts before their figures are believed."""
-    prompts = {t.prompt_ids.tobytes() for t in texts}
-    counts = Counter(t.category for t in texts)
-    return Sanity(
-        requests=len(texts),
-        repetitive=sum(repeats(t.output_ids) for t in texts),
-        duplicates=len(texts) - len(prompts),
-        few={name: count for name, count in sorted(counts.items()) if count < LEAST},
-    )
+    """The counts of recorded texts."""
+    prompts = {text.prompt_ids.tobytes() for text in texts}
+    repetitive = sum(repeats(text.output_ids) for text in texts)
+    return Sanity(len(texts), repetitive, len(texts) - len(prompts))
 
 
-def repeats(tokens: Int32Array) -> bool:
-    """Whether the last half of a text goes through one cycle of tokens three times or more."""
-    if len(tokens) < SHORTEST_TEXT:
-        return False
+def repeats(tokens: Int32Array, *, shortest: int = 16, longest: int = 32) -> bool:
+    """Whether the last half of a text goes through one cycle of up to ``longest`` tokens three
+    times or more. In a text below ``shortest`` tokens that may be chance."""
     half = tokens[len(tokens) // 2 :]
-    longest = min(LONGEST_CYCLE, len(half) // 3)
-    return any(bool((half[period:] == half[:-period]).all()) for period in range(1, longest + 1))
+    cycles = range(1, min(longest, len(half) // 3) + 1) if len(tokens) >= shortest else ()
+    return any(bool((half[cycle:] == half[:-cycle]).all()) for cycle in cycles)

@@ -63,44 +63,35 @@ class _ByContent:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt of a workload: an id unique in it, a category, and its texts (at least one).
+    """One prompt of a workload: a text, chat messages, or token ids; its id is unique in it.
 
-    Without ``roles`` the first text is the prompt. With them, one each, the texts are a
-    conversation's messages, the last of them the user's or a tool's: together they are the prompt.
-    ``messages``, one each or none, are JSON objects of what else they say to a chat template
-    (``content``: the parts of a text that has several), ``template`` one of what is said beside
-    them (``tools``). No template is applied where it ``is_plain``. ``ids`` are the prompt's tokens
-    where it has no text. It asks for ``max_new_tokens`` at most, and to end at a string of
-    ``stop``. ``source`` is the file it was read from, no part of its content.
+    ``prompt`` is what the user says, as one text. ``messages`` are OpenAI's (``role``, ``content``
+    as a text or a list of text parts, and what else a chat template reads of them), the last one
+    the user's or a tool's. ``template`` is what the chat template gets beside them (``tools``); it
+    is not applied where the request ``is_plain``. ``max_new_tokens`` and ``stop`` are the request's
+    own limits. ``source`` is the file it was read from, no part of its content.
     """
 
     id: str
     category: str
-    turns: tuple[str, ...]
-    roles: tuple[str, ...] = ()
-    source: str = field(default="", compare=False)
-    messages: tuple[str, ...] = ()
-    template: str = ""
-    is_plain: bool = False
+    prompt: str = ""
+    messages: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
     ids: tuple[int, ...] = ()
+    template: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    is_plain: bool = False
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    source: str = field(default="", compare=False)
 
-    def more(self) -> dict[str, Any]:
-        """What it says beside texts and roles, JSON-ready, where it says anything."""
-        own = {name: getattr(self, name) for name in ASKED}
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in own.items() if v}
+    def chat(self) -> tuple[Mapping[str, Any], ...]:
+        """The messages; of a text the one that says it."""
+        return self.messages or ({"role": "user", "content": self.prompt},)
 
 
-ASKED = {
-    "messages": (list, str),
-    "template": (str, None),
-    "is_plain": (bool, None),
-    "ids": (list, int),
-    "max_new_tokens": (int, None),
-    "stop": (list, str),
-}
-"""What a request may say beside texts and roles: its type, and that of what is in it."""
+def message_texts(message: Mapping[str, Any]) -> list[str]:
+    """The texts of a message of :class:`Request`: one, or one of each part."""
+    content = message["content"]
+    return [content] if isinstance(content, str) else [part["text"] for part in content]
 
 
 @dataclass(frozen=True)
@@ -112,48 +103,25 @@ class Workload:
     requests: tuple[Request, ...]
     notes: tuple[str, ...] = field(default=(), compare=False)
 
-    def to_json(self) -> list[list[Any]]:
-        """The requests, JSON-ready; :meth:`from_json` is its inverse."""
-        return [
-            [
-                *(r.id, r.category, list(r.turns)),
-                *([list(r.roles)] if r.roles or r.more() else []),
-                *([r.more()] if r.more() else []),
-            ]
-            for r in self.requests
-        ]
+    def to_json(self) -> list[dict[str, Any]]:
+        """The requests, JSON-ready, without what is empty; :meth:`from_json` is its inverse."""
+        own = [f.name for f in fields(Request) if f.compare]
+        return [{k: v for k in own if (v := getattr(r, k))} for r in self.requests]
 
     @classmethod
-    def from_json(cls, name: str, content: Any) -> Workload:
-        """Rebuilds a workload from :meth:`to_json`. Raises ValueError or TypeError on anything
-        else."""
+    def from_json(cls, name: str, content: list[dict[str, Any]]) -> Workload:
+        """The workload of :meth:`to_json`."""
         requests = []
-        for name_of, category, turns, *more in content:
-            roles, own = [*more, [], {}][:2] if len(more) != 1 else (more[0], {})
-            known = isinstance(turns, list) and isinstance(roles, list) and len(more) <= 2
-            if not (known and len(roles) in (0, len(turns)) and isinstance(own, dict)):
-                raise TypeError(
-                    "a request is [id, category, turns], or with as many roles as turns"
-                )
-            for key, value in own.items():
-                kind, inner = ASKED.get(key, (None, None))
-                if type(value) is not kind or (
-                    isinstance(value, list) and any(type(v) is not inner for v in value)
-                ):
-                    raise TypeError(f"a request has no {key!r} like that")
-            if not all(isinstance(text, str) for text in (name_of, category, *turns, *roles)):
-                raise TypeError("a request is [id, category, turns], all of them texts")
-            own = {k: tuple(v) if isinstance(v, list) else v for k, v in own.items()}
-            requests.append(Request(name_of, category, tuple(turns), tuple(roles), **own))
+        for row in content:
+            values = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
+            requests.append(Request(**{"id": "", "category": "", **values}))
         return cls(name, tuple(requests))
 
     def digest(self) -> str:
         """SHA-256 of the content (name excluded), hex: equal requests in equal order, equal
         digest."""
-        h = hashlib.sha256()
-        for request in self.to_json():
-            h.update(json.dumps(request, ensure_ascii=False, sort_keys=True).encode())
-        return h.hexdigest()
+        content = json.dumps(self.to_json(), ensure_ascii=False, sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
 
 
 def policy_content(document: Mapping[str, Any]) -> str:

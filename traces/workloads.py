@@ -1,5 +1,4 @@
-"""What a workload's lines say: prompts, turns or conversations, as requests; and how a part of a
-workload is taken."""
+"""Rows of a workload (prompts, turns or conversations) as requests, and how a part is drawn."""
 
 from __future__ import annotations
 
@@ -7,50 +6,38 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from spectune.traces.errors import WorkloadError
 from spectune.traces.schema import Request, Workload
-from spectune.traces.text import NAME_LIMIT, shortened, unstorable
+from spectune.traces.text import NAME_LIMIT, shortened
 
 Turns = Literal["first", "all"]
 """What is made of several turns: the first alone, or each a prompt."""
 BadRows = Literal["error", "few", "skip"]
-"""What is done about rows that no prompt can be made of: the first is refused, they are left out
-unless they are more than :data:`FEW`, or they are left out however many they are."""
+"""What is done about rows without a prompt: the first is refused, up to :data:`FEW` of them are
+left out, or all are."""
 FEW: Final = 0.25
 """Share of bad rows beyond which a file is taken for another than was meant."""
-FORMATS = (
+FORMATS: Final = (
     '{"prompt"}, {"turns"}, OpenAI {"messages"} or ShareGPT {"conversations"}, "id" and "category" '
     "beside it if you like"
 )
-ROLES = {
-    **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard"), "assistant"),
-    **dict.fromkeys(("system", "developer"), "system"),
-}
-"""Roles of OpenAI's messages and names of ShareGPT's speakers, as chat templates call them."""
 PROMPTS: Final = ("turns", "prompt", "messages", "conversations", "conversation")
 """Keys that hold what is asked; the first that there is."""
 MOST_TOKENS: Final = ("max_completion_tokens", "max_tokens", "max_new_tokens", "output_tokens")
 """Keys of the most tokens to answer with, as OpenAI, vLLM and its benchmark name them."""
-ENDING: Final = ("add_generation_prompt", "continue_final_message")
-TEMPLATE: Final = ("tools", "documents", "reasoning_effort", *ENDING)
-"""What servers hand from a request to its chat template, beside ``chat_template_kwargs``."""
-NO_VARIABLES: Final = {
-    *("conversation", "messages", "chat_template", "tokenize", "padding", "truncation"),
-    *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
-    *("tokenizer_kwargs", "processor_kwargs"),
+ROLES: Final = {
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard"), "assistant"),
+    **dict.fromkeys(("system", "developer"), "system"),
+    "tool": "tool",
 }
-"""What transformers' ``apply_chat_template`` takes for itself."""
-OF_MESSAGES: Final = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
-"""What servers hand from a message to the template, beside its role and text."""
-READ: Final = {
-    *(*PROMPTS, *MOST_TOKENS, *TEMPLATE, "id", "category", "stop", "chat_template_kwargs"),
-    *("body", "custom_id", "method", "url"),
-}
+"""Roles of OpenAI's messages and names of ShareGPT's speakers, as chat templates call them."""
 
 
 class Line(NamedTuple):
@@ -63,278 +50,178 @@ class Line(NamedTuple):
     source: str = ""
 
 
-class UndecidedError(WorkloadError):
-    """A row is as it should be, and what is to be made of its turns was not said."""
+def _decoded(value: Any) -> Any:
+    """What tables, and calls of tools, hold as a string of JSON."""
+    return json.loads(value or "{}") if isinstance(value, str) else value
 
 
-@dataclass(frozen=True)
-class Message:
-    """One message of a conversation; ``more``: what else its template reads of it."""
+def _with_openai_keys(message: Any) -> Any:
+    if not isinstance(message, dict):
+        return message
+    keys = {"from": "role", "value": "content"} if "from" in message else {}
+    named = {keys.get(key, key): value for key, value in message.items() if value is not None}
+    return {"content": "", **named} if named.get("tool_calls") else named
 
-    role: str
-    text: str
-    more: Mapping[str, Any]
+
+def _must_be(what: str, default: Any = ..., **limits: Any) -> Any:
+    """A field, and what it must be as errors say it."""
+    return Field(default, description=what, **limits)
 
 
-def parse_request(
+# A NUL is no text to PostgreSQL; half of a surrogate pair is no string to pydantic.
+_Str = Annotated[str, Field(pattern=r"\A[^\x00]*\z")]
+_Text = Annotated[str, Field(pattern=r"\A[^\x00]*[^\s\x00][^\x00]*\z")]
+_Part = Annotated[_Str, BeforeValidator(lambda p: p.get("text") if isinstance(p, dict) else p)]
+_Ids = Annotated[list[Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]], Field(min_length=1)]
+_Object = Annotated[dict[str, Any], BeforeValidator(_decoded)]
+_Decoded = (BeforeValidator(_decoded), Field(min_length=1))
+_OneOrMore = BeforeValidator(lambda value: value if isinstance(value, list) else [value])
+_Role = BeforeValidator(lambda role: ROLES.get(role, role) if isinstance(role, str) else role)
+_OpenAI = BeforeValidator(_with_openai_keys)
+_NAME = f"a text of at most {NAME_LIMIT} characters"
+
+
+class _Open(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class _Function(_Open):
+    name: str
+    arguments: _Object = {}
+
+
+class _Call(_Open):
+    function: _Function
+
+
+class _Message(_Open):
+    """A message; what it says beside this goes to the chat template as it is."""
+
+    role: Annotated[Literal["user", "assistant", "system", "tool"], _Role] = _must_be(
+        f"one of {', '.join(ROLES)}"
+    )
+    content: Annotated[list[_Part], _OneOrMore] = _must_be("text; pictures and sound are not read")
+    tool_calls: list[_Call] = _must_be('[{"function": {"name", "arguments"}}], arguments JSON', [])
+
+    def to_json(self) -> dict[str, Any]:
+        parts = [{"type": "text", "text": text} for text in self.content]
+        content = self.content[0] if len(parts) == 1 else parts
+        return {**self.model_dump(exclude_unset=True), "content": content}
+
+
+class _Row(_Open):
+    """What is read of a row; other keys are ignored."""
+
+    id: _Str = _must_be(_NAME, "", max_length=NAME_LIMIT, coerce_numbers_to_str=True)
+    category: _Str = _must_be(_NAME, "all", max_length=NAME_LIMIT, coerce_numbers_to_str=True)
+    prompt: _Text | _Ids | Annotated[list[_Text | _Ids], Field(min_length=1)] = _must_be(
+        "a text, a list of token ids, or a list of such, none of them empty", ""
+    )
+    turns: Annotated[list[_Text], *_Decoded] = _must_be("a list of texts, none of them empty", [])
+    messages: Annotated[list[Annotated[_Message, _OpenAI]], *_Decoded] = _must_be(
+        'a list of {"role", "content"} or {"from", "value"}, at least one', []
+    )
+    max_tokens: int | None = _must_be(
+        "a whole number above 0", None, ge=1, validation_alias=AliasChoices(*MOST_TOKENS)
+    )
+    stop: Annotated[list[_Str], _OneOrMore] = _must_be("a text, or a list of texts", [])
+    tools: Annotated[list[dict[str, Any]], BeforeValidator(_decoded)] = _must_be(
+        "a list of objects", []
+    )
+    reasoning_effort: Any = None
+    chat_template_kwargs: _Object = _must_be("an object", {})
+
+
+_FIELDS: Final = _Message.model_fields | _Row.model_fields
+_FIELDS.update(dict.fromkeys(MOST_TOKENS, _FIELDS["max_tokens"]))
+
+
+def _problem(error: ValidationError) -> str:
+    """The first mistake of a row, and what should stand there."""
+    place = error.errors()[0]["loc"]
+    key = [str(part) for part in place if part in _FIELDS][-1]
+    message = f"message {place[1]}: " if len(place) > 1 and place[0] == "messages" else ""
+    return f"{message}{key!r} must be {_FIELDS[key].description}"
+
+
+def parse_row(
     data: Any, where: str, *, turns: Turns | None = None, name: str = ""
-) -> list[Request]:
-    """One object as requests; ``name`` is its id where it has none.
+) -> tuple[list[Request], list[str]]:
+    """The requests of one row, and the keys of it that nothing reads; ``name`` is its id where it
+    has none.
 
     Of ``turns`` the first is the prompt, or with ``turns`` all each is one (ids ``ID``, ``ID/1``,
-    ...), without the model's earlier answers. A conversation is one prompt: its messages up to the
-    user's last one, or first one; with ``turns`` all up to each of them. Raises WorkloadError, also
-    for several turns where ``turns`` does not say what is to be made of them.
+    ...). A conversation is one prompt: its messages up to the user's last one, or first one; with
+    ``turns`` all up to each of them. Raises WorkloadError.
     """
     if isinstance(data, WorkloadError):
         raise data
     if not isinstance(data, dict):
         raise WorkloadError(f"{where}: expected an object, not {type(data).__name__} ({FORMATS})")
-    is_plain = False
-    if isinstance(data.get("body"), dict):  # a line of OpenAI's batch files
-        named = {"id": data.get("custom_id", data.get("id")), "category": data.get("category")}
-        data = {**data["body"], **named}
-        is_plain = "prompt" in data and "messages" not in data  # /v1/completions
-    given = data.get("id") if data.get("id") is not None else name or where
-    if not isinstance(given, (str, int)) or isinstance(given, bool):
-        raise WorkloadError(f"{where}: 'id' must be a string")
-    own, category = str(given), str(data["category"]) if data.get("category") is not None else "all"
-    template = _template(data, where, turns)
-    bare = Request(
-        own,
-        category,
-        ("",),
-        template=json.dumps(template) if template else "",
-        is_plain=is_plain,
-        max_new_tokens=_most_tokens(data, where),
-        stop=_stop(data, where),
-    )
-    made = _requests(bare, data, where, turns)
-    for text in (own, category, *bare.stop, *(text for r in made for text in r.turns)):
-        if problem := unstorable(text):
-            raise WorkloadError(f"{where}: {problem}")
-    for key, text in (("id", own), ("category", category)):
-        if len(text) > NAME_LIMIT:
-            raise WorkloadError(
-                f"{where}: {key!r} has {len(text)} characters, more than {NAME_LIMIT}"
-            )
-    return [replace(r, id=f"{own}/{i}" if i else own) for i, r in enumerate(made)]
-
-
-def _requests(
-    bare: Request, data: Mapping[str, Any], where: str, turns: Turns | None
-) -> list[Request]:
-    """The requests that an object makes, with the id of the first; no roles where it is one text of
-    the user's."""
-    key = next((key for key in PROMPTS if key in data), None)
-    if key is None:
-        shown = ", ".join(repr(k) for k in data) or "none"
+    if is_batch := isinstance(data.get("body"), dict):  # a line of OpenAI's batch files
+        data = {**data["body"], "id": data.get("custom_id"), "category": data.get("category")}
+    data = {key: value for key, value in data.items() if value is not None}
+    key, *unread = [key for key in PROMPTS if key in data] or [""]
+    if not key:
+        shown = shortened(", ".join(map(repr, data)) or "none")
         raise WorkloadError(
-            f"{where}: no prompt among its keys ({shortened(shown)}); expected {FORMATS}, or name "
-            "one by --column"
+            f"{where}: no prompt among its keys ({shown}); expected {FORMATS}, or name one by "
+            "--column"
         )
-    if key == "turns":
-        return [replace(bare, turns=(text,)) for text in _turns(data[key], where, turns)]
-    if key == "prompt":
-        return [
-            replace(bare, ids=prompt)
-            if isinstance(prompt, tuple)
-            else replace(bare, turns=(prompt,))
-            for prompt in _completions(data[key], where)
-        ]
-    said = _conversation(data[key], where, key)
-    asked = [
-        n + 1
-        for n, message in enumerate(said)
-        if message.role == "user"
-        or (message.role == "tool" and [m.role for m in said[n + 1 : n + 2]] != ["tool"])
-    ]
-    if not any(message.role == "user" for message in said):
-        raise WorkloadError(f"{where}: {key!r} has no message of a user's")
-    if data.get("continue_final_message") and turns is None:
-        ends = [len(said)]
-    else:
-        ends = asked if turns == "all" else asked[:1] if turns == "first" else asked[-1:]
-    made = []
-    for end in ends:
-        if said[end - 1].role == "user" and not said[end - 1].text.strip():
-            raise WorkloadError(f"{where}: message {end - 1} is empty")
-        until = said[:end]
-        roles = () if end == 1 else tuple(m.role for m in until)
-        more = tuple(json.dumps(m.more) if m.more else "" for m in until)
-        texts = tuple(m.text for m in until)
-        made.append(replace(bare, turns=texts, roles=roles, messages=more if any(more) else ()))
-    return made
-
-
-def _turns(texts: Any, where: str, turns: Turns | None) -> list[str]:
-    if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
-        raise WorkloadError(f"{where}: 'turns' must be a list of at least one string")
-    if turns is None and len(texts) > 1:
-        raise UndecidedError(
-            f"{where}: {len(texts)} turns; say --all-turns (each a prompt of its own) or "
-            "--first-turn (the first alone)"
-        )
-    taken: list[str] = texts if turns == "all" else texts[:1]
-    for i, text in enumerate(taken):
-        if not text.strip():
-            raise WorkloadError(f"{where}: turn {i} is empty")
-    return taken
-
-
-def _completions(prompt: Any, where: str) -> list[str | tuple[int, ...]]:
-    """The prompts of ``prompt``, as /v1/completions takes it: a text, token ids, or several."""
-    several = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
-    found: list[str | tuple[int, ...]] = []
-    for one in several:
-        if _is_ids(one):
-            found.append(tuple(one))
-        elif not isinstance(one, str):
-            raise WorkloadError(
-                f"{where}: 'prompt' must be a string, a list of token ids, or a list of such"
-            )
-        elif not one.strip():
-            raise WorkloadError(f"{where}: the prompt is empty")
-        else:
-            found.append(one)
-    if not found:
-        raise WorkloadError(f"{where}: the prompt is empty")
-    return found
-
-
-def _is_ids(prompt: Any) -> bool:
-    return (
-        isinstance(prompt, list)
-        and bool(prompt)
-        and all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 1 << 31 for i in prompt)
-    )
-
-
-def _most_tokens(data: Mapping[str, Any], where: str) -> int | None:
-    key = next((key for key in MOST_TOKENS if data.get(key) is not None), None)
-    if key is None:
-        return None
-    most = data[key]
-    if isinstance(most, str) and most.isdecimal() and len(most) < 10:  # a table's
-        most = int(most)
-    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-        raise WorkloadError(f"{where}: {key!r} must be a whole number above 0")
-    return min(most, (1 << 31) - 1)
-
-
-def _stop(data: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    stop = data.get("stop")
-    stop = [stop] if isinstance(stop, str) else [] if stop is None else stop
-    if not isinstance(stop, list) or not all(isinstance(text, str) for text in stop):
-        raise WorkloadError(f"{where}: 'stop' must be a string, or a list of strings")
-    return tuple(text for text in stop if text)
-
-
-def _template(data: Mapping[str, Any], where: str, turns: Turns | None) -> dict[str, Any]:
-    """What an object hands to its chat template."""
-    found = {key: data[key] for key in TEMPLATE if data.get(key) is not None}
-    also = data.get("chat_template_kwargs") or {}
-    for key, value in (*found.items(), ("chat_template_kwargs", also)):
-        if isinstance(value, str) and value[:1] in ("[", "{"):  # a table's
-            try:
-                value = json.loads(value)
-            except ValueError:
-                raise WorkloadError(f"{where}: {key!r} is not JSON") from None
-        if key == "chat_template_kwargs":
-            also = value
-        else:
-            found[key] = value
-    if not isinstance(also, dict) or (wrong := sorted(NO_VARIABLES & also.keys())):
-        why = "must be an object" if not isinstance(also, dict) else f"cannot say {wrong[0]!r}"
-        raise WorkloadError(f"{where}: 'chat_template_kwargs' {why}")
-    for key in ("tools", "documents"):
-        given = found.get(key, [])
-        if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
-            raise WorkloadError(f"{where}: {key!r} must be a list of objects")
-    found |= also
-    return {key: v for key, v in found.items() if not (turns and key in ENDING)}
-
-
-def _conversation(raw: Any, where: str, key: str) -> list[Message]:
-    """The messages, from the first that is no answer on."""
-    if not isinstance(raw, list) or not raw:
-        raise WorkloadError(f"{where}: {key!r} must be a list of at least one message")
-    said: list[Message] = []
-    for n, message in enumerate(raw):
-        theirs = isinstance(message, dict) and "from" in message
-        speaker, content = ("from", "value") if theirs else ("role", "content")
-        calls = isinstance(message, dict) and not theirs and message.get("tool_calls")
-        if (
-            not isinstance(message, dict)
-            or speaker not in message
-            or (content not in message and not calls)
-        ):
-            raise WorkloadError(
-                f'{where}: message {n} must be {{"role", "content"}} or {{"from", "value"}}'
-            )
-        role = ROLES.get(message[speaker]) if isinstance(message[speaker], str) else None
-        role = "tool" if not theirs and message[speaker] == "tool" else role
-        if role is None:
-            given = shortened(repr(message[speaker]), 40)
-            raise WorkloadError(
-                f"{where}: message {n}: {speaker!r} is {given}; known are {', '.join(ROLES)}, tool"
-            )
-        text = message.get(content)
-        parts = _parts("" if text is None and calls else text, f"{where}: message {n}")
-        more: dict[str, Any] = {}
-        if not theirs:
-            more = {k: message[k] for k in OF_MESSAGES if message.get(k) is not None}
-        if calls:
-            more["tool_calls"] = _calls(calls, f"{where}: message {n}")
-        if len(parts) > 1:
-            more["content"] = parts
-        if said or role != "assistant":
-            said.append(Message(role, "\n".join(parts), more))
-    return said
-
-
-def _parts(content: Any, where: str) -> list[str]:
-    """A message's texts: a string, or OpenAI's list of parts, all of them text."""
-    parts = content if isinstance(content, list) else [content]
-    found = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    texts = [text for text in found if isinstance(text, str)]
-    if len(texts) < len(found):
-        raise WorkloadError(f"{where} is no text; pictures and sound are not read")
-    return texts
-
-
-def _calls(calls: Any, where: str) -> list[Any]:
-    """An assistant's calls of tools, their arguments as objects, as servers hand them to
-    templates."""
+    asked = {key if key in ("turns", "prompt") else "messages": data[key]}
     try:
-        made = []
-        for call in calls:
-            asked = call["function"]["arguments"]
-            asked = (json.loads(asked) if asked else {}) if isinstance(asked, str) else asked
-            made.append({**call, "function": {**call["function"], "arguments": asked}})
-        return made
-    except (TypeError, KeyError, ValueError):
-        raise WorkloadError(
-            f'{where}: its tool_calls must be {{"function": {{"name", "arguments"}}}}, the '
-            "arguments an object of JSON"
-        ) from None
+        row = _Row.model_validate({k: v for k, v in data.items() if k not in PROMPTS} | asked)
+    except ValidationError as error:
+        raise WorkloadError(f"{where}: {_problem(error)}") from None
+    prompts: list[dict[str, Any]]
+    if key == "turns":
+        if turns is None and len(row.turns) > 1:
+            raise WorkloadError(
+                f"{where}: {len(row.turns)} turns; say --all-turns (each a prompt of its own) or "
+                "--first-turn (the first alone)"
+            )
+        prompts = [{"prompt": text} for text in row.turns[: None if turns == "all" else 1]]
+    elif key == "prompt":
+        is_one = isinstance(row.prompt, str) or isinstance(row.prompt[0], int)
+        several: list[Any] = [row.prompt] if is_one else [*row.prompt]
+        prompts = [{"prompt": p} if isinstance(p, str) else {"ids": tuple(p)} for p in several]
+    else:
+        prompts = _conversation(row.messages, where, turns)
+    template = row.model_dump(include={"tools", "reasoning_effort"}, exclude_defaults=True)
+    request = Request(
+        row.id or name or where,
+        row.category,
+        template=template | row.chat_template_kwargs,
+        is_plain=is_batch and key == "prompt",  # /v1/completions
+        max_new_tokens=row.max_tokens,
+        stop=tuple(filter(None, row.stop)),
+    )
+    ids = [f"{request.id}/{n}" if n else request.id for n in range(len(prompts))]
+    requests = [replace(request, id=i, **prompt) for i, prompt in zip(ids, prompts, strict=True)]
+    return requests, [*unread, *(row.model_extra or ())]
 
 
-def unread(data: Any) -> set[str]:
-    """Keys of a row, and of its messages, that say something and that nothing reads."""
-    if not isinstance(data, dict):
-        return set()
-    body = data.get("body")
-    rows = [data, body] if isinstance(body, dict) else [data]
-    found = {str(k) for row in rows for k, v in row.items() if k not in READ and v is not None}
-    inner = rows[-1]
-    held = [key for key in PROMPTS if key in inner]
-    said = inner.get(held[0]) if held else None
-    for message in said if isinstance(said, list) else ():
-        if isinstance(message, dict):
-            known = ("from", "value") if "from" in message else ("role", "content", *OF_MESSAGES)
-            found |= {f"{held[0]}[].{k}" for k, v in message.items() if k not in known and v}
-    return found.union(held[1:])
+def _conversation(
+    messages: Sequence[_Message], where: str, turns: Turns | None
+) -> list[dict[str, Any]]:
+    """The prompts of a conversation: its messages up to each that the assistant answers. What the
+    assistant says before anything else is dropped, as templates refuse it."""
+    first = next((n for n, message in enumerate(messages) if message.role != "assistant"), 0)
+    messages = messages[first:]
+    if not any(message.role == "user" for message in messages):
+        raise WorkloadError(f"{where}: no message of a user's")
+    asks = [message.role in ("user", "tool") for message in messages] + [False]
+    ends = [n for n in range(1, len(asks)) if asks[n - 1] and not asks[n]]
+    prompts: list[dict[str, Any]] = []
+    for end in ends if turns == "all" else ends[:1] if turns == "first" else ends[-1:]:
+        *_, last = said = [message.to_json() for message in messages[:end]]
+        if last["role"] == "user" and not any(map(str.strip, messages[end - 1].content)):
+            raise WorkloadError(f"{where}: message {first + end - 1} is empty")
+        is_text = (
+            end == 1 and last.keys() == {"role", "content"} and isinstance(last["content"], str)
+        )
+        prompts.append({"prompt": last["content"]} if is_text else {"messages": tuple(said)})
+    return prompts
 
 
 def make_workload(
@@ -351,58 +238,43 @@ def make_workload(
     none.
     """
     requests: dict[str, Request] = {}
-    bad: list[WorkloadError] = []
+    bad: list[str] = []
     ignored: Counter[str] = Counter()
-    rows, again = 0, 0
-    for where, data, own, source in lines:
+    rows = again = 0
+    for line in lines:
         rows += 1
         try:
-            made = parse_request(data, where, turns=turns, name=own)
-        except UndecidedError:
-            raise
+            made, unread = parse_row(line.data, line.where, turns=turns, name=line.name)
         except WorkloadError as problem:
             if bad_rows == "error":
                 raise
-            bad.append(problem)
+            bad.append(shortened(str(problem), 400))
             continue
-        ignored.update(unread(data))
+        ignored.update(unread)
         for request in made:
             free, n = request.id, 1
             while free in requests:
-                n += 1
-                free = f"{request.id}#{n}"
+                free, n = f"{request.id}#{n + 1}", n + 1
             again += n > 1
-            requests[free] = replace(request, id=free, source=source)
-    notes = _left_out(bad, rows, bad_rows, empty=not requests)
-    if not requests:
-        raise WorkloadError(f"{name}: the workload is empty (no request in it)")
-    if again:
-        was = "ids were" if again > 1 else "id was"
-        notes.append(f"{again} {was} used before, and got a number (ID#2)")
-    if ignored:
-        most = sorted(ignored.items(), key=lambda item: (-item[1], item[0]))
-        counted = (f"{shortened(key, 40)} in {n} row{'s' * (n > 1)}" for key, n in most)
-        notes.append(f"ignored: {shortened(', '.join(counted), 500)}")
-    return Workload(name, tuple(requests.values()), tuple(notes))
-
-
-def _left_out(
-    bad: Sequence[WorkloadError], rows: int, bad_rows: BadRows, *, empty: bool
-) -> list[str]:
-    """What is said of bad rows that are left out. Raises WorkloadError where they are too many."""
-    if not bad:
-        return []
-    if rows == 1:
-        raise bad[0]
-    first = "; ".join(shortened(str(problem), 400) for problem in bad[:3])
-    counted = f"{len(bad)} of {rows} rows"
-    if empty:
+            requests[free] = replace(request, id=free, source=line.source)
+    first, counted = "; ".join(bad[:3]), f"{len(bad)} of {rows} rows"
+    if bad and not requests:
         raise WorkloadError(f"{first}; {counted} are bad, and nothing is left")
     if bad_rows == "few" and len(bad) > FEW * rows:
         raise WorkloadError(
             f"{first}; {counted} are bad, more than a quarter: --bad-rows skip leaves them out"
         )
-    return [f"{counted} left out: {first}"]
+    if not requests:
+        raise WorkloadError(f"{name}: the workload is empty (no request in it)")
+    notes = [f"{counted} left out: {first}"] if bad else []
+    if again:
+        was = "ids were" if again > 1 else "id was"
+        notes.append(f"{again} {was} used before, and got a number (ID#2)")
+    if ignored:
+        most = sorted(ignored.items(), key=lambda item: (-item[1], item[0]))
+        counts = (f"{shortened(key, 40)} in {n} row{'s' * (n > 1)}" for key, n in most)
+        notes.append(f"ignored: {shortened(', '.join(counts), 500)}")
+    return Workload(name, tuple(requests.values()), tuple(notes))
 
 
 def take(workload: Workload, limit: int | None, *, seed: int = 0) -> Workload:

@@ -155,19 +155,16 @@ def _value(file: Path, key: str, value: Any) -> Any:
     """A value as text, or a list of texts; paths as seen from the working folder. Raises
     ConfigError."""
     from spectune.traces.errors import ConfigError
-    from spectune.traces.text import unstorable
 
     is_list, many = isinstance(value, list), key in _LISTS
     items = value if is_list else [value]
     if not all(isinstance(item, (str, int, float)) for item in items) or (is_list and not many):
         kinds = "a text or a list of texts" if many else "a text or a number"
         raise ConfigError(f"{file}: {_spelled(key)}: {kinds} is expected")
-    if problem := next(filter(None, map(unstorable, map(str, items))), None):
-        raise ConfigError(f"{file}: {_spelled(key)}: a text {problem}")
     texts = [_from(file.parent, str(item)) if key in _PATHS else str(item) for item in items]
     return texts if many else texts[0]
 
 
 def _from(folder: Path, name: str) -> str:
-    """A path as seen from the working folder; ``demo``, ``hf:...`` and URLs as they are."""
+    """A path as seen from the working folder; ``demo`` and URLs as they are."""
     return name if name == "demo" or ":" in name else str(folder / name)

@@ -47,7 +47,7 @@ def generate(prompt: str, no_compare: bool, **kw: Any) -> None:
         from spectune.traces.schema import Request, Workload
 
         # What does not fit is refused before anything else is said.
-        encode(pair, Workload("prompt", (Request("prompt", "prompt", (prompt,)),)), options, ())
+        encode(pair, Workload("prompt", (Request("prompt", "prompt", prompt),)), options, ())
         found = store.profile_of(pair.id, **pair.place)
         plan = prepared(store, pair, kw["policy_name"], options, found, kw["deployment"])
     console = console_for(stderr=as_json())

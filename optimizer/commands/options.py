@@ -136,8 +136,7 @@ place = together(pair, device, deployment)
 workload = together(
     option(
         "--workload workloads",
-        "'demo' (default), files (JSONL, JSON, CSV, Parquet), or hf:NAME, a Hugging Face data set; "
-        "repeatable.",
+        "'demo' (default), or files (JSONL, JSON, CSV, Parquet); repeatable.",
         key="workload",
         multiple=True,
     ),

@@ -84,18 +84,17 @@ def console_for(stderr: bool = False) -> Console:
 
 
 def emit(data: Any, view: Any = None) -> None:
-    """Prints ``data`` as one line where ``--json`` asks for it, else ``view``: a text, its control
-    characters spelled out, or what builds a table (:func:`table`). Without a view, ``data``
-    indented."""
+    """Prints ``data`` as one line where ``--json`` asks for it, else ``view``: a text or
+    what builds a table (:func:`table`). Without a view, ``data`` indented."""
     from rich.text import Text
 
-    from spectune.traces.text import json_line, printable
+    from spectune.traces.text import printable
 
     if as_json():
-        click.echo(json_line(data))
+        click.echo(json.dumps(data, ensure_ascii=False))
         return
     if view is None:
-        click.echo(printable(json.dumps(data, indent=2, ensure_ascii=False)))
+        click.echo(json.dumps(data, indent=2, ensure_ascii=False))
         return
     built = view() if callable(view) else view
     console = console_for()

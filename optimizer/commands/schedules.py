@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -112,14 +111,7 @@ def schedule_add(name: str, **kw: Any) -> None:
 
 def _from_anywhere(workload: str) -> str:
     """A workload by a name that a worker in another folder finds it by."""
-    if workload == "demo":
-        return workload
-    if not workload.startswith("hf:"):
-        return str(Path(workload).resolve())
-    name = re.split("[,:]", workload)[1]
-    if not name or not Path(name).is_dir():
-        return workload
-    return f"hf:{Path(name).resolve()}{workload.removeprefix(f'hf:{name}')}"
+    return workload if workload == "demo" else str(Path(workload).resolve())
 
 
 @schedule.command("list")

@@ -83,7 +83,7 @@ Dot = tuple[float, tuple[float | None, float | None], str, str]
 
 
 def safe(text: object) -> str:
-    """Text from anywhere as HTML, on one line, control characters spelled out."""
+    """Text from anywhere as HTML, on one line without control characters."""
     return escape(one_line(str(text)))
 
 

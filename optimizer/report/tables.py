@@ -43,7 +43,7 @@ def shown(
 
 
 def _as_it_is(text: str) -> str:
-    """On one line, what would act on a terminal spelled out."""
+    """On one line, without what would act on a terminal."""
     return printable(text).replace("\n", "\\n")
 
 

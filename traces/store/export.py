@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Iterable
 from dataclasses import fields
 from itertools import islice
@@ -13,7 +14,7 @@ from typing import IO, Any, BinaryIO, Literal
 from spectune.traces.errors import TraceError
 from spectune.traces.files import replacing
 from spectune.traces.store.query import RequestRow
-from spectune.traces.text import json_line, printable
+from spectune.traces.text import printable
 
 _BATCH = 10_000
 _FORMULA = ("=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠")
@@ -47,8 +48,8 @@ def export_rows(rows: Iterable[RequestRow], path: str | Path) -> int:
 def write_rows(rows: Iterable[RequestRow], out: IO[str], format: Literal["json", "csv"]) -> int:
     """Writes rows as JSON or CSV to an open text file; how many there were.
 
-    Both may be shown on a terminal: control characters are spelled out. Texts of a CSV that a
-    spreadsheet would take for a formula begin with an apostrophe, which it hides.
+    Texts of a CSV are without control characters; those that a spreadsheet would take for a formula
+    begin with an apostrophe, which it hides.
     """
     count = 0
     if format == "csv":
@@ -59,7 +60,7 @@ def write_rows(rows: Iterable[RequestRow], out: IO[str], format: Literal["json",
         return count
     out.write("[")
     for count, row in enumerate(rows, 1):
-        out.write(("\n " if count == 1 else ",\n ") + json_line(row.to_json()))
+        out.write(("\n " if count == 1 else ",\n ") + json.dumps(row.to_json(), ensure_ascii=False))
     out.write("\n]\n")
     return count
 
