@@ -197,7 +197,7 @@ def test_many_bad_rows_are_refused_unless_they_are_to_be_left_out() -> None:
     with pytest.raises(WorkloadError, match=many):
         read(lines)
     assert [r.id for r in read(lines, bad_rows="skip")] == ["c0", "c1"]
-    with pytest.raises(WorkloadError, match=r"2 of 2 rows are bad, and nothing is left$"):
+    with pytest.raises(WorkloadError, match=r"2 of 2 rows are bad, none is left$"):
         read("{\n{", bad_rows="skip")
     assert len(read("prompt,b\n1,2\n1,2,3\n", "w.csv", bad_rows="skip")) == 1
 
@@ -217,7 +217,7 @@ def test_what_is_not_read_of_rows_is_named_once() -> None:
     Path("w").write_text("\n".join(map(json.dumps, rows)))
     (note,) = read_workload(["w"]).notes
     assert note == (
-        "ignored: temperature in 3 rows, model in 2 rows, answer in 1 row, messages in 1 row"
+        "ignored: temperature in 3 rows, model in 2 rows, messages in 1 row, answer in 1 row"
     )
     Path("w.csv").write_text("prompt,answer,max_tokens\nWhy?,x,7\nWho?,,\n")
     table = read_workload(["w.csv"])
@@ -232,7 +232,6 @@ def test_a_column_is_that_of_the_files_that_have_it() -> None:
     found = read_workload(["chats", "q.csv", "q.jsonl"], column="question")
     assert [r.prompt for r in found.requests[1:]] == ["Why?", "Who?"]
     assert found.requests[0].messages == SO_FAR.messages
-    assert found.notes == ("chats: no 'question' in it, so it is read without --column",)
     with pytest.raises(WorkloadError, match=r"q.jsonl:1: no prompt among its keys \('question'"):
         read_workload(["q.csv", "q.jsonl"], column="prompt")
     with pytest.raises(WorkloadError, match=r"--column answer: .*there are: question, prompt$"):

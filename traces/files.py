@@ -21,14 +21,14 @@ def read_text(
 ) -> str:
     """A file's text, UTF-8 with or without a byte-order mark.
 
-    Raises ``error``, its line beginning with ``where``: ``missing`` where no regular file is, or
-    why it cannot be read.
+    Raises ``error``, its line beginning with ``where``: ``missing`` where no file is, or why it
+    cannot be read.
     """
-    file, where = Path(path), shortened(where)
+    where = shortened(where)
     try:
-        if not file.is_file():
-            raise error(f"{where}: {missing}")
-        return file.read_text(encoding="utf-8-sig")
+        return Path(path).read_text(encoding="utf-8-sig")
+    except (FileNotFoundError, IsADirectoryError):
+        raise error(f"{where}: {missing}") from None
     except OSError as problem:
         raise error(f"{where}: cannot be read ({problem.strerror})") from None
     except UnicodeDecodeError as problem:

@@ -104,18 +104,18 @@ class Workload:
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """The requests, JSON-ready, without what is empty; :meth:`from_json` is its inverse."""
+        """The requests, JSON-ready, without what is not said; :meth:`from_json` is its inverse."""
         own = [f.name for f in fields(Request) if f.compare]
-        return [{k: v for k in own if (v := getattr(r, k))} for r in self.requests]
+        values = [{name: getattr(request, name) for name in own} for request in self.requests]
+        return [{k: v for k, v in row.items() if v or k in ("id", "category")} for row in values]
 
     @classmethod
     def from_json(cls, name: str, content: list[dict[str, Any]]) -> Workload:
         """The workload of :meth:`to_json`."""
-        requests = []
-        for row in content:
-            values = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
-            requests.append(Request(**{"id": "", "category": "", **values}))
-        return cls(name, tuple(requests))
+        rows: list[dict[str, Any]] = [
+            {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()} for row in content
+        ]
+        return cls(name, tuple(Request(**row) for row in rows))
 
     def digest(self) -> str:
         """SHA-256 of the content (name excluded), hex: equal requests in equal order, equal

@@ -6,8 +6,6 @@ import re
 
 NAME_LIMIT = 500
 """Characters of an id or a category that PostgreSQL can index, whatever they are."""
-LINE_LIMIT = 2_000
-"""Characters of the longest line that a message takes."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _CONTROL = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160), *range(0xD800, 0xE000)], "�")
 """What acts on a terminal, or cannot be written to it; a new line and a tab stay."""
@@ -37,6 +35,6 @@ def shortened(text: str, limit: int = 160) -> str:
     return f"{text[: limit - end - 5]} ... {text[-end:]}"
 
 
-def one_line(text: str, limit: int = LINE_LIMIT) -> str:
+def one_line(text: str, limit: int = 2_000) -> str:
     """The text as one printable line of at most ``limit`` characters (:func:`shortened`)."""
     return shortened(printable(" ".join(text.split())), limit)

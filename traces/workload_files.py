@@ -6,8 +6,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,45 +27,32 @@ def read_workload(
     """Reads files, in order, as one workload. A request without an id is called by its file and
     line.
 
-    ``column`` names the column, or key, that holds the prompts; a file that has none of that name
-    is read as it is, which a note of the workload says. ``bad_rows`` is :func:`make_workload`'s.
-    Raises WorkloadError naming file and line.
+    ``column`` names the column, or key, that holds the prompts in the rows that have it; the others
+    are read as they are. ``bad_rows`` is :func:`make_workload`'s. Raises WorkloadError naming file
+    and line.
     """
     names = [Path(path).name for path in paths]
     lines: list[Line] = []
-    without: list[str] = []
     keys: dict[str, None] = {}
     for path, name in zip(paths, names, strict=True):
-        rows = list(_rows(path))
-        own = {str(key): None for *_, row in rows if isinstance(row, Mapping) for key in row}
-        keys |= own
-        if column and column not in own:
-            without.append(path)
-        elif column:
-            rows = [(n, where, _with_prompt(row, where, column)) for n, where, row in rows]
         called = name if names.count(name) == 1 else path
-        lines += [Line(where, row, shortened(f"{called}:{n}"), path) for n, where, row in rows]
-    if len(without) == len(paths):
-        raise WorkloadError(
-            f"--column {column}: nothing in {shortened(', '.join(paths))} is called that; there "
-            f"are: {shortened(', '.join(keys)) or 'none'}"
-        )
+        for n, where, row in _rows(path):
+            if isinstance(row, dict):
+                keys |= dict.fromkeys(map(str, row))
+                row = _with_prompt(row, column) if column in row else row
+            lines.append(Line(where, row, shortened(f"{called}:{n}"), path))
+    if column and column not in keys:
+        has = shortened(", ".join(keys)) or "none"
+        raise WorkloadError(f"--column {column}: no row has such a key; there are: {has}")
     joined = shortened("+".join(Path(path).stem for path in paths))
-    workload = make_workload(joined, lines, turns=turns, bad_rows=bad_rows)
-    notes = [f"{path}: no {column!r} in it, so it is read without --column" for path in without]
-    return replace(workload, notes=(*notes, *workload.notes))
+    return make_workload(joined, lines, turns=turns, bad_rows=bad_rows)
 
 
-def _with_prompt(row: Any, where: str, column: str) -> Any:
-    """A row with what its ``column`` holds under a key that tells what it is; a WorkloadError where
-    it has none."""
-    if not isinstance(row, Mapping):
-        return row
-    if row.get(column) is None:
-        return WorkloadError(f"{where}: no {column!r} (--column) in it")
+def _with_prompt(row: dict[str, Any], column: str) -> dict[str, Any]:
+    """A row with what its ``column`` holds under a key that tells what it is."""
     value, key = row[column], column if column in PROMPTS else "prompt"
     if key == "prompt" and isinstance(value, list) and value and not isinstance(value[0], int):
-        key = "messages" if isinstance(value[0], Mapping) else "turns"
+        key = "messages" if isinstance(value[0], dict) else "turns"
     return {k: v for k, v in row.items() if k not in (*PROMPTS, column)} | {key: value}
 
 

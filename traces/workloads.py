@@ -19,10 +19,9 @@ from spectune.traces.text import NAME_LIMIT, shortened
 Turns = Literal["first", "all"]
 """What is made of several turns: the first alone, or each a prompt."""
 BadRows = Literal["error", "few", "skip"]
-"""What is done about rows without a prompt: the first is refused, up to :data:`FEW` of them are
-left out, or all are."""
+"""What is done about rows without a prompt: the first is refused, they are left out unless they are
+more than :data:`FEW` of all (another file was meant), or all are left out."""
 FEW: Final = 0.25
-"""Share of bad rows beyond which a file is taken for another than was meant."""
 FORMATS: Final = (
     '{"prompt"}, {"turns"}, OpenAI {"messages"} or ShareGPT {"conversations"}, "id" and "category" '
     "beside it if you like"
@@ -76,6 +75,9 @@ _Ids = Annotated[list[Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]], Fie
 _Object = Annotated[dict[str, Any], BeforeValidator(_decoded)]
 _Decoded = (BeforeValidator(_decoded), Field(min_length=1))
 _OneOrMore = BeforeValidator(lambda value: value if isinstance(value, list) else [value])
+_Prompts = BeforeValidator(
+    lambda p: p if isinstance(p, list) and p and not isinstance(p[0], int) else [p]
+)
 _Role = BeforeValidator(lambda role: ROLES.get(role, role) if isinstance(role, str) else role)
 _OpenAI = BeforeValidator(_with_openai_keys)
 _NAME = f"a text of at most {NAME_LIMIT} characters"
@@ -114,8 +116,8 @@ class _Row(_Open):
 
     id: _Str = _must_be(_NAME, "", max_length=NAME_LIMIT, coerce_numbers_to_str=True)
     category: _Str = _must_be(_NAME, "all", max_length=NAME_LIMIT, coerce_numbers_to_str=True)
-    prompt: _Text | _Ids | Annotated[list[_Text | _Ids], Field(min_length=1)] = _must_be(
-        "a text, a list of token ids, or a list of such, none of them empty", ""
+    prompt: Annotated[list[_Text | _Ids], _Prompts] = _must_be(
+        "a text, a list of token ids, or a list of such, none of them empty", []
     )
     turns: Annotated[list[_Text], *_Decoded] = _must_be("a list of texts, none of them empty", [])
     messages: Annotated[list[Annotated[_Message, _OpenAI]], *_Decoded] = _must_be(
@@ -148,12 +150,9 @@ def parse_row(
     data: Any, where: str, *, turns: Turns | None = None, name: str = ""
 ) -> tuple[list[Request], list[str]]:
     """The requests of one row, and the keys of it that nothing reads; ``name`` is its id where it
-    has none.
-
-    Of ``turns`` the first is the prompt, or with ``turns`` all each is one (ids ``ID``, ``ID/1``,
-    ...). A conversation is one prompt: its messages up to the user's last one, or first one; with
-    ``turns`` all up to each of them. Raises WorkloadError.
-    """
+    has none. Of several turns the first is the prompt, or with ``turns`` all each is one (``ID``,
+    ``ID/1``, ...). A conversation is one prompt: its messages up to the user's last one, or first
+    one; with ``turns`` all up to each of them. Raises WorkloadError."""
     if isinstance(data, WorkloadError):
         raise data
     if not isinstance(data, dict):
@@ -164,29 +163,19 @@ def parse_row(
     key, *unread = [key for key in PROMPTS if key in data] or [""]
     if not key:
         shown = shortened(", ".join(map(repr, data)) or "none")
-        raise WorkloadError(
-            f"{where}: no prompt among its keys ({shown}); expected {FORMATS}, or name one by "
-            "--column"
-        )
+        why = f"no prompt among its keys ({shown}); expected {FORMATS}, or name one by --column"
+        raise WorkloadError(f"{where}: {why}")
     asked = {key if key in ("turns", "prompt") else "messages": data[key]}
     try:
         row = _Row.model_validate({k: v for k, v in data.items() if k not in PROMPTS} | asked)
     except ValidationError as error:
         raise WorkloadError(f"{where}: {_problem(error)}") from None
-    prompts: list[dict[str, Any]]
-    if key == "turns":
-        if turns is None and len(row.turns) > 1:
-            raise WorkloadError(
-                f"{where}: {len(row.turns)} turns; say --all-turns (each a prompt of its own) or "
-                "--first-turn (the first alone)"
-            )
-        prompts = [{"prompt": text} for text in row.turns[: None if turns == "all" else 1]]
-    elif key == "prompt":
-        is_one = isinstance(row.prompt, str) or isinstance(row.prompt[0], int)
-        several: list[Any] = [row.prompt] if is_one else [*row.prompt]
-        prompts = [{"prompt": p} if isinstance(p, str) else {"ids": tuple(p)} for p in several]
-    else:
-        prompts = _conversation(row.messages, where, turns)
+    if key == "turns" and turns is None and len(row.turns) > 1:
+        choice = "--all-turns (each a prompt of its own) or --first-turn (the first alone)"
+        raise WorkloadError(f"{where}: {len(row.turns)} turns; say {choice}")
+    texts = row.turns[: None if turns == "all" else 1] or row.prompt
+    prompts = [{"prompt": t} if isinstance(t, str) else {"ids": tuple(t)} for t in texts]
+    prompts = prompts or _conversation(row.messages, where, turns)
     template = row.model_dump(include={"tools", "reasoning_effort"}, exclude_defaults=True)
     request = Request(
         row.id or name or where,
@@ -215,11 +204,9 @@ def _conversation(
     prompts: list[dict[str, Any]] = []
     for end in ends if turns == "all" else ends[:1] if turns == "first" else ends[-1:]:
         *_, last = said = [message.to_json() for message in messages[:end]]
-        if last["role"] == "user" and not any(map(str.strip, messages[end - 1].content)):
+        if last["role"] == "user" and not any(text.strip() for text in messages[end - 1].content):
             raise WorkloadError(f"{where}: message {first + end - 1} is empty")
-        is_text = (
-            end == 1 and last.keys() == {"role", "content"} and isinstance(last["content"], str)
-        )
+        is_text = end == 1 and last == {"role": "user", "content": messages[0].content[0]}
         prompts.append({"prompt": last["content"]} if is_text else {"messages": tuple(said)})
     return prompts
 
@@ -232,11 +219,8 @@ def make_workload(
     bad_rows: BadRows = "few",
 ) -> Workload:
     """A workload from lines, with notes on what was left out, called otherwise or not read. An id
-    that was used before gets a number, ``ID#2``.
-
-    Raises WorkloadError where there is no request, or more lines than ``bad_rows`` allows make
-    none.
-    """
+    that was used before gets a number, ``ID#2``. Raises WorkloadError where there is no request, or
+    more lines than ``bad_rows`` allows make none."""
     requests: dict[str, Request] = {}
     bad: list[str] = []
     ignored: Counter[str] = Counter()
@@ -258,12 +242,11 @@ def make_workload(
             again += n > 1
             requests[free] = replace(request, id=free, source=line.source)
     first, counted = "; ".join(bad[:3]), f"{len(bad)} of {rows} rows"
-    if bad and not requests:
-        raise WorkloadError(f"{first}; {counted} are bad, and nothing is left")
-    if bad_rows == "few" and len(bad) > FEW * rows:
-        raise WorkloadError(
-            f"{first}; {counted} are bad, more than a quarter: --bad-rows skip leaves them out"
+    if bad and (not requests or (bad_rows == "few" and len(bad) > FEW * rows)):
+        left = (
+            "more than a quarter: --bad-rows skip leaves them out" if requests else "none is left"
         )
+        raise WorkloadError(f"{first}; {counted} are bad, {left}")
     if not requests:
         raise WorkloadError(f"{name}: the workload is empty (no request in it)")
     notes = [f"{counted} left out: {first}"] if bad else []
@@ -271,20 +254,15 @@ def make_workload(
         was = "ids were" if again > 1 else "id was"
         notes.append(f"{again} {was} used before, and got a number (ID#2)")
     if ignored:
-        most = sorted(ignored.items(), key=lambda item: (-item[1], item[0]))
-        counts = (f"{shortened(key, 40)} in {n} row{'s' * (n > 1)}" for key, n in most)
+        counts = [f"{shortened(k, 40)} in {n} row{'s' * (n > 1)}" for k, n in ignored.most_common()]
         notes.append(f"ignored: {shortened(', '.join(counts), 500)}")
     return Workload(name, tuple(requests.values()), tuple(notes))
 
 
 def take(workload: Workload, limit: int | None, *, seed: int = 0) -> Workload:
-    """``limit`` requests (all when None), drawn from every file and category in proportion, in the
-    workload's order.
-
-    Which, follows from their ids and the seed alone, and a larger limit adds to what a smaller one
-    takes. Where there is room each stratum has one; the rest goes by Huntington and Hill's method.
-    Raises WorkloadError for a limit below 1.
-    """
+    """``limit`` requests (all when None) from every file and category in proportion (Huntington and
+    Hill's method), in the workload's order. They follow from the ids and the seed alone, and a
+    larger limit adds to a smaller one's. Raises WorkloadError for a limit below 1."""
     if limit is None or limit >= len(workload.requests):
         return workload
     if limit < 1:
