@@ -39,9 +39,6 @@ def door(tmp_path: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> Do
     return Door("spectune.db", str(tiny_pair))
 
 
-# --- JSON from users
-
-
 @pytest.mark.parametrize("text", ["[" * 50_000, '{"draft": ' * 50_000], ids=["lists", "objects"])
 def test_nested_json_is_one_line_wherever_it_is_read(door: Door, text: str) -> None:
     Path("bad.json").write_text(text)
@@ -77,15 +74,12 @@ def test_a_workload_keeps_what_every_database_keeps(store: TraceStore, tmp_path:
             read_workload([str(file)])
 
 
-# --- names
-
-
 def test_names_that_no_file_can_have_are_one_line(door: Door) -> None:
     show, run = ("policies", "show"), ("run", "--pair", door.pair, "--workload")
     for arguments in (
-        *((*show, name, "--pair", door.pair) for name in (LONG, f"{LONG}.json")),
+        (*show, f"{LONG}.json", "--pair", door.pair),
         (*show, "--pair", LONG),
-        *((*show, "--target", name) for name in (LONG, f"./{LONG}")),
+        (*show, "--target", LONG),
         (*run, LONG),
         (*run, "good.jsonl", "--per-round", LONG),
     ):
@@ -95,9 +89,6 @@ def test_names_that_no_file_can_have_are_one_line(door: Door) -> None:
 def test_a_drafts_name_fits_its_column(door: Door) -> None:
     line = door.refused("policies", "show", "--target", "t", "--draft", f"{'d' * 129}=d")
     assert "a draft's name has 129 characters, more than 128" in line
-
-
-# --- written whole or not at all
 
 
 def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
@@ -127,9 +118,6 @@ def test_what_is_no_regular_file_is_not_replaced(door: Door) -> None:
     with pytest.raises(SpectuneError, match="no regular file"):
         write_text("pipe", ["x"])
     assert stat.S_ISFIFO(Path("pipe").stat().st_mode)
-
-
-# --- shown
 
 
 def a_row(**changed: Any) -> RequestRow:

@@ -103,7 +103,7 @@ class _Message(_Open):
         f"one of {', '.join(ROLES)}"
     )
     content: Annotated[list[_Part], _OneOrMore] = _must_be("text; pictures and sound are not read")
-    tool_calls: list[_Call] = _must_be('[{"function": {"name", "arguments"}}], arguments JSON', [])
+    tool_calls: list[_Call] = _must_be('[{"function": {"name", "arguments"}}], arguments JSON', ())
 
     def to_json(self) -> dict[str, Any]:
         parts = [{"type": "text", "text": text} for text in self.content]
@@ -117,18 +117,18 @@ class _Row(_Open):
     id: _Str = _must_be(_NAME, "", max_length=NAME_LIMIT, coerce_numbers_to_str=True)
     category: _Str = _must_be(_NAME, "all", max_length=NAME_LIMIT, coerce_numbers_to_str=True)
     prompt: Annotated[list[_Text | _Ids], _Prompts] = _must_be(
-        "a text, a list of token ids, or a list of such, none of them empty", []
+        "a text, a list of token ids, or a list of such, none of them empty", ()
     )
-    turns: Annotated[list[_Text], *_Decoded] = _must_be("a list of texts, none of them empty", [])
+    turns: Annotated[list[_Text], *_Decoded] = _must_be("a list of texts, none of them empty", ())
     messages: Annotated[list[Annotated[_Message, _OpenAI]], *_Decoded] = _must_be(
-        'a list of {"role", "content"} or {"from", "value"}, at least one', []
+        'a list of {"role", "content"} or {"from", "value"}, at least one', ()
     )
     max_tokens: int | None = _must_be(
         "a whole number above 0", None, ge=1, validation_alias=AliasChoices(*MOST_TOKENS)
     )
-    stop: Annotated[list[_Str], _OneOrMore] = _must_be("a text, or a list of texts", [])
+    stop: Annotated[list[_Str], _OneOrMore] = _must_be("a text, or a list of texts", ())
     tools: Annotated[list[dict[str, Any]], BeforeValidator(_decoded)] = _must_be(
-        "a list of objects", []
+        "a list of objects", ()
     )
     reasoning_effort: Any = None
     chat_template_kwargs: _Object = _must_be("an object", {})
@@ -140,9 +140,12 @@ _FIELDS.update(dict.fromkeys(MOST_TOKENS, _FIELDS["max_tokens"]))
 
 def _problem(error: ValidationError) -> str:
     """The first mistake of a row, and what should stand there."""
-    place = error.errors()[0]["loc"]
+    first = error.errors()[0]
+    place, value = first["loc"], first["input"]
     key = [str(part) for part in place if part in _FIELDS][-1]
     message = f"message {place[1]}: " if len(place) > 1 and place[0] == "messages" else ""
+    if first["type"] == "string_unicode" or (isinstance(value, str) and "\0" in value):
+        return f"{message}{key!r} holds a NUL or half of a surrogate pair, which is no text"
     return f"{message}{key!r} must be {_FIELDS[key].description}"
 
 
