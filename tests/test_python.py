@@ -170,7 +170,7 @@ def test_what_a_call_does_not_take_is_refused(
     with pytest.raises(TypeError, match="unexpected arguments: draft"):
         spectune.run(pair="there is none", draft="x", db="x.db")
     monkeypatch.setenv("SPECTUNE_PAIR", how.pop("pair"))
-    with pytest.raises(WorkloadError, match=r"prompts\[1\]: the prompt is empty"):
+    with pytest.raises(WorkloadError, match=r"prompts\[1\]: .prompt. must be a text"):
         spectune.record(prompts=["x", " "], **how)
     with pytest.raises(WorkloadError, match="column: for prompts of a file, not for a list"):
         spectune.record(prompts=["x"], column="y", **how)

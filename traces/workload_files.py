@@ -39,7 +39,7 @@ def read_workload(
         for n, where, row in _rows(path):
             if isinstance(row, dict):
                 keys |= dict.fromkeys(map(str, row))
-                row = _with_prompt(row, column) if column in row else row
+                row = _with_prompt(row, column) if column and column in row else row
             lines.append(Line(where, row, shortened(f"{called}:{n}"), path))
     if column and column not in keys:
         has = shortened(", ".join(keys)) or "none"

@@ -108,7 +108,7 @@ class _Message(_Open):
     def to_json(self) -> dict[str, Any]:
         parts = [{"type": "text", "text": text} for text in self.content]
         content = self.content[0] if len(parts) == 1 else parts
-        return {**self.model_dump(exclude_unset=True), "content": content}
+        return {**self.model_dump(mode="json", exclude_unset=True), "content": content}
 
 
 class _Row(_Open):
