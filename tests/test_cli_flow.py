@@ -286,10 +286,9 @@ def test_a_text_commands_no_terminal(door: Door) -> None:
     made = door.json("generate x", **hot, no_compare=True)["text"]
     assert {c for c in made if c < " "} - set("\n\t")
     assert "\x7f" in made
-    for json_too in ((), ("--json",)):
-        shown = door.call("generate x", *json_too, **hot, no_compare=True)
-        assert shown.exit_code == 0
-        assert not {c for c in shown.stdout if c < " " or c == "\x7f"} - {"\n", "\t"}
+    shown = door.call("generate x", **hot, no_compare=True)
+    assert shown.exit_code == 0
+    assert not {c for c in shown.stdout if c < " " or c == "\x7f"} - {"\n", "\t"}
 
 
 def test_traces(door: Door, folder: Path, recording: str, tmp_path: Path) -> None:
@@ -367,7 +366,6 @@ def test_an_unfinished_recording_is_tuned_on_and_said_to_be_one(
     assert one_object(found.stdout)["workload"].items() >= SIX.items()
     whole = door.call("tune", **workload, **CHAINS, limit=6, no_publish=True)
     assert "decode:" not in whole.stderr, "what is recorded is found"
-    assert "fewer than 5 requests in a 3, b 3" in whole.stderr
     assert "never finished" not in whole.stderr
     assert "(as earlier tunings of this pair took)" in whole.stderr
     last = whole.stdout[whole.stdout.rindex("\n\n") :].split("\n")

@@ -59,11 +59,12 @@ def why_not_writable(path: str | Path) -> str | None:
     target = Path(path)
     folder = target.absolute().parent
     try:
+        target.resolve()
         if not folder.is_dir():
             return f"there is no folder {shortened(str(folder))}; make it, or name another file"
         if target.exists() and not target.is_file():
             return "no regular file, so that it cannot be replaced; name another file"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # a link to itself
         return f"cannot be written ({getattr(error, 'strerror', None) or error}); name another file"
     if not os.access(folder, os.W_OK):
         return f"folder {folder} is not writable; name another file"
