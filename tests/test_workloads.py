@@ -118,6 +118,7 @@ EMPTY = '\'messages\' must be a list of {"role", "content"} or {"from", "value"}
 BAD_ROWS: tuple[tuple[Any, str], ...] = (
     (5, "expected an object, not int"),
     ({"question": "x", "n": 1}, "no prompt among its keys ('question', 'n'); expected"),
+    ({"prompt": "x", "half \ud83d": 1}, "a key is no text"),
     ({"prompt": 5}, "'prompt' must be a text"),
     ({"prompt": " "}, "'prompt' must be a text, a list of token ids, or a list of such, none"),
     ({"prompt": ["x", 5]}, "'prompt' must be a text"),

@@ -120,7 +120,7 @@ class Workload:
     def digest(self) -> str:
         """SHA-256 of the content (name excluded), hex: equal requests in equal order, equal
         digest."""
-        content = json.dumps(self.to_json(), ensure_ascii=False, sort_keys=True)
+        content = json.dumps(self.to_json(), sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
 

@@ -61,18 +61,16 @@ def _rows(path: str) -> Iterable[tuple[int, str, Any]]:
     there is none. Raises WorkloadError for a file that cannot be read at all."""
     suffix = Path(path).suffix.lower()
     if suffix == ".parquet" and os.path.isfile(path):
-        return _numbered(_parquet(path), path)
-    missing = "no such file (write 'demo', or the path of a file)"
-    text = read_text(path, f"--workload {path}", WorkloadError, missing=missing)
-    if suffix in (".csv", ".tsv"):
-        return _table(text, path, "\t" if suffix == ".tsv" else ",")
-    if text.lstrip().startswith("["):  # one JSON list, as ShareGPT's files are
-        return _numbered(parse_json(text, f"{path}:1", WorkloadError), path)
-    return _lines(text, path)
-
-
-def _numbered(rows: Iterable[Any], path: str) -> Iterator[tuple[int, str, Any]]:
-    return ((n, f"{path}: row {n}", row) for n, row in enumerate(rows, 1))
+        rows = _parquet(path)
+    else:
+        missing = "no such file (write 'demo', or the path of a file)"
+        text = read_text(path, f"--workload {path}", WorkloadError, missing=missing)
+        if suffix in (".csv", ".tsv"):
+            return _table(text, path, "\t" if suffix == ".tsv" else ",")
+        if not text.lstrip().startswith("["):  # else one list, as ShareGPT's files are
+            return _lines(text, path)
+        rows = parse_json(text, f"{path}:1", WorkloadError)
+    return [(n, f"{path}: row {n}", row) for n, row in enumerate(rows, 1)]
 
 
 def _lines(text: str, path: str) -> Iterator[tuple[int, str, Any]]:

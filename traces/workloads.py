@@ -84,7 +84,7 @@ _NAME = f"a text of at most {NAME_LIMIT} characters"
 
 
 class _Open(BaseModel):
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", ser_json_bytes="base64")
 
 
 class _Function(_Open):
@@ -142,7 +142,9 @@ def _problem(error: ValidationError) -> str:
     """The first mistake of a row, and what should stand there."""
     first = error.errors()[0]
     place, value = first["loc"], first["input"]
-    key = [str(part) for part in place if part in _FIELDS][-1]
+    key = next((str(part) for part in reversed(place) if part in _FIELDS), None)
+    if key is None:
+        return "a key is no text"
     message = f"message {place[1]}: " if len(place) > 1 and place[0] == "messages" else ""
     if first["type"] == "string_unicode" or (isinstance(value, str) and "\0" in value):
         return f"{message}{key!r} holds a NUL or half of a surrogate pair, which is no text"
@@ -179,11 +181,11 @@ def parse_row(
     texts = row.turns[: None if turns == "all" else 1] or row.prompt
     prompts = [{"prompt": t} if isinstance(t, str) else {"ids": tuple(t)} for t in texts]
     prompts = prompts or _conversation(row.messages, where, turns)
-    template = row.model_dump(include={"tools", "reasoning_effort"}, exclude_defaults=True)
+    template = {"tools": row.tools, "reasoning_effort": row.reasoning_effort}
     request = Request(
         row.id or name or where,
         row.category,
-        template=template | row.chat_template_kwargs,
+        template={k: v for k, v in template.items() if v} | row.chat_template_kwargs,
         is_plain=is_batch and key == "prompt",  # /v1/completions
         max_new_tokens=row.max_tokens,
         stop=tuple(filter(None, row.stop)),

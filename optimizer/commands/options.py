@@ -142,7 +142,7 @@ workload = together(
     ),
     option(
         "--column",
-        "The column, or key, that holds the prompts, in the files that have it.",
+        "The column, or key, that holds the prompts, in the rows that have it.",
         key="column",
     ),
     option(
