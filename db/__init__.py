@@ -1,7 +1,7 @@
 """Remembers: tables, sessions and migrations on SQLite and PostgreSQL. Imports nothing of ours."""
 
 from spectune.db.check import check
-from spectune.db.database import Database, open_database, open_file, schema_of, upgrade
+from spectune.db.database import Database, open_database, open_file, upgrade
 from spectune.db.errors import (
     CorruptedChunkError,
     DatabaseError,
@@ -22,6 +22,5 @@ __all__ = [
     "check",
     "open_database",
     "open_file",
-    "schema_of",
     "upgrade",
 ]

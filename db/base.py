@@ -67,6 +67,3 @@ class Base(DeclarativeBase):
         Document: JSON,
         list[Any]: JSON,
     }
-
-
-metadata = Base.metadata

@@ -1,5 +1,4 @@
-"""Whether a database is whole: its file, its references, its schema, and the checksum of every
-packed chunk."""
+"""Checks that a database is whole: its file, its references, its schema, and every stored blob."""
 
 from __future__ import annotations
 
@@ -8,153 +7,78 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import zstandard
-from sqlalchemy import Column, LargeBinary, select, type_coerce
-from sqlalchemy.dialects import sqlite
+from sqlalchemy import Column, LargeBinary, Table, select, type_coerce
 
-from spectune.db.base import metadata
-from spectune.db.database import Database, schema_of
+from spectune.db.database import Database, open_database
 from spectune.db.errors import DatabaseError
-from spectune.db.failures import CHECK_IT
-from spectune.db.migrate import head
-from spectune.db.urls import parse_url, shown
+from spectune.db.migrate import HEAD, all_tables
 
-_SIZE_BYTES = {
-    "sqlite": "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()",
-    "postgresql": "SELECT pg_database_size(current_database())",
-}
-
-
-@dataclass(frozen=True)
-class BadChunk:
-    """One packed row that fails its checksum or cannot be read; ``key`` is its primary key by
-    column name."""
-
-    table: str
-    key: dict[str, Any]
-    problem: str
-
-    def __str__(self) -> str:
-        where = ", ".join(f"{name} {value}" for name, value in self.key.items())
-        return f"{self.table} ({where}): {self.problem}"
+EMPTY = zstandard.compress(b"")
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What :func:`check` found; ``ok`` when nothing is wrong."""
+    """What :func:`check` found: how many blobs it read, and one line for each problem."""
 
     database: str
-    schema: str | None
-    head: str
-    chunks: int = 0
-    size_bytes: int = 0
-    integrity: tuple[str, ...] = ()
-    foreign_keys: tuple[str, ...] = ()
-    bad_chunks: tuple[BadChunk, ...] = ()
+    schema: str
+    blobs: int
+    problems: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
         return not self.problems
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """One line each, for people."""
-        schema: tuple[str, ...] = ()
-        if self.schema is None:
-            schema = ("it has no tables; `db upgrade` creates them",)
-        elif self.schema != self.head:
-            schema = (
-                f"it was made by another version of spectune (schema {self.schema}, this program's "
-                f"is {self.head}); open it with that version",
-            )
-        return (*schema, *self.integrity, *self.foreign_keys, *(str(c) for c in self.bad_chunks))
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "ok": self.ok, "problems": list(self.problems)}
 
 
 def check(url: str) -> CheckReport:
-    """Reads everything and changes nothing. Raises :class:`DatabaseError` only when the database
-    cannot be opened at all."""
-    parsed, newest = parse_url(url), head()
-    try:
-        schema = schema_of(url)
-    except DatabaseError as error:
-        damaged = _cause(error)
-        if damaged == str(error):
-            raise
-        raise DatabaseError(
-            f"{damaged}: not even its schema can be read; restore a copy, or save what is left by "
-            f"`sqlite3 {shown(parsed)} .recover | sqlite3 rescued.db`"
-        ) from None
-    if schema != newest:
-        return CheckReport(shown(parsed), schema, newest)
-    with Database(parsed) as database:
-        integrity: tuple[str, ...] = ()
-        broken: tuple[str, ...] = ()
-        if database.dialect == "sqlite":
-            lines = _ask(database, "PRAGMA integrity_check(20)")
-            integrity = () if lines == ("ok",) else lines
-            # A damaged file answers no further questions about itself, but its chunks may still be
-            # readable.
-            ask = (
-                "SELECT printf('table %s row %s refers to a missing row of %s', "
-                '"table", rowid, parent) FROM pragma_foreign_key_check'
-            )
-            broken = () if integrity else _ask(database, ask)
-        with database.read() as session:
-            size = session.connection().exec_driver_sql(_SIZE_BYTES[database.dialect]).scalar_one()
-        blobs = [c for t in metadata.tables.values() for c in t.columns if _is_blob(c)]
-        problems = [found for column in blobs for found in _chunks(database, column)]
-    bad = tuple(found for found in problems if found is not None)
-    chunks = len(problems) - sum(not found.key for found in bad)
-    return CheckReport(shown(parsed), schema, newest, chunks, int(size), integrity, broken, bad)
+    """Reads everything and changes nothing. Raises :class:`DatabaseError` where the database cannot
+    be opened, and :class:`SchemaError` where it is not at this program's schema."""
+    problems: list[str] = []
+    blobs = 0
+    with open_database(url, create=False) as database:
+        try:
+            if database.dialect == "sqlite":
+                problems += _file_problems(database)
+        except DatabaseError as error:
+            problems.append(str(error))
+        for table in all_tables().sorted_tables:
+            columns = [column for column in table.columns if _is_blob(column)]
+            try:
+                for problem in _blobs(database, table, columns) if columns else ():
+                    blobs += 1
+                    problems += [problem] if problem else []
+            except DatabaseError as error:
+                problems.append(f"{table.name}: {error}")
+        return CheckReport(database.name, HEAD, blobs, tuple(problems))
 
 
-def _cause(error: DatabaseError) -> str:
-    """An error without the advice to run this check."""
-    return str(error).removesuffix(CHECK_IT)
-
-
-def _ask(database: Database, question: str) -> tuple[str, ...]:
-    """The first column of the answer, or why there is none."""
-    try:
-        with database.read() as session:
-            return tuple(str(row[0]) for row in session.connection().exec_driver_sql(question))
-    except DatabaseError as error:
-        return (_cause(error),)
+def _file_problems(database: Database) -> Iterator[str]:
+    with database.read() as session:
+        ask = session.connection().exec_driver_sql
+        yield from (line for (line,) in ask("PRAGMA integrity_check(20)") if line != "ok")
+        for table, row, parent, _ in ask("PRAGMA foreign_key_check"):
+            yield f"{table} (row {row}): refers to a missing row of {parent}"
 
 
 def _is_blob(column: Column[Any]) -> bool:
-    return isinstance(column.type.dialect_impl(sqlite.dialect()), LargeBinary) or isinstance(
-        getattr(column.type, "impl", None), LargeBinary
-    )
+    return isinstance(getattr(column.type, "impl", column.type), LargeBinary)
 
 
-def _chunks(database: Database, column: Column[Any]) -> Iterator[BadChunk | None]:
-    """What is wrong with each blob of a column, None where nothing is; or with the table, without
-    a key."""
-    table = column.table
-    columns = list(table.primary_key.columns)
-    try:
-        with database.read() as session:
-            keys = session.execute(select(*columns).order_by(*columns)).all()
-    except DatabaseError as error:
-        yield BadChunk(table.name, {}, _cause(error))
-        return
-    left, key = iter([key._asdict() for key in keys]), dict[str, Any]()
-    while True:
-        try:  # after an error a new transaction goes on, so that it costs one chunk
-            with database.read() as session:
-                for key in left:
-                    stored = select(type_coerce(column, LargeBinary)).filter_by(**key)
-                    data = session.scalar(stored)  # None: it was removed meanwhile
-                    try:
-                        if data is not None:
-                            zstandard.ZstdDecompressor().decompress(data)
-                    except (zstandard.ZstdError, MemoryError):
-                        yield BadChunk(table.name, key, f"{column.name}: its bytes are damaged")
-                    else:
-                        yield None
-            return
-        except DatabaseError as error:
-            yield BadChunk(table.name, key, f"cannot be read: {_cause(error)}")
+def _blobs(database: Database, table: Table, columns: list[Column[Any]]) -> Iterator[str]:
+    """What is wrong with each blob of a table, "" where nothing is."""
+    key = list(table.primary_key)
+    data = (type_coerce(column, LargeBinary) for column in columns)
+    rows = select(*key, *data).order_by(*key).execution_options(yield_per=64)
+    decompress = zstandard.ZstdDecompressor().decompress  # verifies the frame's checksum
+    with database.read() as session:
+        for row in session.execute(rows):
+            for column, blob in zip(columns, row[len(key) :], strict=True):
+                try:
+                    decompress(EMPTY if blob is None else blob)
+                    yield ""
+                except (zstandard.ZstdError, MemoryError) as error:
+                    where = ", ".join(f"{c.name} {v}" for c, v in zip(key, row, strict=False))
+                    yield f"{table.name} ({where}): {column.name} is damaged ({error})"

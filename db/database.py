@@ -1,47 +1,54 @@
-"""An open database: read and write transactions, and its tables made before anybody sees it."""
+"""Opens SQLite files and PostgreSQL databases, and reads and writes them in transactions."""
 
 from __future__ import annotations
 
+import json
+import os
+import sqlite3
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, StaticPool, create_engine, text
+from sqlalchemy import URL, Connection, Engine, create_engine, event, text
 from sqlalchemy.orm import Session
 
-from spectune.db.base import metadata
-from spectune.db.engine import NO_BEGIN, WRITES, make_engine
-from spectune.db.errors import DatabaseError, SchemaError
-from spectune.db.failures import translated
-from spectune.db.migrate import current, foreign_tables, head, migrate
-from spectune.db.sqlite import is_read_only, real_path
+from spectune.db.errors import DatabaseError
+from spectune.db.failures import BUSY_TIMEOUT_S, translated
+from spectune.db.migrate import HEAD, migrate, revision
 from spectune.db.urls import parse_url, shown
 
 _MIGRATION_LOCK = 7_310_021
-"""Key of the PostgreSQL advisory lock that upgrades take."""
+"""Key of the PostgreSQL advisory lock that is held while tables are made."""
+_CONNECT_ARGS = {
+    "connect_timeout": 10,
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 60_000,
+    "options": "-c lock_timeout=60s",
+}
+"""libpq's parameters unless the URL gives them: seconds, ``tcp_user_timeout`` in milliseconds."""
+_PRAGMAS = ("synchronous=NORMAL", "foreign_keys=ON", "cache_size=-20000", "schema_version")
+"""What each SQLite connection begins with; the last one reads the file."""
 
 
 class Database:
-    """A database at our schema. Safe to share between threads; every process opens its own (engines
-    do not survive a fork).
+    """A database at this program's schema. Threads may share it; every process opens its own."""
 
-    On SQLite the writers of one process take turns, because SQLite's own waiting is a poll that
-    starves.
-    """
-
-    def __init__(self, url: URL, *, is_missing: bool = False) -> None:
+    def __init__(self, url: URL) -> None:
         self.url = url
-        self._missing = is_missing
-        self._stand_in: Engine | None = None
-        """Is read in place of a SQLite file that nobody has made yet."""
         self.dialect = url.get_backend_name()
-        self._engine = make_engine(url)
-        self._writing = self._engine.execution_options(**WRITES)
-        self._turn = threading.Lock()
-        self._turn_of: int | None = None
+        self._engine = _engine(url)
+        # SQLite's writers wait by polling, which starves: those of one process take turns here.
+        self._write_lock = threading.RLock() if self.dialect == "sqlite" else nullcontext()
+        self._is_absent = False
+        """Whether the first transaction makes the file."""
 
     @property
     def name(self) -> str:
@@ -52,28 +59,29 @@ class Database:
     def read(self) -> Iterator[Session]:
         """A read transaction: one snapshot on SQLite, read committed on PostgreSQL. Raises
         :class:`DatabaseError`; what the block itself raises is passed on."""
-        with self._transaction(self._to_read()) as session:
+        with self._transaction() as session:
             yield session
 
     @contextmanager
     def snapshot(self) -> Iterator[Session]:
         """A read transaction that sees one moment, on PostgreSQL too. Raises
         :class:`DatabaseError`."""
-        engine = self._to_read().execution_options(**_one_moment(self.url))
-        with self._transaction(engine) as session:
+        level = {} if self.dialect == "sqlite" else {"isolation_level": "REPEATABLE READ"}
+        with self._transaction(**level) as session:
             yield session
 
     @contextmanager
     def write(self) -> Iterator[Session]:
         """A write transaction, committed when the block ends and rolled back if it raises. Does not
         nest. Raises :class:`DatabaseError` when the database is unreachable or stays locked."""
-        if self._missing:
-            self._make()
-        with self._alone(), self._transaction(self._writing) as session:
+        with self._write_lock, self._transaction(begin="BEGIN IMMEDIATE") as session:
             yield session
 
     @contextmanager
-    def _transaction(self, engine: Engine) -> Iterator[Session]:
+    def _transaction(self, **options: Any) -> Iterator[Session]:
+        if self._is_absent:
+            self.prepare(create=True)
+        engine = self._engine.execution_options(**options)
         with (
             translated(self.url),
             Session(engine, expire_on_commit=False) as session,
@@ -81,35 +89,25 @@ class Database:
         ):
             yield session
 
-    def _to_read(self) -> Engine:
-        if self._missing and Path(str(self.url.database)).is_file():
-            self._make()  # another process did
-        if not self._missing:
-            return self._engine
-        if self._stand_in is None:
-            self._stand_in = create_engine(
-                "sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False}
-            )
-            metadata.create_all(self._stand_in)
-        return self._stand_in
-
-    def _make(self) -> None:
-        _prepare(self.url, create=True)
-        self._missing = False
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        if self.dialect != "sqlite":
-            yield
-            return
-        if self._turn_of == threading.get_ident():
-            raise RuntimeError("write transactions do not nest")
-        with self._turn:
-            self._turn_of = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._turn_of = None
+    def prepare(self, *, create: bool) -> str | None:
+        """Returns the schema found, None where there was none; its tables are then made if
+        ``create``. Raises as :func:`open_database` does."""
+        if self.dialect == "sqlite" and not os.path.exists(self.name):
+            _make_file(self.name, create)
+        with translated(self.url):
+            with self._engine.connect() as connection:
+                before = revision(connection)
+            if before is None and not create:
+                raise DatabaseError(f"database {self.name} is empty; `db upgrade` makes its tables")
+            if before is None:
+                engine = self._engine.execution_options(begin="BEGIN IMMEDIATE")
+                with engine.begin() as connection:
+                    if self.dialect != "sqlite":
+                        connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
+                    if revision(connection) is None:  # else another process was faster
+                        migrate(connection)
+        self._is_absent = False
+        return before
 
     def now(self, session: Session) -> datetime:
         """The database's clock, aware UTC: what leases are measured by (resolution 1 ms on
@@ -131,23 +129,16 @@ class Database:
             )
 
     def vacuum(self) -> None:
-        """Gives the room of removed rows back to the file system (SQLite; PostgreSQL does it by
+        """Returns the room of removed rows to the file system (SQLite; PostgreSQL does it by
         itself)."""
         if self.dialect == "sqlite":
-            with (
-                self._alone(),
-                translated(self.url),
-                self._engine.connect().execution_options(**NO_BEGIN) as connection,
-            ):
-                connection.exec_driver_sql("VACUUM")
-                connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+            with self._write_lock, self._transaction(begin="") as session:
+                for statement in ("VACUUM", "PRAGMA wal_checkpoint(TRUNCATE)"):
+                    session.connection().exec_driver_sql(statement)
 
     def close(self) -> None:
         """Closes every idle connection; the object can still be used and reconnects."""
         self._engine.dispose()
-        if self._stand_in is not None:
-            self._stand_in.dispose()
-            self._stand_in = None
 
     def __enter__(self) -> Database:
         return self
@@ -159,136 +150,125 @@ class Database:
         return f"Database({self.name!r})"
 
 
-def open_database(url: str, *, create: bool = True, lazily: bool = False) -> Database:
-    """Opens a database at this program's schema.
+def open_database(url: str, *, create: bool = True) -> Database:
+    """Opens a database at this program's schema. If ``create``, an empty one gets its tables, and a
+    file that does not exist is made by the first transaction.
 
-    A new one is created if ``create``, with ``lazily`` a file by the first write, until which it
-    reads as empty. Raises :class:`SchemaError` for another version's schema and for a database that
-    is not ours, and :class:`DatabaseError` when it, or the folder of a file, is missing or cannot
-    be reached.
+    Raises :class:`SchemaError` for another version's schema and for a database that is not ours,
+    and :class:`DatabaseError` when it is missing, cannot be made or cannot be reached.
     """
-    parsed = parse_url(url)
-    is_sqlite = parsed.get_backend_name() == "sqlite"
-    if is_sqlite and create and lazily and not Path(str(parsed.database)).exists():
-        _folder_exists(parsed)
-        return Database(parsed, is_missing=True)
-    _prepare(parsed, create=create)
-    return Database(parsed)
+    return _open(parse_url(url), create)
 
 
 def open_file(path: Path) -> Database:
-    """Opens a SQLite file at this program's schema to be read; opening changes nothing in it.
-
-    Raises :class:`SchemaError` for another schema and for a file that is no database of ours,
-    :class:`DatabaseError` for one that cannot be read.
-    """
-    url = URL.create("sqlite", database=str(path))
-    found = _schema_of(url)
-    if found is None:
-        raise SchemaError(f"{path} is not a spectune database")
-    if found != head():
-        raise _of_another_version(url, found)
-    return Database(url)
+    """Opens a SQLite file that exists. Raises as :func:`open_database` does."""
+    return _open(URL.create("sqlite", database=str(path)), create=False)
 
 
 def upgrade(url: str) -> tuple[str | None, str]:
-    """Gives a new database its tables: (revision before, revision now).
-
-    Raises :class:`SchemaError` or :class:`DatabaseError` as :func:`open_database` does.
-    """
-    return _prepare(parse_url(url), create=True)
-
-
-def schema_of(url: str) -> str | None:
-    """The revision a database has, None if it has none. Changes nothing. Raises
-    :class:`DatabaseError`."""
-    return _schema_of(parse_url(url))
+    """Gives an empty database its tables: (schema before, schema now). Raises as
+    :func:`open_database` does."""
+    with Database(parse_url(url)) as database:
+        return database.prepare(create=True), HEAD
 
 
-def _schema_of(url: URL) -> str | None:
-    _file_exists(url)
-    engine = make_engine(url)
+def _open(url: URL, create: bool) -> Database:
+    database = Database(url)
+    if create and database.dialect == "sqlite" and not os.path.lexists(database.name):
+        database._is_absent = os.access(os.path.dirname(database.name) or ".", os.W_OK)
     try:
-        with translated(url), engine.connect() as connection:
-            return current(connection)
-    finally:
-        engine.dispose()
+        if not database._is_absent:
+            database.prepare(create=create)
+    except BaseException:
+        database.close()
+        raise
+    return database
 
 
-def _of_another_version(url: URL, found: str) -> SchemaError:
-    return SchemaError(
-        f"{shown(url)} was made by another version of spectune (schema {found}, this program's is "
-        f"{head()}); open it with that version, or name another database"
+def _make_file(path: str, create: bool) -> None:
+    if not create:
+        raise DatabaseError(
+            f"there is no database at {path}; `tune` makes one there, --db names another"
+        )
+    try:
+        Path(path).touch()
+    except OSError as error:
+        raise DatabaseError(
+            f"cannot make database {path}: {error.strerror}; give another file to --db"
+        ) from None
+
+
+def _engine(url: URL) -> Engine:
+    serializer = partial(
+        json.dumps,
+        ensure_ascii=False,
+        allow_nan=False,
+        default=methodcaller("item"),  # numpy's numbers
+        separators=(",", ":"),
     )
-
-
-def _one_moment(url: URL) -> dict[str, Any]:
-    """Execution options of transactions that see one snapshot. SQLite's always do."""
-    return {} if url.get_backend_name() == "sqlite" else {"isolation_level": "REPEATABLE READ"}
-
-
-def _file_exists(url: URL) -> None:
-    if url.get_backend_name() == "sqlite" and not Path(str(url.database)).is_file():
-        raise DatabaseError(
-            f"there is no database at {shown(url)}; `tune` makes one there, --db names another"
+    if url.get_backend_name() != "sqlite":
+        defaults = {name: value for name, value in _CONNECT_ARGS.items() if name not in url.query}
+        return create_engine(
+            url, connect_args=defaults, pool_pre_ping=True, json_serializer=serializer
         )
+    path = os.path.realpath(str(url.database))  # the log lies beside the file, not beside a link
+    engine = create_engine(url, creator=partial(_connect, path), json_serializer=serializer)
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        # What reads and then writes fails where another one wrote meanwhile, unless it began
+        # IMMEDIATE.
+        if statement := connection.get_execution_options().get("begin", "BEGIN"):
+            connection.exec_driver_sql(statement)
+
+    return engine
 
 
-def _prepare(url: URL, *, create: bool) -> tuple[str | None, str]:
-    """Makes the tables where there are none and that is asked for: (revision before, revision
-    now)."""
-    is_sqlite, path = url.get_backend_name() == "sqlite", Path(str(url.database))
-    if is_sqlite:
-        (_folder_exists if create else _file_exists)(url)
-    engine = make_engine(url, migrating=True)
+def _connect(path: str) -> sqlite3.Connection:
+    """A connection in autocommit mode; a file that cannot be written is read as it is. Raises
+    sqlite3.Error, and :class:`DatabaseError` where the log of such a file cannot be read."""
+    if os.access(path, os.W_OK) and os.access(os.path.dirname(path), os.W_OK):
+        return _connect_as(path, "rw")
     try:
-        with translated(url):
-            # One snapshot: tables that another process is just creating must not pass for somebody
-            # else's.
-            with engine.connect().execution_options(**_one_moment(url)) as connection:
-                before = _revision(connection, url, create=create)
-            if before is not None:
-                return before, before
-            if is_sqlite and is_read_only(path):
-                raise SchemaError(
-                    f"database {shown(url)} is empty and is read-only; copy it to a folder that "
-                    "can be written, and open it there"
-                )
-            with engine.execution_options(**WRITES).connect() as connection, connection.begin():
-                if not is_sqlite:
-                    connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
-                # Another process may have done it while this one waited for the lock.
-                before = _revision(connection, url, create=create)
-                if before is None:
-                    migrate(connection)
-            return before, head()
-    finally:
-        engine.dispose()
-
-
-def _revision(connection: Connection, url: URL, *, create: bool) -> str | None:
-    """This program's revision, or None for a database that may become ours; otherwise raises what
-    the user must know."""
-    found = current(connection)
-    if found is None:
-        others = foreign_tables(connection)
-        if others:
-            raise SchemaError(
-                f"{shown(url)} is not a spectune database (it holds table {others[0]!r}); give "
-                "another one to --db"
-            )
-        if not create:
-            raise DatabaseError(f"database {shown(url)} is empty; `db upgrade` creates its tables")
-    elif found != head():
-        raise _of_another_version(url, found)
-    return found
-
-
-def _folder_exists(url: URL) -> None:
-    """No folder is made: of a path that is mistyped it would be a second place for results."""
-    folder = real_path(Path(str(url.database))).parent
-    if not folder.is_dir():
+        return _connect_as(path, "ro")
+    except sqlite3.OperationalError as error:
+        # A file in WAL mode has no log after its last writer left; where none can be made, SQLite
+        # reads the file only as immutable.
+        if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
+            raise
+    if os.path.exists(f"{path}-wal") and os.path.getsize(f"{path}-wal"):
         raise DatabaseError(
-            f"there is no folder {folder} for the database {shown(url)}; create it, or give "
-            "another file to --db"
+            f"database file {path} is read-only and its last changes are in {path}-wal, which "
+            "cannot be read there; copy both to a folder that can be written"
         )
+    return _connect_as(path, "ro&immutable=1")
+
+
+def _connect_as(path: str, mode: str) -> sqlite3.Connection:
+    uri = f"{Path(path).as_uri()}?mode={mode}"
+    connection = sqlite3.connect(
+        uri, uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S
+    )
+    try:
+        if mode == "rw" and not os.path.getsize(path):
+            # Panorama chunks are 1-10 kB: larger pages leave more room unused.
+            connection.execute("PRAGMA page_size=1024")
+            _use_wal(connection)
+        for pragma in _PRAGMAS:
+            connection.execute(f"PRAGMA {pragma}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _use_wal(connection: sqlite3.Connection) -> None:
+    # The busy timeout does not hold here, and several processes may make the file at once.
+    for attempt in range(50):
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError:
+            if attempt == 49:
+                raise
+            time.sleep(0.02 * (1 + attempt))

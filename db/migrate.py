@@ -1,47 +1,60 @@
-"""Which revision of the schema a database has, and how a new one gets its tables."""
+"""The schema of a database, and how an empty one gets its tables."""
 
 from __future__ import annotations
 
 import threading
+from importlib import import_module
 from pathlib import Path
 
-from sqlalchemy import Connection, inspect, text
+from sqlalchemy import Connection, MetaData, inspect, text
 
-from spectune.db.base import metadata
+from spectune.db.base import Base
+from spectune.db.errors import SchemaError
+from spectune.db.urls import shown
 
+HEAD = "0001"
+"""The last revision in ``migrations/versions``."""
 VERSION_TABLE = "spectune_schema"
-_FOLDER = Path(__file__).with_name("migrations")
-# Alembic keeps the running migration in module globals.
 _ALEMBIC = threading.Lock()
+"""Alembic keeps the running migration in module globals."""
 
 
-def head() -> str:
-    """The revision this program works with: what the name of the last file begins with."""
-    return max(p.name.partition("_")[0] for p in (_FOLDER / "versions").glob("[0-9]*_*.py"))
+def all_tables() -> MetaData:
+    """Returns every table, once the modules that declare them are imported."""
+    for module in ("spectune.db.schedules", "spectune.traces.tables"):
+        import_module(module)
+    return Base.metadata
 
 
-def current(connection: Connection) -> str | None:
-    """The revision a database has, or None if it never had one."""
-    if not inspect(connection).has_table(VERSION_TABLE):
-        return None
-    found: str | None = connection.scalar(text(f"SELECT version_num FROM {VERSION_TABLE}"))
-    return found
-
-
-def foreign_tables(connection: Connection) -> list[str]:
-    """Tables that keep a database without a revision from becoming ours: any on SQLite, those with
-    our names elsewhere."""
-    names = set(inspect(connection).get_table_names()) - {VERSION_TABLE}
-    return sorted(names if connection.dialect.name == "sqlite" else names & set(metadata.tables))
+def revision(connection: Connection) -> str | None:
+    """Returns this program's revision, or None for an empty database. Raises
+    :class:`SchemaError` for any other."""
+    names, url = set(inspect(connection).get_table_names()), connection.engine.url
+    if VERSION_TABLE in names:
+        found: str | None = connection.scalar(text(f"SELECT version_num FROM {VERSION_TABLE}"))
+        if found == HEAD:
+            return found
+        raise SchemaError(
+            f"{shown(url)} was made by another version of spectune (schema {found}, this program's "
+            f"is {HEAD}); open it with that version, or name another database"
+        )
+    # A database on a server may be shared with other programs.
+    if others := names if url.get_backend_name() == "sqlite" else names & {*all_tables().tables}:
+        raise SchemaError(
+            f"{shown(url)} is not a spectune database (it holds table {min(others)!r}); give "
+            "another one to --db"
+        )
+    return None
 
 
 def migrate(connection: Connection) -> None:
     """Makes the tables inside the caller's transaction: a crash leaves nothing half done."""
-    from alembic import command  # imported by what migrates alone
+    from alembic import command  # only new databases need it
     from alembic.config import Config
 
     config = Config(attributes={"connection": connection})
-    config.set_main_option("script_location", str(_FOLDER).replace("%", "%%"))
+    folder = str(Path(__file__).with_name("migrations"))
+    config.set_main_option("script_location", folder.replace("%", "%%"))
     config.set_main_option("path_separator", "os")
     with _ALEMBIC:
         command.upgrade(config, "head")

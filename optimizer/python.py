@@ -112,7 +112,7 @@ def open(db: AnyPath | None = None, *, create: bool = False) -> Iterator[TraceSt
     DatabaseError.
     """
     with open_database(
-        os.fspath(db or os.environ.get("SPECTUNE_DB") or "spectune.db"), create=create, lazily=True
+        os.fspath(db or os.environ.get("SPECTUNE_DB") or "spectune.db"), create=create
     ) as database:
         yield TraceStore(database)
 

@@ -18,7 +18,7 @@ from databases import postgresql_server
 from sqlalchemy.engine import make_url
 
 from spectune.db import Database, open_database, upgrade
-from spectune.db.base import metadata
+from spectune.db.base import Base
 from spectune.db.migrate import VERSION_TABLE
 from spectune.traces.store import TraceStore
 
@@ -80,7 +80,7 @@ class Postgresql:
         # TRUNCATE takes several times as long: it makes a hundred files.
         self._emptying = "; ".join(
             (
-                *(f'DELETE FROM "{table.name}"' for table in reversed(metadata.sorted_tables)),
+                *(f'DELETE FROM "{table.name}"' for table in reversed(Base.metadata.sorted_tables)),
                 f"UPDATE {VERSION_TABLE} SET version_num = '{revision}'",
                 "SELECT setval(seqrelid::regclass, seqstart, false) FROM pg_sequence",
             )

@@ -19,7 +19,6 @@ from typing import Any
 import sqlalchemy as sa
 
 from spectune.db import open_database
-from spectune.db.engine import WRITES, make_engine
 from spectune.db.urls import parse_url
 from spectune.runtime.policies.document import Policy
 from spectune.traces.schema import policy_id
@@ -165,9 +164,9 @@ def run_sql(path: Path | str, *statements: str) -> list[Any]:
 
 @contextmanager
 def migrating(url: str) -> Iterator[sa.Connection]:
-    """A connection, in a transaction, as making the tables has it."""
-    engine = make_engine(parse_url(url), migrating=True)
-    with engine.execution_options(**WRITES).connect() as connection, connection.begin():
+    """A connection, in a transaction, without our code between."""
+    engine = sa.create_engine(parse_url(url))
+    with engine.begin() as connection:
         yield connection
     engine.dispose()
 

@@ -22,6 +22,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from databases import run_sql
+from doors import forked, put_profile, write_workload
+
+from spectune import cli
+from spectune.db import DatabaseError, check
+
 TIMEOUT_S = 300.0
 Facts = dict[tuple[Any, ...], Any]
 KEPT = {
@@ -44,8 +50,6 @@ def run_kills(
     interrupted. Returns ``kills`` (how many, by command and phase), ``finished`` (runs that ended
     before their kill came), ``problems`` (empty when all is well) and ``seconds``.
     """
-    from doors import forked
-
     receiving, sending = multiprocessing.Pipe(duplex=False)
     driver = forked(_drive, sending, str(pair_file), Path(workdir), count, seed, requests)
     driver.start()
@@ -125,11 +129,9 @@ class Driver:
         self.kills: Counter[str] = Counter()
         self.finished = 0
         folder.mkdir(parents=True, exist_ok=True)
-        from doors import write_workload
+        self.workload = write_workload(folder / "work.jsonl", requests)
 
-        self.workload = str(write_workload(folder / "work.jsonl", requests))
-
-    def command(self, name: str, database: str, seed: int) -> Callable[[], None]:
+    def run_command(self, name: str, database: str, seed: int, *kill: Any) -> Ended:
         quick = ""
         if name == "tune":
             quick = "--trials 4 --finalists 1 --budget 1s --tree-width 2 --tree-depth 2"
@@ -139,49 +141,35 @@ class Driver:
             f"--db {self.folder / database} {name} --pair {self.pair} --workload {self.workload} "
             f"--max-new-tokens 16 --gamma-max 4 {quick} --seed {seed} --device cpu"
         ).split()
+        return child(lambda: cli.main(arguments), *kill)
 
-        def work() -> None:
-            from spectune import cli
-
-            cli.main(arguments)
-
-        return work
+    def put_profile(self, database: str) -> None:
+        child(lambda: put_profile(str(self.folder / database), self.pair) and None)
 
     def facts(self, database: str) -> Facts:
         """Everything committed, by key: contents that must never change again."""
-        from databases import run_sql
-
-        path = self.folder / database
         return {
             (table, *row[:-1]): row[-1]
             for table, columns in KEPT.items()
-            for row in run_sql(path, f"SELECT {columns} FROM {table}")
+            for row in run_sql(self.folder / database, f"SELECT {columns} FROM {table}")
         }
 
     def complete(self, database: str) -> list[Facts]:
-        """The texts and chain panoramas of every complete recording, without its id (``tune`` adds
-        trees to what ``record`` made)."""
-        from databases import run_sql
-
+        """The texts of every complete recording, by ordinal."""
         asked = "SELECT id FROM recording WHERE state = 'complete'"
-        ids, facts = run_sql(self.folder / database, asked), self.facts(database)
+        texts = {k: v for k, v in self.facts(database).items() if k[0] == "trajectory"}
         return [
-            {
-                (k[0], *k[2:]): v
-                for k, v in facts.items()
-                if k[1] == name and (k[0] == "trajectory" or k[2] == "chain")
-            }
-            for (name,) in ids
+            {k[2:]: v for k, v in texts.items() if k[1] == name}
+            for (name,) in run_sql(self.folder / database, asked)
         ]
 
     def verify(self, database: str, before: Facts, what: str) -> Facts:
-        from spectune.db import check
-
-        if not (self.folder / database).is_file():
-            return before
-        report = check(str(self.folder / database))
-        if report.schema is None and not before:
-            return before  # killed before the first schema was committed
+        try:
+            report = check(str(self.folder / database))
+        except DatabaseError:
+            if before:
+                raise
+            return before  # killed before the tables were committed
         self.problems += [f"{what}: {problem}" for problem in report.problems]
         now = self.facts(database)
         changed = [key for key, value in before.items() if now.get(key) != value]
@@ -193,8 +181,6 @@ class Driver:
     ) -> None:
         """``count`` kills of one command, spread over its phases (name to length in seconds), then
         a run to the end."""
-        from doors import put_profile
-
         known: Facts = {}
         seed = attempts = killed = 0
         todo: list[str] = []
@@ -206,8 +192,8 @@ class Driver:
                 self.chance.shuffle(todo)
             phase = todo.pop() if profiled else "profile"
             length = 0.5 if phase == "profile" else phases[phase]
-            ended = child(
-                self.command(name, database, seed), phase, self.chance.uniform(0.0, 1.1 * length)
+            ended = self.run_command(
+                name, database, seed, phase, self.chance.uniform(0.0, 1.1 * length)
             )
             what = f"{name}, attempt {attempts}, in {phase}"
             if ended.code is None:
@@ -220,9 +206,9 @@ class Driver:
                 self.problems.append(f"{what}: exit code {ended.code}: {ended.stderr}")
             known = self.verify(database, known, what)
             if not profiled:
-                child(lambda: put_profile(str(self.folder / database), self.pair) and None)
+                self.put_profile(database)
                 profiled = True
-        last = child(self.command(name, database, seed))
+        last = self.run_command(name, database, seed)
         if last.code != 0:
             self.problems.append(f"{name} did not finish: exit code {last.code}: {last.stderr}")
         self.verify(database, known, f"{name}, at the end")
@@ -233,14 +219,11 @@ class Driver:
         self.problems += [differs for recording in made if recording != expected]
 
     def run(self, count: int) -> dict[str, Any]:
-        from doors import put_profile
-
         began = time.monotonic()
-        url = str(self.folder / "whole.db")
-        child(lambda: put_profile(url, self.pair) and None)
+        self.put_profile("whole.db")
         # One kill of `tune` falls into its profile: how long its phases last is not asked.
         name = "tune" if count > 3 else "record"
-        whole = child(self.command(name, "whole.db", 0))
+        whole = self.run_command(name, "whole.db", 0)
         if whole.code != 0:
             raise RuntimeError(f"{name} does not even run undisturbed: {whole.stderr}")
         expected = self.complete("whole.db")[0]

@@ -83,9 +83,9 @@ def test_an_interrupted_run_keeps_what_it_has_served(tiny_pair: Path, tmp_path: 
 
 
 def trajectories(database: Path) -> dict[tuple[str, int], tuple[bytes, str]]:
-    """Every stored text: its place, and its checksum and the moment it was stored."""
+    """Every stored text: its place, and its content and the moment it was stored."""
     asked = "SELECT recording_id, ordinal, tokens, created_at FROM trajectory"
-    return {(of, ordinal): (digest, at) for of, ordinal, digest, at in run_sql(database, asked)}
+    return {(of, ordinal): (tokens, at) for of, ordinal, tokens, at in run_sql(database, asked)}
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from click.testing import Result
 from databases import run_sql
 from doors import FIXED, Door, lines, put_profile, write_workload
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
-from spectune.db.engine import make_engine
 from spectune.db.urls import parse_url
 from spectune.traces.text import shortened
 
@@ -59,7 +59,7 @@ def forbid_writing(url: str, table: str) -> None:
     if parsed.get_backend_name() == "sqlite":
         run_sql(str(parsed.database), f"ALTER TABLE {table} RENAME TO gone")
         return
-    engine = make_engine(parsed)
+    engine = sa.create_engine(parsed)
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as server:
         server.exec_driver_sql(
             f'ALTER DATABASE "{parsed.database}" SET default_transaction_read_only = on'
@@ -147,7 +147,7 @@ def lose_database(url: str, here: Path) -> None:
         Path(str(parsed.database)).unlink(missing_ok=True)
         return
     forbid_writing(url, "publication")
-    engine = make_engine(parsed)
+    engine = sa.create_engine(parsed)
     with engine.connect() as server:
         server.exec_driver_sql(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = "

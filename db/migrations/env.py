@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from alembic import context
 
-from spectune.db.base import metadata
 from spectune.db.migrate import VERSION_TABLE
 
 # Inside the transaction that the connection already has.
-context.configure(
-    connection=context.config.attributes["connection"],
-    target_metadata=metadata,
-    version_table=VERSION_TABLE,
-)
+context.configure(connection=context.config.attributes["connection"], version_table=VERSION_TABLE)
 with context.begin_transaction():
     context.run_migrations()

@@ -110,13 +110,13 @@ def command(**kw: Any) -> None:
 def _database() -> str:
     """The database as a server anywhere on this machine reaches it; where its URL holds a password,
     the variable that is to hold it."""
-    from spectune.db.urls import has_secret, parse_url, shown
+    from spectune.db.urls import parse_url, shown
 
     text = database_url()
     url = parse_url(text)
     if url.get_backend_name() == "sqlite":
         return str(Path(str(url.database)).absolute())
-    if not has_secret(url):
+    if "***" not in shown(url):
         return text
     source = click.get_current_context().find_root().get_parameter_source("db_url")
     if source is not ParameterSource.ENVIRONMENT:

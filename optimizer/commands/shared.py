@@ -135,7 +135,7 @@ def open_store(*, create: bool = True) -> Iterator[TraceStore]:
     from spectune.db.database import open_database
     from spectune.traces.store import TraceStore
 
-    with open_database(database_url(), create=create, lazily=True) as database:
+    with open_database(database_url(), create=create) as database:
         yield TraceStore(database)
 
 

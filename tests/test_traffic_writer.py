@@ -1,85 +1,21 @@
-"""`kill -9` at random moments, damaged files, and the background writer: nothing acknowledged is
-lost, the rest is usable."""
+"""The background writer of traffic: nothing stored is lost, decoding never waits for it."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import random
-import signal
 import threading
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from databases import opened
-from trace_values import PAIR, a_panorama, a_trajectory, steps_of
+from trace_values import PAIR, a_trajectory, steps_of
 from waiting import eventually
 
-from spectune.db import UnavailableError, check, open_database
+from spectune.db import UnavailableError
 from spectune.traces.errors import TraceError
-from spectune.traces.recording import RecordedRequest
 from spectune.traces.schema import Sampling
 from spectune.traces.store import Asked, TraceStore
 from spectune.traces.store.traffic import TrafficWriter
-
-KILLS = 6
-
-
-def append_for_ever(url: str, recording: str, said: int) -> None:
-    """Appends what is missing, and writes each number to the file descriptor ``said`` once it is
-    stored."""
-    store = TraceStore(open_database(url))
-    have = store.recorded_ordinals(recording)
-    os.write(said, b"ready\n")
-    for i in range(100_000):
-        if i not in have:
-            store.append_trajectory(recording, i, a_trajectory(i), steps_of(a_trajectory(i)))
-            store.put_panoramas(recording, [(i, a_panorama(a_trajectory(i), "small", seed=i))])
-            os.write(said, b"%d\n" % i)
-
-
-def test_killed_at_random_moments_nothing_acknowledged_is_lost(url: str) -> None:
-    with opened(url) as store:
-        store.put_pair(PAIR, "demo", {})
-        recording = store.create_recording(Asked(PAIR, None, Sampling(), 64)).id
-    chance = random.Random(7)
-    acknowledged: set[int] = set()
-    for _ in range(KILLS):
-        reading, writing = os.pipe()
-        child = multiprocessing.get_context("fork").Process(
-            target=append_for_ever, args=(url, recording, writing)
-        )
-        child.start()
-        os.close(writing)
-        with open(reading) as said:
-            assert said.readline() == "ready\n"
-            # Counted, not timed alone: a slow machine acknowledges little in a given time.
-            text = "".join(said.readline() for _ in range(chance.randrange(2, 6)))
-            time.sleep(chance.uniform(0.0, 0.05))
-            child.kill()
-            text += said.read()
-        child.join()
-        assert child.exitcode == -signal.SIGKILL
-        acknowledged.update(int(line) for line in text.split("\n")[:-1])
-        report = check(url)
-        assert report.ok, report.problems
-    with opened(url) as store:
-        loaded = store.load(recording, steps=True)
-    assert len(acknowledged) > KILLS
-    assert acknowledged <= {r.ordinal for r in loaded.requests if r.panoramas}
-    # Resumed each time where it was killed: no holes, and at most the request in hand lacks its
-    # panorama.
-    assert [r.ordinal for r in loaded.requests] == list(range(len(loaded.requests)))
-    for request in loaded.requests:
-        text = a_trajectory(request.ordinal)
-        made = {"small": a_panorama(text, "small", seed=request.ordinal)}
-        panoramas = made if request.panoramas else {}
-        assert request == RecordedRequest(request.ordinal, text, panoramas, steps_of(text))
-
-
-# --- the background writer
 
 
 @pytest.fixture
