@@ -1,26 +1,32 @@
-"""A PostgreSQL server that crashes and comes back: decoders and workers go on."""
+"""A PostgreSQL server that crashes and comes back: a worker, its tuning and a watcher go on."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
+from pathlib import Path
 
 import pytest
 from databases import Server, opened, put_in_force, server_binaries
+from doors import put_made_up_profile, write_workload
 from recorded_texts import asked, plain_texts
 from synthetic import policy
+from test_publishing import payload
+from test_schedule_store import HOUR, T0
 from waiting import eventually
 
 from spectune.db import UnavailableError
-from spectune.optimizer.schedule import Job, JobContext, add_schedule, history, run_worker
+from spectune.optimizer.jobs import tuning_job
+from spectune.optimizer.schedule import Job, add_schedule, history, run_worker
 from spectune.optimizer.serving import watch
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.traces.schema import Sampling
 
 PROMPT, TOKENS = "def add(a, b):", 24
+WITHIN_S = 2.0
 
 
 @pytest.fixture
@@ -33,41 +39,36 @@ def server() -> Iterator[Server]:
         yield server
 
 
-def test_decoders_and_workers_outlive_a_server_that_crashes(
-    server: Server, pair: LoadedPair, caplog: pytest.LogCaptureFixture
+def test_a_worker_a_tuning_and_a_watcher_go_on_after_an_outage(
+    server: Server, pair: LoadedPair, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    working, crashed, end = threading.Event(), threading.Event(), threading.Event()
+    crashed, end = threading.Event(), threading.Event()
+
+    def crash_amid(phase: str, done: int, _total: int) -> None:
+        if phase.endswith("decode") and done == 9 and not crashed.is_set():
+            server.stop()
+            crashed.set()
 
     with opened(server.url) as store:
 
-        def execute(job: Job, context: JobContext) -> Mapping[str, Any]:
-            """Publishes, and is still at work when the server crashes."""
-            key = {"idempotency_key": job.idempotency_key, "guard": context.check}
-            version = put_in_force(store, "another pair", policy("near", 3), **key)
-            working.set()
-            crashed.wait(60)
-            return {"version": version}
+        def job() -> Job:
+            (fire,) = history(store.database, "nightly")
+            assert fire.job is not None
+            return fire.job
 
-        def done() -> list[Job]:
-            found = [fire.job for fire in history(store.database, "often") if fire.job is not None]
-            return [job for job in found if job.state == "done"]
-
-        def in_force() -> bool:
-            return source.current().version == version
-
-        for name in (pair.id, "another pair"):
-            store.put_pair(name, name, {"name": name})
-        version = put_in_force(store, pair.id, policy("near", 2))
-        add_schedule(store.database, "often", every=1)
-        how = {"poll_s": 0.05, "stop": end}
+        put_made_up_profile(store, pair)
+        served = {"deployment": "served"}
+        first = put_in_force(store, pair.id, policy("near", 2), **served)
+        work = payload(pair, write_workload(tmp_path / "w.jsonl", 18)) | {"fresh": False}
+        add_schedule(store.database, "nightly", every="1h", now=T0, budget="3s", payload=work)
+        execute = tuning_job(store, load=lambda *_, **__: pair, progress=crash_amid)
+        how = {"poll_s": 0.05, "stop": end, "clock": lambda: T0 + HOUR}
         worker = threading.Thread(target=run_worker, args=(store.database, execute), kwargs=how)
-        with watch(store, pair, None, None, interval_s=0.05) as source:
+        with watch(store, pair, None, None, interval_s=0.05, **served) as source:
+            assert source.current().version == first
             worker.start()
             try:
-                assert working.wait(60)
-                assert in_force()
-                server.stop()
-                crashed.set()
+                assert crashed.wait(60)
                 eventually(lambda: "cannot record how the job ended" in caplog.text)
                 eventually(lambda: source.last_error)
                 with pytest.raises(UnavailableError):
@@ -75,18 +76,19 @@ def test_decoders_and_workers_outlive_a_server_that_crashes(
                 decoder = Decoder(pair, source)
                 rounds = list(decoder.rounds(asked(decoder, PROMPT, Sampling(), TOKENS)))
                 server.start()
-                version = put_in_force(store, pair.id, policy("near", 4))
-                eventually(in_force)
-                eventually(lambda: len(done()) > 1)
+                back = time.monotonic()
+                second = put_in_force(store, pair.id, policy("near", 4), **served)
+                eventually(lambda: source.current().version == second)
+                eventually(lambda: job().attempt == 2)  # the worker runs the tuning again
+                assert time.monotonic() - back < WITHIN_S
+                eventually(lambda: job().state == "done")
             finally:
                 end.set()
                 worker.join(60)
         (plain,) = plain_texts(pair, {"r": PROMPT}, Sampling(), TOKENS)
         assert [t for item in rounds for t in item.tokens] == plain.output_ids.tolist()
         assert {item.step.policy for item in rounds} == {policy("near", 2).id}
-        assert (version, "applied") in [(a.version, a.status) for a in store.acknowledgements()]
-        # Each job was done once, at its first attempt, and published once.
-        published = {p.version for p in store.list_publications("another pair", "cpu")}
-        assert {job.result["version"] for job in done() if job.result} == published
-        assert {job.attempt for job in done()} == {1}
-        assert len(done()) == len(published)
+        assert (second, "applied") in [(a.version, a.status) for a in store.acknowledgements()]
+        (recording,) = store.list_recordings()  # the second attempt finished the first one's
+        assert (recording.state, recording.n_requests) == ("complete", 18)
+        assert len(store.list_publications(pair.id, "cpu", "default")) <= 1

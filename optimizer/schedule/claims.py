@@ -28,9 +28,6 @@ from spectune.traces.errors import SpectuneError
 LONGEST_LEASE_S = 600.0
 """No lease is longer, so one that ends later than this from now was given before the database's
 clock was set back, and is none."""
-RETRY_S = 10.0
-"""Pause before a job whose database was away is claimed again; twice as long after each further
-attempt, at most as a lease."""
 BEATS_PER_LEASE = 3
 """A worker survives two lost heartbeats in a row."""
 
@@ -118,10 +115,9 @@ def fail(database: Database, job: Job, error: str) -> bool:
 
 
 def retry(database: Database, job: Job, error: str) -> bool:
-    """Hands the job back to the queue with its error, for the next attempt after a pause. False if
-    it is no longer this claim's."""
-    pause_s = min(LONGEST_LEASE_S, RETRY_S * 2 ** min(job.attempt - 1, 10))
-    return _write(database, job, lease_s=pause_s, state="queued", error=error, started_at=None)
+    """Hands the job back to the queue with its error, for the next attempt. False if it is no
+    longer this claim's."""
+    return _write(database, job, state="queued", error=error, started_at=None)
 
 
 def release(database: Database, job: Job) -> bool:

@@ -42,10 +42,10 @@ from spectune.traces.errors import SpectuneError
 
 POLL_S = 5.0
 LEASE_S = 60.0
-LONGEST_PAUSE_S = 60.0
-"""A database that is away is looked for at least so often."""
-AWAY_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""Pauses before it is tried again to write how a job ended: the work of hours hangs on it."""
+AWAY_S = 1.0
+"""A database that is away is looked for so often."""
+PATIENCE_S = 30.0
+"""For so long it is tried to write how a job ended: the work of hours hangs on it."""
 
 Execute = Callable[[Job, JobContext], Mapping[str, Any]]
 """A job function. Its result must be JSON. An exception fails the job, and its next slot is its
@@ -103,8 +103,8 @@ def run_worker(
     returns.
 
     Slots are due by ``clock``, the database's by default; ``owner`` must differ between workers and
-    is made up by default. A database that goes away later is waited for, a little longer each time;
-    if it cannot be used at the start, DatabaseError is raised.
+    is made up by default. A database that goes away later is waited for; if it cannot be used at
+    the start, DatabaseError is raised.
     """
     stop = stop or threading.Event()
     worker = _Worker(database, execute, owner or _made_up(), lease_s, clock, watch, stop)
@@ -120,7 +120,7 @@ def run_worker(
                 if not failures:
                     log.warning("%s; trying again until it can be used", error)
                 failures += 1
-                stop.wait(min(LONGEST_PAUSE_S, poll_s * 2 ** min(failures - 1, 10)))
+                stop.wait(min(AWAY_S, poll_s))
                 continue
             if failures:
                 log.warning("the database is back after %d failures", failures)
@@ -244,15 +244,15 @@ class _Worker:
     def _recorded(self, ended: Ended) -> Ended:
         """How a job ended, once that is written; lost where the job is another's by now. Outlives a
         short absence of the database: the heartbeat goes on meanwhile."""
-        pauses = iter(AWAY_S)
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
                 return ended if _write_end(self.database, ended) else Ended(ended.job, "lost")
             except DatabaseError as error:
-                if (pause_s := next(pauses, None)) is None:
+                if time.monotonic() > deadline:
                     raise
                 log.warning("cannot record how the job ended, trying again: %s", error)
-                time.sleep(pause_s)
+                time.sleep(AWAY_S)
 
 
 def _write_end(database: Database, ended: Ended) -> bool:
