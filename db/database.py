@@ -6,9 +6,8 @@ import json
 import os
 import sqlite3
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from functools import partial
 from operator import methodcaller
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, text
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from spectune.db.errors import DatabaseError
@@ -34,8 +34,11 @@ _CONNECT_ARGS = {
     "options": "-c lock_timeout=60s",
 }
 """libpq's parameters unless the URL gives them: seconds, ``tcp_user_timeout`` in milliseconds."""
-_PRAGMAS = ("synchronous=NORMAL", "foreign_keys=ON", "cache_size=-20000", "schema_version")
-"""What each SQLite connection begins with; the last one reads the file."""
+_PRAGMAS = (
+    *("synchronous=NORMAL", "foreign_keys=ON", "cache_size=-20000"),
+    "page_size=1024",  # of a new file; panoramas are 1-10 kB: larger pages leave more room unused
+    "schema_version",  # reads the file
+)
 
 
 class Database:
@@ -106,6 +109,11 @@ class Database:
                         connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
                     if revision(connection) is None:  # else another process was faster
                         migrate(connection)
+            if create and self.dialect == "sqlite":
+                engine = self._engine.execution_options(begin="")
+                # Fails where another process is just opening the file: a later opening does it.
+                with engine.connect() as connection, suppress(OperationalError):
+                    connection.exec_driver_sql("PRAGMA journal_mode=WAL")
         self._is_absent = False
         return before
 
@@ -199,20 +207,16 @@ def _make_file(path: str, create: bool) -> None:
 
 
 def _engine(url: URL) -> Engine:
-    serializer = partial(
-        json.dumps,
-        ensure_ascii=False,
-        allow_nan=False,
-        default=methodcaller("item"),  # numpy's numbers
-        separators=(",", ":"),
-    )
+    to_json = partial(
+        json.dumps, ensure_ascii=False, allow_nan=False, default=methodcaller("item")
+    )  # ``item``: numpy's numbers
     if url.get_backend_name() != "sqlite":
         defaults = {name: value for name, value in _CONNECT_ARGS.items() if name not in url.query}
         return create_engine(
-            url, connect_args=defaults, pool_pre_ping=True, json_serializer=serializer
+            url, connect_args=defaults, pool_pre_ping=True, json_serializer=to_json
         )
     path = os.path.realpath(str(url.database))  # the log lies beside the file, not beside a link
-    engine = create_engine(url, creator=partial(_connect, path), json_serializer=serializer)
+    engine = create_engine(url, creator=partial(_connect, path), json_serializer=to_json)
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
@@ -250,25 +254,9 @@ def _connect_as(path: str, mode: str) -> sqlite3.Connection:
         uri, uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S
     )
     try:
-        if mode == "rw" and not os.path.getsize(path):
-            # Panorama chunks are 1-10 kB: larger pages leave more room unused.
-            connection.execute("PRAGMA page_size=1024")
-            _use_wal(connection)
         for pragma in _PRAGMAS:
             connection.execute(f"PRAGMA {pragma}")
     except BaseException:
         connection.close()
         raise
     return connection
-
-
-def _use_wal(connection: sqlite3.Connection) -> None:
-    # The busy timeout does not hold here, and several processes may make the file at once.
-    for attempt in range(50):
-        try:
-            connection.execute("PRAGMA journal_mode=WAL")
-            return
-        except sqlite3.OperationalError:
-            if attempt == 49:
-                raise
-            time.sleep(0.02 * (1 + attempt))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import sqlite3
 import subprocess
@@ -102,9 +103,17 @@ class Server:
         """Cuts connections and drops what is in memory, as in a crash."""
         self._run("pg_ctl", "-m", "immediate", "-w", "stop")
 
+    def signal(self, number: int) -> None:
+        """Sends a signal to each of its processes: after SIGSTOP the system still takes connections
+        and bytes, and nobody answers."""
+        pid = (self._data / "postmaster.pid").read_text().split()[0]
+        for process in (pid, *Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+            os.kill(int(process), number)
+
     def close(self) -> None:
         """Ends the server, if it runs, and removes its folder."""
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, OSError):
+            self.signal(signal.SIGCONT)
             self.stop()
         time.sleep(0.1)
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,7 +1,8 @@
-"""A PostgreSQL server that crashes and comes back: a worker, its tuning and a watcher go on."""
+"""A PostgreSQL server that crashes and comes back, or that is there and does not answer."""
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -23,10 +24,13 @@ from spectune.optimizer.schedule import Job, add_schedule, history, run_worker
 from spectune.optimizer.serving import watch
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
+from spectune.runtime.reload import WatchedSource
 from spectune.traces.schema import Sampling
 
 PROMPT, TOKENS = "def add(a, b):", 24
 WITHIN_S = 2.0
+HANGS_S = 30.0
+"""Far more than any limit here: who takes longer hangs."""
 
 
 @pytest.fixture
@@ -92,3 +96,23 @@ def test_a_worker_a_tuning_and_a_watcher_go_on_after_an_outage(
         (recording,) = store.list_recordings()  # the second attempt finished the first one's
         assert (recording.state, recording.n_requests) == ("complete", 18)
         assert len(store.list_publications(pair.id, "cpu", "default")) <= 1
+
+
+def test_a_server_that_hangs_stops_no_decode(
+    server: Server, pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watcher has a thread of its own, and leaving it takes its patience and no longer."""
+    monkeypatch.setattr(WatchedSource, "patience_s", 0.5)
+    with opened(server.url) as store:
+        store.put_pair(pair.id, "tiny", pair.spec.to_json())
+        put_in_force(store, pair.id, policy("near", 3))
+        begun = time.monotonic()
+        with watch(store, pair, None, None, interval_s=0.05) as source:
+            server.signal(signal.SIGSTOP)
+            time.sleep(0.5)  # the watcher asks meanwhile, and is not answered
+            decoder = Decoder(pair, source)
+            rounds = [*decoder.rounds(asked(decoder, PROMPT, Sampling(), TOKENS))]
+            assert rounds[-1].step.policy == policy("near", 3).id
+        assert time.monotonic() - begun < HANGS_S
+        assert "was given up" in source.unfinished
+        server.signal(signal.SIGCONT)
