@@ -77,7 +77,7 @@ def _convert(path: str, out: Path) -> None:
     import torch
     from openvino_tokenizers import convert_tokenizer
 
-    from spectune.runtime.models import load_model
+    from spectune.runtime.load_model import load_model
     from spectune.runtime.text_codec import tokenizer_of
 
     tokenizer = tokenizer_of(path)

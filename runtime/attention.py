@@ -7,13 +7,12 @@ one key-value group are folded into the query axis, so that grouped keys are nev
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -25,11 +24,21 @@ MASKED_ROWS = 128
 """Queries up to which a causal pass over earlier tokens is cheaper under a mask than in two parts.
 """
 APPLIED_ELSEWHERE = (
-    *("dropout", "position_ids", "sliding_window", "use_cache"),
+    *("dropout", "position_ids", "sliding_window", "use_cache", "output_hidden_states"),
     *("vision_feature_layer", "vision_feature_select_strategy"),
 )
 """What models say to any attention and is not its part here: nothing is dropped, positions are in
 queries and keys already, texts end before a window slides, and there are no pictures."""
+BACKENDS: Final = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+"""Of torch's attention on CUDA all but cuDNN's, which plans each shape in 0.1 s or more: passes are
+of many shapes."""
+_switching = threading.Lock()
+"""Held while the process's choice of backends is ours: passes are captured aside while another
+thread decodes."""
 
 
 class _Pass(threading.local):
@@ -75,9 +84,18 @@ def attend(
     if mask is not None and (mask.dtype == torch.bool or mask.shape[-2] != groups * width):
         mask = _folded(mask, groups, query.dtype)
     query = query.reshape(batch, key_heads, groups * width, size)
-    out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
+    out = _torch_attention(query, keys, values, attn_mask=mask, scale=scale)
     # Some kernels lay the output out by rows, not by heads.
     return out.reshape(batch, heads, width, values.shape[-1])
+
+
+def _torch_attention(query: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
+    """torch's own attention by one of :data:`BACKENDS`; behind it the process has its own choice
+    again."""
+    if query.device.type != "cuda":
+        return F.scaled_dot_product_attention(query, keys, values, **options)
+    with _switching, sdpa_kernel(BACKENDS):
+        return F.scaled_dot_product_attention(query, keys, values, **options)
 
 
 def layer_mask(mask: Tensor, groups: int, keys: Tensor, values: Tensor) -> Tensor:
@@ -101,7 +119,7 @@ def _causal(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) ->
     width, stop = query.shape[2], keys.shape[2]
     start, grouped = stop - width, query.shape[1] != keys.shape[1]
     if start == 0:
-        return F.scaled_dot_product_attention(
+        return _torch_attention(
             query, keys, values, is_causal=True, scale=scale, enable_gqa=grouped
         )
     if query.device.type == "cpu" and query.shape[-1] == values.shape[-1]:
@@ -116,10 +134,8 @@ def _causal(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) ->
     if grouped:
         groups = query.shape[1] // keys.shape[1]
         keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
-    out: Tensor = F.scaled_dot_product_attention(
-        query, keys, values, attn_mask=causal_lower_right(width, stop), scale=scale
-    )
-    return out
+    mask = causal_lower_right(width, stop)
+    return _torch_attention(query, keys, values, attn_mask=mask, scale=scale)
 
 
 def causal_mask(slots: Tensor, stop: int, start: int = 0) -> Tensor:
@@ -155,33 +171,3 @@ def register() -> None:
     AttentionInterface.register(NAME, slot_attention)
     # Without a mask of ours attention is causal.
     AttentionMaskInterface.register(NAME, lambda *_args, **_kwargs: None)
-
-
-_switching = threading.Lock()
-_blocks = 0
-"""How many blocks of :func:`without_cudnn` are open."""
-_before = True
-"""The process's own choice, while any is."""
-
-
-@contextmanager
-def without_cudnn(device: torch.device) -> Iterator[None]:
-    """Keeps attention on a CUDA ``device`` from cuDNN's kernels inside the block: these are planned
-    for each shape, in 0.1 s or more, and passes are of many shapes. Behind the last block, of
-    whatever thread, the process has its own choice again."""
-    global _blocks, _before
-    if device.type != "cuda":
-        yield
-        return
-    with _switching:
-        if not _blocks:
-            _before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-            torch.backends.cuda.enable_cudnn_sdp(False)
-        _blocks += 1
-    try:
-        yield
-    finally:
-        with _switching:
-            _blocks -= 1
-            if not _blocks:
-                torch.backends.cuda.enable_cudnn_sdp(_before)

@@ -81,7 +81,7 @@ class ModelBackend:
         self._features.kept = False
         if prepared.policy.speculates and self._holds(name):
             if self._drafts[name].reads_features:
-                self._features.begin_prefilled(self._capacity, len(self._text) - 1)
+                self._features.begin(self._capacity, len(self._text) - 1)
             self._wake(name)
 
     def _holds(self, name: str) -> bool:

@@ -17,7 +17,8 @@ from spectune.runtime.drafts.eagle_formats import load_head
 from spectune.runtime.drafts.eagle_head import EagleHead
 from spectune.runtime.fused import UNLIKE
 from spectune.runtime.hardware import cpu_name
-from spectune.runtime.models import FINAL, CausalModel, load_model, pick_device, pick_dtype
+from spectune.runtime.load_model import load_model, pick_device, pick_dtype
+from spectune.runtime.models import FINAL, CausalModel
 from spectune.runtime.pair import PairSpec, check_threads
 from spectune.runtime.policies.document import EXPANDED_LIMIT, NODE_LIMIT
 from spectune.runtime.text_codec import (

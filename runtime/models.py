@@ -1,4 +1,4 @@
-"""Loading causal language models and running passes over their slot caches.
+"""Causal language models over slot caches, and the passes that they run.
 
 A :class:`SlotModel` makes two kinds of pass over its cache: tokens that follow each other, and
 tokens anywhere under the caller's mask. A :class:`CausalModel` is a transformers model with our
@@ -8,32 +8,20 @@ attention.
 from __future__ import annotations
 
 import inspect
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
-from transformers.quantizers.auto import AutoHfQuantizer
 
 from spectune.runtime import attention
-from spectune.runtime.attention import (
-    MASKED_ROWS,
-    PASS,
-    causal_mask,
-    layer_mask,
-    without_cudnn,
-)
+from spectune.runtime.attention import MASKED_ROWS, PASS, causal_mask, layer_mask
 from spectune.runtime.cache import LayerShape, SlotCache, Tokens
-from spectune.runtime.checkpoints import checkpoint, source, translated
 from spectune.runtime.fused import fuse, try_kernels
 from spectune.runtime.shortlists import OutputHead
 from spectune.traces.errors import PairError
@@ -47,35 +35,6 @@ PREFILL_CHUNK = 2048
 """Longest pass over a prompt; longer ones are cut so that activations stay small."""
 FINAL = -1
 """As a tap: the last hidden state, after the final norm."""
-LEAST_TOLERANCE = 1e-3
-"""Part of the logits' spread by which ours may differ from the model's own where rounding is
-finer."""
-SAMPLE_TOKENS = 16
-"""Tokens on which a loaded model is compared with its own code."""
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-
-
-def pick_device(device: str) -> torch.device:
-    """``auto`` is CUDA where there is one. Raises PairError when CUDA is asked for and absent."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise PairError("--device cuda: this torch sees no CUDA device; use --device cpu or auto")
-    return torch.device(device)
-
-
-def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """``auto`` is float32 on a CPU and bfloat16 on CUDA. In float64 rounding changes no text: it is
-    for tests of exactness."""
-    if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return DTYPES[dtype]
-
 
 Output = Literal["states", "logits", "ids"]
 """What a pass computes of its hidden states: nothing, float32 logits, or the ids of the largest."""
@@ -106,8 +65,7 @@ class SlotModel(ABC):
     ``first_slot``: no token stands in a slot before it. ``feature_size``: width of the hidden
     states of another model that a pass takes beside its tokens; 0: none. ``token_ids`` int64
     [rows]: the target's ids of the output head's rows (None: row i is token i); other tokens get a
-    logit of -inf. ``graphs`` replays the passes that it has captured (:mod:`runtime.cuda.graphs`);
-    None: all run eagerly.
+    logit of -inf. ``graphs`` replays the passes that it has captured (None: all run eagerly).
     """
 
     graphs: PassGraphs | None = None
@@ -194,8 +152,8 @@ class SlotModel(ABC):
         """:meth:`run` for tokens that follow each other at slots and positions ``start ..``, each
         of which sees the slots up to its own. Without ``replays`` it runs eagerly."""
         stop = start + len(ids)
-        slots, first = self._positions[start:stop], self.first_slot
-        tokens = Tokens(ids, slots, slots, None, stop, first, hidden=hidden)
+        slots = self._positions[start:stop]
+        tokens = Tokens(ids, slots, slots, None, stop, self.first_slot, hidden=hidden)
         return self._pass(Kind(_output(logits, greedy=greedy)), tokens, logits, replays=replays)
 
     def run(
@@ -230,8 +188,7 @@ class SlotModel(ABC):
             n, read = len(tokens.ids), tokens.stop - tokens.start
             if kind.causal and 1 < n <= MASKED_ROWS and n < read:
                 tokens = tokens._replace(mask=causal_mask(tokens.slots - tokens.start, read))
-            with without_cudnn(self.device):
-                states, tapped = self.forward(tokens, recurrent=kind.recurrent)
+            states, tapped = self.forward(tokens, recurrent=kind.recurrent)
             outputs = Outputs(states, self.evaluate(kind.output, states[n - rows :]), tapped)
         self.tapped = outputs.tapped
         return outputs.result[-rows:], outputs.states
@@ -239,14 +196,6 @@ class SlotModel(ABC):
 
 def _output(rows: int, *, greedy: bool) -> Output:
     return "states" if not rows else "ids" if greedy else "logits"
-
-
-class _Hooked(threading.local):
-    """Where hooks put the hidden states of the pass in hand: passes are captured aside while
-    another thread decodes."""
-
-    def __init__(self) -> None:
-        self.rows: dict[int, Tensor] = {}
 
 
 class CausalModel(SlotModel):
@@ -260,7 +209,7 @@ class CausalModel(SlotModel):
         attention.register()
         config = model.config.get_text_config()
         kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
-        kinds = kinds - {"full_attention"}
+        kinds -= {"full_attention"}
         if kinds or getattr(config, "attn_logit_softcapping", None):
             raise PairError(
                 f"{name}: attention of kind {min(kinds, default='soft-capped')} is not supported "
@@ -274,7 +223,7 @@ class CausalModel(SlotModel):
             )
         self.model = model.eval().requires_grad_(False)  # so that no pass records a graph
         embed, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
-        layers = int(config.num_hidden_layers)
+        layers, heads = int(config.num_hidden_layers), int(config.num_attention_heads)
         super().__init__(name, list(model.parameters()), embed, lm_head, layers)
         self.hidden_size = int(getattr(config, "hidden_size", 0))
         self.vocab_size = int(lm_head.weight.shape[0])
@@ -284,15 +233,13 @@ class CausalModel(SlotModel):
         parameters = inspect.signature(self._decoder.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._taps: tuple[int, ...] = ()
-        self._hooks: list[Any] = []
-        self._hooked = _Hooked()
         self.cache = self._empty_cache()
-        try_kernels(self.cache, int(config.num_attention_heads), self.hidden_size)
+        try_kernels(self.cache, heads, self.hidden_size)
         fused = fuse(self._decoder)
         self.fused = None if isinstance(fused, str) else fused
         self.unfused = fused if isinstance(fused, str) else ""
-        heads = {layer.heads for layer in self.cache.shapes}
-        self._groups = int(config.num_attention_heads) // max(heads) if len(heads) == 1 else 1
+        kv_heads = {layer.heads for layer in self.cache.shapes}
+        self._groups = heads // max(kv_heads) if len(kv_heads) == 1 else 1
 
     def _empty_cache(self) -> SlotCache:
         """A cache of the sizes that a pass of one token shows."""
@@ -320,62 +267,31 @@ class CausalModel(SlotModel):
             self._lm_head = _rows_of(self._lm_head, self._token_ids)
 
     def embedded(self, ids: Tensor) -> Tensor:
-        return super().embedded(self._known(ids))
+        return super().embedded(self._with_row(ids))
 
-    def _known(self, ids: Tensor) -> Tensor:
+    def _with_row(self, ids: Tensor) -> Tensor:
         """``ids``, those that the model has no row for as its last token."""
         return ids if self._last_row is None else ids.clamp_max(self._last_row)
 
     @property
     def taps(self) -> tuple[int, ...]:
         """Hidden states kept of every pass: 0 is the embeddings, i what layer i reads, the number
-        of layers what the last one gives, ``FINAL`` that after the final norm. Empty by default,
-        which costs nothing."""
+        of layers what the last one gives (of fused passes alone), ``FINAL`` that after the final
+        norm. Empty by default, which costs nothing."""
         return self._taps
 
     @taps.setter
     def taps(self, taps: tuple[int, ...]) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._taps, self._hooks = tuple(taps), []
-        if self.graphs is not None:
-            self.graphs.forget()
-        lists = (m for m in self._decoder.modules() if isinstance(m, nn.ModuleList))
-        layers = next((m for m in lists if len(m) == self.num_layers), None)
-        for tap in set(taps) - {FINAL}:
-            if layers is None or not 0 <= tap <= self.num_layers:
+        last = self.num_layers if self.fused is not None else self.num_layers - 1
+        for tap in taps:
+            if tap != FINAL and not 0 <= tap <= last:
                 raise PairError(
                     f"{self.name}: no hidden state {tap} to read (the model has {self.num_layers} "
-                    "layers)"
+                    f"layers, of which states 0 to {last} can be read)"
                 )
-            if tap < self.num_layers:
-
-                def before(module: Any, args: Any, kwargs: Any, tap: int = tap) -> None:
-                    self._hooked.rows[tap] = (args[0] if args else kwargs["hidden_states"])[0]
-
-                self._hooks.append(layers[tap].register_forward_pre_hook(before, with_kwargs=True))
-            else:
-
-                def after(module: Any, args: Any, output: Any, tap: int = tap) -> None:
-                    self._hooked.rows[tap] = (output[0] if isinstance(output, tuple) else output)[0]
-
-                self._hooks.append(layers[-1].register_forward_hook(after))
-
-    def _joined(self, rows: dict[int, Tensor], out: Tensor) -> Tensor:
-        """The hidden states of all taps, side by side: [tokens, len(taps) * hidden_size]. ``out``:
-        those after the final norm."""
-        if not self._taps:
-            return out[:, :0]
-        return torch.cat([out if tap == FINAL else rows[tap] for tap in self._taps], -1)
-
-    def features(self, ids: list[int]) -> Tensor:
-        """The hidden states of all taps after a text ``ids``, [len(ids), len(taps) * hidden_size],
-        in one pass that leaves the cache and :attr:`tapped` alone."""
-        rows = self._hooked.rows = {}
-        text = torch.tensor([ids], device=self.device)
-        with without_cudnn(self.device):
-            out: Tensor = self._decoder(input_ids=text, use_cache=False).last_hidden_state[0]
-        return self._joined(rows, out)
+        self._taps = tuple(taps)
+        if self.graphs is not None:
+            self.graphs.forget()
 
     def read(
         self, ids: Tensor, start: int, each: Callable[[int, Tensor], None] = lambda at, states: None
@@ -398,34 +314,39 @@ class CausalModel(SlotModel):
         (ids, positions), view, mask = tokens[:2], self.cache.view(tokens), tokens.mask
         if mask is not None:
             mask = layer_mask(mask, self._groups, *view.layer(0))
+        rows: dict[int, Tensor]
         if self.fused is not None:
-            states, rows = self.fused.forward(self.embedded(ids), positions, view, mask, self._taps)
-            return states, self._joined(rows, states)
-        rows = self._hooked.rows = {}
-        PASS.length = view.length
-        try:
-            out: Tensor = self._decoder(
-                input_ids=self._known(ids)[None],
-                position_ids=positions[None],
-                attention_mask=mask,
-                use_cache=True,
-                **{self._cache_name: view},
-            ).last_hidden_state[0]
-        finally:
-            PASS.length = None
-        return out, self._joined(rows, out)
+            embedded = self.embedded(ids)
+            states, rows = self.fused.forward(embedded, positions, view, mask, self._taps)
+        else:
+            layers = [tap for tap in self._taps if tap != FINAL]
+            options = {self._cache_name: view, "output_hidden_states": bool(layers)}
+            PASS.length = view.length
+            try:
+                out = self._decoder(
+                    input_ids=self._with_row(ids)[None],
+                    position_ids=positions[None],
+                    attention_mask=mask,
+                    use_cache=True,
+                    **options,
+                )
+            finally:
+                PASS.length = None
+            states = out.last_hidden_state[0]
+            rows = {tap: out.hidden_states[tap][0] for tap in layers}
+        taps = [states if tap == FINAL else rows[tap] for tap in self._taps]
+        return states, torch.cat(taps, -1) if taps else states[:, :0]
 
 
 def _rows_of(linear: Any, rows: Tensor) -> nn.Linear:
     """A part of an output matrix; the first rows are no copy."""
-    count, width = len(rows), int(linear.weight.shape[1])
-    first = int(rows[-1]) == count - 1 if count else True
-    bias = getattr(linear, "bias", None)
-    part = nn.Linear(width, count, bias=bias is not None, device="meta")
-    for name in ("weight", "bias") if bias is not None else ("weight",):
+    count, bias = len(rows), getattr(linear, "bias", None) is not None
+    first = not count or int(rows[-1]) == count - 1
+    part = nn.Linear(linear.weight.shape[1], count, bias=bias, device="meta")
+    for name in ("weight", "bias") if bias else ("weight",):
         values = getattr(linear, name).detach()
-        chosen = values[:count] if first else values.index_select(0, rows)
-        setattr(part, name, nn.Parameter(chosen, requires_grad=False))
+        values = values[:count] if first else values.index_select(0, rows)
+        setattr(part, name, nn.Parameter(values, requires_grad=False))
     return part
 
 
@@ -433,44 +354,6 @@ def ids_tensor(tokens: list[int], device: torch.device) -> Tensor:
     """Token ids, int64 [n]. By way of numpy, which takes half as long as torch when code is cold
     (docs/log.md)."""
     return torch.from_numpy(np.array(tokens, dtype=np.int64)).to(device)
-
-
-def load_model(
-    path: str,
-    *,
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    sample: Callable[[], Sequence[int]] = tuple,
-) -> CausalModel:
-    """Loads a checkpoint folder or hub name, and compares it with its own code on the tokens that
-    ``sample`` gives, a text (by default tokens from all over the vocabulary).
-
-    Raises PairError, in one line, when there is none, it is not a causal LM that runs, its
-    configuration is not that of its weights, it needs code of its own, or its texts would not be
-    those of transformers: its weights are quantized in a way that nothing reads, or its attention
-    or its logits are not reproduced here.
-    """
-    folder = checkpoint(path)
-    weights, options = source(path)
-    with translated(f"{name}: cannot load {path}"):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        quantized = _is_quantized(config, f"{name}: {path}")
-        model, report = AutoModelForCausalLM.from_pretrained(
-            weights, dtype=dtype, trust_remote_code=False, output_loading_info=True, **options
-        )
-        missing = sorted(report["missing_keys"])
-        if missing:
-            raise PairError(
-                f"{name}: the weights of {path} lack {missing[0]}, which config.json asks for "
-                f"({len(missing)} such tensors)"
-            )
-        if not quantized:
-            _check_stored(folder, f"{name}: {path}")
-            _check_scales(model, report["unexpected_keys"], f"{name}: {path}")
-        loaded = CausalModel(model.to(device), name)
-        _check_reproduced(loaded, path, sample())
-    return loaded
 
 
 def _reach(config: Any) -> int:
@@ -482,101 +365,6 @@ def _reach(config: Any) -> int:
         reach.append(int(config.sliding_window))
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
-        first = rope.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", None
-        )
-        reach += [int(first)] if first else []
+        name = "original_max_position_embeddings"
+        reach.append(int(rope.get(name) or getattr(config, name, None) or reach[0]))
     return min(reach)
-
-
-def _is_quantized(config: Any, where: str) -> bool:
-    """Whether transformers quantizes or dequantizes the weights of a configuration. Raises
-    PairError for a quantization that it leaves out, with a warning at most."""
-    for part in (config, config.get_text_config()):
-        settings = getattr(part, "quantization_config", None)
-        if not settings:
-            continue
-        settings = settings if isinstance(settings, dict) else settings.to_dict()
-        if part is not config or not AutoHfQuantizer.supports_quant_method(settings):
-            method = settings.get("quant_method")
-            raise PairError(
-                f"{where} is quantized by {method}, which transformers does not read; give a "
-                "checkpoint in bfloat16, or of a quantization that it reads"
-            )
-        return True
-    return False
-
-
-def _check_stored(folder: Path, where: str) -> None:
-    """Raises PairError where the weights of a folder are stored as numbers that only scales make
-    weights of. Pickles do not say; :func:`_check_scales` tells theirs."""
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118  (it is no mapping)
-                kind = str(tensors.get_slice(key).get_dtype())
-                packed = kind in ("I8", "U8") and key.endswith("weight")
-                if packed or kind.startswith(("F8", "F6", "F4")):
-                    raise PairError(
-                        f"{where} stores {key} as {kind}, and its config.json says no "
-                        "quantization_config by which to read it; give a checkpoint in bfloat16, "
-                        "or of a quantization that transformers reads"
-                    )
-
-
-def _check_scales(model: Any, unexpected: Iterable[str], where: str) -> None:
-    """Raises PairError where a checkpoint has scales of weights for which its model, which is not
-    quantized, has no place."""
-    modules = {name for name, _ in model.named_modules()} - {""}
-    for key in sorted(unexpected):
-        module, _, last = key.rpartition(".")
-        of_weights = ("scale" in last or "zero_point" in last) and (
-            "weight" in last or module in modules
-        )
-        if of_weights:
-            raise PairError(
-                f"{where} has {key}, which nothing reads: its weights are quantized, and its "
-                "config.json says no quantization_config by which to read them; give a checkpoint "
-                "in bfloat16, or of a quantization that transformers reads"
-            )
-
-
-@torch.no_grad()
-def _check_reproduced(loaded: CausalModel, path: str, sample: Sequence[int]) -> None:
-    """Raises PairError where the logits after each of a few tokens are not those of the model's
-    forward pass with transformers' eager attention, up to rounding. Shapes that do not fit each
-    other are told here."""
-    model, vocab = loaded.model, loaded.vocab_size
-    length = min(SAMPLE_TOKENS, loaded.max_positions)
-    spread = [vocab * i // length for i in range(1, length)]
-    ids = torch.tensor([*sample, *spread, 0][:length], device=loaded.device) % vocab
-    loaded.reserve(length)
-    half = length // 2
-    parts = [(ids[:half], 0), (ids[half:], half)]
-    ours = torch.cat([loaded.chain(x, at, logits=len(x))[0] for x, at in parts if len(x)])
-    model.set_attn_implementation("eager")
-    try:
-        states = loaded._decoder(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-        theirs = model(input_ids=ids[None], use_cache=False).logits[0].float()
-        shorter = model(input_ids=ids[None, : half or 1], use_cache=False).logits[0].float()
-    finally:
-        model.set_attn_implementation(attention.NAME)
-
-    def away(logits: Tensor) -> float:
-        """A part of the logits' spread, as at half of the tokens: a router of experts may round to
-        other experts at some."""
-        same = theirs[: len(logits)]
-        spread = (same - same.mean(-1, keepdim=True)).norm(dim=-1).clamp_min(1e-6)
-        return float(((logits - same).norm(dim=-1) / spread).median())
-
-    rounding = torch.finfo(loaded.dtype).eps
-    if not (off := away(loaded.head(states))) < max(LEAST_TOLERANCE, 2 * rounding):
-        raise PairError(
-            f"{loaded.name}: {path} makes its logits in a way that is not supported yet: they "
-            f"are scaled or capped (off by {off:.1%} of their spread)"
-        )
-    # What a model itself makes of other shapes of the same pass tells how it carries rounding on.
-    if not (off := away(ours)) < max(LEAST_TOLERANCE, 16 * rounding, 4 * away(shorter)):
-        raise PairError(
-            f"{loaded.name}: the attention of {path} is not reproduced here (its logits are off by "
-            f"{off:.1%} of their spread from those of transformers' eager attention)"
-        )

@@ -72,7 +72,7 @@ def tree_states(model: CausalModel) -> tuple[Tensor, Tensor]:
     """Last hidden states of a text, read in two parts, and of a tree behind it, and their taps."""
     ids = text()
     model.reserve(64)
-    model.taps = (0, 2, model.num_layers, FINAL)
+    model.taps = (0, 2, FINAL)
     states, taps = [], []
     for start, stop in ((0, 9), (9, TEXT)):
         states.append(model.chain(ids[start:stop], start, logits=0)[1])
@@ -102,18 +102,7 @@ def expected_states(model: Any) -> tuple[Tensor, Tensor]:
         for rows, states in zip(layers, theirs(model, ids + paths[-1]), strict=True):
             rows.append(states[-1:])
     read = [torch.cat(rows) for rows in layers]
-    return read[-1], torch.cat([read[0], read[2], before_norm(model, ids, paths), read[-1]], -1)
-
-
-@torch.no_grad()
-def before_norm(model: Any, ids: list[int], paths: list[list[int]]) -> Tensor:
-    """What the last layer gives."""
-    rows: list[Tensor] = []
-    hook = model.model.norm.register_forward_pre_hook(lambda _, args: rows.append(args[0][0]))
-    for path in ([], *paths):
-        model.model(torch.tensor([ids + path]), use_cache=False)
-    hook.remove()
-    return torch.cat([rows[0], *(states[-1:] for states in rows[1:])])
+    return read[-1], torch.cat([read[0], read[2], read[-1]], -1)
 
 
 LIKE_LLAMA: list[tuple[type[PreTrainedConfig], dict[str, Any]]] = [

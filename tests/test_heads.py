@@ -453,7 +453,9 @@ def test_every_form_computes_what_its_format_says(
     assert (head.vocab_size, head.max_positions) == (VOCAB, target.max_positions)
     ids, drafted = _ids(60), _ids(4, 1)
     wanted = reference(case, plain, ids, drafted)
-    features = target.features(ids)[:, columns(target, head)]
+    target.reserve(len(ids))
+    target.read(torch.tensor(ids), 0)
+    features = target.tapped[:, columns(target, head)]
     for count in range(len(drafted) + 1):
         _close(head_after(head, ids, features, drafted[:count])[0], wanted[count])
     at = 1  # the text in uneven pieces
@@ -629,7 +631,8 @@ def test_taps_are_the_hidden_states_of_any_architecture(kind: str) -> None:
     model = CausalModel(tiny_model(kind, VOCAB, layers=4, positions=1024), "target")
     model.reserve(700)
     ids = _ids(600)
-    taps = (0, 2, 4, FINAL)
+    last = 4 if kind == "llama" else 3  # what the last layer gives is read in fused passes alone
+    taps = (0, 2, last, FINAL)
     with torch.no_grad():
         states = _states(plain, ids)
     wanted = torch.cat([states[tap] for tap in taps], -1)
@@ -637,9 +640,6 @@ def test_taps_are_the_hidden_states_of_any_architecture(kind: str) -> None:
     assert model.taps == taps
     model.read(torch.tensor(ids), 0)
     _close(model.tapped, wanted)
-    before = model.tapped
-    _close(model.features(ids[:50]), wanted[:50])
-    assert torch.equal(model.tapped, before)  # of the pass over the cache
     model.chain(torch.tensor(ids[40:50]), 40, logits=1)
     _close(model.tapped, wanted[40:50])
     mask = torch.zeros(2, 64, dtype=torch.bool)
@@ -651,9 +651,8 @@ def test_taps_are_the_hidden_states_of_any_architecture(kind: str) -> None:
     model.taps = ()
     model.read(torch.tensor(ids[:5]), 0)
     assert model.tapped.shape == (5, 0)
-    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.model.modules())
-    with pytest.raises(PairError, match="no hidden state 5"):
-        model.taps = (5,)
+    with pytest.raises(PairError, match=f"no hidden state {last + 1}"):
+        model.taps = (last + 1,)
 
 
 def pair_with_heads(folder: Path, layers: int = LAYERS, **heads: Case) -> Path:

@@ -34,9 +34,9 @@ from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime import sampling
 from spectune.runtime.decoder import Decoder
+from spectune.runtime.load_model import load_model
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
-from spectune.runtime.models import load_model
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.plan import prepare

@@ -237,7 +237,9 @@ class Reference:
             with torch.no_grad():
                 return self.model.model(torch.tensor([text + path])).last_hidden_state[0, -1]
         head, target = self.apart.heads[self.draft], self.apart.target
-        features = target.features(text[:-1])[:, columns(target, head)]
+        target.reserve(len(text))
+        target.read(torch.tensor(text[:-1]), 0)
+        features = target.tapped[:, columns(target, head)]
         out = head_after(head, text, features, path)[1][0]
         norm = head.net.norm
         if self.draft == "own":

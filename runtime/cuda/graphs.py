@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from spectune.runtime.attention import causal_mask, without_cudnn
+from spectune.runtime.attention import causal_mask
 from spectune.runtime.cache import Tokens
 from spectune.runtime.cuda.launch import first_line
 from spectune.runtime.drafts.device_trees import MOST_PHASES, grows_on_device, tree_phase
@@ -84,12 +84,11 @@ class CudaRecorder:
         that time, and the outputs that this writes; they last until any other replay."""
         graph = torch.cuda.CUDAGraph()
         self._rehearsing.wait_stream(torch.cuda.current_stream())
-        device = torch.device("cuda")
-        with torch.cuda.stream(self._rehearsing), without_cudnn(device):
+        with torch.cuda.stream(self._rehearsing):
             for _ in range(REHEARSALS):
                 compute()
             self._rehearsing.synchronize()
-        with torch.cuda.stream(self._capturing), without_cudnn(device):
+        with torch.cuda.stream(self._capturing):
             # `torch.cuda.graph` would first wait for the whole device and empty its caches.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:

@@ -28,24 +28,22 @@ class Features:
         self.count = 0
         self.kept = False
 
-    def begin(self, capacity: int, first: Tensor) -> None:
-        """Starts with the features of the first tokens, [n, width]."""
-        if self.rows.shape[0] < capacity or self.rows.shape[1] != first.shape[1]:
-            self.rows = first.new_zeros(capacity, first.shape[1])
-        self.rows[: first.shape[0]] = first
-        self.count, self.kept = first.shape[0], True
-
-    def begin_prefilled(self, capacity: int, read: int) -> None:
+    def begin(self, capacity: int, read: int) -> None:
         """Starts with those of the ``read`` tokens that the target has just read."""
         target = self.target
-        none = self.rows.new_zeros(0, len(target.taps) * target.hidden_size)
-        self.begin(capacity, target.tapped if read else none)
+        shape = capacity, len(target.taps) * target.hidden_size
+        if self.rows.shape[0] < capacity or self.rows.shape[1] != shape[1]:
+            self.rows = torch.zeros(shape, device=target.device, dtype=target.dtype)
+        if read:
+            self.rows[:read] = target.tapped
+        self.count, self.kept = read, True
 
     def catch_up(self, text: list[int], capacity: int) -> None:
-        """Where a head takes over in the middle of a text whose features were not kept, one pass
-        makes those of all but the last token."""
+        """Where a head takes over in the middle of a text whose features were not kept, the target
+        reads all but its last token again."""
         if len(text) > 1 and (not self.kept or self.count < len(text) - 1):
-            self.begin(capacity, self.target.features(text[:-1]))
+            self.target.read(torch.tensor(text[:-1], device=self.target.device), 0)
+            self.begin(capacity, len(text) - 1)
 
     def put(self, at: int, path: list[int]) -> None:
         """Keeps those of tokens ``at ..`` from the target's last pass: of the root and the nodes
