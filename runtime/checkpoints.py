@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,6 +25,7 @@ HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 HUB_NAME_LIMIT = 96
 """Characters of a hub name."""
 HUB_TIMEOUT_S = 10.0
+MISSING = "no folder {} here, and no model of that name from the hub"
 CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
 WEIGHTS = ("*.safetensors", "*.bin")
 WEIGHT_NAMES = ("model.safetensors", "pytorch_model.bin")
@@ -77,16 +77,13 @@ def is_local(path: str) -> bool:
 def expanded(path: str) -> Path:
     """A model's folder, with ``~`` and ``~user`` replaced; a user that is unknown stands for
     itself."""
-    try:
-        return Path(os.path.expanduser(path))  # Path.expanduser raises for an unknown user
-    except ValueError:  # no user can have such a name
-        return Path(path)
+    return Path(os.path.expanduser(path))  # Path.expanduser raises for an unknown user
 
 
 def checkpoint(path: str) -> Path:
     """The folder of a checkpoint; of a hub name that of the revision that was fetched, without
     weights until it is loaded. Raises PairError where there is none, locally or on the hub."""
-    folder = expanded(path) if is_local(path) else _cached(path) or _fetched(path)
+    folder = expanded(path) if is_local(path) else _hub_folder(path)
     if not os.path.isfile(folder / CONFIG):  # no error where a name is too long
         raise PairError(
             f"no model at {shortened(path)} (a folder with config.json and weights is expected)"
@@ -101,37 +98,28 @@ def checkpoint(path: str) -> Path:
     return folder
 
 
-def _cached(name: str) -> Path | None:
-    """The folder of what was fetched of a hub name, None where nothing was."""
-    from huggingface_hub import try_to_load_from_cache
+def _hub_folder(name: str) -> Path:
+    """The folder of what was fetched of a hub name. Fetched is all but the weights, also where
+    another program, which read a configuration alone, left the rest out."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
 
     file = try_to_load_from_cache(name, CONFIG)
-    if not isinstance(file, str):
-        return None
-    folder = Path(file).parent
-    if not has_tokenizer(folder) and not is_head(name):
-        _completed(name, folder.name)
-    return folder
+    if isinstance(file, str):
+        folder = Path(file).parent
+        return folder if has_tokenizer(folder) or is_head(name) else _fetched(name, folder.name)
+    with translated(MISSING.format(name)):
+        # Asked once, a name that it does not have, or no network, is told at once.
+        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+    return _fetched(name)
 
 
-@lru_cache
-def _completed(name: str, revision: str) -> None:
-    """Fetches what another program, which read a configuration alone, left out of a revision but
-    its weights. The hub is asked once a process: some drafts have no tokenizer."""
+@lru_cache  # some drafts have no tokenizer: the hub is asked for it once a process
+def _fetched(name: str, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
-    with translated(f"no tokenizer of {name} here, and none from the hub"):
-        snapshot_download(name, revision=revision, allow_patterns=["*.json", *TEXT_FILES])
-
-
-def _fetched(name: str) -> Path:
-    """Fetches all but the weights of a hub name, and returns the folder. The hub is asked once, so
-    that a name it does not have, or no network, is told at once."""
-    from huggingface_hub import HfApi, snapshot_download
-
-    with translated(f"no folder {name} here, and no model of that name from the hub"):
-        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
-        return Path(snapshot_download(name, allow_patterns=["*.json", *TEXT_FILES]))
+    with translated(MISSING.format(name)):
+        allowed = ["*.json", *TEXT_FILES]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=allowed))
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -156,24 +144,18 @@ def weight_files(folder: Path) -> list[str]:
         if (folder / name).exists():
             return [name]
         if (index := folder / f"{name}.index.json").exists():
-            shards = _read_object(index, "an index of weights").get("weight_map")
-            if isinstance(shards, Mapping):
-                return sorted({str(shard) for shard in shards.values()})
+            shards = read_config(folder, index.name).get("weight_map") or {}
+            return sorted({str(shard) for shard in shards.values()})
     kinds = (sorted(folder.glob(pattern)) for pattern in WEIGHTS)
     return next(([file.name for file in files] for files in kinds if files), [WEIGHT_NAMES[0]])
 
 
-def _read_object(file: Path, content: str) -> dict[str, Any]:
-    """The JSON object in a file, which is ``content``. Raises PairError where it holds none."""
-    document = read_json(file, str(file), PairError)
-    if not isinstance(document, dict):
-        raise PairError(f"{file}: {content} is a JSON object, not {type(document).__name__}")
-    return document
-
-
 def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
-    """A checkpoint's configuration. Raises PairError where it is none."""
-    return _read_object(folder / name, "a model's configuration")
+    """A JSON file of a checkpoint. Raises PairError where it holds no object."""
+    document = read_json(folder / name, str(folder / name), PairError)
+    if not isinstance(document, dict):
+        raise PairError(f"{folder / name} holds {type(document).__name__}, not a JSON object")
+    return document
 
 
 # ---------------------------------------------------------------------------------------- identity
@@ -211,18 +193,17 @@ def _weights_sample(file: Path) -> bytes:
     """Of a safetensors file the header and some bytes of every tensor; of a pickle that torch
     zipped what the archive says of its parts, their checksums among it; of another all."""
     if file.suffix == ".safetensors":
-        with file.open("rb") as opened:
+        with file.open("rb", buffering=0) as opened:
             header, first = _safetensors_header(opened), opened.tell()
-            with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as view:
-                if hasattr(mmap, "MADV_RANDOM"):
-                    view.madvise(mmap.MADV_RANDOM)
-                parts = [json.dumps(header, sort_keys=True).encode()]
-                for name in sorted(header.keys() - {"__metadata__"}):
-                    begin, end = (first + offset for offset in header[name]["data_offsets"])
-                    step = max(0, end - begin - SAMPLE_BYTES) // (SAMPLES - 1)
-                    places = {begin + i * step for i in range(SAMPLES)}
-                    parts += [view[at : min(at + SAMPLE_BYTES, end)] for at in sorted(places)]
-                return b"".join(parts)
+            header.pop("__metadata__", None)
+            parts = [json.dumps(header, sort_keys=True).encode()]
+            for name in sorted(header):
+                begin, end = header[name]["data_offsets"]
+                step = max(0, end - begin - SAMPLE_BYTES) // (SAMPLES - 1)
+                for at in sorted({begin + i * step for i in range(SAMPLES)}):
+                    opened.seek(first + at)
+                    parts.append(opened.read(min(SAMPLE_BYTES, end - at)))
+            return b"".join(parts)
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
             entries = [(entry.filename, entry.CRC, entry.file_size) for entry in archive.infolist()]
@@ -231,13 +212,8 @@ def _weights_sample(file: Path) -> bytes:
 
 
 def _safetensors_header(opened: BinaryIO) -> dict[str, Any]:
-    """The header that a safetensors file begins with. Raises ValueError where it is none."""
-    length = int.from_bytes(opened.read(8), "little")
-    if not 0 < length <= os.fstat(opened.fileno()).st_size:
-        raise ValueError("it is no safetensors file")
-    header = json.loads(opened.read(length))
-    if not isinstance(header, dict):
-        raise ValueError("its header is no JSON object")
+    """The header that a safetensors file begins with."""
+    header: dict[str, Any] = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
     return header
 
 
@@ -251,20 +227,16 @@ def is_checkpoint_file(file: Path) -> bool:
 
 # ----------------------------------------------------------------------------------- configurations
 
-NEUTRAL: Mapping[str, float | None] = {
-    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), 1),
-    **dict.fromkeys(("num_beams", "num_beam_groups", "typical_p"), 1),
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
-    **dict.fromkeys(("min_length", "min_new_tokens", "min_p", "penalty_alpha"), 0),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "token_healing"), 0),
-    **dict.fromkeys(("bad_words_ids", "force_words_ids", "constraints", "stop_strings"), None),
-    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "sequence_bias"), None),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "max_time"), None),
-    **dict.fromkeys(("exponential_decay_length_penalty", "top_h"), None),
-    **dict.fromkeys(("dola_layers", "watermarking_config"), None),
+NEUTRAL: Mapping[float | None, str] = {
+    1: "repetition_penalty encoder_repetition_penalty guidance_scale num_beams typical_p",
+    0: "no_repeat_ngram_size encoder_no_repeat_ngram_size min_length min_new_tokens min_p "
+    "epsilon_cutoff eta_cutoff token_healing",
+    None: "bad_words_ids begin_suppress_tokens exponential_decay_length_penalty max_time "
+    "forced_bos_token_id forced_eos_token_id sequence_bias stop_strings suppress_tokens top_h "
+    "watermarking_config",
 }
-"""Keys of a generation_config that change texts and are no options here, and the value of each
-that, like null and an empty list, asks for nothing."""
+"""Keys of a generation_config that change texts and are no options here, by the value that, like
+null and an empty list, asks for nothing."""
 
 
 def ignored_settings(path: str) -> list[str]:
@@ -272,21 +244,24 @@ def ignored_settings(path: str) -> list[str]:
     asks for nothing else than is done."""
     folder = checkpoint(path)
     config = read_config(folder, GENERATION) if (folder / GENERATION).is_file() else {}
-    keys = [k for k in sorted(NEUTRAL) if config.get(k) not in (None, [], NEUTRAL[k])]
-    settings = ", ".join(f"{key} {config[key]}" for key in keys)
-    return [f"ignored of the target's generation_config: {settings}"] if keys else []
+    settings = sorted(
+        f"{key} {config[key]}"
+        for neutral, keys in NEUTRAL.items()
+        for key in keys.split()
+        if config.get(key) not in (None, [], neutral)
+    )
+    line = f"ignored of the target's generation_config: {', '.join(settings)}"
+    return [line] if settings else []
 
 
 def says_eagle3(config: Mapping[str, Any]) -> bool:
     """Whether a head's configuration is one of EAGLE-3."""
-    named = any("eagle3" in name for name in _architectures(config))
-    named = named or config.get("speculators_model_type") == "eagle3"
+    named = "eagle3" in _architectures(config) or config.get("speculators_model_type") == "eagle3"
     return named or "draft_vocab_size" in config or "eagle_config" in config
 
 
-def _architectures(config: Mapping[str, Any]) -> list[str]:
-    names = config.get("architectures")
-    return [str(name).lower() for name in names] if isinstance(names, list) else []
+def _architectures(config: Mapping[str, Any]) -> str:
+    return str(config.get("architectures")).lower()
 
 
 def is_head(path: str) -> bool:
@@ -301,28 +276,23 @@ def is_head(path: str) -> bool:
     if not (folder / CONFIG).is_file():
         return False
     config = read_config(folder)
-    if says_eagle3(config) or any("eagle" in name for name in _architectures(config)):
+    if says_eagle3(config) or "eagle" in _architectures(config):
         return True
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    return any(_has_fc(file) for file in files)
-
-
-_PICKLED_FC = (b"X\x09\0\0\0fc.weight", b"X\x0f\0\0\0model.fc.weight")
+    return any(map(_has_fc, files))
 
 
 def _has_fc(file: Path) -> bool:
     """Whether a weight file has a tensor ``fc.weight``, which takes two states to one."""
-    try:
+    with suppress(Exception):  # loading says what is wrong
         if file.suffix == ".safetensors":
             with file.open("rb") as opened:
-                names = _safetensors_header(opened)
-            return any(name.removeprefix("model.") == "fc.weight" for name in names)
+                return not {"fc.weight", "model.fc.weight"}.isdisjoint(_safetensors_header(opened))
         with zipfile.ZipFile(file) as archive:
             inner = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
             pickled = archive.read(inner)
-        return any(name in pickled for name in _PICKLED_FC)
-    except (OSError, ValueError, StopIteration, zipfile.BadZipFile):  # loading says what is wrong
-        return False
+        return re.search(rb"[\t\x0f]\0\0\0(model\.)?fc\.weight", pickled) is not None
+    return False
 
 
 def head_algorithm(path: str) -> str:

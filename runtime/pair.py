@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,11 +29,8 @@ FORM = '{"name": ..., "target": PATH, "drafts": {NAME: PATH}}'
 def _draft_name(name: str) -> str:
     if name in RESERVED or not name:
         raise ValueError(f"the draft name {name!r} is reserved; choose another")
-    if len(name) > DRAFT_NAME_LIMIT:
-        raise ValueError(
-            f"a draft's name has {len(name)} characters, more than {DRAFT_NAME_LIMIT}; choose "
-            "another"
-        )
+    if (length := len(name)) > DRAFT_NAME_LIMIT:
+        raise ValueError(f"a draft's name has {length} characters, more than {DRAFT_NAME_LIMIT}")
     return name
 
 
@@ -42,7 +39,7 @@ class PairSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str
+    name: str = ""
     target: str
     drafts: dict[Annotated[str, AfterValidator(_draft_name)], str] = {}
 
@@ -83,7 +80,7 @@ class PairSpec(BaseModel):
             return path
 
         try:
-            spec = cls.model_validate({"name": "", **data} if isinstance(data, Mapping) else data)
+            spec = cls.model_validate(data)
         except ValidationError as error:
             raise PairError(f"{where}: {_explained(error)}") from None
         drafts = {name: resolve(path) for name, path in spec.drafts.items()}
@@ -97,9 +94,8 @@ def _explained(error: ValidationError) -> str:
     place = ".".join(str(part) for part in first["loc"] if part != "[key]")
     if first["type"] == "extra_forbidden":
         return f"unknown key {place!r}; known keys: {', '.join(sorted(PairSpec.model_fields))}"
-    if first["type"] == "value_error":
-        return str(first["ctx"]["error"])
-    return f"a pair file is {FORM}; {place + ': ' if place else ''}{first['msg']}"
+    reason = str(first.get("ctx", {}).get("error", first["msg"]))
+    return f"{place}{': ' if place else ''}{reason}; a pair file is {FORM}"
 
 
 def read_pair(pair: str | None, target: str | None = None, drafts: Sequence[str] = ()) -> PairSpec:

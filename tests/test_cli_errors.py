@@ -211,7 +211,7 @@ def merge(file: Path, document: dict[str, Any]) -> None:
         ("pair.json", {"draft": {}}, "'draft'; known keys: drafts, "),
         ("pair.json", {"drafts": {"a": "no/such/one"}}, "no model at no/such/one"),
         ("target/config.json", b"{", "config.json: not JSON"),
-        ("target/config.json", b"[]", "is a JSON object"),
+        ("target/config.json", b"[]", "not a JSON object"),
         ("target/config.json", b'{"model_type": "unheard-of"}', "target: cannot load"),
         *(("target/config.json", change, says) for change, says in CONFIGURATIONS),
         ("near/model.safetensors", b"no weights", "model.safetensors cannot be read"),
