@@ -151,7 +151,10 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
-    """A JSON file of a checkpoint. Raises PairError where it holds no object."""
+    """The object in a JSON file of a checkpoint, empty where the file is missing. Raises PairError
+    where it holds none."""
+    if not (folder / name).is_file():
+        return {}
     document = read_json(folder / name, str(folder / name), PairError)
     if not isinstance(document, dict):
         raise PairError(f"{folder / name} holds {type(document).__name__}, not a JSON object")
@@ -172,9 +175,7 @@ def identity(path: str) -> str:
     folder = checkpoint(path)
     if not is_local(path):
         return f"{path}@{folder.name}"
-    configs = [read_config(folder)]
-    if (folder / GENERATION).is_file():
-        configs.append(read_config(folder, GENERATION))
+    configs = [config for name in (CONFIG, GENERATION) if (config := read_config(folder, name))]
     for config in configs:  # where and by what it was saved
         for key in ("_name_or_path", "transformers_version"):
             config.pop(key, None)
@@ -242,8 +243,7 @@ null and an empty list, asks for nothing."""
 def ignored_settings(path: str) -> list[str]:
     """A line on what a target's generation_config asks of its texts and is not done; none where it
     asks for nothing else than is done."""
-    folder = checkpoint(path)
-    config = read_config(folder, GENERATION) if (folder / GENERATION).is_file() else {}
+    config = read_config(checkpoint(path), GENERATION)
     settings = sorted(
         f"{key} {config[key]}"
         for neutral, keys in NEUTRAL.items()
@@ -273,9 +273,9 @@ def is_head(path: str) -> bool:
     folder = expanded(path)
     if not is_local(path):
         return "eagle" in path.lower()
-    if not (folder / CONFIG).is_file():
-        return False
     config = read_config(folder)
+    if not config:
+        return False
     if says_eagle3(config) or "eagle" in _architectures(config):
         return True
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
@@ -297,7 +297,5 @@ def _has_fc(file: Path) -> bool:
 
 def head_algorithm(path: str) -> str:
     """``eagle3`` or ``eagle``: what engines call a head's algorithm."""
-    folder = expanded(path)
-    config = read_config(folder) if (folder / CONFIG).is_file() else {}
     named = "eagle3" in path.lower().replace("eagle-3", "eagle3")
-    return "eagle3" if named or says_eagle3(config) else "eagle"
+    return "eagle3" if named or says_eagle3(read_config(expanded(path))) else "eagle"

@@ -173,8 +173,6 @@ class ModelBackend:
             self._drafting.commit(length, drafted, path)
         self._text.extend(emitted)
         self._rounds += 1
-        if self._noise is not None:
-            self._noise.forget_before(len(self._text))
 
 
 @dataclass(frozen=True)

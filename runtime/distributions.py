@@ -7,12 +7,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from spectune.runtime.policies.jit import compiled
 from spectune.runtime.sampling import filters, processed
 from spectune.runtime.trees.grow import Codes
 from spectune.traces.schema import NAT_CODE_MAX, NAT_SCALE, TOP_ENTROPY, Sampling
@@ -92,12 +90,13 @@ def best_children(
 
 def codes_on_host(children: Children, *, reads_gap: bool = True) -> Codes:
     """The codes as numpy arrays in the dtypes of a recording. Those that are not read are 0."""
-    # Without -log q its place holds the scores, which are not read.
-    columns = children._replace(nats=children.scores if children.nats is None else children.nats)
-    tokens, scores, nats, *of_nodes = (x.cpu().numpy() for x in columns if x is not None)
-    logp, gap = np.zeros((2, *scores.shape), np.uint16)
-    _write_codes(scores, nats, logp, gap, children.nats is not None, reads_gap)
-    return Codes.of(tokens, logp, gap, *of_nodes)
+    tokens, scores, nats, *of_nodes = (x if x is None else x.cpu().numpy() for x in children)
+    gaps = scores[:, :1] - scores if reads_gap else None
+    codes = (
+        np.zeros(tokens.shape) if x is None else np.minimum(x * NAT_SCALE, NAT_CODE_MAX)
+        for x in (nats, gaps)
+    )
+    return Codes.of(tokens, *codes, *of_nodes)
 
 
 def codes_on_device(children: Children, *, reads_gap: bool = True) -> DeviceCodes:
@@ -116,26 +115,3 @@ def _code(nats: Tensor) -> Tensor:
 def _entropy_code(q: Tensor) -> Tensor:
     """Codes of the entropies of ``q`` [n, any], int64 [n]."""
     return _code(torch.special.entr(q).sum(-1))
-
-
-@compiled()
-def _write_codes(
-    scores: npt.NDArray[np.float32],
-    nats: npt.NDArray[np.float32],
-    logp: npt.NDArray[np.uint16],
-    gap: npt.NDArray[np.uint16],
-    reads_logp: bool,
-    reads_gap: bool,
-) -> None:
-    """Writes the codes [n, k] that are read, of -log q and of the gap to the best.
-
-    ``scores`` float32 [n, k], best first; ``nats`` [n, k]: -log q.
-    """
-    n, k = logp.shape
-    for i in range(n):
-        for j in range(k):
-            if reads_logp:
-                logp[i, j] = int(min(max(nats[i, j] * NAT_SCALE, 0.0), NAT_CODE_MAX))
-            if reads_gap:
-                nat = scores[i, 0] - scores[i, j]
-                gap[i, j] = int(min(max(nat * NAT_SCALE, 0.0), NAT_CODE_MAX))

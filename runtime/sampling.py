@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import Final
 
@@ -104,17 +105,17 @@ def add_noise(scores: Tensor, ids: Tensor | None, keys: Tensor) -> Tensor:
     return scores + gumbel(keys, tokens)
 
 
-ROWS_KEPT: Final = 256
-NOISE_KEPT: Final = 1 << 26
-"""Rows of noise that are kept, more where they are short: so many numbers in all."""
+ROWS_KEPT: Final = 128
+NOISE_KEPT: Final = 1 << 23
+"""Rows of noise that are kept, more than any round looks at; more where they are short: so many
+numbers in all."""
 
 
 class Noise:
     """The target's noise of one request. The draft reads the same: proposing by ``log q + g`` is
     what couples it with the target.
 
-    On CUDA one kernel makes it where it is added; elsewhere rows are kept for the positions of the
-    current round."""
+    On CUDA one kernel makes it where it is added; elsewhere the last rows are kept."""
 
     def __init__(
         self,
@@ -126,17 +127,13 @@ class Noise:
     ) -> None:
         self._seed, self.vocab_size, self._device = seed, vocab_size, device
         self._stream, self._salt = stream, salt
-        self._rows: dict[int, Tensor] = {}
         self.fused = kernels_run(device)
-
-    def row(self, position: int) -> Tensor:
+        self.row = lru_cache(max(ROWS_KEPT, NOISE_KEPT // vocab_size))(self._row)
         """Float32 ``[vocab]`` at an absolute position."""
-        if position not in self._rows:
-            key = stream_key(self._seed, position, self._stream, self._salt)
-            self._rows[position] = gumbel_row(key, self.vocab_size, self._device)
-            if len(self._rows) > max(ROWS_KEPT, NOISE_KEPT // self.vocab_size):
-                del self._rows[next(iter(self._rows))]
-        return self._rows[position]
+
+    def _row(self, position: int) -> Tensor:
+        key = stream_key(self._seed, position, self._stream, self._salt)
+        return gumbel_row(key, self.vocab_size, self._device)
 
     def keys(self, positions: Sequence[int]) -> list[int]:
         """The keys at positions, as int64 has them."""
@@ -166,10 +163,6 @@ class Noise:
         return torch.cat(
             [(part + self.row(p)).argmax(-1) for part, (p, _) in zip(parts, levels, strict=True)]
         )
-
-    def forget_before(self, position: int) -> None:
-        """Drops rows that no later round needs."""
-        self._rows = {p: row for p, row in self._rows.items() if p >= position}
 
 
 def scaled(logits: Tensor, sampling: Sampling) -> Tensor:

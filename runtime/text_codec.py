@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from spectune.runtime.checkpoints import (
     CONFIG,
@@ -138,35 +138,35 @@ def _needs_template(request: Request) -> bool:
 
 
 def _no_template(request: Request) -> WorkloadError:
-    if len(request.messages) > 1:
-        needs = f"a conversation of {len(request.messages)} messages needs"
-        instead = "puts a blank line between its messages instead"
-    else:
+    count = len(request.messages)
+    needs, instead = f"a conversation of {count} messages", "puts blank lines between"
+    if count < 2:
         keys = ", ".join(request.template)
-        needs, instead = f"what it says to a chat template ({keys}) needs", "leaves that out"
+        needs, instead = f"what it says to a chat template ({keys})", "leaves that out"
     return WorkloadError(
-        f"request {request.id}: {needs} a chat template, and the target's tokenizer has none; "
-        f"--no-chat {instead}"
+        f"request {request.id}: {needs} needs a chat template, and the target's tokenizer has "
+        f"none; --no-chat {instead}"
     )
 
 
 def _messages(request: Request, tokenizer: Any) -> list[dict[str, Any]]:
     """A request as its template reads it. A message of several texts is handed over in parts where
     the template goes through parts, and else as vLLM writes it, a line break between them."""
-    takes = _content(tokenizer, str(tokenizer.chat_template))
+    takes_text, takes_parts = _content_forms(tokenizer, str(tokenizer.chat_template))
     messages = []
     for message in request.chat():
         texts = message_texts(message)
         content: Any = "\n".join(texts)
-        if takes == "parts" or (takes == "either" and len(texts) > 1):
+        if takes_parts and (len(texts) > 1 or not takes_text):
             content = [{"type": "text", "text": text} for text in texts]
         messages.append({**message, "content": content})
     return messages
 
 
 @lru_cache(maxsize=8)
-def _content(tokenizer: Any, template: str) -> Literal["string", "parts", "either"]:
-    """What a tokenizer's template takes for a message's content, found by trying."""
+def _content_forms(tokenizer: Any, template: str) -> tuple[bool, bool]:
+    """Whether a tokenizer's template takes a message's content as a text, and whether in parts,
+    which trying shows."""
 
     def written(content: Any) -> str:
         with suppress(Exception):  # whatever a template raises that cannot read this
@@ -175,10 +175,9 @@ def _content(tokenizer: Any, template: str) -> Literal["string", "parts", "eithe
         return ""
 
     probe = "a text of ours"
-    one, parts = written(probe), written([{"type": "text", "text": probe}])
-    if probe not in parts or re.search("""['"]text['"]""", parts):  # the list itself, written out
-        return "string"
-    return "either" if probe in one else "parts"
+    parts = written([{"type": "text", "text": probe}])
+    as_it_is = re.search("""['"]text['"]""", parts)  # the list itself, written out
+    return probe in written(probe), probe in parts and as_it_is is None
 
 
 def load_codec(spec: PairSpec) -> TextCodec:
@@ -210,8 +209,7 @@ def positions_of(path: str) -> int | None:
 def end_tokens(path: str, tokenizer: Any = None) -> frozenset[int]:
     """The tokens that end a target's texts: as its generation_config says, else its config, else
     its ``tokenizer``. Raises PairError where that says no token."""
-    folder = checkpoint(path)
-    configs = [read_config(folder, n) for n in (GENERATION, CONFIG) if (folder / n).is_file()]
+    configs = (read_config(checkpoint(path), name) for name in (GENERATION, CONFIG))
     named = [config.get("eos_token_id") for config in configs]
     eos = next((ids for ids in named if ids is not None), getattr(tokenizer, "eos_token_id", None))
     with translated(f"target: eos_token_id of {path}"):
@@ -237,8 +235,6 @@ def _processor_template(folder: Path) -> Any:
     """The chat template in the files of a checkpoint's processor, which no tokenizer reads; None
     where they have none."""
     for name in ("chat_template.json", "processor_config.json"):
-        if not (folder / name).is_file():
-            continue
         template = read_config(folder, name).get("chat_template")
         if isinstance(template, list):  # several, by name
             return {each["name"]: each["template"] for each in template}

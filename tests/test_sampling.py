@@ -51,7 +51,6 @@ def test_noise_is_a_pure_function() -> None:
     one, two = Noise(7, 512, CPU), Noise(7, 512, CPU)
     late = one.row(40)
     two.row(38)
-    two.forget_before(99)
     assert torch.equal(two.row(40), late)
     assert not torch.equal(Noise(8, 512, CPU).row(40), late)
 
