@@ -22,8 +22,8 @@ from spectune.runtime.trees.on_device import (
 )
 
 CPU = torch.device("cpu")
-TREES = 400
-"""Of each kind; some 10,000 levels together."""
+TREES = 800
+"""Of each kind; some 16,000 levels together."""
 
 
 class ToldInTensors:
