@@ -23,7 +23,7 @@ from spectune.runtime.cache import CacheView, LayerShape, SlotCache, Tokens
 from spectune.runtime.cuda import layers as kernels
 from spectune.runtime.cuda import noise
 from spectune.runtime.cuda.attention import DTYPES, attention_runs, split_attention
-from spectune.runtime.cuda.launch import kernels_run, switched_on, tried
+from spectune.runtime.cuda.launch import kernels_run, switched_on, try_launch
 from spectune.runtime.cuda.layers import Norm
 
 Product = tuple[Tensor, Tensor | None]
@@ -113,7 +113,7 @@ def try_kernels(cache: SlotCache, heads: int, hidden_size: int) -> None:
             split_attention(zeros(heads, width, dim), keys, values, mask, slot + 1, 1.0)
 
     if kernels_run(device):
-        tried(device, launch)
+        try_launch(device, launch)
 
 
 def new_pass(rotary: tuple[Tensor, Tensor], view: CacheView, mask: Tensor | None) -> Pass:

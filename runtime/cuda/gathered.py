@@ -70,20 +70,12 @@ def gathered_kernel(in_interpreter: bool) -> Any:
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
+    # fmt: off
     def gathered(  # type: ignore[no-untyped-def]
-        hidden,
-        weight,
-        ids,
-        bias,
-        out,
-        n,
-        count,
-        hidden_size,
-        HAS_BIAS: tl.constexpr,
-        ROWS: tl.constexpr,
-        IDS: tl.constexpr,
-        D: tl.constexpr,
+        hidden, weight, ids, bias, out, n, count, hidden_size, HAS_BIAS: tl.constexpr,
+        ROWS: tl.constexpr, IDS: tl.constexpr, D: tl.constexpr,
     ):
+        # fmt: on
         columns = tl.program_id(0) * IDS + tl.arange(0, IDS)
         rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         is_token = columns < count

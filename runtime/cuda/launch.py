@@ -23,7 +23,7 @@ _FAILED: Final[set[str]] = set()
 
 
 def switched_on() -> bool:
-    """Whether the environment asks for no plain torch."""
+    """Whether fused passes and kernels may run."""
     return os.environ.get(SWITCH, "1") != "0"
 
 
@@ -33,44 +33,26 @@ def interpreted() -> bool:
 
 
 def kernels_run(device: torch.device) -> bool:
-    """Whether Triton kernels run there: on CUDA (or ROCm) where triton is installed and finds a C
-    compiler, or anywhere with ``TRITON_INTERPRET=1``; unless they are switched off, or one did not
-    run when it was tried."""
-    if not switched_on() or device.type in _FAILED:
-        return False
-    if device.type != "cuda" and not interpreted():
-        return False
-    return (
-        _compiles(device) if not interpreted() else importlib.util.find_spec("triton") is not None
-    )
+    """Whether Triton kernels run there: on CUDA (or ROCm) where triton is installed, or anywhere
+    with ``TRITON_INTERPRET=1``; unless they are switched off, or one did not run when it was tried.
+    """
+    allowed = switched_on() and (device.type == "cuda" or interpreted())
+    return allowed and device.type not in _FAILED and _installed()
 
 
 @functools.cache
-def _compiles(device: torch.device) -> bool:
-    """Whether triton is installed and a kernel of one number runs."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
-
-    def store(number):  # type: ignore[no-untyped-def]
-        tl.store(number, 1)
-
-    number = torch.zeros(1, dtype=torch.int32, device=device)
-    return tried(device, lambda: triton.jit(store)[(1,)](number))
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
-def tried(device: torch.device, launch: Callable[[], object]) -> bool:
-    """Whether ``launch`` launches kernels on a device without an error. After one none run there,
-    and a warning says why."""
+def try_launch(device: torch.device, launch: Callable[[], object]) -> None:
+    """Launches kernels on a device. After an error none run there, and a warning says why."""
     try:
         with on(device):
             launch()
     except Exception as error:  # a compiler is missing, or a kernel does not fit the device
         _FAILED.add(device.type)
         logging.getLogger(__name__).warning("Triton kernels are not used: %s", first_line(error))
-        return False
-    return True
 
 
 def first_line(error: Exception) -> str:

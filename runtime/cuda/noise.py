@@ -40,14 +40,9 @@ def _launch(scores: Tensor, keys: Tensor, ids: Tensor | None, out: Tensor, choos
         return out
     scores = scores.contiguous()
     with on(scores.device):
+        fixed = constants(choose=choose, one_key=len(keys) == 1, listed=ids is not None)
         noise_kernel(interpreted())[n, 1 if choose else -(-size // BLOCK)](
-            scores,
-            keys,
-            keys if ids is None else ids,
-            out,
-            size,
-            **constants(choose=choose, one_key=len(keys) == 1, listed=ids is not None),
-            num_warps=WARPS,
+            scores, keys, keys if ids is None else ids, out, size, **fixed, num_warps=WARPS
         )
     return out
 
@@ -66,20 +61,13 @@ def noise_kernel(interpreted: bool) -> Any:
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
+    # fmt: off
     def noisy(  # type: ignore[no-untyped-def]
-        scores,
-        keys,
-        ids,
-        out,
-        size,
-        CHOOSE: tl.constexpr,
-        ONE_KEY: tl.constexpr,
-        LISTED: tl.constexpr,
-        BLOCK: tl.constexpr,
-        C1: tl.constexpr,
-        C2: tl.constexpr,
+        scores, keys, ids, out, size, CHOOSE: tl.constexpr, ONE_KEY: tl.constexpr,
+        LISTED: tl.constexpr, BLOCK: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr,
         C3: tl.constexpr,
     ):
+        # fmt: on
         row = tl.program_id(0)
         key = tl.load(keys + (0 if ONE_KEY else row))
         begin = row.to(tl.int64) * size
