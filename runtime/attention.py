@@ -1,8 +1,6 @@
-"""Attention of a pass over a slot cache.
-
-:func:`attend` is the one function; transformers' models reach it as ``spectune``. Query heads of
-one key-value group are folded into the query axis, so that grouped keys are never repeated.
-"""
+"""Attention of a pass over a slot cache: :func:`attend`, which transformers' models reach as
+``spectune``. Query heads of one key-value group are folded into the query axis, so that grouped
+keys are never repeated."""
 
 from __future__ import annotations
 
@@ -99,9 +97,9 @@ def _torch_attention(query: Tensor, keys: Tensor, values: Tensor, **options: Any
 
 
 def layer_mask(mask: Tensor, groups: int, keys: Tensor, values: Tensor) -> Tensor:
-    """Returns a boolean mask [n, S] in the form that :func:`attend` reads in every layer, where the
-    first has these ``keys`` and ``values`` [Hkv, slots, D] and so many query heads each: as it is
-    for Triton, [1, 1, n, S], else as numbers to add to scores, [1, 1, groups * n, S]."""
+    """Returns a boolean mask [n, S] as :func:`attend` reads it in every layer: for Triton [1, 1, n,
+    S], else numbers to add to scores, [1, 1, groups * n, S]. ``groups``: query heads for each of
+    the ``keys`` and ``values`` [Hkv, slots, D] of the first layer."""
     if attention_runs(len(mask), keys, values):
         return mask[None, None]
     return _folded(mask, groups, keys.dtype)

@@ -1,9 +1,6 @@
-"""One tensor of keys and values a model, of numbered slots.
-
-transformers' static cache appends at a length that it counts itself and cannot be rolled back. Ours
-holds no length: a pass is given the slots that it writes and how many it reads. What a rejected
-draft left behind is masked and overwritten.
-"""
+"""One tensor of keys and values a model, of numbered slots. It holds no length: a pass is given the
+slots that it writes and how many it reads, and what a rejected draft left behind is masked and
+overwritten."""
 
 from __future__ import annotations
 

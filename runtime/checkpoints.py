@@ -45,12 +45,8 @@ SAMPLE_BYTES = 1024
 
 @contextmanager
 def translated(subject: str) -> Iterator[None]:
-    """The border to the libraries that read checkpoints: each of their errors becomes a PairError
-    of one line, ``subject`` first.
-
-    A checkpoint that needs code of its own is refused: no ``from_pretrained`` of ours may run or
-    ask for it.
-    """
+    """Turns every error of the libraries that read checkpoints into a PairError of one line,
+    ``subject`` first. One that needs code of its own is refused."""
     try:
         yield
     except SpectuneError:
@@ -137,9 +133,8 @@ def source(path: str) -> tuple[str, dict[str, str]]:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of the files that a checkpoint's weights are loaded from: what transformers takes where
-    there are several kinds, which may be shards that are missing; else all of one kind. One at
-    least."""
+    """Names of the files that a checkpoint's weights are loaded from, one at least: what
+    transformers takes of several kinds (a shard may be missing), else all of one kind."""
     for name in WEIGHT_NAMES:
         if (folder / name).exists():
             return [name]
@@ -165,13 +160,9 @@ def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
 
 
 def identity(path: str) -> str:
-    """What tells a checkpoint from others: of a folder 16 hex digits over its content, wherever it
-    lies; of a hub name that and the commit that was fetched.
-
-    Read are configurations, tokenizer, the safetensors' headers and a few KiB of every tensor:
-    weights that were trained on, merged, or given another sign differ there. Raises PairError where
-    there is no checkpoint or a file of it cannot be read.
-    """
+    """What tells a checkpoint from others: of a folder 16 hex digits over configurations,
+    tokenizer, the safetensors' headers and a few KiB of every tensor, wherever it lies; of a hub
+    name that and the commit that was fetched. Raises PairError where it cannot be read."""
     folder = checkpoint(path)
     if not is_local(path):
         return f"{path}@{folder.name}"
@@ -265,11 +256,8 @@ def _architectures(config: Mapping[str, Any]) -> str:
 
 
 def is_head(path: str) -> bool:
-    """Whether a checkpoint is an EAGLE head rather than a language model.
-
-    EAGLE-1 and 2 configurations look like any Llama's: there the names of the tensors tell. On a
-    hub the name must say ``eagle``, as those of published heads do: nothing is fetched to find out.
-    """
+    """Whether a checkpoint is an EAGLE head rather than a language model: by its configuration or,
+    as those of EAGLE-1 and 2 look like any Llama's, by its tensors; on a hub by its name."""
     folder = expanded(path)
     if not is_local(path):
         return "eagle" in path.lower()

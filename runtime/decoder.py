@@ -1,5 +1,4 @@
-"""Decoding with real models: the backend behind the loop, and the session that serves requests with
-it."""
+"""Decoding with models: the loop's backend, and the decoder that serves requests with it."""
 
 from __future__ import annotations
 
@@ -278,8 +277,8 @@ class Decoder:
 class _RequestSource:
     """A source's policies for one request: of a choice by prompt, the plan that it chooses.
 
-    A choice that is published meanwhile begins with the next request: the prompt would have to be
-    read once more, which takes longer than a round and writes over what the cache holds."""
+    A choice that is published meanwhile begins with the next request: it would read the prompt
+    again, which takes longer than a round and writes over what the cache holds."""
 
     def __init__(self, source: PolicySource, request: DecodeRequest, backend: ModelBackend) -> None:
         self._source, self._request, self._backend = source, request, backend
@@ -335,11 +334,9 @@ def prepare_for(
     version: int = 0,
     artifacts: Artifacts | None = None,
 ) -> Plan:
-    """:func:`runtime.policies.plan.prepare` for a loaded pair, with everything done that its
-    first rounds would otherwise wait for: a shortlist's weights are cut out; on CUDA the graphs
-    that rounds can need are captured. It may run in another thread than decoding does.
-
-    Raises PolicyError as ``prepare``, and for a router of another head.
+    """:func:`runtime.policies.plan.prepare` for a loaded pair, with all that its first rounds would
+    wait for: a shortlist's weights are cut out, and CUDA graphs captured. It may run in another
+    thread than decoding does. Raises PolicyError as ``prepare``, and for a router of another head.
     """
     plan = prepare(policy, pair.draft_names, profile=profile, version=version, artifacts=artifacts)
     if plan.choice is None:

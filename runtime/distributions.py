@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -90,7 +90,8 @@ def best_children(
 
 def codes_on_host(children: Children, *, reads_gap: bool = True) -> Codes:
     """The codes as numpy arrays in the dtypes of a recording. Those that are not read are 0."""
-    tokens, scores, nats, *of_nodes = (x if x is None else x.cpu().numpy() for x in children)
+    columns: list[Any] = [x if x is None else x.cpu().numpy() for x in children]
+    tokens, scores, nats, *of_nodes = columns
     gaps = scores[:, :1] - scores if reads_gap else None
     codes = (
         np.zeros(tokens.shape) if x is None else np.minimum(x * NAT_SCALE, NAT_CODE_MAX)

@@ -1,10 +1,9 @@
-"""Passes of Llama-like decoders with as few operations as they need: queries, keys and values are
-one product, gate and up another, and what lies between products is one kernel each on CUDA.
+"""Passes of Llama-like decoders with few operations: queries, keys and values are one product, gate
+and up another, and what lies between products is one kernel each on CUDA.
 
-A decoder is Llama-like by its modules: layers of ``q_proj`` to ``o_proj``, ``gate_proj`` to
-``down_proj`` and RMS norms (Llama, Mistral, Qwen2 and 3, and what follows them). :func:`fuse` takes
-such a decoder where its layers give what ours give; any other runs the code of transformers. The
-model itself stays whole: its weights become views of the fused ones, so memory does not grow.
+A decoder is Llama-like where its modules are a Llama's (as those of Mistral, Qwen2 and 3 are) and
+its layers give what ours give; any other runs the code of transformers. The model's weights become
+views of the fused ones, so memory does not grow.
 """
 
 from __future__ import annotations
@@ -36,14 +35,13 @@ TOLERANCE: Final = 8.0
 
 
 def add_norm(x: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
-    """``residual + x`` (``x`` without one) normed, and as it is. The norm is computed in float32,
-    as every RMS norm of transformers is."""
+    """``residual + x`` (``x`` without one) normed, and as it is."""
     total = x if residual is None else residual + x
     return rms_norm(total, norm), total
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """``x`` [..., d] over its root mean square, times the weight."""
+    """``x`` [..., d] over its root mean square, in float32 as in transformers, times the weight."""
     weight, eps = norm
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -59,8 +57,7 @@ def rotate_and_write(
     heads: int,
     norms: tuple[Norm, Norm] | None = None,
 ) -> Tensor:
-    """Queries [H, n, D] of ``states`` [n, (H + 2 Hkv) * D]; keys and values go to ``slots`` of the
-    cache (:func:`runtime.cuda.layers.rotate_and_write`)."""
+    """:func:`runtime.cuda.layers.rotate_and_write` in torch."""
     kv_heads, _, dim = keys.shape
     by_head = states.view(len(states), -1, dim)
     turned, value = by_head[:, : heads + kv_heads], by_head[:, heads + kv_heads :]
@@ -142,8 +139,8 @@ class Layer:
     def forward(
         self, normed: Tensor, residual: Tensor, index: int, parts: Pass
     ) -> tuple[Tensor, Tensor]:
-        """What layer ``index`` gives for ``residual`` [n, hidden_size] and what was ``normed`` of
-        it: a part to be added, and a residual."""
+        """A part and a residual [n, hidden_size], whose sum layer ``index`` gives for ``residual``,
+        ``normed`` by its first norm."""
         rotary, view, mask, fast = parts
         norm = kernels.add_norm if fast else add_norm
         rotate = kernels.rotate_and_write if fast else rotate_and_write
@@ -165,9 +162,8 @@ class FusedDecoder:
     """A decoder over a slot cache."""
 
     def __init__(self, layers: Sequence[Layer], norms: Sequence[Norm], rotary: nn.Module) -> None:
-        self.layers, self._rotary = layers, rotary
-        self.norms = norms
-        """Those before each layer, and the last."""
+        """``norms``: those before each layer, and the last."""
+        self.layers, self.norms, self._rotary = layers, norms, rotary
 
     def forward(
         self,
@@ -178,11 +174,8 @@ class FusedDecoder:
         taps: Collection[int] = (),
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """The last hidden states of n tokens, after the final norm, and those that layers ``taps``
-        read (the number of layers: what the last one gives), [n, hidden_size] each.
-
-        ``embedded`` [n, hidden_size]; ``positions`` int64 [n]; ``mask``: that of
-        :func:`runtime.attention.attend`.
-        """
+        read (the number of layers: what the last one gives), [n, hidden_size] each. ``mask``: that
+        of :func:`runtime.attention.attend`."""
         parts = new_pass(self.rotary(embedded, positions), view, mask)
         norm = kernels.add_norm if parts.fast else add_norm
         normed, residual = norm(embedded, None, self.norms[0])
@@ -204,8 +197,7 @@ UNLIKE: Final = "its modules are not those of a Llama, or their weights quantize
 
 
 def fuse(decoder: Any) -> FusedDecoder | str:
-    """The fused passes of a model's decoder, or why it has none: it is :data:`UNLIKE`, or does not
-    give what its layers fused give; empty where fused passes are switched off."""
+    """The fused passes of a model's decoder, or why it has none (empty: switched off)."""
     if not switched_on():
         return ""
     if {name for name, _ in decoder.named_children()} != CHILDREN:
@@ -241,12 +233,10 @@ def _parts(layer: nn.Module, uses: Counter[int]) -> dict[str, Any] | None:
         return None
     head_dim = getattr(modules["self_attn"], "head_dim", 0)
     sizes = [modules["mlp.down_proj"].weight.shape[0]] * 2 + [head_dim] * 2
+    biased = [modules[name].bias is not None for name in MATRICES]
     alike = (
         all(type(modules[name]) is nn.Linear for name in MATRICES)
-        and all(
-            len({modules[name].bias is None for name in names}) == 1
-            for names in (MATRICES[:3], MATRICES[4:6])
-        )
+        and len({*biased[:3]}) == len({*biased[4:6]}) == 1
         and all(uses[id(parameter)] == 1 for _, parameter in tensors)
         and not any(m._forward_hooks or m._forward_pre_hooks for m in modules.values())
         and all(_norm(modules[name]) is not None for name in norms)
@@ -284,25 +274,22 @@ def _layer(modules: dict[str, Any]) -> Layer:
 
 def _stacked(linears: Sequence[nn.Linear]) -> Product:
     """One product for several over the same input. Their weights become views of its."""
-    biased = linears[0].bias is not None
-    weight = _joined([x.weight for x in linears])
-    return weight, _joined([x.bias for x in linears]) if biased else None
 
+    def joined(parameters: Sequence[Tensor]) -> Tensor:
+        whole = torch.cat([x.data for x in parameters])
+        parts = torch.split(whole, [len(x) for x in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.data = part
+        return whole
 
-def _joined(parameters: Sequence[Tensor]) -> Tensor:
-    """One tensor of several parameters, which become its parts."""
-    joined = torch.cat([x.data for x in parameters])
-    parts = torch.split(joined, [len(x) for x in parameters])
-    for parameter, part in zip(parameters, parts, strict=True):
-        parameter.data = part
-    return joined
+    bias = None if linears[0].bias is None else joined([x.bias for x in linears])
+    return joined([x.weight for x in linears]), bias
 
 
 @torch.no_grad()
 def _difference(fused: FusedDecoder, decoder: Any) -> str:
-    """Why a decoder differs from its layers fused, empty where it does not: each layer gives what
-    the model's own gives on a few tokens, and the decoder is its layers between the embeddings and
-    the last norm."""
+    """Why a decoder differs from its layers fused; empty where on a few tokens each layer gives
+    what the model's own gives, and all between embeddings and last norm what the decoder gives."""
     weight, first = decoder.embed_tokens.weight, fused.layers[0]
     count = min(SAMPLE, len(weight))
     slots = torch.arange(count, device=weight.device)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,12 +35,14 @@ from spectune.traces.errors import PairError
 class LoadedPair(TextCodec):
     """Models and tokenizer.
 
-    ``drafts`` are language models, ``heads`` EAGLE heads on the target; where there are heads, the
-    target's ``taps`` are what they read. ``notes``: lines on how the models were read.
-    ``threads``: torch's on a CPU for its passes (:meth:`torch_threads`).
+    ``id``: the pair's when it was loaded; files that change later are another pair's. ``drafts``
+    are language models, ``heads`` EAGLE heads on the target, whose ``taps`` are what they read.
+    ``notes``: lines on how the models were read. ``threads``: torch's on a CPU for its passes
+    (:meth:`torch_threads`).
     """
 
     spec: PairSpec
+    id: str
     target: CausalModel
     drafts: dict[str, CausalModel]
     heads: dict[str, EagleHead] = field(default_factory=dict)
@@ -56,11 +58,6 @@ class LoadedPair(TextCodec):
             yield
         finally:
             torch.set_num_threads(before)
-
-    @cached_property
-    def id(self) -> str:
-        """The pair's id when it was loaded: files that change later are another pair's."""
-        return self.spec.id
 
     @property
     def place(self) -> dict[str, str]:
@@ -79,8 +76,8 @@ class LoadedPair(TextCodec):
         return {**self.drafts, **self.heads}
 
     def reserve(self, tokens: int) -> None:
-        """Makes room for texts of ``tokens`` and the largest tree behind them. What caches hold is
-        forgotten if they must grow, and so are captured passes: say the longest text first."""
+        """Makes room for texts of ``tokens`` and the largest tree behind them. Caches that grow
+        forget what they hold, and captured passes are forgotten: say the longest text first."""
         self.target.reserve(tokens + NODE_LIMIT)
         for model in self.models.values():
             model.reserve(tokens + EXPANDED_LIMIT)
@@ -88,8 +85,7 @@ class LoadedPair(TextCodec):
     @property
     def chain_drafts(self) -> tuple[str, ...]:
         """Drafts whose proposals follow from the text alone, and may be drawn independently of the
-        target. A head's depend on where its round began; its chains are drafted as trees of width
-        1."""
+        target. A head's depend on where its round began."""
         return (*self.drafts, "ngram")
 
     @property
@@ -136,11 +132,10 @@ def load_pair(
     ``threads`` are torch's on a CPU; by default one for a small target, else those it has. Nothing
     is set here: :meth:`LoadedPair.torch_threads` does, or whoever owns the process.
 
-    Raises PairError on a missing model, a vocabulary that differs, a head of another target, or
-    files that change meanwhile.
+    Raises PairError on a missing model, a vocabulary that differs, or a head of another target.
     """
     check_threads(threads)
-    content = spec.id
+    pair_id = spec.id
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
     read_tokenizer = cache(target_tokenizer)  # after the target, whose errors say more
@@ -176,16 +171,13 @@ def load_pair(
         eos_ids=end_tokens(spec.target, tokenizer),
         positions=(target.max_positions, {n: m.max_positions for n, m in loaded.items()}),
         spec=spec,
+        id=pair_id,
         target=target,
         drafts=loaded,
         heads=heads,
         notes=tuple(notes),
         threads=threads,
     )
-    if pair.id != content:
-        raise PairError(
-            f"pair {spec.name}: its files changed while they were loaded; load it again"
-        )
     if graphs_enabled(place):
         use_graphs((target, *pair.models.values()), CudaRecorder())
     return pair
@@ -194,9 +186,8 @@ def load_pair(
 def _share(
     model: CausalModel, target: CausalModel, draft_tokenizer: Any, tokenizer: Any
 ) -> list[str]:
-    """Makes a model a draft for the target, by its tokenizer (None: the target's). Returns a line
-    on the tokens that it never proposes, where there are such. Raises PairError for another
-    vocabulary."""
+    """Makes a model a draft for the target, by its tokenizer (None: the target's). Returns lines on
+    tokens that it never proposes. Raises PairError for another vocabulary."""
     if draft_tokenizer is None and model.vocab_size != target.vocab_size:
         raise PairError(
             f"draft {model.name!r} has a vocabulary of {model.vocab_size} tokens, the target one "

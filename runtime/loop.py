@@ -1,8 +1,7 @@
 """The loop: draft, verify, emit; the one place where windows are clipped and texts end.
 
-Any :class:`Backend` can stand behind it: the runtime's models, or a recorded trace. With the trace
-it is the oracle that the fast replay must agree with, round by round; with the runtime it is what
-serves. A policy may be swapped at the top of any round."""
+Any :class:`Backend` can stand behind it: models, or a recorded trace, with which it is the oracle
+that the fast replay must agree with. A policy may be swapped at the top of any round."""
 
 from __future__ import annotations
 
@@ -92,9 +91,8 @@ class StaticSource:
 
 @dataclass(frozen=True)
 class Round:
-    """One round as the loop yields it: its step, the tokens it emitted, what was drafted, how the
-    text ended, if it did, and the tree with the accepted nodes' numbers in it, where one was
-    drafted."""
+    """One round: its step, the tokens it emitted, what was drafted, how the text ended, if it did,
+    and the tree with the accepted nodes' numbers in it, where one was drafted."""
 
     step: Step
     tokens: list[int]

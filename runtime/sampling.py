@@ -1,12 +1,9 @@
-"""How a token is chosen: the processed distribution and the noise.
+"""How a token is chosen: ``argmax(logits / T + g)`` over the tokens that top-k and top-p keep.
 
-Every choice is ``argmax(logits / T + g)`` over the tokens that top-k and top-p keep, with Gumbel
-noise g a pure function of (request seed, absolute position, token id): drawing from the
-distribution, yet the same whatever policy decodes. At temperature 0 the noise is left out.
-
-Which precision decides: g is made in float64 from a 64-bit hash and rounded to float32, so devices
-agree on it but for about one number in 10 ** 8; scores are ``logits * (1 / T) + g``, each operation
-rounded to float32 (to the logits' dtype); what top-p keeps is summed up in float64.
+The Gumbel noise g is a pure function of (request seed, absolute position, token id), so that the
+choice is drawn from the distribution, yet the same whatever policy decodes. At temperature 0 there
+is none. g is made in float64 and rounded to float32 (devices agree on it but for about one number
+in 10 ** 8); what top-p keeps is summed up in float64.
 """
 
 from __future__ import annotations
@@ -79,13 +76,11 @@ def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
 
 
 def gumbel_row(key: int, vocab_size: int, device: torch.device) -> Tensor:
-    """Gumbel(0, 1) noise, float32 ``[vocab_size]``, of SplitMix64 of (key, token id). The uniform
-    is taken from the small side: 1 - w is exact, so that the upper tail, which decides who wins, is
-    resolved to 2 ** -33."""
+    """Gumbel(0, 1) noise, float32 ``[vocab_size]``, of SplitMix64 of (key, token id). 1 - w is
+    exact, so that the upper tail, which decides who wins, is resolved to 2 ** -33."""
     if device.type != "cpu":
-        return gumbel(
-            keys_tensor([as_int64(key)], device), torch.arange(vocab_size, device=device)
-        )[0]
+        tokens = torch.arange(vocab_size, device=device)
+        return gumbel(keys_tensor([as_int64(key)], device), tokens)[0]
     uniforms = torch.empty(vocab_size, dtype=torch.float64)
     _uniforms(np.uint64(key), uniforms.numpy())
     return uniforms.log_().neg_().log_().neg_().float()
@@ -177,11 +172,8 @@ NUCLEUS: Final = 1024
 
 def least_kept(scores: Tensor, sampling: Sampling, *, draft: bool = False) -> Tensor | None:
     """The least of the scaled logits [n, vocab] that top-k, then top-p keep, [n, 1]; None when both
-    are off. Tokens that are as probable as the last one kept are kept, too.
-
-    Few of the most probable tokens are sorted, and more only of rows whose mass they do not reach;
-    of a ``draft`` at most :data:`NUCLEUS`, so that a device is not waited for.
-    """
+    are off. Tokens as probable as the last are kept, too. Only the most probable tokens are sorted;
+    of a ``draft`` at most :data:`NUCLEUS`, so that a device is not waited for."""
     vocab, top_p = scores.shape[-1], sampling.top_p
     if not filters(sampling, vocab):
         return None
@@ -214,7 +206,7 @@ def _nucleus(scores: Tensor, log_total: Tensor, top_p: float, size: int, grows: 
 
 
 def filters(sampling: Sampling, vocab_size: int) -> bool:
-    """Whether top-k or top-p leaves anything out."""
+    """Whether top-k or top-p leaves out anything."""
     return not sampling.greedy and (sampling.top_p < 1.0 or 0 < sampling.top_k < vocab_size)
 
 
@@ -226,11 +218,8 @@ def processed(logits: Tensor, sampling: Sampling, *, draft: bool = False) -> Ten
 
 
 def log_distribution(logits: Tensor, sampling: Sampling, *, draft: bool = False) -> Tensor:
-    """Log-probabilities of the distribution that tokens are drawn from, -inf where filtered.
-
-    At temperature 0 it is that at temperature 1 without filters: what a stop reads of a greedy
-    draft.
-    """
+    """Log-probabilities of the distribution that tokens are drawn from, -inf where filtered; at
+    temperature 0, where a stop reads them, those at temperature 1."""
     return processed(logits, sampling, draft=draft).log_softmax(-1)
 
 

@@ -1,5 +1,4 @@
-"""What a pair needs to read prompts and write texts: tokenizer, ends, context. Loads no
-weights."""
+"""What a pair needs to read prompts and write texts: tokenizer, ends, context."""
 
 from __future__ import annotations
 
@@ -66,13 +65,10 @@ class TextCodec:
         return list(self.tokenizer(text)["input_ids"])
 
     def encode_request(self, request: Request, *, chat: bool) -> list[int]:
-        """Token ids of a request's prompt or conversation, in the chat template when the
-        tokenizer has one and ``chat`` is set; those of a request that has no text, as they are.
-
-        Without ``chat`` a conversation's texts stand one after the other, a blank line between
-        them. Raises WorkloadError for one where ``chat`` is set and there is no template, and for
-        ids that are no tokens.
-        """
+        """Token ids of a request: its own, or those of its conversation, in the tokenizer's chat
+        template where there is one and ``chat`` is set, else with a blank line between messages.
+        Raises WorkloadError for a conversation without the template that ``chat`` asks for, and for
+        ids that are no tokens."""
         if request.ids:
             if (most := max(request.ids)) >= len(self.tokenizer):
                 raise WorkloadError(

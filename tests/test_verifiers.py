@@ -163,7 +163,7 @@ def tiny_pair() -> LoadedPair:
     drafts = {"draft": model("draft", 1)}
     spec = PairSpec(name="tiny", target="target")
     codec = None, frozenset(), (512, {})
-    return LoadedPair(*codec, spec, model("target", 0), drafts)
+    return LoadedPair(*codec, spec, spec.name, model("target", 0), drafts)
 
 
 def logits_after(model: CausalModel, prefix: list[int]) -> torch.Tensor:

@@ -30,11 +30,9 @@ LOG2_E: Final = 1.4426950408889634
 
 def blocks_for(rows: int, kv_heads: int, row_bytes: int, multiprocessors: int) -> Any:
     """How attention is cut: a program takes ROWS of the ``rows`` (query, query head) pairs of one
-    key-value head and, KEYS at a time, one of SPLITS parts of the cache.
-
-    A long cache gives every multiprocessor two programs. With keys of ``row_bytes`` each, none
-    needs more than 99 KiB of shared memory, which all GPUs have from compute capability 8.0 on.
-    """
+    key-value head and, KEYS at a time, one of SPLITS parts of the cache. A long cache gives every
+    multiprocessor two programs; none needs more than 99 KiB of shared memory, which all GPUs have
+    from compute capability 8.0 on."""
     block = min(64 if row_bytes <= 256 else 32, max(16, power_of_two(rows)))
     programs = kv_heads * -(-rows // block)
     splits = max(1, min(64, 2 * multiprocessors // programs))
@@ -84,9 +82,8 @@ def split_attention(
 
 @functools.cache
 def attention_kernels(interpreted: bool) -> tuple[Any, Any]:
-    """The kernels of :func:`split_attention`: the one over splits, and the one that joins them.
-    ``interpreted`` only keeps the interpreter's apart: Triton reads ``TRITON_INTERPRET`` when a
-    kernel is declared."""
+    """The kernels of :func:`split_attention`: the one over splits, and the one that joins them;
+    ``interpreted`` keeps the interpreter's apart."""
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 

@@ -19,13 +19,9 @@ LAUNCH: Final = {"num_stages": 4, "num_warps": 4}
 
 def tile_for(rows: int, count: int, hidden_size: int, itemsize: int, num_processors: int) -> Any:
     """What one program multiplies of ``rows`` hidden states and ``count`` tokens of ``itemsize``
-    bytes a number, on so many multiprocessors: the kernel's ROWS hidden states with IDS tokens, D
-    numbers of each at a time.
-
-    All hidden states (up to 64) in one program, so that each row of the matrix is read once; up to
-    256 contiguous bytes of a row at a time; tokens few enough a program that every multiprocessor
-    has two, where the union is large enough for that.
-    """
+    bytes a number: ROWS hidden states (up to 64, so that each row of the matrix is read once) with
+    IDS tokens, few enough that every multiprocessor has two programs, D numbers (256 contiguous
+    bytes) at a time."""
     block, programs = min(64, max(16, power_of_two(rows))), 2 * num_processors
     ids = next((i for i in (64, 32) if -(-count // i) * -(-rows // block) >= programs), 16)
     return {"ROWS": block, "IDS": ids, "D": math.gcd(hidden_size, 256 // itemsize)}
@@ -64,9 +60,8 @@ def gathered_logits(
 
 @functools.cache
 def gathered_kernel(in_interpreter: bool) -> Any:
-    """The kernel of :func:`gathered_logits`, which Triton compiles when it is first launched; for
-    any ``n`` and ``count``, so that later rounds compile nothing. ``in_interpreter`` only keeps the
-    interpreter's kernel apart: Triton reads ``TRITON_INTERPRET`` when a kernel is declared."""
+    """The kernel of :func:`gathered_logits`, compiled once for any ``n`` and ``count``;
+    ``in_interpreter`` keeps the interpreter's apart."""
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 

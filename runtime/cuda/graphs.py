@@ -1,18 +1,13 @@
-"""Passes prepared once and replayed: CUDA graphs over slot caches (HeteroSpec, section 4.3: one
-computation graph per bin).
+"""Passes captured once as CUDA graphs over slot caches, and replayed by one launch (HeteroSpec,
+section 4.3: one computation graph per bin).
 
-A pass of a language model is thousands of small kernels, and one of a small draft takes longer to
-launch than to compute. So passes are captured, and a pass of the same :class:`Shape` is then
-replayed by one launch: a number of tokens, rounded up to one of :data:`RUNGS`, and what is
-computed. What a policy's rounds can need is captured before a request's first round or, for a
-policy that is published, aside (:func:`prepare_graphs`). What is not captured runs as it always
-did.
+A captured pass is of a :class:`Shape`: a number of tokens, rounded up to one of :data:`RUNGS`, and
+what is computed. :func:`prepare_graphs` captures what a policy's rounds can need before a request's
+first round or, for a policy that is published, aside; anything else runs eagerly.
 
-A captured pass reads all slots under a mask, and has inputs of its own. Tokens that only fill up
-the rung write to the cache's last slot, which no pass reads, and their rows are dropped. Graphs
-hold the addresses of keys and values, so a cache that grows forgets them: reserve the longest text
-first. Capturing goes through a :class:`CudaRecorder`; without CUDA there is none, and no pass comes
-here.
+Tokens that only fill up the rung write to the cache's last slot, which no pass reads, and their
+rows are dropped. Graphs hold the addresses of keys and values, so a cache that grows forgets them:
+reserve the longest text first.
 """
 
 from __future__ import annotations
@@ -65,11 +60,11 @@ class Shape(NamedTuple):
 
 
 class CudaRecorder:
-    """Captures into CUDA graphs that share one memory pool, on streams of its own. Another thread
-    may go on decoding: only the capturing one waits, for what had been launched before.
+    """Captures into CUDA graphs that share one memory pool, on streams of its own, while another
+    thread may go on decoding.
 
-    Graphs hold the workspaces of matrix products, which are a stream's. So nothing is computed on
-    the stream of the captures itself: a rehearsal there would write to what is being replayed.
+    Graphs hold the workspaces of matrix products, which are a stream's: rehearsals have another
+    stream, lest they write to what is being replayed.
     """
 
     def __init__(self) -> None:

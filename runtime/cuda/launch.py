@@ -28,7 +28,8 @@ def switched_on() -> bool:
 
 
 def interpreted() -> bool:
-    """Whether Triton runs its kernels in its interpreter, on a CPU."""
+    """Whether Triton runs its kernels in its interpreter, on a CPU. It reads the environment when a
+    kernel is declared."""
     return os.environ.get("TRITON_INTERPRET", "") == "1"
 
 

@@ -77,8 +77,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 @functools.cache
 def kernels(interpreted: bool) -> Kernels:
-    """The kernels. ``interpreted`` only keeps the interpreter's apart: Triton reads
-    ``TRITON_INTERPRET`` when a kernel is declared."""
+    """The kernels; ``interpreted`` keeps the interpreter's apart."""
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 

@@ -56,8 +56,7 @@ def constants(*, choose: bool, one_key: bool, listed: bool) -> dict[str, int]:
 
 @functools.cache
 def noise_kernel(interpreted: bool) -> Any:
-    """The kernel, which Triton compiles when it is first launched. ``interpreted`` only keeps the
-    interpreter's apart: Triton reads ``TRITON_INTERPRET`` when a kernel is declared."""
+    """The kernel; ``interpreted`` keeps the interpreter's apart."""
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 

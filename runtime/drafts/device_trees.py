@@ -39,9 +39,8 @@ DEPTHS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 
 def grows_on_device(model: SlotModel, plan: Plan, *, rejects: bool) -> bool:
     """Whether trees of a plan are grown on its draft's device: where passes are captured, since
-    launched one by one its operations take longer than the host. A router's shortlists need the
-    host, so shortlisted trees are grown there, and so is what the rejection verifier decides
-    (``rejects``), which reads the distributions."""
+    launched one by one its operations take longer than the host. Shortlists need the host, and so
+    does the rejection verifier (``rejects``), which reads the distributions."""
     return model.graphs is not None and plan.shortlist is None and not rejects
 
 

@@ -1,15 +1,11 @@
 """EAGLE heads: drafts of one layer that read the target's hidden states.
 
-A head pairs the target's hidden state of token p - 1 with the embedding of token p, and predicts
-token p + 1. We keep that pair in slot p, at RoPE position p; slot 0 is never written. Behind the
-text the target has no states: there the head is fed its own output of the slot before. EAGLE-1 and
-2 read the target's last state, after its final norm; EAGLE-3 reads three layers, has a norm and an
-output matrix of its own, and often a shorter vocabulary, whose other tokens get a logit of -inf.
-EAGLE-3.1 may norm each of the three before they are fused, and feed the head its output after the
-norm rather than before.
-
-:mod:`runtime.drafts.eagle_formats` reads published checkpoints; RoPE being relative, the slot
-convention changes nothing.
+A head pairs the target's hidden state of token p - 1 with the embedding of token p, in slot p at
+RoPE position p (slot 0 is never written), and predicts token p + 1. Behind the text it is fed its
+own output of the slot before. EAGLE-1 and 2 read the target's last state, after its final norm;
+EAGLE-3 reads three layers, has a norm and an output matrix of its own, and often a shorter
+vocabulary. EAGLE-3.1 may norm each of the three, and feed the head its output after the norm.
+:mod:`runtime.drafts.eagle_formats` reads published checkpoints.
 """
 
 from __future__ import annotations
@@ -127,54 +123,34 @@ class HeadNet(nn.Module):
         self.fc = nn.Linear(width, shape.hidden, bias=shape.fc_bias) if shape.fuses else None
         self.layers = nn.ModuleList(HeadLayer(shape, i) for i in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden, shape.eps) if shape.eagle3 else None
-        self.lm_head = (
-            None
-            if shape.draft_vocab is None
-            else nn.Linear(shape.hidden, shape.draft_vocab, bias=False)
-        )
+        self.lm_head = None
+        if shape.draft_vocab is not None:
+            self.lm_head = nn.Linear(shape.hidden, shape.draft_vocab, bias=False)
 
-    def forward(
-        self,
-        embedded: Tensor,
-        hidden: Tensor,
-        parts: Pass,
-        *,
-        recurrent: bool,
-    ) -> Tensor:
+    def forward(self, embedded: Tensor, hidden: Tensor, parts: Pass, *, recurrent: bool) -> Tensor:
         """Embeddings [n, H] and target features [n, fused] (with ``recurrent`` the head's own
-        outputs [n, H]) to outputs [n, H].
-
-        Outputs are what the head is fed where the target has no features: with ``norm_output``
-        after the norm.
-        """
+        outputs [n, H]) to outputs [n, H]."""
         if self.fc is not None and not self.shape.eagle3:
             hidden = self.fc(torch.cat((embedded, hidden), -1))
         elif self.fc is not None and not recurrent:
-            hidden = self.fc(self._normed(hidden))
+            if self.input_norm is not None:
+                hidden = self.input_norm(hidden)
+            if self.fc_norm:
+                states = zip(self.fc_norm, hidden.chunk(len(self.fc_norm), -1), strict=True)
+                hidden = torch.cat([norm(state) for norm, state in states], -1)
+            hidden = self.fc(hidden)
         for layer in self.layers:
             hidden = layer(hidden, embedded, parts)
         return self.norm(hidden) if self.norm is not None and self.shape.norm_output else hidden
-
-    def _normed(self, features: Tensor) -> Tensor:
-        """Target features [n, fused] as ``fc`` takes them."""
-        if self.input_norm is not None:
-            features = self.input_norm(features)
-        if self.fc_norm:
-            parts = features.chunk(len(self.fc_norm), -1)
-            features = torch.cat(
-                [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1
-            )
-        return features
 
 
 class EagleHead(SlotModel):
     """A loaded head over its slot cache.
 
     ``taps`` are the target's hidden states that it reads (``CausalModel.taps``), ``feature_size``
-    their width together, ``convention`` how its configuration names them. Where a head's training
-    stopped (``max_position_embeddings``, 2048 in most configurations whatever the target's) limits
-    nothing: positions are relative, so ``max_positions`` is the target's. ``unread`` are keys of
-    its configuration's ``eagle_config`` that nothing here follows.
+    their width together, ``convention`` how its configuration names them. ``max_positions`` is the
+    target's, since a head's positions are relative. ``unread`` are keys of its ``eagle_config``
+    that nothing here follows.
     """
 
     first_slot = 1
