@@ -308,22 +308,19 @@ def check_lossless(
     if verifier != "rejection" or sampling.greedy:
         return
     for policy in policies:
+        problem = ""
         if policy.is_tree:
-            raise PolicyError(
-                f"growth {policy.growth.kind}: the rejection verifier is for chains (it would need "
-                "to know how siblings were drawn); use the coupled verifier"
-            )
-        if not getattr(policy.stop, "keep_last", True):
-            raise PolicyError(
+            problem = f"growth {policy.growth.kind}: the rejection verifier is for chains"
+        elif not getattr(policy.stop, "keep_last", True):
+            problem = (
                 "stop.keep_last false discards a sampled token because of its probability, which "
-                "the rejection verifier cannot make lossless; use the coupled verifier or "
-                "keep_last true"
+                "the rejection verifier cannot make lossless"
             )
-        if policy.draft in pair.heads:
-            raise PolicyError(
-                f"draft {policy.draft!r} is a head, which the rejection verifier is not built for; "
-                "use the coupled verifier"
-            )
+        elif policy.draft in pair.heads:
+            name = policy.draft
+            problem = f"draft {name!r} is a head, which the rejection verifier is not built for"
+        if problem:
+            raise PolicyError(f"{problem}; use the coupled verifier")
 
 
 def prepare_for(

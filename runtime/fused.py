@@ -203,14 +203,12 @@ def fuse(decoder: Any) -> FusedDecoder | str:
     if {name for name, _ in decoder.named_children()} != CHILDREN:
         return UNLIKE
     uses = Counter(id(p) for _, p in decoder.named_parameters(remove_duplicate=False))
-    parts = [_parts(layer, uses) for layer in decoder.layers]
-    norm, layers = _norm(decoder.norm), [modules for modules in parts if modules is not None]
+    norm, parts = _norm(decoder.norm), [_layer(layer, uses) for layer in decoder.layers]
+    layers = [part for part in parts if part is not None]
     if norm is None or not layers or len(layers) < len(parts):
         return UNLIKE
-    norms = [x for modules in layers if (x := _norm(modules[NORMS[0]]))]
-    fused = FusedDecoder(
-        [_layer(modules) for modules in layers], [*norms, norm], decoder.rotary_emb
-    )
+    norms = [*(first for first, _ in layers), norm]
+    fused = FusedDecoder([layer for _, layer in layers], norms, decoder.rotary_emb)
     return _difference(fused, decoder) or fused
 
 
@@ -223,27 +221,43 @@ NORMS: Final = ("input_layernorm", "post_attention_layernorm")
 QK_NORMS: Final = ("self_attn.q_norm", "self_attn.k_norm")
 
 
-def _parts(layer: nn.Module, uses: Counter[int]) -> dict[str, Any] | None:
-    """The modules of a layer that has a Llama's and no other weights; None of any other."""
+def _layer(layer: nn.Module, uses: Counter[int]) -> tuple[Norm, Layer] | None:
+    """The first norm and the other weights of a layer that has a Llama's modules and no other
+    weights; its matrices become views of fused ones. None of any other."""
     modules: dict[str, Any] = dict(layer.named_modules())
     tensors = [*layer.named_parameters(), *layer.named_buffers()]
     weights = {name.rpartition(".")[0] for name, _ in tensors}
-    norms = [*NORMS, *(QK_NORMS if QK_NORMS[0] in weights else ())]
-    if weights != {*MATRICES, *norms} or len({(p.dtype, p.device) for _, p in tensors}) != 1:
+    names = [*NORMS, *(QK_NORMS if QK_NORMS[0] in weights else ())]
+    if weights != {*MATRICES, *names} or len({(p.dtype, p.device) for _, p in tensors}) != 1:
         return None
-    head_dim = getattr(modules["self_attn"], "head_dim", 0)
-    sizes = [modules["mlp.down_proj"].weight.shape[0]] * 2 + [head_dim] * 2
-    biased = [modules[name].bias is not None for name in MATRICES]
+    linears, attention = [modules[x] for x in MATRICES], modules["self_attn"]
+    norms = [norm for x in names if (norm := _norm(modules[x])) is not None]
+    activation: Any = getattr(modules["mlp"], "act_fn", None)
+    sizes = [linears[6].weight.shape[0]] * 2 + [getattr(attention, "head_dim", 0)] * 2
+    biased = [linear.bias is not None for linear in linears]
     alike = (
-        all(type(modules[name]) is nn.Linear for name in MATRICES)
+        all(type(linear) is nn.Linear for linear in linears)
         and len({*biased[:3]}) == len({*biased[4:6]}) == 1
         and all(uses[id(parameter)] == 1 for _, parameter in tensors)
         and not any(m._forward_hooks or m._forward_pre_hooks for m in modules.values())
-        and all(_norm(modules[name]) is not None for name in norms)
-        and [len(modules[name].weight) for name in norms] == sizes[: len(norms)]
-        and callable(getattr(modules["mlp"], "act_fn", None))
+        and [len(weight) for weight, _ in norms] == sizes[: len(names)]
+        and callable(activation)
     )
-    return modules if alike else None
+    if not alike:
+        return None
+    return norms[0], Layer(
+        qkv=_stacked(linears[:3]),
+        output=(linears[3].weight, linears[3].bias),
+        gate_up=_stacked(linears[4:6]),
+        down=(linears[6].weight, linears[6].bias),
+        mlp_norm=norms[1],
+        qk_norms=(norms[2], norms[3]) if len(norms) > 2 else None,
+        activation=activation,
+        heads=linears[0].out_features // attention.head_dim,
+        kv_heads=linears[1].out_features // attention.head_dim,
+        head_dim=attention.head_dim,
+        scale=attention.scaling,
+    )
 
 
 def _norm(module: Any) -> Norm | None:
@@ -252,35 +266,15 @@ def _norm(module: Any) -> Norm | None:
     return None if eps is None or weight is None or weight.dim() != 1 else (weight, float(eps))
 
 
-def _layer(modules: dict[str, Any]) -> Layer:
-    """One layer, whose matrices become views of fused ones."""
-    attention, linears = modules["self_attn"], [modules[name] for name in MATRICES]
-    norms = [norm for name in (NORMS[1], *QK_NORMS) if (norm := _norm(modules.get(name)))]
-    query, key = (x.out_features // attention.head_dim for x in linears[:2])
-    return Layer(
-        qkv=_stacked(linears[:3]),
-        output=(linears[3].weight, linears[3].bias),
-        gate_up=_stacked(linears[4:6]),
-        down=(linears[6].weight, linears[6].bias),
-        mlp_norm=norms[0],
-        qk_norms=(norms[1], norms[2]) if len(norms) > 1 else None,
-        activation=modules["mlp"].act_fn,
-        heads=query,
-        kv_heads=key,
-        head_dim=attention.head_dim,
-        scale=attention.scaling,
-    )
-
-
 def _stacked(linears: Sequence[nn.Linear]) -> Product:
     """One product for several over the same input. Their weights become views of its."""
 
     def joined(parameters: Sequence[Tensor]) -> Tensor:
-        whole = torch.cat([x.data for x in parameters])
-        parts = torch.split(whole, [len(x) for x in parameters])
+        stack = torch.cat([x.data for x in parameters])
+        parts = torch.split(stack, [len(x) for x in parameters])
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.data = part
-        return whole
+        return stack
 
     bias = None if linears[0].bias is None else joined([x.bias for x in linears])
     return joined([x.weight for x in linears]), bias

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import groupby
 from typing import Final
 
 import numpy as np
@@ -150,14 +149,7 @@ class Noise:
         first."""
         if self.fused:
             return kernels.best(scores, keys_tensor(self.keys(positions), self._device), ids)
-        if ids is not None or len(set(positions)) == len(positions):
-            return self.add(scores, ids, positions).argmax(-1)
-        # Rows of one level share their noise.
-        levels = [(p, len(list(rows))) for p, rows in groupby(positions)]
-        parts = torch.split(scores, [size for _, size in levels])
-        return torch.cat(
-            [(part + self.row(p)).argmax(-1) for part, (p, _) in zip(parts, levels, strict=True)]
-        )
+        return self.add(scores, ids, positions).argmax(-1)
 
 
 def scaled(logits: Tensor, sampling: Sampling) -> Tensor:
