@@ -16,7 +16,7 @@ from spectune.optimizer.simulate.tree_tables import ShortlistRanks
 from spectune.runtime.drafts.protocol import Drafted
 from spectune.runtime.loop import DecodeRequest, Round, StaticSource, Verified, decode_rounds
 from spectune.runtime.policies.plan import Plan
-from spectune.runtime.policies.stops import STOP_NONE, should_stop
+from spectune.runtime.policies.stops import should_stop
 from spectune.runtime.session import Sessions
 from spectune.runtime.trees.draft import grow
 from spectune.runtime.trees.grow import Codes, Growing
@@ -155,7 +155,7 @@ class TraceBackend:
         count = steps = joint = accepted = 0
         for j in range(gamma):
             steps += 1
-            agree, logp, entropy = self._codes(self._at, j, stop.kind != STOP_NONE)
+            agree, logp, entropy = self._codes(self._at, j, stop.active)
             if agree == AGREE_NONE:
                 break
             joint += logp

@@ -19,9 +19,10 @@ from tree_reference import Path
 from spectune.runtime.distributions import best_children, codes_on_device, codes_on_host
 from spectune.runtime.policies.heterospec import kept_nodes
 from spectune.runtime.policies.sequoia import static_levels
+from spectune.runtime.policies.stops import CompiledStop
 from spectune.runtime.sampling import Noise
 from spectune.runtime.trees.draft import GrownTree, grow
-from spectune.runtime.trees.grow import INFINITE, Codes, Growing, TreeRule, select
+from spectune.runtime.trees.grow import Codes, Growing, TreeRule, select
 from spectune.runtime.verification import accept
 from spectune.traces.schema import NO_BIN, Sampling
 
@@ -106,11 +107,15 @@ def random_case(rng: random.Random, kind: str) -> Case:
     gamma = rng.randint(0, 4 if width > 4 else 6)
     stop, stopping = None, {}
     if rng.random() < 0.4:
-        names = {"max_prob": "max_logp", "joint_prob": "max_joint", "entropy": "max_entropy"}
+        names = {
+            "max_prob": "max_logp_code",
+            "joint_prob": "max_joint_code",
+            "entropy": "max_entropy_code",
+        }
         limit = int(10 ** rng.uniform(0, 4))
         stop = reference.Stop(rng.choice(list(names)), limit, rng.random() < 0.5)
-        limits = dict.fromkeys(names.values(), INFINITE) | {names[stop.kind]: stop.limit}
-        stopping = {"reads_stop": True, "keep_last": stop.keep_last, **limits}
+        limits = {names[stop.kind]: stop.limit}
+        stopping = {"stop": CompiledStop(active=True, keep_last=stop.keep_last, **limits)}
     growth, rule = random_growth(rng, kind, width, **stopping)
     width = rule.width
     strata, wanted = None, None

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from spectune.runtime.policies.document import Policy
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.splitmix import hash_uniform, mix64
-from spectune.runtime.policies.stops import STOP_NONE, CompiledStop, compile_stop, should_stop
+from spectune.runtime.policies.stops import CompiledStop, compile_stop, should_stop
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import PROB_SCALE, request_seed
 from spectune.traces.tables import Panorama, Trajectory
@@ -141,7 +141,7 @@ def check_reach(policy: Policy, chains: Chains) -> None:
     accepted, the window the rest.
     """
     if policy.gamma_max > chains.gamma_max and (
-        compile_stop(policy.stop).kind != STOP_NONE or chains.runs_out
+        compile_stop(policy.stop).active or chains.runs_out
     ):
         raise TraceError(
             f"policy drafts up to {policy.gamma_max} tokens with {policy.draft!r}, but the "
@@ -216,7 +216,7 @@ def _tabulate(
     chains: Chains, offsets: Index, cached: Bytes, stop: CompiledStop, out: Words
 ) -> None:
     agree = chains.agree
-    can_end = stop.kind != STOP_NONE or chains.runs_out
+    can_end = stop.active or chains.runs_out
     for r in range(len(chains.end_row)):
         begin, end = offsets[r], offsets[r + 1]
         run = 0

@@ -133,7 +133,7 @@ def tabulate_growth(
     depth = min(depth, len(rule.static)) if rule.static else depth
     routed = shortlist is not None and len(shortlist.union.order) > 0
     table = GrowthTable.empty(len(forest.root), depth, routed=routed)
-    if rule.static and forest.shared and forest.full and not rule.reads_stop and shortlist is None:
+    if rule.static and forest.shared and forest.full and not rule.stop.active and shortlist is None:
         _tabulate_static(forest, rule, table)
         return table
     held, codes = NO_SHORTLIST if shortlist is None else shortlist, forest.codes

@@ -289,7 +289,7 @@ class ReplayTrace:
     def stops(self, growth: GrowthTable, rules: tuple[TreeRule, TreeRule]) -> npt.NDArray[np.uint8]:
         """The level at which the rules' stop triggers in each start's tree, uint8 [positions]
         (:meth:`GrowthTable.stops`); remembered."""
-        key = (id(growth), *((r.max_logp, r.max_joint, r.max_entropy, r.reads_stop) for r in rules))
+        key = (id(growth), *(rule.stop for rule in rules))
 
         def make() -> tuple[GrowthTable, npt.NDArray[np.uint8]]:
             cold, hot = (growth.stops(rule) for rule in rules)

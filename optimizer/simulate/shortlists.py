@@ -36,7 +36,7 @@ from spectune.optimizer.simulate.shortlist_ranks import (
 from spectune.optimizer.simulate.tree_tables import ClusterUnion, GrowthTable, ShortlistRanks
 from spectune.runtime.policies.document import GAMMA_LIMIT
 from spectune.runtime.policies.shortlist_rule import ShortlistRule
-from spectune.runtime.policies.stops import STOP_NONE, CompiledStop
+from spectune.runtime.policies.stops import CompiledStop
 from spectune.traces.errors import TraceError
 from spectune.traces.tables import LatencyProfile, Panorama, Trajectory
 
@@ -219,7 +219,7 @@ def restricted(
         raise TraceError(f"chains of draft {forest.draft!r} are replayed as trees")
     steps, doubtful = agreeing_steps(forest, shortlist, ranked)
     made: Words = (words & np.uint32(0xFFFFFF00)) | np.minimum(steps, GAMMA_LIMIT).astype(np.uint32)
-    if ranked is not None and stop.kind != STOP_NONE:
+    if ranked is not None and stop.active:
         made = _stopped(made, forest, shortlist, stop, ranked, steps)
     return made, doubtful
 

@@ -45,7 +45,7 @@ class TreeLimits(NamedTuple):
     def of(cls, rule: TreeRule, *, rereads: bool) -> TreeLimits:
         return cls(
             top_n=ALL if rule.top_n is None or rule.static else rule.top_n,
-            keep_last=rule.keep_last,
+            keep_last=rule.stop.keep_last,
             fitted_depth=rule.fitted_depth,
             alpha=rule.alpha,
             static=len(rule.static) if rule.static else ALL,

@@ -32,7 +32,6 @@ from spectune.runtime.drafts.device_trees import MOST_PHASES, grows_on_device, t
 from spectune.runtime.drafts.protocol import LONG_LAG
 from spectune.runtime.models import Kind, Output, Outputs, SlotModel
 from spectune.runtime.policies.document import NODE_LIMIT
-from spectune.runtime.policies.stops import STOP_NONE
 from spectune.traces.schema import Sampling
 
 if TYPE_CHECKING:
@@ -268,7 +267,7 @@ def _capture(pair: LoadedPair, plan: Plan, sampling: Sampling, rejects: bool) ->
     target.capture(1 + min(rule.verified(depth), most), Kind(answers, causal=not tree))
     if draft is None or draft.graphs is None:
         return
-    grows = tree or plan.stop.kind != STOP_NONE
+    grows = tree or plan.stop.active
     ids = greedy and not grows
     reads: Output = "states" if plan.shortlist is not None else "ids" if ids else "logits"
     draft.graphs.capture(LONG_LAG, Kind(reads))

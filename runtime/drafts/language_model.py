@@ -11,7 +11,6 @@ from torch import Tensor
 from spectune.runtime.drafts.passes import Places, TreeReader, propose_tree
 from spectune.runtime.drafts.protocol import LONG_LAG, DraftContext, Drafted
 from spectune.runtime.models import CausalModel, ids_tensor
-from spectune.runtime.policies.stops import STOP_NONE
 from spectune.runtime.sampling import sample
 from spectune.runtime.shortlists import Shortlists, States, Support
 
@@ -42,7 +41,7 @@ class LanguageModelDraft:
         if routed and self._read == length - 1 > 0 and self._states.at(length - 2) is None:
             self._read -= 1  # rounds without a router do not keep states: that token is read again
         is_tree = context.plan.policy.is_tree
-        if not is_tree and context.plan.stop.kind == STOP_NONE:
+        if not (is_tree or context.plan.stop.active):
             return self._propose_chain(text, depth, context)
         reader, lag = LanguageModelReader(self, text, shortlists), length - self._read
         drafted = propose_tree(reader, depth, limit, lag, context)

@@ -21,11 +21,6 @@ from spectune.runtime.policies.blocks import Block, Probability
 from spectune.runtime.policies.jit import compiled
 from spectune.traces.schema import NAT_CODE_MAX, NAT_SCALE
 
-STOP_NONE: Final = 0
-STOP_MAX_PROB: Final = 1
-STOP_JOINT_PROB: Final = 2
-STOP_ENTROPY: Final = 3
-
 NEVER: Final = 2**31 - 1
 """A limit that no code, and no sum of codes along a chain, exceeds."""
 _SLACK = 1e-9  # so that a threshold written as a decimal falls on the side of the code it means
@@ -78,14 +73,18 @@ Stop = Annotated[
 
 class CompiledStop(NamedTuple):
     """A stop as limits on codes: it triggers when a code is *greater* than its limit; limits not in
-    use are :data:`NEVER`.
+    use are :data:`NEVER`. ``active``: codes have to be read for it, even if none can trigger it.
     """
 
-    kind: int
+    active: bool = False
     max_logp_code: int = NEVER
     max_joint_code: int = NEVER
     max_entropy_code: int = NEVER
     keep_last: bool = True
+
+
+UNSTOPPED: Final = CompiledStop()
+"""No stop."""
 
 
 def compile_stop(stop: Stop) -> CompiledStop:
@@ -98,19 +97,17 @@ def compile_stop(stop: Stop) -> CompiledStop:
     code, or a sum of codes, of NAT_CODE_MAX or more (e^-256) is below every other threshold.
     """
     if isinstance(stop, NoStop):
-        return CompiledStop(STOP_NONE)
+        return UNSTOPPED
     limit, threshold = NEVER, stop.threshold
     if threshold > 0.0:
         nats = -math.log(threshold)
         if isinstance(stop, EntropyStop):
             nats = (1.0 - threshold) ** 2 / stop.scale
         limit = min(NAT_CODE_MAX - 1, math.floor(nats * NAT_SCALE + _SLACK))
-    compiled_as = {
-        "max_prob": (STOP_MAX_PROB, limit, NEVER, NEVER),
-        "joint_prob": (STOP_JOINT_PROB, NEVER, limit, NEVER),
-        "entropy": (STOP_ENTROPY, NEVER, NEVER, limit),
-    }
-    return CompiledStop(*compiled_as[stop.kind], stop.keep_last)
+    kinds = ("max_prob", "joint_prob", "entropy")
+    return CompiledStop(
+        True, *(limit if stop.kind == kind else NEVER for kind in kinds), stop.keep_last
+    )
 
 
 @compiled()

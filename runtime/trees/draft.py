@@ -79,8 +79,8 @@ def grow(rule: TreeRule, depth: int, limit: int, source: DistributionSource) -> 
         if rule.confidence is not None and width == 0:
             growing.undo()
             break
-        if rule.reads_stop and growing.stops:
-            if not rule.keep_last:
+        if rule.stop.active and growing.stops:
+            if not rule.stop.keep_last:
                 growing.undo()
             break
         if rule.stratified and growing.depth == depth:

@@ -22,6 +22,7 @@ from spectune.runtime.policies.c2t import CONFIDENCE_SCALE, confidence_code
 from spectune.runtime.policies.eagle2 import INFINITE, cheapest
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.sequoia import StaticLevel
+from spectune.runtime.policies.stops import NEVER, UNSTOPPED, CompiledStop
 from spectune.traces.schema import NAT_SCALE
 
 Index = npt.NDArray[np.int64]
@@ -82,9 +83,8 @@ class TreeRule:
 
     ``width``: children read of a distribution (k); ``frontier``: nodes expanded per level at most
     (F). ``confidence`` int32 [depth, entropy, joint] codes of 1/65535 and ``beta_code`` make it
-    C2T's. ``static`` levels make it static. Limits of the stop are those of
-    :class:`runtime.policies.stops.CompiledStop`, in 1/256 nat. ``thresholds``, ``fitted_depth``,
-    ``alpha`` and ``bin_top_n`` (N' of each low bin) are HeteroSpec's.
+    C2T's. ``static`` levels make it static. ``thresholds``, ``fitted_depth``, ``alpha`` and
+    ``bin_top_n`` (N' of each low bin) are HeteroSpec's.
     """
 
     width: int
@@ -95,11 +95,7 @@ class TreeRule:
     confidence: npt.NDArray[np.int32] | None = None
     beta_code: int = 0
     static: tuple[StaticLevel, ...] = ()
-    reads_stop: bool = False
-    max_logp: int = 0
-    max_joint: int = 0
-    max_entropy: int = 0
-    keep_last: bool = True
+    stop: CompiledStop = UNSTOPPED
     thresholds: tuple[int, ...] = ()
     fitted_depth: int = 1
     alpha: int = 0
@@ -112,12 +108,12 @@ class TreeRule:
     @property
     def reads_entropy(self) -> bool:
         """Whether a distribution's entropy is looked at."""
-        return self.confidence is not None or (self.reads_stop and self.max_entropy < INFINITE)
+        return self.confidence is not None or self.stop.max_entropy_code < NEVER
 
     @property
     def reads_q(self) -> bool:
         """Whether q itself is looked at beside the score."""
-        return self.confidence is not None or self.reads_stop or self.stratified
+        return self.confidence is not None or self.stop.active or self.stratified
 
     @cached_property
     def compiled(self) -> LevelRule:
@@ -162,8 +158,7 @@ class TreeRule:
     def stops(self, read: npt.NDArray[Any]) -> Any:
         """Whether the stop triggers where it reads these codes int [..., 3] (:attr:`Tree.stop`),
         bool [...]."""
-        limits = np.array([self.max_logp, self.max_joint, self.max_entropy])
-        return (read > limits).any(-1) & self.reads_stop
+        return (read > np.array(self.stop[1:4])).any(-1)
 
     def extension(self, bin_: int) -> int:
         """HeteroSpec's alpha - i, 0 outside the low bins."""

@@ -103,7 +103,7 @@ class GrowingTree:
     @property
     def early(self) -> bool:
         """Whether growth may end before the depth is reached."""
-        return self.rule.reads_stop or self.rule.confidence is not None
+        return self.rule.stop.active or self.rule.confidence is not None
 
     def last_level(self, depth: int) -> int:
         """The deepest level of a tree that is begun with ``depth``."""
@@ -166,19 +166,20 @@ class GrowingTree:
         phis = self.phi[level - 1, :size] + codes.top_entropy
         self.phi[level, :count] = phis[above].masked_fill(~exist, 0)
         stops = torch.zeros_like(self.alive)
-        if rule.reads_stop:
+        if rule.stop.active:
             key = order.masked_fill(cost >= INFINITE, INFINITE) if rule.static else cost
             first = (key * len(order) + order).amin(0, keepdim=True) % len(order)
             joint, row = q_cost[first], rows[first]
-            high = joint - q_above[row] > rule.max_logp, joint > rule.max_joint
-            stops = (high[0] | high[1] | (codes.entropy[row] > rule.max_entropy)) & (
-                cost[first] < INFINITE
-            )
+            stops = (
+                (joint - q_above[row] > rule.stop.max_logp_code)
+                | (joint > rule.stop.max_joint_code)
+                | (codes.entropy[row] > rule.stop.max_entropy_code)
+            ) & (cost[first] < INFINITE)
         empty = torch.zeros_like(self.alive)
         if rule.confidence is not None:
             empty = ~exist.any(0, keepdim=True)
         self.steps += self.alive
-        undone = empty if rule.keep_last else empty | stops
+        undone = empty if rule.stop.keep_last else empty | stops
         self.levels += self.alive & ~undone
         self.alive &= ~(empty | stops)
         if rule.stratified and level == depth:

@@ -22,10 +22,9 @@ from spectune.runtime.policies.document import (
     Policy,
     StaticGrowth,
 )
-from spectune.runtime.policies.eagle2 import INFINITE
 from spectune.runtime.policies.heterospec import kept_nodes
 from spectune.runtime.policies.sequoia import static_levels
-from spectune.runtime.policies.stops import STOP_NONE, compile_stop
+from spectune.runtime.policies.stops import compile_stop
 from spectune.runtime.trees.grow import TreeRule
 
 
@@ -35,15 +34,8 @@ def compile_tree(policy: Policy, *, sampled: bool, artifacts: Artifacts | None =
 
     Raises PolicyError when an artifact is missing, of another kind, or was fitted on another draft.
     """
-    growth, stop = policy.growth, compile_stop(policy.stop)
-    common: dict[str, Any] = {
-        "top_n": policy.select.top_n,
-        "reads_stop": stop.kind != STOP_NONE,
-        "max_logp": min(stop.max_logp_code, INFINITE),
-        "max_joint": min(stop.max_joint_code, INFINITE),
-        "max_entropy": min(stop.max_entropy_code, INFINITE),
-        "keep_last": stop.keep_last,
-    }
+    growth = policy.growth
+    common: dict[str, Any] = {"top_n": policy.select.top_n, "stop": compile_stop(policy.stop)}
     if isinstance(growth, ChainGrowth):
         return TreeRule(width=1, frontier=1, **common)
     if isinstance(growth, StaticGrowth):
