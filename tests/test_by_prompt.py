@@ -98,7 +98,7 @@ def test_the_document_round_trips() -> None:
         ([{"draft": "ngram", "windw": {}}], "others.0: unknown key 'windw'; did you mean 'window'"),
         (
             [{"by_prompt": {"artifact": "ab", "others": [{"draft": "ngram"}]}}],
-            "others.0: a choice by prompt within another; give plain policies",
+            "others.0: unknown key 'by_prompt'; known keys: draft, growth",
         ),
     ],
 )

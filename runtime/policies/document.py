@@ -7,10 +7,11 @@ keys are errors, and the message names the nearest known key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Annotated, Any, Final, Union, get_args
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from spectune.runtime.policies.blocks import (
     EXPANDED_LIMIT,
@@ -106,75 +107,71 @@ class Policy(Block):
 
     @model_validator(mode="after")
     def _consistent(self) -> Policy:
-        if self.draft == "none" and not (
-            isinstance(self.window, FixedWindow) and self.window.gamma == 0
-        ):
-            raise ValueError(
-                'a window needs a draft: add "draft" with one of the pair\'s names, or "ngram"'
-            )
-        if self.draft == "ngram" and self.is_tree:
-            raise ValueError(
+        if problem := next(self._problems(), None):
+            raise ValueError(problem)
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        """What is wrong with blocks that are right by themselves."""
+        draft, growth, top_n, stratify = self.draft, self.growth, self.select.top_n, self.stratify
+        if draft == "none" and self.window != FixedWindow(gamma=0):
+            yield 'a window needs a draft: add "draft" with one of the pair\'s names, or "ngram"'
+        if draft == "ngram" and self.is_tree:
+            yield (
                 'draft "ngram" proposes one continuation and cannot grow a tree; use growth '
                 '"chain" or another draft'
             )
-        if self.draft == "ngram" and not isinstance(self.stop, NoStop):
-            raise ValueError(
+        if draft == "ngram" and self.stop.kind != "none":
+            yield (
                 f'stop "{self.stop.kind}" reads a draft\'s probabilities, and draft "ngram" has '
                 "none; leave the stop out, or use another draft"
             )
-        if self.shortlisted and self.draft in ("none", "ngram"):
-            raise ValueError(
+        if self.shortlisted and draft in ("none", "ngram"):
+            yield (
                 f'shortlist "{self.shortlist.kind}" restricts a draft\'s output head, and draft '
-                f'"{self.draft}" has none; use another '
-                'draft, or shortlist {"kind": "full"}'
+                f'"{draft}" has none; use another draft, or shortlist {{"kind": "full"}}'
             )
-        growth, top_n = self.growth, self.select.top_n
         if isinstance(growth, (TopKGrowth, ClassifierGrowth)):
             if isinstance(growth, TopKGrowth) and top_n is None:
-                raise ValueError("growth top_k keeps select.top_n nodes: give a number")
-            if self.stratify is not None and top_n is None:
-                raise ValueError("stratify scales select.top_n: give a number")
-            self._within_limits(growth, top_n)
+                yield "growth top_k keeps select.top_n nodes: give a number"
+            if stratify is not None and top_n is None:
+                yield "stratify scales select.top_n: give a number"
+            yield from self._excesses(growth, top_n)
         elif top_n is not None:
-            raise ValueError(
+            yield (
                 f'select.top_n chooses among grown nodes; growth "{growth.kind}" keeps all it grows'
             )
-        elif self.stratify is not None:
-            raise ValueError(
+        elif stratify is not None:
+            yield (
                 'stratify needs a tree that can grow: growth "top_k" or "classifier", not '
                 f'"{growth.kind}"'
             )
         if self.depth_max > GAMMA_LIMIT:
-            raise ValueError(
+            yield (
                 f"window and stratify.alpha together reach depth {self.depth_max}, beyond the "
                 f"limit of {GAMMA_LIMIT}"
             )
-        return self
 
-    def _within_limits(self, growth: TopKGrowth | ClassifierGrowth, top_n: int | None) -> None:
-        """Raises ValueError for trees that could outgrow what the runtime holds of one."""
+    def _excesses(self, growth: TopKGrowth | ClassifierGrowth, top_n: int | None) -> Iterator[str]:
+        """Where trees could outgrow what the runtime holds of one."""
         width, depth, frontier = growth.width, self.depth_max, growth.frontier
         levels = [min(frontier, width**level) for level in range(1, depth + 1)]
-        capped = ", the cap" if isinstance(growth, ClassifierGrowth) else ""
-        lower = f"lower the width{capped} or the window"
-        expanded, nodes = sum(levels[:-1]), sum(levels)
-        pool = width + max(0, depth - 1) * frontier * width
-        tree = f"width {width} and depth {depth}"
-        if pool > POOL_LIMIT:
-            raise ValueError(f"{tree} grow {pool} candidates, more than {POOL_LIMIT}; {lower}")
-        if expanded > EXPANDED_LIMIT:
-            raise ValueError(
-                f"{tree} expand up to {expanded} nodes, more than {EXPANDED_LIMIT}; {lower}"
-            )
-        if top_n is None and nodes > NODE_LIMIT:
-            raise ValueError(
-                f"{tree} verify up to {nodes} nodes, more than {NODE_LIMIT}; give select.top_n, or "
-                f"{lower}"
-            )
+        lower = f"lower the width{', the cap' * (growth.kind == 'classifier')} or the window"
+        for does, count, limit, remedy in (
+            ("grow", width * sum([1, *levels[:-1]]), POOL_LIMIT, lower),
+            ("expand up to", sum(levels[:-1]), EXPANDED_LIMIT, lower),
+            ("verify up to", top_n or sum(levels), NODE_LIMIT, f"give select.top_n, or {lower}"),
+        ):
+            if count > limit:
+                what = "candidates" if does == "grow" else "nodes"
+                yield (
+                    f"width {width} and depth {depth} {does} {count} {what}, more than {limit}; "
+                    f"{remedy}"
+                )
         if self.stratify is not None and top_n is not None:
             most = max(kept_nodes(top_n, self.stratify.fractions, self.stratify.alpha))
             if most > NODE_LIMIT:
-                raise ValueError(
+                yield (
                     f"a low bin keeps {most} nodes, more than {NODE_LIMIT}; lower select.top_n or "
                     "stratify.fractions"
                 )
@@ -244,20 +241,12 @@ class Policy(Block):
         return " ".join((self.draft, self.window.label(), *labels))
 
 
-def _other(data: Any) -> Policy:
-    """One of a choice's other policies. Raises ValueError with what is wrong in it."""
-    policy = data if isinstance(data, Policy) else _parsed(data)
-    if isinstance(policy, PromptPolicy):
-        raise ValueError("a choice by prompt within another; give plain policies")
-    return policy
-
-
 class ByPrompt(Block):
     """A draft for each prompt (on-the-fly paper, section 5). ``artifact``: what was fitted to
     choose between the document's own blocks and the ``others`` (``fit chooser``)."""
 
     artifact: Artifact
-    others: Annotated[tuple[Annotated[Policy, BeforeValidator(_other)], ...], Field(min_length=1)]
+    others: Annotated[tuple[Policy, ...], Field(min_length=1)]
 
 
 class PromptPolicy(Policy):
@@ -267,6 +256,8 @@ class PromptPolicy(Policy):
 
     @model_validator(mode="after")
     def _distinct(self) -> PromptPolicy:
+        if any(isinstance(policy, PromptPolicy) for policy in self.by_prompt.others):
+            raise ValueError("by_prompt.others: a choice by prompt within another")
         if len({policy.id for policy in self.candidates}) <= len(self.by_prompt.others):
             raise ValueError("by_prompt.others: two of the policies to choose from are the same")
         return self
@@ -298,34 +289,27 @@ def parse_policy(data: Any, *, where: str = "policy") -> Policy:
     """Validates a document, whatever value it is. Raises :class:`PolicyError`, and nothing else,
     with one line: what is wrong, where, and what to write instead."""
     try:
-        return _parsed(data)
-    except MALFORMED as error:
-        raise PolicyError(f"{where}: {error}") from None
-
-
-def _parsed(data: Any) -> Policy:
-    """The policy of a document. Raises ValueError."""
-    if not isinstance(data, Mapping):
-        raise ValueError(
-            f"a policy is a JSON object, not {'null' if data is None else type(data).__name__}"
-        )
-    try:
+        if not isinstance(data, Mapping):
+            name = "null" if data is None else type(data).__name__
+            raise TypeError(f"a policy is a JSON object, not {name}")
         if data.get("by_prompt") is not None or not data.keys() <= PromptPolicy.model_fields.keys():
             return PromptPolicy.model_validate(data)
         return Policy.model_validate({k: v for k, v in data.items() if k != "by_prompt"})
     except ValidationError as error:
-        raise ValueError(_explain(error)) from None
+        raise PolicyError(f"{where}: {_explain(error)}") from None
+    except MALFORMED as error:
+        raise PolicyError(f"{where}: {error}") from None
 
 
 def _explain(error: ValidationError) -> str:
     """The first problem of a document."""
     first = error.errors()[0]
-    path = [str(part) for part in first["loc"]]
-    if len(path) > 1 and path[1] in _KINDS.get(path[0], ()):
-        del path[1]  # pydantic names the kind beside the key
+    loc = [str(part) for part in first["loc"]]
+    # pydantic names the kind beside the key
+    path = [p for above, p in pairwise(["", *loc]) if p not in _KINDS.get(above, ())]
     place, value = ".".join(path), first["input"]
     if first["type"].startswith("union_tag"):
-        return f"{place}.kind must be one of: {', '.join(_KINDS[place])}"
+        return f"{place}.kind must be one of: {', '.join(_KINDS[path[-1]])}"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "string_pattern_mismatch":
         message = "only characters that can be printed are possible"
