@@ -67,7 +67,7 @@ def generate(
     }
     console.print()
     colours = (("accepted draft tokens", ACCEPTED), "  ", ("the target's own", OWN))
-    console.print(Text.assemble(*colours, f"   policy: {prepared.label}"))
+    console.print(Text.assemble(*colours, f"   policy: {prepared.policy.label()}"))
     line = (
         f"{counts.emitted_tokens} tokens in {counts.rounds} rounds, tau "
         f"{counts.mean_accepted_length:.2f}, first token after {first_s * 1e3:.0f} ms, "

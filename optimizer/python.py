@@ -255,7 +255,7 @@ def run(
         encoded = encode(loaded, workload, options, used)
         decoded = list(execute(loaded, StaticSource(plan), encoded))
     texts = [loaded.text(d.trajectory.output_ids.tolist()) for d in decoded]
-    return _outcome(outcome(plan.label, decoded), plan.policy, "measured", texts)
+    return _outcome(outcome(plan.policy.label(), decoded), plan.policy, "measured", texts)
 
 
 def _prepared(

@@ -27,10 +27,10 @@ from spectune.runtime.policies.document import (
     Policy,
     parse_policy,
 )
+from spectune.runtime.policies.rules import compile_tree
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.recording.panoramas import Cover, base_covers, cover_name, record_panorama
 from spectune.runtime.trees.grow import TreeRule
-from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import ACCEPTANCE, Workload
 from spectune.traces.store import Asked, TraceStore

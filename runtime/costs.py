@@ -22,7 +22,7 @@ from spectune.traces.latency import check_draft
 from spectune.traces.tables import LatencyProfile
 
 if TYPE_CHECKING:
-    from spectune.runtime.policies.shortlist_rule import ShortlistRule
+    from spectune.runtime.policies.rules import ShortlistRule
     from spectune.runtime.trees.grow import TreeRule
 
 BUCKET: Final = 32

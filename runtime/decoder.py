@@ -287,7 +287,7 @@ class _RequestSource:
 
     def current(self) -> Plan:
         plan = self._source.current()
-        if plan is not self.looked_at and (self.looked_at is None or plan.choice is None):
+        if plan is not self.looked_at and (self.looked_at is None or plan.chooser is None):
             self.looked_at, request = plan, self._request
             self._plan = plan.for_prompt(
                 request.prompt_ids, lambda: self._backend.log_perplexity(request)
@@ -336,10 +336,9 @@ def prepare_for(
     thread than decoding does. Raises PolicyError as ``prepare``, and for a router of another head.
     """
     plan = prepare(policy, pair.draft_names, profile=profile, version=version, artifacts=artifacts)
-    if plan.choice is None:
+    if plan.chooser is None:
         return _aside(pair, plan)
-    plans = tuple(_aside(pair, each) for each in plan.choice.plans)
-    return replace(plan, choice=replace(plan.choice, plans=plans))
+    return replace(plan, candidates=tuple(_aside(pair, each) for each in plan.candidates))
 
 
 def _aside(pair: LoadedPair, prepared: Plan) -> Plan:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from spectune.runtime.cuda.gathered import gathered_logits, kernel_runs
 from spectune.runtime.policies.dynaspec import FloatArray
-from spectune.runtime.policies.shortlist_rule import ShortlistRule
+from spectune.runtime.policies.rules import ShortlistRule
 from spectune.traces.errors import PolicyError
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from spectune.runtime.costs import (
     window_costs,
 )
 from spectune.runtime.policies.document import parse_policy
+from spectune.runtime.policies.rules import compile_tree
 from spectune.runtime.profiling import predicted_seconds
-from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import PolicyError
 from spectune.traces.tables import LatencyProfile

@@ -12,7 +12,7 @@ from spectune.runtime.decoder import check_lossless
 from spectune.runtime.policies.artifacts import COMMANDS, Fitted
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, differences, parse_policy
 from spectune.runtime.policies.plan import prepare
-from spectune.runtime.trees.rules import compile_tree
+from spectune.runtime.policies.rules import compile_tree
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import Sampling
 

@@ -255,7 +255,7 @@ def _source(
         if source.last_error:
             note(
                 f"publication {source.seen} is refused: {source.last_error}; using "
-                f"{source.current().label}"
+                f"{source.current().policy.label()}"
             )
         yield source
     if source.unfinished:

@@ -41,7 +41,7 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import FREQUENCIES, Fitted, read_artifact
 from spectune.runtime.policies.document import ClustersShortlist, Policy
 from spectune.runtime.policies.fr_spec import Frequencies, FrequencyShortlist
-from spectune.runtime.policies.shortlist_rule import compile_shortlist
+from spectune.runtime.policies.rules import compile_shortlist
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.recording.panoramas import ROWS
 from spectune.runtime.shortlists import Shortlists, top_clusters

@@ -17,8 +17,8 @@ from spectune.optimizer.simulate.forest import Forest
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.runtime.policies.document import parse_policy
+from spectune.runtime.policies.rules import compile_tree
 from spectune.runtime.trees.grow import TreeRule
-from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import NAT_SCALE
 from spectune.traces.store import TraceStore

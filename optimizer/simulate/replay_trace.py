@@ -43,7 +43,7 @@ from spectune.runtime.costs import (
 )
 from spectune.runtime.policies.document import GAMMA_LIMIT, Policy
 from spectune.runtime.policies.plan import Plan
-from spectune.runtime.policies.shortlist_rule import ShortlistRule
+from spectune.runtime.policies.rules import ShortlistRule
 from spectune.runtime.policies.stops import CompiledStop
 from spectune.runtime.policies.windows import WindowState
 from spectune.runtime.trees.grow import TreeRule

@@ -35,7 +35,7 @@ from spectune.optimizer.simulate.shortlist_ranks import (
 )
 from spectune.optimizer.simulate.tree_tables import ClusterUnion, GrowthTable, ShortlistRanks
 from spectune.runtime.policies.document import GAMMA_LIMIT
-from spectune.runtime.policies.shortlist_rule import ShortlistRule
+from spectune.runtime.policies.rules import ShortlistRule
 from spectune.runtime.policies.stops import CompiledStop
 from spectune.traces.errors import TraceError
 from spectune.traces.tables import LatencyProfile, Panorama, Trajectory

@@ -21,7 +21,7 @@ from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import Ranks, how_to_rank, stored_ranks
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import GAMMA_LIMIT, FullShortlist, Policy
-from spectune.runtime.policies.shortlist_rule import compile_shortlist
+from spectune.runtime.policies.rules import compile_shortlist
 from spectune.traces.errors import PairError, PolicyError, TraceError
 from spectune.traces.recording import TREE_DEPTH, Skipped, how_to_record_trees
 from spectune.traces.store import TraceStore

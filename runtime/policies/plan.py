@@ -12,11 +12,10 @@ from spectune.runtime.costs import window_costs
 from spectune.runtime.policies.artifacts import Q_TABLE, Artifacts, read_artifact
 from spectune.runtime.policies.by_prompt import Chooser, stored_chooser
 from spectune.runtime.policies.document import Policy, PromptPolicy
-from spectune.runtime.policies.shortlist_rule import ShortlistRule, compile_shortlist
+from spectune.runtime.policies.rules import ShortlistRule, compile_shortlist, compile_tree
 from spectune.runtime.policies.stops import CompiledStop, compile_stop
 from spectune.runtime.policies.windows import CompiledWindow, compile_window
 from spectune.runtime.trees.grow import TreeRule
-from spectune.runtime.trees.rules import compile_tree
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import Sampling
 from spectune.traces.tables import LatencyProfile
@@ -36,20 +35,18 @@ class Plan:
     window: CompiledWindow
     stop: CompiledStop
     version: int = 0
-    rules: tuple[TreeRule, TreeRule] | None = field(default=None, compare=False)
+    rules: tuple[TreeRule, TreeRule] | None = None
     """How trees grow at temperature 0 and above; None without a draft."""
-    shortlist: ShortlistRule | None = field(default=None, compare=False)
-    shortlists: Shortlists | None = field(default=None, compare=False)
+    shortlist: ShortlistRule | None = None
+    shortlists: Shortlists | None = None
     """:attr:`shortlist` for the pair as it is loaded, made aside
     (:func:`runtime.decoder.prepare_for`)."""
-    phases: dict[tuple[SlotModel, Sampling], TreePhase] = field(
-        default_factory=dict, init=False, compare=False
-    )
+    phases: dict[tuple[SlotModel, Sampling], TreePhase] = field(default_factory=dict, init=False)
     """How trees are drafted on a device (:func:`runtime.drafts.device_trees.tree_phase`). A plan
     that is made of another by ``dataclasses.replace`` may have other rules, and shares none."""
-
-    choice: Choice | None = field(default=None, compare=False)
-    """What takes another plan for each prompt; None where this one decodes all."""
+    chooser: Chooser | None = None
+    """What takes one of the ``candidates`` for each prompt; None where this plan decodes all."""
+    candidates: tuple[Plan, ...] = ()
 
     @cached_property
     def policy_id(self) -> str:
@@ -63,26 +60,18 @@ class Plan:
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The plans that may decode a request."""
-        return (self,) if self.choice is None else self.choice.plans
+        return self.candidates or (self,)
 
     def for_prompt(self, ids: Sequence[int], log_perplexity: Callable[[], float]) -> Plan:
         """The plan for a request's prompt, whose perplexity is asked for where it decides."""
-        if self.choice is None:
+        if self.chooser is None:
             return self
-        return self.choice.plans[self.choice.chooser.choose(ids, log_perplexity())]
+        return self.candidates[self.chooser.choose(ids, log_perplexity())]
 
     def rule(self, sampling: Sampling) -> TreeRule:
         """How trees grow at a sampling temperature. A chain is a tree of width 1."""
         assert self.rules is not None
         return self.rules[0 if sampling.greedy else 1]
-
-
-@dataclass(frozen=True, eq=False)
-class Choice:
-    """Plans, and which of them decodes after a prompt."""
-
-    chooser: Chooser
-    plans: tuple[Plan, ...]
 
 
 def prepare(
@@ -105,8 +94,8 @@ def prepare(
     )
     if not isinstance(policy, PromptPolicy):
         return plans[0]
-    choice = Choice(stored_chooser(policy, artifacts), plans)
-    return replace(plans[0], policy=policy, choice=choice)
+    chooser = stored_chooser(policy, artifacts)
+    return replace(plans[0], policy=policy, chooser=chooser, candidates=plans)
 
 
 def _compile(
@@ -122,10 +111,10 @@ def _compile(
         raise PolicyError(f"draft: this pair has no draft {policy.draft!r}; it has: {names}")
     rules = shortlist = costs = q_table = None
     if policy.speculates:
-        rules = (
-            compile_tree(policy, sampled=False, artifacts=artifacts),
-            compile_tree(policy, sampled=True, artifacts=artifacts),
+        greedy, sampled = (
+            compile_tree(policy, sampled=sampled, artifacts=artifacts) for sampled in (False, True)
         )
+        rules = greedy, sampled
         shortlist = compile_shortlist(policy, artifacts)
         if policy.needs_profile and profile is not None:
             costs = window_costs(profile, policy, rules[0], shortlist)

@@ -104,10 +104,13 @@ def compile_stop(stop: Stop) -> CompiledStop:
         if isinstance(stop, EntropyStop):
             nats = (1.0 - threshold) ** 2 / stop.scale
         limit = min(NAT_CODE_MAX - 1, math.floor(nats * NAT_SCALE + _SLACK))
-    kinds = ("max_prob", "joint_prob", "entropy")
-    return CompiledStop(
-        True, *(limit if stop.kind == kind else NEVER for kind in kinds), stop.keep_last
-    )
+    limits = {
+        "max_prob": "max_logp_code",
+        "joint_prob": "max_joint_code",
+        "entropy": "max_entropy_code",
+    }
+    values = {limits[stop.kind]: limit, "keep_last": stop.keep_last}
+    return UNSTOPPED._replace(active=True, **values)
 
 
 @compiled()

@@ -1,9 +1,10 @@
-"""Compiling a policy's tree blocks, with the artifacts they name, into a
-:class:`runtime.trees.grow.TreeRule`."""
+"""A policy's tree and shortlist blocks, compiled with the artifacts that they name. Both need no
+tensors: drafting with a shortlist is :mod:`runtime.shortlists`'s."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import numpy as np
 from spectune.runtime.policies.artifacts import (
     BINS,
     CLASSIFIER,
+    FREQUENCIES,
+    ROUTER,
     STATIC_TREE,
     Artifacts,
     read_artifact,
@@ -19,9 +22,15 @@ from spectune.runtime.policies.c2t import beta_code, confidence_table, read_weig
 from spectune.runtime.policies.document import (
     ChainGrowth,
     ClassifierGrowth,
+    ClustersShortlist,
+    FrequencyShortlist,
+    FullShortlist,
     Policy,
+    PositionFrequencyShortlist,
     StaticGrowth,
 )
+from spectune.runtime.policies.dynaspec import Routing
+from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.heterospec import kept_nodes
 from spectune.runtime.policies.sequoia import static_levels
 from spectune.runtime.policies.stops import compile_stop
@@ -49,12 +58,9 @@ def compile_tree(policy: Policy, *, sampled: bool, artifacts: Artifacts | None =
         alpha, fractions = policy.stratify.alpha, policy.stratify.fractions
         thresholds, depth = read_artifact(policy, "stratify", BINS, artifacts, read_bins)
         # The bin of the highest entropy is never a low one, however few the bins are.
-        common |= {
-            "thresholds": thresholds,
-            "fitted_depth": depth,
-            "alpha": alpha,
-            "bin_top_n": kept_nodes(policy.select.top_n, fractions, alpha)[: len(thresholds)],
-        }
+        low = kept_nodes(policy.select.top_n, fractions, alpha)[: len(thresholds)]
+        common |= {"thresholds": thresholds, "fitted_depth": depth}
+        common |= {"alpha": alpha, "bin_top_n": low}
     if isinstance(growth, ClassifierGrowth):
         weights = read_artifact(
             policy, "growth", CLASSIFIER, artifacts, lambda _, arrays: read_weights(arrays)
@@ -73,3 +79,40 @@ def read_bins(document: Mapping[str, Any], _: object) -> tuple[tuple[int, ...], 
     """(thresholds in 1/256 nat, ascending; the depth that they were fitted to) of an artifact of
     kind :data:`BINS`."""
     return tuple(document["thresholds"]), document["depth"]
+
+
+@dataclass(frozen=True, eq=False)
+class ShortlistRule:
+    """How much of the vocabulary each draft step evaluates: a shortlist block with the artifact
+    that it names, ``frequencies`` or, of kind ``clusters``, ``routing``."""
+
+    block: FrequencyShortlist | PositionFrequencyShortlist | ClustersShortlist
+    draft: str
+    frequencies: Frequencies | None = None
+    routing: Routing | None = None
+
+    @property
+    def routed(self) -> bool:
+        """Whether the shortlist depends on the context."""
+        return self.routing is not None
+
+    def budget(self, step: int) -> int:
+        """Tokens, or clusters of each node, at draft step ``step``, counted from 0 within a round
+        (equation 3; appendix A.3)."""
+        return self.block.budget(step)
+
+
+def compile_shortlist(policy: Policy, artifacts: Artifacts | None) -> ShortlistRule | None:
+    """The rule of a policy's shortlist; None where the draft evaluates its whole head.
+
+    Raises PolicyError when the artifact is missing, malformed, of another kind, or was fitted on
+    another draft.
+    """
+    block = policy.shortlist
+    if isinstance(block, FullShortlist):
+        return None
+    if isinstance(block, ClustersShortlist):
+        routing = read_artifact(policy, "shortlist", ROUTER, artifacts, Routing.from_document)
+        return ShortlistRule(block, policy.draft, routing=routing)
+    order = read_artifact(policy, "shortlist", FREQUENCIES, artifacts, Frequencies.from_document)
+    return ShortlistRule(block, policy.draft, frequencies=order)
