@@ -160,33 +160,49 @@ def run_kernel(folder: Path) -> tuple[int, int]:
 
     numba.config.CACHE_DIR = str(folder / "cache")
     sys.path.insert(0, str(folder))
-    run = importlib.import_module("kernel").run
-    return run(1), sum(run.dispatcher.stats.cache_hits.values())
+    kernel = importlib.import_module("kernel")
+    return kernel.run(kernel.START), sum(kernel.run.dispatcher.stats.cache_hits.values())
+
+
+def kernel_of(folder: Path) -> tuple[int, int]:
+    """:func:`run_kernel` in a process of its own; forked, as another would import numba anew."""
+    with ProcessPoolExecutor(1, get_context("fork")) as process:
+        return process.submit(run_kernel, folder).result()
+
+
+COMPILED = "from spectune.runtime.policies.jit import compiled\n"
 
 
 def test_an_edit_in_a_called_module_reaches_cached_kernels(tmp_path: Path) -> None:
     """numba alone would go on running what it compiled before: its cache looks at the kernel's own
     file only."""
-    compiled = "from spectune.runtime.policies.jit import compiled\n"
     files = {
         "constant": "TEN = 10\n",
-        "deep": f"{compiled}@compiled()\ndef inner(x): return x + 1\n",
-        "middle": f"import constant\nfrom deep import inner\n{compiled}"
+        "deep": f"{COMPILED}@compiled()\ndef inner(x): return x + 1\n",
+        "middle": f"import constant\nfrom deep import inner\n{COMPILED}"
         "@compiled()\ndef outer(x): return inner(x) * constant.TEN\n",
-        "kernel": f"from middle import outer\n{compiled}@compiled()\ndef run(x): return outer(x)\n",
+        "kernel": f"from middle import outer\n{COMPILED}START = 1\n"
+        "@compiled()\ndef run(x): return outer(x)\n",
     }
     for name, text in files.items():
         (tmp_path / f"{name}.py").write_text(text)
-
-    def kernel() -> tuple[int, int]:
-        # Forked, as a process of its own would import numba anew.
-        with ProcessPoolExecutor(1, get_context("fork")) as process:
-            return process.submit(run_kernel, tmp_path).result()
-
-    assert kernel() == (20, 0)
-    assert kernel() == (20, 1)
+    assert kernel_of(tmp_path) == (20, 0)
+    assert kernel_of(tmp_path) == (20, 1)
     (tmp_path / "deep.py").write_text(files["deep"].replace("+ 1", "+ 2000"))
-    assert kernel() == (20010, 0)
-    assert kernel() == (20010, 1)
+    assert kernel_of(tmp_path) == (20010, 0)
+    assert kernel_of(tmp_path) == (20010, 1)
     (tmp_path / "constant.py").write_text("TEN = 100\n")
-    assert kernel() == (200100, 0)
+    assert kernel_of(tmp_path) == (200100, 0)
+
+
+def test_a_kernel_is_compiled_anew_where_a_type_it_was_cached_for_is_gone(tmp_path: Path) -> None:
+    """numba alone raises AttributeError: its index of what is compiled holds the types."""
+    text = (
+        f"from typing import NamedTuple\n{COMPILED}class Old(NamedTuple):\n    x: int\n"
+        "START = Old(1)\n@compiled()\ndef run(start): return start.x + 1\n"
+    )
+    (tmp_path / "kernel.py").write_text(text)
+    assert kernel_of(tmp_path) == (2, 0)
+    (tmp_path / "kernel.py").write_text(text.replace("Old", "Renamed"))
+    assert kernel_of(tmp_path) == (2, 0)
+    assert kernel_of(tmp_path) == (2, 1)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 from collections.abc import Callable, Iterator
 from types import CodeType, ModuleType
 from typing import Any, TypeVar, cast
@@ -31,8 +30,6 @@ def compiled(*, inline: bool = False) -> Callable[[F], F]:
 class Compiled:
     """A function that numba takes over at its first call, from Python or from compiled code."""
 
-    _making = threading.Lock()  # two threads must not make two of one function
-
     def __init__(self, function: Callable[..., Any], inline: bool) -> None:
         functools.update_wrapper(self, function)
         self._function, self._inline = function, inline
@@ -40,48 +37,42 @@ class Compiled:
         stat = os.stat(path) if os.path.exists(path) else None
         # As it was imported: what is edited before the first call is not taken for it.
         self._source = (path, stat.st_mtime, stat.st_size) if stat else (path, 0.0, 0)
-        self._made: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
-        return (self._made or self.dispatcher)(*arguments)
+        return self.dispatcher(*arguments)
 
     @property
     def _numba_type_(self) -> Any:
         """What numba asks of a value that compiled code refers to."""
         return self.dispatcher._numba_type_
 
-    @property
-    def dispatcher(self) -> Any:
-        """numba's own object."""
-        with self._making:
-            if self._made is None:
-                self._made = self._make()
-            return self._made
-
-    def stamps(self) -> set[Any]:
+    def stamps(self) -> set[str]:
         """What the machine code depends on: its source file, the constants that it reads, and the
         same of every compiled function that it calls."""
-        stamps: set[Any] = {self._source}
-        names, scope = [*_names(self._function.__code__)], self._function.__globals__
+        stamps = {repr(self._source)}
+        names, scope = {*_names(self._function.__code__)}, self._function.__globals__
         modules = (vars(scope[n]) for n in names if isinstance(scope.get(n), ModuleType))
         for name, value in ((n, s[n]) for s in (scope, *modules) for n in names if n in s):
             if isinstance(value, Compiled) and value is not self:
                 stamps |= value.stamps()
             elif isinstance(value, (int, float, str, tuple)):
-                stamps.add((name, repr(value)))
+                stamps.add(f"{name} {value!r}")
         return stamps
 
-    def _make(self) -> Any:
+    @functools.cached_property
+    def dispatcher(self) -> Any:
+        """numba's own object."""
         import numba
 
         options = {"nogil": True, "error_model": "numpy", "forceinline": self._inline}
         try:
             # Counting references to arrays passed between functions takes longer than a whole
             # round; nothing here allocates. numba has no public way to say what a function
-            # depends on.
+            # depends on. Of an index of another version it reads nothing, and so trips over no
+            # type that is there no more.
             dispatcher = numba.njit(cache=True, _nrt=False, **options)(self._function)
             index = dispatcher._cache._cache_file
-            index._source_stamp = (index._source_stamp, frozenset(self.stamps()))
+            index._version = repr((index._version, sorted(self.stamps())))
         except (RuntimeError, AttributeError, KeyError):
             dispatcher = numba.njit(**options)(self._function)
         return dispatcher
