@@ -195,7 +195,7 @@ def chains(draft: str) -> list[Document]:
     windows = [
         *map(fixed, (1, 2, 4, 8, 12)),
         *ADAPTIVE,
-        {"kind": "analytic", "gamma_max": 12, "history": 16, "estimator": "table"},
+        {"kind": "analytic", "gamma_max": 12, "history": 16, "estimator": "exact"},
     ]
     found = [{"draft": draft, "window": window} for window in windows]
     if draft != "ngram":

@@ -37,7 +37,7 @@ STOPS = ("none", "max_prob", "joint_prob", "entropy")
 LONG = {"gamma_max": 16, "history": 32}
 WINDOWS: dict[str, dict[str, Any]] = {
     "fixed": fixed(4),
-    **{f"analytic {e}": {"kind": "analytic", "estimator": e} for e in ("ratio", "exact", "table")},
+    **{f"analytic {e}": {"kind": "analytic", "estimator": e} for e in ("ratio", "exact")},
     **{
         f"analytic {e}, gamma_max 16, history 32": {"kind": "analytic", **LONG, "estimator": e}
         for e in ("ratio", "exact")

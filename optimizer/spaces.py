@@ -39,7 +39,7 @@ WINDOWS: Final[Mapping[str, Parameters]] = {
     "analytic": {
         "history": IntDistribution(2, 64, log=True),
         "acc_max": FloatDistribution(0.8, 0.995),
-        "estimator": CategoricalDistribution(("ratio", "table")),
+        "estimator": CategoricalDistribution(("ratio", "exact")),
         **_LIMITS,
     },
     "q_learning": {

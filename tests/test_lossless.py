@@ -38,7 +38,7 @@ def policies(near: str, far: str) -> list[Policy]:
         chain(far, 16),
         under(near, "analytic", gamma_max=8),
         under(far, "analytic", gamma_max=8, estimator="exact", history=12),
-        under(far, "analytic", gamma_max=6, estimator="table", gamma_min=1),
+        under(far, "analytic", gamma_max=6, estimator="ratio", gamma_min=1),
         under(near, "fsm", gamma_max=8),
         under(far, "cache_fsm", gamma_max=8),
         under(near, "q_learning", gamma_max=6, seed=1, epsilon=0.3),

@@ -62,7 +62,7 @@ def random_policies(drafts: Sequence[str], count: int, seed: int) -> list[Policy
             window |= {"epsilon": 0.3, "seed": seed, "memory": memory}
         if kind == "analytic":
             window["history"] = int(rng.integers(1, 20))
-            window["estimator"] = str(rng.choice(["ratio", "exact", "table"]))
+            window["estimator"] = str(rng.choice(["ratio", "exact"]))
         stop = {"kind": str(rng.choice(["none", "max_prob", "joint_prob", "entropy"]))}
         if stop["kind"] != "none":
             stop["threshold"] = round(float(rng.uniform(0.01, 0.8)), 3)

@@ -57,7 +57,7 @@ def random_policy(rng: np.random.Generator) -> Policy:
         {**learning, "gamma_min": min(1, low), "epsilon": float(rng.random()), "memory": 2},
         {**learning, "reward": "speed", "seed": int(rng.integers(99))},
     ]
-    for estimator in ("ratio", "exact", "table"):
+    for estimator in ("ratio", "exact"):
         weighed = {"estimator": estimator, "history": int(rng.integers(1, 12))}
         windows.append({**wide, "kind": "analytic", **weighed})
     thresholds = {"max_prob": 0.2, "joint_prob": 0.05, "entropy": 0.05}

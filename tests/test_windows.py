@@ -15,7 +15,6 @@ import pytest
 from scipy.optimize import minimize_scalar
 
 from spectune.runtime.policies.document import Window, parse_policy
-from spectune.runtime.policies.on_the_fly import TABLE_KNOTS
 from spectune.runtime.policies.windows import (
     WindowCosts,
     WindowState,
@@ -61,7 +60,7 @@ DOCUMENTS: list[dict[str, Any]] = [
             "acc_max": a,
         }
         for e, (h, g, m, a) in itertools.product(
-            ("ratio", "exact", "table"),
+            ("ratio", "exact"),
             ((6, 8, 0, 0.98), (1, 4, 0, 0.9), (40, 20, 2, 0.99), (3, 1, 1, 0.5)),
         )
     ),
@@ -244,9 +243,7 @@ class Analytic:
         pairs = [(g, v) for g, v in self.rounds if g > 0]
         if not pairs:
             return {self.w.first}
-        beta = {"ratio": self.ratio, "exact": self.exact, "table": self.table}[self.w.estimator](
-            pairs
-        )
+        beta = {"ratio": self.ratio, "exact": self.exact}[self.w.estimator](pairs)
         return self.best(min(self.w.acc_max, beta), COSTS.draft_step_s, list(COSTS.verify_s))
 
     def best(self, beta: float, a: float, b: list[float]) -> set[int]:
@@ -285,23 +282,6 @@ class Analytic:
                 loss, bounds=(1e-12, 1 - 1e-9), method="bounded", options={"xatol": 1e-12}
             ).x
         )
-
-    @staticmethod
-    def table(pairs: list[tuple[int, int]]) -> float:
-        """Equation 12 with its first term mended, at the knots, summed over the rounds, inverted
-        linearly. The paper prints gamma beta^(gamma+2) there, which contradicts its equation 11 and
-        diverges at beta = 1."""
-        knots = np.linspace(0, 1, TABLE_KNOTS)
-
-        def mean(g: int, b: float) -> float:
-            if b == 1:
-                return (g + 2) / 2
-            return ((g + 1) * b ** (g + 2) - (g + 2) * b ** (g + 1) + 1) / (
-                b ** (g + 2) - b ** (g + 1) - b + 1
-            )
-
-        sums = [sum(mean(g, b) for g, _ in pairs) for b in knots.tolist()]
-        return float(np.interp(sum(v + 1 for _, v in pairs), sums, knots))
 
 
 class QLearner:

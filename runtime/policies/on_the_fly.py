@@ -2,14 +2,12 @@
 How likely the next drafted token is to be accepted, and which window that speaks for (methods 1 to
 4; equations 1, 2 and 9 to 12; appendix B).
 
-Three estimates of beta = Acc(x_t | X_<t) from rounds that drafted g_i tokens and had V_i accepted:
-equation 2, sum V / (sum V + rejections); equation 11, where equation 10's likelihood of y = V + 1
-is largest (1 where it has no root below; callers cap it); equation 12, equation 11 solved for
-mean(y). docs/papers.md, item 5, has their biases and what is misprinted. Where windows differ
-within the history, equations 11 and 12 become sum_i y_i = sum_i mean(g_i, beta), the same
-likelihood pooled.
-
-Sums are whole numbers, so that nothing drifts.
+Two estimates of beta = Acc(x_t | X_<t) from rounds that drafted g_i tokens and had V_i accepted:
+equation 2, sum V / (sum V + rejections); and equation 11, where equation 10's likelihood of y = V +
+1 is largest (1 where it has no root below; callers cap it). Equation 12, which the paper tabulates,
+is equation 11 solved for mean(y). docs/papers.md, item 5, has their biases and what is misprinted.
+Where windows differ within the history, equation 11 becomes sum_i y_i = sum_i mean(g_i, beta), the
+same likelihood pooled. Sums are whole numbers, so that nothing drifts.
 """
 
 from __future__ import annotations
@@ -30,24 +28,21 @@ Records = npt.NDArray[np.void]
 
 EVIDENCE_SCALE: Final = 2**32
 """Expected acceptances are summed as whole multiples of 2^-32."""
-TABLE_KNOTS: Final = 33
-"""Knots of the tabulated equation 12, evenly spaced over beta in [0, 1]."""
 
 
 class AnalyticWindow(AdaptiveWindow):
     """The window that maximises equation 1 of the on-the-fly paper, beta estimated over the last
     ``history`` rounds.
 
-    ``estimator``: ``ratio`` is equation 2, ``exact`` the maximum-likelihood root of equation 11,
-    ``table`` its tabulated inverse (equation 12). a_q and b_p(gamma) come from the latency
-    profile, so that a window replays exactly. After a history of windows 0
-    ``gamma_initial`` is tried anew."""
+    ``estimator``: ``ratio`` is equation 2, ``exact`` the maximum-likelihood root of equation 11.
+    a_q and b_p(gamma) come from the latency profile, so that a window replays exactly. After a
+    history of windows 0 ``gamma_initial`` is tried anew."""
 
     kind: Literal["analytic"] = "analytic"
     history: Annotated[int, Field(ge=1, le=256)] = 6
     acc_max: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.98
     gamma_min: Gamma = 0
-    estimator: Literal["ratio", "exact", "table"] = "ratio"
+    estimator: Literal["ratio", "exact"] = "ratio"
 
     @model_validator(mode="after")
     def _can_begin(self) -> Self:
@@ -127,22 +122,11 @@ def cache_fsm(gamma: int, num_drafted: int, num_accepted: int, num_cached: int) 
 # ----------------------------------------------------------------------------------------- method 1
 
 
-class AnalyticRule(NamedTuple):
-    """Method 1 with its costs resolved, by the n betas at which equation 1's argmax moves up.
-
-    ``odds`` float64 [n]: these, as beta / (1 - beta), for equation 2; empty for the others.
-    ``expected`` int64 [gamma_max + 1, n]: the accepted tokens (:data:`EVIDENCE_SCALE`) that their
-    distribution expects at these betas of a round that drafted so many; n is 0 for equation 2."""
-
-    odds: FloatArray
-    expected: IntArray
-
-
 class History(NamedTuple):
     """The last rounds and what is summed over them. ``drafted`` and ``accepted`` int64 [history]
-    are a ring, in which an empty slot reads as a round that drafted nothing; ``sums`` int64 [4]:
-    the slot of the next round; accepted tokens; rejections; rounds that drafted anything.
-    ``evidence`` int64 [n] sums rows of :attr:`AnalyticRule.expected`."""
+    are a ring, in which an empty slot reads as a round that drafted nothing; ``sums`` int64 [3]:
+    the slot of the next round; accepted tokens; rounds that drafted anything. ``evidence`` int64
+    [n] sums what :func:`expected_acceptances` has for each round."""
 
     drafted: IntArray
     accepted: IntArray
@@ -161,27 +145,40 @@ def forget(history: History) -> None:
 
 @compiled(inline=True)
 def analytic(
-    rule: AnalyticRule, limits: Limits, history: History, num_drafted: int, num_accepted: int
+    expected: IntArray, limits: Limits, history: History, num_drafted: int, num_accepted: int
 ) -> int:
-    """Equation 1 at the beta of the last rounds.
+    """Method 1: equation 1 at the beta of the last rounds; ``expected`` is
+    :func:`expected_acceptances`.
 
     Beta-hat itself is not computed. It exceeds a beta iff more tokens were accepted than the
-    estimator's distribution expects there, and at given costs the argmax is a staircase in beta:
-    the window is the number of steps exceeded."""
+    estimator expects there, and at given costs the argmax is a staircase in beta: the window is the
+    number of steps exceeded."""
     sums, slot = history.sums, history.sums[0]
     gone, gone_accepted = history.drafted[slot], history.accepted[slot]
     history.drafted[slot], history.accepted[slot] = num_drafted, num_accepted
     sums[0] = 0 if slot + 1 == len(history.drafted) else slot + 1
     sums[1] += num_accepted - gone_accepted
-    sums[2] += int(num_accepted < num_drafted) - int(gone_accepted < gone)
-    sums[3] += int(num_drafted > 0) - int(gone > 0)
+    sums[2] += int(num_drafted > 0) - int(gone > 0)
+    rejected, gone_rejected = int(num_accepted < num_drafted), int(gone_accepted < gone)
     above = 0
-    for k in range(len(rule.odds)):
-        above += int(sums[1] > rule.odds[k] * sums[2])
     for k in range(len(history.evidence)):
-        history.evidence[k] += rule.expected[num_drafted, k] - rule.expected[gone, k]
+        history.evidence[k] += expected[rejected, num_drafted, k] - expected[gone_rejected, gone, k]
         above += int(sums[1] * EVIDENCE_SCALE > history.evidence[k])
-    return limits.gamma_min + above if sums[3] > 0 else limits.first
+    return limits.gamma_min + above if sums[2] > 0 else limits.first
+
+
+def expected_acceptances(estimator: str, gamma_max: int, betas: FloatArray) -> IntArray:
+    """What a round adds to the accepted tokens expected at each of n betas: int64 [2, gamma_max +
+    1, n] by whether a token was rejected and by drafted tokens, in units of 1 /
+    :data:`EVIDENCE_SCALE`. By equation 2, sum V / (sum V + rejections) exceeds beta where sum V
+    exceeds beta / (1 - beta) for each rejection; by equation 11 where it exceeds the mean of
+    equation 10."""
+    expected = np.zeros((2, gamma_max + 1, len(betas)))
+    if estimator == "ratio":
+        expected[1] = betas / (1.0 - betas)
+    else:
+        expected[:] = truncated_excess(gamma_max, betas).T
+    return np.round(expected * EVIDENCE_SCALE).astype(np.int64)
 
 
 def truncated_excess(gamma_max: int, betas: FloatArray) -> FloatArray:
@@ -190,18 +187,10 @@ def truncated_excess(gamma_max: int, betas: FloatArray) -> FloatArray:
 
     Column g is sum_i i beta^i / sum_i beta^i over i = 0..g: equation 12 without its cancellation
     near 1. Rises strictly with beta for g > 0."""
-    powers = betas[:, None] ** np.arange(gamma_max + 1)
-    return np.asarray(
-        np.cumsum(powers * np.arange(gamma_max + 1), axis=1) / np.cumsum(powers, axis=1),
-        dtype=np.float64,
-    )
-
-
-def tabulated_excess(gamma_max: int, betas: FloatArray) -> FloatArray:
-    """:func:`truncated_excess` read from its table by linear interpolation in beta; same shape."""
-    knots = np.linspace(0.0, 1.0, TABLE_KNOTS)
-    table = truncated_excess(gamma_max, knots)
-    return np.stack([np.interp(betas, knots, table[:, g]) for g in range(gamma_max + 1)], axis=1)
+    tokens = np.arange(gamma_max + 1)
+    powers = betas[:, None] ** tokens
+    excess: FloatArray = np.cumsum(powers * tokens, axis=1) / np.cumsum(powers, axis=1)
+    return excess
 
 
 def window_thresholds(round_s: FloatArray, gamma_min: int, acc_max: float) -> FloatArray:
@@ -228,9 +217,8 @@ def best_window(betas: FloatArray, round_s: FloatArray, gamma_min: int = 0) -> I
     """Equation 1: the window in gamma_min..gamma_max with the most expected tokens a second at each
     beta (ties: the smallest)."""
     omega = np.cumsum(betas[:, None] ** np.arange(len(round_s)), axis=1)
-    return np.asarray(
-        gamma_min + np.argmax((omega / round_s)[:, gamma_min:], axis=1), dtype=np.int64
-    )
+    best: IntArray = gamma_min + (omega / round_s)[:, gamma_min:].argmax(axis=1)
+    return best
 
 
 # ----------------------------------------------------------------------------------------- method 4

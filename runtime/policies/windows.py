@@ -45,9 +45,7 @@ from spectune.runtime.policies.document import (
 from spectune.runtime.policies.heuristic import heuristic
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.on_the_fly import (
-    EVIDENCE_SCALE,
     LEARNED,
-    AnalyticRule,
     FloatArray,
     History,
     IntArray,
@@ -57,11 +55,10 @@ from spectune.runtime.policies.on_the_fly import (
     analytic,
     begin_learning,
     cache_fsm,
+    expected_acceptances,
     forget,
     fsm,
     q_learning,
-    tabulated_excess,
-    truncated_excess,
     window_thresholds,
 )
 from spectune.runtime.policies.splitmix import mix64
@@ -84,7 +81,6 @@ class WindowCosts:
     verify_s: tuple[float, ...]
 
 
-_NO_ANALYTIC: Final = AnalyticRule(np.zeros(0), np.zeros((1, 0), np.int64))
 _NO_LEARNING: Final = QLearningRule(1, False, False, 0, 0.0, 0.0, 0.0, np.zeros(1))
 
 
@@ -93,9 +89,9 @@ class CompiledWindow(NamedTuple):
 
     ``carries``: the state outlives a request (only then does the order of requests matter).
     ``reads_cache``: it wants to know how many accepted tokens are cached (others may be given 0;
-    only whether it is above 0 counts). ``analytic`` and ``q_learning`` are set for these kinds,
-    ``q`` float64 [states, actions] is the Q-table that a session starts from, ``history`` the
-    rounds that are remembered.
+    only whether it is above 0 counts). Method 1 has ``history``, the rounds that are remembered,
+    and ``expected`` (:func:`expected_acceptances`); method 4 ``q_learning`` and ``q`` float64
+    [states, actions], the Q-table that a session starts from.
     """
 
     kind: int
@@ -103,7 +99,7 @@ class CompiledWindow(NamedTuple):
     carries: bool = False
     reads_cache: bool = False
     history: int = 0
-    analytic: AnalyticRule = _NO_ANALYTIC
+    expected: npt.NDArray[np.int64] = np.zeros((2, 1, 0), np.int64)
     q_learning: QLearningRule = _NO_LEARNING
     q: FloatArray = np.zeros((0, 1))
 
@@ -152,7 +148,7 @@ def advance(
     elif kind == HEURISTIC:
         gamma = heuristic(gamma, num_drafted, num_accepted)
     elif kind == ANALYTIC:
-        gamma = analytic(window.analytic, limits, state.history, num_drafted, num_accepted)
+        gamma = analytic(window.expected, limits, state.history, num_drafted, num_accepted)
     elif kind == Q_LEARNING:
         gamma = q_learning(
             window.q_learning, limits, state.learner, gamma, num_drafted, num_accepted
@@ -162,7 +158,7 @@ def advance(
 
 def init_state(window: CompiledWindow) -> WindowState:
     """A new session's state, ready for its first request."""
-    sizes = window.history, window.history, 4, window.analytic.expected.shape[1]
+    sizes = window.history, window.history, 3, window.expected.shape[2]
     history = History(*(np.zeros(size, np.int64) for size in sizes))
     learner = Learner(np.zeros(1, LEARNED), window.q.copy())
     state = WindowState(np.array([window.limits.first]), history, learner)
@@ -190,9 +186,10 @@ def compile_window(
         return CompiledWindow(HEURISTIC, limits, carries=not window.transient)
     limits = Limits(window.gamma_min, window.gamma_max, window.first)
     if isinstance(window, AnalyticWindow):
-        return CompiledWindow(
-            ANALYTIC, limits, analytic=_analytic_rule(window, costs), history=window.history
-        )
+        round_s = _round_costs(costs, window)
+        betas = window_thresholds(round_s, window.gamma_min, window.acc_max)
+        expected = expected_acceptances(window.estimator, window.gamma_max, betas)
+        return CompiledWindow(ANALYTIC, limits, history=window.history, expected=expected)
     if isinstance(window, QLearningWindow):
         rule, table = _learning_rule(window, costs), _first_table(window, q_table)
         return CompiledWindow(Q_LEARNING, limits, q_learning=rule, q=table, carries=True)
@@ -210,17 +207,6 @@ def _round_costs(costs: WindowCosts | None, window: AnalyticWindow | QLearningWi
         )
     verify_s: FloatArray = np.array(costs.verify_s[: window.gamma_max + 1])
     return verify_s + np.arange(len(verify_s)) * costs.draft_step_s
-
-
-def _analytic_rule(window: AnalyticWindow, costs: WindowCosts | None) -> AnalyticRule:
-    betas = window_thresholds(_round_costs(costs, window), window.gamma_min, window.acc_max)
-    if window.estimator == "ratio":
-        return _NO_ANALYTIC._replace(odds=betas / (1.0 - betas))
-    # beta-hat > beta_k iff more was accepted than the estimator's distribution expects at beta_k,
-    # for it rises with beta.
-    excess = truncated_excess if window.estimator == "exact" else tabulated_excess
-    expected = np.round(excess(window.gamma_max, betas) * EVIDENCE_SCALE).astype(np.int64)
-    return _NO_ANALYTIC._replace(expected=np.ascontiguousarray(expected.T))
 
 
 def _learning_rule(window: QLearningWindow, costs: WindowCosts | None) -> QLearningRule:
