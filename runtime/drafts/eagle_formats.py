@@ -8,6 +8,7 @@ fed back. What it leaves open, or says in two ways, is refused.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -38,16 +39,18 @@ Tensors = dict[str, Tensor]
 
 STATE_IDS: Final = "eagle_aux_hidden_state_layer_ids"
 FUSES: Final = "use_aux_hidden_state"
-NORMS: Final = ("norm_output", "norm_before_fc", "fc_norm")
 KNOWN_VALUES: Final = {
     "use_last_layernorm": True,
     "use_input_layernorm_in_first_layer": True,
     "use_mtp_layernorm": False,
 }
 """Switches of ModelOpt's heads, and the one value of each that is built here."""
-SWITCHES: Final = (FUSES, *NORMS, *KNOWN_VALUES)
-ROPE: Final = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
-"""What a configuration says of rotary positions, old style or new."""
+SWITCHES: Final = (FUSES, "norm_output", "norm_before_fc", "fc_norm", *KNOWN_VALUES)
+SIZES: Final = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"),
+)
+"""What a head's layers have in common with Llama's."""
 PARTS: Final = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o_proj": ("self_attn.o_proj",),
@@ -89,11 +92,24 @@ def _head(
     eagle3 = says_eagle3(document) or "layers.0.hidden_norm.weight" in tensors
     fuses = not eagle3 or config.get(FUSES) is not False
     taps, convention = _taps(config, target.num_layers) if eagle3 and fuses else ((FINAL,), "last")
-    shape = _shape(config, tensors, target, taps, eagle3=eagle3, fuses=fuses)
-    token_ids = _token_ids(tensors, target, shape)
     if not eagle3:
         tensors.pop("lm_head.weight", None)  # a copy of the target's, in some
     rows = tensors.pop("embed_tokens.weight", None)
+    llama = LlamaConfig(**{key: config[key] for key in SIZES if config.get(key) is not None})
+    usual = target.hidden_size if eagle3 and fuses else llama.hidden_size
+    if (width := config.get("target_hidden_size") or usual) != target.hidden_size:
+        raise PairError(
+            f"the head reads hidden states of width {width}, the target's are "
+            f"{target.hidden_size} wide"
+        )
+    for vocab in (config.get("vocab_size"), None if rows is None else len(rows)):
+        if vocab not in (None, target.vocab_size):
+            raise PairError(
+                f"the head has a vocabulary of {vocab} tokens, the target one of "
+                f"{target.vocab_size}; a head must be trained for its target"
+            )
+    shape = _shape(config, llama, tensors, len(taps), target, eagle3=eagle3, fuses=fuses)
+    token_ids = _token_ids(tensors, target.vocab_size, shape)
     with torch.device("meta"):
         net = HeadNet(shape).requires_grad_(False)
     try:
@@ -101,24 +117,18 @@ def _head(
     except RuntimeError as error:
         lines = "; ".join(line.strip() for line in str(error).splitlines()[1:])
         raise PairError(f"its tensors are not those that config.json describes: {lines}") from None
-    rope = {key: config[key] for key in ROPE if config.get(key) is not None}
-    sizes = {"hidden_size": shape.hidden, "num_attention_heads": shape.heads}
-    sizes["head_dim"] = shape.head_dim
     embed = None
     if rows is not None:
-        if rows.shape != (target.vocab_size, shape.hidden):
-            raise PairError(f"embed_tokens.weight is {list(rows.shape)}, which does not fit")
-        embed = nn.Embedding(*rows.shape, _weight=rows.to(device=device, dtype=dtype))
+        weights = rows.to(device=device, dtype=dtype)
+        embed = nn.Embedding(target.vocab_size, rows.shape[1], _weight=weights)
         embed.requires_grad_(False)
-    elif shape.hidden != target.hidden_size:
-        raise PairError("it has no embed_tokens.weight, and the target's has another width")
     return EagleHead(
         net.to(device=device, dtype=dtype),
         target,
         name=name,
         taps=taps,
         convention=convention,
-        rotary=LlamaRotaryEmbedding(LlamaConfig(**sizes, **rope)),
+        rotary=LlamaRotaryEmbedding(llama),
         token_ids=None if token_ids is None else token_ids.to(device),
         embed=embed,
         unread=tuple(sorted(set(document.get("eagle_config") or {}) - {STATE_IDS, *SWITCHES})),
@@ -141,36 +151,31 @@ def _read_tensors(folder: Path) -> Tensors:
                 if file.suffix == ".safetensors"
                 else torch.load(file, map_location="cpu", weights_only=True)
             )
-    named = {k.removeprefix("model."): tensor for k, tensor in tensors.items()}
-    return {
-        "layers.0." + k.removeprefix("midlayer.") if k.startswith("midlayer.") else k: tensor
-        for k, tensor in named.items()
-        if not k.startswith("verifier_") and not k.endswith("rotary_emb.inv_freq") and k != "t2d"
-    }
+    named = {re.sub("^midlayer", "layers.0", k.removeprefix("model.")): tensors[k] for k in tensors}
+    unused = re.compile(r"verifier_.*|.*rotary_emb\.inv_freq|t2d")
+    return {name: tensor for name, tensor in named.items() if not unused.fullmatch(name)}
 
 
 def _flat(document: Config) -> dict[str, Any]:
     """A configuration on one level: the speculators format nests the sizes of a layer, and
     ``eagle_config`` the rest."""
-    layer, nested = document.get("transformer_layer_config"), document.get("eagle_config")
+    layer, nested = document.get("transformer_layer_config"), document.get("eagle_config") or {}
     kind = document.get("speculators_model_type")
     if kind is not None or layer is not None:
         its = f"{CONFIG} is of the speculators format"
         if kind != "eagle3" or not isinstance(layer, Mapping):
             raise PairError(f"{its}, of which 'eagle3' with a transformer_layer_config is read")
-        if layer.get("hidden_act", "silu") != "silu":
-            raise PairError(f"hidden_act is {layer['hidden_act']!r}; only 'silu' is read")
         if document.get("norm_before_residual") is None:
             # speculators takes False where nothing is said, vLLM True.
             raise PairError(f"{its}, but says no norm_before_residual; add what was trained")
     config: dict[str, Any] = dict(layer or {})
     config |= {k: v for k, v in document.items() if v is not None or k not in config}
     for key in SWITCHES:
-        values = [v for v in (config.get(key), (nested or {}).get(key)) if v is not None]
-        config[key] = values[0] if values else None
-        if not all(isinstance(v, bool) for v in values) or len(set(values)) > 1:
+        values = [v for v in (config.get(key), nested.get(key)) if v is not None]
+        if len(set(values)) > 1 or not all(isinstance(v, bool) for v in values):
             named = " and ".join(map(repr, values))
             raise PairError(f"{CONFIG} has {key} {named}; it must be true or false")
+        config[key] = values[0] if values else None
         if values and KNOWN_VALUES.get(key, values[0]) != values[0]:
             raise PairError(
                 f"{CONFIG} has {key} {str(values[0]).lower()}, which is of a kind of head that is "
@@ -191,13 +196,9 @@ def _taps(config: Config, layers: int) -> tuple[tuple[int, ...], Convention]:
     """
     listed = (config.get("eagle_config") or {}).get(STATE_IDS), config.get(STATE_IDS)
     resolved: list[tuple[tuple[int, ...], Convention]] = []
-    for ids in listed:
-        if ids and (not isinstance(ids, list) or not all(type(i) is int for i in ids)):
-            raise PairError(f"{CONFIG} has {STATE_IDS} {ids!r}; it must be a list of layer numbers")
-        if ids and 1 in ids and layers not in ids:
-            resolved.append((tuple(i + 1 for i in ids), "outputs"))
-        elif ids:
-            resolved.append((tuple(ids), "boundaries"))
+    for ids in filter(None, listed):
+        outputs = 1 in ids and layers not in ids
+        resolved.append((tuple(i + outputs for i in ids), "outputs" if outputs else "boundaries"))
     if len({taps for taps, _ in resolved}) > 1:
         raise PairError(f"{CONFIG} has {STATE_IDS} {listed[1]} and, in eagle_config, {listed[0]}")
     taps, convention = resolved[0] if resolved else ((2, layers // 2, layers - 3), "default")
@@ -211,65 +212,51 @@ def _taps(config: Config, layers: int) -> tuple[tuple[int, ...], Convention]:
 
 def _shape(
     config: Config,
+    llama: LlamaConfig,
     tensors: Tensors,
+    num_taps: int,
     target: CausalModel,
-    taps: tuple[int, ...],
     *,
     eagle3: bool,
     fuses: bool,
 ) -> HeadShape:
-    """The head's sizes. Raises PairError where they are not the target's."""
-    for key in ("hidden_size", "intermediate_size", "num_attention_heads"):
-        if not isinstance(config.get(key), int):
-            raise PairError(f"{CONFIG} says no {key}")
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    width = target.hidden_size if eagle3 and fuses else hidden
-    width = config.get("target_hidden_size") or width
-    if width != target.hidden_size:
-        raise PairError(
-            f"the head reads hidden states of width {width}, the target's are "
-            f"{target.hidden_size} wide"
-        )
-    vocab = config.get("vocab_size") or target.vocab_size
-    if vocab != target.vocab_size:
-        raise PairError(
-            f"the head has a vocabulary of {vocab} tokens, the target one of "
-            f"{target.vocab_size}; a head must be trained for its target"
-        )
-    draft_vocab = config.get("draft_vocab_size") or vocab
+    """The head's sizes. Raises PairError where it lacks an output matrix and the target's does not
+    fit."""
+    draft_vocab = config.get("draft_vocab_size") or target.vocab_size
     has_output = eagle3 and "lm_head.weight" in tensors
-    if not has_output and (draft_vocab != vocab or hidden != target.hidden_size):
+    fits = (draft_vocab, llama.hidden_size) == (target.vocab_size, target.hidden_size)
+    if not (has_output or fits):
         raise PairError("it has no lm_head.weight, and the target's does not fit")
-    numbers = [key.split(".")[1] for key in tensors if key.startswith("layers.")]
-    layers = max(1 + int(n) for n in [*numbers, "0"])
-    bias = "layers.0.self_attn.q_proj.bias" in tensors
+    layers = {int(key.split(".")[1]) + 1 for key in tensors if key.startswith("layers.")}
+    attention = "layers.0.self_attn."
     return HeadShape(
         eagle3=eagle3,
-        hidden=hidden,
-        fused=len(taps) * target.hidden_size,
-        intermediate=config["intermediate_size"],
-        heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
-        eps=config.get("rms_norm_eps", 1e-6),
-        layers=max(layers, config.get("num_hidden_layers") or 1),
+        hidden=llama.hidden_size,
+        fused=num_taps * target.hidden_size,
+        intermediate=llama.intermediate_size,
+        heads=llama.num_attention_heads,
+        kv_heads=llama.num_key_value_heads,
+        head_dim=llama.head_dim,
+        eps=llama.rms_norm_eps,
+        layers=max(1, *layers, config.get("num_hidden_layers") or 1),
         norm_before_residual=bool(config.get("norm_before_residual")),
         norm_output=bool(config["norm_output"]),
         norm_before_fc=bool(config["norm_before_fc"]),
-        fc_norms=len(taps) if config["fc_norm"] else 0,
+        fc_norms=num_taps if config["fc_norm"] else 0,
         draft_vocab=draft_vocab if has_output else None,
         fuses=fuses,
         # EAGLE-3's own code never gives fc a bias, whatever the flag says; what the checkpoint
         # holds is what was trained.
         fc_bias="fc.bias" in tensors or (not eagle3 and config.get("bias") is True),
-        qkv_bias=bias or bool(config.get("qkv_bias") or config.get("attention_bias")),
-        o_bias="layers.0.self_attn.o_proj.bias" in tensors,
+        qkv_bias=f"{attention}q_proj.bias" in tensors
+        or bool(config.get("qkv_bias") or config.get("attention_bias")),
+        o_bias=f"{attention}o_proj.bias" in tensors,
     )
 
 
-def _token_ids(tensors: Tensors, target: CausalModel, shape: HeadShape) -> Tensor | None:
+def _token_ids(tensors: Tensors, vocab: int, shape: HeadShape) -> Tensor | None:
     """Target ids of the head's tokens, int64 [draft_vocab]; None where they are the same."""
-    vocab, rows, offsets = target.vocab_size, shape.draft_vocab, tensors.pop("d2t", None)
+    rows, offsets = shape.draft_vocab, tensors.pop("d2t", None)
     if rows is None or (rows == vocab and offsets is None):
         return None
     if offsets is None or offsets.shape != (rows,):

@@ -13,7 +13,7 @@ triggers at token j, the chain ends, and the token is kept iff ``keep_last``. To
 from __future__ import annotations
 
 import math
-from typing import Annotated, Final, Literal, NamedTuple, Union
+from typing import Annotated, Any, Final, Literal, NamedTuple, Union
 
 from pydantic import Field
 
@@ -109,7 +109,7 @@ def compile_stop(stop: Stop) -> CompiledStop:
         "joint_prob": "max_joint_code",
         "entropy": "max_entropy_code",
     }
-    values = {limits[stop.kind]: limit, "keep_last": stop.keep_last}
+    values: dict[str, Any] = {limits[stop.kind]: limit, "keep_last": stop.keep_last}
     return UNSTOPPED._replace(active=True, **values)
 
 
