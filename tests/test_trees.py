@@ -22,7 +22,7 @@ from spectune.runtime.policies.sequoia import static_levels
 from spectune.runtime.policies.stops import CompiledStop
 from spectune.runtime.sampling import Noise
 from spectune.runtime.trees.draft import GrownTree, grow
-from spectune.runtime.trees.grow import Codes, Growing, TreeRule, select
+from spectune.runtime.trees.grow import Codes, Growing, Tree, TreeRule, select
 from spectune.runtime.verification import accept
 from spectune.traces.schema import NO_BIN, Sampling
 
@@ -268,7 +268,7 @@ def test_a_batch_grows_each_tree_alone(kind: str) -> None:
             codes = Codes(*(np.concatenate(x) for x in zip(*parts, strict=True)))
             batch.add_from(codes, front)
         for b, tree in enumerate(alone):
-            mine, read = batch.trees.one(b), slice(1, depth + 1)
+            mine, read = Tree(*(x[b] for x in batch.trees)), slice(1, depth + 1)
             assert select(mine, depth, depth, None) == select(tree, depth, depth, None)
             for name in ("size", "width", "level_phi", "stop"):
                 assert np.array_equal(getattr(mine, name)[read], getattr(tree, name)[read]), name

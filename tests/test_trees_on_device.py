@@ -15,7 +15,6 @@ from tree_reference import Path
 from spectune.runtime.distributions import DeviceCodes
 from spectune.runtime.trees.draft import GrownTree, grow
 from spectune.runtime.trees.on_device import (
-    Frontier,
     GrowingTree,
     grow_on_device,
     grown_tree,
@@ -41,7 +40,7 @@ class ToldInTensors:
         self.paths: list[Path] = [()]
         return self._codes()
 
-    def expand(self, frontier: Frontier) -> DeviceCodes:
+    def expand(self, frontier: tuple[torch.Tensor, torch.Tensor]) -> DeviceCodes:
         tokens, above = (x.tolist() for x in frontier)
         paths = zip(above, tokens, strict=True)
         self.paths = [(*self.paths[place], token) for place, token in paths]

@@ -25,7 +25,7 @@ from spectune.optimizer.simulate.tree_tables import (
     Trie,
     tabulate,
 )
-from spectune.runtime.trees.grow import Codes, TreeMemory, TreeRule
+from spectune.runtime.trees.grow import Codes, Growing, TreeRule
 from spectune.traces.errors import TraceError
 from spectune.traces.tables import Panorama, Trajectory
 
@@ -138,7 +138,7 @@ def tabulate_growth(
         return table
     held, codes = NO_SHORTLIST if shortlist is None else shortlist, forest.codes
     for one, starts in rules:
-        tree = TreeMemory.empty(one, depth, 1).trees.one(0)
+        tree = Growing(one, depth).tree
         scratch, at = Scratch.of(codes, one, held, depth), starts.astype(np.int64)
         tabulate(at, one.compiled, codes, forest.trie, held, tree, scratch, table)
     return table

@@ -227,37 +227,16 @@ class Tree(NamedTuple):
     level_phi: Index
     stop: Index
 
-    def one(self, number: int) -> Tree:
-        """One of a batch."""
-        return Tree(*(x[number] for x in self))
-
-
-class TreeMemory(NamedTuple):
-    """The arrays of B trees by what they are of, each field of :class:`Tree` a row, int64:
-    ``candidates`` [5, B, P], ``places`` [4, B, D + 1, F], ``levels`` [4, B, D + 1] and ``stop``
-    [B, D + 1, 3]. Compiled functions are called with it: every array costs a call from Python."""
-
-    candidates: Index
-    places: Index
-    levels: Index
-    stop: Index
-
     @classmethod
-    def empty(cls, rule: TreeRule, depth: int, batch: int) -> TreeMemory:
+    def empty(cls, rule: TreeRule, depth: int, batch: int) -> Tree:
         """``batch`` trees of no level, with room for ``depth``."""
-        pool, level, place = rule.pool(depth), (batch, depth + 1), max(1, rule.frontier)
-        shapes = (5, batch, pool), (4, *level, place), (4, *level), (*level, 3)
-        memory = cls(*(np.empty(shape, np.int64) for shape in shapes))
-        tree = memory.trees
-        tree.place[:, 0, 0] = ROOT
-        tree.phi[:, 0, 0] = tree.size[:, 0] = 0
-        tree.frontier[:, 0] = tree.width[:, 0] = 1
-        return memory
-
-    @property
-    def trees(self) -> Tree:
-        """The trees, with an axis for the batch in front."""
-        return Tree(*[*self.candidates, *self.places, *self.levels, self.stop])
+        levels, places = (depth + 1,), (depth + 1, max(1, rule.frontier))
+        shapes = [(rule.pool(depth),)] * 5 + [places] * 4 + [levels] * 4 + [(*levels, 3)]
+        trees = cls(*(np.empty((batch, *shape), np.int64) for shape in shapes))
+        trees.place[:, 0, 0] = ROOT
+        trees.phi[:, 0, 0] = trees.size[:, 0] = 0
+        trees.frontier[:, 0] = trees.width[:, 0] = 1
+        return trees
 
 
 @compiled(inline=True)
@@ -373,14 +352,11 @@ def _read_stop(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tr
     """Writes what a stop reads of a level; zeros where it has no node, which trigger none."""
     begin, static = tree.size[level - 1], rule.listed.shape[0] > 0
     first = np.int64(NONE)
-    if not static and rule.confidence.size == 0 and tree.frontier[level] > 0:
-        first = tree.place[level, 0]
-    if first == NONE:
-        for candidate in range(begin, tree.size[level]):
-            if tree.cost[candidate] < INFINITE and (
-                first == NONE or (not static and tree.cost[candidate] < tree.cost[first])
-            ):
-                first = np.int64(candidate)
+    for candidate in range(begin, tree.size[level]):
+        if tree.cost[candidate] < INFINITE and (
+            first == NONE or (not static and tree.cost[candidate] < tree.cost[first])
+        ):
+            first = np.int64(candidate)
     tree.stop[level, 0] = tree.stop[level, 1] = tree.stop[level, 2] = 0
     if first != NONE:
         above = tree.parent[first]
@@ -391,17 +367,13 @@ def _read_stop(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tr
 
 
 @compiled()
-def _grow_levels(
-    rule: LevelRule, codes: Codes, front: Index, level: int, memory: TreeMemory
-) -> None:
+def _grow_levels(rule: LevelRule, codes: Codes, front: Index, level: int, trees: Tree) -> None:
     """:func:`grow_level` of each tree of a batch; ``front`` [B, at least their frontier]."""
     for b in range(front.shape[0]):
-        candidates, places, levels = memory.candidates, memory.places, memory.levels
         tree = Tree(
-            candidates[0, b], candidates[1, b], candidates[2, b], candidates[3, b],
-            candidates[4, b],
-            places[0, b], places[1, b], places[2, b], places[3, b],
-            levels[0, b], levels[1, b], levels[2, b], levels[3, b], memory.stop[b],
+            trees.token[b], trees.cost[b], trees.q_cost[b], trees.parent[b], trees.key[b],
+            trees.place[b], trees.above[b], trees.rank[b], trees.phi[b],
+            trees.size[b], trees.frontier[b], trees.width[b], trees.level_phi[b], trees.stop[b],
         )  # fmt: skip
         grow_level(rule, codes, front[b], level, tree)
 
@@ -411,9 +383,8 @@ class Growing:
     one tree alone."""
 
     def __init__(self, rule: TreeRule, depth: int, batch: int = 1) -> None:
-        self.rule, self.memory = rule, TreeMemory.empty(rule, depth, batch)
-        self.trees = self.memory.trees
-        self.tree = self.trees.one(0)
+        self.rule, self.trees = rule, Tree.empty(rule, depth, batch)
+        self.tree = Tree(*(array[0] for array in self.trees))
         """The first, as it stands, levels forgotten last included."""
         self.depth = 0
         """Levels so far."""
@@ -422,7 +393,7 @@ class Growing:
         """Makes the next level of each tree; ``front`` int64 [B, F]: the row of ``codes`` of each
         place of the frontier, -1: none."""
         self.depth += 1
-        _grow_levels(self.rule.compiled, codes, front, self.depth, self.memory)
+        _grow_levels(self.rule.compiled, codes, front, self.depth, self.trees)
 
     def add(self, codes: Codes) -> None:
         """Makes the next level from the distributions after the frontier's first nodes, in
@@ -462,7 +433,7 @@ def select(
     """
     size = int(tree.size[levels])
     chosen = np.empty(size if top_n is None else min(size, top_n), dtype=np.int64)
-    number, columns = np.empty(size, dtype=np.int64), np.empty((4, len(chosen)), dtype=np.int64)
+    number, columns = np.empty(size + 1, np.int64), np.empty((4, len(chosen)), np.int64)
     count = _select(tree, levels, passes, chosen, number, columns)
     tokens, parents, depths, read = columns[:, :count].tolist()
     return tokens, parents, depths, read
@@ -473,7 +444,7 @@ def _select(
     tree: Tree, levels: int, passes: int, chosen: Index, number: Index, columns: Index
 ) -> int:
     """Writes what :func:`select` lists into ``columns`` [4, n]; how many nodes. Scratch: ``chosen``
-    [n], ``number`` [size]."""
+    [n], ``number`` [size + 1]."""
     size, count = tree.size[levels], chosen.shape[0]
     if count < size:
         number[:] = -1
@@ -482,6 +453,7 @@ def _select(
     else:
         for candidate in range(size):
             number[candidate] = 0 if tree.cost[candidate] < INFINITE else -1
+    number[size] = ROOT  # what ROOT, -1, indexes
     count, level = 0, 1
     for candidate in range(size):
         while candidate >= tree.size[level]:
@@ -490,9 +462,7 @@ def _select(
             continue
         number[candidate] = count
         columns[0, count] = tree.token[candidate]
-        columns[1, count] = (
-            ROOT if tree.parent[candidate] == ROOT else number[tree.parent[candidate]]
-        )
+        columns[1, count] = number[tree.parent[candidate]]
         columns[2, count], columns[3, count] = level, -1
         count += 1
     read = 0

@@ -11,8 +11,7 @@ the same, and nothing is chosen from them. Places without a node read token 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,39 +25,6 @@ from spectune.runtime.trees.grow import GAP_CODES, NONE, ROOT, SUM_SHIFT, TreeRu
 from spectune.traces.schema import NAT_SCALE, NO_BIN
 
 
-class Frontier(NamedTuple):
-    """The places of a level whose nodes a draft reads next, [n] each: ``tokens``, and which of the
-    places read before is ``above`` each."""
-
-    tokens: Tensor
-    above: Tensor
-
-
-class _Tables(NamedTuple):
-    """A rule's tables on a device: of the gaps, ``weights`` and ``logs``; ``log_sums``;
-    ``confidence``; HeteroSpec's ``thresholds``, ``extensions`` and ``top_n`` by bin."""
-
-    weights: Tensor
-    logs: Tensor
-    log_sums: Tensor
-    confidence: Tensor
-    thresholds: Tensor
-    extensions: Tensor
-    top_n: Tensor
-
-
-@lru_cache(maxsize=64)
-def _tables(rule: TreeRule, device: torch.device) -> _Tables:
-    compiled, bins = rule.compiled, range(len(rule.thresholds) + 1)
-    top_n = [(1 << 40) if n is None else n for n in (rule.top_n_of(b) for b in bins)]
-    arrays = compiled.weights, compiled.logs, compiled.log_sums, compiled.confidence
-    lists = [*rule.thresholds], [rule.extension(b) for b in bins], top_n
-    return _Tables(
-        *(torch.from_numpy(array).to(device) for array in arrays),
-        *(torch.tensor(values, dtype=torch.int64, device=device) for values in lists),
-    )
-
-
 class GrowingTree:
     """One tree while it grows on a device, of ``depth`` levels at most. Its memory is fixed:
     :meth:`begin` starts the next tree in it."""
@@ -66,7 +32,13 @@ class GrowingTree:
     def __init__(self, rule: TreeRule, depth: int, device: torch.device) -> None:
         depth = min(depth, len(rule.static)) if rule.static else depth
         self.rule, self.depth, self.device = rule, depth, device
-        self.tables = _tables(rule, device)
+        tables = rule.compiled.weights, rule.compiled.logs, rule.compiled.log_sums
+        self._weights, self._logs, self._log_sums = (torch.from_numpy(x).to(device) for x in tables)
+        self._confidence = torch.from_numpy(rule.compiled.confidence).to(device)
+        bins = range(len(rule.thresholds) + 1)
+        top_n = [(1 << 40) if n is None else n for n in map(rule.top_n_of, bins)]
+        self._thresholds, self._top_n = self._numbers(rule.thresholds), self._numbers(top_n)
+        self._extensions = self._numbers([rule.extension(b) for b in bins])
         k, self.sizes = rule.width, [1]
         """Places of each level's frontier, the root's in front."""
         self.ends = [0]
@@ -120,12 +92,13 @@ class GrowingTree:
         self.goal.copy_(depth.clamp_max(self.depth))
         self.alive.fill_(True)
 
-    def frontier(self, level: int) -> Frontier:
-        """What the pass after a level reads."""
+    def frontier(self, level: int) -> tuple[Tensor, Tensor]:
+        """What the pass after a level reads, [n] each: tokens, and which of the places read before
+        is above each."""
         size = self.sizes[level]
         place = self.place[level, :size]
         tokens = self.token[place.clamp_min(0)].masked_fill(place == NONE, 0)
-        return Frontier(tokens, self.above[level, :size])
+        return tokens, self.above[level, :size]
 
     def add(self, codes: DeviceCodes, level: int, depth: int) -> None:
         """Makes a level, counted from 1, of a tree that was begun with ``depth``, from the
@@ -188,17 +161,16 @@ class GrowingTree:
 
     def _coupled_costs(self, gap: Tensor, missing: Tensor) -> Tensor:
         """-log of the siblings' shares, [n, k]; ``missing``: those that do not exist."""
-        tables = self.tables
         gap = gap.clamp_max(GAP_CODES - 1)
-        total = tables.weights[gap].masked_fill(missing, 0).sum(1)
-        logs = tables.log_sums[total >> SUM_SHIFT][:, None] - tables.logs[gap]
+        total = self._weights[gap].masked_fill(missing, 0).sum(1)
+        logs = self._log_sums[total >> SUM_SHIFT][:, None] - self._logs[gap]
         return (logs * NAT_SCALE + 0.5).floor().long()
 
     def _confident(
         self, cost: Tensor, q_cost: Tensor, entropy: Tensor, level: int, count: int
     ) -> tuple[Tensor, Tensor]:
         """C2T's nodes of a level, the most confident first."""
-        table = self.tables.confidence
+        table = self._confidence
         depths, entropies, joints = table.shape
         row = (entropy // STEP).clamp_max(entropies - 1)
         column = (q_cost // STEP).clamp_max(joints - 1)
@@ -209,13 +181,12 @@ class GrowingTree:
     def _stratify(self, logp: Tensor, phis: Tensor, depth: int) -> None:
         """HeteroSpec's Phi and bin after the level ``depth``, and how deep the tree grows. ``logp``
         [n, k] of the children and ``phis`` [n] of the distributions that they come from."""
-        rule, tables = self.rule, self.tables
         best = logp.amin(1)
         order = torch.arange(len(best), device=self.device)
         first = (best * len(best) + order).amin(0, keepdim=True) % len(best)
         phi = phis[first].masked_fill(best[first] >= INFINITE, 0)
-        bin_ = (phi * rule.fitted_depth > tables.thresholds * depth).sum(0, keepdim=True)
-        goal = torch.minimum(self.limit, depth + tables.extensions[bin_])
+        bin_ = (phi * self.rule.fitted_depth > self._thresholds * depth).sum(0, keepdim=True)
+        goal = torch.minimum(self.limit, depth + self._extensions[bin_])
         for number, value in ((self.bin_phi, phi), (self.bin, bin_), (self.goal, goal)):
             number.copy_(value.where(self.alive, number))
 
@@ -226,7 +197,7 @@ class GrowingTree:
         cost = self.cost.masked_fill(self._level_of > self.levels, INFINITE)
         chosen, exist = _cheapest(cost, most)
         if self.rule.top_n is not None:
-            top_n = self.tables.top_n[self.bin.clamp_max(len(self.tables.top_n) - 1)]
+            top_n = self._top_n[self.bin.clamp_max(len(self._top_n) - 1)]
             if self.rule.stratified:
                 top_n = top_n.masked_fill(self.bin == NO_BIN, self.rule.top_n)
             exist &= order[:most] < top_n
