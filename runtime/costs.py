@@ -1,13 +1,13 @@
 """What a round costs: the one place where the terms of a profile make up a round's seconds.
 
 :class:`RoundKind` says which terms a round consists of: the fit solves for them,
-:func:`round_costs` tabulates them, and :func:`round_seconds` looks a round up. Replay, windows that
-weigh costs and a profile's check call that function.
+:func:`predicted_seconds` sums them up for a profile's check, and :func:`round_costs` tabulates them
+for :func:`round_seconds`, which replay and windows that weigh costs call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from spectune.runtime.policies.document import GAMMA_LIMIT, NODE_LIMIT, Policy
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.windows import WindowCosts
-from spectune.traces.cost_table import FloatArray
+from spectune.traces.cost_table import AXES, FloatArray
 from spectune.traces.latency import check_draft
 from spectune.traces.tables import LatencyProfile
 
@@ -136,6 +136,29 @@ def round_shares(r: MeasuredRound) -> tuple[list[Share], list[Share], list[Share
     verification = [share(term, rows=r.drafted + 1) for term in terms.verification]
     verification += [share(term, r.emitted) for term in terms.per_token]
     return drafting, verification, [share(term) for term in terms.rest]
+
+
+def by_term(loads: Iterable[Sequence[Share]]) -> dict[str, FloatArray]:
+    """The shares of loads, by term: float64 [1 + numbers of a :class:`Share`, n], the load's number
+    first."""
+    shares: dict[str, list[tuple[float, ...]]] = {}
+    for i, load in enumerate(loads):
+        for term, *numbers in load:
+            shares.setdefault(term, []).append((i, *numbers))
+    return {term: np.array(rows).T for term, rows in shares.items()}
+
+
+def predicted_seconds(profile: LatencyProfile, rounds: Iterable[MeasuredRound]) -> FloatArray:
+    """(drafting, verification, whole round) of rounds by a profile, in seconds, float64 [rounds,
+    3]."""
+    loads = [load for r in rounds for load in round_shares(r)]
+    seconds = np.zeros(len(loads))
+    for term, (i, times, *places) in by_term(loads).items():
+        at = dict(zip(AXES, places, strict=True))
+        np.add.at(seconds, i.astype(np.int64), times * profile.seconds(term, **at))
+    parts = seconds.reshape(-1, 3)
+    parts[:, 2] += parts[:, 0] + parts[:, 1]
+    return parts
 
 
 class RoundCosts(NamedTuple):

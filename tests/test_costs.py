@@ -19,8 +19,10 @@ from spectune.runtime.costs import (
     BUCKET,
     LAG_LIMIT,
     MeasuredRound,
+    Passes,
     RoundKind,
     middles,
+    predicted_seconds,
     round_costs,
     round_seconds,
     round_shares,
@@ -28,7 +30,6 @@ from spectune.runtime.costs import (
 )
 from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.policies.rules import compile_tree
-from spectune.runtime.profiling import predicted_seconds
 from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import PolicyError
 from spectune.traces.tables import LatencyProfile
@@ -77,9 +78,15 @@ def test_a_round_costs_the_sum_of_its_terms(
     """The fit's view of a round and the tables' are one."""
     rows = tuple(r for r in rows if r)
     measured = MeasuredRound(kind, context, rows, drafted, 2, 0.0, 0.0, 0.0, head=96 if rows else 0)
-    np.testing.assert_allclose(
-        predicted_seconds(PROFILE, [measured])[0], literal(PROFILE, measured), rtol=1e-12
-    )
+    at, sampled = np.array([context]), np.array([int(kind.sampled)])
+    passes = Passes(np.array([[*rows[1:], 0]]), at, sampled)
+    costs = round_costs(PROFILE, kind._replace(sampled=False), middles(context), passes=passes)
+    lag = rows[0] if rows else 0
+    tabulated = round_seconds(costs, kind.sampled, context, 0, lag, len(rows), drafted, 2)
+    np.testing.assert_allclose(tabulated, literal(PROFILE, measured), rtol=1e-12)
+    if context == MIDDLE:
+        predicted = predicted_seconds(PROFILE, [measured] * 2)
+        np.testing.assert_allclose(predicted, [literal(PROFILE, measured)] * 2, rtol=5e-3)
 
 
 def test_lags_and_contexts_beyond_the_tables() -> None:
@@ -139,7 +146,7 @@ def test_a_windows_costs_add_up_to_rounds(policy: dict[str, object]) -> None:
     rows = [1, *[3 if parsed.is_tree else 1] * (gamma - 1)]
     drafted = 8 if parsed.is_tree else gamma
     kind = RoundKind.of(parsed, tree=tree)
-    r = MeasuredRound(kind, int(PROFILE.usual_context), tuple(rows), drafted, 0, 0.0, 0.0, 0.0)
+    r = MeasuredRound(kind, int(PROFILE.usual_context), tuple(rows), drafted, 0, 0.0, 0.0, 0.0, 96)
     expected = predicted_seconds(PROFILE, [r])[0, 2]
     found = gamma * costs.draft_step_s + costs.verify_s[gamma]
     assert found == pytest.approx(expected, rel=5e-3)  # the context is its bucket's middle

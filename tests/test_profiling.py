@@ -26,12 +26,11 @@ from spectune.optimizer.profiles import (
 )
 from spectune.optimizer.record import texts_to_profile
 from spectune.optimizer.timings import Timings
-from spectune.runtime.costs import MeasuredRound, RoundKind
+from spectune.runtime.costs import MeasuredRound, RoundKind, predicted_seconds
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.profiling import (
     ACCEPTED_ERROR,
     measure_profile,
-    predicted_seconds,
 )
 from spectune.runtime.profiling.fit import Prefill, fit_profile, shapes_of
 from spectune.traces.cost_table import terms_from_json

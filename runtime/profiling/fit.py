@@ -19,7 +19,7 @@ import numpy as np
 from scipy.linalg import block_diag
 from scipy.optimize import nnls
 
-from spectune.runtime.costs import MeasuredRound, RoundKind, Share, round_shares
+from spectune.runtime.costs import MeasuredRound, RoundKind, Share, by_term, round_shares
 from spectune.traces.cost_table import AXES, CostTable, FloatArray
 from spectune.traces.tables import LatencyProfile
 
@@ -114,16 +114,13 @@ def fit_terms(
 ) -> dict[str, CostTable]:
     """The tables of ``shapes`` whose sums over each load come nearest to ``seconds`` > 0. Terms
     that no load holds are left out."""
-    shares: dict[str, list[tuple[float, ...]]] = {}
-    for i, load in enumerate(loads):
-        for name, *numbers in load:
-            shares.setdefault(name, []).append((i, *numbers))
+    shares = by_term(loads)
     used = {name: table for name, table in shapes.items() if name in shares}
     if not used:
         return {}
     blocks = []
     for name, table in used.items():
-        i, times, *places = np.array(shares[name]).T
+        i, times, *places = shares[name]
         weights = table.weights(dict(zip(AXES, places, strict=True)))
         blocks.append(np.zeros((len(loads), len(table.seconds))))
         np.add.at(blocks[-1], i.astype(np.int64), times[:, None] * weights)

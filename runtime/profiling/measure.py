@@ -14,14 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from spectune.runtime.costs import (
-    MeasuredRound,
-    Passes,
-    RoundKind,
-    middles,
-    round_costs,
-    round_seconds,
-)
+from spectune.runtime.costs import predicted_seconds
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import FixedWindow, FsmWindow, MaxProbStop, Policy
 from spectune.runtime.profiling.experiment import (
@@ -87,29 +80,6 @@ def measure_profile(
             if profile.accepted(trees=trees):
                 break
     return profile
-
-
-def predicted_seconds(profile: LatencyProfile, rounds: Sequence[MeasuredRound]) -> FloatArray:
-    """(drafting, verification, whole round) of rounds by a profile, in seconds, float64 [rounds,
-    3]."""
-    seconds = np.zeros((len(rounds), 3))
-    by_kind: dict[RoundKind, list[int]] = {}
-    for i, r in enumerate(rounds):
-        by_kind.setdefault(r.kind._replace(sampled=False), []).append(i)
-    for kind, members in by_kind.items():
-        contexts = np.array([rounds[i].context for i in members])
-        sampled = np.array([int(rounds[i].kind.sampled) for i in members])
-        rows = np.ones((len(members), max(1, *(len(rounds[i].rows) - 1 for i in members))), int)
-        for n, i in enumerate(members):
-            rows[n, : len(rounds[i].rows) - 1] = rounds[i].rows[1:]
-        passes = Passes(rows, contexts, sampled)
-        costs = round_costs(profile, kind, middles(int(contexts.max())), passes=passes)
-        for n, i in enumerate(members):
-            r, lag = rounds[i], rounds[i].rows[0] if rounds[i].rows else 0
-            seconds[i] = round_seconds(
-                costs, sampled[n], r.context, n, lag, len(r.rows), r.drafted, r.emitted
-            )
-    return seconds
 
 
 def _check(experiment: Experiment, profile: LatencyProfile) -> LatencyProfile:
