@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from spectune.runtime.policies.document import GAMMA_LIMIT, NODE_LIMIT, Policy
 from spectune.runtime.policies.jit import compiled
-from spectune.runtime.policies.windows import WindowCosts
 from spectune.traces.cost_table import AXES, FloatArray
 from spectune.traces.latency import check_draft
 from spectune.traces.tables import LatencyProfile
@@ -31,7 +30,7 @@ LAG_LIMIT: Final = 64
 """Longest lag with a table entry; longer ones cost by the table's last slope."""
 ONE_ROW: Final = np.ones(1)
 LEAST: Final = 1e-9
-"""Seconds that a pass or a verification counts at least where a window weighs them."""
+"""Seconds that a round counts at least where a window weighs them."""
 
 
 class RoundTerms(NamedTuple):
@@ -312,19 +311,18 @@ def window_costs(
     policy: Policy,
     rule: TreeRule,
     shortlist: ShortlistRule | None = None,
-) -> WindowCosts:
-    """a_q and b_p(gamma) for gamma = 0..gamma_max (on-the-fly paper, definition 1): a_q is the mean
-    pass after the first, and gamma a_q + b_p(gamma) is what a round of gamma levels costs that
-    verifies all they can keep, but for what is charged per emitted token, at temperature 0.
+) -> FloatArray:
+    """gamma a_q + b_p(gamma), above 0, for gamma = 0..gamma_max (on-the-fly paper, definition 1):
+    what a round of gamma levels takes that verifies all they can keep, but for what is charged per
+    emitted token, at temperature 0, in seconds, float64 [gamma_max + 1].
 
     ``rule`` says how the policy's trees grow at temperature 0, ``shortlist`` what its draft's head
     evaluates (None: all). Raises PolicyError where the profile has no costs for the policy's draft,
     or none of its trees.
     """
-    last, draft = policy.gamma_max, policy.draft
+    draft, drafted, passes = policy.draft, list(range(policy.gamma_max + 1)), None
     head = draft not in profile.chain_drafts and draft in profile.tree_drafts
     kind = RoundKind.of(policy, tree=policy.is_tree or head)
-    drafted, passes = list(range(last + 1)), None
     if kind.growth:
         most = NODE_LIMIT if rule.top_n is None else min(rule.top_n, NODE_LIMIT)
         rows = np.array([[rule.step_width(g) for g in drafted[2:]]], dtype=np.int64)
@@ -334,7 +332,4 @@ def window_costs(
     usual = np.array([profile.usual_context])
     costs = round_costs(profile, kind, usual, passes=passes, shortlist_s=more)
     rounds = [round_seconds(costs, 0, 0, 0, 1, g, n, 0)[2] for g, n in enumerate(drafted)]
-    later = costs.later_s[0]
-    mean_s = (later[last] - later[1]) / (last - 1) if last > 1 else costs.first_s[0, 1]
-    step_s = max(LEAST, float(mean_s))
-    return WindowCosts(step_s, tuple(max(LEAST, s - g * step_s) for g, s in enumerate(rounds)))
+    return np.maximum(LEAST, rounds)

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from scipy.optimize import minimize_scalar
 
 from spectune.runtime.policies.document import Window, parse_policy
 from spectune.runtime.policies.windows import (
-    WindowCosts,
     WindowState,
     advance,
     compile_window,
@@ -25,7 +25,8 @@ from spectune.runtime.policies.windows import (
 )
 from spectune.traces.errors import PolicyError
 
-COSTS = WindowCosts(0.31, tuple(1.0 + 0.043 * g + 0.0007 * g * g for g in range(65)))
+DRAFT_S, VERIFY_S = 0.31, [1.0 + 0.043 * g + 0.0007 * g * g for g in range(65)]
+ROUND_S = np.array([g * DRAFT_S + verify_s for g, verify_s in enumerate(VERIFY_S)])
 
 DOCUMENTS: list[dict[str, Any]] = [
     {"kind": "fixed", "gamma": 0},
@@ -86,10 +87,10 @@ class Machine:
         document: dict[str, Any],
         state: WindowState | None = None,
         *,
-        costs: WindowCosts | None = COSTS,
+        round_s: npt.NDArray[np.float64] | None = ROUND_S,
         q_table: Any = None,
     ) -> None:
-        self.window = compile_window(window_of(document), costs, q_table=q_table)
+        self.window = compile_window(window_of(document), round_s, q_table=q_table)
         self.state = init_state(self.window) if state is None else state
 
     @property
@@ -244,7 +245,7 @@ class Analytic:
         if not pairs:
             return {self.w.first}
         beta = {"ratio": self.ratio, "exact": self.exact}[self.w.estimator](pairs)
-        return self.best(min(self.w.acc_max, beta), COSTS.draft_step_s, list(COSTS.verify_s))
+        return self.best(min(self.w.acc_max, beta), DRAFT_S, VERIFY_S)
 
     def best(self, beta: float, a: float, b: list[float]) -> set[int]:
         """Equation 1's windows."""
@@ -322,8 +323,8 @@ class QLearner:
             if self.w.reward == "accepted":
                 reward = accepted / drafted if drafted else 0.0
             else:
-                b = COSTS.verify_s
-                reward = (accepted + 1) * (b[0] / (drafted * COSTS.draft_step_s + b[drafted]))
+                round_s = drafted * DRAFT_S + VERIFY_S[drafted]
+                reward = (accepted + 1) * (VERIFY_S[0] / round_s)
             old = self.value(self.chosen_in, self.gamma)
             target = reward + self.w.discount * max(self.value(now, a) for a in actions)
             self.q[self.chosen_in, self.gamma] = old + self.w.learning_rate * (target - old)

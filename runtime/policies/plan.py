@@ -109,7 +109,7 @@ def _compile(
     if policy.draft != "none" and policy.draft not in drafts:
         names = ", ".join(sorted(drafts))
         raise PolicyError(f"draft: this pair has no draft {policy.draft!r}; it has: {names}")
-    rules = shortlist = costs = q_table = None
+    rules = shortlist = round_s = q_table = None
     if policy.speculates:
         greedy, sampled = (
             compile_tree(policy, sampled=sampled, artifacts=artifacts) for sampled in (False, True)
@@ -117,14 +117,14 @@ def _compile(
         rules = greedy, sampled
         shortlist = compile_shortlist(policy, artifacts)
         if policy.needs_profile and profile is not None:
-            costs = window_costs(profile, policy, rules[0], shortlist)
+            round_s = window_costs(profile, policy, rules[0], shortlist)
     if getattr(policy.window, "artifact", None) is not None:
         q_table = read_artifact(
             policy, "window", Q_TABLE, artifacts, lambda _, arrays: arrays["values"]
         )
     return Plan(
         policy=policy,
-        window=compile_window(policy.window, costs, q_table=q_table),
+        window=compile_window(policy.window, round_s, q_table=q_table),
         stop=compile_stop(policy.stop),
         version=version,
         rules=rules,

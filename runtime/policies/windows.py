@@ -27,7 +27,6 @@ is how a machine leaves window 0.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -70,15 +69,6 @@ FSM: Final = 2
 CACHE_FSM: Final = 3
 Q_LEARNING: Final = 4
 HEURISTIC: Final = 5
-
-
-@dataclass(frozen=True)
-class WindowCosts:
-    """Definition 1 of the on-the-fly paper: ``draft_step_s`` is a_q, ``verify_s[g]`` is b_p(g),
-    above 0, for g = 0..gamma_max, in seconds."""
-
-    draft_step_s: float
-    verify_s: tuple[float, ...]
 
 
 _NO_LEARNING: Final = QLearningRule(1, False, False, 0, 0.0, 0.0, 0.0, np.zeros(1))
@@ -168,11 +158,12 @@ def init_state(window: CompiledWindow) -> WindowState:
 
 
 def compile_window(
-    window: Window, costs: WindowCosts | None = None, *, q_table: npt.ArrayLike | None = None
+    window: Window, round_s: FloatArray | None = None, *, q_table: npt.ArrayLike | None = None
 ) -> CompiledWindow:
     """Resolves a window's parameters, costs and stored table.
 
-    ``costs`` must cover gamma = 0..gamma_max. ``q_table`` float64 [(gamma_max + 1) ** memory,
+    ``round_s``: seconds of a round by its window, at least for 0..gamma_max
+    (:func:`runtime.costs.window_costs`). ``q_table`` float64 [(gamma_max + 1) ** memory,
     gamma_max - gamma_min + 1] is what a ``q_learning`` window starts from: a row for the last
     windows as digits in base gamma_max + 1, latest last, a column for each window from gamma_min
     on. Raises PolicyError where the window needs costs and there are none, or the table does not
@@ -186,37 +177,32 @@ def compile_window(
         return CompiledWindow(HEURISTIC, limits, carries=not window.transient)
     limits = Limits(window.gamma_min, window.gamma_max, window.first)
     if isinstance(window, AnalyticWindow):
-        round_s = _round_costs(costs, window)
-        betas = window_thresholds(round_s, window.gamma_min, window.acc_max)
+        betas = window_thresholds(_weighed(window, round_s), window.gamma_min, window.acc_max)
         expected = expected_acceptances(window.estimator, window.gamma_max, betas)
         return CompiledWindow(ANALYTIC, limits, history=window.history, expected=expected)
     if isinstance(window, QLearningWindow):
-        rule, table = _learning_rule(window, costs), _first_table(window, q_table)
+        rewards, by_speed = np.zeros(1), window.reward == "speed"
+        if by_speed:
+            rewards = 1.0 / _weighed(window, round_s)
+            rewards /= rewards[0]
+        key = int(np.uint64(mix64(np.uint64(window.seed % 2**64))).astype(np.int64))
+        weights = window.learning_rate, window.discount, window.epsilon
+        rule = QLearningRule(window.memory, window.learn, by_speed, key, *weights, rewards)
+        table = _first_table(window, q_table)
         return CompiledWindow(Q_LEARNING, limits, q_learning=rule, q=table, carries=True)
     if isinstance(window, CacheFsmWindow):
         return CompiledWindow(CACHE_FSM, limits, reads_cache=True)
     return CompiledWindow(FSM, limits)
 
 
-def _round_costs(costs: WindowCosts | None, window: AnalyticWindow | QLearningWindow) -> FloatArray:
-    """gamma a_q + b_p(gamma), float64 [gamma_max + 1]."""
-    if costs is None:
+def _weighed(window: AnalyticWindow | QLearningWindow, round_s: FloatArray | None) -> FloatArray:
+    """The seconds of rounds that a window weighs. Raises PolicyError where they are not known."""
+    if round_s is None:
         raise PolicyError(
             f"window.{window.kind} needs a latency profile of this pair on this hardware and in "
             "this dtype: run `profile` here first, with the same --device and --dtype"
         )
-    verify_s: FloatArray = np.array(costs.verify_s[: window.gamma_max + 1])
-    return verify_s + np.arange(len(verify_s)) * costs.draft_step_s
-
-
-def _learning_rule(window: QLearningWindow, costs: WindowCosts | None) -> QLearningRule:
-    by_speed, rewards = window.reward == "speed", np.zeros(1)
-    if by_speed:
-        round_s = _round_costs(costs, window)
-        rewards = round_s[0] / round_s
-    key = int(np.uint64(mix64(np.uint64(window.seed % 2**64))).astype(np.int64))
-    weights = window.learning_rate, window.discount, window.epsilon
-    return QLearningRule(window.memory, window.learn, by_speed, key, *weights, rewards)
+    return round_s[: window.gamma_max + 1]
 
 
 def _first_table(window: QLearningWindow, q_table: npt.ArrayLike | None) -> FloatArray:
