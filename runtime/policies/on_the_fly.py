@@ -167,17 +167,18 @@ def analytic(
     return limits.gamma_min + above if sums[2] > 0 else limits.first
 
 
-def expected_acceptances(estimator: str, gamma_max: int, betas: FloatArray) -> IntArray:
-    """What a round adds to the accepted tokens expected at each of n betas: int64 [2, gamma_max +
-    1, n] by whether a token was rejected and by drafted tokens, in units of 1 /
-    :data:`EVIDENCE_SCALE`. By equation 2, sum V / (sum V + rejections) exceeds beta where sum V
+def expected_acceptances(window: AnalyticWindow, round_s: FloatArray) -> IntArray:
+    """What a round adds to the accepted tokens expected at each of the n betas of
+    :func:`window_thresholds`: int64 [2, gamma_max + 1, n] by whether a token was rejected and by
+    drafted tokens, in units of 1 / :data:`EVIDENCE_SCALE`. By equation 2, sum V / (sum V + rejections) exceeds beta where sum V
     exceeds beta / (1 - beta) for each rejection; by equation 11 where it exceeds the mean of
     equation 10."""
-    expected = np.zeros((2, gamma_max + 1, len(betas)))
-    if estimator == "ratio":
+    betas = window_thresholds(round_s, window.gamma_min, window.acc_max)
+    expected = np.zeros((2, window.gamma_max + 1, len(betas)))
+    if window.estimator == "ratio":
         expected[1] = betas / (1.0 - betas)
     else:
-        expected[:] = truncated_excess(gamma_max, betas).T
+        expected[:] = truncated_excess(window.gamma_max, betas).T
     return np.round(expected * EVIDENCE_SCALE).astype(np.int64)
 
 

@@ -32,6 +32,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from spectune.runtime.policies import on_the_fly
 from spectune.runtime.policies.document import (
     AnalyticWindow,
     ByBatchWindow,
@@ -43,23 +44,7 @@ from spectune.runtime.policies.document import (
 )
 from spectune.runtime.policies.heuristic import heuristic
 from spectune.runtime.policies.jit import compiled
-from spectune.runtime.policies.on_the_fly import (
-    LEARNED,
-    FloatArray,
-    History,
-    IntArray,
-    Learner,
-    Limits,
-    QLearningRule,
-    analytic,
-    begin_learning,
-    cache_fsm,
-    expected_acceptances,
-    forget,
-    fsm,
-    q_learning,
-    window_thresholds,
-)
+from spectune.runtime.policies.on_the_fly import FloatArray, IntArray, Limits
 from spectune.runtime.policies.splitmix import mix64
 from spectune.traces.errors import PolicyError
 
@@ -71,7 +56,7 @@ Q_LEARNING: Final = 4
 HEURISTIC: Final = 5
 
 
-_NO_LEARNING: Final = QLearningRule(1, False, False, 0, 0.0, 0.0, 0.0, np.zeros(1))
+_NO_LEARNING: Final = on_the_fly.QLearningRule(1, False, False, 0, 0.0, 0.0, 0.0, np.zeros(1))
 
 
 class CompiledWindow(NamedTuple):
@@ -90,7 +75,7 @@ class CompiledWindow(NamedTuple):
     reads_cache: bool = False
     history: int = 0
     expected: npt.NDArray[np.int64] = np.zeros((2, 1, 0), np.int64)
-    q_learning: QLearningRule = _NO_LEARNING
+    q_learning: on_the_fly.QLearningRule = _NO_LEARNING
     q: FloatArray = np.zeros((0, 1))
 
 
@@ -99,8 +84,8 @@ class WindowState(NamedTuple):
     kind needs beside."""
 
     gamma: IntArray
-    history: History
-    learner: Learner
+    history: on_the_fly.History
+    learner: on_the_fly.Learner
 
     def fork(self) -> WindowState:
         """An independent copy: the same future if it sees the same rounds."""
@@ -114,9 +99,9 @@ def reset(window: CompiledWindow, state: WindowState) -> None:
         return
     state.gamma[0] = window.limits.first
     if window.kind == ANALYTIC:
-        forget(state.history)
+        on_the_fly.forget(state.history)
     elif window.kind == Q_LEARNING:
-        begin_learning(window.q_learning, window.limits, state.learner)
+        on_the_fly.begin_learning(window.q_learning, window.limits, state.learner)
 
 
 @compiled(inline=True)
@@ -132,15 +117,17 @@ def advance(
     if kind == FIXED:
         return
     if kind == FSM:
-        gamma = fsm(gamma, num_drafted, num_accepted)
+        gamma = on_the_fly.fsm(gamma, num_drafted, num_accepted)
     elif kind == CACHE_FSM:
-        gamma = cache_fsm(gamma, num_drafted, num_accepted, num_cached)
+        gamma = on_the_fly.cache_fsm(gamma, num_drafted, num_accepted, num_cached)
     elif kind == HEURISTIC:
         gamma = heuristic(gamma, num_drafted, num_accepted)
     elif kind == ANALYTIC:
-        gamma = analytic(window.expected, limits, state.history, num_drafted, num_accepted)
+        gamma = on_the_fly.analytic(
+            window.expected, limits, state.history, num_drafted, num_accepted
+        )
     elif kind == Q_LEARNING:
-        gamma = q_learning(
+        gamma = on_the_fly.q_learning(
             window.q_learning, limits, state.learner, gamma, num_drafted, num_accepted
         )
     state.gamma[0] = min(max(gamma, limits.gamma_min), limits.gamma_max)
@@ -149,11 +136,11 @@ def advance(
 def init_state(window: CompiledWindow) -> WindowState:
     """A new session's state, ready for its first request."""
     sizes = window.history, window.history, 3, window.expected.shape[2]
-    history = History(*(np.zeros(size, np.int64) for size in sizes))
-    learner = Learner(np.zeros(1, LEARNED), window.q.copy())
+    history = on_the_fly.History(*(np.zeros(size, np.int64) for size in sizes))
+    learner = on_the_fly.Learner(np.zeros(1, on_the_fly.LEARNED), window.q.copy())
     state = WindowState(np.array([window.limits.first]), history, learner)
     if window.kind == Q_LEARNING:
-        begin_learning(window.q_learning, window.limits, state.learner)
+        on_the_fly.begin_learning(window.q_learning, window.limits, state.learner)
     return state
 
 
@@ -177,17 +164,18 @@ def compile_window(
         return CompiledWindow(HEURISTIC, limits, carries=not window.transient)
     limits = Limits(window.gamma_min, window.gamma_max, window.first)
     if isinstance(window, AnalyticWindow):
-        betas = window_thresholds(_weighed(window, round_s), window.gamma_min, window.acc_max)
-        expected = expected_acceptances(window.estimator, window.gamma_max, betas)
+        expected = on_the_fly.expected_acceptances(window, _weighed(window, round_s))
         return CompiledWindow(ANALYTIC, limits, history=window.history, expected=expected)
     if isinstance(window, QLearningWindow):
         rewards, by_speed = np.zeros(1), window.reward == "speed"
         if by_speed:
-            rewards = 1.0 / _weighed(window, round_s)
-            rewards /= rewards[0]
+            round_s = _weighed(window, round_s)
+            rewards = round_s[0] / round_s
         key = int(np.uint64(mix64(np.uint64(window.seed % 2**64))).astype(np.int64))
         weights = window.learning_rate, window.discount, window.epsilon
-        rule = QLearningRule(window.memory, window.learn, by_speed, key, *weights, rewards)
+        rule = on_the_fly.QLearningRule(
+            window.memory, window.learn, by_speed, key, *weights, rewards
+        )
         table = _first_table(window, q_table)
         return CompiledWindow(Q_LEARNING, limits, q_learning=rule, q=table, carries=True)
     if isinstance(window, CacheFsmWindow):
