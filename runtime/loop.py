@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from spectune.runtime.drafts.protocol import Drafted
 from spectune.runtime.policies.plan import Plan
-from spectune.runtime.session import Sessions
+from spectune.runtime.session import Session, Sessions
 from spectune.traces.schema import NO_BIN, Finish, Sampling, Step, Verifier
 
 if TYPE_CHECKING:
@@ -114,17 +114,17 @@ def decode_rounds(
     Each round: ask the window for gamma, clip it so that no drafted token can exceed the budget,
     draft, verify, cut at EOS or a stop string, tell the window. Yields until the text has ended.
     ``sessions`` hold what windows carry from request to request."""
-    sessions = sessions or Sessions()
+    sessions = Sessions() if sessions is None else sessions
     output: list[int] = []
     lag, finish = 1, None
     plan = source.current()
-    session = sessions.of(plan)
+    session = sessions.setdefault(plan, Session(plan.window))
     session.start(request.prompt_ids)
     backend.begin(request, plan)
     while finish is None:
         began = clock()
         if (newest := source.current()) is not plan:
-            plan, session = newest, sessions.of(newest)
+            plan, session = newest, sessions.setdefault(newest, Session(newest.window))
             session.start([*request.prompt_ids, *output])
         start = len(output)
         limit = request.max_new_tokens - start - 1  # the last token of a round is the target's own

@@ -39,16 +39,6 @@ class Session:
         advance(self.window, self.state, num_drafted, num_accepted, num_cached)
 
 
-class Sessions:
-    """The sessions of one decoder: a plan's goes on where it was left when the plan comes into
-    force again, and goes with the plan.
-    """
-
-    def __init__(self) -> None:
-        self._of: WeakKeyDictionary[Plan, Session] = WeakKeyDictionary()
-
-    def of(self, plan: Plan) -> Session:
-        """The session of a plan; a new one the first time."""
-        if plan not in self._of:
-            self._of[plan] = Session(plan.window)
-        return self._of[plan]
+Sessions = WeakKeyDictionary[Plan, Session]
+"""The sessions of one decoder: a plan's goes on where it was left when the plan comes into force
+again, and goes with the plan."""

@@ -58,7 +58,10 @@ class OutputHead:
         self.weight = weight.detach().contiguous()
         self.bias: Tensor | None = bias.detach() if isinstance(bias, Tensor) else None
         self.rows = int(weight.shape[0])
-        self.token_ids = torch.arange(self.rows) if token_ids is None else token_ids.cpu()
+        self.ids: npt.NDArray[np.int64] = np.arange(self.rows)
+        """The target's id of every row, int64 [rows]."""
+        if token_ids is not None:
+            self.ids = token_ids.cpu().numpy()
         self.fused = kernel_runs(self.weight)
 
     @cached_property
@@ -66,15 +69,10 @@ class OutputHead:
         """:func:`head_hash` of the weights."""
         return head_hash(self.weight)
 
-    @cached_property
-    def ids(self) -> npt.NDArray[np.int64]:
-        """The target's id of every row, int64 [rows]."""
-        return self.token_ids.numpy()
-
     def support(self, rows: npt.NDArray[np.int64]) -> Support:
         """The shortlist of these ``rows`` (each once, any order), its weights cut out."""
-        by_id = torch.from_numpy(rows[self.ids[rows].argsort()])
-        ids, by_id = (x.to(self.weight.device) for x in (self.token_ids[by_id], by_id))
+        rows = rows[self.ids[rows].argsort()]
+        ids, by_id = (torch.tensor(x, device=self.weight.device) for x in (self.ids[rows], rows))
         if torch.equal(by_id, torch.arange(self.rows, device=by_id.device)):
             return Support(by_id, ids, (self.weight, self.bias))  # not a second copy of it all
         bias = None if self.bias is None else self.bias.index_select(0, by_id)
@@ -159,9 +157,11 @@ class Shortlists:
         self.clusters, self.router = routing.clusters, Router.of(routing.weights, model)
         # A cluster without tokens is never selected before another.
         self.router.b2[torch.tensor(self.clusters.sizes == 0, device=model.device)] = -math.inf
-        rows = output.token_ids.argsort()
-        self._rows, self._ids = rows.to(model.device), output.token_ids[rows].to(model.device)
-        self._cluster_of = torch.tensor(self.clusters.of, device=model.device)[self._rows]
+        rows = output.ids.argsort()
+        by_id = rows, output.ids[rows], self.clusters.of[rows]
+        self._rows, self._ids, self._cluster_of = (
+            torch.tensor(x, device=model.device) for x in by_id
+        )
 
     @property
     def routed(self) -> bool:

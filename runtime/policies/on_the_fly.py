@@ -170,9 +170,9 @@ def analytic(
 def expected_acceptances(window: AnalyticWindow, round_s: FloatArray) -> IntArray:
     """What a round adds to the accepted tokens expected at each of the n betas of
     :func:`window_thresholds`: int64 [2, gamma_max + 1, n] by whether a token was rejected and by
-    drafted tokens, in units of 1 / :data:`EVIDENCE_SCALE`. By equation 2, sum V / (sum V + rejections) exceeds beta where sum V
-    exceeds beta / (1 - beta) for each rejection; by equation 11 where it exceeds the mean of
-    equation 10."""
+    drafted tokens, in units of 1 / :data:`EVIDENCE_SCALE`. By equation 2, beta-hat exceeds beta
+    where sum V exceeds beta / (1 - beta) for each rejection; by equation 11 where it exceeds the
+    mean of equation 10."""
     betas = window_thresholds(round_s, window.gamma_min, window.acc_max)
     expected = np.zeros((2, window.gamma_max + 1, len(betas)))
     if window.estimator == "ratio":
