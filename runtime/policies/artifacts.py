@@ -1,6 +1,4 @@
-"""What policies need that was fitted: found by id, checked against the policy, read. One finder for
-all blocks.
-"""
+"""What policies need that was fitted: found by id, checked against the policy, read."""
 
 from __future__ import annotations
 
@@ -84,10 +82,9 @@ def lacking(error: Exception) -> str:
 
 def _misfit(policy: Policy, name: str, kind: str, artifact: Fitted) -> str:
     """Why a policy cannot use an artifact; nothing where it can."""
-    command = COMMANDS[kind]
+    command, draft = COMMANDS[kind], artifact.document.get("draft")
     if artifact.kind != kind:
         return f"artifact {name} is a {artifact.kind}, not a {kind}; `{command}` makes one"
-    draft = artifact.document.get("draft")
     if draft in (None, policy.draft):
         return ""
     carry = f" (a classifier may be carried over: `fit classifier --from {name}`)"

@@ -209,11 +209,8 @@ class Policy(Block):
     @property
     def artifacts(self) -> tuple[str, ...]:
         """Ids of the artifacts this policy needs."""
-        named = (
-            getattr(block, "artifact", None)
-            for block in (self.window, self.growth, self.stratify, self.shortlist)
-        )
-        return tuple(a for a in named if a is not None)
+        blocks = (self.window, self.growth, self.stratify, self.shortlist)
+        return tuple(filter(None, (getattr(block, "artifact", None) for block in blocks)))
 
     @property
     def gamma_max(self) -> int:
@@ -227,18 +224,15 @@ class Policy(Block):
     @property
     def needs_profile(self) -> bool:
         """Whether the window reads costs from a latency profile."""
-        window = self.window
-        learns_speed = isinstance(window, QLearningWindow) and window.reward == "speed"
-        return learns_speed or isinstance(window, AnalyticWindow)
+        return self.window.kind == "analytic" or getattr(self.window, "reward", "") == "speed"
 
     def label(self) -> str:
         """A short name for tables, e.g. ``small fixed(gamma=4) max_prob(threshold=0.4)``."""
         if not self.speculates:
             return "autoregressive" if self.draft == "none" else f"{self.draft} fixed(gamma=0)"
-        blocks = (self.stop, self.growth, self.select, self.stratify, self.shortlist)
-        absent = (None, NoStop(), ChainGrowth(), Select(), FullShortlist())
-        labels = (block.label() for block in blocks if block is not None and block not in absent)
-        return " ".join((self.draft, self.window.label(), *labels))
+        given = {"window", *self.model_dump(exclude_defaults=True)} - {"draft", "by_prompt"}
+        names = (name for name in Policy.model_fields if name in given)
+        return " ".join((self.draft, *(getattr(self, name).label() for name in names)))
 
 
 class ByPrompt(Block):
@@ -324,9 +318,9 @@ def differences(left: Policy, right: Policy) -> list[dict[str, Any]]:
 
     def flat(value: Any, path: str = "") -> dict[str, Any]:
         if not isinstance(value, Mapping):
-            return {path: value}
-        below = (flat(inner, f"{path}.{key}" if path else key) for key, inner in value.items())
-        return {key: inner for part in below for key, inner in part.items()}
+            return {path.removeprefix("."): value}
+        below = (flat(inner, f"{path}.{key}") for key, inner in value.items())
+        return dict(item for part in below for item in part.items())
 
     a, b = flat(left.spelled_out()), flat(right.spelled_out())
     keys = [k for k in {**a, **b} if a.get(k) != b.get(k)]

@@ -27,16 +27,14 @@ class StaticGrowth(Block):
             raise ValueError("a static tree is given by either paths or an artifact")
         if len(self.paths) > NODE_LIMIT:
             raise ValueError(f"a tree of {len(self.paths)} nodes exceeds the limit of {NODE_LIMIT}")
-        paths = set(self.paths)
-        if len(paths) < len(self.paths):
-            twice = next(p for p in self.paths if self.paths.count(p) > 1)
-            raise ValueError(f"the path {list(twice)} is given twice")
         for path in self.paths:
             if not path:
                 raise ValueError("a path has at least one rank; the root itself is not listed")
+            if self.paths.count(path) > 1:
+                raise ValueError(f"the path {list(path)} is given twice")
             if len(path) > GAMMA_LIMIT:
                 raise ValueError(f"the path {list(path)} is deeper than {GAMMA_LIMIT}")
-            if len(path) > 1 and path[:-1] not in paths:
+            if path[:-1] and path[:-1] not in self.paths:
                 raise ValueError(
                     f"the path {list(path)} needs its parent {list(path[:-1])} in the list"
                 )
@@ -60,20 +58,14 @@ class StaticLevel:
 def static_levels(paths: Sequence[Sequence[int]]) -> tuple[int, tuple[StaticLevel, ...]]:
     """(children read of each distribution, levels) of a static tree given as rank paths, each with
     all its beginnings."""
-    width = 1 + max(rank for path in paths for rank in path)
+    width, levels = 1 + max(rank for path in paths for rank in path), list[StaticLevel]()
     nodes = {tuple(p) for p in paths}
     expanded = {p[:-1] for p in nodes}
-    levels: list[StaticLevel] = []
     frontier: list[tuple[int, ...]] = [()]
     while frontier:
-        children = [
-            (f * width + rank, (*p, rank))
-            for f, p in enumerate(frontier)
-            for rank in range(width)
-            if (*p, rank) in nodes
-        ]
-        frontier = [path for _, path in children if path in expanded]
-        places = tuple(place for place, _ in children)
+        possible = enumerate((*p, rank) for p in frontier for rank in range(width))
+        children = [(place, path) for place, path in possible if path in nodes]
         grown = tuple(i for i, (_, path) in enumerate(children) if path in expanded)
-        levels.append(StaticLevel(places, grown))
+        frontier = [children[i][1] for i in grown]
+        levels.append(StaticLevel(tuple(place for place, _ in children), grown))
     return width, tuple(levels)

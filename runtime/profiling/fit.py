@@ -159,7 +159,7 @@ def _rises(shape: Sequence[int]) -> FloatArray:
     is negative, more rows, passes or context never take less."""
     table: FloatArray = np.ones((1, 1))
     for n in shape:
-        table = np.asarray(np.kron(table, np.tri(n)), np.float64)
+        table = np.kron(table, np.tri(n)).astype(np.float64)
     return table
 
 
@@ -178,14 +178,12 @@ def _differences(places: Sequence[float]) -> FloatArray:
     """Rows of weights of which each makes of three knots the difference of two slopes times their
     mean distance (1, -2, 1 where that is one), and of two knots their difference: float64
     [differences, knots]."""
+    rises = np.diff(np.eye(len(places)), axis=0)
     if len(places) == 2:
-        return np.array([[1.0, -1.0]])
-    gaps = np.diff(places)
-    table, n = np.zeros((max(0, len(places) - 2), len(places))), np.arange(len(places) - 2)
-    means = (gaps[:-1] + gaps[1:]) / 2
-    table[n, n], table[n, n + 2] = means / gaps[:-1], means / gaps[1:]
-    table[n, n + 1] = -table[n, n] - table[n, n + 2]
-    return table
+        return rises
+    gaps = np.diff(places)[:, None]
+    differences: FloatArray = np.diff(rises / gaps, axis=0) * (gaps[:-1] + gaps[1:]) / 2
+    return differences
 
 
 def fit_profile(
