@@ -40,9 +40,9 @@ def algorithm_of(path: str | None) -> str:
 def schedule_of(window: ByBatchWindow) -> list[list[int]]:
     """A window as ``num_speculative_tokens_per_batch_size``: ``[first size, last size, tokens]``,
     the last of them without an end."""
-    sizes = [size for size, _ in window.gamma]
+    sizes, gammas = [*window.gamma], window.gamma.values()
     ends = [*(size - 1 for size in sizes[1:]), max(BATCH_LIMIT, sizes[-1])]
-    return [[size, end, gamma] for (size, gamma), end in zip(window.gamma, ends, strict=True)]
+    return [[*slot] for slot in zip(sizes, ends, gammas, strict=True)]
 
 
 def vllm_settings(drafting: Drafting) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def sglang_settings(drafting: Drafting) -> dict[str, Any]:
         "speculative_num_draft_tokens": tokens + 1,
     }
     if isinstance(window, ByBatchWindow):
-        slots = {str(size): {"candidate_steps": [gamma]} for size, gamma in window.gamma}
+        slots = {str(size): {"candidate_steps": [gamma]} for size, gamma in window.gamma.items()}
         settings |= {"speculative_adaptive": True, "speculative_adaptive_config": slots}
     return settings
 

@@ -68,7 +68,7 @@ def test_windows_by_batch_say_what_is_drafted_from_each_size_on() -> None:
     [
         ({"4": 3}, 'maps batch sizes from "1" on to windows'),
         ({}, 'maps batch sizes from "1" on to windows'),
-        (5, 'maps batch sizes from "1" on to windows'),
+        (5, "window.gamma: Input should be a valid dictionary"),
         ({"1": 65}, "less than or equal to 64 .given: 65"),
         ({"1": 3, "few": 3}, "a valid integer, unable to parse"),
         ({"1": 3, "70000": 3}, "less than or equal to 65536"),

@@ -6,15 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    WithJsonSchema,
-    field_serializer,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 GAMMA_LIMIT = 64
 """Largest window any policy may ask for."""
@@ -82,53 +74,33 @@ class FixedWindow(Block):
         return self.gamma
 
 
-GAMMA_BY_SIZE = {
-    "type": "object",
-    "additionalProperties": {"type": "integer", "minimum": 0, "maximum": GAMMA_LIMIT},
-}
-"""How gammas by batch size are written."""
-
-
 class ByBatchWindow(Block):
     """A constant window for each load: ``gamma`` maps least batch sizes (requests in a step) to the
-    tokens then drafted, as ``{"1": 5, "4": 3, "16": 0}``: 5 up to 3 requests, none from 16 on.
-
-    Held as (batch size, gamma) pairs, by size. A decoder of one request at a time drafts what
-    stands for 1.
+    tokens then drafted, as ``{"1": 5, "4": 3, "16": 0}``: 5 up to 3 requests, none from 16 on. A
+    decoder of one request at a time drafts what stands for 1.
     """
 
     kind: Literal["by_batch"]
-    gamma: Annotated[
-        tuple[tuple[BatchSize, Gamma], ...], Field(max_length=64), WithJsonSchema(GAMMA_BY_SIZE)
-    ]
-
-    @field_validator("gamma", mode="before")
-    @classmethod
-    def _pairs(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping) or "1" not in value:
-            raise ValueError('maps batch sizes from "1" on to windows: {"1": 5, "4": 3, "16": 0}')
-        return tuple(value.items())
+    gamma: Annotated[dict[BatchSize, Gamma], Field(max_length=64)]
 
     @field_validator("gamma")
     @classmethod
-    def _by_size(cls, pairs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-        return tuple(sorted(dict(pairs).items()))
-
-    @field_serializer("gamma")
-    def _mapping(self, pairs: tuple[tuple[int, int], ...]) -> dict[str, int]:
-        return {str(size): gamma for size, gamma in pairs}
+    def _by_size(cls, gamma: dict[int, int]) -> dict[int, int]:
+        if 1 not in gamma:
+            raise ValueError('maps batch sizes from "1" on to windows: {"1": 5, "4": 3, "16": 0}')
+        return dict(sorted(gamma.items()))
 
     def label(self) -> str:
-        return f"by_batch({', '.join(f'{size}: {gamma}' for size, gamma in self.gamma)})"
+        return f"by_batch({', '.join(f'{size}: {gamma}' for size, gamma in self.gamma.items())})"
 
     def at(self, batch: int) -> int:
         """The window of a step of so many requests, at least 1."""
-        return next(gamma for size, gamma in reversed(self.gamma) if size <= batch)
+        return self.gamma[max(size for size in self.gamma if size <= batch)]
 
     @property
     def gamma_max(self) -> int:
         """The longest window of any load."""
-        return max(gamma for _, gamma in self.gamma)
+        return max(self.gamma.values())
 
 
 class AdaptiveWindow(Block):
