@@ -3,23 +3,28 @@
     python bench/versus.py OLD NEW [--requests 12] [--passes 6] [--quick]
 
 OLD and NEW are checkouts, folders named ``spectune``. Each runs in a process of its own; the two
-decode a request under a policy one after the other, in random order, and replay likewise (CPU
-seconds of one thread, which other work hardly touches). Ratios are new over old with 95% intervals
-(Student's t of logarithms) over pairs of turns; rounds and tokens must be alike.
+decode a request under a policy one after the other, in random order, and replay and store likewise
+(CPU seconds of one thread, which other work hardly touches). Ratios are new over old with 95%
+intervals (Student's t of logarithms) over pairs of turns; rounds and tokens must be alike. Bytes a
+position of stored panoramas are of both.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
 import random
+import sqlite3
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +33,9 @@ from scipy.stats import t
 
 POLICIES = ("autoregression", "chain", "tree")
 REPLAY, TREES = "replay ", "replay of trees"
+STORED = {"store chains": (16,), "store trees": (16, 10, 8)}
+"""What is recorded of a draft: tokens of a chain, children of a node, levels of a tree."""
+TEXTS = "store texts"
 REPLAYS = (TREES, *(REPLAY + window for window in ("fixed", "analytic exact", "fsm", "q_learning")))
 TOKENS = 64
 
@@ -73,7 +81,36 @@ def serve(checkout: Path, requests: int, quick: bool) -> None:
     recorded = speed._recorded(pair, "small", lab.GREEDY, quick)
     profile = speed.flat_profile("demo", ["small"])
 
+    rounds = lab.run(pair, lab.StaticSource(plans["chain"]), encoded)
+    ordinals, recordings = itertools.count(10_000), {}
+    for what, look in STORED.items():
+        store = speed.TraceStore(speed.open_database(f"{tempfile.mkdtemp()}/versus.db"))
+        name = lab.recorded(store, pair, lab.requests(requests), options, ["small"], *look)
+        recordings[what] = store, name, store.load(name)
+
+    def put(what: str) -> float:
+        """Seconds in which panoramas take the place of their likes, or texts are appended."""
+        store, name, loaded = recordings.get(what, recordings["store chains"])
+        held = [
+            {**r.panoramas, **{f"trees of {d}": t for d, t in getattr(r, "trees", {}).items()}}
+            for r in loaded.requests
+        ]
+        panoramas = [(n, panorama) for n, of in enumerate(held) for panorama in of.values()]
+        texts = [(next(ordinals), d.trajectory, d.steps) for d in rounds]
+        began = time.thread_time()
+        if what == TEXTS:
+            store.append_trajectories(name, texts)
+        else:
+            store.put_panoramas(name, panoramas)
+        return time.thread_time() - began
+
     def answer(what: str, n: int) -> tuple[int, int, float]:
+        if what == "bytes":
+            store, _, loaded = recordings[[*STORED][n]]
+            positions = sum(len(t.output_ids) for t in loaded.trajectories)
+            return 0, 0, _stored_bytes(str(store.database.url.database)) / positions
+        if what in (TEXTS, *STORED):
+            return 0, 0, put(what)
         if what in plans:
             one = replace(encoded, items=encoded.items[n : n + 1])
             (decoded,) = lab.run(pair, lab.StaticSource(plans[what]), one)
@@ -105,8 +142,11 @@ def main() -> None:
     sides = [Side(path.resolve(), requests, asked.quick) for path in asked.checkouts]
     logs: dict[str, list[float]] = defaultdict(list)
     differ: dict[str, int] = defaultdict(int)
-    each = [*POLICIES, *REPLAYS[1:]]
+    each = [*POLICIES, *REPLAYS[1:], *STORED, TEXTS]
     turns = [(TREES, 0), *((what, n) for what in each for n in range(requests))]
+    for n, what in enumerate(STORED):
+        old, new = (side.ask("bytes", n)[2] for side in sides)
+        print(f"{what:24} {old:.1f} bytes a position before, {new:.1f} now ({new / old:.2f} times)")
     for turn in range(passes + 1):
         for what, n in random.sample(turns, len(turns)):
             answers = {}
@@ -120,6 +160,14 @@ def main() -> None:
         ratio, low, high = interval(found)
         about = f"{len(found)} turns, {differ[what]} differ"
         print(f"{what:24} {ratio:.3f} ({low:.3f} to {high:.3f}), {about}")
+
+
+def _stored_bytes(path: str) -> int:
+    """Bytes of all panoramas in a SQLite file of either side."""
+    with closing(sqlite3.connect(path)) as connection:
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+        column, table = ("trie", "panorama") if "panorama" in tables else ("data", "panorama_chunk")
+        return int(connection.execute(f"SELECT SUM(LENGTH({column})) FROM {table}").fetchone()[0])
 
 
 def interval(logs: list[float]) -> tuple[float, float, float]:
