@@ -54,7 +54,7 @@ BESIDE = {
         *("traces.files", "traces.text", "traces.tables"),
     },
     "traces facts": {"db.base"},
-    "migrations": {"db.base", "db.schedules", "traces.tables"},
+    "migrations": {"db.migrate"},
     "optimizer": {"demo.prompts"},
 }
 """Single modules that a layer may import beside its layers."""

@@ -210,7 +210,8 @@ def report(evidence: dict[str, Any]) -> TuningReport:
         "by_prompt": "choosing gains nothing",
     }
     made = datetime(2026, 5, 4, tzinfo=UTC)
-    study = Study("study-1", "pair-1", "rec-1", "none", 0, summary, trials, made)
+    study = Study("study-1", "pair-1", "rec-1", "none", 0, len(trials), summary, trials)
+    study.created_at = made
     return TuningReport(study, evidence, {"small": (0.7, 0.5, 0.4), HOSTILE: (0.2,)})
 
 
