@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -358,33 +357,6 @@ def test_a_recording_of_another_pair(door: Door, folder: Path) -> None:
     other = {"name": "other", "target": "near", "drafts": {"far": "far"}}
     Path("pair/pair.json").write_text(json.dumps(other))
     assert "was made with pair" in refused(door, "tune --recording latest", pair=folder)
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        *("record --workload good.jsonl", f"simulate --policy '{FIXED}'", "traces list"),
-        *("schedule list", "db check", "db upgrade"),
-    ],
-)
-def test_databases_that_cannot_be_reached(door: Door, command: str) -> None:
-    Path("file").write_text("text, and no database\n" * 100)
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        port = closed.getsockname()[1]
-    for url, says in (
-        ("file/spectune.db", ""),
-        ("file", "is not a SQLite database"),
-        (".", "."),
-        (
-            f"postgresql://nobody:secret@127.0.0.1:{port}/none",
-            "cannot reach database postgresql://nobody:***@127.0.0.1",
-        ),
-        ("", "the database URL is empty"),
-    ):
-        line = refused(Door(url), command)
-        assert says in line
-        assert "secret" not in line
 
 
 def test_a_damaged_chunk_is_named_and_the_others_are_usable(door: Door) -> None:

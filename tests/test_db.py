@@ -92,6 +92,7 @@ def test_a_check_tells_no_password(postgresql_url: str) -> None:
         ("postgresql://u@h/d?pasword=hunter2", "pasword"),
         ("postgresql://u@h/d?connect_timeout=soon", "connect_timeout"),
         ("", "empty"),
+        (".", "cannot open database file"),
         (":memory:", "in-memory"),
         ("sqlite:///:memory:", "in-memory"),
         ("postgresql://nobody@127.0.0.1:1/x", "cannot reach database postgresql://nobody@"),

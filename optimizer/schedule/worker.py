@@ -109,13 +109,13 @@ def run_worker(
     stop = stop or threading.Event()
     worker = _Worker(database, execute, owner or _made_up(), lease_s, clock, watch, stop)
     with worker.listening():
-        has_begun, failures = False, 0
+        failures = 0
         while not stop.is_set():
             try:
                 worker.notice()
                 is_idle = not worker.run_next()
             except DatabaseError as error:
-                if not has_begun:
+                if not worker.has_begun:
                     raise
                 if not failures:
                     log.warning("%s; trying again until it can be used", error)
@@ -124,7 +124,7 @@ def run_worker(
                 continue
             if failures:
                 log.warning("the database is back after %d failures", failures)
-            has_begun, failures = True, 0
+            failures = 0
             if is_idle:
                 stop.wait(poll_s)
     return worker.report
@@ -167,6 +167,8 @@ class _Worker:
     clock: Clock | None
     watch: Watch
     stop: threading.Event
+    has_begun: bool = False
+    """Whether the database could be used so far as to look for a job."""
     is_busy: bool = False
     """Whether a job function runs, which a second signal may interrupt."""
     report: WorkReport = field(default_factory=WorkReport)
@@ -200,6 +202,7 @@ class _Worker:
     def run_next(self) -> bool:
         """Claims and runs one job. False if there was none."""
         job = claim(self.database, self.owner, lease_s=self.lease_s)
+        self.has_begun = True
         if job is None:
             return False
         ended = self._run(job)
