@@ -15,8 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spectune.db import DatabaseError, NotFoundError, UnavailableError
-from spectune.traces.errors import TraceError
+from spectune.db import NotFoundError, UnavailableError
 from spectune.traces.schema import Step
 from spectune.traces.store.recordings import Recordings
 from spectune.traces.tables import Trajectory
@@ -43,7 +42,7 @@ class TrafficWriter:
     numbers the requests.
 
     What is in the queue when the process is killed is lost, at most ``flush_s`` seconds of traffic;
-    what is written is safe.
+    what is written is safe. ``gone``: whether somebody deleted the recording.
     """
 
     def __init__(
@@ -54,16 +53,14 @@ class TrafficWriter:
         capacity: int = CAPACITY,
         flush_s: float = FLUSH_S,
     ) -> None:
-        self.recording = recording
-        self._store, self._flush_s = store, flush_s
+        self.recording, self.gone = recording, False
+        self._store, self._flush_s, self._capacity = store, flush_s, capacity
         self._queue: queue.Queue[Item] = queue.Queue(capacity)
+        self._batch: list[Item] = []
         self._next = max(store.recorded_ordinals(recording), default=-1) + 1
-        self._written = self._dropped = self._in_hand = 0
+        self._written = self._dropped = 0
         self._error: str | None = None
-        self.gone = False
-        """Whether somebody deleted the recording."""
-        self._closing = threading.Event()
-        self._hurry = threading.Event()
+        self._closing, self._hurry = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"traffic {recording}", daemon=True)
         self._thread.start()
 
@@ -82,9 +79,8 @@ class TrafficWriter:
     @property
     def status(self) -> WriterStatus:
         """What has been written, dropped and is pending."""
-        return WriterStatus(
-            self._written, self._dropped, self._queue.qsize() + self._in_hand, self._error
-        )
+        pending = self._queue.qsize() + len(self._batch)
+        return WriterStatus(self._written, self._dropped, pending, self._error)
 
     def check(self) -> None:
         """Raises UnavailableError where requests were dropped."""
@@ -96,8 +92,8 @@ class TrafficWriter:
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Writes what is pending now; whether all of it was written in time."""
-        self._hurry.set()
         deadline = time.monotonic() + timeout_s
+        self._hurry.set()
         while self.status.pending and self._thread.is_alive() and time.monotonic() < deadline:
             time.sleep(0.002)
         return not self.status.pending
@@ -108,11 +104,8 @@ class TrafficWriter:
         self._closing.set()
         self._hurry.set()
         self._thread.join(max(1.0, timeout_s))
-        left = self.status
-        self._dropped += left.pending
-        self._in_hand = 0
-        while not self._queue.empty():
-            self._queue.get_nowait()
+        self._dropped += self.status.pending
+        self._batch, self._queue = [], queue.Queue(self._capacity)
         return self.status
 
     def __enter__(self) -> TrafficWriter:
@@ -122,58 +115,35 @@ class TrafficWriter:
         self.close()
 
     def _run(self) -> None:
-        batch: list[Item] = []
         while not self._closing.is_set():
             self._hurry.wait(self._flush_s)
             self._hurry.clear()
-            while len(batch) < self._queue.maxsize and not self._queue.empty():
-                self._in_hand += 1
-                batch.append(self._queue.get_nowait())
-            batch = self._write(batch)
-            if batch:
+            while len(self._batch) < self._capacity and not self._queue.empty():
+                self._batch.append(self._queue.get_nowait())
+            if not self._write(len(self._batch)):
                 self._closing.wait(_RETRY_S)
                 self._hurry.set()
 
-    def _write(self, batch: list[Item]) -> list[Item]:
-        """Appends the batch in one transaction, or if that is refused each request in its own,
-        dropping what is refused again.
-
-        Returns what is left to try again, once the database is back.
-        """
-        size = len(batch)
-        while batch:
+    def _write(self, count: int) -> bool:
+        """Appends the batch in transactions of ``count`` requests, or if that is refused each
+        request in its own, dropping what is refused again; False where the database is away."""
+        while self._batch:
+            some = self._batch[:count]
             try:
-                self._append(batch[:size])
+                numbered = [(self._next + i, *item) for i, item in enumerate(some)]
+                self._store.append_trajectories(self.recording, numbered)
             except UnavailableError as error:
                 self._error = str(error)
-                break
+                return False
             # what a request holds decides what is raised, and the traffic around it is to be kept
             except Exception as error:
-                ours = isinstance(error, (DatabaseError, TraceError))
-                self._error = str(error) if ours else f"{type(error).__name__}: {error}"
-                self.gone = isinstance(error, NotFoundError)
-                if size > 1:
-                    size = 1
+                self._error, self.gone = str(error), isinstance(error, NotFoundError)
+                if count > 1:
+                    count = 1
                     continue
                 self._dropped += 1
-            batch = batch[size:]
-            self._in_hand = len(batch)
-            if self._closing.is_set():
-                break
-        return batch
-
-    def _append(self, items: Sequence[Item]) -> None:
-        """Raises whatever the store does; a single request never because somebody else appended to
-        this recording."""
-        numbered = [(self._next + i, *item) for i, item in enumerate(items)]
-        try:
-            self._store.append_trajectories(self.recording, numbered)
-        except TraceError:
-            here = max(self._store.recorded_ordinals(self.recording), default=-1) + 1
-            if len(items) > 1 or here == self._next:
-                raise
-            self._next = here
-            self._append(items)
-        else:
-            self._next += len(items)
-            self._written += len(items)
+            else:
+                self._next += len(some)
+                self._written += len(some)
+            self._batch = self._batch[len(some) :]
+        return True
