@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from spectune.runtime.sampling import filters, processed
-from spectune.runtime.trees.grow import Codes
+from spectune.runtime.trees.grow import Codes, Reads
 from spectune.traces.schema import NAT_CODE_MAX, NAT_SCALE, TOP_ENTROPY, Sampling
 
 Perturb = Callable[[Tensor, Tensor | None], Tensor]
@@ -22,12 +22,12 @@ Perturb = Callable[[Tensor, Tensor | None], Tensor]
 
 class Children(NamedTuple):
     """The best children of n distributions, on the device of their logits: ``tokens`` int64 [n, k],
-    best first by ``scores`` [n, k], -log q as ``nats`` [n, k] (None: not asked for); codes of the
-    ``entropy`` and the ``top_entropy``, and the ``count`` of children that exist, int64 [n]."""
+    best first, -log q as ``nats`` and ``gaps`` to the best score [n, k] (None: not read); codes of
+    the ``entropy`` and the ``top_entropy``, and the ``count`` of children that exist, int64 [n]."""
 
     tokens: Tensor
-    scores: Tensor
     nats: Tensor | None
+    gaps: Tensor | None
     entropy: Tensor
     top_entropy: Tensor
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
@@ -48,51 +48,51 @@ def best_children(
     logits: Tensor,
     sampling: Sampling,
     perturb: Perturb | None,
-    width: int,
-    *,
-    entropy: bool = False,
-    top_entropy: bool = False,
-    reads_logp: bool = True,
+    reads: Reads,
     ids: Tensor | None = None,
 ) -> Children:
-    """The best ``width`` children of the distributions behind ``logits`` [n, vocab].
+    """What ``reads`` says of the best children of the distributions behind ``logits`` [n, vocab].
 
-    ``perturb`` is None when greedy. Entropies that are not asked for are 0. With ``ids`` int64
-    [size], ascending, ``logits`` are of these tokens alone, [n, size], and the distributions are
-    over this shortlist; children beyond its size do not exist.
+    ``perturb`` is None when greedy. Entropies that are not read are 0. With ``ids`` int64 [size],
+    ascending, ``logits`` are of these tokens alone, [n, size], and the distributions are over this
+    shortlist; children beyond its size do not exist.
     """
     x = processed(logits, sampling, draft=True)
     perturbed = x if perturb is None else perturb(x, ids)
-    if ids is not None and (missing := width - ids.shape[0]) > 0:
+    if ids is not None and (missing := reads.width - ids.shape[0]) > 0:
         # Filled up with tokens of probability 0.
         ids, x = pad(ids, (0, missing)), pad(x, (0, missing), value=-math.inf)
         perturbed = pad(perturbed, (0, missing), value=-math.inf)
-    (n, vocab), device = x.shape, x.device
-    width = min(width, vocab)
+    n, vocab = x.shape
+    width, most = min(reads.width, vocab), min(TOP_ENTROPY, vocab)
     scores, tokens = perturbed.topk(width, -1)
-    q = x.softmax(-1) if reads_logp or entropy else None
-    nats = q.gather(-1, tokens).log_().neg_() if q is not None and reads_logp else None
+    q = x.softmax(-1) if reads.logp or reads.entropy else None
+    nats = q.gather(-1, tokens).log_().neg_() if q is not None and reads.logp else None
     if ids is None and not filters(sampling, vocab):
-        count = torch.full((n,), width, device=device)
+        count = torch.full((n,), width, device=x.device)
     else:
         count = torch.isfinite(scores).sum(-1)
-    of_entropy = of_top = torch.zeros(n, dtype=torch.int64, device=device)
-    if entropy and q is not None:
-        of_entropy = _entropy_code(q)
-    if top_entropy:
-        most = min(TOP_ENTROPY, vocab)
+    entropy = top_entropy = torch.zeros(n, dtype=torch.int64, device=x.device)
+    if reads.entropy and q is not None:
+        entropy = _entropy_code(q)
+    if reads.top_entropy:
         reused = perturb is None and width >= most
         best = scores[:, :most] if reused else x.topk(most, -1).values
-        of_top = _entropy_code(best.softmax(-1))
-    children = tokens if ids is None else ids[tokens]
-    return Children(children, scores, nats, of_entropy, of_top, count)
+        top_entropy = _entropy_code(best.softmax(-1))
+    return Children(
+        tokens if ids is None else ids[tokens],
+        nats,
+        scores[:, :1] - scores if reads.gap else None,
+        entropy,
+        top_entropy,
+        count,
+    )
 
 
-def codes_on_host(children: Children, *, reads_gap: bool = True) -> Codes:
+def codes_on_host(children: Children) -> Codes:
     """The codes as numpy arrays in the dtypes of a recording. Those that are not read are 0."""
     columns: list[Any] = [x if x is None else x.cpu().numpy() for x in children]
-    tokens, scores, nats, *of_nodes = columns
-    gaps = scores[:, :1] - scores if reads_gap else None
+    tokens, nats, gaps, *of_nodes = columns
     codes = (
         np.zeros(tokens.shape) if x is None else np.minimum(x * NAT_SCALE, NAT_CODE_MAX)
         for x in (nats, gaps)
@@ -100,13 +100,11 @@ def codes_on_host(children: Children, *, reads_gap: bool = True) -> Codes:
     return Codes.of(tokens, *codes, *of_nodes)
 
 
-def codes_on_device(children: Children, *, reads_gap: bool = True) -> DeviceCodes:
+def codes_on_device(children: Children) -> DeviceCodes:
     """:func:`codes_on_host` in tensors, for which nothing waits."""
-    scores, nats = children.scores, children.nats
-    none = torch.zeros_like(children.tokens)
-    gap = _code(scores[:, :1] - scores) if reads_gap else none
-    logp = none if nats is None else _code(nats)
-    return DeviceCodes(children.tokens, logp, gap, *children[3:])
+    tokens, nats, gaps, *of_nodes = children
+    logp, gap = (torch.zeros_like(tokens) if x is None else _code(x) for x in (nats, gaps))
+    return DeviceCodes(tokens, logp, gap, *of_nodes)
 
 
 def _code(nats: Tensor) -> Tensor:

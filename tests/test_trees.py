@@ -22,7 +22,7 @@ from spectune.runtime.policies.sequoia import static_levels
 from spectune.runtime.policies.stops import CompiledStop
 from spectune.runtime.sampling import Noise
 from spectune.runtime.trees.draft import GrownTree, grow
-from spectune.runtime.trees.grow import Codes, Growing, Tree, TreeRule, select
+from spectune.runtime.trees.grow import Codes, Growing, Reads, Tree, TreeRule, select
 from spectune.runtime.verification import accept
 from spectune.traces.schema import NO_BIN, Sampling
 
@@ -324,9 +324,7 @@ def test_codes_of_a_law(sampling: Sampling, vocab: int) -> None:
             torch.from_numpy(logits)[None],
             sampling,
             None if g is None else partial(own_noise.add, positions=[3]),
-            k,
-            entropy=True,
-            top_entropy=True,
+            Reads(k),
         )
         codes = codes_on_host(children)
         for name, there in codes_on_device(children)._asdict().items():

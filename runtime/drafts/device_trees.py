@@ -137,20 +137,15 @@ class TreePhase:
 
     def _levels(self, first: int, last: int, depth: int) -> Tensor:
         """Makes levels ``first`` to ``last``, and chooses the nodes of the tree so far."""
-        rule, growing = self.rule, self.growing
+        growing, reads = self.growing, self.rule.reads
         if first == 1:
             growing.begin(self._numbers[2:3], self._numbers[3:4])
         for level in range(first, last + 1):
-            children = best_children(
-                self._logits if level == 1 else self._read(level - 1),
-                self.sampling,
-                self._perturb(level),
-                rule.width,
-                entropy=rule.reads_entropy,
-                top_entropy=rule.stratified,
-                reads_logp=not rule.coupled or rule.reads_q,
-            )
-            growing.add(codes_on_device(children, reads_gap=rule.coupled), level, depth)
+            logits, perturb = self._logits, self._perturb(level)
+            if level > 1:
+                logits = self._read(level - 1)
+            children = best_children(logits, self.sampling, perturb, reads)
+            growing.add(codes_on_device(children), level, depth)
         return growing.choose()
 
     def _perturb(self, level: int) -> Perturb | None:

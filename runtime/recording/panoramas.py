@@ -28,7 +28,7 @@ from spectune.runtime.policies.document import (
 )
 from spectune.runtime.recording.passes import LanguageModelPasses, Nodes, RecordedText
 from spectune.runtime.sampling import log_distribution
-from spectune.runtime.trees.grow import CODE_DTYPES, NONE, Codes, Growing, TreeRule
+from spectune.runtime.trees.grow import CODE_DTYPES, NONE, Codes, Growing, Reads, TreeRule
 from spectune.traces.schema import ACCEPTANCE, OFF_TEXT, PROB_SCALE, Trie
 from spectune.traces.tables import Panorama, Trajectory
 
@@ -326,7 +326,5 @@ class _Recorder(RecordedText):
             positions = (self.columns["position"][numbers] + self.prompt).tolist()
             perturb = partial(self.noise.add, positions=positions)
         grows = self.width > 1  # no chain reads the others
-        children = best_children(
-            logits, self.sampling, perturb, self.width, entropy=True, top_entropy=grows
-        )
-        return codes_on_host(children, reads_gap=grows)
+        reads = Reads(self.width, gap=grows, top_entropy=grows)
+        return codes_on_host(best_children(logits, self.sampling, perturb, reads))

@@ -131,18 +131,10 @@ class ModelDistributions:
 
     def _codes(self, logits: torch.Tensor, depth: int) -> Codes:
         """Codes of distributions whose children stand at ``depth``."""
-        rule, reader, context = self.rule, self.reader, self.context
-        noise = context.noise
+        reader, context = self.reader, self.context
+        sampling, noise, perturb = context.sampling, context.noise, None
+        if noise is not None:
+            perturb = partial(noise.add, positions=[reader.length + depth - 1])
         if context.rejects:
             self.log_q.append(context.log_q(logits, reader.ids))
-        children = best_children(
-            logits,
-            context.sampling,
-            None if noise is None else partial(noise.add, positions=[reader.length + depth - 1]),
-            rule.width,
-            entropy=rule.reads_entropy,
-            top_entropy=rule.stratified,
-            reads_logp=not rule.coupled or rule.reads_q,
-            ids=reader.ids,
-        )
-        return codes_on_host(children, reads_gap=rule.coupled)
+        return codes_on_host(best_children(logits, sampling, perturb, self.rule.reads, reader.ids))

@@ -58,6 +58,17 @@ class Codes(NamedTuple):
         return cls(*(np.array(x, d) for x, d in zip(columns, CODE_DTYPES, strict=True)))
 
 
+class Reads(NamedTuple):
+    """What is read of a draft's distributions: the ``width`` best children, their -log q, gaps to
+    the best, entropies, and entropies of the most probable tokens."""
+
+    width: int
+    logp: bool = True
+    gap: bool = True
+    entropy: bool = True
+    top_entropy: bool = True
+
+
 class LevelRule(NamedTuple):
     """What compiled code reads of a :class:`TreeRule`. ``weights`` int64 and ``logs`` float64
     [GAP_CODES]: :func:`gap_weights`; ``log_sums``: :func:`logs_of_sums`. ``confidence`` int32
@@ -105,15 +116,13 @@ class TreeRule:
     def stratified(self) -> bool:
         return bool(self.bin_top_n)
 
-    @property
-    def reads_entropy(self) -> bool:
-        """Whether a distribution's entropy is looked at."""
-        return self.confidence is not None or self.stop.max_entropy_code < NEVER
-
-    @property
-    def reads_q(self) -> bool:
-        """Whether q itself is looked at beside the score."""
-        return self.confidence is not None or self.stop.active or self.stratified
+    @cached_property
+    def reads(self) -> Reads:
+        """What growing reads of distributions."""
+        c2t, stop = self.confidence is not None, self.stop
+        logp = not self.coupled or c2t or stop.active or self.stratified
+        entropy = c2t or stop.max_entropy_code < NEVER
+        return Reads(self.width, logp, self.coupled, entropy, self.stratified)
 
     @cached_property
     def compiled(self) -> LevelRule:
