@@ -23,13 +23,7 @@ def every_gamma(most: int, max_num_seqs: int) -> ByBatchWindow:
     than numbers leave the smallest out."""
     fewer = range(1, min(most, max_num_seqs - 1) + 1)
     later = {max_num_seqs - len(fewer) + less: most - less for less in fewer}
-    return _by_batch({1: most, **later})
-
-
-def _by_batch(gammas: Mapping[int, int]) -> ByBatchWindow:
-    """A window of so many tokens from each batch size on."""
-    named = {str(size): gamma for size, gamma in gammas.items()}
-    return ByBatchWindow.model_validate({"kind": "by_batch", "gamma": named})
+    return ByBatchWindow(kind="by_batch", gamma={1: most, **later})
 
 
 def speculative_config(path: str | None, most: int, max_num_seqs: int) -> dict[str, Any]:
@@ -43,7 +37,9 @@ def initial_config(path: str | None, gamma: int, most: int) -> dict[str, Any]:
     """vLLM's ``--speculative-config`` of a user's server: ``gamma`` tokens at every batch size, up
     to ``most`` once something is published. Only where these differ it has a schedule, which
     changes what vLLM pads and which graphs it captures."""
-    window = FixedWindow(gamma=gamma) if gamma == most else _by_batch({1: gamma})
+    window: FixedWindow | ByBatchWindow = FixedWindow(gamma=gamma)
+    if gamma != most:
+        window = ByBatchWindow(kind="by_batch", gamma={1: gamma})
     settings = vllm_settings(Drafting(path, algorithm_of(path), window))
     return settings | {"num_speculative_tokens": most}
 
