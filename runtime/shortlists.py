@@ -222,36 +222,23 @@ class Shortlists:
         return nn.functional.linear(states, *support.trimmed).float()
 
 
-class States:
-    """A draft's last hidden states at recent positions of the text, which the router reads.
-
-    Row p is a function of the text up to token p (of an EAGLE head: fed with the target's
-    features), whatever pass made it.
-    """
-
-    def __init__(self) -> None:
-        self._rows: dict[int, Tensor] = {}
-
-    def clear(self) -> None:
-        self._rows.clear()
+class States(dict[int, Tensor]):
+    """A draft's last hidden states [1, d] by position of the text, recent ones, which the router
+    reads: functions of the text up to that token (of an EAGLE head: fed with the target's
+    features), whatever pass made them."""
 
     def put(self, start: int, states: Tensor) -> None:
         """States [n, d] of positions ``start ..``; of a long run the last two are kept, which is
         what a round looks at."""
         n = len(states)
-        for i in range(max(0, n - 2), n):
-            self._rows[start + i] = states[i : i + 1].clone()
-        while len(self._rows) > STATES_KEPT:
-            del self._rows[next(iter(self._rows))]
-
-    def at(self, position: int) -> Tensor | None:
-        """The state [1, d] at a position, None where it is not known."""
-        return self._rows.get(position)
+        self.update((start + i, states[i : i + 1].clone()) for i in range(max(0, n - 2), n))
+        while len(self) > STATES_KEPT:
+            del self[next(iter(self))]
 
     def forget_from(self, position: int) -> None:
         """Forgets what was not, or is no longer, text."""
-        for p in [p for p in self._rows if p >= position]:
-            del self._rows[p]
+        for p in [p for p in self if p >= position]:
+            del self[p]
 
 
 def top_clusters(scores: Tensor, k: int) -> Tensor:

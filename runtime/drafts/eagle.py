@@ -88,7 +88,7 @@ class EagleDraft:
         if len(text) < 2:  # there is nothing to read before the second token
             return Drafted(0, 0, len(text) - self._read, [], GrownTree())
         routed = context.shortlists is not None and context.shortlists.routed
-        if routed and self._read == len(text) - 1 > 1 and self._states.at(len(text) - 2) is None:
+        if routed and self._read == len(text) - 1 > 1 and self._states.get(len(text) - 2) is None:
             self._read -= 1  # rounds without a router do not keep states: that token is read again
         reader, lag = EagleReader(self, text, context.shortlists), len(text) - self._read
         return propose_tree(reader, depth, limit, lag, context)
@@ -118,7 +118,7 @@ class EagleReader(TreeReader):
         self.hidden, before = out[-1:], None
         if shortlists.routed:
             draft._states.put(at, out)
-            before = draft._states.at(self.length - 2)
+            before = draft._states.get(self.length - 2)
         previous = None if before is None else head.state(before)
         support = shortlists.select(0, ids[-1:], previous)
         return self._listed(head.state(self.hidden), support)

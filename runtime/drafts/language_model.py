@@ -38,7 +38,7 @@ class LanguageModelDraft:
     def propose(self, text: list[int], depth: int, limit: int, context: DraftContext) -> Drafted:
         shortlists, length = context.shortlists, len(text)
         routed = shortlists is not None and shortlists.routed
-        if routed and self._read == length - 1 > 0 and self._states.at(length - 2) is None:
+        if routed and self._read == length - 1 > 0 and self._states.get(length - 2) is None:
             self._read -= 1  # rounds without a router do not keep states: that token is read again
         is_tree = context.plan.policy.is_tree
         if not (is_tree or context.plan.stop.active):
@@ -115,7 +115,7 @@ class LanguageModelDraft:
         states = self.model.chain(pending, at, logits=0)[1]
         if shortlists.routed:
             self._states.put(at, states)
-        before = self._states.at(at + len(pending) - 2)
+        before = self._states.get(at + len(pending) - 2)
         support = shortlists.select(step, pending[-1:], before)
         return states[-1:], support
 

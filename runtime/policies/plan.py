@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spectune.runtime.costs import window_costs
 from spectune.runtime.policies.artifacts import Q_TABLE, Artifacts, read_artifact
@@ -89,23 +89,11 @@ def prepare(
     another shape or was fitted on another draft. Of a choice by prompt all that holds for each of
     its candidates.
     """
-    plans = tuple(
-        _compile(candidate, drafts, profile, version, artifacts) for candidate in policy.candidates
-    )
-    if not isinstance(policy, PromptPolicy):
-        return plans[0]
-    chooser = stored_chooser(policy, artifacts)
-    return replace(plans[0], policy=policy, chooser=chooser, candidates=plans)
-
-
-def _compile(
-    policy: Policy,
-    drafts: Collection[str],
-    profile: LatencyProfile | None,
-    version: int,
-    artifacts: Artifacts | None,
-) -> Plan:
-    """:func:`prepare` of a plain policy."""
+    if isinstance(policy, PromptPolicy):
+        given: dict[str, Any] = {"profile": profile, "version": version, "artifacts": artifacts}
+        plans = tuple(prepare(candidate, drafts, **given) for candidate in policy.candidates)
+        chooser = stored_chooser(policy, artifacts)
+        return replace(plans[0], policy=policy, chooser=chooser, candidates=plans)
     if policy.draft != "none" and policy.draft not in drafts:
         names = ", ".join(sorted(drafts))
         raise PolicyError(f"draft: this pair has no draft {policy.draft!r}; it has: {names}")
