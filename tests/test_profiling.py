@@ -192,7 +192,7 @@ def test_a_profile_whose_check_fails_is_measured_on(
     assert (usable.id if usable else None) == (stored.id if worst <= ACCEPTED_ERROR else None)
     assert for_four(datetime.now(UTC), gamma_max=5) is None, "longer windows were not measured"
     assert ("failed its check" in doubts(stored, trees=trees)) == (worst > ACCEPTED_ERROR)
-    assert prediction_spread(stored.profile, trees=trees) == max(0.01, worst / 2)
+    assert prediction_spread(stored, trees=trees) == max(0.01, worst / 2)
 
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
