@@ -189,23 +189,19 @@ class Shortlists:
         before them, None where there are none (zeros stand for them). ``exists`` bool [n]: the
         nodes that count, None: all; if none does, all do, since nothing reads their distributions.
         """
-        support = self._union(step, tokens, previous, exists) if self.routed else None
-        support = support or self._frequent(step)
         if step == 0:
             self.chosen.clear()
-        self.chosen.append(support)
-        return support
-
-    def _union(
-        self, step: int, tokens: Tensor, previous: Tensor | None, exists: Tensor | None
-    ) -> Support:
+        if not self.routed:
+            self.chosen.append(self._frequent(step))
+            return self.chosen[-1]
         scores = self.scores(self.model.embedded(tokens), previous)
         best = top_clusters(scores, self.rule.budget(step))
         selected = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)
         if exists is not None:
             selected &= (exists | ~exists.any())[:, None]
         places = selected.any(0)[self._cluster_of].nonzero()[:, 0]
-        return Support(self._rows[places], self._ids[places])
+        self.chosen.append(Support(self._rows[places], self._ids[places]))
+        return self.chosen[-1]
 
     def scores(self, embedded: Tensor, previous: Tensor | None) -> Tensor:
         """The router's scores [n, M] for embeddings [n, d_e] and the states before them [n, d]

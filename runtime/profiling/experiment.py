@@ -196,13 +196,12 @@ def measured(result: Round, cell: Cell, prompt_tokens: int, sampling: Sampling) 
 
 
 def cell_of(pair: LoadedPair, policy: Policy) -> Cell:
-    """A policy to measure. Chains of a head are trees of width 1."""
+    """A policy to measure. Chains of a head are trees of width 1; an output head of few tokens has
+    no shortlists."""
     tree = policy.is_tree or policy.draft not in (*pair.chain_drafts, "none")
-    return Cell(
-        prepare(policy, pair.draft_names),
-        RoundKind.of(policy, tree=tree),
-        head_rows(pair, policy.draft),
-    )
+    rows = pair.models[policy.draft].output.rows if policy.draft in pair.models else 0
+    kind = RoundKind.of(policy, tree=tree)
+    return Cell(prepare(policy, pair.draft_names), kind, rows if rows >= CLUSTERS else 0)
 
 
 def cells_of(pair: LoadedPair, gamma_max: int, *, trees: bool) -> dict[str, list[Cell]]:
@@ -254,12 +253,6 @@ def _grown(cell: Cell, kind: RoundKind, **changes: Any) -> Cell:
     assert cell.plan.rules is not None
     greedy, sampled = (replace(rule, **changes) for rule in cell.plan.rules)
     return cell._replace(plan=replace(cell.plan, rules=(greedy, sampled)), kind=kind)
-
-
-def head_rows(pair: LoadedPair, name: str) -> int:
-    """Tokens that a draft's output head evaluates; 0 where it is too small for shortlists."""
-    rows = int(pair.models[name].output.rows) if name in pair.models else 0
-    return rows if rows >= CLUSTERS else 0
 
 
 def _shortlists(pair: LoadedPair, name: str, gamma_max: int) -> Iterator[Cell]:
