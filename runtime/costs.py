@@ -34,10 +34,9 @@ LEAST: Final = 1e-9
 
 
 class RoundTerms(NamedTuple):
-    """Names of terms by what they are charged for: ``once`` (over passes) a round that drafts;
-    ``per_pass`` (rows, context) a pass of the draft, and ``head`` (rows: tokens evaluated) its
-    output head; ``verification`` (rows, context) the target's pass; ``per_token`` (context) an
-    emitted token; ``rest``, constants, a round beside its phases."""
+    """Names of terms: ``once`` (passes) a round that drafts; ``per_pass`` (rows, context) of the
+    draft, and ``head`` (rows: tokens evaluated); ``verification`` (rows, context); ``per_token``
+    (context) emitted; ``rest``, constants, a round beside its phases."""
 
     once: tuple[str, ...]
     per_pass: tuple[str, ...]
@@ -48,9 +47,9 @@ class RoundTerms(NamedTuple):
 
 
 class RoundKind(NamedTuple):
-    """What decides which terms a round consists of. ``draft`` is empty where nothing is drafted;
-    ``growth`` is empty for chains; ``blocks`` are terms charged per draft pass, beside those of the
-    pass itself; ``routed``: the output head gathers the rows of a routed shortlist."""
+    """What decides which terms a round consists of. ``draft`` is empty where nothing is drafted,
+    ``growth`` for chains; ``blocks`` are further terms of a draft pass; ``routed``: the output head
+    gathers the rows of a routed shortlist."""
 
     draft: str = ""
     growth: str = ""

@@ -157,17 +157,15 @@ class Policy(Block):
         width, depth, frontier = growth.width, self.depth_max, growth.frontier
         levels = [min(frontier, width**level) for level in range(1, depth + 1)]
         lower = f"lower the width{', the cap' * (growth.kind == 'classifier')} or the window"
-        for does, count, limit, remedy in (
-            ("grow", width * sum([1, *levels[:-1]]), POOL_LIMIT, lower),
-            ("expand up to", sum(levels[:-1]), EXPANDED_LIMIT, lower),
-            ("verify up to", top_n or sum(levels), NODE_LIMIT, f"give select.top_n, or {lower}"),
+        candidates, expanded = width * sum([1, *levels[:-1]]), sum(levels[:-1])
+        nodes = top_n or sum(levels)
+        for count, limit, effect, remedy in (
+            (candidates, POOL_LIMIT, f"grow {candidates} candidates", lower),
+            (expanded, EXPANDED_LIMIT, f"expand up to {expanded} nodes", lower),
+            (nodes, NODE_LIMIT, f"verify up to {nodes} nodes", f"give select.top_n, or {lower}"),
         ):
             if count > limit:
-                what = "candidates" if does == "grow" else "nodes"
-                yield (
-                    f"width {width} and depth {depth} {does} {count} {what}, more than {limit}; "
-                    f"{remedy}"
-                )
+                yield f"width {width} and depth {depth} {effect}, more than {limit}; {remedy}"
         if self.stratify is not None and top_n is not None:
             most = max(kept_nodes(top_n, self.stratify.fractions, self.stratify.alpha))
             if most > NODE_LIMIT:
@@ -230,8 +228,8 @@ class Policy(Block):
         """A short name for tables, e.g. ``small fixed(gamma=4) max_prob(threshold=0.4)``."""
         if not self.speculates:
             return "autoregressive" if self.draft == "none" else f"{self.draft} fixed(gamma=0)"
-        given = {"window", *self.model_dump(exclude_defaults=True)} - {"draft", "by_prompt"}
-        names = (name for name in Policy.model_fields if name in given)
+        shown = {"window", *self.model_dump(exclude_defaults=True)} - {"draft", "by_prompt"}
+        names = (name for name in Policy.model_fields if name in shown)
         return " ".join((self.draft, *(getattr(self, name).label() for name in names)))
 
 

@@ -90,8 +90,8 @@ def prepare(
     its candidates.
     """
     if isinstance(policy, PromptPolicy):
-        given: dict[str, Any] = {"profile": profile, "version": version, "artifacts": artifacts}
-        plans = tuple(prepare(candidate, drafts, **given) for candidate in policy.candidates)
+        options: dict[str, Any] = {"profile": profile, "version": version, "artifacts": artifacts}
+        plans = tuple(prepare(candidate, drafts, **options) for candidate in policy.candidates)
         chooser = stored_chooser(policy, artifacts)
         return replace(plans[0], policy=policy, chooser=chooser, candidates=plans)
     if policy.draft != "none" and policy.draft not in drafts:
