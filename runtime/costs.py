@@ -306,10 +306,7 @@ def shortlist_seconds(profile: LatencyProfile, rule: ShortlistRule) -> FloatArra
 
 
 def window_costs(
-    profile: LatencyProfile,
-    policy: Policy,
-    rule: TreeRule,
-    shortlist: ShortlistRule | None = None,
+    profile: LatencyProfile, policy: Policy, rule: TreeRule, shortlist: ShortlistRule | None = None
 ) -> FloatArray:
     """gamma a_q + b_p(gamma), above 0, for gamma = 0..gamma_max (on-the-fly paper, definition 1):
     what a round of gamma levels takes that verifies all they can keep, but for what is charged per

@@ -176,11 +176,7 @@ class Shortlists:
         return self._supports[size]
 
     def select(
-        self,
-        step: int,
-        tokens: Tensor,
-        previous: Tensor | None,
-        exists: Tensor | None = None,
+        self, step: int, tokens: Tensor, previous: Tensor | None, exists: Tensor | None = None
     ) -> Support:
         """The shortlist of a draft step: the union of the clusters that the router selects for each
         of the beam's n nodes (algorithm 1, lines 3 to 12), whose size the host waits for.

@@ -18,13 +18,7 @@ import torch
 
 from spectune.runtime.distributions import best_children, codes_on_host
 from spectune.runtime.policies.heterospec import bin_of
-from spectune.runtime.trees.grow import (
-    NONE,
-    Codes,
-    Growing,
-    TreeRule,
-    select,
-)
+from spectune.runtime.trees.grow import NONE, Codes, Growing, TreeRule, select
 from spectune.traces.schema import NO_BIN
 
 if TYPE_CHECKING:
