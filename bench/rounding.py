@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lab import SAMPLINGS, chains, demo, gpt2, requests, say, spread_over, trees
+from synthetic import flat_profile
 
 from spectune.optimizer.execute import DecodeOptions, Encoded, encode, run
 from spectune.runtime.decoder import prepare_for
@@ -72,6 +73,7 @@ def texts_that_differ(
     seconds: float = float("inf"),
 ) -> Iterator[dict[str, Any]]:
     """A row of counts of each policy and sampling, until so many seconds have passed."""
+    costs = flat_profile(pair.id, pair.drafts)  # what a window weighs changes no text
     plain: dict[Sampling, list[list[int]]] = {}
     until = time.monotonic() + seconds
     for policy in policies:
@@ -79,7 +81,7 @@ def texts_that_differ(
             encoded = encode(pair, workload, DecodeOptions(sampling, tokens))
 
             def texts(policy: Policy, encoded: Encoded = encoded) -> list[list[int]]:
-                source = StaticSource(prepare_for(pair, policy))
+                source = StaticSource(prepare_for(pair, policy, profile=costs))
                 return [d.trajectory.output_ids.tolist() for d in run(pair, source, encoded)]
 
             again = 0
