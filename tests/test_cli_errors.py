@@ -362,9 +362,9 @@ def test_a_recording_of_another_pair(door: Door, folder: Path) -> None:
 def test_a_damaged_chunk_is_named_and_the_others_are_usable(door: Door) -> None:
     whole = door.json("simulate", policy=FIXED)
     place = "WHERE ordinal = 2 AND draft = 'near'"
-    ((found,),) = run_sql("spectune.db", f"SELECT data FROM panorama_chunk {place}")
+    ((found,),) = run_sql("spectune.db", f"SELECT trie FROM panorama {place}")
     damaged = found[:-1] + bytes([found[-1] ^ 1])
-    run_sql("spectune.db", f"UPDATE panorama_chunk SET data = x'{damaged.hex()}' {place}")
+    run_sql("spectune.db", f"UPDATE panorama SET trie = x'{damaged.hex()}' {place}")
     line = refused(door, "simulate", policy=FIXED)
     assert "request 2" in line
     assert "'near'" in line

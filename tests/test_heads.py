@@ -535,6 +535,7 @@ ERRORS: dict[str, tuple[Callable[[Case], Any], str]] = {
     "a norm that is not there": (_set(norm_before_fc=True), 'Missing key.*"input_norm.weight"'),
     "a word for a switch": (_set(norm_output="false"), "norm_output 'false'; it must be true or"),
     "said twice": (_set(norm_output=True, eagle_config={"norm_output": False}), "True and False; "),
+    "another activation": (_set(hidden_act="gelu"), "hidden_act is 'gelu'; only 'silu' is read"),
     "another kind": (_set(speculators_model_type="peagle"), "of which 'eagle3' .* is read"),
     "no layer": (_set(speculators_model_type="eagle3"), "with a transformer_layer_config is read"),
     "an order unsaid": (

@@ -170,6 +170,8 @@ def _flat(document: Config) -> dict[str, Any]:
             raise PairError(f"{its}, but says no norm_before_residual; add what was trained")
     config: dict[str, Any] = dict(layer or {})
     config |= {k: v for k, v in document.items() if v is not None or k not in config}
+    if config.get("hidden_act", "silu") != "silu":
+        raise PairError(f"hidden_act is {config['hidden_act']!r}; only 'silu' is read")
     for key in SWITCHES:
         values = [v for v in (config.get(key), nested.get(key)) if v is not None]
         if len(set(values)) > 1 or not all(isinstance(v, bool) for v in values):
