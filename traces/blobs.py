@@ -20,7 +20,7 @@ from spectune.traces.schema import Step, Tokens, Trie
 
 SCHEMA: Final = 1
 """The version that is written; another is refused."""
-LEVEL: Final = 9
+LEVEL: Final = 3
 Array = npt.NDArray[Any]
 V = TypeVar("V")
 _NANOSECONDS = 1e9
@@ -32,6 +32,9 @@ _STEP_DTYPES: Mapping[str, npt.DTypeLike] = {
     **dict.fromkeys(_NAMES, np.uint16),
     "bin": np.uint8,
 }
+
+_MAY_BE_0 = {"slot": "parent", "gap": "logp", "top_entropy": "entropy"}
+"""Arrays of a trie with one of the same shape."""
 
 
 class BlobError(ValueError):
@@ -125,16 +128,19 @@ def unpack_tokens(data: bytes) -> Tokens:
 
 def pack_trie(trie: Trie) -> bytes:
     """Packs a trie. What compresses better is stored as a difference: a parent from the one before,
-    a gap from what ``logp`` says of it (modulo 65536)."""
+    a gap from what ``logp`` says of it (modulo 65536). Of a chain some arrays are all 0, and left
+    out."""
     arrays = {f.name: getattr(trie, f.name) for f in fields(trie)}
     arrays["parent"] = np.diff(trie.parent, prepend=np.int32(0))
     arrays["gap"] = trie.gap - (trie.logp - trie.logp[:, :1])
-    return pack(arrays)
+    return pack({name: a for name, a in arrays.items() if name not in _MAY_BE_0 or a.any()})
 
 
 def unpack_trie(data: bytes) -> Trie:
     """The inverse of :func:`pack_trie`."""
     arrays, _ = unpack(data)
+    for name, like in _MAY_BE_0.items():
+        arrays.setdefault(name, np.zeros_like(arrays[like], np.uint8 if name == "slot" else None))
     arrays["parent"] = np.cumsum(arrays["parent"], dtype=np.int32)
     arrays["gap"] += arrays["logp"] - arrays["logp"][:, :1]
     return Trie(**arrays)

@@ -10,7 +10,7 @@ from datetime import datetime
 from operator import ge
 from typing import Any, Literal, NamedTuple, cast
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import delete, func, select, tuple_
 from sqlalchemy.orm import Session, undefer
 
 from spectune.db import CorruptedChunkError, NotFoundError
@@ -164,6 +164,9 @@ class Recordings(Storage):
         with self.database.write() as session:
             _locked(session, recording)
             texts = {n: text for n, *text in session.execute(query.where(t.ordinal.in_(ordinals)))}
+            keys = [(ordinal, panorama.draft) for ordinal, panorama in items]
+            same = tuple_(Panorama.ordinal, Panorama.draft).in_(keys)
+            session.execute(delete(Panorama).where(Panorama.recording_id == recording, same))
             rows = []
             for ordinal, panorama in items:
                 if ordinal not in texts:
@@ -175,7 +178,6 @@ class Recordings(Storage):
                         f"{ordinal} of {recording}, which has {length} tokens"
                     )
                 key = {"recording_id": recording, "ordinal": ordinal}
-                session.execute(delete(Panorama).filter_by(draft=panorama.draft, **key))
                 rows.append({**_summary(panorama, cast(Verifier, verifier)), **key})
             if rows:
                 session.execute(insert(session, Panorama.__table__), rows)
