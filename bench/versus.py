@@ -81,7 +81,7 @@ def serve(checkout: Path, requests: int, quick: bool) -> None:
     recorded = speed._recorded(pair, "small", lab.GREEDY, quick)
     profile = speed.flat_profile("demo", ["small"])
 
-    rounds = lab.run(pair, lab.StaticSource(plans["chain"]), encoded)
+    rounds = list(lab.run(pair, lab.StaticSource(plans["chain"]), encoded))
     ordinals, recordings = itertools.count(10_000), {}
     for what, look in STORED.items():
         store = speed.TraceStore(speed.open_database(f"{tempfile.mkdtemp()}/versus.db"))
