@@ -21,7 +21,7 @@ _ALEMBIC = threading.Lock()
 
 def all_tables() -> MetaData:
     """Returns every table, once the modules that declare them are imported."""
-    for module in ("spectune.db.schedules", "spectune.traces.tables"):
+    for module in ("spectune.db.schedules", "spectune.traces.tables", "spectune.traces.views"):
         import_module(module)
     return Base.metadata
 

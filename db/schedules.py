@@ -4,7 +4,7 @@ became.
 Instants are UTC seconds since 1970, so that both databases compare them alike and without time
 zones: a *slot* (``fire_at``, ``next_fire_at``) is a whole number, a moment of *database time*
 (leases, timestamps) a double. :mod:`optimizer.schedule` turns rows into values and back; nothing
-else reads these tables, but :mod:`traces.store.prune`, which spares what a job may resume.
+else reads these tables.
 """
 
 from __future__ import annotations

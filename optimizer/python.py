@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from datetime import datetime, timedelta
 from html import escape
 from typing import Any
 
@@ -144,7 +145,7 @@ def record(
             store, loaded, workload, options, Look(loaded.draft_names, gamma_max), plain
         )
         texts = store.load(info.id, (), skip_corrupted=True).trajectories
-        first = first_positions(store.database, info.id)
+        first = first_positions(store, info.id)
     found = checked(texts)
     _warn([*found.lines(), *hardly_accepted(first, loaded.heads)])
     rows = [
@@ -211,10 +212,12 @@ def simulate(
     db: AnyPath | None = None,
     device: str | None = None,
     deployment: str | None = None,
+    since: timedelta | datetime | None = None,
 ) -> Result:
-    """Replays a recording under any policy: rounds and tokens exactly; seconds by the newest
-    latency profile of its pair, 0 without one. ``policy`` is a document, or what ``--policy``
-    takes; ``active`` is by default that of the recorded engine's deployment. A row is a request."""
+    """Replays a recording, or all that its pair decoded ``since`` a moment (a timedelta is so long
+    ago), under any policy: rounds and tokens exactly; seconds by the newest latency profile of its
+    pair, 0 without one. ``policy`` is a document, or what ``--policy`` takes; ``active`` is by
+    default that of the recorded engine's deployment. A row is a request."""
     with open(db) as store:
         info = store.get_recording(recording)
         on = device or str(info.options.get("device", "cpu"))
@@ -222,9 +225,12 @@ def simulate(
         chosen = _policy(store, policy, info.pair_id, on, where)
         dtype = info.options.get("dtype")
         profile = store.profile_of(info.pair_id, device=on, dtype=dtype)
-        replayed, _, approximate = do_simulate(store, info.id, chosen, profile)
-    if approximate:
-        _warn([f"approximate: {approximate}"])
+        moment = store.clock() - since if isinstance(since, timedelta) else since
+        said: list[str] = []
+        replayed, _, approximate = do_simulate(
+            store, info.id, chosen, profile, since=moment, tell=said.append
+        )
+    _warn([*said, *([f"approximate: {approximate}"] if approximate else [])])
     return _outcome(replayed.outcome(), chosen, "predicted")
 
 

@@ -37,7 +37,7 @@ from spectune.optimizer.profiles import (
 )
 from spectune.optimizer.record import Look, cover_of, look_around, record
 from spectune.optimizer.report.evidence import evidence_document, middle_request, rounds_of_one
-from spectune.optimizer.report.words import sampling_in_words, verifier_in_words
+from spectune.optimizer.report.words import EVIDENCE, sampling_in_words, verifier_in_words
 from spectune.optimizer.search import TIE, Study, finalists, is_fixed, rivals, search, worth_trying
 from spectune.optimizer.serving import earlier_winners, ready_plan
 from spectune.optimizer.simulate.replay import run_replay
@@ -65,7 +65,6 @@ from spectune.traces.recording import TREE_DEPTH
 from spectune.traces.sanity import Sanity, checked
 from spectune.traces.schema import Workload
 from spectune.traces.store import TraceStore
-from spectune.traces.store.kinds import EVIDENCE
 from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
 from spectune.traces.store.query import first_positions
 from spectune.traces.tables import LatencyProfile, Publication, Trajectory
@@ -388,7 +387,7 @@ class Tuning:
 
     def _hardly_accepted(self, drafts: Iterable[str]) -> list[str]:
         """Warnings of drafts that are next to never right on the recorded texts."""
-        first = first_positions(self.store.database, self.recording)
+        first = first_positions(self.store, self.recording)
         wanted = {draft: first[draft] for draft in drafts if draft in first}
         return hardly_accepted(wanted, self.pair.heads)
 

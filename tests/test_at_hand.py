@@ -19,18 +19,16 @@ from click.testing import CliRunner
 from doors import Door, parsed
 from doors import commands as every_command
 from rich.console import Console
-from sqlalchemy import update
 from trace_values import PAIR, POLICY, POLICY_ID, a_profile, a_recording, an_outcome
 
 from spectune.cli import main
-from spectune.db import Database, NotFoundError, open_database
+from spectune.db import Database, open_database
 from spectune.optimizer.commands import database as commands
 from spectune.optimizer.commands.printing import to_type
 from spectune.optimizer.report.fitting import cell, when
 from spectune.optimizer.report.tables import rows_table
 from spectune.traces.store import TraceStore
-from spectune.traces.store.kinds import KINDS, counts, find, list_kind, prune_kinds
-from spectune.traces.tables import Artifact
+from spectune.traces.store.inventory import KINDS
 
 MODELS = ("torch", "transformers", "scipy", "sklearn", "optuna", "pandas", "pyarrow", "alembic")
 FIXED = '{"draft": "small", "window": {"kind": "fixed", "gamma": 4}}'
@@ -254,74 +252,9 @@ def test_everything_that_has_an_id_is_listed_and_shown(folder: Path) -> None:
         assert name in listed
         assert not any(word in listed for word in ("…", "None"))
         shown = DOOR.json("db show", name[: max(8, len(name) - 1)])
-        assert (shown["kind"], shown["id"]) == (kind, name)
+        assert (shown["of"], shown["id"]) == (kind, name)
+    assert "nothing has the id nope" in DOOR.refused("db show nope")
     for command in ("traces list", "traces show", "traces query"):
         text = at_80(command)
         assert "…" not in text
         assert max(map(len, text.splitlines())) <= 80
-
-
-def test_what_anything_that_stays_names_is_never_pruned(database: Database) -> None:
-    store, old = TraceStore(database), filled(database)
-    kept = store.put_artifact("static", {"a": 1}, pair_id=PAIR)
-    under = store.put_artifact("clusters", {"b": 2}, pair_id=PAIR)
-    router = store.put_artifact("router", {"c": 3}, pair_id=PAIR, provenance={"clusters": under})
-    blocks = {"growth": {"artifact": kept}, "shortlist": {"artifact": router}}
-    store.put_policy("by-artifact", {"draft": "small", **blocks}, "x")
-    run = store.put_run(PAIR, POLICY_ID, an_outcome(), device="cpu", dtype="float32")
-    store.publish(PAIR, "cpu", POLICY_ID, actor="test", evidence={"runs": [run]})
-    first, newest = old["profiles"], store.put_profile(a_profile(2e-4))
-    before = counts(database)
-
-    would, _ = prune_kinds(database, keep_last=0, dry_run=True)
-    assert counts(database) == before
-    removed, spared = prune_kinds(database, keep_last=0)
-    assert would == removed
-    assert removed == {
-        "runs": [old["runs"]],
-        "studies": [old["studies"]],
-        "profiles": [first],
-        "artifacts": [old["artifacts"]],
-    }
-    assert (spared["runs"], spared["profiles"]) == ([run], [newest])
-    assert set(spared["artifacts"]) == {kept, under, router}
-    assert [row["id"] for row in list_kind(database, "runs")] == [run]
-    with pytest.raises(NotFoundError, match="nothing has the id"):
-        find(database, old["runs"])
-
-
-def test_artifacts_that_a_policy_names_by_a_beginning_or_as_the_latest_are_spared(
-    database: Database,
-) -> None:
-    store, old = TraceStore(database), filled(database)
-    begun = store.put_artifact("static", {"a": 1}, pair_id=PAIR)
-    latest = store.put_artifact("router", {"a": 1}, pair_id=PAIR)
-    far = datetime(2099, 1, 1, tzinfo=UTC)
-    with database.write() as session:
-        session.execute(update(Artifact).where(Artifact.id == latest).values(created_at=far))
-    blocks = {"growth": {"artifact": begun[:7]}, "shortlist": {"artifact": "latest"}}
-    store.put_policy("by-artifact", blocks, "x")
-    removed, spared = prune_kinds(database, ["artifacts"], keep_last=0)
-    assert removed == {"artifacts": [old["artifacts"]]}
-    assert set(spared["artifacts"]) == {begun, latest}
-
-
-def test_what_a_tuning_draws_goes_with_its_study_and_not_before(database: Database) -> None:
-    store, old = TraceStore(database), filled(database)
-    of = {"study": old["studies"]}
-    page = store.put_artifact("tuning", {"a": 1}, pair_id=PAIR, provenance=of)
-    assert prune_kinds(database, ["artifacts"], keep_last=0)[1] == {"artifacts": [page]}
-    removed, spared = prune_kinds(database, ["runs", "studies"], keep_last=0)
-    assert removed == {"runs": [old["runs"]], "studies": [old["studies"]], "artifacts": [page]}
-    assert not any(spared.values())
-    assert not store.list_artifacts()
-
-
-def test_db_prune_asks_what_to_keep_and_tells_what_it_removed(folder: Path) -> None:
-    with open_database("spectune.db") as database:
-        ids = filled(database)
-    assert "--older-than AGE" in DOOR.call("db prune").stderr
-    assert DOOR.json("db prune --older-than 30d")["removed"]["runs"] == []
-    told = DOOR.json("db prune runs recordings --keep-last 0")
-    assert told["removed"] == {"runs": [ids["runs"]], "recordings": [ids["recordings"]]}
-    assert DOOR.json("db list")["studies"] == 1

@@ -308,7 +308,7 @@ VALUES = st.one_of(
         "UTC", "No/Zone", "~no-such-user/model",
         "coupled", "a,b", "draft,category", "2020-01-01", "0001-01-01", "9999-12-31", "good.jsonl",
         "nowhere.jsonl", "policy.json",
-        "rows.csv", "rows.json", "rows.parquet", "other.db", '{"draft": '
+        "rows.csv", "rows.json", "rows.parquet", "24h", '{"draft": '
             '"none"}', '{"draft":' * 3000, "{", "null", "autoregressive", "\0",
         "\udcff", ".", "..",
     ]),

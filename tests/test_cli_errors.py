@@ -121,13 +121,13 @@ ADD = "schedule add nightly --workload good.jsonl"
         ("schedule add n --workload no.jsonl --every 6h", "no such file"),
         ("schedule add n --target ./none --every 6h", "no model at"),
         ("traces prune --older-than long", "is not a duration"),
+        ("traces query --since soon", "--since: 'soon' is not a duration"),
         # files to write
         (f"{RUN} --outputs no/where.jsonl", "--outputs no/where.jsonl: there is no folder"),
         (f"{RUN} --per-round no/where.jsonl", "--per-round no/where.jsonl: there is no folder"),
         (f"simulate --policy '{FIXED}' --per-round no/where.jsonl", "there is no folder"),
-        ("traces export list.json.db", "list.json.db exists already"),
         ("traces export no/where.csv", "no/where.csv"),
-        ("traces import gone.db", "there is no file gone.db"),
+        ("traces import gone.parquet", "gone.parquet: cannot be read (No such file"),
         ("traces export rows.xml", "rows.xml"),
     ],
 )
@@ -135,7 +135,6 @@ def test_a_mistake_is_one_line(door: Door, folder: Path, command: str, says: str
     files = {
         "p.json": '{"draft": "near",\n "window": {"kind": "fixed", "gama": 1}}',
         "stop.json": '{"draft": "near", "stop": {"kind": "max_prob"}}',
-        "list.json.db": "",
     }
     for name, text in files.items():
         Path(name).write_text(text)
@@ -390,7 +389,6 @@ def test_a_damaged_chunk_is_named_and_the_others_are_usable(door: Door) -> None:
         ("run --limit 0", "'--limit'"),
         ("simulate", "Missing option '--policy'"),
         ("profile --contexts 0", "--contexts"),
-        ("traces stats --by colour", "one of draft, category, recording"),
     ],
 )
 def test_usage_errors_point_to_the_help(door: Door, command: str, says: str) -> None:

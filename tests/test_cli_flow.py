@@ -19,6 +19,7 @@ from synthetic import flat_profile
 from test_policies import CONTRACT
 from test_report import PLAIN, WINNER
 from test_report import tuned as results
+from transformers import AutoTokenizer
 
 import spectune.optimizer.commands.report
 import spectune.optimizer.tune
@@ -291,28 +292,29 @@ def test_a_text_commands_no_terminal(door: Door) -> None:
     assert not {c for c in shown.stdout if c < " " or c == "\x7f"} - {"\n", "\t"}
 
 
-def test_traces(door: Door, folder: Path, recording: str, tmp_path: Path) -> None:
+def test_traces(door: Door, tiny_pair: Path, recording: str, tmp_path: Path) -> None:
     assert recording in [r["id"] for r in door.json("traces list", category="a")["recordings"]]
     shown = door.json("traces show", recording)
     assert shown["id"] == recording
     assert len({r["request_id"] for r in shown["requests"]}) == 6
     request = door.json("traces show", recording, request="r3")
-    assert sum(s["emitted"] for s in request["steps"]) == len(request["output_ids"])
-    assert door.call("traces show", recording, request="r3").exit_code == 0
+    assert sum(s["emitted"] for s in request["rounds"]) == len(request["output_ids"])
+    tokenizer = AutoTokenizer.from_pretrained(tiny_pair.parent / "target")
+    for text, ids in (("text", "output_ids"), ("prompt", "prompt_ids")):
+        assert request[text] == tokenizer.decode(request[ids], skip_special_tokens=True)
+    assert request["text"] in door.call("traces show", recording, request="r3").stdout
     stats = door.json("traces stats", recording=recording, by="draft")["stats"]
     assert {s["draft"] for s in stats} == {"small", "near", "ngram"}
-    assert door.json("traces stats", recording=recording, executed=True)["stats"]
+    (plain,) = door.json("traces stats", recording=recording, speed=True)["stats"]
+    assert (plain["policy"], plain["requests"], plain["tau"]) == ("autoregressive", 6, 1.0)
     rows = door.json("traces query", recording=recording, draft="near")["requests"]
     assert len(rows) == 6
-    assert door.call("traces query", recording=recording, format="csv").stdout.count("\n") == 19
-    assert door.json("traces export", tmp_path / "rows.csv", recording=recording)["rows"] == 18
-    exported = door.json("traces export", tmp_path / "one.db", recording=recording)
-    assert exported["recordings"] == [recording]
-    other = Door(str(tmp_path / "other.db"))
-    assert other.json("traces import", tmp_path / "one.db")["added"] == [recording]
-    assert other.json("traces import", tmp_path / "one.db")["present"] == [recording]
-    one, two = (d.json("simulate", policy=FIXED, recording=recording) for d in (door, other))
-    assert counts(one) == counts(two)
+    assert door.json("traces export", tmp_path / "rows.csv", recording=recording)["rows"] == 6
+    file, other = tmp_path / "one.parquet", Door(str(tmp_path / "other.db"))
+    assert door.json("traces export", file, "--whole", recording=recording)["rows"] > 18
+    assert other.json("traces import", file)["added"] == [recording]
+    one, two = (d.call("simulate", policy=FIXED, recording=recording) for d in (door, other))
+    assert one.stdout == two.stdout
     assert other.json("traces prune", recording=recording, dry_run=True)["removed"]
     assert other.json("traces list")["recordings"]
     assert other.json("traces prune", recording=recording)["removed"]
@@ -470,6 +472,28 @@ def test_a_page_that_cannot_be_made_costs_no_results(
     assert one_object(found.stdout)["report"] is None
     assert "the database went away" in found.stderr
     assert found.exit_code == (2 if asked else 0)
+
+
+def test_what_was_decoded_lately_can_be_tuned_on(
+    door: Door, recording: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample of it, with the panoramas that there are."""
+    incumbent, given = replace(PLAIN, role="incumbent"), []
+    done = results(WINNER, incumbent, WINNER, incumbent)
+
+    def take(*asked: Any, **_more: Any) -> Any:
+        given.append(asked)
+        return done
+
+    monkeypatch.setattr(spectune.optimizer.tune, "tune_recording", take)
+    found = door.call("tune", **QUICK, since="24h", no_publish=True, report="none")
+    assert found.exit_code == 0, found.output
+    name = given[0][2]
+    gathered = next(r for r in door.json("traces list")["recordings"] if r["id"] == name)
+    assert (gathered["source"], gathered["state"]) == ("gathered", "complete")
+    assert 6 <= gathered["n_requests"] <= 200
+    both = {"since": "24h", "recording": recording}
+    assert "give either --recording or --since" in door.call("tune", **QUICK, **both).stderr
 
 
 def test_what_was_not_compared_is_not_to_be_replaced(

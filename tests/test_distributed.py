@@ -31,7 +31,6 @@ from spectune.optimizer.spaces import ShortlistLimit, TreeLimit
 from spectune.optimizer.tune import TuneOptions, Tuning
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.traces.store import TraceStore
-from spectune.traces.store.parquet import RecordingFile
 from spectune.traces.tables import Panorama
 
 REQUESTS = 23
@@ -159,35 +158,6 @@ def test_simulate_says_the_same_with_workers(client: Any, door: Door, tmp_path: 
         assert said["requests"] == requests
     wide = ("simulate", "--policy", json.dumps({**TREE, "growth": {"kind": "top_k", "width": 6}}))
     assert door.refused(*wide) == door.error(*wide, "--workers", address) + "\n"
-
-
-def test_from_a_parquet_file(client: Any, door: Door, store: TraceStore, tmp_path: Path) -> None:
-    """The same figures, read by one process and by workers; other files are refused."""
-    file, rows = tmp_path / "recording.parquet", tmp_path / "rows.parquet"
-    recording = store.resolve_recording("latest")
-    exported = door.json("traces", "export", file, "--whole", "--recording", recording)
-    assert exported["chunks"] == 3 * REQUESTS
-    read = RecordingFile(store.database, path=str(file))
-    assert read.get_recording("") == store.get_recording(recording)
-    for part in (range(REQUESTS), range(3, 9)):
-        stored = store.load(recording, ordinals=part)
-        assert read.load("", ordinals=part) == stored
-    asked = ("simulate", "--policy", json.dumps(Q_LEARNING), "--recording")
-    shared = door.json(*asked, file, "--workers", client.scheduler.address)
-    said = door.json(*asked, recording)
-    assert door.json(*asked, file) == shared == said
-    door.call("traces", "export", rows)
-    assert "rows.parquet: no recording; `" in door.refused(*asked, rows)
-    assert "No such file" in door.refused(*asked, tmp_path / "none.parquet")
-    whole, broken = file.read_bytes(), tmp_path / "broken.parquet"
-    codes = set()
-    for place in range(0, len(whole), len(whole) // 16):
-        broken.write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
-        found = door.call(*asked, broken, "--json")
-        refused = (found.exit_code, found.stdout) == (2, "")
-        assert refused or json.loads(found.stdout) == said, found.output
-        codes.add(found.exit_code)
-    assert 2 in codes, "one of them is read"
 
 
 def test_retraced_by_workers(tiny_pair: Path, tmp_path: Path) -> None:

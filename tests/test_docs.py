@@ -12,15 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import click
+import duckdb
+import pandas
 import pytest
 import sqlalchemy as sa
+from click.testing import CliRunner
 from doors import ROOT, parsed, put_profile, write_lines
 from pairs import make_pair
 from pydantic import BaseModel
-from trace_values import PAIR, POLICY, POLICY_ID, a_recording
+from trace_values import PAIR, POLICY, a_recording
 
 import spectune
+from spectune.cli import main
 from spectune.db import Database, open_database
+from spectune.db.base import Base
 from spectune.optimizer.inputs import named_policy
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import (
@@ -32,8 +37,8 @@ from spectune.runtime.policies.document import (
     Stratify,
     parse_policy,
 )
-from spectune.traces.store import TraceStore
-from spectune.traces.store.query import acceptance_stats
+from spectune.traces.store import TraceStore, query
+from spectune.traces.store.compare import compare
 from spectune.traces.workloads import Line, make_workload
 
 TOP = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")
@@ -339,33 +344,69 @@ def test_the_readme_has_a_place_for_results() -> None:
 
 
 def example(database: Database) -> TraceStore:
+    """Requests that two policies decoded, the later one with panoramas, and what prices them."""
     store = TraceStore(database)
-    store.put_policy(POLICY_ID, POLICY, "small")
-    a_recording(store, n=9, drafts=("ngram", "small"), trees=True)
-    store.publish(PAIR, "cpu", POLICY_ID, actor="docs")
+    a_recording(store, n=9, policy=AUTOREGRESSIVE, drafts=())
+    a_recording(store, n=9, policy=parse_policy(POLICY), drafts=("ngram", "small"))
+    for policy in (AUTOREGRESSIVE, parse_policy(POLICY)):
+        store.publish(PAIR, "cpu", policy.id, actor="docs")
     return store
 
 
-def test_the_page_of_traces_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_database(str(tmp_path / "spectune.db")) as database:
+def test_the_page_of_traces_is_run_line_by_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commands as they stand, Python, and SQL over the Parquet that both wrote."""
+    monkeypatch.chdir(tmp_path)
+    with open_database("spectune.db") as database:
         example(database)
-    run_page(TRACES, tmp_path, monkeypatch)["database"].close()
-    assert (tmp_path / "hard.parquet").is_file()
+    asked = [words[words.index("cli.py") + 1 :] for words in commands(TRACES)]
+    for words in asked:
+        done = CliRunner().invoke(main, words)
+        assert done.exit_code == 0, (words, done.output)
+        assert done.stdout
+    names = run_page(TRACES, tmp_path, monkeypatch)
+    names["store"].database.close()
+    assert names["rows"][0]["until"] is None
+    assert names["one"]["undecoded"]
+    assert names["found"]["requests"] == 9
+    (block,) = blocks(TRACES, "sql", "duckdb")
+    assert len(duckdb.sql(block).fetchall()) == 2
+    for path in ("requests.parquet", "rounds.parquet"):
+        frame = pandas.read_parquet(path)
+        assert set(frame.policy_id) == {AUTOREGRESSIVE.id, parse_policy(POLICY).id}
+    assert len(PAGES[TRACES].split()) <= 900
 
 
-def test_its_sql_examples_run_and_agree_with_the_calls(database: Database) -> None:
-    example(database)
-    asked = [*blocks(TRACES, "sql"), *blocks(TRACES, "sql", database.dialect)]
+def test_its_sql_answers_as_the_calls_do(database: Database) -> None:
+    store = example(database)
     with database.read() as session:
-        results = [session.execute(sa.text(block)).all() for block in asked]
-    assert len(results) == 4
-    assert all(results)
-    by_draft = {dict(s.group)["draft"]: s.survival for s in acceptance_stats(database)}
-    for draft, survival in by_draft.items():
-        rows = [row for row in results[-1] if row.draft == draft]
-        assert [float(row.marginal) for row in rows] == pytest.approx(
-            survival.marginal[: len(rows)]
-        )
-        assert [float(row.conditional) for row in rows] == pytest.approx(
-            survival.conditional[: len(rows)]
-        )
+        asked = [session.execute(sa.text(b)).mappings().all() for b in blocks(TRACES, "sql")]
+    acceptance, speed, slowest, pairs, in_force = asked
+    rows = query.acceptance(store, by=("draft", "category"))
+    told = [{**row, "position": j} for row in rows for j in range(len(row["marginal"]))]
+    for answer, row in zip(acceptance, told, strict=True):
+        keys = ("draft", "category", "position")
+        assert [answer[key] for key in keys] == [row[key] for key in keys]
+        assert answer["marginal"] == pytest.approx(row["marginal"][row["position"]])
+        assert (answer["conditional"] or 0) == pytest.approx(row["conditional"][row["position"]])
+    for answer, row in zip(speed, query.speed(store), strict=True):
+        assert (answer["policy_id"], answer["day"]) == (row["policy_id"], row["day"])
+        told = [float(answer[key]) for key in ("tokens_per_s", "tau")]
+        assert told == pytest.approx([row["tokens_per_s"], row["tau"]])
+    first = query.requests(store, sort="tokens_per_s")
+    assert [r["tokens_per_s"] for r in slowest] == [r["tokens_per_s"] for r in first]
+    assert len(pairs) == compare(store, "latest", "autoregressive")["requests"]
+    assert [(r["policy"], r["until"] is None) for r in in_force] == [
+        ("autoregressive", False),
+        (parse_policy(POLICY).label(), True),
+    ]
+
+
+def test_its_tables_are_the_schema() -> None:
+    section = PAGES[TRACES].split("## Tables")[1]
+    tables = {name for name in Base.metadata.tables if not name.startswith("schedule")}
+    assert tables <= set(re.findall(r"`(\w+)`", section))
+    for name, columns in re.findall(r"^- `(\w+)`: (.*)$", section, re.MULTILINE):
+        known = {*Base.metadata.tables[name].columns.keys(), *tables}
+        assert set(re.findall(r"`(\w+)`", columns)) <= known, name

@@ -43,7 +43,7 @@ from spectune.traces.errors import PairError, PolicyError, TraceError
 from spectune.traces.recording import RecordedRequest
 from spectune.traces.schema import Sampling, Step, Tokens
 from spectune.traces.store import TraceStore
-from spectune.traces.store.prune import prune
+from spectune.traces.store.inventory import prune
 from spectune.traces.store.traffic import CAPACITY
 from spectune.traces.tables import Panorama, Trajectory
 
@@ -431,7 +431,7 @@ def test_a_recording_that_is_deleted_while_it_is_written_is_begun_anew(
     server.put(*served_request("r0"))
     eventually(lambda: server.status.written == 1)
     (first,) = store.list_recordings()
-    prune(store.database, recordings=[first.id])
+    prune(store, ["recordings"], named=[first.id])
     server.put(*served_request("r1"))
     eventually(lambda: server.status.dropped == 1)
     eventually(lambda: any(first.id in line for line in said if "not recorded: 1" in line))

@@ -3,15 +3,11 @@ not at all, shown as no command."""
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import os
 import stat
-from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 from databases import opened
@@ -24,8 +20,6 @@ from spectune.traces.errors import PairError, SpectuneError, WorkloadError
 from spectune.traces.files import why_not_writable
 from spectune.traces.schema import Sampling
 from spectune.traces.store import Asked, TraceStore
-from spectune.traces.store.export import write_rows
-from spectune.traces.store.query import RequestRow
 from spectune.traces.workload_files import read_workload
 
 LONG = "x" * 5_000
@@ -120,35 +114,18 @@ def test_what_is_no_regular_file_is_not_replaced(door: Door) -> None:
     assert stat.S_ISFIFO(Path("pipe").stat().st_mode)
 
 
-def a_row(**changed: Any) -> RequestRow:
-    moment = datetime(2026, 1, 1, tzinfo=UTC)
-    of_text = ("rec-1", 0, "r", "c", moment, "eos", 1, 1)
-    of_draft = (None, None, None, -0.5)
-    return replace(RequestRow(*of_text, *of_draft, 0, 0, -1, 0.0), **changed)
-
-
-@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\n=1"])
-def test_a_csv_computes_nothing(text: str) -> None:
-    out = io.StringIO()
-    assert write_rows([a_row(request_id=text, category=text, draft=text)], out, "csv") == 1
-    (row,) = csv.DictReader(io.StringIO(out.getvalue(), newline=""))
-    assert [row[name] for name in ("request_id", "category", "draft")] == [f"'{text}"] * 3
-    assert (row["tau"], row["accepted"]) == ("-0.5", "-1")
-    assert row["recorded_at"] == "2026-01-01T00:00:00+00:00"
-
-
 def test_commands_steer_no_terminal_and_take_no_markup(door: Door) -> None:
     category = f"č[/red]{ESCAPE}[bold]"
     with opened(door.db) as store:
         store.put_pair(PAIR, "demo", {})
         recording = store.create_recording(Asked(PAIR, None, Sampling(), 8)).id
         store.append_trajectory(recording, 0, a_trajectory(0, category=category))
-    for asked in ("show", "query", "query --format csv", "query --format json"):
+    for asked in ("show", "query", "stats --by category --executed", "query --json"):
         found = door.call("traces", *asked.split())
         assert found.exit_code == 0, found.output
         assert "\x1b" not in found.output
-        assert "č[/red]" in found.output or asked == "show"
-    assert json.loads(found.output)[0]["category"] == category
+        assert "č[/red]" in found.output or asked.startswith(("show", "stats"))
+    assert json.loads(found.output)["requests"][0]["category"] == category
     Path("bad.jsonl").write_text(json.dumps({"id": "a", "category": ESCAPE, "turns": ["x"]}))
     line = door.refused("run", "--pair", door.pair, "--workload", "bad.jsonl", "--category", "none")
     assert not set("\x1b\x07\x9b") & set(line)

@@ -107,9 +107,9 @@ def test_a_sample_that_was_killed_is_taken_anew_and_holds_no_request_twice(
     served = store.create_recording(Asked(pair.id, None, Sampling(), 64, source="serve")).id
     store.append_trajectories(served, [(i, a_trajectory(i), ()) for i in range(9)])
     with pytest.raises(SystemExit, match="gather"):
-        gather(Killed(store.database), pair, HOUR, 6, key="slot")
+        gather(Killed(store.database), pair.id, HOUR, 6, key="slot")
     store.append_trajectories(served, [(i, a_trajectory(i), ()) for i in range(9, 11)])
-    made = gather(store, pair, HOUR, 6, key="slot")
+    made = gather(store, pair.id, HOUR, 6, key="slot")
     held = [request.trajectory.request_id for request in store.iterate(made)]
     assert len(held) == len(set(held)) == 6
 
@@ -125,9 +125,9 @@ def test_what_an_engine_drew_is_not_sampled(store: TraceStore, pair: LoadedPair)
         served = store.create_recording(Asked(pair.id, None, of, 64, verifier))
         if texts is plain:
             with pytest.raises(TraceError, match=r"none of the 9 requests .*`tune --arrivals"):
-                gather(store, pair, HOUR, 3, key="none")
+                gather(store, pair.id, HOUR, 3, key="none")
         store.append_trajectories(served.id, [(i, text, ()) for i, text in enumerate(texts)])
-    made = gather(store, pair, HOUR, 3, key="some")
+    made = gather(store, pair.id, HOUR, 3, key="some")
     held = [r.trajectory.request_id for r in store.iterate(made)]
     assert sorted(held) == sorted(text.request_id for text in plain)
 
@@ -143,14 +143,14 @@ def test_traffic_is_stored_as_it_was_sampled(store: TraceStore, pair: LoadedPair
     served = store.create_recording(Asked(pair.id, None, hot[0].sampling, 64, "rejection"))
     store.append_trajectories(served.id, [(i, text, ()) for i, text in enumerate(hot)])
     said: list[str] = []
-    alone = store.get_recording(gather(store, pair, HOUR, 9, key="alone", tell=said.append))
+    alone = store.get_recording(gather(store, pair.id, HOUR, 9, key="alone", tell=said.append))
     assert (alone.sampling.temperature, alone.verifier) == (0.7, "rejection")
     assert alone.max_new_tokens == max(text.max_new_tokens for text in hot)
     assert said == []
     plain = [a_trajectory(i) for i in range(4, 7)]
     others = store.create_recording(Asked(pair.id, None, Sampling(), 64))
     store.append_trajectories(others.id, [(i, text, ()) for i, text in enumerate(plain)])
-    made = gather(store, pair, HOUR, 9, key="mixed", tell=said.append)
+    made = gather(store, pair.id, HOUR, 9, key="mixed", tell=said.append)
     assert store.get_recording(made).sampling.temperature == 0.7
     (line,) = said
     assert "2 samplings" in line
@@ -160,8 +160,8 @@ def test_traffic_is_stored_as_it_was_sampled(store: TraceStore, pair: LoadedPair
     assert held <= {text.request_id for text in hot}
     more = [a_trajectory(i) for i in range(7, 11)]
     store.append_trajectories(others.id, [(i, text, ()) for i, text in enumerate(more, 3)])
-    assert gather(store, pair, HOUR, 9, key="mixed") == made
-    assert store.get_recording(gather(store, pair, HOUR, 9, key="later")).sampling.greedy
+    assert gather(store, pair.id, HOUR, 9, key="mixed") == made
+    assert store.get_recording(gather(store, pair.id, HOUR, 9, key="later")).sampling.greedy
 
 
 @pytest.mark.parametrize("url", ["postgresql"], indirect=True)

@@ -73,6 +73,17 @@ def test_what_is_counted_is_the_recording(door: Door, frequencies: dict[str, Any
     assert shares[-1] == 1.0
 
 
+def test_lately_decoded_texts_are_counted(door: Door, frequencies: dict[str, Any]) -> None:
+    """A recording made of it, which is the same requests here, with their panoramas."""
+    made = door.json("fit frequencies --since 24h")
+    assert made["recording"] != frequencies["recording"]
+    with opened(door.db) as store:
+        lately, before = (store.load(of["recording"]) for of in (made, frequencies))
+    assert lately.info.source == "gathered"
+    assert lately.requests == before.requests
+    assert "nothing was recorded" in door.error("fit frequencies --since 2099-01-01")
+
+
 def test_a_corpus_is_counted_instead(door: Door, corpus: Path) -> None:
     """Two files; a missing one is named."""
     again = corpus.with_name("again.txt")

@@ -47,8 +47,7 @@ from spectune.traces.blobs import (
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Extent, Request, Sampling, Step, Workload, policy_id
 from spectune.traces.store import Asked, TraceStore
-from spectune.traces.store.kinds import list_kind
-from spectune.traces.store.prune import PruneReport, prune
+from spectune.traces.store.inventory import list_kind, prune
 from spectune.traces.tables import DESIGNED, Artifact, Panorama, Recording, Trajectory
 
 WORKLOAD = Workload("w", (Request("a", "code", "x"), Request("b", "prose", 'žluťoučký \\ " kůň')))
@@ -77,7 +76,7 @@ def test_workloads_come_back_equal_and_are_stored_once(store: TraceStore) -> Non
     digest = store.put_workload(WORKLOAD)
     assert store.put_workload(WORKLOAD) == digest == WORKLOAD.digest()
     assert store.get_workload(digest[:8]) == WORKLOAD
-    (row,) = list_kind(store.database, "workloads")
+    (row,) = list_kind(store, "workloads")
     assert (row["id"], row["name"], row["n_requests"]) == (digest, "w", 2)
 
 
@@ -440,9 +439,7 @@ def test_trees_come_back_by_draft_and_go_with_their_recording(store: TraceStore)
     info = store.get_recording(recording)
     assert info.drafts == {"ngram": Extent(3, 16, 1, 1), "small": Extent(3, 16, 4, 3)}
     assert (info.with_trees, info.shown()) == (("small",), "ngram 16, small 16 and trees 4x3")
-    plan = prune(store.database, recordings=[recording], dry_run=True)
-    assert plan.size_bytes > sum(len(pack_trie(tree.trie)) for tree in made)
-    prune(store.database, recordings=[recording])
+    prune(store, ["recordings"], named=[recording])
     with store.database.read() as session:
         assert session.scalar(select(func.count()).select_from(Panorama)) == 0
 
@@ -545,7 +542,8 @@ def test_appending_while_the_recording_is_pruned(
     def remove() -> int:
         if first == "append":
             pausing.has_written.wait(20)
-        return len(prune(pausing, recordings=[begun.id]).removed)
+        found = prune(TraceStore(pausing), ["recordings"], named=[begun.id])
+        return len(found["recordings"]["removed"])
 
     appended, removed = at_once(append, remove)
     assert removed == 1
@@ -573,12 +571,11 @@ def test_what_is_resumed_or_cited_while_prune_waits_for_it_is_spared(
             PAIR, "cpu", POLICY_ID, actor="t", evidence={"recording": begun.id}, guard=hold
         )
 
-    def remove() -> PruneReport:
+    def remove() -> object:
         pausing.has_written.wait(20)
-        return prune(pausing, before=datetime.now(UTC) - timedelta(days=30))
+        before = datetime.now(UTC) - timedelta(days=30)
+        return prune(TraceStore(pausing), ["recordings"], before=before)["recordings"]
 
     _, report = at_once(go_on, remove)
-    assert isinstance(report, PruneReport), report
-    assert report.removed == ()
-    assert report.kept == ((begun.id,) if by == "cited" else ())
+    assert report == {"removed": [], "spared": [begun.id] if by == "cited" else []}
     assert [r.id for r in store.list_recordings()] == [begun.id]

@@ -1,317 +1,343 @@
-"""Queries, exports, transfers and pruning, on every database."""
+"""Questions about stored traces, on every database."""
 
 from __future__ import annotations
 
-import csv
 import json
-import sys
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from databases import opened, run_sql
+import sqlalchemy as sa
+from databases import opened
+from doors import Door
+from synthetic import flat_profile
 from trace_values import (
+    CATEGORIES,
     PAIR,
     POLICY,
     POLICY_ID,
     a_panorama,
     a_recording,
     a_trajectory,
+    an_outcome,
     steps_of,
 )
 
-from spectune.db import NotFoundError, SchemaError, check
-from spectune.optimizer import schedule as schedules
-from spectune.optimizer.schedule import claims
+from spectune.db import NotFoundError
+from spectune.optimizer.timings import Timings
+from spectune.runtime.policies.document import AUTOREGRESSIVE
 from spectune.traces.acceptance import Survival, keep_probability, step_survival, survival
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Sampling, Step
-from spectune.traces.store import Asked, TraceStore
-from spectune.traces.store.export import export_rows
-from spectune.traces.store.prune import prune
-from spectune.traces.store.query import (
-    TraceFilter,
-    acceptance_stats,
-    executed_stats,
-    list_recordings,
-    request_rows,
-)
-from spectune.traces.store.transfer import export_recordings, import_recordings
-from spectune.traces.tables import Panorama
+from spectune.traces.store import Asked, TraceStore, query
+from spectune.traces.store.compare import compare
+from spectune.traces.store.query import TraceFilter
 
 DAY = timedelta(days=1)
-NOW = datetime(2026, 5, 4, tzinfo=UTC)
+NOW = datetime(2026, 5, 4, 9, tzinfo=UTC)
+OTHER = AUTOREGRESSIVE.id
 
 
 def at(store: TraceStore, moment: datetime) -> TraceStore:
     return TraceStore(store.database, clock=lambda: moment)
 
 
-def begun(store: TraceStore, **how: Any) -> str:
-    return store.create_recording(Asked(PAIR, None, Sampling(), 8, **how)).id
+def rounds_of(n: int, policy: str, *, seconds: float = 0.1, accepted: int = 3) -> tuple[Step, ...]:
+    """Rounds that emit ``n`` tokens, four drafted in each."""
+    of = (4, 5, accepted, accepted + 1, 4)
+    return tuple(
+        Step(start, *of, draft="small", policy=policy, round_s=seconds)
+        for start in range(0, n, accepted + 1)
+    )
 
 
-def removed(store: TraceStore, **how: Any) -> set[str]:
-    return {p.recording for p in prune(store.database, **how).removed}
-
-
-# --- questions
+def decoded(store: TraceStore, policies: dict[str, float], n: int = 6) -> str:
+    """A recording whose every text of 60 tokens is decoded by some policies, a part each, in rounds
+    of so many seconds; later ones take longer."""
+    store.put_pair(PAIR, "demo", {"target": "t"})
+    for name, label in ((POLICY_ID, "small"), (OTHER, "autoregressive")):
+        store.put_policy(name, POLICY if name == POLICY_ID else {"draft": "none"}, label)
+    made = store.create_recording(Asked(PAIR, None, Sampling(), 64)).id
+    part = 60 // len(policies)
+    for i in range(n):
+        steps = [
+            step._replace(start=step.start + part * k)
+            for k, (policy, seconds) in enumerate(policies.items())
+            for step in rounds_of(part, policy, seconds=seconds * (i + 1))
+        ]
+        store.append_trajectory(made, i, a_trajectory(i), steps)
+    return made
 
 
 def test_recordings_are_listed_newest_first_and_filtered(store: TraceStore) -> None:
     old, new = a_recording(at(store, NOW - 3 * DAY), n=3), a_recording(at(store, NOW), n=6)
-    served = begun(at(store, NOW + DAY), source="serve")
+    served = at(store, NOW + DAY).create_recording(Asked(PAIR, None, Sampling(), 8, source="serve"))
 
     def ids(**only: Any) -> list[str]:
-        return [r.id for r in list_recordings(store.database, TraceFilter(**only))]
+        return [r.id for r in query.list_recordings(at(store, NOW), TraceFilter(**only))]
 
-    assert ids() == ids(pair=PAIR[:6]) == [served, new, old]
+    assert ids() == ids(pair=PAIR[:6]) == [served.id, new, old]
     for only in ({"source": "record"}, {"categories": ("code",)}, {"draft": "small"}):
-        assert ids(**only) == [new, old]
-    assert ids(since=NOW - DAY) == [new]
-    assert ids(until=NOW) == ids(recordings=(old,)) == [old]
+        assert ids(**only) == ids(policy=POLICY_ID[:5]) == [new, old]
+    assert ids(since=NOW - DAY) == ids(since=DAY) == ids(request="r5") == [new]
+    assert ids(until=NOW) == ids(until=DAY) == ids(recordings=(old,)) == [old]
     for only in ({"pair": "0000"}, {"categories": ("chat",)}, {"draft": "large"}):
-        assert ids(**only) == []
-    assert ids(min_acceptance=0.99) == []
-    listed = list_recordings(store.database, TraceFilter(recordings=(new,)))[0]
-    assert (listed.n_requests, listed.n_output_tokens, listed.drafts["small"].count) == (6, 360, 6)
+        assert ids(**only) == ids(min_acceptance=0.99) == []
     with pytest.raises(NotFoundError, match="no recording 'rec-nothing'"):
         ids(recordings=("rec-nothing",))
 
 
-def test_request_rows_say_what_each_request_was_like(store: TraceStore) -> None:
-    recording = a_recording(store, n=4, drafts=("small", "ngram"))
+def test_requests_are_a_row_per_policy_and_sorted_by_any_column(store: TraceStore) -> None:
+    recording = decoded(store, {POLICY_ID: 0.1, OTHER: 0.2})
     store.append_trajectory(recording, 9, a_trajectory(9))
-    rows = list(request_rows(store.database))
-    assert [(r.ordinal, r.draft) for r in rows] == [
-        (i, d) for i in range(4) for d in ("ngram", "small")
-    ] + [(9, None)]
+    panorama = a_panorama(a_trajectory(4), "small")
+    store.put_panoramas(recording, [(4, panorama)])
+    rows = query.requests(store, sort="tokens_per_s")
+    assert [(r["ordinal"], r["policy"]) for r in rows[:2]] == [
+        (5, "autoregressive"),
+        (4, "autoregressive"),
+    ]
+    assert rows[-1]["policy"] is rows[-1]["tau"] is rows[-1]["tokens_per_s"] is None
     for row in rows[:-1]:
-        trajectory = a_trajectory(row.ordinal)
-        assert row.draft is not None
-        panorama = a_panorama(trajectory, row.draft, seed=row.ordinal)
-        assert row.acceptance == pytest.approx(keep_probability(panorama, "coupled").mean())
-        assert row.tau == pytest.approx(survival(panorama, "coupled").mean_accepted_length)
-        steps = steps_of(trajectory)
-        assert (row.rounds, row.accepted) == (len(steps), sum(s.accepted for s in steps))
-        assert row.seconds == pytest.approx(sum(s.round_s for s in steps))
-    low = sorted(r.acceptance for r in rows if r.draft == "small" and r.acceptance is not None)[1]
-    picked = list(request_rows(store.database, TraceFilter(draft="small", max_acceptance=low)))
-    assert len(picked) == 2
-    assert all(
-        r.draft == "small" and r.acceptance is not None and r.acceptance <= low for r in picked
-    )
-    prose = request_rows(store.database, TraceFilter(categories=("prose",)))
-    assert {r.category for r in prose} == {"prose"}
+        seconds = (0.1 if row["policy"] == "small" else 0.2) * (row["ordinal"] + 1)
+        assert (row["rounds"], row["drafted"], row["accepted"], row["emitted"]) == (8, 32, 24, 32)
+        assert row["tokens_per_s"] == pytest.approx(4 / seconds)
+        assert (row["tau"], row["acceptance"], row["context"]) == (4.0, 0.75, 77)
+    kept = keep_probability(panorama, "coupled").mean()
+    both = [r["draft_acceptance"] for r in rows if r["ordinal"] == 4]
+    assert both == pytest.approx([kept, kept])
+    assert query.requests(store, sort="-tokens_per_s", limit=1)[0]["ordinal"] == 0
+    near = TraceFilter(draft="small", min_acceptance=kept - 0.01, max_acceptance=kept + 0.01)
+    for only, ordinals in (
+        (near, {4}),
+        (TraceFilter(policy=OTHER[:6], categories=("code",)), {0, 3}),
+        (TraceFilter(draft="small", min_acceptance=kept + 0.01), set()),
+    ):
+        assert {r["ordinal"] for r in query.requests(store, only)} == ordinals
+    with pytest.raises(TraceError, match="no column 'speed' to sort by; there are: recording_id, "):
+        query.requests(store, sort="speed")
+
+
+def test_speed_is_told_by_policy_and_day(store: TraceStore) -> None:
+    decoded(at(store, NOW - DAY), {POLICY_ID: 0.1, OTHER: 0.2})
+    decoded(at(store, NOW), {POLICY_ID: 0.3}, n=2)
+    rows = query.speed(store)
+    told = {(r["policy_id"], r["day"]): (r["requests"], r["emitted"], r["seconds"]) for r in rows}
+    assert told == {
+        (POLICY_ID, "2026-05-03"): (6, 192, pytest.approx(0.1 * 8 * 21)),
+        (OTHER, "2026-05-03"): (6, 192, pytest.approx(0.2 * 8 * 21)),
+        (POLICY_ID, "2026-05-04"): (2, 120, pytest.approx(0.3 * 15 * 3)),
+    }
+    assert {(r["policy"], r["tau"], r["acceptance"]) for r in rows} == {
+        ("small", 4.0, 0.75),
+        ("autoregressive", 4.0, 0.75),
+    }
+    (today,) = query.speed(at(store, NOW + DAY / 2), TraceFilter(since=DAY), ("category", "day"))[
+        :1
+    ]
+    assert (today["category"], today["day"], today["requests"]) == ("code", "2026-05-04", 1)
+    assert today["tokens_per_s"] == pytest.approx(60 / (15 * 0.3))
 
 
 @pytest.mark.parametrize("verifier", ["coupled", "rejection"])
-def test_acceptance_by_position_pools_every_start(store: TraceStore, verifier: str) -> None:
-    a_recording(store, n=6, drafts=("small", "ngram"), verifier=verifier)  # type: ignore[arg-type]
-    got = acceptance_stats(store.database, by=("draft", "category"))
-    assert [dict(s.group) for s in got] == [
-        {"draft": d, "category": c} for d in ("ngram", "small") for c in ("code", "math", "prose")
+def test_acceptance_by_position_pools_every_start(store: TraceStore, verifier: Any) -> None:
+    a_recording(store, n=6, drafts=("small", "ngram"), verifier=verifier)
+    rows = query.acceptance(store, by=("draft", "category"))
+    assert [(r["draft"], r["category"]) for r in rows] == [
+        (d, c) for d in ("ngram", "small") for c in ("code", "math", "prose")
     ]
-    for stats in got:
-        draft, category = (value for _, value in stats.group)
-        mine = [i for i in range(6) if ("code", "prose", "math")[i % 3] == category]
-        panoramas = [a_panorama(a_trajectory(i), draft, seed=i) for i in mine]
-        want = sum((survival(p, verifier) for p in panoramas), Survival())  # type: ignore[arg-type]
-        assert stats.requests == 2
-        assert stats.survival.survived == pytest.approx(want.survived, abs=1e-5)
-        assert stats.survival.mean_accepted_length == pytest.approx(
-            1 + sum(stats.survival.marginal)
-        )
-        keep = np.concatenate([keep_probability(p, verifier) for p in panoramas])  # type: ignore[arg-type]
-        assert stats.acceptance == pytest.approx(keep.mean())
-    (whole,) = acceptance_stats(store.database, TraceFilter(draft="small"), by=())
-    assert whole.requests == 6
-    keys = "requests acceptance mean_accepted_length marginal conditional histogram"
-    assert set(whole.to_json()) >= set(keys.split())
+    for row in rows:
+        mine = [i for i in range(6) if CATEGORIES[i % 3] == row["category"]]
+        panoramas = [a_panorama(a_trajectory(i), row["draft"], seed=i) for i in mine]
+        want = sum((survival(p, verifier) for p in panoramas), Survival())
+        assert row["requests"] == 2
+        assert row["marginal"] == pytest.approx(want.marginal, abs=1e-5)
+        assert row["conditional"] == pytest.approx(want.conditional, abs=1e-5)
+        assert row["mean_accepted_length"] == pytest.approx(1 + sum(row["marginal"]))
+        keep = np.concatenate([keep_probability(p, verifier) for p in panoramas])
+        assert row["marginal"][0] == pytest.approx(keep.mean())
+    (whole,) = query.acceptance(store, TraceFilter(draft="small"))
+    assert (whole["requests"], whole["starts"]) == (6, 360)
+    first = query.first_positions(store, store.resolve_recording("latest"))
+    assert first["small"].acceptance == pytest.approx(whole["marginal"][0])
+    with store.database.read() as session:
+        view = session.execute(
+            sa.text(
+                "SELECT draft, category, position, SUM(survived) / SUM(starts) FROM acceptance "
+                "GROUP BY draft, category, position ORDER BY draft, category, position"
+            )
+        ).all()
+    listed = [
+        (row["draft"], row["category"], j, pytest.approx(marginal))
+        for row in rows
+        for j, marginal in enumerate(row["marginal"])
+    ]
+    assert [tuple(row) for row in view] == listed
+    assert len(list(query.positions(store))) == 2 * 6 * 16
 
 
 def test_executed_rounds_have_their_own_statistics(store: TraceStore) -> None:
+    """A position is judged by the rounds that drafted as far, each for its own policy."""
     recording = a_recording(store, n=6)
-    (got,) = executed_stats(store.database, TraceFilter(recordings=(recording,)))
+    (row,) = query.acceptance(store, executed=True)
     steps = [s for i in range(6) for s in steps_of(a_trajectory(i))]
-    assert got.survival == step_survival(steps)
-    assert got.acceptance == pytest.approx(
-        sum(s.accepted for s in steps) / sum(s.drafted for s in steps)
-    )
-    assert [dict(s.group) for s in executed_stats(store.database, by=("category",))] == [
-        {"category": c} for c in ("code", "math", "prose")
-    ]
-
-
-def test_positions_are_judged_by_the_rounds_that_drafted_as_far(store: TraceStore) -> None:
-    """Whatever windows were mixed: a first proposal is kept in three of four rounds that have one.
-    Each round counts for its own draft."""
-    recording = a_recording(store, n=0)
-    drafted = [(4, 3, "small"), (1, 1, "small"), (1, 0, "ngram"), (0, 0, "ngram"), (2, 1, "small")]
-    text, steps, start = a_trajectory(0, n=10), [], 0
-    for n, kept, draft in drafted:
-        steps.append(Step(start, n, n + 1, kept, kept + 1, n, draft=draft, depth=n))
+    want = step_survival(steps)
+    assert (row["policy"], row["requests"], row["starts"]) == (POLICY_ID, 6, len(steps))
+    assert row["marginal"] == pytest.approx(want.marginal)
+    assert row["conditional"] == pytest.approx(want.conditional)
+    assert row["mean_accepted_length"] == pytest.approx(sum(s.emitted for s in steps) / len(steps))
+    rows = query.acceptance(store, by=("category", "day"), executed=True)
+    assert [r["category"] for r in rows] == ["code", "math", "prose"]
+    mixed = store.create_recording(Asked(PAIR, None, Sampling(), 8)).id
+    drafted = [(4, 3, "a"), (1, 1, "a"), (1, 0, "b"), (0, 0, "b"), (2, 1, "a")]
+    told, start = [], 0
+    for n, kept, policy in drafted:
+        told.append(Step(start, n, n + 1, kept, kept + 1, n, policy=policy, depth=n))
         start += kept + 1
-    store.append_trajectory(recording, 0, text, steps)
-    (got,) = executed_stats(store.database)
-    assert got.to_json()["marginal"] == [3 / 4, 1 / 2, 1.0, 0.0]
-    assert got.survival.mean_accepted_length == start / len(drafted)
-    by_draft = executed_stats(store.database, by=("draft", "category"))
-    assert [(dict(s.group)["draft"], s.survival.starts) for s in by_draft] == [
-        ("ngram", 2),
-        ("small", 3),
+    store.append_trajectory(mixed, 0, a_trajectory(0, n=10), told)
+    one, other = query.acceptance(store, TraceFilter(recordings=(mixed,)), executed=True)
+    assert (one["policy"], one["starts"], one["marginal"]) == ("a", 3, [1.0, 1 / 2, 1.0, 0.0])
+    assert (other["policy"], other["starts"], other["marginal"]) == ("b", 2, [0.0])
+    assert query.acceptance(store, TraceFilter(policy="b"), executed=True) == [other]
+    assert len(query.acceptance(store, TraceFilter(recordings=(recording,)), executed=True)) == 1
+
+
+def test_every_round_is_told_with_its_policy_and_moment(store: TraceStore) -> None:
+    decoded(at(store, NOW), {POLICY_ID: 0.1, OTHER: 0.2}, n=2)
+    rows = list(query.rounds(store))
+    assert len(rows) == 2 * 16
+    assert [r["policy_id"] for r in rows[:16]] == [POLICY_ID] * 8 + [OTHER] * 8
+    assert {r["created_at"] for r in rows} == {NOW}
+    assert [r["round"] for r in rows[16:]] == list(range(16))
+    assert rows[15]["elapsed_s"] == pytest.approx(8 * 0.1 + 8 * 0.2)
+    only = list(query.rounds(store, TraceFilter(policy=OTHER, request="r1")))
+    assert [(r["request_id"], r["round"]) for r in only] == [("r1", n) for n in range(8, 16)]
+
+
+def test_two_policies_are_compared_on_the_requests_that_both_decoded(store: TraceStore) -> None:
+    rng = np.random.default_rng(0)
+    seconds = rng.uniform(0.5, 1.5, (2, 8))
+    names = []
+    for policy, of, skipped in ((POLICY_ID, seconds[0], 0), (OTHER, 2 * seconds[1], 1)):
+        made = decoded(store, {policy: 0.1}, n=0)
+        names.append(made)
+        for i in range(skipped, 8):
+            steps = rounds_of(60, policy, seconds=of[i] / 15)
+            store.append_trajectory(made, i, a_trajectory(i), steps)
+    found = compare(store, POLICY_ID[:6], "autoregressive")
+    assert found == {**compare(store, *names), "rows": found["rows"]}
+    shared = {"a": seconds[0, 1:, None], "b": 2 * seconds[1, 1:, None]}
+    ratio, low, high = Timings(shared).ratio("a", "b")
+    assert found["requests"] == 7
+    assert (found["ratio"], *found["interval"]) == pytest.approx((ratio, low, high))
+    left, right = found["rows"]
+    assert (left["emitted"], left["rounds"], left["tau"]) == (7 * 60, 7 * 15, 4.0)
+    assert left["seconds"] == pytest.approx(seconds[0, 1:].sum())
+    assert right["id"] == "autoregressive"
+    one = compare(store, *names, TraceFilter(request="r3"))
+    assert (one["requests"], one["interval"]) == (1, None)
+    outcome = an_outcome()  # of r0 to r2
+    run = store.put_run(PAIR, POLICY_ID, outcome, device="cpu", dtype="float32")
+    ran = compare(store, run, names[1])
+    emitted = sum(r.counts.emitted_tokens for r in outcome.per_request[1:])
+    assert (ran["requests"], ran["rows"][0]["emitted"]) == (2, emitted)
+    assert compare(store, POLICY_ID, "autoregressive")["ratio"] == found["ratio"]
+    with pytest.raises(TraceError, match="share no request that was decoded in rounds"):
+        compare(store, names[0], "nothing")
+
+
+def test_which_policy_was_in_force_when(store: TraceStore, url: str) -> None:
+    decoded(store, {POLICY_ID: 0.1}, n=0)
+    for day, policy, deployment in (
+        (0, POLICY_ID, "default"),
+        (1, OTHER, "canary"),
+        (2, OTHER, "default"),
+    ):
+        how = {"actor": "test", "deployment": deployment}
+        at(store, NOW + day * DAY).publish(PAIR, "cpu", policy, **how)
+    rows = query.in_force(store)
+    assert [(r["version"], r["policy"], r["since"], r["until"]) for r in rows] == [
+        (3, "autoregressive", NOW + 2 * DAY, None),
+        (2, "autoregressive", NOW + DAY, None),
+        (1, "small", NOW, NOW + 2 * DAY),
     ]
-    assert by_draft[1].to_json()["marginal"] == [1.0, 1 / 2, 1.0, 0.0]
+    assert [r["version"] for r in query.in_force(store, "canary")] == [2]
+    listed = Door(url).json("policies list")["publications"]
+    assert [(r["version"], r["active"], r["until"]) for r in listed] == [
+        (3, True, None),
+        (2, True, None),
+        (1, False, (NOW + 2 * DAY).isoformat()),
+    ]
 
 
-# --- exports
-
-
-def test_rows_are_exported_as_json_csv_and_parquet(store: TraceStore, tmp_path: Path) -> None:
-    a_recording(store, n=4)
+def test_what_a_policy_would_have_cost_on_the_traffic_of_a_day(store: TraceStore, url: str) -> None:
+    """All that the pair decoded since, whatever recording holds it; requests that lack a panorama
+    are left out and told."""
+    door, now = Door(url), datetime.now(UTC)
+    for ago, n in ((3 * DAY, 5), (DAY / 2, 4), (DAY / 4, 3)):
+        a_recording(at(store, now - ago), n=n)
     store.append_trajectory(store.resolve_recording("latest"), 9, a_trajectory(9))
-    rows = list(request_rows(store.database))
-    for ending in ("json", "csv", "parquet"):
-        assert export_rows(iter(rows), tmp_path / f"rows.{ending}") == 5
-    assert json.loads((tmp_path / "rows.json").read_text()) == [r.to_json() for r in rows]
-    with open(tmp_path / "rows.csv", newline="") as file:
-        read = list(csv.DictReader(file))
-    assert [float(r["acceptance"] or "nan") for r in read] == pytest.approx(
-        [r.acceptance or np.nan for r in rows], nan_ok=True
-    )
-    import pyarrow.parquet as pq
+    store.put_profile(flat_profile(PAIR, ["small"]))
+    asked = ("simulate", "--policy", '{"draft": "small", "window": {"kind": "fixed", "gamma": 4}}')
+    each = [door.json(*asked, recording=r.id) for r in store.list_recordings()[1:]]
+    latest = door.json(*asked, "--since", "7h")
+    whole = door.call(*asked, "--since", "24h", "--json")
+    assert "left out: 1 of 8 requests, which lack panoramas" in whole.stderr
+    assert latest["requests"] == 3
+    found = door.json(*asked, since=f"{now - DAY:%Y-%m-%dT%H:%M}")
+    for key in ("requests", "rounds", "emitted_tokens", "accepted_tokens"):
+        assert found[key] == latest[key] + each[0][key]
+    assert found["seconds"] == pytest.approx(latest["seconds"] + each[0]["seconds"])
+    assert found["seconds"] > 0
+    assert "nothing was recorded" in door.error(*asked, since="2099-01-01")
+    assert "leave --since or --workers out" in door.error(*asked, since="24h", workers=2)
 
-    table = pq.read_table(tmp_path / "rows.parquet").to_pylist()
-    assert [(r["request_id"], r["tau"], r["recorded_at"]) for r in table] == [
-        (r.request_id, r.tau, r.recorded_at) for r in rows
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("stats --by colour", "no group 'colour' here; there are: draft, category, day"),
+        ("stats --by draft --speed", "no group 'draft' here; there are: policy, category, day"),
+        ("query --sort speed", "no column 'speed' to sort by"),
+        ("query --since yesterday", "'yesterday' is not a duration; write for example 30m"),
+        ("compare latest nothing", "share no request"),
+        ("show latest --request r99", "has no request 'r99'"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_line(tmp_path: Any, command: str, says: str) -> None:
+    path = str(tmp_path / "a.db")
+    with opened(path) as store:
+        a_recording(store, n=2)
+    found = Door(path).call(f"traces {command}")
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert says in found.stderr
+
+
+def test_answers_are_printed_and_limited(tmp_path: Any) -> None:
+    door = Door(str(tmp_path / "a.db"))
+    with opened(str(door.db)) as store:
+        recording = decoded(store, {POLICY_ID: 0.1, OTHER: 0.2})
+    slowest = door.json("traces query", sort="tokens_per_s", limit=2)["requests"]
+    assert [r["ordinal"] for r in slowest] == [5, 4]
+    assert len(door.json("traces show", limit=3)["requests"]) == 3
+    assert [r["policy"] for r in door.json("traces stats", by="policy,day")["stats"]] == [
+        "small" if name == POLICY_ID else "autoregressive" for name in sorted((POLICY_ID, OTHER))
     ]
-    assert export_rows([], tmp_path / "none.json") == 0
-    assert json.loads((tmp_path / "none.json").read_text()) == []
-
-
-def test_an_export_that_cannot_be_made_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(TraceError, match=r"end it with \.json, \.csv or \.parquet"):
-        export_rows([], tmp_path / "rows.txt")
-    with pytest.raises(TraceError, match=r"cannot write .*No such file"):
-        export_rows([], tmp_path / "nowhere" / "rows.csv")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(TraceError, match="`pip install pyarrow`"):
-        export_rows([], tmp_path / "rows.parquet")
-    assert list(tmp_path.iterdir()) == []
-
-
-# --- whole recordings
-
-
-def test_whole_recordings_move_between_databases_and_only_once(
-    store: TraceStore, url: str, tmp_path: Path
-) -> None:
-    store.put_policy(POLICY_ID, POLICY, "l")
-    recording = a_recording(store, n=5, drafts=("small", "ngram"), trees=True)
-    other = a_recording(store, n=2)
-    file = tmp_path / "moved.spectune"
-    out = export_recordings(store.database, [recording[:10]], file)
-    assert (out.added, out.chunks) == ((recording,), 5 * 3)
-    assert [p.name for p in tmp_path.glob("*moved*")] == ["moved.spectune"]
-    with opened(tmp_path / "second.db") as second:
-        assert import_recordings(second.database, file).added == (recording,)
-        again = import_recordings(second.database, file)
-        assert (again.added, again.present, again.chunks) == ((), (recording,), 0)
-        moved, kept = (s.load(recording, steps=True) for s in (second, store))
-        assert moved == kept
-        assert second.most_held(recording, "small") == (16, 4, 3, ("a",))
-        assert second.get_policy(POLICY_ID).document == POLICY
-        with pytest.raises(NotFoundError):
-            second.get_recording(other)
-    assert check(str(tmp_path / "second.db")).ok
-    # And back: nothing is new.
-    assert import_recordings(store.database, file).present == (recording,)
-
-
-def test_an_import_completes_what_a_killed_one_began(store: TraceStore, tmp_path: Path) -> None:
-    recording = a_recording(store, n=3, trees=True)
-    before = store.load(recording)
-    file = tmp_path / "moved.spectune"
-    export_recordings(store.database, ["latest"], file)
-    prune(store.database, recordings=[recording])
-    assert import_recordings(store.database, file).added == (recording,)
-    with store.database.write() as session:
-        session.delete(session.get_one(Panorama, (recording, 1, "small")))
-    assert import_recordings(store.database, file).chunks == 1
-    assert store.load(recording).requests == before.requests
-
-
-def test_what_is_no_recording_is_not_moved(store: TraceStore, tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError):
-        export_recordings(store.database, ["rec-none"], tmp_path / "none")
-    assert not (tmp_path / "none").exists()
-    run_sql(tmp_path / "strange.db", "CREATE TABLE t (x)")
-    with pytest.raises(SchemaError, match="not a spectune database"):
-        import_recordings(store.database, tmp_path / "strange.db")
-
-
-# --- pruning
-
-
-def test_pruning_by_age_and_number(store: TraceStore) -> None:
-    ids = [a_recording(at(store, NOW - i * DAY), n=2) for i in range(5)]
-    open_one = begun(at(store, NOW - 9 * DAY), source="serve")
-    with pytest.raises(TraceError, match="say what to prune"):
-        prune(store.database)
-    plan = prune(store.database, before=NOW - DAY, keep_last=3, dry_run=True)
-    assert {p.recording for p in plan.removed} == set(ids[3:])
-    assert plan.size_bytes > 0
-    assert plan.to_json()["dry_run"] is True
-    assert len(list_recordings(store.database)) == 6
-    done = prune(store.database, before=NOW - DAY, keep_last=3)
-    store.database.vacuum()
-    assert done.removed == plan.removed
-    assert {r.id for r in list_recordings(store.database)} == {*ids[:3], open_one}
-    assert removed(store, keep_last=1) == set(ids[1:3])
-    assert prune(store.database, recordings=[open_one]).removed[0].requests == 0
-    assert store.load(ids[0]).drafts == ("small",)
-
-
-def test_unfinished_recordings_are_pruned_by_age_once_nobody_writes_to_them(
-    store: TraceStore,
-) -> None:
-    """Their age is their last text's, and at least a day. Spared is one that a job may resume or a
-    server append to."""
-
-    def since(days: float, last: float | None = None, **how: Any) -> str:
-        made = begun(at(store, now - days * DAY), **how)
-        if last is not None:
-            at(store, now - last * DAY).append_trajectory(made, 0, a_trajectory(0))
-        return made
-
-    now = datetime.now(UTC)
-    whole = a_recording(at(store, now - 40 * DAY), n=2)
-    left, early = since(40, last=39), since(40)
-    spared = [since(40, last=29), since(40, source="serve"), since(0.9)]
-    schedules.add_schedule(store.database, "nightly", every="1h", now=now)
-    schedules.tick(store.database, now + timedelta(hours=1))
-    job = claims.claim(store.database, "a", lease_s=60)
-    key = job.idempotency_key
-    of_job = [since(40, last=39, options={name: key}) for name in ("slot", "gathered")]
-    assert removed(store, keep_last=1) == set(), "how many to keep is said of finished ones"
-    assert removed(store, before=now - 30 * DAY, keep_last=1) == {left, early}
-    assert {r.id for r in list_recordings(store.database)} == {whole, *spared, *of_job}
-    assert removed(store, before=now + DAY, dry_run=True) == {whole, spared[0]}
-    claims.complete(store.database, job, {})
-    assert removed(store, before=now - 30 * DAY) == {whole, *of_job}
-
-
-def test_what_a_publication_rests_on_is_spared(store: TraceStore) -> None:
-    cited, free = (a_recording(at(store, NOW - i * DAY), n=2) for i in range(2))
-    store.put_policy("p" * 12, {}, "l")
-    store.publish(PAIR, "cpu", "p" * 12, actor="t", evidence={"search": {"recording": cited}})
-    report = prune(store.database, before=NOW + DAY)
-    assert [p.recording for p in report.removed] == [free]
-    assert report.kept == (cited,)
-    with pytest.raises(TraceError, match=f"recording {cited} is evidence of a publication; use"):
-        prune(store.database, recordings=[cited])
-    assert removed(store, recordings=[cited], force=True) == {cited}
+    for right in ("autoregressive", '{"draft": "none"}'):
+        assert door.json("traces compare", "small", right)["ratio"] == pytest.approx(2.0)
+    assert (
+        "small: 2.00 times as fast (2.00 to 2.00, 6 requests)"
+        in door.call("traces compare small autoregressive").stdout
+    )
+    one = door.json("traces show", recording, request="r2")
+    assert (one["text"], one["output_ids"]) == (None, a_trajectory(2).output_ids.tolist())
+    assert one["undecoded"].startswith("no folder t here")
+    assert len(one["rounds"]) == 16
+    shown = door.call("traces show", recording, request="r2").stdout
+    assert "not decoded: " in shown
+    with opened(str(door.db)) as store:
+        decoded(store, {POLICY_ID: 0.1}, n=90)
+    many = door.call("traces query --json")
+    assert len(json.loads(many.stdout)["requests"]) == 100
+    assert "the first 100; --limit says how many" in many.stderr

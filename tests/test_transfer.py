@@ -1,177 +1,179 @@
-"""Files of recordings, and databases that are in use, imported: a recording whole or not at all."""
+"""Files for other tools and other databases: rows as Parquet, CSV and JSON; whole recordings."""
 
 from __future__ import annotations
 
+import csv
 import json
-import re
-import shutil
-from collections.abc import Iterator
+import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import duckdb
+import pandas
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from databases import opened, run_sql
+from databases import opened
 from doors import Door
-from trace_values import POLICY, POLICY_ID, a_recording, a_trajectory, steps_of
+from synthetic import flat_profile
+from trace_values import PAIR, POLICY, POLICY_ID, a_recording, a_trajectory
 
-from spectune.db import Database, open_database
-from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
-from spectune.traces.schema import policy_id
-from spectune.traces.store import TraceStore, transfer
-from spectune.traces.store.query import list_recordings
-from spectune.traces.store.transfer import export_recordings, import_recordings
-from spectune.traces.tables import StoredPolicy, StoredWorkload
+from spectune.db import check
+from spectune.traces.errors import TraceError
+from spectune.traces.store import TraceStore, query
+from spectune.traces.store.export import export_recordings, export_rows
+from spectune.traces.store.inventory import prune
 
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An exported recording of three requests with chains, trees, rounds, a workload and a
-    policy."""
-    folder = tmp_path_factory.mktemp("exported")
-    with opened(folder / "a.db") as store:
-        store.put_policy(POLICY_ID, POLICY, "small")
-        recording = a_recording(store, n=3, trees=True)
-        export_recordings(store.database, [recording], folder / "moved.db")
-    return folder / "moved.db"
+FIXED = '{"draft": "small", "window": {"kind": "fixed", "gamma": 4}}'
+NGRAM = '{"draft": "ngram"}'
 
 
-@pytest.fixture
-def file(exported: Path, tmp_path: Path) -> Path:
-    """A copy that a test may spoil."""
-    return shutil.copyfile(exported, tmp_path / "moved.db")
+def filled(store: TraceStore) -> str:
+    """A recording with rounds, chains, trees, and a request that has neither; what prices it."""
+    store.put_policy(POLICY_ID, POLICY, "small")
+    recording = a_recording(store, n=4, drafts=("small", "ngram"), trees=True)
+    store.put_profile(flat_profile(PAIR, ["small"]))
+    store.append_trajectory(recording, 9, a_trajectory(9))
+    return recording
 
 
-@pytest.fixture
-def empty(sqlite_template: Path, tmp_path: Path) -> Iterator[Database]:
-    """An empty database to import into."""
-    with open_database(str(shutil.copyfile(sqlite_template, tmp_path / "empty.db"))) as database:
-        yield database
+# --- rows
 
 
-def nothing_of(database: Database) -> bool:
-    store = TraceStore(database)
-    with database.read() as session:
-        rows = session.query(StoredPolicy).count() + session.query(StoredWorkload).count()
-    return not list_recordings(database) and not store.list_pairs() and not rows
+@pytest.mark.parametrize("kind", ["requests", "rounds", "positions"])
+def test_pandas_and_duckdb_read_rows_as_they_are(
+    store: TraceStore, url: str, tmp_path: Path, kind: str
+) -> None:
+    filled(store)
+    rows = list(getattr(query, kind)(store))
+    paths = {ending: tmp_path / f"rows.{ending}" for ending in ("parquet", "csv", "json")}
+    for path in paths.values():
+        assert Door(url).json("traces export", path, rows=kind)["rows"] == len(rows)
+    frame = pandas.read_parquet(paths["parquet"])
+    assert list(frame.columns) == list(rows[0])
+    assert str(frame.created_at.dtype) == "datetime64[us, UTC]"
+    told = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    assert told == rows
+    answer = duckdb.sql(f"SELECT request_id, created_at FROM '{paths['parquet']}'").fetchall()
+    assert [name for name, _ in answer] == [row["request_id"] for row in rows]
+    assert json.loads(paths["json"].read_text()) == [
+        {**row, "created_at": row["created_at"].isoformat()} for row in rows
+    ]
+    with open(paths["csv"], newline="") as file:
+        read = list(csv.DictReader(file))
+    assert [{k: v or None for k, v in row.items()} for row in read] == [
+        {k: None if v is None else str(v) for k, v in row.items()}
+        for row in json.loads(paths["json"].read_text())
+    ]
 
 
-# --- ids that are hashes
+def test_columns_without_any_value_keep_their_types(tmp_path: Path) -> None:
+    moment = datetime(2026, 1, 1, tzinfo=UTC)
+    rows = [{"request_id": "a", "created_at": moment, "policy": None, "rounds": None, "tau": None}]
+    assert export_rows(rows, tmp_path / "rows.parquet") == 1
+    types = {f.name: str(f.type) for f in pq.read_schema(tmp_path / "rows.parquet")}
+    assert (types["policy"], types["rounds"], types["tau"]) == ("string", "int64", "double")
+    for ending in ("json", "csv", "parquet"):
+        assert export_rows([], tmp_path / f"none.{ending}") == 0
+    assert json.loads((tmp_path / "none.json").read_text()) == []
 
-OTHER = parse_policy({"draft": "ngram", "window": {"kind": "fixed", "gamma": 64}})
+
+def test_an_export_that_cannot_be_made_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(TraceError, match=r"end it with \.json, \.csv or \.parquet"):
+        export_rows([], tmp_path / "rows.txt")
+    with pytest.raises(TraceError, match=r"cannot write .*No such file"):
+        export_rows([], tmp_path / "nowhere" / "rows.csv")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(TraceError, match="`pip install pyarrow`"):
+        export_rows([], tmp_path / "rows.parquet")
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_the_hash_of_a_policy_is_of_its_document_as_stored() -> None:
-    for policy in (
-        AUTOREGRESSIVE,
-        OTHER,
-        parse_policy({"draft": "a", "growth": {"kind": "top_k", "width": 3}}),
+# --- whole recordings
+
+
+def test_an_imported_recording_simulates_byte_for_byte(
+    store: TraceStore, url: str, tmp_path: Path
+) -> None:
+    recording, here = filled(store), Door(url)
+    other, file = a_recording(store, n=2), tmp_path / "moved.parquet"
+    asked = ("simulate", "--skip-corrupted", "--recording", recording, "--json", "--policy")
+    before = [here.call(*asked, policy).stdout for policy in (FIXED, NGRAM)]
+    assert all(json.loads(told)["seconds"] for told in before)
+    whole = here.json("traces export", file, "--whole", recording=[recording, other])
+    assert whole["recordings"] == [other, recording]
+    with opened(tmp_path / "second.db") as second:
+        door = Door(str(tmp_path / "second.db"))
+        assert door.json("traces import", file) == {"added": [other, recording], "present": []}
+        assert door.json("traces import", file) == {"added": [], "present": [other, recording]}
+        after = [door.call(*asked, policy).stdout for policy in (FIXED, NGRAM)]
+        assert after == before
+        assert second.load(recording, steps=True) == store.load(recording, steps=True)
+        assert query.requests(second) == query.requests(store)
+        assert check(str(tmp_path / "second.db")).ok
+    # Back, where one of the two is gone.
+    prune(store, ["recordings"], named=[recording])
+    assert here.json("traces import", file) == {"added": [recording], "present": [other]}
+    assert [here.call(*asked, policy).stdout for policy in (FIXED, NGRAM)] == before
+
+
+def test_a_file_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
+    file, spoilt = tmp_path / "moved.parquet", tmp_path / "spoilt.parquet"
+    with opened(tmp_path / "a.db") as store:
+        export_recordings(store, [filled(store)], file)
+        export_rows(query.requests(store), tmp_path / "rows.parquet")
+    whole, door = file.read_bytes(), Door(str(tmp_path / "b.db"))
+    found = pq.read_table(file)
+    for content, says in (
+        (whole[: len(whole) // 2], "cannot be read"),
+        (b"no Parquet", "cannot be read"),
+        ((tmp_path / "rows.parquet").read_bytes(), "spoilt.parquet: no recording; `"),
+        (found.replace_schema_metadata({"spectune recordings": "0000"}), "another version"),
     ):
-        stored = json.loads(json.dumps(policy.spelled_out()))
-        assert policy_id(stored) == policy.id
-        assert policy_id(stored | {"stratify": {}}) != policy.id
+        if isinstance(content, pa.Table):
+            pq.write_table(content, spoilt)
+        else:
+            spoilt.write_bytes(content)
+        line = door.refused("traces import", spoilt)
+        assert "spoilt.parquet: " in line
+        assert says in line
+    assert "gone.parquet: cannot be read (" in door.refused(
+        "traces import", tmp_path / "gone.parquet"
+    )
+    with opened(tmp_path / "b.db") as other:
+        assert not other.list_recordings()
+        assert not other.list_pairs()
 
 
-# --- files that are no export, or not whole
+def test_what_is_damaged_inside_is_named_when_it_is_used(tmp_path: Path) -> None:
+    """A file is trusted: its blobs are not read by the import, nor is the rest given up."""
+    file = tmp_path / "moved.parquet"
+    with opened(tmp_path / "a.db") as store:
+        export_recordings(store, [filled(store)], file)
+    table = pq.read_table(file)
+    rows: list[dict[str, Any]] = table.to_pylist()
+    (hit,) = (
+        row
+        for row in rows
+        if row["table"] == "panorama"
+        and {"ordinal": 2, "draft": "small"}.items() <= json.loads(row["columns"]).items()
+    )
+    hit["trie"] = hit["trie"][:-40]
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), file)
+    door = Door(str(tmp_path / "b.db"))
+    assert len(door.json("traces import", file)["added"]) == 1
+    line = door.error("simulate", "--policy", FIXED)
+    assert "request 2: panorama of draft 'small'" in line
+    assert door.json("simulate", "--policy", FIXED, "--skip-corrupted")["requests"] == 3
 
 
-MISTAKES = {
-    "damaged": (
-        "UPDATE trajectory SET tokens = x'00' WHERE ordinal = 1",
-        "request 1: its trajectory is damaged",
-    ),
-    "no pair": ("DELETE FROM pair", "its pair '.*' is missing"),
-    "another version": (
-        "UPDATE spectune_schema SET version_num = '0099'",
-        "was made by another version of spectune",
-    ),
-    "another program's": ("DROP TABLE spectune_schema", "is not a spectune database"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_file_that_cannot_be_imported_is_one_line(
-    file: Path, empty: Database, mistake: str
-) -> None:
-    statement, says = MISTAKES[mistake]
-    run_sql(file, statement)
-    line = Door(empty.name).refused("traces", "import", str(file))
-    assert re.search(says, line)
-    assert nothing_of(empty)
-
-
-@pytest.mark.parametrize("content", [b"", b"no database", b"SQLite format 3\0" + b"\xff" * 2000])
-def test_a_file_that_is_no_database_is_one_line(
-    empty: Database, tmp_path: Path, content: bytes
-) -> None:
-    (tmp_path / "bad.db").write_bytes(content)
-    assert "bad.db" in Door(empty.name).refused("traces", "import", str(tmp_path / "bad.db"))
-
-
-@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
-def test_a_file_that_was_cut_off_is_one_line_that_names_it(
-    file: Path, empty: Database, share: float
-) -> None:
-    whole = file.read_bytes()
-    file.write_bytes(whole[: int(share * len(whole))])
-    line = Door(empty.name).refused("traces", "import", str(file))
-    assert f"{file} is damaged" in line
-    assert nothing_of(empty)
-
-
-# --- a database in use, and processes that are killed
-
-
-def test_a_database_in_use_is_imported_whole(tmp_path: Path, empty: Database) -> None:
-    used = tmp_path / "used.db"
-    with opened(used) as store:
-        first = a_recording(store, n=2)
-        run_sql(used, "PRAGMA wal_checkpoint(TRUNCATE)")
-        second = a_recording(store, n=2)
-        assert (tmp_path / "used.db-wal").stat().st_size
-        assert set(import_recordings(empty, used).added) == {first, second}
-    # And what a kill left: the log alone holds the second one.
-    with opened(used) as store:
-        third = a_recording(store, n=1)
-        for ending in ("", "-wal"):
-            shutil.copyfile(f"{used}{ending}", f"{tmp_path / 'killed.db'}{ending}")
-    assert third in import_recordings(empty, tmp_path / "killed.db").added
-
-
-def test_an_export_sees_one_moment_of_a_recording_that_is_written_to(
-    store: TraceStore, empty: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recording, resolved = a_recording(store, n=2), transfer.resolve_all
-
-    def resolve_while_one_is_appended(*arguments: Any) -> list[str]:
-        names = resolved(*arguments)
-        later = a_trajectory(5)
-        store.append_trajectory(recording, 5, later, steps_of(later))
-        return names
-
-    monkeypatch.setattr(transfer, "resolve_all", resolve_while_one_is_appended)
-    export_recordings(store.database, [recording], tmp_path / "a.db")
-    assert import_recordings(empty, tmp_path / "a.db").added == (recording,)
-    assert TraceStore(empty).recorded_ordinals(recording) == {0, 1}
-    assert store.recorded_ordinals(recording) == {0, 1, 5}
-
-
-def test_an_import_leaves_the_file_and_its_folder_as_they_are(
-    exported: Path, tmp_path: Path, empty: Database
-) -> None:
-    here = tmp_path / "here"
-    here.mkdir()
-    for name, mode in (("export.db", "delete"), ("database.db", "wal")):
-        shutil.copyfile(exported, here / name)
-        run_sql(here / name, f"PRAGMA journal_mode={mode}")
-
-    def content() -> dict[str, tuple[bytes, int]]:
-        return {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in here.iterdir()}
-
-    before = content()
-    here.chmod(0o555)
-    try:
-        for name in ("export.db", "database.db"):
-            import_recordings(empty, here / name)
-        assert content() == before
-    finally:
-        here.chmod(0o755)
+def test_whole_recordings_are_parquet(tmp_path: Path) -> None:
+    door = Door(str(tmp_path / "a.db"))
+    with opened(str(door.db)) as store:
+        filled(store)
+    assert (
+        "--whole writes Parquet" in door.call("traces export", tmp_path / "a.csv", "--whole").stderr
+    )

@@ -8,6 +8,7 @@ import numpy as np
 from sqlalchemy import LargeBinary, literal, select, type_coerce, update
 from synthetic import chain_panorama
 
+from spectune.runtime.policies.document import Policy
 from spectune.traces.cost_table import CostTable
 from spectune.traces.schema import (
     OFF_TEXT,
@@ -147,7 +148,7 @@ def damage(store: TraceStore, column: Any, **key: object) -> None:
         session.execute(update(column.class_).filter_by(**key).values(changed))
 
 
-def steps_of(trajectory: Trajectory) -> tuple[Step, ...]:
+def steps_of(trajectory: Trajectory, policy: str = POLICY_ID) -> tuple[Step, ...]:
     """Rounds of at most four drafted tokens that cover a trajectory."""
     rng = np.random.default_rng(len(trajectory.output_ids))
     steps: list[Step] = []
@@ -157,7 +158,7 @@ def steps_of(trajectory: Trajectory) -> tuple[Step, ...]:
         accepted = int(rng.integers(0, drafted + 1))
         times = [float(t) / 1e9 for t in rng.integers(1, 10**7, 3)]
         counts = (start, drafted, drafted + 1, accepted, accepted + 1, drafted, 1)
-        steps.append(Step(*counts, "small", POLICY_ID, *times))
+        steps.append(Step(*counts, "small", policy, *times))
         start += accepted + 1
     return tuple(steps)
 
@@ -187,16 +188,20 @@ def a_recording(
     drafts: tuple[str, ...] = ("small",),
     verifier: Verifier = "coupled",
     trees: bool = False,
+    policy: Policy | None = None,
 ) -> str:
-    """A complete recording in a store: ``n`` trajectories with steps and panoramas, those of the
-    draft ``small`` with ``trees``; its id."""
+    """A complete recording in a store: ``n`` trajectories with steps (of a ``policy``, which is
+    stored) and panoramas, those of the draft ``small`` with ``trees``; its id."""
     store.put_pair(PAIR, "demo", {"target": "t"})
     workload = Workload("w", tuple(Request(f"r{i}", CATEGORIES[i % 3], "x") for i in range(n)))
     asked = Asked(PAIR, store.put_workload(workload), Sampling(), 64, verifier)
     info = store.create_recording(asked)
+    if policy is not None:
+        store.put_policy(policy.id, policy.spelled_out(), policy.label())
     for i in range(n):
         trajectory = a_trajectory(i, verifier=verifier)
-        store.append_trajectory(info.id, i, trajectory, steps_of(trajectory))
+        steps = steps_of(trajectory, POLICY_ID if policy is None else policy.id)
+        store.append_trajectory(info.id, i, trajectory, steps)
         for draft in drafts:
             make: Any = a_tree if trees and draft == "small" else a_panorama
             store.put_panoramas(info.id, [(i, make(trajectory, draft, seed=i))])

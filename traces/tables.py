@@ -145,7 +145,8 @@ class Trajectory(Value):
     """One request as it was decoded: everything its text depends on, and the text.
 
     ``max_new_tokens`` is the budget it was decoded under (windows are clipped to it). Of a stored
-    one ``rounds`` to ``seconds`` sum its executed rounds, ``by_policy`` does by policy id, and
+    one ``rounds`` to ``seconds`` sum its executed rounds, ``by_policy`` does by policy id (and by
+    position, as :class:`traces.acceptance.Survival`), and
     ``steps`` are these rounds.
     """
 

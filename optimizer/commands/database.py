@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from spectune.optimizer.commands.config import flag, option
-from spectune.optimizer.commands.options import Whole
+from spectune.optimizer.commands.options import MOMENT, Whole
 from spectune.optimizer.commands.printing import Group, emit, table
 from spectune.optimizer.commands.shared import database_url, open_store
-
-if TYPE_CHECKING:
-    from spectune.traces.store import TraceStore
 
 KINDS = ("recordings", "profiles", "artifacts", "studies", "runs", "policies", "pairs", "workloads")
 
@@ -34,14 +29,15 @@ def db_list(kind: str | None, limit: int | None) -> None:
     Example:  cli.py db list
               cli.py db list runs --limit 20
     """
-    from spectune.traces.store.kinds import counts, list_kind
+    from spectune.traces.store.export import plain
+    from spectune.traces.store.inventory import counts, list_kind
 
     with open_store(create=False) as store:
         if kind is None:
-            found = counts(store.database)
+            found = counts(store)
             emit(found, table([{"kind": k, "how_many": n} for k, n in found.items()]))
             return
-        rows = list(list_kind(store.database, kind, limit=limit))
+        rows = [plain(row) for row in list_kind(store, kind, limit=limit)]
     emit({kind: rows}, table(rows, title=kind) if rows else f"no {kind}")
 
 
@@ -53,88 +49,48 @@ def db_show(name: str) -> None:
     \b
     Example:  cli.py db show run-3f2a
     """
-    from spectune.traces.store.kinds import find
+    from spectune.traces.store.export import plain
+    from spectune.traces.store.inventory import show
 
     with open_store(create=False) as store:
-        kind, found = find(store.database, name)
-        emit({"kind": kind, "id": found, **_content(store, kind, found)})
-
-
-def _content(store: TraceStore, kind: str, name: str) -> dict[str, Any]:
-    """What is shown of one thing, JSON-ready: arrays, texts and trials stay packed."""
-    if kind == "recordings":
-        return dict(store.get_recording(name).to_json())
-    if kind == "workloads":
-        workload = store.get_workload(name)
-        return {"name": workload.name, "requests": [r.id for r in workload.requests]}
-    one = kind.replace("ies", "y").removesuffix("s")
-    found: Any = getattr(store, f"get_{one}")(name)
-    created = {"created_at": found.created_at.isoformat()}
-    if kind == "profiles":
-        return {**found.to_json(), **created}
-    if kind == "artifacts":
-        return {
-            "kind_of_artifact": found.kind,
-            "pair_id": found.pair_id,
-            "provenance": dict(found.provenance),
-            "document": found.document,
-            "arrays": {key: list(array.shape) for key, array in found.arrays.items()},
-            **created,
-        }
-    columns = {f.name: getattr(found, f.name) for f in fields(found)}
-    if kind == "runs":
-        columns["outcome"] = found.outcome.to_json()
-    shown = columns.keys() - {"id", "kind", "trials"}
-    return {**{name: columns[name] for name in columns if name in shown}, **created}
-
-
-def moment_before(store: TraceStore, age: str | None) -> datetime | None:
-    """The moment so long ago (``30d``). Raises ScheduleError."""
-    from spectune.optimizer.schedule import parse_duration
-
-    return None if age is None else store.clock() - timedelta(seconds=parse_duration(age))
+        kind, columns = show(store, name)
+        if kind == "artifacts":
+            found = store.get_artifact(columns["id"])
+            shapes = {key: list(array.shape) for key, array in found.arrays.items()}
+            columns |= {"document": found.document, "arrays": shapes}
+    emit({"of": kind, **plain(columns)})
 
 
 @db.command("prune")
 @click.argument(
     "kinds", type=click.Choice(("recordings", "runs", "studies", "profiles", "artifacts")), nargs=-1
 )
-@option("--older-than", "Only what is older than, e.g., 30d.")
+@option("--older-than before", "Only what is older than, e.g., 30d.", MOMENT)
 @option("--keep-last", "Of each kind, keep the newest N.", Whole(0))
 @flag("--dry-run", "Only say what would be removed.")
-def db_prune(
-    kinds: tuple[str, ...], older_than: str | None, keep_last: int | None, dry_run: bool
-) -> None:
-    """Remove what is old, of all kinds or of those named. What a publication, a schedule or
-    anything else that stays refers to is spared; recordings only where a publication's evidence
-    refers to them. What a study's page draws goes with the study.
+def db_prune(kinds: tuple[str, ...], **rule: Any) -> None:
+    """Remove what is old, of all kinds or of those named. What the evidence or the policy of a
+    publication names is spared, and the newest profile of each pair, device and dtype.
 
     \b
     Example:  cli.py db prune --older-than 30d --dry-run
               cli.py db prune runs studies --keep-last 100
     """
-    from spectune.traces.store.kinds import PRUNED, prune_kinds
-    from spectune.traces.store.prune import prune
+    from spectune.traces.store.inventory import PRUNED, prune
 
-    if older_than is None and keep_last is None:
+    if rule["before"] is None and rule["keep_last"] is None:
         raise click.UsageError("say what to keep: --older-than AGE, --keep-last N, or both")
     with open_store(create=False) as store:
-        rule: dict[str, Any] = {"keep_last": keep_last, "dry_run": dry_run}
-        rule["before"] = moment_before(store, older_than)
-        wanted = [kind for kind in PRUNED if kind in kinds or not kinds]
-        removed, spared = prune_kinds(store.database, wanted, **rule)
-        if not kinds or "recordings" in kinds:
-            report = prune(store.database, **rule)
-            removed["recordings"] = [p.recording for p in report.removed]
-            spared["recordings"] = list(report.kept)
-        if not dry_run:
+        found = prune(store, kinds or PRUNED, **rule)
+        if not rule["dry_run"]:
             store.database.vacuum()
     rows = [
-        {"kind": k, "removed": len(names), "spared": len(spared[k]), "ids": names}
-        for k, names in removed.items()
+        {"kind": k, "removed": len(v["removed"]), "spared": len(v["spared"]), "ids": v["removed"]}
+        for k, v in found.items()
     ]
-    data = {"removed": removed, "spared": spared, "dry_run": dry_run}
-    emit(data, table(rows, title="would be removed" if dry_run else "removed"))
+    told = {key: {k: v[key] for k, v in found.items()} for key in ("removed", "spared")}
+    data = {**told, "dry_run": rule["dry_run"]}
+    emit(data, table(rows, title="would be removed" if rule["dry_run"] else "removed"))
 
 
 @db.command("upgrade")

@@ -5,15 +5,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import F, option
-from spectune.optimizer.commands.options import SEED, FiniteRange, Whole, together
+from spectune.optimizer.commands.options import MOMENT, SEED, FiniteRange, Whole, together
 from spectune.optimizer.commands.printing import Group, Meter, as_json, emit, note
-from spectune.optimizer.commands.shared import load, open_store, pair_spec, policy_named, typed
+from spectune.optimizer.commands.shared import (
+    load,
+    open_store,
+    pair_spec,
+    policy_named,
+    recorded,
+    typed,
+)
 
 if TYPE_CHECKING:
     from spectune.optimizer.fit.shared import StoredFit
@@ -28,7 +36,8 @@ def fit() -> None:
 
 
 def recording_option(help: str) -> Callable[[F], F]:
-    return option("--recording", help, default="latest")
+    since = "A sample of what its pair decoded since so long ago (24h), or a moment (UTC), instead."
+    return together(option("--recording", help, default="latest"), option("--since", since, MOMENT))
 
 
 with_trees = recording_option("One recorded with --tree-width and --tree-depth.")
@@ -70,13 +79,14 @@ def _fit_trees(
     *,
     recording: str,
     draft: str,
+    since: datetime | None = None,
     **options: Any,
 ) -> None:
     """Runs a fit of trees on what was asked for and shows what came of it."""
     from spectune.optimizer.fit.recorded_trees import tree_source
 
     with open_store(create=False) as store, Meter() as meter:
-        source = tree_source(store, store.resolve_recording(recording), draft)
+        source = tree_source(store, recorded(store, recording, since), draft)
         made = fit(source, progress=meter, **_given(options))
     _shown(made, view)
 
@@ -210,7 +220,7 @@ def chooser(**kw: Any) -> None:
     from spectune.traces.errors import PolicyError
 
     with open_store() as store, Meter() as meter:
-        recording = store.resolve_recording(kw["recording"])
+        recording = recorded(store, kw["recording"], kw["since"])
         pair = load(kw, pair_spec(kw, store, recording), notes=False)
         from spectune.optimizer.fit.by_prompt import fit_recorded
         from spectune.optimizer.report.tables import chooser_table
@@ -258,7 +268,8 @@ def _fit_shortlists(
         )
     kw["drafts"] = tuple(d for d in kw["drafts"] if "=" in d)
     with open_store() as store, Meter() as meter:
-        recording = ["" if name is None else store.resolve_recording(name) for name in texts]
+        since = kw.get("since")
+        recording = ["" if name is None else recorded(store, name, since) for name in texts]
         pair = load(kw, pair_spec(kw, store, next(filter(None, recording), None)), notes=False)
         from spectune.optimizer.fit.clusters import check_draft
         from spectune.optimizer.report.tables import shortlist_fit_table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -40,6 +41,28 @@ class FiniteRange(click.FloatRange):
         return number
 
 
+class Moment(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
+    """So long ago (``24h``), or a date or time in UTC (``2026-11-25T09:00``)."""
+
+    name = "AGE|TIME"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from spectune.optimizer.schedule.times import ScheduleError, parse_duration
+
+        if not isinstance(value, str):
+            return value
+        try:
+            return datetime.now(UTC) - timedelta(seconds=parse_duration(value))
+        except ScheduleError as error:
+            try:
+                moment = datetime.fromisoformat(value)
+                return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).astimezone(UTC)
+            except (ValueError, OverflowError):
+                name = param.opts[0] if param else "time"
+                raise ScheduleError(f"{name}: {error}, or 2026-11-25T09:00") from None
+
+
+MOMENT: Final = Moment()
 SEED: Final = Whole(0, 2**32 - 1)
 """Seeds that every generator takes: numpy's and scikit-learn's end there."""
 TEMPERATURE: Final = FiniteRange(0.0, 10.0)

@@ -94,7 +94,8 @@ def policies_list(deployment: str | None, **kw: Any) -> None:
     """Publications, newest first, and what runtimes acknowledged: all there are, or those of a pair
     and its device where one is named.
 
-    For each deployment, pair and device the newest is in force (active).
+    For each deployment, pair and device the newest is in force (active); the others were until the
+    next.
 
     \b
     Example:  cli.py policies list
@@ -111,30 +112,32 @@ def policies_list(deployment: str | None, **kw: Any) -> None:
         ]
     where = () if spec else ("pair", "device")
     last = ("actor", "applied", "refused", "reason")
-    columns = ("version", "deployment", *where, "active", *ABOUT, *last)
+    columns = ("version", "deployment", *where, "active", *ABOUT, "until", *last)
     data = {"pair": pair_id, "device": device, "publications": rows, "policies": known}
     title = f"publications for pair {spec.id} on {device}" if spec else "publications"
     emit(data, table(rows, columns, title))
 
 
 def _listed(store: TraceStore, found: Iterable[Publication]) -> list[dict[str, Any]]:
+    from spectune.traces.store.query import in_force
+
     rows: list[dict[str, Any]] = []
     names = {pair.id: pair.name for pair in store.list_pairs()}
-    seen: set[tuple[str, str, str]] = set()
+    until = {row["version"]: row["until"] for row in in_force(store)}
     for p in found:
-        place = (p.deployment, p.pair_id, p.device)
+        end = until[p.version]
         acks = store.acknowledgements(p.version)
         rows.append(
             {
                 **_row(p, names),
-                "active": place not in seen,
+                "active": end is None,
+                "until": end and end.isoformat(),
                 "actor": p.actor,
                 "reason": p.reason,
                 "applied": sum(a.status == "applied" for a in acks),
                 "refused": [f"{a.node}: {a.reason}" for a in acks if a.status == "refused"],
             }
         )
-        seen.add(place)
     return rows
 
 

@@ -147,7 +147,7 @@ def record(**kw: Any) -> None:
                     progress=meter,
                 )
         checks = checked(store.load(info.id, (), skip_corrupted=True).trajectories)
-        first = first_positions(store.database, info.id)
+        first = first_positions(store, info.id)
     for line in (*checks.lines(), *hardly_accepted(first, pair.heads)):
         note(line)
     data = {"recording": info.id, "pair": info.pair_id, **info.to_json()}

@@ -1,47 +1,47 @@
-"""`traces`: what is recorded, looked at, counted, moved and removed."""
+"""`traces`: what is recorded, looked at, counted, compared, moved and removed."""
 
 from __future__ import annotations
 
-import sys
-from datetime import UTC
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from spectune.optimizer.commands.config import flag, option
-from spectune.optimizer.commands.database import moment_before
-from spectune.optimizer.commands.options import FILE, FiniteRange, Whole, together
+from spectune.optimizer.commands.options import FILE, MOMENT, FiniteRange, Whole, together
 from spectune.optimizer.commands.outputs import check_writable
-from spectune.optimizer.commands.printing import Group, as_json, emit, table
-from spectune.optimizer.commands.shared import open_store
+from spectune.optimizer.commands.printing import Group, as_json, emit, note, say, table
+from spectune.optimizer.commands.shared import open_store, typed
 
 if TYPE_CHECKING:
-    from spectune.traces.store.query import TraceFilter
+    from spectune.traces.store import TraceStore
 
 
 @click.group(cls=Group)
 def traces() -> None:
-    """Recordings: list, show, stats, query, export, import, prune."""
+    """Stored requests: list, show, stats, query, compare, export, import, prune."""
 
 
 SHARE = FiniteRange(0, 1)
 filter_options = together(
     option("--recording recordings", "Id, beginning of one, or latest; repeatable.", multiple=True),
+    option("--request", "Id of a request."),
     option("--pair-id pair", "Pair id."),
     option("--category categories", "Repeatable.", multiple=True),
-    option("--since", "Recorded at or after (UTC).", click.DateTime()),
-    option("--until", "Recorded before (UTC).", click.DateTime()),
-    option("--draft", "Draft whose acceptance is meant."),
+    option("--since", "Stored since so long ago (24h), or a moment (UTC).", MOMENT),
+    option("--until", "Stored before; as --since.", MOMENT),
+    option("--policy", "Id of a policy that decoded some of it."),
+    option("--draft", "A draft that looked around in it, whose acceptance is meant."),
     option("--min-acceptance", type=SHARE),
     option("--max-acceptance", type=SHARE),
 )
-
-
-def _filter(kw: dict[str, Any]) -> TraceFilter:
-    from spectune.traces.store.query import TraceFilter
-
-    moments = {k: kw[k] and kw[k].replace(tzinfo=UTC) for k in ("since", "until")}
-    return TraceFilter(**{**kw, **moments})
+limit_option = option("--limit", "The first N; `traces export` has all.", Whole(1), default=100)
+GROUPS = "draft, policy, category, day, recording, pair, source"
+OF_REQUEST = (
+    *("request_id", "category", "policy", "context", "rounds", "tau", "acceptance"),
+    *("draft_acceptance", "tokens_per_s"),
+)
+"""Columns of a request that a table shows."""
 
 
 @traces.command("list")
@@ -50,12 +50,12 @@ def traces_list(**kw: Any) -> None:
     """Recordings that hold a matching request, newest first.
 
     \b
-    Example:  cli.py traces list --category code
+    Example:  cli.py traces list --category code --since 7d
     """
-    from spectune.traces.store.query import list_recordings
+    from spectune.traces.store.query import TraceFilter, list_recordings
 
     with open_store(create=False) as store:
-        found = list_recordings(store.database, _filter(kw))
+        found = list_recordings(store, TraceFilter(**kw))
     rows = [info.to_json() for info in found]
     told = [{**row, "drafts": info.shown()} for row, info in zip(rows, found, strict=True)]
     size = ("n_requests", "n_output_tokens", "max_new_tokens", "drafts", "created_at")
@@ -65,176 +65,206 @@ def traces_list(**kw: Any) -> None:
 
 @traces.command("show")
 @click.argument("recording", default="latest")
-@option("--request request_id", "One request: its text's rounds.")
-def traces_show(recording: str, request_id: str | None) -> None:
-    """One recording: what was asked, and its requests; or the rounds of one request.
+@option("--request", "One request: its text and its rounds.")
+@limit_option
+def traces_show(recording: str, request: str | None, limit: int) -> None:
+    """One recording: what was asked, and its requests; or the text and the rounds of one request.
 
     \b
     Example:  cli.py traces show latest --request code-003
     """
-    from spectune.traces.errors import TraceError
-    from spectune.traces.store.query import RequestRow, TraceFilter, request_rows
+    from spectune.traces.store.export import plain
+    from spectune.traces.store.query import TraceFilter, requests
 
     with open_store(create=False) as store:
-        info = store.get_recording(recording)
-        if request_id is not None:
-            every = store.iterate(info.id, drafts=(), steps=True)
-            found = next((r for r in every if r.trajectory.request_id == request_id), None)
-            if found is None:
-                raise TraceError(
-                    f"recording {info.id} has no request {request_id!r} (see `traces query "
-                    f"--recording {info.id}`)"
-                )
-            steps = [s._asdict() for s in found.steps]
-            counts = ("start", "drafted", "verified", "accepted", "emitted", "draft_steps", "lag")
-            ids = found.trajectory.output_ids.tolist()
-            data = {"request": request_id, "output_ids": ids, "steps": steps}
-            emit(
-                data,
-                table(steps, (*counts, "draft_s", "verify_s", "round_s"), f"{request_id}: rounds"),
-            )
+        if request is not None:
+            _show_request(store, recording, request)
             return
-        rows = [
-            r.to_json() for r in request_rows(store.database, TraceFilter(recordings=(info.id,)))
-        ]
-    columns = tuple(c for c in RequestRow.columns() if c not in ("recording", "recorded_at"))
+        info = store.get_recording(recording)
+        only = TraceFilter(recordings=(info.id,))
+        rows = [plain(row) for row in _first(limit, requests(store, only, limit=limit + 1))]
     title = f"recording {info.id}: {info.state}; panoramas of {info.shown() or 'nothing'}"
-    emit({**info.to_json(), "requests": rows}, table(rows, columns, title))
+    emit({**info.to_json(), "requests": rows}, table(rows, OF_REQUEST, title))
+
+
+def _show_request(store: TraceStore, recording: str, request: str) -> None:
+    from spectune.optimizer.request_text import request_text
+    from spectune.traces.store.export import plain
+
+    data = request_text(store, recording, request)
+    data["rounds"] = [plain(row) for row in data["rounds"]]
+    if not as_json():
+        ids = f"not decoded: {data['undecoded']}\nids: {data['output_ids']}"
+        say(ids if data["text"] is None else f"{data['prompt']}\n---\n{data['text']}\n---")
+    counts = ("round", "policy_id", "draft", "start", "drafted", "verified", "accepted", "emitted")
+    emit(data, table(data["rounds"], (*counts, "draft_s", "verify_s", "round_s"), "rounds"))
 
 
 @traces.command("stats")
 @filter_options
-@option("--by", "Of draft, category, recording; comma-separated.", default="draft,category")
-@flag("--executed", "Over the rounds executed, not over every start of the panoramas.")
-def traces_stats(by: str, executed: bool, **kw: Any) -> None:
-    """Acceptance, overall and by position in the draft.
+@option("--by", f"Comma-separated: {GROUPS}; by default draft or policy, and category or day.")
+@flag("--executed", "Acceptance over the rounds executed, not over every start of the panoramas.")
+@flag("--speed", "Tokens/s and tau of the rounds executed; --by policy says it too.")
+def traces_stats(by: str | None, executed: bool, speed: bool, **kw: Any) -> None:
+    """Acceptance by position in the draft, or tokens/s and tau.
 
     marginal: share of the chains drafted as far that are kept up to a position; conditional: of
     those that are kept up to the one before.
 
     \b
     Example:  cli.py traces stats --by draft,category
+              cli.py traces stats --by policy,day --since 7d
     """
-    from spectune.traces.store.query import GROUPS, acceptance_stats, executed_stats
+    from spectune.traces.store import query
 
-    known = {str(group): group for group in GROUPS}  # looked up, a text is a GroupBy to mypy
-    names = [name.strip() for name in by.split(",")]
-    for name in names:
-        if name not in known:
-            raise click.BadParameter(
-                f"{name!r}: one of {', '.join(GROUPS)} is expected", param_hint="--by"
-            )
-    groups = [known[name] for name in names]
+    usual = "policy,day" if speed else "policy,category" if executed else "draft,category"
+    names = [name.strip() for name in (by or usual).split(",")]
+    only = query.TraceFilter(**kw)
     with open_store(create=False) as store:
-        call = executed_stats if executed else acceptance_stats
-        rows = [s.to_json() for s in call(store.database, _filter(kw), groups)]
-    for row in rows:
-        row["by_position"] = " ".join(f"{x:.2f}" for x in row["marginal"][:10])
-    columns = (*groups, "requests", "acceptance", "mean_accepted_length", "by_position")
-    emit({"stats": rows}, table(rows, columns, "acceptance"))
+        if speed or ("policy" in names and not executed):
+            keys = [query.GROUPS.get(name, name) for name in names]
+            columns = (*keys, "policy", "requests", "seconds", "tokens_per_s", "tau", "acceptance")
+            shown = [c for c in columns if c != "policy" or "policy" in names]
+            _emit_rows("stats", query.speed(store, only, names), shown)
+            return
+        rows = query.acceptance(store, only, names, executed=executed)
+    told = [
+        {**row, "by_position": " ".join(f"{x:.2f}" for x in row["marginal"][:10])} for row in rows
+    ]
+    keys = [name for name in rows[0] if name in query.GROUPS] if rows else []
+    columns = (*keys, "requests", "mean_accepted_length", "by_position")
+    emit(
+        {"stats": rows}, table(told, columns, "acceptance") if rows else "nothing of that is stored"
+    )
 
 
 @traces.command("query")
 @filter_options
-@option("--format kind", type=click.Choice(["table", "json", "csv"]), default="table")
-def traces_query(kind: str, **kw: Any) -> None:
-    """One row per request and draft.
+@option("--sort", "A column; - before it: largest first (`--sort=-seconds`).")
+@limit_option
+def traces_query(sort: str | None, limit: int, **kw: Any) -> None:
+    """A row per request and policy that decoded it.
 
     \b
-    Example:  cli.py traces query --draft small --max-acceptance 0.5 --format csv
+    Example:  cli.py traces query --sort tokens_per_s --limit 20 --since 24h
+              cli.py traces query --draft small --max-acceptance 0.5 --json
     """
-    from spectune.traces.store.export import write_rows
-    from spectune.traces.store.query import RequestRow, request_rows
+    from spectune.traces.store.query import TraceFilter, requests
 
     with open_store(create=False) as store:
-        found = list(request_rows(store.database, _filter(kw)))
-    if kind in ("json", "csv") and not as_json():
-        write_rows(found, sys.stdout, "json" if kind == "json" else "csv")
-        return
-    rows = [r.to_json() for r in found]
-    columns = tuple(c for c in RequestRow.columns() if c != "recorded_at")
-    emit({"requests": rows}, table(rows, columns))
+        found = requests(store, TraceFilter(**kw), sort=sort, limit=limit + 1)
+    _emit_rows("requests", _first(limit, found), ("recording_id", *OF_REQUEST))
+
+
+@traces.command("compare")
+@click.argument("left")
+@click.argument("right")
+@filter_options
+def traces_compare(left: str, right: str, **kw: Any) -> None:
+    """Two recordings, runs or policies (an id, a file, inline JSON) on the requests that both
+    decoded: how many times as fast the first is, with its 95% interval.
+
+    \b
+    Example:  cli.py traces compare 3f1c0a9be2d4 autoregressive --since 24h
+    """
+    from spectune.optimizer.inputs import named_policy
+    from spectune.traces.store.compare import compare
+    from spectune.traces.store.query import TraceFilter
+
+    with open_store(create=False) as store:
+        one, other = (n if (p := named_policy(n)) is None else p.id for n in (left, right))
+        found = compare(store, one, other, TraceFilter(**kw))
+    between = "" if found["interval"] is None else "{:.2f} to {:.2f}, ".format(*found["interval"])
+    said = f"{left}: {found['ratio']:.2f} times as fast ({between}{found['requests']} requests)"
+    emit(found, table(found["rows"], title=said))
 
 
 @traces.command("export")
 @click.argument("path", type=FILE)
-@flag(
-    "--whole",
-    "To .parquet: one recording's texts and panoramas, for `simulate --recording FILE`.",
+@option(
+    "--rows kind",
+    "A row per request, per executed round, or per position of every draft's proposals.",
+    click.Choice(["requests", "rounds", "positions"]),
+    default="requests",
 )
+@flag("--whole", "To .parquet: recordings with all that replay needs, for `traces import`.")
 @filter_options
-def traces_export(path: str, whole: bool, **kw: Any) -> None:
-    """Rows to .json, .csv or .parquet; whole recordings, to be imported elsewhere, to .db.
+def traces_export(path: str, kind: str, whole: bool, **kw: Any) -> None:
+    """Rows to .json, .csv or .parquet; whole recordings, to be imported elsewhere.
 
     \b
-    Example:  cli.py traces export rows.parquet --category code
-              cli.py traces export recording.db --recording latest
+    Example:  cli.py traces export rounds.parquet --rows rounds --since 24h
               cli.py traces export recording.parquet --whole --recording latest
     """
-    from spectune.traces.store.export import export_rows
-    from spectune.traces.store.query import list_recordings, request_rows
-    from spectune.traces.store.transfer import export_recordings
+    from spectune.traces.store import query
+    from spectune.traces.store.export import export_recordings, export_rows
 
     check_writable(("export to", path))
+    only = query.TraceFilter(**kw)
     data: dict[str, Any] = {"path": path}
     with open_store(create=False) as store:
-        if path.endswith(".db"):
-            names = [r.id for r in list_recordings(store.database, _filter(kw))]
-            moved = export_recordings(store.database, names, path)
-            data |= {"recordings": list(moved.added), "chunks": moved.chunks}
-        elif whole:
-            from spectune.traces.store.parquet import write_recording
-
-            names = [r.id for r in list_recordings(store.database, _filter(kw))]
-            if len(names) != 1 or not path.endswith(".parquet"):
-                raise click.UsageError(
-                    "--whole writes one recording to a .parquet file; name it by --recording"
-                )
-            data |= {"recordings": names, "chunks": write_recording(store, names[0], path)}
+        if whole:
+            if not path.endswith(".parquet"):
+                raise click.UsageError(f"--whole writes Parquet: end {path} with .parquet")
+            data["recordings"] = [info.id for info in query.list_recordings(store, only)]
+            data["rows"] = export_recordings(store, data["recordings"], path)
         else:
-            data["rows"] = export_rows(request_rows(store.database, _filter(kw)), path)
+            data["rows"] = export_rows(getattr(query, kind)(store, only), path)
     emit(data, ", ".join(f"{k} {v}" for k, v in data.items()))
 
 
 @traces.command("import")
 @click.argument("path", type=FILE)
 def traces_import(path: str) -> None:
-    """Add the recordings of an exported .db file; what is here already stays as it is.
+    """Add the recordings that `traces export --whole` wrote; what is here already stays as it is.
 
     \b
-    Example:  cli.py traces import recording.db
+    Example:  cli.py traces import recording.parquet
     """
-    from spectune.traces.store.transfer import import_recordings
+    from spectune.traces.store.export import import_recordings
 
     with open_store() as store:
-        moved = import_recordings(store.database, path)
-    added, present = (", ".join(names) or "nothing" for names in (moved.added, moved.present))
-    emit(
-        {"added": list(moved.added), "present": list(moved.present), "chunks": moved.chunks},
-        f"added {added}; already here: {present}",
-    )
+        added, present = import_recordings(store, path)
+    said = [", ".join(names) or "nothing" for names in (added, present)]
+    emit({"added": added, "present": present}, f"added {said[0]}; already here: {said[1]}")
 
 
 @traces.command("prune")
-@option("--recording recordings", "Remove this one; repeatable.", multiple=True)
-@option("--older-than", "Remove recordings older than, e.g., 30d.")
+@option("--recording named", "Remove this one; repeatable.", multiple=True)
+@option("--older-than before", "Whose last request was stored longer ago than, e.g., 30d.", MOMENT)
 @option("--keep-last", "Keep the newest N.", Whole(0))
-@flag("--force", "Remove even what a publication's evidence refers to.")
+@flag("--force", "Remove even what a publication's evidence names.")
 @flag("--dry-run", "Only say what would be removed.")
-def traces_prune(older_than: str | None, **kw: Any) -> None:
+def traces_prune(named: tuple[str, ...], **kw: Any) -> None:
     """Remove old recordings; those that a publication rests on are spared.
 
     \b
     Example:  cli.py traces prune --older-than 30d --dry-run
     """
-    from spectune.traces.store.prune import prune
+    from spectune.traces.store.inventory import prune
 
     with open_store(create=False) as store:
-        before = moment_before(store, older_than)
-        report = prune(store.database, before=before, **kw)
-        if not report.dry_run:
+        ids = [store.resolve_recording(name) for name in named]
+        found = prune(store, ["recordings"], named=ids, **kw)["recordings"]
+        if not kw["dry_run"]:
             store.database.vacuum()
-    verb = "would remove" if report.dry_run else "removed"
-    names = ", ".join(p.recording for p in report.removed) or "nothing"
-    kept = f"; spared as evidence: {', '.join(report.kept)}" if report.kept else ""
-    emit(report.to_json(), f"{verb} {names} ({report.size_bytes} bytes){kept}")
+    verb = "would remove" if kw["dry_run"] else "removed"
+    spared = f"; spared: {', '.join(found['spared'])}" if found["spared"] else ""
+    emit(
+        {**found, "dry_run": kw["dry_run"]},
+        f"{verb} {', '.join(found['removed']) or 'nothing'}{spared}",
+    )
+
+
+def _first(limit: int, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first rows of one more; that there are others is said where nobody asked for so many."""
+    if len(rows) > limit and not typed("limit"):
+        note(f"the first {limit}; --limit says how many, and `traces export rows.csv` writes all")
+    return rows[:limit]
+
+
+def _emit_rows(key: str, rows: list[dict[str, Any]], columns: Sequence[str]) -> None:
+    from spectune.traces.store.export import plain
+
+    told = [plain(row) for row in rows]
+    emit({key: told}, table(told, columns, key) if told else "nothing of that is stored")

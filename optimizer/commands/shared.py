@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -137,6 +138,18 @@ def open_store(*, create: bool = True) -> Iterator[TraceStore]:
 
     with open_database(database_url(), create=create) as database:
         yield TraceStore(database)
+
+
+def recorded(store: TraceStore, recording: str, since: datetime | None) -> str:
+    """The id of a recording; with ``since`` that of a new one, a sample of what its pair decoded
+    since then."""
+    from spectune.optimizer.traffic import gather
+
+    name = store.resolve_recording(recording)
+    if since is None:
+        return name
+    window, key = store.clock() - since, f"since {since.isoformat()}"
+    return gather(store, store.get_recording(name).pair_id, window, key=key, tell=note)
 
 
 def on_pair_of(store: TraceStore, pair_id: str) -> None:

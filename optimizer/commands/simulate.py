@@ -10,7 +10,7 @@ import click
 from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import flag, option
 from spectune.optimizer.commands.on_engine import NATIVE, deployment_on
-from spectune.optimizer.commands.options import Whole
+from spectune.optimizer.commands.options import MOMENT, Whole
 from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored, write_rounds
 from spectune.optimizer.commands.printing import Command, Meter, emit, note
 from spectune.optimizer.commands.run import rounds_of
@@ -43,7 +43,12 @@ UNDER_LOAD: Final = (
 
 @click.command(cls=Command)
 @option("--policy policy_name", "FILE, inline JSON, ID, active, or autoregressive.", required=True)
-@option("--recording", "Id, or FILE.parquet that `traces export --whole` wrote.", default="latest")
+@option("--recording", "Id of a recording, or the beginning of one.", default="latest")
+@option(
+    "--since",
+    "All that the recording's pair and engine decoded since so long ago (24h), or a moment (UTC).",
+    MOMENT,
+)
 @load_options
 @option(
     "--profile profile_id", "Profile id; default: the latest of the recording's pair and device."
@@ -63,6 +68,7 @@ def simulate(**kw: Any) -> None:
 
     \b
     Example:  cli.py simulate --policy '{"draft": "small", "window": {"kind": "fixed", "gamma": 4}}'
+              cli.py simulate --policy active --since 24h
               cli.py simulate --policy active --workers tcp://scheduler:8786
               cli.py simulate --policy active --engine vllm --arrivals poisson:2,8 --tpot 40ms
     """
@@ -72,10 +78,6 @@ def simulate(**kw: Any) -> None:
         check_no_load("ttft", "tpot")
     check_writable(("--per-round", kw["per_round"]))
     with open_store(create=False) as store:
-        if kw["recording"].endswith(".parquet"):
-            from spectune.traces.store.parquet import RecordingFile
-
-            store = RecordingFile(store.database, path=kw["recording"])
         info = recording_on(store, kw["recording"], kw["engine"])
         device = kw["device"] or str(info.options.get("device", "cpu"))
         on_pair_of(store, info.pair_id)
@@ -100,7 +102,7 @@ def simulate(**kw: Any) -> None:
         replayed, skipped, approximate = _replayed(store, info, policy, found, kw)
         for chunk in skipped:
             note(f"left out: request {chunk.ordinal} of {chunk.recording}: {chunk.problem}")
-        if kw["limit"] is None:
+        if kw["limit"] is None and kw["since"] is None:
             say_unseen(info, len(replayed.names) + len(skipped))
         if info.engine != NATIVE:
             seconds = "not known" if found is None else "the native decoder's"
@@ -141,11 +143,13 @@ def _replayed(
 ) -> Simulated:
     """In this process, or by the workers that are asked for."""
     asked = {key: kw[key] for key in ("limit", "skip_corrupted")}
+    if kw["workers"] is not None and kw["since"] is not None:
+        raise click.UsageError("--workers read one recording: leave --since or --workers out")
     asked["per_round"] = kw["per_round"] is not None
     if kw["workers"] is None:
         from spectune.optimizer.simulate.trace import simulate
 
-        return simulate(store, info.id, policy, profile, **asked)
+        return simulate(store, info.id, policy, profile, since=kw["since"], tell=note, **asked)
     from spectune.optimizer.simulate.distributed import connected, simulate_on
 
     with connected(kw["workers"]) as client, Meter() as meter:

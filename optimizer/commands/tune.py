@@ -11,6 +11,7 @@ import click
 from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import flag, is_given, option
 from spectune.optimizer.commands.options import (
+    MOMENT,
     SEED,
     checked,
     decode_options,
@@ -78,6 +79,11 @@ def _budget(text: str) -> str:
 @flag("--quick", "About two minutes: chains only, fewer requests and trials, a shorter race.")
 @option("--search-seed", type=SEED, default=0)
 @option("--recording recording_id", "Tune on this recording instead of decoding a workload.")
+@option(
+    "--since",
+    "Tune on a sample of what the pair decoded since so long ago (24h), or a moment (UTC).",
+    MOMENT,
+)
 @load_options
 @option(
     "--objective",
@@ -118,8 +124,11 @@ def tune(**kw: Any) -> None:
         tune_under_load(kw)
         return
     check_no_load("ttft", "tpot", "objective")
-    if kw["recording_id"] is not None:
-        nothing_decoded("--recording")
+    recorded = kw["recording_id"] is not None or kw["since"] is not None
+    if recorded:
+        nothing_decoded("--recording" if kw["recording_id"] else "--since")
+    if kw["recording_id"] and kw["since"]:
+        raise click.UsageError("give either --recording or --since, not both")
     from spectune.optimizer.schedule import parse_duration
 
     if kw["report_path"] != "none":
@@ -128,10 +137,11 @@ def tune(**kw: Any) -> None:
     budget_s, publish = float(parse_duration(kw["budget"])), not kw["no_publish"]
     with open_store() as store:
         spec = pair_spec(kw, store, kw["recording_id"])
-        workload = None if kw["recording_id"] else workload_of(kw, spec)
+        workload = None if recorded else workload_of(kw, spec)
         from spectune.optimizer.confirm import said_of
         from spectune.optimizer.inputs import recording_of
         from spectune.optimizer.parts import recorded_parts
+        from spectune.optimizer.traffic import gather
 
         if workload is not None:  # told again of what is left once the pair is loaded
             said_of([r.category for r in workload.requests], publish=publish)
@@ -140,7 +150,11 @@ def tune(**kw: Any) -> None:
         if workload is not None:
             workload = fit_to(pair, workload, options, kw["overlong"])
         else:
-            info = recording_of(store, kw["recording_id"], spec)
+            name = kw["recording_id"]
+            if kw["since"] is not None:
+                key = f"tune since {kw['since'].isoformat()}"
+                name = gather(store, spec.id, store.clock() - kw["since"], key=key, tell=note)
+            info = recording_of(store, name, spec)
             requests = store.load(info.id, (), skip_corrupted=True).requests
             parts = recorded_parts(store, info.id, [r.ordinal for r in requests])
             said_of([r.trajectory.category for r in requests], publish=publish, parts=parts)
@@ -230,8 +244,8 @@ def _be_quick(kw: dict[str, Any]) -> str:
         else "; draft trees are not tried: what they could reach at best is told below"
     )
     on = (
-        "the recording"
-        if kw["recording_id"]
+        "what is recorded"
+        if kw["recording_id"] or kw["since"]
         else f"at most {kw['limit']} requests of at most {kw['max_new_tokens']} tokens"
     )
     return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,6 +24,7 @@ from spectune.optimizer.report.charts import (
     table,
 )
 from spectune.optimizer.report.words import (
+    EVIDENCE,
     LATENCIES,
     Json,
     finding,
@@ -34,8 +36,7 @@ from spectune.optimizer.report.words import (
     verdict_in_words,
 )
 from spectune.traces.store import TraceStore
-from spectune.traces.store.kinds import EVIDENCE
-from spectune.traces.store.query import TraceFilter, acceptance_stats
+from spectune.traces.store.query import TraceFilter, acceptance
 from spectune.traces.tables import Study
 
 ROUNDS_DRAWN: Final = 24
@@ -72,15 +73,12 @@ def report_on(store: TraceStore, name: str) -> TuningReport:
     """Reads a study by id, the beginning of one, or ``latest``. Raises NotFoundError, or
     CorruptedChunkError where it is damaged."""
     study = store.get_study(name)
-    acceptance: dict[str, Sequence[float]] = {}
+    marginals: dict[str, Sequence[float]] = {}
     if study.recording_id is not None:
-        wanted = TraceFilter(recordings=(study.recording_id,))
-        try:
-            found = acceptance_stats(store.database, wanted, ("draft",))
-        except NotFoundError:  # the recording was pruned
-            found = ()
-        acceptance = {dict(stats.group)["draft"]: stats.survival.marginal for stats in found}
-    return TuningReport(study, _evidence(store, study), acceptance)
+        with suppress(NotFoundError):  # the recording was pruned
+            found = acceptance(store, TraceFilter(recordings=(study.recording_id,)))
+            marginals = {row["draft"]: row["marginal"] for row in found}
+    return TuningReport(study, _evidence(store, study), marginals)
 
 
 def _evidence(store: TraceStore, study: Study) -> Json:

@@ -17,6 +17,8 @@ LATENCIES = {
     "time_per_output_token_s": "time per output token",
 }
 """What a user waits for, in words."""
+EVIDENCE: Final = "tuning"
+"""The kind of artifact that keeps what a tuning's page draws (:mod:`optimizer.report.evidence`)."""
 STOPS = {
     "max_prob": "its next token is unsure",
     "joint_prob": "the draft as a whole is unsure",

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from spectune.db.database import Database, open_database
+from spectune.db.database import open_database
 from spectune.db.errors import DatabaseError
-from spectune.db.urls import parse_url
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.simulate.chain_tables import Index
 from spectune.optimizer.simulate.replay import run_replay
@@ -48,7 +47,6 @@ from spectune.runtime.policies.document import (
 from spectune.traces.errors import PolicyError, SpectuneError
 from spectune.traces.recording import Skipped
 from spectune.traces.store import TraceStore
-from spectune.traces.store.parquet import RecordingFile
 from spectune.traces.tables import LatencyProfile, Recording
 
 if TYPE_CHECKING:
@@ -133,15 +131,9 @@ class StoredShard:
     ordinals: Collection[int]
     policies: tuple[Policy, ...]
     skip_corrupted: bool = False
-    path: str | None = None
-    """The Parquet file that has the recording; without one the database has it."""
 
     @contextmanager
     def _store(self) -> Iterator[TraceStore]:
-        if self.path is not None:
-            with Database(parse_url(self.url)) as unused:  # but for what was fitted
-                yield RecordingFile(unused, path=self.path)
-            return
         try:
             database = open_database(self.url, create=False)
         except DatabaseError as error:
@@ -360,7 +352,6 @@ def stored_shards(
     parts = [part for part in np.array_split(np.array(chosen), count) if len(part)]
     if not parts:
         raise NoRequestsError(f"recording {info.id} has no usable request")
-    path = str(Path(store.path).resolve()) if isinstance(store, RecordingFile) else None
     address = url.render_as_string(hide_password=False)
-    whole = StoredShard(address, info.id, (), tuple(policies), skip_corrupted, path)
+    whole = StoredShard(address, info.id, (), tuple(policies), skip_corrupted)
     return [replace(whole, ordinals=tuple(part.tolist())) for part in parts]

@@ -3,11 +3,12 @@ put together."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from datetime import datetime
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import Ranks, how_to_rank, stored_ranks
+from spectune.optimizer.traffic import traffic_since
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import GAMMA_LIMIT, FullShortlist, Policy
 from spectune.runtime.policies.rules import compile_shortlist
@@ -50,9 +52,13 @@ def open_trace(
     drafts: Iterable[str] = (),
     ranks: Mapping[tuple[str, str], Ranks] | None = None,
     ordinals: Collection[int] | None = None,
+    since: datetime | None = None,
     skip_corrupted: bool = False,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Opened:
-    """What ``policies`` are replayed from, and the panoramas of ``drafts`` beside.
+    """What ``policies`` are replayed from, and the panoramas of ``drafts`` beside. With ``since``
+    that is of all that the recording's pair and engine decoded since then, and ``tell`` is called
+    with what of it was taken.
 
     ``ranks`` of shortlists are added to those that are stored for the policies; ``ordinals``: of
     these requests alone. With ``skip_corrupted`` the trace has the requests of which nothing is
@@ -72,15 +78,25 @@ def open_trace(
         if policy.draft != "ngram" or not served:
             _check_recorded(store, policy, info)
         wanted.add(policy.draft)
+        if since is not None and policy.shortlisted:
+            raise PolicyError(
+                "shortlist: ranks are of one recording; name it by --recording instead of --since"
+            )
         if (ranked := ranks_of(store, info.id, policy)) is not None:
             found[policy.draft, ranked.fitted] = ranked
     looked_up = served and "ngram" in wanted
     if looked_up:  # by the engine's rule, which needs no panorama
         wanted.remove("ngram")
-    loaded = store.load(info.id, sorted(wanted), ordinals=ordinals, skip_corrupted=skip_corrupted)
+    how: dict[str, Any] = {"skip_corrupted": skip_corrupted}
+    if since is None:
+        loaded = store.load(info.id, sorted(wanted), ordinals=ordinals, **how)
+    else:
+        loaded = traffic_since(store, info, since, sorted(wanted), tell=tell, **how)
     whole = loaded
-    if skip_corrupted or info.source == "serve":
+    if skip_corrupted or since is not None or info.source == "serve":
         whole = whole.having(wanted)
+    if since is not None and (left := len(loaded.requests) - len(whole.requests)):
+        tell(f"left out: {left} of {len(loaded.requests)} requests, which lack panoramas")
     if not whole.requests:
         raise NoRequestsError(f"recording {info.id} has no usable request")
     if served:
@@ -159,13 +175,16 @@ def simulate(
     profile: LatencyProfile | None,
     *,
     limit: int | None = None,
+    since: datetime | None = None,
     per_round: bool = False,
     skip_corrupted: bool = False,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Simulated:
-    """Replays a recording, or its first ``limit`` requests, under any policy. Raises as
-    :func:`open_trace` does, and PolicyError for a router's shortlist that was not ranked over the
-    recording."""
-    trace, info, skipped, _ = open_trace(store, recording, [policy], skip_corrupted=skip_corrupted)
+    """Replays a recording, or what :func:`open_trace` takes ``since`` a moment, or the first
+    ``limit`` requests, under any policy. Raises as it does, and PolicyError for a router's
+    shortlist that was not ranked over the recording."""
+    how: dict[str, Any] = {"since": since, "skip_corrupted": skip_corrupted, "tell": tell}
+    trace, info, skipped, _ = open_trace(store, recording, [policy], **how)
     if limit:
         trace = trace.select(range(min(limit, len(trace.trajectories))))
     check_ranked(store, info, policy)

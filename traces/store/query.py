@@ -1,303 +1,307 @@
-"""Questions about recordings: which there are, what their requests were like, how far drafts
-survived.
+"""Questions about stored traces, which ``cli.py traces`` prints (docs/traces.md).
 
-These are the public calls behind ``cli.py traces list|show|stats|query|export``. All but what is
-said of executed rounds is answered from summary columns.
+An answer is rows, dictionaries by column, which pandas and Polars take as they are. All but rounds
+is answered from plain columns (:mod:`traces.views`); no blob is unpacked.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
-from datetime import datetime
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from itertools import zip_longest
+from typing import Any, Final
 
-from sqlalchemy import ColumnElement, and_, func, select
-from sqlalchemy.orm import Session, undefer
+from sqlalchemy import ColumnElement, FromClause, func, select, tuple_
 
-from spectune.db import CorruptedChunkError, Database
-from spectune.traces.acceptance import FirstPosition, Survival, step_survival
+from spectune.db import CorruptedChunkError
+from spectune.traces.acceptance import FirstPosition, Survival
 from spectune.traces.blobs import Damaged
-from spectune.traces.store.recordings import counted
-from spectune.traces.store.rows import equal, newest, resolve_all
+from spectune.traces.errors import TraceError
+from spectune.traces.store import TraceStore
 from spectune.traces.tables import Panorama, Recording, Trajectory
+from spectune.traces.views import ACCEPTANCE, IN_FORCE, REQUESTS
 
-GroupBy = Literal["draft", "category", "recording"]
-GROUPS: tuple[GroupBy, ...] = ("draft", "category", "recording")
+Row = dict[str, Any]
+GROUPS: Final = {
+    "draft": "draft",
+    "policy": "policy_id",
+    "category": "category",
+    "day": "day",
+    "recording": "recording_id",
+    "pair": "pair_id",
+    "source": "source",
+}
+"""What answers are grouped by, and the column of each. Panoramas are of no policy."""
+SUMS: Final = ("rounds", "drafted", "accepted", "emitted", "seconds")
+"""Columns of the rounds that a policy decoded a request by."""
 
 
 @dataclass(frozen=True)
 class TraceFilter:
     """Which requests are meant; every field narrows, absent ones do not.
 
-    ``recordings`` are ids or beginnings of ids or ``latest``; ``pair`` an id or the beginning of
-    one; ``since`` (inclusive) and ``until`` (exclusive) bound the moment a request was recorded.
-    ``min_acceptance`` and ``max_acceptance`` (inclusive) bound the acceptance of the request's
-    drafts, or of ``draft`` if it is given.
+    ``recordings``, ``pair`` and ``policy`` are ids or beginnings of one (a recording also
+    ``latest``), ``request`` is a request's own. ``since`` (inclusive) and ``until`` (exclusive)
+    bound the moment at which a request was stored; a timedelta is so long ago. ``draft`` must have
+    a panorama of the request; ``min_acceptance`` and ``max_acceptance`` (inclusive) bound its
+    acceptance there, or without ``draft`` the mean of all drafts'.
     """
 
     recordings: tuple[str, ...] = ()
+    request: str | None = None
     pair: str | None = None
     categories: tuple[str, ...] = ()
-    since: datetime | None = None
-    until: datetime | None = None
+    since: datetime | timedelta | None = None
+    until: datetime | timedelta | None = None
     draft: str | None = None
+    policy: str | None = None
     min_acceptance: float | None = None
     max_acceptance: float | None = None
     source: str | None = None
 
 
-EVERYTHING = TraceFilter()
+EVERYTHING: Final = TraceFilter()
 
 
-@dataclass(frozen=True)
-class RequestRow:
-    """One request and draft (or one request, ``draft`` None, if it has no panorama).
+def list_recordings(store: TraceStore, only: TraceFilter = EVERYTHING) -> tuple[Recording, ...]:
+    """Recordings that hold a matching request (or, without conditions on requests, match
+    themselves), newest first."""
+    named = {store.resolve_recording(name) for name in only.recordings}
+    found = [
+        info
+        for info in store.list_recordings()
+        if (info.id in named or not named)
+        and info.pair_id.startswith(only.pair or "")
+        and only.source in (None, info.source)
+    ]
+    if replace(only, recordings=(), pair=None, source=None) == EVERYTHING:
+        return tuple(found)
+    query = select(REQUESTS.c.recording_id).where(*conditions_of(store, REQUESTS, only)).distinct()
+    with store.database.read() as session:
+        held = set(session.scalars(query))
+    return tuple(info for info in found if info.id in held)
 
-    ``acceptance``: mean chance that a proposal of the draft is kept, over the positions of the
-    text; ``tau``: mean accepted length of drafting up to gamma_max from every start. ``rounds`` to
-    ``seconds`` are of the rounds it was decoded by, 0 if none were stored.
+
+def requests(
+    store: TraceStore,
+    only: TraceFilter = EVERYTHING,
+    *,
+    sort: str | None = None,
+    limit: int | None = None,
+) -> list[Row]:
+    """A row per request and policy that decoded some of it, by recording and ordinal or by the
+    column ``sort`` (``-`` before it: largest first), the first ``limit`` of them.
+
+    ``rounds`` to ``acceptance`` are of the executed rounds, None where none were stored;
+    ``draft_acceptance``: the mean chance that a proposal of ``only.draft`` is kept, over every
+    position of the text, or the mean of all drafts'. Raises TraceError for an unknown column.
     """
-
-    recording: str
-    ordinal: int
-    request_id: str
-    category: str
-    recorded_at: datetime
-    finish: str
-    n_prompt: int
-    n_output: int
-    draft: str | None
-    gamma_max: int | None
-    acceptance: float | None
-    tau: float | None
-    rounds: int
-    drafted: int
-    accepted: int
-    seconds: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Column to value, the moment in ISO 8601."""
-        return {**asdict(self), "recorded_at": self.recorded_at.isoformat()}
-
-    @classmethod
-    def columns(cls) -> tuple[str, ...]:
-        return tuple(f.name for f in fields(cls))
+    c = REQUESTS.c
+    columns = [*c, (c.n_prompt + c.n_output).label("context")]
+    columns.append(_draft_acceptance(REQUESTS, only).label("draft_acceptance"))
+    order = [c.recording_id, c.ordinal, c.policy_id]
+    if sort is not None:
+        by = {column.name: column for column in columns}.get(sort.removeprefix("-"))
+        if by is None:
+            names = ", ".join(column.name for column in columns)
+            raise TraceError(f"no column {sort!r} to sort by; there are: {names}")
+        first = by.desc() if sort.startswith("-") else by.asc()
+        order.insert(0, first.nulls_last())
+    query = select(*columns).where(*conditions_of(store, REQUESTS, only)).order_by(*order)
+    with store.database.read() as session:
+        return [dict(row) for row in session.execute(query.limit(limit)).mappings()]
 
 
-@dataclass(frozen=True)
-class AcceptanceStats:
-    """Acceptance of one group: over every start of its panoramas, or over executed rounds."""
-
-    group: tuple[tuple[str, str], ...]
-    requests: int
-    acceptance: float
-    survival: Survival
-
-    def to_json(self) -> dict[str, Any]:
-        """The group's columns, then the figures; ``marginal``, ``conditional`` and ``histogram``
-        are lists over positions."""
-        return {
-            **dict(self.group),
-            "requests": self.requests,
-            "acceptance": self.acceptance,
-            **self.survival.to_json(),
-        }
-
-
-def list_recordings(database: Database, only: TraceFilter = EVERYTHING) -> tuple[Recording, ...]:
-    """Recordings that hold a matching request (or, without request conditions, match themselves),
-    newest first."""
-    with database.read() as session:
-        query = newest(Recording).where(*_recording_conditions(session, only))
-        narrowed = _request_conditions(only)
-        if narrowed:
-            matching = select(Trajectory).where(Trajectory.recording_id == Recording.id)
-            query = query.where(matching.where(*narrowed).exists())
-        return counted(session, session.scalars(query).all())
+def speed(
+    store: TraceStore, only: TraceFilter = EVERYTHING, by: Sequence[str] = ("policy", "day")
+) -> list[Row]:
+    """Tokens/s and tau of the executed rounds, a row per group (:data:`GROUPS` but ``draft``)."""
+    c = REQUESTS.c
+    keys = [c[name] for name in _columns_of(by, REQUESTS)]
+    label = [func.min(c.policy).label("policy")] if "policy" in by else []
+    sums = [func.sum(c[name]).label(name) for name in SUMS]
+    query = (
+        select(*keys, *label, func.count().label("requests"), *sums)
+        .where(*conditions_of(store, REQUESTS, only), c.rounds > 0)
+        .group_by(*keys)
+        .order_by(*keys)
+    )
+    with store.database.read() as session:
+        found = session.execute(query).mappings().all()
+    return [{**row, **rates(*(row[name] for name in SUMS))} for row in found]
 
 
-def request_rows(database: Database, only: TraceFilter = EVERYTHING) -> Iterator[RequestRow]:
-    """The matching requests, one row per draft, by recording, ordinal and draft; lazily, within one
-    read transaction."""
-    t, p, narrowed = Trajectory, Panorama, _panorama_conditions(only)
-    with database.read() as session:
-        query = (
-            select(
-                t.recording_id,
-                t.ordinal,
-                t.request_id,
-                t.category,
-                t.created_at,
-                t.finish,
-                t.n_prompt,
-                t.n_output,
-                p.draft,
-                p.gamma_max,
-                p.acceptance,
-                t.rounds,
-                t.drafted,
-                t.accepted,
-                t.seconds,
-                p.n,
-                p.survived,
-            )
-            .join(Recording, Recording.id == t.recording_id)
-            .join(p, and_(_of_request(), *narrowed), isouter=not narrowed)
-            .where(*_recording_conditions(session, only), *_request_conditions(only))
-            .order_by(t.recording_id, t.ordinal, p.draft)
-        )
-        for *of_request, rounds, drafted, accepted, seconds, starts, survived in session.execute(
-            query.execution_options(yield_per=500)
-        ):
-            sums = None if starts is None else Survival(starts, (), tuple(survived))
-            tau = None if sums is None else sums.mean_accepted_length
-            values: list[Any] = [*of_request, tau, rounds, drafted, accepted, seconds]
-            yield RequestRow(*values)
+def acceptance(
+    store: TraceStore,
+    only: TraceFilter = EVERYTHING,
+    by: Sequence[str] = (),
+    *,
+    executed: bool = False,
+) -> list[Row]:
+    """Acceptance by position, a row per group (:data:`GROUPS`) and draft: over every start of the
+    panoramas. Or if ``executed`` a row per group and policy: over the rounds executed.
 
-
-def acceptance_stats(
-    database: Database, only: TraceFilter = EVERYTHING, by: Sequence[GroupBy] = ("draft",)
-) -> tuple[AcceptanceStats, ...]:
-    """Acceptance by position, from every start of the panoramas of the matching requests, grouped
-    and sorted by ``by``.
-
-    Without ``draft`` in ``by`` drafts are pooled. Mean accepted length = 1 + sum of the marginals,
-    exactly.
+    ``marginal``: the share of starts whose proposals 0..j are all kept (of rounds: of those that
+    drafted as far); ``conditional``: the share kept at j of those that kept all before;
+    ``histogram``: starts by the length of what they kept. ``mean_accepted_length`` is 1 + the sum
+    of the marginals of panoramas, tau of rounds.
     """
-    t, p = Trajectory, Panorama
-    of: dict[GroupBy, Any] = {"draft": p.draft, "category": t.category, "recording": t.recording_id}
-    with database.read() as session:
-        query = (
-            select(
-                *(of[g] for g in by),
-                t.recording_id,
-                t.ordinal,
-                p.acceptance * p.n,
-                p.n,
-                p.at_risk,
-                p.survived,
-            )
-            .join(t, _of_request())
-            .join(Recording, Recording.id == t.recording_id)
-            .where(*_recording_conditions(session, only), *_request_conditions(only))
-            .where(*_panorama_conditions(only))
-        )
-        found = (
-            (tuple(key), (recording, ordinal), kept, n, Survival(n, tuple(risk), tuple(survived)))
-            for *key, recording, ordinal, kept, n, risk, survived in session.execute(query)
-        )
-        return _grouped(by, found)
+    by = tuple(dict.fromkeys(("policy" if executed else "draft", *by)))
+    columns = _columns_of(by, REQUESTS if executed else ACCEPTANCE)
+    groups = defaultdict[tuple[str, ...], list[Row]](list)
+    for row, sums in (_of_rounds if executed else _of_panoramas)(store, only):
+        groups[tuple(row[column] for column in columns)].append(sums)
+    rows = []
+    for key, found in sorted(groups.items()):
+        lists = (zip_longest(*(s[k] for s in found), fillvalue=0) for k in _POSITIONS)
+        survival = Survival(sum(s["starts"] for s in found), *(tuple(map(sum, x)) for x in lists))
+        of = dict(zip(by, key, strict=True))
+        rows.append({**of, "requests": len(found), **survival.to_json()})
+    return rows
 
 
-def first_positions(database: Database, recording: str) -> dict[str, FirstPosition]:
+_POSITIONS: Final = ("at_risk", "survived", "drafted")
+
+
+def _of_panoramas(store: TraceStore, only: TraceFilter) -> Iterator[tuple[Row, Row]]:
+    p = Panorama
+    for row in _texts(store, only, p, p.draft, p.at_risk, p.survived):
+        yield row, {**row, "starts": row["n_output"], "drafted": ()}
+
+
+def _of_rounds(store: TraceStore, only: TraceFilter) -> Iterator[tuple[Row, Row]]:
+    for row in _texts(store, only, Trajectory, Trajectory.by_policy):
+        for policy, sums in row["by_policy"].items():
+            if policy.startswith(only.policy or ""):
+                yield (
+                    {**row, "policy_id": policy},
+                    {**sums["by_position"], "starts": sums["rounds"]},
+                )
+
+
+def first_positions(store: TraceStore, recording: str) -> dict[str, FirstPosition]:
     """By draft, how often its first token is accepted, over every start of the panoramas of a
     recording."""
+    return {
+        row["draft"]: FirstPosition(row["marginal"][0], row["starts"])
+        for row in acceptance(store, TraceFilter(recordings=(recording,)))
+        if row["starts"]
+    }
+
+
+def rounds(store: TraceStore, only: TraceFilter = EVERYTHING) -> Iterator[Row]:
+    """A row per executed round, in order: its request, its policy, what it drafted and kept, and
+    its seconds; ``elapsed_s``: seconds of the request's rounds up to its end. Raises
+    CorruptedChunkError where those of a request are damaged."""
+    for row in _texts(store, only, Trajectory, Trajectory.steps):
+        steps, elapsed = row.pop("steps") or (), 0.0
+        if isinstance(steps, Damaged):
+            where = f"recording {row['recording_id']}, request {row['ordinal']}"
+            raise CorruptedChunkError(f"{where}: its rounds cannot be used ({steps.problem})")
+        for number, step in enumerate(steps):
+            values = step._asdict()
+            elapsed += step.round_s
+            of = {"policy_id": values.pop("policy"), "round": number, "elapsed_s": elapsed}
+            if step.policy.startswith(only.policy or ""):
+                yield {**row, **of, **values}
+
+
+def positions(store: TraceStore, only: TraceFilter = EVERYTHING) -> Iterator[Row]:
+    """A row per request, draft and position of its proposals, as in the view ``acceptance``."""
     p = Panorama
-    query = (
-        select(p.draft, func.sum(p.acceptance * p.n), func.sum(p.n))
-        .where(p.recording_id == recording)
-        .group_by(p.draft)
-        .order_by(p.draft)
-    )
-    with database.read() as session:
-        rows = session.execute(query).all()
-    return {draft: FirstPosition(float(kept) / n, int(n)) for draft, kept, n in rows if n}
+    for row in _texts(store, only, p, p.draft, p.at_risk, p.survived):
+        starts, *sums = (row.pop(name) for name in ("n_output", "at_risk", "survived"))
+        for position, (at_risk, survived) in enumerate(zip(*sums, strict=True)):
+            both = {"at_risk": float(at_risk), "survived": float(survived)}
+            yield {**row, "position": position, "starts": starts, **both}
 
 
-def executed_stats(
-    database: Database, only: TraceFilter = EVERYTHING, by: Sequence[GroupBy] = ()
-) -> tuple[AcceptanceStats, ...]:
-    """The same from the rounds that the matching requests were really decoded by, which are read:
-    ``draft`` is that of each round, and a position's marginal is of the rounds that drafted as far.
-
-    ``acceptance`` is accepted over drafted tokens. Raises CorruptedChunkError for damaged rounds.
-    """
-    t = Trajectory
-    query = select(t).join(Recording, Recording.id == t.recording_id).where(t.steps.is_not(None))
-
-    def rows(session: Session) -> Iterator[_Row]:
-        conditions = (*_recording_conditions(session, only), *_request_conditions(only))
-        chosen = query.where(*conditions).options(undefer(t.steps))
-        for text in session.scalars(chosen.execution_options(yield_per=500)):
-            steps = text.steps
-            if steps is None or isinstance(steps, Damaged):
-                raise CorruptedChunkError(
-                    f"the rounds of request {text.ordinal} of recording {text.recording_id} cannot "
-                    "be used; the others still can"
-                )
-            of = {"category": text.category, "recording": text.recording_id}
-            for draft in sorted({r.draft for r in steps}) if "draft" in by else [None]:
-                own = [r for r in steps if draft in (None, r.draft)]
-                key = tuple(str(draft) if g == "draft" else of[g] for g in by)
-                kept, drafted = sum(r.accepted for r in own), sum(r.drafted for r in own)
-                yield key, (text.recording_id, text.ordinal), kept, drafted, step_survival(own)
-
-    with database.read() as session:
-        return _grouped(by, rows(session))
+def in_force(store: TraceStore, deployment: str | None = None) -> list[Row]:
+    """A row per publication, newest first: which policy was in force ``since`` when and ``until``
+    when (None: it is)."""
+    query = select(IN_FORCE).order_by(IN_FORCE.c.version.desc())
+    if deployment is not None:
+        query = query.where(IN_FORCE.c.deployment == deployment)
+    with store.database.read() as session:
+        return [dict(row) for row in session.execute(query).mappings()]
 
 
-_Row = tuple[tuple[str, ...], tuple[str, int], float, float, Survival]
-"""Of a request or a part of it its group, whose it is (recording, ordinal), tokens kept, out of how
-many, and its sums by position."""
+def rates(rounds: int, drafted: int, accepted: int, emitted: int, seconds: float) -> Row:
+    """What sums of executed rounds come to."""
+    return {
+        "tokens_per_s": emitted / seconds if seconds else None,
+        "tau": emitted / rounds,
+        "acceptance": accepted / drafted if drafted else None,
+    }
 
 
-def _grouped(by: Sequence[GroupBy], rows: Iterable[_Row]) -> tuple[AcceptanceStats, ...]:
-    """Rows pooled by group."""
-    sums: defaultdict[tuple[str, ...], Survival] = defaultdict(Survival)
-    shares: defaultdict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    requests: defaultdict[tuple[str, ...], set[tuple[str, int]]] = defaultdict(set)
-    for key, request, kept, of, survival in rows:
-        sums[key] += survival
-        shares[key][0] += kept
-        shares[key][1] += of
-        requests[key].add(request)
-    return tuple(
-        AcceptanceStats(
-            tuple(zip(by, key, strict=True)),
-            len(requests[key]),
-            shares[key][0] / shares[key][1] if shares[key][1] else 0.0,
-            sums[key],
-        )
-        for key in sorted(sums)
-    )
+def _texts(store: TraceStore, only: TraceFilter, table: Any, *columns: Any) -> Iterator[Row]:
+    """The plain columns of the matching requests, and these of a table beside, in order."""
+    t, r = Trajectory, Recording
+    own = (t.recording_id, t.ordinal, t.request_id, t.category, t.created_at, t.n_output)
+    of = select(*own, r.pair_id, r.source).join(r, r.id == t.recording_id).subquery()
+    same = (of.c.recording_id == table.recording_id) & (of.c.ordinal == table.ordinal)
+    query = select(of, *columns).join(table, same).where(*conditions_of(store, of, only))
+    query = query.order_by(of.c.recording_id, of.c.ordinal)
+    if table is Panorama:
+        query = query.order_by(Panorama.draft)
+        if only.draft is not None:
+            query = query.where(Panorama.draft == only.draft)
+    with store.database.read() as session:
+        for row in session.execute(query.execution_options(yield_per=1000)).mappings():
+            yield {**row, "day": row["created_at"].date().isoformat()}
 
 
-def _recording_conditions(session: Session, only: TraceFilter) -> list[ColumnElement[bool]]:
-    conditions = equal({Recording.source: only.source})
+def _columns_of(by: Sequence[str], view: FromClause) -> list[str]:
+    """The columns of groups. Raises TraceError for one that a view has not."""
+    known = {name: column for name, column in GROUPS.items() if column in view.c}
+    if unknown := [name for name in by if name not in known]:
+        raise TraceError(f"no group {unknown[0]!r} here; there are: {', '.join(known)}")
+    return [known[name] for name in by]
+
+
+def conditions_of(
+    store: TraceStore, view: FromClause, only: TraceFilter
+) -> list[ColumnElement[bool]]:
+    """What a filter asks of the rows of a view that has the columns of a request."""
+    c, clock = view.c, store.clock()
+    since, until = (clock - m if isinstance(m, timedelta) else m for m in (only.since, only.until))
+    values = [(c.request_id, only.request), (c.source, only.source)]
+    conditions = [column == value for column, value in values if value is not None]
     if only.recordings:
-        conditions.append(Recording.id.in_(resolve_all(session, Recording, only.recordings)))
+        names = [store.resolve_recording(name) for name in only.recordings]
+        conditions.append(c.recording_id.in_(names))
     if only.pair is not None:
-        conditions.append(Recording.pair_id.startswith(only.pair, autoescape=True))
-    return conditions
-
-
-def _request_conditions(only: TraceFilter) -> list[ColumnElement[bool]]:
-    t = Trajectory
-    conditions: list[ColumnElement[bool]] = []
+        conditions.append(c.pair_id.startswith(only.pair, autoescape=True))
     if only.categories:
-        conditions.append(t.category.in_(only.categories))
-    if only.since is not None:
-        conditions.append(t.created_at >= only.since)
-    if only.until is not None:
-        conditions.append(t.created_at < only.until)
-    if narrowed := _panorama_conditions(only):
-        panorama = select(Panorama.ordinal).where(_of_request(), *narrowed)
-        conditions.append(panorama.exists().correlate(t))
-    return conditions
-
-
-def _of_request() -> ColumnElement[bool]:
-    t, p = Trajectory, Panorama
-    return and_(p.recording_id == t.recording_id, p.ordinal == t.ordinal)
-
-
-def _panorama_conditions(only: TraceFilter) -> list[ColumnElement[bool]]:
-    p = Panorama
-    conditions = equal({p.draft: only.draft})
+        conditions.append(c.category.in_(only.categories))
+    if since is not None:
+        conditions.append(c.created_at >= since)
+    if until is not None:
+        conditions.append(c.created_at < until)
+    if only.policy is not None:
+        policy = REQUESTS.c.policy_id.startswith(only.policy, autoescape=True)
+        decoded = select(REQUESTS.c.recording_id, REQUESTS.c.ordinal).where(policy)
+        of_policy = tuple_(c.recording_id, c.ordinal).in_(decoded)
+        conditions.append(policy if view is REQUESTS else of_policy)
+    mean = _draft_acceptance(view, only)
+    if only.draft is not None:
+        conditions.append(mean.is_not(None))
     if only.min_acceptance is not None:
-        conditions.append(p.acceptance >= only.min_acceptance)
+        conditions.append(mean >= only.min_acceptance)
     if only.max_acceptance is not None:
-        conditions.append(p.acceptance <= only.max_acceptance)
+        conditions.append(mean <= only.max_acceptance)
     return conditions
+
+
+def _draft_acceptance(view: FromClause, only: TraceFilter) -> Any:
+    """The mean acceptance of a request's panoramas, of one draft if it is named, as a column."""
+    p = Panorama
+    query = select(func.avg(p.acceptance)).where(
+        p.recording_id == view.c.recording_id, p.ordinal == view.c.ordinal
+    )
+    if only.draft is not None:
+        query = query.where(p.draft == only.draft)
+    return query.correlate(view).scalar_subquery()

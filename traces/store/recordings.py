@@ -14,7 +14,7 @@ from sqlalchemy import delete, func, select, tuple_
 from sqlalchemy.orm import Session, undefer
 
 from spectune.db import CorruptedChunkError, NotFoundError
-from spectune.traces.acceptance import compact, keep_probability, survival
+from spectune.traces.acceptance import compact, keep_probability, step_survival, survival
 from spectune.traces.blobs import Damaged
 from spectune.traces.errors import TraceError
 from spectune.traces.recording import Asked, LoadedRecording, RecordedRequest, Skipped
@@ -337,10 +337,13 @@ _OF_REQUEST = ("request_id", "category", "tokens", "sampling", "max_new_tokens",
 def _columns(trajectory: Trajectory, steps: Sequence[Step]) -> dict[str, Any]:
     """A decoded request's columns, with its rounds and the sums of them."""
     t = trajectory
-    by_policy = {
-        policy: _sums([s for s in steps if s.policy == policy])
-        for policy in sorted({s.policy for s in steps})
-    }
+    by_policy = {}
+    for policy in sorted({s.policy for s in steps}):
+        rounds = [s for s in steps if s.policy == policy]
+        by_position = {
+            k: compact(v) for k, v in asdict(step_survival(rounds)).items() if k != "starts"
+        }
+        by_policy[policy] = _sums(rounds) | {"by_position": by_position}
     total = {name: value for name, value in _sums(steps).items() if name != "emitted"}
     return {
         **{name: getattr(t, name) for name in (*_OF_REQUEST, "verifier", "stop_strings")},

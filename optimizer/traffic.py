@@ -1,0 +1,131 @@
+"""What a pair decoded lately, whatever recording holds it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from datetime import datetime, timedelta
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from spectune.optimizer.deployment import tuned_for
+from spectune.traces.errors import TraceError
+from spectune.traces.recording import LoadedRecording
+from spectune.traces.store import Asked, TraceStore
+from spectune.traces.store.recordings import Appended, Recorded
+from spectune.traces.tables import Recording
+
+SAMPLE = 200
+"""Requests taken of recorded traffic unless somebody says otherwise."""
+Tell = Callable[[str], None]
+
+
+def alike(requests: Sequence[Recorded], tell: Tell = lambda line: None) -> list[Recorded]:
+    """Those of one temperature, filters and verifier, as a policy is tuned for: the most common, of
+    equals the latest. Where there are others ``tell`` is called with a line on that."""
+    numbers = Counter(_decoded_by(r) for r in reversed(requests))
+    how, number = numbers.most_common(1)[0]
+    found = [r for r in requests if _decoded_by(r) == how]
+    if number < len(requests):
+        said = tuned_for(found[-1].sampling, found[-1].verifier).items()
+        shown = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in said)
+        tell(
+            f"recorded traffic has {len(numbers)} samplings; this takes the most common, {shown}: "
+            f"{number} of {len(requests)} requests"
+        )
+    return found
+
+
+def traffic_since(
+    store: TraceStore,
+    info: Recording,
+    since: datetime,
+    drafts: Collection[str],
+    *,
+    skip_corrupted: bool = False,
+    tell: Tell = lambda line: None,
+) -> LoadedRecording:
+    """What the pair and the engine of a recording decoded ``since`` a moment, of whatever
+    recording, as one in memory, with the panoramas of ``drafts``. Raises TraceError where that is
+    nothing."""
+    same = {i.id for i in store.list_recordings(info.pair_id) if i.engine == info.engine}
+    recorded = [r for r in store.recorded_since(info.pair_id, since) if r.recording in same]
+    if not recorded:
+        raise TraceError(
+            f"nothing was recorded with pair {info.pair_id} on {info.engine} since "
+            f"{since:%Y-%m-%d %H:%M} UTC"
+        )
+    found = sorted(alike(recorded, tell), key=attrgetter("recording", "ordinal"))
+    parts = [
+        store.load(name, drafts, ordinals=[r.ordinal for r in of], skip_corrupted=skip_corrupted)
+        for name, of in groupby(found, attrgetter("recording"))
+    ]
+    requests = tuple(request for part in parts for request in part.requests)
+    return LoadedRecording(info, requests, tuple(chunk for part in parts for chunk in part.skipped))
+
+
+def gather(
+    store: TraceStore,
+    pair_id: str,
+    window: timedelta,
+    sample: int = SAMPLE,
+    *,
+    key: str,
+    tell: Tell = lambda line: None,
+) -> str:
+    """Stores a recording of what a pair decoded within ``window``, a random sample of the requests
+    that are :func:`alike`, with their rounds and panoramas; its id.
+
+    Doing it again with the same ``key`` finds the recording made before. Raises TraceError where
+    nothing was recorded, or only what an engine sampled, which nothing decodes again here.
+    """
+    complete = store.list_recordings(pair_id, state="complete")
+    ready = next((r for r in complete if r.options.get("gathered") == key), None)
+    if ready is not None:
+        return ready.id
+    traffic = store.recorded_since(pair_id, store.clock() - window)
+    ours = [r for r in traffic if r.verifier != "greedy" or r.sampling.greedy]
+    if traffic and not ours:
+        raise TraceError(
+            f"none of the {len(traffic)} requests recorded with pair {pair_id} in the last "
+            f"{window} was decoded by a verifier of ours, as an engine's are not above "
+            "temperature 0; `tune --arrivals recorded` tunes for an engine's traffic"
+        )
+    if not ours:
+        raise TraceError(
+            f"nothing was recorded with pair {pair_id} in the last {window}; run `record`, or `run "
+            "--record`"
+        )
+    found = alike(ours, tell)
+    latest = found[-1]
+    picked = sorted(np.random.default_rng(0).permutation(len(found))[:sample].tolist())
+    items: dict[tuple[str, bytes], Appended] = {}
+    panoramas = []
+    for ordinal, index in enumerate(picked):
+        source, at = found[index][:2]
+        for request in store.iterate(source, ordinals=[at], steps=True):
+            content = (request.trajectory.request_id, request.trajectory.output_ids.tobytes())
+            if content not in items:
+                items[content] = (ordinal, request.trajectory, request.steps)
+                panoramas += [(ordinal, panorama) for panorama in request.panoramas.values()]
+    said = store.get_recording(latest.recording).options
+    options: dict[str, Any] = {
+        k: said[k] for k in ("stop_strings", "chat", "dtype", "device") if k in said
+    }
+    most = max(text.max_new_tokens for _, text, _ in items.values())
+    how = latest.sampling, most, latest.verifier, {**options, "gathered": key}
+    made = store.create_recording(Asked(pair_id, None, *how, source="gathered"))
+    store.append_trajectories(made.id, list(items.values()))
+    store.put_panoramas(made.id, panoramas)
+    store.finish_recording(made.id)
+    return made.id
+
+
+def _decoded_by(request: Recorded) -> tuple[object, ...]:
+    """What a policy is tuned for: all but the seed, and at temperature 0 nothing else matters."""
+    if request.sampling.greedy:
+        return (0.0,)
+    return tuple(tuned_for(request.sampling, request.verifier).values())

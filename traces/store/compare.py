@@ -1,0 +1,70 @@
+"""Two recordings, runs or policies side by side, on the requests that both decoded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from scipy.special import stdtrit
+from sqlalchemy import func, or_, select
+
+from spectune.db import NotFoundError
+from spectune.traces.errors import TraceError
+from spectune.traces.store import TraceStore
+from spectune.traces.store.query import EVERYTHING, SUMS, TraceFilter, conditions_of, rates
+from spectune.traces.tables import Run
+from spectune.traces.views import REQUESTS
+
+
+def compare(
+    store: TraceStore, left: str, right: str, only: TraceFilter = EVERYTHING
+) -> dict[str, Any]:
+    """Two recordings, runs or policies (ids, beginnings of one, or a policy's label), on the
+    requests that both decoded, by request id: how many there are, the sums of each side (``rows``),
+    and how many times as fast ``left`` is in tokens/s (``ratio``), with a 95% interval: Student's,
+    of the logarithm of the ratio of sums, linearised; None of fewer than two requests.
+
+    Raises TraceError where they share no request.
+    """
+    sides = [_decoded(store, name, only) for name in (left, right)]
+    shared = sorted(sides[0].keys() & sides[1].keys())
+    if not shared:
+        raise TraceError(f"{left} and {right} share no request that was decoded in rounds")
+    both = np.array([[side[name] for name in shared] for side in sides])  # [2, requests, SUMS]
+    rows: list[dict[str, Any]] = [
+        {"id": name, **dict(zip(SUMS, [*map(int, sums[:4]), sums[4]], strict=True)), **rates(*sums)}
+        for name, sums in zip((left, right), both.sum(1).tolist(), strict=True)
+    ]
+    ratio, interval = rows[0]["tokens_per_s"] / rows[1]["tokens_per_s"], None
+    if (n := len(shared)) > 1:
+        shares = both[:, :, 3:] / both[:, :, 3:].mean(1, keepdims=True)  # of tokens, of seconds
+        one, other = shares[:, :, 0] - shares[:, :, 1]
+        error = (one - other).std(ddof=1) / np.sqrt(n) * stdtrit(n - 1, 0.975)
+        interval = [float(ratio * np.exp(-error)), float(ratio * np.exp(error))]
+    return {"requests": n, "ratio": ratio, "interval": interval, "rows": rows}
+
+
+def _decoded(store: TraceStore, name: str, only: TraceFilter) -> dict[str, list[float]]:
+    """Sums of executed rounds, in the order of :data:`SUMS`, by the id of the request: recorded
+    ones, or where there are none those of runs, whose seconds include prefill."""
+    c, found = REQUESTS.c, dict[str, list[float]]()
+    try:
+        chosen = c.recording_id == store.resolve_recording(name)
+    except NotFoundError:
+        chosen = or_(c.policy == name, c.policy_id.startswith(name, autoescape=True))
+    query = (
+        select(c.request_id, *(func.sum(c[column]) for column in SUMS))
+        .where(*conditions_of(store, REQUESTS, only), chosen, c.rounds > 0)
+        .group_by(c.request_id)
+    )
+    of_run = [of.startswith(name, autoescape=True) for of in (Run.id, Run.policy_id)]
+    with store.database.read() as session:
+        for request, *sums in session.execute(query):
+            found[request] = [float(value) for value in sums]
+        runs = session.scalars(select(Run.id).where(or_(*of_run), Run.kind == "executed")).all()
+    for run in map(store.get_run, () if found else runs):
+        for of in run.outcome.per_request:
+            n, before = of.counts, found.get(of.request_id, [0.0] * len(SUMS))
+            sums = [n.rounds, n.drafted_tokens, n.accepted_tokens, n.emitted_tokens, n.seconds]
+            found[of.request_id] = [a + b for a, b in zip(before, sums, strict=True)]
+    return {request: sums for request, sums in found.items() if sums[0] and sums[4]}
