@@ -102,7 +102,7 @@ def _measured(store: TraceStore, pair: LoadedPair, encoded: Encoded, passes: int
     texts = trace.trajectories
     profile = profile_for(
         store, pair, tuple(pair.draft_names), gamma_max=GAMMA, trees=False, trajectories=texts
-    ).profile
+    )
     parts = split([t.category for t in texts])
     about = {"recording": None, "requests": [t.request_id for t in texts]}
     made = fit_chooser(store, pair, trace, parts, list(CANDIDATES.values()), profile, about)

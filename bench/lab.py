@@ -375,7 +375,7 @@ def measured(store: TraceStore, pair: LoadedPair, recording: str) -> LatencyProf
     texts = store.load(recording, []).trajectories
     return profile_for(
         store, pair, tuple(pair.draft_names), gamma_max=GAMMA, trajectories=texts, fresh=True
-    ).profile
+    )
 
 
 def _cover(lab: Lab) -> None:

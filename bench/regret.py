@@ -71,7 +71,7 @@ def _against_fixed(
     drafts, sizes = pair.draft_names, range(1, gammas + 1)
     exhaustive = [AUTOREGRESSIVE, *(chain(draft, g) for draft in drafts for g in sizes)]
     policies = {p.id: p for p in [winner, *exhaustive]}
-    profile = store.get_profile(tuned.profile).profile
+    profile = store.get_profile(tuned.profile)
     encoded = encode(pair, requests(12, category=category), options)
     trace = open_trace(store, tuned.recording, drafts=pair.draft_names).trace
     expected = expected_seconds(trace.select(range(len(encoded.items))), policies.values(), profile)
