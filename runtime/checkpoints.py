@@ -204,8 +204,11 @@ def _weights_sample(file: Path) -> bytes:
 
 
 def _safetensors_header(opened: BinaryIO) -> dict[str, Any]:
-    """The header that a safetensors file begins with."""
-    header: dict[str, Any] = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    """The header that a safetensors file begins with. Raises ValueError where there is none."""
+    length = int.from_bytes(opened.read(8), "little")
+    if length > os.fstat(opened.fileno()).st_size:
+        raise ValueError("it is no safetensors file; was it cloned without Git LFS?")
+    header: dict[str, Any] = json.loads(opened.read(length))
     return header
 
 

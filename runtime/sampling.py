@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -121,13 +120,17 @@ class Noise:
     ) -> None:
         self._seed, self.vocab_size, self._device = seed, vocab_size, device
         self._stream, self._salt = stream, salt
+        self._rows: dict[int, Tensor] = {}
         self.fused = kernels_run(device)
-        self.row = lru_cache(max(ROWS_KEPT, NOISE_KEPT // vocab_size))(self._row)
-        """Float32 ``[vocab]`` at an absolute position."""
 
-    def _row(self, position: int) -> Tensor:
-        key = stream_key(self._seed, position, self._stream, self._salt)
-        return gumbel_row(key, self.vocab_size, self._device)
+    def row(self, position: int) -> Tensor:
+        """Float32 ``[vocab]`` at an absolute position."""
+        if position not in self._rows:
+            if len(self._rows) >= max(ROWS_KEPT, NOISE_KEPT // self.vocab_size):
+                del self._rows[next(iter(self._rows))]
+            key = stream_key(self._seed, position, self._stream, self._salt)
+            self._rows[position] = gumbel_row(key, self.vocab_size, self._device)
+        return self._rows[position]
 
     def keys(self, positions: Sequence[int]) -> list[int]:
         """The keys at positions, as int64 has them."""

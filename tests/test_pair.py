@@ -196,12 +196,14 @@ def test_a_loaded_pair_is_what_was_loaded(folder: Path) -> None:
 
 
 def test_what_is_no_weight_file_is_no_head_and_one_line(folder: Path) -> None:
-    for junk in (b"", b"{", b"\xff" * 40, (4).to_bytes(8, "little") + b"[{}]"):
+    pointer = b"version https://git-lfs.github.com/spec/v1\n"
+    for junk in (b"", b"{", b"\xff" * 40, (4).to_bytes(8, "little") + b"[{}]", pointer):
         (folder / "near" / "model.safetensors").write_bytes(junk)
         assert not is_head(str(folder / "near"))
         with pytest.raises(PairError, match=r"model\.safetensors cannot be read: ") as told:
             _ = read_pair(str(folder)).id
         assert "\n" not in str(told.value)
+    assert "was it cloned without Git LFS?" in str(told.value)
 
 
 def test_a_codec_without_models_is_that_of_the_loaded_pair(either_pair: LoadedPair) -> None:

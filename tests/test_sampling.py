@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +55,18 @@ def test_noise_is_a_pure_function() -> None:
     two.row(38)
     assert torch.equal(two.row(40), late)
     assert not torch.equal(Noise(8, 512, CPU).row(40), late)
+
+
+def test_a_request_leaves_no_noise_behind() -> None:
+    noise = Noise(7, 512, CPU)
+    noise.row(40)
+    gone = weakref.ref(noise)
+    gc.disable()
+    try:
+        del noise
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("vocab_size", [7, 333, 4096, 4099])

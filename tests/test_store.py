@@ -183,6 +183,7 @@ def test_a_longer_panorama_serves_a_shorter_window(store: TraceStore, begun: Rec
     assert store.missing_panoramas(begun.id, "small", 4) == (1,)
     assert store.missing_panoramas(begun.id, "small", 5) == (0, 1)
     assert store.put_panoramas(begun.id, [(0, long)])
+    assert store.put_panoramas(begun.id, [(0, short)]) == 0  # of a recorder that began before
     assert store.missing_panoramas(begun.id, "small", 16) == (1,)
     assert store.load(begun.id).requests[0].panoramas["small"] == long
 

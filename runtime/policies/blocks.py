@@ -90,6 +90,9 @@ class ByBatchWindow(Block):
             raise ValueError('maps batch sizes from "1" on to windows: {"1": 5, "4": 3, "16": 0}')
         return dict(sorted(gamma.items()))
 
+    def __hash__(self) -> int:
+        return hash(tuple(self.gamma.items()))
+
     def label(self) -> str:
         return f"by_batch({', '.join(f'{size}: {gamma}' for size, gamma in self.gamma.items())})"
 

@@ -157,16 +157,26 @@ class Recordings(Storage):
 
     def put_panoramas(self, recording: str, items: Sequence[tuple[int, Panorama]]) -> int:
         """Stores what drafts would propose along trajectories, in one transaction, in place of what
-        was stored of the same; how many there were. Raises :class:`TraceError` when one does not
-        fit its trajectory."""
+        was stored of the same, unless another recorder stored that and more meanwhile; how many
+        were stored. Raises :class:`TraceError` when one does not fit its trajectory."""
         t, ordinals = Trajectory, [ordinal for ordinal, _ in items]
         query = select(t.ordinal, t.n_output, t.verifier).where(t.recording_id == recording)
         with self.database.write() as session:
             _locked(session, recording)
             texts = {n: text for n, *text in session.execute(query.where(t.ordinal.in_(ordinals)))}
-            keys = [(ordinal, panorama.draft) for ordinal, panorama in items]
-            same = tuple_(Panorama.ordinal, Panorama.draft).in_(keys)
-            session.execute(delete(Panorama).where(Panorama.recording_id == recording, same))
+            p, made = Panorama, {(ordinal, panorama.draft): panorama for ordinal, panorama in items}
+            held = select(p.ordinal, p.draft, p.covers, p.gamma_max, p.width, p.depth).where(
+                p.recording_id == recording, tuple_(p.ordinal, p.draft).in_([*made])
+            )
+            more = {
+                (n, draft)
+                for n, draft, *extent in session.execute(held)
+                if _holds_more(extent, made[n, draft])
+            }
+            items = [(n, panorama) for n, panorama in items if (n, panorama.draft) not in more]
+            keys = [(n, panorama.draft) for n, panorama in items]
+            same = tuple_(p.ordinal, p.draft).in_(keys)
+            session.execute(delete(p).where(p.recording_id == recording, same))
             rows = []
             for ordinal, panorama in items:
                 if ordinal not in texts:
@@ -322,6 +332,14 @@ def _locked(session: Session, recording: str) -> Recording:
             f"there is no recording {recording!r}; `traces list` shows those there are"
         )
     return row
+
+
+def _holds_more(held: Sequence[Any], p: Panorama) -> bool:
+    """Whether a stored panorama of these covers, gamma_max, width and depth holds all of another,
+    and more."""
+    (covers, *extent), made = held, [p.gamma_max, p.width, p.depth]
+    holds_all = set(covers) >= set(p.covers) and all(map(ge, extent, made))
+    return holds_all and (set(covers), extent) != (set(p.covers), made)
 
 
 def _extents(recording: str, draft: str) -> Any:
