@@ -13,7 +13,7 @@ import numpy as np
 
 from spectune.optimizer.deployment import tuned_for
 from spectune.traces.errors import TraceError
-from spectune.traces.recording import LoadedRecording
+from spectune.traces.recording import LoadedRecording, Skipped
 from spectune.traces.store import Asked, TraceStore
 from spectune.traces.store.recordings import Appended, Recorded
 from spectune.traces.tables import Recording
@@ -104,13 +104,19 @@ def gather(
     picked = sorted(np.random.default_rng(0).permutation(len(found))[:sample].tolist())
     items: dict[tuple[str, bytes], Appended] = {}
     panoramas = []
+    damaged: list[Skipped] = []
     for ordinal, index in enumerate(picked):
         source, at = found[index][:2]
-        for request in store.iterate(source, ordinals=[at], steps=True):
+        for request in store.iterate(source, ordinals=[at], steps=True, skipped=damaged):
             content = (request.trajectory.request_id, request.trajectory.output_ids.tobytes())
             if content not in items:
                 items[content] = (ordinal, request.trajectory, request.steps)
                 panoramas += [(ordinal, panorama) for panorama in request.panoramas.values()]
+    for one in damaged:
+        panorama = f"the panorama of draft {one.draft!r} of " if one.draft else ""
+        tell(f"left out: {panorama}request {one.ordinal} of {one.recording}: {one.problem}")
+    if not items:
+        raise TraceError(f"all that was sampled of pair {pair_id} is damaged; `db check` lists it")
     said = store.get_recording(latest.recording).options
     options: dict[str, Any] = {
         k: said[k] for k in ("stop_strings", "chat", "dtype", "device") if k in said

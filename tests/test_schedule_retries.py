@@ -12,7 +12,7 @@ import pytest
 import torch
 from doors import put_made_up_profile, write_workload
 from test_publishing import HOUR, T0, payload
-from trace_values import a_trajectory
+from trace_values import a_panorama, a_trajectory, damage
 
 from spectune.optimizer import jobs
 from spectune.optimizer import schedule as schedules
@@ -25,6 +25,7 @@ from spectune.traces.errors import TraceError
 from spectune.traces.recording import RecordedRequest
 from spectune.traces.schema import Sampling
 from spectune.traces.store import Asked, TraceStore
+from spectune.traces.tables import Panorama, Trajectory
 
 REQUESTS = 18
 """So many that a winner can be confirmed."""
@@ -162,6 +163,29 @@ def test_traffic_is_stored_as_it_was_sampled(store: TraceStore, pair: LoadedPair
     store.append_trajectories(others.id, [(i, text, ()) for i, text in enumerate(more, 3)])
     assert gather(store, pair.id, HOUR, 9, key="mixed") == made
     assert store.get_recording(gather(store, pair.id, HOUR, 9, key="later")).sampling.greedy
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_damaged_traffic_is_left_out(store: TraceStore, pair: LoadedPair) -> None:
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    texts = [a_trajectory(i) for i in range(4)]
+    served = store.create_recording(Asked(pair.id, None, Sampling(), 64))
+    store.append_trajectories(served.id, [(i, text, ()) for i, text in enumerate(texts)])
+    store.put_panoramas(served.id, [(i, a_panorama(t, "small")) for i, t in enumerate(texts)])
+    damage(store, Trajectory.tokens, recording_id=served.id, ordinal=0)
+    damage(store, Panorama.trie, recording_id=served.id, ordinal=1)
+    said: list[str] = []
+    made = store.load(gather(store, pair.id, HOUR, 9, key="slot", tell=said.append))
+    assert made.trajectories == tuple(texts[1:])
+    assert [sorted(request.panoramas) for request in made.requests] == [[], ["small"], ["small"]]
+    assert [line.split(": ")[1] for line in said] == [
+        f"request 0 of {served.id}",
+        f"the panorama of draft 'small' of request 1 of {served.id}",
+    ]
+    for n in (1, 2, 3):
+        damage(store, Trajectory.tokens, recording_id=served.id, ordinal=n)
+    with pytest.raises(TraceError, match=r"is damaged; `db check` lists it"):
+        gather(store, pair.id, HOUR, 9, key="none")
 
 
 @pytest.mark.parametrize("url", ["postgresql"], indirect=True)
