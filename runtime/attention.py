@@ -61,8 +61,7 @@ def attend(
 
     ``mask``: bool [n, S] (True: attend), or what :func:`layer_mask` made of it. Without one the
     queries are those of the last n keys, and each sees the keys up to its own. ``length``, int64
-    [1]: no query sees a key from this one on; a Triton kernel stops there, torch's read all S.
-    """
+    [1]: no query sees a key from this one on; a Triton kernel stops there, torch's read all S."""
     batch, heads, width, size = query.shape
     key_heads, groups = keys.shape[1], heads // keys.shape[1]
     if mask is None and width > 1:

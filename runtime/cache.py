@@ -18,8 +18,7 @@ class Tokens(NamedTuple):
     They read slots ``start .. stop - 1`` under ``mask``, bool [n, stop - start] (True: attend);
     without one they are the last of these slots, and each sees the slots up to its own. ``length``,
     int64 [1]: where the slots that are seen at all end, told on the device. ``hidden`` [n, width]:
-    the states that a head reads beside its tokens.
-    """
+    the states that a head reads beside its tokens."""
 
     ids: Tensor
     positions: Tensor

@@ -1,8 +1,7 @@
 """Checkpoints: where they lie, what they say they are, and what tells one from another.
 
 A checkpoint is a folder or the name of one on a hub. What was fetched of a hub name stays in use
-until somebody fetches a newer revision. Nothing here imports torch.
-"""
+until somebody fetches a newer revision. Nothing here imports torch."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 :class:`RoundKind` says which terms a round consists of: the fit solves for them,
 :func:`predicted_seconds` sums them up for a profile's check, and :func:`round_costs` tabulates them
-for :func:`round_seconds`, which replay and windows that weigh costs call.
-"""
+for :func:`round_seconds`, which replay and windows that weigh costs call."""
 
 from __future__ import annotations
 
@@ -165,8 +164,7 @@ class RoundCosts(NamedTuple):
     ``first_s`` [places, LAG_LIMIT + 2]: the pass that reads a lag. ``later_s`` [places, passes + 1]
     or, ``by_position``, [positions, passes + 1] by where the round begins: what so many passes take
     beyond the first. ``verify_s`` [places, NODE_LIMIT + 1]: the target's pass by drafted tokens.
-    ``emitted_s`` [places]: per emitted token. ``rest_s``: per round.
-    """
+    ``emitted_s`` [places]: per emitted token. ``rest_s``: per round."""
 
     first_s: FloatArray
     later_s: FloatArray
@@ -231,8 +229,7 @@ def round_costs(
 
     ``passes``: what they read, where it is not one row each. ``shortlist_s`` [passes + 1] or, with
     ``passes``, [positions, passes + 1]: what so many passes take more because of a shortlist.
-    Raises PolicyError where the profile has no costs of the draft, or of its trees.
-    """
+    Raises PolicyError where the profile has no costs of the draft, or of its trees."""
     if kind.draft:
         priced = (profile.tree_drafts, " of trees") if kind.growth else (profile.drafts, "")
         check_draft(kind.draft, *priced)
@@ -314,8 +311,7 @@ def window_costs(
 
     ``rule`` says how the policy's trees grow at temperature 0, ``shortlist`` what its draft's head
     evaluates (None: all). Raises PolicyError where the profile has no costs for the policy's draft,
-    or none of its trees.
-    """
+    or none of its trees."""
     draft, drafted, passes = policy.draft, list(range(policy.gamma_max + 1)), None
     head = draft not in profile.chain_drafts and draft in profile.tree_drafts
     kind = RoundKind.of(policy, tree=policy.is_tree or head)

@@ -55,8 +55,7 @@ def best_children(
 
     ``perturb`` is None when greedy. Entropies that are not read are 0. With ``ids`` int64 [size],
     ascending, ``logits`` are of these tokens alone, [n, size], and the distributions are over this
-    shortlist; children beyond its size do not exist.
-    """
+    shortlist; children beyond its size do not exist."""
     x = processed(logits, sampling, draft=True)
     perturbed = x if perturb is None else perturb(x, ids)
     if ids is not None and (missing := reads.width - ids.shape[0]) > 0:

@@ -3,8 +3,7 @@ and up another, and what lies between products is one kernel each on CUDA.
 
 A decoder is Llama-like where its modules are a Llama's (as those of Mistral, Qwen2 and 3 are) and
 its layers give what ours give; any other runs the code of transformers. The model's weights become
-views of the fused ones, so memory does not grow.
-"""
+views of the fused ones, so memory does not grow."""
 
 from __future__ import annotations
 

@@ -56,8 +56,7 @@ def load_model(
 
     Raises PairError, in one line, when there is none, it is not a causal LM that runs, its
     configuration is not that of its weights, it needs code of its own, its weights are quantized in
-    a way that nothing reads, or its attention or its logits are not reproduced here.
-    """
+    a way that nothing reads, or its attention or its logits are not reproduced here."""
     folder, about = checkpoint(path), f"{name}: {path}"
     weights, options = source(path)
     with translated(f"{name}: cannot load {path}"):

@@ -38,8 +38,7 @@ class LoadedPair(TextCodec):
     ``id``: the pair's when it was loaded; files that change later are another pair's. ``drafts``
     are language models, ``heads`` EAGLE heads on the target, whose ``taps`` are what they read.
     ``notes``: lines on how the models were read. ``threads``: torch's on a CPU for its passes
-    (:meth:`torch_threads`).
-    """
+    (:meth:`torch_threads`)."""
 
     spec: PairSpec
     id: str
@@ -132,8 +131,7 @@ def load_pair(
     ``threads`` are torch's on a CPU; by default one for a small target, else those it has. Nothing
     is set here: :meth:`LoadedPair.torch_threads` does, or whoever owns the process.
 
-    Raises PairError on a missing model, a vocabulary that differs, or a head of another target.
-    """
+    Raises PairError on a missing model, a vocabulary that differs, or a head of another target."""
     check_threads(threads)
     pair_id = spec.id
     place = pick_device(device)

@@ -2,8 +2,7 @@
 
 A :class:`SlotModel` makes two kinds of pass over its cache: tokens that follow each other, and
 tokens anywhere under the caller's mask. A :class:`CausalModel` is a transformers model with our
-attention.
-"""
+attention."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ class SlotModel(ABC):
     ``first_slot``: no token stands in a slot before it. ``feature_size``: width of the hidden
     states of another model that a pass takes beside its tokens; 0: none. ``token_ids`` int64
     [rows]: the target's ids of the output head's rows (None: row i is token i); other tokens get a
-    logit of -inf. ``graphs`` replays the passes that it has captured (None: all run eagerly).
-    """
+    logit of -inf. ``graphs`` replays the passes that it has captured (None: all run eagerly)."""
 
     graphs: PassGraphs | None = None
     first_slot = 0
@@ -173,8 +171,7 @@ class SlotModel(ABC):
 
         Returns float32 logits of the last ``logits`` tokens (None: of all), or with ``greedy`` the
         ids of the largest, int64; and the last hidden states of all, [n, hidden_size].
-        ``recurrent``: ``hidden`` are states that the model gave itself.
-        """
+        ``recurrent``: ``hidden`` are states that the model gave itself."""
         rows = len(ids) if logits is None else logits
         tokens = Tokens(ids, positions, slots, mask, mask.shape[1], hidden=hidden)
         return self._pass(Kind(_output(rows, greedy=greedy), False, recurrent), tokens, rows)

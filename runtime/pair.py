@@ -1,7 +1,6 @@
 """Which models belong together: a target and its drafts, by name and by content.
 
-Reading a pair needs no torch; loading one does (:func:`runtime.loading.load_pair`).
-"""
+Reading a pair needs no torch; loading one does (:func:`runtime.loading.load_pair`)."""
 
 from __future__ import annotations
 
@@ -103,8 +102,7 @@ def read_pair(pair: str | None, target: str | None = None, drafts: Sequence[str]
     ``--target PATH`` with ``--draft NAME=PATH``.
 
     Raises PairError when the choice is ambiguous, the file is missing or malformed, or a draft has
-    no name.
-    """
+    no name."""
     if target is not None:
         if pair is not None:
             raise PairError("give either --pair or --target with --draft, not both")

@@ -2,8 +2,7 @@
 
 A thread looks for the newest publication, prepares it aside and puts it in place with one
 assignment; the loop sees it at the top of its next round. What cannot be prepared is refused with
-its reason, whatever was raised, and the last good policy stays. Every outcome is acknowledged.
-"""
+its reason, whatever was raised, and the last good policy stays. Every outcome is acknowledged."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ class WatchedSource(Generic[P]):
     of it. ``retry`` are the errors of a database that cannot be reached: whatever met one is tried
     again at the next poll. ``seen`` is the newest version that was applied or refused;
     ``last_error`` why it was refused, or what the last look failed with. Leaving waits at most
-    ``patience_s`` seconds for the thread; ``unfinished`` says what it then left undone.
-    """
+    ``patience_s`` seconds for the thread; ``unfinished`` says what it then left undone."""
 
     patience_s = 5.0
 

@@ -3,8 +3,7 @@
 The Gumbel noise g is a pure function of (request seed, absolute position, token id), so that the
 choice is drawn from the distribution, yet the same whatever policy decodes. At temperature 0 there
 is none. g is made in float64 and rounded to float32 (devices agree on it but for about one number
-in 10 ** 8); what top-p keeps is summed up in float64.
-"""
+in 10 ** 8); what top-p keeps is summed up in float64."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """What one decoder carries of a plan from round to round and from request to request: all that
-changes while a policy is in force.
-"""
+changes while a policy is in force."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ At draft step t (0 for the first token drafted in a round; of a tree, the level)
 distribution is the softmax over a shortlist S_t alone, and every reading of it (proposals, stops,
 codes, the rejection verifier's ratio and residual) is of that: q is renormalised over S_t and 0
 outside. The target verifies with its whole vocabulary, so no text changes. :class:`Shortlists` is a
-policy's rule for one draft; docs/shortlists.md says what is exact.
-"""
+policy's rule for one draft; docs/shortlists.md says what is exact."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ class OutputHead:
     """A draft's output matrix, to be evaluated over some of its rows.
 
     ``token_ids`` int64 [rows] are the target's ids of the rows (EAGLE-3's d2t map); None: row i is
-    token i.
-    """
+    token i."""
 
     def __init__(self, linear: nn.Module, token_ids: Tensor | None = None) -> None:
         weight, bias = linear.weight, getattr(linear, "bias", None)
@@ -93,8 +91,7 @@ class Router(NamedTuple):
 
     s = w2 relu(w1 [E(x_t), H_{t-1}] + b1) + b2 with ``w1`` [hidden, d_r], ``b1`` [hidden], ``w2``
     [M, hidden] and ``b2`` [M]; d_r = d_e + d. A score is the log-odds that a cluster holds a
-    plausible next token.
-    """
+    plausible next token."""
 
     w1: Tensor
     b1: Tensor
@@ -120,8 +117,7 @@ class Shortlists:
     at once.
 
     ``chosen`` holds the shortlists of the current round, step by step. Raises PolicyError when the
-    artifact is of another output head or vocabulary than the draft's.
-    """
+    artifact is of another output head or vocabulary than the draft's."""
 
     def __init__(self, rule: ShortlistRule, model: SlotModel, steps: int = 0) -> None:
         self.rule, self.model, self.output = rule, model, model.output
@@ -244,7 +240,6 @@ def head_hash(weight: Tensor) -> str:
     float32 bytes in row order.
 
     The values are rounded to bfloat16 first, so that a checkpoint has one hash whether it is loaded
-    in float32 or in bfloat16.
-    """
+    in float32 or in bfloat16."""
     values = weight.detach().to("cpu", torch.bfloat16).float().numpy()
     return hashlib.sha256(values.astype("<f4").tobytes()).hexdigest()[:16]

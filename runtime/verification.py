@@ -6,8 +6,7 @@ the draft at all.
 
 Rejection (Leviathan et al.; Algorithm 1 of the on-the-fly paper): a token drawn from q is kept with
 probability min(1, p/q), else one is drawn from norm(max(0, p - q)). Lossless in distribution, not
-in text.
-"""
+in text."""
 
 from __future__ import annotations
 

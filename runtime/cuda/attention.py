@@ -3,8 +3,7 @@ which serves one key-value head, and a second kernel joins what the splits give.
 
 The number of cached tokens is read on the device, so one captured pass serves every length and
 costs what the length costs, not what the cache could hold. The mask is read as it is, a byte a
-pair; nothing of it is repeated for heads or turned into floats.
-"""
+pair; nothing of it is repeated for heads or turned into floats."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ def split_attention(
     bool [n, view]: [n, H, D], contiguous.
 
     ``length``: one integer on the device, at most ``view``. Slots from there on are not read,
-    whatever the mask says. A query that sees nothing gets zeros. Sums are float32.
-    """
+    whatever the mask says. A query that sees nothing gets zeros. Sums are float32."""
     (heads, n, dim), kv_heads = query.shape, keys.shape[0]
     pairs, width = n * heads // kv_heads, max(16, power_of_two(dim))
     blocks = blocks_for(pairs, kv_heads, width * query.element_size(), processors(query.device))

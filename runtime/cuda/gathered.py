@@ -1,7 +1,6 @@
 """The Triton kernel of the gathered head (DynaSpec, algorithm 1, line 13: FUSED_INDEX_GEMM):
 selects rows of an output matrix and multiplies at once, so that no sub-matrix is written. It runs
-on CUDA, and anywhere under Triton's interpreter.
-"""
+on CUDA, and anywhere under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ def gathered_logits(
     sums are float32. Nothing is checked.
 
     Tensors lie on CUDA, or on the CPU under Triton's interpreter (``TRITON_INTERPRET=1``), which
-    has no bfloat16 arithmetic.
-    """
+    has no bfloat16 arithmetic."""
     (n, hidden_size), count, device = hidden.shape, len(ids), weight.device
     out = torch.empty(n, count, dtype=torch.float32, device=device)
     if not n or not count:

@@ -7,8 +7,7 @@ first round or, for a policy that is published, aside; anything else runs eagerl
 
 Tokens that only fill up the rung write to the cache's last slot, which no pass reads, and their
 rows are dropped. Graphs hold the addresses of keys and values, so a cache that grows forgets them:
-reserve the longest text first.
-"""
+reserve the longest text first."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ class CudaRecorder:
     thread may go on decoding.
 
     Graphs hold the workspaces of matrix products, which are a stream's: rehearsals have another
-    stream, lest they write to what is being replayed.
-    """
+    stream, lest they write to what is being replayed."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -151,8 +149,7 @@ class PassGraphs:
 
     ``replayed`` and ``eager`` count passes by tokens and kind. ``requests``: how the last few are
     sampled, and whether the rejection verifier decides (:func:`prepare_graphs`). ``problem``: why a
-    pass could not be captured; then no more are until all are forgotten.
-    """
+    pass could not be captured; then no more are until all are forgotten."""
 
     lock = CAPTURING
 
@@ -237,8 +234,7 @@ def prepare_graphs(
     anew.
 
     ``sampling`` of a request, and whether the rejection verifier decides (``rejects``); without a
-    sampling as the last few requests had it, for a policy that is prepared aside.
-    """
+    sampling as the last few requests had it, for a policy that is prepared aside."""
     target = pair.target.graphs
     if target is None:
         return

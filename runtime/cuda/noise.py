@@ -3,8 +3,7 @@ it: one gives the perturbed scores, one the best column of each row. They run on
 under Triton's interpreter.
 
 The hash is :mod:`runtime.sampling`'s, and the noise is float64 until it is rounded to float32, so
-that results are those of plain torch.
-"""
+that results are those of plain torch."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@ as a sequence that is captured as one graph and waits for nothing.
 
 A level's nodes stand in slots of its own behind the text, whether or not there is a node for each
 place, so that shapes are those of the rule. The host fills in where the text ends and the noise's
-keys, and reads one small tensor: the tree.
-"""
+keys, and reads one small tensor: the tree."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@ configuration of EAGLE-3 heads.
 
 The names of the tensors are those of :class:`runtime.drafts.eagle_head.HeadNet`, and in ``PARTS``.
 A configuration says what tensors do not: which of the target's states are read, and how outputs are
-fed back. What it leaves open, or says in two ways, is refused.
-"""
+fed back. What it leaves open, or says in two ways, is refused."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ def load_head(
     ``target``.
 
     Raises PairError, in one line, when it was made for another target (hidden size, vocabulary,
-    layers), is incomplete, or does not run.
-    """
+    layers), is incomplete, or does not run."""
     with translated(f"{name}: cannot load {path}"):
         folder, (_, missing) = checkpoint(path), source(path)
         if missing:
@@ -194,8 +192,7 @@ def _taps(config: Config, layers: int) -> tuple[tuple[int, ...], Convention]:
     and boundaries (state = id; vLLM, speculators). Heads read a low layer, by default the output of
     layer 1, which is state 2; so ids without a 1 are boundaries, and so are those that reach the
     number of layers, which is the output of no layer. Without ids the states are 2, L/2 and L-3, as
-    in the engines.
-    """
+    in the engines."""
     listed = (config.get("eagle_config") or {}).get(STATE_IDS), config.get(STATE_IDS)
     resolved: list[tuple[tuple[int, ...], Convention]] = []
     for ids in filter(None, listed):

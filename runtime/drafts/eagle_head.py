@@ -5,8 +5,7 @@ RoPE position p (slot 0 is never written), and predicts token p + 1. Behind the 
 own output of the slot before. EAGLE-1 and 2 read the target's last state, after its final norm;
 EAGLE-3 reads three layers, has a norm and an output matrix of its own, and often a shorter
 vocabulary. EAGLE-3.1 may norm each of the three, and feed the head its output after the norm.
-:mod:`runtime.drafts.eagle_formats` reads published checkpoints.
-"""
+:mod:`runtime.drafts.eagle_formats` reads published checkpoints."""
 
 from __future__ import annotations
 
@@ -150,8 +149,7 @@ class EagleHead(SlotModel):
     ``taps`` are the target's hidden states that it reads (``CausalModel.taps``), ``feature_size``
     their width together, ``convention`` how its configuration names them. ``max_positions`` is the
     target's, since a head's positions are relative. ``unread`` are keys of its ``eagle_config``
-    that nothing here follows.
-    """
+    that nothing here follows."""
 
     first_slot = 1
 

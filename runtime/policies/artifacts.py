@@ -55,8 +55,7 @@ def read_artifact(
     names.
 
     Raises PolicyError when it is missing, of another kind, was fitted on another draft, or ``read``
-    finds it malformed.
-    """
+    finds it malformed."""
     name, where = getattr(policy, block).artifact, f"{block}.artifact: "
     if artifacts is None:
         raise PolicyError(

@@ -18,8 +18,7 @@ POOL_LIMIT = 8192
 """Most candidates a tree may grow before selection."""
 EXPANDED_LIMIT = 512
 """Most nodes that a tree may have read by the draft, beside the root: each holds a place in the
-draft's cache during a round.
-"""
+draft's cache during a round."""
 
 BATCH_LIMIT = 65536
 """Largest batch size that a window may name."""
@@ -77,8 +76,7 @@ class FixedWindow(Block):
 class ByBatchWindow(Block):
     """A constant window for each load: ``gamma`` maps least batch sizes (requests in a step) to the
     tokens then drafted, as ``{"1": 5, "4": 3, "16": 0}``: 5 up to 3 requests, none from 16 on. A
-    decoder of one request at a time drafts what stands for 1.
-    """
+    decoder of one request at a time drafts what stands for 1."""
 
     kind: Literal["by_batch"]
     gamma: Annotated[dict[BatchSize, Gamma], Field(max_length=64)]

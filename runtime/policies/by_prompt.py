@@ -3,8 +3,7 @@
 A prompt is a vector u: the logarithms of its length and of its perplexity under the target, and the
 TF-IDF of its token ids. Least squares tell from u, for each candidate, the logarithm of its seconds
 over those of the first; the least decodes. That compares throughputs (equation 3) as equation 4
-does, without its approximation. :mod:`optimizer.fit.by_prompt` fits it.
-"""
+does, without its approximation. :mod:`optimizer.fit.by_prompt` fits it."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class Chooser:
 
     ``terms`` int64 [V]: token ids, ascending; ``idf`` float64 [V]; ``weights`` float64 [2 + V, K]
     of log length, log perplexity and TF-IDF; ``intercept`` float64 [K]. ``perplexities``: the
-    logarithms of those of the recorded prompts, by :func:`prompt_key`.
-    """
+    logarithms of those of the recorded prompts, by :func:`prompt_key`."""
 
     terms: npt.NDArray[np.int64]
     idf: FloatArray

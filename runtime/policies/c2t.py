@@ -4,8 +4,7 @@ The paper evaluates a two-layer network on (joint probability, entropy, depth) o
 three are codes here (docs/trees.md), so the network is evaluated once, over every combination, and
 growing looks its confidence up: the same number in decoding and in replay, and cheaper than the
 network. Training is :mod:`optimizer.fit.c2t`; the threshold beta, the cap and chain mode (``width``
-1) are :class:`ClassifierGrowth`.
-"""
+1) are :class:`ClassifierGrowth`."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ class ClassifierWeights:
     """sigmoid(w2 . relu(w1 x + b1) + b2) over x = (joint probability, entropy in nats, depth from
     1).
 
-    ``w1`` float32 [hidden, 3], ``b1`` [hidden], ``w2`` [hidden], ``b2`` [1].
-    """
+    ``w1`` float32 [hidden, 3], ``b1`` [hidden], ``w2`` [hidden], ``b2`` [1]."""
 
     w1: WeightArray
     b1: WeightArray
@@ -104,8 +102,7 @@ class ClassifierWeights:
         """floor(confidence * 65535) of all codes, uint16 [depths, entropies, joints]: [depth - 1,
         entropy // STEP, joint // STEP].
 
-        Depths and codes beyond it take the last entries (:func:`confidence_code`).
-        """
+        Depths and codes beyond it take the last entries (:func:`confidence_code`)."""
         out = np.empty((depths, entropies, joints), dtype=np.uint16)
         joint, entropy = np.arange(joints) * STEP, np.arange(entropies)[:, None] * STEP
         for level in range(depths):

@@ -2,8 +2,7 @@
 
 A :class:`Policy` is a frozen value composed of optional blocks, each one mechanism of one paper and
 defined in its file. Absent blocks take defaults; :meth:`Policy.spelled_out` shows them. Unknown
-keys are errors, and the message names the nearest known key.
-"""
+keys are errors, and the message names the nearest known key."""
 
 from __future__ import annotations
 

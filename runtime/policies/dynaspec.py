@@ -52,8 +52,7 @@ def cluster_budget(step: int, k0: int, k1: int, k_min: int) -> int:
     a round.
 
     k0 at t = 0, k1 at t = 1, then floor((k1 + t) / (2 t)), which is k1 / (2 t) rounded to the
-    nearest, halves up (algorithm 1 rounds it down instead); never below ``k_min``, nor below 1.
-    """
+    nearest, halves up (algorithm 1 rounds it down instead); never below ``k_min``, nor below 1."""
     clusters = (k0, k1)[step] if step < 2 else (k1 + step) // (2 * step)
     return max(clusters, k_min, 1)
 

@@ -50,8 +50,7 @@ def frequency_budget(step: int, k_max: int) -> int:
     """K_fr(t) of appendix A.3 (PA-FR): tokens that draft step ``step`` = t evaluates, counted from
     0 within a round.
 
-    k_max at t = 0 and 1, then floor(k_max / (t + 1)); at least 1.
-    """
+    k_max at t = 0 and 1, then floor(k_max / (t + 1)); at least 1."""
     return max(1, k_max if step < 2 else k_max // (step + 1))
 
 

@@ -33,8 +33,7 @@ def bin_of(phi: int, depth: int, thresholds: npt.NDArray[np.int64], fitted_depth
     """The bin of Phi (in 1/256 nat, a sum over ``depth`` levels): how many thresholds it exceeds.
 
     Thresholds belong to sums over ``fitted_depth`` levels; other depths are compared by Phi per
-    level, in whole numbers.
-    """
+    level, in whole numbers."""
     low_bins = 0
     for threshold in thresholds:
         low_bins += phi * fitted_depth > threshold * depth

@@ -3,8 +3,7 @@ reference counts.
 
 numba keys its disk cache on the file that holds the function, so a kernel that inlines a function
 of another module would outlive an edit there. :func:`compiled` adds what the function uses to the
-key. numba itself is imported by the first call: reading a policy document takes none.
-"""
+key. numba itself is imported by the first call: reading a policy document takes none."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ def compiled(*, inline: bool = False) -> Callable[[F], F]:
 
     ``inline`` puts its code into every compiled caller. Division follows IEEE rules (no
     ZeroDivisionError) and indices are not checked. Where no cache folder is writable, or this numba
-    keeps its cache otherwise than known, the function is compiled anew in every process instead.
-    """
+    keeps its cache otherwise than known, the function is compiled anew in every process instead."""
     return cast(Callable[[F], F], functools.partial(Compiled, inline=inline))
 
 

@@ -7,8 +7,7 @@ equation 2, sum V / (sum V + rejections); and equation 11, where equation 10's l
 1 is largest (1 where it has no root below; callers cap it). Equation 12, which the paper tabulates,
 is equation 11 solved for mean(y). docs/papers.md, item 5, has their biases and what is misprinted.
 Where windows differ within the history, equation 11 becomes sum_i y_i = sum_i mean(g_i, beta), the
-same likelihood pooled. Sums are whole numbers, so that nothing drifts.
-"""
+same likelihood pooled. Sums are whole numbers, so that nothing drifts."""
 
 from __future__ import annotations
 

@@ -87,8 +87,7 @@ def prepare(
     ``artifacts`` finds what the policy names that was fitted. Raises PolicyError when the draft is
     unknown, the window needs costs and there is no profile, or an artifact cannot be had, has
     another shape or was fitted on another draft. Of a choice by prompt all that holds for each of
-    its candidates.
-    """
+    its candidates."""
     if isinstance(policy, PromptPolicy):
         options: dict[str, Any] = {"profile": profile, "version": version, "artifacts": artifacts}
         plans = tuple(prepare(candidate, drafts, **options) for candidate in policy.candidates)

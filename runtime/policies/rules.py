@@ -106,8 +106,7 @@ def compile_shortlist(policy: Policy, artifacts: Artifacts | None) -> ShortlistR
     """The rule of a policy's shortlist; None where the draft evaluates its whole head.
 
     Raises PolicyError when the artifact is missing, malformed, of another kind, or was fitted on
-    another draft.
-    """
+    another draft."""
     block = policy.shortlist
     if isinstance(block, FullShortlist):
         return None

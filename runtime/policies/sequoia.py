@@ -1,6 +1,5 @@
 """Sequoia: trees of one fixed shape (section 3.1). Choosing them is
-:mod:`optimizer.fit.sequoia`.
-"""
+:mod:`optimizer.fit.sequoia`."""
 
 from __future__ import annotations
 

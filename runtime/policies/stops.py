@@ -7,8 +7,7 @@ decoding and replay decide alike, whatever rounding made the codes.
 How a chain is drafted (runtime, oracle and replay share this): token j = 0..gamma-1 costs one draft
 pass. If the draft has no proposal, the chain ends without the token; the pass counts. If the stop
 triggers at token j, the chain ends, and the token is kept iff ``keep_last``. Tokens kept are
-*drafted*, passes made are *draft steps*.
-"""
+*drafted*, passes made are *draft steps*."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class _Stop(Block):
 
 class MaxProbStop(_Stop):
     """End the draft at a token whose draft probability is below ``threshold`` (transformers'
-    assistant_confidence_threshold).
-    """
+    assistant_confidence_threshold)."""
 
     kind: Literal["max_prob"] = "max_prob"
     threshold: Probability = 0.4
@@ -50,8 +48,7 @@ class MaxProbStop(_Stop):
 
 class JointProbStop(_Stop):
     """End the draft when the product of its tokens' draft probabilities falls below
-    ``threshold``.
-    """
+    ``threshold``."""
 
     kind: Literal["joint_prob"] = "joint_prob"
     threshold: Probability = 0.3
@@ -73,8 +70,7 @@ Stop = Annotated[
 
 class CompiledStop(NamedTuple):
     """A stop as limits on codes: it triggers when a code is *greater* than its limit; limits not in
-    use are :data:`NEVER`. ``active``: codes have to be read for it, even if none can trigger it.
-    """
+    use are :data:`NEVER`. ``active``: codes have to be read for it, even if none can trigger it."""
 
     active: bool = False
     max_logp_code: int = NEVER
@@ -94,8 +90,7 @@ def compile_stop(stop: Stop) -> CompiledStop:
     the chain's codes. ``entropy``: 1 - sqrt(scale H) < t, that is code > floor(256 (1-t)^2 /
     scale). Rounding down makes a limit that is reached exactly no stop. Threshold 0 never stops: no
     probability, and no lower bound on one, is below 0. Threshold 1 stops at every code above 0. A
-    code, or a sum of codes, of NAT_CODE_MAX or more (e^-256) is below every other threshold.
-    """
+    code, or a sum of codes, of NAT_CODE_MAX or more (e^-256) is below every other threshold."""
     if isinstance(stop, NoStop):
         return UNSTOPPED
     limit, threshold = NEVER, stop.threshold

@@ -21,8 +21,7 @@ output token; L: tokens of the text):
 - advance is called after *every* round, a request's last included.
 
 Whenever accepted == drafted the round counts as fully accepted, also when nothing was drafted; that
-is how a machine leaves window 0.
-"""
+is how a machine leaves window 0."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ class CompiledWindow(NamedTuple):
     ``reads_cache``: it wants to know how many accepted tokens are cached (others may be given 0;
     only whether it is above 0 counts). Method 1 has ``history``, the rounds that are remembered,
     and ``expected`` (:func:`expected_acceptances`); method 4 ``q_learning`` and ``q`` float64
-    [states, actions], the Q-table that a session starts from.
-    """
+    [states, actions], the Q-table that a session starts from."""
 
     kind: int
     limits: Limits
@@ -154,8 +152,7 @@ def compile_window(
     gamma_max - gamma_min + 1] is what a ``q_learning`` window starts from: a row for the last
     windows as digits in base gamma_max + 1, latest last, a column for each window from gamma_min
     on. Raises PolicyError where the window needs costs and there are none, or the table does not
-    fit.
-    """
+    fit."""
     if isinstance(window, (FixedWindow, ByBatchWindow)):  # of one request at a time
         gamma = window.gamma if isinstance(window, FixedWindow) else window.at(1)
         return CompiledWindow(FIXED, Limits(gamma, gamma, gamma))

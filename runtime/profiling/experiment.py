@@ -3,8 +3,7 @@ short blocks of random order.
 
 One request serves one draft; before every block the policy source puts another policy in force. So
 texts, lags and acceptance are those of service, and what draft and target evict from each other's
-caches is in every sample.
-"""
+caches is in every sample."""
 
 from __future__ import annotations
 

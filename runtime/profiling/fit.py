@@ -5,8 +5,7 @@ Drafting, verification, the rest of a round and what precedes the rounds of a re
 apart and fitted apart. Errors are relative. Seconds that a busy machine stretches are weighed down
 by Huber's weights (iteratively reweighted). A term never falls from one knot to the next, and a
 weak penalty on changes of slope (a P-spline's, Eilers and Marx 1996) carries it over knots that few
-rounds touch.
-"""
+rounds touch."""
 
 from __future__ import annotations
 

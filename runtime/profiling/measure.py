@@ -56,8 +56,7 @@ def measure_profile(
 
     ``contexts``: knots of the context, from the shortest to the longest that is served; those that
     the models do not hold are left out. ``texts``: token ids of what is served, random ones where
-    there are none. ``check`` says how well predicted rounds match executed ones.
-    """
+    there are none. ``check`` says how well predicted rounds match executed ones."""
     room = pair.max_positions - 2 * gamma_max - CHECKED_TOKENS
     usable = [c for c in sorted(set(contexts or CONTEXTS)) if c <= room] or [max(1, room // 2)]
     experiment = Experiment(pair, usable, [t for t in texts if len(t) > usable[0]], clock)

@@ -3,8 +3,7 @@
 Chains and the covered growths of trees are *run*, all starts at once, by the functions that decode
 with them (:class:`runtime.trees.grow.Growing`); what any of them expands is read once. A
 distribution is a function of its prefix (a head's: of its start and prefix), so starts share nodes:
-what one start reads off the text, the next one finds read.
-"""
+what one start reads off the text, the next one finds read."""
 
 from __future__ import annotations
 
@@ -121,8 +120,7 @@ def record_panorama(
 
     ``draft`` is one of the pair's or ``ngram``, of which there are chains alone. A language model's
     acceptance probabilities cost one pass of the target; they are recorded where the verifier was
-    ``rejection`` above temperature 0.
-    """
+    ``rejection`` above temperature 0."""
     if draft == "ngram":
         return _ngram_panorama(trajectory, gamma_max)
     text = _Recorder(pair, trajectory, draft, width)

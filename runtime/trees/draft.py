@@ -3,8 +3,7 @@
 
 :func:`grow` is the one driver of a tree, level by level: it asks a :class:`DistributionSource` for
 distributions and applies stop, early end and HeteroSpec's extension. A model's passes stand behind
-it when decoding, a recorded panorama in the oracle.
-"""
+it when decoding, a recorded panorama in the oracle."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ class GrownTree:
     kept nodes in creation order; ``expanded``: which of the nodes that the draft read each is, -1
     if none. ``levels`` kept of the growth, ``steps`` passes made, ``widths`` the rows of each pass
     (1 for the first): nodes, or on a device all places of a level. ``bin`` is HeteroSpec's, ``phi``
-    in 1/256 nat.
-    """
+    in 1/256 nat."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)

@@ -4,8 +4,7 @@
 panoramas and in replay. Its rules are the papers': EAGLE-2's expansion and rerank
 (:mod:`runtime.policies.eagle2`), C2T's classifier (:mod:`runtime.policies.c2t`), static trees
 (:mod:`runtime.policies.sequoia`), HeteroSpec's Phi (:mod:`runtime.policies.heterospec`).
-docs/trees.md defines codes and costs.
-"""
+docs/trees.md defines codes and costs."""
 
 from __future__ import annotations
 
@@ -95,8 +94,7 @@ class TreeRule:
     ``width``: children read of a distribution (k); ``frontier``: nodes expanded per level at most
     (F). ``confidence`` int32 [depth, entropy, joint] codes of 1/65535 and ``beta_code`` make it
     C2T's. ``static`` levels make it static. ``thresholds``, ``fitted_depth``, ``alpha`` and
-    ``bin_top_n`` (N' of each low bin) are HeteroSpec's.
-    """
+    ``bin_top_n`` (N' of each low bin) are HeteroSpec's."""
 
     width: int
     frontier: int
@@ -218,8 +216,7 @@ class Tree(NamedTuple):
     candidates end (``size``), places of its ``frontier``, how many the next pass reads (``width``),
     and HeteroSpec's ``level_phi``; [D + 1, 3]: what a ``stop`` reads of the cheapest candidate (of
     a static tree the first): -log q, -log of the product of q, entropy of the distribution it comes
-    from.
-    """
+    from."""
 
     token: Index
     cost: Index
@@ -254,8 +251,7 @@ def grow_level(rule: LevelRule, codes: Codes, front: Index, level: int, tree: Tr
     stop and HeteroSpec read of it.
 
     ``front`` [frontier]: the rows of ``codes`` that the nodes of the frontier above have; a row
-    that is not there has no children.
-    """
+    that is not there has no children."""
     k, begin, listed = rule.width, tree.size[level - 1], rule.listed
     candidate = begin
     static, most_confident = listed.shape[0] > 0, np.int64(INFINITE)
@@ -438,8 +434,7 @@ def select(
     after so many passes.
 
     Lists in creation order: tokens, parents (among the chosen, -1: the root), depths (from 1),
-    and which of the nodes that the passes read each is (-1: none).
-    """
+    and which of the nodes that the passes read each is (-1: none)."""
     size = int(tree.size[levels])
     chosen = np.empty(size if top_n is None else min(size, top_n), dtype=np.int64)
     number, columns = np.empty(size + 1, np.int64), np.empty((4, len(chosen)), np.int64)

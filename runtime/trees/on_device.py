@@ -5,8 +5,7 @@ device.
 Every choice is of whole numbers: with ``key * n + index`` as keys of n nodes, which are distinct,
 ``topk`` chooses what :func:`runtime.policies.eagle2.cheapest` does. The coupled score takes
 logarithms from tables alone. Where growth ends is a mask: levels behind the end may be grown all
-the same, and nothing is chosen from them. Places without a node read token 0.
-"""
+the same, and nothing is chosen from them. Places without a node read token 0."""
 
 from __future__ import annotations
 
