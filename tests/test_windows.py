@@ -386,6 +386,25 @@ def test_running_sums_do_not_drift() -> None:
     assert content(long.state) == content(short.state)
 
 
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"kind": "analytic", "estimator": "ratio", "gamma_max": 4},
+        {"kind": "analytic", "estimator": "exact", "gamma_max": 4},
+        {"kind": "q_learning", "reward": "speed", "gamma_max": 4},
+    ],
+    ids=name_of,
+)
+def test_a_tree_that_is_extended_counts_as_one_of_the_longest_window(
+    document: dict[str, Any],
+) -> None:
+    extended, longest = Machine(document), Machine(document)
+    for accepted in (2, 0, 4, 1, 4, 0, 3):
+        extended.advance(7, accepted, 0)
+        longest.advance(4, accepted, 0)
+        assert content(extended.state) == content(longest.state)
+
+
 def test_q_tables_that_do_not_fit_are_refused() -> None:
     document = {"kind": "q_learning", "gamma_max": 4, "memory": 2}
     assert Machine(document).state.learner.q.shape == (25, 4)

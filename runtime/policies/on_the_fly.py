@@ -151,7 +151,9 @@ def analytic(
 
     Beta-hat itself is not computed. It exceeds a beta iff more tokens were accepted than the
     estimator expects there, and at given costs the argmax is a staircase in beta: the window is the
-    number of steps exceeded."""
+    number of steps exceeded. Levels by which HeteroSpec went beyond the window do not count."""
+    num_drafted = min(num_drafted, limits.gamma_max)
+    num_accepted = min(num_accepted, num_drafted)
     sums, slot = history.sums, history.sums[0]
     gone, gone_accepted = history.drafted[slot], history.accepted[slot]
     history.drafted[slot], history.accepted[slot] = num_drafted, num_accepted
@@ -281,7 +283,7 @@ def q_learning(
     best = _best_action(q, state)
     if rule.learns and before >= 0:
         if rule.rewards_speed:
-            reward = (num_accepted + 1) * rule.rewards[num_drafted]
+            reward = (num_accepted + 1) * rule.rewards[min(num_drafted, limits.gamma_max)]
         else:
             reward = num_accepted / num_drafted if num_drafted > 0 else 0.0
         action = gamma - limits.gamma_min
