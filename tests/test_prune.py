@@ -117,7 +117,10 @@ def test_commands_say_what_they_removed(tmp_path: Path) -> None:
         recording, other = a_recording(store, n=2), a_recording(store, n=2)
         store.put_study(PAIR, sampler="s", seed=0, document={})
     assert "--older-than AGE" in door.call("db prune").stderr
-    assert "say what to prune" in door.error("traces prune")
+    for options in ("", " --recording latest --keep-last 1"):
+        assert "say what to prune: either --recording ID, or" in door.error(
+            "traces prune" + options
+        )
     assert door.json("traces prune --older-than 30d")["removed"] == []
     told = door.call("traces prune --dry-run", recording=recording[:8]).stdout
     assert told == f"would remove {recording}\n"

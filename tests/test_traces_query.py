@@ -183,11 +183,16 @@ def test_executed_rounds_have_their_own_statistics(store: TraceStore) -> None:
     (row,) = query.acceptance(store, executed=True)
     steps = [s for i in range(6) for s in steps_of(a_trajectory(i))]
     want = step_survival(steps)
-    assert (row["policy"], row["requests"], row["starts"]) == (POLICY_ID, 6, len(steps))
+    assert (row["policy_id"], row["requests"], row["starts"]) == (POLICY_ID, 6, len(steps))
     assert row["marginal"] == pytest.approx(want.marginal)
     assert row["conditional"] == pytest.approx(want.conditional)
     assert row["mean_accepted_length"] == pytest.approx(sum(s.emitted for s in steps) / len(steps))
+    store.put_policy(POLICY_ID, POLICY, "small")
     rows = query.acceptance(store, by=("category", "day"), executed=True)
+    assert {r["policy"] for r in rows} == {"small"}
+    assert rows == query.acceptance(
+        store, TraceFilter(policy="small"), ("category", "day"), executed=True
+    )
     assert [r["category"] for r in rows] == ["code", "math", "prose"]
     mixed = store.create_recording(Asked(PAIR, None, Sampling(), 8)).id
     drafted = [(4, 3, "a"), (1, 1, "a"), (1, 0, "b"), (0, 0, "b"), (2, 1, "a")]
@@ -197,8 +202,8 @@ def test_executed_rounds_have_their_own_statistics(store: TraceStore) -> None:
         start += kept + 1
     store.append_trajectory(mixed, 0, a_trajectory(0, n=10), told)
     one, other = query.acceptance(store, TraceFilter(recordings=(mixed,)), executed=True)
-    assert (one["policy"], one["starts"], one["marginal"]) == ("a", 3, [1.0, 1 / 2, 1.0, 0.0])
-    assert (other["policy"], other["starts"], other["marginal"]) == ("b", 2, [0.0])
+    assert (one["policy_id"], one["starts"], one["marginal"]) == ("a", 3, [1.0, 1 / 2, 1.0, 0.0])
+    assert (other["policy_id"], other["starts"], other["marginal"]) == ("b", 2, [0.0])
     assert query.acceptance(store, TraceFilter(policy="b"), executed=True) == [other]
     assert len(query.acceptance(store, TraceFilter(recordings=(recording,)), executed=True)) == 1
 
@@ -234,7 +239,7 @@ def test_two_policies_are_compared_on_the_requests_that_both_decoded(store: Trac
     left, right = found["rows"]
     assert (left["emitted"], left["rounds"], left["tau"]) == (7 * 60, 7 * 15, 4.0)
     assert left["seconds"] == pytest.approx(seconds[0, 1:].sum())
-    assert right["id"] == "autoregressive"
+    assert right["name"] == "autoregressive"
     one = compare(store, *names, TraceFilter(request="r3"))
     assert (one["requests"], one["interval"]) == (1, None)
     outcome = an_outcome()  # of r0 to r2
@@ -243,8 +248,42 @@ def test_two_policies_are_compared_on_the_requests_that_both_decoded(store: Trac
     emitted = sum(r.counts.emitted_tokens for r in outcome.per_request[1:])
     assert (ran["requests"], ran["rows"][0]["emitted"]) == (2, emitted)
     assert compare(store, POLICY_ID, "autoregressive")["ratio"] == found["ratio"]
+    alone = decoded(store, {OTHER: 0.1}, n=0)
+    store.append_trajectory(alone, 20, a_trajectory(20), rounds_of(60, OTHER))
     with pytest.raises(TraceError, match="share no request that was decoded in rounds"):
+        compare(store, names[0], alone)
+    with pytest.raises(NotFoundError, match="no recording, policy or run of that name"):
         compare(store, names[0], "nothing")
+
+
+def test_a_request_decoded_again_weighs_as_much_on_both_sides(store: TraceStore) -> None:
+    """Else a policy would look slower for having met the slow requests more often."""
+    for policy, times in ((POLICY_ID, (1, 5)), (OTHER, (2, 1))):
+        for i, seconds in enumerate((0.1, 0.7)):
+            for _ in range(times[i]):
+                made = decoded(store, {policy: 0.1}, n=0)
+                took = seconds * (1 if policy == POLICY_ID else 2)
+                store.append_trajectory(
+                    made, i, a_trajectory(i), rounds_of(60, policy, seconds=took)
+                )
+    found = compare(store, "small", "autoregressive")
+    assert (found["ratio"], *found["interval"]) == pytest.approx((2, 2, 2))
+
+
+def test_copies_and_profiling_runs_are_no_traffic_unless_they_are_named(store: TraceStore) -> None:
+    decoded(at(store, NOW), {POLICY_ID: 0.1, OTHER: 0.3}, n=2)
+    before = [query.speed(store), query.acceptance(store, executed=True), query.requests(store)]
+    compared = compare(store, "small", "autoregressive")
+    for source in ("gathered", "profile"):
+        asked = Asked(PAIR, None, Sampling(), 64, source=source)
+        copy = store.create_recording(asked).id
+        store.append_trajectory(copy, 0, a_trajectory(0), rounds_of(60, OTHER, seconds=0.9))
+        after = [query.speed(store), query.acceptance(store, executed=True), query.requests(store)]
+        assert after == before
+        assert compare(store, "small", "autoregressive") == compared
+        for only in (TraceFilter(recordings=(copy,)), TraceFilter(source=source)):
+            assert [r["recording_id"] for r in query.requests(store, only)] == [copy]
+        assert compare(store, copy, "small")["requests"] == 1
 
 
 def test_which_policy_was_in_force_when(store: TraceStore, url: str) -> None:
@@ -278,18 +317,20 @@ def test_what_a_policy_would_have_cost_on_the_traffic_of_a_day(store: TraceStore
     for ago, n in ((3 * DAY, 5), (DAY / 2, 4), (DAY / 4, 3)):
         a_recording(at(store, now - ago), n=n)
     store.append_trajectory(store.resolve_recording("latest"), 9, a_trajectory(9))
+    a_recording(store, n=2, drafts=())
     store.put_profile(flat_profile(PAIR, ["small"]))
     asked = ("simulate", "--policy", '{"draft": "small", "window": {"kind": "fixed", "gamma": 4}}')
-    each = [door.json(*asked, recording=r.id) for r in store.list_recordings()[1:]]
+    each = [door.json(*asked, recording=r.id) for r in store.list_recordings()[2:]]
     latest = door.json(*asked, "--since", "7h")
     whole = door.call(*asked, "--since", "24h", "--json")
-    assert "left out: 1 of 8 requests, which lack panoramas" in whole.stderr
+    assert "left out: 3 of 10 requests, which lack panoramas" in whole.stderr
     assert latest["requests"] == 3
     found = door.json(*asked, since=f"{now - DAY:%Y-%m-%dT%H:%M}")
     for key in ("requests", "rounds", "emitted_tokens", "accepted_tokens"):
         assert found[key] == latest[key] + each[0][key]
     assert found["seconds"] == pytest.approx(latest["seconds"] + each[0]["seconds"])
     assert found["seconds"] > 0
+    assert "has no draft 'small'" in door.error(*asked, since="1h")
     assert "nothing was recorded" in door.error(*asked, since="2099-01-01")
     assert "leave --since or --workers out" in door.error(*asked, since="24h", workers=2)
 
@@ -301,7 +342,12 @@ def test_what_a_policy_would_have_cost_on_the_traffic_of_a_day(store: TraceStore
         ("stats --by draft --speed", "no group 'draft' here; there are: policy, category, day"),
         ("query --sort speed", "no column 'speed' to sort by"),
         ("query --since yesterday", "'yesterday' is not a duration; write for example 30m"),
-        ("compare latest nothing", "share no request"),
+        ("compare latest nothing", "nothing: no recording, policy or run of that name decoded"),
+        (
+            "export none.csv --since 1s --until 1s",
+            "nothing that is stored matches; none.csv is not",
+        ),
+        ("export none.parquet --whole --pair-id 0", "matches; none.parquet is not written"),
         ("show latest --request r99", "has no request 'r99'"),
     ],
 )
@@ -327,7 +373,7 @@ def test_answers_are_printed_and_limited(tmp_path: Any) -> None:
     for right in ("autoregressive", '{"draft": "none"}'):
         assert door.json("traces compare", "small", right)["ratio"] == pytest.approx(2.0)
     assert (
-        "small: 2.00 times as fast (2.00 to 2.00, 6 requests)"
+        "small: 2.00 times as fast as autoregressive (95%: 2.00 to 2.00, 6 requests that both"
         in door.call("traces compare small autoregressive").stdout
     )
     one = door.json("traces show", recording, request="r2")
@@ -336,6 +382,10 @@ def test_answers_are_printed_and_limited(tmp_path: Any) -> None:
     assert len(one["rounds"]) == 16
     shown = door.call("traces show", recording, request="r2").stdout
     assert "not decoded: " in shown
+    assert OTHER in shown.splitlines()[-2], "a line for each round"
+    assert door.json("traces query --policy autoregressive")["requests"]
+    assert "nothing is published" in door.call("policies list").stdout
+    assert "nothing is published" in door.call("policies deployments").stdout
     with opened(str(door.db)) as store:
         decoded(store, {POLICY_ID: 0.1}, n=90)
     many = door.call("traces query --json")

@@ -74,9 +74,6 @@ def test_columns_without_any_value_keep_their_types(tmp_path: Path) -> None:
     assert export_rows(rows, tmp_path / "rows.parquet") == 1
     types = {f.name: str(f.type) for f in pq.read_schema(tmp_path / "rows.parquet")}
     assert (types["policy"], types["rounds"], types["tau"]) == ("string", "int64", "double")
-    for ending in ("json", "csv", "parquet"):
-        assert export_rows([], tmp_path / f"none.{ending}") == 0
-    assert json.loads((tmp_path / "none.json").read_text()) == []
 
 
 def test_an_export_that_cannot_be_made_says_why(
@@ -85,10 +82,13 @@ def test_an_export_that_cannot_be_made_says_why(
     with pytest.raises(TraceError, match=r"end it with \.json, \.csv or \.parquet"):
         export_rows([], tmp_path / "rows.txt")
     with pytest.raises(TraceError, match=r"cannot write .*No such file"):
-        export_rows([], tmp_path / "nowhere" / "rows.csv")
+        export_rows([{}], tmp_path / "nowhere" / "rows.csv")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(TraceError, match="`pip install pyarrow`"):
-        export_rows([], tmp_path / "rows.parquet")
+        export_rows([{}], tmp_path / "rows.parquet")
+    for ending in ("json", "csv", "parquet"):
+        with pytest.raises(TraceError, match=f"matches; .*{ending} is not written"):
+            export_rows([], tmp_path / f"rows.{ending}")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -140,6 +140,7 @@ def test_a_file_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
         line = door.refused("traces import", spoilt)
         assert "spoilt.parquet: " in line
         assert says in line
+    assert not (tmp_path / "b.db").exists()
     assert "gone.parquet: cannot be read (" in door.refused(
         "traces import", tmp_path / "gone.parquet"
     )

@@ -38,7 +38,9 @@ def db_list(kind: str | None, limit: int | None) -> None:
             emit(found, table([{"kind": k, "how_many": n} for k, n in found.items()]))
             return
         rows = [plain(row) for row in list_kind(store, kind, limit=limit)]
-    emit({kind: rows}, table(rows, title=kind) if rows else f"no {kind}")
+    # The beginning of a workload's long id is enough for `db show`.
+    told = [{k: v[:12] if k == "workload_id" and v else v for k, v in row.items()} for row in rows]
+    emit({kind: rows}, table(told, title=kind) if rows else f"no {kind}")
 
 
 @db.command("show")
@@ -110,8 +112,8 @@ def db_upgrade() -> None:
 @db.command("check")
 @click.pass_context
 def db_check(ctx: click.Context) -> None:
-    """Check integrity, foreign keys, schema and the checksum of every chunk; exit code 1 if
-    anything is wrong.
+    """Check integrity, foreign keys, schema and every blob; exit code 1 if anything is
+    wrong.
 
     \b
     Example:  cli.py db check

@@ -75,7 +75,8 @@ def policies_deployments() -> None:
         for row, (_, answers) in zip(rows, newest, strict=True)
     ]
     columns = ("deployment", "pair", "device", "version", *ABOUT, "servers")
-    emit({"deployments": rows}, table(told, columns, "published"))
+    view = table(told, columns, "published") if rows else "nothing is published"
+    emit({"deployments": rows}, view)
 
 
 def _servers(answers: Iterable[Acknowledgement]) -> list[dict[str, Any]]:
@@ -114,8 +115,8 @@ def policies_list(deployment: str | None, **kw: Any) -> None:
     last = ("actor", "applied", "refused", "reason")
     columns = ("version", "deployment", *where, "active", *ABOUT, "until", *last)
     data = {"pair": pair_id, "device": device, "publications": rows, "policies": known}
-    title = f"publications for pair {spec.id} on {device}" if spec else "publications"
-    emit(data, table(rows, columns, title))
+    of = f" for pair {spec.id} on {device}" if spec else ""
+    emit(data, table(rows, columns, f"publications{of}") if rows else f"nothing is published{of}")
 
 
 def _listed(store: TraceStore, found: Iterable[Publication]) -> list[dict[str, Any]]:
@@ -167,10 +168,11 @@ def policies_show(policy_name: str, **kw: Any) -> None:
     Example:  cli.py policies show active
               cli.py policies show '{"draft": "small"}'
     """
-    pair_id, device = pair_spec(kw).id, device_of(kw)
+    is_anywhere = policy_name != "active" and not any(kw[n] for n in ("pair", "target", "drafts"))
+    pair_id, device = ("", "") if is_anywhere else (pair_spec(kw).id, device_of(kw))
     with _looked_up(policy_name) as store:
         policy = policy_named(store, policy_name, pair_id, device, kw["deployment"])
-        every = store.list_publications(pair_id, device, kw["deployment"])
+        every = store.list_publications(pair_id or None, device or None, kw["deployment"])
     document = policy.spelled_out()
     data: dict[str, Any] = {"id": policy.id, "label": policy.label(), "policy": document}
     text = f"{policy.id}  {policy.label()}\n{json.dumps(document, indent=2)}"

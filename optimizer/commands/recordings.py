@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -30,8 +29,8 @@ filter_options = together(
     option("--category categories", "Repeatable.", multiple=True),
     option("--since", "Stored since so long ago (24h), or a moment (UTC).", MOMENT),
     option("--until", "Stored before; as --since.", MOMENT),
-    option("--policy", "Id of a policy that decoded some of it."),
-    option("--draft", "A draft that looked around in it, whose acceptance is meant."),
+    option("--policy", "Id or label of a policy that decoded some of it."),
+    option("--draft", "A draft whose proposals are recorded, and whose acceptance is meant."),
     option("--min-acceptance", type=SHARE),
     option("--max-acceptance", type=SHARE),
 )
@@ -39,7 +38,7 @@ limit_option = option("--limit", "The first N; `traces export` has all.", Whole(
 GROUPS = "draft, policy, category, day, recording, pair, source"
 OF_REQUEST = (
     *("request_id", "category", "policy", "context", "rounds", "tau", "acceptance"),
-    *("draft_acceptance", "tokens_per_s"),
+    "tokens_per_s",
 )
 """Columns of a request that a table shows."""
 
@@ -58,7 +57,7 @@ def traces_list(**kw: Any) -> None:
         found = list_recordings(store, TraceFilter(**kw))
     rows = [info.to_json() for info in found]
     told = [{**row, "drafts": info.shown()} for row, info in zip(rows, found, strict=True)]
-    size = ("n_requests", "n_output_tokens", "max_new_tokens", "drafts", "created_at")
+    size = ("n_requests", "n_output_tokens", "drafts", "created_at")
     columns = ("id", "pair_id", "source", "state", *size)
     emit({"recordings": rows}, table(told, columns, "recordings"))
 
@@ -96,7 +95,7 @@ def _show_request(store: TraceStore, recording: str, request: str) -> None:
     if not as_json():
         ids = f"not decoded: {data['undecoded']}\nids: {data['output_ids']}"
         say(ids if data["text"] is None else f"{data['prompt']}\n---\n{data['text']}\n---")
-    counts = ("round", "policy_id", "draft", "start", "drafted", "verified", "accepted", "emitted")
+    counts = ("round", "policy_id", "start", "drafted", "verified", "accepted", "emitted")
     emit(data, table(data["rounds"], (*counts, "draft_s", "verify_s", "round_s"), "rounds"))
 
 
@@ -122,19 +121,24 @@ def traces_stats(by: str | None, executed: bool, speed: bool, **kw: Any) -> None
     only = query.TraceFilter(**kw)
     with open_store(create=False) as store:
         if speed or ("policy" in names and not executed):
-            keys = [query.GROUPS.get(name, name) for name in names]
-            columns = (*keys, "policy", "requests", "seconds", "tokens_per_s", "tau", "acceptance")
-            shown = [c for c in columns if c != "policy" or "policy" in names]
-            _emit_rows("stats", query.speed(store, only, names), shown)
-            return
-        rows = query.acceptance(store, only, names, executed=executed)
+            rows = query.speed(store, only, names)
+            columns = ("requests", "seconds", "tokens_per_s", "tau", "acceptance")
+        else:
+            rows = query.acceptance(store, only, names, executed=executed)
+            columns = ("requests", "mean_accepted_length", "by_position")
     told = [
-        {**row, "by_position": " ".join(f"{x:.2f}" for x in row["marginal"][:10])} for row in rows
+        {
+            **{key.replace("policy_id", "id"): value for key, value in row.items()},
+            "by_position": " ".join(f"{x:.2f}" for x in row.get("marginal", ())[:10]),
+        }
+        for row in rows
     ]
-    keys = [name for name in rows[0] if name in query.GROUPS] if rows else []
-    columns = (*keys, "requests", "mean_accepted_length", "by_position")
+    keys = (
+        [key for key in told[0] if key in (*query.GROUPS.values(), "policy", "id")] if told else ()
+    )
     emit(
-        {"stats": rows}, table(told, columns, "acceptance") if rows else "nothing of that is stored"
+        {"stats": rows},
+        table(told, (*keys, *columns), "stats") if rows else "nothing of that is stored",
     )
 
 
@@ -149,11 +153,18 @@ def traces_query(sort: str | None, limit: int, **kw: Any) -> None:
     Example:  cli.py traces query --sort tokens_per_s --limit 20 --since 24h
               cli.py traces query --draft small --max-acceptance 0.5 --json
     """
+    from spectune.traces.store.export import plain
     from spectune.traces.store.query import TraceFilter, requests
 
     with open_store(create=False) as store:
         found = requests(store, TraceFilter(**kw), sort=sort, limit=limit + 1)
-    _emit_rows("requests", _first(limit, found), ("recording_id", *OF_REQUEST))
+    rows = [plain(row) for row in _first(limit, found)]
+    meant = "draft_acceptance" if kw["draft"] else "acceptance"
+    columns = ("recording_id", *(meant if c == "acceptance" else c for c in OF_REQUEST))
+    emit(
+        {"requests": rows},
+        table(rows, columns, "requests") if rows else "nothing of that is stored",
+    )
 
 
 @traces.command("compare")
@@ -172,11 +183,19 @@ def traces_compare(left: str, right: str, **kw: Any) -> None:
     from spectune.traces.store.query import TraceFilter
 
     with open_store(create=False) as store:
-        one, other = (n if (p := named_policy(n)) is None else p.id for n in (left, right))
-        found = compare(store, one, other, TraceFilter(**kw))
-    between = "" if found["interval"] is None else "{:.2f} to {:.2f}, ".format(*found["interval"])
-    said = f"{left}: {found['ratio']:.2f} times as fast ({between}{found['requests']} requests)"
-    emit(found, table(found["rows"], title=said))
+        given = {name: named_policy(name) for name in (left, right)}
+        ids = [name if (p := given[name]) is None else p.id for name in (left, right)]
+        found = compare(store, *ids, TraceFilter(**kw))
+    left, right = (name if (p := given[name]) is None else p.label() for name in (left, right))
+    told = [{**row, "name": name} for row, name in zip(found["rows"], (left, right), strict=True)]
+    between = (
+        "" if found["interval"] is None else "95%: {:.2f} to {:.2f}, ".format(*found["interval"])
+    )
+    said = (
+        f"{left}: {found['ratio']:.2f} times as fast as {right} ({between}{found['requests']} "
+        "requests that both decoded)"
+    )
+    emit(found, table(told, title=said))
 
 
 @traces.command("export")
@@ -210,7 +229,8 @@ def traces_export(path: str, kind: str, whole: bool, **kw: Any) -> None:
             data["rows"] = export_recordings(store, data["recordings"], path)
         else:
             data["rows"] = export_rows(getattr(query, kind)(store, only), path)
-    emit(data, ", ".join(f"{k} {v}" for k, v in data.items()))
+    of = f", recordings {', '.join(data['recordings'])}" if whole else ""
+    emit(data, f"{path}: {data['rows']} rows{of}")
 
 
 @traces.command("import")
@@ -261,10 +281,3 @@ def _first(limit: int, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if len(rows) > limit and not typed("limit"):
         note(f"the first {limit}; --limit says how many, and `traces export rows.csv` writes all")
     return rows[:limit]
-
-
-def _emit_rows(key: str, rows: list[dict[str, Any]], columns: Sequence[str]) -> None:
-    from spectune.traces.store.export import plain
-
-    told = [plain(row) for row in rows]
-    emit({key: told}, table(told, columns, key) if told else "nothing of that is stored")

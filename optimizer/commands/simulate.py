@@ -57,7 +57,7 @@ UNDER_LOAD: Final = (
 @opts.deployment
 @option("--limit", "Only the first N requests.", Whole(1))
 @opts.per_round
-@flag("--skip-corrupted", "Leave damaged chunks out instead of stopping at the first.")
+@flag("--skip-corrupted", "Leave damaged requests out instead of stopping at the first.")
 @flag(
     "--keep-q-table",
     "Store what a q_learning window has learned as an artifact, and print its id.",

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,10 +71,10 @@ def open_trace(
     engine = engine_named(info.engine)
     served = engine.prefill_emits
     wanted, found = set(drafts), dict(ranks or {})
-    for policy in chain.from_iterable(given.candidates for given in policies):
-        if not policy.speculates:
-            continue
-        if policy.draft != "ngram" or not served:
+    replayed = [p for given in policies for p in given.candidates if p.speculates]
+    needing = [p for p in replayed if p.draft != "ngram" or not served]
+    for policy in replayed:
+        if since is None and policy in needing:
             _check_recorded(store, policy, info)
         wanted.add(policy.draft)
         if since is not None and policy.shortlisted:
@@ -95,6 +94,12 @@ def open_trace(
     whole = loaded
     if skip_corrupted or since is not None or info.source == "serve":
         whole = whole.having(wanted)
+    if since is not None:
+        trees = {policy.draft for policy in needing if policy.is_tree}
+        having = (r for r in whole.requests if all(r.panoramas[d].width > 1 for d in trees))
+        whole = replace(whole, requests=tuple(having))
+        for policy in () if whole.requests else needing:
+            _check_recorded(store, policy, info)
     if since is not None and (left := len(loaded.requests) - len(whole.requests)):
         tell(f"left out: {left} of {len(loaded.requests)} requests, which lack panoramas")
     if not whole.requests:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ def compare(
     and how many times as fast ``left`` is in tokens/s (``ratio``), with a 95% interval: Student's,
     of the logarithm of the ratio of sums, linearised; None of fewer than two requests.
 
-    Raises TraceError where they share no request.
+    A request weighs alike on both sides: with the fewer of the tokens that each decoded of it.
+    Raises NotFoundError where a side decoded nothing, TraceError where they share no request.
     """
     sides = [_decoded(store, name, only) for name in (left, right)]
     shared = sorted(sides[0].keys() & sides[1].keys())
@@ -32,13 +34,18 @@ def compare(
         raise TraceError(f"{left} and {right} share no request that was decoded in rounds")
     both = np.array([[side[name] for name in shared] for side in sides])  # [2, requests, SUMS]
     rows: list[dict[str, Any]] = [
-        {"id": name, **dict(zip(SUMS, [*map(int, sums[:4]), sums[4]], strict=True)), **rates(*sums)}
+        {
+            "name": name,
+            **dict(zip(SUMS, [*map(int, sums[:4]), sums[4]], strict=True)),
+            **rates(*sums),
+        }
         for name, sums in zip((left, right), both.sum(1).tolist(), strict=True)
     ]
-    ratio, interval = rows[0]["tokens_per_s"] / rows[1]["tokens_per_s"], None
+    emitted, seconds = both[:, :, 3], both[:, :, 4]
+    took = emitted.min(0) * seconds / emitted  # [2, requests]
+    ratio, interval = float(took[1].sum() / took[0].sum()), None
     if (n := len(shared)) > 1:
-        shares = both[:, :, 3:] / both[:, :, 3:].mean(1, keepdims=True)  # of tokens, of seconds
-        one, other = shares[:, :, 0] - shares[:, :, 1]
+        one, other = took / took.mean(1, keepdims=True)
         error = (one - other).std(ddof=1) / np.sqrt(n) * stdtrit(n - 1, 0.975)
         interval = [float(ratio * np.exp(-error)), float(ratio * np.exp(error))]
     return {"requests": n, "ratio": ratio, "interval": interval, "rows": rows}
@@ -48,13 +55,16 @@ def _decoded(store: TraceStore, name: str, only: TraceFilter) -> dict[str, list[
     """Sums of executed rounds, in the order of :data:`SUMS`, by the id of the request: recorded
     ones, or where there are none those of runs, whose seconds include prefill."""
     c, found = REQUESTS.c, dict[str, list[float]]()
+    of_policy = or_(c.policy == name, c.policy_id.startswith(name, autoescape=True))
     try:
-        chosen = c.recording_id == store.resolve_recording(name)
+        chosen = replace(only, recordings=(store.resolve_recording(name),))
     except NotFoundError:
-        chosen = or_(c.policy == name, c.policy_id.startswith(name, autoescape=True))
+        conditions = [*conditions_of(store, REQUESTS, only), of_policy]
+    else:
+        conditions = conditions_of(store, REQUESTS, chosen)
     query = (
         select(c.request_id, *(func.sum(c[column]) for column in SUMS))
-        .where(*conditions_of(store, REQUESTS, only), chosen, c.rounds > 0)
+        .where(*conditions, c.rounds > 0)
         .group_by(c.request_id)
     )
     of_run = [of.startswith(name, autoescape=True) for of in (Run.id, Run.policy_id)]
@@ -67,4 +77,10 @@ def _decoded(store: TraceStore, name: str, only: TraceFilter) -> dict[str, list[
             n, before = of.counts, found.get(of.request_id, [0.0] * len(SUMS))
             sums = [n.rounds, n.drafted_tokens, n.accepted_tokens, n.emitted_tokens, n.seconds]
             found[of.request_id] = [a + b for a, b in zip(before, sums, strict=True)]
-    return {request: sums for request, sums in found.items() if sums[0] and sums[4]}
+    found = {request: sums for request, sums in found.items() if sums[0] and sums[4]}
+    if not found:
+        raise NotFoundError(
+            f"{name}: no recording, policy or run of that name decoded anything that is asked for; "
+            "`traces list`, `db list policies` and `db list runs` show those there are"
+        )
+    return found

@@ -7,7 +7,7 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from itertools import chain, groupby, islice
 from operator import itemgetter
@@ -34,15 +34,16 @@ _BATCH, _ROWS = 10_000, 64
 
 def export_rows(rows: Iterable[Row], path: str | Path) -> int:
     """Writes rows to a file, whole or not at all, in the format that its ending names (.json, .csv,
-    .parquet); how many there were. Raises TraceError for another ending, a file that cannot be
-    written, and Parquet without pyarrow."""
+    .parquet); how many there were. Raises TraceError for another ending, no rows, a file that
+    cannot be written, and Parquet without pyarrow."""
     ending = Path(path).suffix.lower()
     if ending not in (".json", ".csv", ".parquet"):
         raise TraceError(f"cannot tell the format of {path}: end it with .json, .csv or .parquet")
+    left, count = iter(rows), 0
     with _written(path) as file:
+        rows = chain(_some(islice(left, 1), path), left)
         if ending == ".parquet":
             return _write_parquet(rows, file)
-        count = 0
         with io.TextIOWrapper(file, encoding="utf-8", newline="") as out:
             writer = csv.writer(out)
             for count, row in enumerate(map(plain, rows), 1):
@@ -53,8 +54,17 @@ def export_rows(rows: Iterable[Row], path: str | Path) -> int:
                 else:
                     writer.writerows([row, row.values()] if count == 1 else [row.values()])
             if ending == ".json":
-                out.write("\n]\n" if count else "[]\n")
+                out.write("\n]\n")
         return count
+
+
+def _some(rows: Iterable[Any], path: str | Path) -> list[Any]:
+    """Rows as a list. Raises TraceError where there are none: not every reader takes an empty
+    file, and one that is there already stays."""
+    found = list(rows)
+    if not found:
+        raise TraceError(f"nothing that is stored matches; {path} is not written")
+    return found
 
 
 def plain(row: Row) -> dict[str, Any]:
@@ -95,7 +105,8 @@ def export_recordings(store: TraceStore, recordings: Sequence[str], path: str | 
         pq.ParquetWriter(file, schema, compression="none") as writer,
         store.database.snapshot() as session,
     ):
-        rows = chain.from_iterable(_rows_of(session, name) for name in recordings)
+        names = _some(recordings, path)
+        rows = chain.from_iterable(_rows_of(session, name) for name in names)
         while batch := list(islice(rows, _ROWS)):
             writer.write_table(pa.Table.from_pylist(batch, schema))
             count += len(batch)
@@ -110,17 +121,15 @@ def import_recordings(store: TraceStore, path: str | Path) -> tuple[list[str], l
     added: list[str] = []
     present: list[str] = []
     try:
-        with (
-            open(path, "rb") as raw,
-            pq.ParquetFile(raw) as file,
-            store.database.write() as session,
-        ):
+        with ExitStack() as stack:
+            file = stack.enter_context(pq.ParquetFile(stack.enter_context(open(path, "rb"))))
             found = (file.schema_arrow.metadata or {}).get(_KIND, b"").decode()
             if found != HEAD:
                 raise TraceError(
                     f"{path}: {'made by another version of spectune' if found else 'no recording'};"
                     " `traces export FILE.parquet --whole` writes what can be imported"
                 )
+            session = stack.enter_context(store.database.write())
             rows = chain.from_iterable(b.to_pylist() for b in file.iter_batches(_ROWS))
             for name, batch in groupby(rows, itemgetter("table")):
                 table = _TABLES[name]

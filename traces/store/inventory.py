@@ -94,10 +94,12 @@ def prune(
     Spared unless ``force`` is what the evidence or the policy of a publication names, and the
     newest profile of each pair, device and dtype. The age of a recording is that of its last text;
     an unfinished one is :data:`STILL_WRITTEN` for a day. Raises TraceError where nothing says what
-    to remove, or what is named is spared.
+    to remove, or a name and a rule do, or what is named is spared.
     """
-    if not named and before is None and keep_last is None:
-        raise TraceError("say what to prune: by id, by age, or how many to keep")
+    if bool(named) == (before is not None or keep_last is not None):
+        raise TraceError(
+            "say what to prune: either --recording ID, or --older-than AGE, --keep-last N or both"
+        )
     report: dict[str, dict[str, list[str]]] = {}
     with store.database.read() if dry_run else store.database.write() as session:
         if not dry_run:

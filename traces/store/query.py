@@ -7,20 +7,20 @@ is answered from plain columns (:mod:`traces.views`); no blob is unpacked.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from itertools import zip_longest
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, FromClause, func, select, tuple_
+from sqlalchemy import ColumnElement, FromClause, func, or_, select, tuple_
 
 from spectune.db import CorruptedChunkError
 from spectune.traces.acceptance import FirstPosition, Survival
 from spectune.traces.blobs import Damaged
 from spectune.traces.errors import TraceError
 from spectune.traces.store import TraceStore
-from spectune.traces.tables import Panorama, Recording, Trajectory
+from spectune.traces.tables import DESIGNED, Panorama, Recording, StoredPolicy, Trajectory
 from spectune.traces.views import ACCEPTANCE, IN_FORCE, REQUESTS
 
 Row = dict[str, Any]
@@ -43,10 +43,11 @@ class TraceFilter:
     """Which requests are meant; every field narrows, absent ones do not.
 
     ``recordings``, ``pair`` and ``policy`` are ids or beginnings of one (a recording also
-    ``latest``), ``request`` is a request's own. ``since`` (inclusive) and ``until`` (exclusive)
-    bound the moment at which a request was stored; a timedelta is so long ago. ``draft`` must have
-    a panorama of the request; ``min_acceptance`` and ``max_acceptance`` (inclusive) bound its
-    acceptance there, or without ``draft`` the mean of all drafts'.
+    ``latest``, a policy also its label), ``request`` is a request's own. ``since`` (inclusive) and
+    ``until`` (exclusive) bound the moment at which a request was stored; a timedelta is so long
+    ago. ``draft`` must have a panorama of the request; ``min_acceptance`` and ``max_acceptance``
+    (inclusive) bound its acceptance there, or without ``draft`` the mean of all drafts'. Where
+    neither ``recordings`` nor ``source`` is given, the :data:`NO_TRAFFIC` is left out.
     """
 
     recordings: tuple[str, ...] = ()
@@ -63,6 +64,8 @@ class TraceFilter:
 
 
 EVERYTHING: Final = TraceFilter()
+NO_TRAFFIC: Final = (DESIGNED, "gathered")
+"""Sources of requests that nobody sent: what profiling served, and copies for a tuning."""
 
 
 def list_recordings(store: TraceStore, only: TraceFilter = EVERYTHING) -> tuple[Recording, ...]:
@@ -148,37 +151,39 @@ def acceptance(
     ``histogram``: starts by the length of what they kept. ``mean_accepted_length`` is 1 + the sum
     of the marginals of panoramas, tau of rounds.
     """
-    by = tuple(dict.fromkeys(("policy" if executed else "draft", *by)))
-    columns = _columns_of(by, REQUESTS if executed else ACCEPTANCE)
+    columns = _columns_of(("policy" if executed else "draft", *by), _VIEWS[executed])
     groups = defaultdict[tuple[str, ...], list[Row]](list)
-    for row, sums in (_of_rounds if executed else _of_panoramas)(store, only):
-        groups[tuple(row[column] for column in columns)].append(sums)
+    for row in (_executed if executed else _panoramas)(store, only):
+        groups[tuple(row[column] for column in columns)].append(row)
+    with store.database.read() as session:
+        labels = dict(session.execute(select(StoredPolicy.id, StoredPolicy.label)).all())
     rows = []
     for key, found in sorted(groups.items()):
         lists = (zip_longest(*(s[k] for s in found), fillvalue=0) for k in _POSITIONS)
         survival = Survival(sum(s["starts"] for s in found), *(tuple(map(sum, x)) for x in lists))
-        of = dict(zip(by, key, strict=True))
+        of: Row = dict(zip(columns, key, strict=True))
+        if executed:
+            of["policy"] = labels.get(of["policy_id"])
         rows.append({**of, "requests": len(found), **survival.to_json()})
     return rows
 
 
+_VIEWS: Final = {False: ACCEPTANCE, True: REQUESTS}
 _POSITIONS: Final = ("at_risk", "survived", "drafted")
 
 
-def _of_panoramas(store: TraceStore, only: TraceFilter) -> Iterator[tuple[Row, Row]]:
+def _panoramas(store: TraceStore, only: TraceFilter) -> Iterator[Row]:
     p = Panorama
     for row in _texts(store, only, p, p.draft, p.at_risk, p.survived):
-        yield row, {**row, "starts": row["n_output"], "drafted": ()}
+        yield {**row, "starts": row["n_output"], "drafted": ()}
 
 
-def _of_rounds(store: TraceStore, only: TraceFilter) -> Iterator[tuple[Row, Row]]:
+def _executed(store: TraceStore, only: TraceFilter) -> Iterator[Row]:
+    chosen = _is_chosen(store, only)
     for row in _texts(store, only, Trajectory, Trajectory.by_policy):
         for policy, sums in row["by_policy"].items():
-            if policy.startswith(only.policy or ""):
-                yield (
-                    {**row, "policy_id": policy},
-                    {**sums["by_position"], "starts": sums["rounds"]},
-                )
+            if chosen(policy):
+                yield {**row, "policy_id": policy, **sums["by_position"], "starts": sums["rounds"]}
 
 
 def first_positions(store: TraceStore, recording: str) -> dict[str, FirstPosition]:
@@ -195,6 +200,7 @@ def rounds(store: TraceStore, only: TraceFilter = EVERYTHING) -> Iterator[Row]:
     """A row per executed round, in order: its request, its policy, what it drafted and kept, and
     its seconds; ``elapsed_s``: seconds of the request's rounds up to its end. Raises
     CorruptedChunkError where those of a request are damaged."""
+    chosen = _is_chosen(store, only)
     for row in _texts(store, only, Trajectory, Trajectory.steps):
         steps, elapsed = row.pop("steps") or (), 0.0
         if isinstance(steps, Damaged):
@@ -204,18 +210,18 @@ def rounds(store: TraceStore, only: TraceFilter = EVERYTHING) -> Iterator[Row]:
             values = step._asdict()
             elapsed += step.round_s
             of = {"policy_id": values.pop("policy"), "round": number, "elapsed_s": elapsed}
-            if step.policy.startswith(only.policy or ""):
+            if chosen(step.policy):
                 yield {**row, **of, **values}
 
 
 def positions(store: TraceStore, only: TraceFilter = EVERYTHING) -> Iterator[Row]:
     """A row per request, draft and position of its proposals, as in the view ``acceptance``."""
-    p = Panorama
-    for row in _texts(store, only, p, p.draft, p.at_risk, p.survived):
-        starts, *sums = (row.pop(name) for name in ("n_output", "at_risk", "survived"))
-        for position, (at_risk, survived) in enumerate(zip(*sums, strict=True)):
-            both = {"at_risk": float(at_risk), "survived": float(survived)}
-            yield {**row, "position": position, "starts": starts, **both}
+    c = ACCEPTANCE.c
+    query = select(ACCEPTANCE).where(*conditions_of(store, ACCEPTANCE, only))
+    query = query.order_by(c.recording_id, c.ordinal, c.draft, c.position)
+    with store.database.read() as session:
+        for row in session.execute(query.execution_options(yield_per=1000)).mappings():
+            yield dict(row)
 
 
 def in_force(store: TraceStore, deployment: str | None = None) -> list[Row]:
@@ -254,6 +260,14 @@ def _texts(store: TraceStore, only: TraceFilter, table: Any, *columns: Any) -> I
             yield {**row, "day": row["created_at"].date().isoformat()}
 
 
+def _is_chosen(store: TraceStore, only: TraceFilter) -> Callable[[str], bool]:
+    """Whether a policy, by its id, is the one that is asked for, or none is."""
+    labelled = select(StoredPolicy.id).where(StoredPolicy.label == only.policy)
+    with store.database.read() as session:
+        ids = set(session.scalars(labelled))
+    return lambda policy: policy.startswith(only.policy or "") or policy in ids
+
+
 def _columns_of(by: Sequence[str], view: FromClause) -> list[str]:
     """The columns of groups. Raises TraceError for one that a view has not."""
     known = {name: column for name, column in GROUPS.items() if column in view.c}
@@ -273,6 +287,8 @@ def conditions_of(
     if only.recordings:
         names = [store.resolve_recording(name) for name in only.recordings]
         conditions.append(c.recording_id.in_(names))
+    elif only.source is None:
+        conditions.append(c.source.not_in(NO_TRAFFIC))
     if only.pair is not None:
         conditions.append(c.pair_id.startswith(only.pair, autoescape=True))
     if only.categories:
@@ -282,13 +298,16 @@ def conditions_of(
     if until is not None:
         conditions.append(c.created_at < until)
     if only.policy is not None:
-        policy = REQUESTS.c.policy_id.startswith(only.policy, autoescape=True)
+        policy = or_(
+            REQUESTS.c.policy_id.startswith(only.policy, autoescape=True),
+            REQUESTS.c.policy == only.policy,
+        )
         decoded = select(REQUESTS.c.recording_id, REQUESTS.c.ordinal).where(policy)
         of_policy = tuple_(c.recording_id, c.ordinal).in_(decoded)
         conditions.append(policy if view is REQUESTS else of_policy)
     mean = _draft_acceptance(view, only)
     if only.draft is not None:
-        conditions.append(mean.is_not(None))
+        conditions.append(c.draft == only.draft if "draft" in c else mean.is_not(None))
     if only.min_acceptance is not None:
         conditions.append(mean >= only.min_acceptance)
     if only.max_acceptance is not None:
