@@ -90,9 +90,9 @@ def _copied(trajectory: Trajectory, at: int) -> Ahead:
 
 
 def _grown(grown: Panorama, at: int) -> int:
-    child = {int(p): grown.positions + 1 + i for i, p in enumerate(grown.parent)}
+    child = {int(p): grown.positions + 1 + i for i, p in enumerate(grown.trie.parent)}
     node, found = at, 0
-    while node >= 0 and grown.text_slot[node] == 0:
+    while node >= 0 and grown.trie.text_slot[node] == 0:
         node, found = child.get(node, -1), found + 1
     return found
 
