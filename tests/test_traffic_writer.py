@@ -14,7 +14,7 @@ from waiting import eventually
 from spectune.db import UnavailableError
 from spectune.traces.schema import Sampling
 from spectune.traces.store import Asked, TraceStore
-from spectune.traces.store.traffic import TrafficWriter
+from spectune.traces.store.traffic import TrafficWriter, WriterStatus
 
 
 @pytest.fixture
@@ -63,6 +63,23 @@ def test_a_slow_database_drops_and_never_blocks(store: TraceStore, served: str) 
     assert writer.status.dropped == 100 - taken
     gate.open.set()
     assert writer.close().written == taken
+    assert len(store.recorded_ordinals(served)) == taken
+
+
+def test_what_comes_while_it_closes_is_refused_and_nothing_before_is_lost(
+    store: TraceStore, served: str
+) -> None:
+    gate = Gate(store.database)
+    writer = TrafficWriter(gate, served, flush_s=0.01)
+    closing, taken = threading.Thread(target=writer.close), 1
+    writer.put(a_trajectory(0))
+    closing.start()
+    while writer.put(a_trajectory(taken)):
+        taken += 1
+        time.sleep(0.001)
+    gate.open.set()
+    closing.join()
+    assert writer.status == WriterStatus(written=taken, dropped=1, pending=0, error=None)
     assert len(store.recorded_ordinals(served)) == taken
 
 

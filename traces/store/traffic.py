@@ -9,7 +9,6 @@ reason than that it is away.
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Sequence
@@ -55,32 +54,31 @@ class TrafficWriter:
     ) -> None:
         self.recording, self.gone = recording, False
         self._store, self._flush_s, self._capacity = store, flush_s, capacity
-        self._queue: queue.Queue[Item] = queue.Queue(capacity)
-        self._batch: list[Item] = []
-        self._next = max(store.recorded_ordinals(recording), default=-1) + 1
+        self._lock = threading.Lock()  # of what follows; held for no transaction
+        self._queue: list[Item] = []
         self._written = self._dropped = 0
         self._error: str | None = None
-        self._closing, self._hurry = threading.Event(), threading.Event()
+        self._is_closed = False
+        self._next = max(store.recorded_ordinals(recording), default=-1) + 1
+        self._ending, self._hurry = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"traffic {recording}", daemon=True)
         self._thread.start()
 
     def put(self, trajectory: Trajectory, steps: Sequence[Step] = ()) -> bool:
         """Hands over one request without waiting; False, and counted, when the queue is full or
         closed."""
-        try:
-            if self._closing.is_set():
-                raise queue.Full
-            self._queue.put_nowait((trajectory, tuple(steps)))
-        except queue.Full:
-            self._dropped += 1
-            return False
-        return True
+        with self._lock:
+            if is_taken := not self._is_closed and len(self._queue) < self._capacity:
+                self._queue.append((trajectory, tuple(steps)))
+            else:
+                self._dropped += 1
+            return is_taken
 
     @property
     def status(self) -> WriterStatus:
         """What has been written, dropped and is pending."""
-        pending = self._queue.qsize() + len(self._batch)
-        return WriterStatus(self._written, self._dropped, pending, self._error)
+        with self._lock:
+            return WriterStatus(self._written, self._dropped, len(self._queue), self._error)
 
     def check(self) -> None:
         """Raises UnavailableError where requests were dropped."""
@@ -99,13 +97,17 @@ class TrafficWriter:
         return not self.status.pending
 
     def close(self, timeout_s: float = 10.0) -> WriterStatus:
-        """Writes what is pending, ends the thread, and drops what could not be written in time."""
+        """Takes no more, writes what is pending, ends the thread, and drops what could not be
+        written in time."""
+        with self._lock:
+            self._is_closed = True
         self.flush(timeout_s)
-        self._closing.set()
+        self._ending.set()
         self._hurry.set()
         self._thread.join(max(1.0, timeout_s))
-        self._dropped += self.status.pending
-        self._batch, self._queue = [], queue.Queue(self._capacity)
+        with self._lock:
+            self._dropped += len(self._queue)
+            self._queue = []
         return self.status
 
     def __enter__(self) -> TrafficWriter:
@@ -115,35 +117,38 @@ class TrafficWriter:
         self.close()
 
     def _run(self) -> None:
-        while not self._closing.is_set():
+        while not self._ending.is_set():
             self._hurry.wait(self._flush_s)
             self._hurry.clear()
-            while len(self._batch) < self._capacity and not self._queue.empty():
-                self._batch.append(self._queue.get_nowait())
-            if not self._write(len(self._batch)):
-                self._closing.wait(_RETRY_S)
+            if not self._write(self._queue[:]):
+                self._ending.wait(_RETRY_S)
                 self._hurry.set()
 
-    def _write(self, count: int) -> bool:
-        """Appends the batch in transactions of ``count`` requests, or if that is refused each
-        request in its own, dropping what is refused again; False where the database is away."""
-        while self._batch:
-            some = self._batch[:count]
-            try:
-                numbered = [(self._next + i, *item) for i, item in enumerate(some)]
-                self._store.append_trajectories(self.recording, numbered)
-            except UnavailableError as error:
-                self._error = str(error)
-                return False
-            # what a request holds decides what is raised, and the traffic around it is to be kept
-            except Exception as error:
-                self._error, self.gone = str(error), isinstance(error, NotFoundError)
-                if count > 1:
-                    count = 1
-                    continue
-                self._dropped += 1
-            else:
-                self._next += len(some)
-                self._written += len(some)
-            self._batch = self._batch[len(some) :]
+    def _write(self, items: list[Item]) -> bool:
+        """Appends requests in one transaction, or if that is refused each in its own, dropping what
+        is refused again; False where the database is away."""
+        if not items:
+            return True
+        try:
+            numbered = [(n, *item) for n, item in enumerate(items, self._next)]
+            self._store.append_trajectories(self.recording, numbered)
+        except UnavailableError as error:
+            self._error = str(error)
+            return False
+        # what a request holds decides what is raised, and the traffic around it is to be kept
+        except Exception as error:
+            self._error, self.gone = str(error), isinstance(error, NotFoundError)
+            if len(items) > 1:
+                return all(self._write([item]) for item in items)
+            self._count(written=0, dropped=1)
+        else:
+            self._next += len(items)
+            self._count(written=len(items), dropped=0)
         return True
+
+    def _count(self, written: int, dropped: int) -> None:
+        with self._lock:
+            if self._queue:  # else they came too late, and count as dropped
+                self._queue = self._queue[written + dropped :]
+                self._written += written
+                self._dropped += dropped
