@@ -1,7 +1,7 @@
 """Remembers: tables, sessions and migrations on SQLite and PostgreSQL. Imports nothing of ours."""
 
 from spectune.db.check import check
-from spectune.db.database import Database, open_database, open_file, upgrade
+from spectune.db.database import Database, open_database, upgrade
 from spectune.db.errors import (
     CorruptedChunkError,
     DatabaseError,
@@ -21,6 +21,5 @@ __all__ = [
     "UnavailableError",
     "check",
     "open_database",
-    "open_file",
     "upgrade",
 ]

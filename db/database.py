@@ -165,23 +165,7 @@ def open_database(url: str, *, create: bool = True) -> Database:
     Raises :class:`SchemaError` for another version's schema and for a database that is not ours,
     and :class:`DatabaseError` when it is missing, cannot be made or cannot be reached.
     """
-    return _open(parse_url(url), create)
-
-
-def open_file(path: Path) -> Database:
-    """Opens a SQLite file that exists. Raises as :func:`open_database` does."""
-    return _open(URL.create("sqlite", database=str(path)), create=False)
-
-
-def upgrade(url: str) -> tuple[str | None, str]:
-    """Gives an empty database its tables: (schema before, schema now). Raises as
-    :func:`open_database` does."""
-    with Database(parse_url(url)) as database:
-        return database.prepare(create=True), HEAD
-
-
-def _open(url: URL, create: bool) -> Database:
-    database = Database(url)
+    database = Database(parse_url(url))
     if create and database.dialect == "sqlite" and not os.path.lexists(database.name):
         database._is_absent = os.access(os.path.dirname(database.name) or ".", os.W_OK)
     try:
@@ -191,6 +175,13 @@ def _open(url: URL, create: bool) -> Database:
         database.close()
         raise
     return database
+
+
+def upgrade(url: str) -> tuple[str | None, str]:
+    """Gives an empty database its tables: (schema before, schema now). Raises as
+    :func:`open_database` does."""
+    with Database(parse_url(url)) as database:
+        return database.prepare(create=True), HEAD
 
 
 def _make_file(path: str, create: bool) -> None:

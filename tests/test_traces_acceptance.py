@@ -63,14 +63,11 @@ def test_tau_is_what_executed_rounds_emitted() -> None:
         assert share == sum(s.accepted > j for s in tried) / len(tried)
 
 
-def test_survival_adds_up_over_different_depths() -> None:
-    a, b = (
-        step_survival([Step(0, 2, 3, 1, 2, 2)]),
-        step_survival([Step(0, 4, 5, 4, 5, 4), Step(5, 0, 1, 0, 1, 0)]),
-    )
-    assert a + b == Survival(3, (2, 2, 1, 1), (2, 1, 1, 1), (2, 2, 1, 1))
-    assert step_survival([]) + Survival() == Survival()
-    assert Survival().mean_accepted_length == 0.0
+def test_rounds_of_different_depths_are_counted_together() -> None:
+    counts = (0, 2, 3, 1, 2, 2), (0, 4, 5, 4, 5, 4), (5, 0, 1, 0, 1, 0)
+    found = step_survival([Step(*row) for row in counts])
+    assert found == Survival(3, (2, 2, 1, 1), (2, 1, 1, 1), (2, 2, 1, 1))
+    assert step_survival([]).mean_accepted_length == 0.0
 
 
 def test_sums_are_stored_short() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -31,16 +31,6 @@ class Survival:
     at_risk: tuple[float, ...] = ()
     survived: tuple[float, ...] = ()
     drafted: tuple[float, ...] = ()
-
-    def __add__(self, other: Survival) -> Survival:
-        """Sums over the starts of both; where one has fewer positions its missing ones count as
-        nobody at risk."""
-        return Survival(
-            self.starts + other.starts,
-            tuple(a + b for a, b in zip_longest(self.at_risk, other.at_risk, fillvalue=0.0)),
-            tuple(a + b for a, b in zip_longest(self.survived, other.survived, fillvalue=0.0)),
-            tuple(a + b for a, b in zip_longest(self.drafted, other.drafted, fillvalue=0.0)),
-        )
 
     @property
     def conditional(self) -> tuple[float, ...]:

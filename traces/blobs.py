@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,6 @@ SCHEMA: Final = 1
 """The version that is written; another is refused."""
 LEVEL: Final = 3
 Array = npt.NDArray[Any]
-V = TypeVar("V")
 _NANOSECONDS = 1e9
 _TIMES = ("draft_s", "verify_s", "round_s", "arrived_s", "ended_s")
 _NAMES = ("draft", "policy")
@@ -41,17 +40,24 @@ class BlobError(ValueError):
     """Bytes that are damaged or of another schema version."""
 
 
-def pack(arrays: Mapping[str, Array], meta: Any = None) -> bytes:
-    """Packs arrays of numbers with JSON-ready ``meta``: equal ones to equal bytes."""
+class Content(NamedTuple):
+    """Arrays of numbers, and a JSON document beside them."""
+
+    arrays: Mapping[str, Array]
+    document: Any
+
+
+def pack(arrays: Mapping[str, Array], document: Any = None) -> bytes:
+    """Packs arrays of numbers with a JSON document: equal ones to equal bytes."""
     # Of several entries the header has no fixed order.
-    header = {"spectune": json.dumps({"schema": SCHEMA, "meta": meta}, allow_nan=False)}
+    header = {"spectune": json.dumps({"schema": SCHEMA, "meta": document}, allow_nan=False)}
     ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
     return bytes(compressor.compress(safetensors.save(ordered, header)))
 
 
-def unpack(data: bytes) -> tuple[dict[str, Array], Any]:
-    """Returns the arrays and ``meta`` that :func:`pack` was given. Raises :class:`BlobError`."""
+def unpack(data: bytes) -> Content:
+    """Returns what :func:`pack` was given. Raises :class:`BlobError`."""
     try:
         raw = zstandard.ZstdDecompressor().decompress(data)
     except (zstandard.ZstdError, MemoryError) as error:  # a damaged size asks for any memory
@@ -60,7 +66,8 @@ def unpack(data: bytes) -> tuple[dict[str, Array], Any]:
     header = json.loads(header["spectune"])
     if header["schema"] != SCHEMA:
         raise BlobError(f"written as schema {header['schema']}, this program reads {SCHEMA}")
-    return {name: array.copy() for name, array in safetensors.load(raw).items()}, header["meta"]
+    arrays = {name: array.copy() for name, array in safetensors.load(raw).items()}
+    return Content(arrays, header["meta"])
 
 
 @dataclass(frozen=True)
@@ -108,13 +115,6 @@ class JsonOf(TypeDecorator[Any]):
         return self.load(value)
 
 
-class Content(NamedTuple):
-    """A JSON document with arrays of numbers beside it."""
-
-    document: Any
-    arrays: dict[str, Array]
-
-
 def pack_tokens(tokens: Tokens) -> bytes:
     """Packs the token ids of a prompt and of its output."""
     arrays = {"prompt": tokens.prompt, "output": tokens.output}
@@ -123,7 +123,7 @@ def pack_tokens(tokens: Tokens) -> bytes:
 
 def unpack_tokens(data: bytes) -> Tokens:
     """The inverse of :func:`pack_tokens`."""
-    return Tokens(**unpack(data)[0])
+    return Tokens(**unpack(data).arrays)
 
 
 def pack_trie(trie: Trie) -> bytes:
@@ -138,7 +138,7 @@ def pack_trie(trie: Trie) -> bytes:
 
 def unpack_trie(data: bytes) -> Trie:
     """The inverse of :func:`pack_trie`."""
-    arrays, _ = unpack(data)
+    arrays = dict(unpack(data).arrays)
     for name, like in _MAY_BE_0.items():
         arrays.setdefault(name, np.zeros_like(arrays[like], np.uint8 if name == "slot" else None))
     arrays["parent"] = np.cumsum(arrays["parent"], dtype=np.int32)
@@ -174,22 +174,9 @@ def unpack_steps(data: bytes) -> tuple[Step, ...]:
     return tuple(map(Step._make, zip(*columns, strict=True)))
 
 
-def pack_content(content: Content) -> bytes:
-    """Packs a JSON document and arrays."""
-    return pack(content.arrays, content.document)
-
-
-def unpack_content(data: bytes) -> Content:
-    """The inverse of :func:`pack_content`."""
-    arrays, document = unpack(data)
-    return Content(document, arrays)
-
-
-def pack_document(document: Any) -> bytes:
-    """Packs a JSON document."""
-    return pack({}, document)
-
-
-def unpack_document(data: bytes) -> Any:
-    """The inverse of :func:`pack_document`."""
-    return unpack(data)[1]
+TOKENS: Final = Blob(pack_tokens, unpack_tokens)
+TRIE: Final = Blob(pack_trie, unpack_trie)
+STEPS: Final = Blob(pack_steps, unpack_steps)
+CONTENT: Final = Blob(lambda content: pack(*content), unpack)
+DOCUMENT: Final = Blob(lambda document: pack({}, document), lambda data: unpack(data).document)
+"""Column types."""

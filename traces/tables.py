@@ -28,7 +28,7 @@ from sqlalchemy.orm import Mapped, MappedAsDataclass, mapped_column, relationshi
 
 from spectune.db.base import Base, Document, Str16, Str32, Str64, Str200
 from spectune.traces import blobs
-from spectune.traces.blobs import Blob, Content, JsonOf
+from spectune.traces.blobs import Content, JsonOf
 from spectune.traces.cost_table import CostTable, terms_from_json, terms_to_json
 from spectune.traces.latency import Costs
 from spectune.traces.schema import (
@@ -49,11 +49,7 @@ DESIGNED = "profile"
 AckStatus = Literal["applied", "refused"]
 
 
-def _sampling(document: Mapping[str, Any]) -> Sampling:
-    return Sampling(**document)
-
-
-_SAMPLING = JsonOf(asdict, _sampling)
+_SAMPLING = JsonOf(asdict, lambda document: Sampling(**document))
 _STRINGS = JsonOf(list, tuple)
 
 
@@ -80,7 +76,7 @@ class StoredWorkload(Value):
     __tablename__ = "workload"
 
     id: Mapped[Str64] = mapped_column(primary_key=True)
-    name: Mapped[str] = mapped_column(index=True)
+    name: Mapped[str]
     n_requests: Mapped[int]
     content: Mapped[list[Any]]
     created_at: Mapped[datetime] = mapped_column(init=False, compare=False)
@@ -154,7 +150,7 @@ class Trajectory(Value):
 
     request_id: Mapped[str]
     category: Mapped[str] = mapped_column(index=True)
-    tokens: Mapped[Tokens] = mapped_column(Blob(blobs.pack_tokens, blobs.unpack_tokens))
+    tokens: Mapped[Tokens] = mapped_column(blobs.TOKENS)
     sampling: Mapped[Sampling] = mapped_column(_SAMPLING)
     max_new_tokens: Mapped[int]
     finish: Mapped[Finish] = mapped_column(String(16))
@@ -174,11 +170,7 @@ class Trajectory(Value):
     seconds: Mapped[float] = mapped_column(init=False, compare=False)
     by_policy: Mapped[Document] = mapped_column(init=False, compare=False)
     steps: Mapped[tuple[Step, ...] | None] = mapped_column(
-        Blob(blobs.pack_steps, blobs.unpack_steps),
-        deferred=True,
-        repr=False,
-        init=False,
-        compare=False,
+        blobs.STEPS, deferred=True, repr=False, init=False, compare=False
     )
     created_at: Mapped[datetime] = mapped_column(index=True, init=False, compare=False)
 
@@ -225,7 +217,7 @@ class Panorama(Value):
     depth: Mapped[int]
     shared: Mapped[bool]
     covers: Mapped[tuple[str, ...]] = mapped_column(_STRINGS)
-    trie: Mapped[Trie] = mapped_column(Blob(blobs.pack_trie, blobs.unpack_trie), repr=False)
+    trie: Mapped[Trie] = mapped_column(blobs.TRIE, repr=False)
     recording_id: Mapped[Str32] = mapped_column(init=False, compare=False)
     ordinal: Mapped[int] = mapped_column(init=False, compare=False)
     n: Mapped[int] = mapped_column(init=False, compare=False)
@@ -295,9 +287,7 @@ class Artifact(Value):
     id: Mapped[Str32] = mapped_column(primary_key=True)
     kind: Mapped[Str64] = mapped_column(index=True)
     pair_id: Mapped[str | None] = mapped_column(ForeignKey("pair.id"))
-    content: Mapped[Content] = mapped_column(
-        Blob(blobs.pack_content, blobs.unpack_content), deferred=True, repr=False
-    )
+    content: Mapped[Content] = mapped_column(blobs.CONTENT, deferred=True, repr=False)
     provenance: Mapped[Document]
     created_at: Mapped[datetime] = mapped_column(init=False, compare=False)
 
@@ -322,9 +312,7 @@ class Study(Value):
     seed: Mapped[int] = mapped_column(BigInteger)
     n_trials: Mapped[int]
     document: Mapped[Document]
-    trials: Mapped[list[Any]] = mapped_column(
-        Blob(blobs.pack_document, blobs.unpack_document), deferred=True, repr=False
-    )
+    trials: Mapped[list[Any]] = mapped_column(blobs.DOCUMENT, deferred=True, repr=False)
     created_at: Mapped[datetime] = mapped_column(init=False, compare=False)
 
 

@@ -60,7 +60,8 @@ class Catalog(Storage):
     def put_profile(self, profile: LatencyProfile) -> str:
         """Stores a latency profile; its new id."""
         values = {name: getattr(profile, name) for name in profile.CONTENT}
-        return self._put_new(LatencyProfile, "prof", **values)
+        with self.database.write() as session:
+            return self._put_new(session, LatencyProfile, "prof", **values)
 
     def get_profile(self, text: str) -> LatencyProfile:
         return self._get(LatencyProfile, text)
@@ -121,7 +122,7 @@ class Catalog(Storage):
         """Stores something fitted; its id is 12 hex digits of the hash of kind and content: the
         same is stored once, and mended where what is stored is damaged."""
         name = _content_hash(kind, document, arrays or {})
-        content = Content(document, dict(arrays or {}))
+        content = Content(dict(arrays or {}), document)
         made = {"pair_id": pair_id, "provenance": dict(provenance or {})}
         with self.database.write() as session:
             require(session, Pair, pair_id)
@@ -157,7 +158,9 @@ class Catalog(Storage):
         SQL; trials are packed."""
         values: dict[str, Any] = {"sampler": sampler, "seed": seed, "document": dict(document)}
         values |= {"trials": [dict(t) for t in trials], "n_trials": len(trials)}
-        return self._put_new(Study, "study", pair_id=pair_id, recording_id=recording_id, **values)
+        values |= {"pair_id": pair_id, "recording_id": recording_id}
+        with self.database.write() as session:
+            return self._put_new(session, Study, "study", **values)
 
     def get_study(self, text: str) -> Study:
         """Raises CorruptedChunkError when its trials are damaged."""
@@ -180,22 +183,12 @@ class Catalog(Storage):
     ) -> str:
         """Stores a run of a stored policy; its new id. Raises NotFoundError for an unknown pair or
         policy."""
+        values: dict[str, Any] = {"pair_id": pair_id, "policy_id": policy_id, "device": device}
+        values |= {"dtype": dtype, "workload_id": workload_id, "purpose": purpose}
+        values |= {"options": dict(options or {}), "outcome": outcome, "kind": outcome.kind}
         with self.database.write() as session:
             require(session, StoredPolicy, policy_id)
-            return self._insert_new(
-                session,
-                Run,
-                "run",
-                kind=outcome.kind,
-                pair_id=pair_id,
-                policy_id=policy_id,
-                workload_id=workload_id,
-                device=device,
-                dtype=dtype,
-                purpose=purpose,
-                options=dict(options or {}),
-                outcome=outcome,
-            )
+            return self._put_new(session, Run, "run", **values)
 
     def get_run(self, text: str) -> Run:
         return self._get(Run, text)

@@ -10,7 +10,7 @@ from datetime import datetime
 from operator import ge
 from typing import Any, Literal, NamedTuple, cast
 
-from sqlalchemy import delete, func, select, tuple_
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session, undefer
 
 from spectune.db import CorruptedChunkError, NotFoundError
@@ -46,7 +46,7 @@ class Recordings(Storage):
         with self.database.write() as session:
             require(session, StoredWorkload, asked.workload_id)
             state = {"state": "recording", "progress": {}}
-            new = self._insert_new(session, Recording, "rec", **columns, **state)
+            new = self._put_new(session, Recording, "rec", **columns, **state)
             return counted(session, [session.get_one(Recording, new)])[0]
 
     def find_recording(
@@ -159,26 +159,23 @@ class Recordings(Storage):
         """Stores what drafts would propose along trajectories, in one transaction, in place of what
         was stored of the same, unless another recorder stored that and more meanwhile; how many
         were stored. Raises :class:`TraceError` when one does not fit its trajectory."""
-        t, ordinals = Trajectory, [ordinal for ordinal, _ in items]
-        query = select(t.ordinal, t.n_output, t.verifier).where(t.recording_id == recording)
+        t, p, rows = Trajectory, Panorama, []
+        first, last = (of((n for n, _ in items), default=0) for of in (min, max))
+        of_text = select(t.ordinal, t.n_output, t.verifier).where(t.recording_id == recording)
         with self.database.write() as session:
             _locked(session, recording)
-            texts = {n: text for n, *text in session.execute(query.where(t.ordinal.in_(ordinals)))}
-            p, made = Panorama, {(ordinal, panorama.draft): panorama for ordinal, panorama in items}
-            held = select(p.ordinal, p.draft, p.covers, p.gamma_max, p.width, p.depth).where(
-                p.recording_id == recording, tuple_(p.ordinal, p.draft).in_([*made])
-            )
-            more = {
-                (n, draft)
-                for n, draft, *extent in session.execute(held)
-                if _holds_more(extent, made[n, draft])
+            found = session.execute(of_text.where(t.ordinal.between(first, last)))
+            texts = {n: text for n, *text in found}
+            held = {
+                (n, draft): extent
+                for draft in {panorama.draft for _, panorama in items}
+                for n, *extent in session.execute(
+                    _extents(recording, draft).where(p.ordinal.between(first, last))
+                )
             }
-            items = [(n, panorama) for n, panorama in items if (n, panorama.draft) not in more]
-            keys = [(n, panorama.draft) for n, panorama in items]
-            same = tuple_(p.ordinal, p.draft).in_(keys)
-            session.execute(delete(p).where(p.recording_id == recording, same))
-            rows = []
             for ordinal, panorama in items:
+                if _holds_more(held.get((ordinal, panorama.draft)), panorama):
+                    continue
                 if ordinal not in texts:
                     raise NotFoundError(f"recording {recording} has no trajectory {ordinal}")
                 length, verifier = texts[ordinal]
@@ -190,7 +187,10 @@ class Recordings(Storage):
                 key = {"recording_id": recording, "ordinal": ordinal}
                 rows.append({**_summary(panorama, cast(Verifier, verifier)), **key})
             if rows:
-                session.execute(insert(session, Panorama.__table__), rows)
+                statement = insert(session, p.__table__)
+                new = {name: statement.excluded[name] for name in rows[0]}
+                keys = {"index_elements": [*p.__table__.primary_key]}
+                session.execute(statement.on_conflict_do_update(**keys, set_=new), rows)
         return len(rows)
 
     def missing_panoramas(
@@ -334,9 +334,11 @@ def _locked(session: Session, recording: str) -> Recording:
     return row
 
 
-def _holds_more(held: Sequence[Any], p: Panorama) -> bool:
+def _holds_more(held: Sequence[Any] | None, p: Panorama) -> bool:
     """Whether a stored panorama of these covers, gamma_max, width and depth holds all of another,
     and more."""
+    if held is None:
+        return False
     (covers, *extent), made = held, [p.gamma_max, p.width, p.depth]
     holds_all = set(covers) >= set(p.covers) and all(map(ge, extent, made))
     return holds_all and (set(covers), extent) != (set(p.covers), made)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -39,19 +39,13 @@ class Storage:
     token: Callable[[], str] = lambda: secrets.token_hex(3)
 
     def _put(self, table: type[Value], **values: Any) -> None:
-        """Stores a row in a transaction of its own unless one of its id is there. Raises
-        NotFoundError where its pair is not."""
+        """Stores a row in a transaction of its own unless one of its id is there."""
         with self.database.write() as session:
-            require(session, Pair, values.get("pair_id"))
             insert_absent(session, table, {**values, "created_at": self.clock()})
 
-    def _put_new(self, table: type[Value], prefix: str, **values: Any) -> str:
-        """Stores a row under a fresh id ``prefix-xxxxxx`` in a transaction of its own; the id.
-        Raises NotFoundError where its pair is not stored."""
-        with self.database.write() as session:
-            return self._insert_new(session, table, prefix, **values)
-
-    def _insert_new(self, session: Session, table: type[Value], prefix: str, **values: Any) -> str:
+    def _put_new(self, session: Session, table: type[Value], prefix: str, **values: Any) -> str:
+        """Stores a row under a fresh id ``prefix-xxxxxx``, which is returned. Raises NotFoundError
+        where its pair is not stored."""
         require(session, Pair, values.get("pair_id"))
         values["created_at"] = self.clock()
         for _ in range(_TRIES):
@@ -112,25 +106,15 @@ def resolve(session: Session, table: type[Any], text: str) -> str:
         if latest is None:
             raise NotFoundError(f"there is no {what} yet{_MAKERS.get(what, '')}")
         return latest
-    ids = beginning_with(session, table.id, text)
+    if is_stored(session, table.id, text):
+        return text
+    begun = select(table.id).where(table.id.startswith(text, autoescape=True))
+    ids = session.scalars(begun.order_by(table.id).limit(3)).all() if text else []
     if len(ids) == 1:
-        return ids[0]
+        return str(ids[0])
     if ids:
         raise NotFoundError(f"{what} {text!r} is ambiguous: {', '.join(ids)}...")
     raise NotFoundError(f"there is no {what} {text!r}{_HINTS.get(what, '')}")
-
-
-def beginning_with(session: Session, column: InstrumentedAttribute[str], text: str) -> list[str]:
-    """The one id that ``text`` is, or up to three that it begins."""
-    if is_stored(session, column, text):
-        return [text]
-    ids = select(column).where(column.startswith(text, autoescape=True))
-    return [*session.scalars(ids.order_by(column).limit(3))] if text else []
-
-
-def resolve_all(session: Session, table: type[Any], texts: Sequence[str]) -> list[str]:
-    """:func:`resolve` of several; each id once."""
-    return list(dict.fromkeys(resolve(session, table, text) for text in texts))
 
 
 def equal(values: Mapping[InstrumentedAttribute[Any], Any]) -> list[ColumnElement[bool]]:
