@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from html import escape
 from typing import Any
 
@@ -214,10 +214,11 @@ def simulate(
     deployment: str | None = None,
     since: timedelta | datetime | None = None,
 ) -> Result:
-    """Replays a recording, or all that its pair decoded ``since`` a moment (a timedelta is so long
-    ago), under any policy: rounds and tokens exactly; seconds by the newest latency profile of its
-    pair, 0 without one. ``policy`` is a document, or what ``--policy`` takes; ``active`` is by
-    default that of the recorded engine's deployment. A row is a request."""
+    """Replays a recording, or all that its pair decoded ``since`` a moment (UTC where it says no
+    zone; a timedelta is so long ago), under any policy: rounds and tokens exactly; seconds by the
+    newest latency profile of its pair, 0 without one. ``policy`` is a document, or what
+    ``--policy`` takes; ``active`` is by default that of the recorded engine's deployment. A row is
+    a request."""
     with open(db) as store:
         info = store.get_recording(recording)
         on = device or str(info.options.get("device", "cpu"))
@@ -226,6 +227,8 @@ def simulate(
         dtype = info.options.get("dtype")
         profile = store.profile_of(info.pair_id, device=on, dtype=dtype)
         moment = store.clock() - since if isinstance(since, timedelta) else since
+        if moment is not None and moment.tzinfo is None:
+            moment = moment.replace(tzinfo=UTC)
         said: list[str] = []
         replayed, _, approximate = do_simulate(
             store, info.id, chosen, profile, since=moment, tell=said.append

@@ -25,6 +25,7 @@ from trace_values import (
 )
 
 from spectune.db import NotFoundError
+from spectune.optimizer.python import simulate
 from spectune.optimizer.timings import Timings
 from spectune.runtime.policies.document import AUTOREGRESSIVE
 from spectune.traces.acceptance import keep_probability, step_survival, survival
@@ -335,6 +336,10 @@ def test_what_a_policy_would_have_cost_on_the_traffic_of_a_day(store: TraceStore
     assert found["seconds"] == pytest.approx(latest["seconds"] + each[0]["seconds"])
     assert found["seconds"] > 0
     assert "has no draft 'small'" in door.error(*asked, since="1h")
+    for since in (DAY, (now - DAY).replace(tzinfo=None)):
+        with pytest.warns(UserWarning, match="left out: 3 of 10 requests"):
+            rows = simulate(json.loads(asked[2]), db=url, since=since).rows
+        assert len(rows) == found["requests"]
     assert "nothing was recorded" in door.error(*asked, since="2099-01-01")
     assert "leave --since or --workers out" in door.error(*asked, since="24h", workers=2)
 
