@@ -103,22 +103,14 @@ class ModelBackend:
         if not self._holds(prepared.policy.draft):
             return None
         assert prepared.shortlist is None or prepared.shortlists is not None
-        self._drafting = self._wake(prepared.policy.draft)
+        self._drafting, noise = self._wake(prepared.policy.draft), self._noise
+        if request.rejects:
+            target = self.pair.target
+            noise = Noise(request.seed, target.vocab_size, target.device, "draft", self._rounds)
         context = DraftContext(
-            plan=prepared,
-            sampling=request.sampling,
-            noise=self._drafts_noise(request),
-            shortlists=prepared.shortlists,
-            rejects=request.rejects,
+            prepared, request.sampling, noise, prepared.shortlists, request.rejects
         )
         return self._drafting.propose(self._text, gamma, limit, context)
-
-    def _drafts_noise(self, request: DecodeRequest) -> Noise | None:
-        """The noise that a round's proposals are drawn with."""
-        if not request.rejects:
-            return self._noise
-        target = self.pair.target
-        return Noise(request.seed, target.vocab_size, target.device, "draft", self._rounds)
 
     def verify(self, drafted: Drafted | None) -> Verified:
         request, target, length = self._request, self.pair.target, len(self._text)
@@ -236,11 +228,11 @@ class Decoder:
             stop_strings=stop_strings,
         )
 
-    def rounds(self, request: DecodeRequest) -> Iterator[Round]:
+    def rounds(
+        self, request: DecodeRequest, source: _RequestSource | None = None
+    ) -> Iterator[Round]:
         """Streams the rounds of one request."""
-        return self._rounds(request, _RequestSource(self.source, request, self.backend))
-
-    def _rounds(self, request: DecodeRequest, source: _RequestSource) -> Iterator[Round]:
+        source = source or _RequestSource(self.source, request, self.backend)
         policy = self.source.current().policy
         check_lossless(self.pair, policy.candidates, request.verifier, request.sampling)
         return decode_rounds(self.backend, request, source, self.clock, self.sessions)
@@ -253,7 +245,7 @@ class Decoder:
         source = _RequestSource(self.source, request, self.backend)
         output: list[int] = []
         finish: Finish | None = None
-        for item in self._rounds(request, source):
+        for item in self.rounds(request, source):
             if source.looked_at is not None and (not plans or plans[-1][1] is not source.looked_at):
                 plans.append((len(steps), source.looked_at))
             steps.append(item.step)

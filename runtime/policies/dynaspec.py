@@ -74,13 +74,6 @@ class Clusters:
         """Tokens of each cluster, int64 [M]."""
         return np.bincount(self.of, minlength=self.count)
 
-    def ids(self, clusters: npt.ArrayLike) -> IntArray:
-        """The union of ``clusters`` (numbers below M, any shape, repeats allowed): token ids
-        ascending, int64."""
-        selected = np.zeros(self.count, dtype=np.bool_)
-        selected[np.asarray(clusters, dtype=np.int64)] = True
-        return np.flatnonzero(selected[self.of])
-
     def to_document(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """(JSON-ready document, arrays); :meth:`from_document` reads them."""
         return {"vocab": self.vocab, "clusters": self.count}, {"of": self.of}
