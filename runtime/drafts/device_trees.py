@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spectune.runtime.cache import Tokens
-from spectune.runtime.distributions import Perturb, best_children, codes_on_device
+from spectune.runtime.distributions import best_children, codes_on_device
 from spectune.runtime.policies.blocks import FixedWindow
 from spectune.runtime.sampling import Noise, add_noise
 from spectune.runtime.trees.draft import GrownTree
@@ -126,7 +126,8 @@ class TreePhase:
         if not self._fixed:
             depths = {*range(1, deepest)} if self.rule.stratified else {*DEPTHS}
         for depth in {deepest} | {d for d in depths if d < deepest}:
-            last, begun = growing.last_level(depth), depth if self.rule.stratified else 0
+            begun = depth if self.rule.stratified else 0
+            last = min(growing.depth, depth + self.rule.alpha if begun else depth)
             if growing.early:
                 keys |= {(level, level, begun) for level in range(1, last + 1)}
             else:
@@ -140,18 +141,12 @@ class TreePhase:
         if first == 1:
             growing.begin(self._numbers[2:3], self._numbers[3:4])
         for level in range(first, last + 1):
-            logits, perturb = self._logits, self._perturb(level)
-            if level > 1:
-                logits = self._read(level - 1)
+            logits = self._logits if level == 1 else self._read(level - 1)
+            key = self._numbers[3 + level : 4 + level, None]
+            perturb = None if self.sampling.greedy else partial(add_noise, keys=key)
             children = best_children(logits, self.sampling, perturb, reads)
             growing.add(codes_on_device(children), level, depth)
         return growing.choose()
-
-    def _perturb(self, level: int) -> Perturb | None:
-        if self.sampling.greedy:
-            return None
-        key = self._numbers[3 + level : 4 + level, None]
-        return lambda scores, ids: add_noise(scores, ids, key)
 
     def _read(self, level: int) -> Tensor:
         """Float32 logits [n, vocab] after the nodes of a level."""

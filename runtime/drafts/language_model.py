@@ -56,7 +56,14 @@ class LanguageModelDraft:
             read = min(len(path), drafted.steps - 1)  # the last proposal was not read
             self._states.forget_from(length + read)
         else:
-            read = self._keep([drafted.tree.expanded[node] for node in path], length)
+            # The accepted nodes that were read, as far as they follow each other, move to where
+            # the text goes on.
+            places = [drafted.tree.expanded[node] for node in path]
+            read = places.index(-1) if -1 in places else len(places)
+            self.model.cache.move([length + place for place in places[:read]], length)
+            self._states.forget_from(length)
+            if self._nodes and read:
+                self._states.put(length, torch.cat(self._nodes)[places[:read]])
         self._read = length + read
 
     def pending(self, text: list[int]) -> tuple[Tensor, int]:
@@ -72,17 +79,6 @@ class LanguageModelDraft:
         last = self.model.read(ids, self._read)
         self._read = len(text) - 1
         self._states.put(self._read - 1, last)
-
-    def _keep(self, places: list[int], length: int) -> int:
-        """Keeps the accepted nodes that were read, as far as they follow each other, moved to where
-        the text goes on. ``places``: theirs among those read for the tree (-1: not read). How many
-        they are."""
-        count = places.index(-1) if -1 in places else len(places)
-        self.model.cache.move([length + place for place in places[:count]], length)
-        self._states.forget_from(length)
-        if self._nodes and count:
-            self._states.put(length, torch.cat(self._nodes)[places[:count]])
-        return count
 
     def _propose_chain(self, text: list[int], depth: int, context: DraftContext) -> Drafted:
         """A chain that no stop ends: no token is looked at on the host before the end, which

@@ -39,26 +39,15 @@ SHARPNESSES: Final = (1.5, 3.0)
 """Sharpnesses of the coupled score that every recording of trees covers."""
 
 
-class _Column(NamedTuple):
-    """A column over nodes, or over nodes and children; ``unread``: what stands where none was
-    read."""
-
-    dtype: Any
-    of_children: bool = False
-    unread: int = 0
-
-
-_COLUMNS: Final = {
-    **{
-        name: _Column(dtype, of_children=name in ("tokens", "logp", "gap"))
-        for name, dtype in zip(Codes._fields, CODE_DTYPES, strict=True)
-    },
-    "text_slot": _Column(np.uint8, unread=OFF_TEXT),
-    "parent": _Column(np.int32, unread=-1),
-    "slot": _Column(np.uint8),
-    "position": _Column(np.int32),
-    "child": _Column(np.int32, of_children=True, unread=-1),
+_DTYPES: Final = {
+    **dict(zip(Codes._fields, CODE_DTYPES, strict=True)),
+    **{"text_slot": np.uint8, "parent": np.int32, "slot": np.uint8},
+    **{"position": np.int32, "child": np.int32},
 }
+"""Columns over nodes, or over nodes and children (:data:`_OF_CHILDREN`)."""
+_OF_CHILDREN: Final = ("tokens", "logp", "gap", "child")
+_UNREAD: Final = {"text_slot": OFF_TEXT, "parent": -1, "child": -1}
+"""What stands where none was read; 0 in the other columns."""
 
 
 class Cover(NamedTuple):
@@ -202,8 +191,10 @@ class _Recorder(RecordedText):
         self.width = width
         self.roots = self.n = self._first = len(self.output) + 1
         self.columns: dict[str, np.ndarray] = {
-            name: np.full((16 * self.roots, width)[: 1 + c.of_children], c.unread, c.dtype)
-            for name, c in _COLUMNS.items()
+            name: np.full(
+                (16 * self.roots, width)[: 1 + (name in _OF_CHILDREN)], _UNREAD.get(name, 0), dtype
+            )
+            for name, dtype in _DTYPES.items()
         }
 
     def read_roots(self, pair: LoadedPair | None) -> np.ndarray:
@@ -283,7 +274,7 @@ class _Recorder(RecordedText):
         self.n += len(parents)
         while self.n > len(self.columns["count"]):
             self.columns = {
-                name: np.concatenate([x, np.full_like(x, _COLUMNS[name].unread)])
+                name: np.concatenate([x, np.full_like(x, _UNREAD.get(name, 0))])
                 for name, x in self.columns.items()
             }
         c = self.columns

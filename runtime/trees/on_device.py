@@ -76,10 +76,6 @@ class GrowingTree:
         """Whether growth may end before the depth is reached."""
         return self.rule.stop.active or self.rule.confidence is not None
 
-    def last_level(self, depth: int) -> int:
-        """The deepest level of a tree that is begun with ``depth``."""
-        return min(self.depth, depth + self.rule.alpha if self.rule.stratified else depth)
-
     def begin(self, depth: Tensor, limit: Tensor) -> None:
         """Starts a tree of ``depth`` levels, which HeteroSpec may extend up to ``limit``, both
         int64 [1]."""
