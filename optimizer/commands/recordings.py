@@ -122,7 +122,7 @@ def traces_stats(by: str | None, executed: bool, speed: bool, **kw: Any) -> None
     with open_store(create=False) as store:
         if speed or ("policy" in names and not executed):
             rows = query.speed(store, only, names)
-            columns = ("requests", "seconds", "tokens_per_s", "tau", "acceptance")
+            columns: tuple[str, ...] = ("requests", "seconds", "tokens_per_s", "tau", "acceptance")
         else:
             rows = query.acceptance(store, only, names, executed=executed)
             columns = ("requests", "mean_accepted_length", "by_position")
@@ -184,8 +184,8 @@ def traces_compare(left: str, right: str, **kw: Any) -> None:
 
     with open_store(create=False) as store:
         given = {name: named_policy(name) for name in (left, right)}
-        ids = [name if (p := given[name]) is None else p.id for name in (left, right)]
-        found = compare(store, *ids, TraceFilter(**kw))
+        one, other = (name if (p := given[name]) is None else p.id for name in (left, right))
+        found = compare(store, one, other, TraceFilter(**kw))
     left, right = (name if (p := given[name]) is None else p.label() for name in (left, right))
     told = [{**row, "name": name} for row, name in zip(found["rows"], (left, right), strict=True)]
     between = (
