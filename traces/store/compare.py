@@ -55,16 +55,13 @@ def _decoded(store: TraceStore, name: str, only: TraceFilter) -> dict[str, list[
     """Sums of executed rounds, in the order of :data:`SUMS`, by the id of the request: recorded
     ones, or where there are none those of runs, whose seconds include prefill."""
     c, found = REQUESTS.c, dict[str, list[float]]()
-    of_policy = or_(c.policy == name, c.policy_id.startswith(name, autoescape=True))
     try:
         chosen = replace(only, recordings=(store.resolve_recording(name),))
     except NotFoundError:
-        conditions = [*conditions_of(store, REQUESTS, only), of_policy]
-    else:
-        conditions = conditions_of(store, REQUESTS, chosen)
+        chosen = replace(only, policy=name)
     query = (
         select(c.request_id, *(func.sum(c[column]) for column in SUMS))
-        .where(*conditions, c.rounds > 0)
+        .where(*conditions_of(store, REQUESTS, chosen), c.rounds > 0)
         .group_by(c.request_id)
     )
     of_run = [of.startswith(name, autoescape=True) for of in (Run.id, Run.policy_id)]

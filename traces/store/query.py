@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from itertools import zip_longest
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, FromClause, func, or_, select, tuple_
+from sqlalchemy import ColumnElement, FromClause, Select, func, or_, select, tuple_
 
 from spectune.db import CorruptedChunkError
 from spectune.traces.acceptance import FirstPosition, Survival
@@ -113,8 +113,7 @@ def requests(
         first = by.desc() if sort.startswith("-") else by.asc()
         order.insert(0, first.nulls_last())
     query = select(*columns).where(*conditions_of(store, REQUESTS, only)).order_by(*order)
-    with store.database.read() as session:
-        return [dict(row) for row in session.execute(query.limit(limit)).mappings()]
+    return list(_rows(store, query.limit(limit)))
 
 
 def speed(
@@ -131,9 +130,7 @@ def speed(
         .group_by(*keys)
         .order_by(*keys)
     )
-    with store.database.read() as session:
-        found = session.execute(query).mappings().all()
-    return [{**row, **rates(*(row[name] for name in SUMS))} for row in found]
+    return [{**row, **rates(*(row[name] for name in SUMS))} for row in _rows(store, query)]
 
 
 def acceptance(
@@ -151,25 +148,25 @@ def acceptance(
     ``histogram``: starts by the length of what they kept. ``mean_accepted_length`` is 1 + the sum
     of the marginals of panoramas, tau of rounds.
     """
-    columns = _columns_of(("policy" if executed else "draft", *by), _VIEWS[executed])
+    of, view, read = (
+        ("policy", REQUESTS, _executed) if executed else ("draft", ACCEPTANCE, _panoramas)
+    )
+    columns = _columns_of((of, *by), view)
     groups = defaultdict[tuple[str, ...], list[Row]](list)
-    for row in (_executed if executed else _panoramas)(store, only):
+    for row in read(store, only):
         groups[tuple(row[column] for column in columns)].append(row)
     with store.database.read() as session:
         labels = dict(session.execute(select(StoredPolicy.id, StoredPolicy.label)).all())
     rows = []
     for key, found in sorted(groups.items()):
-        lists = (zip_longest(*(s[k] for s in found), fillvalue=0) for k in _POSITIONS)
+        names = ("at_risk", "survived", "drafted")
+        lists = (zip_longest(*(s[name] for s in found), fillvalue=0) for name in names)
         survival = Survival(sum(s["starts"] for s in found), *(tuple(map(sum, x)) for x in lists))
-        of: Row = dict(zip(columns, key, strict=True))
+        group: Row = dict(zip(columns, key, strict=True))
         if executed:
-            of["policy"] = labels.get(of["policy_id"])
-        rows.append({**of, "requests": len(found), **survival.to_json()})
+            group["policy"] = labels.get(group["policy_id"])
+        rows.append({**group, "requests": len(found), **survival.to_json()})
     return rows
-
-
-_VIEWS: Final = {False: ACCEPTANCE, True: REQUESTS}
-_POSITIONS: Final = ("at_risk", "survived", "drafted")
 
 
 def _panoramas(store: TraceStore, only: TraceFilter) -> Iterator[Row]:
@@ -218,10 +215,7 @@ def positions(store: TraceStore, only: TraceFilter = EVERYTHING) -> Iterator[Row
     """A row per request, draft and position of its proposals, as in the view ``acceptance``."""
     c = ACCEPTANCE.c
     query = select(ACCEPTANCE).where(*conditions_of(store, ACCEPTANCE, only))
-    query = query.order_by(c.recording_id, c.ordinal, c.draft, c.position)
-    with store.database.read() as session:
-        for row in session.execute(query.execution_options(yield_per=1000)).mappings():
-            yield dict(row)
+    return _rows(store, query.order_by(c.recording_id, c.ordinal, c.draft, c.position))
 
 
 def in_force(store: TraceStore, deployment: str | None = None) -> list[Row]:
@@ -230,8 +224,7 @@ def in_force(store: TraceStore, deployment: str | None = None) -> list[Row]:
     query = select(IN_FORCE).order_by(IN_FORCE.c.version.desc())
     if deployment is not None:
         query = query.where(IN_FORCE.c.deployment == deployment)
-    with store.database.read() as session:
-        return [dict(row) for row in session.execute(query).mappings()]
+    return list(_rows(store, query))
 
 
 def rates(rounds: int, drafted: int, accepted: int, emitted: int, seconds: float) -> Row:
@@ -255,9 +248,14 @@ def _texts(store: TraceStore, only: TraceFilter, table: Any, *columns: Any) -> I
         query = query.order_by(Panorama.draft)
         if only.draft is not None:
             query = query.where(Panorama.draft == only.draft)
+    for row in _rows(store, query):
+        yield {**row, "day": row["created_at"].date().isoformat()}
+
+
+def _rows(store: TraceStore, query: Select[Any]) -> Iterator[Row]:
     with store.database.read() as session:
         for row in session.execute(query.execution_options(yield_per=1000)).mappings():
-            yield {**row, "day": row["created_at"].date().isoformat()}
+            yield dict(row)
 
 
 def _is_chosen(store: TraceStore, only: TraceFilter) -> Callable[[str], bool]:
@@ -280,39 +278,42 @@ def conditions_of(
     store: TraceStore, view: FromClause, only: TraceFilter
 ) -> list[ColumnElement[bool]]:
     """What a filter asks of the rows of a view that has the columns of a request."""
-    c, clock = view.c, store.clock()
-    since, until = (clock - m if isinstance(m, timedelta) else m for m in (only.since, only.until))
-    values = [(c.request_id, only.request), (c.source, only.source)]
-    conditions = [column == value for column, value in values if value is not None]
-    if only.recordings:
-        names = [store.resolve_recording(name) for name in only.recordings]
-        conditions.append(c.recording_id.in_(names))
-    elif only.source is None:
+    c, mean = view.c, _draft_acceptance(view, only)
+    of_policy = _is_policy(only)
+    decoded = select(REQUESTS.c.recording_id, REQUESTS.c.ordinal).where(of_policy)
+    meanings: dict[str, Callable[[Any], ColumnElement[bool]]] = {
+        "recordings": lambda names: c.recording_id.in_([*map(store.resolve_recording, names)]),
+        "request": lambda name: c.request_id == name,
+        "pair": lambda name: c.pair_id.startswith(name, autoescape=True),
+        "categories": c.category.in_,
+        "since": lambda moment: c.created_at >= _moment(store, moment),
+        "until": lambda moment: c.created_at < _moment(store, moment),
+        "draft": lambda name: c.draft == name if "draft" in c else mean.is_not(None),
+        "policy": lambda _: (
+            of_policy if view is REQUESTS else tuple_(c.recording_id, c.ordinal).in_(decoded)
+        ),
+        "min_acceptance": lambda share: mean >= share,
+        "max_acceptance": lambda share: mean <= share,
+        "source": lambda source: c.source == source,
+    }
+    given = [(means, getattr(only, name)) for name, means in meanings.items()]
+    conditions = [
+        means(value)
+        for means, value in given
+        if value is not None and (value or not isinstance(value, tuple))
+    ]
+    if not only.recordings and only.source is None:
         conditions.append(c.source.not_in(NO_TRAFFIC))
-    if only.pair is not None:
-        conditions.append(c.pair_id.startswith(only.pair, autoescape=True))
-    if only.categories:
-        conditions.append(c.category.in_(only.categories))
-    if since is not None:
-        conditions.append(c.created_at >= since)
-    if until is not None:
-        conditions.append(c.created_at < until)
-    if only.policy is not None:
-        policy = or_(
-            REQUESTS.c.policy_id.startswith(only.policy, autoescape=True),
-            REQUESTS.c.policy == only.policy,
-        )
-        decoded = select(REQUESTS.c.recording_id, REQUESTS.c.ordinal).where(policy)
-        of_policy = tuple_(c.recording_id, c.ordinal).in_(decoded)
-        conditions.append(policy if view is REQUESTS else of_policy)
-    mean = _draft_acceptance(view, only)
-    if only.draft is not None:
-        conditions.append(c.draft == only.draft if "draft" in c else mean.is_not(None))
-    if only.min_acceptance is not None:
-        conditions.append(mean >= only.min_acceptance)
-    if only.max_acceptance is not None:
-        conditions.append(mean <= only.max_acceptance)
     return conditions
+
+
+def _moment(store: TraceStore, moment: datetime | timedelta) -> datetime:
+    return store.clock() - moment if isinstance(moment, timedelta) else moment
+
+
+def _is_policy(only: TraceFilter) -> ColumnElement[bool]:
+    c, text = REQUESTS.c, only.policy or ""
+    return or_(c.policy == text, c.policy_id.startswith(text, autoescape=True))
 
 
 def _draft_acceptance(view: FromClause, only: TraceFilter) -> Any:
