@@ -279,6 +279,7 @@ def test_copies_and_profiling_runs_are_no_traffic_unless_they_are_named(store: T
     decoded(at(store, NOW), {POLICY_ID: 0.1, OTHER: 0.3}, n=2)
     before = [query.speed(store), query.acceptance(store, executed=True), query.requests(store)]
     compared = compare(store, "small", "autoregressive")
+    latest = store.resolve_recording("latest")
     for source in ("gathered", "profile"):
         asked = Asked(PAIR, None, Sampling(), 64, source=source)
         copy = store.create_recording(asked).id
@@ -289,6 +290,7 @@ def test_copies_and_profiling_runs_are_no_traffic_unless_they_are_named(store: T
         for only in (TraceFilter(recordings=(copy,)), TraceFilter(source=source)):
             assert [r["recording_id"] for r in query.requests(store, only)] == [copy]
         assert compare(store, copy, "small")["requests"] == 1
+        assert store.resolve_recording("latest") == latest
 
 
 def test_which_policy_was_in_force_when(store: TraceStore, url: str) -> None:

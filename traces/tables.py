@@ -45,7 +45,9 @@ from spectune.traces.schema import (
 
 CASCADE = "CASCADE"
 DESIGNED = "profile"
-"""The source of what ``profile --engine`` served: steps whose costs were sought, and no traffic."""
+"""The source of what ``profile --engine`` served: steps whose costs were sought."""
+NO_TRAFFIC = (DESIGNED, "gathered")
+"""Sources of requests that nobody sent: those, and copies of traffic for a tuning."""
 AckStatus = Literal["applied", "refused"]
 
 

@@ -59,7 +59,8 @@ def traces_list(**kw: Any) -> None:
     told = [{**row, "drafts": info.shown()} for row, info in zip(rows, found, strict=True)]
     size = ("n_requests", "n_output_tokens", "drafts", "created_at")
     columns = ("id", "pair_id", "source", "state", *size)
-    emit({"recordings": rows}, table(told, columns, "recordings"))
+    view = table(told, columns, "recordings") if rows else "nothing of that is stored"
+    emit({"recordings": rows}, view)
 
 
 @traces.command("show")

@@ -20,7 +20,7 @@ from spectune.traces.acceptance import FirstPosition, Survival
 from spectune.traces.blobs import Damaged
 from spectune.traces.errors import TraceError
 from spectune.traces.store import TraceStore
-from spectune.traces.tables import DESIGNED, Panorama, Recording, StoredPolicy, Trajectory
+from spectune.traces.tables import NO_TRAFFIC, Panorama, Recording, StoredPolicy, Trajectory
 from spectune.traces.views import ACCEPTANCE, IN_FORCE, REQUESTS
 
 Row = dict[str, Any]
@@ -64,8 +64,6 @@ class TraceFilter:
 
 
 EVERYTHING: Final = TraceFilter()
-NO_TRAFFIC: Final = (DESIGNED, "gathered")
-"""Sources of requests that nobody sent: what profiling served, and copies for a tuning."""
 
 
 def list_recordings(store: TraceStore, only: TraceFilter = EVERYTHING) -> tuple[Recording, ...]:

@@ -20,7 +20,7 @@ from spectune.traces.errors import TraceError
 from spectune.traces.recording import Asked, LoadedRecording, RecordedRequest, Skipped
 from spectune.traces.schema import Extent, Sampling, Step, Verifier
 from spectune.traces.store.rows import Storage, insert, newest, require, resolve
-from spectune.traces.tables import DESIGNED, Panorama, Recording, StoredWorkload, Trajectory
+from spectune.traces.tables import NO_TRAFFIC, Panorama, Recording, StoredWorkload, Trajectory
 
 BATCH = 64
 """Requests read per query when iterating."""
@@ -80,7 +80,7 @@ class Recordings(Storage):
         query = (
             select(t.recording_id, t.ordinal, t.sampling, t.verifier)
             .join(Recording, Recording.id == t.recording_id)
-            .where(Recording.pair_id == pair_id, Recording.source.not_in((DESIGNED, "gathered")))
+            .where(Recording.pair_id == pair_id, Recording.source.not_in(NO_TRAFFIC))
             .where(t.created_at >= since)
             .order_by(t.created_at, t.recording_id, t.ordinal)
         )

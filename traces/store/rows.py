@@ -14,7 +14,7 @@ from sqlalchemy.orm import InstrumentedAttribute, Session, undefer
 
 from spectune.db import CorruptedChunkError, Database, NotFoundError
 from spectune.traces.blobs import Damaged
-from spectune.traces.tables import DESIGNED, Pair, Recording, Value
+from spectune.traces.tables import NO_TRAFFIC, Pair, Recording, Value
 
 V = TypeVar("V", bound=Value)
 _TRIES = 20
@@ -101,7 +101,7 @@ def resolve(session: Session, table: type[Any], text: str) -> str:
     if text == "latest":
         rows = newest(table, table.id)
         if table is Recording:
-            rows = rows.where(Recording.source != DESIGNED)
+            rows = rows.where(Recording.source.not_in(NO_TRAFFIC))
         latest: str | None = session.scalar(rows.limit(1))
         if latest is None:
             raise NotFoundError(f"there is no {what} yet{_MAKERS.get(what, '')}")
