@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from datetime import datetime, timedelta
 from itertools import groupby
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from spectune.optimizer.deployment import tuned_for
 from spectune.traces.errors import TraceError
-from spectune.traces.recording import LoadedRecording, Skipped
+from spectune.traces.recording import LoadedRecording, RecordedRequest, Skipped
 from spectune.traces.store import Asked, TraceStore
 from spectune.traces.store.recordings import Appended, Recorded
 from spectune.traces.tables import Recording
@@ -49,8 +49,8 @@ def traffic_since(
     tell: Tell = lambda line: None,
 ) -> LoadedRecording:
     """What the pair and the engine of a recording decoded ``since`` a moment, of whatever
-    recording, as one in memory, with the panoramas of ``drafts``. Raises TraceError where that is
-    nothing."""
+    recording, as one in memory, oldest first, with the panoramas of ``drafts``. Raises TraceError
+    where that is nothing."""
     same = {i.id for i in store.list_recordings(info.pair_id) if i.engine == info.engine}
     recorded = [r for r in store.recorded_since(info.pair_id, since) if r.recording in same]
     if not recorded:
@@ -58,13 +58,16 @@ def traffic_since(
             f"nothing was recorded with pair {info.pair_id} on {info.engine} since "
             f"{since:%Y-%m-%d %H:%M} UTC"
         )
-    found = sorted(alike(recorded, tell), key=attrgetter("recording", "ordinal"))
-    parts = [
-        store.load(name, drafts, ordinals=[r.ordinal for r in of], skip_corrupted=skip_corrupted)
-        for name, of in groupby(found, attrgetter("recording"))
-    ]
-    requests = tuple(request for part in parts for request in part.requests)
-    return LoadedRecording(info, requests, tuple(chunk for part in parts for chunk in part.skipped))
+    found = [(r.recording, r.ordinal) for r in alike(recorded, tell)]
+    requests: dict[tuple[str, int], RecordedRequest] = {}
+    skipped: list[Skipped] = []
+    for name, of in groupby(sorted(found), itemgetter(0)):
+        ordinals = [ordinal for _, ordinal in of]
+        part = store.load(name, drafts, ordinals=ordinals, skip_corrupted=skip_corrupted)
+        requests |= {(name, request.ordinal): request for request in part.requests}
+        skipped += part.skipped
+    in_order = tuple(requests[key] for key in found if key in requests)
+    return LoadedRecording(info, in_order, tuple(skipped))
 
 
 def gather(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime, timedelta
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -317,9 +319,11 @@ def test_which_policy_was_in_force_when(store: TraceStore, url: str) -> None:
     ]
 
 
-def test_what_a_policy_would_have_cost_on_the_traffic_of_a_day(store: TraceStore, url: str) -> None:
-    """All that the pair decoded since, whatever recording holds it; requests that lack a panorama
-    are left out and told."""
+def test_what_a_policy_would_have_cost_on_the_traffic_of_a_day(
+    store: TraceStore, url: str, tmp_path: Path
+) -> None:
+    """All that the pair decoded since, oldest first, whatever recording holds it; requests that
+    lack a panorama are left out and told."""
     door, now = Door(url), datetime.now(UTC)
     for ago, n in ((3 * DAY, 5), (DAY / 2, 4), (DAY / 4, 3)):
         a_recording(at(store, now - ago), n=n)
@@ -332,6 +336,18 @@ def test_what_a_policy_would_have_cost_on_the_traffic_of_a_day(store: TraceStore
     whole = door.call(*asked, "--since", "24h", "--json")
     assert "left out: 3 of 10 requests, which lack panoramas" in whole.stderr
     assert latest["requests"] == 3
+    file = tmp_path / "rounds.jsonl"
+    door.json(*asked, since="24h", per_round=file)
+    lines = map(json.loads, file.read_text().splitlines())
+    assert [name for name, _ in groupby(lines, lambda line: line["request"])] == [
+        "r0",
+        "r1",
+        "r2",
+        "r3",
+        "r0",
+        "r1",
+        "r2",
+    ]
     found = door.json(*asked, since=f"{now - DAY:%Y-%m-%dT%H:%M}")
     for key in ("requests", "rounds", "emitted_tokens", "accepted_tokens"):
         assert found[key] == latest[key] + each[0][key]
