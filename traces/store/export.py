@@ -130,8 +130,8 @@ def import_recordings(store: TraceStore, path: str | Path) -> tuple[list[str], l
                     " `traces export FILE.parquet --whole` writes what can be imported"
                 )
             session = stack.enter_context(store.database.write())
-            rows = chain.from_iterable(b.to_pylist() for b in file.iter_batches(_ROWS))
-            for name, batch in groupby(rows, itemgetter("table")):
+            parts = (groupby(b.to_pylist(), itemgetter("table")) for b in file.iter_batches(_ROWS))
+            for name, batch in chain.from_iterable(parts):
                 table = _TABLES[name]
                 values = [_values(table, row) for row in batch]
                 if "id" in table.c:

@@ -64,7 +64,9 @@ def show(store: TraceStore, text: str) -> tuple[str, dict[str, Any]]:
         for kind, of in KINDS.items():
             columns = [c for c in of.c if not isinstance(c.type, LargeBinary)]
             begun = of.c.id.startswith(text, autoescape=True)
-            rows = session.execute(select(*columns).where(begun).limit(5)).mappings().all()
+            rows = session.execute(
+                select(*columns).where(begun).order_by(of.c.id).limit(5)
+            ).mappings()
             found += [(kind, dict(row)) for row in rows]
     exact = [(kind, row) for kind, row in found if row["id"] == text]
     if len(found) == 1 or exact:
