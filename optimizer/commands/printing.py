@@ -231,6 +231,7 @@ def to_type(words: str) -> str:
     command line of this one named, and where it decodes, on the workload. ``ID`` stands for the
     recording of this one, ``POLICY`` for its policy."""
     from spectune.db.urls import parse_url, shown
+    from spectune.runtime.pair import read_pair
 
     ctx = running()
     takes = {flag for param in getattr(_command(words), "params", ()) for flag in param.opts}
@@ -259,6 +260,8 @@ def to_type(words: str) -> str:
                 for one in value if isinstance(value, tuple) else (value,):
                     parts += [flag, str(one)]
     if "--target" in takes and (pair := ctx.meta.get(PAIR_FOUND)) is not None:
+        if pair == read_pair("demo"):
+            return shlex.join([*parts, "--pair", "demo"])
         parts += ["--target", pair.target]
         for draft, path in pair.drafts.items():
             parts += ["--draft", f"{draft}={path}"]
