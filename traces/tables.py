@@ -1,30 +1,22 @@
 """Every table but the scheduler's, as SQLAlchemy mapped dataclasses: a row is the value that the
 rest of the program works with.
 
-A value may be made without a database; what only a stored one has (ids, moments, sums) is None
-until it is read back. Nothing is loaded behind a reader's back: large columns are read where they
-are asked for (``undefer``), and objects outlive their session.
+What only a stored value has (ids, moments, sums) is None of one just made. Values outlive their
+session, and large columns are read where they are asked for (``undefer``) and nowhere else.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, field
+from dataclasses import asdict, field, fields
 from datetime import datetime
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import (
-    JSON,
-    BigInteger,
-    ForeignKey,
-    ForeignKeyConstraint,
-    Index,
-    PrimaryKeyConstraint,
-    String,
-)
-from sqlalchemy.orm import Mapped, MappedAsDataclass, mapped_column, relationship
+from sqlalchemy import JSON, BigInteger, ForeignKey, ForeignKeyConstraint, Index, String
+from sqlalchemy.orm import Mapped, MappedAsDataclass, declared_attr, mapped_column, relationship
 
 from spectune.db.base import Base, Document, Str16, Str32, Str64, Str200
 from spectune.traces import blobs
@@ -43,28 +35,29 @@ from spectune.traces.schema import (
     Verifier,
 )
 
-CASCADE = "CASCADE"
+LAST = 1
+"""The place of blobs among the columns: SQLite reads all that stands before what is asked for."""
 DESIGNED = "profile"
 """The source of what ``profile --engine`` served: steps whose costs were sought."""
 NO_TRAFFIC = (DESIGNED, "gathered")
 """Sources of requests that nobody sent: those, and copies of traffic for a tuning."""
 AckStatus = Literal["applied", "refused"]
-
-
 _SAMPLING = JsonOf(asdict, lambda document: Sampling(**document))
 _STRINGS = JsonOf(list, tuple)
 
 
 class Value(MappedAsDataclass, Base):
-    """Base of the tables whose rows are values."""
+    """Rows that are values: of ``LatencyProfile`` the table ``latency_profile``."""
 
     __abstract__ = True
+
+    @declared_attr.directive
+    def __tablename__(cls) -> str:
+        return re.sub(r"\B([A-Z])", r"_\1", cls.__name__.removeprefix("Stored")).lower()
 
 
 class Pair(Value):
     """A target and its drafts; ``id`` is the fingerprint of their content."""
-
-    __tablename__ = "pair"
 
     id: Mapped[Str64] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(index=True)
@@ -75,8 +68,6 @@ class Pair(Value):
 class StoredWorkload(Value):
     """Prompts (:class:`traces.schema.Workload`); ``id`` is the digest of the requests."""
 
-    __tablename__ = "workload"
-
     id: Mapped[Str64] = mapped_column(primary_key=True)
     name: Mapped[str]
     n_requests: Mapped[int]
@@ -86,13 +77,10 @@ class StoredWorkload(Value):
 
 class Recording(Value):
     """A workload decoded by a pair (``source`` record), served traffic (``serve``), a copy of such
-    (``gathered``), or what :data:`DESIGNED` says.
+    (``gathered``), or what :data:`DESIGNED` says; ``recording`` until it is ``complete``.
 
-    ``state`` is ``recording`` until it is ``complete``. ``n_requests``, ``n_output_tokens`` and
-    ``drafts`` (the panoramas of each) count what is stored now; :mod:`traces.store` fills them in.
+    ``n_requests`` to ``drafts`` count what is stored now; :mod:`traces.store` fills them in.
     """
-
-    __tablename__ = "recording"
 
     id: Mapped[Str32] = mapped_column(primary_key=True)
     pair_id: Mapped[str] = mapped_column(ForeignKey("pair.id"), index=True)
@@ -103,7 +91,6 @@ class Recording(Value):
     max_new_tokens: Mapped[int]
     verifier: Mapped[Verifier] = mapped_column(String(16))
     options: Mapped[Document]
-    progress: Mapped[Document]
     asked_sha256: Mapped[Str64] = mapped_column(index=True, repr=False, compare=False)
     created_at: Mapped[datetime] = mapped_column(index=True)
     finished_at: Mapped[datetime | None] = mapped_column(default=None)
@@ -122,8 +109,7 @@ class Recording(Value):
         return str(self.options.get("engine", "native"))
 
     def shown(self) -> str:
-        """Each draft with what its panoramas hold, and of how many requests where not all have one;
-        for people."""
+        """Each draft, what its panoramas hold, and of how many requests if not of all."""
         parts = []
         for draft, e in self.drafts.items():
             trees = f" and trees {e.width}x{e.depth}" if e.has_trees else ""
@@ -132,34 +118,29 @@ class Recording(Value):
         return ", ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-ready; moments in ISO 8601."""
-        values = asdict(self)
-        del values["asked_sha256"]
-        finished = self.finished_at and self.finished_at.isoformat()
-        return {**values, "created_at": self.created_at.isoformat(), "finished_at": finished}
+        """JSON-ready."""
+        values = {k: v for k, v in asdict(self).items() if k != "asked_sha256"}
+        return {k: v.isoformat() if isinstance(v, datetime) else v for k, v in values.items()}
 
 
 class Trajectory(Value):
-    """One request as it was decoded: everything its text depends on, and the text.
+    """One request as it was decoded: everything its text depends on, and the text; windows were
+    clipped to ``max_new_tokens``.
 
-    ``max_new_tokens`` is the budget it was decoded under (windows are clipped to it). Of a stored
-    one ``rounds`` to ``seconds`` sum its executed rounds, ``by_policy`` does by policy id (and by
-    position, as :class:`traces.acceptance.Survival`), and
-    ``steps`` are these rounds.
+    Of a stored one ``steps`` are its executed rounds, ``rounds`` to ``seconds`` their sums, and
+    ``by_policy`` these by policy id and by position (:class:`traces.acceptance.Survival`).
     """
-
-    __tablename__ = "trajectory"
 
     request_id: Mapped[str]
     category: Mapped[str] = mapped_column(index=True)
-    tokens: Mapped[Tokens] = mapped_column(blobs.TOKENS)
+    tokens: Mapped[Tokens] = mapped_column(blobs.TOKENS, sort_order=LAST)
     sampling: Mapped[Sampling] = mapped_column(_SAMPLING)
     max_new_tokens: Mapped[int]
     finish: Mapped[Finish] = mapped_column(String(16))
     verifier: Mapped[Verifier] = mapped_column(String(16), default="coupled")
     stop_strings: Mapped[tuple[str, ...]] = mapped_column(_STRINGS, default=())
     recording_id: Mapped[str] = mapped_column(
-        ForeignKey("recording.id", ondelete=CASCADE), primary_key=True, init=False, compare=False
+        ForeignKey("recording.id", ondelete="CASCADE"), primary_key=True, init=False, compare=False
     )
     ordinal: Mapped[int] = mapped_column(
         primary_key=True, autoincrement=False, init=False, compare=False
@@ -172,7 +153,7 @@ class Trajectory(Value):
     seconds: Mapped[float] = mapped_column(init=False, compare=False)
     by_policy: Mapped[Document] = mapped_column(init=False, compare=False)
     steps: Mapped[tuple[Step, ...] | None] = mapped_column(
-        blobs.STEPS, deferred=True, repr=False, init=False, compare=False
+        blobs.STEPS, deferred=True, repr=False, init=False, compare=False, sort_order=LAST
     )
     created_at: Mapped[datetime] = mapped_column(index=True, init=False, compare=False)
 
@@ -188,40 +169,35 @@ class Trajectory(Value):
 
 
 class Panorama(Value):
-    """What one draft would propose from *every* start of one trajectory: the distributions that it
-    reads on the way, as a trie of up to ``width`` children a node.
+    """What one draft would propose from *every* start of one trajectory, as a trie of up to
+    ``width`` children a node: chains (from best child to best child) of ``gamma_max`` tokens, and
+    trees of ``depth`` levels.
 
-    A chain goes from best child to best child; chains of ``gamma_max`` tokens are held, and trees
-    of ``depth`` levels. ``shared``: distributions are functions of the prefix, so the child of node
-    i on the text is node i + 1; a head's depend on where its round began, and its drafted nodes on
-    the text are nodes of their own. ``covers``: what else is held whole, ``ACCEPTANCE`` and the
-    growths (JSON, see :func:`runtime.recording.panoramas.cover_name`) whose every reachable
-    distribution was recorded: those replay exactly.
+    ``shared``: the child of node i on the text is node i + 1; a head's distributions depend on
+    where its round began, and have nodes of their own. ``covers``: what else replays exactly,
+    ``ACCEPTANCE`` and growths (:func:`runtime.recording.panoramas.cover_name`).
 
-    Of a stored one ``n`` counts positions; ``acceptance`` is the mean chance that the verifier
-    keeps a first proposal; ``survived[j]`` and ``at_risk[j]`` are sums over the chains from every
-    start: proposals 0..j all kept; proposals 0..j-1 kept and a token of the text left at j.
+    Stored: ``n`` positions, the mean ``acceptance`` of a first proposal, and the sums of
+    :class:`traces.acceptance.Survival`.
     """
 
-    __tablename__ = "panorama"
     __table_args__ = (
-        PrimaryKeyConstraint("recording_id", "ordinal", "draft"),
         ForeignKeyConstraint(
-            ["recording_id", "ordinal"],
-            ["trajectory.recording_id", "trajectory.ordinal"],
-            ondelete=CASCADE,
+            ("recording_id", "ordinal"),
+            ("trajectory.recording_id", "trajectory.ordinal"),
+            ondelete="CASCADE",
         ),
     )
 
-    draft: Mapped[str] = mapped_column(String(128))
+    recording_id: Mapped[Str32] = mapped_column(primary_key=True, init=False, compare=False)
+    ordinal: Mapped[int] = mapped_column(primary_key=True, init=False, compare=False)
+    draft: Mapped[str] = mapped_column(String(128), primary_key=True)
     gamma_max: Mapped[int]
     width: Mapped[int]
     depth: Mapped[int]
     shared: Mapped[bool]
     covers: Mapped[tuple[str, ...]] = mapped_column(_STRINGS)
-    trie: Mapped[Trie] = mapped_column(blobs.TRIE, repr=False)
-    recording_id: Mapped[Str32] = mapped_column(init=False, compare=False)
-    ordinal: Mapped[int] = mapped_column(init=False, compare=False)
+    trie: Mapped[Trie] = mapped_column(blobs.TRIE, repr=False, sort_order=LAST)
     n: Mapped[int] = mapped_column(init=False, compare=False)
     acceptance: Mapped[float] = mapped_column(init=False, compare=False)
     at_risk: Mapped[list[Any]] = mapped_column(init=False, compare=False)
@@ -247,8 +223,6 @@ class Panorama(Value):
 class StoredPolicy(Value):
     """A policy document; ``id`` is the hash of its content."""
 
-    __tablename__ = "policy"
-
     id: Mapped[Str64] = mapped_column(primary_key=True)
     label: Mapped[str]
     document: Mapped[Document]
@@ -256,11 +230,9 @@ class StoredPolicy(Value):
 
 
 class LatencyProfile(Costs, Value):
-    """What the terms of a round cost on one device (:class:`traces.latency.Costs`), with the
-    environment and the check of the fit: predicted against executed rounds of policies that the fit
-    has not seen."""
+    """What the terms of a round cost on one device (:class:`traces.latency.Costs`), where that was
+    measured, and a check: predicted against executed rounds of policies the fit has not seen."""
 
-    __tablename__ = "latency_profile"
     __table_args__ = (Index("ix_latency_profile_of", "pair_id", "device", "dtype", "created_at"),)
 
     pair_id: Mapped[str] = mapped_column(ForeignKey("pair.id"))
@@ -274,17 +246,13 @@ class LatencyProfile(Costs, Value):
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready, without id and moment."""
-        values = {name: value for name, value in vars(self).items() if name in self.CONTENT}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         return {**values, "terms": terms_to_json(self.terms)}
-
-    CONTENT: ClassVar = ("pair_id", "device", "dtype", "terms", "environment", "check")
 
 
 class Artifact(Value):
     """Something fitted that a policy needs: a JSON document and arrays. ``id`` is the hash of kind
     and content."""
-
-    __tablename__ = "artifact"
 
     id: Mapped[Str32] = mapped_column(primary_key=True)
     kind: Mapped[Str64] = mapped_column(index=True)
@@ -305,8 +273,6 @@ class Artifact(Value):
 class Study(Value):
     """A finished search and its trials."""
 
-    __tablename__ = "study"
-
     id: Mapped[Str32] = mapped_column(primary_key=True)
     pair_id: Mapped[str] = mapped_column(ForeignKey("pair.id"), index=True)
     recording_id: Mapped[Str32 | None]
@@ -320,8 +286,6 @@ class Study(Value):
 
 class Run(Value):
     """A policy executed (or replayed), and what came of it."""
-
-    __tablename__ = "run"
 
     id: Mapped[Str32] = mapped_column(primary_key=True)
     kind: Mapped[Str16]
@@ -337,12 +301,10 @@ class Run(Value):
 
 
 class Publication(Value):
-    """A policy put in force in a deployment, for a pair on a class of device. Rows are only ever
-    added; of each deployment, pair and device the largest ``version`` is in force. ``sampling`` is
-    what it was tuned for (``temperature``, ``top_k``, ``top_p``, ``verifier``), None where nobody
-    knows."""
+    """A policy put in force in a deployment, for a pair on a device. Rows are only ever added; the
+    largest ``version`` is in force. ``sampling``: what it was tuned for (``temperature``,
+    ``top_k``, ``top_p``, ``verifier``), None where nobody knows."""
 
-    __tablename__ = "publication"
     # Without AUTOINCREMENT SQLite may hand out a deleted row's number again, and a watcher would
     # miss the newer one.
     __table_args__ = (
@@ -380,11 +342,9 @@ class Publication(Value):
 class Acknowledgement(Value):
     """What one node did with a publication: ``applied``, or ``refused`` with the reason."""
 
-    __tablename__ = "acknowledgement"
-
     id: Mapped[int] = mapped_column(primary_key=True, init=False)
     version: Mapped[int] = mapped_column(
-        ForeignKey("publication.version", ondelete=CASCADE), index=True
+        ForeignKey("publication.version", ondelete="CASCADE"), index=True
     )
     node: Mapped[str]
     status: Mapped[AckStatus] = mapped_column(String(16))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ class Catalog(Storage):
 
     def put_profile(self, profile: LatencyProfile) -> str:
         """Stores a latency profile; its new id."""
-        values = {name: getattr(profile, name) for name in profile.CONTENT}
+        values = {f.name: getattr(profile, f.name) for f in fields(profile) if f.init}
         with self.database.write() as session:
             return self._put_new(session, LatencyProfile, "prof", **values)
 

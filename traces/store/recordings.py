@@ -45,8 +45,7 @@ class Recordings(Storage):
         columns = {**vars(asked), "options": dict(asked.options), "asked_sha256": _digest(asked)}
         with self.database.write() as session:
             require(session, StoredWorkload, asked.workload_id)
-            state = {"state": "recording", "progress": {}}
-            new = self._put_new(session, Recording, "rec", **columns, **state)
+            new = self._put_new(session, Recording, "rec", **columns, state="recording")
             return counted(session, [session.get_one(Recording, new)])[0]
 
     def find_recording(
