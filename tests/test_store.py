@@ -291,16 +291,11 @@ def test_each_deployment_has_a_policy_of_its_own_in_force(store: TraceStore) -> 
         publish("a", deployment="canary", expected=first)
 
 
-def test_publishing_with_a_key_happens_once(store: TraceStore) -> None:
+def test_publishing_compares_and_swaps_and_happens_once_under_a_key(store: TraceStore) -> None:
     publish = published(store)
-    first = publish("a", idempotency_key="job-1")
+    first = publish("a", expected=0, idempotency_key="job-1")
     assert publish("b", idempotency_key="job-1") == first
     assert len(store.list_publications(PAIR)) == 1
-
-
-def test_publishing_compares_and_swaps(store: TraceStore) -> None:
-    publish = published(store)
-    first = publish("a", expected=0)
     with pytest.raises(StaleVersionError, match=f"publication {first} is in force, not 0"):
         publish("b", expected=0)
     publish("b", expected=first)

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, func, select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from spectune.db import NotFoundError, StaleVersionError
-from spectune.traces.store.rows import Storage, equal, is_stored, require
+from spectune.traces.store.rows import Storage, given, is_stored, require
 from spectune.traces.tables import Acknowledgement, AckStatus, Pair, Publication, StoredPolicy
 
 DEFAULT_DEPLOYMENT: Final = "default"
@@ -107,7 +107,8 @@ class Publications(Storage):
         limit: int | None = None,
     ) -> tuple[Publication, ...]:
         """Publications of a pair, device and deployment (each optional), newest first."""
-        query = select(Publication).where(*_of(pair_id, device, deployment))
+        of = given(pair_id=pair_id, device=device, deployment=deployment)
+        query = select(Publication).filter_by(**of)
         with self.database.read() as session:
             return tuple(session.scalars(query.order_by(Publication.version.desc()).limit(limit)))
 
@@ -128,17 +129,10 @@ class Publications(Storage):
 
     def acknowledgements(self, version: int | None = None) -> tuple[Acknowledgement, ...]:
         """Acknowledgements of a publication, or of all, oldest first."""
-        conditions = equal({Acknowledgement.version: version})
-        query = select(Acknowledgement).where(*conditions).order_by(Acknowledgement.id)
+        query = select(Acknowledgement).filter_by(**given(version=version))
+        query = query.order_by(Acknowledgement.id)
         with self.database.read() as session:
             return tuple(session.scalars(query))
-
-
-def _of(
-    pair_id: str | None, device: str | None, deployment: str | None
-) -> list[ColumnElement[bool]]:
-    p = Publication
-    return equal({p.pair_id: pair_id, p.device: device, p.deployment: deployment})
 
 
 def _of_key(session: Session, key: str) -> Publication | None:
@@ -146,5 +140,6 @@ def _of_key(session: Session, key: str) -> Publication | None:
 
 
 def _version(session: Session, pair_id: str, device: str, deployment: str) -> int:
-    newest = select(func.max(Publication.version)).where(*_of(pair_id, device, deployment))
-    return session.scalar(newest) or 0
+    p = Publication
+    of = (p.pair_id == pair_id, p.device == device, p.deployment == deployment)
+    return session.scalar(select(func.max(p.version)).where(*of)) or 0

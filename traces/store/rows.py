@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, literal, select
+from sqlalchemy import literal, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import InstrumentedAttribute, Session, undefer
 
@@ -76,8 +76,7 @@ class Storage:
 
 def newest(table: type[Any], *columns: Any, **values: Any) -> Any:
     """Selects the rows with these values (None: any), or columns of them, newest first."""
-    given = {name: value for name, value in values.items() if value is not None}
-    query = select(*(columns or (table,))).filter_by(**given)
+    query = select(*(columns or (table,))).filter_by(**given(**values))
     return query.order_by(table.created_at.desc(), table.id)
 
 
@@ -117,9 +116,9 @@ def resolve(session: Session, table: type[Any], text: str) -> str:
     raise NotFoundError(f"there is no {what} {text!r}{_HINTS.get(what, '')}")
 
 
-def equal(values: Mapping[InstrumentedAttribute[Any], Any]) -> list[ColumnElement[bool]]:
-    """Conditions that columns have these values; None: any."""
-    return [column == value for column, value in values.items() if value is not None]
+def given(**values: Any) -> dict[str, Any]:
+    """Those that are not None, for ``filter_by``."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def is_stored(session: Session, column: InstrumentedAttribute[Any], value: Any) -> bool:

@@ -148,7 +148,7 @@ class TrafficWriter:
 
     def _count(self, written: int, dropped: int) -> None:
         with self._lock:
-            if self._queue:  # else they came too late, and count as dropped
+            if self._queue:  # else it is closed, and they count as dropped
                 self._queue = self._queue[written + dropped :]
                 self._written += written
                 self._dropped += dropped
