@@ -101,6 +101,20 @@ def test_a_trajectory_comes_back_equal_with_its_steps(store: TraceStore, begun: 
     assert store.recorded_ordinals(begun.id) == {3}
 
 
+def test_numbers_of_numpy_are_stored_as_numbers(store: TraceStore, begun: Recording) -> None:
+    one = np.int64(1)
+    rounds = [Step(one, one, one, one, one, one, round_s=np.float32(0.5)) for _ in range(2)]  # type: ignore[arg-type]
+    store.append_trajectory(begun.id, 0, a_trajectory(0), rounds)
+    t = Trajectory
+    with store.database.read() as session:
+        row = session.execute(select(t.rounds, t.drafted, t.accepted, t.seconds)).one()
+    assert tuple(row) == (2, 2, 2, 1.0)
+    told: dict[str, Any] = {"gamma": one, "value": np.float32(0.5)}
+    study = store.put_study(PAIR, sampler="s", seed=0, document=told, trials=[told])
+    found = store.get_study(study)
+    assert [found.document, *found.trials] == [{"gamma": 1, "value": 0.5}] * 2
+
+
 def test_appending_again_changes_nothing_and_another_text_is_refused(
     store: TraceStore, begun: Recording
 ) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from operator import methodcaller
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -50,7 +51,8 @@ class Content(NamedTuple):
 def pack(arrays: Mapping[str, Array], document: Any = None) -> bytes:
     """Packs arrays of numbers with a JSON document: equal ones to equal bytes."""
     # Of several entries the header has no fixed order.
-    header = {"spectune": json.dumps({"schema": SCHEMA, "meta": document}, allow_nan=False)}
+    content, number = {"schema": SCHEMA, "meta": document}, methodcaller("item")  # of numpy's
+    header = {"spectune": json.dumps(content, allow_nan=False, default=number)}
     ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
     return bytes(compressor.compress(safetensors.save(ordered, header)))

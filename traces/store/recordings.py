@@ -375,13 +375,11 @@ def _columns(trajectory: Trajectory, steps: Sequence[Step]) -> dict[str, Any]:
 
 
 def _sums(steps: Sequence[Step]) -> dict[str, Any]:
-    return {
-        "rounds": len(steps),
-        "drafted": sum(s.drafted for s in steps),
-        "accepted": sum(s.accepted for s in steps),
-        "emitted": sum(s.emitted for s in steps),
-        "seconds": sum(s.round_s for s in steps),
+    # Plain numbers: SQLite's driver takes numpy's for bytes.
+    sums = {
+        of: int(sum(getattr(s, of) for s in steps)) for of in ("drafted", "accepted", "emitted")
     }
+    return {"rounds": len(steps), **sums, "seconds": float(sum(s.round_s for s in steps))}
 
 
 def _summary(panorama: Panorama, verifier: Verifier) -> dict[str, Any]:
