@@ -424,6 +424,8 @@ def test_a_damaged_blob_costs_itself_alone(store: TraceStore, url: str) -> None:
         line = f"recording {recording}, request {n}: {what} cannot be used .*; the others still can"
         with pytest.raises(CorruptedChunkError, match=line):
             list(store.iterate(recording, steps=True, ordinals=[n]))
+    with pytest.raises(CorruptedChunkError, match="request 0: its token ids cannot be used"):
+        store.append_trajectory(recording, 0, a_trajectory(0))
     loaded = store.load(recording, steps=True, skip_corrupted=True)
     assert [(s.ordinal, s.draft) for s in loaded.skipped] == [(0, None), (1, "small"), (2, None)]
     (last,) = store.iterate(recording, steps=True, ordinals=[4])

@@ -131,6 +131,8 @@ class Recordings(Storage):
                     seen.remove(ordinal)
                     continue
                 stored = session.get_one(Trajectory, (recording, ordinal))
+                if isinstance(stored.tokens, Damaged):
+                    raise _damaged(recording, ordinal, "its token ids", stored.tokens)
                 if stored != trajectory:
                     raise TraceError(
                         f"recording {recording} already holds another trajectory at {ordinal}: "
@@ -268,10 +270,7 @@ class Recordings(Storage):
             if not isinstance(value, Damaged):
                 return True
             if skipped is None:
-                raise CorruptedChunkError(
-                    f"recording {recording}, request {ordinal}: {what} cannot be used "
-                    f"({value.problem}); the others still can"
-                )
+                raise _damaged(recording, ordinal, what, value)
             skipped.append(Skipped(recording, ordinal, draft, value.problem))
             return False
 
@@ -315,6 +314,13 @@ def counted(session: Session, recordings: Sequence[Recording]) -> tuple[Recordin
         recording.n_requests, recording.n_output_tokens = requests.get(recording.id, (0, 0))
         recording.drafts = drafts.get(recording.id, {})
     return tuple(recordings)
+
+
+def _damaged(recording: str, ordinal: int, what: str, of: Damaged) -> CorruptedChunkError:
+    return CorruptedChunkError(
+        f"recording {recording}, request {ordinal}: {what} cannot be used ({of.problem}); the "
+        "others still can"
+    )
 
 
 def _digest(asked: Asked) -> str:
