@@ -44,6 +44,7 @@ NO_TRAFFIC = (DESIGNED, "gathered")
 AckStatus = Literal["applied", "refused"]
 _SAMPLING = JsonOf(asdict, lambda document: Sampling(**document))
 _STRINGS = JsonOf(list, tuple)
+_TEXT = ("recording_id", "ordinal")
 
 
 class Value(MappedAsDataclass, Base):
@@ -182,11 +183,7 @@ class Panorama(Value):
     """
 
     __table_args__ = (
-        ForeignKeyConstraint(
-            ("recording_id", "ordinal"),
-            ("trajectory.recording_id", "trajectory.ordinal"),
-            ondelete="CASCADE",
-        ),
+        ForeignKeyConstraint(_TEXT, [f"trajectory.{name}" for name in _TEXT], ondelete="CASCADE"),
     )
 
     recording_id: Mapped[Str32] = mapped_column(primary_key=True, init=False, compare=False)
