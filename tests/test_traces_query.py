@@ -400,10 +400,9 @@ def test_answers_are_printed_and_limited(tmp_path: Any) -> None:
     ]
     for right in ("autoregressive", '{"draft": "none"}'):
         assert door.json("traces compare", "small", right)["ratio"] == pytest.approx(2.0)
-    assert (
-        "small: 2.00 times as fast as autoregressive (95%: 2.00 to 2.00, 6 requests that both"
-        in door.call("traces compare small autoregressive").stdout
-    )
+    said = " ".join(door.call("traces compare", "small", "autoregressive").stdout.split())
+    assert "small: 2.00 times as fast as autoregressive (95%: 2.00 to 2.00, 6 requests" in said
+
     one = door.json("traces show", recording, request="r2")
     assert (one["text"], one["output_ids"]) == (None, a_trajectory(2).output_ids.tolist())
     assert one["undecoded"].startswith("no folder t here")
