@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,8 @@ def kills(state: Path, quick: bool = False) -> dict[str, Any]:
     """kill -9 at 50 random moments of record and tune: the database stays sound, both resume,
     nothing is lost."""
     folder = state / "kills"
-    folder.mkdir(exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # databases of before are not today's
+    folder.mkdir()
     count = 2 if quick else 50
     figures = run_kills(make_pair(folder, "llama"), folder, count=count, seed=0)
     problems = figures["problems"]

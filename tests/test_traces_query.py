@@ -407,7 +407,8 @@ def test_answers_are_printed_and_limited(tmp_path: Any) -> None:
     assert (one["text"], one["output_ids"]) == (None, a_trajectory(2).output_ids.tolist())
     assert one["undecoded"].startswith("no folder t here")
     assert len(one["rounds"]) == 16
-    shown = door.call("traces show", recording, request="r2").stdout
+    wide = {"COLUMNS": "120"}
+    shown = door.call("traces show", recording, request="r2", env=wide).stdout
     assert "not decoded: " in shown
     assert OTHER in shown.splitlines()[-2], "a line for each round"
     assert door.json("traces query --policy autoregressive")["requests"]
