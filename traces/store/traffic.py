@@ -14,7 +14,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spectune.db import NotFoundError, UnavailableError
+from spectune.db import DatabaseError, NotFoundError, UnavailableError
+from spectune.traces.errors import TraceError
 from spectune.traces.schema import Step
 from spectune.traces.store.recordings import Recordings
 from spectune.traces.tables import Trajectory
@@ -137,7 +138,9 @@ class TrafficWriter:
             return False
         # what a request holds decides what is raised, and the traffic around it is to be kept
         except Exception as error:
-            self._error, self.gone = str(error), isinstance(error, NotFoundError)
+            is_told = isinstance(error, (DatabaseError, TraceError))
+            self._error = str(error) if is_told else f"{type(error).__name__}: {error}"
+            self.gone = isinstance(error, NotFoundError)
             if len(items) > 1:
                 return all(self._write([item]) for item in items)
             self._count(written=0, dropped=1)
