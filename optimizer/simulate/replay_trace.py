@@ -125,6 +125,7 @@ class ReplayTrace:
         past: int = 0,
     ) -> None:
         self.trajectories = tuple(trajectories)
+        self._names = tuple((t.request_id, t.category) for t in trajectories)
         lengths = np.array([len(t.output_ids) for t in trajectories], dtype=np.int64)
         self.offsets: Index = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
         self.prompts = np.array([len(t.prompt_ids) for t in trajectories], dtype=np.int64)
@@ -168,8 +169,7 @@ class ReplayTrace:
     @property
     def names(self) -> tuple[tuple[str, str], ...]:
         """Ids and categories of the requests replayed, in order."""
-        chosen = (self.trajectories[r] for r in self.order)
-        return tuple((t.request_id, t.category) for t in chosen)
+        return tuple(self._names[r] for r in self.order)
 
     @property
     def texts(self) -> Texts:
