@@ -1,7 +1,7 @@
 """What only a GPU shows, in parts that end within 100 s each.
 
-    python bench/gpu.py [PART ...] [--seconds 90] [--out FILE.json]
-    python bench/gpu.py [PART ...] --device cpu --tiny
+    python bench/run.py gpu [PART ...] [--seconds 90] [--out FILE.json]
+    python bench/run.py gpu [PART ...] --device cpu --tiny
 
 ``ballast`` writes a pair at the cost of large models (:mod:`ballast`), which the other parts use.
 ``passes``: the target's captured passes beside the time to read its weights, and a draft's step.
@@ -510,7 +510,7 @@ def kernels(bench: Bench) -> Figures:
 PARTS = (ballast, passes, rounds, generate, texts, tune, attention, kernels)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parts = {part.__name__: part for part in PARTS}
     parser = parser_of(__doc__)
     add = parser.add_argument
@@ -549,7 +549,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
             known = json.loads(file.read_text()) if file.exists() else {}
             file.write_text(json.dumps({**known, part: figures}, indent=1) + "\n")
     return failed
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -88,25 +88,26 @@ def run_parts(
     about: str | None,
     name: str,
     parts: Mapping[str, Callable[..., Any]],
+    arguments: Sequence[str],
     versions: Callable[[], Mapping[str, str]] = dict,
     **options: Any,
 ) -> None:
-    """A script of parts, ``--only`` some of them, whose figures are added to those that are stored.
-    ``options`` (default by name) are given to each part; with ``quick`` nothing is stored.
+    """A measurement of parts, ``--only`` some of them, whose figures are added to those that are
+    stored. ``options`` (default by name) are given to each part; with ``quick`` nothing is stored.
     ``versions``: of what else the figures were measured in."""
     parser = parser_of(about)
     parser.add_argument("--only", nargs="*", choices=list(parts), default=list(parts))
     for option, default in options.items():
         how = {"action": "store_true"} if default is False else {"type": int, "default": default}
         parser.add_argument(f"--{option}", **how)
-    wanted = vars(parser.parse_args())
-    found = known(name)
-    for part in wanted.pop("only"):
-        found[part] = parts[part](**wanted)
-        print(json.dumps(found[part]), flush=True)
-    found["environment"] = {**environment(), **versions()}
-    if not wanted.get("quick"):
-        keep(name, found)
+    given = vars(parser.parse_args(arguments))
+    figures = known(name)
+    for part in given.pop("only"):
+        figures[part] = parts[part](**given)
+        print(json.dumps(figures[part]), flush=True)
+    figures["environment"] = {**environment(), **versions()}
+    if not given.get("quick"):
+        keep(name, figures)
 
 
 def say(what: object) -> None:

@@ -1,8 +1,8 @@
 """Simulated against executed under load, and what the table that a search finds loses to the best
 constant number of tokens.
 
-    python bench/load.py openvino --trace FILE.csv [--passes 4] [--turns 120] [--quick]
-    SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python python bench/load.py vllm --trace FILE.csv
+    python bench/run.py load openvino --trace FILE.csv [--passes 4] [--turns 120] [--quick]
+    SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python python bench/run.py load vllm --trace FILE.csv
 
 An engine's texts are recorded once, and its costs as ``profile --engine`` does. Then are executed
 in turn, ``--passes`` times, all in another order each time: 0 to 8 tokens, no draft loaded, and the
@@ -378,7 +378,7 @@ def _regret(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"by_load": by_load, "together": together, "off": off}
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("engine", choices=("openvino", "vllm"))
@@ -386,7 +386,7 @@ def main() -> None:
     add("--passes", type=int, default=4)
     add("--turns", type=int, default=120, help="of the table and the best constants each")
     add("--quick", action="store_true", help="a tiny size, which proves that it runs; no result")
-    wanted = parser.parse_args()
+    wanted = parser.parse_args(arguments)
     state, name = ROOT / ".acceptance", f"load-{wanted.engine}"
     state.mkdir(exist_ok=True)
     before, began = environment(), time.time()
@@ -396,7 +396,3 @@ def main() -> None:
     print(json.dumps({k: v for k, v in found.items() if k != "rows"}, indent=1))
     if not wanted.quick:
         keep(name, found)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """False publications and power of a tuning's evidence, with the code that ships: a race chooses, a
 confirmation proves.
 
-    python bench/nulls.py [--only nulls power real] [--quick]
+    python bench/run.py nulls [--only nulls power real] [--quick]
 
 ``nulls`` and ``power`` are simulated: requests differ in size, policies in what suits which of
 them, executions by heavy-tailed noise of 12% and a machine whose pace drifts; prediction knows
@@ -177,6 +177,6 @@ def real(quick: bool) -> dict[str, Any]:
     return {"tunings": count, "published": published, "rows": rows}
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str]) -> None:
     simulated = {"nulls": partial(of_sizes, 1000, 1.0), "power": partial(of_sizes, 300, 1.05)}
-    run_parts(__doc__, "nulls", {**simulated, "real": real}, quick=False)
+    run_parts(__doc__, "nulls", {**simulated, "real": real}, arguments, quick=False)

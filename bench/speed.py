@@ -1,6 +1,6 @@
 """How fast the tool is: replay of chains and trees, tabulation, a search.
 
-    python bench/speed.py [--only replay trees] [--quick]
+    python bench/run.py speed [--only replay trees] [--quick]
 
 Figures are added to ``bench/results/speed.json`` (``--quick``: a tiny size, printed alone). Replay
 and tabulation are in CPU seconds of one thread, which other work on the machine hardly touches, the
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -146,5 +146,5 @@ def _rates(loaded: LoadedRecording, draft: str, sampling: Sampling) -> dict[str,
     return {"tabulated_trees_per_s": rates, "replayed_million_rounds_per_s": replayed}
 
 
-if __name__ == "__main__":
-    run_parts(__doc__, "speed", {"replay": replay, "trees": trees}, quick=False)
+def main(arguments: Sequence[str]) -> None:
+    run_parts(__doc__, "speed", {"replay": replay, "trees": trees}, arguments, quick=False)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from statistics import fmean
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 MET: Final = "met"
 NOT_SHOWN: Final = "not shown"
 NOT_MET: Final = "**not met**"
-NOT_COMPARABLE: Final = "not comparable"
 RESAMPLES: Final = 2000
 
 Interval = Sequence[float | None]
@@ -49,23 +46,3 @@ def quantile_interval(values: Sequence[float], quantile: float) -> tuple[float, 
     drawn = rng.choice(np.asarray(values), (RESAMPLES, len(values)))
     low, high = np.quantile(np.quantile(drawn, quantile, axis=1), (0.025, 0.975))
     return float(low), float(high)
-
-
-def geometric_mean(ratios: Sequence[Interval]) -> tuple[float, float, float]:
-    """The geometric mean of independent ratios, each with the ends of its interval, and its
-    interval. An upper end that is not known is taken for 9."""
-    logs = [math.log(ratio or math.nan) for ratio, *_ in ratios]
-    halves = [math.log((high or 9.0) / (ratio or math.nan)) for ratio, _, high in ratios]
-    mean, half = math.exp(fmean(logs)), math.exp(math.hypot(*halves) / len(ratios))
-    return mean, mean / half, mean * half
-
-
-def joint_over_best(rows: Sequence[dict[str, Any]], papers: Sequence[str]) -> tuple[float, ...]:
-    """All papers together over the best single paper of each workload, and its 95% interval: of
-    rows of ``acceptance-combination``."""
-    best: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        if row["space"] in papers:
-            other = best.setdefault(row["workload"], row)
-            best[row["workload"]] = max(row, other, key=lambda r: float(r["speedup"]))
-    return geometric_mean([row["joint_over_it"] for row in best.values()])

@@ -1,6 +1,6 @@
 """Old against new code on this machine's CPU, in turns: seconds of a round, and replay.
 
-    python bench/versus.py OLD NEW [--requests 12] [--passes 6] [--quick]
+    python bench/run.py versus OLD NEW [--requests 12] [--passes 6] [--quick]
 
 OLD and NEW are checkouts, folders named ``spectune``. Each runs in a process of its own; the two
 decode a request under a policy one after the other, in random order, and replay and store likewise
@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -129,7 +130,7 @@ def serve(checkout: Path, requests: int, quick: bool) -> None:
         print("=", json.dumps(answer(*json.loads(line))), flush=True)
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -137,7 +138,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--passes", type=int, default=6)
     parser.add_argument("--quick", action="store_true", help="a tiny size")
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     requests, passes = (1, 2) if asked.quick else (asked.requests, asked.passes)
     sides = [Side(path.resolve(), requests, asked.quick) for path in asked.checkouts]
     logs: dict[str, list[float]] = defaultdict(list)
@@ -178,7 +179,4 @@ def interval(logs: list[float]) -> tuple[float, float, float]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["serve"]:
-        serve(Path(sys.argv[2]), int(sys.argv[3]), bool(int(sys.argv[4])))
-    else:
-        main()
+    serve(Path(sys.argv[2]), int(sys.argv[3]), bool(int(sys.argv[4])))

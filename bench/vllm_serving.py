@@ -2,7 +2,7 @@
 publication.
 
     export SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python
-    python bench/vllm_serving.py [--only recording reload] [--alternations 12]
+    python bench/run.py vllm_serving [--only recording reload] [--alternations 12]
 
 ``recording``: tokens a second of 8 clients, with ``SPECTUNE_DB`` and without, two servers in turn.
 ``reload``: policies are published while 8 clients are served; for each that came into force, the
@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -163,7 +163,7 @@ def obeyed(noticed: list[tuple[float, str]], steps: list[Step]) -> tuple[list[in
 
 PARTS = {"recording": recording, "reload": reload}
 
-if __name__ == "__main__":
-    run_parts(
-        __doc__, "vllm_serving", PARTS, lambda: {"vllm": installed().version}, alternations=12
-    )
+
+def main(arguments: Sequence[str]) -> None:
+    versions = lambda: {"vllm": installed().version}  # noqa: E731
+    run_parts(__doc__, "vllm_serving", PARTS, arguments, versions, alternations=12)

@@ -1,8 +1,8 @@
 """Whatever comes in over a border (policies, artifacts, workloads, command lines),
 what goes wrong is one of our errors, said in one line, within seconds and bounded memory.
 
-``SPECTUNE_BORDERS=full`` tries twenty times as many cases, as ``bench/acceptance.py --only
-borders`` does; ``SPECTUNE_BORDERS_REPORT`` names a file for how many there were.
+``SPECTUNE_BORDERS=full`` tries twenty times as many cases, and
+``SPECTUNE_BORDERS_REPORT`` names a file for how many there were.
 """
 
 from __future__ import annotations
