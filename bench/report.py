@@ -172,7 +172,14 @@ def closed_forms() -> list[str]:
             middle = percent(median(map(abs, errors.values())))
             largest = f"{100 * errors[worst_at]:+.1f}% at gamma {worst_at}"
             rows.append((draft, observed, f"{beta:.3f}", middle, largest, of_replay))
-    columns = ("draft", "observed gamma", "beta", "error of tau, median", "largest", "of replay, at most")
+    columns = (
+        "draft",
+        "observed gamma",
+        "beta",
+        "error of tau, median",
+        "largest",
+        "of replay, at most",
+    )
     about = "Tau of greedy chains of 1 to 12 tokens by the closed forms, beside replay's:"
     return ["## Closed forms beside replay", "", about, "", *table(columns, rows)]
 
