@@ -39,26 +39,22 @@ def report(study: str, out: str | None, **cost: Any) -> None:
     """
     check_writable(("--out", out))
     with open_store(create=False) as store:
-        found = write_report(store, study, out, **cost)
-    emit(found, f"{found['path']}: {found['sentence']}")
+        written = write_report(store, study, out, **cost)
+    emit(written, f"{written['path']}: {written['sentence']}")
 
 
 def write_report(
-    store: TraceStore,
-    study: str,
-    out: str | None,
-    *,
-    gpus: int = 1,
-    price: float | None = None,
+    store: TraceStore, study: str, out: str | None, *, gpus: int = 1, price: float | None = None
 ) -> dict[str, Any]:
-    """Writes the page of a study, and says where and what its first sentence is. Raises
-    OutputError."""
-    from spectune.optimizer.report.tuning import headline, page, report_on
+    """Writes the page of a study: ``path``, ``study`` and ``sentence``, its headline. Raises
+    NotFoundError or OutputError."""
+    from spectune.optimizer.report.tuning import page, report_on
+    from spectune.optimizer.report.words import headline
 
-    found = report_on(store, study)
-    name = found.study.id
+    report = report_on(store, study)
+    name = report.study.id
     beside = database_files()[:1]  # none of one on a server
     folder = beside[0].parent if beside else Path()
     path = out or str(folder / f"spectune-report-{name}.html")
-    write_text(path, [page(found, gpus=gpus, price=price)])
-    return {"path": path, "study": name, "sentence": headline(found, gpus=gpus, price=price)}
+    write_text(path, [page(report, gpus=gpus, price=price)])
+    return {"path": path, "study": name, "sentence": headline(report.tuned)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,16 +16,14 @@ LATENCIES = {
     "time_to_first_token_s": "time to first token",
     "time_per_output_token_s": "time per output token",
 }
-"""What a user waits for, in words."""
 EVIDENCE: Final = "tuning"
-"""The kind of artifact that keeps what a tuning's page draws (:mod:`optimizer.report.evidence`)."""
+"""The kind of artifact that holds what a tuning's page draws (:mod:`optimizer.report.evidence`)."""
 STOPS = {
     "max_prob": "its next token is unsure",
     "joint_prob": "the draft as a whole is unsure",
     "entropy": "its distribution is wide",
 }
-
-
+TREES = {"top_k": "EAGLE-2 trees", "classifier": "C2T trees", "static": "static trees"}
 COUPLED_COSTS_CHAINS: Final = (4, 31)
 """Percent of a chain's speed that the verifier `coupled` costs against `rejection` at temperature 1
 on the demo pair, smallest and largest over workloads (`bench/results/acceptance-sampled.json`)."""
@@ -53,28 +51,25 @@ def policy_in_words(document: Json) -> str:
         depth = max(window["gamma"].values())
     else:
         depth = window.get("gamma" if fixed else "gamma_max", 0)
-    if draft == "none":
-        return "no draft, one token a round"
-    if depth == 0:
-        return f"no draft, one token a round ({draft} stays loaded)"
-    who = "prompt lookup (ngram)" if draft == "ngram" else str(draft)
-    growth = document.get("growth", {}).get("kind", "chain")
+    if draft == "none" or depth == 0:
+        return "no draft, one token a round" + f" ({draft} stays loaded)" * (draft != "none")
+    growth, up_to = document.get("growth", {}).get("kind", "chain"), "" if fixed else "up to "
+    text = "prompt lookup (ngram)" if draft == "ngram" else str(draft)
     if growth == "chain":
-        what = f"{'' if fixed else 'up to '}{depth} token{'s' * (depth > 1)} a round"
+        text += f" drafts {up_to}{depth} token{'s' * (depth > 1)} a round"
     else:
-        kind = {"top_k": "EAGLE-2 ", "classifier": "C2T ", "static": "static "}.get(growth, "")
-        kept = document.get("select", {}).get("top_n")
-        what = f"{kind}trees of {'' if fixed else 'up to '}{depth} levels" + (
-            f", {kept} nodes verified" if kept else ""
-        )
-    more = "" if fixed else f", as its window ({window.get('kind')}) says"
+        text += f" drafts {TREES.get(growth, 'trees')} of {up_to}{depth} levels"
+        if nodes := document.get("select", {}).get("top_n"):
+            text += f", {nodes} nodes verified"
+    if not fixed:
+        text += f", as its window ({window.get('kind')}) says"
     if stop := STOPS.get(document.get("stop", {}).get("kind", "none")):
-        more += f", and stops where {stop}"
+        text += f", and stops where {stop}"
     shortlist = document.get("shortlist", {})
     if shortlist.get("kind", "full") != "full":
         size = shortlist.get("size") or shortlist.get("k_max")
-        more += f", over a shortlist of {size} tokens" if size else ", over a shortlist by clusters"
-    return f"{who} drafts {what}{more}"
+        text += f", over a shortlist {f'of {size} tokens' if size else 'by clusters'}"
+    return text
 
 
 def speculates(document: Json) -> bool:
@@ -90,76 +85,115 @@ def sampling_in_words(sampling: Sampling) -> str:
     return "greedy" if s.greedy else f"temperature {s.temperature:g}{top_k}{top_p}, seed {s.seed}"
 
 
+def names_of(tuned: Json) -> dict[str, str]:
+    """How each executed policy is named, by its id: by its label, and by the first digits of its id
+    too where another has the same label."""
+    labels = {c["id"]: str(c["label"]) for c in tuned["candidates"]}
+    shared = [label for label in labels.values() if [*labels.values()].count(label) > 1]
+    return {i: f"{label} [{i[:6]}]" if label in shared else label for i, label in labels.items()}
+
+
+def deploys(tuned: Json) -> bool:
+    """Whether a policy is to take the incumbent's place."""
+    return bool(tuned["winner"]["id"] != tuned["baselines"]["incumbent"]["id"])
+
+
 @dataclass(frozen=True)
-class Finding:
-    """What to do by a tuning's results (``tune --json``). ``deploys``: the winner is faster than
-    ``against`` by ``ratio`` (estimate, lower and upper end, None where unknown); else what was in
-    force is to be kept. ``level``: of the interval."""
+class Table:
+    """Rows under ``columns``, of which the first ``words`` hold text; ``winner``: its row."""
 
-    deploys: bool
-    name: str
-    ratio: tuple[float, float | None, float | None]
-    against: str
-    tokens_per_s: float
-    requests: int
-    level: float = 0.95
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | int | float | None]]
+    words: int = 1
+    winner: int | None = None
 
 
-def finding(tuned: Json) -> Finding:
-    """Reads the results of a tuning."""
-    winner, incumbent = tuned["winner"], tuned["baselines"]["incumbent"]
-    had = speculates(incumbent["policy"])
-    return Finding(
-        deploys=winner["id"] != incumbent["id"],
-        name=policy_in_words(winner["policy"]),
-        ratio=tuned["ratio_to_incumbent"],
-        against=f"what was in force ({incumbent['label']})" if had else "decoding without a draft",
-        tokens_per_s=tuned["measured"]["tokens_per_s"],
-        requests=tuned.get("confirm_requests") or tuned["test_requests"],
-        level=(tuned.get("confirmed") or {}).get("level", 0.95),
-    )
+def executed_table(tuned: Json) -> Table:
+    """The policies that a tuning executed, fastest first by what tells policies apart that were not
+    executed on the same requests: the speed over the race's leader, projected to the workload."""
+    names, winner = names_of(tuned), tuned["winner"]["id"]
+    candidates = {c["id"]: c for c in tuned["candidates"]}
+    ordered = sorted(candidates.values(), key=lambda c: -c["ratio_to_leader"])
+    rows = []
+    for c in ordered:
+        roles = ["winner"] * (c["id"] == winner)
+        roles += [other["role"] for other in tuned["candidates"] if other["id"] == c["id"]]
+        predicted, measured = c["predicted_tokens_per_s"], c["measured_tokens_per_s"]
+        error = "-"
+        if predicted and measured:
+            after = c["predicted_after_factor_tokens_per_s"] / measured - 1
+            error = f"{100 * (predicted / measured - 1):+.1f}% ({100 * after:+.1f}%)"
+        low, high = c["ratio_to_leader_interval"]
+        ends = "" if low is None or high is None or low == high else f" ({low:.3f}-{high:.3f})"
+        rows.append(
+            (
+                ", ".join(roles),
+                names[c["id"]],
+                f"{c['mean_accepted_length']:.2f}",
+                "-" if predicted is None else f"{predicted:.1f}",
+                f"{measured:.1f}",
+                error,
+                f"{c['executed_requests']} of {tuned['test_requests']}",
+                f"{c['ratio_to_incumbent']:.3f}",
+                f"{c['ratio_to_autoregressive']:.3f}",
+                f"{c['ratio_to_leader']:.3f}{ends}",
+            )
+        )
+    columns = ("role", "policy", "tau", "predicted", "measured tokens/s", "error (after factor)")
+    ratios = ("on requests", "vs incumbent", "vs autoregressive", "vs leader (95%)")
+    place = [c["id"] for c in ordered].index(winner)
+    return Table((*columns, *ratios), rows, words=2, winner=place)
 
 
 def interval(low: float | None, high: float | None, digits: int = 2, level: float = 0.95) -> str:
     """`` (95% interval 1.34 to 1.70)``; empty where an end is not known."""
-    if low is None or high is None or low <= 0:
+    if not low or high is None:
         return ""
     return f" ({100 * level:.0f}% interval {low:.{digits}f} to {high:.{digits}f})"
 
 
-def outcome_in_words(tuned: Json) -> str:
-    """How fast what is to be in force is, against what; or why nothing takes its place."""
-    found, confirmed = finding(tuned), tuned.get("confirmed")  # earlier tunings have none
-    if found.deploys:
-        ratio, low, high = found.ratio
-        said = f"It decodes {ratio:.2f} times as fast as {found.against}"
-        said += interval(low, high, level=found.level)
-        if confirmed:
-            return f"{said} on {found.requests} requests held out to confirm it."
-        speed = f"{found.tokens_per_s:.0f} tokens/s on {found.requests} requests"
-        return f"{said}: {speed} that the search has not seen."
-    others = [c for c in tuned["candidates"] if c["id"] != tuned["winner"]["id"]]
-    if not others:
-        return "Nothing else was executed."
+def headline(tuned: Json) -> str:
+    """What to deploy and how much faster it is, or what to keep."""
+    name, winner = names_of(tuned)[tuned["winner"]["id"]], tuned["winner"]["policy"]
+    if deploys(tuned):
+        against = "the incumbent"
+        if not speculates(tuned["baselines"]["incumbent"]["policy"]):
+            against = "decoding without a draft"
+        ratio = tuned["ratio_to_incumbent"][0]
+        return f"Deploy this: {name}, {ratio:.2f} times as fast as {against}"
+    if not speculates(winner):
+        return "Decode without a draft: no policy was faster beyond noise"
+    return f"Keep {name}: no policy was faster beyond noise"
+
+
+def outcome(tuned: Json) -> list[str]:
+    """On what the headline rests, a sentence each."""
+    names, winner, confirmed = names_of(tuned), tuned["winner"]["id"], tuned["confirmed"]
+    raced = confirmed["id"] if confirmed else winner
+    sentences = []
     if confirmed:
-        label = next(c["label"] for c in tuned["candidates"] if c["id"] == confirmed["id"])
-        ratio, (low, high) = confirmed["ratio"], confirmed["interval"]
-        first = "Nothing executed takes its place"
-        last = f" on {confirmed['requests']} requests held out to confirm it{_against(confirmed)}"
-    else:
+        ratio, ends, level = confirmed["ratio"], confirmed["interval"], confirmed["level"]
+        sentence = (
+            f"On {confirmed['requests']} requests held out to confirm it, {names[raced]} was "
+            f"{ratio:.2f} times as fast as {names[tuned['baselines']['incumbent']['id']]}"
+            f"{interval(*ends, level=level)}"
+        )
+        sentences.append(sentence + (f": {w}." if (w := confirmed.get("against")) else "."))
+    elif others := [c for c in tuned["candidates"] if c["id"] != winner]:
         best = max(others, key=lambda c: c["ratio_to_incumbent"])
-        label, ratio = best["label"], best["ratio_to_incumbent"]
-        low, high = best["ratio_interval"]
-        first, last = "Nothing executed is faster beyond noise", ""
-    return (
-        f"{first}; the best of the others, {label}, "
-        f"decodes {ratio:.2f} times as fast{interval(low, high, level=found.level)}{last}."
-    )
-
-
-def _against(confirmed: Json) -> str:
-    """What speaks against what was confirmed; earlier tunings do not say."""
-    return f": {confirmed['against']}" if confirmed.get("against") else ""
+        sentences.append(
+            f"The best of the others, {names[best['id']]}, was {best['ratio_to_incumbent']:.2f} "
+            f"times as fast in the race{interval(*best['ratio_interval'])}."
+        )
+    in_race = {c["id"]: c["ratio_to_leader"] for c in tuned["candidates"] if c["left_in_race"]}
+    leader = max(in_race, key=in_race.__getitem__, default=raced)
+    if leader != raced and in_race[leader] > in_race.get(raced, 0.0) > 0.0:
+        ahead = 100 * (in_race[leader] / in_race[raced] - 1)
+        sentences.append(
+            f"{names[leader]} was {ahead:.1f}% ahead in the race, which is within noise, and "
+            f"{names[raced]} is simpler."
+        )
+    return sentences
 
 
 def prediction_in_words(prediction: Json | None) -> str:
@@ -179,78 +213,62 @@ def prediction_in_words(prediction: Json | None) -> str:
 def closing(tuned: Json, where: str, commands: Iterable[tuple[str, str]]) -> str:
     """The last lines of ``tune``: what was published, ``where``, how much faster than what, and
     what to type next: (command, what it shows) of each. At most 80 columns, commands excepted."""
-    found, published = finding(tuned), tuned["published"]
-    if published:
+    winner = tuned["winner"]
+    name = f"{names_of(tuned)[winner['id']]} ({policy_in_words(winner['policy'])})"
+    if published := tuned["published"]:
         first = (
-            f"Published {where}, as version {published['version']}: {found.name} (`policies "
-            "deployments` shows who applied it)."
+            f"Published {where}, as version {published['version']}: {name}. `policies "
+            "deployments` shows which decoders use it."
         )
-    elif found.deploys and tuned.get("refused"):
-        first = f"Nothing was published: {tuned['refused']}. The winner: {found.name}."
-    elif found.deploys and tuned.get("superseded_by"):
-        first = f"Nothing was published: {tuned['reason']}. The winner: {found.name}."
-    elif found.deploys:
-        first = f"Nothing was published, as asked. The winner {where}: {found.name}."
+    elif deploys(tuned):
+        blocked = tuned.get("refused") or (tuned["superseded_by"] and tuned["reason"])
+        first = f"Nothing was published{f': {blocked}' if blocked else ''}. Winner {where}: {name}."
     else:
-        first = f"Nothing changes {where}: {found.name}."
+        first = f"Nothing changes {where}: {name}."
     text = textwrap.fill(
-        f"{first} {outcome_in_words(tuned)}", WIDTH, break_long_words=False, break_on_hyphens=False
+        " ".join([first, *outcome(tuned)]), WIDTH, break_long_words=False, break_on_hyphens=False
     )
     lines = [
-        textwrap.fill(f"# {what}", WIDTH, subsequent_indent="# ") + f"\n{command}"
-        for command, what in commands
+        textwrap.fill(f"# {purpose}", WIDTH, subsequent_indent="# ") + f"\n{command}"
+        for command, purpose in commands
     ]
     return "\n".join(["", text, "", *lines])
 
 
-def savings(tuned: Json, device: str, *, gpus: int = 1, price: float | None = None) -> list[str]:
-    """What deploying the winner saves where requests are decoded one at a time, as they were when
-    it was measured, a clause each: device hours per million tokens, device hours a day of ``gpus``
-    devices that are busy all day, and at a ``price`` of an hour money. Empty where nothing is to be
-    deployed."""
-    found = finding(tuned)
-    if not found.deploys:
+def savings(
+    tuned: Json, device: str, *, gpus: int = 1, price: float | None = None, load: str = ""
+) -> list[str]:
+    """What deploying the winner saves, a sentence each, under the ``load`` it was measured under
+    (empty: one request at a time): device hours per million tokens and a day of ``gpus`` busy
+    devices, and at a ``price`` an hour money. Empty where nothing is to be deployed."""
+    if not deploys(tuned):
         return []
-    hours = "GPU hours" if device.startswith("cuda") else "machine hours"
+    level, tokens_per_s = tuned["confirmed"]["level"], tuned["measured"]["tokens_per_s"]
 
-    def amount(of: Callable[[float], float], unit: str, digits: int = 2, price: float = 1) -> str:
-        ratio, low, high = found.ratio
-        ends = ""
-        if low is not None and high is not None and low > 0:  # stored studies may know no lower end
-            ends = interval(price * of(low), price * of(high), digits, found.level)
-        return f"{price * of(ratio):.{digits}f} {unit}{ends}"
+    def amount(hours: Callable[[float], float], digits: int, price: float = 1.0) -> str:
+        ratio, *ends = (price * hours(ratio) for ratio in tuned["ratio_to_incumbent"])
+        return f"{ratio:.{digits}f}{interval(*ends, digits, level)}"
 
-    def a_million(ratio: float) -> float:
-        return 1e6 / 3600 / max(1e-9, found.tokens_per_s) * (ratio - 1)
+    def per_million(ratio: float) -> float:
+        return 1e6 / 3600 / max(1e-9, tokens_per_s) * (ratio - 1)
 
-    def a_day(ratio: float) -> float:
+    def per_day(ratio: float) -> float:
         return 24 * gpus * (1 - 1 / ratio)
 
-    said = [
-        f"it saves {amount(a_million, f'{hours} per million tokens')} where requests "
-        "are decoded one at a time",
-        f"Of {gpus} such device{'s' if gpus > 1 else ''} busy all day, one request at a time each, "
-        f"it saves {amount(a_day, f'{hours} a day', 1)}.",
+    hours = "GPU hours" if device.startswith("cuda") else "machine hours"
+    under = f"under {load}" if load else "decoding one request at a time"
+    sentences = [
+        f"Hours saved {under}: {amount(per_million, 2)} {hours} per million tokens; with "
+        f"{gpus} busy device{'s' * (gpus > 1)}, {amount(per_day, 1)} {hours} a day."
     ]
     if price is not None:
-        million = amount(a_million, "per million tokens", price=price)
-        day = amount(a_day, "a day", price=price)
-        said.append(f"At {price:g} an hour that is {million}, or {day}.")
-    said.append(
-        "Many requests at once may lose by speculating: `tune --arrivals` measures an engine under "
-        "your load."
-    )
-    return said
-
-
-def verdict_in_words(tuned: Json, device: str, *, gpus: int = 1, price: float | None = None) -> str:
-    """One sentence: what to deploy and what that saves, or what to keep and why."""
-    found, confirmed = finding(tuned), tuned.get("confirmed")
-    if found.deploys:
-        return f"Deploy this: {found.name}; {savings(tuned, device, gpus=gpus, price=price)[0]}."
-    why = "nothing executed is faster beyond noise"
-    if confirmed:
-        why = f"nothing executed takes its place{_against(confirmed)}"
-    if not speculates(tuned["winner"]["policy"]):
-        return f"Decode without a draft: {why}."
-    return f"Keep what you have: {found.name}; {why}."
+        sentences.append(
+            f"At {price:g} an hour: {amount(per_million, 2, price)} per million tokens, "
+            f"{amount(per_day, 2, price)} a day."
+        )
+    if not load:
+        sentences.append(
+            "With many requests at once speculation may be slower: `tune --arrivals` measures "
+            "an engine under your load."
+        )
+    return sentences
