@@ -1,5 +1,8 @@
-"""Charts as SVG texts, drawn by matplotlib. Only what draws imports this: matplotlib takes a second
-to import."""
+"""The charts of a tuning's page as SVG texts, drawn by matplotlib. Only what draws imports this:
+matplotlib takes a second to import.
+
+``series`` names the winner, the incumbent and autoregression by policy id; the rest are "others".
+"""
 
 from __future__ import annotations
 
@@ -8,173 +11,150 @@ import logging
 import re
 import textwrap
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
+from spectune.optimizer.report.words import Json
 from spectune.traces.text import printable
 
 COLOURS = ("#2566ae", "#c2560c", "#2a7d48", "#7a45ad", "#a8326a")
-GREY = "#8b949e"
+GREY, PALE = "#8b949e", "#d3d8de"
 WIDTH_IN = 4.2
 LABEL_WIDTH = 62
 """Characters of a label on one line of a chart."""
-
-Estimate = tuple[float, float | None, float | None]
-"""A value and the ends of its interval, None where they are not known."""
+SETTINGS = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.size": 9.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e9ecf0",
+    "legend.frameon": False,
+    "lines.markersize": 5.0,
+}
+Series = Mapping[str, str]
+Mark = tuple[str, float, float | None, float | None]
+"""Policy, value, and the ends of its interval, None where they are not known."""
 
 logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells when it looks for fonts
 
 
-def palette(names: Sequence[str]) -> dict[str, str]:
-    """A colour for each name."""
-    return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
-
-
-class Chart:
-    """A chart that is being drawn: its ``axes``, and ``svg`` once it is done."""
-
-    axes: Axes
-    svg: str = ""
-
-
-@contextmanager
-def chart(name: str, x_label: str, y_label: str = "", *, height_in: float = 3.2) -> Iterator[Chart]:
-    """An empty chart; what is drawn within the context becomes its SVG. ``name`` is unique on a
-    page: ids within the SVG are made from it."""
-    settings = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": name,
-        "text.parse_math": False,
-        "font.size": 9.0,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": "#e9ecf0",
-        "legend.frameon": False,
-    }
-    drawn = Chart()
+def chart(
+    name: str, x_label: str, y_label: str, draw: Callable[[Axes], None], height_in: float = 3.6
+) -> str:
+    """The SVG of what ``draw`` draws, a legend above. ``name`` is unique on a page: it keeps ids
+    apart."""
+    settings = {**SETTINGS, "svg.hashsalt": name}
     with matplotlib.rc_context(settings), warnings.catch_warnings():  # type: ignore[arg-type]
         warnings.simplefilter("ignore")  # letters that its font lacks; a browser has them
         figure = Figure((WIDTH_IN, height_in), layout="constrained")
-        drawn.axes = figure.add_subplot()
-        drawn.axes.set(xlabel=x_label, ylabel=y_label)
-        yield drawn
-        handles, labels = drawn.axes.get_legend_handles_labels()
-        if labels:
-            wrapped = ["\n".join(textwrap.wrap(label, LABEL_WIDTH)) for label in labels]
-            figure.legend(handles, wrapped, loc="outside upper left", borderaxespad=0.0)
+        axes = figure.add_subplot()
+        draw(axes)
+        axes.set(xlabel=x_label, ylabel=y_label)
+        handles, labels = axes.get_legend_handles_labels()
+        if unique := dict(zip(map(_wrapped, labels), handles, strict=True)):
+            figure.legend([*unique.values()], [*unique], loc="outside upper left", borderaxespad=0)
         figure.savefig(file := io.StringIO(), format="svg")
-    text = printable(file.getvalue())
-    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
-    drawn.svg = re.sub(r'<g id="[^"]*">', "<g>", text[text.index("<svg") :])
+    svg = printable(file.getvalue())
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    return re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg") :])
 
 
-def agreement(
-    name: str,
-    groups: Mapping[str, Sequence[tuple[float, Estimate]]],
-    colours: Mapping[str, str] | None = None,
-) -> str:
-    """Predicted over measured speeds in tokens/s: ``(predicted, measured)`` by series. On the
-    dashed line both are equal."""
-    colours = colours or palette([*groups])
-    with chart(name, "measured (tokens/s)", "predicted (tokens/s)", height_in=4.0) as drawn:
-        axes = drawn.axes
-        for group, points in groups.items():
-            for predicted, (_, low, high) in points:
-                if low is not None and high is not None:
-                    axes.plot((low, high), (predicted, predicted), c=colours[group], lw=1.5)
-            xs, ys = [measured[0] for _, measured in points], [predicted for predicted, _ in points]
-            axes.plot(xs, ys, "o", c=colours[group], ms=4, label=group)
+def _wrapped(label: str) -> str:
+    return "\n".join(textwrap.wrap(label, LABEL_WIDTH))
+
+
+def _colour(policy: str, series: Series) -> str:
+    return COLOURS[[*series].index(policy)] if policy in series else GREY
+
+
+def _mark(axes: Axes, mark: Mark, y: float, series: Series) -> None:
+    policy, value, low, high = mark
+    colour, label = _colour(policy, series), series.get(policy, "others")
+    if low is not None and high is not None:
+        axes.plot((low, high), (y, y), color=colour, lw=1.5)
+    axes.plot([value], [y], "o", color=colour, label=label)
+
+
+def prediction(candidates: Sequence[Json], series: Series) -> str:
+    """Predicted over measured speed of each candidate; on the dashed line both are equal."""
+
+    def draw(axes: Axes) -> None:
+        for c in candidates:
+            mark = (c["id"], c["measured_tokens_per_s"], *c["measured_interval"])
+            _mark(axes, mark, c["predicted_tokens_per_s"], series)
         end = max(axes.get_xlim()[1], axes.get_ylim()[1])
-        axes.plot((0, end), (0, end), "--", c=GREY, lw=1)
+        axes.plot((0, end), (0, end), "--", color=GREY, lw=1)
         axes.set(xlim=(0, end), ylim=(0, end))
-    return drawn.svg
+
+    return chart("prediction", "measured (tokens/s)", "predicted (tokens/s)", draw, 4.0)
 
 
-def curves(
-    name: str,
-    x_label: str,
-    y_label: str,
-    lines: Sequence[tuple[str, Sequence[tuple[float, float]]]],
-    *,
-    colours: Mapping[str, str] | None = None,
-    ends: Sequence[str] = (),
-) -> str:
-    """Lines through ``(x, y)``, a series each; ``ends``: the marks at their last points (none: a
-    mark at every point, and axes from 0)."""
-    colours = colours or palette([series for series, _ in lines])
-    with chart(name, x_label, y_label, height_in=3.6) as drawn:
-        labels: set[str] = set()
-        for i, (series, points) in enumerate(lines):
-            xs, ys = zip(*points, strict=True)
-            mark, every = (ends[i], [len(xs) - 1]) if ends else (".", None)
-            label = series if series not in labels else None
-            line = drawn.axes.plot(xs, ys, c=colours[series], label=label, marker=mark, lw=1.5)
-            line[0].set(markevery=every, zorder=len(lines) + 2 - i, ms=5)
-            labels.add(series)
-        drawn.axes.xaxis.get_major_locator().set_params(integer=True)
-        if not ends:
-            drawn.axes.set(xlim=(0, None), ylim=(0, None))
-    return drawn.svg
+def race(policies: Sequence[Json], series: Series) -> str:
+    """Speed over the winner's of each policy of ``race_as_it_went``, by requests executed."""
+
+    def draw(axes: Axes) -> None:
+        for i, r in enumerate(policies):
+            xs, ys, *_ = zip(*r["points"], strict=True)
+            (line,) = axes.plot(xs, ys, "x-" if r["dropped"] else "o-", lw=1.5)
+            line.set(markevery=[len(xs) - 1], zorder=2 + len(policies) - i)
+            line.set(color=_colour(r["policy"], series), label=series.get(r["policy"], "others"))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+    return chart("race", "requests executed, over all passes", "speed over the winner's", draw)
 
 
 def rows(
-    name: str,
-    x_label: str,
-    lines: Sequence[tuple[str, Sequence[tuple[str, Estimate]]]],
-    *,
-    colours: Mapping[str, str] | None = None,
-    legend: bool = True,
-    from_zero: bool = False,
+    name: str, x_label: str, labelled: Sequence[tuple[str, Sequence[Mark]]], series: Series
 ) -> str:
-    """Marks with their intervals, a row for each label, the first on top: ``(series, estimate)``
-    each."""
-    colours = colours or palette(list(dict.fromkeys(s for _, marks in lines for s, _ in marks)))
-    labels = [textwrap.wrap(label, LABEL_WIDTH) for label, _ in lines]
-    tall = [1.0 + 0.4 * len(label) for label in labels]
-    with chart(name, x_label, height_in=1.0 + 0.22 * sum(tall)) as drawn:
-        axes, y, in_legend = drawn.axes, 0.0, set[str]()
-        for label, (_, marks), height in zip(labels, lines, tall, strict=True):
-            axes.text(
-                0.0, y, "\n".join(label), transform=axes.get_yaxis_transform(), va="top", fontsize=8
-            )
+    """Marks with their intervals, a row for each label, the first on top."""
+    labels = [_wrapped(label) for label, _ in labelled]
+    heights = [1.4 + 0.4 * label.count("\n") for label in labels]
+
+    def draw(axes: Axes) -> None:
+        y, left = 0.0, axes.get_yaxis_transform()
+        for label, height, (_, marks) in zip(labels, heights, labelled, strict=True):
+            axes.text(0, y, label, transform=left, va="top", fontsize=8)
             y += height
-            for series, (value, low, high) in marks:
-                if low is not None and high is not None:
-                    axes.plot((low, high), (y - 0.45,) * 2, c=colours[series], lw=1.5)
-                shown = series if legend and series not in in_legend else None
-                axes.plot([value], [y - 0.45], "o", c=colours[series], ms=5, label=shown)
-                in_legend.add(series)
-        axes.set(ylim=(y, -0.3), yticks=[], xlim=(0, None) if from_zero else None)
-    return drawn.svg
+            for mark in marks:
+                _mark(axes, mark, y - 0.4, series)
+        axes.set(ylim=(y, -0.3), yticks=[])
+
+    return chart(name, x_label, "", draw, 1.1 + 0.22 * sum(heights))
 
 
 def rounds(name: str, counts: Sequence[tuple[int, int, int]]) -> str:
-    """A bar per round of ``(drafted, accepted, emitted)`` tokens: accepted ones, the target's own,
-    rejected ones."""
-    with chart(
-        name, "tokens of a round", "round", height_in=0.9 + 0.13 * max(4, len(counts))
-    ) as drawn:
-        numbers = range(1, len(counts) + 1)
-        accepted = [accepted for _, accepted, _ in counts]
-        own = [emitted - accepted for _, accepted, emitted in counts]
-        rejected = [drafted - accepted for drafted, accepted, _ in counts]
+    """A bar per round of ``(drafted, accepted, emitted)`` tokens."""
+
+    def draw(axes: Axes) -> None:
         left = [0] * len(counts)
-        for label, widths, colour in (
-            ("accepted", accepted, COLOURS[2]),
-            ("the target's own", own, COLOURS[1]),
-            ("rejected", rejected, "#d3d8de"),
+        for label, color, tokens in (
+            ("accepted", COLOURS[2], [accepted for _, accepted, _ in counts]),
+            ("the target's own", COLOURS[1], [emitted - a for _, a, emitted in counts]),
+            ("rejected", PALE, [drafted - a for drafted, a, _ in counts]),
         ):
-            drawn.axes.barh(
-                numbers, widths, left=left, color=colour, label=label, height=0.75, lw=0.5, ec="w"
-            )
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-        drawn.axes.set(ylim=(len(counts) + 0.6, 0.4))
-        drawn.axes.yaxis.get_major_locator().set_params(integer=True)
-        drawn.axes.xaxis.get_major_locator().set_params(integer=True)
-    return drawn.svg
+            numbers = range(1, len(counts) + 1)
+            axes.barh(numbers, tokens, 0.75, left, color=color, label=label, ec="w", lw=0.5)
+            left = [a + b for a, b in zip(left, tokens, strict=True)]
+        axes.set(ylim=(len(counts) + 0.6, 0.4))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(integer=True))
+
+    return chart(name, "tokens of a round", "round", draw, 1.5 + 0.13 * len(counts))
+
+
+def positions(acceptance: Mapping[str, Sequence[float]]) -> str:
+    """By draft the share of starts whose first 1, 2, ... proposals are all accepted."""
+
+    def draw(axes: Axes) -> None:
+        for i, (draft, shares) in enumerate(acceptance.items()):
+            color = COLOURS[i % len(COLOURS)]
+            axes.plot(range(1, len(shares) + 1), shares, ".-", color=color, label=draft)
+        axes.set(xlim=(0, None), ylim=(0, None))
+
+    return chart("positions", "position in the draft (tokens)", "share accepted", draw)

@@ -10,20 +10,20 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from spectune.optimizer.report.fitting import FittingTable, cell, header
-from spectune.optimizer.report.words import LATENCIES, prediction_in_words
+from spectune.optimizer.report.words import LATENCIES, executed_table, prediction_in_words
 from spectune.traces.schema import NAT_SCALE, Counts, Outcome
 from spectune.traces.tables import LatencyProfile
 from spectune.traces.text import printable
 
 if TYPE_CHECKING:
     from spectune.optimizer.changes import Change, Share
-    from spectune.optimizer.verdict import Candidate, Tuned
+    from spectune.optimizer.verdict import Tuned
 
 
 def shown(
     title: str,
     columns: Sequence[str],
-    rows: Iterable[Sequence[str | int]],
+    rows: Iterable[Sequence[str | int | float | None]],
     note: str = "",
     *,
     words: Container[int] = (),
@@ -84,50 +84,25 @@ def latency_lines(latency: Mapping[str, Any] | None) -> list[str]:
 
 
 def evidence_table(tuned: Tuned) -> RenderableType:
-    """What a tuning executed, fastest first by what tells policies apart that were not executed on
-    the same requests: the speed over the race's leader, projected to the workload. Prediction
-    beside measurement; on how many requests tells whom the race dropped."""
-    from spectune.optimizer.timings import finite
-
-    roles: dict[str, list[str]] = {}
-    for candidate in tuned.candidates:
-        roles.setdefault(candidate.policy.id, []).append(candidate.role)
-    unique = {c.policy.id: c for c in tuned.candidates}
-    rows: list[tuple[str, ...]] = []
-    styles: dict[int, str] = {}
-    for c in sorted(unique.values(), key=lambda c: -c.raced[0]):
-        if c.policy.id == tuned.winner.policy.id:
-            styles[len(rows)] = "bold green"
-        low, high = finite(c.raced[1:])
-        known = low is not None and high is not None and low != high
-        rows.append(
-            (
-                ", ".join(roles[c.policy.id]),
-                c.policy.label(),
-                f"{c.executed.total.mean_accepted_length:.2f}",
-                "-" if c.predicted is None else f"{c.predicted_tokens_per_s:.1f}",
-                f"{c.executed.total.tokens_per_s:.1f}",
-                _error(c, tuned.common_factor),
-                f"{len(c.executed.per_request)} of {tuned.test_requests}",
-                f"{c.ratio[0]:.3f}",
-                f"{c.over_plain[0]:.3f}",
-                f"{c.raced[0]:.3f}" + (f" ({low:.3f}-{high:.3f})" if known else ""),
-            )
-        )
+    """What a tuning executed (:func:`optimizer.report.words.executed_table`), and how it ended."""
+    executed = executed_table(tuned.to_json())
     notes = [
-        f"{tuned.trials} policies replayed on {tuned.search_requests} requests, {len(unique)} "
-        f"executed on {tuned.test_requests} others; between executions {tuned.texts}",
+        f"{tuned.trials} policies replayed on {tuned.search_requests} requests, "
+        f"{len(executed.rows)} executed on {tuned.test_requests} others; between executions "
+        f"{tuned.texts}",
         prediction_in_words(tuned.prediction),
     ]
-    dropped = (c for c in unique.values() if not c.left)
-    if fewer := sum(len(c.executed.per_request) < tuned.test_requests for c in dropped):
+    dropped = {c.policy.id: c for c in tuned.candidates if not c.left}.values()
+    if early := sum(len(c.executed.per_request) < tuned.test_requests for c in dropped):
         notes.append(
-            f"dropped early, behind beyond noise: {fewer}; the last column is what compares them"
+            f"dropped early, behind beyond noise: {early}; compare policies by the last column"
         )
     notes += latency_lines(tuned.winner.executed.latency())
     new = tuned.published
-    done = f"published as version {new.version}" if new else "nothing published"
-    notes.append(f"{tuned.reason}; {done}")
+    notes.append(
+        f"{tuned.reason}; "
+        + (f"published as version {new.version}" if new else "nothing published")
+    )
     if best := next(iter(tuned.beyond.get("best", ())), None):
         notes.append(
             f"{tuned.beyond['policies']} policies read distributions that were not recorded and "
@@ -135,19 +110,12 @@ def evidence_table(tuned: Tuned) -> RenderableType:
             f"{best['value']:.1f} tokens/s (record more with --cover)"
         )
     notes.append("seconds: " + ", ".join(f"{k} {v:.0f}" for k, v in tuned.seconds.items()))
-    names = ("role", "policy", "tau", "predicted", "measured tokens/s", "error (after factor)")
-    ratios = ("on requests", "vs incumbent", "vs autoregressive", "vs leader (95%)")
     title = "Executed on requests the search has not seen"
-    return shown(title, (*names, *ratios), rows, "\n".join(notes), words=range(2), styles=styles)
-
-
-def _error(candidate: Candidate, factor: float) -> str:
-    """How far a prediction is off what was executed, and in brackets after the common factor."""
-    predicted, measured = candidate.predicted_tokens_per_s, candidate.executed.total.tokens_per_s
-    if not predicted or not measured:
-        return "-"
-    off, after = (100 * (speed / measured - 1) for speed in (predicted, predicted * factor))
-    return f"{off:+.1f}% ({after:+.1f}%)"
+    styles = {} if executed.winner is None else {executed.winner: "bold green"}
+    words = range(executed.words)
+    return shown(
+        title, executed.columns, executed.rows, "\n".join(notes), words=words, styles=styles
+    )
 
 
 def profile_table(profile: LatencyProfile, name: str) -> RenderableType:

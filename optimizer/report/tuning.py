@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,21 +14,21 @@ from markupsafe import Markup
 
 from spectune.db.errors import NotFoundError
 from spectune.optimizer.report import charts
-from spectune.optimizer.report.charts import COLOURS, GREY
 from spectune.optimizer.report.words import (
     EVIDENCE,
-    LATENCIES,
     TREES,
     Json,
     Table,
     deploys,
     executed_table,
     headline,
+    latency_table,
     names_of,
     outcome,
     policy_in_words,
     prediction_in_words,
     savings,
+    series_of,
 )
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.traces.store import TraceStore
@@ -38,7 +37,6 @@ from spectune.traces.tables import Study
 from spectune.traces.text import one_line
 
 ROUNDS_DRAWN: Final = 24
-OTHERS: Final = "others"
 
 
 @dataclass(frozen=True)
@@ -163,203 +161,137 @@ def deploy_command(report: TuningReport) -> tuple[str, str]:
 
 def sections(report: TuningReport) -> Iterator[tuple[str, list[Panel]]]:
     """The page's parts: a heading, and its panels."""
-    evidence, results = report.evidence, _Results(report.tuned)
-    race = [r for r in evidence["race"] if r["points"]]
-    raced = [results.race(race), results.intervals(race)] if race else []
-    yield "Speed", [*results.prediction(), *raced, results.executed()]
-    yield "Requests", [results.categories(evidence["categories"]), results.latency()]
-    drafts = [_by_position(report.acceptance)] if report.acceptance else []
-    if drafts := [*drafts, *results.rounds(evidence["rounds"])]:
+    tuned, evidence, document = report.tuned, report.evidence, report.study.document
+    series = series_of(tuned)
+    executed = executed_table(tuned)
+    title = f"{len(executed.rows)} policies were executed"
+    table = Panel("executed", title, table=executed, wide=True)
+    yield "Speed", [*_speeds(report, series), table]
+    latency = Panel(
+        "latency",
+        "Latency",
+        "Milliseconds over requests; with few requests p99 is the slowest.",
+        table=latency_table(tuned),
+    )
+    yield "Requests", [_categories(evidence["categories"], series), latency]
+    drafts = [_positions(report.acceptance)] if report.acceptance else []
+    if drafts := [*drafts, *_rounds(evidence["rounds"], series)]:
         yield "Drafts", drafts
-    document = report.study.document
-    left_out = {
-        "a draft for each prompt": document.get("by_prompt"),
-        **document.get("left_out", {}),
-    }
-    items = [f"{part}: {why}" for part, why in left_out.items() if why]
-    not_tried = Panel("left-out", "What was left out, and why", items=items or ["nothing"])
-    yield "What was tried", [_tried(report), not_tried]
+    reasons = {"a draft for each prompt": document.get("by_prompt"), **document.get("left_out", {})}
+    items = [f"{part}: {why}" for part, why in reasons.items() if why] or ["nothing"]
+    yield "What was tried", [_tried(report), Panel("left-out", "What was not tried", items=items)]
 
 
-class _Results:
-    """Panels of a tuning's results. ``series``: the winner, the incumbent and autoregression, each
-    policy once, as all charts and tables name them."""
+def _speeds(report: TuningReport, series: Mapping[str, str]) -> Iterator[Panel]:
+    """Predictions, the race, and how it ended."""
+    tuned, names = report.tuned, names_of(report.tuned)
+    candidates = {c["id"]: c for c in tuned["candidates"]}.values()
+    predicted = [c for c in candidates if c["predicted_tokens_per_s"] is not None]
+    if predicted:
+        yield Panel(
+            "prediction",
+            prediction_in_words(tuned["prediction"]),
+            "A point is an executed policy, as the profile predicted it before anything was "
+            "executed; bars are 95% intervals over requests.",
+            charts.prediction(sorted(predicted, key=lambda c: c["id"] not in series), series),
+        )
+    race = [r for r in report.evidence["race"] if r["points"]]
+    race.sort(key=lambda r: (r["policy"] not in series, -r["points"][-1][1]))
+    yield Panel(
+        "race",
+        f"{sum(r['dropped'] for r in race)} of {len(race)} policies fell behind beyond noise and "
+        "were dropped",
+        "Speed over the winner's on all requests executed so far; a cross is where a policy was "
+        "dropped.",
+        charts.race(race, series),
+    )
+    ends = [
+        (
+            series.get(r["policy"], names[r["policy"]]) + " (dropped)" * r["dropped"],
+            [(r["policy"], *r["points"][-1][1:])],
+        )
+        for r in sorted(race, key=lambda r: -r["points"][-1][1])
+    ]
+    yield Panel(
+        "intervals",
+        f"How the race ended for {len(race)} policies",
+        "On the requests that both were executed on, with 95% intervals.",
+        charts.rows("intervals", "speed over the winner's", ends, series),
+    )
 
-    def __init__(self, tuned: Json) -> None:
-        self.tuned, self.names = tuned, names_of(tuned)
-        self.winner = tuned["winner"]["id"]
-        self.candidates = {c["id"]: c for c in tuned["candidates"]}
-        roles = {"winner": self.winner}
-        roles |= {r: tuned["baselines"][r]["id"] for r in ("incumbent", "autoregressive")}
-        self.series: dict[str, str] = {}
-        for policy in dict.fromkeys(roles.values()):
-            text = ", ".join(role for role, id_ in roles.items() if id_ == policy)
-            name = self.names[policy]
-            self.series[policy] = text if name in roles else f"{text}: {name}"
-        self.colours = {**dict(zip(self.series.values(), COLOURS, strict=False)), OTHERS: GREY}
 
-    def prediction(self) -> Iterator[Panel]:
-        groups: dict[str, list[tuple[float, charts.Estimate]]] = {}
-        for series in (*self.series.values(), OTHERS):
-            groups[series] = [
-                (c["predicted_tokens_per_s"], (c["measured_tokens_per_s"], *c["measured_interval"]))
-                for policy, c in self.candidates.items()
-                if self.series.get(policy, OTHERS) == series
-                and c["predicted_tokens_per_s"] is not None
-            ]
-        if any(groups.values()):
-            yield Panel(
-                "prediction",
-                prediction_in_words(self.tuned["prediction"]),
-                "A point is an executed policy, as the profile predicted it before anything was "
-                "executed; bars are 95% intervals over requests.",
-                charts.agreement(
-                    "prediction", {k: v for k, v in groups.items() if v}, self.colours
-                ),
-            )
+def _categories(speeds: Json, series: Mapping[str, str]) -> Panel:
+    categories = sorted({category for policy in series for category in speeds.get(policy, {})})
+    marks, ahead = [], 0
+    for category in categories:
+        by_policy = {p: speeds[p][category] for p in series if category in speeds.get(p, {})}
+        marks.append((category or "(none)", [(p, v, None, None) for p, v in by_policy.items()]))
+        ahead += max(by_policy, key=by_policy.__getitem__) == next(iter(series))
+    return Panel(
+        "categories",
+        f"The winner is fastest in {ahead} of {len(categories)} categories",
+        "Measured speed by category of request.",
+        charts.rows("categories", "tokens/s", marks, series),
+    )
 
-    def race(self, race: Sequence[Json]) -> Panel:
-        in_order = sorted(race, key=lambda r: r["policy"] not in self.series)
-        lines = [
-            (self.series.get(r["policy"], OTHERS), [(p[0], p[1]) for p in r["points"]])
-            for r in in_order
-        ]
-        dropped = sum(r["dropped"] for r in race)
-        return Panel(
-            "race",
-            f"{dropped} of {len(race)} policies fell behind beyond noise and were dropped",
-            "Speed over the winner's on all requests executed so far; a cross is where a policy "
-            "was dropped.",
-            charts.curves(
-                "race",
-                "requests executed, over all passes",
-                "speed over the winner's (times)",
-                lines,
-                colours=self.colours,
-                ends=["x" if r["dropped"] else "o" for r in in_order],
-            ),
+
+def _rounds(drawn: Json, series: Mapping[str, str]) -> Iterator[Panel]:
+    """One request round by round, of each policy that drafted."""
+    for policy, name in series.items():
+        rounds = drawn["rounds"].get(policy, [])
+        if not any(drafted for drafted, _, _ in rounds):
+            continue
+        drafted, accepted, emitted = (sum(column) for column in zip(*rounds, strict=True))
+        rows, end = [], 0
+        for number, (_, _, tokens) in enumerate(rounds[:ROUNDS_DRAWN], 1):
+            rows.append((number, "".join(drawn["text"][end : end + tokens])))
+            end += tokens
+        yield Panel(
+            f"rounds-{policy}",
+            f"{name}: {accepted} of {drafted} drafted tokens accepted, {emitted} tokens in "
+            f"{len(rounds)} rounds",
+            f"Request {drawn['request']}: its first {len(rows)} rounds.",
+            charts.rounds(f"rounds-{policy}", rounds[:ROUNDS_DRAWN]),
+            Table(("round", "text"), rows, words=2),
+            "Text",
         )
 
-    def intervals(self, race: Sequence[Json]) -> Panel:
-        lines = []
-        for r in sorted(race, key=lambda r: -r["points"][-1][1]):
-            series = self.series.get(r["policy"])
-            _, ratio, low, high = r["points"][-1]
-            label = (series or self.names[r["policy"]]) + " (dropped)" * r["dropped"]
-            lines.append((label, [(series or OTHERS, (ratio, low, high))]))
-        title = f"How the race ended for {len(race)} policies"
-        caption = "On the requests that both were executed on, with 95% intervals."
-        x_label = "speed over the winner's (times)"
-        svg = charts.rows("intervals", x_label, lines, colours=self.colours, legend=False)
-        return Panel("intervals", title, caption, svg)
 
-    def executed(self) -> Panel:
-        title = f"{len(self.candidates)} policies were executed"
-        return Panel("executed", title, table=executed_table(self.tuned), wide=True)
-
-    def categories(self, categories: Json) -> Panel:
-        speeds = {series: categories.get(policy, {}) for policy, series in self.series.items()}
-        names = sorted({name for of in speeds.values() for name in of})
-        lines = [
-            (
-                name or "(none)",
-                [(s, (of[name], None, None)) for s, of in speeds.items() if name in of],
-            )
-            for name in names
-        ]
-        ahead = sum(
-            max(speeds, key=lambda s: speeds[s].get(n, 0)) == next(iter(speeds)) for n in names
-        )
-        return Panel(
-            "categories",
-            f"The winner is fastest in {ahead} of {len(names)} categories",
-            "Measured speed by category of request.",
-            charts.rows("categories", "tokens/s", lines, colours=self.colours, from_zero=True),
-            Table(
-                ("category", *speeds),
-                [(n or "(none)", *(of.get(n) for of in speeds.values())) for n in names],
-            ),
-            "Numbers",
-        )
-
-    def latency(self) -> Panel:
-        rows = []
-        for key, name in LATENCIES.items():
-            for policy, series in self.series.items():
-                times = (self.candidates[policy]["latency"] or {}).get(key)
-                ms = [f"{1e3 * times[q]:.1f}" if times else None for q in ("p50", "p95", "p99")]
-                rows.append((name, series, *ms))
-        return Panel(
-            "latency",
-            "Latency",
-            "Milliseconds over requests; with few requests p99 is the slowest.",
-            table=Table(("", "policy", "p50", "p95", "p99"), rows, words=2),
-        )
-
-    def rounds(self, drawn: Json) -> Iterator[Panel]:
-        """Of each policy that drafted, one request round by round."""
-        for policy, series in self.series.items():
-            rounds = drawn["rounds"].get(policy, [])
-            if not any(drafted for drafted, _, _ in rounds):
-                continue
-            drafted, accepted, emitted = (sum(column) for column in zip(*rounds, strict=True))
-            rows, end = [], 0
-            for number, (_, _, tokens) in enumerate(rounds[:ROUNDS_DRAWN], 1):
-                rows.append((number, "".join(drawn["text"][end : end + tokens])))
-                end += tokens
-            name = f"rounds-{policy}"
-            yield Panel(
-                name,
-                f"{series}: {accepted} of {drafted} drafted tokens accepted, {emitted} tokens in "
-                f"{len(rounds)} rounds",
-                f"Request {drawn['request']}: its first {len(rows)} rounds.",
-                charts.rounds(name, rounds[:ROUNDS_DRAWN]),
-                Table(("round", "text"), rows, words=2),
-                "Text",
-            )
-
-
-def _by_position(acceptance: Mapping[str, Sequence[float]]) -> Panel:
+def _positions(acceptance: Mapping[str, Sequence[float]]) -> Panel:
     best = max(acceptance, key=lambda draft: acceptance[draft][0])
-    lines = [(draft, [*enumerate(shares, 1)]) for draft, shares in acceptance.items()]
     return Panel(
         "positions",
         f"{acceptance[best][0]:.0%} of {best}'s first proposals are accepted",
         "Share of positions in the recorded texts from which all drafted tokens up to a depth are "
         "accepted.",
-        charts.curves("positions", "position in the draft (tokens)", "share accepted", lines),
+        charts.positions(acceptance),
     )
 
 
 def family(document: Json) -> str:
-    """What a tried policy drafts with, and how."""
-    draft = document.get("draft", "none")
-    if draft == "none":
+    """What a policy drafts with, and how, e.g. ``small: EAGLE-2 trees, fixed shortlist``."""
+    if (draft := document.get("draft", "none")) == "none":
         return "no draft"
     growth = document.get("growth", {}).get("kind", "chain")
-    bins = ", entropy bins" if document.get("stratify") else ""
-    shortlist = document.get("shortlist", {}).get("kind", "full")
-    kind = "chains" if growth == "chain" else TREES.get(growth, growth)
-    return f"{draft}: {kind}{bins}" + ("" if shortlist == "full" else f", {shortlist} shortlist")
+    parts = [TREES.get(growth, "chains" if growth == "chain" else growth)]
+    parts += ["entropy bins"] * bool(document.get("stratify"))
+    if (shortlist := document.get("shortlist", {}).get("kind", "full")) != "full":
+        parts.append(f"{shortlist} shortlist")
+    return f"{draft}: {', '.join(parts)}"
 
 
 def _tried(report: TuningReport) -> Panel:
     speeds: dict[str, list[float]] = {}
     for trial in report.study.trials:
-        if isinstance(trial.get("policy"), Mapping):
-            speeds.setdefault(family(trial["policy"]), []).append(float(trial.get("value") or 0.0))
-    policies = {c["id"]: c["policy"] for c in report.tuned["candidates"]}
-    executed = Counter(family(policy) for policy in policies.values())
-    rows = [(name, len(of), round(max(of), 1), executed[name]) for name, of in speeds.items()]
-    rows.sort(key=lambda row: -row[2])
-    names = [row[0] for row in rows]
-    winner = family(report.tuned["winner"]["policy"])
-    return Panel(
-        "tried",
-        f"{sum(map(len, speeds.values()))} policies of {len(rows)} families were replayed",
-        table=Table(
-            ("family", "policies", "best predicted tokens/s", "executed"),
-            rows,
-            winner=names.index(winner) if winner in names else None,
-        ),
-    )
+        speeds.setdefault(family(trial["policy"]), []).append(trial["value"] or 0.0)
+    executed = {c["id"]: family(c["policy"]) for c in report.tuned["candidates"]}
+    names = sorted(speeds, key=lambda name: -max(speeds[name]))
+    rows = [
+        (name, len(speeds[name]), f"{max(speeds[name]):.1f}", [*executed.values()].count(name))
+        for name in names
+    ]
+    winner = executed[report.tuned["winner"]["id"]]
+    columns = ("family", "policies", "best predicted tokens/s", "executed")
+    table = Table(columns, rows, winner=names.index(winner) if winner in names else None)
+    title = f"{sum(map(len, speeds.values()))} policies of {len(rows)} families were replayed"
+    return Panel("tried", title, table=table)

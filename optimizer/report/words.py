@@ -52,7 +52,7 @@ def policy_in_words(document: Json) -> str:
     else:
         depth = window.get("gamma" if fixed else "gamma_max", 0)
     if draft == "none" or depth == 0:
-        return "no draft, one token a round" + f" ({draft} stays loaded)" * (draft != "none")
+        return "no draft, one token a round" + f" ({draft} stays loaded)" * bool(draft != "none")
     growth, up_to = document.get("growth", {}).get("kind", "chain"), "" if fixed else "up to "
     text = "prompt lookup (ngram)" if draft == "ngram" else str(draft)
     if growth == "chain":
@@ -90,7 +90,30 @@ def names_of(tuned: Json) -> dict[str, str]:
     too where another has the same label."""
     labels = {c["id"]: str(c["label"]) for c in tuned["candidates"]}
     shared = [label for label in labels.values() if [*labels.values()].count(label) > 1]
-    return {i: f"{label} [{i[:6]}]" if label in shared else label for i, label in labels.items()}
+    return {i: label + f" [{i[:6]}]" * (label in shared) for i, label in labels.items()}
+
+
+def series_of(tuned: Json) -> dict[str, str]:
+    """What charts and tables call the winner, the incumbent and autoregression, by policy id, each
+    once, the winner first."""
+    names, roles = names_of(tuned), {"winner": tuned["winner"]["id"]}
+    roles |= {role: tuned["baselines"][role]["id"] for role in ("incumbent", "autoregressive")}
+    series = {}
+    for policy in dict.fromkeys(roles.values()):
+        shared = ", ".join(role for role, policy_id in roles.items() if policy_id == policy)
+        series[policy] = shared if names[policy] in roles else f"{shared}: {names[policy]}"
+    return series
+
+
+def latency_table(tuned: Json) -> Table:
+    """What a user waits for under the winner, the incumbent and autoregression, in milliseconds."""
+    candidates, rows = {c["id"]: c for c in tuned["candidates"]}, []
+    for key, latency in LATENCIES.items():
+        for policy, name in series_of(tuned).items():
+            times = (candidates[policy]["latency"] or {}).get(key)
+            ms = (f"{1e3 * times[q]:.1f}" if times else None for q in ("p50", "p95", "p99"))
+            rows.append((latency, name, *ms))
+    return Table(("", "policy", "p50", "p95", "p99"), rows, words=2)
 
 
 def deploys(tuned: Json) -> bool:
@@ -145,8 +168,9 @@ def executed_table(tuned: Json) -> Table:
     return Table((*columns, *ratios), rows, words=2, winner=place)
 
 
-def interval(low: float | None, high: float | None, digits: int = 2, level: float = 0.95) -> str:
+def interval(ends: Sequence[float | None], level: float = 0.95, digits: int = 2) -> str:
     """`` (95% interval 1.34 to 1.70)``; empty where an end is not known."""
+    low, high = ends
     if not low or high is None:
         return ""
     return f" ({100 * level:.0f}% interval {low:.{digits}f} to {high:.{digits}f})"
@@ -176,14 +200,14 @@ def outcome(tuned: Json) -> list[str]:
         sentence = (
             f"On {confirmed['requests']} requests held out to confirm it, {names[raced]} was "
             f"{ratio:.2f} times as fast as {names[tuned['baselines']['incumbent']['id']]}"
-            f"{interval(*ends, level=level)}"
+            f"{interval(ends, level)}"
         )
         sentences.append(sentence + (f": {w}." if (w := confirmed.get("against")) else "."))
     elif others := [c for c in tuned["candidates"] if c["id"] != winner]:
         best = max(others, key=lambda c: c["ratio_to_incumbent"])
         sentences.append(
             f"The best of the others, {names[best['id']]}, was {best['ratio_to_incumbent']:.2f} "
-            f"times as fast in the race{interval(*best['ratio_interval'])}."
+            f"times as fast in the race{interval(best['ratio_interval'])}."
         )
     in_race = {c["id"]: c["ratio_to_leader"] for c in tuned["candidates"] if c["left_in_race"]}
     leader = max(in_race, key=in_race.__getitem__, default=raced)
@@ -243,14 +267,15 @@ def savings(
     devices, and at a ``price`` an hour money. Empty where nothing is to be deployed."""
     if not deploys(tuned):
         return []
-    level, tokens_per_s = tuned["confirmed"]["level"], tuned["measured"]["tokens_per_s"]
+    level: float = tuned["confirmed"]["level"]
+    million_h: float = 1e6 / 3600 / max(1e-9, tuned["measured"]["tokens_per_s"])
 
     def amount(hours: Callable[[float], float], digits: int, price: float = 1.0) -> str:
         ratio, *ends = (price * hours(ratio) for ratio in tuned["ratio_to_incumbent"])
-        return f"{ratio:.{digits}f}{interval(*ends, digits, level)}"
+        return f"{ratio:.{digits}f}{interval(ends, level, digits)}"
 
     def per_million(ratio: float) -> float:
-        return 1e6 / 3600 / max(1e-9, tokens_per_s) * (ratio - 1)
+        return million_h * (ratio - 1)
 
     def per_day(ratio: float) -> float:
         return 24 * gpus * (1 - 1 / ratio)
